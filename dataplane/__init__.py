@@ -1,0 +1,1 @@
+"""From a port to a ring of packet references: DPDK, dump strategies, drop counters."""

@@ -1,0 +1,39 @@
+"""The three roots of everything that can go wrong, and how the command line shows them.
+
+    FlowcheckError
+    |- EnvironmentProblem   the machine said no: no huge pages, unreadable file, DPDK refused   exit 3
+    |- UserError            what was asked for is wrong: manifest, options, capture             exit 2
+    `- InternalError        we have a bug                                                       exit 70
+
+Every message says what, where and what to do. Standard library only: trainers import this module.
+"""
+
+from __future__ import annotations
+
+__all__ = ["EnvironmentProblem", "FlowcheckError", "InternalError", "UserError"]
+
+
+class FlowcheckError(Exception):
+    """Base. `what` is one sentence, `where` names the file, object or field, `remedy` what to do."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
+        self.what, self.where, self.remedy = what, where, remedy
+        super().__init__(self.message())
+
+    def message(self) -> str:
+        text = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{text}\n  remedy: {self.remedy}" if self.remedy else text
+
+
+class EnvironmentProblem(FlowcheckError):
+    exit_code = 3
+
+
+class UserError(FlowcheckError, ValueError):
+    exit_code = 2
+
+
+class InternalError(FlowcheckError):
+    exit_code = 70

@@ -1,0 +1,74 @@
+"""Extensions only; metadata is in pyproject.toml.
+
+Every .pyx below parser/ and updater/ is one extension; C sources shared by them are listed here. The
+dataplane extension is a cffi module in API mode, built where pkg-config finds libdpdk.
+FLOWCHECK_BUILD=parser.machine,dataplane limits a build to the named extensions (development).
+"""
+import os
+import subprocess
+from pathlib import Path
+
+import numpy
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+ROOT = Path(__file__).parent
+ONLY = {name for name in os.environ.get("FLOWCHECK_BUILD", "").split(",") if name}
+DEBUG = os.environ.get("FLOWCHECK_DEBUG") == "1"
+
+WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-parameter"]
+OPTIMISE = ["-O1", "-g", "-DFC_DEBUG=1"] if DEBUG else ["-O3"]
+
+
+def wanted(name: str) -> bool:
+    return not ONLY or name in ONLY
+
+
+def c_sources(package: str) -> list[str]:
+    """C files that belong to every extension of a package (small; the linker drops what is unused)."""
+    return sorted(str(p.relative_to(ROOT)) for p in (ROOT / package / "src").glob("*.c"))
+
+
+def cython_extensions() -> list[Extension]:
+    found = []
+    for package, libraries in (("parser", ["isal"]), ("updater", [])):
+        for source in sorted((ROOT / package).glob("*.pyx")):
+            name = f"{package}.{source.stem}"
+            if not wanted(name):
+                continue
+            found.append(
+                Extension(
+                    name,
+                    [str(source.relative_to(ROOT)), *c_sources(package)],
+                    include_dirs=[f"{package}/include", "dataplane/include", numpy.get_include()],
+                    libraries=libraries,
+                    define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+                    extra_compile_args=[*OPTIMISE, *WARNINGS],
+                    depends=[str(p) for p in (ROOT / package / "include").glob("*.h")]
+                    + ["dataplane/include/packetref.h"],
+                )
+            )
+    return found
+
+
+def cffi_modules() -> list[str]:
+    if not wanted("dataplane"):
+        return []
+    try:
+        subprocess.run(["pkg-config", "--exists", "libdpdk"], check=True)
+    except (OSError, subprocess.CalledProcessError):
+        print("flowcheck: libdpdk not found by pkg-config, building without the dataplane")
+        return []
+    return ["dataplane/pydpdk/_build.py:ffi"]
+
+
+setup(
+    ext_modules=cythonize(
+        cython_extensions(),
+        language_level=3,
+        compiler_directives={
+            "boundscheck": DEBUG, "wraparound": False, "cdivision": True, "initializedcheck": False,
+        },
+    ),
+    cffi_modules=cffi_modules(),
+)

@@ -1,0 +1,1 @@
+"""From gradients to the next version of the model: layout, optimizers, replica slots."""
