@@ -1,0 +1,54 @@
+/* Invariant CRC of RoCEv2 (IBTA annex A17.3.3): CRC-32 over eight bytes 0xff, the IP header, UDP, BTH ..
+ * last pad byte, with the fields a router may change replaced by ones.
+ *
+ * Only the headers are copied, to be masked; everything from the first byte behind the BTH is summed in
+ * place. isa-l's crc32_gzip_refl does zlib's inversion itself: seeding with the previous value continues.
+ */
+#include "roce.h"
+
+#include <isa-l/crc.h>
+#include <string.h>
+
+enum { LRH = 8, UDP_AND_BTH = 8 + 12, ICRC_SIZE = 4 };
+
+uint32_t fc_icrc(const fc_roce *p)
+{
+    uint8_t head[LRH + 40 + UDP_AND_BTH];
+    const uint8_t *udp = p->bth - 8;
+    size_t fixed = p->ip_version == 4 ? 20 : 40;
+    size_t options = (size_t)(udp - p->ip) - fixed;
+    uint8_t *ip = head + LRH, *l4 = ip + fixed;
+    uint32_t crc = 0;
+
+    memset(head, 0xff, LRH);
+    memcpy(ip, p->ip, fixed);
+    if (p->ip_version == 4) {
+        ip[1] = 0xff;               /* DSCP, ECN      */
+        ip[8] = 0xff;               /* TTL            */
+        ip[10] = ip[11] = 0xff;     /* header checksum */
+    } else {
+        ip[0] |= 0x0f;              /* traffic class, flow label: all but the version */
+        ip[1] = ip[2] = ip[3] = 0xff;
+        ip[7] = 0xff;               /* hop limit      */
+    }
+    if (__builtin_expect(options != 0, 0)) {
+        crc = crc32_gzip_refl(crc, head, LRH + fixed);
+        crc = crc32_gzip_refl(crc, p->ip + fixed, options);
+        l4 = head;
+    }
+    memcpy(l4, udp, UDP_AND_BTH);
+    l4[6] = l4[7] = 0xff;           /* UDP checksum   */
+    l4[8 + 4] = 0xff;               /* BTH: FECN, BECN, six reserved bits */
+    if (__builtin_expect(options != 0, 0))
+        crc = crc32_gzip_refl(crc, head, UDP_AND_BTH);
+    else
+        crc = crc32_gzip_refl(crc, head, LRH + fixed + UDP_AND_BTH);
+    return crc32_gzip_refl(crc, p->bth + 12, p->ib_len - 12 - ICRC_SIZE);
+}
+
+int fc_icrc_ok(const fc_roce *p)
+{
+    const uint8_t *tail = p->bth + p->ib_len - ICRC_SIZE;
+    uint32_t carried = (uint32_t)tail[0] | (uint32_t)tail[1] << 8 | (uint32_t)tail[2] << 16 | (uint32_t)tail[3] << 24;
+    return fc_icrc(p) == carried;
+}
