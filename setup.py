@@ -2,10 +2,13 @@
 
 Every .pyx below parser/ and updater/ is one extension; C sources shared by them are listed here. The
 dataplane extension is a cffi module in API mode, built where pkg-config finds libdpdk.
-FLOWCHECK_BUILD=parser.machine,dataplane limits a build to the named extensions (development).
+FLOWCHECK_BUILD=parser.machine,dataplane limits a build to the named extensions (development); "none" builds
+nothing. FLOWCHECK_DEBUG=1 compiles C assertions, bounds checks and line tracing (coverage of Cython) in; Cython
+does not see that the mode has changed, so change it with `build_ext --force`, as the Makefile does.
 """
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy
@@ -18,6 +21,9 @@ DEBUG = os.environ.get("FLOWCHECK_DEBUG") == "1"
 
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-parameter"]
 OPTIMISE = ["-O1", "-g", "-DFC_DEBUG=1"] if DEBUG else ["-O3"]
+MACROS: list[tuple[str, str | None]] = [("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")]
+if DEBUG:
+    MACROS += [("CYTHON_TRACE_NOGIL", "1")]
 
 
 def wanted(name: str) -> bool:
@@ -42,7 +48,7 @@ def cython_extensions() -> list[Extension]:
                     [str(source.relative_to(ROOT)), *c_sources(package)],
                     include_dirs=[f"{package}/include", "dataplane/include", numpy.get_include()],
                     libraries=libraries,
-                    define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_7_API_VERSION")],
+                    define_macros=MACROS,
                     extra_compile_args=[*OPTIMISE, *WARNINGS],
                     depends=[str(p) for p in (ROOT / package / "include").glob("*.h")]
                     + ["dataplane/include/packetref.h"],
@@ -66,8 +72,10 @@ setup(
     ext_modules=cythonize(
         cython_extensions(),
         language_level=3,
+        force="--force" in sys.argv,
         compiler_directives={
             "boundscheck": DEBUG, "wraparound": False, "cdivision": True, "initializedcheck": False,
+            "linetrace": DEBUG,
         },
     ),
     cffi_modules=cffi_modules(),

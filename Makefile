@@ -1,0 +1,59 @@
+# Two commands on a fresh Debian 12: `make demo` and `make test`. Each sets up what is missing (Debian packages,
+# .venv, pinned Python packages, compiled extensions) and is fast when nothing is. `make help` lists the rest.
+SHELL   := /bin/bash
+PYTHON  ?= /usr/bin/python3
+BIN     := .venv/bin
+# pip and pytest must find this tree's environment, whatever the caller has set.
+export PYTHONPATH :=
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+SOURCES := setup.py $(wildcard parser/*.p[yx][xd] updater/*.p[yx][xd] */include/*.h */src/*.[ch]) \
+           $(wildcard dataplane/pydpdk/_build.py dataplane/pydpdk/decl/*.h)
+MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)
+
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-all lint build debug packages hugepages clean
+
+help:   ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
+
+demo: build hugepages   ## replay a small capture into a proven checkpoint
+	$(BIN)/python -P tools/demo.py
+
+test: lint hugepages   ## everything a merge needs: lint, layers, tests (skips say why)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint hugepages   ## the same and the slow tests
+	$(BIN)/python -m pytest
+
+lint: build   ## ruff, mypy and the layer rules
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -P tools/layers.py
+
+build: .venv/.built-$(MODE)   ## Debian packages, .venv and the extensions, in place
+
+debug:   ## extensions with C assertions, bounds checks and line tracing for coverage
+	$(MAKE) build FLOWCHECK_DEBUG=1
+
+packages:
+	@tools/apt-packages.sh
+
+hugepages:
+	@tools/hugepages.sh 256
+
+# FLOWCHECK_BUILD=none: the editable install records the packages, the next rule compiles.
+.venv/.installed: constraints.txt pyproject.toml | packages
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel Cython cffi numpy
+	FLOWCHECK_BUILD=none $(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[node,lab,dev]'
+	touch $@
+
+.venv/.built-$(MODE): .venv/.installed $(SOURCES)
+	FLOWCHECK_DEBUG=$(FLOWCHECK_DEBUG) $(BIN)/python setup.py -q build_ext --inplace -j 2 $(if $(wildcard .venv/.built-$(MODE)),,--force)
+	rm -f .venv/.built-*
+	touch $@
+
+clean:   ## remove what was built (keeps .venv; remove that by hand)
+	rm -rf build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv/.built-*
+	find dataplane parser updater -name '*.so' -delete

@@ -1,0 +1,1 @@
+"""Mirror configuration of switches: plan, vendor text, apply, show, remove. Imports nothing of ours."""

@@ -1,0 +1,29 @@
+#!/bin/sh
+# Install the Debian packages FlowCheck needs; does nothing, and asks for nothing, when all are present.
+# libisal: invariant CRC; libpcap: link-type tables of captures; tshark: second opinion in one test.
+set -eu
+
+PACKAGES="build-essential pkg-config python3 python3-dev python3-venv libdpdk-dev libpcap-dev libisal-dev
+          tshark iproute2"
+
+missing=""
+for package in $PACKAGES; do
+    state=$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null || true)
+    [ "$state" = installed ] || missing="$missing $package"
+done
+[ -n "$missing" ] || exit 0
+
+if [ "$(id -u)" -eq 0 ]; then
+    as_root=""
+elif command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
+    as_root="sudo"
+else
+    echo "flowcheck: these Debian packages are missing:$missing" >&2
+    echo "  remedy: run as root:  apt-get update && apt-get install --no-install-recommends$missing" >&2
+    exit 1
+fi
+echo "flowcheck: installing Debian packages:$missing"
+export DEBIAN_FRONTEND=noninteractive
+$as_root apt-get update -qq
+# env: sudo drops the variable otherwise, and tshark's package asks a question.
+$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing
