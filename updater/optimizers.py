@@ -1,0 +1,137 @@
+"""torch's own SGD, Adam and AdamW, described by name and checked before anything is built.
+
+This slice runs torch.optim itself, one tensor at a time (foreach and fused off), on the CPU: the rounding
+order called `torch-cpu`. Options have their torch names. What torch would compute in another rounding
+order (fused, capturable) is refused rather than approximated. `foreach` is accepted and not passed on:
+on the CPU torch computes the same bits with and without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from updater.errors import OptimizerError
+
+__all__ = ["DIALECT", "Group", "OptimizerSpec"]
+
+DIALECT = "torch-cpu"
+
+_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
+}
+_ADAM = {
+    "lr": "number", "betas": "betas", "eps": "number", "weight_decay": "number", "amsgrad": "flag",
+    "maximize": "flag",
+}
+_OPTIONS = {
+    "sgd": {
+        "lr": "number", "momentum": "number", "dampening": "real", "weight_decay": "number",
+        "nesterov": "flag", "maximize": "flag",
+    },
+    "adam": {**_ADAM, "decoupled_weight_decay": "flag"},
+    "adamw": _ADAM,
+}
+_OTHER_ORDER = ("fused", "capturable", "differentiable")
+
+
+@dataclass(frozen=True)
+class Group:
+    """One parameter group: names of tensors and torch.optim options (checked, betas as a tuple)."""
+
+    params: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer that can be built on any set of tensors with these names. Make one with `check`."""
+
+    name: str
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def check(cls, name: str, groups: Iterable[tuple[Sequence[str], Mapping[str, Any]]]) -> OptimizerSpec:
+        """Validate (params, options) per group. Raises OptimizerError naming the group and the option."""
+        if name not in _CLASSES:
+            raise OptimizerError(f"optimizer {name!r} is not one of {', '.join(_CLASSES)}")
+        checked = tuple(
+            Group(tuple(params), _check_options(name, options, f"{name} group {i}"))
+            for i, (params, options) in enumerate(groups)
+        )
+        names = [param for group in checked for param in group.params]
+        twice = [param for param, times in Counter(names).items() if times > 1]
+        if twice:
+            raise OptimizerError(f"{name}: parameter {twice[0]!r} is in two groups")
+        if not names:
+            raise OptimizerError(f"{name}: no group names a parameter")
+        for i, group in enumerate(checked):
+            # torch checks ranges only of the constructor's arguments, never of a group's own options.
+            try:
+                _CLASSES[name]([torch.zeros(1)], **group.options)
+            except ValueError as error:
+                raise OptimizerError(f"{name} group {i}: torch refuses the options: {error}") from None
+        return cls(name, checked)
+
+    @property
+    def params(self) -> list[str]:
+        """Names of all optimized tensors, group by group."""
+        return [param for group in self.groups for param in group.params]
+
+    def build(self, tensors: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
+        """torch.optim of this description over `tensors`, which it will update in place."""
+        groups: list[dict[str, Any]] = [
+            {"params": [tensors[param] for param in group.params], **group.options}
+            for group in self.groups if group.params
+        ]
+        return _CLASSES[self.name](groups, foreach=False, fused=False)  # type: ignore[call-arg]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON: name and groups with their options, in the manifest's form."""
+        groups = [{"params": list(group.params), "options": dict(group.options)} for group in self.groups]
+        return {"name": self.name, "groups": groups}
+
+
+def _check_options(name: str, options: Mapping[str, Any], where: str) -> dict[str, Any]:
+    kinds = _OPTIONS[name]
+    checked: dict[str, Any] = {}
+    for key, value in options.items():
+        if key == "foreach":
+            continue
+        if key in _OTHER_ORDER:
+            if value:
+                raise OptimizerError(
+                    f"{where}: {key}={value!r} is computed in another rounding order than {DIALECT} and is not"
+                    " supported; a replica would not equal the trainer"
+                )
+            continue
+        if name == "adamw" and key == "decoupled_weight_decay" and value is True:
+            continue  # torch lists it in AdamW's groups; it is what makes it AdamW
+        if key not in kinds:
+            raise OptimizerError(f"{where}: unknown option {key!r}; known: {', '.join(kinds)}")
+        checked[key] = _check_value(kinds[key], value, f"{where}: {key}")
+    if "lr" not in checked:
+        # torch has a default; a manifest that forgot the learning rate is likelier than one that means it.
+        raise OptimizerError(f"{where}: lr is not given")
+    return checked
+
+
+def _check_value(kind: str, value: Any, where: str) -> Any:
+    if kind == "flag":
+        if not isinstance(value, bool):
+            raise OptimizerError(f"{where} is true or false, found {value!r}")
+        return value
+    if kind == "betas":
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise OptimizerError(f"{where} is a pair of numbers, found {value!r}")
+        return tuple(_check_value("number", part, where) for part in value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise OptimizerError(f"{where} is a finite number, found {value!r}")
+    if kind == "number" and value < 0:
+        raise OptimizerError(f"{where} is not negative, found {value!r}")
+    return value
