@@ -1,0 +1,75 @@
+/* One rx queue: a thread that takes bursts from (port, queue) and hands them to a dump strategy.
+ *
+ *   fc_rx_create -> fc_rx_start -> ... -> fc_rx_stop -> fc_rx_destroy        (control thread)
+ *
+ * Model: one pthread per queue, pinned if a core is given, known to DPDK (rte_thread_register) so that
+ * the mempool's cache works. It polls; after a run of empty polls it sleeps in short naps. The stop flag
+ * is looked at once per burst.
+ *
+ * A source that can wait (a file; wait_when_full) is asked for no more packets than the ring has room
+ * for, so it loses nothing to a slow consumer. Any other source is polled always: what finds the ring
+ * full is freed and counted.
+ *
+ * The end: with `expected` set the thread ends when that many packets are accounted for (received +
+ * errors + no_mbuf), or when nothing came for stall_ms although there was room. In every case it
+ * publishes what it took and closes the ring, so that a consumer never waits for a thread that is gone.
+ *
+ * Thread rule: create, start, stop and destroy from one control thread; state and counters from any.
+ * NIC counters are the port's: the thread of queue 0 accounts for them.
+ */
+#ifndef FLOWCHECK_RX_H
+#define FLOWCHECK_RX_H
+
+#include <stdint.h>
+
+#include "packetref.h"
+#include "rx_counters.h"
+
+#define FC_RX_BURST_MAX 256
+
+enum fc_rx_state {
+    FC_RX_NEW = 0,
+    FC_RX_RUNNING = 1,
+    FC_RX_DONE = 2,    /* everything expected is accounted for                                     */
+    FC_RX_STOPPED = 3, /* fc_rx_stop came first                                                    */
+    FC_RX_STALLED = 4, /* the source went silent before `expected` was reached                     */
+    FC_RX_FAILED = 5   /* the thread could not start its work: fc_rx_error has the errno           */
+};
+
+typedef struct fc_rx_config {
+    uint16_t port;
+    uint16_t queue;
+    uint16_t stream;
+    uint16_t burst;           /* 1..FC_RX_BURST_MAX                                                 */
+    int32_t core;             /* CPU to pin to, -1: wherever the process may run                    */
+    uint32_t wait_when_full;
+    uint32_t stall_ms;        /* only with `expected`                                               */
+    uint64_t expected;        /* packets, 0: endless                                                */
+    uint64_t ns_per_tick;     /* unit of the port's receive timestamps, 0: ignore them              */
+    fc_ring *ring;
+    fc_rx_counters *counters;
+    uint8_t *slots;           /* see dump.h                                                         */
+    uint32_t slot_size;
+    const char *dump;         /* name of the strategy                                               */
+} fc_rx_config;
+
+typedef struct fc_rx fc_rx;
+
+/* 0 and *out, or a negative errno (-ENOENT: no such strategy). The ring is initialised by the caller. */
+int fc_rx_create(const fc_rx_config *config, fc_rx **out);
+int fc_rx_start(fc_rx *rx);
+/* Idempotent: asks the thread to end, waits for it, closes the ring. */
+void fc_rx_stop(fc_rx *rx);
+int fc_rx_state(const fc_rx *rx);
+/* errno behind FC_RX_FAILED. */
+int fc_rx_error(const fc_rx *rx);
+/* Stops first. NULL is fine. */
+void fc_rx_destroy(fc_rx *rx);
+
+/* Single writer: no locked instruction, but never a torn value for a reader in another thread. */
+static inline void fc_count(uint64_t *counter, uint64_t n)
+{
+    __atomic_store_n(counter, *counter + n, __ATOMIC_RELAXED);
+}
+
+#endif

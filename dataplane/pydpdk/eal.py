@@ -1,0 +1,181 @@
+"""The environment abstraction layer, once per process.
+
+DPDK cannot be initialised twice in a process, not even after a cleanup. So `Eal.start` returns the one
+that runs, leaving its `with` block closes everything that was opened on it but keeps it, and the process's
+end shuts it down. Flags are an implementation detail:
+
+    huge pages free   --in-memory                 no page files (rtemap_*) on a hugetlbfs
+    otherwise         --no-huge --no-shconf -m N  ordinary memory, no privileges needed
+    always            --no-pci --no-telemetry --lcores 0@(every CPU the caller may use)
+
+rte_eal_init pins the calling thread, and with it every thread started later, to one CPU: the floating
+lcore prevents that and the caller's mask is put back in any case.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import threading
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from dataplane.pydpdk.errors import DpdkError, NotEnoughMemory
+from dataplane.pydpdk.ffi import ffi, lib
+from dataplane.pydpdk.resource import Resource
+
+__all__ = ["DEFAULT_MEMORY_MB", "Eal", "eal_arguments", "free_huge_pages"]
+
+DEFAULT_MEMORY_MB = 256
+HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
+
+
+def free_huge_pages(root: Path = HUGE_PAGES) -> dict[int, int]:
+    """Unreserved huge pages of this machine, {page size in kB: pages}; empty where there are none."""
+    found = {}
+    for folder in sorted(root.glob("hugepages-*kB")):
+        try:
+            free = int((folder / "free_hugepages").read_text()) - int((folder / "resv_hugepages").read_text())
+        except (OSError, ValueError):
+            continue
+        if free > 0:
+            found[int(folder.name.removeprefix("hugepages-").removesuffix("kB"))] = free
+    return found
+
+
+def eal_arguments(cpus: Collection[int], memory_mb: int, huge: bool) -> list[str]:
+    """The command line EAL gets, without the program's name."""
+    where = ["--in-memory"] if huge else ["--no-huge", "--no-shconf"]
+    return [
+        *where,
+        "-m", str(memory_mb),
+        "--lcores", f"0@({','.join(map(str, sorted(cpus)))})",
+        "--no-pci", "--no-telemetry",
+        # Bus addresses are needed only by devices, of which there are none without PCI.
+        "--iova-mode", "va",
+        "--log-level", "*:error",
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    huge: bool
+    free_mb: int
+
+
+def _choose_memory(memory_mb: int, huge: bool | None) -> _Memory:
+    free = free_huge_pages()
+    free_mb = sum(kb * pages for kb, pages in free.items()) // 1024
+    if huge and free_mb < memory_mb:
+        raise NotEnoughMemory(
+            f"starting DPDK with huge pages: {memory_mb} MB asked for, {free_mb} MB free ({free or 'none'})",
+            f"echo {-(-memory_mb // 2)} > /proc/sys/vm/nr_hugepages (2 MB pages), or run without huge pages",
+        )
+    return _Memory(free_mb >= memory_mb if huge is None else huge, free_mb)
+
+
+class Eal(Resource):
+    """DPDK in this process. Create it with `Eal.start`.
+
+    `with Eal.start(memory_mb=64) as eal:` closes ports, pools and rx threads at its end.
+    """
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _running: ClassVar[Eal | None] = None
+    _spent: ClassVar[str] = ""  # why it can never run (again) in this process
+
+    def __init__(self, memory_mb: int, memory: _Memory) -> None:
+        super().__init__()
+        self.memory_mb = memory_mb
+        self.huge = memory.huge
+        self._free_mb = memory.free_mb
+        self._pid = os.getpid()
+        self.arguments = eal_arguments(os.sched_getaffinity(0), memory_mb, memory.huge)
+        # EAL keeps pointers into its arguments.
+        self._argv = [ffi.new("char[]", text.encode()) for text in ["flowcheck", *self.arguments]]
+        self._argv_pointer = ffi.new("char *[]", [*self._argv, ffi.NULL])
+
+    @classmethod
+    def start(cls, *, memory_mb: int = DEFAULT_MEMORY_MB, huge: bool | None = None) -> Eal:
+        """Initialises DPDK, or returns the one that runs.
+
+        memory_mb: what DPDK's own pools need, and with huge pages the rings too. huge: None takes huge pages
+        if enough are free, True insists, False never.
+
+        Raises:
+            NotEnoughMemory: huge pages asked for and not there, or more memory than the running one has.
+            DpdkError: EAL refused, was shut down before, or runs in the other memory mode.
+        """
+        if memory_mb < 1:
+            raise ValueError(f"memory_mb is {memory_mb}, at least 1 is needed")
+        with cls._lock:
+            if cls._running is not None:
+                cls._running._check_reuse(memory_mb, huge)
+                return cls._running
+            if cls._spent:
+                raise DpdkError(errno.EALREADY, f"starting DPDK: {cls._spent}", "a new process")
+            eal = cls(memory_mb, _choose_memory(memory_mb, huge))
+            eal._initialise()
+            cls._running = eal
+            atexit.register(eal._shut_down)
+            return eal
+
+    def _initialise(self) -> None:
+        mask = os.sched_getaffinity(0)
+        rc = lib.rte_eal_init(len(self._argv), self._argv_pointer)
+        code = lib.fc_rte_errno()
+        os.sched_setaffinity(0, mask)
+        if rc < 0:
+            type(self)._spent = "an earlier start in this process failed, and DPDK allows one attempt"
+            raise DpdkError(
+                code,
+                f"starting DPDK ({' '.join(self.arguments)})",
+                "see the EAL lines above; without privileges or huge pages use huge=False",
+            )
+
+    def _check_reuse(self, memory_mb: int, huge: bool | None) -> None:
+        if self._pid != os.getpid():
+            raise DpdkError(
+                errno.ECHILD, "DPDK was started before this process forked", "a fresh process (spawn)"
+            )
+        if huge is not None and huge != self.huge:
+            raise DpdkError(
+                errno.EALREADY, f"DPDK already runs in this process: {self.describe()}", "a new process"
+            )
+        # With huge pages EAL maps more on demand; the one mapping of --no-huge cannot grow.
+        if not self.huge and memory_mb > self.memory_mb:
+            raise NotEnoughMemory(
+                f"DPDK runs in this process with {self.memory_mb} MB, {memory_mb} MB are needed, "
+                "and without huge pages it cannot grow",
+                f"start it with memory_mb={memory_mb} first, or use a new process",
+            )
+
+    @property
+    def version(self) -> str:
+        return str(ffi.string(lib.rte_version()).decode())
+
+    def describe(self) -> str:
+        """One line for a person: version, kind and amount of memory."""
+        if self.huge:
+            return f"{self.version}, huge pages without page files, {self.memory_mb} MB"
+        return (
+            f"{self.version} WITHOUT huge pages ({self._free_mb} MB of them free, {self.memory_mb} MB wanted): "
+            "ordinary memory, fine for replay, too slow for line rate"
+        )
+
+    def close(self) -> None:
+        """Closes everything opened on it. DPDK itself stays until the process ends (see above)."""
+        self.close_children()
+
+    def _release(self) -> None:
+        lib.rte_eal_cleanup()
+
+    def _shut_down(self) -> None:
+        if self._pid != os.getpid():
+            return
+        super().close()
+        type(self)._running = None
+        type(self)._spent = "it was shut down, and DPDK cannot be initialised again"
