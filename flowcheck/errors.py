@@ -13,13 +13,20 @@ from __future__ import annotations
 __all__ = ["EnvironmentProblem", "FlowcheckError", "InternalError", "UserError"]
 
 
+def _printable(text: str) -> str:
+    """File names and foreign text may hold lone surrogates or terminal escapes; messages may not."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 class FlowcheckError(Exception):
     """Base. `what` is one sentence, `where` names the file, object or field, `remedy` what to do."""
 
     exit_code = 1
 
     def __init__(self, what: str, *, where: str = "", remedy: str = "") -> None:
-        self.what, self.where, self.remedy = what, where, remedy
+        self.what, self.where, self.remedy = _printable(what), _printable(where), _printable(remedy)
         super().__init__(self.message())
 
     def message(self) -> str:

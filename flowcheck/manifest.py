@@ -24,30 +24,41 @@ then `iteration_0`; then `rebuild` (the bucket layout DDP broadcasts after its f
 from __future__ import annotations
 
 import dataclasses
-import ipaddress
 import json
-import types
-import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.manifest_check import (
+    ALGORITHMS,
+    BUFFER_BYTES,
+    CARRIES,
+    DTYPE_BYTES,
+    KINDS,
+    MAX_THREADS,
+    MTUS,
+    OPERATIONS,
+    OPTIMIZERS,
+    PROTOCOLS,
+    SCHEMA,
+    check,
+)
+from flowcheck.manifest_form import Place, build, parse, schema
 
 __all__ = [
     "Bucket", "BucketSlice", "Buckets", "Collective", "Collectives", "Communicator", "Flow",
-    "Gradients", "Job", "ModelEntry", "Optimizer", "ParameterGroup", "dtype_size", "json_schema",
+    "Gradients", "Job", "ModelEntry", "Optimizer", "ParameterGroup", "carries", "dtype_size", "json_schema",
 ]
 
-SCHEMA = "flowcheck/job/1"
+# A manifest of 65536 ranks and 64 channels stays below; /dev/zero and a capture given by mistake do not.
+FILE_LIMIT = 1 << 28
 
-DTYPE_BYTES = {
-    "int8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4,
-    "int64": 8, "uint64": 8, "float64": 8,
-}
-OPERATIONS = ("AllReduce", "Broadcast", "AllGather", "ReduceScatter")
-PROTOCOLS = ("ll", "ll128", "simple")
-ALGORITHMS = ("ring", "tree")
+
+def _one_of(choices: Iterable[Any]) -> dict[str, tuple[Any, ...]]:
+    """Field metadata: the schema enumerates these values."""
+    return {"choices": tuple(choices)}
 
 
 def dtype_size(name: str) -> int:
@@ -72,21 +83,17 @@ class Communicator:
 
     ranks: int
     nccl_version: str
-    protocol: str = "ll"
-    algorithm: str = "ring"
+    protocol: str = field(default="ll", metadata=_one_of(PROTOCOLS))
+    algorithm: str = field(default="ring", metadata=_one_of(ALGORITHMS))
     channels: int = 1
     rings: list[list[int]] = field(default_factory=list)
-    mtu: int = 4096
+    mtu: int = field(default=4096, metadata=_one_of(MTUS))
     adaptive_routing: bool = False
     ar_threshold: int = 8192
     qps_per_connection: int = 1
     split_data_on_qps: bool = False
-    buffer_bytes: dict[str, int] = field(
-        default_factory=lambda: {"ll": 524288, "ll128": 4915200, "simple": 4194304}
-    )
-    max_threads: dict[str, int] = field(
-        default_factory=lambda: {"ll": 512, "ll128": 640, "simple": 512}
-    )
+    buffer_bytes: dict[str, int] = field(default_factory=BUFFER_BYTES.copy)
+    max_threads: dict[str, int] = field(default_factory=MAX_THREADS.copy)
 
     def ring(self, channel: int) -> list[int]:
         """Ranks of a channel in ring order, rank 0 first (ring index = position)."""
@@ -124,15 +131,15 @@ class Collective:
     protocol, algorithm, channels: override the communicator's for this call.
     """
 
-    op: str
+    op: str = field(metadata=_one_of(OPERATIONS))
     count: int
-    dtype: str = "float32"
+    dtype: str = field(default="float32", metadata=_one_of(DTYPE_BYTES))
     root: int = 0
-    carries: str = ""
+    carries: str = field(default="", metadata=_one_of(CARRIES))
     bucket: int | None = None
     tensors: list[str] = field(default_factory=list)
-    protocol: str | None = None
-    algorithm: str | None = None
+    protocol: str | None = field(default=None, metadata=_one_of(PROTOCOLS))
+    algorithm: str | None = field(default=None, metadata=_one_of(ALGORITHMS))
     channels: int | None = None
 
 
@@ -173,8 +180,8 @@ class ModelEntry:
 
     name: str
     shape: list[int]
-    dtype: str = "float32"
-    kind: str = "optimized"
+    dtype: str = field(default="float32", metadata=_one_of(DTYPE_BYTES))
+    kind: str = field(default="optimized", metadata=_one_of(KINDS))
 
     @property
     def elements(self) -> int:
@@ -188,7 +195,7 @@ class ModelEntry:
 class Gradients:
     """divisor: the reduced sum is divided by this before the optimizer (DDP divides before: 1)."""
 
-    dtype: str = "float32"
+    dtype: str = field(default="float32", metadata=_one_of(DTYPE_BYTES))
     divisor: int = 1
 
 
@@ -204,7 +211,7 @@ class ParameterGroup:
 class Optimizer:
     """name: sgd | adam | adamw (torch.optim of that name)."""
 
-    name: str
+    name: str = field(metadata=_one_of(OPTIMIZERS))
     groups: list[ParameterGroup]
 
 
@@ -220,35 +227,42 @@ class Job:
     step_values: list[str] = field(default_factory=list)
     run_id: str = ""
     epoch: int = 0
-    schema: str = SCHEMA
+    schema: str = field(default=SCHEMA, metadata=_one_of([SCHEMA]))
 
     # -- reading and writing ------------------------------------------------------------------
 
     @classmethod
     def load(cls, path: str | Path) -> Job:
         """Read and validate a manifest. Raises UserError (content) or EnvironmentProblem (unreadable)."""
+        file = str(path)
         try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as error:
+            with Path(path).open("rb") as stream:
+                raw = stream.read(FILE_LIMIT + 1)
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
             raise EnvironmentProblem(
-                f"cannot read the job manifest: {error.strerror}", where=str(path),
+                f"cannot read the job manifest: {getattr(error, 'strerror', None) or error}", where=file,
                 remedy="give the path of an existing, readable JSON file with --job",
             ) from None
-        except UnicodeDecodeError:
-            raise UserError("not UTF-8 text", where=str(path), remedy="write the manifest as JSON") from None
-        try:
-            data = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        if len(raw) > FILE_LIMIT:
             raise UserError(
-                f"not valid JSON: {error}", where=str(path),
-                remedy="docs/manifest.md shows the form; half-written files must be written again",
+                f"larger than {FILE_LIMIT >> 20} MiB, which no job manifest is", where=file,
+                remedy="check that --job names the manifest and not a capture",
+            )
+        try:
+            text = raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"not UTF-8 text (byte {error.start})", where=file,
+                remedy="write the manifest as JSON in UTF-8",
             ) from None
-        return cls.from_dict(data, where=str(path))
+        return cls.from_dict(parse(text, file), where=file)
 
     @classmethod
     def from_dict(cls, data: Any, *, where: str = "manifest") -> Job:
-        job = _build(cls, data, where)
-        _check(job, where)
+        """Build and validate from plain data (what json.loads gives). Raises UserError naming the field."""
+        place = Place(where)
+        job: Job = build(cls, data, place)
+        check(job, place)
         return job
 
     def to_dict(self) -> dict[str, Any]:
@@ -284,234 +298,10 @@ def carries(call: Collective) -> str:
     return call.carries or ("gradient" if call.op == "AllReduce" else "other")
 
 
-# -- building dataclasses from JSON -----------------------------------------------------------------
-
-
-def _fail(where: str, what: str) -> typing.NoReturn:
-    raise UserError(what, where=where, remedy="correct this field; docs/manifest.md describes each one")
-
-
-def _build(kind: Any, data: Any, where: str) -> Any:
-    """Turn JSON into `kind` (a dataclass, list, dict, union or scalar type), naming the place on error."""
-    origin = typing.get_origin(kind)
-    if origin in (types.UnionType, typing.Union):
-        if data is None and type(None) in typing.get_args(kind):
-            return None
-        (inner,) = [a for a in typing.get_args(kind) if a is not type(None)]
-        return _build(inner, data, where)
-    if origin is list:
-        if not isinstance(data, list):
-            _fail(where, f"expected a list, found {type(data).__name__}")
-        (inner,) = typing.get_args(kind)
-        return [_build(inner, item, f"{where}[{i}]") for i, item in enumerate(data)]
-    if origin is dict:
-        if not isinstance(data, dict):
-            _fail(where, f"expected an object, found {type(data).__name__}")
-        _, inner = typing.get_args(kind)
-        return {str(k): _build(inner, v, f"{where}.{k}") for k, v in data.items()}
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(data, dict):
-            _fail(where, f"expected an object, found {type(data).__name__}")
-        hints = typing.get_type_hints(kind)
-        names = {f.name: f for f in dataclasses.fields(kind)}
-        for key in data:
-            if key not in names:
-                _fail(where, f"unknown field {key!r}; known: {', '.join(names)}")
-        values = {}
-        for name, spec in names.items():
-            if name in data:
-                values[name] = _build(hints[name], data[name], f"{where}: {name}" if ":" not in where else f"{where}.{name}")
-            elif spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
-                _fail(where, f"required field {name!r} is missing")
-        return kind(**values)
-    if kind is Any:
-        return data
-    if kind is bool:
-        if not isinstance(data, bool):
-            _fail(where, f"expected true or false, found {data!r}")
-        return data
-    if kind is int:
-        if isinstance(data, bool) or not isinstance(data, int):
-            _fail(where, f"expected a whole number, found {data!r}")
-        return data
-    if not isinstance(data, kind):
-        _fail(where, f"expected {kind.__name__}, found {data!r}")
-    return data
-
-
-# -- checks that a type cannot express ---------------------------------------------------------------
-
-
-def _choice(where: str, value: str, allowed: typing.Iterable[str]) -> None:
-    if value not in allowed:
-        _fail(where, f"{value!r} is not one of {', '.join(allowed)}")
-
-
-def _check(job: Job, where: str) -> None:
-    if job.schema != SCHEMA:
-        _fail(f"{where}: schema", f"{job.schema!r} is not {SCHEMA!r}")
-    _check_communicator(job.communicator, f"{where}: communicator")
-    for i, flow in enumerate(job.flows):
-        _check_flow(job, flow, f"{where}: flows[{i}]")
-    for part in ("startup", "iteration_0", "rebuild", "steady"):
-        for i, call in enumerate(getattr(job.collectives, part)):
-            _check_collective(job, call, f"{where}: collectives.{part}[{i}]")
-    _check_model(job, where)
-    _choice(f"{where}: gradients.dtype", job.gradients.dtype, DTYPE_BYTES)
-    if job.gradients.divisor < 1:
-        _fail(f"{where}: gradients.divisor", f"{job.gradients.divisor} is not a positive number")
-    for iteration in (0, 1):
-        _check_buckets(job, iteration, where)
-
-
-def _check_communicator(c: Communicator, where: str) -> None:
-    if not 2 <= c.ranks <= 65536:
-        _fail(f"{where}.ranks", f"{c.ranks} is not between 2 and 65536")
-    if not 1 <= c.channels <= 64:
-        _fail(f"{where}.channels", f"{c.channels} is not between 1 and 64")
-    _choice(f"{where}.protocol", c.protocol, PROTOCOLS)
-    _choice(f"{where}.algorithm", c.algorithm, ALGORITHMS)
-    if c.mtu not in (256, 512, 1024, 2048, 4096):
-        _fail(f"{where}.mtu", f"{c.mtu} is not an RDMA path MTU (256, 512, 1024, 2048, 4096)")
-    if not 1 <= c.qps_per_connection <= 128:
-        _fail(f"{where}.qps_per_connection", f"{c.qps_per_connection} is not between 1 and 128")
-    if len(c.rings) not in (0, 1, c.channels):
-        _fail(f"{where}.rings", f"{len(c.rings)} rings for {c.channels} channels; give none, one, or one per channel")
-    for i, ring in enumerate(c.rings):
-        if sorted(ring) != list(range(c.ranks)):
-            _fail(f"{where}.rings[{i}]", f"not an ordering of the ranks 0..{c.ranks - 1}")
-    for table, name in ((c.buffer_bytes, "buffer_bytes"), (c.max_threads, "max_threads")):
-        for key, value in table.items():
-            _choice(f"{where}.{name}", key, PROTOCOLS)
-            if value < 1:
-                _fail(f"{where}.{name}.{key}", f"{value} is not positive")
-        for key in PROTOCOLS:
-            table.setdefault(key, getattr(Communicator(2, "2.19"), name)[key])
-
-
-def _check_flow(job: Job, flow: Flow, where: str) -> None:
-    for name in ("src", "dst"):
-        if not 0 <= getattr(flow, name) < job.communicator.ranks:
-            _fail(f"{where}.{name}", f"rank {getattr(flow, name)} is not below {job.communicator.ranks}")
-    if not 0 <= flow.channel < job.communicator.channels:
-        _fail(f"{where}.channel", f"channel {flow.channel} is not below {job.communicator.channels}")
-    for name in ("src_addr", "dst_addr"):
-        try:
-            ipaddress.ip_address(getattr(flow, name))
-        except ValueError:
-            _fail(f"{where}.{name}", f"{getattr(flow, name)!r} is not an IPv4 or IPv6 address")
-    if len(flow.qpns) != job.communicator.qps_per_connection:
-        _fail(f"{where}.qpns", f"{len(flow.qpns)} QP numbers for {job.communicator.qps_per_connection} QPs per connection")
-    for name in ("qpns", "cts_qpns"):
-        for qpn in getattr(flow, name):
-            if not 0 <= qpn < 1 << 24:
-                _fail(f"{where}.{name}", f"{qpn} is not a 24-bit QP number")
-
-
-def _check_collective(job: Job, call: Collective, where: str) -> None:
-    _choice(f"{where}.op", call.op, OPERATIONS)
-    _choice(f"{where}.dtype", call.dtype, DTYPE_BYTES)
-    _choice(f"{where}.carries", carries(call), ("gradient", "parameters", "other"))
-    if not 0 <= call.count < 1 << 48:
-        _fail(f"{where}.count", f"{call.count} elements is out of range")
-    if not 0 <= call.root < job.communicator.ranks:
-        _fail(f"{where}.root", f"rank {call.root} is not below {job.communicator.ranks}")
-    if call.protocol is not None:
-        _choice(f"{where}.protocol", call.protocol, PROTOCOLS)
-    if call.algorithm is not None:
-        _choice(f"{where}.algorithm", call.algorithm, ALGORITHMS)
-    if call.channels is not None and not 1 <= call.channels <= job.communicator.channels:
-        _fail(f"{where}.channels", f"{call.channels} is not between 1 and {job.communicator.channels}")
-    if carries(call) == "gradient" and call.op != "AllReduce":
-        _fail(f"{where}.carries", f"a {call.op} puts no fully reduced gradient on the wire")
-    if carries(call) == "parameters" and call.op != "Broadcast":
-        _fail(f"{where}.carries", "parameters are read from a Broadcast")
-
-
-def _check_model(job: Job, where: str) -> None:
-    names = [entry.name for entry in job.model]
-    if len(set(names)) != len(names):
-        _fail(f"{where}: model", "two entries have the same name")
-    for i, entry in enumerate(job.model):
-        _choice(f"{where}: model[{i}].dtype", entry.dtype, DTYPE_BYTES)
-        _choice(f"{where}: model[{i}].kind", entry.kind, ("optimized", "constant", "buffer"))
-        if any(extent < 0 for extent in entry.shape):
-            _fail(f"{where}: model[{i}].shape", f"{entry.shape} has a negative extent")
-    if job.optimizer is None:
-        return
-    _choice(f"{where}: optimizer.name", job.optimizer.name, ("sgd", "adam", "adamw"))
-    optimized = {entry.name for entry in job.model if entry.kind == "optimized"}
-    grouped = [name for group in job.optimizer.groups for name in group.params]
-    for name in grouped:
-        if name not in optimized:
-            _fail(f"{where}: optimizer.groups", f"{name!r} is not an optimized model entry")
-    if len(set(grouped)) != len(grouped):
-        _fail(f"{where}: optimizer.groups", "a parameter is in two groups")
-
-
-def _check_buckets(job: Job, iteration: int, where: str) -> None:
-    calls = job.gradient_calls(iteration)
-    layout = job.bucket_layout(iteration)
-    place = f"{where}: buckets.{'iteration_0' if iteration == 0 and job.buckets.iteration_0 else 'steady'}"
-    indices = sorted(index for index, _ in calls)
-    if indices != list(range(len(indices))):
-        _fail(f"{where}: collectives", f"the buckets of an iteration must be 0..{len(indices) - 1}, each once; found {indices}")
-    for index, call in calls:
-        if call.dtype != job.gradients.dtype:
-            _fail(f"{where}: collectives", f"bucket {index} is reduced as {call.dtype}, gradients.dtype says {job.gradients.dtype}")
-    if not layout or not calls:
-        return
-    if len(layout) != len(calls):
-        _fail(place, f"{len(layout)} buckets described, {len(calls)} AllReduce calls carry gradients")
-    entries = {entry.name: entry for entry in job.model}
-    counts = dict(calls)
-    for b, bucket in enumerate(layout):
-        for s, piece in enumerate(bucket.slices):
-            here = f"{place}[{b}].slices[{s}]"
-            if piece.name not in entries:
-                _fail(here, f"{piece.name!r} is not in model")
-            if piece.length < 0 or piece.start < 0 or piece.start + piece.length > entries[piece.name].elements:
-                _fail(here, f"elements {piece.start}..{piece.start + piece.length} are outside {piece.name!r} ({entries[piece.name].elements})")
-            if piece.offset < 0 or piece.offset + piece.length > counts[b].count:
-                _fail(here, f"ends at element {piece.offset + piece.length} of a bucket of {counts[b].count}")
-
-
-# -- schema ----------------------------------------------------------------------------------------
-
-
 def json_schema() -> dict[str, Any]:
     """JSON schema (draft 2020-12) of the manifest, derived from the dataclasses above."""
-    definitions: dict[str, Any] = {}
+    return schema(Job, "FlowCheck job manifest")
 
-    def of(kind: Any) -> dict[str, Any]:
-        origin = typing.get_origin(kind)
-        if origin in (types.UnionType, typing.Union):
-            return {"anyOf": [of(a) for a in typing.get_args(kind)]}
-        if origin is list:
-            return {"type": "array", "items": of(typing.get_args(kind)[0])}
-        if origin is dict:
-            return {"type": "object", "additionalProperties": of(typing.get_args(kind)[1])}
-        if dataclasses.is_dataclass(kind):
-            name = kind.__name__  # type: ignore[union-attr]
-            if name not in definitions:
-                definitions[name] = {}
-                hints = typing.get_type_hints(kind)
-                fields = dataclasses.fields(kind)
-                definitions[name] = {
-                    "type": "object",
-                    "additionalProperties": False,
-                    "properties": {f.name: of(hints[f.name]) for f in fields},
-                    "required": [
-                        f.name for f in fields
-                        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-                    ],
-                }
-            return {"$ref": f"#/$defs/{name}"}
-        if kind is Any:
-            return {}
-        names = {int: "integer", str: "string", bool: "boolean", type(None): "null"}
-        return {"type": names[kind]}
 
-    root = of(Job)
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "FlowCheck job manifest",
-            **root, "$defs": definitions}
+if __name__ == "__main__":
+    print(json.dumps(json_schema(), indent=1))
