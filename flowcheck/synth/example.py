@@ -1,0 +1,129 @@
+"""A complete, consistent manifest for a made-up job: DDP's calls, buckets, model, SGD, addresses and QPs.
+
+    example_job(ranks=4, count=5000) -> Job
+
+Any thread.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from flowcheck.manifest import (
+    Bucket,
+    Buckets,
+    BucketSlice,
+    Collective,
+    Collectives,
+    Communicator,
+    Flow,
+    Gradients,
+    Job,
+    ModelEntry,
+    Optimizer,
+    ParameterGroup,
+)
+from flowcheck.synth.schedule import tree_of
+
+__all__ = ["example_job"]
+
+
+def example_job(
+    *, ranks: int = 2, channels: int = 1, count: int | Sequence[int] = 5000, protocol: str = "ll",
+    version: str = "2.27.7", algorithm: str = "ring", dtype: str = "float32", mtu: int = 4096,
+    rings: Sequence[Sequence[int]] = (), qps: int = 1, split_data_on_qps: bool = False,
+    adaptive_routing: bool = False, ipv6: bool = False, startup: bool = True, rebuild: bool = True,
+    optimizer: str = "sgd", options: dict[str, object] | None = None, buffer_bytes: dict[str, int] | None = None,
+    max_threads: dict[str, int] | None = None, seed: int = 0,
+) -> Job:
+    """A manifest of a DDP job.
+
+    count: elements of the steady buckets (one number: one bucket). Iteration 0 has a single bucket of all of
+    them in model order, as DDP does; the steady buckets hold the model in reverse. startup: the start-up calls,
+    among them the broadcast of all parameters; without it the initial weights must be given elsewhere.
+    options: the optimizer's hyper-parameters (default lr=0.001). Parameters have the gradients' dtype.
+    """
+    counts = [count] if isinstance(count, int) else list(count)
+    communicator = Communicator(
+        ranks=ranks, nccl_version=version, protocol=protocol, algorithm=algorithm, channels=channels,
+        rings=[list(ring) for ring in rings], mtu=mtu, adaptive_routing=adaptive_routing, qps_per_connection=qps,
+        split_data_on_qps=split_data_on_qps,
+    )
+    communicator.buffer_bytes.update(buffer_bytes or {})
+    communicator.max_threads.update(max_threads or {})
+    model, steady = _model(counts, dtype)
+    whole = Bucket(_pack([(entry.name, entry.elements) for entry in model]))
+    names = [entry.name for entry in model]
+    first_calls = [Collective("AllReduce", sum(counts), dtype, bucket=0)]
+    calls = Collectives(
+        startup=[
+            Collective("AllGather", 1, "int64"),
+            Collective("Broadcast", len(model), "int64"),
+            Collective("Broadcast", sum(counts), dtype, carries="parameters", tensors=names),
+        ] if startup else [],
+        iteration_0=first_calls,
+        rebuild=[
+            Collective("Broadcast", len(model) + 1, "int32"), Collective("Broadcast", len(counts), "int32"),
+        ] if rebuild else [],
+        steady=[Collective("AllReduce", c, dtype, bucket=b) for b, c in enumerate(counts)],
+    )
+    job = Job(
+        communicator=communicator, flows=_flows(communicator, qps, ipv6, seed), collectives=calls,
+        buckets=Buckets(iteration_0=[whole], steady=steady), model=model, gradients=Gradients(dtype),
+        optimizer=Optimizer(optimizer, [ParameterGroup(names, dict(options or {"lr": 0.001}))]),
+        run_id=f"synth-{seed}",
+    )
+    return Job.from_dict(job.to_dict(), where="example_job")
+
+
+def _model(counts: list[int], dtype: str) -> tuple[list[ModelEntry], list[Bucket]]:
+    """Model entries in model order and the steady buckets, which hold them last to first."""
+    backward: list[ModelEntry] = []
+    buckets = []
+    for number, count in enumerate(counts):
+        layer = len(counts) - 1 - number
+        bias = count // 8
+        entries = [ModelEntry(f"layer{layer}.bias", [bias], dtype)] if bias else []
+        weights = count - bias
+        shape = [2, weights // 2] if weights % 2 == 0 else [weights]
+        entries.append(ModelEntry(f"layer{layer}.weight", shape, dtype))
+        buckets.append(Bucket(_pack([(entry.name, entry.elements) for entry in entries])))
+        backward.extend(entries)
+    return backward[::-1], buckets
+
+
+def _pack(tensors: list[tuple[str, int]]) -> list[BucketSlice]:
+    pieces, offset = [], 0
+    for name, length in tensors:
+        pieces.append(BucketSlice(name, offset, length))
+        offset += length
+    return pieces
+
+
+def _flows(communicator: Communicator, qps: int, ipv6: bool, seed: int) -> list[Flow]:
+    """Every connection of the communicator's rings (and trees), QP numbers ascending with the channel."""
+    rng = random.Random(f"flows/{seed}")
+    following = [rng.randrange(0x100, 0xF00000) for _ in range(communicator.ranks)]
+
+    def take(rank: int) -> list[int]:
+        start = following[rank]
+        following[rank] += qps + rng.randrange(2)
+        return list(range(start, start + qps))
+
+    def address(rank: int) -> str:
+        if ipv6:
+            return f"fd00:10::{rank + 1:x}"
+        return f"10.{rank >> 16 & 255}.{(rank + 1) >> 8 & 255}.{(rank + 1) & 255}"
+
+    flows = []
+    for channel in range(communicator.channels):
+        ring = communicator.ring(channel)
+        edges = {(rank, ring[(i + 1) % len(ring)]): None for i, rank in enumerate(ring)}
+        if communicator.algorithm == "tree":
+            for rank, up in enumerate(tree_of(communicator.ranks, channel, communicator.channels).parent):
+                if up >= 0:
+                    edges.update({(rank, up): None, (up, rank): None})
+        for src, dst in edges:
+            flows.append(Flow(src, dst, channel, address(src), address(dst), take(dst), take(src)))
+    return flows

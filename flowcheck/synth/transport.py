@@ -1,0 +1,280 @@
+"""One NCCL connection as its NICs put it on the wire: RC queue pairs that carry messages, CTS writes and ACKs.
+
+    Connection.clear_to_send(...)   the receiver announces a message: one WRITE into the sender's FIFO, and its ACK
+    Connection.send(...)            the sender's WRITEs of one message on one or several QPs, and their ACKs
+
+Call them in message order, CTS before its message (nccl-wire.md 5.4). State runs on for the connection's life:
+steps, message number, a PSN and an MSN per QP and direction. Frames are only built for directions that somebody
+captures; the state advances all the same. Source: nccl-wire.md 5. One thread per connection.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from flowcheck.manifest import Communicator, Flow
+from flowcheck.synth.families import Family
+from flowcheck.synth.packets import (
+    ACK,
+    WRITE_FIRST,
+    WRITE_LAST,
+    WRITE_LAST_IMM,
+    WRITE_MIDDLE,
+    WRITE_ONLY,
+    WRITE_ONLY_IMM,
+    Endpoint,
+    Path,
+    udp_source_port,
+)
+
+__all__ = ["Connection", "Record", "TransportOptions"]
+
+PACKET_NS = 330  # a 4 KiB packet at 100 Gb/s
+_FIFO_SLOTS = 256
+_ACK_SYNDROME, _NAK_SEQUENCE = 0x1F, 0x60
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """Choices of NIC and fabric that the manifest does not hold.
+
+    vlan: 802.1Q tag of every frame. first_psn: of every QP, both directions (NCCL: 0). cut_ranks: ranks
+    whose NIC sends a plain multi-packet WRITE as one-packet WRITEs, each with its own RETH. retransmit:
+    probability that a message suffers a go-back-N; every other time the lost packet is one the mirror
+    never saw either. traffic_class, cts_class: IP DSCP/ECN byte of data and of CTS.
+    """
+
+    vlan: int | None = None
+    first_psn: int = 0
+    cut_ranks: frozenset[int] = frozenset()
+    retransmit: float = 0.0
+    traffic_class: int = 2
+    cts_class: int = 2
+
+
+@dataclass
+class Record:
+    """A frame on the wire between two hosts, before any mirror.
+
+    kind: data | cts | ack | nak. piece: (message id, wire offset, wire bytes) of a data packet's payload,
+    message id -1 when the payload is not a reduced one.
+    """
+
+    time: int
+    frame: bytes
+    src: int
+    dst: int
+    qpn: int
+    psn: int
+    kind: str
+    piece: tuple[int, int, int] = (-1, 0, 0)
+
+
+@dataclass
+class _Queue:
+    """One QP of the connection, data direction (CTS uses the reverse of queue 0)."""
+
+    qpn: int
+    reply_qpn: int
+    forward: Path
+    backward: Path
+    psn: int
+    msn: int = 0
+
+
+@dataclass
+class _Packet:
+    opcode: int
+    extension: bytes
+    offset: int
+    length: int
+    ack: bool = False
+    completes: bool = False
+    psn: int = field(default=0)
+
+
+class Connection:
+    """Channel, source and destination of `flow`.
+
+    step: next step number; messages: messages sent so far; both public for the scheduler.
+    """
+
+    def __init__(
+        self, flow: Flow, communicator: Communicator, family: Family, hosts: dict[int, Endpoint],
+        options: TransportOptions, seed: int,
+    ) -> None:
+        self.flow, self.step, self.messages = flow, 0, 0
+        self.retransmitted: list[dict[str, int]] = []
+        self._communicator, self._family, self._options = communicator, family, options
+        rng = random.Random(f"{seed}/{flow.channel}/{flow.src}/{flow.dst}")
+        self._rng = random.Random(rng.random())
+        # Regions stand apart, page aligned; rkeys differ between host memory (LL) and GPU memory.
+        self._regions = {
+            name: (0x7F00_0000_0000 if name == "ll" else 0x0006_0000_0000) + (rng.randrange(1 << 28) << 12)
+            for name in ("ll", "ll128", "simple")
+        }
+        self._rkeys = {name: rng.getrandbits(24) << 8 | 0x10 for name in (*self._regions, "fifo")}
+        self._fifo = 0x7F80_0000_0000 + (rng.randrange(1 << 24) << 12) + 0x820
+        src, dst = hosts[flow.src], hosts[flow.dst]
+        self._queues = []
+        for i, qpn in enumerate(flow.qpns):
+            reply = flow.cts_qpns[i] if i < len(flow.cts_qpns) else 1 + (qpn * 2654435761 + i) % 0xFFFFFE
+            port = udp_source_port(qpn, reply)
+            make = {"vlan": options.vlan}
+            self._queues.append(_Queue(
+                qpn, reply, Path(src, dst, port, traffic_class=options.traffic_class, **make),
+                Path(dst, src, port, traffic_class=options.traffic_class, **make), options.first_psn,
+            ))
+        first = self._queues[0]
+        port = udp_source_port(first.qpn, first.reply_qpn)
+        self._cts_path = Path(dst, src, port, traffic_class=options.cts_class, vlan=options.vlan)
+        self._cts_psn, self._cts_count = options.first_psn, 0
+
+    # -- CTS ----------------------------------------------------------------------------------
+
+    def clear_to_send(
+        self, time: int, protocol: str, step: int, posted: int, visible: tuple[bool, bool],
+    ) -> Iterator[Record]:
+        """Announce the next message not yet announced: it goes to `step`'s slot, at most `posted` bytes.
+
+        visible: whether frames src->dst and dst->src are captured by anybody.
+        """
+        flow, queue, index = self.flow, self._queues[0], self._cts_count
+        self._cts_count += 1
+        psn, self._cts_psn = self._cts_psn, (self._cts_psn + 1) & 0xFFFFFF
+        if visible[1]:
+            size = self._family.cts_bytes
+            element = bytearray(size)
+            struct.pack_into("<Q", element, 0, self._address(protocol, step))
+            values = {
+                "size": posted, "rkey": self._rkeys[protocol], "nreqs": 1, "tag": flow.src, "idx": index + 1,
+            }
+            for name, (offset, width) in self._family.cts_fields.items():
+                element[offset:offset + width] = values[name].to_bytes(width, "little")
+            slot = self._fifo + index % _FIFO_SLOTS * 8 * size
+            frame = self._cts_path.frame(
+                WRITE_ONLY, queue.reply_qpn, psn, _reth(slot, self._rkeys["fifo"], size), bytes(element),
+                ack_request=True,
+            )
+            yield Record(time, frame, flow.dst, flow.src, queue.reply_qpn, psn, "cts")
+        if visible[0]:
+            frame = queue.forward.frame(ACK, queue.qpn, psn, _aeth(_ACK_SYNDROME, self._cts_count))
+            yield Record(time + 2 * PACKET_NS, frame, flow.src, flow.dst, queue.qpn, psn, "ack")
+
+    # -- data ---------------------------------------------------------------------------------
+
+    def send(
+        self, time: int, protocol: str, wire: bytes | None, length: int, message_id: int,
+        visible: tuple[bool, bool],
+    ) -> Iterator[Record]:
+        """The next message: `length` bytes, `wire` their contents (None if nobody captures them), to self.step's slot.
+
+        The caller advances self.step. Yields records in wire order, times from `time` on.
+        """
+        communicator = self._communicator
+        used = len(self._queues) if communicator.split_data_on_qps else 1
+        piece = -(-(-(-length // used)) // 128) * 128 if used > 1 else length
+        pair = length > communicator.ar_threshold and (communicator.adaptive_routing or self._family.always_pair)
+        address = self._address(protocol, self.step)
+        for i in range(used):
+            queue = self._queues[(self.messages * used + i) % len(self._queues)]
+            start = min(i * piece, length)
+            part = min(piece, length - start)
+            packets = self._packets(address + i * piece, self._rkeys[protocol], start, part, length, pair)
+            for packet in packets:
+                packet.psn = queue.psn
+                queue.psn = (queue.psn + 1) & 0xFFFFFF
+            for record in self._emit(queue, packets, time, wire, message_id, visible):
+                time = record.time + PACKET_NS
+                yield record
+        self.messages += 1
+
+    def _address(self, protocol: str, step: int) -> int:
+        return self._regions[protocol] + step % 8 * (self._communicator.buffer_bytes[protocol] // 8)
+
+    def _packets(self, address: int, rkey: int, start: int, part: int, total: int, pair: bool) -> list[_Packet]:
+        immediate = struct.pack(">I" if self._family.big_endian_imm else "<I", total)
+        mtu = self._communicator.mtu
+        cut = pair and self.flow.src in self._options.cut_ranks
+        count = max(1, -(-part // mtu))
+        packets = []
+        for k in range(count):
+            offset, size = k * mtu, min(mtu, part - k * mtu)
+            first, last = k == 0, k == count - 1
+            if cut or count == 1:
+                opcode = WRITE_ONLY if pair else WRITE_ONLY_IMM
+            elif first:
+                opcode = WRITE_FIRST
+            elif last:
+                opcode = WRITE_LAST if pair else WRITE_LAST_IMM
+            else:
+                opcode = WRITE_MIDDLE
+            extension = b""
+            if cut:
+                extension = _reth(address + offset, rkey, size)
+            elif first:
+                extension = _reth(address, rkey, part)
+            if last and not pair:
+                extension += immediate
+            packets.append(_Packet(
+                opcode, extension, start + offset, size, ack=last and not pair, completes=cut or last,
+            ))
+        if pair:
+            packets.append(_Packet(WRITE_ONLY_IMM, _reth(0, 0, 0) + immediate, start + part, 0, True, True))
+        return packets
+
+    def _emit(
+        self, queue: _Queue, packets: list[_Packet], time: int, wire: bytes | None, message_id: int,
+        visible: tuple[bool, bool],
+    ) -> Iterator[Record]:
+        flow = self.flow
+
+        def data(packet: _Packet) -> Record:
+            payload = wire[packet.offset:packet.offset + packet.length] if wire is not None else b""
+            frame = queue.forward.frame(
+                packet.opcode, queue.qpn, packet.psn, packet.extension, payload, ack_request=packet.ack,
+            )
+            piece = (message_id, packet.offset, packet.length)
+            return Record(time, frame, flow.src, flow.dst, queue.qpn, packet.psn, "data", piece)
+
+        def reply(syndrome: int, psn: int, kind: str) -> Record:
+            frame = queue.backward.frame(ACK, queue.reply_qpn, psn, _aeth(syndrome, queue.msn))
+            return Record(time, frame, flow.dst, flow.src, queue.reply_qpn, psn, kind)
+
+        order = [(k, True) for k in range(len(packets))]  # (packet, taken by the receiver); -1 is its NAK
+        if self._options.retransmit and len(packets) > 1 and self._rng.random() < self._options.retransmit:
+            lost = self._rng.randrange(len(packets) - 1)
+            ahead = min(lost + 1 + self._rng.randrange(8), len(packets))
+            seen = self._rng.random() < 0.5
+            refused = [(k, False) for k in range(lost, ahead) if seen or k != lost]
+            order = order[:lost] + refused + [(-1, False)] + order[lost:]
+            if any(visible):
+                self.retransmitted.append({
+                    "src": flow.src, "dst": flow.dst, "qpn": queue.qpn, "psn": packets[lost].psn,
+                    "packets": ahead - lost, "seen_before": int(seen),
+                })
+        for k, taken in order:
+            if k < 0:
+                time += 20 * PACKET_NS
+                if visible[1]:
+                    yield reply(_NAK_SEQUENCE, packets[lost].psn, "nak")
+                continue
+            packet = packets[k]
+            if visible[0]:
+                yield data(packet)
+            time += PACKET_NS
+            if taken:
+                queue.msn = (queue.msn + packet.completes) & 0xFFFFFF
+                if packet.ack and visible[1]:
+                    yield reply(_ACK_SYNDROME, packet.psn, "ack")
+
+
+def _reth(address: int, rkey: int, length: int) -> bytes:
+    return struct.pack(">QII", address, rkey, length)
+
+
+def _aeth(syndrome: int, msn: int) -> bytes:
+    return struct.pack(">I", syndrome << 24 | msn & 0xFFFFFF)
