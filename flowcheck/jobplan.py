@@ -1,0 +1,208 @@
+"""From the job manifest to the plain structs that parser and updater take.
+
+    plan_job(job, streams=...) -> JobPlan     pure; raises UserError for what the wire model does not cover
+
+Where things lie: each gradient bucket begins on a 64-byte boundary of the iteration's gradient region,
+buckets in order; each parameter broadcast likewise in the parameter region.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flowcheck.errors import UserError
+from flowcheck.manifest import Collective, Job, carries, dtype_size
+from parser.plan import CallSpec, EdgeSpec, EngineConfig, FlowSpec, Phase, Target
+from parser.wire import CallPlan, Protocol, Topology, WireError, edge_lane, family_of, plan_call
+
+__all__ = ["BucketPlace", "JobPlan", "ParameterPlace", "plan_job"]
+
+ALIGN = 64
+
+
+@dataclass(frozen=True)
+class BucketPlace:
+    """One gradient bucket of an iteration: elements, and its bytes in the gradient region."""
+
+    index: int
+    elements: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class ParameterPlace:
+    """One model entry inside the parameter region (filled by a broadcast)."""
+
+    name: str
+    offset: int
+    elements: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """buckets: for iteration 0 and for all later ones. calls: every call with its phase, in issue order,
+    as (phase, call, its plan, byte offset in its region)."""
+
+    job: Job
+    engine: EngineConfig
+    buckets_0: tuple[BucketPlace, ...]
+    buckets: tuple[BucketPlace, ...]
+    parameters: tuple[ParameterPlace, ...]
+    calls: tuple[tuple[Phase, Collective, CallPlan, int], ...]
+
+    def iteration_buckets(self, iteration: int) -> tuple[BucketPlace, ...]:
+        return self.buckets_0 if iteration == 0 else self.buckets
+
+
+def topology_of(job: Job) -> Topology:
+    """The communicator as the wire model wants it."""
+    c = job.communicator
+    by_protocol = [p.name.lower() for p in Protocol]
+    return Topology(
+        version=c.nccl_version, ranks=c.ranks, channels=c.channels,
+        rings=tuple(tuple(c.ring(i)) for i in range(c.channels)),
+        slot_bytes=tuple(c.buffer_bytes[p] // 8 for p in by_protocol),  # type: ignore[arg-type]
+        max_threads=tuple(c.max_threads[p] for p in by_protocol),  # type: ignore[arg-type]
+    )
+
+
+def nccl_minor(job: Job) -> int:
+    return int(job.communicator.nccl_version.split(".")[1])
+
+
+def plan_job(job: Job, *, streams: int = 1, arenas: int = 4, check_icrc: bool = True) -> JobPlan:
+    """Plan the whole job for `streams` captures and `arenas` iterations alive at once."""
+    c = job.communicator
+    try:
+        family_of(c.nccl_version)
+        topology = topology_of(job)
+        places, places_0 = _bucket_places(job, 1), _bucket_places(job, 0)
+        parameter_calls, parameters, parameter_bytes = _parameter_places(job)
+        calls = list(_calls(job, topology, places_0, places, parameter_calls))
+        edges = tuple(_edge(job, calls, flow.channel, flow.src, flow.dst) for flow in job.flows)
+    except WireError as error:
+        raise UserError(
+            str(error), where="communicator",
+            remedy="docs/wire.md lists what is supported; correct nccl_version, algorithm or protocol",
+        ) from None
+    minor = nccl_minor(job)
+    engine = EngineConfig(
+        mtu=c.mtu, edges=edges, flows=tuple(_flows(job)), streams=streams, arenas=arenas, check_icrc=check_icrc,
+        gradient_bytes=max(_end(places), _end(places_0)), parameter_bytes=parameter_bytes,
+        cts_index_at=32 if minor < 24 else 40 if minor < 30 else 56,
+    )
+    return JobPlan(job, engine, places_0, places, parameters, tuple(calls))
+
+
+def _up(n: int) -> int:
+    return -(-n // ALIGN) * ALIGN
+
+
+def _end(places: tuple[BucketPlace, ...]) -> int:
+    return _up(places[-1].offset + places[-1].nbytes) if places else 0
+
+
+def _bucket_places(job: Job, iteration: int) -> tuple[BucketPlace, ...]:
+    out, offset = [], 0
+    for index, call in sorted(job.gradient_calls(iteration), key=lambda pair: pair[0]):
+        nbytes = call.count * dtype_size(call.dtype)
+        out.append(BucketPlace(index, call.count, offset, nbytes))
+        offset = _up(offset + nbytes)
+    return tuple(out)
+
+
+def _parameter_places(job: Job) -> tuple[dict[int, int], tuple[ParameterPlace, ...], int]:
+    """(id of call -> region offset, entries, region bytes). Entries lie packed in their broadcast."""
+    entries = {entry.name: entry for entry in job.model}
+    offsets: dict[int, int] = {}
+    places: list[ParameterPlace] = []
+    offset = 0
+    for call in job.collectives.startup:
+        if carries(call) != "parameters":
+            continue
+        offsets[id(call)] = offset
+        size = dtype_size(call.dtype)
+        names = call.tensors or [e.name for e in job.model if e.dtype == call.dtype]
+        at = 0
+        for name in names:
+            if name not in entries or entries[name].dtype != call.dtype:
+                raise UserError(
+                    f"the broadcast of parameters names {name!r}, which is no {call.dtype} entry of the model",
+                    where="collectives.startup", remedy="list model entries of the broadcast's dtype in tensors",
+                )
+            places.append(ParameterPlace(name, offset + at * size, entries[name].elements, entries[name].elements * size))
+            at += entries[name].elements
+        if names and at != call.count:
+            raise UserError(
+                f"the broadcast of parameters has {call.count} elements, its tensors have {at}",
+                where="collectives.startup", remedy="correct count, or list the broadcast entries in tensors",
+            )
+        offset = _up(offset + call.count * size)
+    return offsets, tuple(places), offset
+
+
+def _calls(
+    job: Job, topology: Topology, places_0: tuple[BucketPlace, ...], places: tuple[BucketPlace, ...],
+    parameter_offsets: dict[int, int],
+) -> list[tuple[Phase, Collective, CallPlan, int]]:
+    out = []
+    c = job.communicator
+    parts = (
+        (Phase.STARTUP, job.collectives.startup, places_0), (Phase.ITERATION_0, job.collectives.iteration_0, places_0),
+        (Phase.REBUILD, job.collectives.rebuild, places), (Phase.STEADY, job.collectives.steady, places),
+    )
+    gradients = {}  # which bucket a call carries: numbered within an iteration, not within a list
+    for iteration in (0, 1):
+        for index, call in job.gradient_calls(iteration):
+            gradients[(iteration, id(call))] = index
+    for phase, calls, buckets in parts:
+        for call in calls:
+            plan = plan_call(
+                topology, call.op, Protocol[(call.protocol or c.protocol).upper()], call.count, dtype_size(call.dtype),
+                algorithm=(call.algorithm or c.algorithm) if call.op == "AllReduce" else "ring",
+                root=call.root, channels=call.channels,
+            )
+            what, base = carries(call), 0
+            if what == "gradient" and phase != Phase.STARTUP:
+                base = buckets[gradients[(0 if phase == Phase.ITERATION_0 else 1, id(call))]].offset
+            elif what == "parameters" and phase == Phase.STARTUP:
+                base = parameter_offsets[id(call)]
+            out.append((phase, call, plan, base))
+    return out
+
+
+def _target(phase: Phase, call: Collective) -> Target:
+    what = carries(call)
+    if what == "gradient" and phase != Phase.STARTUP:
+        return Target.GRADIENT
+    return Target.PARAMETERS if what == "parameters" and phase == Phase.STARTUP else Target.NOTHING
+
+
+def _edge(
+    job: Job, calls: list[tuple[Phase, Collective, CallPlan, int]], channel: int, src: int, dst: int
+) -> EdgeSpec:
+    c = job.communicator
+    minor = nccl_minor(job)
+    return EdgeSpec(
+        channel=channel, src=src, dst=dst,
+        calls=tuple(
+            CallSpec(edge_lane(plan, channel, src, dst), phase, _target(phase, call), base)
+            for phase, call, plan, base in calls
+        ),
+        qps=c.qps_per_connection, used=c.qps_per_connection if c.split_data_on_qps else 1,
+        ar_above=c.ar_threshold if c.adaptive_routing or minor <= 15 else None, imm_big_endian=minor >= 29,
+    )
+
+
+def _flows(job: Job) -> list[FlowSpec]:
+    packed: Callable[[str], bytes] = lambda text: ipaddress.ip_address(text).packed  # noqa: E731
+    out = []
+    for edge, flow in enumerate(job.flows):
+        src, dst = packed(flow.src_addr), packed(flow.dst_addr)
+        out += [FlowSpec(src, dst, qpn, edge, q, True) for q, qpn in enumerate(flow.qpns)]
+        out += [FlowSpec(dst, src, qpn, edge, q, False) for q, qpn in enumerate(flow.cts_qpns)]
+    return out

@@ -1,0 +1,1114 @@
+"""The packet-counting state machine: from packets of a job's flows to bytes in the gradient arena.
+
+Model (design section 5). Each (stream, flow) has a cursor that walks the edge's schedule: calls in
+issue order, messages of a call in closed form (lane.h), packets of a message by PSN arithmetic. PSNs
+start at 0 with the connection, so the packet count says where a packet belongs. Nothing is placed on
+the count alone: a packet needs a second witness that agrees with it - its RETH address and length, its
+LL or LL128 flags, the CTS that announced its message - or belongs to a message whose first packet
+had one. Others (a SIMPLE MIDDLE behind a loss) are kept aside until an anchor after them agrees too.
+Any witness that disagrees ends the flow (state LOST): the manifest and the traffic then differ, and
+counting on would be guessing.
+
+Call order: Engine(config); run() per stream until drained; past() / retire() between runs as
+iterations close; finish() once at the end; read results with the accessors. close() or garbage
+collection frees the memory.
+Thread rule: one thread at a time calls an engine. run() releases the GIL.
+
+Per packet nothing is allocated. Per-message work is O(1); memory does not depend on how many messages
+or iterations pass.
+"""
+
+import numpy as np
+
+from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcmp, memcpy, memset
+
+from parser.lane cimport (
+    FC_FINAL, FC_LL, FC_LL128, FC_RING_ALLREDUCE, FC_SIMPLE, fc_lane_message, lane_fill,
+)
+from parser.roce cimport (
+    FC_FRAGMENT, FC_HAS_IMM, FC_HAS_RETH, FC_NOT_ROCE, FC_RC_ACK, FC_RC_WRITE_FIRST,
+    FC_RC_WRITE_LAST, FC_RC_WRITE_LAST_IMM, FC_RC_WRITE_MIDDLE, FC_RC_WRITE_ONLY, FC_RC_WRITE_ONLY_IMM, FC_ROCE,
+    FC_TRUNCATED, fc_icrc_ok, fc_roce, fc_roce_decode,
+)
+
+
+cdef extern from "place.h" nogil:
+    int fc_cover_any(const uint64_t *cover, uint64_t first, uint64_t end)
+    void fc_cover_set(uint64_t *cover, uint64_t first, uint64_t end)
+    int fc_cover_bit(const uint64_t *cover, uint64_t cell)
+    int64_t fc_ll_bad_line(const uint8_t *wire, uint64_t lines, uint32_t flag)
+    void fc_ll_unpack(uint8_t *dst, const uint8_t *wire, uint64_t nbytes)
+    int64_t fc_ll128_bad_line(const uint8_t *wire, uint64_t lines, uint64_t flag)
+    uint32_t fc_ll128_offset(uint32_t line, uint32_t word)
+
+
+PHASES = ("SYNCING", "NON_ALLREDUCE", "REDUCE_SCATTER", "ALLGATHER", "LOST")
+OUTCOME_NAMES = (
+    "placed", "compared", "released", "repeated", "control", "other_roce", "not_roce", "truncated", "malformed",
+    "fragment", "icrc", "late", "stale", "unanchored", "not_synced", "beyond", "disagreed", "aside",
+)
+DISAGREEMENT_NAMES = (
+    "", "payload length", "opcode", "RETH length", "RETH address", "immediate", "flag", "CTS address",
+    "extra message", "repeated chunk",
+)
+cdef uint64_t LL_CLEAN = 0x7ffffff8  # 4.1: steps of these low bits clean their slot
+cdef uint64_t HISTORY = 64 * SEEN_WORDS
+
+
+# -- state ----------------------------------------------------------------------------------------
+
+
+cdef inline void set_state(FlowState *f, uint8_t state) noexcept nogil:
+    """The only place that changes a flow's state. LOST is left by nobody: see the module header."""
+    if f.state != LOST:
+        f.state = state
+
+
+cdef void log_disagreement(
+    Machine *M, uint32_t stream, FlowState *f, int kind, const Message *m, uint64_t psn, uint64_t expected, uint64_t found
+) noexcept nogil:
+    cdef LogEntry *entry
+    if M.logged < LOG_ENTRIES:
+        entry = &M.log[M.logged]
+        entry.kind = kind
+        entry.stream = stream
+        entry.flow = <int32_t>((f - M.states) - <int64_t>stream * M.flows)
+        entry.iteration = m.iteration if m != NULL else f.iteration
+        entry.number = m.number if m != NULL else f.number
+        entry.psn = psn
+        entry.expected = expected
+        entry.found = found
+    M.logged += 1
+    f.disagreements += 1
+    set_state(f, LOST)
+
+
+cdef void note_loss(Machine *M, int cause, const Message *m, int64_t offset, int64_t nbytes) noexcept nogil:
+    cdef Loss *loss
+    if m.target == NOTHING or m.content != FC_FINAL or nbytes <= 0:
+        return
+    if M.lost < LOSS_ENTRIES:
+        loss = &M.losses[M.lost]
+        loss.cause = cause
+        loss.target = m.target
+        loss.iteration = m.iteration
+        loss.offset = offset
+        loss.bytes = nbytes
+    M.lost += 1
+
+
+# -- the schedule ---------------------------------------------------------------------------------
+
+
+cdef int next_call(const Edge *e, FlowState *f) noexcept nogil:
+    """Step to the next call of the program; 0 when the program has ended."""
+    f.index = 0
+    f.call += 1
+    if f.call >= e.ncalls:
+        if e.steady >= e.ncalls:
+            return 0
+        f.call = e.steady
+        f.iteration += 1
+        return 1
+    if e.calls[f.call].phase >= 2 and f.iteration == 0:
+        f.iteration = 1
+    return 1
+
+
+cdef int generate(Machine *M, FlowState *f) noexcept nogil:
+    """Append the next message of this QP to the window; 0 when the schedule has ended."""
+    cdef const Edge *e = &M.edges[f.edge]
+    cdef const Call *call
+    cdef fc_message shape
+    cdef Message *m
+    cdef uint64_t piece
+    cdef int32_t part, idle = 0
+    if f.finished:
+        return 0
+    while True:
+        call = &e.calls[f.call] if f.call < e.ncalls else NULL
+        if call == NULL or not call.has_lane or f.index >= call.lane.messages:
+            idle += 1
+            if idle > 2 * e.ncalls + 2 or not next_call(e, f):
+                f.finished = 1
+                return 0
+            continue
+        if f.index == 0:  # 2.7: both ends round the step up at the start of a call
+            f.step = (f.step + call.lane.step_align - 1) // call.lane.step_align * call.lane.step_align
+        part = <int32_t>((f.qp - <int64_t>(f.number % <uint64_t>e.qps) * e.used) % e.qps)
+        if part < 0:
+            part += e.qps
+        if part < e.used:
+            break
+        f.index += 1
+        f.number += 1
+        f.step += call.lane.step_inc
+    fc_lane_message(&call.lane, f.index, &shape)
+    if call.lane.protocol == FC_LL and (f.step & LL_CLEAN) == LL_CLEAN:
+        shape.wire_bytes = call.lane.slot_bytes  # 4.1: the whole slot, zeros behind the data
+    m = &f.window[f.messages % WINDOW]
+    m.psn = f.psn_end
+    m.step = f.step
+    m.number = f.number
+    m.total = <uint32_t>shape.wire_bytes
+    piece = ((shape.wire_bytes + e.used - 1) // e.used + 127) // 128 * 128
+    m.piece = <uint32_t>min(<uint64_t>part * piece, shape.wire_bytes)
+    m.size = <uint32_t>min(piece, shape.wire_bytes - m.piece)
+    m.packets = (m.size + M.mtu - 1) // M.mtu if m.size else 1
+    m.pair = shape.wire_bytes > e.ar_above
+    m.iteration = f.iteration
+    m.index = f.index
+    m.offset = call.base + shape.first * call.lane.elem_bytes
+    m.data_bytes = <int64_t>shape.data_bytes
+    m.call = call
+    m.target = call.target
+    m.content = shape.content
+    m.phase = shape.phase
+    m.opens_loop = shape.opens_loop
+    m.agreed = 0
+    f.psn_end += m.packets + m.pair
+    f.messages += 1
+    f.index += 1
+    f.number += 1
+    f.step += call.lane.step_inc
+    return 1
+
+
+cdef Message *locate(Machine *M, FlowState *f, uint64_t psn) noexcept nogil:
+    """The message that owns a PSN, or NULL: before the window, or after the end of the schedule."""
+    cdef Message *m
+    cdef uint64_t oldest, i
+    if f.messages:
+        m = &f.window[f.current % WINDOW]
+        if f.current + WINDOW >= f.messages and m.psn <= psn < m.psn + m.packets + m.pair:
+            return m
+    while psn >= f.psn_end:
+        if not generate(M, f):
+            return NULL
+    oldest = f.messages - WINDOW if f.messages > WINDOW else 0
+    i = f.messages
+    while i > oldest:
+        i -= 1
+        m = &f.window[i % WINDOW]
+        if psn >= m.psn:
+            f.current = i
+            return m
+    return NULL
+
+
+# -- placing --------------------------------------------------------------------------------------
+
+
+cdef Slot *slot_of(Machine *M, const Message *m) noexcept nogil:
+    """The live buffer of a message, taken over from an older iteration on first use. NULL: closed."""
+    cdef Slot *slot
+    if m.target == PARAMETERS:
+        return &M.slots[M.arenas]
+    if m.iteration < M.base_iteration:
+        return NULL
+    slot = &M.slots[m.iteration % M.arenas]
+    if slot.iteration != m.iteration:
+        slot.iteration = m.iteration
+        slot.copies_differ = 0
+        slot.compared_bytes = 0
+        memset(slot.cover, 0, M.streams * M.words[GRADIENT] * sizeof(uint64_t))
+    return slot
+
+
+cdef int covered(Machine *M, const Slot *slot, int target, uint64_t cell) noexcept nogil:
+    cdef uint32_t s
+    for s in range(M.streams):
+        if fc_cover_bit(slot.cover + s * M.words[target], cell):
+            return 1
+    return 0
+
+
+cdef int fresh(Machine *M, const Slot *slot, int target, uint64_t first, uint64_t end) noexcept nogil:
+    cdef uint32_t s
+    for s in range(M.streams):
+        if fc_cover_any(slot.cover + s * M.words[target], first, end):
+            return 0
+    return 1
+
+
+cdef int put(Machine *M, uint32_t stream, Slot *slot, int target, int64_t offset, const uint8_t *data, int64_t nbytes) noexcept nogil:
+    """Place contiguous bytes; cells already there are compared instead. 1 if any cell was new.
+
+    offset is a multiple of a cell; only the end of a tensor is not, and nothing else lives in that cell.
+    """
+    cdef uint64_t *mine = slot.cover + stream * M.words[target]
+    cdef uint64_t first = <uint64_t>offset // 8, end = <uint64_t>(offset + nbytes + 7) // 8, cell
+    cdef int64_t here, n
+    cdef int new = 0
+    if fresh(M, slot, target, first, end):
+        memcpy(slot.data + offset, data, nbytes)
+        fc_cover_set(mine, first, end)
+        return 1
+    for cell in range(first, end):
+        here = <int64_t>(cell - first) * 8
+        n = min(8, nbytes - here)
+        if covered(M, slot, target, cell):
+            slot.compared_bytes += n
+            if memcmp(slot.data + offset + here, data + here, n) != 0:
+                if slot.copies_differ == 0:
+                    slot.differ_offset = <uint64_t>(offset + here)
+                slot.copies_differ += 1
+        else:
+            memcpy(slot.data + offset + here, data + here, n)
+            fc_cover_set(mine, cell, cell + 1)
+            new = 1
+    return new
+
+
+cdef int put_ll128(Machine *M, uint32_t stream, Slot *slot, const Message *m, uint64_t at, const uint8_t *wire, uint32_t length) noexcept nogil:
+    """Lines of a LL128 message beginning at wire byte `at` of the message (a multiple of 128)."""
+    cdef uint32_t line, word, i
+    cdef int64_t half, offset, n
+    cdef int new = 0
+    for i in range(length // 128):
+        half = <int64_t>((at + 128 * i) // 1024) * 960
+        line = <uint32_t>((at + 128 * i) // 128 % 8)
+        # words 0..13 lie together; word 14 follows them only in lines 0..3
+        offset = half + fc_ll128_offset(line, 0)
+        n = min(<int64_t>(120 if line < 4 else 112), m.data_bytes - offset)
+        if n > 0:
+            new |= put(M, stream, slot, m.target, m.offset + offset, wire + 128 * i, n)
+        if line >= 4:
+            offset = half + fc_ll128_offset(line, 14)
+            n = min(<int64_t>8, m.data_bytes - offset)
+            if n > 0:
+                new |= put(M, stream, slot, m.target, m.offset + offset, wire + 128 * i + 112, n)
+    return new
+
+
+cdef int place(Machine *M, uint32_t stream, const Message *m, uint32_t index, const uint8_t *wire, uint32_t length) noexcept nogil:
+    """Final bytes of packet `index` of a message into its region. Flags were checked by the caller."""
+    cdef Slot *slot = slot_of(M, m)
+    cdef uint64_t at = m.piece + <uint64_t>index * M.mtu
+    cdef int64_t offset, n
+    cdef uint64_t first, end
+    cdef uint8_t unpacked[SIDE_BYTES]
+    cdef int new
+    if slot == NULL:
+        return LATE
+    if m.call.lane.protocol == FC_LL128:
+        return PLACED if put_ll128(M, stream, slot, m, at, wire, length) else COMPARED
+    if m.call.lane.protocol == FC_LL:
+        offset = <int64_t>(at // 2)
+        n = min(<int64_t>(length // 2), m.data_bytes - offset)
+        if n <= 0:
+            return RELEASED
+        first = <uint64_t>(m.offset + offset) // 8
+        end = <uint64_t>(m.offset + offset + n + 7) // 8
+        if fresh(M, slot, m.target, first, end):
+            fc_ll_unpack(slot.data + m.offset + offset, wire, n)
+            fc_cover_set(slot.cover + stream * M.words[m.target], first, end)
+            return PLACED
+        fc_ll_unpack(unpacked, wire, n)
+        wire = unpacked
+    else:
+        offset = <int64_t>at
+        n = min(<int64_t>length, m.data_bytes - offset)
+        if n <= 0:
+            return RELEASED
+    new = put(M, stream, slot, m.target, m.offset + offset, wire, n)
+    return PLACED if new else COMPARED
+
+
+cdef void data_range(Machine *M, const Message *m, uint32_t index, uint32_t length, int64_t *offset, int64_t *nbytes) noexcept nogil:
+    """Region bytes that packet `index` stands for, for loss reports (LL128: of its slices, rounded)."""
+    cdef int64_t at = m.piece + <int64_t>index * M.mtu, n = length
+    if m.call.lane.protocol == FC_LL:
+        at, n = at // 2, n // 2
+    elif m.call.lane.protocol == FC_LL128:
+        at, n = at // 1024 * 960, (n + 1023) // 1024 * 960
+    if n > m.data_bytes - at:
+        n = m.data_bytes - at
+    offset[0] = m.offset + at
+    nbytes[0] = n
+
+
+# -- packets kept aside ---------------------------------------------------------------------------
+
+
+cdef int keep_aside(Machine *M, FlowState *f, uint64_t message, uint32_t index, const uint8_t *wire, uint32_t length) noexcept nogil:
+    cdef int32_t i = M.side_free
+    if i < 0 or length > SIDE_BYTES:
+        return UNANCHORED
+    M.side_free = M.side[i].next
+    M.side[i].next = -1
+    M.side[i].message = message
+    M.side[i].index = index
+    M.side[i].length = length
+    memcpy(M.side[i].bytes, wire, length)
+    if f.side_tail < 0:
+        f.side_head = i
+    else:
+        M.side[f.side_tail].next = i
+    f.side_tail = i
+    return ASIDE
+
+
+cdef void settle_aside(Machine *M, uint32_t stream, FlowState *f, uint64_t before_psn, int trusted) noexcept nogil:
+    """An anchor agreed: packets aside before it are placed if an anchor before them agreed as well (or
+    the first packet of their message has come since). trusted: this was not the flow's first anchor.
+    before_psn 0: give up on all of them."""
+    cdef int32_t i = f.side_head, following
+    cdef SidePacket *packet
+    cdef Message *m
+    cdef int outcome
+    cdef int64_t offset, nbytes
+    cdef int32_t kept_head = -1, kept_tail = -1
+    while i >= 0:
+        packet = &M.side[i]
+        following = packet.next
+        m = &f.window[packet.message % WINDOW]
+        if packet.message + WINDOW < f.messages:
+            outcome = UNANCHORED
+            m = NULL
+        elif before_psn == 0:
+            outcome = UNANCHORED
+        elif f.proven and m.agreed:
+            outcome = place(M, stream, m, packet.index, packet.bytes, packet.length)
+        elif f.proven and trusted and m.psn + packet.index < before_psn:
+            outcome = place(M, stream, m, packet.index, packet.bytes, packet.length)
+        else:
+            if kept_tail < 0:
+                kept_head = i
+            else:
+                M.side[kept_tail].next = i
+            kept_tail = i
+            packet.next = -1
+            i = following
+            continue
+        if outcome == UNANCHORED and m != NULL:
+            data_range(M, m, packet.index, packet.length, &offset, &nbytes)
+            note_loss(M, UNANCHORED, m, offset, nbytes)
+        M.outcomes[stream * OUTCOMES + ASIDE] -= 1
+        M.outcomes[stream * OUTCOMES + outcome] += 1
+        M.bytes_by_outcome[stream * OUTCOMES + ASIDE] -= packet.length
+        M.bytes_by_outcome[stream * OUTCOMES + outcome] += packet.length
+        packet.next = M.side_free
+        M.side_free = i
+        i = following
+    f.side_head, f.side_tail = kept_head, kept_tail
+
+
+cdef inline void agree(Machine *M, uint32_t stream, FlowState *f, uint64_t psn, int absolute) noexcept nogil:
+    """A witness agreed with the packet count at `psn`."""
+    cdef int trusted = f.anchored
+    f.agreements += 1
+    f.anchored = 1
+    if absolute:
+        f.proven = 1
+    if f.side_head >= 0:
+        settle_aside(M, stream, f, psn + 1, trusted)
+
+
+# -- one send too many ----------------------------------------------------------------------------
+
+
+cdef int nontrivial(const uint8_t *data, int64_t nbytes) noexcept nogil:
+    """At least three different 4-byte words: equality of such bytes is no accident."""
+    cdef int64_t i
+    cdef uint32_t word, a, b
+    if nbytes < 16:
+        return 0
+    memcpy(&a, data, 4)
+    b = a
+    for i in range(4, nbytes - 3, 4):
+        memcpy(&word, data + i, 4)
+        if word != a and b == a:
+            b = word
+        elif word != a and word != b:
+            return 1
+    return 0
+
+
+cdef int repeats_previous(Machine *M, const FlowState *f, const Message *m, const uint8_t *wire, uint32_t length) noexcept nogil:
+    """Does the first packet of a ring allreduce's loop repeat what rank r received last in the loop before?
+
+    A loop's first send is rank r's own contribution to chunk r-1. An NCCL changed to send 2n-1 times per
+    loop (reference nccl-wire.md section 10) sends the reduced chunk r+1 there, and for n = 2 or equal chunks
+    size, slot and flag all agree with the unchanged schedule: only the bytes tell. Comparing them with
+    the arena keeps such traffic from being read one message off. Equal by honest means only when the
+    data is trivial, which is not taken as evidence.
+    """
+    cdef const Edge *e = &M.edges[f.edge]
+    cdef const Call *call = m.call
+    cdef const fc_lane *lane = &call.lane
+    cdef int64_t loop = m.index // (2 * (lane.ranks - 1) * lane.slices), iteration = m.iteration, offset, n, i
+    cdef int32_t c, hops = 0
+    cdef fc_message shape
+    cdef Slot *slot
+    cdef uint8_t data[256]
+    if lane.kind != FC_RING_ALLREDUCE or m.target != GRADIENT:
+        return 0
+    if loop > 0:
+        loop -= 1
+    else:
+        c = <int32_t>(call - e.calls)
+        while True:
+            c -= 1
+            hops += 1
+            if c < e.steady and iteration > 1:
+                c = e.ncalls - 1
+                iteration -= 1
+            if c < 0 or hops > e.ncalls + 1:
+                return 0
+            if e.calls[c].has_lane:
+                break
+        call = &e.calls[c]
+        lane = &call.lane
+        if call.target != GRADIENT or lane.kind != FC_RING_ALLREDUCE:
+            return 0
+        if call.phase <= 1:
+            iteration = 0
+        loop = lane.messages // (2 * (lane.ranks - 1) * lane.slices) - 1
+    slot = &M.slots[iteration % M.arenas]
+    if slot.iteration != iteration:
+        return 0
+    # the last chunk that r-1 sends to r is chunk r+1: rank (r-1)'s message of k = 2n-3
+    cdef fc_lane received = lane[0]
+    received.index = (lane.index + lane.ranks - 1) % lane.ranks
+    received.slices = 1
+    fc_lane_message(&received, (loop + 1) * 2 * (lane.ranks - 1) - 1, &shape)
+    offset = call.base + shape.first * lane.elem_bytes
+    n = min(<int64_t>256, <int64_t>shape.data_bytes)
+    if m.call.lane.protocol == FC_LL:
+        n = min(n, <int64_t>(length // 2))
+        fc_ll_unpack(data, wire, n)
+    else:
+        # LL128: the first 120 bytes of a half-slice lie in order
+        n = min(n, <int64_t>(112 if m.call.lane.protocol == FC_LL128 else 256))
+        n = min(n, <int64_t>length)
+        memcpy(data, wire, n)
+    for i in range(offset // 8, (offset + n) // 8):
+        if not covered(M, slot, GRADIENT, <uint64_t>i):
+            return 0
+    return nontrivial(data, n) and memcmp(data, slot.data + offset, n) == 0
+
+
+# -- one packet -----------------------------------------------------------------------------------
+
+
+cdef inline uint32_t key_hash(const uint8_t *src, const uint8_t *dst, uint32_t width, uint32_t qpn) noexcept nogil:
+    cdef uint32_t a, b
+    memcpy(&a, src + width - 4, 4)
+    memcpy(&b, dst + width - 4, 4)
+    return (qpn * 2654435761u) ^ ((a * 2246822519u) >> 7) ^ ((b * 3266489917u) >> 5)
+
+
+cdef const FlowKey *find_flow(const Machine *M, const fc_roce *p) noexcept nogil:
+    cdef uint32_t width = 4 if p.ip_version == 4 else 16
+    cdef uint32_t i = key_hash(p.src, p.dst, width, p.dest_qp) & M.table_mask
+    cdef const FlowKey *key
+    while True:
+        key = &M.table[i]
+        if key.version == 0:
+            return NULL
+        if (key.qpn == p.dest_qp and key.version == p.ip_version
+                and memcmp(key.dst, p.dst, width) == 0 and memcmp(key.src, p.src, width) == 0):
+            return key
+        i = (i + 1) & M.table_mask
+
+
+cdef uint64_t unseen(const FlowState *f) noexcept nogil:
+    """PSNs of the history that never came."""
+    cdef uint64_t p, n = 0
+    for p in range(f.next_psn - HISTORY if f.next_psn > HISTORY else 0, f.next_psn):
+        n += not (f.seen[p // 64 % SEEN_WORDS] >> (p % 64)) & 1
+    return n
+
+
+cdef int note_psn(FlowState *f, uint64_t psn) noexcept nogil:
+    """Count a PSN: loss, duplicates, retransmission. 1 if it was seen before."""
+    cdef uint64_t p, bit = psn % HISTORY
+    if psn >= f.next_psn:
+        # PSNs that leave the history unseen are missing for good; finish() counts the rest
+        if psn - f.next_psn >= HISTORY:
+            f.missing += unseen(f) + psn + 1 - HISTORY - f.next_psn
+            memset(f.seen, 0, sizeof(f.seen))
+        else:
+            for p in range(f.next_psn, psn + 1):
+                if p >= HISTORY and not (f.seen[p // 64 % SEEN_WORDS] >> (p % 64)) & 1:
+                    f.missing += 1
+                f.seen[p // 64 % SEEN_WORDS] &= ~(<uint64_t>1 << (p % 64))
+        f.next_psn = psn + 1
+        f.restarting = 0
+    elif psn + HISTORY < f.next_psn:
+        f.retransmissions += 1  # older than the history
+        return 1
+    elif (f.seen[bit // 64] >> (bit % 64)) & 1:
+        # a mirror's second copy follows closely; a sender that went back repeats a run of packets
+        if f.next_psn - psn > 4:
+            f.restarting = 1
+        if f.restarting:
+            f.retransmissions += 1
+        else:
+            f.duplicates += 1
+        return 1
+    else:
+        f.out_of_order += 1
+    f.seen[bit // 64] |= <uint64_t>1 << (bit % 64)
+    return 0
+
+
+cdef int right_opcode(const Message *m, uint32_t index, uint8_t opcode) noexcept nogil:
+    cdef int last = index + 1 == m.packets
+    if index == m.packets:
+        return opcode == FC_RC_WRITE_ONLY_IMM
+    if opcode == FC_RC_WRITE_FIRST:  # index > 0: a restart under a fresh RETH
+        return not last
+    if opcode == FC_RC_WRITE_MIDDLE:
+        return index > 0 and not last
+    if opcode == FC_RC_WRITE_LAST:
+        return last and m.pair and index > 0
+    if opcode == FC_RC_WRITE_LAST_IMM:
+        return last and not m.pair and index > 0
+    if opcode == FC_RC_WRITE_ONLY:  # a plain write, whole or cut by the NIC into one-packet writes
+        return m.pair
+    return last and not m.pair
+
+
+cdef int check_witnesses(Machine *M, uint32_t stream, FlowState *f, Message *m, uint32_t index, const fc_roce *p, uint64_t psn) noexcept nogil:
+    """Everything the headers say, against the count. 0 and logged on disagreement; 1 if nothing
+    witnessed; 2 if a witness agreed."""
+    cdef uint32_t want = 0, rest, imm
+    cdef uint64_t address
+    cdef uint64_t *base
+    cdef CtsTable *cts
+    cdef int agreed = 0, absolute = psn == 0
+    if index < m.packets:
+        rest = m.size - index * M.mtu if m.size else 0
+        want = min(rest, M.mtu)
+    else:
+        rest = 0
+    if p.payload_len != want:
+        log_disagreement(M, stream, f, WRONG_LENGTH, m, psn, want, p.payload_len)
+        return 0
+    if not right_opcode(m, index, p.opcode):
+        log_disagreement(M, stream, f, WRONG_OPCODE, m, psn, index, p.opcode)
+        return 0
+    if p.headers & FC_HAS_IMM:
+        imm = p.imm
+        if not M.edges[f.edge].imm_big_endian:
+            imm = (imm >> 24) | ((imm >> 8) & 0xff00) | ((imm << 8) & 0xff0000) | (imm << 24)
+        if imm != m.total:
+            log_disagreement(M, stream, f, WRONG_IMMEDIATE, m, psn, m.total, imm)
+            return 0
+        agreed = 1
+    if p.headers & FC_HAS_RETH:
+        if p.dma_len != rest and not (p.opcode == FC_RC_WRITE_ONLY and p.dma_len == p.payload_len):
+            log_disagreement(M, stream, f, WRONG_SIZE, m, psn, rest, p.dma_len)
+            return 0
+        if index < m.packets and (m.size or M.edges[f.edge].used == 1):
+            address = p.va - m.piece - <uint64_t>index * M.mtu
+            base = &f.base[m.call.lane.protocol]
+            if base[0] == 0:
+                base[0] = address - m.step % 8 * m.call.lane.slot_bytes
+            elif address != base[0] + m.step % 8 * m.call.lane.slot_bytes:
+                log_disagreement(M, stream, f, WRONG_ADDRESS, m, psn, base[0] + m.step % 8 * m.call.lane.slot_bytes, address)
+                return 0
+            if f.cts >= 0:
+                cts = &M.cts[stream * M.cts_tables + f.cts]
+                if cts.index[m.number % CTS_SLOTS] == m.number + 1:
+                    if cts.address[m.number % CTS_SLOTS] != address:
+                        log_disagreement(M, stream, f, WRONG_CTS, m, psn, cts.address[m.number % CTS_SLOTS], address)
+                        return 0
+                    absolute = 1
+            if index == 0:
+                m.agreed = 1
+        agreed = 1
+    if agreed:
+        agree(M, stream, f, psn, absolute)
+        return 2
+    return 1
+
+
+cdef int check_flags(Machine *M, uint32_t stream, FlowState *f, Message *m, uint32_t index, const fc_roce *p, uint64_t psn) noexcept nogil:
+    """LL and LL128: every line's flag says the step. 0 and logged on disagreement, 1 if there is no
+    line of data, 2 if all agreed."""
+    cdef int64_t bad, carried
+    cdef uint64_t lines, found = 0, at = m.piece + <uint64_t>index * M.mtu
+    cdef uint32_t low
+    if m.call.lane.protocol == FC_LL:
+        lines = p.payload_len // 16
+        if (m.step & LL_CLEAN) == LL_CLEAN:  # only the lines with data carry the flag
+            carried = (m.data_bytes - <int64_t>(at // 2) + 7) // 8
+            lines = min(lines, <uint64_t>max(carried, 0))
+        if lines == 0:
+            return 1
+        bad = fc_ll_bad_line(p.payload, lines, <uint32_t>(m.step + 1))
+        if bad >= 0:
+            memcpy(&low, p.payload + 16 * bad + 4, 4)
+            if low == <uint32_t>(m.step + 1):
+                memcpy(&low, p.payload + 16 * bad + 12, 4)
+            found = low
+    else:
+        lines = p.payload_len // 128
+        if lines == 0:
+            return 1
+        bad = fc_ll128_bad_line(p.payload, lines, m.step + 1)
+        if bad >= 0:
+            memcpy(&found, p.payload + 128 * bad + 120, 8)
+    if bad >= 0:
+        log_disagreement(M, stream, f, WRONG_FLAG, m, psn, m.step + 1, found)
+        return 0
+    agree(M, stream, f, psn, 1)
+    return 2
+
+
+cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p) noexcept nogil:
+    """A data packet of one of the job's flows. Returns its Outcome, or -1: its iteration has no arena
+    yet, come back with the same packet."""
+    cdef int64_t delta = <int64_t>((p.psn - f.next_psn) & 0xffffff)
+    cdef uint64_t psn
+    cdef uint32_t index
+    cdef Message *m
+    cdef int repeated, checked = 0, witness, final, is_flagged
+    cdef int64_t offset, nbytes
+    if delta >= 0x800000:
+        delta -= 0x1000000
+    if delta < 0 and <uint64_t>(-delta) > f.next_psn:
+        return UNANCHORED  # before the connection's origin: the capture began in mid-stream
+    psn = f.next_psn + delta
+    # A PSN out of order moves the cursor: trust it only with a right ICRC.
+    if delta != 0 and M.check_icrc:
+        if not fc_icrc_ok(p):
+            f.bad_icrc += 1
+            return BAD_ICRC
+        checked = 1
+    if f.state == LOST:
+        f.packets += 1
+        note_psn(f, psn)
+        return NOT_SYNCED
+    m = locate(M, f, psn)
+    if m == NULL:
+        if psn < f.psn_end:
+            f.packets += 1
+            note_psn(f, psn)
+            return STALE
+        if M.check_icrc and not checked and not fc_icrc_ok(p):
+            f.bad_icrc += 1
+            return BAD_ICRC
+        f.packets += 1
+        note_psn(f, psn)
+        log_disagreement(M, stream, f, EXTRA_MESSAGE, NULL, psn, f.psn_end, psn)
+        return BEYOND
+    if m.target == GRADIENT and m.iteration >= M.base_iteration + M.arenas:
+        return -1
+    index = <uint32_t>(psn - m.psn)
+    final = m.target != NOTHING and m.content == FC_FINAL and index < m.packets
+    if M.check_icrc and not checked and (final or p.headers & (FC_HAS_RETH | FC_HAS_IMM)):
+        if not fc_icrc_ok(p):
+            f.bad_icrc += 1
+            data_range(M, m, index, p.payload_len, &offset, &nbytes)
+            note_loss(M, BAD_ICRC, m, offset, nbytes)
+            return BAD_ICRC
+    if f.packets == 0:
+        f.first_psn = psn
+    f.packets += 1
+    f.payload_bytes += p.payload_len
+    repeated = note_psn(f, psn)
+    if m.target == GRADIENT and m.iteration > M.begun:
+        M.begun = m.iteration
+    witness = check_witnesses(M, stream, f, m, index, p, psn)
+    if witness == 0:
+        return DISAGREED
+    set_state(f, NON_ALLREDUCE if m.target != GRADIENT else ALLGATHER if m.content == FC_FINAL else REDUCE_SCATTER)
+    is_flagged = m.call.lane.protocol != FC_SIMPLE and index < m.packets
+    if is_flagged and (final or index == 0):
+        if check_flags(M, stream, f, m, index, p, psn) == 0:
+            return DISAGREED
+    if m.opens_loop and index == 0 and not repeated and repeats_previous(M, f, m, p.payload, p.payload_len):
+        log_disagreement(M, stream, f, REPEATED_CHUNK, m, psn, 0, 0)
+        return DISAGREED
+    if not final:
+        return REPEATED if repeated else RELEASED
+    if is_flagged or (f.proven and (m.agreed or (witness == 2 and f.anchored))):
+        return place(M, stream, m, index, p.payload, p.payload_len)
+    if repeated:
+        return REPEATED  # its first copy is aside
+    return keep_aside(M, f, f.current, index, p.payload, p.payload_len)
+
+
+cdef int control_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p) noexcept nogil:
+    """CTS writes (5.4) and ACKs towards the sender of an edge's data."""
+    cdef CtsTable *cts
+    cdef uint64_t index, address
+    cdef int64_t delta
+    if p.opcode == FC_RC_ACK:
+        return CONTROL
+    if p.opcode != FC_RC_WRITE_ONLY or (p.payload_len != 32 and p.payload_len != 64) or f.cts < 0:
+        return OTHER_ROCE
+    if M.check_icrc and not fc_icrc_ok(p):
+        f.bad_icrc += 1
+        return BAD_ICRC
+    f.packets += 1
+    delta = <int64_t>((p.psn - f.next_psn) & 0xffffff)
+    if delta >= 0x800000:
+        delta -= 0x1000000
+    if delta >= 0 or <uint64_t>(-delta) <= f.next_psn:
+        note_psn(f, f.next_psn + delta)
+    memcpy(&address, p.payload, 8)
+    # idx is where the layout of the version puts it; the longest layout has zeros before
+    index = 0
+    if p.payload_len == 32:
+        memcpy(&index, p.payload + 24, 8)
+    else:
+        memcpy(&index, p.payload + M.cts_index_at, 8)
+    cts = &M.cts[stream * M.cts_tables + f.cts]
+    cts.index[(index - 1) % CTS_SLOTS] = index
+    cts.address[(index - 1) % CTS_SLOTS] = address
+    return CONTROL
+
+
+cdef int process(Machine *M, uint32_t stream, const fc_packetref *ref) noexcept nogil:
+    """One packet. 1: consumed; 0: blocked, nothing was counted."""
+    cdef fc_roce p
+    cdef const FlowKey *key
+    cdef FlowState *f
+    cdef int outcome, status = fc_roce_decode(ref.data, ref.length, &p)
+    if status != FC_ROCE:
+        outcome = (NOT_ROCE if status == FC_NOT_ROCE else TRUNCATED if status == FC_TRUNCATED
+                   else FRAGMENT if status == FC_FRAGMENT else MALFORMED)
+    else:
+        key = find_flow(M, &p)
+        if key == NULL:
+            outcome = OTHER_ROCE
+        else:
+            f = &M.states[stream * M.flows + key.flow]
+            f.active = 1
+            if not key.data:
+                outcome = control_packet(M, stream, f, &p)
+            elif FC_RC_WRITE_FIRST <= p.opcode <= FC_RC_WRITE_ONLY_IMM:
+                outcome = data_packet(M, stream, f, &p)
+                if outcome < 0:
+                    return 0
+            else:
+                outcome = CONTROL if p.opcode == FC_RC_ACK else OTHER_ROCE
+    M.outcomes[stream * OUTCOMES + outcome] += 1
+    M.bytes_by_outcome[stream * OUTCOMES + outcome] += p.payload_len if status == FC_ROCE else ref.length
+    return 1
+
+
+# -- the Python side ------------------------------------------------------------------------------
+
+
+cdef void *zeroed(size_t count, size_t size) except NULL:
+    cdef void *memory = calloc(count if count else 1, size)
+    if memory == NULL:
+        raise MemoryError(f"{count} x {size} bytes for the state machine")
+    return memory
+
+
+def _aligned(size_t nbytes):
+    """A zeroed uint8 array of nbytes beginning on a cache line."""
+    raw = np.zeros(nbytes + 64, dtype=np.uint8)
+    skip = -raw.ctypes.data % 64
+    return raw[skip:skip + nbytes]
+
+
+cdef class Engine:
+    """One job's state machine over `config.streams` captures. See the module docstring for call order.
+
+    config: parser.plan.EngineConfig. Raises ValueError for a config that contradicts itself.
+    """
+
+    cdef Machine *M
+    cdef list arrays      # keeps the regions and bitmaps alive
+    cdef list orders      # ring orders that lanes point to
+    cdef readonly object config
+
+    def __cinit__(self, config):
+        cdef uint32_t i
+        cdef uint64_t words
+        self.config = config
+        self.arrays, self.orders = [], []
+        self.M = <Machine *>zeroed(1, sizeof(Machine))
+        M = self.M
+        M.mtu, M.streams, M.flows, M.arenas = config.mtu, config.streams, len(config.flows), config.arenas
+        M.check_icrc = config.check_icrc
+        M.cts_index_at = config.cts_index_at
+        M.begun = -1
+        if not 1 <= M.streams <= 64 or M.arenas < 2:
+            raise ValueError(f"{M.streams} streams and {M.arenas} arenas: 1..64 and at least 2 are possible")
+        if not 256 <= M.mtu <= SIDE_BYTES:
+            raise ValueError(f"MTU {M.mtu} is not between 256 and {SIDE_BYTES}")
+        M.region_bytes[GRADIENT] = config.gradient_bytes
+        M.region_bytes[PARAMETERS] = config.parameter_bytes
+        for target in (GRADIENT, PARAMETERS):
+            M.words[target] = (<uint64_t>M.region_bytes[target] + 511) // 512 + 1
+        M.slots = <Slot *>zeroed(M.arenas + 1, sizeof(Slot))
+        for i in range(M.arenas + 1):
+            target = GRADIENT if i < M.arenas else PARAMETERS
+            words = M.words[target]
+            data = _aligned(M.region_bytes[target])
+            cover = np.zeros(M.streams * words, dtype=np.uint64)
+            self.arrays += [(data, cover)]
+            M.slots[i].data = <uint8_t *><uintptr_t>data.ctypes.data
+            M.slots[i].cover = <uint64_t *><uintptr_t>cover.ctypes.data
+            M.slots[i].iteration = -1
+        self._build_edges()
+        self._build_flows()
+        M.side = <SidePacket *>zeroed(SIDE_PACKETS, sizeof(SidePacket))
+        for i in range(SIDE_PACKETS):
+            M.side[i].next = <int32_t>i + 1 if i + 1 < SIDE_PACKETS else -1
+        M.outcomes = <uint64_t *>zeroed(M.streams * OUTCOMES, sizeof(uint64_t))
+        M.bytes_by_outcome = <uint64_t *>zeroed(M.streams * OUTCOMES, sizeof(uint64_t))
+
+    def _build_edges(self):
+        cdef Edge *e
+        cdef Call *call
+        cdef size_t i, c
+        cdef uintptr_t order
+        M = self.M
+        M.edges = <Edge *>zeroed(len(self.config.edges), sizeof(Edge))
+        known = {}
+        for i, spec in enumerate(self.config.edges):
+            e = &M.edges[i]
+            if not 1 <= spec.used <= spec.qps:
+                raise ValueError(f"edge {i}: messages over {spec.used} of {spec.qps} QPs")
+            e.qps, e.used = spec.qps, spec.used
+            e.ar_above = UINT32_MAX if spec.ar_above is None else spec.ar_above
+            e.imm_big_endian = spec.imm_big_endian
+            e.ncalls = len(spec.calls)
+            e.steady = e.ncalls
+            e.calls = <Call *>zeroed(e.ncalls, sizeof(Call))
+            for c, item in enumerate(spec.calls):
+                call = &e.calls[c]
+                call.phase, call.target, call.base = int(item.phase), int(item.target), item.base
+                if call.phase == 3 and e.steady == e.ncalls:
+                    e.steady = c
+                if item.lane is None or item.lane.messages == 0:
+                    continue
+                if item.lane.order not in known:
+                    known[item.lane.order] = np.array(item.lane.order, dtype=np.int32)
+                order = known[item.lane.order].ctypes.data
+                lane_fill(&call.lane, item.lane, <const int32_t *>order)
+                call.has_lane = 1
+                self._check_region(item)
+        self.orders = list(known.values())
+
+    def _check_region(self, item):
+        """Every final byte of a call must lie inside its region: checked here once, not per packet."""
+        if item.target == NOTHING:
+            return
+        if item.base % 8:
+            raise ValueError(f"a call's tensor begins at byte {item.base}, not on a cell of 8 bytes")
+        end = max(segment.limit for segment in item.lane.segments) * item.lane.elem_bytes
+        if item.base < 0 or item.base + end > self.M.region_bytes[<int>item.target]:
+            raise ValueError(f"a call ends at byte {item.base + end} of a region of {self.M.region_bytes[<int>item.target]}")
+
+    def _build_flows(self):
+        cdef FlowState *f
+        cdef FlowKey *key
+        cdef uint32_t s, i, size = 16
+        cdef const uint8_t *src
+        cdef const uint8_t *dst
+        M = self.M
+        while size < 4 * len(self.config.flows):
+            size *= 2
+        M.table_mask = size - 1
+        M.table = <FlowKey *>zeroed(size, sizeof(FlowKey))
+        M.states = <FlowState *>zeroed(<size_t>M.streams * M.flows, sizeof(FlowState))
+        M.cts_tables = len(self.config.edges)
+        M.cts = <CtsTable *>zeroed(<size_t>M.streams * M.cts_tables, sizeof(CtsTable))
+        for number, spec in enumerate(self.config.flows):
+            if len(spec.src_addr) != len(spec.dst_addr) or len(spec.src_addr) not in (4, 16):
+                raise ValueError(f"flow {number}: addresses of {len(spec.src_addr)} and {len(spec.dst_addr)} bytes")
+            src, dst = spec.src_addr, spec.dst_addr
+            i = key_hash(src, dst, len(spec.src_addr), spec.qpn) & M.table_mask
+            while M.table[i].version:
+                i = (i + 1) & M.table_mask
+            key = &M.table[i]
+            memcpy(key.src, src, len(spec.src_addr))
+            memcpy(key.dst, dst, len(spec.dst_addr))
+            key.qpn, key.version = spec.qpn, 4 if len(spec.src_addr) == 4 else 6
+            key.data, key.flow = spec.data, number
+            for s in range(M.streams):
+                f = &M.states[s * M.flows + number]
+                f.edge, f.qp, f.cts = spec.edge, spec.qp, spec.edge
+                f.side_head = f.side_tail = -1
+
+    def __dealloc__(self):
+        cdef uint32_t i
+        M = self.M
+        if M == NULL:
+            return
+        if M.edges != NULL:
+            for i in range(<uint32_t>len(self.config.edges)):
+                free(M.edges[i].calls)
+        for memory in (<uintptr_t>M.edges, <uintptr_t>M.table, <uintptr_t>M.states, <uintptr_t>M.cts,
+                       <uintptr_t>M.slots, <uintptr_t>M.side, <uintptr_t>M.outcomes, <uintptr_t>M.bytes_by_outcome):
+            free(<void *><uintptr_t>memory)
+        free(M)
+
+    # -- packets --
+
+    def run(self, uint32_t stream, uintptr_t ring_address, int64_t limit):
+        """Take at most `limit` packets from an fc_ring. Returns (packets consumed, blocked).
+
+        blocked: the next packet belongs to an iteration that has no arena yet; retire() first.
+        """
+        cdef fc_ring *ring = <fc_ring *>ring_address
+        cdef int64_t done = 0
+        cdef uint64_t i, n
+        cdef bint blocked = False
+        self._stream(stream)
+        with nogil:
+            while done < limit and not blocked:
+                n = fc_ring_peek(ring, 64)
+                if n == 0:
+                    break
+                for i in range(n):
+                    if not process(self.M, stream, fc_ring_at(ring, i)):
+                        blocked = True
+                        n = i
+                        break
+                fc_ring_release(ring, n)
+                done += n
+        return done, blocked
+
+    def feed(self, uint32_t stream, const uint8_t[::1] frame):
+        """One frame from memory: the same function that run() calls. False: blocked, not consumed."""
+        cdef fc_packetref ref
+        self._stream(stream)
+        ref.data = &frame[0] if frame.shape[0] else NULL
+        ref.length = <uint32_t>frame.shape[0]
+        ref.stream = <uint16_t>stream
+        ref.timestamp_ns = ref.flags = 0
+        return bool(process(self.M, stream, &ref))
+
+    def drained(self, uintptr_t ring_address):
+        return bool(fc_ring_drained(<fc_ring *>ring_address))
+
+    # -- iterations --
+
+    @property
+    def oldest(self):
+        """The oldest iteration still open."""
+        return self.M.base_iteration
+
+    @property
+    def begun(self):
+        """Highest iteration of which a gradient packet was seen; -1: none."""
+        return self.M.begun
+
+    def past(self, uint32_t stream):
+        """The iteration the slowest active flow of a stream works on: all before it are behind it.
+
+        A flow that is LOST or whose schedule has ended holds nothing up. -1: no flow seen yet.
+        """
+        cdef FlowState *f
+        cdef Message *m
+        cdef int64_t slowest = INT64_MAX, n = 0
+        cdef uint32_t i
+        self._stream(stream)
+        for i in range(self.M.flows):
+            f = &self.M.states[stream * self.M.flows + i]
+            if not f.active or not self.config.flows[i].data:
+                continue
+            n += 1
+            if f.state == LOST:
+                continue
+            m = locate(self.M, f, f.next_psn)
+            if m != NULL and m.iteration < slowest:
+                slowest = m.iteration
+        return slowest if n else -1
+
+    def retire(self):
+        """Close the oldest iteration: its arena is free for a later one, packets for it are late."""
+        self.M.base_iteration += 1
+
+    def finish(self):
+        """No more packets: give up what is aside, count the PSNs that never came."""
+        cdef uint32_t s, i
+        cdef FlowState *f
+        for s in range(self.M.streams):
+            for i in range(self.M.flows):
+                f = &self.M.states[s * self.M.flows + i]
+                settle_aside(self.M, s, f, 0, 0)
+                if f.active:
+                    f.missing += unseen(f)
+                    memset(f.seen, 0xff, sizeof(f.seen))
+
+    # -- results --
+
+    def region(self, iteration=None):
+        """uint8 array of an iteration's gradient region (None: of the parameters), not a copy."""
+        return self.arrays[self._slot(iteration)][0]
+
+    def cells(self, iteration=None):
+        """bool array, one per 8-byte cell of the region: does any stream have it?"""
+        cdef int64_t i = self._slot(iteration)
+        target = PARAMETERS if iteration is None else GRADIENT
+        size = (self.M.region_bytes[target] + 7) // 8
+        if iteration is not None and self.M.slots[i].iteration != iteration:
+            return np.zeros(size, dtype=bool)
+        cover = self.arrays[i][1].reshape(self.M.streams, -1)
+        union = np.bitwise_or.reduce(cover, axis=0)
+        return np.unpackbits(union.view(np.uint8), bitorder="little", count=size).astype(bool)
+
+    def copies(self, iteration=None):
+        """(cells whose copies differed, region byte of the first such, bytes compared)."""
+        cdef int64_t i = self._slot(iteration)
+        if iteration is not None and self.M.slots[i].iteration != iteration:
+            return 0, 0, 0
+        return self.M.slots[i].copies_differ, self.M.slots[i].differ_offset, self.M.slots[i].compared_bytes
+
+    def outcomes(self, uint32_t stream):
+        """{outcome name: (packets, bytes)}; the packets add up to what run() consumed."""
+        self._stream(stream)
+        return {name: (self.M.outcomes[stream * OUTCOMES + i], self.M.bytes_by_outcome[stream * OUTCOMES + i])
+                for i, name in enumerate(OUTCOME_NAMES)}
+
+    def flow_counters(self, uint32_t stream):
+        """One dict per flow of the config, in order."""
+        cdef uint32_t i
+        cdef FlowState *f
+        self._stream(stream)
+        out = []
+        for i in range(self.M.flows):
+            f = &self.M.states[stream * self.M.flows + i]
+            out.append({
+                "seen": bool(f.active), "state": PHASES[f.state], "anchored": bool(f.anchored and f.proven),
+                "packets": f.packets, "payload_bytes": f.payload_bytes, "missing": f.missing,
+                "duplicates": f.duplicates, "retransmissions": f.retransmissions, "out_of_order": f.out_of_order,
+                "icrc_wrong": f.bad_icrc, "agreements": f.agreements, "disagreements": f.disagreements,
+                "first_psn": f.first_psn, "next_psn": f.next_psn,
+            })
+        return out
+
+    def disagreements(self):
+        """The logged disagreements: dicts of kind, stream, flow, iteration, message, psn, expected, found."""
+        cdef uint64_t i
+        out = []
+        for i in range(min(self.M.logged, <uint64_t>LOG_ENTRIES)):
+            entry = self.M.log[i]
+            out.append({
+                "kind": DISAGREEMENT_NAMES[entry.kind], "stream": entry.stream, "flow": entry.flow,
+                "iteration": entry.iteration, "message": entry.number, "psn": entry.psn,
+                "expected": entry.expected, "found": entry.found,
+            })
+        return out
+
+    def losses(self):
+        """Places known to be missing: dicts of cause, target, iteration, offset, bytes (region bytes)."""
+        cdef uint64_t i
+        return [
+            {"cause": OUTCOME_NAMES[self.M.losses[i].cause], "target": self.M.losses[i].target,
+             "iteration": self.M.losses[i].iteration, "offset": self.M.losses[i].offset, "bytes": self.M.losses[i].bytes}
+            for i in range(min(self.M.lost, <uint64_t>LOSS_ENTRIES))
+        ]
+
+    cdef int64_t _slot(self, iteration) except -1:
+        return self.M.arenas if iteration is None else <int64_t>iteration % self.M.arenas
+
+    cdef int _stream(self, uint32_t stream) except -1:
+        if stream >= self.M.streams:
+            raise IndexError(f"stream {stream} of {self.M.streams}")
+        return 0
