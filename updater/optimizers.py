@@ -106,8 +106,8 @@ def _check_options(name: str, options: Mapping[str, Any], where: str) -> dict[st
         if key in _OTHER_ORDER:
             if value:
                 raise OptimizerError(
-                    f"{where}: {key}={value!r} is computed in another rounding order than {DIALECT} and is not"
-                    " supported; a replica would not equal the trainer"
+                    f"{where}: {key}={value!r} is computed in another rounding order than {DIALECT} and is"
+                    " not supported; a replica would not equal the trainer"
                 )
             continue
         if name == "adamw" and key == "decoupled_weight_decay" and value is True:

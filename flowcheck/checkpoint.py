@@ -1,0 +1,372 @@
+"""Checkpoints on disk: one directory per step, safetensors and hashes, no pickle, whole or not there.
+
+    DIR/step-000020/model.safetensors        every model entry by its state_dict name
+                    optimizer.safetensors    state.<parameter>.<key>: exp_avg, momentum_buffer, step, ...
+                    manifest.json            what this is, hashes of every tensor and file; written last
+
+`write_step` writes aside in DIR/.step-000020.partial-<pid> and renames when every byte is on the disk, so
+a directory named step-* is always whole; a step that exists is swapped for the new one. `load_step`
+believes nothing: it checks every hash, and refuses a directory that is still written aside.
+docs/checkpoint.md describes the format and how to load it without this project.
+
+Threads: any; two writers of the same DIR must be two processes or take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from flowcheck import __version__
+from flowcheck.durable import exchange, fsync_directory, partial_name, remove_tree, reporting, write_synced
+from flowcheck.errors import UserError
+from flowcheck.manifest import ModelEntry
+
+__all__ = ["SCHEMA", "Loaded", "Meta", "load_init", "load_step", "step_path", "tensor_sha256", "write_step"]
+
+SCHEMA = "flowcheck/checkpoint/1"
+MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
+
+# torch dtype -> name in manifests, name in safetensors.
+_DTYPES = {
+    torch.float64: ("float64", "F64"), torch.float32: ("float32", "F32"), torch.float16: ("float16", "F16"),
+    torch.bfloat16: ("bfloat16", "BF16"), torch.int64: ("int64", "I64"), torch.int32: ("int32", "I32"),
+    torch.int16: ("int16", "I16"), torch.int8: ("int8", "I8"), torch.uint64: ("uint64", "U64"),
+    torch.uint32: ("uint32", "U32"), torch.uint16: ("uint16", "U16"), torch.uint8: ("uint8", "U8"),
+    torch.bool: ("bool", "BOOL"),
+}
+_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a checkpoint says about itself beyond its tensors.
+
+    status: "unverified" until enough trainer checksums matched, then "verified". unproven: marks of the
+    verdict (see flowcheck.verdict); empty if every packet was checked. optimizer: name and groups in the
+    job manifest's form, {} if the job has none. rounding: the rounding order the updates were computed in.
+    """
+
+    run_id: str = ""
+    epoch: int = 0
+    status: str = "unverified"
+    unproven: tuple[str, ...] = ()
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    rounding: str = ""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A checked checkpoint. parameters in state_dict order; optimizer_state: parameter -> key -> tensor.
+
+    A plain safetensors file has step 0, no optimizer state and an empty manifest.
+    """
+
+    step: int
+    parameters: dict[str, torch.Tensor]
+    optimizer_state: dict[str, dict[str, torch.Tensor]]
+    manifest: dict[str, Any]
+
+
+def step_path(out: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return out / f"step-{step:06d}"
+
+
+def tensor_sha256(tensor: torch.Tensor) -> str:
+    """SHA-256 over the elements' little-endian bytes in row-major order."""
+    digest = hashlib.sha256()
+    for piece in _pieces(tensor):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def write_step(
+    out: Path,
+    step: int,
+    parameters: Mapping[str, torch.Tensor],
+    optimizer_state: Mapping[str, Mapping[str, torch.Tensor | float | int]],
+    meta: Meta,
+) -> Path:
+    """Write one step and return its directory. Raises EnvironmentProblem; then the old one, if any, stands.
+
+    parameters: every model entry in state_dict order. optimizer_state: parameter -> key -> tensor or number
+    (an int becomes an int64 scalar, a float a float64 one).
+    """
+    path = step_path(out, step)
+    aside = partial_name(path)
+    flat = {
+        f"state.{name}.{key}": _as_tensor(value)
+        for name, state in optimizer_state.items() for key, value in state.items()
+    }
+    for name, tensor in {**parameters, **flat}.items():
+        if tensor.dtype not in _DTYPES:
+            raise UserError(f"tensor {name!r} is {tensor.dtype}, which no checkpoint holds", where=str(path))
+    with reporting(path):
+        if path.exists() and not (path / MANIFEST).is_file():
+            raise UserError(
+                "exists and is not a checkpoint of this project; it is left alone", where=str(path),
+                remedy="move it away, or give another --out",
+            )
+        try:
+            if not out.is_dir():
+                out.mkdir(parents=True)
+                fsync_directory(out.parent)
+            remove_tree(aside)  # of an earlier process that had our pid
+            os.mkdir(aside)
+            files = {
+                name: _write_safetensors(aside / name, tensors)
+                for name, tensors in ((MODEL, dict(parameters)), (OPTIMIZER, flat))
+            }
+            manifest = _manifest(step, files, meta)
+            write_synced(aside / MANIFEST, [json.dumps(manifest, indent=1).encode() + b"\n"])
+            fsync_directory(aside)
+            if path.exists():
+                exchange(aside, path)
+            else:
+                os.rename(aside, path)
+            fsync_directory(out)
+        finally:
+            # What is left aside is half of the new step, or all of the one that it replaced.
+            remove_tree(aside)
+    return path
+
+
+def load_step(path: Path) -> Loaded:
+    """Read a step directory, checking every hash. Raises UserError naming file and tensor."""
+    manifest = _read_manifest(path)
+    found = {name: _load_file(path / name, manifest["files"][name]) for name in (MODEL, OPTIMIZER)}
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in found[OPTIMIZER].items():
+        parameter, _, key = name.removeprefix("state.").rpartition(".")
+        state.setdefault(parameter, {})[key] = tensor
+    return Loaded(manifest["step"], found[MODEL], state, manifest)
+
+
+def load_init(path: Path, model: Sequence[ModelEntry]) -> Loaded:
+    """Initial weights from FILE.safetensors or a step directory, checked against the manifest's model.
+
+    Raises UserError naming the file and the tensor if anything is missing, extra, or of another dtype or
+    shape: a replica that starts from other weights than the trainer's is wrong for ever.
+    """
+    loaded = load_step(path) if path.is_dir() else Loaded(0, _load_file(path, None), {}, {})
+    wrong = _differences(loaded.parameters, model)
+    if wrong:
+        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+        raise UserError(
+            "does not hold the job's model: " + "; ".join(wrong[:3]) + more, where=str(path),
+            remedy="give the weights this job started from, or correct `model` in the job manifest",
+        )
+    ordered = {entry.name: loaded.parameters[entry.name] for entry in model}
+    return Loaded(loaded.step, ordered, loaded.optimizer_state, loaded.manifest)
+
+
+# -- writing ----------------------------------------------------------------------------------------
+
+
+def _as_tensor(value: torch.Tensor | float | int) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The tensor's bytes, a few MiB at a time. Both of our targets (x86-64, aarch64) are little-endian."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+    for start in range(0, len(data), _CHUNK):
+        yield data[start : start + _CHUNK]
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Write one file and return its manifest entry; every byte is read from memory once.
+
+    The library's own writer would need the file read again for its hash. Widest elements first keeps every
+    tensor aligned, which loaders that map the file rely on.
+    """
+    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        dtype = _DTYPES[tensors[name].dtype][1]
+        header[name] = {"dtype": dtype, "shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    whole = hashlib.sha256()
+    hashes: dict[str, str] = {}
+
+    def pieces() -> Iterator[bytes | memoryview]:
+        whole.update(head)
+        yield head
+        for name in order:
+            single = hashlib.sha256()
+            for piece in _pieces(tensors[name]):
+                single.update(piece)
+                whole.update(piece)
+                yield piece
+            hashes[name] = single.hexdigest()
+
+    write_synced(path, pieces())
+    return {
+        "bytes": len(head) + end,
+        "sha256": whole.hexdigest(),
+        "tensors": {
+            name: {"dtype": _DTYPES[tensor.dtype][0], "shape": list(tensor.shape), "sha256": hashes[name]}
+            for name, tensor in tensors.items()
+        },
+    }
+
+
+def _manifest(step: int, files: dict[str, Any], meta: Meta) -> dict[str, Any]:
+    manifest: dict[str, Any] = {
+        "schema": SCHEMA,
+        "run_id": meta.run_id,
+        "epoch": meta.epoch,
+        "step": step,
+        "status": meta.status,
+        "unproven": list(meta.unproven),
+        "optimizer": dict(meta.optimizer),
+        "rounding": meta.rounding,
+        "written_by": {"flowcheck": __version__, "torch": str(torch.__version__)},
+        "files": files,
+    }
+    manifest["manifest_sha256"] = _self_hash(manifest)
+    return manifest
+
+
+def _self_hash(manifest: Mapping[str, Any]) -> str:
+    """Over the JSON without this field, keys sorted, no spaces: a flipped bit in the manifest shows too."""
+    body = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+# -- reading ----------------------------------------------------------------------------------------
+
+
+def _refuse(path: Path, what: str, remedy: str = "") -> UserError:
+    remedy = remedy or "use another step of the same run; this one is damaged"
+    return UserError(what, where=str(path), remedy=remedy)
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = f"cannot be read: {error.strerror or error}"
+        raise _refuse(path, what, "give an existing, readable path") from None
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    foreign = "give a directory named step-NNNNNN that this project wrote"
+    if ".partial-" in path.name:
+        raise _refuse(path, "is a step that was not finished or was replaced", foreign)
+    with _readable(path / MANIFEST):
+        text = (path / MANIFEST).read_bytes()
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _refuse(path / MANIFEST, "is not JSON") from None
+    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
+        raise _refuse(path / MANIFEST, f"is not a {SCHEMA} manifest", foreign)
+    if manifest.get("manifest_sha256") != _self_hash(manifest):
+        raise _refuse(path / MANIFEST, "was changed after it was written (its own hash does not match)")
+    if not _well_formed(manifest):
+        raise _refuse(path / MANIFEST, "lacks a field that every checkpoint has", foreign)
+    named = re.fullmatch(r"step-(\d+)", path.name)
+    if named and int(named[1]) != manifest["step"]:
+        raise _refuse(path, f"holds step {manifest['step']}", "give the directory its own name back")
+    return manifest
+
+
+def _well_formed(manifest: Mapping[str, Any]) -> bool:
+    """The fields that reading relies on, with their types."""
+    files = manifest.get("files")
+    if not isinstance(manifest.get("step"), int) or not isinstance(files, dict):
+        return False
+    for name in (MODEL, OPTIMIZER):
+        entry = files.get(name)
+        if not isinstance(entry, dict) or not {"bytes", "sha256", "tensors"} <= set(entry):
+            return False
+        tensors = entry["tensors"]
+        if not isinstance(tensors, dict):
+            return False
+        if not all(isinstance(tensor, dict) and "sha256" in tensor for tensor in tensors.values()):
+            return False
+    return True
+
+
+def _load_file(path: Path, expected: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file, owned by us; checked against its manifest entry if it has one."""
+    with _readable(path):
+        with path.open("rb") as file:
+            magic = file.read(4)
+            file.seek(0)
+            if expected is not None:
+                _check_file(path, file.read, expected)
+    try:
+        with _readable(path), safe_open(str(path), framework="pt") as opened:
+            # Cloned, because the library's tensors are the mapped file, which can change under us.
+            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        # Asked only now: the first bytes of a good file are a length and can be anything.
+        if magic == b"PK\x03\x04" or (magic[:1] == b"\x80" and magic[1:2] <= b"\x05"):
+            raise _refuse(
+                path, "is a pickle (torch.save), which can run code when it is loaded and is never read",
+                "convert it where you trust it: safetensors.torch.save_file(torch.load(FILE), NEW)",
+            ) from None
+        what = f"is not a whole safetensors file: {error}"
+        raise _refuse(path, what, "copy or write the file again") from None
+    if expected is None:
+        return tensors
+    return _check_tensors(path, tensors, expected["tensors"])
+
+
+def _check_file(path: Path, read: Callable[[int], bytes], expected: Mapping[str, Any]) -> None:
+    digest, size = hashlib.sha256(), 0
+    while piece := read(_CHUNK):
+        digest.update(piece)
+        size += len(piece)
+    if size != expected["bytes"]:
+        raise _refuse(path, f"has {size} bytes, its manifest says {expected['bytes']}")
+    if digest.hexdigest() != expected["sha256"]:
+        raise _refuse(path, "has other bytes than those written (SHA-256 does not match its manifest)")
+
+
+def _check_tensors(
+    path: Path, tensors: dict[str, torch.Tensor], expected: Mapping[str, Mapping[str, Any]]
+) -> dict[str, torch.Tensor]:
+    if set(tensors) != set(expected):
+        odd = sorted(set(tensors) ^ set(expected))[0]
+        raise _refuse(path, f"and its manifest do not list the same tensors ({odd!r})")
+    for name, entry in expected.items():
+        if tensor_sha256(tensors[name]) != entry["sha256"]:
+            raise _refuse(path, f"tensor {name!r} has other bytes than those written (SHA-256 differs)")
+    return {name: tensors[name] for name in expected}
+
+
+def _differences(tensors: Mapping[str, torch.Tensor], model: Sequence[ModelEntry]) -> list[str]:
+    wrong = []
+    for entry in model:
+        tensor = tensors.get(entry.name)
+        if tensor is None:
+            wrong.append(f"tensor {entry.name!r} is missing")
+        elif list(tensor.shape) != entry.shape:
+            wrong.append(f"tensor {entry.name!r} has shape {list(tensor.shape)}, not {entry.shape}")
+        elif tensor.dtype not in _DTYPES or _DTYPES[tensor.dtype][0] != entry.dtype:
+            found = str(tensor.dtype).removeprefix("torch.")
+            wrong.append(f"tensor {entry.name!r} is {found}, not {entry.dtype}")
+    names = {entry.name for entry in model}
+    return wrong + [f"tensor {name!r} is not in the job's model" for name in tensors if name not in names]

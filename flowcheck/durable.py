@@ -1,0 +1,100 @@
+"""Writing so that a kill or a power cut leaves the old thing or the new one, never half of one.
+
+Rules: write aside, fsync the file, rename, fsync the directory that holds the name. A directory is made
+durable in the same way: its files first, then itself, then its parent. Only local names are used aside:
+`.<name>.partial-<pid>` in the same directory, so that the rename never crosses file systems.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from flowcheck.errors import EnvironmentProblem
+
+__all__ = [
+    "exchange", "fsync_directory", "partial_name", "remove_tree", "reporting", "write_atomic", "write_synced",
+]
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def partial_name(path: Path) -> Path:
+    """The name under which `path` is written before it is renamed."""
+    return path.parent / f".{path.name}.partial-{os.getpid()}"
+
+
+@contextlib.contextmanager
+def reporting(path: Path) -> Iterator[None]:
+    """Turn an OSError into EnvironmentProblem naming the file."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot be written: {error.strerror or error}", where=str(error.filename or path),
+            remedy="free space on that file system, or give a writable directory with --out",
+        ) from None
+
+
+def write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """A new file with these bytes, on the disk when this returns. The directory entry is not yet."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        for piece in pieces:
+            left = memoryview(piece)
+            while left:
+                left = left[os.write(descriptor, left) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Replace or create one file. Raises EnvironmentProblem; the old content then still stands."""
+    aside = partial_name(path)
+    with reporting(path):
+        try:
+            aside.unlink(missing_ok=True)  # of an earlier process that had our pid
+            write_synced(aside, [data])
+            os.replace(aside, path)
+            fsync_directory(path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+            raise
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Swap two existing names in one step (renameat2 with RENAME_EXCHANGE).
+
+    Raises EnvironmentProblem where the file system cannot, else OSError.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+            raise EnvironmentProblem(
+                "exists, and this file system cannot swap two directories in one step", where=str(other),
+                remedy="move the old directory away, or give another --out",
+            )
+        raise OSError(code, os.strerror(code), str(other))
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory that nobody may use, as far as that is possible."""
+    shutil.rmtree(path, ignore_errors=True)

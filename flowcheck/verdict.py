@@ -1,0 +1,216 @@
+"""The verdict: the only gate to publishing version t+1.
+
+`judge(evidence)` is a pure function from what is known about one iteration to a Verdict. It fails closed:
+an iteration without buckets or streams, books that do not balance, or a word it does not know fail the
+clause they belong to. Nothing else in the project may decide that an iteration is complete.
+
+    clause         holds when                                                    about
+    covered        every element of every bucket is there                       gradients
+    anchored       every flow is anchored, no two witnesses disagreed           gradients
+    icrc           no packet with a wrong ICRC was placed                       gradients
+    streams_past   every stream is past the last message, ended, or lost        gradients
+    copies_agree   no two copies of the same bytes differed                     gradients
+    supported      the job is one whose traffic we can place                    gradients
+    step_record    the step record is there, if the manifest declares one       this update
+    checksum       no checksum of the trainer mismatched                        this update
+    previous       the previous iteration was published                         this update
+
+A verdict is *complete* when the clauses about gradients hold: the reduced gradients are the trainer's.
+It is *publishable* when all hold: then, and only then, the caller may publish the new version. ICRC
+checking switched off or sampled does not fail a clause; it marks the verdict *unproven*, and the mark
+goes wherever the result goes.
+
+Clause values are stable names: reports, metrics and status use them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["BucketEvidence", "Clause", "Evidence", "StreamEvidence", "Verdict", "judge"]
+
+
+class Clause(enum.Enum):
+    COVERED = "covered"
+    ANCHORED = "anchored"
+    ICRC = "icrc"
+    STREAMS_PAST = "streams_past"
+    COPIES_AGREE = "copies_agree"
+    SUPPORTED = "supported"
+    STEP_RECORD = "step_record"
+    CHECKSUM = "checksum"
+    PREVIOUS = "previous"
+
+
+ABOUT_GRADIENTS = frozenset({
+    Clause.COVERED, Clause.ANCHORED, Clause.ICRC, Clause.STREAMS_PAST, Clause.COPIES_AGREE, Clause.SUPPORTED,
+})
+
+
+@dataclass(frozen=True)
+class BucketEvidence:
+    """One gradient bucket, counted in elements. missing: by cause, adding up to elements - covered."""
+
+    index: int
+    elements: int
+    covered: int
+    missing: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class StreamEvidence:
+    """One captured stream. past: it is beyond the iteration's last message; ended: its capture is over;
+    lost: declared lost; behind: more of the iteration may still come."""
+
+    name: str
+    state: Literal["past", "ended", "lost", "behind"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """All that counts for one iteration. No field has a default: what nobody looked at must not pass.
+
+    unanchored: names of flows of this iteration whose packet count no other witness confirmed.
+    disagreements: one logged sentence per disagreement between witnesses, values included.
+    icrc: which packets were checked. icrc_wrong_placed: packets with a wrong ICRC whose bytes are in the
+        arena. (A wrong packet that was not placed is a loss: it shows as missing elements, cause icrc.)
+    copies_disagreed: bytes of later copies that differed from the first; copies_first: the first place.
+    step_record_declared, step_record_present: the manifest declares per-step values; the record is here.
+    checksum: what the trainer's checksum of this iteration said, None if there was none.
+    refused: why the traffic cannot be placed at all ("" if it can).
+    previous_published: the version before was published (true for the first iteration of a replica).
+    """
+
+    iteration: int
+    buckets: tuple[BucketEvidence, ...]
+    unanchored: tuple[str, ...]
+    disagreements: tuple[str, ...]
+    icrc: Literal["all", "sampled", "off"]
+    icrc_wrong_placed: int
+    streams: tuple[StreamEvidence, ...]
+    copies_disagreed: int
+    copies_first: str
+    step_record_declared: bool
+    step_record_present: bool
+    checksum: Literal["match", "mismatch"] | None
+    refused: str
+    previous_published: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """complete: the gradients are all there and right. publishable: version t+1 may be published.
+
+    failing: (clause, reason) of every clause that does not hold, in the order of the module's table.
+    unproven: marks that go wherever the result goes; empty when every packet was checked.
+    """
+
+    iteration: int
+    complete: bool
+    publishable: bool
+    failing: tuple[tuple[Clause, str], ...]
+    unproven: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "complete": self.complete,
+            "publishable": self.publishable,
+            "failing": [{"clause": clause.value, "reason": reason} for clause, reason in self.failing],
+            "unproven": list(self.unproven),
+        }
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """The verdict over one iteration; see the module's table."""
+    reasons = {
+        Clause.COVERED: _covered(evidence),
+        Clause.ANCHORED: _anchored(evidence),
+        Clause.ICRC: _icrc(evidence),
+        Clause.STREAMS_PAST: _streams_past(evidence),
+        Clause.COPIES_AGREE: _copies_agree(evidence),
+        Clause.SUPPORTED: evidence.refused,
+        Clause.STEP_RECORD: _step_record(evidence),
+        Clause.CHECKSUM: _checksum(evidence),
+        Clause.PREVIOUS: _previous(evidence),
+    }
+    failing = tuple((clause, reason) for clause, reason in reasons.items() if reason)
+    return Verdict(
+        iteration=evidence.iteration,
+        complete=not any(clause in ABOUT_GRADIENTS for clause, _ in failing),
+        publishable=not failing,
+        failing=failing,
+        unproven=() if evidence.icrc == "all" else (f"icrc {evidence.icrc}",),
+    )
+
+
+# -- one function per clause: the reason why it fails, or "" -------------------------------------------
+
+
+def _covered(evidence: Evidence) -> str:
+    if not evidence.buckets:
+        return "no gradient bucket was seen"
+    texts = []
+    for bucket in evidence.buckets:
+        if bucket.covered == bucket.elements and not any(bucket.missing.values()):
+            continue
+        causes = ", ".join(f"{cause} {count}" for cause, count in bucket.missing.items() if count)
+        text = f"bucket {bucket.index}: {bucket.covered} of {bucket.elements} elements"
+        text += f", missing by cause: {causes}" if causes else ""
+        if bucket.covered + sum(bucket.missing.values()) != bucket.elements:
+            text += " (the counts do not add up)"
+        texts.append(text)
+    return _some(texts)
+
+
+def _anchored(evidence: Evidence) -> str:
+    texts = list(evidence.disagreements)
+    texts += [f"{flow}: no witness confirms the packet count" for flow in evidence.unanchored]
+    return _some(texts)
+
+
+def _icrc(evidence: Evidence) -> str:
+    if evidence.icrc not in ("all", "sampled", "off"):
+        return f"unknown mode of checking {evidence.icrc!r}"
+    wrong = evidence.icrc_wrong_placed
+    return f"{wrong} packets with a wrong ICRC were placed" if wrong else ""
+
+
+def _streams_past(evidence: Evidence) -> str:
+    if not evidence.streams:
+        return "no stream was seen"
+    return _some([
+        f"{stream.name} is {stream.state}" for stream in evidence.streams
+        if stream.state not in ("past", "ended", "lost")
+    ])
+
+
+def _copies_agree(evidence: Evidence) -> str:
+    if not evidence.copies_disagreed:
+        return ""
+    return f"{evidence.copies_disagreed} bytes of later copies differ, first at {evidence.copies_first}"
+
+
+def _step_record(evidence: Evidence) -> str:
+    absent = evidence.step_record_declared and not evidence.step_record_present
+    return "the manifest declares per-step values and their record is not here" if absent else ""
+
+
+def _checksum(evidence: Evidence) -> str:
+    if evidence.checksum in (None, "match"):
+        return ""
+    return "the trainer's checksum of its parameters differs from the replica's"
+
+
+def _previous(evidence: Evidence) -> str:
+    if evidence.previous_published:
+        return ""
+    return "the iteration before was not published; there is nothing to build on"
+
+
+def _some(texts: list[str], limit: int = 3) -> str:
+    """Reasons in one line; the report's tables have the rest."""
+    more = [f"and {len(texts) - limit} more"] if len(texts) > limit else []
+    return "; ".join(texts[:limit] + more)
