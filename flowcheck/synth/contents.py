@@ -54,8 +54,9 @@ def load_parameters(job: Job, path: str | Path) -> dict[str, Array]:
         for entry in job.model:
             described = header[entry.name]
             start, end = described["data_offsets"]
-            data = np.frombuffer(raw[8 + size + start:8 + size + end], storage(_SAFETENSORS[described["dtype"]]))
-            if len(data) != entry.elements or _SAFETENSORS[described["dtype"]] != entry.dtype:
+            dtype = _SAFETENSORS[described["dtype"]]
+            data = np.frombuffer(raw[8 + size + start:8 + size + end], storage(dtype))
+            if len(data) != entry.elements or dtype != entry.dtype:
                 raise UserError(
                     f"{entry.name!r} is {described['dtype']} {described['shape']}, the manifest says "
                     f"{entry.dtype} {entry.shape}", where=str(path), remedy="use the weights of this job",
@@ -65,8 +66,8 @@ def load_parameters(job: Job, path: str | Path) -> dict[str, Array]:
         raise
     except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"not a safetensors file with every model entry ({type(error).__name__}: {error})", where=str(path),
-            remedy="write it with safetensors.torch.save_file(model.state_dict(), ...)",
+            f"not a safetensors file with every model entry ({type(error).__name__}: {error})",
+            where=str(path), remedy="write it with safetensors.torch.save_file(model.state_dict(), ...)",
         ) from None
     return found
 
@@ -95,7 +96,8 @@ def inputs_of(
             )
         return [np.frombuffer(flat, storage(call.dtype))] * ranks
     announced = _ddp_announcement(job, iteration, index)
-    if announced is not None and call.op == "Broadcast" and call.dtype == "int32" and len(announced) == call.count:
+    is_int32 = (call.op, call.dtype) == ("Broadcast", "int32")
+    if is_int32 and announced is not None and len(announced) == call.count:
         return [announced] * ranks
     count = call.count * (ranks if call.op == "ReduceScatter" else 1)
     drawn = data_seed(seed, iteration, index)
@@ -103,7 +105,7 @@ def inputs_of(
 
 
 def _ddp_announcement(job: Job, iteration: int, index: int) -> Array | None:
-    """The rebuilt bucket layout as DDP broadcasts it: parameter indices and bucket count, then bucket sizes."""
+    """The rebuilt bucket layout as DDP broadcasts it: parameter indices and bucket count; then sizes."""
     if iteration != 1 or index > 1 or not job.buckets.steady:
         return None
     order = {entry.name: i for i, entry in enumerate(e for e in job.model if e.kind == "optimized")}

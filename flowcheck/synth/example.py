@@ -34,21 +34,21 @@ def example_job(
     version: str = "2.27.7", algorithm: str = "ring", dtype: str = "float32", mtu: int = 4096,
     rings: Sequence[Sequence[int]] = (), qps: int = 1, split_data_on_qps: bool = False,
     adaptive_routing: bool = False, ipv6: bool = False, startup: bool = True, rebuild: bool = True,
-    optimizer: str = "sgd", options: dict[str, object] | None = None, buffer_bytes: dict[str, int] | None = None,
-    max_threads: dict[str, int] | None = None, seed: int = 0,
+    optimizer: str = "sgd", options: dict[str, object] | None = None,
+    buffer_bytes: dict[str, int] | None = None, max_threads: dict[str, int] | None = None, seed: int = 0,
 ) -> Job:
     """A manifest of a DDP job.
 
-    count: elements of the steady buckets (one number: one bucket). Iteration 0 has a single bucket of all of
-    them in model order, as DDP does; the steady buckets hold the model in reverse. startup: the start-up calls,
-    among them the broadcast of all parameters; without it the initial weights must be given elsewhere.
+    count: elements of the steady buckets (one number: one bucket). Iteration 0 has a single bucket of all
+    of them in model order, as DDP does; the steady buckets hold the model in reverse. startup: the start-up
+    calls, among them the broadcast of all parameters; without it the initial weights come from elsewhere.
     options: the optimizer's hyper-parameters (default lr=0.001). Parameters have the gradients' dtype.
     """
     counts = [count] if isinstance(count, int) else list(count)
     communicator = Communicator(
         ranks=ranks, nccl_version=version, protocol=protocol, algorithm=algorithm, channels=channels,
-        rings=[list(ring) for ring in rings], mtu=mtu, adaptive_routing=adaptive_routing, qps_per_connection=qps,
-        split_data_on_qps=split_data_on_qps,
+        rings=[list(ring) for ring in rings], mtu=mtu, adaptive_routing=adaptive_routing,
+        qps_per_connection=qps, split_data_on_qps=split_data_on_qps,
     )
     communicator.buffer_bytes.update(buffer_bytes or {})
     communicator.max_threads.update(max_threads or {})

@@ -19,7 +19,7 @@ _WINDOW = 8  # a late or repeated packet comes at most this many frames later
 
 @dataclass(frozen=True)
 class Faults:
-    """Probabilities per mirrored frame. corrupt: one payload byte of a data packet flipped, ICRC left wrong."""
+    """Probabilities per mirrored frame. corrupt: a payload bit of a data packet flipped, ICRC then wrong."""
 
     loss: float = 0.0
     reorder: float = 0.0
@@ -31,13 +31,16 @@ class Faults:
         return bool(self.loss or self.reorder or self.duplicate or self.corrupt)
 
 
-def apply(records: list[Record], faults: Faults, seed: str) -> tuple[list[Record], dict[str, list[dict[str, Any]]]]:
+Said = dict[str, list[dict[str, Any]]]
+
+
+def apply(records: list[Record], faults: Faults, seed: str) -> tuple[list[Record], Said]:
     """(what the port's mirror delivers, what happened): lists "dropped", "moved", "duplicated", "corrupted".
 
     Timestamps stay with the position in the stream, as a capture device stamps on arrival.
     """
     rng = random.Random(seed)
-    said: dict[str, list[dict[str, Any]]] = {"dropped": [], "moved": [], "duplicated": [], "corrupted": []}
+    said: Said = {"dropped": [], "moved": [], "duplicated": [], "corrupted": []}
     keyed: list[tuple[float, Record]] = []
     for position, record in enumerate(records):
         chances = [rng.random() for _ in range(4)]

@@ -54,7 +54,8 @@ class Synthesis:
 
     @property
     def packets(self) -> list[tuple[int, bytes]]:
-        return sorted((packet for port in self.ports.values() for packet in port), key=lambda packet: packet[0])
+        everything = [packet for port in self.ports.values() for packet in port]
+        return sorted(everything, key=lambda packet: packet[0])
 
     def write(self, path: str | Path) -> None:
         """One capture of all ports; pcapng if the name says so."""
@@ -104,12 +105,15 @@ def generate(
         raise UserError(f"{directions!r} is not in, out or both", where="direction", remedy="choose one")
     run = _Run(job, mirrored, directions, seed, transport or TransportOptions(), parameters)
     if not job.collectives.steady and first_iteration + iterations > 1:
-        raise UserError("the job has no steady iteration", where="collectives.steady", remedy="ask for 1 iteration")
-    for iteration in range(-1, first_iteration + iterations):
+        raise UserError(
+            "the job has no steady iteration", where="collectives.steady", remedy="ask for 1 iteration",
+        )
+    wanted = range(first_iteration, first_iteration + iterations)
+    for iteration in range(-1, wanted.stop):
         run.silent = iteration < first_iteration - (first_iteration == 0)
         calls = job.collectives.startup if iteration < 0 else job.iteration_collectives(iteration)
         run.play(iteration, calls)
-    return run.finish(Faults(loss, reorder, duplicate, corrupt), range(first_iteration, first_iteration + iterations))
+    return run.finish(Faults(loss, reorder, duplicate, corrupt), wanted)
 
 
 class _Run:
@@ -146,7 +150,8 @@ class _Run:
         return (self._out and src in self._ports) or (self._into and dst in self._ports)
 
     def play(self, iteration: int, calls: list[Collective]) -> None:
-        gradients = {id(call): bucket for bucket, call in self.job.gradient_calls(iteration)} if iteration >= 0 else {}
+        carrying = self.job.gradient_calls(iteration) if iteration >= 0 else []
+        gradients = {id(call): bucket for bucket, call in carrying}
         for index, call in enumerate(calls):
             bucket = gradients.get(id(call))
             inputs = contents.inputs_of(
@@ -162,9 +167,8 @@ class _Run:
             carried = None
             if bucket is not None:
                 self._reduced[iteration, bucket] = stages.result
-                carried = self._ledger.bucket(
-                    iteration, bucket, call, stages.result, contents.data_seed(self.seed, iteration, 1000 + bucket),
-                )
+                drawn = contents.data_seed(self.seed, iteration, 1000 + bucket)
+                carried = self._ledger.bucket(iteration, bucket, call, stages.result, drawn)
             elif call.carries == "parameters" and not self.silent:
                 carried = self._ledger.parameters(index, call, stages.result)
             self._transfer(op, plan, stages, carried)
@@ -209,13 +213,14 @@ class _Run:
                 length = message_bytes(op, message, connection.step)
                 wire, mark = None, -1
                 if visible[0]:
-                    part = stages.tensor(message.source)[message.start:message.start + message.count]
+                    part = stages.tensor(message.source)[message.start:message.start + message.elements]
                     data = np.ascontiguousarray(part).view(np.uint8)
                     wire = encode(op.protocol, data, connection.step, length, undefined).tobytes()
                     if carried is not None and message.reduced:
                         mark = carried.message(op.protocol, message.start * op.size, len(data), length)
                 at = self._time + 4_000 + i % 7 * 90
-                latest = max(latest, self._record(connection.send(at, op.protocol, wire, length, mark, visible), at))
+                sending_now = connection.send(at, op.protocol, wire, length, mark, visible)
+                latest = max(latest, self._record(sending_now, at))
                 connection.step += message.steps
             self._time = latest + 1_000
 

@@ -65,7 +65,7 @@ class Path:
         self, opcode: int, qpn: int, psn: int, extension: bytes = b"", payload: bytes = b"", *,
         ack_request: bool = False,
     ) -> bytes:
-        """One frame; `extension` is the headers after the BTH (RETH, immediate, AETH). Pads and adds the ICRC."""
+        """One frame, padded and with its ICRC; `extension`: the headers after the BTH (RETH and so on)."""
         pad = -len(payload) % 4
         rest = extension + payload + bytes(pad)
         headers, crc = self._headers(8 + 12 + len(rest) + 4)
@@ -84,14 +84,15 @@ class Path:
                     return struct.pack(
                         ">BBHHHBBH", 0x45, tos, 20 + udp_length, 0, 0x4000, ttl, 17, checksum
                     ) + addresses
-                words = struct.unpack(">10H", ip(self._class, self._hops, 0))
-                total = sum(words)
+                bare = ip(self._class, self._hops, 0)
+                total = sum(struct.unpack(f">{len(bare) // 2}H", bare))
                 while total >> 16:
                     total = (total & 0xFFFF) + (total >> 16)
                 header, masked = ip(self._class, self._hops, ~total & 0xFFFF), ip(0xFF, 0xFF, 0xFFFF)
             else:
                 rest = struct.pack(">HB", udp_length, 17)
-                header = struct.pack(">I", 6 << 28 | self._class << 20) + rest + bytes([self._hops]) + addresses
+                first = struct.pack(">I", 6 << 28 | self._class << 20)
+                header = first + rest + bytes([self._hops]) + addresses
                 masked = struct.pack(">I", 6 << 28 | 0xFFFFFFF) + rest + b"\xff" + addresses
             crc = zlib.crc32(b"\xff" * 8 + masked + udp + b"\xff\xff")
             self._known[udp_length] = (self._ethernet + header + udp + b"\0\0", crc)

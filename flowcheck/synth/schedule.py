@@ -23,10 +23,10 @@ Connection = tuple[int, int, int]
 
 
 class Message(NamedTuple):
-    """One isend: elements [start, start+count) of the tensor, at `steps` steps of the connection."""
+    """One isend: elements [start, start+elements) of the tensor, at `steps` steps of the connection."""
 
     start: int
-    count: int
+    elements: int
     source: int
     reduced: bool
     steps: int
@@ -56,7 +56,8 @@ def messages(op: Operation) -> dict[Connection, list[Message]]:
             "Broadcast": _broadcast, "ReduceScatter": _reducescatter,
         }[op.op]
         for index, rank in enumerate(ring):
-            sent = [piece for loop in loops for chunk in send(op, ring, index, loop) for piece in _slices(op, chunk)]
+            whole = [chunk for loop in loops for chunk in send(op, ring, index, loop)]
+            sent = [piece for chunk in whole for piece in _slices(op, chunk)]
             if sent:
                 found[channel, rank, ring[(index + 1) % op.ranks]] = sent
     return found
@@ -69,9 +70,9 @@ def _slices(op: Operation, chunk: Message) -> Iterator[Message]:
         yield chunk
         return
     slot = op.buffers["simple"] // 8
-    first = min(chunk.count, max(-(-chunk.count // 32) * 16, 2 * slot // op.size // 32))
-    yield chunk._replace(count=first, steps=steps // 2)
-    yield chunk._replace(start=chunk.start + first, count=chunk.count - first, steps=steps // 2)
+    first = min(chunk.elements, max(-(-chunk.elements // 32) * 16, 2 * slot // op.size // 32))
+    yield chunk._replace(elements=first, steps=steps // 2)
+    yield chunk._replace(start=chunk.start + first, elements=chunk.elements - first, steps=steps // 2)
 
 
 def _allreduce(op: Operation, ring: tuple[int, ...], index: int, loop: list[Chunk]) -> Iterator[Message]:
@@ -146,7 +147,9 @@ def _children(node: int, ranks: int) -> list[int]:
     return found
 
 
-def _tree(op: Operation, channel: int, loops: list[list[Chunk]], found: dict[Connection, list[Message]]) -> None:
+def _tree(
+    op: Operation, channel: int, loops: list[list[Chunk]], found: dict[Connection, list[Message]],
+) -> None:
     tree = tree_of(op.ranks, channel, op.channels)
     root = tree.parent.index(-1)
     for rank in range(op.ranks):
@@ -161,7 +164,7 @@ def _tree(op: Operation, channel: int, loops: list[list[Chunk]], found: dict[Con
 
 def message_bytes(op: Operation, message: Message, step: int) -> int:
     """Bytes of a message on the wire (4.1 to 4.3)."""
-    data = message.count * op.size
+    data = message.elements * op.size
     if op.protocol == "ll":
         if step & 0x7FFFFFF8 == 0x7FFFFFF8:
             return op.buffers["ll"] // 8

@@ -1,11 +1,11 @@
-"""One NCCL connection as its NICs put it on the wire: RC queue pairs that carry messages, CTS writes and ACKs.
+"""One NCCL connection as its NICs put it on the wire: RC queue pairs with messages, CTS writes and ACKs.
 
-    Connection.clear_to_send(...)   the receiver announces a message: one WRITE into the sender's FIFO, and its ACK
-    Connection.send(...)            the sender's WRITEs of one message on one or several QPs, and their ACKs
+    Connection.clear_to_send(...)   the receiver announces a message: a WRITE into the sender's FIFO, its ACK
+    Connection.send(...)            the sender's WRITEs of a message on one or several QPs, their ACKs
 
-Call them in message order, CTS before its message (nccl-wire.md 5.4). State runs on for the connection's life:
-steps, message number, a PSN and an MSN per QP and direction. Frames are only built for directions that somebody
-captures; the state advances all the same. Source: nccl-wire.md 5. One thread per connection.
+Call them in message order, CTS before its message (nccl-wire.md 5.4). State runs on for the connection's
+life: steps, message number, a PSN and an MSN per QP and direction. Frames are only built for directions that
+somebody captures; the state advances all the same. Source: nccl-wire.md 5. One thread per connection.
 """
 
 from __future__ import annotations
@@ -123,11 +123,11 @@ class Connection:
         for i, qpn in enumerate(flow.qpns):
             reply = flow.cts_qpns[i] if i < len(flow.cts_qpns) else 1 + (qpn * 2654435761 + i) % 0xFFFFFE
             port = udp_source_port(qpn, reply)
-            make = {"vlan": options.vlan}
-            self._queues.append(_Queue(
-                qpn, reply, Path(src, dst, port, traffic_class=options.traffic_class, **make),
-                Path(dst, src, port, traffic_class=options.traffic_class, **make), options.first_psn,
-            ))
+            there, back = (
+                Path(a, b, port, traffic_class=options.traffic_class, vlan=options.vlan)
+                for a, b in ((src, dst), (dst, src))
+            )
+            self._queues.append(_Queue(qpn, reply, there, back, options.first_psn))
         first = self._queues[0]
         port = udp_source_port(first.qpn, first.reply_qpn)
         self._cts_path = Path(dst, src, port, traffic_class=options.cts_class, vlan=options.vlan)
@@ -170,14 +170,15 @@ class Connection:
         self, time: int, protocol: str, wire: bytes | None, length: int, message_id: int,
         visible: tuple[bool, bool],
     ) -> Iterator[Record]:
-        """The next message: `length` bytes, `wire` their contents (None if nobody captures them), to self.step's slot.
+        """The next message, to self.step's slot: `length` bytes, `wire` the contents (None: not captured).
 
         The caller advances self.step. Yields records in wire order, times from `time` on.
         """
         communicator = self._communicator
         used = len(self._queues) if communicator.split_data_on_qps else 1
-        piece = -(-(-(-length // used)) // 128) * 128 if used > 1 else length
-        pair = length > communicator.ar_threshold and (communicator.adaptive_routing or self._family.always_pair)
+        piece = (length + used * 128 - 1) // (used * 128) * 128 if used > 1 else length
+        pairs = communicator.adaptive_routing or self._family.always_pair
+        pair = pairs and length > communicator.ar_threshold
         address = self._address(protocol, self.step)
         for i in range(used):
             queue = self._queues[(self.messages * used + i) % len(self._queues)]
@@ -195,7 +196,9 @@ class Connection:
     def _address(self, protocol: str, step: int) -> int:
         return self._regions[protocol] + step % 8 * (self._communicator.buffer_bytes[protocol] // 8)
 
-    def _packets(self, address: int, rkey: int, start: int, part: int, total: int, pair: bool) -> list[_Packet]:
+    def _packets(
+        self, address: int, rkey: int, start: int, part: int, total: int, pair: bool,
+    ) -> list[_Packet]:
         immediate = struct.pack(">I" if self._family.big_endian_imm else "<I", total)
         mtu = self._communicator.mtu
         cut = pair and self.flow.src in self._options.cut_ranks

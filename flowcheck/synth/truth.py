@@ -1,10 +1,10 @@
 """Bookkeeping of what the captured packets can tell a reader at best.
 
 A Carried is one tensor (a gradient bucket, a broadcast): `carried` are the element ranges whose reduced value
-passes a mirrored port in a captured direction, `present` what is left of them after the mirror's faults. The
-truth file has, per iteration and bucket: elements, dtype, data_seed (contents.data_seed), sha256 of the reduced
-bytes, carried, present as [start, stop) ranges of elements; then parameters, and every packet that was dropped,
-moved, duplicated, corrupted (by port) or retransmitted.
+passes a mirrored port in a captured direction, `present` what is left of them after the mirror's faults.
+The truth file has, per iteration and bucket: elements, dtype, data_seed (contents.data_seed), sha256 of the
+reduced bytes, carried, present as [start, stop) ranges of elements; then parameters, and every packet that
+was dropped, moved, duplicated, corrupted (by port) or retransmitted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ from flowcheck.synth.encode import positions
 from flowcheck.synth.values import Array
 
 __all__ = ["Carried", "Ledger"]
+
+
+_HAPPENINGS = ("dropped", "moved", "duplicated", "corrupted", "retransmitted")
 
 
 class _Message(NamedTuple):
@@ -62,8 +65,9 @@ class Carried:
             for offset, length in m.arrived.items():
                 wire[offset:offset + length] = True
             present[part] |= wire[positions(m.protocol, m.length)]
-        whole = [mask.reshape(-1, self.size).all(axis=1) for mask in (carried, present)]
-        return {**self.describe, "carried": _ranges(whole[0]), "present": _ranges(whole[1])}
+        return {
+            **self.describe, "carried": _ranges(carried, self.size), "present": _ranges(present, self.size),
+        }
 
 
 class Ledger:
@@ -107,11 +111,13 @@ class Ledger:
                 }
                 for iteration in iterations
             ],
-            **{name: happened.get(name, []) for name in ("dropped", "moved", "duplicated", "corrupted", "retransmitted")},
+            **{name: happened.get(name, []) for name in _HAPPENINGS},
         }
 
 
-def _ranges(mask: npt.NDArray[np.bool_]) -> list[list[int]]:
-    """[start, stop) of every run of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
+def _ranges(mask: npt.NDArray[np.bool_], size: int) -> list[list[int]]:
+    """[start, stop) of every run of elements whose `size` bytes are all True."""
+    whole = np.zeros(len(mask) // size + 2, np.int8)
+    whole[1:-1] = np.logical_and.reduce(mask.reshape(-1, size), axis=1)
+    edges = np.flatnonzero(np.diff(whole))
     return [[int(a), int(b)] for a, b in edges.reshape(-1, 2)]

@@ -30,7 +30,7 @@ def storage(dtype: str) -> np.dtype[np.generic]:
     return np.dtype(_STORAGE[dtype])
 
 
-def mix32(h: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+def _mix32(h: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     h = h ^ (h >> np.uint32(16))
     h = h * np.uint32(0x7FEB352D)
     h = h ^ (h >> np.uint32(15))
@@ -44,8 +44,9 @@ def generate_values(dtype: str, seed: int, rank: int, count: int, mode: int = 1)
     mode 1: 24-bit mantissas in [-1, 1), sums depend on the order; 0: small multiples of 1/16, sums are
     exact; 2: integers -128..127. Integer types take mode 2 widened, int8 and uint8 the top byte of the hash.
     """
-    base = mix32(np.array([(seed * 0x9E3779B9 + rank) & 0xFFFFFFFF], np.uint32))
-    h = mix32(base + np.arange(count, dtype=np.uint32))
+    base = _mix32(np.array([(seed * 0x9E3779B9 + rank) & 0xFFFFFFFF], np.uint32))
+    index: npt.NDArray[np.uint32] = np.arange(count, dtype=np.uint32)
+    h = _mix32(index + base)
     if dtype in ("int8", "uint8"):
         return (h >> np.uint32(24)).astype(np.uint8).view(storage(dtype))
     if dtype in ("int32", "uint32", "int64", "uint64"):
@@ -63,7 +64,8 @@ def generate_values(dtype: str, seed: int, rank: int, count: int, mode: int = 1)
 
 def _to_bfloat16(real: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     bits = real.view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    even = (bits >> np.uint32(16)) & np.uint32(1)
+    return ((bits + np.uint32(0x7FFF) + even) >> np.uint32(16)).astype(np.uint16)
 
 
 def _from_bfloat16(bits: Array) -> npt.NDArray[np.float32]:
@@ -74,7 +76,7 @@ def add(dtype: str, a: Array, b: Array) -> Array:
     """a + b, one rounding, in the element type's arithmetic."""
     if dtype == "bfloat16":
         return _to_bfloat16(_from_bfloat16(a) + _from_bfloat16(b))
-    return np.add(a, b)  # type: ignore[arg-type]
+    return np.add(a, b)
 
 
 class Stages:
@@ -108,9 +110,12 @@ class Stages:
             ring = op.rings[channel]
             for loop in loops:
                 for j in range(n):
-                    start, count = loop[j] if op.op == "AllReduce" else (ring[j] * op.count + loop[0][0], loop[0][1])
+                    start, count = loop[j if op.op == "AllReduce" else 0]
+                    if op.op == "ReduceScatter":
+                        start += ring[j] * op.count
+                    part = slice(start, start + count)
                     for k in range(n):
-                        owned[k][start:start + count] = inputs[ring[(j + 1 + k) % n]][start:start + count]
+                        owned[k][part] = inputs[ring[(j + 1 + k) % n]][part]
         total = owned[0]
         self._tensors[0] = total
         for k in range(1, n):

@@ -1,4 +1,4 @@
-"""Capture files: pcap with nanosecond stamps, or pcapng when the name ends in .pcapng. Written aside, then renamed.
+"""Capture files: nanosecond pcap, or pcapng when the name ends in .pcapng. Written aside, then renamed.
 
 Any thread; one writer per path.
 """
@@ -18,7 +18,7 @@ _ETHERNET = 1
 
 
 def write_capture(path: str | Path, packets: Iterable[tuple[int, bytes]]) -> None:
-    """Write (nanoseconds since 1970, frame) pairs. Raises EnvironmentProblem if the path cannot be written."""
+    """Write (nanoseconds since 1970, frame) pairs. Raises EnvironmentProblem if that cannot be done."""
     form = _pcapng if str(path).endswith(".pcapng") else _pcap
     write_atomically(path, b"".join(form(packets)))
 

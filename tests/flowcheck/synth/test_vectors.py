@@ -24,6 +24,7 @@ from flowcheck.synth.schedule import message_bytes, messages
 from flowcheck.synth.values import Stages, generate_values
 
 VECTORS = Path(__file__).resolve().parents[4] / "shared" / "captures" / "nccl-vectors"
+pytestmark = pytest.mark.captures
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
 
 
@@ -33,8 +34,9 @@ def operation(case: dict[str, Any], op: dict[str, Any]) -> Operation:
     channels = case["channels_of_comm"]
     size = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}[op["dtype"]]
     return Operation(
-        op["func"], op["algorithm"].lower(), op["protocol"].lower(), op["count"], size, op["root"], n, channels,
-        (tuple(range(n)),) * channels, defaults.max_threads, defaults.buffer_bytes, family_of(case["version"]),
+        op["func"], op["algorithm"].lower(), op["protocol"].lower(), op["count"], size, op["root"], n,
+        channels, (tuple(range(n)),) * channels, defaults.max_threads, defaults.buffer_bytes,
+        family_of(case["version"]),
     )
 
 
@@ -59,7 +61,7 @@ def check_case(case: dict[str, Any]) -> None:
             for message, vector in zip(sent, wanted, strict=True):
                 length = message_bytes(op, message, step)
                 assert [step, length] == vector[:2], (case["case"], connection)
-                values = stages.tensor(message.source)[message.start:message.start + message.count]
+                values = stages.tensor(message.source)[message.start:message.start + message.elements]
                 wire = encode(op.protocol, values.view(np.uint8), step, length)
                 masked = vector[4] if len(vector) == 5 else vector[2]
                 assert hashlib.sha256(wire.tobytes()).hexdigest() == masked, (case["case"], connection, step)
