@@ -3,12 +3,13 @@
 SHELL   := /bin/bash
 PYTHON  ?= /usr/bin/python3
 BIN     := .venv/bin
-# pip and pytest must find this tree's environment, whatever the caller has set.
+# What the caller has set for himself must not reach pip, setup.py or pytest.
 export PYTHONPATH :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export FLOWCHECK_BUILD :=
 
-SOURCES := setup.py $(wildcard parser/*.p[yx][xd] updater/*.p[yx][xd] */include/*.h */src/*.[ch]) \
-           $(wildcard dataplane/pydpdk/_build.py dataplane/pydpdk/decl/*.h)
+SOURCES := setup.py $(wildcard parser/*.p[yx][xd] updater/*.p[yx][xd] */include/*.h */src/*.[ch] \
+           dataplane/pydpdk/_build.py dataplane/pydpdk/shim.[ch] dataplane/pydpdk/decl/*.h)
 MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)
 
 .DELETE_ON_ERROR:

@@ -118,6 +118,7 @@ def _check_communicator(c: Communicator, place: Place) -> None:
 def _check_flows(job: Job, place: Place) -> None:
     connections: dict[tuple[int, int, int], int] = {}
     receivers: dict[tuple[Any, int], int] = {}
+    follower = _followers(job)
     for i, flow in enumerate(job.flows):
         here = place / i
         address = _check_flow(job.communicator, flow, here)
@@ -128,11 +129,25 @@ def _check_flows(job: Job, place: Place) -> None:
                 f" flows[{connections[connection]}]"
             )
         connections[connection] = i
+        if follower is not None and follower[flow.channel % len(follower)][flow.src] != flow.dst:
+            (here / "dst").fail(
+                f"rank {flow.dst} does not follow rank {flow.src} in the ring of channel {flow.channel}"
+            )
         for qpn in flow.qpns:
             if (address, qpn) in receivers:
                 first = receivers[address, qpn]
                 (here / "qpns").fail(f"QP {qpn} of {flow.dst_addr} is already in flows[{first}]")
             receivers[address, qpn] = i
+
+
+def _followers(job: Job) -> list[dict[int, int]] | None:
+    """Per channel (or once for all) the rank each rank sends to; None if some call may use a tree."""
+    calls = job.collectives
+    for call in (*calls.startup, *calls.iteration_0, *calls.rebuild, *calls.steady):
+        if (call.algorithm or job.communicator.algorithm) == "tree":
+            return None
+    rings = [job.communicator.ring(channel) for channel in range(max(1, len(job.communicator.rings)))]
+    return [dict(zip(ring, ring[1:] + ring[:1], strict=True)) for ring in rings]
 
 
 def _check_flow(c: Communicator, flow: Flow, place: Place) -> Any:

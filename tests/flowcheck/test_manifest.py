@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -235,6 +236,18 @@ def test_wrong_field_is_named(path: str, value: Any, expected: str) -> None:
     message.encode()
 
 
+def test_flow_beside_the_ring_is_named() -> None:
+    data = small()
+    data["communicator"].update(ranks=3, channels=2, rings=[[0, 1, 2], [0, 2, 1]])
+    data["flows"][1].update(src=2, dst=1, channel=1)
+    Job.from_dict(data)
+    data["flows"][1]["channel"] = 0
+    with pytest.raises(UserError, match=r"flows\[1\].dst: rank 1 does not follow rank 2 in the ring of channel 0"):
+        Job.from_dict(data)
+    data["communicator"]["algorithm"] = "tree"
+    Job.from_dict(data)
+
+
 def test_doubled_flow_is_named() -> None:
     data = small()
     data["flows"].append({**data["flows"][0], "qpns": [18]})
@@ -353,6 +366,29 @@ def test_truncated_at_any_byte(tmp_path: Path, length: int) -> None:
     path.write_bytes(whole[: length % len(whole)])
     with pytest.raises(FlowcheckError):
         Job.load(path)
+
+
+# -- documentation ---------------------------------------------------------------------------------------
+
+DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "manifest.md").read_text()
+EXAMPLES = re.findall(r"^```json\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
+
+
+def test_examples_can_be_loaded(tmp_path: Path) -> None:
+    loaded = []
+    for text in EXAMPLES:
+        path = tmp_path / "job.json"
+        path.write_text(text)
+        jsonschema.validate(json.loads(text), json_schema())
+        loaded.append(Job.load(path))
+    forms = [(job.communicator.ranks, job.communicator.protocol) for job in loaded]
+    assert forms == [(2, "ll"), (4, "simple")]
+
+
+def test_every_field_is_described() -> None:
+    for name, definition in json_schema()["$defs"].items():
+        for member in definition["properties"]:
+            assert re.search(rf"`(groups\[\]\.)?{member}`", DOCUMENT), f"{name}.{member}"
 
 
 # -- schema ----------------------------------------------------------------------------------------------
