@@ -78,22 +78,25 @@ def jobs(draw: st.DrawFn) -> Job:
         slices.append(BucketSlice(entry.name, end, entry.elements))
         end += entry.elements
     call = Collective("AllReduce", end, protocol=draw(st.sampled_from([None, "ll", "simple"])))
-    orders = draw(st.lists(st.permutations(range(ranks)), min_size=channels, max_size=channels))
+    orders: list[list[int]] = draw(st.lists(st.permutations(range(ranks)), min_size=channels, max_size=channels))
+    rings = draw(st.sampled_from([[], orders[:1], orders]))
     options = {"lr": draw(st.floats(0, 1)), "betas": [0.9, 0.999], "amsgrad": draw(st.booleans())}
     return Job(
         Communicator(
             ranks, draw(st.sampled_from(["2.19", "2.27.7"])),
             protocol=draw(st.sampled_from(["ll", "simple"])), channels=channels,
-            rings=draw(st.sampled_from([[], orders[:1], orders])),
+            rings=rings,
             mtu=draw(st.sampled_from([256, 1024, 4096])), qps_per_connection=qps,
         ),
         [
             Flow(
-                r, (r + 1) % ranks, c, f"10.0.0.{r}" if version == 4 else f"fe80::{r + 1:x}",
-                f"10.0.0.{(r + 1) % ranks}" if version == 4 else f"fe80::{(r + 1) % ranks + 1:x}",
+                src, dst, c, f"10.0.0.{src}" if version == 4 else f"fe80::{src:x}",
+                f"10.0.0.{dst}" if version == 4 else f"fe80::{dst:x}",
                 [100 + c * qps + q for q in range(qps)],
             )
-            for c in range(channels) for r in range(ranks)
+            for c in range(channels)
+            for ring in [rings[c % len(rings)] if rings else range(ranks)]
+            for src, dst in zip(ring, [*ring[1:], ring[0]], strict=True)
         ],
         Collectives(
             startup=[Collective("AllGather", 8, "uint8"), Collective("Broadcast", 3, root=ranks - 1)],
@@ -242,7 +245,7 @@ def test_flow_beside_the_ring_is_named() -> None:
     data["flows"][1].update(src=2, dst=1, channel=1)
     Job.from_dict(data)
     data["flows"][1]["channel"] = 0
-    with pytest.raises(UserError, match=r"flows\[1\].dst: rank 1 does not follow rank 2 in the ring of channel 0"):
+    with pytest.raises(UserError, match=r"flows\[1\].dst: rank 1 does not follow rank 2"):
         Job.from_dict(data)
     data["communicator"]["algorithm"] = "tree"
     Job.from_dict(data)
