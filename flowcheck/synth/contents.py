@@ -13,11 +13,15 @@ from pathlib import Path
 
 import numpy as np
 
+from flowcheck.durable import write_atomic
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.manifest import Collective, Job, carries, dtype_size
 from flowcheck.synth.values import Array, generate_values, storage
 
-__all__ = ["broadcast_tensors", "data_seed", "initial_parameters", "inputs_of", "load_parameters"]
+__all__ = [
+    "broadcast_tensors", "data_seed", "initial_parameters", "inputs_of", "load_parameters",
+    "save_parameters",
+]
 
 _SAFETENSORS = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -70,6 +74,20 @@ def load_parameters(job: Job, path: str | Path) -> dict[str, Array]:
             where=str(path), remedy="write it with safetensors.torch.save_file(model.state_dict(), ...)",
         ) from None
     return found
+
+
+def save_parameters(job: Job, parameters: dict[str, Array], path: str | Path) -> None:
+    """Write model entries as safetensors, for a reader's --init. Raises EnvironmentProblem."""
+    names = {dtype: name for name, dtype in _SAFETENSORS.items()}
+    header, data = {}, b""
+    for entry in job.model:
+        piece = parameters[entry.name].tobytes()
+        place = [len(data), len(data) + len(piece)]
+        header[entry.name] = {"dtype": names[entry.dtype], "shape": entry.shape, "data_offsets": place}
+        data += piece
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    write_atomic(Path(path), struct.pack("<Q", len(text)) + text + data)
 
 
 def broadcast_tensors(job: Job, call: Collective) -> list[str]:

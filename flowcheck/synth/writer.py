@@ -1,18 +1,17 @@
-"""Capture files: nanosecond pcap, or pcapng when the name ends in .pcapng. Written aside, then renamed.
+"""Capture files: nanosecond pcap, or pcapng when the name ends in .pcapng. Never half of one.
 
 Any thread; one writer per path.
 """
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
 
-from flowcheck.errors import EnvironmentProblem
+from flowcheck.durable import write_atomic
 
-__all__ = ["write_atomically", "write_capture"]
+__all__ = ["write_capture"]
 
 _ETHERNET = 1
 
@@ -20,23 +19,7 @@ _ETHERNET = 1
 def write_capture(path: str | Path, packets: Iterable[tuple[int, bytes]]) -> None:
     """Write (nanoseconds since 1970, frame) pairs. Raises EnvironmentProblem if that cannot be done."""
     form = _pcapng if str(path).endswith(".pcapng") else _pcap
-    write_atomically(path, b"".join(form(packets)))
-
-
-def write_atomically(path: str | Path, content: bytes) -> None:
-    """The file is either the old one or complete: written to PATH.part, flushed to disk, renamed."""
-    target = Path(path)
-    aside = target.with_name(target.name + ".part")
-    try:
-        with aside.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(target)
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"cannot write: {error.strerror}", where=str(path), remedy="give a path in a writable folder",
-        ) from None
+    write_atomic(Path(path), b"".join(form(packets)))
 
 
 def _pcap(packets: Iterable[tuple[int, bytes]]) -> Iterable[bytes]:
