@@ -78,7 +78,7 @@ def jobs(draw: st.DrawFn) -> Job:
         slices.append(BucketSlice(entry.name, end, entry.elements))
         end += entry.elements
     call = Collective("AllReduce", end, protocol=draw(st.sampled_from([None, "ll", "simple"])))
-    orders: list[list[int]] = draw(st.lists(st.permutations(range(ranks)), min_size=channels, max_size=channels))
+    orders: list[list[int]] = [draw(st.permutations(range(ranks))) for _ in range(channels)]
     rings = draw(st.sampled_from([[], orders[:1], orders]))
     options = {"lr": draw(st.floats(0, 1)), "betas": [0.9, 0.999], "amsgrad": draw(st.booleans())}
     return Job(
