@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -114,10 +115,9 @@ class PcapSource:
         info: PcapInfo | None = None,
     ) -> None:
         self.path = os.fspath(path)
-        self._last: dict[str, int] = {}
-        self._fd = _open(self.path)
-        self._parts: list[Port | Mempool | RingMemory | RxThread] = []
-        try:
+        with ExitStack() as undo:
+            self._fd = _open(self.path)
+            undo.callback(os.close, self._fd)
             self.info = _checked(self.path, self._fd, info)
             frame = self.info.max_captured
             slot = slot_size or slot_for(frame)
@@ -125,32 +125,25 @@ class PcapSource:
                 raise ValueError(f"{self.path}: slots of {slot} bytes, its largest frame has {frame}")
             room = data_room or room_for(frame)
             number = next(_numbers)
-            self._memory = RingMemory(eal, ring_size, slot)
-            self._parts.append(self._memory)
-            pool = Mempool(eal, f"fc_pool_{number}", _pool_size(frame, room, burst), room)
-            self._parts.append(pool)
-            self._port = Port(eal, f"net_pcap{number}", f"rx_pcap=/proc/self/fd/{self._fd}")
-            self._parts.append(self._port)
+            self._memory = undo.enter_context(RingMemory(eal, ring_size, slot))
+            pool = undo.enter_context(Mempool(eal, f"fc_pool_{number}", _pool_size(frame, room, burst), room))
+            self._port = undo.enter_context(
+                Port(eal, f"net_pcap{number}", f"rx_pcap=/proc/self/fd/{self._fd}")
+            )
             self._port.configure()
             self._port.rx_queue(0, pool)
-            self._rx = RxThread(
-                self._port,
-                self._memory,
-                RxConfig(
-                    stream=stream,
-                    burst=burst,
-                    core=core,
-                    wait_when_full=True,
-                    stall_ms=int(stall_seconds * 1000),
-                    expected=self.info.packet_count,
-                    ns_per_tick=MICROSECOND,
-                    dump=dump,
-                ),
+            config = RxConfig(
+                stream=stream,
+                burst=burst,
+                core=core,
+                wait_when_full=True,
+                stall_ms=int(stall_seconds * 1000),
+                expected=self.info.packet_count,
+                ns_per_tick=MICROSECOND,
+                dump=dump,
             )
-            self._parts.append(self._rx)
-        except BaseException:
-            self.close()
-            raise
+            self._rx = undo.enter_context(RxThread(self._port, self._memory, config))
+            self._undo = undo.pop_all()
 
     def start(self) -> None:
         """Packets begin to appear in the ring."""
@@ -189,7 +182,7 @@ class PcapSource:
 
     def counters(self) -> dict[str, int]:
         """Packets and bytes by cause (include/rx_counters.h); after close the last values."""
-        return self._last if self._memory.closed else self._memory.counters()
+        return self._memory.counters()
 
     def summary(self) -> str:
         """One line that adds up: in the file = received + not delivered; received = published + dropped."""
@@ -198,7 +191,8 @@ class PcapSource:
         return (
             f"{self.path}: {self.info.packet_count} in the file = {c['received']} received + "
             f"{c['nic_missed']} missed + {c['errors']} errors + {c['no_mbuf']} without buffer + {silent} not "
-            f"read; received = {c['published']} published + {c['ring_full']} ring full + {c['oversize']} oversize"
+            f"read; received = {c['published']} published + {c['ring_full']} ring full + "
+            f"{c['oversize']} oversize"
         )
 
     def stop(self) -> None:
@@ -206,15 +200,8 @@ class PcapSource:
         self._rx.stop()
 
     def close(self) -> None:
-        """Gives everything back: thread, port, pool, ring. Idempotent, also after a failed start."""
-        while self._parts:
-            part = self._parts.pop()
-            if isinstance(part, RingMemory) and not part.closed:
-                self._last = part.counters()
-            part.close()
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Gives everything back: thread, port, pool, ring, file. Idempotent."""
+        self._undo.close()
 
     def __enter__(self) -> Self:
         return self

@@ -108,7 +108,7 @@ class _File:
             self.bad(
                 offset,
                 f"a frame of {captured} bytes; DPDK's capture port takes at most {MAX_FRAME}",
-                "capture with receive offloads off: ethtool -K IFACE gro off lro off; or the header is corrupt",
+                "capture without receive offloads: ethtool -K IFACE gro off lro off (or it is corrupt)",
             )
 
 
@@ -158,9 +158,7 @@ def scan_fd(name: str, fd: int) -> PcapInfo:
     elif len(start) < 4:
         file.bad(0, f"the file has only {file.size} bytes")
     else:
-        file.bad(
-            0, f"unknown file type (it begins with {start[:4].hex(' ')})", "name a pcap or pcapng file"
-        )
+        file.bad(0, f"unknown file type (it begins with {start[:4].hex(' ')})", "name a pcap or pcapng file")
     if info.packet_count == 0:
         file.bad(file.size, "no packets in this file", "capture again while the job runs")
     return info
@@ -292,9 +290,13 @@ class _PcapngScan:
 
     def _count(self, offset: int, interface: int, captured: int, original: int, room: int) -> None:
         if interface >= len(self.snaplens):
-            self.file.bad(offset, f"a packet of interface {interface}, only {len(self.snaplens)} are described")
+            self.file.bad(
+                offset, f"a packet of interface {interface}, only {len(self.snaplens)} are described"
+            )
         if captured > room:
-            self.file.bad(offset, f"bad packet block: {captured} bytes captured, the block has room for {room}")
+            self.file.bad(
+                offset, f"bad packet block: {captured} bytes captured, the block has room for {room}"
+            )
         self.file.check_frame(offset, captured, original)
         totals = self.totals
         totals.packets += 1

@@ -10,9 +10,8 @@ import errno
 import itertools
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
-from dataplane.pydpdk.eal import Eal
+from dataplane.pydpdk.eal import Eal, available_bytes
 from dataplane.pydpdk.errors import DpdkError, NotEnoughMemory, check
 from dataplane.pydpdk.ethdev import Port
 from dataplane.pydpdk.ffi import ffi, lib
@@ -47,13 +46,6 @@ def ring_bytes(ring_size: int, slot_size: int) -> int:
     return total
 
 
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-
-
 class RingMemory(Resource):
     """Counters, ring, entries and (slot_size > 0) dense slots as one block, reserved at once.
 
@@ -70,7 +62,7 @@ class RingMemory(Resource):
             f"{ffi.sizeof('fc_packetref')} bytes = {total} bytes ({-(-total >> 20)} MB)"
         )
         # Ordinary memory is promised freely and fails only when touched: ask first.
-        if not eal.huge and total > (available := _available_bytes()):
+        if not eal.huge and total > (available := available_bytes()):
             raise NotEnoughMemory(
                 f"{sum_text}; this machine has {available} bytes available", "a smaller ring or more memory"
             )
@@ -81,6 +73,7 @@ class RingMemory(Resource):
             raise NotEnoughMemory(f"{sum_text}: no such piece is free in {eal.describe()}")
         check(rc, sum_text)
         self.ring_size, self.slot_size, self.bytes = ring_size, slot_size, total
+        self._last: dict[str, int] = {}
         super().__init__(eal)
 
     @property
@@ -96,11 +89,14 @@ class RingMemory(Resource):
         return self._block
 
     def counters(self) -> dict[str, int]:
-        """A snapshot; safe while the thread runs."""
-        self.require_open()
+        """A snapshot; safe while the thread runs. After close the last values."""
+        return dict(self._last) if self.closed else self._read_counters()
+
+    def _read_counters(self) -> dict[str, int]:
         return {name: int(getattr(self._block.counters, name)) for name in COUNTERS}
 
     def _release(self) -> None:
+        self._last = self._read_counters()
         lib.fc_block_destroy(self._block)
 
 
@@ -171,15 +167,17 @@ class RxThread(Resource):
 
     def failure(self) -> DpdkError | None:
         """Why the thread could not begin its work."""
-        if self.closed or self.state != lib.FC_RX_FAILED:
+        if self.state != lib.FC_RX_FAILED:
             return None
         core = self._config.core
         return DpdkError(
-            int(lib.fc_rx_error(self._rx)), f"rx thread{'' if core is None else f' on core {core}'}: start",
+            self._last_error if self.closed else int(lib.fc_rx_error(self._rx)),
+            f"rx thread{'' if core is None else f' on core {core}'}: start",
             "a core this process may use, and fewer than 127 rx threads",
         )  # fmt: skip
 
     def _release(self) -> None:
         lib.fc_rx_stop(self._rx)
         self._last_state = int(lib.fc_rx_state(self._rx))
+        self._last_error = int(lib.fc_rx_error(self._rx))
         lib.fc_rx_destroy(self._rx)

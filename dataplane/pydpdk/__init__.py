@@ -9,6 +9,8 @@
         port.rx_queue(0, pool)
         port.start()
         print(port.stats())
+
+dataplane.capture builds on these; nothing here knows about RoCE.
 """
 
 from __future__ import annotations

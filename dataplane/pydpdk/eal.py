@@ -27,7 +27,7 @@ from dataplane.pydpdk.errors import DpdkError, NotEnoughMemory
 from dataplane.pydpdk.ffi import ffi, lib
 from dataplane.pydpdk.resource import Resource
 
-__all__ = ["DEFAULT_MEMORY_MB", "Eal", "eal_arguments", "free_huge_pages"]
+__all__ = ["DEFAULT_MEMORY_MB", "Eal", "available_bytes", "eal_arguments", "free_huge_pages"]
 
 DEFAULT_MEMORY_MB = 256
 HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
@@ -44,6 +44,14 @@ def free_huge_pages(root: Path = HUGE_PAGES) -> dict[int, int]:
         if free > 0:
             found[int(folder.name.removeprefix("hugepages-").removesuffix("kB"))] = free
     return found
+
+
+def available_bytes() -> int:
+    """Ordinary memory that can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def eal_arguments(cpus: Collection[int], memory_mb: int, huge: bool) -> list[str]:
@@ -74,7 +82,14 @@ def _choose_memory(memory_mb: int, huge: bool | None) -> _Memory:
             f"starting DPDK with huge pages: {memory_mb} MB asked for, {free_mb} MB free ({free or 'none'})",
             f"echo {-(-memory_mb // 2)} > /proc/sys/vm/nr_hugepages (2 MB pages), or run without huge pages",
         )
-    return _Memory(free_mb >= memory_mb if huge is None else huge, free_mb)
+    chosen = _Memory(free_mb >= memory_mb if huge is None else huge, free_mb)
+    # Asked for more than there is, --no-huge ends in a segmentation fault inside rte_eal_init.
+    if not chosen.huge and memory_mb > (available := available_bytes() >> 20):
+        raise NotEnoughMemory(
+            f"starting DPDK without huge pages: {memory_mb} MB asked for, {available} MB available",
+            "more memory, or fewer and smaller rings",
+        )
+    return chosen
 
 
 class Eal(Resource):
@@ -162,8 +177,8 @@ class Eal(Resource):
         if self.huge:
             return f"{self.version}, huge pages without page files, {self.memory_mb} MB"
         return (
-            f"{self.version} WITHOUT huge pages ({self._free_mb} MB of them free, {self.memory_mb} MB wanted): "
-            "ordinary memory, fine for replay, too slow for line rate"
+            f"{self.version} WITHOUT huge pages ({self._free_mb} MB free, {self.memory_mb} MB wanted), "
+            "in ordinary memory: fine for replay, too slow for line rate"
         )
 
     def close(self) -> None:

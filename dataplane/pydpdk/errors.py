@@ -6,7 +6,6 @@ DPDK says no in three dialects: a negative errno, -1 with rte_errno set, and NUL
 from __future__ import annotations
 
 import errno
-import os
 from typing import Any
 
 from dataplane.pydpdk.ffi import ffi, lib
@@ -31,7 +30,8 @@ class DpdkError(OSError):
     def __init__(self, code: int, what: str, remedy: str = "") -> None:
         self.what = what
         self.remedy = remedy or REMEDIES.get(code, "")
-        reason = os.strerror(code) if code else ""
+        # DPDK has numbers of its own above the system's.
+        reason = ffi.string(lib.rte_strerror(code)).decode() if code else ""
         text = f"{what}: {reason}" if reason else what
         self.message = f"{text}\n  needs: {self.remedy}" if self.remedy else text
         super().__init__(code, self.message)

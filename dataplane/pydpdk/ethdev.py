@@ -43,7 +43,10 @@ class Port(Resource):
         self.name = name
         self.started = False
         check(
-            lib.rte_eal_hotplug_add(b"vdev", name.encode(), arguments.encode()), f"device {name},{arguments}"
+            lib.rte_eal_hotplug_add(b"vdev", name.encode(), arguments.encode()),
+            f"device {name},{arguments}",
+            "a name that begins with its driver's (net_pcap, net_ring, ...), arguments that driver knows, "
+            "and at most 32 ports at a time; the EAL lines above say which",
         )
         number = ffi.new("uint16_t *")
         rc = lib.rte_eth_dev_get_port_by_name(name.encode(), number)

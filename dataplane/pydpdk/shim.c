@@ -1,34 +1,13 @@
 #include "shim.h"
 
-#include <errno.h>
 #include <string.h>
 
 #include <rte_errno.h>
 #include <rte_ethdev.h>
-#include <rte_version.h>
 
 int fc_rte_errno(void)
 {
     return rte_errno;
-}
-
-int fc_rte_year(void)
-{
-    return RTE_VER_YEAR;
-}
-
-int fc_port_get_info(uint16_t port, fc_port_info *info)
-{
-    struct rte_eth_dev_info dev;
-    int rc = rte_eth_dev_info_get(port, &dev);
-
-    if (rc != 0)
-        return rc;
-    info->max_rx_queues = dev.max_rx_queues;
-    info->max_mtu = dev.max_mtu;
-    info->rx_offloads = dev.rx_offload_capa;
-    info->socket = rte_eth_dev_socket_id(port);
-    return 0;
 }
 
 int fc_port_configure(uint16_t port, uint16_t rx_queues, uint16_t mtu)

@@ -8,17 +8,6 @@ struct rte_mempool;
 
 /* rte_errno is a per-thread lvalue macro. */
 int fc_rte_errno(void);
-/* First version component is the year: 22, 23, 24. */
-int fc_rte_year(void);
-
-/* The name of the port's device and limits needed to configure it; 0 or a negative errno. */
-typedef struct fc_port_info {
-    uint16_t max_rx_queues;
-    uint16_t max_mtu;
-    uint64_t rx_offloads;
-    int socket;
-} fc_port_info;
-int fc_port_get_info(uint16_t port, fc_port_info *info);
 
 /* Receive-only configuration: mtu 0 leaves the driver's own; scatter is used where offered. */
 int fc_port_configure(uint16_t port, uint16_t rx_queues, uint16_t mtu);

@@ -7,22 +7,13 @@ struct rte_eth_stats {
     ...;
 };
 
-typedef struct fc_port_info {
-    uint16_t max_rx_queues;
-    uint16_t max_mtu;
-    uint64_t rx_offloads;
-    int socket;
-} fc_port_info;
-
 int rte_eal_hotplug_add(const char *busname, const char *devname, const char *drvargs);
 int rte_eal_hotplug_remove(const char *busname, const char *devname);
 int rte_eth_dev_get_port_by_name(const char *name, uint16_t *port_id);
-uint16_t rte_eth_dev_count_avail(void);
 int rte_eth_dev_start(uint16_t port_id);
 int rte_eth_dev_stop(uint16_t port_id);
 int rte_eth_dev_close(uint16_t port_id);
 int rte_eth_stats_get(uint16_t port_id, struct rte_eth_stats *stats);
 int rte_eth_stats_reset(uint16_t port_id);
-int fc_port_get_info(uint16_t port, fc_port_info *info);
 int fc_port_configure(uint16_t port, uint16_t rx_queues, uint16_t mtu);
 int fc_port_rx_queue(uint16_t port, uint16_t queue, uint16_t descriptors, struct rte_mempool *pool);

@@ -1,0 +1,273 @@
+"""The EAL's ways to start. Each needs a process of its own: DPDK can be initialised once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from dataplane.pydpdk import free_huge_pages
+from dataplane.pydpdk.eal import eal_arguments
+
+ROOT = Path(__file__).resolve().parents[2]
+NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+REPLAY = """
+from dataplane.capture import PcapSource
+from dataplane.pydpdk import DpdkError, Eal, NotEnoughMemory
+from dataplane.reader import RingReader
+import os, sys, threading
+
+def replay(eal, path):
+    with PcapSource(eal, path, ring_size=256) as source:
+        source.start()
+        count = sum(1 for _ in RingReader(source.ring_address))
+        assert source.error is None, source.error
+    return count
+
+path = sys.argv[1]
+"""
+
+
+def run(body, path, **options):
+    return subprocess.run(
+        [sys.executable, "-c", REPLAY + textwrap.dedent(body), str(path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}, **options,
+    )  # fmt: skip
+
+
+def succeeds(body, path, **options):
+    done = run(body, path, **options)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.fixture
+def capture(captures, tmp_path):
+    path = tmp_path / "capture.pcap"
+    path.write_bytes(captures.pcap(captures.records(500)))
+    return path
+
+
+def page_files():
+    """Files DPDK could leave behind: pages on a hugetlbfs, its runtime files."""
+    mounts = [
+        line.split()[1] for line in Path("/proc/mounts").read_text().splitlines() if " hugetlbfs " in line
+    ]
+    folders = [*map(Path, mounts), Path("/var/run/dpdk"), Path("/tmp/dpdk"), Path("/dev/shm")]
+    return {
+        file
+        for folder in folders
+        for pattern in ("**/rtemap_*", "**/fbarray_*", "**/config", "**/mp_socket*", "**/dpdk_telemetry*")
+        for file in folder.glob(pattern)
+    }
+
+
+def test_without_huge_pages(capture):
+    before = page_files()
+    out = succeeds(
+        """
+        mask = os.sched_getaffinity(0)
+        seen = []
+        gate = threading.Event()
+        thread = threading.Thread(target=lambda: (gate.wait(), seen.append(os.sched_getaffinity(0))))
+        thread.start()
+        with Eal.start(memory_mb=64, huge=False) as eal:
+            gate.set()
+            thread.join()
+            later = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
+            later.start()
+            later.join()
+            assert seen == [mask, mask] and os.sched_getaffinity(0) == mask
+            assert not eal.huge and "WITHOUT huge pages" in eal.describe()
+            print(replay(eal, path))
+        """,
+        capture,
+    )
+    assert out == "500\n"
+    assert page_files() == before
+
+
+def test_keeps_a_narrowed_affinity(capture):
+    out = succeeds(
+        """
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        mask = os.sched_getaffinity(0)
+        with Eal.start(memory_mb=64, huge=False) as eal:
+            print(replay(eal, path), os.sched_getaffinity(0) == mask)
+        """,
+        capture,
+    )
+    assert out == "500 True\n"
+
+
+@pytest.mark.root
+def test_without_privileges(capture):
+    if os.geteuid() != 0:
+        pytest.skip("needs root to become somebody else")
+    for folder in (capture, *capture.parents):
+        if folder.owner() == "root" and str(folder).startswith("/tmp/pytest"):
+            folder.chmod(0o755)
+    out = succeeds(
+        """
+        assert os.geteuid() == 65534
+        with Eal.start(memory_mb=64, huge=False) as eal:
+            print(replay(eal, path))
+        """,
+        capture,
+        user=65534,
+        group=65534,
+        extra_groups=[],
+    )
+    assert out == "500\n"
+
+
+@pytest.fixture
+def huge_pages():
+    """160 MB of huge pages, given back afterwards."""
+    if sum(kb * pages for kb, pages in free_huge_pages().items()) >= 160 * 1024:
+        yield
+        return
+    before = NR_HUGEPAGES.read_text()
+    try:
+        NR_HUGEPAGES.write_text(str(int(before) + 80))
+    except OSError as exc:
+        pytest.skip(f"no huge pages free and none can be reserved: {exc.strerror}")
+    try:
+        if sum(kb * pages for kb, pages in free_huge_pages().items()) < 160 * 1024:
+            pytest.skip("this machine has no 160 MB of contiguous memory for huge pages")
+        yield
+    finally:
+        NR_HUGEPAGES.write_text(before)
+
+
+@pytest.mark.root
+def test_with_huge_pages(capture, huge_pages):
+    before = page_files()
+    out = succeeds(
+        """
+        mask = os.sched_getaffinity(0)
+        with Eal.start(memory_mb=64) as eal:
+            assert eal.huge and "huge pages without page files" in eal.describe()
+            assert os.sched_getaffinity(0) == mask
+            for _ in range(3):
+                print(replay(eal, path))
+            try:
+                PcapSource(eal, path, ring_size=1 << 20)
+            except NotEnoughMemory as exc:
+                assert "ring of 1048576 slots x 4224 bytes" in str(exc), exc
+                print("short")
+        """,
+        capture,
+    )
+    assert out == "500\n500\n500\nshort\n"
+    assert page_files() == before
+
+
+def test_huge_pages_asked_for_and_absent(capture):
+    out = succeeds(
+        """
+        try:
+            Eal.start(memory_mb=100_000_000, huge=True)
+        except NotEnoughMemory as exc:
+            assert "100000000 MB asked for" in str(exc) and "nr_hugepages" in str(exc), exc
+        with Eal.start(memory_mb=64, huge=False) as eal:  # a refusal before EAL costs nothing
+            print(replay(eal, path))
+        """,
+        capture,
+    )
+    assert out == "500\n"
+
+
+def test_second_start(capture):
+    out = succeeds(
+        """
+        with Eal.start(memory_mb=64, huge=False) as eal:
+            assert Eal.start(memory_mb=32) is eal
+            print(replay(eal, path))
+        with Eal.start(memory_mb=64) as again:
+            assert again is eal
+            print(replay(again, path))
+            for wrong, text in (
+                ({"memory_mb": 65}, "64 MB, 65 MB are needed"),
+                ({"memory_mb": 1, "huge": True}, "already runs"),
+            ):
+                try:
+                    Eal.start(**wrong)
+                except DpdkError as exc:
+                    assert text in str(exc), exc
+                else:
+                    raise AssertionError(wrong)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                Eal.start(memory_mb=1)
+            except DpdkError as exc:
+                os._exit(0 if "forked" in str(exc) else 1)
+            os._exit(2)
+        assert os.waitpid(pid, 0)[1] == 0
+        """,
+        capture,
+    )
+    assert out == "500\n500\n"
+
+
+def test_sources_left_open_at_exit(capture):
+    """The process ends cleanly with the rx thread waiting for a consumer that never comes."""
+    out = succeeds(
+        """
+        eal = Eal.start(memory_mb=64, huge=False)
+        source = PcapSource(eal, path, ring_size=16)
+        source.start()
+        while not source.counters()["waits"]:
+            pass
+        print("end")
+        """,
+        capture,
+    )
+    assert out == "end\n"
+
+
+def test_failed_start_says_why_and_is_final(capture):
+    done = run(
+        """
+        import resource
+        mapped = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (40 << 20),) * 2)  # no room for EAL's 64 MB
+        for memory_mb in (1 << 22, 64, 64):
+            try:
+                Eal.start(memory_mb=memory_mb, huge=False)
+            except DpdkError as exc:
+                print(str(exc).splitlines()[0])
+        """,
+        capture,
+    )
+    assert done.returncode == 0, done.stderr
+    too_much, first, second = done.stdout.splitlines()
+    assert "4194304 MB asked for" in too_much
+    assert "starting DPDK (--no-huge" in first
+    assert "an earlier start in this process failed" in second
+
+
+def test_arguments():
+    quiet = ["--no-pci", "--no-telemetry"]
+    huge = eal_arguments({3, 0, 11}, 512, True)
+    plain = eal_arguments({0}, 64, False)
+    assert huge[:3] == ["--in-memory", "-m", "512"] and "0@(0,3,11)" in huge
+    assert plain[:4] == ["--no-huge", "--no-shconf", "-m", "64"] and "--in-memory" not in plain
+    assert all(flag in arguments for flag in quiet for arguments in (huge, plain))
+
+
+def test_free_huge_pages_of_a_tree(tmp_path):
+    for name, free, reserved in (("2048kB", 10, 3), ("1048576kB", 0, 0)):
+        folder = tmp_path / f"hugepages-{name}"
+        folder.mkdir()
+        (folder / "free_hugepages").write_text(f"{free}\n")
+        (folder / "resv_hugepages").write_text(f"{reserved}\n")
+    assert free_huge_pages(tmp_path) == {2048: 7}
+    assert free_huge_pages(tmp_path / "absent") == {}
