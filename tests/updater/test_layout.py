@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.manifest import BucketSlice
@@ -35,6 +35,7 @@ def layouts(draw):
 
 
 @given(layouts(), st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
+@settings(deadline=None)
 def test_scatter_puts_every_element_where_the_layout_says(case, wire):
     shapes, buckets, reach = case
     layout = Layout(buckets, shapes, reach)
@@ -52,6 +53,7 @@ def test_scatter_puts_every_element_where_the_layout_says(case, wire):
 
 
 @given(layouts(), st.data())
+@settings(deadline=None)
 def test_a_missing_or_repeated_piece_is_named(case, data):
     shapes, buckets, _ = case
     b = data.draw(st.sampled_from([i for i, bucket in enumerate(buckets) if bucket]))
