@@ -866,7 +866,8 @@ cdef class Engine:
         cdef size_t i, c
         cdef uintptr_t order
         M = self.M
-        M.edges = <Edge *>zeroed(len(self.config.edges), sizeof(Edge))
+        M.cts_tables = len(self.config.edges)  # one table per edge
+        M.edges = <Edge *>zeroed(M.cts_tables, sizeof(Edge))
         known = {}
         for i, spec in enumerate(self.config.edges):
             e = &M.edges[i]
@@ -915,7 +916,6 @@ cdef class Engine:
         M.table_mask = size - 1
         M.table = <FlowKey *>zeroed(size, sizeof(FlowKey))
         M.states = <FlowState *>zeroed(<size_t>M.streams * M.flows, sizeof(FlowState))
-        M.cts_tables = len(self.config.edges)
         M.cts = <CtsTable *>zeroed(<size_t>M.streams * M.cts_tables, sizeof(CtsTable))
         for number, spec in enumerate(self.config.flows):
             if len(spec.src_addr) != len(spec.dst_addr) or len(spec.src_addr) not in (4, 16):
@@ -940,7 +940,7 @@ cdef class Engine:
         if M == NULL:
             return
         if M.edges != NULL:
-            for i in range(<uint32_t>len(self.config.edges)):
+            for i in range(M.cts_tables):
                 free(M.edges[i].calls)
         for memory in (<uintptr_t>M.edges, <uintptr_t>M.table, <uintptr_t>M.states, <uintptr_t>M.cts,
                        <uintptr_t>M.slots, <uintptr_t>M.side, <uintptr_t>M.outcomes, <uintptr_t>M.bytes_by_outcome):

@@ -1,0 +1,101 @@
+"""The `flowcheck` command: options in, one exit status out. No logic lives here.
+
+Exit status: 0 done and proven; 1 done, but something asked for is incomplete; 2 the request is wrong;
+3 the environment said no; 70 a bug of ours; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from flowcheck import __version__
+from flowcheck.errors import FlowcheckError, InternalError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="flowcheck", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Checkpoints rebuilt from mirrored RoCEv2 allreduce traffic.",
+)
+
+Captures = Annotated[list[Path], typer.Argument(help="pcap or pcapng files, one per mirrored port or direction")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"flowcheck {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def replay(
+    captures: Captures,
+    job: Annotated[Path, typer.Option("--job", help="Job manifest (docs/manifest.md).")],
+    out: Annotated[Path, typer.Option("--out", help="Directory for step-NNNNNN/ and report.json.")],
+    init: Annotated[Path | None, typer.Option("--init", help="Initial weights: FILE.safetensors or a step directory. Default: the broadcast in the capture.")] = None,
+    every: Annotated[int, typer.Option("--every", min=0, help="Write every K-th complete step; 0: only the last.")] = 0,
+    iterations: Annotated[int | None, typer.Option("--iterations", min=1, help="Demand exactly the first N iterations. Default: all that begin in the capture.")] = None,
+    arenas: Annotated[int, typer.Option("--arenas", min=2, max=64, help="Iterations kept in memory at once.")] = 4,
+    icrc: Annotated[bool, typer.Option("--icrc/--no-icrc", help="Check the ICRC of what is placed; off marks the result unproven.")] = True,
+) -> None:
+    """Replay captures into checkpoints: every gradient placed is proven, every missing byte is counted."""
+    from flowcheck.replay import ReplayOptions, run
+
+    raise typer.Exit(run(ReplayOptions(captures, job, out, init, every, iterations, arenas, icrc), _console()))
+
+
+@app.command()
+def inspect(
+    captures: Captures,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for machines (docs/inspect.md).")] = False,
+) -> None:
+    """Say what is in captures, without a job: connections, protocol, gaps, ICRC, noise."""
+    from flowcheck.inspect import run
+
+    raise typer.Exit(run(captures, as_json))
+
+
+def _console() -> Console:
+    """Standard output; 100 columns where it is no terminal, so that logs read well."""
+    console = Console()
+    return console if console.is_terminal else Console(width=100)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app(standalone_mode=True)
+    except FlowcheckError as error:
+        _fail(error)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if os.environ.get("FLOWCHECK_DEBUG"):
+            traceback.print_exc()
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        _fail(InternalError(
+            f"{type(error).__name__}: {error}", where=f"{Path(last.filename).name}:{last.lineno}",
+            remedy="this is a bug in flowcheck; run again with FLOWCHECK_DEBUG=1 and report what it prints",
+        ))
+
+
+def _fail(error: FlowcheckError) -> None:
+    print(f"flowcheck: error: {error.message()}", file=sys.stderr)
+    sys.exit(error.exit_code)

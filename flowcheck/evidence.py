@@ -1,0 +1,189 @@
+"""What is known about one iteration when it closes: coverage, placed ranges, every missing byte by cause.
+
+Pure reading of the engine; the verdict (flowcheck.verdict) decides, nobody else.
+
+Causes of missing elements, the first that applies:
+
+    not_mirrored   no connection seen in the captures carries them reduced
+    icrc           their packet came with a wrong ICRC
+    unanchored     their packet came, but no anchors before and after it agreed
+    disagreement   the connections that carry them are LOST after a disagreement
+    lost           their packet never came (lost by the mirror, truncated, or after the capture's end)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowcheck.jobplan import BucketPlace, JobPlan
+from flowcheck.manifest import Job
+from parser.lane import messages
+from parser.machine import Engine
+from parser.plan import Phase, Target
+from parser.wire import edge_lane
+
+__all__ = [
+    "BucketCoverage", "bucket_coverage", "describe_disagreement", "flow_name", "parameter_bytes", "ranges",
+    "refusal",
+]
+
+CAUSES = ("not_mirrored", "icrc", "unanchored", "disagreement", "lost")
+
+
+@dataclass(frozen=True)
+class BucketCoverage:
+    """One bucket of a closed iteration.
+
+    data: its bytes in the arena, meaningful only inside placed. placed: [start, end) element ranges that
+    are there. missing: elements by cause, only causes that occur.
+    """
+
+    place: BucketPlace
+    data: np.ndarray
+    covered: int
+    placed: tuple[tuple[int, int], ...]
+    missing: dict[str, int]
+
+    @property
+    def complete(self) -> bool:
+        return self.covered == self.place.elements
+
+
+
+def ranges(mask: np.ndarray) -> list[tuple[int, int]]:
+    """[start, end) of the runs of True in a 1-D bool array."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
+    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+def bucket_coverage(plan: JobPlan, engine: Engine, iteration: int) -> list[BucketCoverage]:
+    """Coverage of every bucket of an iteration that is about to close."""
+    cells = engine.cells(iteration)
+    region = engine.region(iteration)
+    out = []
+    for place in plan.iteration_buckets(iteration):
+        mask = _elements(cells, place)
+        covered = int(mask.sum())
+        missing = {} if covered == place.elements else _causes(plan, engine, iteration, place, mask)
+        data = region[place.offset:place.offset + place.nbytes]
+        out.append(BucketCoverage(place, data, covered, tuple(ranges(mask)), missing))
+    return out
+
+
+def _elements(cells: np.ndarray, place: BucketPlace) -> np.ndarray:
+    """Element mask of a bucket from the region's cell mask (a cell is 8 bytes, buckets begin on one)."""
+    if not place.elements:
+        return np.zeros(0, dtype=bool)
+    per_cell = 8 // (place.nbytes // place.elements)
+    first = place.offset // 8
+    return np.repeat(cells[first:first - (-place.nbytes // 8)], per_cell)[:place.elements]
+
+
+def _causes(plan: JobPlan, engine: Engine, iteration: int, place: BucketPlace, mask: np.ndarray) -> dict[str, int]:
+    seen, lost_flows = set(), set()
+    for stream in range(plan.engine.streams):
+        for spec, counters in zip(plan.engine.flows, engine.flow_counters(stream), strict=True):
+            if spec.data and counters["packets"]:
+                seen.add(spec.edge)
+                if counters["state"] == "LOST":
+                    lost_flows.add(spec.edge)
+    carried = np.zeros(place.elements, dtype=bool)
+    sound = np.zeros(place.elements, dtype=bool)
+    for edge in seen:
+        for start, end in _final_ranges(plan, iteration, place, edge):
+            carried[start:end] = True
+            if edge not in lost_flows:
+                sound[start:end] = True
+    by_cause = {"not_mirrored": ~carried}
+    size = place.nbytes // place.elements
+    for cause in ("icrc", "unanchored"):
+        by_cause[cause] = np.zeros(place.elements, dtype=bool)
+    for loss in engine.losses():
+        if loss["target"] != Target.GRADIENT or loss["iteration"] != iteration or loss["cause"] not in by_cause:
+            continue
+        start = (loss["offset"] - place.offset) // size
+        by_cause[loss["cause"]][max(start, 0):max(start + loss["bytes"] // size, 0)] = True
+    by_cause["disagreement"] = ~sound
+    by_cause["lost"] = np.ones(place.elements, dtype=bool)
+    left, out = ~mask, {}
+    for cause in CAUSES:
+        hit = left & by_cause[cause]
+        if hit.any():
+            out[cause] = int(hit.sum())
+        left &= ~hit
+    return out
+
+
+def _final_ranges(plan: JobPlan, iteration: int, place: BucketPlace, edge: int) -> Iterator[tuple[int, int]]:
+    """Element ranges of a bucket that an edge carries reduced in an iteration."""
+    phases = (Phase.ITERATION_0,) if iteration == 0 else (Phase.REBUILD, Phase.STEADY) if iteration == 1 else (Phase.STEADY,)
+    spec = plan.engine.edges[edge]
+    for (phase, _, call_plan, base), call in zip(plan.calls, spec.calls, strict=True):
+        if phase not in phases or call.target != Target.GRADIENT or base != place.offset:
+            continue
+        lane = edge_lane(call_plan, spec.channel, spec.src, spec.dst)
+        if lane is None:
+            continue
+        for first, count, _, final, _ in messages(lane):
+            if final and count:
+                yield first, first + count
+
+
+def parameter_bytes(plan: JobPlan, engine: Engine) -> dict[str, tuple[np.ndarray, bool]]:
+    """{model entry: (its bytes in the parameter region, is every cell there)}."""
+    cells, region = engine.cells(None), engine.region(None)
+    out = {}
+    for place in plan.parameters:
+        first, end = place.offset // 8, -(-(place.offset + place.nbytes) // 8)
+        out[place.name] = (region[place.offset:place.offset + place.nbytes], bool(cells[first:end].all()))
+    return out
+
+
+def flow_name(job: Job, edge: int) -> str:
+    """How messages to people name a connection."""
+    flow = job.flows[edge]
+    return f"channel {flow.channel}, rank {flow.src} -> {flow.dst} (QP {', '.join(f'{q:#x}' for q in flow.qpns)})"
+
+
+_MEANING = {
+    "payload length": "a packet of {expected} payload bytes was due and {found} came",
+    "opcode": "packet {expected} of the message cannot have opcode {found:#x}",
+    "RETH length": "a write of {expected} bytes was due and one of {found} came",
+    "RETH address": "the write was due at address {expected:#x} and went to {found:#x}",
+    "immediate": "the immediate should say {expected} bytes and says {found}",
+    "flag": "the payload's flags should say {expected} and say {found}",
+    "CTS address": "the receiver announced address {expected:#x} and the write went to {found:#x}",
+    "extra message": "the sender sent one message too many: the manifest's last call has ended",
+    "repeated chunk": (
+        "one message too many: this message repeats the reduced chunk that its sender received last, where "
+        "NCCL sends its own contribution to the next loop"
+    ),
+}
+_REFUSAL = {"extra message", "repeated chunk"}
+
+
+def describe_disagreement(plan: JobPlan, entry: dict) -> str:
+    """One logged disagreement as a sentence with its values."""
+    edge = plan.engine.flows[entry["flow"]].edge
+    text = _MEANING[entry["kind"]].format(**entry)
+    return (
+        f"{flow_name(plan.job, edge)}, iteration {entry['iteration']}, message {entry['message']}, "
+        f"PSN {entry['psn']}: {text}"
+    )
+
+
+def refusal(plan: JobPlan, entries: list[dict]) -> str:
+    """Why the traffic is refused as a whole, or ""."""
+    extra = [e for e in entries if e["kind"] in _REFUSAL]
+    if not extra:
+        return ""
+    edges = sorted({plan.engine.flows[e["flow"]].edge for e in extra})
+    where = "; ".join(flow_name(plan.job, edge) for edge in edges)
+    return (
+        f"one message too many per operation on {where}: a modified NCCL (2n-1 sends per loop instead of 2n-2), "
+        f"or calls that the manifest does not list"
+    )
+

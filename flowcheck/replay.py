@@ -1,0 +1,298 @@
+"""`flowcheck replay`: captures in, checkpoints and a report out. Offline is a runtime, not a mock.
+
+    scan files -> EAL -> one PcapSource per file -> rings -> Engine -> verdict -> Replica -> step-NNNNNN/
+
+The order in `run` is the way of a gradient (design section 2). The main thread drives the engine, each
+file has an rx thread. One replay per process, because DPDK's EAL can be started only once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from dataplane.capture import PcapSource, memory_needed
+from dataplane.pcapfile import CaptureFileError, PcapInfo, scan
+from dataplane.pydpdk.eal import Eal
+from dataplane.pydpdk.errors import DpdkError
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.evidence import bucket_coverage, describe_disagreement, flow_name, parameter_bytes, refusal
+from flowcheck.jobplan import JobPlan, plan_job
+from flowcheck.manifest import Job
+from flowcheck.replica import JobReplica
+from flowcheck.report import (
+    BucketData, CaptureReport, CheckpointReport, FlowReport, Report, broadcast_report, write_report,
+)
+from flowcheck.streams import Streams
+from flowcheck.summary import print_summary
+from flowcheck.verdict import BucketEvidence, Evidence, StreamEvidence, judge
+from parser.machine import Engine
+
+__all__ = ["ReplayOptions", "replay", "run"]
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What the command line asked for; see `flowcheck replay --help`."""
+
+    captures: list[Path]
+    job: Path
+    out: Path
+    init: Path | None = None
+    every: int = 0
+    iterations: int | None = None
+    arenas: int = 4
+    icrc: bool = True
+
+
+def run(options: ReplayOptions, console: Console) -> int:
+    """Replay and print the summary. Exit status 0 only if every iteration asked for is complete."""
+    report, failure = replay(options, console)
+    print_summary(report, console)
+    console.print(f"report: {options.out / 'report.json'}", highlight=False, markup=False, soft_wrap=True)
+    if failure:
+        console.print(f"NOT DONE: {failure}", highlight=False, markup=False, soft_wrap=True)
+    return 0 if report.ok and not failure else 1
+
+
+def replay(options: ReplayOptions, console: Console) -> tuple[Report, str]:
+    """The replay itself: (report, why it did not do all that was asked, or "").
+
+    Raises UserError and EnvironmentProblem; then no checkpoint and no report was written.
+    """
+    job = Job.load(options.job)
+    infos = _scan(options.captures)
+    plan = plan_job(job, streams=len(infos), arenas=options.arenas, check_icrc=options.icrc)
+    session = _Session(plan, JobReplica(plan, options.init), options, infos)
+    with _dpdk_errors():
+        session.drive(console)
+    return session.finish()
+
+
+def _scan(paths: list[Path]) -> list[PcapInfo]:
+    try:
+        return [scan(path) for path in paths]
+    except CaptureFileError as error:
+        raise UserError(error.what, where=f"{error.path}: at byte {error.offset}", remedy=error.remedy) from None
+
+
+@contextmanager
+def _dpdk_errors() -> Iterator[None]:
+    try:
+        yield
+    except CaptureFileError as error:
+        raise UserError(error.what, where=f"{error.path}: at byte {error.offset}", remedy=error.remedy) from None
+    except DpdkError as error:
+        raise EnvironmentProblem(error.what, remedy=error.remedy) from None
+
+
+@dataclass
+class _Session:
+    """State of one replay: what `close` needs between iterations."""
+
+    plan: JobPlan
+    replica: JobReplica
+    options: ReplayOptions
+    infos: list[PcapInfo]
+    report: Report = field(default_factory=Report)
+    lost: bool = False      # an iteration was not published: nothing can be built on top of it
+    written: int = -1       # step of the newest checkpoint on disk
+    paused: float = 0.0     # seconds spent closing iterations
+
+    def __post_init__(self) -> None:
+        self.engine = Engine(self.plan.engine)
+        self.report.run_id = self.plan.job.run_id
+        self.report.iterations_asked = self.options.iterations
+
+    # -- driving --
+
+    def drive(self, console: Console) -> None:
+        begin = time.monotonic()
+        need = memory_needed(self.infos)
+        total = sum(info.packet_count for info in self.infos)
+        with ExitStack() as stack:
+            eal = stack.enter_context(Eal.start(memory_mb=need.total_mb))
+            if not eal.huge:
+                self.report.notes.append(eal.describe())
+            sources = [
+                stack.enter_context(PcapSource(eal, info.path, stream=i, info=info)) for i, info in enumerate(self.infos)
+            ]
+            self.streams = Streams(self.engine, sources, self._full)
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            bar = stack.enter_context(Progress(*columns, console=console, transient=True, disable=not console.is_terminal))
+            task = bar.add_task("packets", total=total)
+            started = time.monotonic()
+            for source in sources:
+                source.start()
+            self.streams.run(self.close, lambda n: bar.update(task, completed=n))
+            self.report.seconds = time.monotonic() - started
+            for source in sources:
+                source.stop()
+            self.report.notes += [source.summary() for source in sources if source.counters()["oversize"]]
+        self.report.stages = {
+            "start": started - begin, "receive and place": self.report.seconds - self.paused,
+            "verdict, update, write": self.paused,
+        }
+
+    def _full(self, iteration: int) -> bool:
+        cells = self.engine.cells(iteration)
+        return all(
+            bool(cells[place.offset // 8:-(-(place.offset + place.nbytes) // 8)].all())
+            for place in self.plan.iteration_buckets(iteration)
+        )
+
+    # -- one iteration --
+
+    def close(self, iteration: int) -> bool:
+        """Judge an iteration; publish and write if the verdict stands. False: enough was asked for."""
+        begin = time.monotonic()
+        if iteration == 0:
+            self.replica.learn(self.engine)
+        buckets = bucket_coverage(self.plan, self.engine, iteration)
+        disagreements = self.engine.disagreements()
+        differ, offset, _ = self.engine.copies(iteration)
+        verdict = judge(Evidence(
+            iteration=iteration,
+            buckets=tuple(BucketEvidence(b.place.index, b.place.elements, b.covered, b.missing) for b in buckets),
+            unanchored=tuple(self._unanchored()),
+            disagreements=tuple(describe_disagreement(self.plan, d) for d in disagreements if d["iteration"] == iteration),
+            icrc="all" if self.options.icrc else "off",
+            icrc_wrong_placed=0,
+            streams=tuple(
+                StreamEvidence(info.path, self.streams.state(i, iteration)) for i, info in enumerate(self.infos)
+            ),
+            copies_disagreed=differ * 8,
+            copies_first=f"byte {offset} of the iteration's gradients" if differ else "",
+            step_record_declared=bool(self.plan.job.step_values),
+            step_record_present=False,
+            checksum=None,
+            refused=refusal(self.plan, disagreements),
+            previous_published=not self.lost,
+        ))
+        dtype = self.plan.job.gradients.dtype
+        self.report.add_iteration([BucketData(b.place.index, dtype, b.data, b.placed, b.missing) for b in buckets], verdict)
+        self.lost |= not verdict.publishable
+        if verdict.publishable and self.replica.ready:
+            self.replica.build(iteration, buckets)
+            step = self.replica.publish()
+            if self.options.every and step % self.options.every == 0:
+                self._write()
+        self.paused += time.monotonic() - begin
+        return self.options.iterations is None or iteration + 1 < self.options.iterations
+
+    def _unanchored(self) -> Iterator[str]:
+        for stream in range(self.plan.engine.streams):
+            for spec, counters in zip(self.plan.engine.flows, self.engine.flow_counters(stream), strict=True):
+                if spec.data and counters["packets"] and not counters["anchored"] and counters["state"] != "LOST":
+                    yield flow_name(self.plan.job, spec.edge)
+
+    def _write(self) -> None:
+        path = self.replica.write(self.options.out, self.report.unproven)
+        self.written = self.replica.step
+        self.report.checkpoint = CheckpointReport(self.written, str(path), "unverified")
+
+    # -- the end --
+
+    def finish(self) -> tuple[Report, str]:
+        self._fill()
+        disagreements = self.engine.disagreements()
+        for entry in disagreements[:8]:
+            self.report.notes.append(describe_disagreement(self.plan, entry))
+        refused = refusal(self.plan, disagreements)
+        if refused:
+            self.report.notes.append(f"refused: {refused}; nothing is offered as a checkpoint")
+        failure = self._failure(refused)
+        self.options.out.mkdir(parents=True, exist_ok=True)
+        if self.replica.ready and self.replica.step and not refused and self.written != self.replica.step:
+            self._write()
+        write_report(self.report, self.options.out / "report.json")
+        return self.report, failure
+
+    def _failure(self, refused: str) -> str:
+        seen = self.report.iterations
+        if not seen:
+            raise self._nothing_seen()
+        if refused:
+            return refused
+        asked = self.options.iterations
+        if asked is not None and len(seen) < asked:
+            return f"{asked} iterations were asked for and {len(seen)} are in the captures"
+        incomplete = [i.iteration for i in seen if not i.verdict.complete]
+        if incomplete:
+            return f"{len(incomplete)} of {len(seen)} iterations are incomplete, the first is {incomplete[0]}"
+        if self.plan.job.optimizer is not None and not self.replica.ready:
+            return f"no checkpoint: {self.replica.absent}"
+        unpublished = [i for i in seen if not i.verdict.publishable]
+        if unpublished:
+            clause, reason = unpublished[0].verdict.failing[0]
+            return f"iteration {unpublished[0].iteration} could not be published: {clause.value}: {reason}"
+        return ""
+
+    def _nothing_seen(self) -> UserError:
+        """No gradient packet of the job in the captures: say what was there instead."""
+        entries = self.engine.disagreements()
+        packets = {edge: 0 for edge in range(len(self.plan.job.flows))}
+        for stream in range(self.plan.engine.streams):
+            for spec, counters in zip(self.plan.engine.flows, self.engine.flow_counters(stream), strict=True):
+                packets[spec.edge] += counters["packets"] if spec.data else 0
+        captures = ", ".join(info.path for info in self.infos)
+        if entries:
+            return UserError(
+                "the traffic is not what the manifest describes: " + describe_disagreement(self.plan, entries[0]),
+                where=str(self.options.job),
+                remedy="compare ranks, channels, protocol, mtu and collectives with `flowcheck inspect`",
+            )
+        silent = [flow_name(self.plan.job, edge) for edge, count in packets.items() if not count]
+        return UserError(
+            "no gradient packet of this job is in the captures"
+            + (f"; never seen: {'; '.join(silent[:4])}" if silent else "")
+            + f"; by what became of the packets: {self._drops()}",
+            where=captures,
+            remedy="`flowcheck inspect` lists the connections that are there; put their addresses and QP numbers in flows",
+        )
+
+    def _drops(self) -> dict[str, int]:
+        total: dict[str, int] = {}
+        for stream in range(self.plan.engine.streams):
+            for name, (packets, _) in self.engine.outcomes(stream).items():
+                if name not in ("placed", "compared") and packets:
+                    total[name] = total.get(name, 0) + packets
+        return total
+
+    def _fill(self) -> None:
+        report, job = self.report, self.plan.job
+        report.drops = self._drops()
+        report.captures = [CaptureReport(i.path, i.packet_count, i.size, i.format) for i in self.infos]
+        for stream in range(self.plan.engine.streams):
+            for spec, c in zip(self.plan.engine.flows, self.engine.flow_counters(stream), strict=True):
+                flow = job.flows[spec.edge]
+                source, target = (flow.src, flow.dst) if spec.data else (flow.dst, flow.src)
+                addresses = (flow.src_addr, flow.dst_addr) if spec.data else (flow.dst_addr, flow.src_addr)
+                if not c["seen"] and self.plan.engine.streams > 1:
+                    continue  # another capture has it; one line per flow and capture that carries it
+                report.flows.append(FlowReport(
+                    "gradients" if spec.data else "control", source, target, flow.channel, *addresses, [spec.qpn],
+                    c["packets"], c["missing"], c["duplicates"], c["retransmissions"], c["icrc_wrong"],
+                    c["state"] if spec.data else "", "" if c["seen"] else "no packet of it is in the captures",
+                ))
+        report.broadcasts = self._broadcasts()
+
+    def _broadcasts(self) -> list:
+        found = parameter_bytes(self.plan, self.engine)
+        if not found:
+            return []
+        first = self.plan.parameters[0].offset
+        last = self.plan.parameters[-1]
+        cells = self.engine.cells(None)
+        names = [place.name for place in self.plan.parameters]
+        placed = sum(
+            min(8, last.offset + last.nbytes - 8 * int(cell))
+            for cell in cells[first // 8:-(-(last.offset + last.nbytes) // 8)].nonzero()[0]
+        )
+        return [broadcast_report(names, self.engine.region(None)[first:last.offset + last.nbytes], placed)]

@@ -1,0 +1,142 @@
+"""The job's replica in a replay: where its weights come from, one update per published iteration.
+
+    JobReplica(plan, init)  ->  learn(engine) once, before the first update
+                            ->  build(iteration, buckets), then publish() or discard()
+
+Weights come from --init, else from the parameter broadcast in the capture; where both are there they must
+be equal, bit for bit: a replica that starts from other weights than the trainer's is wrong for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flowcheck.checkpoint import Loaded, Meta, load_init, write_step
+from flowcheck.errors import UserError
+from flowcheck.evidence import BucketCoverage, parameter_bytes
+from flowcheck.jobplan import JobPlan
+from parser.machine import Engine
+from updater.errors import UpdaterError
+from updater.layout import Layout
+from updater.optimizers import OptimizerSpec
+from updater.replica import Replica, Slot
+
+__all__ = ["JobReplica"]
+
+
+class JobReplica:
+    """Versions of the job's model. `absent` says why there is none ("" if there is one)."""
+
+    def __init__(self, plan: JobPlan, init: Path | None) -> None:
+        self._plan, self._init_path = plan, init
+        self._replica: Replica | None = None
+        self._slot: Slot | None = None
+        self._loaded: Loaded | None = load_init(init, plan.job.model) if init else None
+        self._spec: OptimizerSpec | None = None
+        self._layouts: dict[bool, Layout] = {}
+        self.absent = ""
+        if plan.job.optimizer is None:
+            self.absent = "the manifest names no optimizer"
+            if init:
+                raise UserError(
+                    "--init given, but the job manifest has no optimizer to apply", where=str(init),
+                    remedy="add model, buckets and optimizer to the manifest, or drop --init",
+                )
+            return
+        try:
+            self._spec = OptimizerSpec.check(
+                plan.job.optimizer.name, [(group.params, group.options) for group in plan.job.optimizer.groups]
+            )
+            for first in (True, False):
+                self._layouts[first] = self._layout(0 if first else 1)
+        except UpdaterError as error:
+            raise UserError(str(error), where="job manifest", remedy="correct optimizer, model or buckets") from None
+
+    def _layout(self, iteration: int) -> Layout:
+        """An absent bucket description is allowed where it is obvious: one bucket, one tensor."""
+        assert self._spec is not None
+        places = self._plan.iteration_buckets(iteration)
+        shapes = {e.name: e.shape for e in self._plan.job.model if e.name in self._spec.params}
+        described = [bucket.slices for bucket in self._plan.job.bucket_layout(iteration)]
+        if iteration and not places:  # the job has no later iteration
+            return self._layouts[True]
+        return Layout(described, shapes, [place.elements for place in places])
+
+    @property
+    def step(self) -> int:
+        return self._replica.current.step if self._replica else 0
+
+    def learn(self, engine: Engine) -> None:
+        """Take the initial weights; call when iteration 0 closes, after the broadcasts."""
+        if self._spec is None or self._replica is not None:
+            return
+        broadcast = self._broadcast(engine)
+        if self._loaded is None and broadcast is None:
+            self.absent = "no initial weights: no --init, and no complete parameter broadcast in the captures"
+            return
+        if self._loaded is not None and broadcast is not None:
+            self._compare(self._loaded.parameters, broadcast)
+        tensors = self._loaded.parameters if self._loaded else broadcast
+        state = self._loaded.optimizer_state if self._loaded else {}
+        assert tensors is not None
+        try:
+            self._replica = Replica(
+                tensors, self._spec, slots=2, divisor=self._plan.job.gradients.divisor,
+                step=self._loaded.step if self._loaded else 0, optimizer_state=state,
+            )
+        except UpdaterError as error:
+            raise UserError(str(error), where=str(self._init_path or "job manifest")) from None
+
+    def _broadcast(self, engine: Engine) -> dict[str, torch.Tensor] | None:
+        found = parameter_bytes(self._plan, engine)
+        tensors = {}
+        for entry in self._plan.job.model:
+            data, complete = found.get(entry.name, (np.zeros(0, np.uint8), False))
+            if not complete:
+                return None
+            dtype: torch.dtype = getattr(torch, entry.dtype)
+            tensors[entry.name] = torch.frombuffer(bytearray(data.tobytes()), dtype=dtype).reshape(entry.shape)
+        return tensors
+
+    def _compare(self, given: dict[str, torch.Tensor], broadcast: dict[str, torch.Tensor]) -> None:
+        for name, tensor in broadcast.items():
+            mine = given[name].contiguous().reshape(-1).view(torch.uint8)
+            if not torch.equal(mine, tensor.reshape(-1).view(torch.uint8)):
+                raise UserError(
+                    f"tensor {name!r} differs from the parameters that rank 0 broadcast in the capture",
+                    where=str(self._init_path),
+                    remedy="give the weights this run started from, or leave --init out: the broadcast has them",
+                )
+
+    def build(self, iteration: int, buckets: Sequence[BucketCoverage]) -> None:
+        """Apply an iteration's complete buckets to a copy of the current version."""
+        assert self._replica is not None
+        dtype: torch.dtype = getattr(torch, self._plan.job.gradients.dtype)
+        self._slot = self._replica.build(self._replica.current.step + 1, self._layouts[iteration == 0])
+        for bucket in buckets:
+            data = torch.frombuffer(bucket.data, dtype=dtype) if bucket.data.size else torch.zeros(0, dtype=dtype)
+            self._slot.apply(bucket.place.index, data, dtype)
+
+    def publish(self) -> int:
+        assert self._replica is not None and self._slot is not None
+        self._replica.publish(self._slot)
+        self._slot = None
+        return self._replica.current.step
+
+    @property
+    def ready(self) -> bool:
+        return self._replica is not None
+
+    def write(self, out: Path, unproven: Sequence[str]) -> Path:
+        """Write the current version as a checkpoint; returns its directory."""
+        assert self._replica is not None and self._spec is not None
+        job = self._plan.job
+        with self._replica.pinned() as slot:
+            optimizer: dict[str, Any] = self._spec.to_dict()
+            meta = Meta(job.run_id, job.epoch, "unverified", tuple(unproven), optimizer, "torch-cpu")
+            return write_step(out, slot.step, slot.parameters, slot.optimizer_state, meta)

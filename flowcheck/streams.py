@@ -1,0 +1,100 @@
+"""Several captures into one engine: who may read on, and when an iteration closes.
+
+    Streams.run(close)     main thread; rx threads fill the rings, the engine empties them
+
+A stream is blocked when its next packet belongs to an iteration that has no arena yet. The oldest
+iteration closes as soon as every stream is past it (or ended) and nothing of it is missing; an iteration
+with gaps stays open for late packets until its arena is needed: then every stream is past it, ended, or
+blocked itself. A stream that is ahead waits for the others, so the slowest can always go on and nothing
+dead-locks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from dataplane.capture import PcapSource
+from flowcheck.errors import UserError
+from parser.machine import Engine
+
+__all__ = ["Streams"]
+
+BATCH = 2048
+IDLE_SECONDS = 0.0005  # between two looks at empty rings, while the rx threads work
+
+StreamState = Literal["past", "ended", "lost", "behind"]
+
+
+class Streams:
+    """sources[i] feeds stream i of the engine. All sources were started by the caller.
+
+    full: asked before an early close: is everything of this iteration there?
+    """
+
+    def __init__(self, engine: Engine, sources: Sequence[PcapSource], full: Callable[[int], bool]) -> None:
+        self._engine, self._sources, self._full = engine, sources, full
+        self._ended = [False] * len(sources)
+        self._blocked = [False] * len(sources)
+        self.consumed = 0
+
+    def run(self, close: Callable[[int], bool], progress: Callable[[int], None]) -> None:
+        """Drive until all streams have ended or `close` says False.
+
+        close(iteration): called once per iteration in order, when it closes; returns whether to go on.
+        The engine's arena is retired after it. progress(packets) is called now and then.
+        Raises UserError when a source did not deliver what its file promised.
+        """
+        while not all(self._ended):
+            moved = False
+            for i, source in enumerate(self._sources):
+                if self._ended[i]:
+                    continue
+                done, self._blocked[i] = self._engine.run(i, source.ring_address, BATCH)
+                moved |= done > 0
+                self.consumed += done
+                if self._engine.drained(source.ring_address):
+                    self._end(i)
+                    moved = True
+            progress(self.consumed)
+            while self._may_close():
+                moved = True
+                if not self._close_oldest(close):
+                    return
+            if not moved:
+                time.sleep(IDLE_SECONDS)
+        self._engine.finish()
+        while self._engine.oldest <= self._engine.begun:
+            if not self._close_oldest(close):
+                return
+
+    def state(self, stream: int, iteration: int) -> StreamState:
+        """Where a stream stands with respect to an iteration that is closing."""
+        if self._ended[stream]:
+            return "ended"
+        if self._engine.past(stream) > iteration:
+            return "past"
+        # its own later packets wait for an arena: what is missing of this iteration will not come
+        return "lost" if self._blocked[stream] else "behind"
+
+    def _end(self, stream: int) -> None:
+        self._ended[stream] = True
+        error = self._sources[stream].error
+        if error is not None:
+            raise UserError(str(error))
+
+    def _may_close(self) -> bool:
+        oldest = self._engine.oldest
+        if oldest > self._engine.begun:
+            return False
+        past = [self._ended[i] or self._engine.past(i) > oldest for i in range(len(self._sources))]
+        if all(past) and not all(self._ended) and self._full(oldest):
+            return True
+        return any(self._blocked) and all(p or b for p, b in zip(past, self._blocked, strict=True))
+
+    def _close_oldest(self, close: Callable[[int], bool]) -> bool:
+        go_on = close(self._engine.oldest)
+        self._engine.retire()
+        self._blocked = [False] * len(self._sources)
+        return go_on
