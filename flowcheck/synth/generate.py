@@ -11,7 +11,7 @@ One thread; memory is that of the captured frames plus the stages of one call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from flowcheck.synth.values import Array, Stages
 from flowcheck.synth.writer import write_capture
 
 __all__ = ["Synthesis", "generate", "operation_of"]
+
+Gradients = Callable[[int, int, int], Array]
 
 _START_NS = 1_700_000_000_000_000_000
 
@@ -85,14 +87,15 @@ def generate(
     job: Job, *, iterations: int = 1, ports: Iterable[int] = (0,), directions: str = "both", seed: int = 0,
     loss: float = 0.0, reorder: float = 0.0, duplicate: float = 0.0, corrupt: float = 0.0,
     first_iteration: int = 0, parameters: dict[str, Array] | None = None,
-    transport: TransportOptions | None = None,
+    transport: TransportOptions | None = None, gradients: Gradients | None = None,
 ) -> Synthesis:
     """Synthesise `iterations` iterations of a job as seen at the mirrored ports.
 
     ports: ranks whose port is mirrored. directions: "in" (frames to that rank's host), "out", or "both".
     loss, reorder, duplicate, corrupt: probability per mirrored frame. first_iteration: the mirror starts
     there; everything before it is only counted (a start in mid-stream). parameters: initial model entries,
-    flattened; default by seed. Raises UserError if job and options do not fit together.
+    flattened; default by seed. gradients: (iteration, bucket, rank) -> that rank's values of the bucket, 1-d
+    in storage dtype; default by seed. Raises UserError if job and options do not fit together.
     """
     mirrored = sorted(set(ports))
     for rank in mirrored:
@@ -103,7 +106,7 @@ def generate(
             )
     if directions not in ("in", "out", "both"):
         raise UserError(f"{directions!r} is not in, out or both", where="direction", remedy="choose one")
-    run = _Run(job, mirrored, directions, seed, transport or TransportOptions(), parameters)
+    run = _Run(job, mirrored, directions, seed, transport or TransportOptions(), parameters, gradients)
     if not job.collectives.steady and first_iteration + iterations > 1:
         raise UserError(
             "the job has no steady iteration", where="collectives.steady", remedy="ask for 1 iteration",
@@ -121,7 +124,7 @@ class _Run:
 
     def __init__(
         self, job: Job, ports: list[int], directions: str, seed: int, transport: TransportOptions,
-        parameters: dict[str, Array] | None,
+        parameters: dict[str, Array] | None, gradients: Gradients | None,
     ) -> None:
         self.job, self.seed = job, seed
         self.silent = False
@@ -129,6 +132,7 @@ class _Run:
         self._time = _START_NS
         self._family = family_of(job.communicator.nccl_version)
         self._parameters = contents.initial_parameters(job, seed) if parameters is None else parameters
+        self._gradients = gradients
         self._reduced: dict[tuple[int, int], Array] = {}
         self._streams: dict[int, list[Record]] = {rank: [] for rank in ports}
         self._ledger = Ledger()
@@ -154,10 +158,14 @@ class _Run:
         gradients = {id(call): bucket for bucket, call in carrying}
         for index, call in enumerate(calls):
             bucket = gradients.get(id(call))
-            inputs = contents.inputs_of(
-                self.job, call, seed=self.seed, iteration=iteration, index=index, bucket=bucket,
-                parameters=self._parameters,
-            )
+            if bucket is not None and self._gradients is not None:
+                ranks = range(self.job.communicator.ranks)
+                inputs = [self._gradients(iteration, bucket, rank) for rank in ranks]
+            else:
+                inputs = contents.inputs_of(
+                    self.job, call, seed=self.seed, iteration=iteration, index=index, bucket=bucket,
+                    parameters=self._parameters,
+                )
             op = operation_of(self.job, call)
             if op.op in ("AllGather", "Broadcast"):
                 inputs = [values.view(np.uint8) for values in inputs]
