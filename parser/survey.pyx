@@ -656,13 +656,14 @@ cdef class Survey:
         ref.flags = FC_REF_TRUNCATED if wire_length is not None and wire_length > len(frame) else 0
         self.see(&ref)
 
-    def drain(self, ring_address: int) -> int:
-        """Survey everything the ring at this address holds now, release it, return the packet count.
-        Call until drained(ring_address). Consumer side of the ring (packetref.h)."""
+    def drain(self, ring_address: int, limit: int = 65536) -> int:
+        """Survey what the ring at this address holds now, about `limit` packets at most so that signals are
+        seen, release it, return the packet count. Call until drained(ring_address). Consumer side of the
+        ring (packetref.h)."""
         cdef fc_ring *ring = <fc_ring *><size_t>ring_address
-        cdef uint64_t total = 0, n, i
+        cdef uint64_t total = 0, most = limit, n, i
         with nogil:
-            while True:
+            while total < most:
                 n = fc_ring_peek(ring, 32)
                 if n == 0:
                     break
@@ -679,7 +680,7 @@ cdef class Survey:
 
     def report(self) -> dict:
         """Observations as plain dictionaries, keys as in docs/inspect.md. Flows in order of appearance."""
-        cdef uint32_t i
+        cdef size_t i
         return {
             "packets": {
                 "total": self.packets,

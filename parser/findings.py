@@ -1,0 +1,362 @@
+"""What a survey's observations mean: which flows are one connection, what each carries, what is wrong.
+
+    Survey.report() -> interpret() -> {flows (with kind and protocol), connections, notes}
+
+Rules only, no state, no input but the dictionary. A word is used when its evidence is in the capture, and
+stands beside it (`because`); otherwise the answer is "unknown". NCCL is named only where its own marks are
+seen: clear-to-send writes that announce the address of a later write, or LL/LL128 flags that count messages.
+Sources: reference text on NCCL's wire format, sections 4 (payload), 5.3 to 5.8 (transport).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["connection_port", "interpret", "ranks_of"]
+
+Flow = dict[str, Any]
+P2P_SIZE = 131072
+MANAGEMENT_QPS = (0, 1)
+CANDIDATES_MAX = 4096
+
+
+def connection_port(qp_a: int, qp_b: int) -> int:
+    """UDP source port that the kernel and ConnectX derive from a connection's two queue pair numbers."""
+    v = qp_a * qp_b
+    v ^= v >> 20
+    v ^= v >> 40
+    label = v & 0xFFFFF
+    return ((label & 0x3FFF) ^ (label >> 14)) | 0xC000
+
+
+def interpret(survey: dict[str, Any]) -> dict[str, Any]:
+    """Adds `id`, `kind`, `protocol` and `mtu` to every flow; returns flows, connections and notes."""
+    flows: list[Flow] = survey["flows"]
+    for number, flow in enumerate(flows):
+        flow["id"] = number
+        flow["mtu"] = _mtu(flow)
+    usable = [f for f in flows if f["dest_qp"] not in MANAGEMENT_QPS and (f["requests"] or f["answers"])]
+    announcers = _announcers(usable)
+    announcing = {announcer["id"] for announcer in announcers.values()}
+    for flow in flows:
+        announcer = announcers.get(flow["id"])
+        flow["protocol"] = _protocol(flow, announcer) if _writes(flow) else None
+        flow["kind"] = _kind(flow, flow["id"] in announcing, announcer is not None)
+    connections = [
+        _connection(flows[data], flows[back], how, announcers.get(data))
+        for data, back, how in _pairs(flows, usable, announcers)
+    ]
+    connections.sort(key=lambda c: (c["source"], c["destination"], c["data_qp"]))
+    per_announcer = Counter(c["clear_to_send_flow"] for c in connections)
+    for c in connections:
+        c["qps"] = per_announcer[c["clear_to_send_flow"]] if c["clear_to_send_flow"] is not None else None
+    return {"flows": flows, "connections": connections, "notes": list(_notes(survey, flows, connections))}
+
+
+# -- one flow ---------------------------------------------------------------------------------------------
+
+
+def _writes(flow: Flow) -> int:
+    return int(flow["messages"]["writes"])
+
+
+def _count(flow: Flow, *parts: str) -> int:
+    return sum(n for name, n in flow["opcodes"].items() if any(part in name for part in parts))
+
+
+def _mtu(flow: Flow) -> int | None:
+    """Path MTU: the largest payload is one exactly, in a message of several packets; else unknown."""
+    largest = flow["max_payload"]
+    several = _count(flow, "_FIRST", "_MIDDLE") or flow["messages"]["cut_by_nic"]["writes"]
+    return largest if several and largest in (256, 512, 1024, 2048, 4096) else None
+
+
+def _kind(flow: Flow, announces: bool, announced: bool) -> str:
+    if flow["icrc"]["ok"] == 0:
+        names = set(flow["opcodes"])
+        if all(name.startswith("0x") for name in names):
+            return "vendor opcode"
+        return "wrong ICRC only"
+    if flow["dest_qp"] in MANAGEMENT_QPS and _count(flow, "UD_SEND"):
+        return "management datagrams"
+    if _count(flow, "UD_SEND"):
+        return "datagrams"
+    if flow["cts"] is not None and (announces or _numbered(flow["cts"])):
+        return "NCCL clear-to-send"
+    if announced or (flow["protocol"] and flow["protocol"]["name"] in ("LL", "LL128")):
+        return "NCCL data"
+    if flow["requests"] is None:
+        if flow["answers"]:
+            return "answers"
+        return "congestion notifications" if "CNP" in flow["opcodes"] else "other"
+    for part, name in (("WRITE", "writes"), ("SEND", "sends"), ("READ_REQ", "reads")):
+        if _count(flow, part):
+            return name
+    return "atomics" if _count(flow, "CMP_SWAP", "FETCH_ADD") else "other"
+
+
+def _numbered(cts: dict[str, Any]) -> bool:
+    """One 32 or 64 byte write can look plausible by chance; a numbered series in one FIFO cannot."""
+    steps = cts["fifo_steps"]["256"] + cts["fifo_steps"]["512"]
+    return len(cts["layouts"]) == 1 and steps > 0 and cts["number_jumps"] * 2 < cts["count"]
+
+
+def _protocol(flow: Flow, announcer: Flow | None) -> dict[str, str]:
+    """name: LL | LL128 | SIMPLE | mixed | unknown; certainty: sure | probable | none. The announcer is the
+    flow whose clear-to-send writes named the buffers this one wrote to."""
+    load, announced = flow["payload"], announcer is not None
+    judged = load["ll_packets"] + load["ll128_packets"] + load["raw_packets"]
+    steps = f"flags {load['first_flag']} to {load['last_flag']}"
+    counts = load["flag_steps"] > 0 and load["flag_jumps"] <= load["flag_steps"]
+    for key, name, what in (
+        ("ll_packets", "LL", "16-byte lines with two equal flags"),
+        ("ll128_packets", "LL128", "128-byte lines that end in one flag"),
+    ):
+        if load[key] and load[key] == judged and (announced or counts):
+            certainty = "sure" if announced and counts else "probable"
+            return _said(name, certainty, f"{load[key]} of {judged} packets are {what}, {steps}")
+    flagged = load["ll_packets"] + load["ll128_packets"]
+    if flagged and judged > flagged and announced:
+        return _said(
+            "mixed", "sure",
+            f"of {judged} packets {load['ll_packets']} carry LL flags, {load['ll128_packets']} LL128 flags, "
+            f"{load['raw_packets']} none",
+        )  # fmt: skip
+    if announcer is not None and load["raw_packets"]:
+        sizes = announcer["cts"]["sizes"]
+        if set(sizes) == {P2P_SIZE}:
+            return _said("unknown", "none", f"no flags; probably point-to-point, because every clear-to-send "
+                         f"announces {P2P_SIZE} bytes, its default chunk")  # fmt: skip
+        named = ", ".join(str(size) for size in sizes)
+        return _said("SIMPLE", "probable", f"no flags in {load['raw_packets']} packets, written where "
+                     f"clear-to-send said (announced size {named})")  # fmt: skip
+    if not judged:
+        return _said("unknown", "none", "no packet with 16 bytes of data that vary")
+    immediate = flow["messages"]["immediate"]
+    sized = immediate["little_endian"] + immediate["big_endian"]
+    if sized:
+        return _said("unknown", "none", "no flags, immediates equal to the size as NCCL's are; the direction "
+                     "with clear-to-send writes is not in the capture")  # fmt: skip
+    return _said("unknown", "none", "no flags, no clear-to-send, no immediate that tells the size: "
+                 "nothing here is NCCL's")  # fmt: skip
+
+
+def _said(name: str, certainty: str, because: str) -> dict[str, str]:
+    return {"name": name, "certainty": certainty, "because": because}
+
+
+# -- two flows --------------------------------------------------------------------------------------------
+
+
+def _announcers(usable: list[Flow]) -> dict[int, Flow]:
+    """Data flow -> the flow in the other direction with a clear-to-send for a buffer it wrote into.
+
+    Buffers of one key do not overlap, so a few neighbours in order of address are all that need a look."""
+    buffers: dict[tuple[str, str, int], list[tuple[int, int, int]]] = {}
+    for flow in usable:
+        if flow["cts"] is not None:
+            for rkey, start, size in flow["cts"]["regions"]:
+                buffers.setdefault((flow["dst"], flow["src"], rkey), []).append(
+                    (start, start + size, flow["id"])
+                )
+    for entries in buffers.values():
+        entries.sort()
+    by_id = {flow["id"]: flow for flow in usable}
+    found: dict[int, Flow] = {}
+    for flow in usable:
+        for rkey, start, length in flow["regions"]:
+            entries = buffers.get((flow["src"], flow["dst"], rkey), [])
+            at = bisect_right(entries, (start, 1 << 64, 0))
+            match = next((e for e in reversed(entries[max(0, at - 8) : at]) if start + length <= e[1]), None)
+            if match is not None:
+                found[flow["id"]] = by_id[match[2]]
+                break
+    return found
+
+
+def _pairs(flows: list[Flow], usable: list[Flow], announcers: dict[int, Flow]) -> list[tuple[int, int, str]]:
+    """(requests or data, the other direction, how it was found), each flow at most once."""
+    found: list[tuple[int, int, str]] = []
+    taken: set[int] = set()
+    for flow, back in _by_port(usable):
+        found.append((*_oriented(flow, back), "UDP source port"))
+        taken |= {flow["id"], back["id"]}
+    wanted = Counter(announcer["id"] for data, announcer in announcers.items() if data not in taken)
+    for data, announcer in announcers.items():
+        back = announcer["id"]
+        if data not in taken and back not in taken and wanted[back] == 1:
+            found.append((data, back, "clear-to-send address"))
+            taken |= {data, back}
+    return found
+
+
+def _by_port(usable: list[Flow]) -> Iterator[tuple[Flow, Flow]]:
+    """Both directions of a connection use one source port, a function of both queue pair numbers: 14 bits
+    that must fit, so a pair counts only if neither side fits a second partner."""
+    index: dict[tuple[str, str, int], list[Flow]] = {}
+    for flow in usable:
+        if len(flow["udp_sport"]) == 1:
+            index.setdefault((flow["src"], flow["dst"], *flow["udp_sport"]), []).append(flow)
+    partners: dict[int, list[Flow]] = {}
+    for (src, dst, port), here in index.items():
+        there = index.get((dst, src, port), [])
+        if len(here) * len(there) > CANDIDATES_MAX:
+            continue  # a port shared by so many is not made of queue pair numbers
+        for flow in here:
+            partners[flow["id"]] = [
+                other for other in there if connection_port(flow["dest_qp"], other["dest_qp"]) == port
+            ]
+    for flow in usable:
+        mine = partners.get(flow["id"], [])
+        if len(mine) == 1 and len(partners[mine[0]["id"]]) == 1 and flow["id"] < mine[0]["id"]:
+            yield flow, mine[0]
+
+
+def _oriented(a: Flow, b: Flow) -> tuple[int, int]:
+    """Data first: the direction that writes or sends more payload."""
+    if a["cts"] is None and b["cts"] is not None:
+        return a["id"], b["id"]
+    if b["cts"] is None and a["cts"] is not None:
+        return b["id"], a["id"]
+    first = (a["requests"] is not None, a["payload_bytes"]) >= (b["requests"] is not None, b["payload_bytes"])
+    return (a["id"], b["id"]) if first else (b["id"], a["id"])
+
+
+def _connection(data: Flow, back: Flow, how: str, announcer: Flow | None) -> dict[str, Any]:
+    if announcer is None and back["kind"] == "NCCL clear-to-send":
+        announcer = back
+    cts = announcer["cts"] if announcer is not None else None
+    split = data["messages"]["immediate"]
+    used = set(split["split_little_endian"]) | set(split["split_big_endian"])
+    return {
+        "data_flow": data["id"], "back_flow": back["id"], "paired_by": how,
+        "source": data["src"], "destination": data["dst"],
+        "data_qp": data["dest_qp"], "back_qp": back["dest_qp"],
+        "is": "NCCL" if cts is not None or data["kind"] == "NCCL data" else "other RDMA",
+        "clear_to_send_flow": announcer["id"] if announcer is not None else None,
+        "nccl_versions": next(iter(cts["layouts"])) if cts else None,
+        "sender_tag": next(iter(cts["tags"])) if cts and len(cts["tags"]) == 1 else None,
+        "immediate_order": _order(data),
+        "split_over_qps": used.pop() if len(used) == 1 else None,
+        "acknowledged_unseen": _unseen(data, back),
+    }  # fmt: skip
+
+
+def _order(flow: Flow) -> str | None:
+    immediate = flow["messages"]["immediate"]
+    little = immediate["little_endian"] + sum(immediate["split_little_endian"].values())
+    big = immediate["big_endian"] + sum(immediate["split_big_endian"].values())
+    if little and not big:
+        return "little-endian"
+    if big and not little:
+        return "big-endian"
+    return "contradictory" if little and big else None
+
+
+def _unseen(data: Flow, back: Flow) -> int:
+    """Requests the receiver acknowledged beyond the last one captured: the mirror lost them, or the capture
+    ended. READ responses answer PSNs that no request packet carries."""
+    if data["requests"] is None or back["answers"] is None or _count(data, "READ_REQ"):
+        return 0
+    beyond = (back["answers"]["psn_high"] - data["requests"]["psn_last"]) & 0xFFFFFF
+    return beyond if beyond < 0x800000 else 0
+
+
+# -- what an operator should know -------------------------------------------------------------------------
+
+
+def _notes(
+    survey: dict[str, Any], flows: list[Flow], connections: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    for level, text in _capture_notes(survey):
+        yield {"level": level, "text": text, "flow": None}
+    paired = {c["data_flow"] for c in connections} | {c["back_flow"] for c in connections}
+    unseen = {c["data_flow"]: c["acknowledged_unseen"] for c in connections if c["acknowledged_unseen"]}
+    for flow in flows:
+        for level, text in _flow_notes(flow, flow["id"] in paired, unseen.get(flow["id"], 0)):
+            yield {"level": level, "text": text, "flow": flow["id"]}
+    bad = [flow for flow in flows if flow["kind"] == "wrong ICRC only"]
+    if bad:
+        count = sum(flow["packets"] for flow in bad)
+        text = f"{len(bad)} flows consist of packets with a wrong ICRC alone, {count} in all"
+        yield {"level": "warning", "text": text, "flow": None}
+    if not any(f["kind"].startswith("NCCL") for f in flows):
+        yield {"level": "info", "text": "no mark of NCCL was seen", "flow": None}
+
+
+def _capture_notes(survey: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    packets = survey["packets"]
+    if packets["truncated"]:
+        longest = survey["cut"]["longest_captured"]
+        yield (
+            "warning",
+            (
+                f"{packets['truncated']} packets were cut by the capture (longest piece {longest} bytes): "
+                "raise the snap length"
+            ),
+        )
+    if packets["malformed"]:
+        yield "warning", f"{packets['malformed']} packets have headers that contradict each other"
+    if packets["fragment"]:
+        yield (
+            "warning",
+            (
+                f"{packets['fragment']} IP fragments may carry RoCEv2 and are never reassembled: "
+                "raise the MTU of the mirrored interfaces"
+            ),
+        )
+    if survey["unlisted_flow_packets"]:
+        yield "warning", f"{survey['unlisted_flow_packets']} packets of further flows are not listed"
+    if survey["bootstrap_handshakes"]:
+        yield (
+            "info",
+            (
+                f"{survey['bootstrap_handshakes']} TCP segments begin with the magic of NCCL's queue pair "
+                "handshake: the bootstrap is in the capture"
+            ),
+        )
+
+
+def _flow_notes(flow: Flow, paired: bool, unseen: int) -> Iterator[tuple[str, str]]:
+    wrong, requests = flow["icrc"]["wrong"], flow["requests"]
+    if wrong and flow["icrc"]["ok"]:
+        yield (
+            "warning",
+            f"{wrong} of {flow['packets']} packets have a wrong ICRC: damaged, or changed before the capture",
+        )
+    if requests and requests["missing"]:
+        places = len(requests["missing_ranges"])
+        yield "warning", f"{requests['missing']} packets missing in {places} place{'s' * (places != 1)}"
+    if unseen:
+        yield "warning", f"{unseen} packets behind the last one captured were acknowledged: lost, or cut off"
+    if requests and requests["duplicates"] and len(flow["captures"]) > 1:
+        where = f"{requests['duplicates']} packets seen again, in {len(flow['captures'])} captures"
+        yield "info", f"{where}: mirrored at two ports, or retransmitted"
+    if requests and flow["kind"].startswith("NCCL") and requests["psn_first"] != 0:
+        yield "info", f"the first PSN is {requests['psn_first']}, NCCL starts at 0: the capture began later"
+    if flow["kind"] == "NCCL data" and not paired:
+        yield "warning", "the other direction (clear-to-send, ACK) was not captured"
+    if flow["kind"] == "NCCL clear-to-send" and not paired:
+        yield "warning", "the data these clear-to-send writes ask for was not captured"
+    if flow["congestion_marked"]:
+        yield "info", f"{flow['congestion_marked']} packets are marked: congestion experienced"
+    if _order(flow) == "contradictory":
+        yield "warning", "immediates fit both byte orders"
+
+
+def ranks_of(connections: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Ranks that clear-to-send tags give to each address, ascending. NCCL puts the data sender's rank there,
+    numbered within its communicator, so one address may have several; a tag that several addresses claim
+    says nothing and is left out."""
+    claims: dict[int, set[str]] = {}
+    for c in connections:
+        if c["sender_tag"] is not None:
+            claims.setdefault(c["sender_tag"], set()).add(c["source"])
+    ranks: dict[str, list[int]] = {}
+    for tag in sorted(claims):
+        if len(claims[tag]) == 1:
+            ranks.setdefault(claims[tag].pop(), []).append(tag)
+    return ranks
