@@ -347,23 +347,23 @@ class _PcapngScan:
         self._options(offset, body)
 
     def _options(self, offset: int, body: bytes) -> None:
-        """if_tsresol, and that the list of options is whole: libpcap insists on both."""
-        at = 8
+        """if_tsresol, and that the list of options is whole: libpcap refuses what is refused here."""
+        at, seen = 8, set()
         while at + 4 <= len(body):
             code, length = struct.unpack_from(self.order + "HH", body, at)
+            if at + 4 + length > len(body) or (code == 0 and length):
+                self.file.bad(offset, f"option {code} of an interface block reaches beyond the block")
             if code == 0:
                 return
-            if at + 4 + length > len(body):
-                self.file.bad(offset, f"option {code} of an interface block reaches beyond the block")
+            if code in (9, 14):
+                if code in seen or length != (1 if code == 9 else 8):
+                    self.file.bad(
+                        offset, f"timestamp option {code} of an interface: twice, or of a bad length"
+                    )
+                seen.add(code)
             if code == 9:
-                if length != 1:
-                    self.file.bad(offset, f"an interface's timestamp resolution of {length} bytes")
                 self._resolution(offset, body[at + 4])
-            elif code == 14 and length != 8:
-                self.file.bad(offset, f"an interface's timestamp offset of {length} bytes")
             at += 4 + -(-length // 4) * 4
-        if at < len(body):
-            self.file.bad(offset, "the options of an interface block end inside an option")
 
     def _resolution(self, offset: int, value: int) -> None:
         binary, exponent = value & 0x80, value & 0x7F

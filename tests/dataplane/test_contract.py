@@ -209,6 +209,22 @@ def test_what_the_scan_accepts_arrives(eal, captures, tmp_path, name, edits):
     assert len(replay(source)) == source.info.packet_count
 
 
+def test_every_byte_changed(eal, captures, file_format, tmp_path):
+    """The same for every single byte of a small file: the scan and libpcap agree on what is acceptable."""
+    whole = file_format([captures.Record(bytes([i]) * (13 + i)) for i in range(3)])
+    path = tmp_path / "changed"
+    for place in range(len(whole)):
+        for value in (0, 1, 9, 40, 255):
+            path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+            try:
+                source = PcapSource(eal, path, ring_size=64, stall_seconds=0.2)
+            except CaptureFileError:
+                continue
+            packets = replay(source)
+            assert len(packets) == source.info.packet_count, (place, value)
+            assert sum(len(p.data) for p in packets) == source.info.captured_bytes, (place, value)
+
+
 # -- a live source: net_pcap again, but told that it cannot wait -------------------------------------
 
 
