@@ -1,0 +1,49 @@
+"""Fixtures that every folder shares. Capabilities decide what is skipped, and the skip says why."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[1]
+CAPTURES = ROOT.parent / "shared" / "captures"
+JOBS = ROOT / "tests" / "data" / "jobs"
+
+
+@pytest.fixture(scope="session")
+def capture() -> Callable[[str], Path]:
+    """Path of a shared capture such as "soft-roce/02_nccl_ring2.pcap"; skips if the captures are not here."""
+
+    def find(name: str) -> Path:
+        path = CAPTURES / name
+        if not path.exists():
+            pytest.skip(f"shared capture {name} is not beside this checkout")
+        return path
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def eal() -> Iterator[None]:
+    """DPDK, started once for this process with enough for every replay of the tests."""
+    pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
+    from dataplane.pydpdk.eal import Eal
+
+    with Eal.start(memory_mb=256, huge=False):
+        yield
+
+
+@pytest.fixture
+def replayed(eal: None, tmp_path: Path):  # type: ignore[no-untyped-def]
+    """replayed(captures, job, **options) -> (report as a dict, why it failed or "", output directory)."""
+    from flowcheck.replay import ReplayOptions, replay
+
+    def go(captures: Path | list[Path], job: Path | str, **options: object):  # type: ignore[no-untyped-def]
+        files = captures if isinstance(captures, list) else [captures]
+        path = JOBS / f"{job}.json" if isinstance(job, str) else job
+        out = tmp_path / "out"
+        report, failure = replay(ReplayOptions(files, path, out, **options), Console(quiet=True))  # type: ignore[arg-type]
+        return report.to_dict(), failure, out
+
+    return go
