@@ -19,7 +19,7 @@ help:   ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
 
 demo: build hugepages   ## replay a small capture into a proven checkpoint
-	$(BIN)/python -P tools/demo.py
+	$(BIN)/python -P tools/demo.py pcaps/ring2-ll pcaps/ring4-simple
 
 test: lint hugepages   ## everything a merge needs: lint, layers, tests (skips say why)
 	$(BIN)/python -m pytest -m "not slow"
