@@ -145,8 +145,11 @@ def file_format(request: pytest.FixtureRequest) -> Callable[[Sequence[Record]], 
 
 @pytest.fixture
 def eal() -> Iterator[pydpdk.Eal]:
-    """The process's Eal; whatever a test left open on it is closed."""
-    with pydpdk.Eal.start(memory_mb=192) as running:
+    """The process's Eal; whatever a test left open on it is closed.
+
+    Started as in tests/conftest.py: DPDK starts once per process, and either folder may come first.
+    """
+    with pydpdk.Eal.start(memory_mb=256, huge=False) as running:
         yield running
 
 
