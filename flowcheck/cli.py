@@ -17,6 +17,7 @@ from rich.console import Console
 
 from flowcheck import __version__
 from flowcheck.errors import FlowcheckError, InternalError
+from flowcheck.synth.cli import synth, synth_job
 
 __all__ = ["app", "main"]
 
@@ -67,6 +68,10 @@ def inspect(
     from flowcheck.inspect import run
 
     raise typer.Exit(run(captures, as_json))
+
+
+app.command()(synth)
+app.command("synth-job")(synth_job)
 
 
 def _console() -> Console:

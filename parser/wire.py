@@ -268,6 +268,8 @@ def _contiguous(base: int, part: int, group: int, full: int, last_align: int) ->
         out.append(Segment(base, group * full, full, full, limit, whole))
     if rest:
         chunk = full if group == 1 else _up(_ceil(rest, group), last_align)
+        if chunk > full:  # only with buffers far below their defaults before 2.22
+            raise UnsupportedCall(f"a last chunk of {chunk} elements would not fit into a step's buffer of {full}")
         out.append(Segment(base + whole * group * full, 0, chunk, chunk, limit, 1))
     return tuple(out)
 
@@ -437,7 +439,15 @@ def tree_parent(nodes: int, tree: int, node: int) -> int | None:
 
 
 def tree_of(topology: Topology, channel: int) -> int:
-    """Tree of a channel: the second half of the channels uses the second tree; one channel, the first."""
+    """Tree of a channel: the second half of the channels uses the second tree; one channel, the first.
+
+    With an odd number of channels (some were clipped or copied, 7.1) the halves cannot be told from the
+    number alone, and a wrong tree would take partial sums for results.
+    """
+    if topology.channels > 1 and topology.channels % 2:
+        raise UnsupportedCall(
+            f"tree over {topology.channels} channels: which of them use the second tree cannot be derived from an odd number"
+        )
     return 1 if topology.channels > 1 and channel >= topology.channels // 2 else 0
 
 

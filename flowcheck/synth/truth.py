@@ -98,7 +98,7 @@ class Ledger:
     def arrived(self, piece: tuple[int, int, int]) -> None:
         """A packet's payload is in a capture (Record.piece)."""
         number, offset, length = piece
-        if number >= 0:
+        if number >= 0 and length:  # the empty half of an AR pair ends where the next piece begins
             self.messages[number].arrived[offset] = length
 
     def summary(self, iterations: range, happened: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
