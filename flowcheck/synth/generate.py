@@ -4,7 +4,7 @@
         --which port sees them--> streams --faults--> Synthesis
 
 The calls run in the manifest's order; every connection's steps, PSNs and CTS numbers run on through all of
-them. Ranks advance together message by message, so causes precede effects in the timestamps. Frames are made
+them. Ranks advance together message by message. Frames are made
 only for what a mirrored port sees. Written from the reference documents, nothing of the parser is used.
 One thread; memory is that of the captured frames plus the stages of one call.
 """
@@ -27,6 +27,7 @@ from flowcheck.synth.faults import Faults
 from flowcheck.synth.layout import Operation, steps_per_chunk
 from flowcheck.synth.packets import Endpoint
 from flowcheck.synth.schedule import Message, message_bytes, messages
+from flowcheck.synth.skip import skip
 from flowcheck.synth.transport import PACKET_NS, Connection, Record, TransportOptions
 from flowcheck.synth.truth import Carried, Ledger
 from flowcheck.synth.values import Array, Stages
@@ -112,10 +113,14 @@ def generate(
             "the job has no steady iteration", where="collectives.steady", remedy="ask for 1 iteration",
         )
     wanted = range(first_iteration, first_iteration + iterations)
-    for iteration in range(-1, wanted.stop):
-        run.silent = iteration < first_iteration - (first_iteration == 0)
-        calls = job.collectives.startup if iteration < 0 else job.iteration_collectives(iteration)
-        run.play(iteration, calls)
+    iteration = -1
+    while iteration < wanted.stop:
+        run.silent = first_iteration > 0 and iteration < first_iteration
+        if run.silent and iteration >= 2:
+            iteration += skip(run.play, run.connections, iteration, first_iteration)
+        else:
+            run.play(iteration)
+            iteration += 1
     return run.finish(Faults(loss, reorder, duplicate, corrupt), wanted)
 
 
@@ -136,15 +141,14 @@ class _Run:
         self._reduced: dict[tuple[int, int], Array] = {}
         self._streams: dict[int, list[Record]] = {rank: [] for rank in ports}
         self._ledger = Ledger()
-        self._rng = np.random.default_rng(seed)
         self._hosts: dict[int, Endpoint] = {}
-        self._connections: dict[tuple[int, int, int], Connection] = {}
+        self.connections: dict[tuple[int, int, int], Connection] = {}
         for flow in job.flows:
             for rank, address in ((flow.src, flow.src_addr), (flow.dst, flow.dst_addr)):
                 mac = b"\x02\xfc" + rank.to_bytes(4, "big")
                 self._hosts.setdefault(rank, Endpoint(mac, address))
         for flow in job.flows:
-            self._connections[flow.channel, flow.src, flow.dst] = Connection(
+            self.connections[flow.channel, flow.src, flow.dst] = Connection(
                 flow, job.communicator, self._family, self._hosts, transport, seed,
             )
 
@@ -153,10 +157,18 @@ class _Run:
             return False
         return (self._out and src in self._ports) or (self._into and dst in self._ports)
 
-    def play(self, iteration: int, calls: list[Collective]) -> None:
+    def play(self, iteration: int) -> None:
+        """All calls of an iteration; -1 is the start-up."""
+        calls = self.job.collectives.startup if iteration < 0 else self.job.iteration_collectives(iteration)
         carrying = self.job.gradient_calls(iteration) if iteration >= 0 else []
         gradients = {id(call): bucket for bucket, call in carrying}
         for index, call in enumerate(calls):
+            op = operation_of(self.job, call)
+            plan = messages(op)
+            self._check_flows(plan, call)
+            if self.silent:
+                self._transfer(op, plan, None, None, [])
+                continue
             bucket = gradients.get(id(call))
             if bucket is not None and self._gradients is not None:
                 ranks = range(self.job.communicator.ranks)
@@ -166,42 +178,41 @@ class _Run:
                     self.job, call, seed=self.seed, iteration=iteration, index=index, bucket=bucket,
                     parameters=self._parameters,
                 )
-            op = operation_of(self.job, call)
             if op.op in ("AllGather", "Broadcast"):
                 inputs = [values.view(np.uint8) for values in inputs]
-            plan = messages(op)
-            self._check_flows(plan, call)
             stages = Stages(op, call.dtype, inputs)
             carried = None
             if bucket is not None:
                 self._reduced[iteration, bucket] = stages.result
                 drawn = contents.data_seed(self.seed, iteration, 1000 + bucket)
                 carried = self._ledger.bucket(iteration, bucket, call, stages.result, drawn)
-            elif call.carries == "parameters" and not self.silent:
+            elif call.carries == "parameters":
                 carried = self._ledger.parameters(index, call, stages.result)
-            self._transfer(op, plan, stages, carried)
+            self._transfer(op, plan, stages, carried, [self.seed, iteration + 1, index])
             self._time += 20_000
         self._time += 300_000
 
     def _check_flows(self, plan: dict[tuple[int, int, int], list[Message]], call: Collective) -> None:
         for channel, src, dst in plan:
-            if (channel, src, dst) not in self._connections:
+            if (channel, src, dst) not in self.connections:
                 raise UserError(
                     f"{call.op} needs a connection from rank {src} to rank {dst} on channel {channel}",
                     where="flows", remedy="list every connection of the rings (and trees) in the manifest",
                 )
 
     def _transfer(
-        self, op: Operation, plan: dict[tuple[int, int, int], list[Message]], stages: Stages,
-        carried: Carried | None,
+        self, op: Operation, plan: dict[tuple[int, int, int], list[Message]], stages: Stages | None,
+        carried: Carried | None, garbage: list[int],
     ) -> None:
-        sending = [(self._connections[key], sent) for key, sent in plan.items()]
+        """Every message of a call, connection by connection in turns; without stages only counted."""
+        sending = [(self.connections[key], sent) for key, sent in plan.items()]
         for connection, _ in sending:
             grain = steps_per_chunk(op)
             connection.step = -(-connection.step // grain) * grain
         announced = [connection.step for connection, _ in sending]
         posted = [0] * len(sending)
-        undefined = self._rng.integers(0, 256, op.buffers[op.protocol] // 8, np.uint8)
+        slot = op.buffers[op.protocol] // 8
+        undefined = np.random.default_rng(garbage).integers(0, 256, slot if stages else 0, np.uint8)
         for turn in range(max((len(sent) for _, sent in sending), default=0)):
             latest = self._time
             for i, (connection, sent) in enumerate(sending):
@@ -212,7 +223,7 @@ class _Run:
                 at = self._time + i % 7 * 90
                 # The receiver announces up to 8 steps ahead of what it has taken.
                 while posted[i] < len(sent) and announced[i] + sent[posted[i]].steps <= connection.step + 8:
-                    size = op.buffers[op.protocol] // 8 * sent[posted[i]].steps
+                    size = slot * sent[posted[i]].steps
                     self._record(connection.clear_to_send(at, op.protocol, announced[i], size, visible))
                     announced[i] += sent[posted[i]].steps
                     posted[i] += 1
@@ -220,7 +231,7 @@ class _Run:
                 message = sent[turn]
                 length = message_bytes(op, message, connection.step)
                 wire, mark = None, -1
-                if visible[0]:
+                if stages is not None and visible[0]:
                     part = stages.tensor(message.source)[message.start:message.start + message.elements]
                     data = np.ascontiguousarray(part).view(np.uint8)
                     wire = encode(op.protocol, data, connection.step, length, undefined).tobytes()
@@ -254,7 +265,7 @@ class _Run:
             for record in stream:
                 self._ledger.arrived(record.piece)
             ports[rank] = [(record.time, record.frame) for record in stream]
-        happened["retransmitted"] = [e for c in self._connections.values() for e in c.retransmitted]
+        happened["retransmitted"] = [e for c in self.connections.values() for e in c.retransmitted]
         reduced = {key: value for key, value in self._reduced.items() if key[0] in iterations}
         truth = {
             "schema": "flowcheck/synth-truth/1", "seed": self.seed, "ports": self._ports,

@@ -230,8 +230,12 @@ def split_bytes(op: Operation, channels: int) -> list[tuple[int, int, int]]:
 def _in_part(op: Operation, start: int, part: int, align: int) -> list[list[Chunk]]:
     ring_reduce = op.op == "AllReduce" and op.algorithm == "ring"
     n = op.ranks if ring_reduce else 1
-    full = _tree_chunk(op, part * op.size, 1) if op.algorithm == "tree" else full_chunk(op)
-    full //= op.size
+    if op.algorithm == "ring":
+        full = full_chunk(op) // op.size
+    elif op.family.layout == "ranges":  # 2.20-2.21 decide once for the operation, later ones per channel
+        full = _tree_chunk(op, op.total_bytes, used_channels(op)[0]) // op.size
+    else:
+        full = _tree_chunk(op, part * op.size, 1) // op.size
     loops = []
     for done in range(0, part, n * full):
         rest = part - done

@@ -110,7 +110,7 @@ class Connection:
         self.retransmitted: list[dict[str, int]] = []
         self._communicator, self._family, self._options = communicator, family, options
         rng = random.Random(f"{seed}/{flow.channel}/{flow.src}/{flow.dst}")
-        self._rng = random.Random(rng.random())
+        self._luck = rng.random()
         # Regions stand apart, page aligned; rkeys differ between host memory (LL) and GPU memory.
         self._regions = {
             name: (0x7F00_0000_0000 if name == "ll" else 0x0006_0000_0000) + (rng.randrange(1 << 28) << 12)
@@ -131,7 +131,18 @@ class Connection:
         first = self._queues[0]
         port = udp_source_port(first.qpn, first.reply_qpn)
         self._cts_path = Path(dst, src, port, traffic_class=options.cts_class, vlan=options.vlan)
-        self._cts_psn, self._cts_count = options.first_psn, 0
+        self._cts_count = 0
+
+    @property
+    def counters(self) -> list[int]:
+        """All that advances, unwrapped: step, messages, CTS writes, then PSN and MSN of each QP."""
+        return [self.step, self.messages, self._cts_count, *(n for q in self._queues for n in (q.psn, q.msn))]
+
+    @counters.setter
+    def counters(self, values: list[int]) -> None:
+        self.step, self.messages, self._cts_count = values[:3]
+        for i, queue in enumerate(self._queues):
+            queue.psn, queue.msn = values[3 + 2 * i:5 + 2 * i]
 
     # -- CTS ----------------------------------------------------------------------------------
 
@@ -144,7 +155,7 @@ class Connection:
         """
         flow, queue, index = self.flow, self._queues[0], self._cts_count
         self._cts_count += 1
-        psn, self._cts_psn = self._cts_psn, (self._cts_psn + 1) & 0xFFFFFF
+        psn = self._options.first_psn + index & 0xFFFFFF
         if visible[1]:
             size = self._family.cts_bytes
             element = bytearray(size)
@@ -186,8 +197,8 @@ class Connection:
             part = min(piece, length - start)
             packets = self._packets(address + i * piece, self._rkeys[protocol], start, part, length, pair)
             for packet in packets:
-                packet.psn = queue.psn
-                queue.psn = (queue.psn + 1) & 0xFFFFFF
+                packet.psn = queue.psn & 0xFFFFFF
+                queue.psn += 1
             for record in self._emit(queue, packets, time, wire, message_id, visible):
                 time = record.time + PACKET_NS
                 yield record
@@ -248,10 +259,11 @@ class Connection:
             return Record(time, frame, flow.dst, flow.src, queue.reply_qpn, psn, kind)
 
         order = [(k, True) for k in range(len(packets))]  # (packet, taken by the receiver); -1 is its NAK
-        if self._options.retransmit and len(packets) > 1 and self._rng.random() < self._options.retransmit:
-            lost = self._rng.randrange(len(packets) - 1)
-            ahead = min(lost + 1 + self._rng.randrange(8), len(packets))
-            seen = self._rng.random() < 0.5
+        rng = random.Random(f"{self._luck}/{self.messages}/{queue.qpn}") if self._options.retransmit else None
+        if rng is not None and len(packets) > 1 and rng.random() < self._options.retransmit:
+            lost = rng.randrange(len(packets) - 1)
+            ahead = min(lost + 1 + rng.randrange(8), len(packets))
+            seen = rng.random() < 0.5
             refused = [(k, False) for k in range(lost, ahead) if seen or k != lost]
             order = order[:lost] + refused + [(-1, False)] + order[lost:]
             if any(visible):
@@ -270,7 +282,7 @@ class Connection:
                 yield data(packet)
             time += PACKET_NS
             if taken:
-                queue.msn = (queue.msn + packet.completes) & 0xFFFFFF
+                queue.msn += packet.completes
                 if packet.ack and visible[1]:
                     yield reply(_ACK_SYNDROME, packet.psn, "ack")
 
