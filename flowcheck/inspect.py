@@ -167,7 +167,8 @@ def _table(title: str, *columns: tuple[str, bool]) -> Table:
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0)
     )
     for name, number in columns:
-        table.add_column(name, justify="right" if number else "left", overflow="fold")
+        folds = name in ("carries", "messages", "what", "address")
+        table.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=not folds)
     return table
 
 

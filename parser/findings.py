@@ -130,11 +130,11 @@ def _protocol(flow: Flow, announcer: Flow | None) -> dict[str, str]:
         if set(sizes) == {P2P_SIZE}:
             return _said("unknown", "none", f"no flags; probably point-to-point, because every clear-to-send "
                          f"announces {P2P_SIZE} bytes, its default chunk")  # fmt: skip
-        named = ", ".join(str(size) for size in sizes)
+        named = ", ".join(str(size) for size in sorted(sizes))
         return _said("SIMPLE", "probable", f"no flags in {load['raw_packets']} packets, written where "
                      f"clear-to-send said (announced size {named})")  # fmt: skip
     if not judged:
-        return _said("unknown", "none", "no packet with 16 bytes of data that vary")
+        return _said("unknown", "none", "no payload that says anything")
     immediate = flow["messages"]["immediate"]
     sized = immediate["little_endian"] + immediate["big_endian"]
     if sized:

@@ -365,30 +365,32 @@ cdef void weigh_flags(Flow *f, const fc_roce *p, bint starts) noexcept nogil:
     One message has one flag, and it is never zero."""
     cdef const uint8_t *at = p.payload
     cdef uint32_t n = p.payload_len, i
-    cdef uint32_t flag = 0
+    cdef uint32_t flag
     cdef uint64_t wide
     cdef bint same, varies = False
-    if n < 16:
+    if n == 0:
         return
-    for i in range(8, n - n % 8, 8):
+    if n % 16:
+        f.raw += 1  # LL and LL128 messages are whole lines
+        return
+    for i in range(8, n, 8):
         if le64(at + i) != le64(at):
             varies = True
             break
     if not varies and le32(at) == le32(at + 4):
         f.constant += 1
         return
-    if n % 16 == 0:
-        flag = le32(at + 4)
-        same = flag != 0
-        for i in range(0, n, 16):
-            if le32(at + i + 4) != flag or le32(at + i + 12) != flag:
-                same = False
-                break
-        if same:
-            f.ll += 1
-            if starts:
-                note_flag(f, flag)
-            return
+    flag = le32(at + 4)
+    same = flag != 0
+    for i in range(0, n, 16):
+        if le32(at + i + 4) != flag or le32(at + i + 12) != flag:
+            same = False
+            break
+    if same:
+        f.ll += 1
+        if starts:
+            note_flag(f, flag)
+        return
     if n % 128 == 0 and n >= 256:
         wide = le64(at + 120)
         same = wide != 0
@@ -680,7 +682,7 @@ cdef class Survey:
 
     def report(self) -> dict:
         """Observations as plain dictionaries, keys as in docs/inspect.md. Flows in order of appearance."""
-        cdef size_t i
+        cdef int i
         return {
             "packets": {
                 "total": self.packets,
@@ -692,7 +694,7 @@ cdef class Survey:
             "unlisted_flow_packets": self.unlisted,
             "noise": {name: self.noise[i] for i, name in enumerate(NOISE_NAMES) if self.noise[i]},
             "bootstrap_handshakes": self.bootstrap,
-            "flows": [_flow(&self.flows[i]) for i in range(self.n_flows)],
+            "flows": [_flow(&self.flows[i]) for i in range(<int>self.n_flows)],
         }
 
 

@@ -11,10 +11,14 @@ import mmap
 import struct
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parser.roce import STATUS_NAMES, Roce, decode, decode_at
+from parser.survey import Survey
+
+from parser.findings import interpret
 
 PAGE = mmap.PAGESIZE
 SIZE = 4 * PAGE
@@ -31,10 +35,21 @@ class Guarded:
         if libc.mprotect(ctypes.c_void_p(self.base + SIZE), PAGE, PROT_NONE):
             raise OSError(ctypes.get_errno(), "mprotect failed")
 
-    def decode(self, data: bytes) -> Roce | str:
+    def place(self, data: bytes) -> int:
+        """Address of a copy that ends where the guard page begins."""
         at = SIZE - len(data)
         self.memory[at:SIZE] = data
-        return decode_at(self.base + at, len(data))
+        return self.base + at
+
+    def decode(self, data: bytes) -> Roce | str:
+        return decode_at(self.place(data), len(data))
+
+    def survey(self, survey: Survey, data: bytes) -> None:
+        """One packet through a ring of one entry (packetref.h: head, closed, tail, mask, entries)."""
+        entry = np.array([self.place(data), 0, len(data)], dtype=np.uint64)
+        ring = np.zeros(24, dtype=np.uint64)
+        ring[0], ring[17] = 1, entry.ctypes.data
+        assert survey.drain(ring.ctypes.data) == 1
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +144,46 @@ def test_damaged_packets(opcode: int, six: bool, damage: list[tuple[int, bytes]]
     found = SHARED.decode(raw)
     if isinstance(found, Roce):
         assert found.payload_offset + found.payload_len + found.pad + 4 <= len(raw)
+
+
+def other_traffic(kind: int, body: bytes) -> bytes:
+    """Headers that are sorted as noise: IPv4 and IPv6 with any protocol, and other Ethernet types."""
+    if kind == 0x0800:
+        head = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 20 + len(body), 1, 0, 64, 6, 0, bytes(4), bytes(4))
+        return ethernet(kind) + head + body
+    if kind == 0x86DD:
+        return ethernet(kind) + struct.pack(">IHBB32x", 6 << 28, len(body), 6, 64) + body
+    return ethernet(kind, tags=1) + body
+
+
+@settings(max_examples=2000, deadline=None)
+@given(
+    st.sampled_from([0x0800, 0x86DD, 0x0806, 0x8100, 0x88A8, 0x0026]),
+    st.binary(max_size=60),
+    st.lists(st.tuples(st.integers(12, 60), st.binary(min_size=1, max_size=3)), max_size=3),
+    st.integers(0, 80),
+)
+def test_survey_of_anything(kind: int, body: bytes, damage: list[tuple[int, bytes]], cut: int) -> None:
+    data = bytearray(other_traffic(kind, body))
+    for at, patch in damage:
+        data[at : at + len(patch)] = patch
+    survey = Survey()
+    SHARED.survey(survey, bytes(data[: max(0, len(data) - cut)]))
+    interpret(survey.report())
+
+
+@pytest.mark.parametrize("opcode", OPCODES)
+@pytest.mark.parametrize("payload", [0, 1, 8, 16, 32, 64, 128, 256])
+def test_survey_reads_no_further_than_the_packet(guarded: Guarded, opcode: int, payload: int) -> None:
+    """Payload looks (clear-to-send, LL, LL128) at the sizes where they begin to apply, right ICRC."""
+    for six in (False, True):
+        frame = bytearray(over_v6(ib(opcode, payload)) if six else over_v4(ib(opcode, payload)))
+        found = decode(bytes(frame))
+        assert isinstance(found, Roce)
+        frame[-4:] = found.icrc.to_bytes(4, "little")
+        survey = Survey()
+        guarded.survey(survey, bytes(frame))
+        assert survey.report()["flows"][0]["icrc"]["ok"] == 1
 
 
 SHARED = Guarded()
