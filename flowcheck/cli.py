@@ -22,7 +22,10 @@ from flowcheck.synth.cli import synth, synth_job
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    name="flowcheck", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    name="flowcheck",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
     help="Checkpoints rebuilt from mirrored RoCEv2 allreduce traffic.",
 )
 
@@ -37,7 +40,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -47,11 +52,24 @@ def replay(
     captures: Captures,
     job: Annotated[Path, typer.Option("--job", help="Job manifest (docs/manifest.md).")],
     out: Annotated[Path, typer.Option("--out", help="Directory for step-NNNNNN/ and report.json.")],
-    init: Annotated[Path | None, typer.Option("--init", help="Initial weights: FILE.safetensors or a step directory. Default: the broadcast in the capture.")] = None,
+    init: Annotated[
+        Path | None,
+        typer.Option(
+            "--init",
+            help="Initial weights: FILE.safetensors or a step directory. Default: the broadcast in the capture.",
+        ),
+    ] = None,
     every: Annotated[int, typer.Option("--every", min=0, help="Write every K-th complete step; 0: only the last.")] = 0,
-    iterations: Annotated[int | None, typer.Option("--iterations", min=1, help="Demand exactly the first N iterations. Default: all that begin in the capture.")] = None,
+    iterations: Annotated[
+        int | None,
+        typer.Option(
+            "--iterations", min=1, help="Demand exactly the first N iterations. Default: all that begin in the capture."
+        ),
+    ] = None,
     arenas: Annotated[int, typer.Option("--arenas", min=2, max=64, help="Iterations kept in memory at once.")] = 4,
-    icrc: Annotated[bool, typer.Option("--icrc/--no-icrc", help="Check the ICRC of what is placed; off marks the result unproven.")] = True,
+    icrc: Annotated[
+        bool, typer.Option("--icrc/--no-icrc", help="Check the ICRC of what is placed; off marks the result unproven.")
+    ] = True,
 ) -> None:
     """Replay captures into checkpoints: every gradient placed is proven, every missing byte is counted."""
     from flowcheck.replay import ReplayOptions, run
@@ -95,10 +113,13 @@ def main() -> None:
         if os.environ.get("FLOWCHECK_DEBUG"):
             traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]
-        _fail(InternalError(
-            f"{type(error).__name__}: {error}", where=f"{Path(last.filename).name}:{last.lineno}",
-            remedy="this is a bug in flowcheck; run again with FLOWCHECK_DEBUG=1 and report what it prints",
-        ))
+        _fail(
+            InternalError(
+                f"{type(error).__name__}: {error}",
+                where=f"{Path(last.filename).name}:{last.lineno}",
+                remedy="this is a bug in flowcheck; run again with FLOWCHECK_DEBUG=1 and report what it prints",
+            )
+        )
 
 
 def _fail(error: FlowcheckError) -> None:

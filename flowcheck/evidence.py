@@ -17,16 +17,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from parser.lane import messages
+from parser.machine import Engine
 
 from flowcheck.jobplan import BucketPlace, JobPlan
 from flowcheck.manifest import Job
-from parser.lane import messages
-from parser.machine import Engine
 from parser.plan import Phase, Target
 from parser.wire import edge_lane
 
 __all__ = [
-    "BucketCoverage", "bucket_coverage", "describe_disagreement", "flow_name", "parameter_bytes", "ranges",
+    "BucketCoverage",
+    "bucket_coverage",
+    "describe_disagreement",
+    "flow_name",
+    "parameter_bytes",
+    "ranges",
     "refusal",
 ]
 
@@ -52,7 +57,6 @@ class BucketCoverage:
         return self.covered == self.place.elements
 
 
-
 def ranges(mask: np.ndarray) -> list[tuple[int, int]]:
     """[start, end) of the runs of True in a 1-D bool array."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
@@ -68,7 +72,7 @@ def bucket_coverage(plan: JobPlan, engine: Engine, iteration: int) -> list[Bucke
         mask = _elements(cells, place)
         covered = int(mask.sum())
         missing = {} if covered == place.elements else _causes(plan, engine, iteration, place, mask)
-        data = region[place.offset:place.offset + place.nbytes]
+        data = region[place.offset : place.offset + place.nbytes]
         out.append(BucketCoverage(place, data, covered, tuple(ranges(mask)), missing))
     return out
 
@@ -79,7 +83,7 @@ def _elements(cells: np.ndarray, place: BucketPlace) -> np.ndarray:
         return np.zeros(0, dtype=bool)
     per_cell = 8 // (place.nbytes // place.elements)
     first = place.offset // 8
-    return np.repeat(cells[first:first - (-place.nbytes // 8)], per_cell)[:place.elements]
+    return np.repeat(cells[first : first - (-place.nbytes // 8)], per_cell)[: place.elements]
 
 
 def _causes(plan: JobPlan, engine: Engine, iteration: int, place: BucketPlace, mask: np.ndarray) -> dict[str, int]:
@@ -105,7 +109,7 @@ def _causes(plan: JobPlan, engine: Engine, iteration: int, place: BucketPlace, m
         if loss["target"] != Target.GRADIENT or loss["iteration"] != iteration or loss["cause"] not in by_cause:
             continue
         start = (loss["offset"] - place.offset) // size
-        by_cause[loss["cause"]][max(start, 0):max(start + loss["bytes"] // size, 0)] = True
+        by_cause[loss["cause"]][max(start, 0) : max(start + loss["bytes"] // size, 0)] = True
     by_cause["disagreement"] = ~sound
     by_cause["lost"] = np.ones(place.elements, dtype=bool)
     left, out = ~mask, {}
@@ -119,7 +123,9 @@ def _causes(plan: JobPlan, engine: Engine, iteration: int, place: BucketPlace, m
 
 def _final_ranges(plan: JobPlan, iteration: int, place: BucketPlace, edge: int) -> Iterator[tuple[int, int]]:
     """Element ranges of a bucket that an edge carries reduced in an iteration."""
-    phases = (Phase.ITERATION_0,) if iteration == 0 else (Phase.REBUILD, Phase.STEADY) if iteration == 1 else (Phase.STEADY,)
+    phases = (
+        (Phase.ITERATION_0,) if iteration == 0 else (Phase.REBUILD, Phase.STEADY) if iteration == 1 else (Phase.STEADY,)
+    )
     spec = plan.engine.edges[edge]
     for (phase, _, call_plan, base), call in zip(plan.calls, spec.calls, strict=True):
         if phase not in phases or call.target != Target.GRADIENT or base != place.offset:
@@ -138,7 +144,7 @@ def parameter_bytes(plan: JobPlan, engine: Engine) -> dict[str, tuple[np.ndarray
     out = {}
     for place in plan.parameters:
         first, end = place.offset // 8, -(-(place.offset + place.nbytes) // 8)
-        out[place.name] = (region[place.offset:place.offset + place.nbytes], bool(cells[first:end].all()))
+        out[place.name] = (region[place.offset : place.offset + place.nbytes], bool(cells[first:end].all()))
     return out
 
 
@@ -186,4 +192,3 @@ def refusal(plan: JobPlan, entries: list[dict]) -> str:
         f"one message too many per operation on {where}: a modified NCCL (2n-1 sends per loop instead of 2n-2), "
         f"or calls that the manifest does not list"
     )
-

@@ -63,7 +63,9 @@ def topology_of(job: Job) -> Topology:
     c = job.communicator
     by_protocol = [p.name.lower() for p in Protocol]
     return Topology(
-        version=c.nccl_version, ranks=c.ranks, channels=c.channels,
+        version=c.nccl_version,
+        ranks=c.ranks,
+        channels=c.channels,
         rings=tuple(tuple(c.ring(i)) for i in range(c.channels)),
         slot_bytes=tuple(c.buffer_bytes[p] // 8 for p in by_protocol),  # type: ignore[arg-type]
         max_threads=tuple(c.max_threads[p] for p in by_protocol),  # type: ignore[arg-type]
@@ -86,13 +88,20 @@ def plan_job(job: Job, *, streams: int = 1, arenas: int = 4, check_icrc: bool = 
         edges = tuple(_edge(job, calls, flow.channel, flow.src, flow.dst) for flow in job.flows)
     except WireError as error:
         raise UserError(
-            str(error), where="communicator",
+            str(error),
+            where="communicator",
             remedy="docs/wire.md lists what is supported; correct nccl_version, algorithm or protocol",
         ) from None
     minor = nccl_minor(job)
     engine = EngineConfig(
-        mtu=c.mtu, edges=edges, flows=tuple(_flows(job)), streams=streams, arenas=arenas, check_icrc=check_icrc,
-        gradient_bytes=max(_end(places), _end(places_0)), parameter_bytes=parameter_bytes,
+        mtu=c.mtu,
+        edges=edges,
+        flows=tuple(_flows(job)),
+        streams=streams,
+        arenas=arenas,
+        check_icrc=check_icrc,
+        gradient_bytes=max(_end(places), _end(places_0)),
+        parameter_bytes=parameter_bytes,
         cts_index_at=32 if minor < 24 else 40 if minor < 30 else 56,
     )
     return JobPlan(job, engine, places_0, places, parameters, tuple(calls))
@@ -132,28 +141,37 @@ def _parameter_places(job: Job) -> tuple[dict[int, int], tuple[ParameterPlace, .
             if name not in entries or entries[name].dtype != call.dtype:
                 raise UserError(
                     f"the broadcast of parameters names {name!r}, which is no {call.dtype} entry of the model",
-                    where="collectives.startup", remedy="list model entries of the broadcast's dtype in tensors",
+                    where="collectives.startup",
+                    remedy="list model entries of the broadcast's dtype in tensors",
                 )
-            places.append(ParameterPlace(name, offset + at * size, entries[name].elements, entries[name].elements * size))
+            places.append(
+                ParameterPlace(name, offset + at * size, entries[name].elements, entries[name].elements * size)
+            )
             at += entries[name].elements
         if names and at != call.count:
             raise UserError(
                 f"the broadcast of parameters has {call.count} elements, its tensors have {at}",
-                where="collectives.startup", remedy="correct count, or list the broadcast entries in tensors",
+                where="collectives.startup",
+                remedy="correct count, or list the broadcast entries in tensors",
             )
         offset = _up(offset + call.count * size)
     return offsets, tuple(places), offset
 
 
 def _calls(
-    job: Job, topology: Topology, places_0: tuple[BucketPlace, ...], places: tuple[BucketPlace, ...],
+    job: Job,
+    topology: Topology,
+    places_0: tuple[BucketPlace, ...],
+    places: tuple[BucketPlace, ...],
     parameter_offsets: dict[int, int],
 ) -> list[tuple[Phase, Collective, CallPlan, int]]:
     out = []
     c = job.communicator
     parts = (
-        (Phase.STARTUP, job.collectives.startup, places_0), (Phase.ITERATION_0, job.collectives.iteration_0, places_0),
-        (Phase.REBUILD, job.collectives.rebuild, places), (Phase.STEADY, job.collectives.steady, places),
+        (Phase.STARTUP, job.collectives.startup, places_0),
+        (Phase.ITERATION_0, job.collectives.iteration_0, places_0),
+        (Phase.REBUILD, job.collectives.rebuild, places),
+        (Phase.STEADY, job.collectives.steady, places),
     )
     gradients = {}  # which bucket a call carries: numbered within an iteration, not within a list
     for iteration in (0, 1):
@@ -162,9 +180,14 @@ def _calls(
     for phase, calls, buckets in parts:
         for call in calls:
             plan = plan_call(
-                topology, call.op, Protocol[(call.protocol or c.protocol).upper()], call.count, dtype_size(call.dtype),
+                topology,
+                call.op,
+                Protocol[(call.protocol or c.protocol).upper()],
+                call.count,
+                dtype_size(call.dtype),
                 algorithm=(call.algorithm or c.algorithm) if call.op == "AllReduce" else "ring",
-                root=call.root, channels=call.channels,
+                root=call.root,
+                channels=call.channels,
             )
             what, base = carries(call), 0
             if what == "gradient" and phase != Phase.STARTUP:
@@ -182,19 +205,21 @@ def _target(phase: Phase, call: Collective) -> Target:
     return Target.PARAMETERS if what == "parameters" and phase == Phase.STARTUP else Target.NOTHING
 
 
-def _edge(
-    job: Job, calls: list[tuple[Phase, Collective, CallPlan, int]], channel: int, src: int, dst: int
-) -> EdgeSpec:
+def _edge(job: Job, calls: list[tuple[Phase, Collective, CallPlan, int]], channel: int, src: int, dst: int) -> EdgeSpec:
     c = job.communicator
     minor = nccl_minor(job)
     return EdgeSpec(
-        channel=channel, src=src, dst=dst,
+        channel=channel,
+        src=src,
+        dst=dst,
         calls=tuple(
             CallSpec(edge_lane(plan, channel, src, dst), phase, _target(phase, call), base)
             for phase, call, plan, base in calls
         ),
-        qps=c.qps_per_connection, used=c.qps_per_connection if c.split_data_on_qps else 1,
-        ar_above=c.ar_threshold if c.adaptive_routing or minor <= 15 else None, imm_big_endian=minor >= 29,
+        qps=c.qps_per_connection,
+        used=c.qps_per_connection if c.split_data_on_qps else 1,
+        ar_above=c.ar_threshold if c.adaptive_routing or minor <= 15 else None,
+        imm_big_endian=minor >= 29,
     )
 
 

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from parser.machine import Engine
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -27,12 +28,17 @@ from flowcheck.jobplan import JobPlan, plan_job
 from flowcheck.manifest import Job
 from flowcheck.replica import JobReplica
 from flowcheck.report import (
-    BucketData, CaptureReport, CheckpointReport, FlowReport, Report, broadcast_report, write_report,
+    BucketData,
+    CaptureReport,
+    CheckpointReport,
+    FlowReport,
+    Report,
+    broadcast_report,
+    write_report,
 )
 from flowcheck.streams import Streams
 from flowcheck.summary import print_summary
 from flowcheck.verdict import BucketEvidence, Evidence, StreamEvidence, judge
-from parser.machine import Engine
 
 __all__ = ["ReplayOptions", "replay", "run"]
 
@@ -101,9 +107,9 @@ class _Session:
     options: ReplayOptions
     infos: list[PcapInfo]
     report: Report = field(default_factory=Report)
-    lost: bool = False      # an iteration was not published: nothing can be built on top of it
-    written: int = -1       # step of the newest checkpoint on disk
-    paused: float = 0.0     # seconds spent closing iterations
+    lost: bool = False  # an iteration was not published: nothing can be built on top of it
+    written: int = -1  # step of the newest checkpoint on disk
+    paused: float = 0.0  # seconds spent closing iterations
 
     def __post_init__(self) -> None:
         self.engine = Engine(self.plan.engine)
@@ -121,11 +127,14 @@ class _Session:
             if not eal.huge:
                 self.report.notes.append(eal.describe())
             sources = [
-                stack.enter_context(PcapSource(eal, info.path, stream=i, info=info)) for i, info in enumerate(self.infos)
+                stack.enter_context(PcapSource(eal, info.path, stream=i, info=info))
+                for i, info in enumerate(self.infos)
             ]
             self.streams = Streams(self.engine, sources, self._full)
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            bar = stack.enter_context(Progress(*columns, console=console, transient=True, disable=not console.is_terminal))
+            bar = stack.enter_context(
+                Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+            )
             task = bar.add_task("packets", total=total)
             started = time.monotonic()
             for source in sources:
@@ -136,14 +145,15 @@ class _Session:
                 source.stop()
             self.report.notes += [source.summary() for source in sources if source.counters()["oversize"]]
         self.report.stages = {
-            "start": started - begin, "receive and place": self.report.seconds - self.paused,
+            "start": started - begin,
+            "receive and place": self.report.seconds - self.paused,
             "verdict, update, write": self.paused,
         }
 
     def _full(self, iteration: int) -> bool:
         cells = self.engine.cells(iteration)
         return all(
-            bool(cells[place.offset // 8:-(-(place.offset + place.nbytes) // 8)].all())
+            bool(cells[place.offset // 8 : -(-(place.offset + place.nbytes) // 8)].all())
             for place in self.plan.iteration_buckets(iteration)
         )
 
@@ -157,26 +167,32 @@ class _Session:
         buckets = bucket_coverage(self.plan, self.engine, iteration)
         disagreements = self.engine.disagreements()
         differ, offset, _ = self.engine.copies(iteration)
-        verdict = judge(Evidence(
-            iteration=iteration,
-            buckets=tuple(BucketEvidence(b.place.index, b.place.elements, b.covered, b.missing) for b in buckets),
-            unanchored=tuple(self._unanchored()),
-            disagreements=tuple(describe_disagreement(self.plan, d) for d in disagreements if d["iteration"] == iteration),
-            icrc="all" if self.options.icrc else "off",
-            icrc_wrong_placed=0,
-            streams=tuple(
-                StreamEvidence(info.path, self.streams.state(i, iteration)) for i, info in enumerate(self.infos)
-            ),
-            copies_disagreed=differ * 8,
-            copies_first=f"byte {offset} of the iteration's gradients" if differ else "",
-            step_record_declared=bool(self.plan.job.step_values),
-            step_record_present=False,
-            checksum=None,
-            refused=refusal(self.plan, disagreements),
-            previous_published=not self.lost,
-        ))
+        verdict = judge(
+            Evidence(
+                iteration=iteration,
+                buckets=tuple(BucketEvidence(b.place.index, b.place.elements, b.covered, b.missing) for b in buckets),
+                unanchored=tuple(self._unanchored()),
+                disagreements=tuple(
+                    describe_disagreement(self.plan, d) for d in disagreements if d["iteration"] == iteration
+                ),
+                icrc="all" if self.options.icrc else "off",
+                icrc_wrong_placed=0,
+                streams=tuple(
+                    StreamEvidence(info.path, self.streams.state(i, iteration)) for i, info in enumerate(self.infos)
+                ),
+                copies_disagreed=differ * 8,
+                copies_first=f"byte {offset} of the iteration's gradients" if differ else "",
+                step_record_declared=bool(self.plan.job.step_values),
+                step_record_present=False,
+                checksum=None,
+                refused=refusal(self.plan, disagreements),
+                previous_published=not self.lost,
+            )
+        )
         dtype = self.plan.job.gradients.dtype
-        self.report.add_iteration([BucketData(b.place.index, dtype, b.data, b.placed, b.missing) for b in buckets], verdict)
+        self.report.add_iteration(
+            [BucketData(b.place.index, dtype, b.data, b.placed, b.missing) for b in buckets], verdict
+        )
         self.lost |= not verdict.publishable
         if verdict.publishable and self.replica.ready:
             self.replica.build(iteration, buckets)
@@ -193,7 +209,8 @@ class _Session:
                     yield flow_name(self.plan.job, spec.edge)
 
     def _write(self) -> None:
-        path = self.replica.write(self.options.out, self.report.unproven)
+        unproven = [*self.report.unproven, *self.replica.stale]
+        path = self.replica.write(self.options.out, unproven)
         self.written = self.replica.step
         self.report.checkpoint = CheckpointReport(self.written, str(path), "unverified")
 
@@ -207,6 +224,7 @@ class _Session:
         refused = refusal(self.plan, disagreements)
         if refused:
             self.report.notes.append(f"refused: {refused}; nothing is offered as a checkpoint")
+        self.report.notes += [f"unproven: {mark}" for mark in self.replica.stale]
         failure = self._failure(refused)
         self.options.out.mkdir(parents=True, exist_ok=True)
         if self.replica.ready and self.replica.step and not refused and self.written != self.replica.step:
@@ -237,7 +255,7 @@ class _Session:
     def _nothing_seen(self) -> UserError:
         """No gradient packet of the job in the captures: say what was there instead."""
         entries = self.engine.disagreements()
-        packets = {edge: 0 for edge in range(len(self.plan.job.flows))}
+        packets = dict.fromkeys(range(len(self.plan.job.flows)), 0)
         for stream in range(self.plan.engine.streams):
             for spec, counters in zip(self.plan.engine.flows, self.engine.flow_counters(stream), strict=True):
                 packets[spec.edge] += counters["packets"] if spec.data else 0
@@ -254,7 +272,7 @@ class _Session:
             + (f"; never seen: {'; '.join(silent[:4])}" if silent else "")
             + f"; by what became of the packets: {self._drops()}",
             where=captures,
-            remedy="`flowcheck inspect` lists the connections that are there; put their addresses and QP numbers in flows",
+            remedy="`flowcheck inspect` lists the connections; put their addresses and QP numbers in flows",
         )
 
     def _drops(self) -> dict[str, int]:
@@ -269,18 +287,29 @@ class _Session:
         report, job = self.report, self.plan.job
         report.drops = self._drops()
         report.captures = [CaptureReport(i.path, i.packet_count, i.size, i.format) for i in self.infos]
-        for stream in range(self.plan.engine.streams):
-            for spec, c in zip(self.plan.engine.flows, self.engine.flow_counters(stream), strict=True):
-                flow = job.flows[spec.edge]
-                source, target = (flow.src, flow.dst) if spec.data else (flow.dst, flow.src)
-                addresses = (flow.src_addr, flow.dst_addr) if spec.data else (flow.dst_addr, flow.src_addr)
-                if not c["seen"] and self.plan.engine.streams > 1:
-                    continue  # another capture has it; one line per flow and capture that carries it
-                report.flows.append(FlowReport(
-                    "gradients" if spec.data else "control", source, target, flow.channel, *addresses, [spec.qpn],
-                    c["packets"], c["missing"], c["duplicates"], c["retransmissions"], c["icrc_wrong"],
-                    c["state"] if spec.data else "", "" if c["seen"] else "no packet of it is in the captures",
-                ))
+        streams = [self.engine.flow_counters(stream) for stream in range(self.plan.engine.streams)]
+        for i, spec in enumerate(self.plan.engine.flows):
+            seen = [counters[i] for counters in streams if counters[i]["seen"]]
+            flow = job.flows[spec.edge]
+            ends = (flow.src, flow.dst) if spec.data else (flow.dst, flow.src)
+            addresses = (flow.src_addr, flow.dst_addr) if spec.data else (flow.dst_addr, flow.src_addr)
+            for c in seen or [streams[0][i]]:  # one line per capture that carries it
+                report.flows.append(
+                    FlowReport(
+                        "gradients" if spec.data else "control",
+                        *ends,
+                        flow.channel,
+                        *addresses,
+                        [spec.qpn],
+                        c["packets"],
+                        c["missing"],
+                        c["duplicates"],
+                        c["retransmissions"],
+                        c["icrc_wrong"],
+                        c["state"] if spec.data else "",
+                        "" if c["seen"] else "no packet of it is in the captures",
+                    )
+                )
         report.broadcasts = self._broadcasts()
 
     def _broadcasts(self) -> list:
@@ -293,6 +322,6 @@ class _Session:
         names = [place.name for place in self.plan.parameters]
         placed = sum(
             min(8, last.offset + last.nbytes - 8 * int(cell))
-            for cell in cells[first // 8:-(-(last.offset + last.nbytes) // 8)].nonzero()[0]
+            for cell in cells[first // 8 : -(-(last.offset + last.nbytes) // 8)].nonzero()[0]
         )
-        return [broadcast_report(names, self.engine.region(None)[first:last.offset + last.nbytes], placed)]
+        return [broadcast_report(names, self.engine.region(None)[first : last.offset + last.nbytes], placed)]

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from parser.machine import Engine
 
 from flowcheck.checkpoint import Loaded, Meta, load_init, write_step
 from flowcheck.errors import UserError
 from flowcheck.evidence import BucketCoverage, parameter_bytes
 from flowcheck.jobplan import JobPlan
-from parser.machine import Engine
 from updater.errors import UpdaterError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -127,6 +127,12 @@ class JobReplica:
         self._replica.publish(self._slot)
         self._slot = None
         return self._replica.current.step
+
+    @property
+    def stale(self) -> list[str]:
+        """Marks for entries whose later values are not on the mirrored wire: they stay what they were."""
+        buffers = [entry.name for entry in self._plan.job.model if entry.kind == "buffer"]
+        return [f"buffers are as at the start: {', '.join(buffers)}"] if buffers and not self.absent else []
 
     @property
     def ready(self) -> bool:

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from parser.machine import Engine
+
 from dataplane.capture import PcapSource
 from flowcheck.errors import UserError
-from parser.machine import Engine
 
 __all__ = ["Streams"]
 

@@ -59,7 +59,8 @@ def _flows(flows: list[FlowReport], console: Console) -> None:
         table.add_column(name, overflow="fold")
     for name in ("packets", "missing", "dup", "retrans", "bad icrc"):
         table.add_column(name, justify="right", no_wrap=True)
-    for flow in flows[:FLOWS]:
+    seen = [flow for flow in flows if flow.packets]
+    for flow in seen[:FLOWS]:
         ranks = f"rank {flow.src} > {flow.dst}"
         if flow.src is None or flow.dst is None:
             ranks = f"{flow.src_addr} > {flow.dst_addr}"
@@ -71,10 +72,12 @@ def _flows(flows: list[FlowReport], console: Console) -> None:
         cells = (ranks, channel, qpns, flow.role, flow.state, *(f"{count:,}" for count in counts))
         table.add_row(*(Text(cell) for cell in cells))
     console.print(table, width=_width(console))
-    for flow in [flow for flow in flows if flow.detail][:FLOWS]:
+    for flow in [flow for flow in seen if flow.detail][:FLOWS]:
         _line(console, "flow", f"{flow.src_addr} > {flow.dst_addr}: {flow.detail}")
-    if len(flows) > FLOWS:
-        _line(console, "", f"and {len(flows) - FLOWS} more flows in the report")
+    if len(seen) > FLOWS:
+        _line(console, "", f"and {len(seen) - FLOWS} more flows in the report")
+    if len(seen) < len(flows):
+        _line(console, "", f"{len(flows) - len(seen)} of {len(flows)} flows of the manifest are not in the captures")
 
 
 def _incomplete(report: Report, console: Console) -> None:

@@ -13,12 +13,25 @@ proven by what: docs/wire.md. Units: elements of the call's dtype unless a name 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 __all__ = [
-    "CallPlan", "Family", "Kind", "Lane", "Protocol", "Segment", "Topology", "UnsupportedCall",
-    "WireError", "channel_split", "edge_lane", "family_of", "plan_call", "threads_and_channels", "tree_parent",
+    "CallPlan",
+    "Family",
+    "Kind",
+    "Lane",
+    "Protocol",
+    "Segment",
+    "Topology",
+    "UnsupportedCall",
+    "WireError",
+    "channel_split",
+    "edge_lane",
+    "family_of",
+    "plan_call",
+    "threads_and_channels",
+    "tree_parent",
 ]
 
 NCCL_STEPS = 8
@@ -263,7 +276,7 @@ def _contiguous(base: int, part: int, group: int, full: int, last_align: int) ->
         return ()
     whole, rest = divmod(part, group * full)
     limit = base + part
-    out = []
+    out: list[Segment] = []
     if whole:
         out.append(Segment(base, group * full, full, full, limit, whole))
     if rest:
@@ -293,7 +306,7 @@ def _interleaved(
             minimum = threads * (60 // ts) // (2 if op != "Broadcast" else 1)
         return min(full, _ceil(rest, channels * group * minimum) * minimum)
 
-    out = []
+    out: list[tuple[Segment, ...]] = []
     for channel in range(topology.channels):
         if channel >= channels or count == 0:
             out.append(())
@@ -323,12 +336,14 @@ def _tree_chunk_bytes(topology: Topology, protocol: Protocol, part_bytes: int, c
                 while part_bytes < channels * chunk * factor * log2 and chunk > floor:
                     chunk //= 2
         return chunk
-    chunk = topology.slot_bytes[protocol]
+    # 2.19 halves the slot and takes 15/16 at the end, later versions halve the data bytes
+    early = topology.family < Family.V2_20
+    chunk = topology.slot_bytes[protocol] if early else _step_data_bytes(topology, protocol)
     steps = 1 + log2 + 0.1
     for factor, floor in ((64, 131072), (16, 32768)):
         while part_bytes / (channels * chunk) < steps * factor and chunk > floor:
             chunk //= 2
-    return chunk // 16 * 15
+    return chunk // 16 * 15 if early else chunk
 
 
 def _segments(
@@ -348,10 +363,11 @@ def _segments(
         split = channel_split(family, protocol, count * ts, ts, channels, topology.channels, tpb)
         align = 16 // ts
     grain = {Protocol.LL: 16, Protocol.LL128: 1920, Protocol.SIMPLE: 512}[protocol]
-    out = []
+    out: list[tuple[Segment, ...]] = []
     for base, part in split:
-        if algorithm == "tree":
-            full = _tree_chunk_bytes(topology, protocol, part * ts, 1) // ts
+        if algorithm == "tree":  # 2.20-2.21 size the chunk by the whole call (computeCollChunkInfo)
+            sized_by = (count * ts, channels) if family == Family.V2_20 else (part * ts, 1)
+            full = _tree_chunk_bytes(topology, protocol, *sized_by) // ts
         if family >= Family.V2_22:
             full = full * ts // grain * grain // ts
         out.append(_contiguous(base, part, group, full, align))
@@ -362,11 +378,11 @@ def _split_2_20(
     topology: Topology, protocol: Protocol, count: int, ts: int, channels: int, threads: int
 ) -> tuple[list[tuple[int, int]], int]:
     """2.5: one contiguous range per channel, rounded to an alignment that depends on the threads."""
-    align = {
-        Protocol.LL: 8 // ts * threads, Protocol.LL128: 480 // ts * (threads // 32), Protocol.SIMPLE: 4096 // ts
-    }[protocol]
+    align = {Protocol.LL: 8 // ts * threads, Protocol.LL128: 480 // ts * (threads // 32), Protocol.SIMPLE: 4096 // ts}[
+        protocol
+    ]
     per = _up(_ceil(_up(_ceil(count * ts, channels), 16), ts), align)
-    out = []
+    out: list[tuple[int, int]] = []
     for channel in range(topology.channels):
         base = min(count, channel * per) if channel < channels else count
         out.append((base, min(per, count - base)))
@@ -379,12 +395,13 @@ def _tree_interleaved(
     """7.3 for 2.12-2.19: chunk c of a loop at g + c*size."""
     chunk = _tree_chunk_bytes(topology, protocol, count * ts, channels) // ts
     minimum = {
-        Protocol.SIMPLE: (threads - 64) * 8 * (8 // ts), Protocol.LL: threads * (8 // ts),
+        Protocol.SIMPLE: (threads - 64) * 8 * (8 // ts),
+        Protocol.LL: threads * (8 // ts),
         Protocol.LL128: threads * (60 // ts) // 8,
     }[protocol]
     if channels * chunk > count:
         chunk = _ceil(count, channels * minimum) * minimum
-    out = []
+    out: list[tuple[Segment, ...]] = []
     for channel in range(topology.channels):
         if channel >= channels or count == 0:
             out.append(())
@@ -395,12 +412,19 @@ def _tree_interleaved(
 
 
 def plan_call(
-    topology: Topology, op: str, protocol: Protocol, count: int, elem_bytes: int, *,
-    algorithm: str = "ring", root: int = 0, channels: int | None = None,
+    topology: Topology,
+    op: str,
+    protocol: Protocol,
+    count: int,
+    elem_bytes: int,
+    *,
+    algorithm: str = "ring",
+    root: int = 0,
+    channels: int | None = None,
 ) -> CallPlan:
     """Plan one ungrouped call. count in elements of elem_bytes (AllGather, ReduceScatter: per rank).
 
-    `channels` overrides the number that NCCL would choose (3.1). Broadcast and AllGather move bytes:
+    `channels`: plan as if the communicator had this many (3.1 may use fewer). Broadcast and AllGather move bytes:
     NCCL turns their type into int8, and so does this function (the plan's elem_bytes is then 1).
     Raises UnsupportedCall where the layout is not known.
     """
@@ -409,10 +433,10 @@ def plan_call(
     if op in ("Broadcast", "AllGather"):
         count, elem_bytes = count * elem_bytes, 1
     ranks = topology.ranks if op in ("AllGather", "ReduceScatter") else 1
-    used, threads = threads_and_channels(topology, algorithm, protocol, count * elem_bytes * ranks)
-    if channels is not None:
-        used = channels
-    segments = _segments(topology, op, algorithm, protocol, count, elem_bytes, used, threads)
+    seen = topology if channels is None else replace(topology, channels=channels)
+    used, threads = threads_and_channels(seen, algorithm, protocol, count * elem_bytes * ranks)
+    segments = _segments(seen, op, algorithm, protocol, count, elem_bytes, used, threads)
+    segments += ((),) * (topology.channels - seen.channels)
     return CallPlan(op, protocol, algorithm, elem_bytes, count, root, used, threads, topology, segments)
 
 
@@ -446,7 +470,7 @@ def tree_of(topology: Topology, channel: int) -> int:
     """
     if topology.channels > 1 and topology.channels % 2:
         raise UnsupportedCall(
-            f"tree over {topology.channels} channels: which of them use the second tree cannot be derived from an odd number"
+            f"tree over {topology.channels} channels: an odd number does not say which of them use the second tree"
         )
     return 1 if topology.channels > 1 and channel >= topology.channels // 2 else 0
 
@@ -479,12 +503,24 @@ def edge_lane(plan: CallPlan, channel: int, src: int, dst: int) -> Lane | None:
         kind = Kind.RING_BROADCAST
     else:
         kind = {
-            "AllReduce": Kind.RING_ALLREDUCE, "AllGather": Kind.RING_ALLGATHER, "ReduceScatter": Kind.RING_REDUCESCATTER,
+            "AllReduce": Kind.RING_ALLREDUCE,
+            "AllGather": Kind.RING_ALLGATHER,
+            "ReduceScatter": Kind.RING_REDUCESCATTER,
         }[plan.op]
     sliced = plan.protocol == Protocol.SIMPLE and kind <= Kind.RING_REDUCESCATTER
     slot = topology.slot_bytes[plan.protocol]
     return Lane(
-        kind=kind, protocol=plan.protocol, elem_bytes=plan.elem_bytes, ranks=topology.ranks, index=index,
-        slices=2 if sliced else 1, step_inc=2 if sliced else 1, step_align=4 if sliced else 1, slot_bytes=slot,
-        slice_floor=2 * slot // plan.elem_bytes // 32, block=plan.count, order=order, segments=segments,
+        kind=kind,
+        protocol=plan.protocol,
+        elem_bytes=plan.elem_bytes,
+        ranks=topology.ranks,
+        index=index,
+        slices=2 if sliced else 1,
+        step_inc=2 if sliced else 1,
+        step_align=4 if sliced else 1,
+        slot_bytes=slot,
+        slice_floor=2 * slot // plan.elem_bytes // 32,
+        block=plan.count,
+        order=order,
+        segments=segments,
     )

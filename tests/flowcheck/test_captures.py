@@ -158,4 +158,4 @@ def test_one_direction_of_soft_roce_places_the_recomputed_ranges(
     assert 0 < bucket["placed_elements"] < count
     assert bucket["missing"] == {"not_mirrored": count - bucket["placed_elements"]}
     for part in bucket["placed"]:
-        assert part["sha256"] == hashlib.sha256(out[part["start"]:part["end"]].tobytes()).hexdigest()
+        assert part["sha256"] == hashlib.sha256(out[part["start"] : part["end"]].tobytes()).hexdigest()

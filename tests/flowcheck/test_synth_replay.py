@@ -24,9 +24,14 @@ REPLAY = settings(
 )
 
 jobs = st.builds(
-    example_job, ranks=st.integers(2, 8), channels=st.integers(1, 4), protocol=st.sampled_from(["ll", "simple"]),
-    count=st.lists(st.integers(1, 20_000), min_size=1, max_size=3), mtu=st.sampled_from([1024, 4096]),
-    version=st.sampled_from(["2.19.4", "2.22.3", "2.27.7"]), seed=st.integers(0, 1000),
+    example_job,
+    ranks=st.integers(2, 8),
+    channels=st.integers(1, 4),
+    protocol=st.sampled_from(["ll", "simple"]),
+    count=st.lists(st.integers(1, 20_000), min_size=1, max_size=3),
+    mtu=st.sampled_from([1024, 4096]),
+    version=st.sampled_from(["2.19.4", "2.22.3", "2.27.7"]),
+    seed=st.integers(0, 1000),
 )
 
 
@@ -69,10 +74,13 @@ def _check_placed(job: Job, made: Synthesis, report: dict, exact: bool) -> None:
             found = reported[iteration["iteration"]]["buckets"][bucket["bucket"]]
             placed = _mask(bucket["elements"], [[p["start"], p["end"]] for p in found["placed"]])
             for part in found["placed"]:
-                assert part["sha256"] == hashlib.sha256(truth[part["start"] * size:part["end"] * size]).hexdigest()
+                assert part["sha256"] == hashlib.sha256(truth[part["start"] * size : part["end"] * size]).hexdigest()
             assert not (placed & ~present).any()
             assert sum(found["missing"].values()) == bucket["elements"] - placed.sum()
-            assert found["missing"].get("not_mirrored", 0) == bucket["elements"] - _mask(bucket["elements"], bucket["carried"]).sum()
+            assert (
+                found["missing"].get("not_mirrored", 0)
+                == bucket["elements"] - _mask(bucket["elements"], bucket["carried"]).sum()
+            )
             if exact:
                 assert _ranges(placed) == bucket["carried"]
 
@@ -109,7 +117,7 @@ def test_one_direction_of_one_rank_is_the_right_incomplete_set(job: Job, directi
     made = generate(job, iterations=2, ports=[rank], directions=direction)
     if not any(b["carried"] for i in made.truth["iterations"] for b in i["buckets"]):
         return  # so few elements that this direction carries none of them
-    report, failure, steps = _replay(job, made)
+    report, failure, _ = _replay(job, made)
     _check_placed(job, made, report, exact=True)
     complete = all(b["carried"] == [[0, b["elements"]]] for i in made.truth["iterations"] for b in i["buckets"])
     if not complete:
@@ -127,7 +135,9 @@ def test_with_loss_every_placed_byte_is_right_and_every_missing_one_named(
         return
     report, failure, steps = _replay(job, made)
     _check_placed(job, made, report, exact=False)
-    gaps = {i["iteration"] for i in made.truth["iterations"] for b in i["buckets"] if b["present"] != [[0, b["elements"]]]}
+    gaps = {
+        i["iteration"] for i in made.truth["iterations"] for b in i["buckets"] if b["present"] != [[0, b["elements"]]]
+    }
     for iteration in report["iterations"]:
         assert not (iteration["iteration"] in gaps and iteration["verdict"]["complete"])
     published = report["totals"]["iterations_published"]

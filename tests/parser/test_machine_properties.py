@@ -8,13 +8,26 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parser.machine import Engine
 
 from flowcheck.jobplan import JobPlan, plan_job
 from flowcheck.manifest import Job, dtype_size
 from flowcheck.synth import TransportOptions, example_job, generate
-from parser.machine import Engine
 
-VERSIONS = ["2.12.12", "2.18.5", "2.19.4", "2.20.5", "2.21.5", "2.22.3", "2.23.4", "2.25.1", "2.26.2", "2.27.7", "2.29.2", "2.30.7"]
+VERSIONS = [
+    "2.12.12",
+    "2.18.5",
+    "2.19.4",
+    "2.20.5",
+    "2.21.5",
+    "2.22.3",
+    "2.23.4",
+    "2.25.1",
+    "2.26.2",
+    "2.27.7",
+    "2.29.2",
+    "2.30.7",
+]
 DTYPES = ["float32", "bfloat16", "float16", "float64", "int32", "int64"]
 
 
@@ -23,20 +36,35 @@ def jobs(draw: st.DrawFn) -> Job:
     algorithm = draw(st.sampled_from(["ring", "ring", "tree"]))
     channels = draw(st.sampled_from([1, 2, 3, 4, 8, 32] if algorithm == "ring" else [1, 2, 4, 8]))
     return example_job(
-        ranks=draw(st.integers(2, 16)), channels=channels, algorithm=algorithm, protocol=draw(st.sampled_from(["ll", "ll128", "simple"])),
-        count=draw(st.lists(st.integers(1, 30_000), min_size=1, max_size=3)), version=draw(st.sampled_from(VERSIONS)),
-        dtype=draw(st.sampled_from(DTYPES)), mtu=draw(st.sampled_from([256, 512, 1024, 2048, 4096])),
-        qps=draw(st.sampled_from([1, 1, 2, 4])), split_data_on_qps=draw(st.booleans()),
-        adaptive_routing=draw(st.booleans()), ipv6=draw(st.booleans()), startup=draw(st.booleans()), seed=draw(st.integers(0, 999)),
+        ranks=draw(st.integers(2, 16)),
+        channels=channels,
+        algorithm=algorithm,
+        protocol=draw(st.sampled_from(["ll", "ll128", "simple"])),
+        count=draw(st.lists(st.integers(1, 30_000), min_size=1, max_size=3)),
+        version=draw(st.sampled_from(VERSIONS)),
+        dtype=draw(st.sampled_from(DTYPES)),
+        mtu=draw(st.sampled_from([256, 512, 1024, 2048, 4096])),
+        qps=draw(st.sampled_from([1, 1, 2, 4])),
+        split_data_on_qps=draw(st.booleans()),
+        adaptive_routing=draw(st.booleans()),
+        ipv6=draw(st.booleans()),
+        startup=draw(st.booleans()),
+        seed=draw(st.integers(0, 999)),
     )
 
 
-faults = st.fixed_dictionaries({
-    "loss": st.sampled_from([0.0, 0.0, 0.01, 0.1]), "reorder": st.sampled_from([0.0, 0.05]),
-    "duplicate": st.sampled_from([0.0, 0.05]), "corrupt": st.sampled_from([0.0, 0.02]),
-})
+faults = st.fixed_dictionaries(
+    {
+        "loss": st.sampled_from([0.0, 0.0, 0.01, 0.1]),
+        "reorder": st.sampled_from([0.0, 0.05]),
+        "duplicate": st.sampled_from([0.0, 0.05]),
+        "corrupt": st.sampled_from([0.0, 0.02]),
+    }
+)
 transports = st.builds(
-    TransportOptions, vlan=st.sampled_from([None, 7]), retransmit=st.sampled_from([0.0, 0.2]),
+    TransportOptions,
+    vlan=st.sampled_from([None, 7]),
+    retransmit=st.sampled_from([0.0, 0.2]),
     cut_ranks=st.sampled_from([frozenset(), frozenset({0}), frozenset({1})]),
 )
 
@@ -51,8 +79,10 @@ def run(plan: JobPlan, streams: list[list[tuple[int, bytes]]]) -> tuple[Engine, 
         cells, region = engine.cells(iteration), engine.region(iteration)
         for place in plan.iteration_buckets(iteration):
             size = place.nbytes // place.elements
-            mask = np.repeat(cells[place.offset // 8:-(-(place.offset + place.nbytes) // 8)], 8 // size)[:place.elements]
-            data = region[place.offset:place.offset + place.nbytes].copy()
+            mask = np.repeat(cells[place.offset // 8 : -(-(place.offset + place.nbytes) // 8)], 8 // size)[
+                : place.elements
+            ]
+            data = region[place.offset : place.offset + place.nbytes].copy()
             out[iteration, place.index] = (data, mask, engine.copies(iteration)[0])
         engine.retire()
 
@@ -81,12 +111,20 @@ def mask_of(elements: int, ranges: list[list[int]]) -> np.ndarray:
 
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(
-    jobs(), st.integers(1, 6), st.lists(st.integers(0, 15), min_size=1, max_size=2), st.sampled_from(["both", "both", "in", "out"]),
-    faults, transports, st.booleans(), st.integers(0, 10**6),
+    jobs(),
+    st.integers(1, 6),
+    st.lists(st.integers(0, 15), min_size=1, max_size=2),
+    st.sampled_from(["both", "both", "in", "out"]),
+    faults,
+    transports,
+    st.booleans(),
+    st.integers(0, 10**6),
 )
 def test_placed_bytes_are_the_truth(job, iterations, ports, directions, fault, transport, apart, seed) -> None:
     ports = sorted({port % job.communicator.ranks for port in ports})
-    made = generate(job, iterations=iterations, ports=ports, directions=directions, seed=seed, transport=transport, **fault)
+    made = generate(
+        job, iterations=iterations, ports=ports, directions=directions, seed=seed, transport=transport, **fault
+    )
     streams = list(made.ports.values()) if apart else [made.packets]
     plan = plan_job(job, streams=len(streams))
     engine, out = run(plan, streams)

@@ -24,8 +24,13 @@ def _check(case: dict) -> None:
     steps: dict[tuple[int, int, int], int] = {}
     for op in case["ops"]:
         plan = wire.plan_call(
-            topology, op["func"], wire.Protocol[op["protocol"].upper()], op["count"], ELEMENT_BYTES[op["dtype"]],
-            algorithm=op["algorithm"].lower(), root=op["root"],
+            topology,
+            op["func"],
+            wire.Protocol[op["protocol"].upper()],
+            op["count"],
+            ELEMENT_BYTES[op["dtype"]],
+            algorithm=op["algorithm"].lower(),
+            root=op["root"],
         )
         wanted = {
             (c["channel"], c["rank"], c["peer"]): [(m[0], m[1]) for m in c["messages"]] for c in op["connections"]
