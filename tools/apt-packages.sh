@@ -23,7 +23,8 @@ else
     exit 1
 fi
 echo "flowcheck: installing Debian packages:$missing"
-export DEBIAN_FRONTEND=noninteractive
 $as_root apt-get update -qq
 # env: sudo drops the variable otherwise, and tshark's package asks a question.
-$as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $missing
+# shellcheck disable=SC2086  # a list of words
+$as_root env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y -qq --no-install-recommends -o Dpkg::Use-Pty=0 $missing >/dev/null
