@@ -2,6 +2,15 @@
  *
  * A cell is 8 bytes; bit c of a bitmap says that cell c holds valid bytes. Each stream owns its bitmap
  * (single writer); readers may look at the others'. All functions are pure on their arguments.
+ *
+ * Placing is one pass over a packet: fc_*_place checks every flag while it writes the data, with
+ * non-temporal stores where the processor has them. Two rules follow for the caller:
+ *   - When a flag was wrong the destination holds anything. So it may only be called for cells that are not
+ *     covered yet, and coverage is set only after it said that all flags were right.
+ *   - Non-temporal stores are ordered by nothing but a fence. fc_place_fence() comes after a burst of packets
+ *     and before anything that tells another thread about them (once per burst: one per packet costs 2x).
+ * The kernels are chosen once, when the library is loaded: AVX-512, AVX2 or portable C. FLOWCHECK_SIMD=avx2 or
+ * =portable takes a lesser one (tests; a machine whose AVX-512 lowers the clock).
  */
 #ifndef FLOWCHECK_PLACE_H
 #define FLOWCHECK_PLACE_H
@@ -56,6 +65,10 @@ void fc_ll_unpack(uint8_t *dst, const uint8_t *wire, uint64_t bytes);
 
 /* -- LL128 (4.2): 128-byte lines, 15 words of data and a flag, permuted in 960-byte halves ------- */
 
+#define FC_LL128_LINE 128
+#define FC_LL128_WIRE 1024 /* one half-slice on the wire: 8 lines */
+#define FC_LL128_DATA 960  /* and its data                        */
+
 /* First of `lines` lines whose flag is not `flag`, or -1. */
 int64_t fc_ll128_bad_line(const uint8_t *wire, uint64_t lines, uint64_t flag);
 
@@ -66,5 +79,52 @@ static inline uint32_t fc_ll128_offset(uint32_t line, uint32_t word)
         return 128 * line + 8 * word;
     return word < 14 ? 512 + 112 * (line - 4) + 8 * word : 128 * (line - 4) + 120;
 }
+
+/* -- placing: check and write in one pass -------------------------------------------------------- */
+
+typedef struct fc_place_kernels {
+    const char *name;
+    int64_t (*ll)(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag);
+    int64_t (*ll128)(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag);
+    void (*copy)(uint8_t *dst, const uint8_t *src, uint64_t bytes);
+} fc_place_kernels;
+
+/* Best first, ended by a null pointer; those this processor cannot run are left out. */
+extern const fc_place_kernels *fc_place_all[4];
+/* The one in use. Written by the library's constructor, read-only afterwards. */
+extern const fc_place_kernels *fc_place_best;
+
+/* `bytes` data bytes of LL lines to dst (a multiple of 8). Both flags of every line used are checked.
+ * Returns -1, or the first wrong line; then dst[0..bytes) is undefined. Never writes elsewhere. */
+static inline int64_t fc_ll_place(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag)
+{
+    return fc_place_best->ll(dst, wire, bytes, flag);
+}
+
+/* `halves` whole half-slices of LL128 (1024 wire bytes each) to dst: the first `bytes` of their 960 * halves
+ * data bytes. The flags of all lines are checked, padding included. Returns as fc_ll_place. */
+static inline int64_t fc_ll128_place(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag)
+{
+    return fc_place_best->ll128(dst, wire, halves, bytes, flag);
+}
+
+/* SIMPLE (4.3): plain bytes. */
+static inline void fc_copy_place(uint8_t *dst, const uint8_t *src, uint64_t bytes)
+{
+    fc_place_best->copy(dst, src, bytes);
+}
+
+/* Orders what was placed before whatever the caller publishes next. */
+static inline void fc_place_fence(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_sfence();
+#else
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+#endif
+}
+
+/* The kernel tables, one per source file; avx2 and avx512 exist on x86-64 only. */
+extern const fc_place_kernels fc_place_portable, fc_place_avx2, fc_place_avx512;
 
 #endif

@@ -1,4 +1,9 @@
+/* Codecs in plain C - the reference that the SIMD versions must equal byte for byte - and the choice of one. */
 #include "place.h"
+
+#include <stdlib.h>
+
+/* -- reference ------------------------------------------------------------------------------------ */
 
 int64_t fc_ll_bad_line(const uint8_t *wire, uint64_t lines, uint32_t flag)
 {
@@ -42,9 +47,64 @@ int64_t fc_ll128_bad_line(const uint8_t *wire, uint64_t lines, uint64_t flag)
 {
     for (uint64_t i = 0; i < lines; i++) {
         uint64_t f;
-        memcpy(&f, wire + 128 * i + 120, 8);
+        memcpy(&f, wire + FC_LL128_LINE * i + 120, 8);
         if (f != flag)
             return (int64_t)i;
     }
     return -1;
+}
+
+static int64_t ll_portable(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag)
+{
+    int64_t bad = fc_ll_bad_line(wire, (bytes + 7) / 8, flag);
+    if (bad < 0)
+        fc_ll_unpack(dst, wire, bytes);
+    return bad;
+}
+
+static int64_t ll128_portable(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag)
+{
+    int64_t bad = fc_ll128_bad_line(wire, 8 * halves, flag);
+    if (bad >= 0)
+        return bad;
+    for (uint64_t word = 0; word < 120 * halves; word++) {
+        uint32_t line = (uint32_t)(word / 15 % 8), at = (uint32_t)(word % 15);
+        uint64_t to = word / 120 * FC_LL128_DATA + fc_ll128_offset(line, at);
+        if (to >= bytes)
+            continue;
+        memcpy(dst + to, wire + word / 15 * FC_LL128_LINE + 8 * at, bytes - to < 8 ? bytes - to : 8);
+    }
+    return -1;
+}
+
+static void copy_portable(uint8_t *dst, const uint8_t *src, uint64_t bytes)
+{
+    memcpy(dst, src, bytes);
+}
+
+const fc_place_kernels fc_place_portable = {"portable", ll_portable, ll128_portable, copy_portable};
+
+/* -- choice --------------------------------------------------------------------------------------- */
+
+const fc_place_kernels *fc_place_all[4] = {&fc_place_portable};
+const fc_place_kernels *fc_place_best = &fc_place_portable;
+
+/* Every extension carries its own copy of this file, so each makes the same choice for itself. */
+__attribute__((constructor)) static void choose(void)
+{
+    const char *wanted = getenv("FLOWCHECK_SIMD");
+    int n = 0;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+        fc_place_all[n++] = &fc_place_avx512;
+    if (__builtin_cpu_supports("avx2"))
+        fc_place_all[n++] = &fc_place_avx2;
+#endif
+    fc_place_all[n++] = &fc_place_portable;
+    fc_place_all[n] = NULL;
+    fc_place_best = fc_place_all[0];
+    for (int i = 0; wanted && i < n; i++)
+        if (strcmp(wanted, fc_place_all[i]->name) == 0)
+            fc_place_best = fc_place_all[i];
 }

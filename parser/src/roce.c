@@ -1,14 +1,16 @@
-/* Ethernet / VLAN / IPv4 / IPv6 / UDP / BTH decode. See include/roce.h for the contract.
+/* Ethernet / VLAN / IPv4 / IPv6 / [tunnel /] UDP / BTH decode. See include/roce.h for the contract.
  *
  * Model: one forward walk. `avail` is what was captured from the IP header on, `total` what the IP
  * header says the wire had. Every read is covered by a check against `avail` above it; every length
  * taken from the packet is checked against `total`. The common frame (no tag, no option) takes four
- * branches that never turn.
+ * branches that never turn. Tunnels are met where the walk finds no RoCE, so they cost the common frame
+ * nothing; the frame inside is decoded by a second copy of the walk, which refuses another tunnel.
  *
  * When the capture ends before RoCE can be ruled out, the answer is FC_TRUNCATED, not FC_NOT_ROCE: a
  * snap length of 30 must not look like a quiet link.
  */
 #include "roce.h"
+#include "tunnel.h"
 
 #include <string.h>
 
@@ -18,8 +20,8 @@
 enum {
     ETH_HEADER = 14, ETH_IPV4 = 0x0800, ETH_IPV6 = 0x86dd,
     ETH_VLAN = 0x8100, ETH_QINQ = 0x88a8, ETH_QINQ_OLD = 0x9100,
-    IP_UDP = 17, IP6_HOP_BY_HOP = 0, IP6_ROUTING = 43, IP6_FRAGMENT = 44, IP6_DEST_OPTS = 60,
-    UDP_HEADER = 8, ROCE_PORT = 4791,
+    IP_UDP = 17, IP_GRE = 47, IP6_HOP_BY_HOP = 0, IP6_ROUTING = 43, IP6_FRAGMENT = 44, IP6_DEST_OPTS = 60,
+    UDP_HEADER = 8, ROCE_PORT = 4791, VXLAN_PORT = 4789,
     BTH_SIZE = 12, ICRC_SIZE = 4,
     MAX_TAGS = 4, MAX_IP6_EXTENSIONS = 8 /* deeper nesting is an attack, not a network */
 };
@@ -74,10 +76,21 @@ static const shape shapes[256] = {
     [0x64] = {DETH, FC_HAS_DETH}, [0x65] = {DETH + IMM, FC_HAS_DETH | FC_HAS_IMM}, /* UD */
 };
 
+/* May a packet of this IP protocol hold RoCE, plain or wrapped? */
+static inline int may_hold(uint32_t protocol)
+{
+    return protocol == IP_UDP || protocol == IP_GRE || fc_refused_protocol(protocol) != FC_REFUSED_NOT;
+}
+
+static inline int may_hold_port(uint32_t port)
+{
+    return port == ROCE_PORT || port == VXLAN_PORT;
+}
+
 /* The UDP header is not complete. Whose fault, and could it have been RoCE? */
 static int short_udp(const uint8_t *ip, size_t avail, size_t l4, size_t total)
 {
-    if (avail >= l4 + 4 && total >= l4 + 4 && be16(ip + l4 + 2) != ROCE_PORT)
+    if (avail >= l4 + 4 && total >= l4 + 4 && !may_hold_port(be16(ip + l4 + 2)))
         return FC_NOT_ROCE;
     return total < l4 + UDP_HEADER ? FC_MALFORMED : FC_TRUNCATED;
 }
@@ -85,7 +98,7 @@ static int short_udp(const uint8_t *ip, size_t avail, size_t l4, size_t total)
 /* A UDP fragment: the first one shows its port, the others could be anything. */
 static int udp_fragment(const uint8_t *ip, size_t avail, size_t l4, size_t total, uint32_t offset)
 {
-    if (offset == 0 && avail >= l4 + 4 && total >= l4 + 4 && be16(ip + l4 + 2) != ROCE_PORT)
+    if (offset == 0 && avail >= l4 + 4 && total >= l4 + 4 && !may_hold_port(be16(ip + l4 + 2)))
         return FC_NOT_ROCE;
     return FC_FRAGMENT;
 }
@@ -100,8 +113,8 @@ static inline int is_ip6_extension(uint32_t next)
     return next == IP6_HOP_BY_HOP || next == IP6_ROUTING || next == IP6_FRAGMENT || next == IP6_DEST_OPTS;
 }
 
-/* Walks IPv6 extension headers up to UDP. FC_ROCE here means: UDP at *l4. */
-static int walk_ip6(const uint8_t *ip, size_t avail, size_t total, size_t *l4)
+/* Walks IPv6 extension headers. FC_ROCE here means: a packet of *protocol, which may hold RoCE, at *l4. */
+static int walk_ip6(const uint8_t *ip, size_t avail, size_t total, size_t *l4, uint32_t *protocol)
 {
     uint32_t next = ip[6];
     size_t at = 40;
@@ -116,16 +129,60 @@ static int walk_ip6(const uint8_t *ip, size_t avail, size_t total, size_t *l4)
             uint32_t offset = be16(ip + at + 2) >> 3;
             if (inner == IP_UDP)
                 return udp_fragment(ip, avail, at + 8, total, offset);
-            return is_ip6_extension(inner) ? FC_FRAGMENT : FC_NOT_ROCE;
+            return is_ip6_extension(inner) || may_hold(inner) ? FC_FRAGMENT : FC_NOT_ROCE;
         }
         next = ip[at];
         at += ((size_t)ip[at + 1] + 1) * 8;
     }
     *l4 = at;
-    return next == IP_UDP ? FC_ROCE : FC_NOT_ROCE;
+    *protocol = next;
+    return may_hold(next) ? FC_ROCE : FC_NOT_ROCE;
 }
 
-int fc_roce_decode(const uint8_t *frame, size_t len, fc_roce *out)
+static int decode_wrapped(const uint8_t *frame, size_t len, fc_roce *out);
+
+static int refuse(fc_roce *out, int refusal)
+{
+    out->refusal = (uint8_t)refusal;
+    return FC_ENCAPSULATED;
+}
+
+static int other_type(uint32_t type, fc_roce *out)
+{
+    int refusal = fc_refused_type(type);
+    return refusal ? refuse(out, refusal) : FC_NOT_ROCE;
+}
+
+/* The packet at ip + l4 is not RoCE itself. What does it wrap? wrapped: it is inside a tunnel already. */
+static __attribute__((noinline)) int enter(const uint8_t *ip, size_t avail, size_t l4, size_t total, uint32_t protocol,
+                                           int wrapped, fc_roce *out)
+{
+    fc_tunnel tunnel;
+    size_t left = avail < total ? avail : total;
+    int cut = avail < total, status;
+
+    left = left > l4 ? left - l4 : 0;
+    switch (fc_tunnel_enter(protocol, ip + l4, left, &tunnel)) {
+    case FC_TUNNEL_ABSENT: return FC_NOT_ROCE;
+    case FC_TUNNEL_SHORT: return cut ? FC_TRUNCATED : FC_MALFORMED;
+    case FC_TUNNEL_REFUSED: return refuse(out, tunnel.refusal);
+    default: break;
+    }
+    if (wrapped)
+        return refuse(out, FC_REFUSED_TWICE);
+    status = decode_wrapped(tunnel.inner, left - tunnel.offset, out);
+    if (status != FC_ROCE)
+        return status;
+    if (cut || tunnel.truncated)
+        return FC_TRUNCATED;
+    if (tunnel.bad)
+        return FC_MALFORMED;
+    out->tunnel = tunnel.kind;
+    out->session = tunnel.session;
+    return FC_ROCE;
+}
+
+static inline __attribute__((always_inline)) int decode(const uint8_t *frame, size_t len, int wrapped, fc_roce *out)
 {
     size_t off = ETH_HEADER, avail, total, l4;
     uint32_t type, vlan = 0xffff;
@@ -148,13 +205,18 @@ int fc_roce_decode(const uint8_t *frame, size_t len, fc_roce *out)
 
     if (LIKELY(type == ETH_IPV4)) {
         if (UNLIKELY(avail < 20))
-            return avail >= 10 && ip[9] != IP_UDP ? FC_NOT_ROCE : FC_TRUNCATED;
-        if (ip[9] != IP_UDP)
-            return FC_NOT_ROCE;
+            return avail >= 10 && !may_hold(ip[9]) ? FC_NOT_ROCE : FC_TRUNCATED;
         l4 = (size_t)(ip[0] & 0x0f) * 4;
+        total = be16(ip + 2);
+        if (ip[9] != IP_UDP) {
+            if (!may_hold(ip[9]))
+                return FC_NOT_ROCE;
+            if (ip[0] >> 4 != 4 || l4 < 20)
+                return FC_MALFORMED;
+            return be16(ip + 6) & 0x3fff ? FC_FRAGMENT : enter(ip, avail, l4, total, ip[9], wrapped, out);
+        }
         if (UNLIKELY(ip[0] >> 4 != 4 || l4 < 20))
             return FC_MALFORMED;
-        total = be16(ip + 2);
         if (UNLIKELY(be16(ip + 6) & 0x3fff)) /* more-fragments bit or an offset */
             return udp_fragment(ip, avail, l4, total, be16(ip + 6) & 0x1fff);
         out->src = ip + 12;
@@ -165,13 +227,16 @@ int fc_roce_decode(const uint8_t *frame, size_t len, fc_roce *out)
         out->ip_id = (uint16_t)be16(ip + 4);
     } else if (type == ETH_IPV6) {
         if (UNLIKELY(avail < 40))
-            return avail >= 7 && ip[6] != IP_UDP && !is_ip6_extension(ip[6]) ? FC_NOT_ROCE : FC_TRUNCATED;
+            return avail >= 7 && !may_hold(ip[6]) && !is_ip6_extension(ip[6]) ? FC_NOT_ROCE : FC_TRUNCATED;
         total = 40 + (size_t)be16(ip + 4);
         l4 = 40;
         if (UNLIKELY(ip[6] != IP_UDP)) {
-            int status = walk_ip6(ip, avail, total, &l4);
+            uint32_t protocol = IP_UDP;
+            int status = walk_ip6(ip, avail, total, &l4, &protocol);
             if (status != FC_ROCE)
                 return status;
+            if (protocol != IP_UDP)
+                return ip[0] >> 4 != 6 ? FC_MALFORMED : enter(ip, avail, l4, total, protocol, wrapped, out);
         }
         if (UNLIKELY(ip[0] >> 4 != 6))
             return FC_MALFORMED;
@@ -182,14 +247,14 @@ int fc_roce_decode(const uint8_t *frame, size_t len, fc_roce *out)
         out->ttl = ip[7];
         out->ip_id = 0;
     } else {
-        return FC_NOT_ROCE;
+        return other_type(type, out);
     }
 
     if (UNLIKELY(total < l4 + UDP_HEADER || avail < l4 + UDP_HEADER))
         return short_udp(ip, avail, l4, total);
     const uint8_t *udp = ip + l4;
     if (be16(udp + 2) != ROCE_PORT)
-        return FC_NOT_ROCE;
+        return enter(ip, avail, l4, total, IP_UDP, wrapped, out);
     uint32_t udp_len = be16(udp + 4);
     if (UNLIKELY(udp_len != total - l4 || udp_len < UDP_HEADER + BTH_SIZE + ICRC_SIZE))
         return FC_MALFORMED;
@@ -221,6 +286,8 @@ int fc_roce_decode(const uint8_t *frame, size_t len, fc_roce *out)
     out->va = 0;
     out->rkey = out->dma_len = out->imm = out->msn = out->src_qp = 0;
     out->syndrome = 0;
+    out->tunnel = 0;
+    out->session = 0;
 
     /* Order on the wire: DETH, RETH | AETH | AtomicETH, immediate. */
     if (s.headers & FC_HAS_DETH) {
@@ -242,4 +309,14 @@ int fc_roce_decode(const uint8_t *frame, size_t len, fc_roce *out)
     if (s.headers & FC_HAS_IMM)
         out->imm = be32(at);
     return FC_ROCE;
+}
+
+static int decode_wrapped(const uint8_t *frame, size_t len, fc_roce *out)
+{
+    return decode(frame, len, 1, out);
+}
+
+int fc_roce_decode(const uint8_t *frame, size_t len, fc_roce *out)
+{
+    return decode(frame, len, 0, out);
 }
