@@ -51,7 +51,7 @@ def cython_extensions() -> list[Extension]:
                     define_macros=MACROS,
                     extra_compile_args=[*OPTIMISE, *WARNINGS],
                     depends=[str(p) for p in (ROOT / package / "include").glob("*.h")]
-                    + ["dataplane/include/packetref.h"],
+                    + ["dataplane/include/packetref.h", "dataplane/include/tunnel.h"],
                 )
             )
     return found

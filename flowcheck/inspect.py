@@ -103,6 +103,7 @@ def _document(infos: list[PcapInfo], observed: dict[str, Any]) -> dict[str, Any]
             "wrong": sum(flow["icrc"]["wrong"] for flow in flows),
         },
         "noise": observed["noise"],
+        "encapsulated": observed["encapsulated"],
         "bootstrap_handshakes": observed["bootstrap_handshakes"],
         "unlisted_flow_packets": observed["unlisted_flow_packets"],
     }  # fmt: skip
@@ -290,6 +291,7 @@ def _print_noise(console: Console, found: dict[str, Any]) -> None:
         console.print(f"[bold]Other traffic[/bold]: {', '.join(parts)}")
     packets = found["packets"]
     drops = {name: packets[name] for name in ("truncated", "malformed", "fragment")}
+    drops.update({f"encapsulated: {name}": count for name, count in found["encapsulated"].items()})
     drops["wrong ICRC"] = found["icrc"]["wrong"]
     text = ", ".join(f"{name} {count}" for name, count in drops.items())
     console.print(f"[bold]Never placed[/bold]: {text}")

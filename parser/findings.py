@@ -308,6 +308,15 @@ def _capture_notes(survey: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 "raise the MTU of the mirrored interfaces"
             ),
         )
+    if packets["encapsulated"]:
+        named = ", ".join(f"{name} {count}" for name, count in survey["encapsulated"].items())
+        yield (
+            "warning",
+            (
+                f"{packets['encapsulated']} packets may carry RoCEv2 in an encapsulation that is not unpacked "
+                f"({named}): mirror with SPAN, ERSPAN or GRE with Ethernet inside"
+            ),
+        )
     if survey["unlisted_flow_packets"]:
         yield "warning", f"{survey['unlisted_flow_packets']} packets of further flows are not listed"
     if survey["bootstrap_handshakes"]:
@@ -341,6 +350,8 @@ def _flow_notes(flow: Flow, paired: bool, unseen: int) -> Iterator[tuple[str, st
         yield "warning", "the other direction (clear-to-send, ACK) was not captured"
     if flow["kind"] == "NCCL clear-to-send" and not paired:
         yield "warning", "the data these clear-to-send writes ask for was not captured"
+    if len(flow["mirrors"]) > 1:
+        yield "info", f"seen through {len(flow['mirrors'])} mirrors: {', '.join(flow['mirrors'])}"
     if flow["congestion_marked"]:
         yield "info", f"{flow['congestion_marked']} packets are marked: congestion experienced"
     if _order(flow) == "contradictory":

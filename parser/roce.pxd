@@ -10,6 +10,7 @@ cdef extern from "roce.h" nogil:
         FC_TRUNCATED
         FC_MALFORMED
         FC_FRAGMENT
+        FC_ENCAPSULATED
         FC_DECODE_STATUS_COUNT
 
     enum:
@@ -71,7 +72,30 @@ cdef extern from "roce.h" nogil:
         uint8_t ack_req
         uint8_t syndrome
         uint8_t headers
+        uint8_t tunnel
+        uint8_t refusal
+        uint32_t session
 
     int fc_roce_decode(const uint8_t *frame, size_t len, fc_roce *out)
     int fc_icrc_ok(const fc_roce *p)
     uint32_t fc_icrc(const fc_roce *p)
+
+
+cdef extern from "tunnel.h" nogil:
+    enum:
+        FC_TUNNEL_INSIDE
+        FC_TUNNEL_KINDS
+        FC_REFUSALS
+
+    ctypedef struct fc_tunnel:
+        const uint8_t *inner
+        uint32_t offset
+        uint32_t session
+        uint8_t kind
+        uint8_t refusal
+        uint8_t truncated
+        uint8_t bad
+
+    const char *fc_refusal_names[]
+    const char *fc_tunnel_names[]
+    int fc_tunnel_enter(uint32_t protocol, const uint8_t *at, size_t have, fc_tunnel *out)

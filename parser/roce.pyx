@@ -8,10 +8,17 @@ from dataclasses import dataclass
 from libc.stddef cimport size_t
 from libc.stdint cimport uint8_t
 
-__all__ = ["OPCODE_NAMES", "Roce", "STATUS_NAMES", "address", "decode", "decode_at", "opcode_name"]
+__all__ = [
+    "OPCODE_NAMES", "REFUSAL_NAMES", "Roce", "STATUS_NAMES", "TUNNEL_NAMES", "address", "decode", "decode_at",
+    "opcode_name", "refusal_of",
+]
 
 #: Names of the decode statuses, by value.
-STATUS_NAMES = ("roce", "not_roce", "truncated", "malformed", "fragment")
+STATUS_NAMES = ("roce", "not_roce", "truncated", "malformed", "fragment", "encapsulated")
+#: Why a packet is "encapsulated", by fc_refusal; 0 is never one.
+REFUSAL_NAMES = tuple((<bytes>fc_refusal_names[i]).decode() for i in range(FC_REFUSALS))
+#: How a mirror had wrapped a packet, by fc_tunnel_kind; "" is not at all.
+TUNNEL_NAMES = tuple((<bytes>fc_tunnel_names[i]).decode() for i in range(FC_TUNNEL_KINDS))
 
 _OPERATIONS = {
     0x00: "SEND_FIRST", 0x01: "SEND_MIDDLE", 0x02: "SEND_LAST", 0x03: "SEND_LAST_IMM", 0x04: "SEND_ONLY",
@@ -45,7 +52,9 @@ def address(raw: bytes) -> str:
 class Roce:
     """Fields of one RoCEv2 packet. Optional headers: a field is None when its header is absent.
     `imm` is read as big-endian; `va`/`rkey` come from RETH or AtomicETH; `icrc` is the value the packet
-    should carry, `icrc_ok` whether it does."""
+    should carry, `icrc_ok` whether it does. `tunnel`: how a mirror had wrapped it ("": not at all), `session`
+    the ERSPAN session, GRE key or VXLAN network; `payload_offset` counts from the mirrored frame's start,
+    which is `frame_offset` bytes into the captured one."""
 
     src: str
     dst: str
@@ -71,14 +80,26 @@ class Roce:
     payload_len: int
     icrc: int
     icrc_ok: bool
+    tunnel: str
+    session: int
+    frame_offset: int
 
 
 def decode(frame: bytes) -> "Roce | str":
     """Decode one captured Ethernet frame. Returns a Roce, or the status name saying why not
-    ("not_roce", "truncated", "malformed", "fragment")."""
+    ("not_roce", "truncated", "malformed", "fragment", "encapsulated": refusal_of() says why)."""
     cdef const uint8_t[::1] view = frame
     cdef const uint8_t *data = &view[0] if view.shape[0] else NULL
     return _decode(data, view.shape[0])
+
+
+def refusal_of(frame: bytes) -> str:
+    """Which encapsulation, not unpacked here, decode() refused the frame for; "" if it did not."""
+    cdef const uint8_t[::1] view = frame
+    cdef fc_roce p
+    if view.shape[0] == 0 or fc_roce_decode(&view[0], view.shape[0], &p) != FC_ENCAPSULATED:
+        return ""
+    return REFUSAL_NAMES[p.refusal]
 
 
 def decode_at(pointer: int, length: int) -> "Roce | str":
@@ -105,4 +126,5 @@ cdef object _decode(const uint8_t *data, size_t length):
         src_qp=p.src_qp if p.headers & FC_HAS_DETH else None,
         payload_offset=p.payload - p.frame, payload_len=p.payload_len,
         icrc=fc_icrc(&p), icrc_ok=bool(fc_icrc_ok(&p)),
+        tunnel=TUNNEL_NAMES[p.tunnel], session=p.session, frame_offset=p.frame - data,
     )

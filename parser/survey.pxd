@@ -1,7 +1,7 @@
 # State of a traffic survey; the model and its limits are described in survey.pyx.
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
-from parser.roce cimport fc_roce
+from parser.roce cimport FC_DECODE_STATUS_COUNT, FC_REFUSALS, fc_roce
 
 
 cdef extern from "packetref.h" nogil:
@@ -104,6 +104,7 @@ ctypedef struct Flow:
     Tally tclass
     Tally sport
     Tally vlan
+    Tally mirror          # kind << 32 | session of the mirror that had wrapped it
     Tally src_qp
     Sequence seq
     # responses
@@ -161,11 +162,13 @@ cdef class Survey:
     cdef uint32_t table_mask
     cdef uint64_t packets, first_ns, last_ns, unlisted, cut_other, bootstrap
     cdef uint32_t longest_cut
-    cdef uint64_t status[5]
+    cdef uint64_t status[FC_DECODE_STATUS_COUNT]
+    cdef uint64_t refused[FC_REFUSALS]  # encapsulated packets by reason
     cdef uint64_t noise[32]
     cdef uint64_t per_stream[STREAMS_MAX]
     cdef void see(self, const fc_packetref *ref) noexcept nogil
-    cdef void count_noise(self, const uint8_t *frame, size_t length) noexcept nogil
+    cdef void count_noise(self, const uint8_t *frame, size_t length, bint inside) noexcept nogil
+    cdef bint count_inside(self, uint32_t protocol, const uint8_t *at, size_t length) noexcept nogil
     cdef void look_for_bootstrap(self, const uint8_t *frame, size_t length, size_t tcp) noexcept nogil
     cdef Flow *flow_of(self, const fc_roce *p) noexcept nogil
     cdef bint grow(self) noexcept nogil

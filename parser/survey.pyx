@@ -17,11 +17,11 @@ from libc.stdlib cimport calloc, free, realloc
 from libc.string cimport memcmp, memcpy, memmove, memset
 
 from parser.roce cimport (
-    FC_HAS_AETH, FC_HAS_DETH, FC_HAS_IMM, FC_NOT_ROCE, FC_ROCE, FC_TRUNCATED, fc_icrc_ok, fc_roce,
-    fc_roce_decode,
+    FC_ENCAPSULATED, FC_HAS_AETH, FC_HAS_DETH, FC_HAS_IMM, FC_NOT_ROCE, FC_ROCE, FC_TRUNCATED, FC_TUNNEL_INSIDE,
+    fc_icrc_ok, fc_roce, fc_roce_decode, fc_tunnel, fc_tunnel_enter,
 )
 
-from parser.roce import STATUS_NAMES, address, opcode_name
+from parser.roce import REFUSAL_NAMES, STATUS_NAMES, TUNNEL_NAMES, address, opcode_name
 
 __all__ = ["CTS_LAYOUT_NAMES", "NOISE_NAMES", "Survey"]
 
@@ -548,7 +548,9 @@ cdef class Survey:
             elif status == FC_NOT_ROCE:
                 if ref.flags & FC_REF_TRUNCATED:
                     self.cut_other += 1
-                self.count_noise(ref.data, ref.length)
+                self.count_noise(ref.data, ref.length, False)
+            elif status == FC_ENCAPSULATED:
+                self.refused[p.refusal] += 1
             return
 
         f = self.flow_of(&p)
@@ -559,6 +561,8 @@ cdef class Survey:
         f.bytes += ref.length
         f.streams |= <uint64_t>1 << (ref.stream % STREAMS_MAX)
         f.opcodes[p.opcode] += 1
+        if p.tunnel:
+            tally(&f.mirror, <uint64_t>p.tunnel << 32 | p.session)
         if ref.timestamp_ns:
             if f.first_ns == 0 or ref.timestamp_ns < f.first_ns:
                 f.first_ns = ref.timestamp_ns
@@ -588,7 +592,15 @@ cdef class Survey:
         elif operation <= 0x0C or operation == 0x13 or operation == 0x14 or operation == 0x16 or operation == 0x17:
             take_request(f, &p)
 
-    cdef void count_noise(self, const uint8_t *frame, size_t length) noexcept nogil:
+    cdef bint count_inside(self, uint32_t protocol, const uint8_t *at, size_t length) noexcept nogil:
+        """Sort what a mirror had wrapped by what is inside. False: `at` is no tunnel."""
+        cdef fc_tunnel tunnel
+        if fc_tunnel_enter(protocol, at, length, &tunnel) != FC_TUNNEL_INSIDE or length < tunnel.offset + 14:
+            return False
+        self.count_noise(tunnel.inner, length - tunnel.offset, True)
+        return True
+
+    cdef void count_noise(self, const uint8_t *frame, size_t length, bint inside) noexcept nogil:
         """Sort a frame that is not RoCEv2. The decoder has already refused anything cut short."""
         cdef size_t at = 14, transport
         cdef uint32_t kind = be16(frame + 12), protocol
@@ -610,6 +622,8 @@ cdef class Survey:
         elif kind == 0x0800 and length >= at + 20:
             protocol = frame[at + 9]
             transport = at + (frame[at] & 0x0F) * 4
+            if not inside and length > transport and self.count_inside(protocol, frame + transport, length - transport):
+                return
             if protocol == 6:
                 self.noise[N_TCP] += 1
                 self.look_for_bootstrap(frame, length, transport)
@@ -627,6 +641,8 @@ cdef class Survey:
             if protocol == 0 and length >= transport + 8:  # hop-by-hop: neighbour discovery's multicast reports
                 protocol = frame[transport]
                 transport += (<size_t>frame[transport + 1] + 1) * 8
+            if not inside and length > transport and self.count_inside(protocol, frame + transport, length - transport):
+                return
             if protocol == 6:
                 self.noise[N_TCP] += 1
                 self.look_for_bootstrap(frame, length, transport)
@@ -692,6 +708,7 @@ cdef class Survey:
             "per_capture": [self.per_stream[i] for i in range(STREAMS_MAX)],
             "cut": {"longest_captured": self.longest_cut, "other_traffic": self.cut_other},
             "unlisted_flow_packets": self.unlisted,
+            "encapsulated": {REFUSAL_NAMES[i]: self.refused[i] for i in range(1, FC_REFUSALS) if self.refused[i]},
             "noise": {name: self.noise[i] for i, name in enumerate(NOISE_NAMES) if self.noise[i]},
             "bootstrap_handshakes": self.bootstrap,
             "flows": [_flow(&self.flows[i]) for i in range(<int>self.n_flows)],
@@ -706,6 +723,11 @@ cdef bint is_ptp(const uint8_t *frame, size_t length, size_t udp) noexcept nogil
 
 cdef dict _tally(const Tally *t):
     return {t.key[i]: t.count[i] for i in range(t.used)}
+
+
+cdef dict _mirrors(const Tally *t):
+    """{"ERSPAN II session 7": packets}: the mirrors that had wrapped a flow's packets."""
+    return {f"{TUNNEL_NAMES[key >> 32]} session {key & 0xFFFFFFFF}": n for key, n in _tally(t).items()}
 
 
 cdef list _regions(const Region *regions, uint32_t used):
@@ -745,7 +767,7 @@ cdef dict _flow(const Flow *f):
         "max_payload": f.max_payload, "first_ns": f.first_ns, "last_ns": f.last_ns,
         "icrc": {"ok": f.icrc_ok, "wrong": f.icrc_wrong}, "congestion_marked": f.congestion,
         "opcodes": {opcode_name(i): f.opcodes[i] for i in range(256) if f.opcodes[i]},
-        "tclass": _tally(&f.tclass), "vlan": _tally(&f.vlan), "udp_sport": _tally(&f.sport),
+        "tclass": _tally(&f.tclass), "vlan": _tally(&f.vlan), "mirrors": _mirrors(&f.mirror), "udp_sport": _tally(&f.sport),
         "source_qps": _tally(&f.src_qp),
         "requests": _sequence(&f.seq) if f.seq.packets else None,
         "answers": {

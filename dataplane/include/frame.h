@@ -3,21 +3,30 @@
  * A capture with a snap length (tcpdump -s, a truncating mirror port, an AF_PACKET frame that is too
  * small) hands over a frame that looks whole. The IP length is the only witness in the bytes. Frames
  * that are not IP carry no such witness and count as whole.
+ *
+ * A mirror that encapsulates (tunnel.h) cuts the frame inside and writes consistent lengths around it, so
+ * there the inner IP length and ERSPAN's own truncated bit are asked as well.
  */
 #ifndef FLOWCHECK_FRAME_H
 #define FLOWCHECK_FRAME_H
 
+#include <stddef.h>
 #include <stdint.h>
+
+#include "tunnel.h"
 
 static inline uint32_t fc_be16(const uint8_t *p)
 {
     return (uint32_t)p[0] << 8 | p[1];
 }
 
-/* head: the first `have` bytes of a frame of which `captured` bytes were captured. Reads at most 28. */
-static inline int fc_frame_cut(const uint8_t *head, uint32_t have, uint32_t captured)
+/* head: the first `have` bytes of a frame of which `captured` bytes were captured. Reads no more than the
+ * headers up to the tunnel's end. inside: head is a mirrored frame, a second tunnel is not entered. */
+static inline int fc_frame_cut_at(const uint8_t *head, size_t have, size_t captured, int inside)
 {
-    uint32_t at = 12, type;
+    size_t at = 12, behind, end;
+    uint32_t type, protocol, length;
+    fc_tunnel tunnel;
 
     if (have < 14)
         return 1;
@@ -34,9 +43,27 @@ static inline int fc_frame_cut(const uint8_t *head, uint32_t have, uint32_t capt
     if (have < at + 6)
         return 1;
     /* IPv4 total length 0 and IPv6 payload length 0 mean "not said here" (offloaded, jumbogram). */
-    if (type == 0x0800)
-        return captured < at + fc_be16(head + at + 2);
-    return captured < at + 40 + fc_be16(head + at + 4);
+    length = type == 0x0800 ? fc_be16(head + at + 2) : 40 + fc_be16(head + at + 4);
+    if (captured < at + length)
+        return 1;
+    if (inside || have < at + 20)
+        return 0;
+    protocol = type == 0x0800 ? head[at + 9] : head[at + 6];
+    behind = at + (type == 0x0800 ? (head[at] & 0x0fu) * 4 : 40);
+    end = at + length;
+    /* A fragment is no whole tunnel; IPv6 extension headers in front of one are not looked through. */
+    if ((protocol != 47 && protocol != 17) || behind >= end || behind >= have
+        || (type == 0x0800 && fc_be16(head + at + 6) & 0x3fff))
+        return 0;
+    if (fc_tunnel_enter(protocol, head + behind, (have < end ? have : end) - behind, &tunnel) != FC_TUNNEL_INSIDE)
+        return 0;
+    behind += tunnel.offset;
+    return tunnel.truncated || fc_frame_cut_at(head + behind, (have < end ? have : end) - behind, end - behind, 1);
+}
+
+static inline int fc_frame_cut(const uint8_t *head, uint32_t have, uint32_t captured)
+{
+    return fc_frame_cut_at(head, have, captured, 0);
 }
 
 #endif

@@ -5,12 +5,13 @@
     made.write("out.pcap"); made.truth; made.reduced[iteration, bucket]
 
 Modules, each a step of the way: families (versions) < layout (channels, chunks) < schedule (messages) <
-values, encode (bytes) < packets, transport (frames) < faults, truth < generate. Everything is written from
+values, encode (bytes) < packets, transport (frames) < faults, mirror, truth < generate. Everything is written from
 the reference documents and uses nothing of `parser`: each side checks the other.
 """
 
 from flowcheck.synth.example import example_job
 from flowcheck.synth.generate import Synthesis, generate
+from flowcheck.synth.mirror import Mirror
 from flowcheck.synth.transport import TransportOptions
 
-__all__ = ["Synthesis", "TransportOptions", "example_job", "generate"]
+__all__ = ["Mirror", "Synthesis", "TransportOptions", "example_job", "generate"]

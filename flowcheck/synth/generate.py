@@ -12,7 +12,7 @@ One thread; memory is that of the captured frames plus the stages of one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ import numpy as np
 
 from flowcheck.errors import UserError
 from flowcheck.manifest import Collective, Job, dtype_size
-from flowcheck.synth import contents, faults
+from flowcheck.synth import contents
 from flowcheck.synth.encode import encode
 from flowcheck.synth.families import family_of
-from flowcheck.synth.faults import Faults
+from flowcheck.synth.faults import Faults, apply
 from flowcheck.synth.layout import Operation, steps_per_chunk
+from flowcheck.synth.mirror import Mirror
 from flowcheck.synth.packets import Endpoint
 from flowcheck.synth.schedule import Message, message_bytes, messages
 from flowcheck.synth.skip import skip
@@ -88,7 +89,7 @@ def generate(
     job: Job, *, iterations: int = 1, ports: Iterable[int] = (0,), directions: str = "both", seed: int = 0,
     loss: float = 0.0, reorder: float = 0.0, duplicate: float = 0.0, corrupt: float = 0.0,
     first_iteration: int = 0, parameters: dict[str, Array] | None = None,
-    transport: TransportOptions | None = None, gradients: Gradients | None = None,
+    transport: TransportOptions | None = None, gradients: Gradients | None = None, mirror: Mirror | None = None,
 ) -> Synthesis:
     """Synthesise `iterations` iterations of a job as seen at the mirrored ports.
 
@@ -96,7 +97,9 @@ def generate(
     loss, reorder, duplicate, corrupt: probability per mirrored frame. first_iteration: the mirror starts
     there; everything before it is only counted (a start in mid-stream). parameters: initial model entries,
     flattened; default by seed. gradients: (iteration, bucket, rank) -> that rank's values of the bucket, 1-d
-    in storage dtype; default by seed. Raises UserError if job and options do not fit together.
+    in storage dtype; default by seed. mirror: how the switch delivers its copies (the truth does not know what
+    it truncates); each port has a session of its own, counting from mirror.session.
+    Raises UserError if job and options do not fit together.
     """
     mirrored = sorted(set(ports))
     for rank in mirrored:
@@ -121,7 +124,7 @@ def generate(
         else:
             run.play(iteration)
             iteration += 1
-    return run.finish(Faults(loss, reorder, duplicate, corrupt), wanted)
+    return run.finish(Faults(loss, reorder, duplicate, corrupt), mirror or Mirror(), wanted)
 
 
 class _Run:
@@ -253,18 +256,21 @@ class _Run:
                 self._streams[record.dst].append(record)
         return latest
 
-    def finish(self, mirror: Faults, iterations: range) -> Synthesis:
+    def finish(self, faults: Faults, mirror: Mirror, iterations: range) -> Synthesis:
         ports: dict[int, list[tuple[int, bytes]]] = {}
         happened: dict[str, list[dict[str, Any]]] = {}
         for rank, stream in self._streams.items():
             stream.sort(key=lambda record: record.time)
-            if mirror.any:
-                stream, said = faults.apply(stream, mirror, f"{self.seed}/{rank}")
+            if faults.any:
+                stream, said = apply(stream, faults, f"{self.seed}/{rank}")
                 for name, entries in said.items():
                     happened.setdefault(name, []).extend({"port": rank, **entry} for entry in entries)
             for record in stream:
                 self._ledger.arrived(record.piece)
             ports[rank] = [(record.time, record.frame) for record in stream]
+            if mirror.any:
+                switch = replace(mirror, session=mirror.session + len(ports) - 1)
+                ports[rank] = [(time, switch.deliver(frame, i)) for i, (time, frame) in enumerate(ports[rank])]
         happened["retransmitted"] = [e for c in self.connections.values() for e in c.retransmitted]
         reduced = {key: value for key, value in self._reduced.items() if key[0] in iterations}
         truth = {

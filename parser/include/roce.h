@@ -1,5 +1,8 @@
 /* RoCEv2 headers: one bounds-checked decode of a captured Ethernet frame, in place, no allocation.
  *
+ * A frame that a mirror wrapped (GRE, ERSPAN I to III, VXLAN; dataplane/include/tunnel.h) is decoded as the
+ * frame inside; every pointer then points into that one. Any other encapsulation is FC_ENCAPSULATED.
+ *
  * The fields of fc_roce are valid only when fc_roce_decode returned FC_ROCE. Pointers point into the
  * frame and live as long as it does. Sources: InfiniBand Architecture Specification 1.4 chapter 9
  * (BTH, RETH, AETH, immediate, DETH, AtomicETH) and annex A17 (RoCEv2).
@@ -16,7 +19,8 @@ enum fc_decode_status {
     FC_TRUNCATED = 2,  /* RoCEv2, but the captured bytes end before the IP length says              */
     FC_MALFORMED = 3,  /* lengths contradict each other, or a header does not fit into the packet   */
     FC_FRAGMENT = 4,   /* an IP fragment that may carry RoCEv2: never reassembled                   */
-    FC_DECODE_STATUS_COUNT = 5
+    FC_ENCAPSULATED = 5, /* may carry RoCEv2 inside something that is not unpacked: see refusal     */
+    FC_DECODE_STATUS_COUNT = 6
 };
 
 /* BTH opcodes, reliable connection (transport bits 000). */
@@ -38,7 +42,7 @@ enum fc_opcode {
 #define FC_HAS_ATOMIC 0x10
 
 typedef struct fc_roce {
-    const uint8_t *frame;    /* Ethernet header                                                     */
+    const uint8_t *frame;    /* Ethernet header (of the mirrored frame if it was wrapped)           */
     const uint8_t *ip;       /* IPv4 or IPv6 header                                                 */
     const uint8_t *src, *dst; /* address bytes in the frame: 4 (IPv4) or 16 (IPv6)                  */
     const uint8_t *bth;
@@ -56,6 +60,9 @@ typedef struct fc_roce {
     uint8_t ip_version;      /* 4 or 6                                                              */
     uint8_t tclass, ttl;     /* DSCP/ECN byte or traffic class; TTL or hop limit                    */
     uint8_t opcode, pad, ack_req, syndrome, headers;
+    uint8_t tunnel;          /* fc_tunnel_kind, 0: not wrapped                                      */
+    uint8_t refusal;         /* fc_refusal; valid with FC_ENCAPSULATED only                         */
+    uint32_t session;        /* which mirror session wrapped it (fc_tunnel.session)                 */
 } fc_roce;
 
 /* Decode `len` captured bytes at `frame`. Never reads past frame + len. Ethernet padding behind the

@@ -277,7 +277,7 @@ def test_other_traffic() -> None:
         LINK / ARP(),
         LINK / v4() / TCP(dport=4791),
         LINK / v6() / TCP(),
-        LINK / v4() / udp(port=4790),
+        LINK / v4() / udp(port=4792),
         Ether(dst=MAC, src=MAC, type=0x88F7) / Raw(bytes(44)),
         Ether(dst=MAC, src=MAC, type=0x8915) / Raw(bytes(60)),
     ):
