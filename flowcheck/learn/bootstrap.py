@@ -1,0 +1,358 @@
+"""NCCL's TCP bootstrap, read passively: which QP belongs to which communicator, graph, channel and ranks.
+
+    TCP segments --reassemble--> streams --parse_bootstrap--> Bootstrap(communicators, flows, notes)
+
+Pure functions over bytes that anybody may have sent: every length is checked against what is there, every loop
+runs over a bounded number of items, and nothing raises. A stream that does not fit is not NCCL's and is left
+out. Source: nccl-wire.md 6.1 (NCCL's bootstrap.cc, transport.cc, net_ib); layouts and what proved them are
+listed in docs/learn.md.
+
+Three kinds of stream are used:
+
+    root        rank info sent to the bootstrap root: rank and number of ranks of a communicator
+    peer        connect infos from rank to rank: where rank q listens for channel c from rank p
+    handshake   the QP numbers of one connection, sender's and receiver's
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Bootstrap", "BootstrapFlow", "Side", "Stream", "parse_bootstrap", "parse_qp_info", "reassemble"]
+
+HANDSHAKE_MAGIC = 0x564AB9F2FC4B9D6C
+BOOTSTRAP, NETWORK_IB = 1, 4
+GRAPHS = {0: "p2p", 1: "ring", 2: "tree", 3: "collnet chain", 4: "NVLS", 5: "collnet direct"}
+CONNECT_SIZES = (128, 256)  # to 2.22, from 2.23 (256 is also two entries of 128: the contents decide)
+MTU_OF_ENUM = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
+MAX_RANKS = 65536
+MAX_CHANNELS = 64
+STREAM_BYTES = 1 << 20
+# QP info by size: NCCL versions, where the fields are. 2.29 is not known: its 4448 bytes were read in 2.30.
+QP_INFO = {
+    552: "2.12-2.18", 2600: "2.19", 3336: "2.20-2.23", 3576: "2.24-2.25", 3584: "2.26-2.28", 4448: "2.30",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One TCP direction, reassembled. src, dst: (address, port). data begins behind the SYN if that was seen."""
+
+    src: tuple[str, int]
+    dst: tuple[str, int]
+    data: bytes
+    begun: bool = True
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side's QP info. qpns: as many as the record holds. fifo: address the peer announces or reports to."""
+
+    versions: str
+    qpns: tuple[int, ...]
+    gid: str
+    mtu: int
+    fifo: int
+
+
+@dataclass(frozen=True)
+class BootstrapFlow:
+    """One network connection: data of rank src to rank dst. qpns: the receiver's, destination of the data;
+    cts_qpns: the sender's. graph: "ring", "tree", "p2p", ...; channel: its place among the connect infos of
+    that graph, which is the channel number for collectives."""
+
+    communicator: int
+    graph: str
+    channel: int
+    src: int
+    dst: int
+    versions: str
+    sender: Side
+    receiver: Side
+
+    @property
+    def qpns(self) -> tuple[int, ...]:
+        return self.receiver.qpns
+
+    @property
+    def cts_qpns(self) -> tuple[int, ...]:
+        return self.sender.qpns
+
+
+@dataclass
+class Bootstrap:
+    """ranks: communicator -> its number of ranks (0: not seen). connected: (communicator, graph, src, dst) ->
+    number of channels."""
+
+    ranks: dict[int, int] = field(default_factory=dict)
+    flows: list[BootstrapFlow] = field(default_factory=list)
+    connected: dict[tuple[int, str, int, int], int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+# -- TCP -------------------------------------------------------------------------------------------------
+
+
+def reassemble(segments: Iterable[tuple[int, int, bytes]]) -> tuple[bytes, bool]:
+    """(sequence number, TCP flags, payload) of one direction, any order, repeats allowed -> (bytes from the
+    beginning to the first hole, was the beginning seen). Bounded by STREAM_BYTES."""
+    kept = list(segments)
+    opening = [seq for seq, flags, _ in kept if flags & 2]
+    if opening:
+        start = (opening[-1] + 1) & 0xFFFFFFFF
+    elif kept:
+        start = kept[0][0]
+        for seq, _, _ in kept:  # the lowest, in serial number arithmetic
+            if ((start - seq) & 0xFFFFFFFF) < 0x80000000:
+                start = seq
+    else:
+        return b"", False
+    placed = sorted(
+        (((seq - start) & 0xFFFFFFFF, data) for seq, flags, data in kept if data and not flags & 2),
+        key=lambda item: item[0],
+    )
+    out = bytearray()
+    for at, data in placed:
+        if at >= STREAM_BYTES:
+            break
+        if at > len(out):
+            break
+        if at + len(data) > len(out):
+            out += data[len(out) - at :]
+    return bytes(out[:STREAM_BYTES]), bool(opening)
+
+
+# -- pieces ----------------------------------------------------------------------------------------------
+
+
+def _u32(data: bytes, at: int) -> int:
+    return int(struct.unpack_from("<I", data, at)[0])
+
+
+def _u64(data: bytes, at: int) -> int:
+    return int(struct.unpack_from("<Q", data, at)[0])
+
+
+def _socket(data: bytes, at: int) -> tuple[str, int] | None:
+    """A sockaddr in host order: family 2 (IPv4) or 10 (IPv6); None if it is neither."""
+    if at + 28 > len(data):
+        return None
+    family = struct.unpack_from("<H", data, at)[0]
+    port = struct.unpack_from(">H", data, at + 2)[0]
+    if family == 2:
+        return str(ipaddress.IPv4Address(data[at + 4 : at + 8])), port
+    if family == 10:
+        return str(ipaddress.IPv6Address(data[at + 8 : at + 24])), port
+    return None
+
+
+def _prefixed(data: bytes, at: int, most: int = 1 << 20) -> tuple[bytes, int] | None:
+    """A length-prefixed item at `at`: (bytes, behind it)."""
+    if at + 4 > len(data):
+        return None
+    size = _u32(data, at)
+    if size > most or at + 4 + size > len(data):
+        return None
+    return data[at + 4 : at + 4 + size], at + 4 + size
+
+
+def _gid(raw: bytes) -> str:
+    address = ipaddress.IPv6Address(raw)
+    return str(address.ipv4_mapped or address)
+
+
+def parse_qp_info(data: bytes) -> Side | None:
+    """A QP info record of any known size; None if its fields are not plausible."""
+    versions = QP_INFO.get(len(data))
+    if versions is None:
+        return None
+    records, gid_at, mtu_at, fifo_at = 1, 0, 0, 0
+    if len(data) == 552:  # not described by the reference: the QPs as in 2.19, the rest is not used
+        qpns = [_u32(data, 8)]
+        if not 0 < qpns[0] < 1 << 24:
+            return None
+        return Side(versions, tuple(qpns), "", 0, 0)
+    if len(data) == 2600:
+        qpns = [_u32(data, 8 + 4 * i) for i in range(128)]
+        gid_at, mtu_at, fifo_at = 2568, 2584, 2592
+    else:
+        qpns = [_u32(data, 24 * i) for i in range(128)]
+        device = {3336: 3072, 3576: 3072, 3584: 3072, 4448: 3456}[len(data)]
+        gid_at = device + 16
+        fifo_at = {3336: 3320, 3576: 3560, 3584: 3560, 4448: 4424}[len(data)]
+        mtu_at = device + 8
+    while records < 128 and 0 < qpns[records] < 1 << 24:
+        records += 1
+    if not 0 < qpns[0] < 1 << 24:
+        return None
+    mtu = MTU_OF_ENUM.get(_u32(data, mtu_at), 0)
+    return Side(versions, tuple(qpns[:records]), _gid(data[gid_at : gid_at + 16]), mtu, _u64(data, fifo_at))
+
+
+# -- streams ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Listener:
+    """Where the receiver of one connection listens."""
+
+    communicator: int
+    graph: str
+    channel: int
+    src: int
+    dst: int
+
+
+def _root_info(data: bytes) -> tuple[int, int] | None:
+    """(rank, ranks) of a rank's message to the root: behind magic and type a prefixed item that begins with
+    rank and ranks and goes on with two socket addresses (to 2.22), or begins one word later (2.23+)."""
+    item = _prefixed(data, 12)
+    if item is None or len(item[0]) < 64:
+        return None
+    body = item[0]
+    for at in (0, 4):
+        rank, ranks = _u32(body, at), _u32(body, at + 4)
+        if rank < ranks <= MAX_RANKS and ranks >= 2 and _socket(body, at + 8) is not None:
+            return rank, ranks
+    return None
+
+
+def _peer_message(data: bytes) -> tuple[int, int, bytes] | None:
+    """(sender's rank, tag, body)."""
+    first = _prefixed(data, 12)
+    if first is None:
+        return None
+    if len(first[0]) == 8:
+        rank, tag = struct.unpack("<II", first[0])
+        behind = first[1]
+    elif len(first[0]) == 4:
+        second = _prefixed(data, first[1])
+        if second is None or len(second[0]) != 4:
+            return None
+        rank, tag = _u32(first[0], 0), _u32(second[0], 0)
+        behind = second[1]
+    else:
+        return None
+    body = _prefixed(data, behind)
+    return None if body is None else (rank, tag, body[0])
+
+
+def _listening(body: bytes, size: int) -> list[tuple[str, int]] | None:
+    """Addresses of the receive entries, which come first; None if `size` does not fit the body."""
+    if not body or len(body) % size or len(body) // size > 2 * MAX_CHANNELS:
+        return None
+    found: list[tuple[str, int]] = []
+    for at in range(0, len(body), size):
+        address = _socket(body, at)
+        magic = any(_u64(body, at + offset) == HANDSHAKE_MAGIC for offset in (28, 32))
+        if address is None or not magic:
+            break
+        found.append(address)
+    return found
+
+
+def _connect_infos(body: bytes) -> list[tuple[str, int]]:
+    """Listeners of a peer message. 256-byte entries leave every second 128 bytes without one."""
+    by_size = [found for size in CONNECT_SIZES if (found := _listening(body, size))]
+    return max(by_size, key=len, default=[])
+
+
+def _handshake(data: bytes) -> Side | None:
+    """QP info in a stream that may begin with magic, type and (2.24+) a device list, and end with 4 bytes."""
+    at = 0
+    if len(data) >= 12 and _u64(data, 0) == HANDSHAKE_MAGIC:
+        at = 12
+    rest = len(data) - at
+    for size in sorted(QP_INFO, reverse=True):
+        for devices in (None, 1, 2, 4, 8):
+            lead = 0 if devices is None else 4 + 4 * devices
+            if rest in (lead + size, lead + size + 4):
+                side = parse_qp_info(data[at + lead : at + lead + size])
+                if side is not None:
+                    return side
+    return None
+
+
+def parse_bootstrap(streams: Sequence[Stream]) -> Bootstrap:
+    """Everything the streams say. Never raises; what contradicts itself is left out and noted."""
+    out = Bootstrap()
+    messages: list[tuple[int, int, int, list[tuple[str, int]], int]] = []
+    handshakes: dict[tuple[tuple[str, int], tuple[str, int]], bytes] = {}
+    for stream in streams:
+        data = stream.data
+        if len(data) < 12:
+            continue
+        magic, kind = _u64(data, 0), _u32(data, 8)
+        if magic == HANDSHAKE_MAGIC and kind == NETWORK_IB:
+            handshakes[stream.src, stream.dst] = data
+        elif kind == BOOTSTRAP:
+            info = _root_info(data)
+            if info is not None:
+                known = out.ranks.get(magic, 0)
+                if known and known != info[1]:
+                    out.notes.append(f"communicator {magic:#018x} is said to have {known} and {info[1]} ranks")
+                    out.ranks[magic] = 0
+                else:
+                    out.ranks[magic] = info[1]
+                continue
+            message = _peer_message(data)
+            if message is not None:
+                rank, tag, body = message
+                listeners = _connect_infos(body)
+                if listeners:
+                    messages.append((magic, rank, tag, listeners, len(body)))
+    answers = {(s.src, s.dst): s.data for s in streams}
+    _flows(out, _listeners(out, messages), handshakes, answers)
+    return out
+
+
+def _listeners(
+    out: Bootstrap, messages: list[tuple[int, int, int, list[tuple[str, int]], int]]
+) -> dict[tuple[str, int], _Listener | None]:
+    """Socket address -> whose connection is made there; None if two messages claim it."""
+    found: dict[tuple[str, int], _Listener | None] = {}
+    for magic, rank, tag, listeners, _ in messages:
+        ranks, distance = out.ranks.get(magic, 0), tag >> 8
+        graph = GRAPHS.get(tag & 0xFF)
+        if not ranks or graph is None or not 0 < distance < ranks or rank >= ranks:
+            continue
+        src = (rank - distance) % ranks
+        key = (magic, graph, src, rank)
+        out.connected[key] = max(out.connected.get(key, 0), len(listeners))
+        for channel, address in enumerate(listeners):
+            listener = _Listener(magic, graph, channel, src, rank)
+            if found.get(address, listener) != listener:
+                found[address] = None
+            else:
+                found[address] = listener
+    return found
+
+
+def _flows(
+    out: Bootstrap, listeners: dict[tuple[str, int], _Listener | None],
+    handshakes: dict[tuple[tuple[str, int], tuple[str, int]], bytes],
+    answers: dict[tuple[tuple[str, int], tuple[str, int]], bytes],
+) -> None:  # fmt: skip
+    for (src, dst), data in handshakes.items():
+        listener = listeners.get(dst)
+        sender, receiver = _handshake(data), _handshake(answers.get((dst, src), b""))
+        if listener is None:
+            if sender is not None:
+                out.notes.append(f"QP handshake with {dst[0]} port {dst[1]}: whose listener that is was not seen")
+            continue
+        if sender is None or receiver is None or sender.versions != receiver.versions:
+            out.notes.append(
+                f"QP handshake of rank {listener.src} -> {listener.dst}, {listener.graph} channel {listener.channel}:"
+                f" {len(data)} and {len(answers.get((dst, src), b''))} bytes fit no known version, or were not all seen"
+            )
+            continue
+        # A record's QP array may hold stale numbers behind the used ones; both sides use equally many.
+        count = min(len(sender.qpns), len(receiver.qpns))
+        out.flows.append(BootstrapFlow(
+            listener.communicator, listener.graph, listener.channel, listener.src, listener.dst, sender.versions,
+            Side(sender.versions, sender.qpns[:count], sender.gid, sender.mtu, sender.fifo),
+            Side(receiver.versions, receiver.qpns[:count], receiver.gid, receiver.mtu, receiver.fifo),
+        ))  # fmt: skip
