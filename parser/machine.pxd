@@ -2,6 +2,7 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 from parser.lane cimport fc_lane, fc_message
+from parser.roce cimport FC_REFUSALS
 
 
 cdef extern from "packetref.h" nogil:
@@ -57,7 +58,8 @@ cdef enum:  # Outcome
     BEYOND = 15          # after the last call the manifest describes
     DISAGREED = 16       # the witness that ended its flow
     ASIDE = 17           # provisional at the moment; becomes PLACED, COMPARED, LATE or UNANCHORED
-    OUTCOMES = 18
+    ENCAPSULATED = 18    # may carry RoCE inside a tunnel that is not unpacked
+    OUTCOMES = 19
 
 
 cdef enum:  # Disagreement
@@ -184,3 +186,4 @@ cdef struct Machine:
     uint64_t lost
     uint64_t *outcomes              # [stream * OUTCOMES + outcome]
     uint64_t *bytes_by_outcome
+    uint64_t refused[FC_REFUSALS]   # encapsulated packets by fc_refusal

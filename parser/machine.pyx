@@ -28,10 +28,12 @@ from parser.lane cimport (
     FC_FINAL, FC_LL, FC_LL128, FC_RING_ALLREDUCE, FC_SIMPLE, fc_lane_message, lane_fill,
 )
 from parser.roce cimport (
-    FC_FRAGMENT, FC_HAS_IMM, FC_HAS_RETH, FC_NOT_ROCE, FC_RC_ACK, FC_RC_WRITE_FIRST,
+    FC_ENCAPSULATED, FC_FRAGMENT, FC_HAS_IMM, FC_HAS_RETH, FC_NOT_ROCE, FC_RC_ACK, FC_RC_WRITE_FIRST,
     FC_RC_WRITE_LAST, FC_RC_WRITE_LAST_IMM, FC_RC_WRITE_MIDDLE, FC_RC_WRITE_ONLY, FC_RC_WRITE_ONLY_IMM, FC_ROCE,
-    FC_TRUNCATED, fc_icrc_ok, fc_roce, fc_roce_decode,
+    FC_REFUSALS, FC_TRUNCATED, fc_icrc_ok, fc_roce, fc_roce_decode,
 )
+
+from parser.roce import REFUSAL_NAMES
 
 
 cdef extern from "place.h" nogil:
@@ -48,6 +50,7 @@ PHASES = ("SYNCING", "NON_ALLREDUCE", "REDUCE_SCATTER", "ALLGATHER", "LOST")
 OUTCOME_NAMES = (
     "placed", "compared", "released", "repeated", "control", "other_roce", "not_roce", "truncated", "malformed",
     "fragment", "icrc", "late", "stale", "unanchored", "not_synced", "beyond", "disagreed", "aside",
+    "encapsulated",
 )
 DISAGREEMENT_NAMES = (
     "", "payload length", "opcode", "RETH length", "RETH address", "immediate", "flag", "CTS address",
@@ -774,7 +777,10 @@ cdef int process(Machine *M, uint32_t stream, const fc_packetref *ref) noexcept 
     cdef int outcome, status = fc_roce_decode(ref.data, ref.length, &p)
     if status != FC_ROCE:
         outcome = (NOT_ROCE if status == FC_NOT_ROCE else TRUNCATED if status == FC_TRUNCATED
-                   else FRAGMENT if status == FC_FRAGMENT else MALFORMED)
+                   else FRAGMENT if status == FC_FRAGMENT else ENCAPSULATED if status == FC_ENCAPSULATED
+                   else MALFORMED)
+        if status == FC_ENCAPSULATED:
+            M.refused[p.refusal] += 1
     else:
         key = find_flow(M, &p)
         if key == NULL:
@@ -1065,6 +1071,10 @@ cdef class Engine:
         self._stream(stream)
         return {name: (self.M.outcomes[stream * OUTCOMES + i], self.M.bytes_by_outcome[stream * OUTCOMES + i])
                 for i, name in enumerate(OUTCOME_NAMES)}
+
+    def encapsulated(self):
+        """{what: packets} of outcome "encapsulated", all streams together: tunnels that are not unpacked."""
+        return {REFUSAL_NAMES[i]: self.M.refused[i] for i in range(1, FC_REFUSALS) if self.M.refused[i]}
 
     def flow_counters(self, uint32_t stream):
         """One dict per flow of the config, in order."""
