@@ -1,17 +1,19 @@
 /* Invariant CRC of RoCEv2 (IBTA annex A17.3.3): CRC-32 over eight bytes 0xff, the IP header, UDP, BTH ..
  * last pad byte, with the fields a router may change replaced by ones.
  *
- * Only the headers are copied, to be masked; everything from the first byte behind the BTH is summed in
+ * Where the processor has VPCLMULQDQ, packets without IP options go to icrc_avx512.c. Here is the version for the
+ * others, and the choice. Only the headers are copied, to be masked; everything from the first byte behind the BTH is summed in
  * place. isa-l's crc32_gzip_refl does zlib's inversion itself: seeding with the previous value continues.
  */
-#include "roce.h"
+#include "icrc.h"
 
 #include <isa-l/crc.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { LRH = 8, UDP_AND_BTH = 8 + 12, ICRC_SIZE = 4 };
 
-uint32_t fc_icrc(const fc_roce *p)
+uint32_t fc_icrc_isal(const fc_roce *p)
 {
     uint8_t head[LRH + 40 + UDP_AND_BTH];
     const uint8_t *udp = p->bth - 8;
@@ -44,6 +46,30 @@ uint32_t fc_icrc(const fc_roce *p)
     else
         crc = crc32_gzip_refl(crc, head, LRH + fixed + UDP_AND_BTH);
     return crc32_gzip_refl(crc, p->bth + 12, p->ib_len - 12 - ICRC_SIZE);
+}
+
+#if defined(__x86_64__)
+static int wide;
+
+/* As in place.c: each extension carries its own copy, FLOWCHECK_SIMD takes a lesser version. */
+__attribute__((constructor)) static void choose(void)
+{
+    const char *wanted = getenv("FLOWCHECK_SIMD");
+    __builtin_cpu_init();
+    wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("vpclmulqdq") &&
+           (!wanted || (strcmp(wanted, "avx2") != 0 && strcmp(wanted, "portable") != 0));
+}
+#endif
+
+uint32_t fc_icrc(const fc_roce *p)
+{
+#if defined(__x86_64__)
+    if (wide && p->bth - p->ip == (p->ip_version == 4 ? 28 : 48))
+        return fc_icrc_avx512(p);
+#endif
+    return fc_icrc_isal(p);
 }
 
 int fc_icrc_ok(const fc_roce *p)
