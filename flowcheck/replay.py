@@ -272,16 +272,19 @@ class _Session:
             + (f"; never seen: {'; '.join(silent[:4])}" if silent else "")
             + f"; by what became of the packets: {self._drops()}",
             where=captures,
-            remedy="`flowcheck inspect` lists the connections; put their addresses and QP numbers in flows",
+            remedy="mirror with SPAN, or with ERSPAN or GRE that carry whole Ethernet frames"
+            if self.engine.encapsulated()
+            else "`flowcheck inspect` lists the connections; put their addresses and QP numbers in flows",
         )
 
     def _drops(self) -> dict[str, int]:
         total: dict[str, int] = {}
         for stream in range(self.plan.engine.streams):
             for name, (packets, _) in self.engine.outcomes(stream).items():
-                if name not in ("placed", "compared") and packets:
+                if name not in ("placed", "compared", "encapsulated") and packets:
                     total[name] = total.get(name, 0) + packets
-        return total
+        named = {f"encapsulated: {what}": packets for what, packets in self.engine.encapsulated().items()}
+        return total | named
 
     def _fill(self) -> None:
         report, job = self.report, self.plan.job

@@ -1,0 +1,51 @@
+"""The dataplane's truncation check sees a frame cut inside an encapsulation, not only the outer lengths."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dataplane.capture import PcapSource
+from dataplane.reader import RingReader
+
+INNER = bytes(12) + b"\x08\0\x45\0\0\x2e" + bytes(42)  # Ethernet, IPv4 of 46 bytes
+HEADERS = {
+    "gre": (47, b"\0\0\x65\x58"),
+    "erspan2": (47, b"\x10\0\x88\xbe" + bytes(4) + b"\x10\0\0\1" + bytes(4)),
+    "erspan2 cut": (47, b"\x10\0\x88\xbe" + bytes(4) + b"\x10\0\x04\1" + bytes(4)),
+    "erspan3": (47, b"\x10\0\x22\xeb" + bytes(4) + b"\x20\0\0\1" + bytes(8)),
+    "vxlan": (17, b"\xc0\0\x12\xb5" + bytes(4) + b"\x08" + bytes(7)),
+    "gre of ip": (47, b"\0\0\x08\0"),
+}
+
+
+def wrap(name: str, inner: bytes, six: bool) -> bytes:
+    protocol, head = HEADERS[name]
+    body = head + inner
+    if six:
+        ip = b"\x60\0\0\0" + len(body).to_bytes(2, "big") + bytes([protocol, 64]) + bytes(32)
+        return bytes(12) + b"\x86\xdd" + ip + body
+    ip = b"\x45\0" + (20 + len(body)).to_bytes(2, "big") + bytes(5) + bytes([protocol]) + bytes(10)
+    return bytes(12) + b"\x08\0" + ip + body
+
+
+@pytest.mark.parametrize("six", [False, True], ids=["v4", "v6"])
+def test_truncated_inside_a_tunnel(eal: Any, captures: Any, tmp_path: Path, six: bool) -> None:
+    cases = []
+    for name in HEADERS:
+        whole = wrap(name, INNER, six)
+        known = name != "gre of ip"
+        cases += [
+            (whole, name == "erspan2 cut"),
+            (whole + bytes(6), name == "erspan2 cut"),  # Ethernet padding behind the outer packet
+            (whole[:-1], True),  # cut by the capture: the outer length tells
+            (wrap(name, INNER[:-1], six), known),  # cut by the mirror: the outer lengths agree
+            (wrap(name, INNER[:15], six), known),
+            (wrap(name, b"", six), known),
+        ]
+    path = tmp_path / "cases.pcap"
+    path.write_bytes(captures.pcap([captures.Record(data) for data, _ in cases]))
+    with PcapSource(eal, path) as source:
+        source.start()
+        assert [(p.data, p.truncated) for p in RingReader(source.ring_address)] == cases
+        assert source.counters()["truncated"] == sum(cut for _, cut in cases)
