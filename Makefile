@@ -8,7 +8,8 @@ export PYTHONPATH :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export FLOWCHECK_BUILD :=
 
-SOURCES := setup.py $(wildcard parser/*.p[yx][xd] updater/*.p[yx][xd] */include/*.h */src/*.[ch] \
+SOURCES := setup.py $(wildcard parser/*.p[yx][xd] updater/*.p[yx][xd] flowcheck/bench/*.pyx \
+           */include/*.h */src/*.[ch] flowcheck/bench/*/*.[ch] \
            dataplane/pydpdk/_build.py dataplane/pydpdk/shim.[ch] dataplane/pydpdk/decl/*.h)
 MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)
 
@@ -57,4 +58,4 @@ hugepages:
 
 clean:   ## remove what was built (keeps .venv; remove that by hand)
 	rm -rf build out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .venv/.built-*
-	find dataplane parser updater -name '*.so' -delete
+	find dataplane parser updater flowcheck -name '*.so' -delete

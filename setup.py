@@ -1,6 +1,6 @@
 """Extensions only; metadata is in pyproject.toml.
 
-Every .pyx below parser/ and updater/ is one extension; C sources shared by them are listed here. The
+Every .pyx in parser/, updater/ and flowcheck/bench/ is one extension, with the C sources that PACKAGES names. The
 dataplane extension is a cffi module in API mode, built where pkg-config finds libdpdk.
 FLOWCHECK_BUILD=parser.machine,dataplane limits a build to the named extensions (development); "none" builds
 nothing. FLOWCHECK_DEBUG=1 compiles C assertions, bounds checks and line tracing (coverage of Cython) in; Cython
@@ -35,22 +35,33 @@ def c_sources(package: str) -> list[str]:
     return sorted(str(p.relative_to(ROOT)) for p in (ROOT / package / "src").glob("*.c"))
 
 
+# Folder of .pyx files: libraries, folders of C sources and headers beside its own.
+PACKAGES: dict[str, tuple[list[str], list[str]]] = {
+    "parser": (["isal"], []),
+    "updater": ([], []),
+    "flowcheck/bench": (["isal"], ["parser"]),
+}
+
+
 def cython_extensions() -> list[Extension]:
     found = []
-    for package, libraries in (("parser", ["isal"]), ("updater", [])):
+    for package, (libraries, others) in PACKAGES.items():
+        folders = [package, *others]
         for source in sorted((ROOT / package).glob("*.pyx")):
-            name = f"{package}.{source.stem}"
+            name = f"{package.replace('/', '.')}.{source.stem}"
             if not wanted(name):
                 continue
             found.append(
                 Extension(
                     name,
-                    [str(source.relative_to(ROOT)), *c_sources(package)],
-                    include_dirs=[f"{package}/include", "dataplane/include", numpy.get_include()],
+                    [str(source.relative_to(ROOT)), *(c for folder in folders for c in c_sources(folder))],
+                    include_dirs=[
+                        *(f"{folder}/include" for folder in folders), "dataplane/include", numpy.get_include(),
+                    ],
                     libraries=libraries,
                     define_macros=MACROS,
                     extra_compile_args=[*OPTIMISE, *WARNINGS],
-                    depends=[str(p) for p in (ROOT / package / "include").glob("*.h")]
+                    depends=[str(p) for folder in folders for p in (ROOT / folder / "include").glob("*.h")]
                     + ["dataplane/include/packetref.h", "dataplane/include/tunnel.h"],
                 )
             )

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from flowcheck import __version__
+from flowcheck.bench.cli import bench
 from flowcheck.errors import FlowcheckError, InternalError
 from flowcheck.synth.cli import synth, synth_job
 
@@ -89,6 +90,7 @@ def inspect(
 
 
 app.command()(synth)
+app.command()(bench)
 app.command("synth-job")(synth_job)
 
 

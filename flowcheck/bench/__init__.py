@@ -1,0 +1,10 @@
+"""`flowcheck bench`: how far each stage is from what the machine can do, measured in the same run.
+
+    rows.py      a Row, and contenders measured in alternating rounds
+    traffic.py   packets of one communicator's life in a ring in memory, with the bytes they must become
+    limits.pyx   the limits in C that shares nothing with the parser: copies past the cache, the least a parser does
+    parse.py     Engine on packets that carry nothing to keep, against the minimal parse
+    place.py     Engine and kernels placing gradients, against the copy limit
+
+docs/performance.md says what the rows mean. Timing is never a test: tests only run a round or two for the form.
+"""

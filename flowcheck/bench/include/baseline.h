@@ -1,0 +1,27 @@
+/* What the machine can do, in C that shares no line with the parser. Any thread, no state but the arguments. */
+#ifndef FLOWCHECK_BENCH_BASELINE_H
+#define FLOWCHECK_BENCH_BASELINE_H
+
+#include "packetref.h"
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Copy with the widest non-temporal stores of this processor. dst on a cache line, n a multiple of 256. */
+void fcb_copy(uint8_t *dst, const uint8_t *src, size_t n);
+
+/* A flow of the minimal parser; version 0 marks an empty place of the table. */
+typedef struct fcb_flow {
+    uint8_t src[16], dst[16];
+    uint32_t qpn, version, next_psn, spare;
+    uint64_t packets, bytes, gaps, address;
+} fcb_flow;
+
+uint32_t fcb_hash(const uint8_t *src, const uint8_t *dst, uint32_t width, uint32_t qpn);
+
+/* The least that anything which tells flows apart and notices loss has to do: Ethernet, IPv4 or IPv6, UDP, BTH,
+ * RETH, the QP's entry in a hash table, PSN against the expected one, counters. Prefetches `ahead` packets.
+ * table: mask + 1 entries. Returns packets whose flow is known. */
+uint64_t fcb_parse(const fc_packetref *refs, uint64_t n, fcb_flow *table, uint32_t mask, uint64_t ahead);
+
+#endif

@@ -1,0 +1,164 @@
+"""The limits that benchmarks compare with (src/baseline.c), and packets in memory behind an fc_ring.
+
+Addresses are plain integers: the caller keeps the memory alive and large enough. Functions that are timed release
+nothing and allocate nothing. One thread.
+"""
+
+import numpy as np
+
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+from libc.string cimport memcpy
+
+
+cdef extern from "packetref.h" nogil:
+    ctypedef struct fc_packetref:
+        const uint8_t *data
+        uint64_t timestamp_ns
+        uint32_t length
+    ctypedef struct fc_ring:
+        uint64_t head, tail
+    void fc_ring_init(fc_ring *ring, fc_packetref *entries, uint64_t size)
+    void fc_ring_close(fc_ring *ring)
+
+cdef extern from "baseline.h" nogil:
+    ctypedef struct fcb_flow:
+        uint8_t src[16]
+        uint8_t dst[16]
+        uint32_t qpn, version, next_psn
+        uint64_t packets, bytes, gaps, address
+    void fcb_copy(uint8_t *dst, const uint8_t *src, size_t n)
+    uint32_t fcb_hash(const uint8_t *src, const uint8_t *dst, uint32_t width, uint32_t qpn)
+    uint64_t fcb_parse(const fc_packetref *refs, uint64_t n, fcb_flow *table, uint32_t mask, uint64_t ahead)
+
+cdef extern from "place.h" nogil:
+    int64_t fc_ll_place(uint8_t *dst, const uint8_t *wire, uint64_t nbytes, uint32_t flag)
+    int64_t fc_ll128_place(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t nbytes, uint64_t flag)
+    void fc_copy_place(uint8_t *dst, const uint8_t *src, uint64_t nbytes)
+    void fc_place_fence()
+
+cdef extern from *:
+    """
+    #define prefetch_line(p) __builtin_prefetch(p)
+    """
+    void prefetch_line(const uint8_t *p) nogil
+
+
+def copy(uintptr_t dst, uintptr_t src, size_t nbytes):
+    """Non-temporal copy. dst on a cache line, nbytes a multiple of 256; ValueError otherwise."""
+    if dst % 64 or nbytes % 256:
+        raise ValueError("the copy needs whole cache lines, four at a time")
+    with nogil:
+        fcb_copy(<uint8_t *>dst, <const uint8_t *>src, nbytes)
+
+
+cdef class PacketRing:
+    """References to packets, as an rx thread would have published them. `address` is what Engine.run takes."""
+
+    cdef fc_packetref *refs
+    cdef fc_ring ring
+    cdef readonly uint64_t packets
+
+    def __cinit__(self, const uint64_t[::1] addresses, const uint32_t[::1] lengths):
+        cdef uint64_t i, size = 1
+        self.packets = addresses.shape[0]
+        if lengths.shape[0] != addresses.shape[0]:
+            raise ValueError(f"{addresses.shape[0]} addresses, {lengths.shape[0]} lengths")
+        while size < self.packets:
+            size *= 2
+        self.refs = <fc_packetref *>calloc(size, sizeof(fc_packetref))
+        if self.refs == NULL:
+            raise MemoryError("packet references")
+        for i in range(self.packets):
+            self.refs[i].data = <const uint8_t *><uintptr_t>addresses[i]
+            self.refs[i].length = lengths[i]
+        fc_ring_init(&self.ring, self.refs, size)
+        self.rewind()
+        fc_ring_close(&self.ring)
+
+    def __dealloc__(self):
+        free(self.refs)
+
+    @property
+    def address(self):
+        return <uintptr_t>&self.ring
+
+    def rewind(self):
+        """All packets are there again. No other thread may be reading."""
+        self.ring.tail = 0
+        self.ring.head = self.packets
+
+
+cdef class MinimalParser:
+    """The flow table of fcb_parse. flows: (source address, destination address, QP number) each."""
+
+    cdef fcb_flow *table
+    cdef uint32_t mask
+
+    def __cinit__(self, flows):
+        cdef uint32_t at, size = 16
+        cdef const uint8_t *src
+        cdef const uint8_t *dst
+        cdef fcb_flow *flow
+        while size < 4 * len(flows):
+            size *= 2
+        self.mask = size - 1
+        self.table = <fcb_flow *>calloc(size, sizeof(fcb_flow))
+        if self.table == NULL:
+            raise MemoryError("flow table")
+        for source, destination, qpn in flows:
+            src, dst = source, destination
+            at = fcb_hash(src, dst, len(source), qpn) & self.mask
+            while self.table[at].version:
+                at = (at + 1) & self.mask
+            flow = &self.table[at]
+            memcpy(flow.src, src, len(source))
+            memcpy(flow.dst, dst, len(source))
+            flow.qpn, flow.version = qpn, 4 if len(source) == 4 else 6
+
+    def __dealloc__(self):
+        free(self.table)
+
+    def reset(self):
+        """Forget what was counted, keep the flows."""
+        cdef uint32_t i
+        for i in range(self.mask + 1):
+            self.table[i].next_psn = 0
+            self.table[i].packets = self.table[i].bytes = self.table[i].gaps = 0
+
+    def run(self, PacketRing ring, uint64_t ahead):
+        """(packets of known flows, PSNs that were not the expected one)."""
+        cdef uint64_t known, gaps = 0
+        cdef uint32_t i
+        with nogil:
+            known = fcb_parse(ring.refs, ring.packets, self.table, self.mask, ahead)
+        for i in range(self.mask + 1):
+            gaps += self.table[i].gaps
+        return known, gaps
+
+
+def place(
+    int protocol, const uint64_t[::1] to, const uint64_t[::1] payloads, const uint64_t[::1] flags, uint32_t length,
+    uint32_t ahead,
+):
+    """The bare kernels: payloads of `length` wire bytes to the addresses `to`, prefetching `ahead` packets. protocol: 0 LL, 1 LL128, 2 SIMPLE. Returns the number of packets with a wrong flag."""
+    cdef uint64_t i, n = to.shape[0], wrong = 0
+    cdef uint32_t line
+    cdef uint8_t *dst
+    cdef const uint8_t *wire
+    with nogil:
+        for i in range(n):
+            if ahead and i + ahead < n:
+                for line in range(0, length, 64):
+                    prefetch_line(<const uint8_t *>payloads[i + ahead] + line)
+            dst, wire = <uint8_t *>to[i], <const uint8_t *>payloads[i]
+            if protocol == 0:
+                wrong += fc_ll_place(dst, wire, length // 2, <uint32_t>flags[i]) >= 0
+            elif protocol == 1:
+                wrong += fc_ll128_place(dst, wire, length // 1024, length // 1024 * 960, flags[i]) >= 0
+            else:
+                fc_copy_place(dst, wire, length)
+            if i % 32 == 31:
+                fc_place_fence()
+        fc_place_fence()
+    return wrong

@@ -1,0 +1,112 @@
+"""`flowcheck bench`: it runs and its rows are well formed. What the figures are is no test's business."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from flowcheck.bench.limits import MinimalParser, copy
+from parser.machine import Engine
+
+from flowcheck.bench import parse, place
+from flowcheck.bench.rows import Row, alternate, quantile
+from flowcheck.bench.traffic import make
+from parser.wire import Protocol
+
+FIELDS = {"name", "value", "unit", "limit", "ratio", "target", "p10", "p90", "rounds"}
+
+
+def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "flowcheck", "bench", *arguments], capture_output=True, text=True, timeout=200
+    )
+
+
+def well_formed(row: dict[str, object]) -> bool:
+    numbers = [row[key] for key in ("value", "limit", "ratio", "p10", "p90")]
+    assert all(isinstance(n, float) and n > 0 for n in numbers), row
+    assert row["target"] is None or isinstance(row["target"], float)
+    assert row["p10"] <= row["ratio"] <= row["p90"]  # type: ignore[operator]
+    return set(row) == FIELDS
+
+
+def test_rows_of_the_command() -> None:
+    done = bench("parse", "place", "--json", "--rounds", "2", "--megabytes", "16")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert all(well_formed(row) and row["rounds"] == 2 for row in rows)
+    names = [row["name"] for row in rows]
+    assert len(set(names)) == len(names)
+    assert {f"parse.{flows}flows.{model}" for flows in (1, 16, 256) for model in ("small", "huge")} <= set(names)
+    for protocol in ("ll", "ll128", "simple"):
+        for mtu in (1024, 4096):
+            assert {f"place.{protocol}.{mtu}{kind}" for kind in ("", ".kernel", ".icrc")} <= set(names)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    done = bench("speed")
+    assert done.returncode == 2 and "parse" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("protocol", list(Protocol))
+@pytest.mark.parametrize("mtu", [1024, 4096])
+@pytest.mark.parametrize("flows", [1, 3])
+def test_traffic_becomes_what_was_sent(protocol: Protocol, mtu: int, flows: int) -> None:
+    """All of it by the engine with the ICRC on, all of it known to the minimal parser."""
+    traffic = make(protocol, mtu, flows, 4 << 20, icrc=True)
+    engine = Engine(traffic.config)
+    done, blocked = engine.run(0, traffic.ring.address, traffic.packets)
+    assert (done, blocked) == (traffic.packets, False)
+    assert engine.outcomes(0)["placed"][0] == traffic.packets
+    assert engine.cells(0).all() and (engine.region(0) == traffic.expected).all()
+    assert traffic.wire_bytes == traffic.packets * mtu
+    traffic.ring.rewind()
+    assert MinimalParser(traffic.flows).run(traffic.ring, 16) == (traffic.packets, 0)
+
+
+def test_the_minimal_parser_notices_loss_and_strangers() -> None:
+    traffic = make(Protocol.LL, 1024, 4, 4 << 20, final=False)
+    assert MinimalParser(traffic.flows[:3]).run(traffic.ring, 0) == (traffic.packets * 3 // 4, 0)
+    lost = traffic.frames[5]
+    lost[12:14] = 0
+    assert MinimalParser(traffic.flows).run(traffic.ring, 0) == (traffic.packets - 1, 1)
+
+
+def test_contenders_prove_their_work() -> None:
+    """A wrong byte in the traffic is not a faster benchmark."""
+    traffic = make(Protocol.LL, 1024, 1, 1 << 20, final=False)
+    traffic.frames[70, 50:54] = 0xEE
+    with pytest.raises(AssertionError):
+        parse.engine(traffic)()
+    with pytest.raises(AssertionError):
+        parse.minimal(traffic)()
+
+
+def test_copy_limit() -> None:
+    source = np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8)
+    target = place.aligned(source.size)
+    copy(target.ctypes.data, source.ctypes.data, source.size)
+    assert (target == source).all()
+    with pytest.raises(ValueError, match="cache lines"):
+        copy(target.ctypes.data + 8, source.ctypes.data, 256)
+
+
+def test_ratios_are_taken_inside_a_round() -> None:
+    row = Row.of("x", "GB/s", [10.0, 20.0, 40.0], [20.0, 40.0, 80.0], 0.5)
+    assert (row.ratio, row.p10, row.p90, row.value, row.rounds) == (0.5, 0.5, 0.5, 20.0, 3)
+    assert row.reached and not Row.of("x", "ns/packet", [2.0], [1.0], 1.2).reached
+    assert Row.of("x", "GB/s", [1.0], [1.0], None).reached is None
+    assert quantile([1.0, 2.0, 3.0], 0.1) == pytest.approx(1.2)
+
+
+def test_rounds_alternate_and_the_first_is_thrown_away() -> None:
+    order: list[str] = []
+
+    def contender(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    samples = alternate({"a": lambda: contender("a"), "b": lambda: contender("b")}, 3)
+    assert "".join(order) == "baabbaab"
+    assert samples == {"a": [3.0, 6.0, 7.0], "b": [4.0, 5.0, 8.0]}
