@@ -55,14 +55,15 @@ typedef struct fc_roce {
     uint32_t imm;            /* the four bytes as on the wire, read as big-endian                   */
     uint32_t msn;            /* AETH, 24 bits                                                       */
     uint32_t src_qp;         /* DETH                                                                */
+    uint32_t session;        /* which mirror session wrapped it (fc_tunnel.session)                 */
     uint16_t udp_sport, vlan; /* vlan: TCI of the innermost tag, 0xffff without one                 */
     uint16_t ip_id;          /* IPv4 identification, 0 for IPv6                                     */
     uint8_t ip_version;      /* 4 or 6                                                              */
     uint8_t tclass, ttl;     /* DSCP/ECN byte or traffic class; TTL or hop limit                    */
-    uint8_t opcode, pad, ack_req, syndrome, headers;
+    uint8_t opcode, pad, ack_req, headers;
+    uint8_t syndrome;
     uint8_t tunnel;          /* fc_tunnel_kind, 0: not wrapped                                      */
     uint8_t refusal;         /* fc_refusal; valid with FC_ENCAPSULATED only                         */
-    uint32_t session;        /* which mirror session wrapped it (fc_tunnel.session)                 */
 } fc_roce;
 
 /* Decode `len` captured bytes at `frame`. Never reads past frame + len. Ethernet padding behind the

@@ -284,10 +284,8 @@ static inline __attribute__((always_inline)) int decode(const uint8_t *frame, si
     out->udp_sport = (uint16_t)be16(udp);
     out->vlan = (uint16_t)vlan;
     out->va = 0;
-    out->rkey = out->dma_len = out->imm = out->msn = out->src_qp = 0;
-    out->syndrome = 0;
-    out->tunnel = 0;
-    out->session = 0;
+    out->rkey = out->dma_len = out->imm = out->msn = out->src_qp = out->session = 0;
+    out->syndrome = out->tunnel = 0;
 
     /* Order on the wire: DETH, RETH | AETH | AtomicETH, immediate. */
     if (s.headers & FC_HAS_DETH) {
