@@ -18,6 +18,16 @@ from rich.console import Console
 from flowcheck import __version__
 from flowcheck.bench.cli import bench
 from flowcheck.errors import FlowcheckError, InternalError
+from flowcheck.learn.cli import (
+    BucketsOption,
+    DtypeOption,
+    LogOption,
+    OptimizerOption,
+    RankOption,
+    VersionOption,
+    hints_of,
+    learn,
+)
 from flowcheck.synth.cli import synth, synth_job
 
 __all__ = ["app", "main"]
@@ -51,8 +61,10 @@ def _root(
 @app.command()
 def replay(
     captures: Captures,
-    job: Annotated[Path, typer.Option("--job", help="Job manifest (docs/manifest.md).")],
     out: Annotated[Path, typer.Option("--out", help="Directory for step-NNNNNN/ and report.json.")],
+    job: Annotated[
+        Path | None, typer.Option("--job", help="Job manifest (docs/manifest.md). Default: learnt from the captures.")
+    ] = None,
     init: Annotated[
         Path | None,
         typer.Option(
@@ -71,11 +83,19 @@ def replay(
     icrc: Annotated[
         bool, typer.Option("--icrc/--no-icrc", help="Check the ICRC of what is placed; off marks the result unproven.")
     ] = True,
+    optimizer: OptimizerOption = None,
+    dtype: DtypeOption = "",
+    buckets: BucketsOption = "",
+    rank: RankOption = None,
+    nccl_version: VersionOption = "",
+    nccl_log: LogOption = None,
 ) -> None:
     """Replay captures into checkpoints: every gradient placed is proven, every missing byte is counted."""
     from flowcheck.replay import ReplayOptions, run
 
-    raise typer.Exit(run(ReplayOptions(captures, job, out, init, every, iterations, arenas, icrc), _console()))
+    hints = hints_of(optimizer, dtype, buckets, rank, nccl_version)
+    options = ReplayOptions(captures, job, out, init, every, iterations, arenas, icrc, hints, nccl_log or [])
+    raise typer.Exit(run(options, _console()))
 
 
 @app.command()
@@ -89,6 +109,7 @@ def inspect(
     raise typer.Exit(run(captures, as_json))
 
 
+app.command()(learn)
 app.command()(synth)
 app.command()(bench)
 app.command("synth-job")(synth_job)

@@ -9,7 +9,7 @@ file has an rx thread. One replay per process, because DPDK's EAL can be started
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,9 @@ from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.evidence import bucket_coverage, describe_disagreement, flow_name, parameter_bytes, refusal
 from flowcheck.jobplan import JobPlan, plan_job
+from flowcheck.learn.captures import learn
+from flowcheck.learn.hints import Hints
+from flowcheck.learn.job import Learnt
 from flowcheck.manifest import Job
 from flowcheck.replica import JobReplica
 from flowcheck.report import (
@@ -48,13 +51,15 @@ class ReplayOptions:
     """What the command line asked for; see `flowcheck replay --help`."""
 
     captures: list[Path]
-    job: Path
+    job: Path | None  # None: learn it from the captures, with `hints` and `logs`
     out: Path
     init: Path | None = None
     every: int = 0
     iterations: int | None = None
     arenas: int = 4
     icrc: bool = True
+    hints: Hints = Hints()
+    logs: Sequence[Path] = ()
 
 
 def run(options: ReplayOptions, console: Console) -> int:
@@ -72,13 +77,29 @@ def replay(options: ReplayOptions, console: Console) -> tuple[Report, str]:
 
     Raises UserError and EnvironmentProblem; then no checkpoint and no report was written.
     """
-    job = Job.load(options.job)
+    job, learnt = _job(options)
     infos = _scan(options.captures)
     plan = plan_job(job, streams=len(infos), arenas=options.arenas, check_icrc=options.icrc)
     session = _Session(plan, JobReplica(plan, options.init), options, infos)
+    session.report.learnt = learnt.to_dict() if learnt else None
     with _dpdk_errors():
         session.drive(console)
     return session.finish()
+
+
+def _job(options: ReplayOptions) -> tuple[Job, Learnt | None]:
+    """The manifest given, or the one that the captures tell."""
+    if options.job is None:
+        learnt = learn(options.captures, options.hints, options.logs)
+        return learnt.job, learnt
+    if options.hints != Hints() or options.logs:
+        raise UserError(
+            "a manifest is given, so nothing is learnt: --optimizer, --dtype, --buckets, --rank, --nccl-version and"
+            " --nccl-log have no meaning",
+            where=str(options.job),
+            remedy="put them into the manifest, or leave --job out",
+        )
+    return Job.load(options.job), None
 
 
 def _scan(paths: list[Path]) -> list[PcapInfo]:
@@ -263,7 +284,7 @@ class _Session:
         if entries:
             return UserError(
                 "the traffic is not what the manifest describes: " + describe_disagreement(self.plan, entries[0]),
-                where=str(self.options.job),
+                where=str(self.options.job or "the learnt job"),
                 remedy="compare ranks, channels, protocol, mtu and collectives with `flowcheck inspect`",
             )
         silent = [flow_name(self.plan.job, edge) for edge, count in packets.items() if not count]

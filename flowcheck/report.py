@@ -140,7 +140,7 @@ class Report:
     """Everything about one run. iterations_asked: how many the user asked for, None: as many as there are.
 
     drops: packets that carried nothing into the arena, by cause. stages: seconds by stage. seconds: wall
-    clock of the whole run. notes: sentences for the reader that fit nowhere else.
+    clock of the whole run. learnt: docs/learn.md, None with a manifest. notes: sentences for the reader that fit nowhere else.
     """
 
     run_id: str = ""
@@ -153,6 +153,7 @@ class Report:
     stages: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     checkpoint: CheckpointReport | None = None
+    learnt: Mapping[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -219,6 +220,7 @@ class Report:
                 "packets_per_second": packets / seconds if seconds else None,
                 "bits_per_second": 8 * size / seconds if seconds else None,
             },
+            "learnt": self.learnt,
             "notes": list(self.notes),
         }
 

@@ -1,0 +1,135 @@
+"""Captures through DPDK for learning: traced once for starts and TCP, again for the payloads that are wanted."""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from parser.trace import Trace
+
+from dataplane.capture import PcapSource, memory_needed
+from dataplane.pcapfile import CaptureFileError, PcapInfo, scan
+from dataplane.pydpdk.eal import Eal
+from dataplane.pydpdk.errors import DpdkError
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.learn.bootstrap import Stream, parse_bootstrap, reassemble
+from flowcheck.learn.hints import Hints
+from flowcheck.learn.job import Facts, Learnt, learn_from
+from flowcheck.learn.logs import LogFacts, merge, parse_log
+from flowcheck.learn.traffic import Connection, connections
+
+__all__ = ["facts_of", "learn", "read_logs", "streams_of"]
+
+IDLE_SECONDS = 0.0005
+LOG_LIMIT = 1 << 30
+PIECE_LIMIT = 64 << 20  # of one announcement
+
+
+def learn(captures: Sequence[Path], hints: Hints, logs: Sequence[Path] = ()) -> Learnt:
+    """Learn the job of these captures.
+
+    Raises:
+        UserError: a capture or log cannot be read, the job is not supported, or it is ambiguous.
+        EnvironmentProblem: DPDK or this machine refused.
+    """
+    if not captures:
+        raise UserError("no capture was given", remedy="name one or more pcap or pcapng files")
+    log = read_logs(logs)
+    try:
+        infos = [scan(path) for path in captures]
+        with Eal.start(memory_mb=memory_needed(infos).total_mb) as eal:
+
+            def trace(wanted: Sequence[tuple[bytes, bytes, int, int, int]] = ()) -> Trace:
+                return _trace(eal, infos, wanted)
+
+            return learn_from(facts_of(trace, log), hints)
+    except CaptureFileError as error:
+        raise UserError(error.what, where=f"{error.path}: at byte {error.offset}", remedy=error.remedy) from None
+    except DpdkError as error:
+        raise EnvironmentProblem(error.what, remedy=error.remedy) from None
+
+
+def _trace(eal: Eal, infos: Sequence[PcapInfo], wanted: Sequence[tuple[bytes, bytes, int, int, int]]) -> Trace:
+    trace = Trace(wanted)
+    for number, info in enumerate(infos):
+        with PcapSource(eal, info.path, stream=number, info=info) as source:
+            source.start()
+            while not trace.drained(source.ring_address):
+                if not trace.drain(source.ring_address):
+                    time.sleep(IDLE_SECONDS)
+            if source.error is not None:
+                raise source.error
+    return trace
+
+
+def facts_of(trace, log: LogFacts) -> Facts:  # type: ignore[no-untyped-def]
+    """Facts of packets. trace(wanted=()) -> Trace: passes over all captures."""
+    seen = trace()
+    flows = seen.flow_list()
+
+    def read(wanted: list[tuple[Connection, int, int]]) -> list[bytes | None]:
+        if not wanted:
+            return []
+        wishes = [
+            (ipaddress.ip_address(c.src).packed, ipaddress.ip_address(c.dst).packed, c.qpn, low, high)
+            for c, low, high in wanted
+        ]
+        again = trace(wishes)
+        names = again.flow_list()
+        pieces: dict[tuple[bytes, bytes, int], dict[int, bytes]] = {}
+        for flow, psn, payload in again.payloads():
+            f = names[flow]
+            pieces.setdefault((f["src"], f["dst"], f["id"]), {}).setdefault(psn, payload)
+        out: list[bytes | None] = []
+        for src, dst, qpn, low, high in wishes:
+            have = pieces.get((src, dst, qpn), {})
+            whole = high - low <= PIECE_LIMIT // 256 and all(psn in have for psn in range(low, high))
+            out.append(b"".join(have[psn] for psn in range(low, high)) if whole else None)
+        return out
+
+    return Facts(
+        connections(flows, seen.start_records()), parse_bootstrap(streams_of(seen)), log, read,
+        seen.counters()["encrypted"],
+    )  # fmt: skip
+
+
+def streams_of(trace: Trace) -> list[Stream]:
+    """Every TCP direction of a trace, reassembled."""
+    flows = trace.flow_list()
+    segments: dict[int, list[tuple[int, int, bytes]]] = {}
+    for flow, seq, flags, payload in trace.tcp_segments():
+        segments.setdefault(flow, []).append((seq, flags, payload))
+    out = []
+    for flow, kept in segments.items():
+        f = flows[flow]
+        data, begun = reassemble(kept)
+        source, destination = (str(ipaddress.ip_address(f[side])) for side in ("src", "dst"))
+        out.append(Stream((source, f["id"] >> 16), (destination, f["id"] & 0xFFFF), data, begun))
+    return out
+
+
+def read_logs(paths: Sequence[Path]) -> LogFacts:
+    """All logs as one. Raises EnvironmentProblem, or UserError for a file that is no log of NCCL's."""
+    parts = []
+    for path in paths:
+        try:
+            with path.open("rb") as stream:
+                raw = stream.read(LOG_LIMIT + 1)
+        except (OSError, ValueError) as error:
+            raise EnvironmentProblem(
+                f"cannot read the log: {getattr(error, 'strerror', None) or error}", where=str(path),
+                remedy="give an existing, readable text file with --nccl-log",
+            ) from None
+        if len(raw) > LOG_LIMIT:
+            raise UserError(
+                f"larger than {LOG_LIMIT >> 20} MiB", where=str(path), remedy="give the log's lines with 'NCCL' only"
+            )
+        text = raw.decode("utf-8", "replace")
+        if "NCCL" not in text:
+            raise UserError(
+                "no line of NCCL's is in it", where=str(path), remedy="run the job with NCCL_DEBUG=INFO and give its output"
+            )
+        parts.append(parse_log(text))
+    return merge(parts)

@@ -1,0 +1,92 @@
+"""`flowcheck learn`, and the options that replay shares with it; mounted by flowcheck.cli.
+
+Exit status 0: one explanation, written. 2: refused or ambiguous, nothing written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from flowcheck.durable import write_atomic
+from flowcheck.errors import UserError
+from flowcheck.learn.hints import Hints, parse_optimizer, parse_rank
+from flowcheck.manifest import Job
+
+__all__ = [
+    "BucketsOption", "DtypeOption", "LogOption", "OptimizerOption", "RankOption", "VersionOption", "hints_of", "learn",
+]
+
+OptimizerOption = Annotated[
+    str | None,
+    typer.Option("--optimizer", help="Learning: the job's optimizer, such as sgd:lr=0.001 or adam:lr=0.001,eps=1e-8."),
+]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="Learning: element type of the gradients.")]
+BucketsOption = Annotated[
+    str, typer.Option("--buckets", help="Learning: elements of each AllReduce of an iteration: 5000 or 700,300.")
+]
+RankOption = Annotated[
+    list[str] | None, typer.Option("--rank", help="Learning: ADDRESS=RANK, once per address.", metavar="ADDRESS=RANK")
+]
+VersionOption = Annotated[str, typer.Option("--nccl-version", help="Learning: NCCL's version, such as 2.27.7.")]
+LogOption = Annotated[
+    list[Path] | None, typer.Option("--nccl-log", help="Learning: output of the job with NCCL_DEBUG=INFO, repeatable.")
+]
+
+
+def hints_of(
+    optimizer: str | None, dtype: str, buckets: str, ranks: list[str] | None, version: str, given: Path | None = None
+) -> Hints:
+    """The options as hints. Raises UserError naming the option."""
+    try:
+        counts = tuple(int(part) for part in buckets.split(",") if part.strip())
+    except ValueError:
+        raise UserError(
+            f"{buckets!r} is not a list of whole numbers", where="--buckets", remedy="write 5000 or 700,300"
+        ) from None
+    named = dict(parse_rank(text) for text in ranks or [])
+    if len(set(named.values())) != len(named) or any(rank < 0 for rank in named.values()):
+        raise UserError("two addresses have one rank, or a rank is negative", where="--rank", remedy="ranks begin at 0")
+    return Hints(
+        parse_optimizer(optimizer) if optimizer else None, dtype, counts, named, version,
+        given=None if given is None else Job.load(given),
+    )  # fmt: skip
+
+
+def learn(
+    captures: Annotated[list[Path], typer.Argument(help="pcap or pcapng files, from the job's start")],
+    out: Annotated[Path, typer.Option("--out", help="Job manifest to write (JSON).")],
+    optimizer: OptimizerOption = None,
+    dtype: DtypeOption = "",
+    buckets: BucketsOption = "",
+    rank: RankOption = None,
+    nccl_version: VersionOption = "",
+    nccl_log: LogOption = None,
+    job: Annotated[
+        Path | None, typer.Option("--job", help="A manifest whose communicator and flows hold; its calls are learnt.")
+    ] = None,
+) -> None:
+    """Learn a job from its captures and write it as a manifest, with the reason for every part of it."""
+    from flowcheck.learn.captures import learn as learn_captures
+    from flowcheck.learn.job import Learnt
+
+    learnt: Learnt = learn_captures(
+        captures, hints_of(optimizer, dtype, buckets, rank, nccl_version, job), nccl_log or []
+    )
+    write_atomic(out, learnt.job.to_json().encode())
+    console = Console(width=None if Console().is_terminal else 110, highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
+    for name in ("learnt", "value", "confidence", "because"):
+        table.add_column(name, overflow="fold")
+    for item in learnt.items:
+        table.add_row(item.what, escape(item.value), item.confidence, escape(item.reason))
+    console.print(table)
+    for text in learnt.missing:
+        console.print(f"not known: {escape(text)}", soft_wrap=True)
+    console.print(f"manifest: {escape(str(out))}", soft_wrap=True)

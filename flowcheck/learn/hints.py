@@ -1,0 +1,86 @@
+"""What the person who learns already knows: it settles what traffic alone leaves open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+from typing import Any
+
+from flowcheck.errors import UserError
+from flowcheck.manifest import Job, Optimizer, ParameterGroup
+from flowcheck.manifest_check import DTYPE_BYTES, OPTIMIZERS
+
+__all__ = ["Hints", "optimizer_of", "parse_optimizer", "parse_rank"]
+
+
+@dataclass(frozen=True)
+class Hints:
+    """optimizer: (name, options), applied to every parameter. dtype: of gradients and parameters. buckets: elements
+    of each AllReduce of an iteration. ranks: address -> rank. version: NCCL's. names: of the parameters in model
+    order. given: a manifest whose communicator and flows hold; its calls are learnt all the same."""
+
+    optimizer: tuple[str, dict[str, Any]] | None = None
+    dtype: str = ""
+    buckets: tuple[int, ...] = ()
+    ranks: dict[str, int] = field(default_factory=dict)
+    version: str = ""
+    names: tuple[str, ...] = ()
+    given: Job | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype and self.dtype not in DTYPE_BYTES:
+            raise UserError(
+                f"{self.dtype!r} is no element type", where="--dtype", remedy=f"one of {', '.join(DTYPE_BYTES)}"
+            )
+        if any(count < 1 for count in self.buckets):
+            raise UserError("a bucket has at least one element", where="--buckets", remedy="write 5000 or 700,300")
+
+
+def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
+    """ "sgd:lr=0.001,momentum=0.9" -> ("sgd", {"lr": 0.001, "momentum": 0.9}). betas=0.9/0.999 is a pair."""
+    name, _, rest = text.partition(":")
+    if name not in OPTIMIZERS:
+        raise UserError(
+            f"{name!r} is no optimizer known here", where="--optimizer",
+            remedy=f"{' or '.join(OPTIMIZERS)}, with options as in sgd:lr=0.001,momentum=0.9",
+        )  # fmt: skip
+    options: dict[str, Any] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or not key or key in options:
+            raise UserError(
+                f"{part!r} is no option, or given twice", where="--optimizer", remedy="write sgd:lr=0.001,momentum=0.9"
+            )
+        options[key] = _value(value, part)
+    return name, options
+
+
+def _value(text: str, part: str) -> Any:
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        if "/" in text:
+            return [float(piece) for piece in text.split("/")]
+        return int(text) if text.lstrip("+-").isdigit() else float(text)
+    except ValueError:
+        raise UserError(
+            f"{part!r}: {text!r} is no number", where="--optimizer", remedy="numbers, true, false, or pairs as 0.9/0.999"
+        ) from None
+
+
+def parse_rank(text: str) -> tuple[str, int]:
+    """ "10.0.0.1=0" -> ("10.0.0.1", 0)."""
+    address, _, rank = text.rpartition("=")
+    try:
+        return str(ip_address(address)), int(rank)
+    except ValueError:
+        raise UserError(f"{text!r} is not ADDRESS=RANK", where="--rank", remedy="write 10.0.0.1=0") from None
+
+
+def optimizer_of(hints: Hints, names: list[str]) -> Optimizer | None:
+    """The manifest's optimizer over all learnt parameters."""
+    if hints.optimizer is None or not names:
+        return None
+    name, options = hints.optimizer
+    return Optimizer(name, [ParameterGroup(names, dict(options))])
