@@ -47,6 +47,7 @@ class Streams:
         The engine's arena is retired after it. progress(packets) is called now and then.
         Raises UserError when a source did not deliver what its file promised.
         """
+        known = 0  # disagreements
         while not all(self._ended):
             moved = False
             for i, source in enumerate(self._sources):
@@ -59,6 +60,9 @@ class Streams:
                     self._end(i)
                     moved = True
             progress(self.consumed)
+            if self._engine.disagreed > known:
+                known = self._engine.disagreed
+                self._engine.consider_recovery()
             while self._may_close():
                 moved = True
                 if not self._close_oldest(close):

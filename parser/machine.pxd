@@ -27,6 +27,10 @@ cdef enum:
     SIDE_BYTES = 4096    # largest path MTU
     LOG_ENTRIES = 256    # disagreements kept with their values; more are only counted
     LOSS_ENTRIES = 8192  # places known to be missing, with their cause
+    SEEK_LIMIT = 1 << 22 # messages walked at most to find one place in the schedule
+    SEEK_TRIES = 64      # absolute witnesses a flow may offer in vain
+    REACH = 1 << 20      # a write lies within so many bytes of the address that its CTS announced
+    YOUNG = 1 << 16      # first PSN of a flow that can still be counted from 0
 
 
 # Flow states (design section 5). Changed only by set_state().
@@ -120,17 +124,27 @@ cdef struct CtsTable:
     uint64_t address[CTS_SLOTS]
 
 
-cdef struct FlowState:   # one flow as one stream sees it
-    uint64_t next_psn    # one past the highest seen
-    uint64_t messages    # generated so far; the window holds the last WINDOW of them
-    uint64_t psn_end     # one past the last generated message
-    uint64_t current     # number (in `messages` counting) of the message last hit
-    uint8_t state, anchored, proven, active, finished, restarting
-    int32_t edge, qp, cts  # cts: index into cts tables, -1 unknown
-    # where the schedule stands (the next message to generate)
+cdef struct Cursor:      # a place in an edge's schedule: the next message
     int32_t call
     int64_t iteration, index
-    uint64_t step, number
+    uint64_t step, number, psn
+
+
+cdef struct FlowState:   # one flow as one stream sees it
+    # counted: the PSN's origin is known. anchored: a witness has agreed with the count since.
+    uint64_t next_psn    # one past the highest seen
+    uint64_t messages    # generated so far; the window holds the last WINDOW of them
+    uint64_t current     # number (in `messages` counting) of the message last hit
+    uint8_t state, counted, anchored, active, finished, restarting
+    int32_t edge, qp, cts  # cts: index into cts tables, -1 unknown
+    Cursor cursor        # the next message to generate
+    uint8_t recoverable  # 0 not considered, 1 no, 2 yes: see recover()
+    uint8_t trial
+    uint32_t seeks       # absolute witnesses that led nowhere
+    uint64_t start_psn   # where this flow's history begins
+    int64_t lost_iteration, trial_iteration
+    uint64_t trial_messages
+    uint64_t last_ns     # capture time of the newest packet
     uint64_t base[3]     # address of step 0's slot by protocol, 0 while unknown
     int32_t side_head, side_tail  # packets kept aside, oldest first
     # counters
@@ -167,9 +181,10 @@ cdef struct Loss:
 
 cdef struct Machine:
     uint32_t mtu, streams, flows, arenas, table_mask
-    uint8_t check_icrc
+    uint8_t check_icrc, from_start  # from_start: a connection's first packet was seen
     uint32_t cts_index_at           # byte of idx in a 64-byte CTS element (5.4)
     int64_t base_iteration, begun   # oldest open iteration; highest with a gradient packet seen
+    uint64_t outage_ns              # silence in which half of the PSN space could have passed
     int64_t region_bytes[3]         # by Target
     uint64_t words[3]
     FlowKey *table

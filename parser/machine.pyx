@@ -57,6 +57,7 @@ DISAGREEMENT_NAMES = (
     "extra message", "repeated chunk",
 )
 cdef uint64_t LL_CLEAN = 0x7ffffff8  # 4.1: steps of these low bits clean their slot
+cdef uint64_t LL_LAP = 1 << 31        # ... once in so many steps
 cdef uint64_t HISTORY = 64 * SEEN_WORDS
 
 
@@ -64,7 +65,7 @@ cdef uint64_t HISTORY = 64 * SEEN_WORDS
 
 
 cdef inline void set_state(FlowState *f, uint8_t state) noexcept nogil:
-    """The only place that changes a flow's state. LOST is left by nobody: see the module header."""
+    """The only place that changes a flow's state, but for recover(), which alone leaves LOST."""
     if f.state != LOST:
         f.state = state
 
@@ -78,13 +79,17 @@ cdef void log_disagreement(
         entry.kind = kind
         entry.stream = stream
         entry.flow = <int32_t>((f - M.states) - <int64_t>stream * M.flows)
-        entry.iteration = m.iteration if m != NULL else f.iteration
-        entry.number = m.number if m != NULL else f.number
+        entry.iteration = m.iteration if m != NULL else f.cursor.iteration
+        entry.number = m.number if m != NULL else f.cursor.number
         entry.psn = psn
         entry.expected = expected
         entry.found = found
     M.logged += 1
     f.disagreements += 1
+    f.lost_iteration = m.iteration if m != NULL else f.cursor.iteration
+    f.trial = 0
+    if kind == EXTRA_MESSAGE or kind == REPEATED_CHUNK:
+        f.recoverable = 1  # not the NCCL that the schedule describes
     set_state(f, LOST)
 
 
@@ -105,64 +110,71 @@ cdef void note_loss(Machine *M, int cause, const Message *m, int64_t offset, int
 # -- the schedule ---------------------------------------------------------------------------------
 
 
-cdef int next_call(const Edge *e, FlowState *f) noexcept nogil:
+cdef int next_call(const Edge *e, Cursor *c) noexcept nogil:
     """Step to the next call of the program; 0 when the program has ended."""
-    f.index = 0
-    f.call += 1
-    if f.call >= e.ncalls:
+    c.index = 0
+    c.call += 1
+    if c.call >= e.ncalls:
         if e.steady >= e.ncalls:
             return 0
-        f.call = e.steady
-        f.iteration += 1
+        c.call = e.steady
+        c.iteration += 1
         return 1
-    if e.calls[f.call].phase >= 2 and f.iteration == 0:
-        f.iteration = 1
+    if e.calls[c.call].phase >= 2 and c.iteration == 0:
+        c.iteration = 1
     return 1
 
 
-cdef int generate(Machine *M, FlowState *f) noexcept nogil:
-    """Append the next message of this QP to the window; 0 when the schedule has ended."""
-    cdef const Edge *e = &M.edges[f.edge]
+cdef int settle(const Edge *e, int32_t qp, Cursor *c, int stop) noexcept nogil:
+    """Move the cursor to the next message that uses this QP. 0: there is none; 1: it is there; 2 (with
+    `stop`): it has just come to the start of a steady iteration and waits there."""
+    cdef const Call *call
+    cdef int32_t part, idle = 0
+    while True:
+        call = &e.calls[c.call] if c.call < e.ncalls else NULL
+        if call == NULL or not call.has_lane or c.index >= call.lane.messages:
+            idle += 1
+            if idle > 2 * e.ncalls + 2 or not next_call(e, c):
+                return 0
+            if stop and c.call == e.steady:
+                return 2
+            continue
+        if c.index == 0:  # 2.7: both ends round the step up at the start of a call
+            c.step = (c.step + call.lane.step_align - 1) // call.lane.step_align * call.lane.step_align
+        part = <int32_t>((qp - <int64_t>(c.number % <uint64_t>e.qps) * e.used) % e.qps)
+        if (part if part >= 0 else part + e.qps) < e.used:
+            return 1
+        c.index += 1
+        c.number += 1
+        c.step += call.lane.step_inc
+
+
+cdef int step_on(Machine *M, const Edge *e, int32_t qp, Cursor *c, Message *m) noexcept nogil:
+    """The message at the cursor or the first after it on this QP, the cursor moved behind it. 0: none."""
     cdef const Call *call
     cdef fc_message shape
-    cdef Message *m
     cdef uint64_t piece
-    cdef int32_t part, idle = 0
-    if f.finished:
+    cdef int32_t part
+    if not settle(e, qp, c, 0):
         return 0
-    while True:
-        call = &e.calls[f.call] if f.call < e.ncalls else NULL
-        if call == NULL or not call.has_lane or f.index >= call.lane.messages:
-            idle += 1
-            if idle > 2 * e.ncalls + 2 or not next_call(e, f):
-                f.finished = 1
-                return 0
-            continue
-        if f.index == 0:  # 2.7: both ends round the step up at the start of a call
-            f.step = (f.step + call.lane.step_align - 1) // call.lane.step_align * call.lane.step_align
-        part = <int32_t>((f.qp - <int64_t>(f.number % <uint64_t>e.qps) * e.used) % e.qps)
-        if part < 0:
-            part += e.qps
-        if part < e.used:
-            break
-        f.index += 1
-        f.number += 1
-        f.step += call.lane.step_inc
-    fc_lane_message(&call.lane, f.index, &shape)
-    if call.lane.protocol == FC_LL and (f.step & LL_CLEAN) == LL_CLEAN:
+    call = &e.calls[c.call]
+    part = <int32_t>((qp - <int64_t>(c.number % <uint64_t>e.qps) * e.used) % e.qps)
+    if part < 0:
+        part += e.qps
+    fc_lane_message(&call.lane, c.index, &shape)
+    if call.lane.protocol == FC_LL and (c.step & LL_CLEAN) == LL_CLEAN:
         shape.wire_bytes = call.lane.slot_bytes  # 4.1: the whole slot, zeros behind the data
-    m = &f.window[f.messages % WINDOW]
-    m.psn = f.psn_end
-    m.step = f.step
-    m.number = f.number
+    m.psn = c.psn
+    m.step = c.step
+    m.number = c.number
     m.total = <uint32_t>shape.wire_bytes
     piece = ((shape.wire_bytes + e.used - 1) // e.used + 127) // 128 * 128
     m.piece = <uint32_t>min(<uint64_t>part * piece, shape.wire_bytes)
     m.size = <uint32_t>min(piece, shape.wire_bytes - m.piece)
     m.packets = (m.size + M.mtu - 1) // M.mtu if m.size else 1
     m.pair = shape.wire_bytes > e.ar_above
-    m.iteration = f.iteration
-    m.index = f.index
+    m.iteration = c.iteration
+    m.index = c.index
     m.offset = call.base + shape.first * call.lane.elem_bytes
     m.data_bytes = <int64_t>shape.data_bytes
     m.call = call
@@ -171,12 +183,69 @@ cdef int generate(Machine *M, FlowState *f) noexcept nogil:
     m.phase = shape.phase
     m.opens_loop = shape.opens_loop
     m.agreed = 0
-    f.psn_end += m.packets + m.pair
-    f.messages += 1
-    f.index += 1
-    f.number += 1
-    f.step += call.lane.step_inc
+    c.psn += m.packets + m.pair
+    c.index += 1
+    c.number += 1
+    c.step += call.lane.step_inc
     return 1
+
+
+cdef int generate(Machine *M, FlowState *f) noexcept nogil:
+    """Append the next message of this QP to the window; 0 when the schedule has ended."""
+    if f.finished or not step_on(M, &M.edges[f.edge], f.qp, &f.cursor, &f.window[f.messages % WINDOW]):
+        f.finished = 1
+        return 0
+    f.messages += 1
+    return 1
+
+
+cdef int seek(Machine *M, const FlowState *f, int by_step, uint64_t want, Cursor *c, Message *m) noexcept nogil:
+    """Find the message with step `want` (or number `want`) from the start of the schedule. 1: in m, with
+    the cursor behind it.
+
+    Steady iterations repeat: once the cursor is in the same phase again (step modulo the rounding, number
+    modulo the QPs), whole periods are skipped by arithmetic. Steps that clean their LL slot (4.1) change
+    message sizes, so a skip stops short of them and they are walked.
+    """
+    cdef const Edge *e = &M.edges[f.edge]
+    cdef Cursor mark
+    cdef int marked = 0, known = 0, found
+    cdef uint64_t dstep = 0, dnumber = 0, dpsn = 0, walked = 0, here, k
+    cdef int64_t diteration = 0
+    memset(c, 0, sizeof(Cursor))
+    memset(&mark, 0, sizeof(Cursor))
+    while walked < SEEK_LIMIT:
+        walked += 1
+        found = settle(e, f.qp, c, 1)
+        if found == 0:
+            return 0
+        if found == 2:
+            here = c.step if by_step else c.number
+            if want < here:
+                return 0
+            marked += 1
+            if not known and (marked & (marked - 1) == 0 or (mark.step + 8) // LL_LAP != (c.step + 8) // LL_LAP):
+                mark = c[0]  # a later mark each time (Brent): the first iterations need not recur
+            elif c.step % 8 == mark.step % 8 and c.number % <uint64_t>e.qps == mark.number % <uint64_t>e.qps:
+                if not known:
+                    dstep, dnumber, dpsn = c.step - mark.step, c.number - mark.number, c.psn - mark.psn
+                    diteration = c.iteration - mark.iteration
+                    known = 1
+                if dstep and dnumber:
+                    k = (want - here) // (dstep if by_step else dnumber)
+                    k = min(k, (((c.step + 8) // LL_LAP + 1) * LL_LAP - 8 - c.step) // dstep)
+                    if k > 1:
+                        c.step += (k - 1) * dstep
+                        c.number += (k - 1) * dnumber
+                        c.psn += (k - 1) * dpsn
+                        c.iteration += <int64_t>(k - 1) * diteration
+            continue
+        if not step_on(M, e, f.qp, c, m):
+            return 0
+        here = m.step if by_step else m.number
+        if here >= want:
+            return here == want
+    return 0
 
 
 cdef Message *locate(Machine *M, FlowState *f, uint64_t psn) noexcept nogil:
@@ -187,7 +256,7 @@ cdef Message *locate(Machine *M, FlowState *f, uint64_t psn) noexcept nogil:
         m = &f.window[f.current % WINDOW]
         if f.current + WINDOW >= f.messages and m.psn <= psn < m.psn + m.packets + m.pair:
             return m
-    while psn >= f.psn_end:
+    while psn >= f.cursor.psn:
         if not generate(M, f):
             return NULL
     oldest = f.messages - WINDOW if f.messages > WINDOW else 0
@@ -373,9 +442,9 @@ cdef void settle_aside(Machine *M, uint32_t stream, FlowState *f, uint64_t befor
             m = NULL
         elif before_psn == 0:
             outcome = UNANCHORED
-        elif f.proven and m.agreed:
+        elif m.agreed:
             outcome = place(M, stream, m, packet.index, packet.bytes, packet.length)
-        elif f.proven and trusted and m.psn + packet.index < before_psn:
+        elif trusted and m.psn + packet.index < before_psn:
             outcome = place(M, stream, m, packet.index, packet.bytes, packet.length)
         else:
             if kept_tail < 0:
@@ -399,13 +468,11 @@ cdef void settle_aside(Machine *M, uint32_t stream, FlowState *f, uint64_t befor
     f.side_head, f.side_tail = kept_head, kept_tail
 
 
-cdef inline void agree(Machine *M, uint32_t stream, FlowState *f, uint64_t psn, int absolute) noexcept nogil:
+cdef inline void agree(Machine *M, uint32_t stream, FlowState *f, uint64_t psn) noexcept nogil:
     """A witness agreed with the packet count at `psn`."""
     cdef int trusted = f.anchored
     f.agreements += 1
     f.anchored = 1
-    if absolute:
-        f.proven = 1
     if f.side_head >= 0:
         settle_aside(M, stream, f, psn + 1, trusted)
 
@@ -521,7 +588,7 @@ cdef const FlowKey *find_flow(const Machine *M, const fc_roce *p) noexcept nogil
 cdef uint64_t unseen(const FlowState *f) noexcept nogil:
     """PSNs of the history that never came."""
     cdef uint64_t p, n = 0
-    for p in range(f.next_psn - HISTORY if f.next_psn > HISTORY else 0, f.next_psn):
+    for p in range(max(f.start_psn, f.next_psn - HISTORY if f.next_psn > HISTORY else 0), f.next_psn):
         n += not (f.seen[p // 64 % SEEN_WORDS] >> (p % 64)) & 1
     return n
 
@@ -536,7 +603,7 @@ cdef int note_psn(FlowState *f, uint64_t psn) noexcept nogil:
             memset(f.seen, 0, sizeof(f.seen))
         else:
             for p in range(f.next_psn, psn + 1):
-                if p >= HISTORY and not (f.seen[p // 64 % SEEN_WORDS] >> (p % 64)) & 1:
+                if p >= HISTORY + f.start_psn and not (f.seen[p // 64 % SEEN_WORDS] >> (p % 64)) & 1:
                     f.missing += 1
                 f.seen[p // 64 % SEEN_WORDS] &= ~(<uint64_t>1 << (p % 64))
         f.next_psn = psn + 1
@@ -576,6 +643,10 @@ cdef int right_opcode(const Message *m, uint32_t index, uint8_t opcode) noexcept
     return last and not m.pair
 
 
+cdef inline uint32_t swapped(uint32_t x) noexcept nogil:
+    return (x >> 24) | ((x >> 8) & 0xff00) | ((x << 8) & 0xff0000) | (x << 24)
+
+
 cdef int check_witnesses(Machine *M, uint32_t stream, FlowState *f, Message *m, uint32_t index, const fc_roce *p, uint64_t psn) noexcept nogil:
     """Everything the headers say, against the count. 0 and logged on disagreement; 1 if nothing
     witnessed; 2 if a witness agreed."""
@@ -583,7 +654,7 @@ cdef int check_witnesses(Machine *M, uint32_t stream, FlowState *f, Message *m, 
     cdef uint64_t address
     cdef uint64_t *base
     cdef CtsTable *cts
-    cdef int agreed = 0, absolute = psn == 0
+    cdef int agreed = 0
     if index < m.packets:
         rest = m.size - index * M.mtu if m.size else 0
         want = min(rest, M.mtu)
@@ -596,9 +667,7 @@ cdef int check_witnesses(Machine *M, uint32_t stream, FlowState *f, Message *m, 
         log_disagreement(M, stream, f, WRONG_OPCODE, m, psn, index, p.opcode)
         return 0
     if p.headers & FC_HAS_IMM:
-        imm = p.imm
-        if not M.edges[f.edge].imm_big_endian:
-            imm = (imm >> 24) | ((imm >> 8) & 0xff00) | ((imm << 8) & 0xff0000) | (imm << 24)
+        imm = p.imm if M.edges[f.edge].imm_big_endian else swapped(p.imm)
         if imm != m.total:
             log_disagreement(M, stream, f, WRONG_IMMEDIATE, m, psn, m.total, imm)
             return 0
@@ -621,12 +690,11 @@ cdef int check_witnesses(Machine *M, uint32_t stream, FlowState *f, Message *m, 
                     if cts.address[m.number % CTS_SLOTS] != address:
                         log_disagreement(M, stream, f, WRONG_CTS, m, psn, cts.address[m.number % CTS_SLOTS], address)
                         return 0
-                    absolute = 1
             if index == 0:
                 m.agreed = 1
         agreed = 1
     if agreed:
-        agree(M, stream, f, psn, absolute)
+        agree(M, stream, f, psn)
         return 2
     return 1
 
@@ -660,11 +728,166 @@ cdef int check_flags(Machine *M, uint32_t stream, FlowState *f, Message *m, uint
     if bad >= 0:
         log_disagreement(M, stream, f, WRONG_FLAG, m, psn, m.step + 1, found)
         return 0
-    agree(M, stream, f, psn, 1)
+    agree(M, stream, f, psn)
     return 2
 
 
-cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p) noexcept nogil:
+cdef int try_position(
+    Machine *M, uint32_t stream, FlowState *f, const fc_roce *p, int by_step, uint64_t want, int protocol, uint64_t shift
+) noexcept nogil:
+    """An absolute witness says step (or message number) `want`. If the schedule has that message, and at
+    this packet's PSN modulo 2^24, the flow goes on from there: two witnesses that never restart agree.
+    shift: for a CTS, how far into the announced buffer this packet's address points."""
+    cdef Cursor c
+    cdef Message m
+    cdef uint32_t index
+    if not seek(M, f, by_step, want, &c, &m):
+        return 0
+    index = <uint32_t>((p.psn - m.psn) & 0xffffff)
+    if index >= m.packets or (protocol >= 0 and m.call.lane.protocol != protocol):
+        return 0
+    if protocol < 0 and m.piece + <uint64_t>index * M.mtu != shift:
+        return 0
+    if p.payload_len != (min(M.mtu, m.size - index * M.mtu) if m.size else 0):
+        return 0
+    if f.packets and f.cursor.psn > m.psn and f.next_psn >= m.psn + index and f.next_psn - m.psn - index < 0x800000:
+        f.counted = 1  # where the count is already (or just behind it): nothing to move
+        return 1
+    settle_aside(M, stream, f, 0, 0)
+    if f.packets:
+        f.missing += unseen(f)
+    memset(f.seen, 0, sizeof(f.seen))
+    f.window[0] = m
+    f.messages, f.current = 1, 0
+    f.cursor = c
+    f.finished = 0
+    f.next_psn = f.start_psn = m.psn + index
+    f.anchored = 0
+    f.counted = 1
+    return 1
+
+
+cdef uint64_t whole_step(Machine *M, uint32_t stream, FlowState *f, uint32_t low) noexcept nogil:
+    """A step from its low 32 bits: the one nearest to the newest CTS, whose index has 64, if there is one;
+    else nearest to where the flow was. (After 2^32 steps the PSN can repeat as well and tells nothing.)"""
+    cdef uint64_t near = f.cursor.step, newest = 0, i, step
+    cdef CtsTable *cts
+    cdef Cursor c
+    cdef Message m
+    if f.cts >= 0:
+        cts = &M.cts[stream * M.cts_tables + f.cts]
+        for i in range(CTS_SLOTS):
+            newest = max(newest, cts.index[i])
+        if newest and (seek(M, f, 0, newest - 1, &c, &m) or c.step):
+            near = c.step
+    step = (near & ~<uint64_t>0xffffffff) | low
+    if step > near + 0x7fffffff and step >> 32:
+        return step - (<uint64_t>1 << 32)
+    if step + 0x7fffffff < near:
+        return step + (<uint64_t>1 << 32)
+    return step
+
+
+cdef int find_position(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p) noexcept nogil:
+    """Where is a flow whose origin is not known? Flags and CTS indices never restart, so they can say."""
+    cdef uint32_t low
+    cdef uint64_t flag, want, tried = 0, i, best, address = 0
+    cdef CtsTable *cts
+    if f.seeks >= SEEK_TRIES or (M.check_icrc and not fc_icrc_ok(p)):
+        return 0
+    if p.payload_len >= 16 and p.payload_len % 16 == 0:
+        memcpy(&low, p.payload + 4, 4)
+        if low and fc_ll_bad_line(p.payload, p.payload_len // 16, low) < 0:
+            want = whole_step(M, stream, f, low - 1)
+            if try_position(M, stream, f, p, 1, want, FC_LL, 0):
+                return 1
+            f.seeks += 1
+    if p.payload_len >= 128 and p.payload_len % 128 == 0:
+        memcpy(&flag, p.payload + 120, 8)
+        if flag and flag < (<uint64_t>1 << 48) and fc_ll128_bad_line(p.payload, p.payload_len // 128, flag) < 0:
+            if try_position(M, stream, f, p, 1, flag - 1, FC_LL128, 0):
+                return 1
+            f.seeks += 1
+    if p.headers & FC_HAS_RETH and p.va and f.cts >= 0:
+        cts = &M.cts[stream * M.cts_tables + f.cts]
+        want = ~<uint64_t>0
+        while tried < 4:  # the newest announcements of this address first
+            best = 0
+            for i in range(CTS_SLOTS):
+                if cts.address[i] <= p.va < cts.address[i] + REACH and best < cts.index[i] <= want:
+                    best = cts.index[i]
+                    address = cts.address[i]
+            if best == 0:
+                return 0
+            if try_position(M, stream, f, p, 0, best - 1, -1, p.va - address):
+                return 1
+            want = best - 1
+            tried += 1
+        f.seeks += 1
+    return 0
+
+
+cdef int agrees_quietly(Machine *M, FlowState *f, const Message *m, const fc_roce *p) noexcept nogil:
+    """Does the first packet of a message agree in all its witnesses? For flows that are LOST: no log."""
+    cdef uint32_t imm
+    cdef uint64_t lines
+    if p.payload_len != min(m.size, M.mtu) or not right_opcode(m, 0, p.opcode) or not p.headers & FC_HAS_RETH:
+        return 0
+    if p.dma_len != m.size and not (p.opcode == FC_RC_WRITE_ONLY and p.dma_len == p.payload_len):
+        return 0
+    if m.size and p.va - m.piece != f.base[m.call.lane.protocol] + m.step % 8 * m.call.lane.slot_bytes:
+        return 0
+    if p.headers & FC_HAS_IMM:
+        imm = p.imm if M.edges[f.edge].imm_big_endian else swapped(p.imm)
+        if imm != m.total:
+            return 0
+    if m.call.lane.protocol == FC_LL and (m.step & LL_CLEAN) != LL_CLEAN:
+        return fc_ll_bad_line(p.payload, p.payload_len // 16, <uint32_t>(m.step + 1)) < 0
+    if m.call.lane.protocol == FC_LL128:
+        return fc_ll128_bad_line(p.payload, p.payload_len // 128, m.step + 1) < 0
+    return 1
+
+
+cdef int recover(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p, uint64_t psn) noexcept nogil:
+    """May a LOST flow be trusted again with the count it had? 1: yes, from this packet on.
+
+    Only after one whole iteration, later than the one that was lost, in which every message's first packet
+    agreed in size, address, flag and immediate - and only where the iteration's sizes cannot be mistaken
+    for themselves shifted (Engine.consider_recovery): else traffic that is off by a call, such as an
+    AllReduce the manifest does not list, could pass.
+    """
+    cdef Message *m
+    cdef Message *before
+    if f.recoverable != 2:
+        return 0
+    m = locate(M, f, psn)
+    if m == NULL or psn != m.psn:
+        return 0
+    if not agrees_quietly(M, f, m, p):
+        f.trial = 0
+        return 0
+    if f.trial and f.current < f.trial_messages:
+        return 0  # seen before
+    if f.trial and f.current > f.trial_messages:
+        f.trial = 0  # the first packet of a message in between is missing
+    if f.trial:
+        if m.iteration > f.trial_iteration:
+            f.trial = 0
+            f.state = SYNCING
+            return 1
+    elif f.current > 0 and f.current + WINDOW > f.messages:
+        before = &f.window[(f.current - 1) % WINDOW]
+        if before.iteration == m.iteration or m.iteration <= f.lost_iteration:
+            return 0
+        f.trial = 1
+        f.trial_iteration = m.iteration
+    else:
+        return 0
+    f.trial_messages = f.current + 1
+    return 0
+
+
+cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p, uint64_t now_ns) noexcept nogil:
     """A data packet of one of the job's flows. Returns its Outcome, or -1: its iteration has no arena
     yet, come back with the same packet."""
     cdef int64_t delta = <int64_t>((p.psn - f.next_psn) & 0xffffff)
@@ -675,8 +898,20 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
     cdef int64_t offset, nbytes
     if delta >= 0x800000:
         delta -= 0x1000000
-    if delta < 0 and <uint64_t>(-delta) > f.next_psn:
-        return UNANCHORED  # before the connection's origin: the capture began in mid-stream
+    if delta > 0 and f.last_ns and now_ns > f.last_ns + M.outage_ns:
+        f.counted = f.anchored = 0  # 2^23 packets could have passed unseen: which lap of the PSN is this?
+    if not f.counted:
+        # PSNs start at 0 with the connection, so a flow seen from its beginning is counted from there. The
+        # connections of a communicator are born together: where one was seen at 0, others are young too.
+        if f.packets == 0 and (p.psn == 0 or (M.from_start and p.psn < YOUNG)):
+            f.counted = 1
+        elif not find_position(M, stream, f, p):
+            return UNANCHORED
+        delta = <int64_t>((p.psn - f.next_psn) & 0xffffff)
+        if delta >= 0x800000:
+            delta -= 0x1000000
+    if delta < 0 and (<uint64_t>(-delta) > f.next_psn or f.next_psn + delta < f.start_psn):
+        return UNANCHORED  # from before this flow's history
     psn = f.next_psn + delta
     # A PSN out of order moves the cursor: trust it only with a right ICRC.
     if delta != 0 and M.check_icrc:
@@ -684,13 +919,13 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
             f.bad_icrc += 1
             return BAD_ICRC
         checked = 1
-    if f.state == LOST:
+    if f.state == LOST and not recover(M, stream, f, p, psn):
         f.packets += 1
         note_psn(f, psn)
         return NOT_SYNCED
     m = locate(M, f, psn)
     if m == NULL:
-        if psn < f.psn_end:
+        if psn < f.cursor.psn:
             f.packets += 1
             note_psn(f, psn)
             return STALE
@@ -699,10 +934,12 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
             return BAD_ICRC
         f.packets += 1
         note_psn(f, psn)
-        log_disagreement(M, stream, f, EXTRA_MESSAGE, NULL, psn, f.psn_end, psn)
+        log_disagreement(M, stream, f, EXTRA_MESSAGE, NULL, psn, f.cursor.psn, psn)
         return BEYOND
     if m.target == GRADIENT and m.iteration >= M.base_iteration + M.arenas:
-        return -1
+        if M.begun >= 0 or M.from_start:
+            return -1
+        M.base_iteration = m.iteration  # the capture began in mid-stream: this is its first iteration
     index = <uint32_t>(psn - m.psn)
     final = m.target != NOTHING and m.content == FC_FINAL and index < m.packets
     if M.check_icrc and not checked and (final or p.headers & (FC_HAS_RETH | FC_HAS_IMM)):
@@ -713,6 +950,9 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
             return BAD_ICRC
     if f.packets == 0:
         f.first_psn = psn
+    if psn == 0:
+        M.from_start = 1
+    f.last_ns = now_ns
     f.packets += 1
     f.payload_bytes += p.payload_len
     repeated = note_psn(f, psn)
@@ -731,7 +971,7 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
         return DISAGREED
     if not final:
         return REPEATED if repeated else RELEASED
-    if is_flagged or (f.proven and (m.agreed or (witness == 2 and f.anchored))):
+    if is_flagged or m.agreed or witness == 2:
         return place(M, stream, m, index, p.payload, p.payload_len)
     if repeated:
         return REPEATED  # its first copy is aside
@@ -791,7 +1031,7 @@ cdef int process(Machine *M, uint32_t stream, const fc_packetref *ref) noexcept 
             if not key.data:
                 outcome = control_packet(M, stream, f, &p)
             elif FC_RC_WRITE_FIRST <= p.opcode <= FC_RC_WRITE_ONLY_IMM:
-                outcome = data_packet(M, stream, f, &p)
+                outcome = data_packet(M, stream, f, &p, ref.timestamp_ns)
                 if outcome < 0:
                     return 0
             else:
@@ -809,6 +1049,22 @@ cdef void *zeroed(size_t count, size_t size) except NULL:
     if memory == NULL:
         raise MemoryError(f"{count} x {size} bytes for the state machine")
     return memory
+
+
+def _unlike_rotations(list items):
+    """Is the sequence, read as a circle, different from every rotation of itself? (KMP: smallest period.)"""
+    if not items:
+        return False
+    border = [0] * len(items)
+    k = 0
+    for i in range(1, len(items)):
+        while k and items[i] != items[k]:
+            k = border[k - 1]
+        if items[i] == items[k]:
+            k += 1
+        border[i] = k
+    period = len(items) - border[len(items) - 1]
+    return len(items) % period != 0 or period == len(items)
 
 
 def _aligned(size_t nbytes):
@@ -840,6 +1096,7 @@ cdef class Engine:
         M.check_icrc = config.check_icrc
         M.cts_index_at = config.cts_index_at
         M.begun = -1
+        M.outage_ns = config.outage_ns
         if not 1 <= M.streams <= 64 or M.arenas < 2:
             raise ValueError(f"{M.streams} streams and {M.arenas} arenas: 1..64 and at least 2 are possible")
         if not 256 <= M.mtu <= SIDE_BYTES:
@@ -995,6 +1252,11 @@ cdef class Engine:
     # -- iterations --
 
     @property
+    def disagreed(self):
+        """How many disagreements there were."""
+        return self.M.logged
+
+    @property
     def oldest(self):
         """The oldest iteration still open."""
         return self.M.base_iteration
@@ -1029,6 +1291,33 @@ cdef class Engine:
     def retire(self):
         """Close the oldest iteration: its arena is free for a later one, packets for it are late."""
         self.M.base_iteration += 1
+
+    def consider_recovery(self):
+        """Decide for flows that became LOST since whether they may ever be trusted again: see recover().
+
+        True is possible if the sizes of one steady iteration's messages, as a circle, are unlike every
+        rotation of themselves. Call between runs; costs one walk over an iteration's messages per flow.
+        """
+        cdef uint32_t s, i
+        cdef FlowState *f
+        for s in range(self.M.streams):
+            for i in range(self.M.flows):
+                f = &self.M.states[s * self.M.flows + i]
+                if f.state == LOST and f.recoverable == 0:
+                    f.recoverable = 2 if _unlike_rotations(self._steady_sizes(i)) else 1
+
+    def _steady_sizes(self, uint32_t flow):
+        """Sizes of the messages of one steady iteration on a flow, as bytes objects would be compared."""
+        cdef FlowState *f = &self.M.states[flow]
+        cdef const Edge *e = &self.M.edges[f.edge]
+        cdef Cursor c
+        cdef Message m
+        memset(&c, 0, sizeof(Cursor))
+        c.call, c.iteration = e.steady, 1
+        sizes = []
+        while e.steady < e.ncalls and step_on(self.M, e, f.qp, &c, &m) and m.iteration == 1:
+            sizes.append((m.size, m.total))
+        return sizes
 
     def finish(self):
         """No more packets: give up what is aside, count the PSNs that never came."""
@@ -1085,7 +1374,7 @@ cdef class Engine:
         for i in range(self.M.flows):
             f = &self.M.states[stream * self.M.flows + i]
             out.append({
-                "seen": bool(f.active), "state": PHASES[f.state], "anchored": bool(f.anchored and f.proven),
+                "seen": bool(f.active), "state": PHASES[f.state], "anchored": bool(f.anchored),
                 "packets": f.packets, "payload_bytes": f.payload_bytes, "missing": f.missing,
                 "duplicates": f.duplicates, "retransmissions": f.retransmissions, "out_of_order": f.out_of_order,
                 "icrc_wrong": f.bad_icrc, "agreements": f.agreements, "disagreements": f.disagreements,

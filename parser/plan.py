@@ -75,7 +75,8 @@ class FlowSpec:
 @dataclass(frozen=True)
 class EngineConfig:
     """arenas: iterations alive at once. gradient_bytes, parameter_bytes: sizes of the regions.
-    cts_index_at: byte of the message index in a 64-byte CTS element (5.4; 32-byte ones have it at 24)."""
+    cts_index_at: byte of the message index in a 64-byte CTS element (5.4; 32-byte ones have it at 24).
+    outage_ns: silence on a flow in which 2^23 packets could have passed: then its PSN alone proves nothing."""
 
     mtu: int
     edges: tuple[EdgeSpec, ...]
@@ -86,3 +87,4 @@ class EngineConfig:
     arenas: int = 4
     check_icrc: bool = True
     cts_index_at: int = 32
+    outage_ns: int = 10**15
