@@ -24,6 +24,7 @@ from dataplane.pydpdk.eal import Eal
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.evidence import bucket_coverage, describe_disagreement, flow_name, parameter_bytes, refusal
+from flowcheck.gathered import GatheredParameters
 from flowcheck.jobplan import JobPlan, plan_job
 from flowcheck.learn.captures import learn
 from flowcheck.learn.hints import Hints
@@ -58,7 +59,7 @@ class ReplayOptions:
     iterations: int | None = None
     arenas: int = 4
     icrc: bool = True
-    hints: Hints = Hints()
+    hints: Hints = field(default_factory=Hints)
     logs: Sequence[Path] = ()
 
 
@@ -129,11 +130,14 @@ class _Session:
     infos: list[PcapInfo]
     report: Report = field(default_factory=Report)
     lost: bool = False  # an iteration was not published: nothing can be built on top of it
+    begins: int = 0  # the first iteration of the captures
     written: int = -1  # step of the newest checkpoint on disk
     paused: float = 0.0  # seconds spent closing iterations
 
     def __post_init__(self) -> None:
         self.engine = Engine(self.plan.engine)
+        self.gathered = GatheredParameters(self.plan)
+        self.reduces = bool(self.plan.job.gradient_calls(0))  # else all that iterations bring are parameters
         self.report.run_id = self.plan.job.run_id
         self.report.iterations_asked = self.options.iterations
 
@@ -174,8 +178,7 @@ class _Session:
     def _full(self, iteration: int) -> bool:
         cells = self.engine.cells(iteration)
         return all(
-            bool(cells[place.offset // 8 : -(-(place.offset + place.nbytes) // 8)].all())
-            for place in self.plan.iteration_buckets(iteration)
+            bool(cells[place.cells].all()) for place in self.plan.iteration_places(iteration)
         )
 
     # -- one iteration --
@@ -183,15 +186,22 @@ class _Session:
     def close(self, iteration: int) -> bool:
         """Judge an iteration; publish and write if the verdict stands. False: enough was asked for."""
         begin = time.monotonic()
-        if iteration == 0:
+        if not self.report.iterations:
             self.replica.learn(self.engine)
-        buckets = bucket_coverage(self.plan, self.engine, iteration)
+            self.begins = iteration
+        found = bucket_coverage(self.plan, self.engine, iteration)
+        buckets = [b for b in found if b.place.carries == "gradient"]
+        groups = [b for b in found if b.place.carries == "parameters"]
         disagreements = self.engine.disagreements()
         differ, offset, _ = self.engine.copies(iteration)
         verdict = judge(
             Evidence(
                 iteration=iteration,
-                buckets=tuple(BucketEvidence(b.place.index, b.place.elements, b.covered, b.missing) for b in buckets),
+                buckets=tuple(
+                    BucketEvidence(b.place.index, b.place.elements, b.covered, b.missing, what)
+                    for what, part in (("bucket", buckets), ("parameter group", groups))
+                    for b in part
+                ),
                 unanchored=tuple(self._unanchored()),
                 disagreements=tuple(
                     describe_disagreement(self.plan, d) for d in disagreements if d["iteration"] == iteration
@@ -202,26 +212,41 @@ class _Session:
                     StreamEvidence(info.path, self.streams.state(i, iteration)) for i, info in enumerate(self.infos)
                 ),
                 copies_disagreed=differ * 8,
-                copies_first=f"byte {offset} of the iteration's gradients" if differ else "",
+                copies_first=f"byte {offset} of the iteration's region" if differ else "",
                 step_record_declared=bool(self.plan.job.step_values),
                 step_record_present=False,
                 checksum=None,
                 refused=refusal(self.plan, disagreements),
-                previous_published=not self.lost,
+                previous_published=self._follows(iteration),
             )
         )
-        dtype = self.plan.job.gradients.dtype
-        self.report.add_iteration(
-            [BucketData(b.place.index, dtype, b.data, b.placed, b.missing) for b in buckets], verdict
+        data, gathered = (
+            [BucketData(b.place.index, b.place.dtype, b.data, b.placed, b.missing) for b in part]
+            for part in (buckets, groups)
         )
-        self.lost |= not verdict.publishable
+        self.report.add_iteration(data, verdict, gathered)
+        self.lost |= self.reduces and not verdict.publishable  # gathered parameters need no iteration before them
+        if verdict.complete and groups:
+            self.gathered.take(iteration, groups)
+            if self.options.every and self.gathered.step % self.options.every == 0:
+                self._write_gathered()
         if verdict.publishable and self.replica.ready:
             self.replica.build(iteration, buckets)
             step = self.replica.publish()
             if self.options.every and step % self.options.every == 0:
                 self._write()
         self.paused += time.monotonic() - begin
-        return self.options.iterations is None or iteration + 1 < self.options.iterations
+        return self.options.iterations is None or len(self.report.iterations) < self.options.iterations
+
+    def _follows(self, iteration: int) -> bool:
+        """Is the replica where this iteration's gradients belong?
+
+        Iterations count from the communicator's birth. Captures that begin with it continue whatever step
+        the initial weights have; captures that begin later need weights of just that step.
+        """
+        if not self.replica.ready:
+            return not self.lost
+        return self.replica.step == iteration + (self.replica.first_step if self.begins == 0 else 0)
 
     def _unanchored(self) -> Iterator[str]:
         for stream in range(self.plan.engine.streams):
@@ -234,6 +259,12 @@ class _Session:
         path = self.replica.write(self.options.out, unproven)
         self.written = self.replica.step
         self.report.checkpoint = CheckpointReport(self.written, str(path), "unverified")
+
+    def _write_gathered(self) -> None:
+        path = self.gathered.write(self.options.out, self.report.unproven)
+        self.report.parameter_checkpoint = CheckpointReport(
+            self.gathered.step, str(path), "unverified", self.gathered.dtype
+        )
 
     # -- the end --
 
@@ -248,8 +279,11 @@ class _Session:
         self.report.notes += [f"unproven: {mark}" for mark in self.replica.stale]
         failure = self._failure(refused)
         self.options.out.mkdir(parents=True, exist_ok=True)
-        if self.replica.ready and self.replica.step and not refused and self.written != self.replica.step:
+        updated = self.replica.ready and self.replica.step > self.replica.first_step
+        if updated and not refused and self.written != self.replica.step:
             self._write()
+        if self.gathered.due and not refused:
+            self._write_gathered()
         write_report(self.report, self.options.out / "report.json")
         return self.report, failure
 
@@ -274,7 +308,7 @@ class _Session:
         return ""
 
     def _nothing_seen(self) -> UserError:
-        """No gradient packet of the job in the captures: say what was there instead."""
+        """No packet of the job's iterations in the captures: say what was there instead."""
         entries = self.engine.disagreements()
         packets = dict.fromkeys(range(len(self.plan.job.flows)), 0)
         for stream in range(self.plan.engine.streams):
@@ -289,7 +323,7 @@ class _Session:
             )
         silent = [flow_name(self.plan.job, edge) for edge, count in packets.items() if not count]
         return UserError(
-            "no gradient packet of this job is in the captures"
+            f"no {'gradient' if self.reduces else 'parameter'} packet of this job is in the captures"
             + (f"; never seen: {'; '.join(silent[:4])}" if silent else "")
             + f"; by what became of the packets: {self._drops()}",
             where=captures,
@@ -320,7 +354,7 @@ class _Session:
             for c in seen or [streams[0][i]]:  # one line per capture that carries it
                 report.flows.append(
                     FlowReport(
-                        "gradients" if spec.data else "control",
+                        ("gradients" if self.reduces else "parameters") if spec.data else "control",
                         *ends,
                         flow.channel,
                         *addresses,

@@ -71,8 +71,13 @@ class JobReplica:
     def step(self) -> int:
         return self._replica.current.step if self._replica else 0
 
+    @property
+    def first_step(self) -> int:
+        """The step that the initial weights had."""
+        return self._loaded.step if self._loaded else 0
+
     def learn(self, engine: Engine) -> None:
-        """Take the initial weights; call when iteration 0 closes, after the broadcasts."""
+        """Take the initial weights; call when the first iteration closes, after the broadcasts."""
         if self._spec is None or self._replica is not None:
             return
         broadcast = self._broadcast(engine)

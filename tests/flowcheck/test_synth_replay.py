@@ -148,3 +148,37 @@ def test_with_loss_every_placed_byte_is_right_and_every_missing_one_named(
 
 def _weights_lost(report: dict) -> bool:
     return not all(p["complete"] for p in report["parameters"])
+
+
+def test_a_capture_that_begins_in_mid_stream(tmp_path: Path) -> None:
+    """Back at the next iteration; published only on top of weights of just that step."""
+    from flowcheck.checkpoint import load_step
+
+    job = example_job(ranks=3, channels=2, count=[4000, 9000], protocol="ll", version="2.19.4", seed=4)
+    whole = generate(job, iterations=8, ports=[1], seed=9)
+    (tmp_path / "job.json").write_text(job.to_json())
+    whole.write(tmp_path / "whole.pcap")
+
+    def go(capture: str, out: str, **options: object) -> tuple[dict, str]:
+        report, failure = replay(
+            ReplayOptions([tmp_path / capture], tmp_path / "job.json", tmp_path / out, **options),  # type: ignore[arg-type]
+            Console(quiet=True),
+        )
+        return report.to_dict(), failure
+
+    assert go("whole.pcap", "whole", every=1)[1] == ""
+    made = generate(job, iterations=5, first_iteration=3, ports=[1], seed=9)
+    made.write(tmp_path / "late.pcap")
+    report, failure = go("late.pcap", "unset")
+    assert [i["iteration"] for i in report["iterations"]] == [3, 4, 5, 6, 7]
+    assert all(i["verdict"]["complete"] for i in report["iterations"]) and "no initial weights" in failure
+    for i in report["iterations"]:
+        for b in i["buckets"]:
+            truth = whole.reduced[i["iteration"], b["index"]].tobytes()
+            assert b["sha256"] == hashlib.sha256(truth).hexdigest()
+    report, failure = go("late.pcap", "wrong", init=tmp_path / "whole" / "step-000002")
+    assert "previous" in failure and not list((tmp_path / "wrong").glob("step-*"))
+    report, failure = go("late.pcap", "right", init=tmp_path / "whole" / "step-000003")
+    assert failure == ""
+    last, same = (load_step(tmp_path / name / "step-000008").parameters for name in ("whole", "right"))
+    assert all(last[name].equal(same[name]) for name in last)
