@@ -4,9 +4,13 @@
                     optimizer.safetensors    state.<parameter>.<key>: exp_avg, momentum_buffer, step, ...
                     manifest.json            what this is, hashes of every tensor and file; written last
 
+    DIR/parameters-000020/parameters.safetensors   parameters alone, in the precision of the wire
+                          manifest.json            kind "parameters": no optimizer state, no full checkpoint
+
 `write_step` writes aside in DIR/.step-000020.partial-<pid> and renames when every byte is on the disk, so
 a directory named step-* is always whole; a step that exists is swapped for the new one. `load_step`
-believes nothing: it checks every hash, and refuses a directory that is still written aside.
+believes nothing: it checks every hash, and refuses a directory that is still written aside, or that holds
+parameters alone. `write_parameters` and `load_parameters` do the same for those.
 docs/checkpoint.md describes the format and how to load it without this project.
 
 Threads: any; two writers of the same DIR must be two processes or take turns.
@@ -32,10 +36,14 @@ from flowcheck.durable import exchange, fsync_directory, partial_name, remove_tr
 from flowcheck.errors import UserError
 from flowcheck.manifest import ModelEntry
 
-__all__ = ["SCHEMA", "Loaded", "Meta", "load_init", "load_step", "step_path", "tensor_sha256", "write_step"]
+__all__ = [
+    "PARAMETERS_SCHEMA", "SCHEMA", "Loaded", "Meta", "load_init", "load_parameters", "load_step", "parameters_path",
+    "step_path", "tensor_sha256", "write_parameters", "write_step",
+]
 
-SCHEMA = "flowcheck/checkpoint/1"
+SCHEMA, PARAMETERS_SCHEMA = "flowcheck/checkpoint/1", "flowcheck/parameters/1"
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
+PARAMETERS = "parameters.safetensors"
 
 # torch dtype -> name in manifests, name in safetensors.
 _DTYPES = {
@@ -83,6 +91,11 @@ def step_path(out: Path, step: int) -> Path:
     return out / f"step-{step:06d}"
 
 
+def parameters_path(out: Path, step: int) -> Path:
+    """Where the parameters of a step lie that were gathered without their optimizer state."""
+    return out / f"parameters-{step:06d}"
+
+
 def tensor_sha256(tensor: torch.Tensor) -> str:
     """SHA-256 over the elements' little-endian bytes in row-major order."""
     digest = hashlib.sha256()
@@ -103,15 +116,44 @@ def write_step(
     parameters: every model entry in state_dict order. optimizer_state: parameter -> key -> tensor or number
     (an int becomes an int64 scalar, a float a float64 one).
     """
-    path = step_path(out, step)
-    aside = partial_name(path)
     flat = {
         f"state.{name}.{key}": _as_tensor(value)
         for name, state in optimizer_state.items() for key, value in state.items()
     }
-    for name, tensor in {**parameters, **flat}.items():
-        if tensor.dtype not in _DTYPES:
-            raise UserError(f"tensor {name!r} is {tensor.dtype}, which no checkpoint holds", where=str(path))
+    about = {
+        "status": meta.status, "unproven": list(meta.unproven), "optimizer": dict(meta.optimizer),
+        "rounding": meta.rounding,
+    }
+    files = {MODEL: dict(parameters), OPTIMIZER: flat}
+    return _write_directory(out, step_path(out, step), files, _head(SCHEMA, step, meta) | about)
+
+
+def write_parameters(
+    out: Path, step: int, parameters: Mapping[str, torch.Tensor], absent: Sequence[str], meta: Meta
+) -> Path:
+    """Write gathered parameters and return their directory; atomic and replaced as a step is.
+
+    parameters: as they were on the wire, in compute precision. absent: model entries that are not gathered.
+    Raises EnvironmentProblem. meta.optimizer and meta.rounding do not apply.
+    """
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in parameters.values()})
+    about = {
+        "kind": "parameters", "dtype": dtypes[0] if len(dtypes) == 1 else "mixed", "absent": list(absent),
+        "status": meta.status, "unproven": list(meta.unproven),
+    }
+    head = _head(PARAMETERS_SCHEMA, step, meta) | about
+    return _write_directory(out, parameters_path(out, step), {PARAMETERS: dict(parameters)}, head)
+
+
+def _write_directory(
+    out: Path, path: Path, files: Mapping[str, Mapping[str, torch.Tensor]], about: dict[str, Any]
+) -> Path:
+    """The files and their manifest under `path`, all or nothing."""
+    aside = partial_name(path)
+    for tensors in files.values():
+        for name, tensor in tensors.items():
+            if tensor.dtype not in _DTYPES:
+                raise UserError(f"tensor {name!r} is {tensor.dtype}, which no checkpoint holds", where=str(path))
     with reporting(path):
         if path.exists() and not (path / MANIFEST).is_file():
             raise UserError(
@@ -124,11 +166,8 @@ def write_step(
                 fsync_directory(out.parent)
             remove_tree(aside)  # of an earlier process that had our pid
             os.mkdir(aside)
-            files = {
-                name: _write_safetensors(aside / name, tensors)
-                for name, tensors in ((MODEL, dict(parameters)), (OPTIMIZER, flat))
-            }
-            manifest = _manifest(step, files, meta)
+            written = {name: _write_safetensors(aside / name, tensors) for name, tensors in files.items()}
+            manifest = _manifest(about, written)
             write_synced(aside / MANIFEST, [json.dumps(manifest, indent=1).encode() + b"\n"])
             fsync_directory(aside)
             if path.exists():
@@ -144,13 +183,19 @@ def write_step(
 
 def load_step(path: Path) -> Loaded:
     """Read a step directory, checking every hash. Raises UserError naming file and tensor."""
-    manifest = _read_manifest(path)
+    manifest = _read_manifest(path, SCHEMA, "step", (MODEL, OPTIMIZER))
     found = {name: _load_file(path / name, manifest["files"][name]) for name in (MODEL, OPTIMIZER)}
     state: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in found[OPTIMIZER].items():
         parameter, _, key = name.removeprefix("state.").rpartition(".")
         state.setdefault(parameter, {})[key] = tensor
     return Loaded(manifest["step"], found[MODEL], state, manifest)
+
+
+def load_parameters(path: Path) -> Loaded:
+    """Read a directory of gathered parameters, checking every hash; no optimizer state. Raises UserError."""
+    manifest = _read_manifest(path, PARAMETERS_SCHEMA, "parameters", (PARAMETERS,))
+    return Loaded(manifest["step"], _load_file(path / PARAMETERS, manifest["files"][PARAMETERS]), {}, manifest)
 
 
 def load_init(path: Path, model: Sequence[ModelEntry]) -> Loaded:
@@ -229,16 +274,13 @@ def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[
     }
 
 
-def _manifest(step: int, files: dict[str, Any], meta: Meta) -> dict[str, Any]:
+def _head(schema: str, step: int, meta: Meta) -> dict[str, Any]:
+    return {"schema": schema, "run_id": meta.run_id, "epoch": meta.epoch, "step": step}
+
+
+def _manifest(about: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
     manifest: dict[str, Any] = {
-        "schema": SCHEMA,
-        "run_id": meta.run_id,
-        "epoch": meta.epoch,
-        "step": step,
-        "status": meta.status,
-        "unproven": list(meta.unproven),
-        "optimizer": dict(meta.optimizer),
-        "rounding": meta.rounding,
+        **about,
         "written_by": {"flowcheck": __version__, "torch": str(torch.__version__)},
         "files": files,
     }
@@ -269,8 +311,8 @@ def _readable(path: Path) -> Iterator[None]:
         raise _refuse(path, what, "give an existing, readable path") from None
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    foreign = "give a directory named step-NNNNNN that this project wrote"
+def _read_manifest(path: Path, schema: str, name: str, files: tuple[str, ...]) -> dict[str, Any]:
+    foreign = f"give a directory named {name}-NNNNNN that this project wrote"
     if ".partial-" in path.name:
         raise _refuse(path, "is a step that was not finished or was replaced", foreign)
     with _readable(path / MANIFEST):
@@ -279,24 +321,27 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads(text)
     except (ValueError, RecursionError):
         raise _refuse(path / MANIFEST, "is not JSON") from None
-    if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
-        raise _refuse(path / MANIFEST, f"is not a {SCHEMA} manifest", foreign)
+    found = manifest.get("schema") if isinstance(manifest, dict) else None
+    if found != schema and found == PARAMETERS_SCHEMA:
+        raise _refuse(path, "holds gathered parameters alone, in compute precision, and no optimizer state", foreign)
+    if not isinstance(manifest, dict) or found != schema:
+        raise _refuse(path / MANIFEST, f"is not a {schema} manifest", foreign)
     if manifest.get("manifest_sha256") != _self_hash(manifest):
         raise _refuse(path / MANIFEST, "was changed after it was written (its own hash does not match)")
-    if not _well_formed(manifest):
+    if not _well_formed(manifest, files):
         raise _refuse(path / MANIFEST, "lacks a field that every checkpoint has", foreign)
-    named = re.fullmatch(r"step-(\d+)", path.name)
+    named = re.fullmatch(rf"{name}-(\d+)", path.name)
     if named and int(named[1]) != manifest["step"]:
         raise _refuse(path, f"holds step {manifest['step']}", "give the directory its own name back")
     return manifest
 
 
-def _well_formed(manifest: Mapping[str, Any]) -> bool:
+def _well_formed(manifest: Mapping[str, Any], names: tuple[str, ...]) -> bool:
     """The fields that reading relies on, with their types."""
     files = manifest.get("files")
     if not isinstance(manifest.get("step"), int) or not isinstance(files, dict):
         return False
-    for name in (MODEL, OPTIMIZER):
+    for name in names:
         entry = files.get(name)
         if not isinstance(entry, dict) or not {"bytes", "sha256", "tensors"} <= set(entry):
             return False

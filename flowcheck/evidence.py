@@ -40,9 +40,10 @@ CAUSES = ("not_mirrored", "icrc", "unanchored", "disagreement", "lost")
 
 @dataclass(frozen=True)
 class BucketCoverage:
-    """One bucket of a closed iteration.
+    """One bucket or parameter group of a closed iteration.
 
-    data: its bytes in the arena, meaningful only inside placed. placed: [start, end) element ranges that
+    data: its bytes in the arena (a copy if there are gaps between its blocks), meaningful only inside placed.
+    placed: [start, end) element ranges that
     are there. missing: elements by cause, only causes that occur.
     """
 
@@ -64,26 +65,35 @@ def ranges(mask: np.ndarray) -> list[tuple[int, int]]:
 
 
 def bucket_coverage(plan: JobPlan, engine: Engine, iteration: int) -> list[BucketCoverage]:
-    """Coverage of every bucket of an iteration that is about to close."""
+    """Coverage of every bucket and parameter group of an iteration that is about to close."""
     cells = engine.cells(iteration)
     region = engine.region(iteration)
     out = []
-    for place in plan.iteration_buckets(iteration):
+    for place in plan.iteration_places(iteration):
         mask = _elements(cells, place)
         covered = int(mask.sum())
         missing = {} if covered == place.elements else _causes(plan, engine, iteration, place, mask)
-        data = region[place.offset : place.offset + place.nbytes]
+        data = _bytes(region, place)
         out.append(BucketCoverage(place, data, covered, tuple(ranges(mask)), missing))
     return out
 
 
 def _elements(cells: np.ndarray, place: BucketPlace) -> np.ndarray:
-    """Element mask of a bucket from the region's cell mask (a cell is 8 bytes, buckets begin on one)."""
+    """Element mask of a bucket from the region's cell mask (a cell is 8 bytes, blocks begin on one)."""
     if not place.elements:
         return np.zeros(0, dtype=bool)
     per_cell = 8 // (place.nbytes // place.elements)
-    first = place.offset // 8
-    return np.repeat(cells[first : first - (-place.nbytes // 8)], per_cell)[: place.elements]
+    blocks = cells[place.cells].reshape(place.blocks, -1)
+    return np.repeat(blocks, per_cell, axis=1)[:, : place.elements // place.blocks].reshape(-1)
+
+
+def _bytes(region: np.ndarray, place: BucketPlace) -> np.ndarray:
+    """The place's bytes without the gaps behind its blocks; a view where there are none."""
+    block = place.nbytes // place.blocks
+    if place.blocks == 1 or place.stride == block:
+        return region[place.offset : place.offset + place.nbytes]
+    gapped = region[place.offset : place.offset + place.blocks * place.stride]
+    return gapped.reshape(place.blocks, place.stride)[:, :block].reshape(-1)
 
 
 def _causes(plan: JobPlan, engine: Engine, iteration: int, place: BucketPlace, mask: np.ndarray) -> dict[str, int]:
@@ -102,14 +112,13 @@ def _causes(plan: JobPlan, engine: Engine, iteration: int, place: BucketPlace, m
             if edge not in lost_flows:
                 sound[start:end] = True
     by_cause = {"not_mirrored": ~carried}
-    size = place.nbytes // place.elements
     for cause in ("icrc", "unanchored"):
         by_cause[cause] = np.zeros(place.elements, dtype=bool)
     for loss in engine.losses():
         if loss["target"] != Target.GRADIENT or loss["iteration"] != iteration or loss["cause"] not in by_cause:
             continue
-        start = (loss["offset"] - place.offset) // size
-        by_cause[loss["cause"]][max(start, 0) : max(start + loss["bytes"] // size, 0)] = True
+        start, end = _element_range(place, loss["offset"] - place.offset, loss["bytes"])
+        by_cause[loss["cause"]][start:end] = True
     by_cause["disagreement"] = ~sound
     by_cause["lost"] = np.ones(place.elements, dtype=bool)
     left, out = ~mask, {}
@@ -121,8 +130,17 @@ def _causes(plan: JobPlan, engine: Engine, iteration: int, place: BucketPlace, m
     return out
 
 
+def _element_range(place: BucketPlace, offset: int, nbytes: int) -> tuple[int, int]:
+    """[start, end) of the place's elements at its region bytes from `offset` on; they are of one block."""
+    if not 0 <= offset < place.end - place.offset:
+        return 0, 0  # of another place
+    size, each = place.nbytes // place.elements, place.elements // place.blocks
+    block, within = divmod(offset, place.stride) if place.blocks > 1 else (0, offset)
+    return block * each + within // size, block * each + min((within + nbytes) // size, each)
+
+
 def _final_ranges(plan: JobPlan, iteration: int, place: BucketPlace, edge: int) -> Iterator[tuple[int, int]]:
-    """Element ranges of a bucket that an edge carries reduced in an iteration."""
+    """Element ranges of a bucket that an edge carries final in an iteration."""
     phases = (
         (Phase.ITERATION_0,) if iteration == 0 else (Phase.REBUILD, Phase.STEADY) if iteration == 1 else (Phase.STEADY,)
     )
@@ -133,9 +151,10 @@ def _final_ranges(plan: JobPlan, iteration: int, place: BucketPlace, edge: int) 
         lane = edge_lane(call_plan, spec.channel, spec.src, spec.dst)
         if lane is None:
             continue
+        step = place.nbytes // place.elements // lane.elem_bytes  # an AllGather's lane counts bytes
         for first, count, _, final, _ in messages(lane):
             if final and count:
-                yield first, first + count
+                yield first // step, (first + count) // step
 
 
 def parameter_bytes(plan: JobPlan, engine: Engine) -> dict[str, tuple[np.ndarray, bool]]:

@@ -2,34 +2,55 @@
 
     plan_job(job, streams=...) -> JobPlan     pure; raises UserError for what the wire model does not cover
 
-Where things lie: each gradient bucket begins on a 64-byte boundary of the iteration's gradient region,
-buckets in order; each parameter broadcast likewise in the parameter region.
+Where things lie: each gradient bucket begins on a 64-byte boundary of the iteration's region, buckets in
+order, behind them the parameter groups that the iteration gathers; each parameter broadcast likewise in the
+parameter region. Every rank's block of a gathered group begins on a cell of its own, because a cell that two
+blocks share could not say which of them is there.
 """
 
 from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowcheck.errors import UserError
 from flowcheck.manifest import Collective, Job, carries, dtype_size
 from parser.plan import CallSpec, EdgeSpec, EngineConfig, FlowSpec, Phase, Target
-from parser.wire import CallPlan, Protocol, Topology, WireError, edge_lane, family_of, plan_call
+from parser.wire import CallPlan, Lane, Protocol, Topology, WireError, edge_lane, family_of, plan_call
 
 __all__ = ["BucketPlace", "JobPlan", "ParameterPlace", "plan_job"]
 
 ALIGN = 64
+FASTEST_PORT = 800e9  # bits per second: how soon 2^23 packets could have passed unseen
 
 
 @dataclass(frozen=True)
 class BucketPlace:
-    """One gradient bucket of an iteration: elements, and its bytes in the gradient region."""
+    """One gradient bucket of an iteration, or one gathered parameter group, in the iteration's region.
+
+    nbytes: of its elements, without the gaps between blocks. blocks: 1, or the ranks of an AllGather, each
+    with nbytes / blocks bytes; the next begins `stride` bytes later.
+    """
 
     index: int
     elements: int
     offset: int
     nbytes: int
+    dtype: str = "float32"
+    carries: str = "gradient"
+    blocks: int = 1
+    stride: int = 0
+
+    @property
+    def end(self) -> int:
+        """Region byte behind the last one that is used."""
+        return self.offset + (self.blocks - 1) * self.stride + self.nbytes // self.blocks
+
+    @property
+    def cells(self) -> slice:
+        """Its cells of 8 bytes: all of them there means all of its elements are."""
+        return slice(self.offset // 8, -(-self.end // 8))
 
 
 @dataclass(frozen=True)
@@ -44,18 +65,25 @@ class ParameterPlace:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """buckets: for iteration 0 and for all later ones. calls: every call with its phase, in issue order,
+    """buckets, groups: for iteration 0 and for all later ones. calls: every call with its phase, in issue order,
     as (phase, call, its plan, byte offset in its region)."""
 
     job: Job
     engine: EngineConfig
     buckets_0: tuple[BucketPlace, ...]
     buckets: tuple[BucketPlace, ...]
+    groups_0: tuple[BucketPlace, ...]
+    groups: tuple[BucketPlace, ...]
     parameters: tuple[ParameterPlace, ...]
     calls: tuple[tuple[Phase, Collective, CallPlan, int], ...]
 
     def iteration_buckets(self, iteration: int) -> tuple[BucketPlace, ...]:
+        """Gradient buckets of an iteration."""
         return self.buckets_0 if iteration == 0 else self.buckets
+
+    def iteration_places(self, iteration: int) -> tuple[BucketPlace, ...]:
+        """All that an iteration must bring: gradient buckets, then gathered parameter groups."""
+        return self.iteration_buckets(iteration) + (self.groups_0 if iteration == 0 else self.groups)
 
 
 def topology_of(job: Job) -> Topology:
@@ -83,8 +111,9 @@ def plan_job(job: Job, *, streams: int = 1, arenas: int = 4, check_icrc: bool = 
         family_of(c.nccl_version)
         topology = topology_of(job)
         places, places_0 = _bucket_places(job, 1), _bucket_places(job, 0)
+        groups, groups_0 = _group_places(job, 1, _end(places)), _group_places(job, 0, _end(places_0))
         parameter_calls, parameters, parameter_bytes = _parameter_places(job)
-        calls = list(_calls(job, topology, places_0, places, parameter_calls))
+        calls = list(_calls(job, topology, places_0 + groups_0, places + groups, parameter_calls))
         edges = tuple(_edge(job, calls, flow.channel, flow.src, flow.dst) for flow in job.flows)
     except WireError as error:
         raise UserError(
@@ -100,11 +129,12 @@ def plan_job(job: Job, *, streams: int = 1, arenas: int = 4, check_icrc: bool = 
         streams=streams,
         arenas=arenas,
         check_icrc=check_icrc,
-        gradient_bytes=max(_end(places), _end(places_0)),
+        gradient_bytes=max(_end(places + groups), _end(places_0 + groups_0)),
         parameter_bytes=parameter_bytes,
+        outage_ns=int(2**23 * c.mtu * 8 / FASTEST_PORT * 1e9),
         cts_index_at=32 if minor < 24 else 40 if minor < 30 else 56,
     )
-    return JobPlan(job, engine, places_0, places, parameters, tuple(calls))
+    return JobPlan(job, engine, places_0, places, groups_0, groups, parameters, tuple(calls))
 
 
 def _up(n: int) -> int:
@@ -112,15 +142,30 @@ def _up(n: int) -> int:
 
 
 def _end(places: tuple[BucketPlace, ...]) -> int:
-    return _up(places[-1].offset + places[-1].nbytes) if places else 0
+    return _up(places[-1].end) if places else 0
 
 
 def _bucket_places(job: Job, iteration: int) -> tuple[BucketPlace, ...]:
     out, offset = [], 0
     for index, call in sorted(job.gradient_calls(iteration), key=lambda pair: pair[0]):
         nbytes = call.count * dtype_size(call.dtype)
-        out.append(BucketPlace(index, call.count, offset, nbytes))
+        out.append(BucketPlace(index, call.count, offset, nbytes, call.dtype))
         offset = _up(offset + nbytes)
+    return tuple(out)
+
+
+def _group_places(job: Job, iteration: int, offset: int) -> tuple[BucketPlace, ...]:
+    """Gathered parameter groups behind the buckets; the calls of one group share its place."""
+    out: list[BucketPlace] = []
+    ranks = job.communicator.ranks
+    for index, call in sorted(dict(job.parameter_calls(iteration)).items()):
+        block = call.count * dtype_size(call.dtype)
+        stride = -(-block // 8) * 8
+        place = BucketPlace(
+            index, call.count * ranks, offset, block * ranks, call.dtype, "parameters", ranks, stride
+        )
+        out.append(place)
+        offset = _up(place.end)
     return tuple(out)
 
 
@@ -173,10 +218,10 @@ def _calls(
         (Phase.REBUILD, job.collectives.rebuild, places),
         (Phase.STEADY, job.collectives.steady, places),
     )
-    gradients = {}  # which bucket a call carries: numbered within an iteration, not within a list
+    carried = {}  # which bucket or group a call carries: numbered within an iteration, not within a list
     for iteration in (0, 1):
-        for index, call in job.gradient_calls(iteration):
-            gradients[(iteration, id(call))] = index
+        for index, call in job.gradient_calls(iteration) + job.parameter_calls(iteration):
+            carried[(iteration, id(call))] = index
     for phase, calls, buckets in parts:
         for call in calls:
             plan = plan_call(
@@ -190,17 +235,19 @@ def _calls(
                 channels=call.channels,
             )
             what, base = carries(call), 0
-            if what == "gradient" and phase != Phase.STARTUP:
-                base = buckets[gradients[(0 if phase == Phase.ITERATION_0 else 1, id(call))]].offset
-            elif what == "parameters" and phase == Phase.STARTUP:
+            if what == "parameters" and phase == Phase.STARTUP:
                 base = parameter_offsets[id(call)]
+            elif _target(phase, call) == Target.GRADIENT:
+                index = carried[(0 if phase == Phase.ITERATION_0 else 1, id(call))]
+                base = next(p.offset for p in buckets if (p.carries, p.index) == (what, index))
             out.append((phase, call, plan, base))
     return out
 
 
 def _target(phase: Phase, call: Collective) -> Target:
+    """GRADIENT is the region that every iteration has anew, for gathered parameters too."""
     what = carries(call)
-    if what == "gradient" and phase != Phase.STARTUP:
+    if phase != Phase.STARTUP and (what == "gradient" or (what == "parameters" and call.op == "AllGather")):
         return Target.GRADIENT
     return Target.PARAMETERS if what == "parameters" and phase == Phase.STARTUP else Target.NOTHING
 
@@ -213,7 +260,7 @@ def _edge(job: Job, calls: list[tuple[Phase, Collective, CallPlan, int]], channe
         src=src,
         dst=dst,
         calls=tuple(
-            CallSpec(edge_lane(plan, channel, src, dst), phase, _target(phase, call), base)
+            CallSpec(_lane(plan, call, channel, src, dst), phase, _target(phase, call), base)
             for phase, call, plan, base in calls
         ),
         qps=c.qps_per_connection,
@@ -221,6 +268,14 @@ def _edge(job: Job, calls: list[tuple[Phase, Collective, CallPlan, int]], channe
         ar_above=c.ar_threshold if c.adaptive_routing or minor <= 15 else None,
         imm_big_endian=minor >= 29,
     )
+
+
+def _lane(plan: CallPlan, call: Collective, channel: int, src: int, dst: int) -> Lane | None:
+    """edge_lane, with the blocks of gathered parameters as far apart as _group_places puts them."""
+    lane = edge_lane(plan, channel, src, dst)
+    if lane is None or call.op != "AllGather" or carries(call) != "parameters":
+        return lane
+    return replace(lane, block=-(-plan.count // 8) * 8)  # an AllGather's plan counts bytes
 
 
 def _flows(job: Job) -> list[FlowSpec]:

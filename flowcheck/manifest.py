@@ -123,11 +123,16 @@ class Flow:
 class Collective:
     """One NCCL call. count is in elements of dtype, as given to NCCL (AllGather: per rank).
 
-    bucket: index of the gradient bucket an AllReduce carries (default: its position among the
-        AllReduces of its list). carries: "gradient" (an AllReduce of a bucket), "parameters" (a
-        broadcast of model entries), or "other".
-    tensors: for "parameters": the model entries in the order they are broadcast (default: all
-        floating-point entries in model order).
+    carries: "gradient" (an AllReduce of a bucket), "parameters" (a Broadcast of model entries at the
+        start, or an AllGather of every iteration: FSDP, ZeRO, Megatron's distributed optimizer), or "other".
+    bucket: index of the gradient bucket an AllReduce carries, or of the parameter group an AllGather
+        does (default: its position among the calls of its kind in its list). Two AllGathers with one
+        index gather the same values twice, as forward and backward do.
+    tensors: for "parameters": the model entries in the order they are sent (default, Broadcast only:
+        all floating-point entries in model order).
+    layout: for an AllGather of "parameters": what lies where in the gathered tensor of ranks * count
+        elements, if it is not `tensors` one behind the other. What no slice names is padding.
+    after_update: the gathered parameters have this iteration's update already (gathered at its end).
     protocol, algorithm, channels: override the communicator's for this call.
     """
 
@@ -138,6 +143,8 @@ class Collective:
     carries: str = field(default="", metadata=_one_of(CARRIES))
     bucket: int | None = None
     tensors: list[str] = field(default_factory=list)
+    layout: list[BucketSlice] = field(default_factory=list)
+    after_update: bool = False
     protocol: str | None = field(default=None, metadata=_one_of(PROTOCOLS))
     algorithm: str | None = field(default=None, metadata=_one_of(ALGORITHMS))
     channels: int | None = None
@@ -286,6 +293,25 @@ class Job:
         for call in self.iteration_collectives(iteration):
             if carries(call) == "gradient":
                 out.append((len(out) if call.bucket is None else call.bucket, call))
+        return out
+
+    def parameter_calls(self, iteration: int) -> list[tuple[int, Collective]]:
+        """(group, call) of every AllGather of an iteration that carries parameters; groups may repeat."""
+        out: list[tuple[int, Collective]] = []
+        for call in self.iteration_collectives(iteration):
+            if call.op == "AllGather" and carries(call) == "parameters":
+                out.append((len(out) if call.bucket is None else call.bucket, call))
+        return out
+
+    def parameter_slices(self, call: Collective) -> list[BucketSlice]:
+        """What lies where in the gathered tensor: `layout`, or `tensors` one behind the other."""
+        if call.layout:
+            return call.layout
+        sizes = {entry.name: entry.elements for entry in self.model}
+        out, offset = [], 0
+        for name in call.tensors:
+            out.append(BucketSlice(name, offset, sizes[name]))
+            offset += sizes[name]
         return out
 
     def bucket_layout(self, iteration: int) -> list[Bucket]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from flowcheck.manifest_form import Place, shown
+from flowcheck.manifest_groups import check_groups
 
 if TYPE_CHECKING:
     from flowcheck.manifest import Bucket, Collective, Communicator, Flow, Job, ModelEntry
@@ -63,9 +64,11 @@ def check(job: Job, place: Place) -> None:
     _check_flows(job, place / "flows")
     for part in ("startup", "iteration_0", "rebuild", "steady"):
         for i, call in enumerate(getattr(job.collectives, part)):
-            _check_collective(job, call, place / "collectives" / part / i)
+            _check_collective(job, call, part, place / "collectives" / part / i)
     if job.gradient_calls(1) and not job.gradient_calls(0):
         (place / "collectives" / "iteration_0").fail("steady reduces gradients, the first iteration none")
+    if job.parameter_calls(1) and not job.parameter_calls(0):
+        (place / "collectives" / "iteration_0").fail("steady gathers parameters, the first iteration none")
     for i, call in enumerate(job.collectives.rebuild):
         if call.op == "AllReduce" and call.carries != "other":
             (place / "collectives" / "rebuild" / i / "carries").fail(
@@ -80,6 +83,7 @@ def check(job: Job, place: Place) -> None:
         (place / "step_values").fail("names must be given once each and not be empty")
     for iteration in (0, 1):
         _check_buckets(job, iteration, place)
+        check_groups(job, iteration, place)
 
 
 # -- communicator and flows ----------------------------------------------------------------------------------
@@ -182,7 +186,7 @@ def _check_flow(c: Communicator, flow: Flow, place: Place) -> Any:
 # -- collectives ---------------------------------------------------------------------------------------------
 
 
-def _check_collective(job: Job, call: Collective, place: Place) -> None:
+def _check_collective(job: Job, call: Collective, part: str, place: Place) -> None:
     _choice(place / "op", call.op, OPERATIONS)
     _choice(place / "dtype", call.dtype, DTYPE_BYTES)
     _choice(place / "carries", call.carries, CARRIES)
@@ -196,12 +200,25 @@ def _check_collective(job: Job, call: Collective, place: Place) -> None:
         _between(place / "channels", call.channels, 1, job.communicator.channels)
     if call.bucket is not None:
         _between(place / "bucket", call.bucket, 0, (1 << 31) - 1)
+    if call.carries == "gradient" and call.op == "ReduceScatter":
+        (place / "carries").fail(
+            "a ReduceScatter adds the last contribution in local memory: no fully reduced gradient is on the wire",
+            'call it "other" and let the AllGather of the updated parameters carry "parameters"',
+        )
     if call.carries == "gradient" and call.op != "AllReduce":
         (place / "carries").fail(f"a {call.op} puts no fully reduced gradient on the wire")
-    if call.carries == "parameters" and call.op != "Broadcast":
-        (place / "carries").fail("parameters are read from a Broadcast")
+    if call.carries == "parameters" and call.op not in ("Broadcast", "AllGather"):
+        (place / "carries").fail("parameters are read from a Broadcast or from an AllGather")
+    gathers = call.carries == "parameters" and call.op == "AllGather"
+    if gathers and part not in ("iteration_0", "steady"):
+        (place / "carries").fail("an AllGather of parameters belongs to iteration_0 or steady")
     if call.tensors and call.carries != "parameters":
         (place / "tensors").fail('only a call that carries "parameters" names tensors')
+    for name in ("layout", "after_update"):
+        if getattr(call, name) and not gathers:
+            (place / name).fail('only an AllGather that carries "parameters" has this')
+    if call.layout and call.tensors:
+        (place / "layout").fail("give tensors or layout, not both")
 
 
 def _check_parameter_names(job: Job, place: Place) -> None:
@@ -211,6 +228,9 @@ def _check_parameter_names(job: Job, place: Place) -> None:
             for t, name in enumerate(call.tensors):
                 if name not in names:
                     (place / part / i / "tensors" / t).fail(f"{shown(name)} is not in model")
+            for s, piece in enumerate(call.layout):
+                if piece.name not in names:
+                    (place / part / i / "layout" / s / "name").fail(f"{shown(piece.name)} is not in model")
 
 
 # -- model and optimizer -------------------------------------------------------------------------------------
@@ -239,6 +259,11 @@ def _check_optimizer(job: Job, place: Place) -> None:
     if job.optimizer is None:
         return
     _choice(place / "name", job.optimizer.name, OPTIMIZERS)
+    if job.parameter_calls(0) and not job.gradient_calls(0):
+        place.fail(
+            "the iterations gather parameters and reduce no gradients: nothing would feed an optimizer",
+            "leave optimizer out: what is gathered becomes a parameter checkpoint",
+        )
     missing = {entry.name for entry in job.model if entry.kind == "optimized"}
     optimized = frozenset(missing)
     for g, group in enumerate(job.optimizer.groups):

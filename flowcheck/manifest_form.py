@@ -60,8 +60,8 @@ class Place:
     def __str__(self) -> str:
         return f"{self.file}: {self.path}" if self.path else self.file
 
-    def fail(self, what: str) -> typing.NoReturn:
-        remedy = "correct this field; docs/manifest.md describes each one"
+    def fail(self, what: str, remedy: str = "") -> typing.NoReturn:
+        remedy = remedy or "correct this field; docs/manifest.md describes each one"
         raise UserError(what, where=str(self), remedy=remedy)
 
 

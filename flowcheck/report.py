@@ -117,22 +117,28 @@ class BroadcastReport:
 
 @dataclass(frozen=True)
 class IterationReport:
+    """gathered: parameter groups of the iteration's AllGathers, in the form of buckets."""
+
     iteration: int
     buckets: list[BucketReport]
     verdict: Verdict
+    gathered: list[BucketReport] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         buckets = [dataclasses.asdict(bucket) for bucket in self.buckets]
-        return {"iteration": self.iteration, "verdict": self.verdict.to_dict(), "buckets": buckets}
+        gathered = [dataclasses.asdict(group) for group in self.gathered]
+        verdict = self.verdict.to_dict()
+        return {"iteration": self.iteration, "verdict": verdict, "buckets": buckets, "gathered": gathered}
 
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """The last checkpoint written. status: unverified or verified."""
+    """The last checkpoint written. status: unverified or verified. dtype: of a parameter checkpoint, else ""."""
 
     step: int
     path: str
     status: str
+    dtype: str = ""
 
 
 @dataclass
@@ -140,7 +146,8 @@ class Report:
     """Everything about one run. iterations_asked: how many the user asked for, None: as many as there are.
 
     drops: packets that carried nothing into the arena, by cause. stages: seconds by stage. seconds: wall
-    clock of the whole run. learnt: docs/learn.md, None with a manifest. notes: sentences for the reader that fit nowhere else.
+    clock of the whole run. learnt: docs/learn.md, None with a manifest. notes: sentences for the reader that fit
+    nowhere else.
     """
 
     run_id: str = ""
@@ -153,26 +160,36 @@ class Report:
     stages: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     checkpoint: CheckpointReport | None = None
+    parameter_checkpoint: CheckpointReport | None = None
     learnt: Mapping[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._gradients = hashlib.sha256()
+        self._gradients, self._gathered = hashlib.sha256(), hashlib.sha256()
 
-    def add_iteration(self, buckets: Sequence[BucketData], verdict: Verdict) -> IterationReport:
+    def add_iteration(
+        self, buckets: Sequence[BucketData], verdict: Verdict, gathered: Sequence[BucketData] = ()
+    ) -> IterationReport:
         """Hash an iteration's buckets and append it. Raises InternalError if the verdict contradicts them."""
         reports = [bucket_report(bucket) for bucket in buckets]
-        if verdict.complete and not all(report.complete for report in reports):
+        groups = [bucket_report(group) for group in gathered]
+        if verdict.complete and not all(report.complete for report in reports + groups):
             raise InternalError(f"iteration {verdict.iteration} was judged complete with elements missing")
         if verdict.complete:
             for bucket in buckets:
                 self._gradients.update(_bytes(bucket.data))
-        self.iterations.append(IterationReport(verdict.iteration, reports, verdict))
+            for group in gathered:
+                self._gathered.update(_bytes(group.data))
+        self.iterations.append(IterationReport(verdict.iteration, reports, verdict, groups))
         return self.iterations[-1]
 
     @property
     def complete(self) -> list[IterationReport]:
         return [iteration for iteration in self.iterations if iteration.verdict.complete]
+
+    def _any(self, what: str) -> bool:
+        """Did any complete iteration bring such data?"""
+        return any(getattr(iteration, what) for iteration in self.complete)
 
     @property
     def expected(self) -> int:
@@ -203,12 +220,16 @@ class Report:
                 "iterations_published": sum(i.verdict.publishable for i in self.iterations),
                 "elements": sum(b.elements for i in self.iterations for b in i.buckets),
                 "placed_elements": sum(b.placed_elements for i in self.iterations for b in i.buckets),
-                "gradients_sha256": self._gradients.hexdigest() if self.complete else None,
+                "gradients_sha256": self._gradients.hexdigest() if self._any("buckets") else None,
+                "gathered_elements": sum(g.elements for i in self.iterations for g in i.gathered),
+                "placed_gathered_elements": sum(g.placed_elements for i in self.iterations for g in i.gathered),
+                "gathered_sha256": self._gathered.hexdigest() if self._any("gathered") else None,
                 "packets": packets,
                 "bytes": size,
             },
             "unproven": self.unproven,
-            "checkpoint": dataclasses.asdict(self.checkpoint) if self.checkpoint else None,
+            "checkpoint": _checkpoint(self.checkpoint),
+            "parameter_checkpoint": _checkpoint(self.parameter_checkpoint, "dtype"),
             "captures": [dataclasses.asdict(capture) for capture in self.captures],
             "flows": [dataclasses.asdict(flow) for flow in self.flows],
             "parameters": [dataclasses.asdict(broadcast) for broadcast in self.broadcasts],
@@ -223,6 +244,12 @@ class Report:
             "learnt": self.learnt,
             "notes": list(self.notes),
         }
+
+
+def _checkpoint(checkpoint: CheckpointReport | None, *more: str) -> dict[str, Any] | None:
+    if checkpoint is None:
+        return None
+    return {key: getattr(checkpoint, key) for key in ("step", "path", "status", *more)}
 
 
 def bucket_report(bucket: BucketData) -> BucketReport:

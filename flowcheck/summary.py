@@ -106,6 +106,10 @@ def _time(report: Report, console: Console) -> None:
 
 
 def _checkpoint(report: Report, console: Console) -> None:
+    gathered = report.parameter_checkpoint
+    if gathered is not None:
+        what = f"parameters only, {gathered.dtype}, no optimizer state"
+        _line(console, "gathered", f"step {gathered.step}, {what}: {gathered.path}")
     if report.checkpoint is None:
         _line(console, "checkpoint", "none was written")
         return

@@ -52,12 +52,14 @@ ABOUT_GRADIENTS = frozenset({
 
 @dataclass(frozen=True)
 class BucketEvidence:
-    """One gradient bucket, counted in elements. missing: by cause, adding up to elements - covered."""
+    """One gradient bucket, counted in elements. missing: by cause, adding up to elements - covered.
+    what: how reasons name it; "parameter group" for gathered parameters, to which the same clauses apply."""
 
     index: int
     elements: int
     covered: int
     missing: Mapping[str, int]
+    what: str = "bucket"
 
 
 @dataclass(frozen=True)
@@ -151,13 +153,13 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _covered(evidence: Evidence) -> str:
     if not evidence.buckets:
-        return "no gradient bucket was seen"
+        return "no gradient bucket and no parameter group was seen"
     texts = []
     for bucket in evidence.buckets:
         if bucket.covered == bucket.elements and not any(bucket.missing.values()):
             continue
         causes = ", ".join(f"{cause} {count}" for cause, count in bucket.missing.items() if count)
-        text = f"bucket {bucket.index}: {bucket.covered} of {bucket.elements} elements"
+        text = f"{bucket.what} {bucket.index}: {bucket.covered} of {bucket.elements} elements"
         text += f", missing by cause: {causes}" if causes else ""
         if bucket.covered + sum(bucket.missing.values()) != bucket.elements:
             text += " (the counts do not add up)"

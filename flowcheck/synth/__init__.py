@@ -9,9 +9,9 @@ values, encode (bytes) < packets, transport (frames) < faults, mirror, truth < g
 the reference documents and uses nothing of `parser`: each side checks the other.
 """
 
-from flowcheck.synth.example import example_job
+from flowcheck.synth.example import example_job, sharded_job
 from flowcheck.synth.generate import Synthesis, generate
 from flowcheck.synth.mirror import Mirror
 from flowcheck.synth.transport import TransportOptions
 
-__all__ = ["Mirror", "Synthesis", "TransportOptions", "example_job", "generate"]
+__all__ = ["Mirror", "Synthesis", "TransportOptions", "example_job", "generate", "sharded_job"]

@@ -1,6 +1,7 @@
-"""A complete, consistent manifest for a made-up job: DDP's calls, buckets, model, SGD, addresses and QPs.
+"""Complete, consistent manifests for made-up jobs: calls, buckets, model, SGD, addresses and QPs.
 
-    example_job(ranks=4, count=5000) -> Job
+    example_job(ranks=4, count=5000) -> Job      DDP: gradients by AllReduce
+    sharded_job(ranks=4, count=5000) -> Job      FSDP, ZeRO: parameters by AllGather, gradients by ReduceScatter
 
 Any thread.
 """
@@ -26,7 +27,7 @@ from flowcheck.manifest import (
 )
 from flowcheck.synth.schedule import tree_of
 
-__all__ = ["example_job"]
+__all__ = ["example_job", "sharded_job"]
 
 
 def example_job(
@@ -75,6 +76,51 @@ def example_job(
         run_id=f"synth-{seed}",
     )
     return Job.from_dict(job.to_dict(), where="example_job")
+
+
+def sharded_job(
+    *, ranks: int = 2, channels: int = 1, count: Sequence[int] = (2500, 700), protocol: str = "simple",
+    version: str = "2.27.7", dtype: str = "bfloat16", mtu: int = 4096, again: bool = True,
+    after_update: bool = False, per_parameter: bool = False, ipv6: bool = False, seed: int = 0,
+) -> Job:
+    """A manifest of a job that shards its parameters.
+
+    count: elements of each group's model entries; a group is padded to a multiple of the ranks. again: every
+    group is gathered a second time, for backward. after_update: gathered at the iteration's end. per_parameter:
+    blocks hold a piece of every tensor (FSDP2); else a group is one flat tensor cut into blocks (FSDP1).
+    """
+    communicator = Communicator(
+        ranks=ranks, nccl_version=version, protocol=protocol, channels=channels, mtu=mtu,
+    )
+    model: list[ModelEntry] = []
+    gathers, scatters = [], []
+    for group, total in enumerate(count):
+        bias = total // 8
+        sizes = [(f"group{group}.weight", total - bias), (f"group{group}.bias", bias)]
+        entries = [ModelEntry(name, [size]) for name, size in sizes if size]
+        model.extend(entries)
+        layout = _pack([(entry.name, entry.elements) for entry in entries])
+        block = -(-total // ranks)
+        if per_parameter:
+            shares = [-(-entry.elements // ranks) for entry in entries]
+            block = sum(shares)
+            layout = [
+                BucketSlice(entry.name, rank * block + sum(shares[:e]), min(share, entry.elements - rank * share),
+                            rank * share)
+                for rank in range(ranks) for e, (entry, share) in enumerate(zip(entries, shares, strict=True))
+                if rank * share < entry.elements
+            ]  # fmt: skip
+        gathers.append(Collective(
+            "AllGather", block, dtype, carries="parameters", bucket=group, layout=layout, after_update=after_update,
+        ))
+        scatters.append(Collective("ReduceScatter", block, "float32"))
+    forward = gathers + (gathers[::-1] if again else [])
+    calls = scatters + gathers if after_update else forward + scatters[::-1]
+    job = Job(
+        communicator=communicator, flows=_flows(communicator, 1, ipv6, seed), run_id=f"synth-{seed}", model=model,
+        collectives=Collectives([Collective("AllGather", 1, "int64")], calls, [], calls),
+    )
+    return Job.from_dict(job.to_dict(), where="sharded_job")
 
 
 def _model(counts: list[int], dtype: str) -> tuple[list[ModelEntry], list[Bucket]]:

@@ -31,12 +31,12 @@ from flowcheck.synth.schedule import Message, message_bytes, messages
 from flowcheck.synth.skip import skip
 from flowcheck.synth.transport import PACKET_NS, Connection, Record, TransportOptions
 from flowcheck.synth.truth import Carried, Ledger
-from flowcheck.synth.values import Array, Stages
+from flowcheck.synth.values import Array, Stages, generate_values, storage
 from flowcheck.synth.writer import write_capture
 
 __all__ = ["Synthesis", "generate", "operation_of"]
 
-Gradients = Callable[[int, int, int], Array]
+Inputs = Callable[[int, int, int], Array]
 
 _START_NS = 1_700_000_000_000_000_000
 
@@ -47,7 +47,8 @@ class Synthesis:
 
     packets: all ports together in time order, (nanoseconds, frame); with two mirrored ports a frame between
     them is there twice. ports: the same per mirrored rank. reduced: the result of every gradient bucket, 1-d,
-    storage dtype (bfloat16 as uint16). parameters: initial model entries, flattened. truth: see truth.py.
+    storage dtype (bfloat16 as uint16). gathered: every parameter group that an iteration gathers, likewise.
+    parameters: initial model entries, flattened. truth: see truth.py.
     """
 
     job: Job
@@ -55,6 +56,7 @@ class Synthesis:
     reduced: dict[tuple[int, int], Array]
     parameters: dict[str, Array]
     truth: dict[str, Any] = field(default_factory=dict)
+    gathered: dict[tuple[int, int], Array] = field(default_factory=dict)
 
     @property
     def packets(self) -> list[tuple[int, bytes]]:
@@ -89,7 +91,8 @@ def generate(
     job: Job, *, iterations: int = 1, ports: Iterable[int] = (0,), directions: str = "both", seed: int = 0,
     loss: float = 0.0, reorder: float = 0.0, duplicate: float = 0.0, corrupt: float = 0.0,
     first_iteration: int = 0, parameters: dict[str, Array] | None = None,
-    transport: TransportOptions | None = None, gradients: Gradients | None = None, mirror: Mirror | None = None,
+    transport: TransportOptions | None = None, gradients: Inputs | None = None, mirror: Mirror | None = None,
+    blocks: Inputs | None = None,
 ) -> Synthesis:
     """Synthesise `iterations` iterations of a job as seen at the mirrored ports.
 
@@ -97,7 +100,8 @@ def generate(
     loss, reorder, duplicate, corrupt: probability per mirrored frame. first_iteration: the mirror starts
     there; everything before it is only counted (a start in mid-stream). parameters: initial model entries,
     flattened; default by seed. gradients: (iteration, bucket, rank) -> that rank's values of the bucket, 1-d
-    in storage dtype; default by seed. mirror: how the switch delivers its copies (the truth does not know what
+    in storage dtype; default by seed. blocks: likewise (iteration, parameter group, rank) -> that rank's block of
+    what an AllGather of parameters gathers. mirror: how the switch delivers its copies (the truth does not know what
     it truncates); each port has a session of its own, counting from mirror.session.
     Raises UserError if job and options do not fit together.
     """
@@ -110,7 +114,7 @@ def generate(
             )
     if directions not in ("in", "out", "both"):
         raise UserError(f"{directions!r} is not in, out or both", where="direction", remedy="choose one")
-    run = _Run(job, mirrored, directions, seed, transport or TransportOptions(), parameters, gradients)
+    run = _Run(job, mirrored, directions, seed, transport or TransportOptions(), parameters, gradients, blocks)
     if not job.collectives.steady and first_iteration + iterations > 1:
         raise UserError(
             "the job has no steady iteration", where="collectives.steady", remedy="ask for 1 iteration",
@@ -132,7 +136,7 @@ class _Run:
 
     def __init__(
         self, job: Job, ports: list[int], directions: str, seed: int, transport: TransportOptions,
-        parameters: dict[str, Array] | None, gradients: Gradients | None,
+        parameters: dict[str, Array] | None, gradients: Inputs | None, blocks: Inputs | None,
     ) -> None:
         self.job, self.seed = job, seed
         self.silent = False
@@ -140,8 +144,9 @@ class _Run:
         self._time = _START_NS
         self._family = family_of(job.communicator.nccl_version)
         self._parameters = contents.initial_parameters(job, seed) if parameters is None else parameters
-        self._gradients = gradients
+        self._gradients, self._blocks = gradients, blocks
         self._reduced: dict[tuple[int, int], Array] = {}
+        self._gathered: dict[tuple[int, int], Array] = {}
         self._streams: dict[int, list[Record]] = {rank: [] for rank in ports}
         self._ledger = Ledger()
         self._hosts: dict[int, Endpoint] = {}
@@ -164,7 +169,9 @@ class _Run:
         """All calls of an iteration; -1 is the start-up."""
         calls = self.job.collectives.startup if iteration < 0 else self.job.iteration_collectives(iteration)
         carrying = self.job.gradient_calls(iteration) if iteration >= 0 else []
+        gathering = self.job.parameter_calls(iteration) if iteration >= 0 else []
         gradients = {id(call): bucket for bucket, call in carrying}
+        groups = {id(call): group for group, call in gathering}
         for index, call in enumerate(calls):
             op = operation_of(self.job, call)
             plan = messages(op)
@@ -172,10 +179,15 @@ class _Run:
             if self.silent:
                 self._transfer(op, plan, None, None, [])
                 continue
-            bucket = gradients.get(id(call))
+            bucket, group = gradients.get(id(call)), groups.get(id(call))
+            ranks = range(self.job.communicator.ranks)
             if bucket is not None and self._gradients is not None:
-                ranks = range(self.job.communicator.ranks)
                 inputs = [self._gradients(iteration, bucket, rank) for rank in ranks]
+            elif group is not None and self._blocks is not None:
+                inputs = [self._blocks(iteration, group, rank) for rank in ranks]
+            elif group is not None:
+                drawn = contents.data_seed(self.seed, iteration, 7000 + group)
+                inputs = [generate_values(call.dtype, drawn, rank, call.count) for rank in ranks]
             else:
                 inputs = contents.inputs_of(
                     self.job, call, seed=self.seed, iteration=iteration, index=index, bucket=bucket,
@@ -189,6 +201,9 @@ class _Run:
                 self._reduced[iteration, bucket] = stages.result
                 drawn = contents.data_seed(self.seed, iteration, 1000 + bucket)
                 carried = self._ledger.bucket(iteration, bucket, call, stages.result, drawn)
+            elif group is not None:
+                self._gathered[iteration, group] = stages.result.view(storage(call.dtype))
+                carried = self._ledger.group(iteration, group, call, stages.result)
             elif call.carries == "parameters":
                 carried = self._ledger.parameters(index, call, stages.result)
             self._transfer(op, plan, stages, carried, [self.seed, iteration + 1, index])
@@ -279,5 +294,6 @@ class _Run:
             "packets": {str(rank): len(packets) for rank, packets in ports.items()},
             **self._ledger.summary(iterations, happened),
         }
-        return Synthesis(self.job, ports, reduced, self._parameters, truth)
+        gathered = {key: value for key, value in self._gathered.items() if key[0] in iterations}
+        return Synthesis(self.job, ports, reduced, self._parameters, truth, gathered)
 

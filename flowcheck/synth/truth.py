@@ -76,6 +76,7 @@ class Ledger:
     def __init__(self) -> None:
         self.messages: list[_Message] = []
         self._buckets: dict[tuple[int, int], Carried] = {}
+        self._groups: dict[tuple[int, int], Carried] = {}
         self._parameters: list[Carried] = []
 
     def bucket(self, iteration: int, bucket: int, call: Collective, result: Array, data_seed: int) -> Carried:
@@ -85,6 +86,17 @@ class Ledger:
         }
         self._buckets[iteration, bucket] = Carried(describe, dtype_size(call.dtype), call.count, self)
         return self._buckets[iteration, bucket]
+
+    def group(self, iteration: int, group: int, call: Collective, result: Array) -> Carried:
+        """A parameter group that an AllGather carries; a second AllGather of it adds to the first."""
+        if (iteration, group) not in self._groups:
+            size = dtype_size(call.dtype)
+            describe = {
+                "group": group, "elements": result.nbytes // size, "dtype": call.dtype,
+                "sha256": hashlib.sha256(result.tobytes()).hexdigest(),
+            }
+            self._groups[iteration, group] = Carried(describe, size, result.nbytes // size, self)
+        return self._groups[iteration, group]
 
     def parameters(self, index: int, call: Collective, result: Array) -> Carried:
         size = dtype_size(call.dtype)
@@ -108,6 +120,7 @@ class Ledger:
                 {
                     "iteration": iteration,
                     "buckets": [c.summary() for (i, _), c in sorted(self._buckets.items()) if i == iteration],
+                    "gathered": [c.summary() for (i, _), c in sorted(self._groups.items()) if i == iteration],
                 }
                 for iteration in iterations
             ],
