@@ -626,6 +626,11 @@ cdef int note_psn(FlowState *f, uint64_t psn) noexcept nogil:
     return 0
 
 
+cdef inline uint32_t length_of(const Machine *M, const Message *m, uint32_t index) noexcept nogil:
+    """Payload bytes of packet `index` of a message."""
+    return min(m.size - index * M.mtu, M.mtu) if m.size and index < m.packets else 0
+
+
 cdef int right_opcode(const Message *m, uint32_t index, uint8_t opcode) noexcept nogil:
     cdef int last = index + 1 == m.packets
     if index == m.packets:
@@ -650,16 +655,13 @@ cdef inline uint32_t swapped(uint32_t x) noexcept nogil:
 cdef int check_witnesses(Machine *M, uint32_t stream, FlowState *f, Message *m, uint32_t index, const fc_roce *p, uint64_t psn) noexcept nogil:
     """Everything the headers say, against the count. 0 and logged on disagreement; 1 if nothing
     witnessed; 2 if a witness agreed."""
-    cdef uint32_t want = 0, rest, imm
+    cdef uint32_t want, rest, imm
     cdef uint64_t address
     cdef uint64_t *base
     cdef CtsTable *cts
     cdef int agreed = 0
-    if index < m.packets:
-        rest = m.size - index * M.mtu if m.size else 0
-        want = min(rest, M.mtu)
-    else:
-        rest = 0
+    want = length_of(M, m, index)
+    rest = m.size - index * M.mtu if m.size and index < m.packets else 0
     if p.payload_len != want:
         log_disagreement(M, stream, f, WRONG_LENGTH, m, psn, want, p.payload_len)
         return 0
@@ -936,13 +938,18 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
         note_psn(f, psn)
         log_disagreement(M, stream, f, EXTRA_MESSAGE, NULL, psn, f.cursor.psn, psn)
         return BEYOND
-    if m.target == GRADIENT and m.iteration >= M.base_iteration + M.arenas:
-        if M.begun >= 0 or M.from_start:
+    if m.target == GRADIENT and m.iteration > M.base_iteration:
+        if M.begun < 0 and not M.from_start:
+            M.base_iteration = m.iteration  # the capture began in mid-stream: this is its first iteration
+        elif m.iteration >= M.base_iteration + M.arenas:
             return -1
-        M.base_iteration = m.iteration  # the capture began in mid-stream: this is its first iteration
     index = <uint32_t>(psn - m.psn)
     final = m.target != NOTHING and m.content == FC_FINAL and index < m.packets
-    if M.check_icrc and not checked and (final or p.headers & (FC_HAS_RETH | FC_HAS_IMM)):
+    # What ends a flow must be right too: a receiver drops a damaged packet, and the flow goes on.
+    if M.check_icrc and not checked and (
+        final or p.headers & (FC_HAS_RETH | FC_HAS_IMM) or p.payload_len != length_of(M, m, index)
+        or not right_opcode(m, index, p.opcode)
+    ):
         if not fc_icrc_ok(p):
             f.bad_icrc += 1
             data_range(M, m, index, p.payload_len, &offset, &nbytes)
