@@ -129,7 +129,8 @@ def read_logs(paths: Sequence[Path]) -> LogFacts:
         text = raw.decode("utf-8", "replace")
         if "NCCL" not in text:
             raise UserError(
-                "no line of NCCL's is in it", where=str(path), remedy="run the job with NCCL_DEBUG=INFO and give its output"
+                "no line of NCCL's is in it", where=str(path),
+                remedy="run the job with NCCL_DEBUG=INFO and give its output",
             )
         parts.append(parse_log(text))
     return merge(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
@@ -16,15 +17,14 @@ __all__ = ["Hints", "optimizer_of", "parse_optimizer", "parse_rank"]
 @dataclass(frozen=True)
 class Hints:
     """optimizer: (name, options), applied to every parameter. dtype: of gradients and parameters. buckets: elements
-    of each AllReduce of an iteration. ranks: address -> rank. version: NCCL's. names: of the parameters in model
-    order. given: a manifest whose communicator and flows hold; its calls are learnt all the same."""
+    of each AllReduce of an iteration. ranks: address -> rank. version: NCCL's. given: a manifest whose communicator
+    and flows hold; its calls are learnt all the same, its model gives names."""
 
     optimizer: tuple[str, dict[str, Any]] | None = None
     dtype: str = ""
     buckets: tuple[int, ...] = ()
     ranks: dict[str, int] = field(default_factory=dict)
     version: str = ""
-    names: tuple[str, ...] = ()
     given: Job | None = None
 
     def __post_init__(self) -> None:
@@ -34,6 +34,15 @@ class Hints:
             )
         if any(count < 1 for count in self.buckets):
             raise UserError("a bucket has at least one element", where="--buckets", remedy="write 5000 or 700,300")
+
+
+    def names(self, shapes: Sequence[tuple[int, ...]]) -> list[str]:
+        """Of parameters with these shapes, in model order."""
+        if self.given is not None:
+            entries = [entry for entry in self.given.model if entry.kind == "optimized"]
+            if [tuple(entry.shape) for entry in entries] == list(shapes):
+                return [entry.name for entry in entries]
+        return [f"parameter.{i}" for i in range(len(shapes))]
 
 
 def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
@@ -49,7 +58,8 @@ def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = part.partition("=")
         if not equals or not key or key in options:
             raise UserError(
-                f"{part!r} is no option, or given twice", where="--optimizer", remedy="write sgd:lr=0.001,momentum=0.9"
+                f"{part!r} is no option, or given twice", where="--optimizer",
+                remedy="write sgd:lr=0.001,momentum=0.9",
             )
         options[key] = _value(value, part)
     return name, options
@@ -65,7 +75,8 @@ def _value(text: str, part: str) -> Any:
         return int(text) if text.lstrip("+-").isdigit() else float(text)
     except ValueError:
         raise UserError(
-            f"{part!r}: {text!r} is no number", where="--optimizer", remedy="numbers, true, false, or pairs as 0.9/0.999"
+            f"{part!r}: {text!r} is no number", where="--optimizer",
+            remedy="numbers, true, false, or pairs as 0.9/0.999",
         ) from None
 
 

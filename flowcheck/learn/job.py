@@ -3,8 +3,8 @@
     learn(captures, ...) -> Learnt        through DPDK; raises UserError, EnvironmentProblem
     learn_from(Facts) -> Learnt           the same from traced packets: pure but for fetching payloads
 
-Every possible topology (topology.py) of every possible NCCL family is held against every observed message
-(walk.py, program.py). One explanation is a result, none or several are a refusal that names them: a gradient placed
+Every possible topology (topology.py) of every possible NCCL family is held against every observed message (walk.py,
+announced.py, bare.py). One explanation is a result, none or several are a refusal that names them: a gradient placed
 on a guess would look like any other.
 """
 
@@ -13,16 +13,19 @@ from __future__ import annotations
 import ipaddress
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flowcheck.errors import UserError
-from flowcheck.jobplan import JobPlan, plan_job
+from flowcheck.jobplan import plan_job
+from flowcheck.learn.announced import announced
+from flowcheck.learn.bare import bare
 from flowcheck.learn.bootstrap import Bootstrap, BootstrapFlow
 from flowcheck.learn.check import check_plan, modified_nccl
 from flowcheck.learn.hints import Hints, optimizer_of
 from flowcheck.learn.logs import LogFacts
-from flowcheck.learn.program import Failure, Program, explain
+from flowcheck.learn.program import Failure, replayed
+from flowcheck.learn.reasons import DEFAULT_SLOTS, Found, Item, items_of, missing_of
 from flowcheck.learn.topology import Layout, layouts, versions_of
 from flowcheck.learn.traffic import Connection, head_flags
 from flowcheck.learn.walk import Reader, Walk, Wire
@@ -31,7 +34,6 @@ from parser.wire import Topology, WireError
 
 __all__ = ["Facts", "Item", "Learnt", "learn_from"]
 
-DEFAULT_SLOTS = (65536, 614400, 524288)
 REGIONS_MAX = 24  # 8 slots in each protocol's buffer
 
 
@@ -46,17 +48,6 @@ class Facts:
     encrypted: int = 0
 
 
-@dataclass(frozen=True)
-class Item:
-    """One learnt thing. confidence: certain (read, or the only possibility), probable (a rule that held wherever it
-    could be checked), given, or none (not known and not needed)."""
-
-    what: str
-    value: str
-    confidence: str
-    reason: str
-
-
 @dataclass
 class Learnt:
     job: Job
@@ -64,25 +55,14 @@ class Learnt:
     missing: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "items": [vars(item) for item in self.items], "missing": list(self.missing),
-        }  # fmt: skip
-
-
-@dataclass
-class _Found:
-    layout: Layout
-    topology: Topology
-    program: Program
-    version_reason: str
-    mtu: int
+        return {"items": [vars(item) for item in self.items], "missing": list(self.missing)}
 
 
 def learn_from(facts: Facts, hints: Hints) -> Learnt:
     """Raises UserError: what cannot be supported, what cannot be explained, what has two explanations."""
     _refuse(facts)
     failure = Failure()
-    found: list[_Found] = []
+    found: list[Found] = []
     groups = layouts(facts.connections, facts.bootstrap, facts.log, hints)
     for group in groups:
         if not group:
@@ -94,11 +74,10 @@ def learn_from(facts: Facts, hints: Hints) -> Learnt:
     if not found:
         raise _unexplained(failure)
     chosen = _only(found)
+    _only_ring(chosen, next(group for group in groups if chosen.layout in group))
     job = _job(chosen, facts, hints)
-    plan = _plan(job)
-    check_plan(plan, [*chosen.layout.wires])
-    items = _items(chosen, job, facts, hints)
-    return Learnt(job, items, _missing(chosen, job, hints))
+    check_plan(plan_job(job), [*chosen.layout.wires])
+    return Learnt(job, items_of(chosen, job, facts.log, hints), missing_of(chosen, job))
 
 
 # -- refusals --------------------------------------------------------------------------------------------
@@ -107,10 +86,10 @@ def learn_from(facts: Facts, hints: Hints) -> Learnt:
 def _refuse(facts: Facts) -> None:
     for reason, remedy in facts.log.refused:
         raise UserError(reason, where="NCCL's log", remedy=remedy)
-    for (_, graph, src, dst), _n in facts.bootstrap.connected.items():
+    for _, graph, src, dst in facts.bootstrap.connected:
         if graph.startswith(("collnet", "NVLS")):
             raise UserError(
-                f"rank {src} -> {dst}: connections of the {graph} graph are made, whose traffic is reduced in the network",
+                f"rank {src} -> {dst}: connections of the {graph} graph, whose data is reduced in the network",
                 where="NCCL's bootstrap", remedy="run the job with NCCL_COLLNET_ENABLE=0 and NCCL_NVLS_ENABLE=0",
             )  # fmt: skip
     if facts.encrypted and not facts.connections:
@@ -160,7 +139,7 @@ def _unexplained(failure: Failure) -> UserError:
     )
 
 
-def _only(found: list[_Found]) -> _Found:
+def _only(found: list[Found]) -> Found:
     """The explanation, if all are the same in everything that places a byte."""
     first = found[0]
     for other in found[1:]:
@@ -180,13 +159,48 @@ def _only(found: list[_Found]) -> _Found:
     return first
 
 
-def _key(f: _Found) -> tuple:
+def _only_ring(chosen: Found, siblings: list[Layout]) -> None:
+    """Each channel may have its own ring order: would another one explain a single channel as well?"""
+    layout, topology = chosen.layout, chosen.topology
+    if len({w.channel for w in layout.wires}) < 2 or len(siblings) < 2:
+        return
+    base = _walk(chosen, list(layout.wires), topology)
+    replayed(base, chosen.program)
+    for other in siblings:
+        rings = other.rings * topology.channels if len(other.rings) == 1 else other.rings
+        if other.ranks != layout.ranks or rings == topology.rings:
+            continue
+        for channel in sorted({w.channel for w in layout.wires}):
+            wires = [w for w in layout.wires if w.channel != channel]
+            wires += [w for w in other.wires if w.channel == channel]
+            mixed = [*topology.rings]
+            mixed[channel] = rings[channel]
+            wires.sort(key=lambda w: (w.channel, w.connection.qpn))
+            walk = _walk(chosen, wires, replace(topology, rings=tuple(mixed)))
+            if replayed(walk, chosen.program) and _placed(walk) != _placed(base):
+                raise UserError(
+                    f"two ring orders explain every message of channel {channel}: (1) {list(topology.rings[channel])} "
+                    f"(2) {list(rings[channel])}",
+                    remedy="give NCCL's log with --nccl-log, or the rings in a manifest with --job",
+                )
+
+
+def _walk(chosen: Found, wires: list[Wire], topology: Topology) -> Walk:
+    return Walk(topology, wires, chosen.mtu, any(w.connection.pairs for w in wires))
+
+
+def _placed(walk: Walk) -> list[tuple[int, ...]]:
+    """What a walk places where, whoever the ranks are."""
+    return sorted((s[0], *s[3:]) for s in walk.signature)
+
+
+def _key(f: Found) -> tuple:
     calls = json.dumps([vars(c) for part in vars(f.program.collectives).values() for c in part], sort_keys=True)
     ends = tuple((w.channel, w.src, w.dst, w.connection.qpn) for w in f.layout.wires)
     return f.program.signature, calls, json.dumps([vars(e) for e in f.program.model]), f.layout.ranks, ends
 
 
-def _described(f: _Found) -> str:
+def _described(f: Found) -> str:
     about = f"{f.layout.about}: " if f.layout.about else ""
     return f"{about}{f.program.called()};"
 
@@ -194,7 +208,7 @@ def _described(f: _Found) -> str:
 # -- hypotheses ------------------------------------------------------------------------------------------
 
 
-def _explained(layout: Layout, facts: Facts, hints: Hints, failure: Failure) -> Iterator[_Found]:
+def _explained(layout: Layout, facts: Facts, hints: Hints, failure: Failure) -> Iterator[Found]:
     wires = list(layout.wires)
     versions, why = versions_of(layout, wires, hints, facts.log)
     used = 1 + max(w.channel for w in wires)
@@ -209,8 +223,9 @@ def _explained(layout: Layout, facts: Facts, hints: Hints, failure: Failure) -> 
                 topology.family  # noqa: B018  raises for a version that was never read
                 pairs = any(w.connection.pairs for w in wires)
                 walk = Walk(topology, wires, mtu, pairs, all_channels=not layout.channels)
-                for program in explain(walk, hints, facts.read, failure):
-                    yield _Found(layout, topology, program, why, mtu)
+                programs = [*announced(walk, hints, facts.read, failure)] or [*bare(walk, hints, failure)]
+                for program in programs:
+                    yield Found(layout, topology, program, why, mtu)
             except WireError as error:
                 failure.note(str(error))
 
@@ -223,7 +238,7 @@ def _mtu(wires: Sequence[Wire]) -> int:
         return found.pop()
     largest = max(w.connection.largest for w in wires)
     if largest > 4096:
-        raise UserError(f"a packet carries {largest} bytes, more than any RDMA path MTU", where=wires[0].connection.name())
+        raise UserError(f"a packet carries {largest} bytes, more than any path MTU", where=wires[0].connection.name())
     return 4096
 
 
@@ -246,7 +261,7 @@ def _slots(wires: Sequence[Wire]) -> tuple[int, int, int]:
 # -- the manifest ----------------------------------------------------------------------------------------
 
 
-def _job(found: _Found, facts: Facts, hints: Hints) -> Job:
+def _job(found: Found, facts: Facts, hints: Hints) -> Job:
     program, layout, topology = found.program, found.layout, found.topology
     calls = [c for part in vars(program.collectives).values() for c in part]
     default = _default_protocol(calls)
@@ -281,7 +296,7 @@ def _default_protocol(calls: list[Collective]) -> str:
     return max(set(named), key=named.count) if named else "ll"
 
 
-def _flows(found: _Found, facts: Facts) -> list[Flow]:
+def _flows(found: Found, facts: Facts) -> list[Flow]:
     out = []
     seen = set()
     for w in found.layout.wires:
@@ -311,72 +326,3 @@ def _address(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _plan(job: Job) -> JobPlan:
-    return plan_job(job)
-
-
-# -- the explanation -------------------------------------------------------------------------------------
-
-
-def _items(found: _Found, job: Job, facts: Facts, hints: Hints) -> list[Item]:
-    c, program = job.communicator, found.program
-    wires = found.layout.wires
-    items = [
-        Item(what, {"flows": f"{len(job.flows)} connections"}.get(what, ""), confidence, reason)
-        for what, confidence, reason in found.layout.said
-    ]
-    items.append(Item("ranks", str(c.ranks), "certain", found.layout.about or "every rank of the ring is named"))
-    sure = "given" if hints.version else "certain" if facts.log.version else "probable"
-    items.append(Item(
-        "nccl_version", c.nccl_version, sure,
-        f"{found.version_reason}; one version of its family, whose calls have the same layout",
-    ))  # fmt: skip
-    items.append(Item("protocol", c.protocol, "certain", _protocol_reason(wires, c.protocol)))
-    paired = sorted({w.connection.paired_by for w in wires if w.connection.paired_by})
-    if paired:
-        items.append(Item("directions", "", "certain", f"paired by {' and '.join(paired)}"))
-    known = any(w.connection.mtu for w in wires)
-    items.append(Item(
-        "mtu", str(c.mtu), "certain" if known else "probable",
-        "payload of every full packet" if known else "no message has more than one packet: any larger MTU fits too",
-    ))  # fmt: skip
-    if c.adaptive_routing:
-        items.append(Item("adaptive_routing", "true", "certain", "plain WRITE plus empty WRITE_WITH_IMM were seen"))
-    changed = {n: b for n, b in c.buffer_bytes.items() if b // 8 not in DEFAULT_SLOTS}
-    for name, size in changed.items():
-        items.append(Item(f"buffer_bytes.{name}", str(size), "probable", "size that clear-to-send announces"))
-    items += [Item("calls", "", "given" if hints.buckets else "certain", text) for text in program.said]
-    explained = sum(len(w.connection.messages) for w in wires)
-    items.append(Item(
-        "check", f"{explained} messages", "certain",
-        f"all {explained} messages on {len(wires)} connections have the size, place and flags of this job; "
-        f"{program.iterations} iterations begin in the captures",
-    ))  # fmt: skip
-    if job.optimizer is not None:
-        items.append(Item("optimizer", job.optimizer.name, "given", "it is not on the wire"))
-    return items
-
-
-def _protocol_reason(wires: Sequence[Wire], protocol: str) -> str:
-    if protocol == "simple":
-        return "no flags in the payload, immediates equal to the sizes"
-    flags = [head_flags(m.head, m.size)[1] for w in wires for m in w.connection.messages if m.size]
-    return f"flags in the payload, {min(flags)} to {max(flags)}, count the steps"
-
-
-def _missing(found: _Found, job: Job, hints: Hints) -> list[str]:
-    out = []
-    if job.optimizer is None:
-        out.append("optimizer: not on the wire; give it with --optimizer, else no checkpoint can be made")
-    if not job.model:
-        out.append("model: no announcement of shapes in the captures; gradients are placed, no checkpoint can be made")
-    elif not hints.names:
-        out.append("names: not on the wire; parameters are called parameter.0, parameter.1, ... in model order")
-    if not job.collectives.steady:
-        out.append("later iterations: none is in the captures")
-    for w in found.layout.wires:
-        if w.connection.dropped:
-            out.append(f"{w.connection.name()}: messages beyond the first {len(w.connection.messages)} were not looked at")
-    return out

@@ -30,7 +30,9 @@ _TREE = re.compile(r"^Tree (\d{1,3}) : (-?\d{1,6}) -> (\d{1,6}) -> (-?\d{1,6})/(
 _TREES = re.compile(r"\[(\d{1,3})\] (-?\d{1,6})/(-?\d{1,6})/(-?\d{1,6})->(\d{1,6})->(-?\d{1,6})")
 _QPN = re.compile(r"NET/IB ?:.*?\bqpn (\d{1,8})\b(?:.*?\bmtu (\d{1,2})\b)?")
 _QP_CREATED = re.compile(r"QP created:.*?qp_num=(\d{1,8})")
-_COLL = re.compile(r"(\d{1,3}) coll channels, (\d{1,3}) (?:collnet|nvls|fixed nvls) channels(?:, (\d{1,3}) nvls channels)?")
+_COLL = re.compile(
+    r"(\d{1,3}) coll channels, (\d{1,3}) (?:collnet|nvls|fixed nvls) channels(?:, (\d{1,3}) nvls channels)?"
+)
 _ENV = re.compile(r"\b(NCCL_[A-Z0-9_]+) set by environment to ([^\s]+?)\.?$")
 _ALGO = re.compile(r"(?:(\w+): )?(\d{1,18}) Bytes -> Algo (\w+) proto (\w+)")
 _CALL = re.compile(
@@ -40,7 +42,8 @@ ALGORITHMS = {"0": "tree", "1": "ring", "2": "collnet direct", "3": "collnet cha
               "6": "PAT"}  # fmt: skip
 PROTOCOLS = {"0": "ll", "1": "ll128", "2": "simple"}
 _WORDS = {"TREE": "tree", "RING": "ring", "COLLNET_DIRECT": "collnet direct", "COLLNET_CHAIN": "collnet chain",
-          "NVLS": "NVLS", "NVLS_TREE": "NVLS tree", "PAT": "PAT", "LL": "ll", "LL128": "ll128", "SIMPLE": "simple"}  # fmt: skip
+          "NVLS": "NVLS", "NVLS_TREE": "NVLS tree", "PAT": "PAT", "LL": "ll", "LL128": "ll128",
+          "SIMPLE": "simple"}  # fmt: skip
 
 _SWITCH_OFF = {
     "NVLS": "run the job with NCCL_NVLS_ENABLE=0", "NVLS tree": "run the job with NCCL_NVLS_ENABLE=0",

@@ -28,7 +28,8 @@ RANKS_TRIED = 16  # with a single rank mirrored and nothing that says how many t
 
 # One version of each family whose layout differs, by what is known of the version.
 VERSIONS = {
-    "2.12-2.18": ("2.18.6",), "2.19": ("2.19.4",), "2.12-2.19": ("2.19.4",), "2.20-2.23": ("2.20.5", "2.22.3", "2.23.4"),
+    "2.12-2.18": ("2.18.6",), "2.19": ("2.19.4",), "2.12-2.19": ("2.19.4",),
+    "2.20-2.23": ("2.20.5", "2.22.3", "2.23.4"),
     "2.24-2.25": ("2.24.3",), "2.26-2.28": ("2.27.7",), "2.30": ("2.30.7",),
 }  # fmt: skip
 
@@ -166,14 +167,12 @@ def _complete(
         rings = tuple(_from_zero(log.rings[c % len(log.rings)]) for c in range(channels))
         yield rings, "rings as in NCCL's log"
         return
-    per_channel = [list(_orders(following.get(c, {}), ranks)) for c in range(channels)]
-    known = [orders for c, orders in enumerate(per_channel) if following.get(c)]
-    if all(len(orders) == 1 for orders in known):
-        filler = known[0][0]
-        yield tuple(o[0] if following.get(c) else filler for c, o in enumerate(per_channel)), ""
-        return
-    for orders in zip(*known, strict=False):
-        yield tuple(orders) if len(orders) == channels else (orders[0],) * channels, f"ring {list(orders[0])}"
+    options = {c: list(_orders(edges, ranks)) for c, edges in following.items() if c < channels}
+    spare = next(iter(options.values()))[0]  # of channels without a connection: nothing travels on them
+    for turn in range(max(map(len, options.values()))):
+        chosen = {c: orders[min(turn, len(orders) - 1)] for c, orders in options.items()}
+        about = f"ring {list(chosen[min(chosen)])}" if any(len(o) > 1 for o in options.values()) else ""
+        yield tuple(chosen.get(c, spare) for c in range(channels)), about
 
 
 def _from_zero(ring: Sequence[int]) -> tuple[int, ...]:
@@ -243,7 +242,7 @@ def _unnamed(found: list[Connection], log: LogFacts, hints: Hints) -> Iterator[L
     used = max(len(cs) for cs in edges.values())
     if len({len(cs) for cs in edges.values()}) > 1:
         raise UserError(
-            "the directions have different numbers of connections: several communicators, or a channel was not captured",
+            "the directions have different numbers of connections: several communicators, or a channel is not captured",
             where=", ".join(f"{s} -> {d}: {len(cs)}" for (s, d), cs in edges.items()),
             remedy="capture the TCP bootstrap, or name the flows of the gradients in a manifest",
         )
@@ -255,7 +254,10 @@ def _unnamed(found: list[Connection], log: LogFacts, hints: Hints) -> Iterator[L
         for (src, dst), cs in edges.items():
             wires += [Wire(ch, order[src], order[dst], c) for ch, c in enumerate(cs)]
         ring = about[1]
+        guessed = [a for a in order if a not in labels] if labels and ranks > len(labels) + 1 else []
         said = (
+            *((f"rank of {a}", "none", "a placeholder: its rank shows nowhere, and no byte depends on it")
+              for a in guessed),
             ("rank of each address", confidence if labels else "none", reason),
             ("channels", "probable" if used > 1 else "certain",
              "QP numbers of a pair ascend with the channel" if used > 1 else "one connection per direction"),

@@ -12,6 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class Connection:
 
     whole: how many messages follow each other without a gap from PSN 0 on (0: begins in mid-stream).
     cts_sizes, tags: of the clear-to-send writes. layout: versions by their form. imm_order: "little", "big" or
-    "" if no immediate told. split: an immediate was larger than its write (several QPs carry a message).
+    "" if no immediate told. split: several QPs carry the messages.
     """
 
     src: str
@@ -71,7 +72,6 @@ class Connection:
     layout: str = ""
     imm_order: str = ""
     split: bool = False
-    strange_va: bool = False
 
     @property
     def tag(self) -> int | None:
@@ -143,7 +143,7 @@ def _clear_to_send(records: np.ndarray) -> tuple[int, list[_Cts]] | None:
             continue
         found = [_cts_of(r["head"].tobytes(), int(r["length"]), layout) for r in records]
         elements = [c for c in found if c is not None]
-        steps = all(b.index >= a.index for a, b in zip(elements, elements[1:], strict=False))
+        steps = all(b.index >= a.index for a, b in pairwise(elements))
         if len(elements) == len(found) and steps:
             return layout, elements
     return None
@@ -276,20 +276,24 @@ def _pair(data: list[Connection], announcers: list[tuple[dict[str, Any], int, li
     for number, (flow, _, elements) in enumerate(announcers):
         for key in {(c.rkey, c.address) for c in elements}:
             by_buffer.setdefault((_address(flow["dst"]), _address(flow["src"]), *key), []).append(number)
-    taken: set[int] = set()
+    taken: dict[int, Connection] = {}
     for connection in data:
-        found = Counter(
-            number for m in connection.messages for number in by_buffer.get((connection.src, connection.dst, m.rkey, m.va), ())
-        )  # fmt: skip
-        if len(found) == 1:
-            _join(connection, announcers[(number := next(iter(found)))], "clear-to-send address")
-            taken.add(number)
+        ends = (connection.src, connection.dst)
+        found = {number for m in connection.messages for number in by_buffer.get((*ends, m.rkey, m.va), ())}
+        if len(found) != 1:
+            continue
+        number = found.pop()
+        if number in taken:  # one announcer, several data QPs: messages go round them or are cut
+            connection.split = taken[number].split = True
+        _join(connection, announcers[number], "clear-to-send address")
+        taken[number] = connection
     for connection in data:
         if connection.cts_qpn is not None:
             continue
         fits = [
             number for number, (flow, _, _) in enumerate(announcers)
-            if number not in taken and (_address(flow["dst"]), _address(flow["src"])) == (connection.src, connection.dst)
+            if number not in taken and _address(flow["dst"]) == connection.src
+            and _address(flow["src"]) == connection.dst
             and flow["sport"] == connection.sport == connection_port(connection.qpn, flow["id"])
         ]  # fmt: skip
         if len(fits) == 1:
@@ -303,9 +307,3 @@ def _join(connection: Connection, announcer: tuple[dict[str, Any], int, list[_Ct
     connection.layout = CTS_LAYOUTS[layout][-1]
     connection.cts_sizes = Counter(c.size for c in elements)
     connection.tags = Counter(c.tag for c in elements)
-    announced = {c.index: c for c in elements}
-    # Message i has index i + 1; an address that was not announced belongs to nobody's slots.
-    for number, message in enumerate(connection.messages[: connection.whole], 1):
-        element = announced.get(number)
-        if element is not None and message.size and (element.address, element.rkey) != (message.va, message.rkey):
-            connection.strange_va = True

@@ -113,6 +113,9 @@ def inputs_of(
                 f"{len(flat)} bytes", where="collectives", remedy="correct count or tensors of this call",
             )
         return [np.frombuffer(flat, storage(call.dtype))] * ranks
+    startup = _ddp_startup(job, call) if iteration < 0 else None
+    if startup is not None:
+        return [startup] * ranks
     announced = _ddp_announcement(job, iteration, index)
     is_int32 = (call.op, call.dtype) == ("Broadcast", "int32")
     if is_int32 and announced is not None and len(announced) == call.count:
@@ -120,6 +123,24 @@ def inputs_of(
     count = call.count * (ranks if call.op == "ReduceScatter" else 1)
     drawn = data_seed(seed, iteration, index)
     return [generate_values(call.dtype, drawn, rank, count) for rank in range(ranks)]
+
+
+def _ddp_startup(job: Job, call: Collective) -> Array | None:
+    """Number of parameters, then sizes and strides of each, if the job's start-up has a broadcast of that size."""
+    numbers: list[int] = []
+    entries = [entry for entry in job.model if entry.kind == "optimized"]
+    for entry in entries:
+        strides = [1] * len(entry.shape)
+        for axis in range(len(entry.shape) - 1, 0, -1):
+            strides[axis - 1] = strides[axis] * max(entry.shape[axis], 1)
+        numbers += [*entry.shape, *strides]
+    if not any((c.op, c.dtype, c.count) == ("Broadcast", "int64", len(numbers)) for c in job.collectives.startup):
+        return None
+    if (call.op, call.dtype, call.count) == ("Broadcast", "int64", len(numbers)):
+        return np.array(numbers, "<i8")
+    if (call.op, call.dtype, call.count) == ("AllGather", "int64", 1):
+        return np.array([len(entries)], "<i8")
+    return None
 
 
 def _ddp_announcement(job: Job, iteration: int, index: int) -> Array | None:

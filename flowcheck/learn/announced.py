@@ -1,0 +1,269 @@
+"""PyTorch DDP as it announces itself: every size of the job is read from the wire, then checked against it.
+
+    announced(walk, hints, read, failure) -> programs that explain everything observed
+
+DDP's own order (nccl-wire.md 9.1): AllGather of the number of parameters, broadcast of shapes, of parameters, the
+gradients of iteration 0, the rebuilt bucket layout, the gradients of all later iterations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from flowcheck.learn import ddp
+from flowcheck.learn.hints import Hints
+from flowcheck.learn.program import Failure, Program, repeat
+from flowcheck.learn.walk import Mismatch, Reader, Seen, Walk, decode
+from flowcheck.manifest import Bucket, Buckets, BucketSlice, Collective, Collectives, ModelEntry, dtype_size
+from parser.wire import Protocol
+
+__all__ = ["announced"]
+
+FLOAT_DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+def _content(seen: list[Seen], read: Reader, nbytes: int) -> bytes | None:
+    """The bytes of a call whose messages are final on these wires; None if some are missing."""
+    out, have = bytearray(nbytes), np.zeros(nbytes, bool)
+    far = [s for s in seen if s.message.size > len(s.message.head) and s.count]
+    fetched = iter(read([(s.wire.connection, s.message.psn, s.message.psn + _span(s)) for s in far]))
+    for s in seen:
+        if not s.count:
+            continue
+        wire = s.message.head if s.message.size <= len(s.message.head) else next(fetched)
+        if wire is None or len(wire) < s.wire_bytes:
+            continue
+        data = decode(s.protocol, wire[: s.wire_bytes], s.count)
+        known = have[s.first : s.first + s.count]
+        before = bytes(out[s.first : s.first + s.count])
+        if known.all() and before != data:
+            return None  # two copies of one broadcast differ: believe neither
+        out[s.first : s.first + s.count] = data
+        have[s.first : s.first + s.count] = True
+    return bytes(out) if have.all() else None
+
+
+def _span(s: Seen) -> int:
+    mtu = s.wire.connection.mtu or 4096
+    return max(1, -(-s.wire_bytes // mtu))
+
+
+def _broadcast_sizes(walk: Walk, step: int) -> Iterator[int]:
+    """Bytes that a Broadcast at this place could have, multiples of `step`, likeliest first."""
+    protocol = walk.protocol()
+    data_of = {Protocol.LL: (1, 2), Protocol.LL128: (15, 16), Protocol.SIMPLE: (1, 1)}[protocol]
+    slack = {Protocol.LL: 7, Protocol.LL128: 1919, Protocol.SIMPLE: 0}[protocol]
+    by_channel: dict[int, list[int]] = {}
+    for wire in walk.wires:
+        ahead = [m.size * data_of[0] // data_of[1] for m in walk.next_messages(wire)[:64]]
+        # every edge of a channel that carries the broadcast carries all of it: the longest run will do
+        if len(ahead) > len(by_channel.get(wire.channel, [])):
+            by_channel[wire.channel] = ahead
+    tried: set[int] = set()
+    for used in range(1, len(by_channel) + 1):
+        sums = 0
+        for depth in range(64):
+            channels = sorted(by_channel)[:used]
+            sizes = [by_channel[c][depth] if depth < len(by_channel[c]) else 0 for c in channels]
+            if not any(sizes):
+                break
+            sums += sum(sizes)
+            for total in range(sums // step * step, max(0, sums - slack * used - 1), -step):
+                if total and total not in tried:
+                    tried.add(total)
+                    yield total
+
+
+def announced(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Iterator[Program]:
+    start = walk.fork()
+    count_call = Collective("AllGather", 1, "int64")
+    try:
+        seen = start.take(count_call)
+    except Mismatch as error:
+        failure.note(error)
+        return
+    counts = set()
+    for s in (s for s in seen if s.count == 8):
+        data = _content([Seen(s.wire, s.message, 0, 8, s.protocol, s.wire_bytes)], read, 8)
+        if data is not None:
+            counts.add(int.from_bytes(data, "little", signed=True))
+    if len(counts) != 1 or not 0 < (parameters := counts.pop()) < 1 << 24:
+        failure.note("the first call is no AllGather of DDP's number of parameters", start.explained)
+        return
+    for nbytes in _broadcast_sizes(start, 16):
+        if nbytes < 16 * parameters:
+            continue
+        after = start.fork()
+        shapes_call = Collective("Broadcast", nbytes // 8, "int64")
+        try:
+            seen = after.take(shapes_call)
+        except Mismatch as error:
+            failure.note(error)
+            continue
+        data = _content(seen, read, nbytes)
+        if data is None:
+            failure.note("DDP's broadcast of shapes is not complete in the capture", after.explained)
+            continue
+        try:
+            readings = ddp.parse_shapes(np.frombuffer(data, "<i8").tolist(), parameters)
+        except ddp.BadAnnouncement as error:
+            failure.note(f"DDP's broadcast of shapes: {error}", after.explained)
+            continue
+        for shapes in readings:
+            yield from _training(after, [count_call, shapes_call], shapes, hints, read, failure)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    n = 1
+    for extent in shape:
+        n *= extent
+    return n
+
+
+def _training(
+    walk: Walk, startup: list[Collective], shapes: list[tuple[int, ...]], hints: Hints, read: Reader, failure: Failure
+) -> Iterator[Program]:
+    """Behind the shapes: parameters broadcast or not, then iterations, for every element type that fits."""
+    names = hints.names(shapes)
+    for dtype in [hints.dtype] if hints.dtype else FLOAT_DTYPES:
+        size = dtype_size(dtype)
+        elements = [_numel(shape) for shape in shapes]
+        model = [ModelEntry(name, list(shape), dtype) for name, shape in zip(names, shapes, strict=True)]
+        for broadcast in (True, False):
+            here, calls = walk.fork(), list(startup)
+            said = [
+                f"{len(shapes)} parameters with their shapes: DDP's AllGather of the number and broadcast of sizes and "
+                "strides, read from the wire",
+            ]
+            try:
+                if broadcast:
+                    for group in ddp.broadcast_groups([n * size for n in elements]):
+                        call = Collective(
+                            "Broadcast", sum(elements[i] for i in group), dtype, carries="parameters",
+                            tensors=[names[i] for i in group],
+                        )  # fmt: skip
+                        if not here.take(call) and here.done:
+                            raise Mismatch("the capture ends before the parameters are broadcast", here.explained)
+                        calls.append(call)
+                    said.append(f"initial parameters: broadcast by rank 0 as {dtype}, all bytes accounted for")
+            except Mismatch as error:
+                failure.note(error)
+                continue
+            for layout in ddp.initial_buckets([n * size for n in elements]):
+                yield from _iterations(here.fork(), calls, model, layout, said, read, failure)
+
+
+def _iterations(
+    walk: Walk, startup: list[Collective], model: list[ModelEntry], layout: list[list[int]], said: list[str],
+    read: Reader, failure: Failure,
+) -> Iterator[Program]:  # fmt: skip
+    dtype = model[0].dtype
+    first = _calls(model, layout)
+    before = walk.fork()
+    try:
+        seen = [walk.take(call) for call in first]
+        if not any(seen):
+            failure.note("the capture ends before the first gradients are reduced", walk.explained)
+            return
+    except Mismatch as error:
+        failure.note(error)
+        _suspect_hook(before, model, layout, failure)
+        return
+    said = [*said, f"iteration 0: {len(layout)} bucket{'s' * (len(layout) > 1)} as DDP makes them before its rebuild"]
+    program = Program(
+        Collectives(startup, first), dtype, Buckets(steady=_layout(model, layout)), model, 1, said,
+    )  # fmt: skip
+    if walk.done:
+        program.said.append("no later iteration is in the capture: rebuild and steady are not known")
+        program.signature = tuple(walk.signature)
+        yield program
+        return
+    # without a rebuild (find_unused_parameters, static graph off): iteration 0 for ever
+    yield from _steady(walk.fork(), program, [], layout, failure, "no new layout was broadcast: as in iteration 0")
+    order = Collective("Broadcast", len(model) + 1, "int32")
+    for rebuilt, sizes_call, after in _rebuilt(walk, order, len(model), read, failure):
+        yield from _steady(
+            after, program, [order, sizes_call], rebuilt, failure,
+            f"{len(rebuilt)} steady buckets: DDP's broadcast of the rebuilt bucket layout, read from the wire",
+        )  # fmt: skip
+
+
+def _suspect_hook(walk: Walk, model: list[ModelEntry], layout: list[list[int]], failure: Failure) -> None:
+    """Gradients in fewer bytes than the parameters: name the cause instead of a size that does not fit."""
+    if dtype_size(model[0].dtype) <= 2:
+        return
+    try:
+        for call in _calls(model, layout):
+            walk.take(Collective("AllReduce", call.count, "float16"))
+    except Mismatch:
+        return
+    failure.note(
+        f"gradients of {model[0].dtype} parameters are reduced in 2-byte elements: a compressing communication hook "
+        "(fp16 or bf16). What the optimizer sees is decompressed outside NCCL; remove the hook", walk.explained + 1,
+    )  # fmt: skip
+
+
+def _rebuilt(
+    walk: Walk, order: Collective, parameters: int, read: Reader, failure: Failure
+) -> Iterator[tuple[list[list[int]], Collective, Walk]]:
+    after = walk.fork()
+    try:
+        data = _content(after.take(order), read, order.count * 4)
+        if data is None and parameters == 1:
+            indices = [0, 1]  # one parameter has one layout
+        elif data is None:
+            failure.note("DDP's broadcast of the rebuilt bucket layout is not complete in the capture", after.explained)
+            return
+        else:
+            indices = np.frombuffer(data, "<i4").tolist()
+        if not 0 < indices[-1] <= parameters:
+            failure.note(f"a bucket layout of {indices[-1]} buckets was broadcast", walk.explained)
+            return
+        sizes_call = Collective("Broadcast", indices[-1], "int32")
+        data = _content(after.take(sizes_call), read, sizes_call.count * 4)
+        sizes = [parameters] if indices[-1] == 1 else None if data is None else np.frombuffer(data, "<i4").tolist()
+        if sizes is None:
+            failure.note("DDP's broadcast of the rebuilt bucket sizes is not complete in the capture", after.explained)
+            return
+        yield ddp.parse_buckets(indices, sizes, parameters), sizes_call, after
+    except Mismatch as error:
+        failure.note(error)
+    except ddp.BadAnnouncement as error:
+        failure.note(f"DDP's broadcast of the bucket layout: {error}", after.explained)
+
+
+def _steady(
+    walk: Walk, program: Program, rebuild: list[Collective], layout: list[list[int]], failure: Failure, said: str
+) -> Iterator[Program]:
+    calls = _calls(program.model, layout)
+    iterations = program.iterations
+    try:
+        iterations += repeat(walk, calls)
+    except Mismatch as error:
+        failure.note(error)
+        return
+    buckets = Buckets(steady=_layout(program.model, layout))
+    if buckets.steady != program.buckets.steady:
+        buckets.iteration_0 = program.buckets.steady
+    first = program.collectives
+    yield Program(
+        Collectives(first.startup, first.iteration_0, rebuild, calls), program.dtype, buckets, program.model,
+        iterations, [*program.said, said], tuple(walk.signature),
+    )  # fmt: skip
+
+
+def _calls(model: list[ModelEntry], layout: list[list[int]]) -> list[Collective]:
+    return [Collective("AllReduce", sum(model[i].elements for i in bucket), model[0].dtype) for bucket in layout]
+
+
+def _layout(model: list[ModelEntry], layout: list[list[int]]) -> list[Bucket]:
+    out = []
+    for bucket in layout:
+        offset, slices = 0, []
+        for i in bucket:
+            slices.append(BucketSlice(model[i].name, offset, model[i].elements))
+            offset += model[i].elements
+        out.append(Bucket(slices))
+    return out

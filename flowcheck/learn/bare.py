@@ -1,0 +1,131 @@
+"""AllReduce calls alone: all ways to cut what was observed into calls and iterations.
+
+    bare(walk, hints, failure) -> programs that explain everything observed
+
+Sizes alone rarely decide: LL pads to 8 bytes, full loops may end a call or not, equal calls may be one iteration or
+many. Everything that fits is returned, and more than one is a refusal; hints decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flowcheck.learn.hints import Hints
+from flowcheck.learn.program import Failure, Program, repeat
+from flowcheck.learn.walk import Mismatch, Walk
+from flowcheck.manifest import Collective, Collectives, dtype_size
+from parser.wire import Protocol
+
+__all__ = ["bare"]
+
+PROGRAMS_MAX = 8  # ways of cutting that are followed: two are enough to refuse
+NODES_MAX = 4000
+
+
+def bare(walk: Walk, hints: Hints, failure: Failure) -> Iterator[Program]:
+    dtypes = [hints.dtype] if hints.dtype else ["float32", "float16", "float64"]
+    if hints.buckets:
+        for dtype in dtypes:
+            # iteration 0 may have one bucket of everything, as DDP makes it before its rebuild
+            for first in {hints.buckets: None, (sum(hints.buckets),): None}:
+                yield from _given_buckets(walk.fork(), dtype, first, hints.buckets, failure)
+        return
+    found = 0
+    for dtype in dtypes:
+        for calls, end in _cuts(walk, dtype, failure):
+            for first_calls, steady, times in _periods(calls):
+                yield _bare_program(first_calls, steady, times, end, "the only sizes that the messages admit")
+                found += 1
+                if found >= PROGRAMS_MAX:
+                    return
+
+
+def _given_buckets(
+    walk: Walk, dtype: str, first: tuple[int, ...], buckets: tuple[int, ...], failure: Failure
+) -> Iterator[Program]:
+    calls = [Collective("AllReduce", count, dtype) for count in first]
+    steady = [Collective("AllReduce", count, dtype) for count in buckets]
+    try:
+        for call in calls:
+            walk.take(call)
+        times = 1 + (0 if walk.done else repeat(walk, steady))
+    except Mismatch as error:
+        failure.note(error)
+        return
+    if times == 1 and first != buckets:
+        return  # then the buckets that were given are not what was seen
+    yield _bare_program(calls, steady if times > 1 else [], times, walk, "given")
+
+
+def _periods(calls: list[Collective]) -> Iterator[tuple[list[Collective], list[Collective], int]]:
+    """(iteration 0, steady, iterations): every way to see iterations in a row of calls. All iterations reduce the
+    same number of elements, because the parameters are the same."""
+    counts = [c.count for c in calls]
+    for first in range(1, len(counts) + 1):
+        rest = counts[first:]
+        if not rest:
+            yield calls, [], 1
+        for period in range(1, len(rest) + 1):
+            if len(rest) % period or rest != rest[:period] * (len(rest) // period):
+                continue
+            if sum(counts[:first]) == sum(rest[:period]):
+                yield calls[:first], calls[first : first + period], 1 + len(rest) // period
+
+
+def _bare_program(
+    calls: list[Collective], steady: list[Collective], times: int, walk: Walk, why: str
+) -> Program:
+    said = f"bucket sizes: {why} ({', '.join(str(c.count) for c in (steady or calls)[:8])} {calls[0].dtype})"
+    # how the calls make iterations is part of what is known: two programs of the same messages are two programs
+    counts = tuple(tuple((c.count, c.dtype) for c in part) for part in (calls, steady))
+    return Program(
+        Collectives(iteration_0=calls, steady=steady), calls[0].dtype, iterations=times, said=[said],
+        signature=(times, counts, *walk.signature),
+    )  # fmt: skip
+
+
+def _cuts(walk: Walk, dtype: str, failure: Failure) -> Iterator[tuple[list[Collective], Walk]]:
+    """Ways to cut everything observed into AllReduce calls."""
+    stack: list[tuple[list[Collective], Walk]] = [([], walk.fork())]
+    nodes = found = 0
+    while stack and nodes < NODES_MAX and found < PROGRAMS_MAX:
+        calls, here = stack.pop()
+        if here.done:
+            found += bool(calls)
+            if calls:
+                yield calls, here
+            continue
+        for count in _allreduce_counts(here, dtype_size(dtype)):
+            nodes += 1
+            after, call = here.fork(), Collective("AllReduce", count, dtype)
+            try:
+                if after.take(call):
+                    stack.append(([*calls, call], after))
+            except Mismatch as error:
+                failure.note(error)
+
+
+def _allreduce_counts(walk: Walk, size: int) -> list[int]:
+    """Elements that an AllReduce at this place could have: the first n sends of a loop are all its chunks."""
+    protocol, ranks = walk.protocol(), walk.topology.ranks
+    data_of = {Protocol.LL: (1, 2), Protocol.LL128: (15, 16), Protocol.SIMPLE: (1, 1)}[protocol]
+    slack = {Protocol.LL: 7, Protocol.LL128: 1919, Protocol.SIMPLE: 0}[protocol]
+    slices = 2 if protocol == Protocol.SIMPLE else 1
+    per_loop, covering = 2 * (ranks - 1) * slices, ranks * slices
+    loops: dict[int, list[int]] = {}
+    for wire in walk.wires:
+        if wire.channel in loops:
+            continue
+        ahead = [m.size * data_of[0] // data_of[1] for m in walk.next_messages(wire)[: 64 * per_loop]]
+        loops[wire.channel] = [
+            sum(ahead[at : at + covering]) for at in range(0, len(ahead) - covering + 1, per_loop)
+        ]  # fmt: skip
+    out: dict[int, None] = {}
+    for used in range(1, len(loops) + 1):
+        chosen = [loops[c] for c in sorted(loops)[:used]]
+        for depth in range(1, max(map(len, chosen), default=0) + 1):
+            total = sum(sum(sums[:depth]) for sums in chosen)
+            spare = slack * (1 if protocol == Protocol.LL else used * ranks)
+            for nbytes in range(total // size * size, max(0, total - spare - 1), -size):
+                out[nbytes // size] = None
+    return list(out)
