@@ -133,6 +133,7 @@ def plan_job(job: Job, *, streams: int = 1, arenas: int = 4, check_icrc: bool = 
         parameter_bytes=parameter_bytes,
         outage_ns=int(2**23 * c.mtu * 8 / FASTEST_PORT * 1e9),
         cts_index_at=32 if minor < 24 else 40 if minor < 30 else 56,
+        cts_tag_at=24 if minor < 24 else 36 if minor < 30 else 52,
     )
     return JobPlan(job, engine, places_0, places, groups_0, groups, parameters, tuple(calls))
 

@@ -122,6 +122,8 @@ cdef struct Message:     # one message on one QP
 cdef struct CtsTable:
     uint64_t index[CTS_SLOTS]
     uint64_t address[CTS_SLOTS]
+    uint32_t tag         # who the receiver says the sender is
+    uint8_t tagged       # 1: every CTS so far had that tag; 2: they differed
 
 
 cdef struct Cursor:      # a place in an edge's schedule: the next message
@@ -182,7 +184,7 @@ cdef struct Loss:
 cdef struct Machine:
     uint32_t mtu, streams, flows, arenas, table_mask
     uint8_t check_icrc, from_start  # from_start: a connection's first packet was seen
-    uint32_t cts_index_at           # byte of idx in a 64-byte CTS element (5.4)
+    uint32_t cts_index_at, cts_tag_at  # bytes of idx and tag in a 64-byte CTS element (5.4)
     int64_t base_iteration, begun   # oldest open iteration; highest with a gradient packet seen
     uint64_t outage_ns              # silence in which half of the PSN space could have passed
     int64_t region_bytes[3]         # by Target

@@ -989,6 +989,7 @@ cdef int control_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce
     """CTS writes (5.4) and ACKs towards the sender of an edge's data."""
     cdef CtsTable *cts
     cdef uint64_t index, address
+    cdef uint32_t tag
     cdef int64_t delta
     if p.opcode == FC_RC_ACK:
         return CONTROL
@@ -1008,9 +1009,13 @@ cdef int control_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce
     index = 0
     if p.payload_len == 32:
         memcpy(&index, p.payload + 24, 8)
+        memcpy(&tag, p.payload + 20, 4)
     else:
         memcpy(&index, p.payload + M.cts_index_at, 8)
+        memcpy(&tag, p.payload + M.cts_tag_at, 4)
     cts = &M.cts[stream * M.cts_tables + f.cts]
+    cts.tagged = 1 if not cts.tagged or (cts.tagged == 1 and cts.tag == tag) else 2
+    cts.tag = tag
     cts.index[(index - 1) % CTS_SLOTS] = index
     cts.address[(index - 1) % CTS_SLOTS] = address
     return CONTROL
@@ -1101,7 +1106,7 @@ cdef class Engine:
         M = self.M
         M.mtu, M.streams, M.flows, M.arenas = config.mtu, config.streams, len(config.flows), config.arenas
         M.check_icrc = config.check_icrc
-        M.cts_index_at = config.cts_index_at
+        M.cts_index_at, M.cts_tag_at = config.cts_index_at, config.cts_tag_at
         M.begun = -1
         M.outage_ns = config.outage_ns
         if not 1 <= M.streams <= 64 or M.arenas < 2:
@@ -1387,6 +1392,17 @@ cdef class Engine:
                 "icrc_wrong": f.bad_icrc, "agreements": f.agreements, "disagreements": f.disagreements,
                 "first_psn": f.first_psn, "next_psn": f.next_psn,
             })
+        return out
+
+    def cts_tags(self):
+        """{edge: the rank its receiver names as sender, in the numbering of NCCL's top communicator}, for
+        edges whose CTS were seen and always said the same."""
+        cdef uint32_t s, e
+        out = {}
+        for s in range(self.M.streams):
+            for e in range(self.M.cts_tables):
+                if self.M.cts[s * self.M.cts_tables + e].tagged == 1:
+                    out[e] = self.M.cts[s * self.M.cts_tables + e].tag
         return out
 
     def disagreements(self):

@@ -75,7 +75,8 @@ class FlowSpec:
 @dataclass(frozen=True)
 class EngineConfig:
     """arenas: iterations alive at once. gradient_bytes, parameter_bytes: sizes of the regions.
-    cts_index_at: byte of the message index in a 64-byte CTS element (5.4; 32-byte ones have it at 24).
+    cts_index_at, cts_tag_at: bytes of message index and tag in a 64-byte CTS element (5.4; 32-byte ones
+    have them at 24 and 20).
     outage_ns: silence on a flow in which 2^23 packets could have passed: then its PSN alone proves nothing."""
 
     mtu: int
@@ -87,4 +88,5 @@ class EngineConfig:
     arenas: int = 4
     check_icrc: bool = True
     cts_index_at: int = 32
+    cts_tag_at: int = 24
     outage_ns: int = 10**15
