@@ -59,6 +59,7 @@ DISAGREEMENT_NAMES = (
 cdef uint64_t LL_CLEAN = 0x7ffffff8  # 4.1: steps of these low bits clean their slot
 cdef uint64_t LL_LAP = 1 << 31        # ... once in so many steps
 cdef uint64_t HISTORY = 64 * SEEN_WORDS
+cdef uint64_t NEVER = <uint64_t>1 << 40  # steps and messages no connection reaches: a larger claim is not followed
 
 
 # -- state ----------------------------------------------------------------------------------------
@@ -806,7 +807,7 @@ cdef int find_position(Machine *M, uint32_t stream, FlowState *f, const fc_roce 
             f.seeks += 1
     if p.payload_len >= 128 and p.payload_len % 128 == 0:
         memcpy(&flag, p.payload + 120, 8)
-        if flag and flag < (<uint64_t>1 << 48) and fc_ll128_bad_line(p.payload, p.payload_len // 128, flag) < 0:
+        if flag and flag < NEVER and fc_ll128_bad_line(p.payload, p.payload_len // 128, flag) < 0:
             if try_position(M, stream, f, p, 1, flag - 1, FC_LL128, 0):
                 return 1
             f.seeks += 1
@@ -1013,6 +1014,8 @@ cdef int control_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce
     else:
         memcpy(&index, p.payload + M.cts_index_at, 8)
         memcpy(&tag, p.payload + M.cts_tag_at, 4)
+    if index == 0 or index >= NEVER:
+        return CONTROL
     cts = &M.cts[stream * M.cts_tables + f.cts]
     cts.tagged = 1 if not cts.tagged or (cts.tagged == 1 and cts.tag == tag) else 2
     cts.tag = tag
