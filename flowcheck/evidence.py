@@ -22,8 +22,8 @@ from parser.machine import Engine
 
 from flowcheck.jobplan import BucketPlace, JobPlan
 from flowcheck.manifest import Job
-from parser.plan import Phase, Target
-from parser.wire import edge_lane
+from parser.plan import EdgeSpec, Phase, Target
+from parser.wire import Lane, Protocol, edge_lane
 
 __all__ = [
     "BucketCoverage",
@@ -97,17 +97,18 @@ def _bytes(region: np.ndarray, place: BucketPlace) -> np.ndarray:
 
 
 def _causes(plan: JobPlan, engine: Engine, iteration: int, place: BucketPlace, mask: np.ndarray) -> dict[str, int]:
-    seen, lost_flows = set(), set()
+    seen: dict[int, set[int]] = {}  # edge -> its QPs that are in the captures
+    lost_flows = set()
     for stream in range(plan.engine.streams):
         for spec, counters in zip(plan.engine.flows, engine.flow_counters(stream), strict=True):
             if spec.data and counters["packets"]:
-                seen.add(spec.edge)
+                seen.setdefault(spec.edge, set()).add(spec.qp)
                 if counters["state"] == "LOST":
                     lost_flows.add(spec.edge)
     carried = np.zeros(place.elements, dtype=bool)
     sound = np.zeros(place.elements, dtype=bool)
-    for edge in seen:
-        for start, end in _final_ranges(plan, iteration, place, edge):
+    for edge, queues in seen.items():
+        for start, end in _final_ranges(plan, iteration, place, edge, queues):
             carried[start:end] = True
             if edge not in lost_flows:
                 sound[start:end] = True
@@ -139,22 +140,58 @@ def _element_range(place: BucketPlace, offset: int, nbytes: int) -> tuple[int, i
     return block * each + within // size, block * each + min((within + nbytes) // size, each)
 
 
-def _final_ranges(plan: JobPlan, iteration: int, place: BucketPlace, edge: int) -> Iterator[tuple[int, int]]:
-    """Element ranges of a bucket that an edge carries final in an iteration."""
+def _final_ranges(
+    plan: JobPlan, iteration: int, place: BucketPlace, edge: int, queues: set[int]
+) -> Iterator[tuple[int, int]]:
+    """Element ranges of a bucket that some of an edge's QPs carry final in an iteration."""
     phases = (
         (Phase.ITERATION_0,) if iteration == 0 else (Phase.REBUILD, Phase.STEADY) if iteration == 1 else (Phase.STEADY,)
     )
     spec = plan.engine.edges[edge]
-    for (phase, _, call_plan, base), call in zip(plan.calls, spec.calls, strict=True):
+    for i, ((phase, _, call_plan, base), call) in enumerate(zip(plan.calls, spec.calls, strict=True)):
         if phase not in phases or call.target != Target.GRADIENT or base != place.offset:
             continue
         lane = edge_lane(call_plan, spec.channel, spec.src, spec.dst)
         if lane is None:
             continue
         step = place.nbytes // place.elements // lane.elem_bytes  # an AllGather's lane counts bytes
-        for first, count, _, final, _ in messages(lane):
-            if final and count:
+        whole = len(queues) == spec.qps
+        number = 0 if whole else _messages_before(spec, i, iteration)
+        for k, (first, count, wire, final, _) in enumerate(messages(lane)):
+            if final and count and whole:
                 yield first // step, (first + count) // step
+            elif final and count:
+                for start, end in _pieces(spec, lane, number + k, wire, count * lane.elem_bytes, queues):
+                    yield (first + start // lane.elem_bytes) // step, (first + end // lane.elem_bytes) // step
+
+
+def _messages_before(spec: EdgeSpec, index: int, iteration: int) -> int:
+    """Messages of an edge before its call number `index` in an iteration, since the connection was made."""
+    counts = [call.lane.messages if call.lane else 0 for call in spec.calls]
+    once = [n for n, call in zip(counts, spec.calls, strict=True) if call.phase != Phase.STEADY]
+    if spec.calls[index].phase != Phase.STEADY:
+        return sum(counts[:index])
+    return sum(once) + (iteration - 1) * (sum(counts) - sum(once)) + sum(counts[len(once) : index])
+
+
+def _pieces(
+    spec: EdgeSpec, lane: Lane, number: int, wire: int, nbytes: int, queues: set[int]
+) -> Iterator[tuple[int, int]]:
+    """Byte ranges of a message's data that some of the edge's QPs carry (5.3)."""
+    piece = (wire + 128 * spec.used - 1) // (128 * spec.used) * 128
+    for i in range(spec.used):
+        if (number * spec.used + i) % spec.qps not in queues:
+            continue
+        start, end = min(i * piece, wire), min((i + 1) * piece, wire)
+        if lane.protocol == Protocol.LL128:
+            for at in range(start, end, 128):  # one line: 120 or 112 bytes that lie together, perhaps 8 more
+                half, line = at // 1024 * 960, at // 128 % 8
+                parts = [(128 * line, 120)] if line < 4 else [(64 + 112 * line, 112), (128 * line - 392, 8)]
+                for offset, length in parts:
+                    yield min(half + offset, nbytes), min(half + offset + length, nbytes)
+        else:
+            scale = 2 if lane.protocol == Protocol.LL else 1
+            yield min(start // scale, nbytes), min(end // scale, nbytes)
 
 
 def parameter_bytes(plan: JobPlan, engine: Engine) -> dict[str, tuple[np.ndarray, bool]]:

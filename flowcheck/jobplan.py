@@ -264,8 +264,8 @@ def _edge(job: Job, calls: list[tuple[Phase, Collective, CallPlan, int]], channe
             CallSpec(_lane(plan, call, channel, src, dst), phase, _target(phase, call), base)
             for phase, call, plan, base in calls
         ),
-        qps=c.qps_per_connection,
-        used=c.qps_per_connection if c.split_data_on_qps else 1,
+        qps=c.queue_pairs,
+        used=c.queue_pairs_used,
         ar_above=c.ar_threshold if c.adaptive_routing or minor <= 15 else None,
         imm_big_endian=minor >= 29,
     )
@@ -283,7 +283,7 @@ def _flows(job: Job) -> list[FlowSpec]:
     packed: Callable[[str], bytes] = lambda text: ipaddress.ip_address(text).packed  # noqa: E731
     out = []
     for edge, flow in enumerate(job.flows):
-        src, dst = packed(flow.src_addr), packed(flow.dst_addr)
-        out += [FlowSpec(src, dst, qpn, edge, q, True) for q, qpn in enumerate(flow.qpns)]
-        out += [FlowSpec(dst, src, qpn, edge, q, False) for q, qpn in enumerate(flow.cts_qpns)]
+        ends = [(packed(src), packed(dst)) for src, dst in map(flow.addresses, range(len(flow.qpns)))]
+        out += [FlowSpec(*ends[q], qpn, edge, q, True) for q, qpn in enumerate(flow.qpns)]
+        out += [FlowSpec(*ends[q][::-1], qpn, edge, q, False) for q, qpn in enumerate(flow.cts_qpns)]
     return out

@@ -75,6 +75,8 @@ class Communicator:
     adaptive_routing: messages above ar_threshold leave as a plain WRITE plus an empty WRITE_WITH_IMM
         (2.12-2.15: always; later: NCCL_IB_ADAPTIVE_ROUTING=1).
     qps_per_connection, split_data_on_qps: NCCL_IB_QPS_PER_CONNECTION, NCCL_IB_SPLIT_DATA_ON_QPS.
+    devices: ports of a merged NIC (the larger number of the two sides); 2.20 and later. A connection has
+        qps_per_connection on each, and one message goes over one QP of every device.
     buffer_bytes: NCCL_LL_BUFFSIZE, NCCL_LL128_BUFFSIZE, NCCL_BUFFSIZE.
     max_threads: NCCL_NTHREADS (ll, simple) and NCCL_LL128_NTHREADS: decide how many channels an
         operation uses and, before 2.22, the layout.
@@ -92,8 +94,19 @@ class Communicator:
     ar_threshold: int = 8192
     qps_per_connection: int = 1
     split_data_on_qps: bool = False
+    devices: int = 1
     buffer_bytes: dict[str, int] = field(default_factory=BUFFER_BYTES.copy)
     max_threads: dict[str, int] = field(default_factory=MAX_THREADS.copy)
+
+    @property
+    def queue_pairs(self) -> int:
+        """QPs of one connection."""
+        return self.qps_per_connection * self.devices
+
+    @property
+    def queue_pairs_used(self) -> int:
+        """QPs over which one message is spread (nccl-wire.md 5.3)."""
+        return self.queue_pairs if self.split_data_on_qps else self.devices
 
     def ring(self, channel: int) -> list[int]:
         """Ranks of a channel in ring order, rank 0 first (ring index = position)."""
@@ -108,6 +121,8 @@ class Flow:
 
     qpns: the receiver's QP numbers (destination of the data), one per QP of the connection.
     cts_qpns: the sender's QP numbers (destination of CTS writes and ACKs); may be empty if unknown.
+    src_addrs, dst_addrs: the addresses of each QP, in the order of qpns, where a merged NIC has several;
+        empty: src_addr and dst_addr for all.
     """
 
     src: int
@@ -117,6 +132,15 @@ class Flow:
     dst_addr: str
     qpns: list[int]
     cts_qpns: list[int] = field(default_factory=list)
+    src_addrs: list[str] = field(default_factory=list)
+    dst_addrs: list[str] = field(default_factory=list)
+
+    def addresses(self, queue: int) -> tuple[str, str]:
+        """(source, destination) of the data on the connection's QP number `queue`."""
+        return (
+            self.src_addrs[queue] if self.src_addrs else self.src_addr,
+            self.dst_addrs[queue] if self.dst_addrs else self.dst_addr,
+        )
 
 
 @dataclass

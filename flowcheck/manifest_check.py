@@ -100,6 +100,10 @@ def _check_communicator(c: Communicator, place: Place) -> None:
         (place / "mtu").fail(f"{c.mtu} is not an RDMA path MTU ({', '.join(map(str, MTUS))})")
     _between(place / "ar_threshold", c.ar_threshold, 0, 1 << 40)
     _between(place / "qps_per_connection", c.qps_per_connection, 1, 128)
+    minor = int(c.nccl_version.split(".")[1])
+    most = 1 if minor < 20 else 2 if minor < 24 else 4 if minor < 30 else 8
+    if not 1 <= c.devices <= most:
+        (place / "devices").fail(f"NCCL {c.nccl_version} merges at most {most} devices, not {c.devices}")
     if len(c.rings) not in (0, 1, c.channels):
         (place / "rings").fail(
             f"{len(c.rings)} rings for {c.channels} channels; give none, one, or one per channel"
@@ -125,7 +129,7 @@ def _check_flows(job: Job, place: Place) -> None:
     follower = _followers(job)
     for i, flow in enumerate(job.flows):
         here = place / i
-        address = _check_flow(job.communicator, flow, here)
+        _check_flow(job.communicator, flow, here)
         connection = (flow.channel, flow.src, flow.dst)
         if connection in connections:
             here.fail(
@@ -137,10 +141,11 @@ def _check_flows(job: Job, place: Place) -> None:
             (here / "dst").fail(
                 f"rank {flow.dst} does not follow rank {flow.src} in the ring of channel {flow.channel}"
             )
-        for qpn in flow.qpns:
+        for queue, qpn in enumerate(flow.qpns):
+            address = ipaddress.ip_address(flow.addresses(queue)[1])
             if (address, qpn) in receivers:
                 first = receivers[address, qpn]
-                (here / "qpns").fail(f"QP {qpn} of {flow.dst_addr} is already in flows[{first}]")
+                (here / "qpns").fail(f"QP {qpn} of {address} is already in flows[{first}]")
             receivers[address, qpn] = i
 
 
@@ -154,33 +159,43 @@ def _followers(job: Job) -> list[dict[int, int]] | None:
     return [dict(zip(ring, ring[1:] + ring[:1], strict=True)) for ring in rings]
 
 
-def _check_flow(c: Communicator, flow: Flow, place: Place) -> Any:
+def _check_flow(c: Communicator, flow: Flow, place: Place) -> None:
     for name in ("src", "dst"):
         _between(place / name, getattr(flow, name), 0, c.ranks - 1)
     if flow.src == flow.dst:
         (place / "dst").fail(f"rank {flow.dst} does not send to itself over the network")
     _between(place / "channel", flow.channel, 0, c.channels - 1)
-    addresses = []
-    for name in ("src_addr", "dst_addr"):
-        text = getattr(flow, name)
-        try:
-            # A zone (fe80::1%eth0) belongs to one machine; on the wire there is none.
-            addresses.append(ipaddress.ip_address("" if "%" in text else text))
-        except ValueError:
-            (place / name).fail(f"{shown(text)} is not an IPv4 or IPv6 address")
-    if addresses[0].version != addresses[1].version:
+    first = _address(flow.src_addr, place / "src_addr")
+    if _address(flow.dst_addr, place / "dst_addr").version != first.version:
         (place / "dst_addr").fail("one address is IPv4 and the other IPv6")
-    if len(flow.qpns) != c.qps_per_connection:
-        (place / "qpns").fail(f"{len(flow.qpns)} QP numbers for {c.qps_per_connection} QPs per connection")
-    if len(flow.cts_qpns) not in (0, c.qps_per_connection):
+    over = f" on {c.devices} devices" if c.devices > 1 else ""
+    if len(flow.qpns) != c.queue_pairs:
+        (place / "qpns").fail(
+            f"{len(flow.qpns)} QP numbers for {c.qps_per_connection} QPs per connection{over}"
+        )
+    if len(flow.cts_qpns) not in (0, c.queue_pairs):
         (place / "cts_qpns").fail(
-            f"{len(flow.cts_qpns)} QP numbers for {c.qps_per_connection} QPs per connection;"
+            f"{len(flow.cts_qpns)} QP numbers for {c.qps_per_connection} QPs per connection{over};"
             " leave it empty if unknown"
         )
+    for name in ("src_addrs", "dst_addrs"):
+        texts = getattr(flow, name)
+        if len(texts) not in (0, len(flow.qpns)):
+            (place / name).fail(f"{len(texts)} addresses for {len(flow.qpns)} QPs; give one for each, or none")
+        for i, text in enumerate(texts):
+            if _address(text, place / name / i).version != first.version:
+                (place / name / i).fail("IPv4 and IPv6 in one connection")
     for name in ("qpns", "cts_qpns"):
         for i, qpn in enumerate(getattr(flow, name)):
             _between(place / name / i, qpn, 0, (1 << 24) - 1)
-    return addresses[1]
+
+
+def _address(text: str, place: Place) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    try:
+        # A zone (fe80::1%eth0) belongs to one machine; on the wire there is none.
+        return ipaddress.ip_address("" if "%" in text else text)
+    except ValueError:
+        place.fail(f"{shown(text)} is not an IPv4 or IPv6 address")
 
 
 # -- collectives ---------------------------------------------------------------------------------------------

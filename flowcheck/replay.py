@@ -350,7 +350,7 @@ class _Session:
             seen = [counters[i] for counters in streams if counters[i]["seen"]]
             flow = job.flows[spec.edge]
             ends = (flow.src, flow.dst) if spec.data else (flow.dst, flow.src)
-            addresses = (flow.src_addr, flow.dst_addr) if spec.data else (flow.dst_addr, flow.src_addr)
+            addresses = flow.addresses(spec.qp) if spec.data else flow.addresses(spec.qp)[::-1]
             for c in seen or [streams[0][i]]:  # one line per capture that carries it
                 report.flows.append(
                     FlowReport(

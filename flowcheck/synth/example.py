@@ -37,6 +37,7 @@ def example_job(
     adaptive_routing: bool = False, ipv6: bool = False, startup: bool = True, rebuild: bool = True,
     optimizer: str = "sgd", options: dict[str, object] | None = None,
     buffer_bytes: dict[str, int] | None = None, max_threads: dict[str, int] | None = None, seed: int = 0,
+    devices: int = 1,
 ) -> Job:
     """A manifest of a DDP job.
 
@@ -44,12 +45,13 @@ def example_job(
     of them in model order, as DDP does; the steady buckets hold the model in reverse. startup: the start-up
     calls, among them the broadcast of all parameters; without it the initial weights come from elsewhere.
     options: the optimizer's hyper-parameters (default lr=0.001). Parameters have the gradients' dtype.
+    devices: ports of each rank's merged NIC, with an address each.
     """
     counts = [count] if isinstance(count, int) else list(count)
     communicator = Communicator(
         ranks=ranks, nccl_version=version, protocol=protocol, algorithm=algorithm, channels=channels,
         rings=[list(ring) for ring in rings], mtu=mtu, adaptive_routing=adaptive_routing,
-        qps_per_connection=qps, split_data_on_qps=split_data_on_qps,
+        qps_per_connection=qps, split_data_on_qps=split_data_on_qps, devices=devices,
     )
     communicator.buffer_bytes.update(buffer_bytes or {})
     communicator.max_threads.update(max_threads or {})
@@ -70,7 +72,7 @@ def example_job(
         steady=[Collective("AllReduce", c, dtype, bucket=b) for b, c in enumerate(counts)],
     )
     job = Job(
-        communicator=communicator, flows=_flows(communicator, qps, ipv6, seed), collectives=calls,
+        communicator=communicator, flows=_flows(communicator, ipv6, seed), collectives=calls,
         buckets=Buckets(iteration_0=[whole], steady=steady), model=model, gradients=Gradients(dtype),
         optimizer=Optimizer(optimizer, [ParameterGroup(names, dict(options or {"lr": 0.001}))]),
         run_id=f"synth-{seed}",
@@ -117,7 +119,7 @@ def sharded_job(
     forward = gathers + (gathers[::-1] if again else [])
     calls = scatters + gathers if after_update else forward + scatters[::-1]
     job = Job(
-        communicator=communicator, flows=_flows(communicator, 1, ipv6, seed), run_id=f"synth-{seed}", model=model,
+        communicator=communicator, flows=_flows(communicator, ipv6, seed), run_id=f"synth-{seed}", model=model,
         collectives=Collectives([Collective("AllGather", 1, "int64")], calls, [], calls),
     )
     return Job.from_dict(job.to_dict(), where="sharded_job")
@@ -147,8 +149,9 @@ def _pack(tensors: list[tuple[str, int]]) -> list[BucketSlice]:
     return pieces
 
 
-def _flows(communicator: Communicator, qps: int, ipv6: bool, seed: int) -> list[Flow]:
+def _flows(communicator: Communicator, ipv6: bool, seed: int) -> list[Flow]:
     """Every connection of the communicator's rings (and trees), QP numbers ascending with the channel."""
+    qps, devices = communicator.queue_pairs, communicator.devices
     rng = random.Random(f"flows/{seed}")
     following = [rng.randrange(0x100, 0xF00000) for _ in range(communicator.ranks)]
 
@@ -157,10 +160,10 @@ def _flows(communicator: Communicator, qps: int, ipv6: bool, seed: int) -> list[
         following[rank] += qps + rng.randrange(2)
         return list(range(start, start + qps))
 
-    def address(rank: int) -> str:
+    def address(rank: int, device: int = 0) -> str:
         if ipv6:
-            return f"fd00:10::{rank + 1:x}"
-        return f"10.{rank >> 16 & 255}.{(rank + 1) >> 8 & 255}.{(rank + 1) & 255}"
+            return f"fd00:{10 + device}::{rank + 1:x}"
+        return f"{10 + device}.{rank >> 16 & 255}.{(rank + 1) >> 8 & 255}.{(rank + 1) & 255}"
 
     flows = []
     for channel in range(communicator.channels):
@@ -171,5 +174,8 @@ def _flows(communicator: Communicator, qps: int, ipv6: bool, seed: int) -> list[
                 if up >= 0:
                     edges.update({(rank, up): None, (up, rank): None})
         for src, dst in edges:
-            flows.append(Flow(src, dst, channel, address(src), address(dst), take(dst), take(src)))
+            each = [
+                [address(rank, queue % devices) for queue in range(qps)] if devices > 1 else [] for rank in (src, dst)
+            ]
+            flows.append(Flow(src, dst, channel, address(src), address(dst), take(dst), take(src), *each))
     return flows

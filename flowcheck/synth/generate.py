@@ -96,7 +96,8 @@ def generate(
 ) -> Synthesis:
     """Synthesise `iterations` iterations of a job as seen at the mirrored ports.
 
-    ports: ranks whose port is mirrored. directions: "in" (frames to that rank's host), "out", or "both".
+    ports: what is mirrored: r is the port of rank r, or the first one of its merged NIC, whose next ones are
+    r + ranks, r + 2*ranks and so on. directions: "in" (frames to that rank's host), "out", or "both".
     loss, reorder, duplicate, corrupt: probability per mirrored frame. first_iteration: the mirror starts
     there; everything before it is only counted (a start in mid-stream). parameters: initial model entries,
     flattened; default by seed. gradients: (iteration, bucket, rank) -> that rank's values of the bucket, 1-d
@@ -107,10 +108,10 @@ def generate(
     """
     mirrored = sorted(set(ports))
     for rank in mirrored:
-        if not 0 <= rank < job.communicator.ranks:
+        if not 0 <= rank < job.communicator.ranks * job.communicator.devices:
             raise UserError(
                 f"there is no rank {rank} in a job of {job.communicator.ranks}", where="ports",
-                remedy="name ranks from 0",
+                remedy="name ranks from 0; further ports of merged NICs follow them",
             )
     if directions not in ("in", "out", "both"):
         raise UserError(f"{directions!r} is not in, out or both", where="direction", remedy="choose one")
@@ -163,7 +164,9 @@ class _Run:
     def _seen(self, src: int, dst: int) -> bool:
         if self.silent:
             return False
-        return (self._out and src in self._ports) or (self._into and dst in self._ports)
+        ranks = self.job.communicator.ranks
+        mirrored = {port % ranks for port in self._ports}
+        return (self._out and src in mirrored) or (self._into and dst in mirrored)
 
     def play(self, iteration: int) -> None:
         """All calls of an iteration; -1 is the start-up."""
@@ -263,12 +266,16 @@ class _Run:
 
     def _record(self, records: Iterator[Record], latest: int = 0) -> int:
         """Give each record to the ports that see it; the time of the last one."""
+        ranks = self.job.communicator.ranks
         for record in records:
             latest = max(latest, record.time)
-            if self._out and record.src in self._streams:
-                self._streams[record.src].append(record)
-            if self._into and record.dst in self._streams:
-                self._streams[record.dst].append(record)
+            for wanted, port in (
+                (self._out, record.src + ranks * record.src_device),
+                (self._into, record.dst + ranks * record.dst_device),
+            ):
+                if wanted and port in self._streams:
+                    self._streams[port].append(record)
+                    self._ledger.passed(record.piece)
         return latest
 
     def finish(self, faults: Faults, mirror: Mirror, iterations: range) -> Synthesis:

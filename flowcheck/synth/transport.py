@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flowcheck.manifest import Communicator, Flow
 from flowcheck.synth.families import Family
@@ -60,7 +60,7 @@ class Record:
     """A frame on the wire between two hosts, before any mirror.
 
     kind: data | cts | ack | nak. piece: (message id, wire offset, wire bytes) of a data packet's payload,
-    message id -1 when the payload is not a reduced one.
+    message id -1 when the payload is not a reduced one. src_device, dst_device: port of a merged NIC, else 0.
     """
 
     time: int
@@ -71,17 +71,21 @@ class Record:
     psn: int
     kind: str
     piece: tuple[int, int, int] = (-1, 0, 0)
+    src_device: int = 0
+    dst_device: int = 0
 
 
 @dataclass
 class _Queue:
-    """One QP of the connection, data direction (CTS uses the reverse of queue 0)."""
+    """One QP of the connection, data direction. CTS uses the reverse of the first queue of each device in turn."""
 
     qpn: int
     reply_qpn: int
     forward: Path
     backward: Path
+    announce: Path
     psn: int
+    device: int
     msn: int = 0
 
 
@@ -118,19 +122,22 @@ class Connection:
         }
         self._rkeys = {name: rng.getrandbits(24) << 8 | 0x10 for name in (*self._regions, "fifo")}
         self._fifo = 0x7F80_0000_0000 + (rng.randrange(1 << 24) << 12) + 0x820
-        src, dst = hosts[flow.src], hosts[flow.dst]
         self._queues = []
         for i, qpn in enumerate(flow.qpns):
             reply = flow.cts_qpns[i] if i < len(flow.cts_qpns) else 1 + (qpn * 2654435761 + i) % 0xFFFFFE
             port = udp_source_port(qpn, reply)
-            there, back = (
-                Path(a, b, port, traffic_class=options.traffic_class, vlan=options.vlan)
-                for a, b in ((src, dst), (dst, src))
+            device = i % communicator.devices
+            src, dst = (
+                replace(hosts[rank], mac=hosts[rank].mac[:5] + bytes([hosts[rank].mac[5] ^ device << 5]), address=text)
+                for rank, text in zip((flow.src, flow.dst), flow.addresses(i), strict=True)
             )
-            self._queues.append(_Queue(qpn, reply, there, back, options.first_psn))
-        first = self._queues[0]
-        port = udp_source_port(first.qpn, first.reply_qpn)
-        self._cts_path = Path(dst, src, port, traffic_class=options.cts_class, vlan=options.vlan)
+            there, back, announce = (
+                Path(a, b, port, traffic_class=kind, vlan=options.vlan)
+                for a, b, kind in (
+                    (src, dst, options.traffic_class), (dst, src, options.traffic_class), (dst, src, options.cts_class),
+                )
+            )
+            self._queues.append(_Queue(qpn, reply, there, back, announce, options.first_psn, device))
         self._cts_count = 0
 
     @property
@@ -153,9 +160,12 @@ class Connection:
 
         visible: whether frames src->dst and dst->src are captured by anybody.
         """
-        flow, queue, index = self.flow, self._queues[0], self._cts_count
+        devices = self._communicator.devices
+        flow, index = self.flow, self._cts_count
+        queue = self._queues[index % devices]
         self._cts_count += 1
-        psn = self._options.first_psn + index & 0xFFFFFF
+        psn = self._options.first_psn + index // devices & 0xFFFFFF
+        ends = (queue.device, queue.device)
         if visible[1]:
             size = self._family.cts_bytes
             element = bytearray(size)
@@ -166,14 +176,14 @@ class Connection:
             for name, (offset, width) in self._family.cts_fields.items():
                 element[offset:offset + width] = values[name].to_bytes(width, "little")
             slot = self._fifo + index % _FIFO_SLOTS * 8 * size
-            frame = self._cts_path.frame(
+            frame = queue.announce.frame(
                 WRITE_ONLY, queue.reply_qpn, psn, _reth(slot, self._rkeys["fifo"], size), bytes(element),
                 ack_request=True,
             )
-            yield Record(time, frame, flow.dst, flow.src, queue.reply_qpn, psn, "cts")
+            yield Record(time, frame, flow.dst, flow.src, queue.reply_qpn, psn, "cts", (-1, 0, 0), *ends)
         if visible[0]:
-            frame = queue.forward.frame(ACK, queue.qpn, psn, _aeth(_ACK_SYNDROME, self._cts_count))
-            yield Record(time + 2 * PACKET_NS, frame, flow.src, flow.dst, queue.qpn, psn, "ack")
+            frame = queue.forward.frame(ACK, queue.qpn, psn, _aeth(_ACK_SYNDROME, index // devices + 1))
+            yield Record(time + 2 * PACKET_NS, frame, flow.src, flow.dst, queue.qpn, psn, "ack", (-1, 0, 0), *ends)
 
     # -- data ---------------------------------------------------------------------------------
 
@@ -186,7 +196,7 @@ class Connection:
         The caller advances self.step. Yields records in wire order, times from `time` on.
         """
         communicator = self._communicator
-        used = len(self._queues) if communicator.split_data_on_qps else 1
+        used = len(self._queues) if communicator.split_data_on_qps else communicator.devices
         piece = (length + used * 128 - 1) // (used * 128) * 128 if used > 1 else length
         pairs = communicator.adaptive_routing or self._family.always_pair
         pair = pairs and length > communicator.ar_threshold
@@ -244,7 +254,7 @@ class Connection:
         self, queue: _Queue, packets: list[_Packet], time: int, wire: bytes | None, message_id: int,
         visible: tuple[bool, bool],
     ) -> Iterator[Record]:
-        flow = self.flow
+        flow, ends = self.flow, (queue.device, queue.device)
 
         def data(packet: _Packet) -> Record:
             payload = wire[packet.offset:packet.offset + packet.length] if wire is not None else b""
@@ -252,11 +262,11 @@ class Connection:
                 packet.opcode, queue.qpn, packet.psn, packet.extension, payload, ack_request=packet.ack,
             )
             piece = (message_id, packet.offset, packet.length)
-            return Record(time, frame, flow.src, flow.dst, queue.qpn, packet.psn, "data", piece)
+            return Record(time, frame, flow.src, flow.dst, queue.qpn, packet.psn, "data", piece, *ends)
 
         def reply(syndrome: int, psn: int, kind: str) -> Record:
             frame = queue.backward.frame(ACK, queue.reply_qpn, psn, _aeth(syndrome, queue.msn))
-            return Record(time, frame, flow.dst, flow.src, queue.reply_qpn, psn, kind)
+            return Record(time, frame, flow.dst, flow.src, queue.reply_qpn, psn, kind, (-1, 0, 0), *ends)
 
         order = [(k, True) for k in range(len(packets))]  # (packet, taken by the receiver); -1 is its NAK
         rng = random.Random(f"{self._luck}/{self.messages}/{queue.qpn}") if self._options.retransmit else None

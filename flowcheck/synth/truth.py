@@ -32,7 +32,8 @@ class _Message(NamedTuple):
     start: int  # bytes of the tensor
     length: int
     wire: int
-    arrived: dict[int, int]  # wire offset -> bytes
+    passed: dict[int, int]  # wire offset -> bytes: past a mirrored port
+    arrived: dict[int, int]  # and still there after the mirror's faults
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Carried:
 
     def message(self, protocol: str, start: int, length: int, wire: int) -> int:
         """Register a captured message of `length` tensor bytes from `start`; its id for Record.piece."""
-        entry = _Message(self, protocol, start, length, wire, {})
+        entry = _Message(self, protocol, start, length, wire, {}, {})
         self.messages.append(entry)
         self.ledger.messages.append(entry)
         return len(self.ledger.messages) - 1
@@ -57,14 +58,14 @@ class Carried:
         present = carried.copy()
         for m in self.messages:
             part = slice(m.start, m.start + m.length)
-            carried[part] = True
-            if sum(m.arrived.values()) == m.wire:
-                present[part] = True
-                continue
-            wire = np.zeros(m.wire, bool)
-            for offset, length in m.arrived.items():
-                wire[offset:offset + length] = True
-            present[part] |= wire[positions(m.protocol, m.length)]
+            for mask, pieces in ((carried, m.passed), (present, m.arrived)):
+                if sum(pieces.values()) == m.wire:
+                    mask[part] = True
+                    continue
+                wire = np.zeros(m.wire, bool)
+                for offset, length in pieces.items():
+                    wire[offset:offset + length] = True
+                mask[part] |= wire[positions(m.protocol, m.length)]
         return {
             **self.describe, "carried": _ranges(carried, self.size), "present": _ranges(present, self.size),
         }
@@ -107,10 +108,16 @@ class Ledger:
         self._parameters.append(Carried(describe, size, call.count, self))
         return self._parameters[-1]
 
-    def arrived(self, piece: tuple[int, int, int]) -> None:
-        """A packet's payload is in a capture (Record.piece)."""
+    def passed(self, piece: tuple[int, int, int]) -> None:
+        """A packet's payload passes a mirrored port (Record.piece)."""
         number, offset, length = piece
         if number >= 0 and length:  # the empty half of an AR pair ends where the next piece begins
+            self.messages[number].passed[offset] = length
+
+    def arrived(self, piece: tuple[int, int, int]) -> None:
+        """A packet's payload is in a capture."""
+        number, offset, length = piece
+        if number >= 0 and length:
             self.messages[number].arrived[offset] = length
 
     def summary(self, iterations: range, happened: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:

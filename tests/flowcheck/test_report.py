@@ -91,7 +91,8 @@ def test_totals_and_the_running_hash(tmp_path):
     assert data["schema"] == "flowcheck/report/1" and data["ok"] is False
     assert data["totals"] == {
         "iterations_asked": 4, "iterations_seen": 3, "iterations_complete": 2, "iterations_published": 2,
-        "elements": 33, "placed_elements": 27, "packets": 1896, "bytes": 2_000_000,
+        "elements": 33, "placed_elements": 27, "gathered_elements": 0, "placed_gathered_elements": 0,
+        "gathered_sha256": None, "packets": 1896, "bytes": 2_000_000,
         "gradients_sha256": sha(a.tobytes() + b.tobytes() + (a + 1).tobytes()),
     }
     first, lost, _ = data["iterations"]
