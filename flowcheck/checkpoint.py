@@ -356,6 +356,8 @@ def _well_formed(manifest: Mapping[str, Any], names: tuple[str, ...]) -> bool:
 def _load_file(path: Path, expected: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
     """All tensors of a safetensors file, owned by us; checked against its manifest entry if it has one."""
     with _readable(path):
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a FIFO would be waited for
+            raise _refuse(path, "is no regular file", "give FILE.safetensors or a step directory")
         with path.open("rb") as file:
             magic = file.read(4)
             file.seek(0)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from flowcheck import __version__
 from flowcheck.bench.cli import bench
-from flowcheck.errors import FlowcheckError, InternalError
+from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError
 from flowcheck.learn.cli import (
     BucketsOption,
     DtypeOption,
@@ -123,6 +123,9 @@ def _console() -> Console:
 
 def main() -> None:
     """Entry point of the console script."""
+    for stream in (sys.stdout, sys.stderr):  # a name that the terminal cannot show must not end the run
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(standalone_mode=True)
     except FlowcheckError as error:
@@ -132,6 +135,13 @@ def main() -> None:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        where = str(error.filename) if error.filename else "the output"
+        _fail(
+            EnvironmentProblem(
+                error.strerror or str(error), where=where, remedy="check the path, its permissions and the free space"
+            )
+        )
     except Exception as error:
         if os.environ.get("FLOWCHECK_DEBUG"):
             traceback.print_exc()

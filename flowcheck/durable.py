@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flowcheck.errors import EnvironmentProblem
+from flowcheck.errors import EnvironmentProblem, UserError
 
 __all__ = [
     "exchange", "fsync_directory", "partial_name", "remove_tree", "reporting", "write_atomic", "write_synced",
@@ -65,9 +65,14 @@ def fsync_directory(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace or create one file. Raises EnvironmentProblem; the old content then still stands."""
+    """Replace or create one file. Raises EnvironmentProblem; the old content then still stands.
+
+    UserError where the name is taken by something else: renaming over a device would replace it.
+    """
     aside = partial_name(path)
     with reporting(path):
+        if path.exists() and not path.is_file():
+            raise UserError("exists and is no regular file", where=str(path), remedy="give another name")
         try:
             aside.unlink(missing_ok=True)  # of an earlier process that had our pid
             write_synced(aside, [data])

@@ -37,6 +37,7 @@ _OPTIONS = {
     "adam": {**_ADAM, "decoupled_weight_decay": "flag"},
     "adamw": _ADAM,
 }
+_FLOAT32_MAX = torch.finfo(torch.float32).max
 _OTHER_ORDER = ("fused", "capturable", "differentiable")
 
 
@@ -132,6 +133,8 @@ def _check_value(kind: str, value: Any, where: str) -> Any:
         return tuple(_check_value("number", part, where) for part in value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise OptimizerError(f"{where} is a finite number, found {value!r}")
+    if abs(value) > _FLOAT32_MAX:
+        raise OptimizerError(f"{where} is too large for a 32-bit float: {value!r}")
     if kind == "number" and value < 0:
         raise OptimizerError(f"{where} is not negative, found {value!r}")
     return value

@@ -2,6 +2,8 @@
 the job's: a sentence that names file, place and remedy, a status that is not 0, and nothing that looks
 like a checkpoint. Through the command line, as a person meets it."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -10,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from flowcheck.cli import main
 from flowcheck.synth import example_job, generate
 from flowcheck.synth.contents import save_parameters
 
 Edit = Callable[[dict], None]
+pytestmark = pytest.mark.usefixtures("eal")
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +34,22 @@ def traffic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replay(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "flowcheck", "replay", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    """The command in this process: what `flowcheck replay` prints and returns, without importing torch anew."""
+    out, err, before = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["flowcheck", "replay", *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        sys.argv = before
+    return subprocess.CompletedProcess(sys.argv, int(ended.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def test_the_command_itself(traffic: Path, tmp_path: Path) -> None:
+    """One run as a process of its own: status, streams, no traceback."""
+    command = [sys.executable, "-P", "-m", "flowcheck", "replay", "nowhere.pcap", "--job", str(traffic / "job.json")]
+    result = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    refused(result, tmp_path, "nowhere.pcap")
 
 
 def refused(result: subprocess.CompletedProcess[str], out: Path, *words: str) -> None:
