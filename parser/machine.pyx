@@ -336,10 +336,11 @@ cdef int put(Machine *M, uint32_t stream, Slot *slot, int target, int64_t offset
 
 
 cdef int put_ll128(Machine *M, uint32_t stream, Slot *slot, const Message *m, uint64_t at, const uint8_t *wire, uint32_t length) noexcept nogil:
-    """Lines of a LL128 message beginning at wire byte `at` of the message (a multiple of 128)."""
+    """Lines of a LL128 message beginning at wire byte `at` of the message (a multiple of 128). 1 if any cell
+    was new, 0 if none, -1 if there are only lines behind the last element."""
     cdef uint32_t line, word, i
     cdef int64_t half, offset, n
-    cdef int new = 0
+    cdef int new = -1
     for i in range(length // 128):
         half = <int64_t>((at + 128 * i) // 1024) * 960
         line = <uint32_t>((at + 128 * i) // 128 % 8)
@@ -347,12 +348,12 @@ cdef int put_ll128(Machine *M, uint32_t stream, Slot *slot, const Message *m, ui
         offset = half + fc_ll128_offset(line, 0)
         n = min(<int64_t>(120 if line < 4 else 112), m.data_bytes - offset)
         if n > 0:
-            new |= put(M, stream, slot, m.target, m.offset + offset, wire + 128 * i, n)
+            new = max(new, put(M, stream, slot, m.target, m.offset + offset, wire + 128 * i, n))
         if line >= 4:
             offset = half + fc_ll128_offset(line, 14)
             n = min(<int64_t>8, m.data_bytes - offset)
             if n > 0:
-                new |= put(M, stream, slot, m.target, m.offset + offset, wire + 128 * i + 112, n)
+                new = max(new, put(M, stream, slot, m.target, m.offset + offset, wire + 128 * i + 112, n))
     return new
 
 
@@ -367,7 +368,8 @@ cdef int place(Machine *M, uint32_t stream, const Message *m, uint32_t index, co
     if slot == NULL:
         return LATE
     if m.call.lane.protocol == FC_LL128:
-        return PLACED if put_ll128(M, stream, slot, m, at, wire, length) else COMPARED
+        new = put_ll128(M, stream, slot, m, at, wire, length)
+        return PLACED if new > 0 else COMPARED if new == 0 else RELEASED
     if m.call.lane.protocol == FC_LL:
         offset = <int64_t>(at // 2)
         n = min(<int64_t>(length // 2), m.data_bytes - offset)
