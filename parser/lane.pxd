@@ -4,7 +4,7 @@ from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 
 cdef extern from "lane.h" nogil:
     enum: FC_LL, FC_LL128, FC_SIMPLE
-    enum: FC_RING_ALLREDUCE, FC_TREE_UP, FC_TREE_DOWN
+    enum: FC_RING_ALLREDUCE, FC_RING_ALLGATHER, FC_RING_REDUCESCATTER, FC_TREE_UP, FC_TREE_DOWN
     enum: FC_PARTIAL, FC_FINAL
     ctypedef struct fc_segment:
         int64_t base, loop_stride, chunk_stride, chunk, limit, loops

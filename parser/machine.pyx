@@ -25,7 +25,8 @@ from libc.stdlib cimport calloc, free
 from libc.string cimport memcmp, memcpy, memset
 
 from parser.lane cimport (
-    FC_FINAL, FC_LL, FC_LL128, FC_RING_ALLREDUCE, FC_SIMPLE, fc_lane_message, lane_fill,
+    FC_FINAL, FC_LL, FC_LL128, FC_RING_ALLGATHER, FC_RING_ALLREDUCE, FC_RING_REDUCESCATTER, FC_SIMPLE, fc_lane_message,
+    lane_fill,
 )
 from parser.roce cimport (
     FC_ENCAPSULATED, FC_FRAGMENT, FC_HAS_IMM, FC_HAS_RETH, FC_NOT_ROCE, FC_RC_ACK, FC_RC_WRITE_FIRST,
@@ -1181,6 +1182,8 @@ cdef class Engine:
         if item.base % 8:
             raise ValueError(f"a call's tensor begins at byte {item.base}, not on a cell of 8 bytes")
         end = max(segment.limit for segment in item.lane.segments) * item.lane.elem_bytes
+        if item.lane.kind in (FC_RING_ALLGATHER, FC_RING_REDUCESCATTER):  # segments are of one rank's block
+            end += (item.lane.ranks - 1) * item.lane.block * item.lane.elem_bytes
         if item.base < 0 or item.base + end > self.M.region_bytes[<int>item.target]:
             raise ValueError(f"a call ends at byte {item.base + end} of a region of {self.M.region_bytes[<int>item.target]}")
 

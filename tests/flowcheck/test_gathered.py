@@ -11,10 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from parser.machine import Engine
 from rich.console import Console
 
 from flowcheck.checkpoint import load_init, load_parameters, load_step
 from flowcheck.errors import UserError
+from flowcheck.jobplan import plan_job
 from flowcheck.manifest import Collective, Job, Optimizer, ParameterGroup, dtype_size
 from flowcheck.replay import ReplayOptions, replay
 from flowcheck.synth import Synthesis, generate, sharded_job
@@ -216,3 +218,11 @@ def test_manifest_refusals() -> None:
     wrong = job()
     wrong.collectives.steady[-1].after_update = True
     _refused(wrong, "only an AllGather")
+
+
+def test_engine_refuses_a_region_too_small_for_the_last_block() -> None:
+    """A lane's segments are of one rank's block; the region has to hold all of them."""
+    plan = plan_job(sharded_job(ranks=4, count=[4001]))
+    Engine(plan.engine)
+    with pytest.raises(ValueError, match="of a region of"):
+        Engine(dataclasses.replace(plan.engine, gradient_bytes=plan.engine.gradient_bytes - 64))
