@@ -154,7 +154,8 @@ cdef class Trace:
                 return -1
             self.pool = new
             self.pool_room = larger
-        memcpy(self.pool + self.pool_used, data, length)
+        if length:  # the pool may not exist yet
+            memcpy(self.pool + self.pool_used, data, length)
         self.pool_used += length
         return <int64_t>(self.pool_used - length)
 
