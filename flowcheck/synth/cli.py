@@ -19,6 +19,7 @@ from flowcheck.manifest import Job
 from flowcheck.synth.contents import load_parameters, save_parameters
 from flowcheck.synth.example import example_job
 from flowcheck.synth.generate import Synthesis, generate
+from flowcheck.synth.mirror import WRAPS, Mirror
 from flowcheck.synth.transport import TransportOptions
 
 __all__ = ["synth", "synth_job"]
@@ -55,13 +56,21 @@ def synth(
     vlan: Annotated[int | None, typer.Option(min=0, max=65535, help="802.1Q tag of every frame")] = None,
     first_psn: Annotated[int, typer.Option(min=0, max=0xFFFFFF, help="first PSN of every QP")] = 0,
     cut_ranks: Annotated[str, typer.Option(help="ranks whose NIC cuts plain WRITEs to one packet each")] = "",
+    encapsulate: Annotated[
+        str, typer.Option(help=f"how the mirror wraps its copies: {', '.join(filter(None, WRAPS))}")] = "",
+    rewrite: Annotated[bool, typer.Option(help="the mirror changes VLAN tags, TTL and ECN")] = False,
 ) -> None:
     """Write captures with known truth, as mirrored ports of a job would deliver them."""
+    if encapsulate not in WRAPS:
+        raise UserError(
+            f"{encapsulate!r} is no encapsulation", where="--encapsulate", remedy=f"one of {', '.join(WRAPS[1:])}",
+        )
     manifest = Job.load(job)
     made = generate(
         manifest, iterations=iterations, ports=_numbers(ports, "--ports"), directions=direction, seed=seed,
         loss=loss, reorder=reorder, duplicate=duplicate, corrupt=corrupt, first_iteration=first_iteration,
         parameters=None if init is None else load_parameters(manifest, init),
+        mirror=Mirror(encapsulate, rewrite=rewrite),
         transport=TransportOptions(
             vlan=vlan, first_psn=first_psn, retransmit=retransmit,
             cut_ranks=frozenset(_numbers(cut_ranks, "--cut-ranks")),
