@@ -15,10 +15,10 @@ import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import EnvironmentProblem
 
 __all__ = [
-    "exchange", "fsync_directory", "partial_name", "remove_tree", "reporting", "write_atomic", "write_synced",
+    "adopt", "exchange", "fsync_directory", "partial_name", "remove_tree", "reporting", "write_atomic", "write_synced",
 ]
 
 _RENAME_EXCHANGE = 2
@@ -67,12 +67,12 @@ def fsync_directory(path: Path) -> None:
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace or create one file. Raises EnvironmentProblem; the old content then still stands.
 
-    UserError where the name is taken by something else: renaming over a device would replace it.
+    A name that is taken by something else is left alone: renaming over a device would replace it.
     """
     aside = partial_name(path)
     with reporting(path):
         if path.exists() and not path.is_file():
-            raise UserError("exists and is no regular file", where=str(path), remedy="give another name")
+            raise EnvironmentProblem("exists and is no regular file", where=str(path), remedy="give another name")
         try:
             aside.unlink(missing_ok=True)  # of an earlier process that had our pid
             write_synced(aside, [data])
@@ -98,6 +98,16 @@ def exchange(one: Path, other: Path) -> None:
                 remedy="move the old directory away, or give another --out",
             )
         raise OSError(code, os.strerror(code), str(other))
+
+
+def adopt(source: Path, target: Path) -> None:
+    """Give a whole directory its final name, in exchange for an older one that has it. Durable on return."""
+    with reporting(target):
+        if target.exists():
+            exchange(source, target)
+        else:
+            os.rename(source, target)
+        fsync_directory(target.parent)
 
 
 def remove_tree(path: Path) -> None:

@@ -81,6 +81,8 @@ class Communicator:
     max_threads: NCCL_NTHREADS (ll, simple) and NCCL_LL128_NTHREADS: decide how many channels an
         operation uses and, before 2.22, the layout.
     mtu: RDMA path MTU in bytes.
+    parent_ranks: per rank its number in the communicator that this one was split from (ncclCommSplit); CTS
+        tags use that numbering. Empty: not split.
     """
 
     ranks: int
@@ -89,6 +91,7 @@ class Communicator:
     algorithm: str = field(default="ring", metadata=_one_of(ALGORITHMS))
     channels: int = 1
     rings: list[list[int]] = field(default_factory=list)
+    parent_ranks: list[int] = field(default_factory=list)
     mtu: int = field(default=4096, metadata=_one_of(MTUS))
     adaptive_routing: bool = False
     ar_threshold: int = 8192

@@ -65,6 +65,8 @@ def check(job: Job, place: Place) -> None:
     for part in ("startup", "iteration_0", "rebuild", "steady"):
         for i, call in enumerate(getattr(job.collectives, part)):
             _check_collective(job, call, part, place / "collectives" / part / i)
+    if job.collectives.steady and job.gradient_calls(0) and not job.gradient_calls(1):
+        (place / "collectives" / "steady").fail("the first iteration reduces gradients, steady none")
     if job.gradient_calls(1) and not job.gradient_calls(0):
         (place / "collectives" / "iteration_0").fail("steady reduces gradients, the first iteration none")
     if job.parameter_calls(1) and not job.parameter_calls(0):
@@ -104,6 +106,9 @@ def _check_communicator(c: Communicator, place: Place) -> None:
     most = 1 if minor < 20 else 2 if minor < 24 else 4 if minor < 30 else 8
     if not 1 <= c.devices <= most:
         (place / "devices").fail(f"NCCL {c.nccl_version} merges at most {most} devices, not {c.devices}")
+    parents = set(c.parent_ranks)
+    if parents and (len(c.parent_ranks) != c.ranks or len(parents) != c.ranks or min(parents) < 0):
+        (place / "parent_ranks").fail(f"not {c.ranks} different ranks of a larger communicator")
     if len(c.rings) not in (0, 1, c.channels):
         (place / "rings").fail(
             f"{len(c.rings)} rings for {c.channels} channels; give none, one, or one per channel"
@@ -116,7 +121,7 @@ def _check_communicator(c: Communicator, place: Place) -> None:
         for key, value in table.items():
             _choice(place / name, key, PROTOCOLS)
             if name == "buffer_bytes":
-                _between(place / name / key, value, MINIMUM_BUFFER[key], 1 << 40)
+                _between(place / name / key, value, MINIMUM_BUFFER[key], 1 << 30)
             elif value % 32 or not 64 <= value <= 1024:
                 (place / name / key).fail(f"{value} threads: NCCL takes multiples of 32 from 64 to 1024")
         for key, value in defaults.items():

@@ -8,6 +8,7 @@ file has an rx thread. One replay per process, because DPDK's EAL can be started
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,10 +23,12 @@ from dataplane.capture import PcapSource, memory_needed
 from dataplane.pcapfile import CaptureFileError, PcapInfo, scan
 from dataplane.pydpdk.eal import Eal
 from dataplane.pydpdk.errors import DpdkError
+from flowcheck.durable import adopt, remove_tree, reporting
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.evidence import bucket_coverage, describe_disagreement, flow_name, parameter_bytes, refusal
 from flowcheck.gathered import GatheredParameters
 from flowcheck.jobplan import JobPlan, plan_job
+from flowcheck.labels import contradiction, on_trust
 from flowcheck.learn.captures import learn
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.job import Learnt
@@ -45,6 +48,9 @@ from flowcheck.summary import print_summary
 from flowcheck.verdict import BucketEvidence, Evidence, StreamEvidence, judge
 
 __all__ = ["ReplayOptions", "replay", "run"]
+
+UNCONFIRMED = ".unconfirmed"  # checkpoints wait here until the manifest is confirmed by the traffic
+MOST_CAPTURES = 32  # ports that DPDK is compiled for
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ def run(options: ReplayOptions, console: Console) -> int:
     console.print(f"report: {options.out / 'report.json'}", highlight=False, markup=False, soft_wrap=True)
     if failure:
         console.print(f"NOT DONE: {failure}", highlight=False, markup=False, soft_wrap=True)
-    return 0 if report.ok and not failure else 1
+    return 0 if report.ok else 1
 
 
 def replay(options: ReplayOptions, console: Console) -> tuple[Report, str]:
@@ -80,9 +86,12 @@ def replay(options: ReplayOptions, console: Console) -> tuple[Report, str]:
     """
     job, learnt = _job(options)
     infos = _scan(options.captures)
+    _claim(options.out, job)
     plan = plan_job(job, streams=len(infos), arenas=options.arenas, check_icrc=options.icrc)
     session = _Session(plan, JobReplica(plan, options.init), options, infos)
-    session.report.learnt = learnt.to_dict() if learnt else None
+    if learnt:
+        session.report.learnt = learnt.to_dict()
+        session.learnt_labels = all(i.confidence == "certain" for i in learnt.items if i.what == "flows")
     with _dpdk_errors():
         session.drive(console)
     return session.finish()
@@ -103,7 +112,32 @@ def _job(options: ReplayOptions) -> tuple[Job, Learnt | None]:
     return Job.load(options.job), None
 
 
+def _claim(out: Path, job: Job) -> None:
+    """Refuse a directory that holds another run's checkpoints; the report of an earlier replay goes."""
+    for manifest in sorted(out.glob("*-[0-9]*/manifest.json")):
+        try:
+            held = json.loads(manifest.read_bytes())
+            run = str(held["run_id"]), int(held["epoch"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # not ours: write_step refuses to touch it
+        if run != (job.run_id, job.epoch):
+            raise UserError(
+                f"holds {manifest.parent.name} of run {run[0]!r}, epoch {run[1]}; this is run {job.run_id!r}",
+                where=str(out),
+                remedy="give every run a directory of its own with --out",
+            )
+    with reporting(out / "report.json"):
+        if (out / "report.json").is_file():
+            (out / "report.json").unlink()
+        if out.is_dir():
+            remove_tree(out / UNCONFIRMED)
+
+
 def _scan(paths: list[Path]) -> list[PcapInfo]:
+    if len(paths) > MOST_CAPTURES:
+        raise UserError(
+            f"{len(paths)} captures, at most {MOST_CAPTURES} at once", where="captures", remedy="mergecap -w OUT IN...",
+        )
     try:
         return [scan(path) for path in paths]
     except CaptureFileError as error:
@@ -132,6 +166,8 @@ class _Session:
     lost: bool = False  # an iteration was not published: nothing can be built on top of it
     begins: int = 0  # the first iteration of the captures
     written: int = -1  # step of the newest checkpoint on disk
+    confirmed: bool = False  # one steady iteration went through: the manifest describes this traffic
+    learnt_labels: bool = False  # ranks and channels come from the captures themselves
     paused: float = 0.0  # seconds spent closing iterations
 
     def __post_init__(self) -> None:
@@ -216,7 +252,7 @@ class _Session:
                 step_record_declared=bool(self.plan.job.step_values),
                 step_record_present=False,
                 checksum=None,
-                refused=refusal(self.plan, disagreements),
+                refused=self._refused(disagreements),
                 previous_published=self._follows(iteration),
             )
         )
@@ -226,6 +262,8 @@ class _Session:
         )
         self.report.add_iteration(data, verdict, gathered)
         self.lost |= self.reduces and not verdict.publishable  # gathered parameters need no iteration before them
+        if not self.confirmed and verdict.complete and iteration > self.begins:
+            self._confirm(not self._refused(disagreements) and not self._refuted(disagreements))
         if verdict.complete and groups:
             self.gathered.take(iteration, groups)
             if self.options.every and self.gathered.step % self.options.every == 0:
@@ -254,14 +292,50 @@ class _Session:
                 if spec.data and counters["packets"] and not counters["anchored"] and counters["state"] != "LOST":
                     yield flow_name(self.plan.job, spec.edge)
 
+    def _refused(self, disagreements: list[dict]) -> str:
+        """Why the traffic as a whole is not what the manifest describes, or ""."""
+        return refusal(self.plan, disagreements) or contradiction(self.plan, self.engine.cts_tags())
+
+    def _refuted(self, disagreements: list[dict]) -> bool:
+        """Did a witness disagree before one steady iteration was over? Then it is the manifest that
+        is wrong, and what agreed before may have agreed by chance."""
+        return any(d["iteration"] <= self.begins + 1 for d in disagreements)
+
+    def _note_trust(self) -> None:
+        """Put into the report what rests on the manifest's word alone."""
+        labels = [] if self.learnt_labels else on_trust(self.plan, self._seen_edges(), self.engine.cts_tags())
+        self.report.trust = [*labels, *self.replica.stale]
+
+    def _seen_edges(self) -> list[int]:
+        streams = [self.engine.flow_counters(stream) for stream in range(self.plan.engine.streams)]
+        flows = enumerate(self.plan.engine.flows)
+        return sorted({spec.edge for i, spec in flows if spec.data and any(c[i]["packets"] for c in streams)})
+
+    @property
+    def _place(self) -> Path:
+        """Where checkpoints go: aside until the manifest is confirmed."""
+        return self.options.out if self.confirmed else self.options.out / UNCONFIRMED
+
+    def _confirm(self, sound: bool) -> None:
+        """Move what was written aside into place, or throw it away."""
+        aside = self.options.out / UNCONFIRMED
+        if sound:
+            self.confirmed = True
+            for path in sorted(aside.glob("*-*")) if aside.is_dir() else ():
+                adopt(path, self.options.out / path.name)
+        else:
+            self.report.checkpoint = self.report.parameter_checkpoint = None
+        remove_tree(aside)
+
     def _write(self) -> None:
-        unproven = [*self.report.unproven, *self.replica.stale]
-        path = self.replica.write(self.options.out, unproven)
+        self._note_trust()
+        path = self.replica.write(self._place, self.report.unproven)
         self.written = self.replica.step
+        path = self.options.out / path.name
         self.report.checkpoint = CheckpointReport(self.written, str(path), "unverified")
 
     def _write_gathered(self) -> None:
-        path = self.gathered.write(self.options.out, self.report.unproven)
+        path = self.options.out / self.gathered.write(self._place, self.report.unproven).name
         self.report.parameter_checkpoint = CheckpointReport(
             self.gathered.step, str(path), "unverified", self.gathered.dtype
         )
@@ -273,16 +347,18 @@ class _Session:
         disagreements = self.engine.disagreements()
         for entry in disagreements[:8]:
             self.report.notes.append(describe_disagreement(self.plan, entry))
-        refused = refusal(self.plan, disagreements)
+        refused = self._refused(disagreements)
         if refused:
             self.report.notes.append(f"refused: {refused}; nothing is offered as a checkpoint")
-        self.report.notes += [f"unproven: {mark}" for mark in self.replica.stale]
-        failure = self._failure(refused)
-        self.options.out.mkdir(parents=True, exist_ok=True)
+        self._note_trust()
+        failure = self.report.failure = self._failure(refused)
+        with reporting(self.options.out):
+            self.options.out.mkdir(parents=True, exist_ok=True)
+        self._confirm(not refused and not self._refuted(disagreements))
         updated = self.replica.ready and self.replica.step > self.replica.first_step
-        if updated and not refused and self.written != self.replica.step:
+        if updated and self.confirmed and self.written != self.replica.step:
             self._write()
-        if self.gathered.due and not refused:
+        if self.gathered.due and self.confirmed:
             self._write_gathered()
         write_report(self.report, self.options.out / "report.json")
         return self.report, failure
@@ -299,6 +375,9 @@ class _Session:
         incomplete = [i.iteration for i in seen if not i.verdict.complete]
         if incomplete:
             return f"{len(incomplete)} of {len(seen)} iterations are incomplete, the first is {incomplete[0]}"
+        entries = self.engine.disagreements()
+        if entries:
+            return f"the traffic is not what the manifest says: {describe_disagreement(self.plan, entries[0])}"
         if self.plan.job.optimizer is not None and not self.replica.ready:
             return f"no checkpoint: {self.replica.absent}"
         unpublished = [i for i in seen if not i.verdict.publishable]

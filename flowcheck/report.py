@@ -146,7 +146,8 @@ class Report:
     """Everything about one run. iterations_asked: how many the user asked for, None: as many as there are.
 
     drops: packets that carried nothing into the arena, by cause. stages: seconds by stage. seconds: wall
-    clock of the whole run. learnt: docs/learn.md, None with a manifest. notes: sentences for the reader that fit
+    clock of the whole run. learnt: docs/learn.md, None with a manifest. trust: marks for what
+    rests on the manifest's word. failure: why not all that was asked is done. notes: sentences for the reader that fit
     nowhere else.
     """
 
@@ -163,6 +164,8 @@ class Report:
     parameter_checkpoint: CheckpointReport | None = None
     learnt: Mapping[str, Any] | None = None
     notes: list[str] = field(default_factory=list)
+    trust: list[str] = field(default_factory=list)
+    failure: str = ""
 
     def __post_init__(self) -> None:
         self._gradients, self._gathered = hashlib.sha256(), hashlib.sha256()
@@ -197,12 +200,13 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Every iteration asked for is complete, and there is at least one."""
-        return bool(self.complete) and len(self.complete) >= self.expected
+        """Every iteration asked for is complete, there is at least one, and nothing else failed."""
+        return bool(self.complete) and len(self.complete) >= self.expected and not self.failure
 
     @property
     def unproven(self) -> list[str]:
-        return sorted({mark for iteration in self.iterations for mark in iteration.verdict.unproven})
+        marks = {mark for iteration in self.iterations for mark in iteration.verdict.unproven}
+        return sorted(marks | set(self.trust))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; docs/report.md describes each key."""
@@ -213,6 +217,7 @@ class Report:
             "schema": SCHEMA,
             "run_id": self.run_id,
             "ok": self.ok,
+            "failure": self.failure,
             "totals": {
                 "iterations_asked": self.iterations_asked,
                 "iterations_seen": len(self.iterations),

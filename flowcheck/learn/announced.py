@@ -21,6 +21,7 @@ from parser.wire import Protocol
 
 __all__ = ["announced"]
 
+MESSAGES_MAX = 64  # of a broadcast of shapes: 2 MiB in LL
 FLOAT_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 
@@ -55,25 +56,24 @@ def _broadcast_sizes(walk: Walk, step: int) -> Iterator[int]:
     protocol = walk.protocol()
     data_of = {Protocol.LL: (1, 2), Protocol.LL128: (15, 16), Protocol.SIMPLE: (1, 1)}[protocol]
     slack = {Protocol.LL: 7, Protocol.LL128: 1919, Protocol.SIMPLE: 0}[protocol]
-    by_channel: dict[int, list[int]] = {}
+    full = walk.topology.slot_bytes[protocol]
+    edges: dict[tuple[int, int], list[list[int]]] = {}  # by channel, of one pair of ranks
     for wire in walk.wires:
-        ahead = [m.size * data_of[0] // data_of[1] for m in walk.next_messages(wire)[:64]]
-        # every edge of a channel that carries the broadcast carries all of it: the longest run will do
-        if len(ahead) > len(by_channel.get(wire.channel, [])):
-            by_channel[wire.channel] = ahead
-    tried: set[int] = set()
-    for used in range(1, len(by_channel) + 1):
-        sums = 0
-        for depth in range(64):
-            channels = sorted(by_channel)[:used]
-            sizes = [by_channel[c][depth] if depth < len(by_channel[c]) else 0 for c in channels]
-            if not any(sizes):
+        run = []
+        for message in walk.next_messages(wire)[:MESSAGES_MAX]:
+            run.append(message.size * data_of[0] // data_of[1])
+            if message.size < full:  # a call ends with its first message that is not full
                 break
-            sums += sum(sizes)
-            for total in range(sums // step * step, max(0, sums - slack * used - 1), -step):
-                if total and total not in tried:
-                    tried.add(total)
-                    yield total
+        edges.setdefault((wire.src, wire.dst), []).append(run)
+    tried: set[int] = set()
+    for runs in edges.values():
+        for used in range(1, len(runs) + 1):
+            for depth in range(1, 1 + max(map(len, runs[:used]))):
+                total = sum(sum(run[:depth]) for run in runs[:used])
+                for nbytes in range(total // step * step, max(0, total - slack * used - 1), -step):
+                    if nbytes and nbytes not in tried:
+                        tried.add(nbytes)
+                        yield nbytes
 
 
 def announced(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Iterator[Program]:

@@ -1,6 +1,6 @@
 """AllReduce calls alone: all ways to cut what was observed into calls and iterations.
 
-    bare(walk, hints, failure) -> programs that explain everything observed
+    bare(walk, hints, read, failure) -> programs that explain everything observed
 
 Sizes alone rarely decide: LL pads to 8 bytes, full loops may end a call or not, equal calls may be one iteration or
 many. Everything that fits is returned, and more than one is a refusal; hints decide.
@@ -10,25 +10,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from flowcheck.errors import UserError
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.program import Failure, Program, repeat
-from flowcheck.learn.walk import Mismatch, Walk
+from flowcheck.learn.walk import Mismatch, Reader, Walk
 from flowcheck.manifest import Collective, Collectives, dtype_size
 from parser.wire import Protocol
 
 __all__ = ["bare"]
 
 PROGRAMS_MAX = 8  # ways of cutting that are followed: two are enough to refuse
-NODES_MAX = 4000
+NODES_MAX = 500
+LOOPS_MAX = 64
 
 
-def bare(walk: Walk, hints: Hints, failure: Failure) -> Iterator[Program]:
+def bare(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Iterator[Program]:
+    """Without --buckets the sizes must be the only ones possible. `read` is not needed: no content is looked at."""
     dtypes = [hints.dtype] if hints.dtype else ["float32", "float16", "float64"]
     if hints.buckets:
         for dtype in dtypes:
             # iteration 0 may have one bucket of everything, as DDP makes it before its rebuild
             for first in {hints.buckets: None, (sum(hints.buckets),): None}:
                 yield from _given_buckets(walk.fork(), dtype, first, hints.buckets, failure)
+        return
+    if walk.protocol() == Protocol.LL128:
+        failure.note("LL128 messages are padded to 1920 bytes, so they do not tell the size of a call; say --buckets")
         return
     found = 0
     for dtype in dtypes:
@@ -103,6 +109,11 @@ def _cuts(walk: Walk, dtype: str, failure: Failure) -> Iterator[tuple[list[Colle
                     stack.append(([*calls, call], after))
             except Mismatch as error:
                 failure.note(error)
+    if stack and nodes >= NODES_MAX and found < 2:
+        raise UserError(
+            "there are too many ways to cut the messages into AllReduce calls to try them all",
+            remedy="say the sizes with --buckets and the type with --dtype, or give a manifest with --job",
+        )
 
 
 def _allreduce_counts(walk: Walk, size: int) -> list[int]:
@@ -112,14 +123,18 @@ def _allreduce_counts(walk: Walk, size: int) -> list[int]:
     slack = {Protocol.LL: 7, Protocol.LL128: 1919, Protocol.SIMPLE: 0}[protocol]
     slices = 2 if protocol == Protocol.SIMPLE else 1
     per_loop, covering = 2 * (ranks - 1) * slices, ranks * slices
+    full = ranks * walk.topology.slot_bytes[protocol] * (4 if protocol == Protocol.SIMPLE else 1)
+    full = full * data_of[0] // data_of[1]
     loops: dict[int, list[int]] = {}
     for wire in walk.wires:
         if wire.channel in loops:
             continue
-        ahead = [m.size * data_of[0] // data_of[1] for m in walk.next_messages(wire)[: 64 * per_loop]]
-        loops[wire.channel] = [
-            sum(ahead[at : at + covering]) for at in range(0, len(ahead) - covering + 1, per_loop)
-        ]  # fmt: skip
+        ahead = [m.size * data_of[0] // data_of[1] for m in walk.next_messages(wire)[: LOOPS_MAX * per_loop]]
+        sums = loops.setdefault(wire.channel, [])
+        for at in range(0, len(ahead) - covering + 1, per_loop):
+            sums.append(sum(ahead[at : at + covering]))
+            if sums[-1] < full:  # a call ends with its first loop that is not full
+                break
     out: dict[int, None] = {}
     for used in range(1, len(loops) + 1):
         chosen = [loops[c] for c in sorted(loops)[:used]]
@@ -128,4 +143,6 @@ def _allreduce_counts(walk: Walk, size: int) -> list[int]:
             spare = slack * (1 if protocol == Protocol.LL else used * ranks)
             for nbytes in range(total // size * size, max(0, total - spare - 1), -size):
                 out[nbytes // size] = None
+            if len(out) > NODES_MAX:
+                return list(out)
     return list(out)

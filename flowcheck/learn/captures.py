@@ -22,6 +22,8 @@ from flowcheck.learn.traffic import Connection, connections
 
 __all__ = ["facts_of", "learn", "read_logs", "streams_of"]
 
+_Wish = tuple[bytes, bytes, int, int, int]  # source, destination, destination QP, first PSN, end PSN
+
 IDLE_SECONDS = 0.0005
 LOG_LIMIT = 1 << 30
 PIECE_LIMIT = 64 << 20  # of one announcement
@@ -41,7 +43,7 @@ def learn(captures: Sequence[Path], hints: Hints, logs: Sequence[Path] = ()) -> 
         infos = [scan(path) for path in captures]
         with Eal.start(memory_mb=memory_needed(infos).total_mb) as eal:
 
-            def trace(wanted: Sequence[tuple[bytes, bytes, int, int, int]] = ()) -> Trace:
+            def trace(wanted: Sequence[_Wish] = ()) -> Trace:
                 return _trace(eal, infos, wanted)
 
             return learn_from(facts_of(trace, log), hints)
@@ -51,7 +53,7 @@ def learn(captures: Sequence[Path], hints: Hints, logs: Sequence[Path] = ()) -> 
         raise EnvironmentProblem(error.what, remedy=error.remedy) from None
 
 
-def _trace(eal: Eal, infos: Sequence[PcapInfo], wanted: Sequence[tuple[bytes, bytes, int, int, int]]) -> Trace:
+def _trace(eal: Eal, infos: Sequence[PcapInfo], wanted: Sequence[_Wish]) -> Trace:
     trace = Trace(wanted)
     for number, info in enumerate(infos):
         with PcapSource(eal, info.path, stream=number, info=info) as source:
@@ -69,13 +71,19 @@ def facts_of(trace, log: LogFacts) -> Facts:  # type: ignore[no-untyped-def]
     seen = trace()
     flows = seen.flow_list()
 
+    known: dict[_Wish, bytes | None] = {}
+
     def read(wanted: list[tuple[Connection, int, int]]) -> list[bytes | None]:
-        if not wanted:
-            return []
-        wishes = [
+        wishes: list[_Wish] = [
             (ipaddress.ip_address(c.src).packed, ipaddress.ip_address(c.dst).packed, c.qpn, low, high)
             for c, low, high in wanted
         ]
+        new = [wish for wish in dict.fromkeys(wishes) if wish not in known]
+        if new:  # every hypothesis asks for the same few messages: read the captures once for them
+            known.update(zip(new, fetch(new), strict=True))
+        return [known[wish] for wish in wishes]
+
+    def fetch(wishes: list[_Wish]) -> list[bytes | None]:
         again = trace(wishes)
         names = again.flow_list()
         pieces: dict[tuple[bytes, bytes, int], dict[int, bytes]] = {}

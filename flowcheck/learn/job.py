@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from flowcheck.learn.bootstrap import Bootstrap, BootstrapFlow
 from flowcheck.learn.check import check_plan, modified_nccl
 from flowcheck.learn.hints import Hints, optimizer_of
 from flowcheck.learn.logs import LogFacts
-from flowcheck.learn.program import Failure, replayed
+from flowcheck.learn.program import Failure, Program, replayed
 from flowcheck.learn.reasons import DEFAULT_SLOTS, Found, Item, items_of, missing_of
 from flowcheck.learn.topology import Layout, layouts, versions_of
 from flowcheck.learn.traffic import Connection, head_flags
@@ -34,6 +34,7 @@ from parser.wire import Topology, WireError
 
 __all__ = ["Facts", "Item", "Learnt", "learn_from"]
 
+Search = Callable[[Walk, Hints, Reader, Failure], Iterator[Program]]
 REGIONS_MAX = 24  # 8 slots in each protocol's buffer
 
 
@@ -69,8 +70,9 @@ def learn_from(facts: Facts, hints: Hints) -> Learnt:
             continue
         _check_group(group[0])
         _refuse_modified(group)
-        for layout in group:
-            found += _explained(layout, facts, hints, failure)
+    # AllReduce calls alone explain less than DDP's announcements, and are looked for only where there are none
+    for search in (announced, bare):
+        found = found or [f for g in groups for layout in g for f in _explained(layout, facts, hints, failure, search)]
     if not found:
         raise _unexplained(failure)
     chosen = _only(found)
@@ -208,7 +210,9 @@ def _described(f: Found) -> str:
 # -- hypotheses ------------------------------------------------------------------------------------------
 
 
-def _explained(layout: Layout, facts: Facts, hints: Hints, failure: Failure) -> Iterator[Found]:
+def _explained(
+    layout: Layout, facts: Facts, hints: Hints, failure: Failure, search: Search
+) -> Iterator[Found]:
     wires = list(layout.wires)
     versions, why = versions_of(layout, wires, hints, facts.log)
     used = 1 + max(w.channel for w in wires)
@@ -223,8 +227,7 @@ def _explained(layout: Layout, facts: Facts, hints: Hints, failure: Failure) -> 
                 topology.family  # noqa: B018  raises for a version that was never read
                 pairs = any(w.connection.pairs for w in wires)
                 walk = Walk(topology, wires, mtu, pairs, all_channels=not layout.channels)
-                programs = [*announced(walk, hints, facts.read, failure)] or [*bare(walk, hints, failure)]
-                for program in programs:
+                for program in search(walk, hints, facts.read, failure):
                     yield Found(layout, topology, program, why, mtu)
             except WireError as error:
                 failure.note(str(error))

@@ -64,6 +64,7 @@ class _Position:
     at: int = 0  # next observed message
     psn: int = 0
     step: int = 0
+    short: int = 0  # messages of earlier calls that did not come because the capture ends
 
 
 def decode(protocol: Protocol, wire: bytes, nbytes: int) -> bytes:
@@ -107,7 +108,7 @@ class Walk:
 
     def fork(self) -> Walk:
         """A copy that may go another way. Plans are shared: they depend on the topology alone."""
-        places = {i: _Position(p.at, p.psn, p.step) for i, p in self.position.items()}
+        places = {i: _Position(p.at, p.psn, p.step, p.short) for i, p in self.position.items()}
         return Walk(
             self.topology, self.wires, self.mtu, self.pairs, places, self.explained, list(self.signature), self.plans,
             self.all_channels,
@@ -149,6 +150,7 @@ class Walk:
         """Explain one call on all wires. Returns the messages of it that were observed. Raises Mismatch."""
         protocol = Protocol[call.protocol.upper()] if call.protocol else self.protocol()
         seen: list[Seen] = []
+        before = {i: place.short for i, place in self.position.items()}
         for wire, place, planned in zip(
             self.wires, self.position.values(), self._planned(call, protocol), strict=True
         ):
@@ -157,6 +159,7 @@ class Walk:
                 place.step = -(-place.step // 4) * 4
             for first, count, wire_bytes, final in planned:
                 message = self._match(wire, place, wire_bytes, protocol, call)
+                place.short += message is None and place.at >= len(wire.connection.messages)
                 if message is not None:
                     seen.append(Seen(wire, message, first, count, protocol, wire_bytes))
                     self.explained += 1
@@ -164,9 +167,23 @@ class Walk:
                 place.psn += max(1, -(-wire_bytes // self.mtu)) + pair
                 place.step += 2 if sliced else 1
                 self.signature.append((wire.channel, wire.src, wire.dst, first, count, final))
+        self._check_order(seen, before, call)
         if call.protocol is None and any(s.message.size for s in seen):
             call.protocol = protocol.name.lower()  # every later turn of this call has to use it too
         return seen
+
+    def _check_order(self, seen: list[Seen], before: dict[int, int], call: Collective) -> None:
+        """A rank starts a call when it has received all of the call before. So if it sends in this call, what it
+        receives cannot have ended earlier - unless packets are missing, and the end may be too."""
+        if any(w.connection.whole < len(w.connection.messages) for w in self.wires):
+            return
+        sending = {s.wire.src for s in seen}
+        for i, wire in enumerate(self.wires):
+            if before[i] and wire.dst in sending:
+                raise Mismatch(
+                    f"rank {wire.dst} sends in {self._called(call)} without having received the call before it from "
+                    f"rank {wire.src}", self.explained,
+                )  # fmt: skip
 
     def _planned(self, call: Collective, protocol: Protocol) -> list[list[tuple[int, int, int, bool]]]:
         """Per wire the call's messages: (first, count, wire bytes, final)."""
