@@ -24,6 +24,7 @@ then `iteration_0`; then `rebuild` (the bucket layout DDP broadcasts after its f
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -270,6 +271,8 @@ class Job:
         """Read and validate a manifest. Raises UserError (content) or EnvironmentProblem (unreadable)."""
         file = str(path)
         try:
+            if Path(path).is_fifo():  # would be waited for
+                raise OSError(errno.EINVAL, "it is a FIFO")
             with Path(path).open("rb") as stream:
                 raw = stream.read(FILE_LIMIT + 1)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path

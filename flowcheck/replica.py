@@ -40,6 +40,7 @@ class JobReplica:
         self._spec: OptimizerSpec | None = None
         self._layouts: dict[bool, Layout] = {}
         self.absent = ""
+        self._unsent = "the model"  # the first entry that no broadcast brought
         if plan.job.optimizer is None:
             self.absent = "the manifest names no optimizer"
             if init:
@@ -82,7 +83,7 @@ class JobReplica:
             return
         broadcast = self._broadcast(engine)
         if self._loaded is None and broadcast is None:
-            self.absent = "no initial weights: no --init, and no complete parameter broadcast in the captures"
+            self.absent = f"no initial weights: no --init, and {self._unsent} is in no complete broadcast"
             return
         if self._loaded is not None and broadcast is not None:
             self._compare(self._loaded.parameters, broadcast)
@@ -103,6 +104,7 @@ class JobReplica:
         for entry in self._plan.job.model:
             data, complete = found.get(entry.name, (np.zeros(0, np.uint8), False))
             if not complete:
+                self._unsent = repr(entry.name)
                 return None
             dtype: torch.dtype = getattr(torch, entry.dtype)
             tensors[entry.name] = torch.frombuffer(bytearray(data.tobytes()), dtype=dtype).reshape(entry.shape)
