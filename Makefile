@@ -14,7 +14,7 @@ SOURCES := setup.py $(wildcard parser/*.p[yx][xd] updater/*.p[yx][xd] flowcheck/
 MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint build debug packages hugepages clean
+.PHONY: help demo test test-all lint fuzz build debug packages hugepages clean
 
 help:   ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -32,6 +32,10 @@ lint: build   ## ruff, mypy and the layer rules
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -P tools/layers.py
+
+fuzz: build   ## ten million inputs and ten thousand capture files (docs/fuzzing.md), a good half hour
+	nice $(BIN)/python -P fuzz/run.py
+	nice $(BIN)/python -P fuzz/captures.py
 
 build: .venv/.built-$(MODE)   ## Debian packages, .venv and the extensions, in place
 
