@@ -137,7 +137,7 @@ def _cts_of(head: bytes, length: int, layout: int) -> _Cts | None:
 
 
 def _clear_to_send(records: np.ndarray) -> tuple[int, list[_Cts]] | None:
-    """(layout, elements) if a flow consists of clear-to-send writes."""
+    """(layout, elements) if a flow consists of clear-to-send writes. records: in PSN order."""
     for layout in range(len(CTS_LAYOUTS)):
         if not len(records) or (records["opcode"] != ONLY).any() or (records["length"] != CTS_LAYOUTS[layout][0]).any():
             continue
@@ -214,11 +214,6 @@ def _mtu(records: np.ndarray, largest: int) -> int | None:
 
 
 def _connection(flow: dict[str, Any], records: np.ndarray) -> Connection:
-    order = np.argsort(records["psn"], kind="stable")
-    records = records[order]
-    keep = np.ones(len(records), bool)
-    keep[1:] = records["psn"][1:] != records["psn"][:-1]  # a repeated packet has the same PSN
-    records = records[keep]
     mtu = _mtu(records, flow["max_payload"])
     found = list(_messages(records, mtu or 4096))
     whole, expected = 0, 0
@@ -261,6 +256,10 @@ def connections(flows: list[dict[str, Any]], starts: np.ndarray) -> list[Connect
         records = starts[order[bounds[number] : bounds[number + 1]]]
         if flow["tcp"] or not len(records):
             continue
+        records = records[np.argsort(records["psn"], kind="stable")]
+        keep = np.ones(len(records), bool)
+        keep[1:] = records["psn"][1:] != records["psn"][:-1]  # a repeated packet has the same PSN
+        records = records[keep]
         cts = _clear_to_send(records)
         if cts is not None:
             announcers.append((flow, *cts))

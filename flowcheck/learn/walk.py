@@ -150,11 +150,13 @@ class Walk:
         """Explain one call on all wires. Returns the messages of it that were observed. Raises Mismatch."""
         protocol = Protocol[call.protocol.upper()] if call.protocol else self.protocol()
         seen: list[Seen] = []
+        taken: dict[tuple[int, int, int], int] = {}
         before = {i: place.short for i, place in self.position.items()}
         for wire, place, planned in zip(
             self.wires, self.position.values(), self._planned(call, protocol), strict=True
         ):
             sliced = protocol == Protocol.SIMPLE and call.op != "Broadcast"
+            done = place.at
             if planned and sliced:
                 place.step = -(-place.step // 4) * 4
             for first, count, wire_bytes, final in planned:
@@ -167,14 +169,19 @@ class Walk:
                 place.psn += max(1, -(-wire_bytes // self.mtu)) + pair
                 place.step += 2 if sliced else 1
                 self.signature.append((wire.channel, wire.src, wire.dst, first, count, final))
-        self._check_order(seen, before, call)
+            taken[wire.channel, wire.src, wire.dst] = place.at - done
+        self._check_order(seen, before, call, taken, 2 if protocol == Protocol.SIMPLE else 1)
         if call.protocol is None and any(s.message.size for s in seen):
             call.protocol = protocol.name.lower()  # every later turn of this call has to use it too
         return seen
 
-    def _check_order(self, seen: list[Seen], before: dict[int, int], call: Collective) -> None:
-        """A rank starts a call when it has received all of the call before. So if it sends in this call, what it
-        receives cannot have ended earlier - unless packets are missing, and the end may be too."""
+    def _check_order(
+        self, seen: list[Seen], before: dict[int, int], call: Collective, taken: dict[tuple[int, int, int], int],
+        ahead: int,
+    ) -> None:  # fmt: skip
+        """A rank starts a call when it has received all of the call before, and in an AllReduce its message i needs
+        the i before it from its neighbour. So what it receives cannot end earlier - unless packets are missing, and
+        the end may be too."""
         if any(w.connection.whole < len(w.connection.messages) for w in self.wires):
             return
         sending = {s.wire.src for s in seen}
@@ -183,6 +190,15 @@ class Walk:
                 raise Mismatch(
                     f"rank {wire.dst} sends in {self._called(call)} without having received the call before it from "
                     f"rank {wire.src}", self.explained,
+                )  # fmt: skip
+        if call.op != "AllReduce":
+            return
+        received = {(channel, dst): count for (channel, _, dst), count in taken.items()}
+        for (channel, src, _), count in taken.items():
+            if count > received.get((channel, src), count) + ahead:
+                raise Mismatch(
+                    f"rank {src} sends {count} messages of {self._called(call)} and received only "
+                    f"{received[channel, src]}", self.explained,
                 )  # fmt: skip
 
     def _planned(self, call: Collective, protocol: Protocol) -> list[list[tuple[int, int, int, bool]]]:
