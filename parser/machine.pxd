@@ -12,7 +12,7 @@ cdef extern from "packetref.h" nogil:
         uint32_t length
         uint16_t stream, flags
     ctypedef struct fc_ring:
-        pass
+        uint64_t tail, mask
     uint64_t fc_ring_peek(fc_ring *ring, uint64_t want)
     const fc_packetref *fc_ring_at(const fc_ring *ring, uint64_t ahead)
     void fc_ring_release(fc_ring *ring, uint64_t n)
@@ -21,6 +21,9 @@ cdef extern from "packetref.h" nogil:
 
 cdef enum:
     WINDOW = 64          # messages a cursor remembers: bounds how late a packet may come (NCCL has 8 in flight)
+    BURST = 64           # packets between two fences
+    HEADERS_AHEAD = 24   # packets whose headers are on their way to the cache
+    HINTS = 1024         # a power of two
     SEEN_WORDS = 256     # 16,384 PSNs of history for duplicates and exact loss counts
     CTS_SLOTS = 256      # NCCL's FIFO depth
     SIDE_PACKETS = 4096  # provisional packets kept aside, all flows together
@@ -99,13 +102,14 @@ cdef struct Edge:        # one connection: (channel, source rank, destination ra
     uint8_t imm_big_endian
 
 
-cdef struct FlowKey:     # one direction of one QP
-    uint8_t src[16]
-    uint8_t dst[16]
+cdef struct FlowKey:     # one direction of one QP; 64 bytes
     uint32_t qpn
     uint8_t version      # 4 or 6; 0 marks an empty place of the hash table
     uint8_t data         # 1: receives the data; 0: receives CTS and ACKs
     int32_t flow
+    uint64_t ends[4]     # source and destination address as on the wire; IPv4: both in the first word
+    uint64_t state       # where its FlowState is, bytes from the stream's first
+    uint8_t unused[8]
 
 
 cdef struct Message:     # one message on one QP
@@ -133,8 +137,15 @@ cdef struct Cursor:      # a place in an edge's schedule: the next message
 
 
 cdef struct FlowState:   # one flow as one stream sees it
-    # counted: the PSN's origin is known. anchored: a witness has agreed with the count since.
+    # the cache line that every packet needs
     uint64_t next_psn    # one past the highest seen
+    uint64_t express     # MIDDLE packets of message `ahead` are expected up to this PSN: see express(); 0: none
+    Message *ahead
+    uint64_t packets, payload_bytes
+    uint64_t last_ns     # capture time of the newest packet
+    uint64_t start_psn   # where this flow's history begins
+    uint8_t keeps        # `ahead` carries final bytes
+    # counted: the PSN's origin is known. anchored: a witness has agreed with the count since.
     uint64_t messages    # generated so far; the window holds the last WINDOW of them
     uint64_t current     # number (in `messages` counting) of the message last hit
     uint8_t state, counted, anchored, active, finished, restarting
@@ -143,14 +154,12 @@ cdef struct FlowState:   # one flow as one stream sees it
     uint8_t recoverable  # 0 not considered, 1 no, 2 yes: see recover()
     uint8_t trial
     uint32_t seeks       # absolute witnesses that led nowhere
-    uint64_t start_psn   # where this flow's history begins
     int64_t lost_iteration, trial_iteration
     uint64_t trial_messages
-    uint64_t last_ns     # capture time of the newest packet
     uint64_t base[3]     # address of step 0's slot by protocol, 0 while unknown
     int32_t side_head, side_tail  # packets kept aside, oldest first
     # counters
-    uint64_t packets, payload_bytes, missing, duplicates, retransmissions, out_of_order, bad_icrc, first_psn
+    uint64_t missing, duplicates, retransmissions, out_of_order, bad_icrc, first_psn
     uint64_t agreements, disagreements
     uint64_t seen[SEEN_WORDS]
     Message window[WINDOW]
@@ -181,6 +190,10 @@ cdef struct Loss:
     int64_t iteration, offset, bytes
 
 
+cdef struct Count:       # of packets with one outcome
+    uint64_t packets, bytes
+
+
 cdef struct Machine:
     uint32_t mtu, streams, flows, arenas, table_mask
     uint8_t check_icrc, from_start  # from_start: a connection's first packet was seen
@@ -189,6 +202,11 @@ cdef struct Machine:
     uint64_t outage_ns              # silence in which half of the PSN space could have passed
     int64_t region_bytes[3]         # by Target
     uint64_t words[3]
+    Count *counts                   # [stream * OUTCOMES + outcome]
+    uint64_t states_stride          # bytes of a stream's states
+    int (*examine)(Machine *M, uint32_t stream, const fc_packetref *ref) noexcept nogil
+    uint32_t header_lines           # cache lines in which the headers of MIDDLE packets end: IPv6 needs two
+    uint8_t keeping[HINTS]          # by QP number: does its flow keep what it carries at the moment? A guess
     FlowKey *table
     Edge *edges
     FlowState *states               # [stream * flows + flow]
@@ -201,6 +219,4 @@ cdef struct Machine:
     uint64_t logged
     Loss losses[LOSS_ENTRIES]
     uint64_t lost
-    uint64_t *outcomes              # [stream * OUTCOMES + outcome]
-    uint64_t *bytes_by_outcome
     uint64_t refused[FC_REFUSALS]   # encapsulated packets by fc_refusal

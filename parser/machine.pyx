@@ -21,7 +21,7 @@ or iterations pass.
 import numpy as np
 
 from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
-from libc.stdlib cimport calloc, free
+from libc.stdlib cimport free
 from libc.string cimport memcmp, memcpy, memset
 
 from parser.lane cimport (
@@ -45,6 +45,34 @@ cdef extern from "place.h" nogil:
     void fc_ll_unpack(uint8_t *dst, const uint8_t *wire, uint64_t nbytes)
     int64_t fc_ll128_bad_line(const uint8_t *wire, uint64_t lines, uint64_t flag)
     uint32_t fc_ll128_offset(uint32_t line, uint32_t word)
+    int64_t fc_ll_place(uint8_t *dst, const uint8_t *wire, uint64_t nbytes, uint32_t flag)
+    int64_t fc_ll128_place(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t nbytes, uint64_t flag)
+    void fc_copy_place(uint8_t *dst, const uint8_t *src, uint64_t nbytes)
+    void fc_place_fence()
+
+
+cdef extern from "middle.h" nogil:
+    ctypedef struct fc_middle:
+        const uint8_t *ip
+        const uint8_t *bth
+        const uint8_t *ends
+        uint32_t version, ib_len, payload_len, dest_qp, psn
+    int fc_middle_icrc_ok(const uint8_t *ip, const uint8_t *bth, uint32_t version, uint32_t ib_len)
+    int fc_middle_decode(const uint8_t *frame, size_t length, fc_middle *out)
+    const uint8_t *fc_probable_bth(const uint8_t *frame, size_t length)
+
+
+cdef extern from "stdlib.h" nogil:
+    int posix_memalign(void **memory, size_t alignment, size_t size)
+
+
+cdef extern from *:
+    """
+    #define prefetch_line(p) __builtin_prefetch(p)
+    #define likely_so(x) __builtin_expect(!!(x), 1)
+    """
+    void prefetch_line(const void *p) nogil
+    bint likely_so(bint x) nogil
 
 
 PHASES = ("SYNCING", "NON_ALLREDUCE", "REDUCE_SCATTER", "ALLGATHER", "LOST")
@@ -61,6 +89,7 @@ cdef uint64_t LL_CLEAN = 0x7ffffff8  # 4.1: steps of these low bits clean their 
 cdef uint64_t LL_LAP = 1 << 31        # ... once in so many steps
 cdef uint64_t HISTORY = 64 * SEEN_WORDS
 cdef uint64_t NEVER = <uint64_t>1 << 40  # steps and messages no connection reaches: a larger claim is not followed
+cdef int64_t WORTH_STREAMING = 256   # shorter pieces are few whole cache lines, or none
 
 
 # -- state ----------------------------------------------------------------------------------------
@@ -88,6 +117,7 @@ cdef void log_disagreement(
         entry.found = found
     M.logged += 1
     f.disagreements += 1
+    f.express = 0
     f.lost_iteration = m.iteration if m != NULL else f.cursor.iteration
     f.trial = 0
     if kind == EXTRA_MESSAGE or kind == REPEATED_CHUNK:
@@ -317,7 +347,10 @@ cdef int put(Machine *M, uint32_t stream, Slot *slot, int target, int64_t offset
     cdef int64_t here, n
     cdef int new = 0
     if fresh(M, slot, target, first, end):
-        memcpy(slot.data + offset, data, nbytes)
+        if nbytes >= WORTH_STREAMING:
+            fc_copy_place(slot.data + offset, data, nbytes)
+        else:
+            memcpy(slot.data + offset, data, nbytes)
         fc_cover_set(mine, first, end)
         return 1
     for cell in range(first, end):
@@ -462,10 +495,10 @@ cdef void settle_aside(Machine *M, uint32_t stream, FlowState *f, uint64_t befor
         if outcome == UNANCHORED and m != NULL:
             data_range(M, m, packet.index, packet.length, &offset, &nbytes)
             note_loss(M, UNANCHORED, m, offset, nbytes)
-        M.outcomes[stream * OUTCOMES + ASIDE] -= 1
-        M.outcomes[stream * OUTCOMES + outcome] += 1
-        M.bytes_by_outcome[stream * OUTCOMES + ASIDE] -= packet.length
-        M.bytes_by_outcome[stream * OUTCOMES + outcome] += packet.length
+        M.counts[stream * OUTCOMES + ASIDE].packets -= 1
+        M.counts[stream * OUTCOMES + outcome].packets += 1
+        M.counts[stream * OUTCOMES + ASIDE].bytes -= packet.length
+        M.counts[stream * OUTCOMES + outcome].bytes += packet.length
         packet.next = M.side_free
         M.side_free = i
         i = following
@@ -568,24 +601,25 @@ cdef int repeats_previous(Machine *M, const FlowState *f, const Message *m, cons
 # -- one packet -----------------------------------------------------------------------------------
 
 
-cdef inline uint32_t key_hash(const uint8_t *src, const uint8_t *dst, uint32_t width, uint32_t qpn) noexcept nogil:
-    cdef uint32_t a, b
-    memcpy(&a, src + width - 4, 4)
-    memcpy(&b, dst + width - 4, 4)
-    return (qpn * 2654435761u) ^ ((a * 2246822519u) >> 7) ^ ((b * 3266489917u) >> 5)
+cdef inline uint32_t key_hash(uint64_t first, uint32_t qpn) noexcept nogil:
+    """first: the first eight bytes of the addresses as they lie in the header."""
+    return <uint32_t>((first ^ (<uint64_t>qpn << 20)) * <uint64_t>0x9e3779b97f4a7c15u >> 32)
 
 
-cdef const FlowKey *find_flow(const Machine *M, const fc_roce *p) noexcept nogil:
-    cdef uint32_t width = 4 if p.ip_version == 4 else 16
-    cdef uint32_t i = key_hash(p.src, p.dst, width, p.dest_qp) & M.table_mask
+cdef inline const FlowKey *find_flow(const Machine *M, const uint8_t *addresses, uint32_t version, uint32_t qpn) noexcept nogil:
+    """addresses: source and destination, one behind the other as in both IP headers."""
+    cdef uint64_t first
+    cdef uint32_t i
     cdef const FlowKey *key
+    memcpy(&first, addresses, 8)
+    i = key_hash(first, qpn) & M.table_mask
     while True:
         key = &M.table[i]
+        if (key.ends[0] == first and key.qpn == qpn and key.version == version
+                and (version == 4 or memcmp(key.ends, addresses, 32) == 0)):
+            return key
         if key.version == 0:
             return NULL
-        if (key.qpn == p.dest_qp and key.version == p.ip_version
-                and memcmp(key.dst, p.dst, width) == 0 and memcmp(key.src, p.src, width) == 0):
-            return key
         i = (i + 1) & M.table_mask
 
 
@@ -705,37 +739,76 @@ cdef int check_witnesses(Machine *M, uint32_t stream, FlowState *f, Message *m, 
     return 1
 
 
-cdef int check_flags(Machine *M, uint32_t stream, FlowState *f, Message *m, uint32_t index, const fc_roce *p, uint64_t psn) noexcept nogil:
+cdef inline uint64_t flagged_lines(const Message *m, uint64_t at, uint32_t length) noexcept nogil:
+    """How many lines of `length` wire bytes from byte `at` of a message carry its flag."""
+    cdef int64_t carried
+    if m.call.lane.protocol != FC_LL:
+        return length // 128
+    if (m.step & LL_CLEAN) != LL_CLEAN:
+        return length // 16
+    carried = (m.data_bytes - <int64_t>(at // 2) + 7) // 8  # 4.1: only the lines with data
+    return min(length // 16, <uint64_t>max(carried, 0))
+
+
+cdef void wrong_flag(Machine *M, uint32_t stream, FlowState *f, const Message *m, const uint8_t *wire, uint64_t psn, int64_t line) noexcept nogil:
+    cdef uint32_t low
+    cdef uint64_t found = 0
+    if m.call.lane.protocol == FC_LL:
+        memcpy(&low, wire + 16 * line + 4, 4)
+        if low == <uint32_t>(m.step + 1):
+            memcpy(&low, wire + 16 * line + 12, 4)
+        found = low
+    else:
+        memcpy(&found, wire + 128 * line + 120, 8)
+    log_disagreement(M, stream, f, WRONG_FLAG, m, psn, m.step + 1, found)
+
+
+cdef int check_flags(Machine *M, uint32_t stream, FlowState *f, Message *m, uint32_t index, const uint8_t *wire, uint32_t length, uint64_t psn) noexcept nogil:
     """LL and LL128: every line's flag says the step. 0 and logged on disagreement, 1 if there is no
     line of data, 2 if all agreed."""
-    cdef int64_t bad, carried
-    cdef uint64_t lines, found = 0, at = m.piece + <uint64_t>index * M.mtu
-    cdef uint32_t low
+    cdef int64_t bad
+    cdef uint64_t lines = flagged_lines(m, m.piece + <uint64_t>index * M.mtu, length)
+    if lines == 0:
+        return 1
     if m.call.lane.protocol == FC_LL:
-        lines = p.payload_len // 16
-        if (m.step & LL_CLEAN) == LL_CLEAN:  # only the lines with data carry the flag
-            carried = (m.data_bytes - <int64_t>(at // 2) + 7) // 8
-            lines = min(lines, <uint64_t>max(carried, 0))
-        if lines == 0:
-            return 1
-        bad = fc_ll_bad_line(p.payload, lines, <uint32_t>(m.step + 1))
-        if bad >= 0:
-            memcpy(&low, p.payload + 16 * bad + 4, 4)
-            if low == <uint32_t>(m.step + 1):
-                memcpy(&low, p.payload + 16 * bad + 12, 4)
-            found = low
+        bad = fc_ll_bad_line(wire, lines, <uint32_t>(m.step + 1))
     else:
-        lines = p.payload_len // 128
-        if lines == 0:
-            return 1
-        bad = fc_ll128_bad_line(p.payload, lines, m.step + 1)
-        if bad >= 0:
-            memcpy(&found, p.payload + 128 * bad + 120, 8)
+        bad = fc_ll128_bad_line(wire, lines, m.step + 1)
     if bad >= 0:
-        log_disagreement(M, stream, f, WRONG_FLAG, m, psn, m.step + 1, found)
+        wrong_flag(M, stream, f, m, wire, psn, bad)
         return 0
     agree(M, stream, f, psn)
     return 2
+
+
+cdef int place_flagged(Machine *M, uint32_t stream, FlowState *f, Message *m, uint32_t index, const uint8_t *wire, uint32_t length, uint64_t psn) noexcept nogil:
+    """check_flags() and place() in one pass over the bytes, where nothing of the packet is there yet.
+
+    A wrong flag leaves bytes of no meaning in cells that stay uncovered.
+    """
+    cdef uint64_t at = m.piece + <uint64_t>index * M.mtu, lines = flagged_lines(m, at, length), first, end
+    cdef int64_t offset, n, bad
+    cdef int is_ll = m.call.lane.protocol == FC_LL
+    cdef Slot *slot = slot_of(M, m)
+    offset = <int64_t>(at // 2 if is_ll else at // 1024 * 960)
+    n = min(<int64_t>(length // 2 if is_ll else length // 1024 * 960), m.data_bytes - offset)
+    first = <uint64_t>(m.offset + offset) // 8
+    end = <uint64_t>(m.offset + offset + n + 7) // 8
+    if (slot == NULL or n <= 0 or (at | length) % (16 if is_ll else 1024) or (is_ll and lines != end - first)
+            or not fresh(M, slot, m.target, first, end)):
+        if not check_flags(M, stream, f, m, index, wire, length, psn):
+            return DISAGREED
+        return place(M, stream, m, index, wire, length)
+    if is_ll:
+        bad = fc_ll_place(slot.data + m.offset + offset, wire, n, <uint32_t>(m.step + 1))
+    else:
+        bad = fc_ll128_place(slot.data + m.offset + offset, wire, lines // 8, n, m.step + 1)
+    if bad >= 0:
+        wrong_flag(M, stream, f, m, wire, psn, bad)
+        return DISAGREED
+    fc_cover_set(slot.cover + stream * M.words[m.target], first, end)
+    agree(M, stream, f, psn)
+    return PLACED
 
 
 cdef int try_position(
@@ -893,6 +966,38 @@ cdef int recover(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p, ui
     return 0
 
 
+cdef void refuse_icrc(Machine *M, FlowState *f, const Message *m, uint32_t index, uint32_t length) noexcept nogil:
+    cdef int64_t offset, nbytes
+    f.bad_icrc += 1
+    data_range(M, m, index, length, &offset, &nbytes)
+    note_loss(M, BAD_ICRC, m, offset, nbytes)
+
+
+cdef inline int express(Machine *M, uint32_t stream, FlowState *f, const fc_middle *p, uint64_t now_ns) noexcept nogil:
+    """A full MIDDLE packet with the expected PSN, behind a packet of the same message that data_packet() accepted:
+    whatever that would look at is known already, but ICRC and flags. Returns the Outcome."""
+    cdef Message *m = f.ahead
+    cdef uint64_t psn = f.next_psn, bit = <uint64_t>1 << (psn % 64)
+    cdef uint64_t *seen = &f.seen[psn // 64 % SEEN_WORDS]
+    cdef uint32_t index = <uint32_t>(psn - m.psn)
+    if f.keeps and M.check_icrc and not fc_middle_icrc_ok(p.ip, p.bth, p.version, p.ib_len):
+        refuse_icrc(M, f, m, index, M.mtu)
+        return BAD_ICRC
+    f.last_ns = now_ns
+    f.packets += 1
+    f.payload_bytes += M.mtu
+    f.next_psn = psn + 1
+    if not seen[0] & bit:  # set: seen a lap of the history ago
+        if psn >= HISTORY + f.start_psn:
+            f.missing += 1
+        seen[0] |= bit
+    if not f.keeps:
+        return RELEASED
+    if m.call.lane.protocol != FC_SIMPLE:
+        return place_flagged(M, stream, f, m, index, p.bth + 12, M.mtu, psn)
+    return place(M, stream, m, index, p.bth + 12, M.mtu)
+
+
 cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p, uint64_t now_ns) noexcept nogil:
     """A data packet of one of the job's flows. Returns its Outcome, or -1: its iteration has no arena
     yet, come back with the same packet."""
@@ -901,7 +1006,7 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
     cdef uint32_t index
     cdef Message *m
     cdef int repeated, checked = 0, witness, final, is_flagged
-    cdef int64_t offset, nbytes
+    f.express = 0
     if delta >= 0x800000:
         delta -= 0x1000000
     if delta > 0 and f.last_ns and now_ns > f.last_ns + M.outage_ns:
@@ -955,9 +1060,7 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
         or not right_opcode(m, index, p.opcode)
     ):
         if not fc_icrc_ok(p):
-            f.bad_icrc += 1
-            data_range(M, m, index, p.payload_len, &offset, &nbytes)
-            note_loss(M, BAD_ICRC, m, offset, nbytes)
+            refuse_icrc(M, f, m, index, p.payload_len)
             return BAD_ICRC
     if f.packets == 0:
         f.first_psn = psn
@@ -974,15 +1077,21 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
         return DISAGREED
     set_state(f, NON_ALLREDUCE if m.target != GRADIENT else ALLGATHER if m.content == FC_FINAL else REDUCE_SCATTER)
     is_flagged = m.call.lane.protocol != FC_SIMPLE and index < m.packets
-    if is_flagged and (final or index == 0):
-        if check_flags(M, stream, f, m, index, p, psn) == 0:
+    if is_flagged and not final and index == 0:
+        # of bytes that nobody keeps only the step matters: look at flags that came along with the headers
+        if not check_flags(M, stream, f, m, index, p.payload, min(p.payload_len, <uint32_t>128), psn):
             return DISAGREED
     if m.opens_loop and index == 0 and not repeated and repeats_previous(M, f, m, p.payload, p.payload_len):
         log_disagreement(M, stream, f, REPEATED_CHUNK, m, psn, 0, 0)
         return DISAGREED
+    if psn + 1 == f.next_psn and (not final or is_flagged or m.agreed):
+        f.express, f.ahead, f.keeps = m.psn + m.packets - 1, m, final
+        M.keeping[p.dest_qp % HINTS] = final
     if not final:
         return REPEATED if repeated else RELEASED
-    if is_flagged or m.agreed or witness == 2:
+    if is_flagged:
+        return place_flagged(M, stream, f, m, index, p.payload, p.payload_len, psn)
+    if m.agreed or witness == 2:
         return place(M, stream, m, index, p.payload, p.payload_len)
     if repeated:
         return REPEATED  # its first copy is aside
@@ -1027,8 +1136,9 @@ cdef int control_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce
     return CONTROL
 
 
-cdef int process(Machine *M, uint32_t stream, const fc_packetref *ref) noexcept nogil:
-    """One packet. 1: consumed; 0: blocked, nothing was counted."""
+cdef int examine(Machine *M, uint32_t stream, const fc_packetref *ref) noexcept nogil:
+    """process() for the packets that express() is not for. Called through M.examine: inlined, its stack frame would
+    burden the others."""
     cdef fc_roce p
     cdef const FlowKey *key
     cdef FlowState *f
@@ -1040,7 +1150,7 @@ cdef int process(Machine *M, uint32_t stream, const fc_packetref *ref) noexcept 
         if status == FC_ENCAPSULATED:
             M.refused[p.refusal] += 1
     else:
-        key = find_flow(M, &p)
+        key = find_flow(M, p.src, p.ip_version, p.dest_qp)
         if key == NULL:
             outcome = OTHER_ROCE
         else:
@@ -1054,18 +1164,84 @@ cdef int process(Machine *M, uint32_t stream, const fc_packetref *ref) noexcept 
                     return 0
             else:
                 outcome = CONTROL if p.opcode == FC_RC_ACK else OTHER_ROCE
-    M.outcomes[stream * OUTCOMES + outcome] += 1
-    M.bytes_by_outcome[stream * OUTCOMES + outcome] += p.payload_len if status == FC_ROCE else ref.length
+    M.counts[stream * OUTCOMES + outcome].packets += 1
+    M.counts[stream * OUTCOMES + outcome].bytes += p.payload_len if status == FC_ROCE else ref.length
     return 1
+
+
+cdef inline int process(Machine *M, uint32_t stream, const fc_packetref *ref) noexcept nogil:
+    """One packet. 1: consumed; 0: blocked, nothing was counted."""
+    cdef fc_middle p
+    cdef const FlowKey *key
+    cdef FlowState *f
+    cdef Count *count
+    if likely_so(fc_middle_decode(ref.data, ref.length, &p)):
+        key = find_flow(M, p.ends, p.version, p.dest_qp)
+        if likely_so(key != NULL):
+            f = <FlowState *>(<uint8_t *>M.states + stream * M.states_stride + key.state)
+            if likely_so(f.next_psn < f.express and p.psn == (f.next_psn & 0xffffff) and p.payload_len == M.mtu):
+                count = &M.counts[stream * OUTCOMES + express(M, stream, f, &p, ref.timestamp_ns)]
+                count.packets += 1
+                count.bytes += M.mtu
+                return 1
+    return M.examine(M, stream, ref)
+
+
+cdef inline void fetch_payload(const Machine *M, const fc_packetref *ref) noexcept nogil:
+    """Start loading what will be placed. Whether it will is a guess: the price is a useless load or a late one."""
+    cdef const uint8_t *bth = fc_probable_bth(ref.data, ref.length)
+    cdef const uint8_t *at
+    cdef uint32_t qpn
+    if bth == NULL:
+        return
+    memcpy(&qpn, bth + 4, 4)
+    if M.keeping[swapped(qpn) % HINTS]:
+        at = ref.data + 64
+        while at < ref.data + ref.length:
+            prefetch_line(at)
+            at += 64
+
+
+cdef int64_t drive(Machine *M, uint32_t stream, fc_ring *ring, int64_t limit, int *blocked) noexcept nogil:
+    """Packets of the ring until `limit`, its end or a packet that is blocked. Returns how many were consumed."""
+    cdef int64_t done = 0
+    cdef const fc_packetref *refs
+    cdef uint64_t i, n, seen
+    cdef uint64_t ahead = max(1, 4096 // M.mtu)  # payloads under way: about 4 KB
+    while done < limit and not blocked[0]:
+        # up to where the ring begins again: references one behind the other are cheap to walk
+        refs = fc_ring_at(ring, 0)
+        seen = min(fc_ring_peek(ring, BURST + HEADERS_AHEAD), ring.mask + 1 - (ring.tail & ring.mask))
+        n = min(min(seen, BURST), <uint64_t>(limit - done))
+        if n == 0:
+            break
+        for i in range(n):
+            if i + HEADERS_AHEAD < seen:
+                prefetch_line(refs[i + HEADERS_AHEAD].data)
+                if M.header_lines > 1:
+                    prefetch_line(refs[i + HEADERS_AHEAD].data + 64)
+            if i + ahead < seen:
+                fetch_payload(M, &refs[i + ahead])
+            if not process(M, stream, &refs[i]):
+                blocked[0] = 1
+                n = i
+                break
+        fc_place_fence()  # before anybody may read what this burst placed
+        fc_ring_release(ring, n)
+        done += n
+    return done
 
 
 # -- the Python side ------------------------------------------------------------------------------
 
 
 cdef void *zeroed(size_t count, size_t size) except NULL:
-    cdef void *memory = calloc(count if count else 1, size)
-    if memory == NULL:
+    """Zeroed memory on a cache line."""
+    cdef void *memory = NULL
+    cdef size_t nbytes = max(<size_t>1, count) * size
+    if posix_memalign(&memory, 64, nbytes) != 0:
         raise MemoryError(f"{count} x {size} bytes for the state machine")
+    memset(memory, 0, nbytes)
     return memory
 
 
@@ -1138,8 +1314,8 @@ cdef class Engine:
         M.side = <SidePacket *>zeroed(SIDE_PACKETS, sizeof(SidePacket))
         for i in range(SIDE_PACKETS):
             M.side[i].next = <int32_t>i + 1 if i + 1 < SIDE_PACKETS else -1
-        M.outcomes = <uint64_t *>zeroed(M.streams * OUTCOMES, sizeof(uint64_t))
-        M.bytes_by_outcome = <uint64_t *>zeroed(M.streams * OUTCOMES, sizeof(uint64_t))
+        M.counts = <Count *>zeroed(M.streams * OUTCOMES, sizeof(Count))
+        M.examine = examine
 
     def _build_edges(self):
         cdef Edge *e
@@ -1191,27 +1367,32 @@ cdef class Engine:
         cdef FlowState *f
         cdef FlowKey *key
         cdef uint32_t s, i, size = 16
-        cdef const uint8_t *src
-        cdef const uint8_t *dst
+        cdef uint64_t ends[4]
+        cdef uint32_t version
         M = self.M
         while size < 4 * len(self.config.flows):
             size *= 2
         M.table_mask = size - 1
         M.table = <FlowKey *>zeroed(size, sizeof(FlowKey))
         M.states = <FlowState *>zeroed(<size_t>M.streams * M.flows, sizeof(FlowState))
+        M.states_stride = M.flows * sizeof(FlowState)
         M.cts = <CtsTable *>zeroed(<size_t>M.streams * M.cts_tables, sizeof(CtsTable))
         for number, spec in enumerate(self.config.flows):
             if len(spec.src_addr) != len(spec.dst_addr) or len(spec.src_addr) not in (4, 16):
                 raise ValueError(f"flow {number}: addresses of {len(spec.src_addr)} and {len(spec.dst_addr)} bytes")
-            src, dst = spec.src_addr, spec.dst_addr
-            i = key_hash(src, dst, len(spec.src_addr), spec.qpn) & M.table_mask
+            addresses = spec.src_addr + spec.dst_addr
+            version = 4 if len(addresses) == 8 else 6
+            memset(ends, 0, sizeof(ends))
+            memcpy(ends, <const uint8_t *>addresses, len(addresses))
+            i = key_hash(ends[0], spec.qpn) & M.table_mask
             while M.table[i].version:
                 i = (i + 1) & M.table_mask
             key = &M.table[i]
-            memcpy(key.src, src, len(spec.src_addr))
-            memcpy(key.dst, dst, len(spec.dst_addr))
-            key.qpn, key.version = spec.qpn, 4 if len(spec.src_addr) == 4 else 6
+            memcpy(key.ends, ends, sizeof(ends))
+            key.qpn, key.version = spec.qpn, version
+            M.header_lines = max(M.header_lines, 1 if version == 4 else 2)
             key.data, key.flow = spec.data, number
+            key.state = number * sizeof(FlowState)
             for s in range(M.streams):
                 f = &M.states[s * M.flows + number]
                 f.edge, f.qp, f.cts = spec.edge, spec.qp, spec.edge
@@ -1226,7 +1407,7 @@ cdef class Engine:
             for i in range(M.cts_tables):
                 free(M.edges[i].calls)
         for memory in (<uintptr_t>M.edges, <uintptr_t>M.table, <uintptr_t>M.states, <uintptr_t>M.cts,
-                       <uintptr_t>M.slots, <uintptr_t>M.side, <uintptr_t>M.outcomes, <uintptr_t>M.bytes_by_outcome):
+                       <uintptr_t>M.slots, <uintptr_t>M.side, <uintptr_t>M.counts):
             free(<void *><uintptr_t>memory)
         free(M)
 
@@ -1237,34 +1418,25 @@ cdef class Engine:
 
         blocked: the next packet belongs to an iteration that has no arena yet; retire() first.
         """
-        cdef fc_ring *ring = <fc_ring *>ring_address
-        cdef int64_t done = 0
-        cdef uint64_t i, n
-        cdef bint blocked = False
+        cdef int64_t done
+        cdef int blocked = 0
         self._stream(stream)
         with nogil:
-            while done < limit and not blocked:
-                n = fc_ring_peek(ring, 64)
-                if n == 0:
-                    break
-                for i in range(n):
-                    if not process(self.M, stream, fc_ring_at(ring, i)):
-                        blocked = True
-                        n = i
-                        break
-                fc_ring_release(ring, n)
-                done += n
-        return done, blocked
+            done = drive(self.M, stream, <fc_ring *>ring_address, limit, &blocked)
+        return done, bool(blocked)
 
     def feed(self, uint32_t stream, const uint8_t[::1] frame):
         """One frame from memory: the same function that run() calls. False: blocked, not consumed."""
         cdef fc_packetref ref
+        cdef int consumed
         self._stream(stream)
         ref.data = &frame[0] if frame.shape[0] else NULL
         ref.length = <uint32_t>frame.shape[0]
         ref.stream = <uint16_t>stream
         ref.timestamp_ns = ref.flags = 0
-        return bool(process(self.M, stream, &ref))
+        consumed = process(self.M, stream, &ref)
+        fc_place_fence()
+        return bool(consumed)
 
     def drained(self, uintptr_t ring_address):
         return bool(fc_ring_drained(<fc_ring *>ring_address))
@@ -1378,7 +1550,7 @@ cdef class Engine:
     def outcomes(self, uint32_t stream):
         """{outcome name: (packets, bytes)}; the packets add up to what run() consumed."""
         self._stream(stream)
-        return {name: (self.M.outcomes[stream * OUTCOMES + i], self.M.bytes_by_outcome[stream * OUTCOMES + i])
+        return {name: (self.M.counts[stream * OUTCOMES + i].packets, self.M.counts[stream * OUTCOMES + i].bytes)
                 for i, name in enumerate(OUTCOME_NAMES)}
 
     def encapsulated(self):

@@ -126,12 +126,15 @@ cdef class MinimalParser:
             self.table[i].next_psn = 0
             self.table[i].packets = self.table[i].bytes = self.table[i].gaps = 0
 
-    def run(self, PacketRing ring, uint64_t ahead):
-        """(packets of known flows, PSNs that were not the expected one)."""
+    def run(self, PacketRing ring, uint64_t packets, uint64_t ahead):
+        """Take that many packets from the ring. (Those of known flows, PSNs that were not the expected one so far)."""
         cdef uint64_t known, gaps = 0
         cdef uint32_t i
+        if packets > ring.ring.head - ring.ring.tail:
+            raise ValueError(f"{packets} packets asked, {ring.ring.head - ring.ring.tail} in the ring")
         with nogil:
-            known = fcb_parse(ring.refs, ring.packets, self.table, self.mask, ahead)
+            known = fcb_parse(ring.refs + ring.ring.tail, packets, self.table, self.mask, ahead)
+        ring.ring.tail += packets
         for i in range(self.mask + 1):
             gaps += self.table[i].gaps
         return known, gaps

@@ -33,41 +33,50 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
             # Partial sums in LL slots of 64 KB, as most messages of a job are.
             traffic = make(Protocol.LL, 1024, flows, ring_bytes, final=False, model_bytes=size)
             seconds = alternate({"limit": minimal(traffic), "engine": engine(traffic)}, rounds)
-            per = {name: [1e9 * s / traffic.packets for s in taken] for name, taken in seconds.items()}
+            per = {name: [1e9 * s for s in taken] for name, taken in seconds.items()}
             rows.append(Row.of(f"parse.{flows}flows.{model}", "ns/packet", per["engine"], per["limit"], TARGET))
     return rows
 
 
 def minimal(traffic: Traffic) -> Callable[[], float]:
-    """A contender: seconds for all packets in the minimal parser."""
+    """A contender: seconds per packet in the minimal parser, the first quarter not counted."""
     parser = MinimalParser(traffic.flows)
 
     def measure() -> float:
         parser.reset()
+        traffic.ring.rewind()
+        first = traffic.packets // 4
+        known, gaps = parser.run(traffic.ring, first, AHEAD)
         begin = time.perf_counter()
-        known, gaps = parser.run(traffic.ring, AHEAD)
+        more, gaps = parser.run(traffic.ring, traffic.packets - first, AHEAD)
         seconds = time.perf_counter() - begin
-        assert (known, gaps) == (traffic.packets, 0)
-        return seconds
+        assert (known + more, gaps) == (traffic.packets, 0)
+        return seconds / (traffic.packets - first)
 
     return measure
 
 
 def engine(traffic: Traffic) -> Callable[[], float]:
-    """A contender: seconds for all packets in a new engine, that has to let all of them go."""
+    """A contender: seconds per packet in a new engine, that has to let all of them go. The first quarter, in
+    which it touches its memory for the first time, is not counted."""
 
     def measure() -> float:
         machine = Engine(traffic.config)
         traffic.ring.rewind()
-        left = traffic.packets
+        first = traffic.packets // 4
+        _drive(machine, traffic, first)
         begin = time.perf_counter()
-        while left:
-            done, blocked = machine.run(0, traffic.ring.address, left)
-            left -= done
-            if blocked:
-                machine.retire()
+        _drive(machine, traffic, traffic.packets - first)
         seconds = time.perf_counter() - begin
         assert machine.outcomes(0)["released"][0] == traffic.packets, machine.disagreements()
-        return seconds
+        return seconds / (traffic.packets - first)
 
     return measure
+
+
+def _drive(machine: Engine, traffic: Traffic, packets: int) -> None:
+    while packets:
+        done, blocked = machine.run(0, traffic.ring.address, packets)
+        packets -= done
+        if blocked:
+            machine.retire()

@@ -20,10 +20,10 @@ from parser.machine import Engine
 
 from flowcheck.bench import limits
 from flowcheck.bench.rows import Row, alternate
-from flowcheck.bench.traffic import Traffic, data_bytes, make
+from flowcheck.bench.traffic import Traffic, aligned, data_bytes, make
 from parser.wire import Protocol
 
-__all__ = ["aligned", "run"]
+__all__ = ["run"]
 
 TARGETS = {1024: 0.78, 4096: 0.80}
 ICRC_TARGET = 1.3
@@ -61,13 +61,6 @@ def _rows(protocol: Protocol, mtu: int, target: float, rounds: int, ring_bytes: 
         Row.of(f"{name}.kernel", "GB/s", [moved / s for s in seconds["kernel"]], limit, target),
         Row.of(f"{name}.icrc", "ns/packet", per["icrc"], per["engine"], ICRC_TARGET),
     ]
-
-
-def aligned(size: int) -> NDArray[np.uint8]:
-    """Touched memory beginning on a cache line."""
-    raw = np.ones(size + 64, np.uint8)
-    skip = -raw.ctypes.data % 64
-    return raw[skip : skip + size]
 
 
 def _whole(traffic: Traffic) -> int:

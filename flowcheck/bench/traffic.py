@@ -21,7 +21,7 @@ from flowcheck.bench.limits import PacketRing
 from parser.plan import CallSpec, EdgeSpec, EngineConfig, FlowSpec, Phase, Target
 from parser.wire import Kind, Lane, Protocol, Segment
 
-__all__ = ["MESSAGE", "SLOT", "Traffic", "data_bytes", "make"]
+__all__ = ["MESSAGE", "SLOT", "Traffic", "aligned", "data_bytes", "make"]
 
 Bytes = NDArray[np.uint8]
 
@@ -53,6 +53,13 @@ class Traffic:
     @property
     def packets(self) -> int:
         return int(self.ring.packets)
+
+
+def aligned(size: int) -> Bytes:
+    """Zeroed, touched memory beginning on a cache line, as packets do in an mbuf."""
+    raw = np.full(size + 64, 0, np.uint8)
+    skip = -raw.ctypes.data % 64
+    return raw[skip : skip + size]
 
 
 def data_bytes(protocol: Protocol, wire: int) -> int:
@@ -171,7 +178,7 @@ def _frames(
     number = np.arange(each)
     step, index = number // per, number % per
     slot = -(-(_HEADERS + _RETH + mtu + _ICRC) // 64) * 64
-    frames = np.zeros((each, flows, slot), np.uint8)
+    frames = aligned(each * flows * slot).reshape(each, flows, slot)
     wire = _payloads(protocol, region, flows, messages).reshape(flows, each, mtu).transpose(1, 0, 2)
     extension = np.where(index == 0, _RETH, np.where(index == per - 1, _IMM, 0))
     opcode = np.where(index == 0, _FIRST, np.where(index == per - 1, _LAST_IMM, _MIDDLE))

@@ -8,6 +8,6 @@
 uint32_t fc_icrc_isal(const fc_roce *p);
 
 /* AVX-512 with VPCLMULQDQ; IP headers without options or extensions only. */
-uint32_t fc_icrc_avx512(const fc_roce *p);
+uint32_t fc_icrc_avx512(const uint8_t *ip, const uint8_t *bth, uint32_t version, uint32_t ib_len);
 
 #endif

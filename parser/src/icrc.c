@@ -6,6 +6,7 @@
  * place. isa-l's crc32_gzip_refl does zlib's inversion itself: seeding with the previous value continues.
  */
 #include "icrc.h"
+#include "middle.h"
 
 #include <isa-l/crc.h>
 #include <stdlib.h>
@@ -67,14 +68,28 @@ uint32_t fc_icrc(const fc_roce *p)
 {
 #if defined(__x86_64__)
     if (wide && p->bth - p->ip == (p->ip_version == 4 ? 28 : 48))
-        return fc_icrc_avx512(p);
+        return fc_icrc_avx512(p->ip, p->bth, p->ip_version, p->ib_len);
 #endif
     return fc_icrc_isal(p);
 }
 
+static uint32_t carried(const uint8_t *bth, uint32_t ib_len)
+{
+    const uint8_t *tail = bth + ib_len - ICRC_SIZE;
+    return (uint32_t)tail[0] | (uint32_t)tail[1] << 8 | (uint32_t)tail[2] << 16 | (uint32_t)tail[3] << 24;
+}
+
 int fc_icrc_ok(const fc_roce *p)
 {
-    const uint8_t *tail = p->bth + p->ib_len - ICRC_SIZE;
-    uint32_t carried = (uint32_t)tail[0] | (uint32_t)tail[1] << 8 | (uint32_t)tail[2] << 16 | (uint32_t)tail[3] << 24;
-    return fc_icrc(p) == carried;
+    return fc_icrc(p) == carried(p->bth, p->ib_len);
+}
+
+int fc_middle_icrc_ok(const uint8_t *ip, const uint8_t *bth, uint32_t version, uint32_t ib_len)
+{
+#if defined(__x86_64__)
+    if (wide)
+        return fc_icrc_avx512(ip, bth, version, ib_len) == carried(bth, ib_len);
+#endif
+    fc_roce p = {.ip = ip, .bth = bth, .ip_version = (uint8_t)version, .ib_len = ib_len};
+    return fc_icrc_isal(&p) == carried(bth, ib_len);
 }

@@ -86,12 +86,12 @@ static inline uint32_t reduce(__m512i x)
     return (uint32_t)_mm_extract_epi32(_mm_xor_si128(v, q), 1);
 }
 
-uint32_t fc_icrc_avx512(const fc_roce *p)
+uint32_t fc_icrc_avx512(const uint8_t *ip, const uint8_t *bth, uint32_t version, uint32_t ib_len)
 {
-    const uint8_t *ip = p->ip, *ones = p->ip_version == 4 ? ones4 : ones6;
-    const int64_t headers = p->ip_version == 4 ? 40 : 60;
-    const int64_t rest = (int64_t)p->ib_len - 12 - 4, over = rest & 63;
-    const uint8_t *block = ip + headers + over;
+    const uint8_t *ones = version == 4 ? ones4 : ones6;
+    const int64_t headers = version == 4 ? 40 : 60;
+    const int64_t rest = (int64_t)ib_len - 12 - 4, over = rest & 63;
+    const uint8_t *block = bth + 12 + over;
     int64_t blocks = rest >> 6, at = headers + over - 64; /* first byte of the last front block */
     __m512i x;
 

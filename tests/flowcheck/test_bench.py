@@ -9,9 +9,9 @@ import pytest
 from flowcheck.bench.limits import MinimalParser, copy
 from parser.machine import Engine
 
-from flowcheck.bench import parse, place
+from flowcheck.bench import parse
 from flowcheck.bench.rows import Row, alternate, quantile
-from flowcheck.bench.traffic import make
+from flowcheck.bench.traffic import aligned, make
 from parser.wire import Protocol
 
 FIELDS = {"name", "value", "unit", "limit", "ratio", "target", "p10", "p90", "rounds"}
@@ -62,15 +62,17 @@ def test_traffic_becomes_what_was_sent(protocol: Protocol, mtu: int, flows: int)
     assert engine.cells(0).all() and (engine.region(0) == traffic.expected).all()
     assert traffic.wire_bytes == traffic.packets * mtu
     traffic.ring.rewind()
-    assert MinimalParser(traffic.flows).run(traffic.ring, 16) == (traffic.packets, 0)
+    assert MinimalParser(traffic.flows).run(traffic.ring, traffic.packets, 16) == (traffic.packets, 0)
 
 
 def test_the_minimal_parser_notices_loss_and_strangers() -> None:
     traffic = make(Protocol.LL, 1024, 4, 4 << 20, final=False)
-    assert MinimalParser(traffic.flows[:3]).run(traffic.ring, 0) == (traffic.packets * 3 // 4, 0)
-    lost = traffic.frames[5]
-    lost[12:14] = 0
-    assert MinimalParser(traffic.flows).run(traffic.ring, 0) == (traffic.packets - 1, 1)
+    assert MinimalParser(traffic.flows[:3]).run(traffic.ring, traffic.packets, 0) == (traffic.packets * 3 // 4, 0)
+    traffic.ring.rewind()
+    traffic.frames[5, 12:14] = 0
+    assert MinimalParser(traffic.flows).run(traffic.ring, traffic.packets, 0) == (traffic.packets - 1, 1)
+    with pytest.raises(ValueError, match="0 in the ring"):
+        MinimalParser(traffic.flows).run(traffic.ring, 1, 0)
 
 
 def test_contenders_prove_their_work() -> None:
@@ -85,7 +87,7 @@ def test_contenders_prove_their_work() -> None:
 
 def test_copy_limit() -> None:
     source = np.random.default_rng(0).integers(0, 256, 1 << 16, dtype=np.uint8)
-    target = place.aligned(source.size)
+    target = aligned(source.size)
     copy(target.ctypes.data, source.ctypes.data, source.size)
     assert (target == source).all()
     with pytest.raises(ValueError, match="cache lines"):
