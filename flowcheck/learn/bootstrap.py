@@ -49,7 +49,8 @@ class Stream:
 
 @dataclass(frozen=True)
 class Side:
-    """One side's QP info. qpns: as many as the record holds. fifo: address the peer announces or reports to."""
+    """One side's QP info. qpns: as many as the record holds. fifo: address the peer announces or reports to.
+    gid, fifo: empty in 2.12-2.18, whose record was not read. mtu: 0 where not known."""
 
     versions: str
     qpns: tuple[int, ...]
@@ -183,12 +184,11 @@ def parse_qp_info(data: bytes) -> Side | None:
         device = {3336: 3072, 3576: 3072, 3584: 3072, 4448: 3456}[len(data)]
         gid_at = device + 16
         fifo_at = {3336: 3320, 3576: 3560, 3584: 3560, 4448: 4424}[len(data)]
-        mtu_at = device + 8
     while records < 128 and 0 < qpns[records] < 1 << 24:
         records += 1
-    if not 0 < qpns[0] < 1 << 24:
+    if not 0 < qpns[0] < 1 << 24 or not any(data[gid_at : gid_at + 16]) or not _u64(data, fifo_at):
         return None
-    mtu = MTU_OF_ENUM.get(_u32(data, mtu_at), 0)
+    mtu = MTU_OF_ENUM.get(_u32(data, mtu_at), 0) if mtu_at else 0  # where it is from 2.20 on was not read
     return Side(versions, tuple(qpns[:records]), _gid(data[gid_at : gid_at + 16]), mtu, _u64(data, fifo_at))
 
 
@@ -261,19 +261,22 @@ def _connect_infos(body: bytes) -> list[tuple[str, int]]:
 
 
 def _handshake(data: bytes) -> Side | None:
-    """QP info in a stream that may begin with magic, type and (2.24+) a device list, and end with 4 bytes."""
+    """QP info in a stream that may begin with magic and type, and end with 4 bytes. From 2.24 on a device list comes
+    first; lengths alone then do not tell, so every reading is tried and two are none."""
     at = 0
     if len(data) >= 12 and _u64(data, 0) == HANDSHAKE_MAGIC:
         at = 12
     rest = len(data) - at
-    for size in sorted(QP_INFO, reverse=True):
-        for devices in (None, 1, 2, 4, 8):
-            lead = 0 if devices is None else 4 + 4 * devices
-            if rest in (lead + size, lead + size + 4):
-                side = parse_qp_info(data[at + lead : at + lead + size])
-                if side is not None:
-                    return side
-    return None
+    found = []
+    for size in QP_INFO:
+        for devices in (1, 2, 4, 8) if size >= 3576 else (0,):
+            lead = 4 + 4 * devices if devices else 0
+            if rest not in (lead + size, lead + size + 4) or (devices and not 1 <= _u32(data, at) <= devices):
+                continue
+            side = parse_qp_info(data[at + lead : at + lead + size])
+            if side is not None:
+                found.append(side)
+    return found[0] if len(found) == 1 else None
 
 
 def parse_bootstrap(streams: Sequence[Stream]) -> Bootstrap:

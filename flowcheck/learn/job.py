@@ -177,7 +177,7 @@ def _only_ring(chosen: Found, siblings: list[Layout]) -> None:
             wires += [w for w in other.wires if w.channel == channel]
             mixed = [*topology.rings]
             mixed[channel] = rings[channel]
-            wires.sort(key=lambda w: (w.channel, w.connection.qpn))
+            wires.sort(key=lambda w: (w.channel, w.connection.name()))
             walk = _walk(chosen, wires, replace(topology, rings=tuple(mixed)))
             if replayed(walk, chosen.program) and _placed(walk) != _placed(base):
                 raise UserError(
@@ -191,14 +191,15 @@ def _walk(chosen: Found, wires: list[Wire], topology: Topology) -> Walk:
     return Walk(topology, wires, chosen.mtu, any(w.connection.pairs for w in wires))
 
 
-def _placed(walk: Walk) -> list[tuple[int, ...]]:
-    """What a walk places where, whoever the ranks are."""
-    return sorted((s[0], *s[3:]) for s in walk.signature)
+def _placed(walk: Walk) -> list[tuple[str, int, int, int, bool]]:
+    """What a walk places where, connection by connection, whoever the ranks are."""
+    return sorted(walk.signature)
 
 
 def _key(f: Found) -> tuple:
     calls = json.dumps([vars(c) for part in vars(f.program.collectives).values() for c in part], sort_keys=True)
-    ends = tuple((w.channel, w.src, w.dst, w.connection.qpn) for w in f.layout.wires)
+    # a QP number is unique at its host only: without addresses two swapped ranks would look the same
+    ends = tuple((w.channel, w.src, w.dst, w.connection.name()) for w in f.layout.wires)
     return f.program.signature, calls, json.dumps([vars(e) for e in f.program.model]), f.layout.ranks, ends
 
 

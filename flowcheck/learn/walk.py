@@ -98,7 +98,7 @@ class Walk:
     pairs: bool
     position: dict[int, _Position] = field(default_factory=dict)
     explained: int = 0
-    signature: list[tuple[int, ...]] = field(default_factory=list)
+    signature: list[tuple[str, int, int, int, bool]] = field(default_factory=list)
     plans: dict[tuple, list[list[tuple[int, int, int, bool]]]] = field(default_factory=dict)
     all_channels: bool = False
 
@@ -156,7 +156,7 @@ class Walk:
             self.wires, self.position.values(), self._planned(call, protocol), strict=True
         ):
             sliced = protocol == Protocol.SIMPLE and call.op != "Broadcast"
-            done = place.at
+            done, name = place.at, wire.connection.name()
             if planned and sliced:
                 place.step = -(-place.step // 4) * 4
             for first, count, wire_bytes, final in planned:
@@ -168,7 +168,7 @@ class Walk:
                 pair = self.pairs and wire_bytes > AR_THRESHOLD
                 place.psn += max(1, -(-wire_bytes // self.mtu)) + pair
                 place.step += 2 if sliced else 1
-                self.signature.append((wire.channel, wire.src, wire.dst, first, count, final))
+                self.signature.append((name, wire.channel, first, count, final))
             taken[wire.channel, wire.src, wire.dst] = place.at - done
         self._check_order(seen, before, call, taken, 2 if protocol == Protocol.SIMPLE else 1)
         if call.protocol is None and any(s.message.size for s in seen):
