@@ -52,7 +52,7 @@ hugepages:
 .venv/.installed: constraints.txt pyproject.toml | packages
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel Cython cffi numpy
-	FLOWCHECK_BUILD=none $(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[node,lab,dev]'
+	FLOWCHECK_BUILD=none $(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[node,switch,lab,dev]'
 	touch $@
 
 .venv/.built-$(MODE): .venv/.installed $(SOURCES)

@@ -1,1 +1,8 @@
-"""Mirror configuration of switches: plan, vendor text, apply, show, remove. Imports nothing of ours."""
+"""Port mirroring on leaf switches: plan, render to vendor text, apply, read back, remove.
+
+    Topology (file, LLDP)  ->  make_plan()  ->  MirrorPlan  ->  render()  ->  text      no device, no side effect
+                                                    |
+                                                    `->  Manager(session, transport): diff, apply, show, remove
+
+Imports nothing else of this project. `flowcheck switch` is the command over it; docs/switch.md the manual.
+"""

@@ -40,7 +40,7 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "parser": {"numpy", *CYTHON},
     "updater": {"numpy", "torch", *CYTHON},
     "flowcheck": None,
-    "switch_configs": {"jinja2", "netmiko"},
+    "switch_configs": {"jinja2", "netmiko", "pydantic", "yaml"},
 }
 # Imported by training environments. Prefixes: manifest covers manifest_check, trainer covers trainer.hooks.
 TRAINER_SIDE = ("flowcheck.manifest", "flowcheck.errors", "flowcheck.trainer", "flowcheck.client")

@@ -1,0 +1,296 @@
+"""Topology (what is cabled), MirrorPlan (what to mirror) and SessionState (what a switch says it mirrors).
+
+Directions are the switch port's: "ingress" is what the NIC sends, "egress" what the NIC receives.
+Every name that reaches a command line is checked against a pattern here, so no file can smuggle a command in.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from switch_configs.errors import DeviceError, PlanError
+
+__all__ = [
+    "VENDORS", "Direction", "Group", "GroupChoice", "Leaf", "MirrorPlan", "MirrorSession", "MonitorPort", "NicPort",
+    "SessionState", "Source", "SourceState", "Topology", "Vendor", "frame_bytes", "read_document",
+]  # fmt: skip
+
+Direction = Literal["ingress", "egress", "both"]
+Vendor = Literal["comware", "eos", "nxos", "sonic", "sonic-configdb", "cumulus", "junos", "ovs", "tc"]
+VENDORS: tuple[str, ...] = Vendor.__args__  # type: ignore[attr-defined]
+
+Port = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]{0,63}$")]
+# One lower limit for all: SONiC's 32 characters; letters first, because NX-OS and shells take it unquoted.
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$")]
+Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._:-]{0,252}$")]
+# Free text lands in comments of rendered files: one printable line.
+Text = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{0,300}$")]
+
+SCHEMA = "flowcheck-mirror-plan/1"
+FILE_LIMIT = 1 << 26
+
+
+def frame_bytes(path_mtu: int) -> int:
+    """Largest RoCEv2 frame at an RDMA path MTU: Ethernet, VLAN tag, IPv6, UDP, BTH, RETH, immediate, ICRC, FCS."""
+    return path_mtu + 14 + 4 + 40 + 8 + 12 + 16 + 4 + 4 + 4
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+# -- what is cabled ---------------------------------------------------------------------------------------
+
+
+class NicPort(_Strict):
+    """A switch port with a trainer's NIC behind it. peak_gbps: load per direction if known (default: speed)."""
+
+    port: Port
+    rank: Annotated[int, Field(ge=0)]
+    host: Host
+    rail: Annotated[int, Field(ge=0)] = 0
+    speed_gbps: Annotated[float, Field(gt=0)]
+    peak_gbps: Annotated[float, Field(gt=0)] | None = None
+    address: Host | None = None
+    port_channel: Port | None = None
+    asic: int = 0
+
+    @property
+    def load_gbps(self) -> float:
+        return self.speed_gbps if self.peak_gbps is None else self.peak_gbps
+
+
+class MonitorPort(_Strict):
+    """A switch port with a checkpoint node behind it, and the facts that can forbid it as a destination."""
+
+    port: Port
+    node: Host
+    speed_gbps: Annotated[float, Field(gt=0)]
+    mtu: Annotated[int, Field(gt=0)] = 9216
+    port_channel: Port | None = None
+    vlans: list[Annotated[int, Field(ge=1, le=4094)]] = []
+    routed: bool = False
+    asic: int = 0
+
+
+class Leaf(_Strict):
+    """One leaf switch. address: management address; netns, ovs_rundir: where a software switch lives."""
+
+    name: Host
+    vendor: Vendor
+    ports: list[NicPort]
+    monitor_ports: list[MonitorPort] = []
+    address: Host | None = None
+    ssh_port: Annotated[int, Field(ge=1, le=65535)] = 22
+    session_number: Annotated[int, Field(ge=0)] = 1
+    directions: list[Literal["ingress", "egress"]] = ["ingress", "egress"]
+    bridge: Port | None = None
+    netns: Name | None = None
+    ovs_rundir: Annotated[str, StringConstraints(pattern=r"^/[A-Za-z0-9._/-]*$")] | None = None
+
+
+class Group(_Strict):
+    """A data-parallel group. rings: per channel the ranks in order, if known. mirror: ranks picked by a person."""
+
+    name: Name
+    ranks: Annotated[list[int], Field(min_length=1)]
+    algorithm: Literal["ring", "tree", "any"] = "any"
+    rings: list[list[int]] = []
+    mirror: list[int] | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Group:
+        if len(set(self.ranks)) != len(self.ranks):
+            raise ValueError("a rank is named twice")
+        for number, ring in enumerate(self.rings):
+            if sorted(ring) != sorted(self.ranks):
+                raise ValueError(f"rings[{number}] does not hold exactly the group's ranks")
+        if self.mirror is not None and not set(self.mirror) <= set(self.ranks):
+            raise ValueError("mirror names a rank outside the group")
+        return self
+
+
+class Topology(_Strict):
+    leaves: Annotated[list[Leaf], Field(min_length=1)]
+    groups: Annotated[list[Group], Field(min_length=1)]
+    session: Name = "flowcheck"
+    path_mtu: Literal[256, 512, 1024, 2048, 4096] = 4096
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Topology:
+        names = [leaf.name for leaf in self.leaves]
+        if len(set(names)) != len(names):
+            raise ValueError("two leaves have one name")
+        hosts: dict[int, str] = {}
+        for leaf in self.leaves:
+            ports = [p.port for p in leaf.ports] + [p.port for p in leaf.monitor_ports]
+            for port in ports:
+                if ports.count(port) > 1:
+                    raise ValueError(f"{leaf.name}: port {port} is listed twice")
+            for nic in leaf.ports:
+                if hosts.setdefault(nic.rank, nic.host) != nic.host:
+                    raise ValueError(f"rank {nic.rank} is on host {hosts[nic.rank]} and on host {nic.host}")
+        return self
+
+    @classmethod
+    def load(cls, path: Path) -> Topology:
+        """Read YAML or JSON. Raises PlanError naming the field, DeviceError if unreadable."""
+        return _validated(cls, read_document(path), str(path))
+
+
+# -- what to mirror ---------------------------------------------------------------------------------------
+
+
+class Source(_Strict):
+    port: Port
+    rank: int
+    rail: int = 0
+    speed_gbps: float
+    address: Host | None = None
+    why: Text = ""
+
+
+class MirrorSession(_Strict):
+    """One mirror session on one switch: everything that rendering and applying need."""
+
+    leaf: Host
+    vendor: Vendor
+    name: Name = "flowcheck"
+    number: Annotated[int, Field(ge=0)] = 1
+    direction: Direction = "both"
+    sources: Annotated[list[Source], Field(min_length=1)]
+    destination: Port
+    destination_gbps: float
+    node: Host = "node"
+    mtu: int = 9216
+    load_gbps: float = 0.0
+    copies: float = 1.0
+    why: list[Text] = []
+    undo_minutes: Annotated[int, Field(ge=1, le=60)] = 5
+    address: Host | None = None
+    ssh_port: int = 22
+    bridge: Port | None = None
+    netns: Name | None = None
+    ovs_rundir: str | None = None
+    # tc only; kernels without matchall need u32, and only trying tells
+    classifier: Literal["matchall", "u32"] = "matchall"
+
+    @property
+    def ports(self) -> list[str]:
+        return [source.port for source in self.sources]
+
+    @property
+    def ways(self) -> list[Literal["ingress", "egress"]]:
+        return ["ingress", "egress"] if self.direction == "both" else [self.direction]
+
+
+class GroupChoice(_Strict):
+    """Which ranks of a group are mirrored, and how many of them may be lost before it is incomplete."""
+
+    group: Name
+    ranks: list[int]
+    direction: Direction
+    survives: int
+    why: list[Text]
+
+
+class MirrorPlan(_Strict):
+    schema_: Literal["flowcheck-mirror-plan/1"] = Field(default="flowcheck-mirror-plan/1", alias="schema")
+    sessions: list[MirrorSession]
+    groups: list[GroupChoice]
+    nodes_per_leaf: dict[str, int]
+    path_mtu: int = 4096
+    notes: list[Text] = []
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+
+    @classmethod
+    def load(cls, path: Path) -> MirrorPlan:
+        return _validated(cls, read_document(path), str(path))
+
+    def to_json(self) -> str:
+        return self.model_dump_json(by_alias=True, indent=1) + "\n"
+
+
+# -- what a switch says -----------------------------------------------------------------------------------
+
+
+class SourceState(_Strict):
+    port: str
+    direction: Direction
+
+
+class SessionState(_Strict):
+    """One session as read back. ours: carries our mark; None where a platform has no place for a mark.
+
+    active: copies can flow. reason: why not, in words, with the vendor's usual cause. truncation: what cuts
+    or samples copies ("" means nothing). lost: copies the switch itself counts as lost, by its own name.
+    """
+
+    name: str
+    exists: bool
+    active: bool = False
+    ours: bool | None = None
+    sources: list[SourceState] = []
+    destination: str | None = None
+    truncation: str = ""
+    reason: str = ""
+    lost: dict[str, int] = {}
+    copies: int | None = None
+
+    def same_as(self, session: MirrorSession) -> bool:
+        wanted = sorted((port, session.direction) for port in session.ports)
+        return (
+            self.exists
+            and not self.truncation
+            and self.destination == session.destination
+            and sorted((s.port, s.direction) for s in self.sources) == wanted
+        )
+
+
+# -- reading ----------------------------------------------------------------------------------------------
+
+
+def read_document(path: Path) -> Any:
+    """Plain data of a YAML or JSON file. YAML needs the `switch` extra; JSON does not."""
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(FILE_LIMIT + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DeviceError(f"cannot read it: {reason}", where=str(path), remedy="name an existing file") from None
+    if len(raw) > FILE_LIMIT:
+        raise PlanError(f"larger than {FILE_LIMIT >> 20} MiB", where=str(path), remedy="check the file name")
+    try:
+        text = raw.decode("utf-8-sig")
+        if path.suffix.lower() == ".json" or text.lstrip()[:1] in ("{", "["):
+            return json.loads(text)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise PlanError(f"no JSON: {error}", where=str(path), remedy="correct the file") from None
+    try:
+        import yaml
+    except ImportError:
+        raise DeviceError(
+            "reading YAML needs PyYAML", where=str(path), remedy="pip install 'flowcheck[switch]', or write JSON"
+        ) from None
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        line = " ".join(str(error).split())
+        raise PlanError(f"no YAML: {line}", where=str(path), remedy="correct the file") from None
+
+
+def _validated(kind: type[Any], data: Any, where: str) -> Any:
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        field = ".".join(str(part) for part in first["loc"])
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        raise PlanError(
+            f"{field or 'the document'}: {first['msg']}{more}", where=where, remedy="docs/switch.md lists the fields"
+        ) from None

@@ -1,0 +1,290 @@
+"""Choose what to mirror: pure function Topology -> MirrorPlan, every choice with its reason.
+
+1. Units. A unit is a host with all its NICs of the group: which of them a ring or tree uses is NCCL's affair.
+   One GPU per host and group makes it one GPU.
+2. As many units as `redundancy` asks for: those with which the most losses are survived, spread over leaves and
+   away from ring neighbours (two neighbours in both directions see the same packets twice). Refused if the
+   arithmetic says that the set can never be complete.
+3. Both directions where the node ports can carry them, because acknowledgements and clear-to-sends are witnesses;
+   else what the NICs send, if that is complete too; else refused with the sum.
+4. Sources are dealt to the leaf's node ports, the fullest source first into the emptiest port; one session each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from switch_configs.arithmetic import duplicates, missing, ring_edges, survives
+from switch_configs.errors import PlanError
+from switch_configs.model import (
+    Direction,
+    Group,
+    GroupChoice,
+    Leaf,
+    MirrorPlan,
+    MirrorSession,
+    MonitorPort,
+    NicPort,
+    Source,
+    Topology,
+)
+from switch_configs.refusals import check_destination, check_plan
+
+__all__ = ["DEFAULT_REDUNDANCY", "make_plan"]
+
+DEFAULT_REDUNDANCY = 3  # GPUs per group, as the FlowCheck paper recommends
+
+CANDIDATES = 64  # looked at per choice: large groups are regular, and trying all is quadratic
+
+_Cables = dict[int, list[tuple[Leaf, NicPort]]]
+
+
+class _Unit:
+    """A host's NICs for one group."""
+
+    def __init__(self, host: str, ranks: list[int], cables: _Cables) -> None:
+        self.host, self.ranks = host, ranks
+        self.nics = [cable for rank in ranks for cable in cables[rank]]
+        self.leaves = {leaf.name for leaf, _ in self.nics}
+
+
+def make_plan(
+    topology: Topology, *, redundancy: int = DEFAULT_REDUNDANCY, direction: Direction | None = None
+) -> MirrorPlan:
+    """Choose ports and sessions. direction: None chooses. Raises PlanError with the reason and what would help."""
+    if redundancy < 1:
+        raise PlanError("redundancy counts GPUs per group and is at least 1", remedy="give --redundancy 1 or more")
+    cables: _Cables = {}
+    for leaf in topology.leaves:
+        for nic in leaf.ports:
+            cables.setdefault(nic.rank, []).append((leaf, nic))
+        for port in leaf.monitor_ports:
+            check_destination(leaf, port, topology.path_mtu)
+    tried: list[str] = []
+    for way in (direction,) if direction else ("both", "ingress"):
+        try:
+            plan = _plan(topology, cables, redundancy, way)
+        except _Overload as error:
+            tried.append(f"{way}: {error}")
+            continue
+        if tried:
+            plan.notes.append("one direction only, because " + "; ".join(tried)[:240])
+        check_plan(plan)
+        return plan
+    raise PlanError(
+        "the node ports cannot carry the copies: " + "; ".join(tried),
+        remedy="add node ports, lower --redundancy, or give peak_gbps of the ports if their load is known to be lower",
+    )
+
+
+class _Overload(Exception):
+    """The node ports of a leaf are too slow for a direction."""
+
+
+def _plan(topology: Topology, cables: _Cables, redundancy: int, way: Direction) -> MirrorPlan:
+    reasons: dict[tuple[str, str], list[str]] = {}
+    wanted: dict[tuple[str, str], tuple[Leaf, NicPort]] = {}
+    choices, copies = [], 1.0
+    for group in topology.groups:
+        choice, units, ratio = _choose(group, cables, redundancy, way)
+        choices.append(choice)
+        copies = max(copies, ratio)
+        for unit in units:
+            for leaf, nic in unit.nics:
+                wanted[leaf.name, nic.port] = (leaf, nic)
+                reasons.setdefault((leaf.name, nic.port), []).append(group.name)
+    sessions = []
+    for leaf in topology.leaves:
+        nics = [nic for (name, _), (_, nic) in wanted.items() if name == leaf.name]
+        if nics:
+            groups = {nic.port: reasons[leaf.name, nic.port] for nic in nics}
+            sessions += list(_sessions(topology, leaf, nics, groups, way, copies))
+    counts: dict[str, int] = {}
+    for session in sessions:
+        counts[session.leaf] = counts.get(session.leaf, 0) + 1
+    return MirrorPlan(sessions=sessions, groups=choices, nodes_per_leaf=counts, path_mtu=topology.path_mtu)
+
+
+# -- which hosts of a group -------------------------------------------------------------------------------
+
+
+def _choose(
+    group: Group, cables: _Cables, redundancy: int, way: Direction
+) -> tuple[GroupChoice, list[_Unit], float]:
+    where = f"group {group.name}"
+    for rank in group.ranks:
+        if rank not in cables:
+            raise PlanError(f"rank {rank} has no port in the topology", where=where,
+                            remedy="add its port, or import an LLDP dump that shows it")  # fmt: skip
+    hosts = {rank: cables[rank][0][1].host for rank in group.ranks}
+    units = _units(group, cables, hosts)
+
+    def lacking(chosen: list[_Unit]) -> str:
+        return missing(group.algorithm, group.rings, hosts, group.ranks, {u.host: way for u in chosen})
+
+    if group.mirror is not None:
+        chosen = [u for u in units if set(u.ranks) & set(group.mirror)]
+        for unit in chosen:
+            left = sorted(set(unit.ranks) - set(group.mirror))
+            if left:
+                raise PlanError(
+                    f"ranks {sorted(group.mirror)} can never be complete: host {unit.host} also sends through the NICs "
+                    f"of ranks {left}", where=where, remedy=f"add ranks {left} to mirror",
+                )  # fmt: skip
+        for unit in chosen:
+            _reachable(unit, where)
+    else:
+        chosen = _pick(group, [u for u in units if not _unreachable(u)], hosts, redundancy, way)
+    why = lacking(chosen)
+    if why and not chosen and group.mirror is None and not lacking(units):
+        raise PlanError(f"no host of it has all its NICs on leaves with a node port: {_unreachable(units[0])}",
+                        where=where, remedy="add a monitor_ports entry to these leaves")  # fmt: skip
+    if why:
+        named = f"ranks {sorted(r for u in chosen for r in u.ranks)}, {way}" if chosen else "the group"
+        raise PlanError(f"{named} can never be complete: {why}", where=where,
+                        remedy="mirror both directions, more ranks, or other ranks")  # fmt: skip
+    views = {unit.host: way for unit in chosen}
+    losses = survives(group.algorithm, group.rings, hosts, group.ranks, views)
+    seen, copied = duplicates(group.rings, hosts, views)
+    text = [_explain(group, chosen, way), f"complete with any {losses} of {len(chosen)} mirrored hosts lost"]
+    if copied > seen:
+        text.append(f"{copied - seen} of {seen} ring edges lie between two mirrored ports: those packets come twice")
+    choice = GroupChoice(group=group.name, ranks=[r for u in chosen for r in u.ranks], direction=way,
+                         survives=losses, why=text)  # fmt: skip
+    return choice, chosen, copied / seen if seen else 1.0
+
+
+def _units(group: Group, cables: _Cables, hosts: dict[int, str]) -> list[_Unit]:
+    members: dict[str, list[int]] = {}
+    for rank in group.ranks:
+        members.setdefault(hosts[rank], []).append(rank)
+    busy = set(group.ranks)
+    if group.rings and group.algorithm == "ring":  # known order: a GPU in the middle of its host uses no NIC
+        busy = set()
+        for ring in group.rings:
+            for position, _, _ in ring_edges(ring, hosts):
+                busy |= {ring[position], ring[(position + 1) % len(ring)]}
+    return [_Unit(host, [r for r in ranks if r in busy] or ranks, cables) for host, ranks in members.items()]
+
+
+def _unreachable(unit: _Unit) -> str:
+    bare = sorted({leaf.name for leaf, _ in unit.nics if not leaf.monitor_ports})
+    return f"host {unit.host} is on {', '.join(bare)} without a node port" if bare else ""
+
+
+def _reachable(unit: _Unit, where: str) -> None:
+    why = _unreachable(unit)
+    if why:
+        raise PlanError(why, where=where, remedy="add a monitor_ports entry to the leaf")
+
+
+def _pick(group: Group, units: list[_Unit], hosts: dict[int, str], redundancy: int, way: Direction) -> list[_Unit]:
+    neighbours: dict[str, set[str]] = {}
+    for ring in group.rings:
+        for _, a, b in ring_edges(ring, hosts):
+            neighbours.setdefault(a, set()).add(b)
+            neighbours.setdefault(b, set()).add(a)
+
+
+    def tolerance(chosen: list[_Unit]) -> int:
+        views: dict[str, Direction] = {u.host: way for u in chosen}
+        return survives(group.algorithm, group.rings, hosts, group.ranks, views)
+
+    chosen: list[_Unit] = []
+    while len(chosen) < min(redundancy, len(units)):
+        taken = {u.host for u in chosen}
+        used = [leaf for u in chosen for leaf in u.leaves]
+        chosen.append(
+            min(
+                [u for u in units if u.host not in taken][:CANDIDATES],
+                key=lambda u: (
+                    -tolerance([*chosen, u]),
+                    sum(used.count(leaf) for leaf in u.leaves),
+                    len(neighbours.get(u.host, set()) & taken),
+                    units.index(u),
+                ),
+            )
+        )
+    return chosen
+
+
+def _explain(group: Group, chosen: list[_Unit], way: Direction) -> str:
+    order = "known ring order" if group.rings else "unknown ring order"
+    parts = {
+        "both": "one host's two directions hold every chunk: what its edge out lacks comes in",
+        "ingress": "two hosts' edges out hold every chunk: each lacks another one",
+        "egress": "two hosts' edges in hold every chunk: each lacks another one",
+    }
+    return f"{len(chosen)} of the group's hosts, {order}, algorithm {group.algorithm}: {parts[way]}"
+
+
+# -- which node port gets which source --------------------------------------------------------------------
+
+
+def _sessions(
+    topology: Topology, leaf: Leaf, nics: list[NicPort], groups: dict[str, list[str]], way: Direction, copies: float
+) -> Iterator[MirrorSession]:
+    for one in ("ingress", "egress") if way == "both" else (way,):
+        if one not in leaf.directions:
+            raise PlanError(f"this switch cannot mirror {one}", where=leaf.name, remedy="choose another --direction")
+    for nic in nics:
+        if nic.port_channel and leaf.vendor == "cumulus" and way != "ingress":
+            raise PlanError(f"{nic.port} is in {nic.port_channel}: no egress mirror of a bond", where=leaf.name,
+                            remedy="choose --direction ingress")  # fmt: skip
+    factor = 2 if way == "both" else 1
+    load: dict[str, float] = {port.port: 0.0 for port in leaf.monitor_ports}
+    dealt: dict[str, list[NicPort]] = {port.port: [] for port in leaf.monitor_ports}
+    for nic in sorted(nics, key=lambda n: -n.load_gbps):
+        fits = [
+            port for port in leaf.monitor_ports
+            if port.asic == nic.asic and load[port.port] + factor * nic.load_gbps <= port.speed_gbps
+        ]  # fmt: skip
+        if not fits:
+            _refuse_load(leaf, nics, nic, factor)
+        # the port already begun first: fewer sessions and fewer nodes
+        best = min(fits, key=lambda port: (not dealt[port.port], leaf.monitor_ports.index(port)))
+        load[best.port] += factor * nic.load_gbps
+        dealt[best.port].append(nic)
+    step = 2 if leaf.vendor == "cumulus" and way == "both" else 1
+    used = [port for port in leaf.monitor_ports if dealt[port.port]]
+    for index, port in enumerate(used):
+        yield _session(topology, leaf, port, dealt[port.port], groups, way, index, step, load[port.port], copies)
+
+
+def _refuse_load(leaf: Leaf, nics: list[NicPort], nic: NicPort, factor: int) -> None:
+    if not any(port.asic == nic.asic for port in leaf.monitor_ports):
+        raise PlanError(f"{nic.port} is on ASIC {nic.asic}, which has no node port", where=leaf.name,
+                        remedy="source and destination must be on one ASIC: add a node port there")  # fmt: skip
+    total = factor * sum(n.load_gbps for n in nics)
+    have = sum(port.speed_gbps for port in leaf.monitor_ports)
+    raise _Overload(
+        f"{leaf.name}: {len(nics)} sources need {total:g} Gb/s, {len(leaf.monitor_ports)} node ports carry {have:g}"
+    )
+
+
+def _session(
+    topology: Topology, leaf: Leaf, port: MonitorPort, nics: list[NicPort], groups: dict[str, list[str]],
+    way: Direction, index: int, step: int, load: float, copies: float,
+) -> MirrorSession:  # fmt: skip
+    nics = sorted(nics, key=lambda n: [int(p) if p.isdigit() else 0 for p in n.port.replace(".", "/").split("/")])
+    sources = [
+        Source(port=n.port, rank=n.rank, rail=n.rail, speed_gbps=n.speed_gbps, address=n.address,
+               why=f"rank {n.rank} (rail {n.rail}) of {n.host}, for {', '.join(groups[n.port])}"[:300])
+        for n in nics
+    ]  # fmt: skip
+    factor = "in both directions" if way == "both" else way
+    why = [
+        f"{len(sources)} sources {factor} add up to {load:g} Gb/s; {port.port} carries {port.speed_gbps:g} Gb/s to "
+        f"node {port.node}"
+    ]
+    if any(n.peak_gbps is not None for n in nics):
+        full = sum(n.speed_gbps for n in nics) * (2 if way == "both" else 1)
+        why.append(f"the sum trusts peak_gbps; at line rate it is {full:g} Gb/s")
+    base = topology.session
+    return MirrorSession(
+        leaf=leaf.name, vendor=leaf.vendor, name=base if index == 0 else f"{base[:29]}-{index + 1}",
+        number=leaf.session_number + index * step, direction=way, sources=sources, destination=port.port,
+        destination_gbps=port.speed_gbps, node=port.node, mtu=port.mtu, load_gbps=load, copies=round(copies, 4),
+        why=why, address=leaf.address, ssh_port=leaf.ssh_port, bridge=leaf.bridge, netns=leaf.netns,
+        ovs_rundir=leaf.ovs_rundir,
+    )  # fmt: skip

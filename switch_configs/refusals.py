@@ -1,0 +1,119 @@
+"""What is refused before a switch is touched. SONiC's validator is the model, applied to every vendor, because
+what its CLI refuses other switches accept and then mirror nothing; vendor limits are added.
+
+Sources: sonic-utilities config/main.py validate_mirror_session_config; the pages named in render.PAGES.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from switch_configs.errors import PlanError
+from switch_configs.model import Leaf, MirrorPlan, MirrorSession, MonitorPort, frame_bytes
+
+__all__ = ["check_destination", "check_plan", "refusals"]
+
+SESSION_LIMITS = {"nxos": 4, "junos": 4, "ovs": 32}
+NUMBERS = {"comware": (1, 15), "nxos": (1, 32), "cumulus": (0, 7)}
+CARD = re.compile(r"^([A-Za-z-]+)(\d+(?:/\d+)*)/\d+$")
+
+
+def check_destination(leaf: Leaf, port: MonitorPort, path_mtu: int) -> None:
+    """Raises PlanError if no switch could use this port as a destination for whole frames."""
+    where = f"{leaf.name} port {port.port}"
+    if port.port_channel:
+        raise PlanError(f"a mirror destination cannot be a member of {port.port_channel}", where=where,
+                        remedy="take the port out of it, or name another port")  # fmt: skip
+    if re.match(r"(?i)^(po|port-?channel|bond|bagg|bridge-aggregation|ae)[-_]?\d", port.port):
+        raise PlanError("a mirror destination cannot be a port-channel", where=where, remedy="name a physical port")
+    if port.vlans:
+        raise PlanError(f"a mirror destination cannot be in VLAN {port.vlans[0]}", where=where,
+                        remedy="take the port out of its VLANs: it must carry nothing but copies")  # fmt: skip
+    if port.routed:
+        raise PlanError("a mirror destination cannot have an IP address", where=where,
+                        remedy="remove the address: the port must carry nothing but copies")  # fmt: skip
+    if leaf.vendor == "cumulus" and port.port == "eth0":
+        raise PlanError("eth0 cannot be a mirror destination", where=where, remedy="name a switch port")
+    needed = frame_bytes(path_mtu)
+    if port.mtu < needed:
+        raise PlanError(f"MTU {port.mtu} is below {needed}, the largest frame at path MTU {path_mtu}: copies would be "
+                        "dropped without an error", where=where, remedy="set its MTU to 9216")  # fmt: skip
+
+
+def check_plan(plan: MirrorPlan) -> None:
+    """Raises PlanError naming the first thing that a switch would refuse, or accept and not do."""
+    for where, what, remedy in refusals(plan):
+        raise PlanError(what, where=where, remedy=remedy)
+
+
+def refusals(plan: MirrorPlan) -> Iterator[tuple[str, str, str]]:
+    """(where, what, remedy) of everything wrong with a plan, which may have been edited by hand."""
+    by_leaf: dict[str, list[MirrorSession]] = {}
+    for session in plan.sessions:
+        by_leaf.setdefault(session.leaf, []).append(session)
+        yield from _session(session, plan.path_mtu)
+    for leaf, sessions in by_leaf.items():
+        yield from _together(leaf, sessions)
+
+
+def _session(s: MirrorSession, path_mtu: int) -> Iterator[tuple[str, str, str]]:
+    where = f"{s.leaf} session {s.name}"
+    if s.destination in s.ports:
+        yield where, f"destination {s.destination} is also a source", "name another destination"
+    for port, count in Counter(s.ports).items():
+        if count > 1:
+            yield where, f"source {port} is listed {count} times", "list it once"
+    if s.mtu < frame_bytes(path_mtu):
+        yield where, f"destination MTU {s.mtu} is below the largest frame, {frame_bytes(path_mtu)}", "set it to 9216"
+    if s.load_gbps > s.destination_gbps:
+        yield (
+            where,
+            f"sources add up to {s.load_gbps:g} Gb/s, the destination {s.destination} carries {s.destination_gbps:g}",
+            "mirror fewer ports or one direction, or add a node port",
+        )
+    if s.vendor in NUMBERS:
+        low, high = NUMBERS[s.vendor]
+        last = s.number + (len(s.ways) - 1 if s.vendor == "cumulus" else 0)
+        if not low <= s.number <= last <= high:
+            yield where, f"session number {s.number} needs {low} to {high}", "set session_number of the leaf"
+    if s.vendor.startswith("sonic") and len(",".join(s.ports)) > 2048:
+        yield where, "the list of source ports is longer than SONiC's 2048 characters", "use two destinations"
+    if s.vendor == "ovs" and s.bridge is None:
+        yield where, "Open vSwitch needs the name of the bridge", "set bridge of the leaf"
+    if s.vendor == "cumulus" and any(re.match(r"^bond", port) for port in s.ports) and "egress" in s.ways:
+        yield where, "Cumulus cannot mirror the egress of a bond", "list the bond's members instead"
+    if s.vendor == "comware":
+        for port in (*s.ports, s.destination):
+            if not CARD.match(port):
+                yield where, f"{port} is not a Comware interface name", "write it as HundredGigE1/0/1"
+
+
+def _together(leaf: str, sessions: Sequence[MirrorSession]) -> Iterator[tuple[str, str, str]]:
+    vendor = sessions[0].vendor
+    for session in sessions:
+        if session.vendor != vendor:
+            yield leaf, f"sessions for {vendor} and for {session.vendor} on one switch", "give the leaf one vendor"
+    for what, names in (
+        ("session name", [s.name for s in sessions]),
+        ("destination", [s.destination for s in sessions]),
+        ("source port", [port for s in sessions for port in set(s.ports)]),
+    ):
+        for name, count in Counter(names).items():
+            if count > 1:
+                yield leaf, f"{what} {name} is used by {count} sessions", "use it once"
+    limit = SESSION_LIMITS.get(vendor)
+    if limit is not None and len(sessions) > limit:
+        yield leaf, f"{len(sessions)} sessions, {vendor} has {limit}", "use fewer destinations"
+    both = sum(s.direction == "both" for s in sessions[:3])
+    if vendor == "nxos" and both == 3 and any(s.direction != "ingress" for s in sessions[3:]):
+        yield leaf, "behind three sessions in both directions the fourth is receive only", "use three destinations"
+    if vendor == "junos":
+        for way in ("ingress", "egress"):
+            count = sum(way in s.ways for s in sessions)
+            if count > 2:
+                yield leaf, f"{count} analyzers mirror {way}, QFX has 2", "use two destinations, or one direction each"
+    numbers = [s.number + i for s in sessions for i in range(len(s.ways) if vendor == "cumulus" else 1)]
+    if vendor in NUMBERS and len(set(numbers)) != len(numbers):
+        yield leaf, "two sessions need one session number", "give them numbers of their own"

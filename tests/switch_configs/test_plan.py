@@ -1,0 +1,262 @@
+"""Which ports: arithmetic of ring and tree against a simulation of NCCL's sends, choices, and every refusal."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from switch_configs.arithmetic import duplicates, missing, survives, tree_parents
+from switch_configs.errors import DeviceError, PlanError
+from switch_configs.model import MirrorPlan, Topology, frame_bytes
+from switch_configs.plan import make_plan
+from switch_configs.refusals import check_plan
+
+# nccl-wire.md 7.1: parent > child edges
+TREES = {
+    (2, 0): "0>1", (2, 1): "1>0",
+    (3, 0): "0>2 2>1", (3, 1): "1>0 0>2",
+    (4, 0): "0>2 2>1 2>3", (4, 1): "3>1 1>2 1>0",
+    (8, 0): "0>4 4>2 4>6 2>1 2>3 6>5 6>7", (8, 1): "7>3 3>5 3>1 5>6 5>4 1>2 1>0",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("nodes", "tree"), TREES)
+def test_trees_are_those_of_nccl(nodes: int, tree: int) -> None:
+    edges = {f"{up}>{x}" for x, up in enumerate(tree_parents(nodes, tree)) if up >= 0}
+    assert edges == set(TREES[nodes, tree].split())
+
+
+def ring_delivers(ring: list[int], hosts: dict[int, str], views: dict[str, str]) -> bool:
+    """Every chunk reduced on some seen edge, by NCCL's order of sends (2.2), step by step."""
+    n = len(ring)
+    seen = set()
+    for r in range(n):
+        a, b = hosts[ring[r]], hosts[ring[(r + 1) % n]]
+        if a == b or not (views.get(a) in ("ingress", "both") or views.get(b) in ("egress", "both")):
+            continue
+        for k in range(n - 1, 2 * n - 2):
+            seen.add(r if k == n - 1 else (r - (k - (n - 1))) % n)
+    return seen == set(range(n))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5])
+def test_ring_arithmetic_is_the_order_of_sends(ranks: int) -> None:
+    for per_host in (1, 2):
+        hosts = {r: f"h{r // per_host}" for r in range(ranks)}
+        names = sorted(set(hosts.values()))
+        ring = list(range(ranks))
+        for views in itertools.product((None, "ingress", "egress", "both"), repeat=len(names)):
+            chosen: Any = {h: v for h, v in zip(names, views, strict=True) if v}
+            assert (missing("ring", [ring], hosts, ring, chosen) == "") == ring_delivers(ring, hosts, chosen), chosen
+
+
+def test_unknown_order_promises_only_what_every_order_delivers() -> None:
+    hosts = {r: f"h{r}" for r in range(4)}
+    orders = [list(p) for p in itertools.permutations(range(4))]
+    for views in itertools.product((None, "ingress", "egress", "both"), repeat=4):
+        chosen: Any = {f"h{r}": v for r, v in enumerate(views) if v}
+        promised = missing("ring", [], hosts, [0, 1, 2, 3], chosen) == ""
+        assert not promised or all(ring_delivers(order, hosts, chosen) for order in orders)
+
+
+def test_a_tree_leaf_sends_no_result() -> None:
+    hosts = {r: f"h{r}" for r in range(4)}
+    ranks = [0, 1, 2, 3]
+    assert "tree 0" in missing("tree", [], hosts, ranks, {"h1": "ingress"})
+    assert missing("tree", [], hosts, ranks, {"h1": "both"}) == ""
+    assert missing("tree", [], hosts, ranks, {"h1": "egress"}) == ""
+    assert "tree 1" in missing("tree", [], hosts, ranks, {"h3": "egress"})  # root of tree 1
+    assert missing("tree", [], hosts, ranks, {"h0": "ingress", "h3": "ingress"}) == ""
+
+
+def test_neighbours_are_counted_twice() -> None:
+    hosts = {r: f"h{r}" for r in range(4)}
+    assert duplicates([[0, 1, 2, 3]], hosts, {"h0": "both", "h1": "both"}) == (3, 4)
+    assert duplicates([[0, 1, 2, 3]], hosts, {"h0": "both", "h2": "both"}) == (4, 4)
+    assert survives("ring", [], hosts, [0, 1, 2, 3], {"h0": "both", "h1": "both", "h2": "both"}) == 2
+
+
+# -- plans ------------------------------------------------------------------------------------------------
+
+
+def document(hosts: int = 4, rails: int = 1, **changes: Any) -> dict[str, Any]:
+    """Rail-optimised: NIC r of every host on leaf r, one GPU per NIC; one group per rail."""
+    leaves = [
+        {
+            "name": f"leaf{rail}", "vendor": "eos",
+            "ports": [
+                {"port": f"Ethernet{h + 1}", "rank": h * rails + rail, "host": f"gpu{h}", "rail": rail,
+                 "speed_gbps": 100}
+                for h in range(hosts)
+            ],
+            "monitor_ports": [{"port": "Ethernet60", "node": f"ck{rail}", "speed_gbps": 800}],
+        }
+        for rail in range(rails)
+    ]  # fmt: skip
+    groups = [{"name": f"dp{rail}", "ranks": [h * rails + rail for h in range(hosts)]} for rail in range(rails)]
+    return {"leaves": leaves, "groups": groups, **changes}
+
+
+def planned(data: dict[str, Any], **options: Any) -> MirrorPlan:
+    return make_plan(Topology.model_validate(data), **options)
+
+
+def test_three_gpus_of_every_group_by_default_each_with_its_reason() -> None:
+    plan = planned(document(hosts=8, rails=2))
+    assert [len(s.sources) for s in plan.sessions] == [3, 3]
+    assert {s.leaf for s in plan.sessions} == {"leaf0", "leaf1"} and plan.nodes_per_leaf == {"leaf0": 1, "leaf1": 1}
+    assert all(choice.survives == 2 and choice.direction == "both" and choice.why for choice in plan.groups)
+    assert all(source.why for session in plan.sessions for source in session.sources)
+    assert MirrorPlan.model_validate_json(plan.to_json()) == plan
+
+
+def test_a_group_over_all_rails_takes_whole_hosts() -> None:
+    data = document(hosts=4, rails=2)
+    data["groups"] = [{"name": "dp", "ranks": list(range(8))}]
+    plan = planned(data, redundancy=1)
+    assert sorted(r for c in plan.groups for r in c.ranks) == [0, 1]
+    assert [len(s.sources) for s in plan.sessions] == [1, 1]
+
+
+def test_units_are_spread_over_leaves_and_away_from_ring_neighbours() -> None:
+    data = document(hosts=4)
+    data["groups"][0]["rings"] = [[0, 1, 2, 3]]
+    assert planned(data, redundancy=2).groups[0].ranks == [0, 2]
+    other = {**data["leaves"][0], "name": "leafB", "ports": data["leaves"][0]["ports"][2:]}
+    data["leaves"][0]["ports"] = data["leaves"][0]["ports"][:2]
+    data["leaves"].append(other)
+    assert {s.leaf for s in planned(data, redundancy=2).sessions} == {"leaf0", "leafB"}
+
+
+def test_one_direction_where_both_do_not_fit() -> None:
+    data = document()
+    data["leaves"][0]["monitor_ports"][0]["speed_gbps"] = 400
+    plan = planned(data)
+    assert plan.sessions[0].direction == "ingress" and plan.sessions[0].load_gbps == 300
+    assert any("600 Gb/s" in note for note in plan.notes) and plan.groups[0].survives == 0
+    data["groups"][0]["algorithm"] = "ring"  # trees need an inner node of each in every case
+    assert planned(data).groups[0].survives == 1
+
+
+def test_sources_are_dealt_to_several_node_ports() -> None:
+    data = document()
+    data["leaves"][0]["monitor_ports"] = [
+        {"port": f"Ethernet{60 + n}", "node": f"ck{n}", "speed_gbps": 200} for n in range(3)
+    ]
+    plan = planned(data)
+    assert plan.nodes_per_leaf == {"leaf0": 3}
+    assert [s.name for s in plan.sessions] == ["flowcheck", "flowcheck-2", "flowcheck-3"]
+    assert len({s.number for s in plan.sessions}) == 3
+
+
+def change(path: str, value: Any, hosts: int = 4) -> dict[str, Any]:
+    data = document(hosts)
+    node: Any = data
+    *steps, last = [int(p) if p.isdigit() else p for p in path.split(".")]
+    for step in steps:
+        node = node[step]
+    node[last] = value
+    return data
+
+
+REFUSED = {
+    "one direction of one host": (change("groups.0.mirror", [0]), {"direction": "ingress"}, "can never be complete"),
+    "nothing mirrored": (change("groups.0.mirror", []), {}, "nothing of it is mirrored"),
+    "one rank": (change("groups.0.ranks", [0]), {}, "reduces nothing"),
+    "a rank without a port": (change("groups.0.ranks", [0, 9]), {}, "rank 9 has no port"),
+    "one host": (change("leaves.0.ports.1.host", "gpu0") | {"groups": [{"name": "g", "ranks": [0, 1]}]}, {}, "switch"),
+    "no node port": (change("leaves.0.monitor_ports", []), {}, "without a node port"),
+    "too slow": (change("leaves.0.monitor_ports.0.speed_gbps", 100), {}, "300 Gb/s, 1 node ports carry 100"),
+    "small MTU": (change("leaves.0.monitor_ports.0.mtu", 4096), {}, "MTU 4096 is below 4202"),
+    "port-channel": (change("leaves.0.monitor_ports.0.port_channel", "Po1"), {}, "member of Po1"),
+    "VLAN": (change("leaves.0.monitor_ports.0.vlans", [7]), {}, "VLAN 7"),
+    "routed": (change("leaves.0.monitor_ports.0.routed", True), {}, "IP address"),
+    "destination is a port-channel": (change("leaves.0.monitor_ports.0.port", "Port-Channel1"), {}, "port-channel"),
+    "direction": (change("leaves.0.directions", ["ingress"]), {"direction": "both"}, "cannot mirror egress"),
+    "other ASIC": (change("leaves.0.monitor_ports.0.asic", 1), {}, "ASIC 0"),
+    "number": (change("leaves.0.vendor", "comware"), {}, "Comware interface name"),
+    "bridge": (change("leaves.0.vendor", "ovs"), {}, "name of the bridge"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_reason(name: str) -> None:
+    data, options, why = REFUSED[name]
+    with pytest.raises(PlanError, match=why) as caught:
+        planned(data, **options)
+    assert caught.value.remedy
+
+
+EDITS = {
+    "destination is a source": ({"destination": "Ethernet1"}, "also a source"),
+    "overload": ({"load_gbps": 9000}, "add up to 9000"),
+    "nxos number": ({"vendor": "nxos", "number": 33}, "1 to 32"),
+    "cumulus needs two numbers": ({"vendor": "cumulus", "number": 7}, "0 to 7"),
+    "small MTU": ({"mtu": 1500}, "below the largest frame"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_plan_edited_by_hand_is_checked_again(name: str) -> None:
+    plan = planned(document())
+    edit, why = EDITS[name]
+    plan.sessions[0] = plan.sessions[0].model_copy(update=edit)
+    with pytest.raises(PlanError, match=why):
+        check_plan(plan)
+
+
+def test_sessions_of_one_switch_are_checked_together() -> None:
+    plan = planned(document())
+    first = plan.sessions[0]
+    plan.sessions.append(first.model_copy(update={"name": "second", "destination": "Ethernet61"}))
+    with pytest.raises(PlanError, match=r"source port \S+ is used by 2"):
+        check_plan(plan)
+    ports = [
+        [s.model_copy(update={"port": f"Ethernet{9 * n + i}"}) for i, s in enumerate(first.sources)] for n in range(5)
+    ]
+    for vendor, count, why in (("nxos", 5, "5 sessions, nxos has 4"), ("nxos", 4, "receive only"), ("junos", 3, "QFX")):
+        plan.sessions = [
+            first.model_copy(
+                update={
+                    "vendor": vendor, "name": f"s{n}", "number": n + 1, "destination": f"Ethernet{60 + n}",
+                    "sources": ports[n],
+                }
+            )
+            for n in range(count)
+        ]  # fmt: skip
+        with pytest.raises(PlanError, match=why):
+            check_plan(plan)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "no JSON"), ("a: [", "no YAML"), ("[]", "document"), ("leaves: []\ngroups: []", "leaves"),
+        ("\0", "no YAML"),
+        ("!!python/object/apply:os.system [id]", "no YAML"), ("[" * 100000, "no JSON"),
+        (json.dumps(document() | {"x": 1}), "x: Extra"),
+        (json.dumps(change("leaves.0.ports.0.port", "e1; reboot")), "leaves.0.ports.0.port"),
+        (json.dumps(change("leaves.0.ports.1.port", "Ethernet1")), "listed twice"),
+        (json.dumps(change("groups.0.rings", [[0, 1]])), "rings"),
+    ],
+)  # fmt: skip
+def test_bad_files_are_refused_by_field(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "topology"
+    path.write_text(text)
+    with pytest.raises(PlanError, match=why):
+        Topology.load(path)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="cannot read"):
+        Topology.load(tmp_path)
+    with pytest.raises(DeviceError, match="cannot read"):
+        Topology.load(tmp_path / "none")
+
+
+def test_frame_is_the_largest_that_a_path_mtu_makes() -> None:
+    assert frame_bytes(4096) == 4202
