@@ -1,0 +1,224 @@
+"""Rounding dialects: the constants of a step as torch forms them, and what is known about each order.
+
+A dialect is (torch version, mode). Modes: `torch-cpu` (single-tensor and foreach: the same bits), `torch-cpu-fused`,
+`torch-cuda-foreach` (what torch.optim takes on a GPU if nobody says otherwise), `torch-cuda-fused`. A mode is *proven*
+for a version by a test that compares bits with that torch; anything else works and is marked unproven wherever a
+result is shown.
+
+The trap of `torch-cpu` is the square root. torch built with MKL takes vmsSqrt, which on processors other than Intel's
+is wrong by one ulp for 17 % of all floats. `cpu_root` decides once per process how to be exact by construction: it
+compares, over every mantissa and both parities of the exponent, torch.sqrt with IEEE and with our own form of
+MKL's sequence, and falls back to calling torch's vmsSqrt on blocks in cache. A replica therefore equals a trainer on
+the same kind of processor; for another vendor's, ask for the root by name.
+
+`constants` is pure; `cpu_root` may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from updater import kernels
+
+from updater.errors import OptimizerError
+
+__all__ = ["DIALECTS", "Dialect", "cpu_root", "rule"]
+
+DIALECTS = ("torch-cpu", "torch-cpu-fused", "torch-cuda-foreach", "torch-cuda-fused")
+
+#: torch versions (major.minor) whose bits tests compare with ours, by dialect.
+_PROVEN: dict[str, tuple[str, ...]] = {"torch-cpu": ("2.13",), "torch-cpu-fused": ("2.13",)}
+#: Versions whose sources the order was read from, where nothing was run.
+_READ = {"torch-cuda-foreach": "2.13", "torch-cuda-fused": "2.13"}
+
+#: (beta, step) -> 1 - powf(beta, step) of a GPU, as fp32.
+DevicePow = Callable[[float, int], float]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Whose roundings. torch_version: of the trainer ("2.13.0+cu130"); "" means the one installed here.
+
+    root: how torch-cpu takes square roots, "" to find out (see cpu_root). device_powf: beta**step as a GPU computes
+    it in fp32, for torch-cuda-fused; without it the correctly rounded power stands in.
+    """
+
+    name: str = "torch-cpu"
+    torch_version: str = ""
+    root: str = ""
+    device_powf: DevicePow | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in DIALECTS:
+            raise OptimizerError(f"rounding dialect {self.name!r} is not one of {', '.join(DIALECTS)}")
+        if self.root not in ("", *kernels.ROOTS):
+            raise OptimizerError(f"square root {self.root!r} is not one of {', '.join(kernels.ROOTS)}")
+
+    @property
+    def version(self) -> str:
+        """major.minor of the trainer's torch."""
+        return ".".join((self.torch_version or torch.__version__).split(".")[:2])
+
+    @property
+    def unproven(self) -> str:
+        """Why equality with the trainer is not shown for this dialect, or ""."""
+        if self.version in _PROVEN.get(self.name, ()):
+            return ""
+        known = _PROVEN.get(self.name)
+        if known:
+            return f"dialect {self.name} is proven for torch {', '.join(known)}, not for {self.version}"
+        read = f"its order of roundings was read in the sources of torch {_READ[self.name]}"
+        return f"dialect {self.name} is unproven: {read} and was never compared with a GPU"
+
+    @property
+    def cuda(self) -> bool:
+        return self.name.startswith("torch-cuda")
+
+    @property
+    def fused(self) -> bool:
+        return self.name.endswith("fused")
+
+    def odd(self, size: int) -> int:
+        """How many last elements of a tensor torch computes in a scalar loop that rounds differently."""
+        return size % 8 if self.name == "torch-cpu-fused" else 0
+
+    def check(self, optimizer: str) -> None:
+        """Refuse what has no kernel in this order."""
+        if optimizer == "sgd" and self.name == "torch-cuda-fused":
+            raise OptimizerError("fused SGD on CUDA multiplies in double precision; there is no kernel for that")
+
+
+def rule(
+    dialect: Dialect, name: str, options: Mapping[str, Any], step: int, *, grad: str = "float32", low: str = "",
+    divisor: int = 1, loss_scale: float | None = None, clip: float | None = None, first: bool = False,
+) -> kernels.Rule:
+    """Constants of one group. step counts from 1. grad: the gradient's type; low: of the low-precision copy.
+
+    first: SGD with momentum whose buffer does not exist yet. loss_scale: gradients are unscaled by it.
+    """
+    dialect.check(name)
+    common = {
+        "order": dialect.name, "grad": grad, "low": low, "divisor": divisor, "divisor_times": dialect.cuda,
+        "clip": clip, "maximize": bool(options.get("maximize", False)), **_unscale(dialect, loss_scale),
+    }
+    lr, decay = float(options["lr"]), float(options.get("weight_decay", 0.0 if name != "adamw" else 1e-2))
+    if name == "sgd":
+        momentum = float(options.get("momentum", 0.0))
+        return kernels.Rule(
+            sgd=True, step=-lr, decay=int(decay != 0), weight_decay=decay, momentum=momentum,
+            momentum_state=0 if momentum == 0 else 1 if first else 2,
+            undamped=1 - float(options.get("dampening", 0.0)), nesterov=bool(options.get("nesterov", False)), **common,
+        )
+    beta1, beta2 = (float(beta) for beta in options.get("betas", (0.9, 0.999)))
+    decoupled = name == "adamw" or bool(options.get("decoupled_weight_decay", False))
+    kind = 0 if decay == 0 else 2 if decoupled else 1
+    common |= {"amsgrad": bool(options.get("amsgrad", False)), "decay": kind, "eps": float(options.get("eps", 1e-8))}
+    if dialect.name == "torch-cuda-fused":
+        return kernels.Rule(**common, **_on_device(dialect, lr, beta1, beta2, decay if kind != 2 else None, decay, step))
+    weight = 1 - beta1
+    far = abs(_f32(weight)) >= 0.5
+    omb2, negative = 1 - beta2, -(lr / (1 - beta1**step))
+    return kernels.Rule(
+        root=(dialect.root or cpu_root()) if dialect.name == "torch-cpu" else "ieee",
+        weight_decay=1 - lr * decay if kind == 2 else decay,
+        # With beta1 = 0 the sign of the zero decides the sign of a moment whose gradient is zero.
+        lerp_far=far, w1=weight if not far else -(1 - _f32(weight)) if dialect.cuda else _f32(weight) - 1,
+        beta2=beta2, omb2=omb2, omb2_is_one=_f32(omb2) == 1,
+        bc2_sqrt=(1 - beta2**step) ** 0.5, step=negative, **common,
+    )
+
+
+def _on_device(
+    dialect: Dialect, lr: float, beta1: float, beta2: float, l2: float | None, decay: float, step: int
+) -> dict[str, float]:
+    """Constants that a fused CUDA kernel forms from fp32 arguments."""
+    power = dialect.device_powf or (lambda beta, count: _f32(_f32(beta) ** count))
+    one, lr32 = np.float32(1), np.float32(lr)
+    correction1 = one - np.float32(power(beta1, step))
+    correction2 = np.sqrt(one - np.float32(power(beta2, step)))
+    return {
+        "beta1": beta1, "beta2": beta2, "bc2_sqrt": float(correction2), "step": float(lr32 / correction1),
+        "weight_decay": float(lr32 * np.float32(decay)) if l2 is None else l2,
+    }
+
+
+def _unscale(dialect: Dialect, loss_scale: float | None) -> dict[str, Any]:
+    """GradScaler multiplies by float(1/double(scale)); a fused optimizer divides by the scale itself."""
+    if loss_scale is None:
+        return {}
+    if dialect.fused:
+        return {"unscale": True, "scale_divides": True, "scale": loss_scale}
+    # A factor of one leaves every bit as it is, so torch's shortcut for it needs no case.
+    return {"unscale": True, "scale": 1.0 / _f32(loss_scale)}
+
+
+def _f32(value: float) -> float:
+    return float(np.float32(value))
+
+
+# -- the square root of torch on this processor --------------------------------------------------------------
+
+_lock = threading.Lock()
+_found: list[str] = []
+
+
+def cpu_root() -> str:
+    """How to get torch.sqrt's bits here: "ieee", "mkl-ex" or "call". Raises OptimizerError if nothing does.
+
+    Compares 2^24 values once per process (every mantissa with an even and an odd exponent: the sequence is
+    invariant under a factor of four) and those next to the borders of the exponent.
+    """
+    with _lock:
+        if not _found:
+            _found.append(_find_root())
+        return _found[0]
+
+
+def _find_root() -> str:
+    rows = [torch.arange(0x3F800000, 0x3F800000 + (1 << 24), dtype=torch.int32)]
+    edges = [0x3F800000, 0x00800000, 0x01000000, 0x7F000000, 0x7F7FF000 - (1 << 16), 0x00000000, 0x00010000]
+    rows = [torch.arange(edge, edge + (1 << 16), dtype=torch.int32) for edge in edges] + rows
+    address = _vendor_address()
+    candidates = ["ieee", *(["mkl-ex"] if kernels.has_sqrt_ex() else []), *(["call"] if address else [])]
+    kernels.set_root(address)
+    for row in rows:
+        values = row.view(torch.float32)
+        theirs = torch.sqrt(values).view(torch.int32)
+        while candidates and not torch.equal(_root(candidates[0], values).view(torch.int32), theirs):
+            candidates.pop(0)
+        # A candidate that comes in late has not seen the rows before; they are few and it is the vendor's own.
+    if not candidates:
+        raise OptimizerError(
+            "torch.sqrt on this machine is neither IEEE nor MKL's: dialect torch-cpu cannot be exact here"
+        )
+    return candidates[0]
+
+
+def _root(how: str, values: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(values)
+    if how == "ieee":
+        return torch.from_numpy(np.sqrt(values.numpy()))
+    if how == "mkl-ex":
+        kernels.sqrt_ex(out.data_ptr(), values.data_ptr(), values.numel())
+    else:
+        kernels.vendor_sqrt(out.data_ptr(), values.data_ptr(), values.numel())
+    return out
+
+
+def _vendor_address() -> int:
+    """Where torch's own vmsSqrt is, or 0 (a torch that was not built with MKL)."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        function = ctypes.CDLL(str(library)).vmsSqrt
+    except (OSError, AttributeError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+

@@ -1,0 +1,320 @@
+/* The optimizer steps, written once over the vector operations of the including file (update_avx512.c, ...):
+ *
+ *   V, N                              vector of N floats
+ *   ld st stream set1                 unaligned load and store; non-temporal store to an address modulo 4*N
+ *   add sub mul dvd fma neg root      IEEE single; fma(a, b, c) = a*b + c in one rounding
+ *   larger                            torch.maximum: NaN wins
+ *   root_ex                           MKL's sequence (see below)
+ *   ld_bf16 ld_f16 stream_bf16 ...    N 16-bit elements from and to memory, to nearest even
+ *   round_bf16 round_f16              to the narrower type and back
+ *
+ * Orders of roundings are explained in docs/updater.md; each line that looks as if it could be written shorter
+ * is as it is because torch rounds there.
+ */
+#define INLINE static inline __attribute__((always_inline))
+
+/* Positions of one vector: everything a step reads and writes. */
+typedef struct at {
+    const float *p, *m, *v, *x;
+    const void *g;
+    const float *root; /* FCU_SQRT_CALL: the square roots, computed before */
+    float *p1, *m1, *v1, *x1;
+    uint16_t *low;
+} at;
+
+INLINE V gradient(const fcu_rule *r, const void *g, const int grad)
+{
+    V x = grad == FCU_F32 ? ld((const float *)g) : grad == FCU_BF16 ? ld_bf16(g) : ld_f16(g);
+    if (__builtin_expect(r->ops != 0, 0)) {
+        if (r->ops & FCU_DIVIDE)
+            x = dvd(x, set1(r->divisor));
+        if (r->ops & FCU_TIMES)
+            x = mul(x, set1(r->divisor));
+        if (grad != FCU_F32 && r->ops & (FCU_DIVIDE | FCU_TIMES))
+            x = grad == FCU_BF16 ? round_bf16(x) : round_f16(x);
+        if (r->ops & FCU_UNSCALE)
+            x = mul(x, set1(r->scale));
+        if (r->ops & FCU_UNSCALE_DIV)
+            x = dvd(x, set1(r->scale));
+        if (r->ops & FCU_CLIP)
+            x = mul(x, set1(r->clip));
+        if (r->ops & FCU_NEGATE)
+            x = neg(x);
+    }
+    return x;
+}
+
+/* Second moment after this step; g is final. odd: the scalar tail of torch-cpu-fused. */
+INLINE V second(const fcu_rule *r, V v, V g, const int order, const int odd)
+{
+    V omb2 = set1(r->omb2), beta2 = set1(r->beta2);
+    if (order == FCU_TORCH_CPU)
+        return odd ? fma_(v, beta2, mul(mul(omb2, g), g)) : fma_(mul(omb2, g), g, mul(v, beta2));
+    V q = mul(g, g);
+    if (order == FCU_CUDA_FUSED)
+        return fma_(beta2, v, fma_(neg(beta2), q, q));
+    return r->omb2_is_one ? fma_(g, g, mul(v, beta2)) : fma_(omb2, q, mul(v, beta2));
+}
+
+INLINE void adam_at(const fcu_rule *r, const at *a, const int order, const int how, const int grad, const int odd,
+                    const int nt)
+{
+    V g = gradient(r, a->g, grad), p = ld(a->p), m = ld(a->m), v = ld(a->v), s, d, x;
+    if (r->decay == 1)
+        g = fma_(p, set1(r->weight_decay), g);
+    else if (r->decay == 2)
+        p = order == FCU_CUDA_FUSED ? fma_(neg(set1(r->weight_decay)), p, p) : mul(p, set1(r->weight_decay));
+    if (order == FCU_CUDA_FUSED)
+        m = fma_(set1(r->beta1), m, fma_(neg(set1(r->beta1)), g, g));
+    else
+        m = fma_(set1(r->w1), sub(g, m), r->lerp_far ? g : m);
+    v = second(r, v, g, order, odd);
+    if (nt)
+        stream(a->m1, m), stream(a->v1, v);
+    else
+        st(a->m1, m), st(a->v1, v);
+    s = v;
+    if (r->amsgrad) {
+        x = ld(a->x);
+        s = larger(x, v);
+        if (nt)
+            stream(a->x1, s);
+        else
+            st(a->x1, s);
+    }
+    if (how == FCU_SQRT_CALL)
+        s = ld(a->root);
+    else
+        s = how == FCU_SQRT_MKL_EX ? root_ex(s) : root(s);
+    d = add(dvd(s, set1(r->bc2_sqrt)), set1(r->eps));
+    if (order == FCU_TORCH_CPU)
+        p = add(p, dvd(mul(set1(r->step), m), d));
+    else if (order == FCU_CUDA_FUSED)
+        p = sub(p, dvd(mul(set1(r->step), m), d));
+    else
+        p = fma_(set1(r->step), dvd(m, d), p);
+    if (nt)
+        stream(a->p1, p);
+    else
+        st(a->p1, p);
+    if (a->low) {
+        if (r->low == FCU_BF16)
+            st_bf16(a->low, p, nt);
+        else
+            st_f16(a->low, p, nt);
+    }
+}
+
+INLINE void sgd_at(const fcu_rule *r, const at *a, const int grad, const int odd, const int nt)
+{
+    V g = gradient(r, a->g, grad), p = ld(a->p), m;
+    if (r->decay)
+        g = fma_(p, set1(r->weight_decay), g);
+    if (r->momentum_state) {
+        m = g;
+        if (r->momentum_state == 2) {
+            m = ld(a->m);
+            m = odd ? fma_(m, set1(r->momentum), mul(g, set1(r->undamped)))
+                    : fma_(g, set1(r->undamped), mul(m, set1(r->momentum)));
+        }
+        if (nt)
+            stream(a->m1, m);
+        else
+            st(a->m1, m);
+        g = r->nesterov ? fma_(m, set1(r->momentum), g) : m;
+    }
+    p = fma_(g, set1(r->step), p);
+    if (nt)
+        stream(a->p1, p);
+    else
+        st(a->p1, p);
+    if (a->low) {
+        if (r->low == FCU_BF16)
+            st_bf16(a->low, p, nt);
+        else
+            st_f16(a->low, p, nt);
+    }
+}
+
+INLINE void one(const fcu_rule *r, const at *a, const int sgd, const int order, const int how, const int grad,
+                const int odd, const int nt)
+{
+    if (sgd)
+        sgd_at(r, a, grad, odd, nt);
+    else
+        adam_at(r, a, order, how, grad, odd, nt);
+}
+
+INLINE at where(const fcu_piece *c, uint64_t i, const float *roots, const int grad)
+{
+    return (at){ .p = c->p + i, .m = c->m + i, .v = c->v + i, .x = c->x + i,
+                 .g = (const char *)c->g + i * (grad == FCU_F32 ? 4 : 2), .root = roots ? roots + i : NULL,
+                 .p1 = c->p1 + i, .m1 = c->m1 + i, .v1 = c->v1 + i, .x1 = c->x1 + i,
+                 .low = c->low ? c->low + i : NULL };
+}
+
+/* Fewer elements than a vector, or a place where non-temporal stores cannot go: through buffers on the stack. */
+INLINE void few(const fcu_rule *r, const fcu_piece *c, uint64_t from, uint64_t n, const float *roots, const int sgd,
+                const int order, const int how, const int grad, const int odd)
+{
+    float p[N] = { 0 }, m[N] = { 0 }, v[N] = { 0 }, x[N] = { 0 }, s[N] = { 0 }, g[N] = { 0 };
+    float p1[N] = { 0 }, m1[N] = { 0 }, v1[N] = { 0 }, x1[N] = { 0 };
+    uint16_t low[N];
+    at a = where(c, from, roots, grad);
+    at b = { p, m, v, x, g, s, p1, m1, v1, x1, c->low ? low : NULL };
+    int second_state = !sgd, first_state = !sgd || r->momentum_state;
+    memcpy(p, a.p, 4 * n);
+    memcpy(g, a.g, (grad == FCU_F32 ? 4 : 2) * n);
+    if (second_state)
+        memcpy(v, a.v, 4 * n);
+    if (!sgd || r->momentum_state == 2)
+        memcpy(m, a.m, 4 * n);
+    if (!sgd && r->amsgrad)
+        memcpy(x, a.x, 4 * n);
+    if (roots)
+        memcpy(s, a.root, 4 * n);
+    one(r, &b, sgd, order, how, grad, odd, 0);
+    memcpy(a.p1, p1, 4 * n);
+    if (first_state)
+        memcpy(a.m1, m1, 4 * n);
+    if (second_state)
+        memcpy(a.v1, v1, 4 * n);
+    if (!sgd && r->amsgrad)
+        memcpy(a.x1, x1, 4 * n);
+    if (c->low)
+        memcpy(a.low, low, 2 * n);
+}
+
+INLINE int aligned_alike(const fcu_rule *r, const fcu_piece *c)
+{
+    uintptr_t differ = 0, base = (uintptr_t)c->p1;
+    if (!r->sgd || r->momentum_state)
+        differ |= base ^ (uintptr_t)c->m1;
+    if (!r->sgd)
+        differ |= base ^ (uintptr_t)c->v1;
+    if (!r->sgd && r->amsgrad)
+        differ |= base ^ (uintptr_t)c->x1;
+    if (c->low)
+        differ |= (base >> 1) ^ (uintptr_t)c->low;
+    return !(differ & (4 * N - 1) & (c->low ? 2 * N - 1 : ~0u)) && !(base & 3);
+}
+
+/* One call of the vendor's square root for so many elements: they stay in the first cache. */
+enum { ROOTS = 2048 };
+
+/* The roots of [from, from+n) for FCU_SQRT_CALL: everything up to the second moment, and the call. */
+INLINE void call_roots(const fcu_rule *r, const fcu_piece *c, uint64_t from, uint64_t n, float *roots, const int grad)
+{
+    float in[ROOTS], g[N], v[N], x[N], p[N];
+    for (uint64_t i = 0; i < n; i += N) {
+        uint64_t k = n - i < N ? n - i : N;
+        at a = where(c, from + i, NULL, grad);
+        memset(g, 0, sizeof g), memset(v, 0, sizeof v), memset(x, 0, sizeof x), memset(p, 0, sizeof p);
+        memcpy(g, a.g, (grad == FCU_F32 ? 4 : 2) * k);
+        memcpy(v, a.v, 4 * k);
+        if (r->decay == 1)
+            memcpy(p, a.p, 4 * k);
+        V gg = gradient(r, g, grad);
+        if (r->decay == 1)
+            gg = fma_(ld(p), set1(r->weight_decay), gg);
+        V s = second(r, ld(v), gg, FCU_TORCH_CPU, 0);
+        if (r->amsgrad) {
+            memcpy(x, a.x, 4 * k);
+            s = larger(ld(x), s);
+        }
+        st(v, s);
+        memcpy(in + i, v, 4 * k);
+    }
+    r->call((long long)n, in, roots, 0x2 | 0x140000 | 0x100); /* VML_HA, FTZDAZ_OFF, ERRMODE_IGNORE: ATen's mode */
+}
+
+INLINE void run(const fcu_rule *r, const fcu_piece *c, const int sgd, const int order, const int how, const int grad)
+{
+    float roots[how == FCU_SQRT_CALL ? ROOTS : 1];
+    uint64_t i = 0, whole = c->n - c->odd, k;
+    int fast = aligned_alike(r, c);
+    while (i < whole) {
+        uint64_t end = whole;
+        const float *s = NULL;
+        if (how == FCU_SQRT_CALL) {
+            end = whole - i < ROOTS ? whole : i + ROOTS;
+            call_roots(r, c, i, end - i, roots, grad);
+            s = roots - i;
+        }
+        k = fast ? (uint64_t)(-(uintptr_t)(c->p1 + i) & (4 * N - 1)) / 4 : 0;
+        if (k && k <= end - i) {
+            few(r, c, i, k, s, sgd, order, how, grad, 0);
+            i += k;
+        }
+        if (fast)
+            for (; i + N <= end; i += N) {
+                at a = where(c, i, s, grad);
+                one(r, &a, sgd, order, how, grad, 0, 1);
+            }
+        for (; i < end; i += k) {
+            k = end - i < N ? end - i : N;
+            few(r, c, i, k, s, sgd, order, how, grad, 0);
+        }
+    }
+    for (; i < c->n; i += k) {
+        k = c->n - i < N ? c->n - i : N;
+        few(r, c, i, k, NULL, sgd, order, FCU_SQRT_IEEE, grad, 1);
+    }
+}
+
+#define FOR(order, how)                                                                        \
+    do {                                                                                       \
+        if (r->grad == FCU_F32)                                                                \
+            run(r, c, 0, order, how, FCU_F32);                                                 \
+        else if (r->grad == FCU_BF16)                                                          \
+            run(r, c, 0, order, how, FCU_BF16);                                                \
+        else                                                                                   \
+            run(r, c, 0, order, how, FCU_F16);                                                 \
+    } while (0)
+
+static void update(const fcu_rule *r, const fcu_piece *c)
+{
+    if (r->sgd) {
+        if (r->grad == FCU_F32)
+            run(r, c, 1, 0, 0, FCU_F32);
+        else if (r->grad == FCU_BF16)
+            run(r, c, 1, 0, 0, FCU_BF16);
+        else
+            run(r, c, 1, 0, 0, FCU_F16);
+    } else if (r->order == FCU_CUDA_FOREACH)
+        FOR(FCU_CUDA_FOREACH, FCU_SQRT_IEEE);
+    else if (r->order == FCU_CUDA_FUSED)
+        FOR(FCU_CUDA_FUSED, FCU_SQRT_IEEE);
+    else if (r->sqrt_mode == FCU_SQRT_MKL_EX)
+        FOR(FCU_TORCH_CPU, FCU_SQRT_MKL_EX);
+    else if (r->sqrt_mode == FCU_SQRT_CALL)
+        FOR(FCU_TORCH_CPU, FCU_SQRT_CALL);
+    else
+        FOR(FCU_TORCH_CPU, FCU_SQRT_IEEE);
+}
+
+static void sqrt_ex(float *out, const float *in, uint64_t n)
+{
+    for (uint64_t i = 0; i < n; i += N) {
+        float buffer[N] = { 0 };
+        uint64_t k = n - i < N ? n - i : N;
+        memcpy(buffer, in + i, 4 * k);
+        st(buffer, root_ex(ld(buffer)));
+        memcpy(out + i, buffer, 4 * k);
+    }
+}
+
+static void narrow(uint16_t *out, const float *in, uint64_t n, int type)
+{
+    for (uint64_t i = 0; i < n; i += N) {
+        float buffer[N] = { 0 };
+        uint16_t low[N];
+        uint64_t k = n - i < N ? n - i : N;
+        memcpy(buffer, in + i, 4 * k);
+        if (type == FCU_BF16)
+            st_bf16(low, ld(buffer), 0);
+        else
+            st_f16(low, ld(buffer), 0);
+        memcpy(out + i, low, 2 * k);
+    }
+}

@@ -1,0 +1,282 @@
+"""The optimizer kernels (include/update.h): constants in, pieces of tensors in, versions out.
+
+Model: a `Rule` holds the constants of one step of one parameter group. A `Pool` applies rules to pieces, in the
+order given, on worker threads of its own (0: on the caller's thread). Addresses are plain integers: the caller
+keeps the memory alive, large enough and unchanged until `wait` says that the batch is done.
+Legal calls of a Pool: submit* wait* close; all from one thread. The workers never take the GIL.
+"""
+
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdlib cimport calloc, free
+
+__all__ = ["Pool", "Rule", "checksum", "copy", "in_use", "names", "narrow", "set_root", "sqrt_ex"]
+
+
+cdef extern from "update.h" nogil:
+    enum: FCU_TORCH_CPU, FCU_CUDA_FOREACH, FCU_CUDA_FUSED
+    enum: FCU_SQRT_IEEE, FCU_SQRT_MKL_EX, FCU_SQRT_CALL
+    enum: FCU_F32, FCU_BF16, FCU_F16
+    enum: FCU_DIVIDE, FCU_TIMES, FCU_UNSCALE, FCU_UNSCALE_DIV, FCU_CLIP, FCU_NEGATE
+    ctypedef void (*fcu_sqrt_call)(long long n, const float *src, float *out, long long mode) noexcept nogil
+    ctypedef struct fcu_rule:
+        int sgd, order, sqrt_mode, grad, ops, amsgrad, decay, lerp_far, omb2_is_one
+        float divisor, scale, clip, weight_decay, beta1, w1, beta2, omb2, bc2_sqrt, eps, step
+        int momentum_state, nesterov
+        float momentum, undamped
+        fcu_sqrt_call call
+        int low
+    ctypedef struct fcu_piece:
+        uint64_t n
+        const void *g
+        const float *p
+        const float *m
+        const float *v
+        const float *x
+        float *p1
+        float *m1
+        float *v1
+        float *x1
+        uint16_t *low
+        uint64_t odd
+    ctypedef struct fcu_kernels:
+        const char *name
+        void (*update)(const fcu_rule *rule, const fcu_piece *piece) noexcept nogil
+        void (*sqrt_ex)(float *out, const float *src, uint64_t n) noexcept nogil
+        void (*narrow)(uint16_t *out, const float *src, uint64_t n, int type) noexcept nogil
+    ctypedef struct fcu_pool:
+        pass
+    const fcu_kernels *fcu_all[4]
+    const fcu_kernels *fcu_best
+    void fcu_copy(void *dst, const void *src, size_t nbytes)
+    uint64_t fcu_checksum(const void *data, uint64_t n, int size)
+    fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels)
+    uint64_t fcu_submit(
+        fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_of, const fcu_piece *pieces, uint32_t count)
+    void fcu_wait(fcu_pool *pool, uint64_t ticket)
+    void fcu_pool_stop(fcu_pool *pool)
+
+
+ORDERS = {"torch-cpu": FCU_TORCH_CPU, "torch-cpu-fused": FCU_TORCH_CPU, "torch-cuda-foreach": FCU_CUDA_FOREACH,
+          "torch-cuda-fused": FCU_CUDA_FUSED}
+ROOTS = {"ieee": FCU_SQRT_IEEE, "mkl-ex": FCU_SQRT_MKL_EX, "call": FCU_SQRT_CALL}
+GRADIENTS = {"float32": FCU_F32, "bfloat16": FCU_BF16, "float16": FCU_F16}
+
+cdef fcu_sqrt_call vendor_root = NULL
+
+
+cdef const fcu_kernels *kernels(str name) except NULL:
+    cdef int i = 0
+    if not name:
+        return fcu_best
+    while fcu_all[i] != NULL:
+        if fcu_all[i].name == name.encode():
+            return fcu_all[i]
+        i += 1
+    raise ValueError(f"{name!r} is not a kernel of this processor: {', '.join(names())}")
+
+
+def names():
+    """Kernels of this processor, best first; "portable" is always the last."""
+    cdef int i = 0
+    out = []
+    while fcu_all[i] != NULL:
+        out.append(fcu_all[i].name.decode())
+        i += 1
+    return out
+
+
+def in_use():
+    """The kernel that a Pool takes if it is not told otherwise."""
+    return fcu_best.name.decode()
+
+
+def set_root(uintptr_t address):
+    """Address of the vendor's vmsSqrt(n, in, out, mode) for rules with root "call"; 0: there is none."""
+    global vendor_root
+    vendor_root = <fcu_sqrt_call>address
+
+
+def has_sqrt_ex(str name=""):
+    return kernels(name).sqrt_ex != NULL
+
+
+def sqrt_ex(uintptr_t out, uintptr_t src, uint64_t n, str name=""):
+    """n square roots of fp32 by the sequence of MKL's kernel for processors that are not Intel's."""
+    cdef const fcu_kernels *k = kernels(name)
+    if k.sqrt_ex == NULL:
+        raise ValueError("this processor has no rsqrtps")
+    with nogil:
+        k.sqrt_ex(<float *>out, <const float *>src, n)
+
+
+def vendor_sqrt(uintptr_t out, uintptr_t src, uint64_t n):
+    """n square roots by what set_root named."""
+    if vendor_root == NULL:
+        raise ValueError("no vendor square root was set")
+    with nogil:
+        vendor_root(<long long>n, <const float *>src, <float *>out, 0x2 | 0x140000 | 0x100)
+
+
+def narrow(uintptr_t out, uintptr_t src, uint64_t n, str dtype, str name=""):
+    """n fp32 to "bfloat16" or "float16", to nearest even."""
+    cdef const fcu_kernels *k = kernels(name)
+    cdef int kind = GRADIENTS[dtype]
+    with nogil:
+        k.narrow(<uint16_t *>out, <const float *>src, n, kind)
+
+
+def copy(uintptr_t dst, uintptr_t src, size_t nbytes):
+    """Non-temporal copy; fenced."""
+    with nogil:
+        fcu_copy(<void *>dst, <const void *>src, nbytes)
+
+
+def checksum(uintptr_t data, uint64_t n, int size):
+    """The checksum of flowcheck/checksum.py over n elements of 1, 2, 4 or 8 bytes."""
+    cdef uint64_t found
+    if size not in (1, 2, 4, 8):
+        raise ValueError(f"elements of {size} bytes have no checksum")
+    with nogil:
+        found = fcu_checksum(<const void *>data, n, size)
+    return found
+
+
+cdef class Rule:
+    """Constants of one step of one group. Keywords are the fields of fcu_rule; floats are rounded to fp32 here.
+
+    order, root, grad, low: names of ORDERS, ROOTS, GRADIENTS ("" low: no low-precision copy).
+    """
+
+    cdef fcu_rule rule
+
+    def __cinit__(
+        self, *, bint sgd=False, str order="torch-cpu", str root="ieee", str grad="float32", str low="", int decay=0,
+        bint amsgrad=False, bint lerp_far=False, bint omb2_is_one=False,
+        double divisor=1, bint divisor_times=False, double scale=1, bint scale_divides=False, object clip=None,
+        bint unscale=False, bint maximize=False, double weight_decay=0, double beta1=0, double w1=0,
+        double beta2=0, double omb2=0, double bc2_sqrt=1, double eps=0, double step=0,
+        int momentum_state=0, bint nesterov=False, double momentum=0, double undamped=1,
+    ):
+        cdef fcu_rule *r = &self.rule
+        r.sgd, r.order, r.sqrt_mode, r.grad = sgd, ORDERS[order], ROOTS[root], GRADIENTS[grad]
+        r.low = GRADIENTS[low] if low else 0
+        r.amsgrad, r.decay, r.lerp_far = amsgrad, decay, lerp_far
+        r.omb2_is_one = omb2_is_one
+        if divisor != 1:
+            r.ops |= FCU_TIMES if divisor_times else FCU_DIVIDE
+        if unscale:
+            r.ops |= FCU_UNSCALE_DIV if scale_divides else FCU_UNSCALE
+        if clip is not None:
+            r.ops |= FCU_CLIP
+            r.clip = <float><double>clip
+        if maximize:
+            r.ops |= FCU_NEGATE
+        # torch forms the reciprocal in fp32 (CUDA, an averaging divisor).
+        r.divisor = <float>1 / <float>divisor if divisor_times else <float>divisor
+        r.scale, r.weight_decay, r.beta1, r.w1 = <float>scale, <float>weight_decay, <float>beta1, <float>w1
+        r.beta2, r.omb2, r.bc2_sqrt, r.eps = <float>beta2, <float>omb2, <float>bc2_sqrt, <float>eps
+        r.step, r.momentum, r.undamped = <float>step, <float>momentum, <float>undamped
+        r.momentum_state, r.nesterov = momentum_state, nesterov
+        r.call = vendor_root
+        if r.sqrt_mode == FCU_SQRT_CALL and vendor_root == NULL:
+            raise ValueError("a rule that calls the vendor's square root needs set_root first")
+
+
+cdef class _Batch:
+    """Memory of one batch: lives until the pool has done it."""
+
+    cdef fcu_rule *rules
+    cdef uint32_t *rule_of
+    cdef fcu_piece *pieces
+    cdef uint32_t count
+    cdef object keep
+    cdef readonly uint64_t ticket
+
+    def __dealloc__(self):
+        free(self.rules)
+        free(self.rule_of)
+        free(self.pieces)
+
+
+cdef class Pool:
+    """threads: 0 (work is done inside submit) or the number of workers. kernel: a name of names(), "" the best."""
+
+    cdef fcu_pool *pool
+    cdef list batches
+    cdef readonly int threads
+    cdef readonly str kernel
+
+    def __cinit__(self, int threads=0, str kernel=""):
+        if not 0 <= threads <= 256:
+            raise ValueError(f"{threads} threads asked for; 0 to 256")
+        cdef const fcu_kernels *k = kernels(kernel)
+        self.pool = fcu_pool_start(threads, k)
+        if self.pool == NULL:
+            raise MemoryError(f"{threads} worker threads could not be started")
+        self.threads, self.kernel, self.batches = threads, k.name.decode(), []
+
+    def __dealloc__(self):
+        if self.pool != NULL:
+            with nogil:
+                fcu_pool_stop(self.pool)
+
+    def close(self):
+        """Finish what was submitted and end the workers; may be called twice."""
+        cdef fcu_pool *pool = self.pool
+        self.pool = NULL
+        if pool != NULL:
+            with nogil:
+                fcu_pool_stop(pool)
+        self.batches = []
+
+    def submit(self, list rules, list pieces, object keep=None):
+        """Queue a batch; returns its ticket.
+
+        rules: Rule objects. pieces: (rule index, n, g, p, m, v, x, p1, m1, v1, x1, low, odd), all integers, 0 for
+        an array that the rule does not use. keep: kept alive until the batch is done (the gradients).
+        """
+        cdef _Batch batch = _Batch()
+        cdef Rule rule
+        cdef fcu_piece *c
+        cdef uint32_t i
+        cdef uint64_t ticket
+        if self.pool == NULL:
+            raise ValueError("the pool is closed")
+        batch.rules = <fcu_rule *>calloc(max(len(rules), 1), sizeof(fcu_rule))
+        batch.rule_of = <uint32_t *>calloc(max(len(pieces), 1), sizeof(uint32_t))
+        batch.pieces = <fcu_piece *>calloc(max(len(pieces), 1), sizeof(fcu_piece))
+        if batch.rules == NULL or batch.rule_of == NULL or batch.pieces == NULL:
+            raise MemoryError("a batch of updates")
+        for i, rule in enumerate(rules):
+            batch.rules[i] = rule.rule
+        for item in pieces:
+            if not item[1]:
+                continue
+            c = &batch.pieces[batch.count]
+            batch.rule_of[batch.count] = item[0]
+            if batch.rule_of[batch.count] >= <uint32_t>len(rules):
+                raise ValueError(f"a piece names rule {item[0]} of {len(rules)}")
+            c.n = item[1]
+            c.g = <const void *><uintptr_t>item[2]
+            c.p, c.m = <const float *><uintptr_t>item[3], <const float *><uintptr_t>item[4]
+            c.v, c.x = <const float *><uintptr_t>item[5], <const float *><uintptr_t>item[6]
+            c.p1, c.m1 = <float *><uintptr_t>item[7], <float *><uintptr_t>item[8]
+            c.v1, c.x1 = <float *><uintptr_t>item[9], <float *><uintptr_t>item[10]
+            c.low, c.odd = <uint16_t *><uintptr_t>item[11], item[12]
+            batch.count += 1
+        batch.keep = keep
+        with nogil:
+            ticket = fcu_submit(self.pool, batch.rules, batch.rule_of, batch.pieces, batch.count)
+        if not ticket:
+            raise MemoryError("a batch of updates")
+        batch.ticket = ticket
+        self.batches.append(batch)
+        return ticket
+
+    def wait(self, uint64_t ticket):
+        """Return when this batch and all before it are done."""
+        if self.pool == NULL:
+            return
+        with nogil:
+            fcu_wait(self.pool, ticket)
+        self.batches = [batch for batch in self.batches if (<_Batch>batch).ticket > ticket]

@@ -1,0 +1,290 @@
+/* The choice of kernels, copies, checksums and the workers. */
+#include "update.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+const fcu_kernels *fcu_all[4];
+const fcu_kernels *fcu_best;
+
+__attribute__((constructor)) static void choose(void)
+{
+    const char *wanted = getenv("FLOWCHECK_SIMD");
+    int n = 0;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        fcu_all[n++] = &fcu_avx512;
+    if (avx2)
+        fcu_all[n++] = &fcu_avx2;
+#endif
+    fcu_all[n++] = &fcu_portable;
+    fcu_best = fcu_all[0];
+    for (int i = 0; wanted && i < n; i++)
+        if (!strcmp(fcu_all[i]->name, wanted))
+            fcu_best = fcu_all[i];
+}
+
+void fcu_fence(void)
+{
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+    __atomic_thread_fence(__ATOMIC_RELEASE);
+}
+
+void fcu_copy(void *dst, const void *src, size_t bytes)
+{
+    char *d = dst;
+    const char *s = src;
+#if defined(__x86_64__)
+    size_t head = -(uintptr_t)d & 15;
+    if (head > bytes)
+        head = bytes;
+    memcpy(d, s, head);
+    d += head, s += head, bytes -= head;
+    for (; bytes >= 64; bytes -= 64, d += 64, s += 64) {
+        __m128i a = _mm_loadu_si128((const __m128i *)s), b = _mm_loadu_si128((const __m128i *)(s + 16));
+        __m128i c = _mm_loadu_si128((const __m128i *)(s + 32)), e = _mm_loadu_si128((const __m128i *)(s + 48));
+        _mm_stream_si128((__m128i *)d, a), _mm_stream_si128((__m128i *)(d + 16), b);
+        _mm_stream_si128((__m128i *)(d + 32), c), _mm_stream_si128((__m128i *)(d + 48), e);
+    }
+#endif
+    memcpy(d, s, bytes);
+    fcu_fence();
+}
+
+fcu_piece fcu_part(const fcu_piece *c, uint64_t from, uint64_t n, size_t grad_size)
+{
+    fcu_piece part = *c;
+    uint64_t tail = c->n - c->odd, end = from + n;
+    part.n = n;
+    part.g = (const char *)c->g + from * grad_size;
+    part.p += from, part.m += from, part.v += from, part.x += from;
+    part.p1 += from, part.m1 += from, part.v1 += from, part.x1 += from;
+    if (part.low)
+        part.low += from;
+    part.odd = end <= tail ? 0 : end - (from > tail ? from : tail);
+    return part;
+}
+
+/* -- checksum ---------------------------------------------------------------------------------------------- */
+
+enum { BLOCK = 1 << 16 };
+static uint64_t weights[BLOCK];
+static pthread_once_t weights_once = PTHREAD_ONCE_INIT;
+
+static uint64_t mix(uint64_t i)
+{
+    uint64_t h = (i + 1) * 0x9e3779b97f4a7c15u;
+    h = (h ^ h >> 32) * 0xd6e8feb86659fd93u;
+    return h ^ h >> 32;
+}
+
+static void fill_weights(void)
+{
+    for (uint64_t i = 0; i < BLOCK; i++)
+        weights[i] = mix(i) | 1;
+}
+
+#define SUM(type)                                                   \
+    for (uint64_t i = 0; i < k; i++)                                \
+        sum += (uint64_t)((const type *)data)[from + i] * weights[i];
+
+#if defined(__x86_64__)
+__attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
+#endif
+static uint64_t block_sum(const void *data, uint64_t from, uint64_t k, int size)
+{
+    uint64_t sum = 0;
+    if (size == 4)
+        SUM(uint32_t)
+    else if (size == 2)
+        SUM(uint16_t)
+    else if (size == 8)
+        SUM(uint64_t)
+    else
+        SUM(uint8_t)
+    return sum;
+}
+
+uint64_t fcu_checksum(const void *data, uint64_t n, int size)
+{
+    uint64_t sum = mix(n);
+    pthread_once(&weights_once, fill_weights);
+    for (uint64_t from = 0; from < n; from += BLOCK)
+        sum += (mix(from / BLOCK) | 1) * block_sum(data, from, n - from < BLOCK ? n - from : BLOCK, size);
+    return sum;
+}
+
+/* -- workers ----------------------------------------------------------------------------------------------- */
+
+enum { CHUNK = 1 << 16 };
+
+typedef struct batch {
+    struct batch *next;
+    const fcu_rule *rules;
+    const uint32_t *rule_of;
+    const fcu_piece *pieces;
+    uint32_t count, piece; /* next piece and element to hand out */
+    uint64_t element, ticket, open;
+} batch;
+
+struct fcu_pool {
+    pthread_mutex_t lock;
+    pthread_cond_t work, done;
+    const fcu_kernels *kernels;
+    batch *first, *last;  /* not done yet, oldest first */
+    batch *hand;          /* the one that chunks are taken from */
+    uint64_t tickets, finished;
+    int stop, threads;
+    pthread_t thread[];
+};
+
+static size_t grad_size(const fcu_rule *rule) { return rule->grad == FCU_F32 ? 4 : 2; }
+
+/* The next chunk of the batch in hand; lock held. */
+static int take(fcu_pool *pool, fcu_piece *part, const fcu_rule **rule, batch **from)
+{
+    for (;;) {
+        batch *b = pool->hand;
+        if (!b)
+            return 0;
+        if (b->piece == b->count) {
+            pool->hand = b->next;
+            continue;
+        }
+        const fcu_piece *piece = &b->pieces[b->piece];
+        uint64_t left = piece->n - b->element, n = left < CHUNK ? left : CHUNK;
+        *rule = &b->rules[b->rule_of[b->piece]];
+        *part = fcu_part(piece, b->element, n, grad_size(*rule));
+        *from = b;
+        b->open++;
+        b->element += n;
+        if (b->element == piece->n)
+            b->piece++, b->element = 0;
+        return 1;
+    }
+}
+
+/* Batches end in order: one that is done waits for those before it. Lock held. */
+static void retire(fcu_pool *pool)
+{
+    int any = 0;
+    while (pool->first && pool->first->piece == pool->first->count && !pool->first->open) {
+        batch *b = pool->first;
+        if (pool->hand == b)
+            pool->hand = b->next;
+        pool->first = b->next;
+        if (!pool->first)
+            pool->last = NULL;
+        pool->finished = b->ticket;
+        free(b);
+        any = 1;
+    }
+    if (any)
+        pthread_cond_broadcast(&pool->done);
+}
+
+static void *worker(void *argument)
+{
+    fcu_pool *pool = argument;
+    fcu_piece part;
+    const fcu_rule *rule;
+    batch *b;
+    pthread_mutex_lock(&pool->lock);
+    for (;;) {
+        while (!take(pool, &part, &rule, &b)) {
+            if (pool->stop) {
+                pthread_mutex_unlock(&pool->lock);
+                return NULL;
+            }
+            pthread_cond_wait(&pool->work, &pool->lock);
+        }
+        pthread_mutex_unlock(&pool->lock);
+        pool->kernels->update(rule, &part);
+        fcu_fence(); /* before the count below says that it is there */
+        pthread_mutex_lock(&pool->lock);
+        b->open--;
+        retire(pool);
+    }
+}
+
+fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels)
+{
+    fcu_pool *pool = calloc(1, sizeof *pool + (size_t)threads * sizeof(pthread_t));
+    if (!pool)
+        return NULL;
+    pool->kernels = kernels;
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->work, NULL);
+    pthread_cond_init(&pool->done, NULL);
+    for (; pool->threads < threads; pool->threads++)
+        if (pthread_create(&pool->thread[pool->threads], NULL, worker, pool)) {
+            fcu_pool_stop(pool);
+            return NULL;
+        }
+    return pool;
+}
+
+uint64_t fcu_submit(fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_of, const fcu_piece *pieces,
+                    uint32_t count)
+{
+    if (!pool->threads) { /* nobody to wait for: here and now, in the same chunks */
+        for (uint32_t i = 0; i < count; i++)
+            for (uint64_t from = 0; from < pieces[i].n; from += CHUNK) {
+                const fcu_rule *rule = &rules[rule_of[i]];
+                uint64_t left = pieces[i].n - from;
+                fcu_piece part = fcu_part(&pieces[i], from, left < CHUNK ? left : CHUNK, grad_size(rule));
+                pool->kernels->update(rule, &part);
+            }
+        fcu_fence();
+        return pool->finished = ++pool->tickets;
+    }
+    batch *b = calloc(1, sizeof *b);
+    if (!b)
+        return 0;
+    b->rules = rules, b->rule_of = rule_of, b->pieces = pieces, b->count = count;
+    pthread_mutex_lock(&pool->lock);
+    b->ticket = ++pool->tickets;
+    if (pool->last)
+        pool->last->next = b;
+    else
+        pool->first = b;
+    pool->last = b;
+    if (!pool->hand)
+        pool->hand = b;
+    retire(pool); /* an empty batch */
+    pthread_cond_broadcast(&pool->work);
+    uint64_t ticket = pool->tickets;
+    pthread_mutex_unlock(&pool->lock);
+    return ticket;
+}
+
+void fcu_wait(fcu_pool *pool, uint64_t ticket)
+{
+    pthread_mutex_lock(&pool->lock);
+    while (pool->finished < ticket)
+        pthread_cond_wait(&pool->done, &pool->lock);
+    pthread_mutex_unlock(&pool->lock);
+}
+
+void fcu_pool_stop(fcu_pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    pool->stop = 1;
+    pthread_cond_broadcast(&pool->work);
+    pthread_mutex_unlock(&pool->lock);
+    for (int i = 0; i < pool->threads; i++)
+        pthread_join(pool->thread[i], NULL);
+    pthread_cond_destroy(&pool->done);
+    pthread_cond_destroy(&pool->work);
+    pthread_mutex_destroy(&pool->lock);
+    free(pool);
+}
