@@ -19,23 +19,25 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from dataplane.counterfile import CounterFile
+from dataplane.memory import DATA_ROOMS, MemoryNeed, QueuePlan, plan_queue, room_for, total
 from dataplane.pcapfile import CaptureFileError, PcapInfo, scan_fd
+from dataplane.pydpdk.dmadev import DEPTH, DmaDevice
 from dataplane.pydpdk.eal import Eal
 from dataplane.pydpdk.errors import DpdkError
 from dataplane.pydpdk.ethdev import Port
 from dataplane.pydpdk.ffi import lib
-from dataplane.pydpdk.mempool import Mempool, mempool_bytes
-from dataplane.rx import RingMemory, RxConfig, RxThread, ring_bytes, slot_for
+from dataplane.pydpdk.mempool import Mempool
+from dataplane.rx import DMA_MINIMUM, RingMemory, RxConfig, RxThread
 
 __all__ = ["DATA_ROOMS", "MemoryNeed", "PcapSource", "memory_needed", "room_for"]
 
-DATA_ROOMS = (1152, 2176, 4352)  # RoCE path MTU 1024, 2048, 4096 with all headers, VLAN and ICRC
 BURST = 64
 RING_SIZE = 4096
 STALL_SECONDS = 3.0
@@ -43,53 +45,39 @@ MICROSECOND = 1000
 _numbers = itertools.count()
 
 
-def room_for(frame: int) -> int:
-    """Smallest usual data room that holds `frame` bytes; larger frames take several buffers."""
-    return next((room for room in DATA_ROOMS if frame <= room), DATA_ROOMS[-1])
-
-
-def _pool_size(frame: int, room: int, burst: int) -> int:
-    """Buffers so that a burst of the largest frames never finds the pool empty; 2^n - 1 packs best."""
-    need = 2 * burst * -(-max(frame, 1) // room)
-    return int(max(512, 1 << (need - 1).bit_length())) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryNeed:
-    """Bytes to reserve: pool_bytes in DPDK's memory, ring_bytes there too with huge pages."""
-
-    pool_bytes: int
-    ring_bytes: int
-    text: str
-
-    @property
-    def total_mb(self) -> int:
-        """For Eal.start(memory_mb=...), with room for DPDK's own tables."""
-        return -(-(self.pool_bytes + self.ring_bytes) // (1 << 20)) + 32
+def _plan(
+    info: PcapInfo, dump: str, ring_size: int, slot: int | None, room: int | None, burst: int, under_way: int
+) -> QueuePlan:
+    try:
+        return plan_queue(
+            dump=dump, ring_size=ring_size, frame=info.max_captured, burst=burst, slot=slot, room=room,
+            under_way=under_way,
+        )  # fmt: skip
+    except ValueError as exc:
+        raise ValueError(f"{info.path}: {exc}") from None
 
 
 def memory_needed(
-    files: Iterable[PcapInfo], *, ring_size: int = RING_SIZE, slot_size: int | None = None, burst: int = BURST
+    files: Iterable[PcapInfo],
+    *,
+    ring_size: int = RING_SIZE,
+    slot_size: int | None = None,
+    burst: int = BURST,
+    dump: str = "copy",
+    engines: int = 0,
 ) -> MemoryNeed:
-    """What one PcapSource per file takes, and the sum as text. Arguments as for PcapSource."""
-    pools = rings = 0
-    lines = []
-    for info in files:
-        room = room_for(info.max_captured)
-        count = _pool_size(info.max_captured, room, burst)
-        slot = slot_size or slot_for(info.max_captured)
-        pools += mempool_bytes(count, room)
-        rings += ring_bytes(ring_size, slot)
-        lines.append(f"{info.path}: {count} buffers x {room} bytes + {ring_size} slots x {slot} bytes")
-    lines.append(f"pools {pools >> 20} MB + rings {rings >> 20} MB")
-    return MemoryNeed(pools, rings, "\n".join(lines))
+    """What one PcapSource per file takes, and the sum as text. engines: for each file; else as PcapSource."""
+    return total(
+        (info.path, _plan(info, dump, ring_size, slot_size, None, burst, engines * DEPTH)) for info in files
+    )
 
 
 class PcapSource:
     """One capture file as a ring of packet references. Single use: start once.
 
-    stream: index written into every reference. ring_size: a power of two. slot_size: bytes per packet in
-    the dense ring, None for the file's largest frame. data_room: bytes per packet buffer, None for the
+    stream: index written into every reference. ring_size: a power of two. dump: "copy", "hold", or "dma" with
+    `engines` that no other source uses. slot_size: bytes per packet in the dense ring, None for the file's
+    largest frame. data_room: bytes per packet buffer, None for the
     smallest usual one. core: CPU of the rx thread. stall_seconds: silence after which the file counts as
     not delivering. info: a scan made earlier; the file must not have changed since.
 
@@ -113,20 +101,20 @@ class PcapSource:
         core: int | None = None,
         stall_seconds: float = STALL_SECONDS,
         info: PcapInfo | None = None,
+        engines: Sequence[DmaDevice] = (),
+        dma_minimum: int = DMA_MINIMUM,
     ) -> None:
         self.path = os.fspath(path)
         with ExitStack() as undo:
             self._fd = _open(self.path)
             undo.callback(os.close, self._fd)
             self.info = _checked(self.path, self._fd, info)
-            frame = self.info.max_captured
-            slot = slot_size or slot_for(frame)
-            if slot < frame:
-                raise ValueError(f"{self.path}: slots of {slot} bytes, its largest frame has {frame}")
-            room = data_room or room_for(frame)
+            under_way = sum(engine.depth for engine in engines)
+            plan = _plan(self.info, dump, ring_size, slot_size, data_room, burst, under_way)
             number = next(_numbers)
-            self._memory = undo.enter_context(RingMemory(eal, ring_size, slot))
-            pool = undo.enter_context(Mempool(eal, f"fc_pool_{number}", _pool_size(frame, room, burst), room))
+            self._counters = undo.enter_context(CounterFile(eal, os.path.basename(self.path), 1))
+            self._memory = undo.enter_context(RingMemory(eal, ring_size, plan.slot, counters=self._counters))
+            pool = undo.enter_context(Mempool(eal, f"fc_pool_{number}", plan.buffers, plan.room))
             self._port = undo.enter_context(
                 Port(eal, f"net_pcap{number}", f"rx_pcap=/proc/self/fd/{self._fd}")
             )
@@ -141,6 +129,8 @@ class PcapSource:
                 expected=self.info.packet_count,
                 ns_per_tick=MICROSECOND,
                 dump=dump,
+                engines=tuple(engines),
+                dma_minimum=dma_minimum,
             )
             self._rx = undo.enter_context(RxThread(self._port, self._memory, config))
             self._undo = undo.pop_all()
@@ -154,6 +144,11 @@ class PcapSource:
     def ring_address(self) -> int:
         """Address of the fc_ring, valid until close."""
         return self._memory.ring_address
+
+    @property
+    def counter_file(self) -> Path | None:
+        """Where other processes read the counters (counters.py), until close."""
+        return self._counters.path
 
     @property
     def finished(self) -> bool:
@@ -192,7 +187,7 @@ class PcapSource:
             f"{self.path}: {self.info.packet_count} in the file = {c['received']} received + "
             f"{c['nic_missed']} missed + {c['errors']} errors + {c['no_mbuf']} without buffer + {silent} not "
             f"read; received = {c['published']} published + {c['ring_full']} ring full + "
-            f"{c['oversize']} oversize"
+            f"{c['oversize']} oversize + {c['unfinished']} unfinished"
         )
 
     def stop(self) -> None:

@@ -11,18 +11,18 @@ import itertools
 import os
 from dataclasses import dataclass
 
+from dataplane.counterfile import COUNTERS, CounterFile
+from dataplane.pydpdk.dmadev import DmaDevice
 from dataplane.pydpdk.eal import Eal, available_bytes
 from dataplane.pydpdk.errors import DpdkError, NotEnoughMemory, check
 from dataplane.pydpdk.ethdev import Port
 from dataplane.pydpdk.ffi import ffi, lib
+from dataplane.pydpdk.mempool import ANY_SOCKET
 from dataplane.pydpdk.resource import Resource
 
-__all__ = ["COUNTERS", "RingMemory", "RxConfig", "RxThread", "ring_bytes", "slot_for"]
+__all__ = ["COUNTERS", "DMA_MINIMUM", "RingMemory", "RxConfig", "RxThread", "ring_bytes", "slot_for"]
 
-COUNTERS = (
-    "received", "bytes", "published", "ring_full", "oversize", "truncated", "nic_missed", "errors", "no_mbuf",
-    "waits",
-)  # fmt: skip
+DMA_MINIMUM = 1024  # a hand-over to an engine costs about as much as copying so many bytes
 _names = itertools.count()
 
 
@@ -49,12 +49,24 @@ def ring_bytes(ring_size: int, slot_size: int) -> int:
 class RingMemory(Resource):
     """Counters, ring, entries and (slot_size > 0) dense slots as one block, reserved at once.
 
+    counters, queue: where the thread counts instead of in the block, readable by other processes.
+    socket: NUMA node.
+
     Raises:
         NotEnoughMemory: with the sum that does not fit.
         ValueError: see ring_bytes.
     """
 
-    def __init__(self, eal: Eal, ring_size: int, slot_size: int) -> None:
+    def __init__(
+        self,
+        eal: Eal,
+        ring_size: int,
+        slot_size: int,
+        *,
+        counters: CounterFile | None = None,
+        queue: int = 0,
+        socket: int = ANY_SOCKET,
+    ) -> None:
         eal.require_open()
         total = ring_bytes(ring_size, slot_size)
         sum_text = (
@@ -68,13 +80,14 @@ class RingMemory(Resource):
             )
         self._block = ffi.new("fc_block *")
         name = f"fc_ring_{os.getpid()}_{next(_names)}"
-        rc = lib.fc_block_create(self._block, name.encode(), ring_size, slot_size, int(eal.huge))
+        rc = lib.fc_block_create(self._block, name.encode(), ring_size, slot_size, int(eal.huge), socket)
         if rc == -errno.ENOMEM:
             raise NotEnoughMemory(f"{sum_text}: no such piece is free in {eal.describe()}")
         check(rc, sum_text)
         self.ring_size, self.slot_size, self.bytes = ring_size, slot_size, total
         self._last: dict[str, int] = {}
-        super().__init__(eal)
+        self.counter_row = self._block.counters if counters is None else counters.row(queue)
+        super().__init__(*([eal] if counters is None else [eal, counters]))
 
     @property
     def ring_address(self) -> int:
@@ -93,7 +106,7 @@ class RingMemory(Resource):
         return dict(self._last) if self.closed else self._read_counters()
 
     def _read_counters(self) -> dict[str, int]:
-        return {name: int(getattr(self._block.counters, name)) for name in COUNTERS}
+        return {name: int(getattr(self.counter_row, name)) for name in COUNTERS}
 
     def _release(self) -> None:
         self._last = self._read_counters()
@@ -104,7 +117,10 @@ class RingMemory(Resource):
 class RxConfig:
     """queue: of the port. wait_when_full: the source can wait (a file), so nothing is dropped.
     expected: packets after which the thread ends, 0: endless. ns_per_tick: unit of the port's receive
-    timestamps, 0: it has none. core: CPU to pin to, None: any."""
+    timestamps, 0: it has none. stamp: give packets without one the time of their burst. core: CPU to pin
+    to, None: any. roce_only: drop what cannot hold RoCE. packet_socket: file descriptor of the queue's
+    AF_PACKET socket, whose drops the driver hides. engines: for dump="dma", used by no other queue;
+    dma_minimum: bytes below which the CPU copies."""
 
     queue: int = 0
     stream: int = 0
@@ -115,6 +131,11 @@ class RxConfig:
     expected: int = 0
     ns_per_tick: int = 0
     dump: str = "copy"
+    stamp: bool = False
+    roce_only: bool = False
+    packet_socket: int | None = None
+    engines: tuple[DmaDevice, ...] = ()
+    dma_minimum: int = DMA_MINIMUM
 
 
 class RxThread(Resource):
@@ -127,6 +148,10 @@ class RxThread(Resource):
     def __init__(self, port: Port, memory: RingMemory, config: RxConfig) -> None:
         port.require_open()
         block = memory.block
+        for engine in config.engines:
+            engine.require_open()
+        if len(config.engines) > lib.FC_ENGINES_MAX:
+            raise ValueError(f"{len(config.engines)} DMA engines for one queue, at most {lib.FC_ENGINES_MAX}")
         self._config = config
         self._dump = ffi.new("char[]", config.dump.encode())
         c = ffi.new("fc_rx_config *")
@@ -134,17 +159,22 @@ class RxThread(Resource):
         c.core = -1 if config.core is None else config.core
         c.wait_when_full, c.stall_ms = config.wait_when_full, config.stall_ms
         c.expected, c.ns_per_tick = config.expected, config.ns_per_tick
-        c.ring, c.counters, c.slots = block.ring, block.counters, block.slots  # type: ignore[attr-defined]
+        c.ring, c.counters, c.slots = block.ring, memory.counter_row, block.slots  # type: ignore[attr-defined]
         c.slot_size, c.dump = memory.slot_size, self._dump
+        c.roce_only, c.stamp = config.roce_only, config.stamp
+        c.packet_socket = -1 if config.packet_socket is None else config.packet_socket
+        c.dma_minimum, c.engine_count = config.dma_minimum, len(config.engines)
+        for place, engine in zip(c.engines, config.engines, strict=False):
+            place.device, place.channel, place.depth = engine.device, 0, engine.depth
         out = ffi.new("fc_rx **")
         check(
             lib.fc_rx_create(c, out),
             f"rx thread of {port!r} with dump strategy {config.dump!r}, burst {config.burst}",
-            "dump='copy', a burst of 1..256 and slots of a multiple of 64 bytes",
+            "dump='copy', 'hold' or 'dma' (with engines), a burst of 1..256, slots of a multiple of 64 bytes",
         )
         self._rx = out[0]
         self._last_state = int(lib.FC_RX_NEW)
-        super().__init__(port, memory)
+        super().__init__(port, memory, *config.engines)
 
     @property
     def state(self) -> int:
@@ -160,6 +190,11 @@ class RxThread(Resource):
         self.require_open()
         check(lib.fc_rx_start(self._rx), "starting the rx thread", "start it once")
 
+    def poll(self, bursts: int = 1) -> int:
+        """At most so many bursts on the caller's thread, instead of start; packets taken (include/rx.h)."""
+        self.require_open()
+        return int(lib.fc_rx_poll(self._rx, bursts))
+
     def stop(self) -> None:
         """Ends the thread and closes the ring. Idempotent."""
         if not self.closed:
@@ -170,8 +205,13 @@ class RxThread(Resource):
         if self.state != lib.FC_RX_FAILED:
             return None
         core = self._config.core
+        code = self._last_error if self.closed else int(lib.fc_rx_error(self._rx))
+        if code == errno.ETIMEDOUT:
+            names = ", ".join(engine.name for engine in self._config.engines)
+            what = f"DMA engines {names}: copies were never completed"
+            return DpdkError(code, what, "working engines, or dump='copy'")
         return DpdkError(
-            self._last_error if self.closed else int(lib.fc_rx_error(self._rx)),
+            code,
             f"rx thread{'' if core is None else f' on core {core}'}: start",
             "a core this process may use, and fewer than 127 rx threads",
         )  # fmt: skip

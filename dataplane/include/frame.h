@@ -66,4 +66,43 @@ static inline int fc_frame_cut(const uint8_t *head, uint32_t have, uint32_t capt
     return fc_frame_cut_at(head, have, captured, 0);
 }
 
+/* Can this frame not hold RoCE, whatever lies behind what is read here? Frames that are cut short, fragments,
+ * tunnels and what may hide RoCE and is not unpacked (tunnel.h) are kept: the parser names them. */
+static inline int fc_frame_other(const uint8_t *head, uint32_t have)
+{
+    size_t at = 12, behind;
+    uint32_t type, protocol;
+
+    if (have < 14)
+        return 0;
+    type = fc_be16(head + at);
+    for (int tags = 0; tags < 2 && (type == 0x8100 || type == 0x88a8); tags++) {
+        at += 4;
+        if (have < at + 2)
+            return 0;
+        type = fc_be16(head + at);
+    }
+    at += 2;
+    if (type != 0x0800 && type != 0x86dd)
+        return type != 0x8915 && fc_refused_type(type) == FC_REFUSED_NOT; /* 0x8915: RoCE version 1 */
+    if (have < at + 40)
+        return 0;
+    protocol = type == 0x0800 ? head[at + 9] : head[at + 6];
+    if (protocol == 6 || protocol == 1 || protocol == 58 || protocol == 2 || protocol == 132)
+        return 1; /* TCP, ICMP, ICMPv6, IGMP, SCTP */
+    if (protocol != 17 || (type == 0x0800 && fc_be16(head + at + 6) & 0x3fff))
+        return 0;
+    behind = at + (type == 0x0800 ? (head[at] & 0x0fu) * 4 : 40);
+    if (have < behind + 4)
+        return 0;
+    switch (fc_be16(head + behind + 2)) {
+    case 4791: /* RoCEv2 */
+    case 4789: /* VXLAN, and what is refused by name */
+    case 4790:
+    case 6081:
+    case 6635: return 0;
+    default: return 1;
+    }
+}
+
 #endif

@@ -13,4 +13,7 @@
  * does not fit into `capacity`. What was copied is released. */
 uint64_t fc_reader_take(fc_ring *ring, fc_packetref *refs, uint64_t want, uint8_t *bytes, uint64_t capacity);
 
+/* Releases at most `want` packets unread; how many. */
+uint64_t fc_reader_discard(fc_ring *ring, uint64_t want);
+
 #endif

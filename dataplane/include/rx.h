@@ -10,6 +10,15 @@
  * for, so it loses nothing to a slow consumer. Any other source is polled always: what finds the ring
  * full is freed and counted.
  *
+ * Dropped before the dump, and counted: frames whose IP header the port found damaged, and, where roce_only
+ * is set, frames that cannot hold RoCE.
+ *
+ * A live source's clock: `stamp` gives every packet the time at which its burst was taken, unless the port
+ * wrote a better one into the mbuf.
+ *
+ * Without a thread: fc_rx_poll does a number of bursts on the caller's thread, instead of fc_rx_start, so
+ * that rx and consumer can share a core and its cache. The caller is then the producer's thread.
+ *
  * The end: with `expected` set the thread ends when that many packets are accounted for (received +
  * errors + no_mbuf), or when nothing came for stall_ms although there was room. In every case it
  * publishes what it took and closes the ring, so that a consumer never waits for a thread that is gone.
@@ -22,6 +31,7 @@
 
 #include <stdint.h>
 
+#include "dump.h"
 #include "packetref.h"
 #include "rx_counters.h"
 
@@ -33,7 +43,8 @@ enum fc_rx_state {
     FC_RX_DONE = 2,    /* everything expected is accounted for                                     */
     FC_RX_STOPPED = 3, /* fc_rx_stop came first                                                    */
     FC_RX_STALLED = 4, /* the source went silent before `expected` was reached                     */
-    FC_RX_FAILED = 5   /* the thread could not start its work: fc_rx_error has the errno           */
+    FC_RX_FAILED = 5   /* the thread could not start its work, or an engine hangs (ETIMEDOUT):
+                        * fc_rx_error has the errno                                               */
 };
 
 typedef struct fc_rx_config {
@@ -51,6 +62,12 @@ typedef struct fc_rx_config {
     uint8_t *slots;           /* see dump.h                                                         */
     uint32_t slot_size;
     const char *dump;         /* name of the strategy                                               */
+    uint32_t roce_only;
+    uint32_t stamp;
+    int32_t packet_socket;    /* this queue's AF_PACKET socket, whose drops the PMD hides; -1: none  */
+    uint32_t engine_count;    /* dma: engines that no other queue uses                               */
+    uint32_t dma_minimum;
+    fc_dump_engine engines[FC_ENGINES_MAX];
 } fc_rx_config;
 
 typedef struct fc_rx fc_rx;
@@ -60,6 +77,11 @@ int fc_rx_create(const fc_rx_config *config, fc_rx **out);
 int fc_rx_start(fc_rx *rx);
 /* Idempotent: asks the thread to end, waits for it, closes the ring. */
 void fc_rx_stop(fc_rx *rx);
+/* At most `bursts` bursts on this thread, ending early when nothing came or there is no room. Returns packets
+ * taken. A source whose `expected` is reached closes the ring; so does fc_rx_stop. */
+uint64_t fc_rx_poll(fc_rx *rx, uint64_t bursts);
+/* For measurements: takes at least `packets` from a started port and frees them, nothing else. Returns how many. */
+uint64_t fc_rx_bare(uint16_t port, uint16_t queue, uint16_t burst, uint64_t packets);
 int fc_rx_state(const fc_rx *rx);
 /* errno behind FC_RX_FAILED. */
 int fc_rx_error(const fc_rx *rx);

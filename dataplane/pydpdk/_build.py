@@ -14,14 +14,16 @@ from cffi import FFI
 
 HERE = Path(os.path.abspath(__file__)).parent
 ROOT = HERE.parent.parent
-DECLARATIONS = ("eal.h", "mempool.h", "ethdev.h", "capture.h")
+DECLARATIONS = ("eal.h", "mempool.h", "ring.h", "ethdev.h", "dmadev.h", "capture.h")
 SOURCE = """
 #include <rte_eal.h>
 #include <rte_errno.h>
 #include <rte_dev.h>
+#include <rte_dmadev.h>
 #include <rte_ethdev.h>
 #include <rte_mbuf.h>
 #include <rte_mempool.h>
+#include <rte_ring.h>
 #include <rte_version.h>
 #include "shim.h"
 #include "block.h"
@@ -29,6 +31,7 @@ SOURCE = """
 #include "rx.h"
 """
 DEBUG = os.environ.get("FLOWCHECK_DEBUG") == "1"
+SANITIZE = [f"-fsanitize={kind}" for kind in os.environ.get("FLOWCHECK_SANITIZE", "").split(",") if kind]
 
 
 def pkg_config(*arguments: str) -> list[str]:
@@ -55,11 +58,13 @@ ffi.set_source(
     extra_compile_args=[
         *pkg_config("--cflags"),
         *(["-O1", "-g", "-DFC_DEBUG=1"] if DEBUG else ["-O3"]),
+        "-DALLOW_EXPERIMENTAL_API",  # 22.11 still calls all of dmadev that
         "-Wall",
         "-Wextra",
         "-Wno-unused-function",
         "-Wno-unused-parameter",
         "-pthread",
+        *SANITIZE,
     ],
-    extra_link_args=[*pkg_config("--libs"), "-pthread"],
+    extra_link_args=[*pkg_config("--libs"), "-pthread", *SANITIZE],
 )

@@ -6,7 +6,9 @@ end shuts it down. Flags are an implementation detail:
 
     huge pages free   --in-memory                 no page files (rtemap_*) on a hugetlbfs
     otherwise         --no-huge --no-shconf -m N  ordinary memory, no privileges needed
-    always            --no-pci --no-telemetry --lcores 0@(every CPU the caller may use)
+    always            --no-telemetry --lcores 0@(every CPU the caller may use)
+    devices named     -a ADDRESS each, nothing else on the PCI bus is touched
+    none named        --no-pci
 
 rte_eal_init pins the calling thread, and with it every thread started later, to one CPU: the floating
 lcore prevents that and the caller's mask is put back in any case.
@@ -18,7 +20,7 @@ import atexit
 import errno
 import os
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -54,15 +56,16 @@ def available_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def eal_arguments(cpus: Collection[int], memory_mb: int, huge: bool) -> list[str]:
-    """The command line EAL gets, without the program's name."""
+def eal_arguments(cpus: Collection[int], memory_mb: int, huge: bool, devices: Sequence[str] = ()) -> list[str]:
+    """The command line EAL gets, without the program's name. devices: PCI addresses it may use."""
     where = ["--in-memory"] if huge else ["--no-huge", "--no-shconf"]
+    allowed = [word for device in devices for word in ("-a", device)]
     return [
         *where,
         "-m", str(memory_mb),
         "--lcores", f"0@({','.join(map(str, sorted(cpus)))})",
-        "--no-pci", "--no-telemetry",
-        # Bus addresses are needed only by devices, of which there are none without PCI.
+        *(allowed or ["--no-pci"]), "--no-telemetry",
+        # DMA engines are given virtual addresses (src/dump_dma.c); a device that needs physical ones is refused.
         "--iova-mode", "va",
         "--log-level", "*:error",
     ]  # fmt: skip
@@ -102,23 +105,27 @@ class Eal(Resource):
     _running: ClassVar[Eal | None] = None
     _spent: ClassVar[str] = ""  # why it can never run (again) in this process
 
-    def __init__(self, memory_mb: int, memory: _Memory) -> None:
+    def __init__(self, memory_mb: int, memory: _Memory, devices: tuple[str, ...] = ()) -> None:
         super().__init__()
         self.memory_mb = memory_mb
+        self.devices = devices
         self.huge = memory.huge
         self._free_mb = memory.free_mb
         self._pid = os.getpid()
-        self.arguments = eal_arguments(os.sched_getaffinity(0), memory_mb, memory.huge)
+        self.arguments = eal_arguments(os.sched_getaffinity(0), memory_mb, memory.huge, devices)
         # EAL keeps pointers into its arguments.
         self._argv = [ffi.new("char[]", text.encode()) for text in ["flowcheck", *self.arguments]]
         self._argv_pointer = ffi.new("char *[]", [*self._argv, ffi.NULL])
 
     @classmethod
-    def start(cls, *, memory_mb: int = DEFAULT_MEMORY_MB, huge: bool | None = None) -> Eal:
+    def start(
+        cls, *, memory_mb: int = DEFAULT_MEMORY_MB, huge: bool | None = None, devices: Sequence[str] = ()
+    ) -> Eal:
         """Initialises DPDK, or returns the one that runs.
 
         memory_mb: what DPDK's own pools need, and with huge pages the rings too. huge: None takes huge pages
-        if enough are free, True insists, False never.
+        if enough are free, True insists, False never. devices: PCI addresses (NICs, DMA engines) that this
+        process will use; no other is touched.
 
         Raises:
             NotEnoughMemory: huge pages asked for and not there, or more memory than the running one has.
@@ -128,11 +135,11 @@ class Eal(Resource):
             raise ValueError(f"memory_mb is {memory_mb}, at least 1 is needed")
         with cls._lock:
             if cls._running is not None:
-                cls._running._check_reuse(memory_mb, huge)
+                cls._running._check_reuse(memory_mb, huge, devices)
                 return cls._running
             if cls._spent:
                 raise DpdkError(errno.EALREADY, f"starting DPDK: {cls._spent}", "a new process")
-            eal = cls(memory_mb, _choose_memory(memory_mb, huge))
+            eal = cls(memory_mb, _choose_memory(memory_mb, huge), tuple(devices))
             eal._initialise()
             cls._running = eal
             atexit.register(eal._shut_down)
@@ -151,7 +158,7 @@ class Eal(Resource):
                 "see the EAL lines above; without privileges or huge pages use huge=False",
             )
 
-    def _check_reuse(self, memory_mb: int, huge: bool | None) -> None:
+    def _check_reuse(self, memory_mb: int, huge: bool | None, devices: Sequence[str]) -> None:
         if self._pid != os.getpid():
             raise DpdkError(
                 errno.ECHILD, "DPDK was started before this process forked", "a fresh process (spawn)"
@@ -159,6 +166,12 @@ class Eal(Resource):
         if huge is not None and huge != self.huge:
             raise DpdkError(
                 errno.EALREADY, f"DPDK already runs in this process: {self.describe()}", "a new process"
+            )
+        if absent := set(devices) - set(self.devices):
+            raise DpdkError(
+                errno.EALREADY,
+                f"DPDK already runs in this process without {', '.join(sorted(absent))}",
+                "a new process, with every device named at the start",
             )
         # With huge pages EAL maps more on demand; the one mapping of --no-huge cannot grow.
         if not self.huge and memory_mb > self.memory_mb:

@@ -7,7 +7,7 @@ from dataplane.pydpdk.errors import check_pointer
 from dataplane.pydpdk.ffi import lib
 from dataplane.pydpdk.resource import Resource
 
-__all__ = ["HEADROOM", "Mempool", "mempool_bytes"]
+__all__ = ["ANY_SOCKET", "HEADROOM", "Mempool", "mempool_bytes"]
 
 HEADROOM = 128  # RTE_PKTMBUF_HEADROOM of every distribution build
 _MBUF = 128  # struct rte_mbuf: two cache lines by contract
@@ -24,20 +24,23 @@ def mempool_bytes(count: int, room: int) -> int:
 class Mempool(Resource):
     """`count` buffers with room for `room` packet bytes each. Larger frames take several.
 
+    socket: NUMA node, ANY_SOCKET for none in particular.
     Thread rule: buffers may be taken and given back by any thread known to DPDK.
 
     Raises:
         DpdkError: no memory, or the name is taken.
     """
 
-    def __init__(self, eal: Eal, name: str, count: int, room: int, *, cache: int = 128) -> None:
+    def __init__(
+        self, eal: Eal, name: str, count: int, room: int, *, cache: int = 128, socket: int = ANY_SOCKET
+    ) -> None:
         if not 0 < room <= 0xFFFF - HEADROOM:
             raise ValueError(f"pool {name}: room {room} is not in 1..{0xFFFF - HEADROOM}")
         eal.require_open()
         self.name, self.count, self.room = name, count, room
         self.pointer = check_pointer(
             lib.rte_pktmbuf_pool_create(
-                name.encode(), count, min(cache, count // 2), 0, room + HEADROOM, ANY_SOCKET
+                name.encode(), count, min(cache, count // 2), 0, room + HEADROOM, socket
             ),
             f"packet pool {name}: {count} buffers of {room} bytes, {mempool_bytes(count, room) >> 20} MB",
         )

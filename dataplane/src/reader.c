@@ -19,3 +19,11 @@ uint64_t fc_reader_take(fc_ring *ring, fc_packetref *refs, uint64_t want, uint8_
     fc_ring_release(ring, n);
     return n;
 }
+
+uint64_t fc_reader_discard(fc_ring *ring, uint64_t want)
+{
+    uint64_t n = fc_ring_peek(ring, want);
+
+    fc_ring_release(ring, n);
+    return n;
+}

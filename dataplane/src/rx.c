@@ -2,10 +2,12 @@
 #include "rx.h"
 
 #include <errno.h>
+#include <linux/if_packet.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <time.h>
 
 #include <rte_errno.h>
@@ -15,10 +17,12 @@
 #include <rte_pause.h>
 
 #include "dump.h"
+#include "frame.h"
 
 #define SPINS_BEFORE_NAP 64
 #define NAP_NS 50000
-#define NIC_COUNTERS_EVERY_NS 100000000ull
+#define NIC_COUNTERS_EVERY_NS 20000000ull
+#define ENGINE_HANGS_NS 2000000000ull
 
 struct fc_rx {
     fc_rx_config config;
@@ -32,7 +36,7 @@ struct fc_rx {
 
 const fc_dump_ops *fc_dump_find(const char *name)
 {
-    static const fc_dump_ops *const all[] = {&fc_dump_copy};
+    static const fc_dump_ops *const all[] = {&fc_dump_copy, &fc_dump_hold, &fc_dump_dma};
 
     for (size_t i = 0; i < RTE_DIM(all); i++)
         if (strcmp(all[i]->name, name) == 0)
@@ -40,12 +44,17 @@ const fc_dump_ops *fc_dump_find(const char *name)
     return NULL;
 }
 
-static uint64_t now_ns(void)
+static uint64_t clock_ns(clockid_t clock)
 {
     struct timespec t;
 
-    clock_gettime(CLOCK_MONOTONIC, &t);
+    clock_gettime(clock, &t);
     return (uint64_t)t.tv_sec * 1000000000ull + (uint64_t)t.tv_nsec;
+}
+
+static uint64_t now_ns(void)
+{
+    return clock_ns(CLOCK_MONOTONIC);
 }
 
 static void back_off(unsigned *spins)
@@ -58,9 +67,24 @@ static void back_off(unsigned *spins)
         nanosleep(&nap, NULL);
 }
 
+/* net_af_packet reports no drops; its socket knows them. Reading clears the kernel's counts. */
+static void read_packet_socket(fc_rx *rx)
+{
+    struct tpacket_stats stats;
+    socklen_t size = sizeof(stats);
+
+    if (rx->config.packet_socket < 0
+        || getsockopt(rx->config.packet_socket, SOL_PACKET, PACKET_STATISTICS, &stats, &size) != 0)
+        return;
+    fc_count(&rx->config.counters->kernel_seen, stats.tp_packets);
+    fc_count(&rx->config.counters->kernel_ring_full, stats.tp_drops);
+}
+
 static void read_nic_counters(fc_rx *rx)
 {
     struct rte_eth_stats stats;
+
+    read_packet_socket(rx);
 
     if (rx->config.queue != 0 || rte_eth_stats_get(rx->config.port, &stats) != 0)
         return;
@@ -76,6 +100,30 @@ static int accounted_for(const fc_rx *rx)
     return rx->config.expected != 0 && c->received + c->errors + c->no_mbuf >= rx->config.expected;
 }
 
+/* Frees what is not to be dumped, and counts why. Returns how many are left, in order. */
+static uint16_t sift(fc_rx *rx, struct rte_mbuf **mbufs, uint16_t n)
+{
+    struct rte_mbuf *out[FC_RX_BURST_MAX];
+    uint16_t kept = 0, damaged = 0, other = 0;
+
+    for (uint16_t i = 0; i < n; i++) {
+        struct rte_mbuf *m = mbufs[i];
+
+        if ((m->ol_flags & RTE_MBUF_F_RX_IP_CKSUM_MASK) == RTE_MBUF_F_RX_IP_CKSUM_BAD)
+            out[damaged++ + other] = m;
+        else if (rx->config.roce_only && fc_frame_other(rte_pktmbuf_mtod(m, const uint8_t *), m->data_len))
+            out[damaged + other++] = m;
+        else
+            mbufs[kept++] = m;
+    }
+    if (kept == n)
+        return n;
+    rte_pktmbuf_free_bulk(out, damaged + other);
+    fc_count(&rx->config.counters->bad_checksum, damaged);
+    fc_count(&rx->config.counters->not_roce, other);
+    return kept;
+}
+
 /* One burst. Returns packets received, or -1 when the ring has no room and the source waits. */
 static int poll_once(fc_rx *rx)
 {
@@ -83,7 +131,7 @@ static int poll_once(fc_rx *rx)
     fc_dump *dump = &rx->dump;
     struct rte_mbuf *mbufs[FC_RX_BURST_MAX];
     uint64_t room, bytes = 0;
-    uint16_t want = c->burst, n, taken;
+    uint16_t want = c->burst, n, kept, taken;
 
     dump->ops->reclaim(dump);
     room = dump->ops->room(dump);
@@ -101,12 +149,15 @@ static int poll_once(fc_rx *rx)
         bytes += mbufs[i]->pkt_len;
     fc_count(&c->counters->received, n);
     fc_count(&c->counters->bytes, bytes);
-    taken = n <= room ? n : (uint16_t)room;
+    if (c->stamp)
+        dump->config.burst_ns = clock_ns(CLOCK_REALTIME);
+    kept = sift(rx, mbufs, n);
+    taken = kept <= room ? kept : (uint16_t)room;
     if (taken)
         dump->ops->dump(dump, mbufs, taken);
-    if (taken < n) {
-        fc_count(&c->counters->ring_full, (uint64_t)(n - taken));
-        rte_pktmbuf_free_bulk(mbufs + taken, n - taken);
+    if (taken < kept) {
+        fc_count(&c->counters->ring_full, (uint64_t)(kept - taken));
+        rte_pktmbuf_free_bulk(mbufs + taken, kept - taken);
     }
     return n;
 }
@@ -140,7 +191,10 @@ static int receive(fc_rx *rx)
         }
         if (idle < SPINS_BEFORE_NAP)
             continue;
+        if (rx->config.expected == 0 && now_ns() - nic_read < NIC_COUNTERS_EVERY_NS)
+            continue;
         read_nic_counters(rx);
+        nic_read = now_ns();
         if (rx->config.expected == 0)
             continue;
         if (accounted_for(rx))
@@ -166,6 +220,35 @@ static int pin(int core)
     return pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
 }
 
+/* Waits until what was taken is published, but not for ever for an engine that hangs. */
+static int finish_dump(fc_rx *rx)
+{
+    uint64_t left = UINT64_MAX, now, since = now_ns();
+
+    for (;;) {
+        uint64_t waiting = rx->dump.ops->reclaim(&rx->dump);
+
+        if (waiting == 0)
+            return 1;
+        now = now_ns();
+        if (waiting < left) {
+            left = waiting;
+            since = now;
+        } else if (now - since > ENGINE_HANGS_NS) {
+            rx->dump.ops->abandon(&rx->dump);
+            return 0;
+        }
+        rte_pause();
+    }
+}
+
+static void end(fc_rx *rx, int state)
+{
+    /* State before the ring: a consumer that sees the ring closed may ask why at once. */
+    __atomic_store_n(&rx->state, state, __ATOMIC_RELEASE);
+    fc_ring_close(rx->config.ring);
+}
+
 static void *rx_main(void *arg)
 {
     fc_rx *rx = arg;
@@ -179,14 +262,12 @@ static void *rx_main(void *arg)
         state = fail(rx, rte_errno);
     } else {
         state = receive(rx);
-        while (rx->dump.ops->reclaim(&rx->dump) != 0)
-            rte_pause();
+        if (!finish_dump(rx))
+            state = fail(rx, ETIMEDOUT);
         read_nic_counters(rx);
         rte_thread_unregister();
     }
-    /* State before the ring: a consumer that sees the ring closed may ask why at once. */
-    __atomic_store_n(&rx->state, state, __ATOMIC_RELEASE);
-    fc_ring_close(rx->config.ring);
+    end(rx, state);
     return NULL;
 }
 
@@ -198,7 +279,8 @@ int fc_rx_create(const fc_rx_config *config, fc_rx **out)
 
     if (ops == NULL)
         return -ENOENT;
-    if (config->burst == 0 || config->burst > FC_RX_BURST_MAX || config->core >= CPU_SETSIZE)
+    if (config->burst == 0 || config->burst > FC_RX_BURST_MAX || config->core >= CPU_SETSIZE
+        || config->engine_count > FC_ENGINES_MAX)
         return -EINVAL;
     rx = calloc(1, sizeof(*rx));
     if (rx == NULL)
@@ -214,6 +296,9 @@ int fc_rx_create(const fc_rx_config *config, fc_rx **out)
         .stream = config->stream,
         .timestamp_offset = -1,
         .ns_per_tick = config->ns_per_tick,
+        .engines = rx->config.engines,
+        .engine_count = (uint16_t)config->engine_count,
+        .dma_minimum = config->dma_minimum,
     };
     if (config->ns_per_tick != 0) {
         int flag = rte_mbuf_dynflag_lookup(RTE_MBUF_DYNFLAG_RX_TIMESTAMP_NAME, NULL);
@@ -256,10 +341,47 @@ void fc_rx_stop(fc_rx *rx)
     if (rx->started) {
         pthread_join(rx->thread, NULL);
         rx->started = 0;
-    } else if (rx->state == FC_RX_NEW) {
-        rx->state = FC_RX_STOPPED;
-        fc_ring_close(rx->config.ring);
+    } else if (rx->state == FC_RX_NEW || rx->state == FC_RX_RUNNING) {
+        int done = finish_dump(rx); /* fc_rx_poll may have left copies under way */
+
+        end(rx, done ? FC_RX_STOPPED : fail(rx, ETIMEDOUT));
     }
+}
+
+uint64_t fc_rx_poll(fc_rx *rx, uint64_t bursts)
+{
+    uint64_t taken = 0;
+
+    if (rx->started || (rx->state != FC_RX_NEW && rx->state != FC_RX_RUNNING))
+        return 0;
+    rx->state = FC_RX_RUNNING;
+    while (bursts--) {
+        int n = poll_once(rx);
+
+        if (n <= 0)
+            break;
+        taken += (uint64_t)n;
+        if (accounted_for(rx)) {
+            end(rx, finish_dump(rx) ? FC_RX_DONE : fail(rx, ETIMEDOUT));
+            break;
+        }
+    }
+    read_nic_counters(rx);
+    return taken;
+}
+
+uint64_t fc_rx_bare(uint16_t port, uint16_t queue, uint16_t burst, uint64_t packets)
+{
+    struct rte_mbuf *mbufs[FC_RX_BURST_MAX];
+    uint64_t taken = 0;
+    uint16_t n;
+
+    burst = burst < FC_RX_BURST_MAX ? burst : FC_RX_BURST_MAX;
+    while (taken < packets && (n = rte_eth_rx_burst(port, queue, mbufs, burst)) != 0) {
+        rte_pktmbuf_free_bulk(mbufs, n);
+        taken += n;
+    }
+    return taken;
 }
 
 int fc_rx_state(const fc_rx *rx)

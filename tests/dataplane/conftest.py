@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -151,6 +153,33 @@ def eal() -> Iterator[pydpdk.Eal]:
     """
     with pydpdk.Eal.start(memory_mb=256, huge=False) as running:
         yield running
+
+
+DUMPS = {
+    "copy": (0, 0),
+    "hold": (0, 0),
+    "dma-1": (1, 1),
+    "dma-2": (2, 1024),
+    "dma-4": (4, 64),
+}
+
+
+@pytest.fixture(params=DUMPS)
+def dump(request: pytest.FixtureRequest, eal: pydpdk.Eal) -> Callable[[], dict[str, Any]]:
+    """dump() -> the keywords that choose a strategy, with engines of its own each time it is called.
+
+    dma: 1, 2 and 4 engines; all pieces to an engine, those of 1 KB and more, those of 64 bytes and more.
+    """
+    engines, minimum = DUMPS[request.param]
+    numbers = itertools.count()
+
+    def choose() -> dict[str, Any]:
+        if not engines:
+            return {"dump": request.param}
+        devices = tuple(pydpdk.DmaDevice(eal, f"dma_skeleton{next(numbers)}") for _ in range(engines))
+        return {"dump": "dma", "engines": devices, "dma_minimum": minimum}
+
+    return choose
 
 
 @pytest.fixture(scope="session")

@@ -15,18 +15,12 @@ from dataplane.pydpdk import Mempool, Port
 from dataplane.reader import RingReader
 from dataplane.rx import RingMemory, RxConfig, RxThread
 
-DUMPS = ["copy"]
-
-
-@pytest.fixture(params=DUMPS)
-def dump(request):
-    return request.param
-
 
 def adds_up(counters, offered):
     lost = counters["nic_missed"] + counters["errors"] + counters["no_mbuf"]
     assert counters["received"] + lost == offered
-    assert counters["received"] == counters["published"] + counters["ring_full"] + counters["oversize"]
+    dropped = ("ring_full", "oversize", "not_roce", "bad_checksum", "unfinished")
+    assert counters["received"] == counters["published"] + sum(counters[name] for name in dropped)
 
 
 def replay(source):
@@ -42,7 +36,7 @@ def test_every_format(eal, captures, file_format, dump, tmp_path):
     records = captures.records(3000)
     path = tmp_path / "capture"
     path.write_bytes(file_format(records))
-    packets = replay(PcapSource(eal, path, stream=7, dump=dump))
+    packets = replay(PcapSource(eal, path, stream=7, **dump()))
     assert [p.data for p in packets] == [r.data for r in records]
     # net_pcap keeps microseconds, whatever the file has
     assert [p.timestamp_ns for p in packets] == [
@@ -56,7 +50,7 @@ def test_ring_smaller_than_the_file_and_a_slow_consumer(eal, captures, dump, tmp
     records = captures.records(2000)
     path = tmp_path / "capture.pcap"
     path.write_bytes(captures.pcap(records))
-    with PcapSource(eal, path, ring_size=16, dump=dump) as source:
+    with PcapSource(eal, path, ring_size=16, **dump()) as source:
         source.start()
         reader, packets = RingReader(source.ring_address), []
         while not reader.drained:
@@ -73,7 +67,7 @@ def test_a_pause_of_the_consumer_is_not_a_stall(eal, captures, dump, tmp_path):
     records = captures.records(100)
     path = tmp_path / "capture.pcap"
     path.write_bytes(captures.pcap(records))
-    with PcapSource(eal, path, ring_size=8, dump=dump, stall_seconds=0.05) as source:
+    with PcapSource(eal, path, ring_size=8, **dump(), stall_seconds=0.05) as source:
         source.start()
         reader = RingReader(source.ring_address)
         deadline = time.monotonic() + 0.3  # six times the stall limit, the ring being full
@@ -91,7 +85,7 @@ def test_frame_sizes(eal, captures, dump, tmp_path, size):
     records = [captures.Record(rng.randbytes(max(1, size - i % 3))) for i in range(300)]
     path = tmp_path / "capture.pcap"
     path.write_bytes(captures.pcap(records))
-    packets = replay(PcapSource(eal, path, ring_size=64, dump=dump))
+    packets = replay(PcapSource(eal, path, ring_size=64, **dump()))
     assert [p.data for p in packets] == [r.data for r in records]
 
 
@@ -100,7 +94,7 @@ def test_packets_in_many_buffers(eal, captures, dump, tmp_path, room):
     records = captures.records(500, sizes=(60, 1082, 4170, 9000))
     path = tmp_path / "capture.pcap"
     path.write_bytes(captures.pcap(records))
-    packets = replay(PcapSource(eal, path, data_room=room, dump=dump))
+    packets = replay(PcapSource(eal, path, data_room=room, **dump()))
     assert [p.data for p in packets] == [r.data for r in records]
 
 
@@ -111,7 +105,7 @@ def test_cut_packets_are_delivered_and_marked(eal, captures, file_format, dump, 
     ]
     path = tmp_path / "cut"
     path.write_bytes(file_format(records))
-    source = PcapSource(eal, path, dump=dump)
+    source = PcapSource(eal, path, **dump())
     assert source.info.truncated_packets == 20
     packets = replay(source)
     assert [p.data for p in packets] == [r.data for r in records]
@@ -140,7 +134,7 @@ def test_truncation_by_the_ip_length(eal, captures, dump, tmp_path):
     ]
     path = tmp_path / "cases.pcap"
     path.write_bytes(captures.pcap([captures.Record(data) for data, _ in cases]))
-    packets = replay(PcapSource(eal, path, dump=dump))
+    packets = replay(PcapSource(eal, path, **dump()))
     assert [(p.data, p.truncated) for p in packets] == cases
 
 
@@ -150,7 +144,7 @@ def test_several_files_at_once(eal, captures, dump, tmp_path):
         truth[stream] = captures.records(1500, seed=stream)
         path = tmp_path / f"{stream}.pcap"
         path.write_bytes(list(captures.formats.values())[stream](truth[stream]))
-        sources.append(PcapSource(eal, path, stream=stream, ring_size=64, dump=dump))
+        sources.append(PcapSource(eal, path, stream=stream, ring_size=64, **dump()))
 
     def consume(stream):
         got[stream] = list(RingReader(sources[stream].ring_address))
@@ -175,7 +169,7 @@ def test_awkward_paths(eal, captures, dump, tmp_path, name):
     records = captures.records(20)
     path = tmp_path / name
     path.write_bytes(captures.pcap(records))
-    assert [p.data for p in replay(PcapSource(eal, path, dump=dump))] == [r.data for r in records]
+    assert [p.data for p in replay(PcapSource(eal, path, **dump()))] == [r.data for r in records]
 
 
 @pytest.mark.captures
@@ -186,7 +180,7 @@ def test_shared_captures(eal, shared_captures, dump):
     for path in shared_captures:
         with utils.RawPcapReader(str(path)) as oracle:
             truth = [bytes(data) for data, _ in oracle]
-        packets = replay(PcapSource(eal, path, ring_size=512, dump=dump))
+        packets = replay(PcapSource(eal, path, ring_size=512, **dump()))
         assert [p.data for p in packets] == truth, path
 
 
@@ -214,7 +208,7 @@ def test_every_byte_changed(eal, captures, file_format, tmp_path):
     whole = file_format([captures.Record(bytes([i]) * (13 + i)) for i in range(3)])
     path = tmp_path / "changed"
     for place in range(len(whole)):
-        for value in (0, 1, 9, 40, 255):
+        for value in (0, 9, 255):
             path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
             try:
                 source = PcapSource(eal, path, ring_size=64, stall_seconds=0.2)
@@ -228,14 +222,14 @@ def test_every_byte_changed(eal, captures, file_format, tmp_path):
 # -- a live source: net_pcap again, but told that it cannot wait -------------------------------------
 
 
-def live(eal, path, *, ring_size, slot_size, dump, expected):
-    pool = Mempool(eal, "live", 511, 4352)
+def live(eal, path, *, ring_size, slot_size, expected, room=4352, **dump):
+    pool = Mempool(eal, "live", 1023, room)
     port = Port(eal, "net_pcap_live", f"rx_pcap={path}")
     memory = RingMemory(eal, ring_size, slot_size)
     port.configure()
     port.rx_queue(0, pool)
     port.start()
-    rx = RxThread(port, memory, RxConfig(expected=expected, dump=dump))
+    rx = RxThread(port, memory, RxConfig(expected=expected, **dump))
     rx.start()
     return pool, memory, rx
 
@@ -251,7 +245,7 @@ def test_overload_is_counted_to_the_packet(eal, captures, dump, tmp_path):
     records = captures.records(5000)
     path = tmp_path / "overload.pcap"
     path.write_bytes(captures.pcap(records))
-    pool, memory, rx = live(eal, path, ring_size=128, slot_size=4352, dump=dump, expected=5000)
+    pool, memory, rx = live(eal, path, ring_size=128, slot_size=4352, **dump(), expected=5000)
     wait_for_end(rx)
     counters = memory.counters()
     assert counters["received"] == 5000
@@ -259,6 +253,7 @@ def test_overload_is_counted_to_the_packet(eal, captures, dump, tmp_path):
     assert counters["published"] == 128 and counters["ring_full"] == 5000 - 128
     adds_up(counters, 5000)
     assert [p.data for p in RingReader(memory.ring_address)] == [r.data for r in records[:128]]
+    rx.close()  # hold keeps what the ring keeps
     assert pool.in_use == 0
 
 
@@ -266,10 +261,11 @@ def test_frames_larger_than_a_slot_are_counted(eal, captures, dump, tmp_path):
     records = captures.records(400, sizes=(60, 1082, 4170))
     path = tmp_path / "oversize.pcap"
     path.write_bytes(captures.pcap(records))
-    pool, memory, rx = live(eal, path, ring_size=512, slot_size=1152, dump=dump, expected=400)
+    pool, memory, rx = live(eal, path, ring_size=512, slot_size=1152, room=1152, **dump(), expected=400)
     wait_for_end(rx)
     fitting = [r.data for r in records if len(r.data) <= 1152]
     assert [p.data for p in RingReader(memory.ring_address)] == fitting
     assert memory.counters()["oversize"] == 400 - len(fitting)
     adds_up(memory.counters(), 400)
+    rx.close()  # hold keeps what the ring keeps
     assert pool.in_use == 0

@@ -16,6 +16,7 @@ typedef struct fc_ring {
 
 int fc_ring_drained(fc_ring *r);
 uint64_t fc_ring_peek(fc_ring *r, uint64_t want);
+uint64_t fc_reader_discard(fc_ring *ring, uint64_t want);
 uint64_t fc_reader_take(fc_ring *ring, fc_packetref *refs, uint64_t want, uint8_t *bytes, uint64_t capacity);
 
 typedef struct fc_rx_counters {
@@ -24,17 +25,27 @@ typedef struct fc_rx_counters {
     uint64_t published;
     uint64_t ring_full;
     uint64_t oversize;
+    uint64_t not_roce;
+    uint64_t bad_checksum;
+    uint64_t unfinished;
     uint64_t truncated;
     uint64_t nic_missed;
     uint64_t errors;
     uint64_t no_mbuf;
+    uint64_t kernel_ring_full;
+    uint64_t kernel_seen;
     uint64_t waits;
+    uint64_t dma_pieces;
+    uint64_t cpu_pieces;
+    uint64_t dma_errors;
 } fc_rx_counters;
 
 typedef struct fc_block {
     void *base;
     uint64_t bytes;
+    uint64_t mapped;
     const void *zone;
+    int external;
     fc_rx_counters *counters;
     fc_ring *ring;
     uint8_t *slots;
@@ -42,7 +53,7 @@ typedef struct fc_block {
 } fc_block;
 
 uint64_t fc_block_bytes(uint64_t ring_size, uint32_t slot_size);
-int fc_block_create(fc_block *block, const char *name, uint64_t ring_size, uint32_t slot_size, int huge);
+int fc_block_create(fc_block *block, const char *name, uint64_t ring_size, uint32_t slot_size, int huge, int socket);
 void fc_block_destroy(fc_block *block);
 
 enum fc_rx_state {
@@ -54,6 +65,14 @@ enum fc_rx_state {
     FC_RX_FAILED,
     ...
 };
+
+#define FC_ENGINES_MAX ...
+
+typedef struct fc_dump_engine {
+    int16_t device;
+    uint16_t channel;
+    uint16_t depth;
+} fc_dump_engine;
 
 typedef struct fc_rx_config {
     uint16_t port;
@@ -70,6 +89,12 @@ typedef struct fc_rx_config {
     uint8_t *slots;
     uint32_t slot_size;
     const char *dump;
+    uint32_t roce_only;
+    uint32_t stamp;
+    int32_t packet_socket;
+    uint32_t engine_count;
+    uint32_t dma_minimum;
+    fc_dump_engine engines[...];
 } fc_rx_config;
 
 typedef struct fc_rx fc_rx;
@@ -77,6 +102,8 @@ typedef struct fc_rx fc_rx;
 int fc_rx_create(const fc_rx_config *config, fc_rx **out);
 int fc_rx_start(fc_rx *rx);
 void fc_rx_stop(fc_rx *rx);
+uint64_t fc_rx_poll(fc_rx *rx, uint64_t bursts);
+uint64_t fc_rx_bare(uint16_t port, uint16_t queue, uint16_t burst, uint64_t packets);
 int fc_rx_state(const fc_rx *rx);
 int fc_rx_error(const fc_rx *rx);
 void fc_rx_destroy(fc_rx *rx);
