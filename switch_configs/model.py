@@ -241,6 +241,7 @@ class SessionState(_Strict):
     reason: str = ""
     lost: dict[str, int] = {}
     copies: int | None = None
+    key: str = ""  # the platform's own handle, where names are not unique
 
     def same_as(self, session: MirrorSession) -> bool:
         wanted = sorted((port, session.direction) for port in session.ports)

@@ -1,0 +1,54 @@
+"""Read a switch's own `show` output into SessionState: one model for nine platforms.
+
+    read(session, lines, outputs) -> Found(mine, others)      outputs: what each of the lines printed
+
+Every parser returns all mirror sessions of the switch; which one is ours is decided here, so that a name or number
+that somebody else uses is seen. Configuration says which ports, the operational output says whether copies flow.
+Text that a parser does not understand is an error (DeviceError), never "no session".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from switch_configs import show_cli, show_data
+from switch_configs.errors import DeviceError
+from switch_configs.model import MirrorSession, SessionState
+
+__all__ = ["Found", "read"]
+
+
+@dataclass
+class Found:
+    """mine: the planned session as it is (exists False if not there). others: everybody else's."""
+
+    mine: SessionState
+    others: list[SessionState] = field(default_factory=list)
+
+
+PARSERS: dict[str, Callable[[MirrorSession, Sequence[str], Sequence[str]], list[SessionState]]] = {
+    "comware": show_cli.comware, "eos": show_cli.eos, "nxos": show_cli.nxos, "junos": show_cli.junos,
+    "sonic": show_data.sonic, "sonic-configdb": show_data.sonic, "cumulus": show_data.cumulus,
+    "ovs": show_data.ovs, "tc": show_data.tc,
+}  # fmt: skip
+
+
+def read(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> Found:
+    """Raises DeviceError if an output is not what this platform prints."""
+    try:
+        states = PARSERS[session.vendor](session, lines, outputs)
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, SyntaxError) as error:
+        raise DeviceError(
+            f"its mirror sessions cannot be read: {type(error).__name__}: {error}"[:300], where=session.leaf,
+            remedy=f"compare its show output with {session.vendor}'s documentation page",
+        ) from None
+    wanted = str(session.number) if session.vendor in ("comware", "nxos", "cumulus") else session.name
+    named = [state for state in states if state.name == wanted]
+    if not named:
+        return Found(SessionState(name=wanted, exists=False), states)
+    marked = [state for state in named if state.ours]
+    mine = (marked or named)[0]
+    if mine.ours is None:  # no room for a mark: ours if it copies to our destination
+        mine.ours = mine.destination in (session.destination, None)
+    return Found(mine, [state for state in states if state is not mine])

@@ -1,0 +1,217 @@
+"""Parsers of command lines that print for people: Comware, EOS, NX-OS, Junos. Called through show.read only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from switch_configs.model import Direction, MirrorSession, SessionState, SourceState
+
+__all__ = ["comware", "eos", "junos", "nxos", "sources_of"]
+
+WAYS: dict[str, Direction] = {
+    "rx": "ingress", "inbound": "ingress", "ingress": "ingress",
+    "tx": "egress", "outbound": "egress", "egress": "egress", "both": "both",
+}  # fmt: skip
+
+
+def sources_of(pairs: Iterable[tuple[str, str]]) -> list[SourceState]:
+    """(port, direction) pairs to one entry per port; ingress and egress of one port are "both"."""
+    found: dict[str, Direction] = {}
+    for port, way in pairs:
+        direction = WAYS[way.lower()]
+        found[port] = direction if found.get(port, direction) == direction else "both"
+    return [SourceState(port=port, direction=direction) for port, direction in found.items()]
+
+
+def _expand(text: str) -> list[str]:
+    """"Ethernet1/1-2, Ethernet1/7" to single ports."""
+    out = []
+    for part in text.replace(",", " ").split():
+        match = re.fullmatch(r"(.*?)(\d+)-(\d+)", part)
+        if match and int(match[3]) - int(match[2]) < 4096:
+            out += [f"{match[1]}{n}" for n in range(int(match[2]), int(match[3]) + 1)]
+        else:
+            out.append(part)
+    return out
+
+
+# -- Comware ----------------------------------------------------------------------------------------------
+
+
+def comware(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> list[SessionState]:
+    status, config = outputs
+    _known(status, r"(?i)mirroring.group|^\s*$")
+    cuts = {
+        m[1]: m[0].strip()
+        for m in re.finditer(r"(?im)^.*mirroring-group (\d+) .*(?:truncat|sampler|sampling).*$", config)
+    }
+    out = []
+    for number, body in _blocks(status, r"(?m)^\s*Mirroring group (\d+):"):
+        state = _find(body, r"Status\s*:\s*(\S+)")
+        monitor = re.search(r"Monitor port\s*:\s*(\S+)", body)
+        pairs = re.findall(r"(?im)^\s*(?:Mirroring port:\s*)?(\S+\d)\s+(Inbound|Outbound|Both)\s*$", body)
+        reason = ""
+        if state != "Active":
+            half = "no monitor port" if not monitor else "no mirroring port" if not pairs else "a port that is not up"
+            reason = f"status {state}: the group has {half}"
+        kind = _find(body, r"Type\s*:\s*(.+?)\s*$")
+        if kind.lower() != "local":
+            reason = reason or f"it is a {kind} group, not a local one"
+        out.append(
+            SessionState(
+                name=number, exists=True, active=not reason, sources=sources_of(pairs),
+                destination=monitor[1] if monitor and monitor[1] != "None" else None,
+                truncation=cuts.get(number, ""), reason=reason,
+            )
+        )  # fmt: skip
+    return out
+
+
+# -- Arista EOS -------------------------------------------------------------------------------------------
+
+
+def eos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> list[SessionState]:
+    status, config = outputs
+    active = {}
+    for name, body in _blocks(status, r"(?m)^Session (\S+)\s*$"):
+        ports = re.search(r"(?s)Destination Ports?:(.*)", body)
+        states = re.findall(r"(\S+)\s+:\s+(.+?)\s*$", ports[1], re.MULTILINE) if ports else []
+        active[name] = states
+    names: dict[str, list[str]] = {}
+    for name, line in re.findall(r"(?m)^\s*monitor session (\S+) (.+?)\s*$", config):
+        names.setdefault(name, []).append(line)
+    if not names and active:
+        raise ValueError("sessions without configuration")
+    out = []
+    for name, lines in names.items():
+        pairs, destination, cut = [], None, ""
+        for line in lines:
+            words = line.split()
+            if words[0] == "source":
+                way = words[-1] if words[-1] in WAYS else "both"  # no word means both
+                pairs += [(port, way) for port in _expand(" ".join(w for w in words[1:] if w not in WAYS))]
+            elif words[0] == "destination":
+                destination = words[1]
+            elif re.match(r"truncate|header remove|sample|rate-limit", line):
+                cut = line
+        good = any(state.split()[0] == "active" for _, state in active.get(name, []) if state)
+        reason = ""
+        if not good:
+            shown = ", ".join(f"{port} {state}" for port, state in active.get(name, []))
+            half = "no destination is set" if destination is None else "no source is set" if not pairs else ""
+            reason = half or f"destination {shown or 'not shown'}: usually its link is down or hardware has no room"
+        out.append(
+            SessionState(name=name, exists=True, active=good, ours=name == session.name, sources=sources_of(pairs),
+                         destination=destination, truncation=cut, reason=reason)
+        )  # fmt: skip
+    return out
+
+
+# -- Cisco NX-OS ------------------------------------------------------------------------------------------
+
+
+def nxos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> list[SessionState]:
+    status, config = outputs
+    states = {
+        number: _find(body, r"(?m)^\s*state\s*:\s*(.+?)\s*$")
+        for number, body in _blocks(status, r"(?m)^\s*session (\d+)\s*$")
+    }
+    out = []
+    for number, body in _blocks(config, r"(?m)^monitor session (\d+)[^\n]*$"):
+        pairs, destination, cut, description = [], None, "", ""
+        for line in map(str.strip, body.splitlines()):
+            words = line.split()
+            if line.startswith("source interface "):
+                way = words[-1] if words[-1] in WAYS else "both"
+                pairs += [(port, way) for port in _expand(" ".join(w for w in words[2:] if w not in WAYS))]
+            elif line.startswith("destination interface "):
+                destination = words[2]
+            elif line.startswith("description "):
+                description = line.partition(" ")[2]
+            elif re.match(r"mtu \d|sampling|rate-limit", line):
+                cut = line
+        state = states.get(number, "unknown")
+        reason = ""
+        if state != "up":
+            why = "sessions are created shut: `no shut`" if "shut" in state else "see the state in brackets"
+            reason = f"state {state}: {why}"
+        out.append(
+            SessionState(name=number, exists=True, active=state == "up", ours=description == session.name,
+                         sources=sources_of(pairs), destination=destination, truncation=cut, reason=reason)
+        )  # fmt: skip
+    if not out and states:
+        raise ValueError("sessions without configuration")
+    return out
+
+
+# -- Junos ------------------------------------------------------------------------------------------------
+
+
+def junos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> list[SessionState]:
+    status, config = outputs
+    states = {}
+    for name, body in _blocks(status, r"(?m)^\s*Analyzer name\s*:\s*(\S+)\s*$"):
+        states[name] = (_find(body, r"State\s*:\s*(\S+)"), _rate(body))
+    analyzers: dict[str, list[str]] = {}
+    off = set()
+    for verb, name, line in re.findall(
+        r"(?m)^\s*(set|deactivate) forwarding-options analyzer (\S+) ?(.*?)\s*$", config
+    ):
+        analyzers.setdefault(name, [])
+        if verb == "deactivate" and not line:
+            off.add(name)
+        elif verb == "set":
+            analyzers[name].append(line)
+    out = []
+    for name, lines in analyzers.items():
+        text = "\n".join(lines)
+        pairs = [(port.removesuffix(".0"), way) for way, port in
+                 re.findall(r"(?m)^input (ingress|egress) interface (\S+)$", text)]  # fmt: skip
+        output = re.search(r"(?m)^output (?:interface|vlan|ip-address) (\S+)", text)
+        state, cut = states.get(name, ("", ""))
+        reason = ""
+        if name in off:
+            reason = "deactivated in the configuration"
+        elif not state:
+            reason = "configured, but no analyzer of that name runs: QFX has 2 for ingress and 2 for egress"
+        elif state != "up":
+            reason = f"state {state}: usually the output interface is down or not family ethernet-switching"
+        out.append(
+            SessionState(name=name, exists=True, active=not reason, ours=name == session.name,
+                         sources=sources_of(pairs), destination=output[1].removesuffix(".0") if output else None,
+                         truncation=cut, reason=reason)
+        )  # fmt: skip
+    for name in states.keys() - analyzers.keys():
+        raise ValueError(f"analyzer {name} without configuration")
+    return out
+
+
+def _rate(body: str) -> str:
+    rate = re.search(r"Mirror rate\s*:\s*(\d+)", body)
+    length = re.search(r"Maximum packet length\s*:\s*(\d+)", body)
+    if rate and int(rate[1]) > 1:
+        return f"mirror rate 1 of {rate[1]}"
+    return f"maximum packet length {length[1]}" if length and int(length[1]) else ""
+
+
+# -- shared -----------------------------------------------------------------------------------------------
+
+
+def _blocks(text: str, heading: str) -> list[tuple[str, str]]:
+    """(name, body) of every part that begins with a heading; the heading's group is the name."""
+    found = list(re.finditer(heading, text))
+    ends = [match.start() for match in found[1:]] + [len(text)]
+    return [(match[1], text[match.end() : end]) for match, end in zip(found, ends, strict=True)]
+
+
+def _find(text: str, pattern: str) -> str:
+    match = re.search(pattern, text, re.MULTILINE)
+    if match is None:
+        raise ValueError(f"no line like {pattern!r}")
+    return match[1]
+
+
+def _known(text: str, pattern: str) -> None:
+    if not re.search(pattern, text):
+        raise ValueError(f"unexpected output {text.strip()[:60]!r}")

@@ -1,0 +1,142 @@
+"""tc mirred on a real Linux bridge in a network namespace: what apply does to live traffic, and what show names."""
+
+from __future__ import annotations
+
+import pytest
+
+from switch_configs.errors import DeviceError, PlanError
+from switch_configs.manage import Manager
+from switch_configs.model import MirrorSession, Source
+from switch_configs.transport import LocalTransport
+
+pytestmark = pytest.mark.root
+
+
+def manager(bed, direction="both", ports=("va", "vb"), **changes) -> Manager:
+    session = MirrorSession(
+        leaf="bridge", vendor="tc", direction=direction, netns=bed.netns, destination="vm", destination_gbps=100,
+        sources=[Source(port=port, rank=n, speed_gbps=10) for n, port in enumerate(ports)], **changes,
+    )  # fmt: skip
+    return Manager(session, lambda: LocalTransport(session))
+
+
+def apply(m: Manager):
+    return m.apply(m.difference())
+
+
+def test_live_traffic_is_mirrored_changed_and_left_alone(bridged) -> None:
+    assert bridged.send() == []
+    m = manager(bridged)
+    difference = m.difference()
+    assert difference.lines[0] == "+ source va both" and bridged.send() == []  # a difference changes nothing
+    state = m.apply(difference)
+    assert state.active and state.ours
+    assert {(s.port, s.direction) for s in state.sources} == {("va", "both"), ("vb", "both")}
+    frames = bridged.send()
+    # hardware-like duplicates: rx of A and tx of B, whole frames
+    assert [int.from_bytes(f[14:18], "big") for f in frames] == [n for n in range(10) for _ in range(2)]
+    assert {len(f) for f in frames} == {4168}
+    assert m.difference().commands == ()  # idempotent
+    assert m.show().mine.copies == 20
+
+    change = manager(bridged, "ingress", ("va",))
+    assert "- source vb both" in change.difference().lines
+    apply(change)
+    assert len(bridged.send()) == 10
+    assert len(bridged.send(source="vb0", target="va0")) == 0
+    assert change.remove() and not change.remove()
+    assert bridged.send() == [] and not change.show().mine.exists
+
+
+def test_each_direction_alone(bridged) -> None:
+    for direction, there, back in (("ingress", 10, 0), ("egress", 0, 10)):
+        m = manager(bridged, direction, ("va",))
+        assert apply(m).sources[0].direction == direction
+        assert (len(bridged.send()), len(bridged.send(source="vb0", target="va0"))) == (there, back)
+        m.remove()
+
+
+def test_destination_mtu_too_small(bridged) -> None:
+    m = manager(bridged)
+    apply(m)
+    for end in ("vm", "vm0"):
+        bridged.ip("link", "set", end, "mtu", "1500")
+    assert bridged.send() == []
+    mine = m.show().mine
+    assert mine.exists and not mine.active and "MTU 1500" in mine.reason and mine.lost["overlimits"] == 20
+    with pytest.raises(DeviceError, match=r"MTU 1500.*taken back"):
+        apply(m)
+
+
+def test_destination_down_and_deleted(bridged) -> None:
+    m = manager(bridged)
+    apply(m)
+    bridged.ip("link", "set", "vm", "down")
+    bridged.send()
+    mine = m.show().mine
+    assert not mine.active and "vm is down" in mine.reason and mine.lost["overlimits"] == 20
+    bridged.sockets.pop("vm0").close()
+    bridged.ip("link", "del", "vm")
+    mine = m.show().mine
+    assert mine.exists and not mine.active and "deleted" in mine.reason and mine.destination is None
+    with pytest.raises(DeviceError, match="refused"):
+        apply(m)
+    bridged.cable("vm")
+    assert apply(m).active
+    assert len(bridged.send()) == 20
+
+
+def test_source_gone(bridged) -> None:
+    m = manager(bridged)
+    apply(m)
+    bridged.ip("link", "del", "vb")
+    mine = m.show().mine
+    assert not mine.active and "2 of 4 filters are missing" in mine.reason
+    assert m.remove() and not m.show().mine.exists
+
+
+def test_somebody_elses_mirror_is_seen_and_survives(bridged) -> None:
+    bridged.cable("vo")
+    bridged.tc("qdisc", "add", "dev", "va", "clsact")
+    other = ("filter", "add", "dev", "va", "ingress", "protocol", "all", "prio", "5", "u32", "match", "u32", "0", "0",
+             "action", "mirred", "egress", "mirror", "dev", "vo")  # fmt: skip
+    bridged.tc(*other)
+    m = manager(bridged)
+    assert apply(m).active
+    seen = m.show().others
+    assert len(seen) == 1 and seen[0].destination == "vo" and seen[0].ours is False
+    m.remove()
+    assert "to device vo" in bridged.tc("filter", "show", "dev", "va", "ingress")
+    clash = manager(bridged, ports=("vb",))
+    clash.session = clash.session.model_copy(update={"destination": "vo"})
+    with pytest.raises(PlanError, match="destination vo is used by"):
+        clash.difference()
+
+
+def test_our_place_is_taken(bridged) -> None:
+    bridged.tc("qdisc", "add", "dev", "va", "clsact")
+    bridged.tc("filter", "add", "dev", "va", "ingress", "protocol", "all", "prio", "7791", "u32", "match", "u32", "0",
+               "0", "action", "mirred", "egress", "mirror", "dev", "vb")  # fmt: skip
+    m = manager(bridged)
+    with pytest.raises(PlanError, match="somebody else"):
+        m.difference()
+    with pytest.raises(PlanError, match="not ours"):
+        m.remove()
+
+
+def test_failure_in_the_middle_restores_what_was(bridged) -> None:
+    old = manager(bridged, "ingress", ("va",))
+    apply(old)
+    with pytest.raises(DeviceError, match=r"refused: tc .*vx.*taken back"):
+        apply(manager(bridged, "both", ("va", "vx")))
+    state = old.show().mine
+    assert state.active and [(s.port, s.direction) for s in state.sources] == [("va", "ingress")]
+    assert len(bridged.send()) == 10
+
+
+def test_filters_on_ports_of_an_earlier_plan_are_found(bridged) -> None:
+    apply(manager(bridged, ports=("vb",)))
+    m = manager(bridged, ports=("va",))
+    assert "- source vb both" in m.difference().lines
+    apply(m)
+    assert [s.port for s in m.show().mine.sources] == ["va"]
