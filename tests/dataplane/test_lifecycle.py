@@ -159,7 +159,7 @@ def test_refusals_leave_nothing_behind(eal, capture, tmp_path):
         PcapSource(eal, capture, dump="teleport")
     with pytest.raises(DpdkError, match="burst 0"):
         PcapSource(eal, capture, burst=0)
-    with pytest.raises(ValueError, match="slots of 1152 bytes, its largest frame has 4170"):
+    with pytest.raises(ValueError, match="slots of 1152 bytes, the largest frame has 4170"):
         PcapSource(eal, capture, slot_size=1152)
     with pytest.raises(ValueError, match="power of two"):
         PcapSource(eal, capture, ring_size=1000)

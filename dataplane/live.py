@@ -1,0 +1,294 @@
+"""A live capture: one port, a thread and a ring per rx queue.
+
+    config = LiveConfig("af_packet:eth1", path_mtu=4096, dump="copy")
+    with start_eal(config) as eal, LiveSource(eal, config) as source:
+        source.start()
+        ...                           # one consumer per ring in source.ring_addresses
+        source.stop()
+        print(source.summary())       # adds up to what arrived
+
+A live source does not wait: what finds a ring full is dropped and counted, by cause, in counters that other
+processes read (counters.py). The port has no tx queue and never transmits.
+
+Several queues: RSS by UDP source port where the port can (docs/dataplane.md), so that both directions of a
+connection come to one queue, and so to one thread. net_af_packet spreads by the kernel's symmetric flow hash.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from dataplane.counterfile import CounterFile
+from dataplane.memory import DUMPS, MemoryNeed, QueuePlan, packets_of, plan_queue, room_for, total
+from dataplane.ports import PortPlan, packet_sockets, plan_port, promiscuous_socket
+from dataplane.pydpdk.dmadev import DEPTH, PCI_ADDRESS, DmaDevice
+from dataplane.pydpdk.eal import Eal
+from dataplane.pydpdk.errors import DpdkError, NotEnoughMemory
+from dataplane.pydpdk.ethdev import Port, Rss
+from dataplane.pydpdk.ffi import lib
+from dataplane.pydpdk.mempool import Mempool
+from dataplane.rx import DMA_MINIMUM, RingMemory, RxConfig, RxThread
+
+__all__ = ["LiveConfig", "LiveSource", "live_memory", "start_eal"]
+
+BURST = 64
+RING_SIZE = 1 << 14
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class LiveConfig:
+    """What to capture, and how. Checked when it is made.
+
+    device: see ports.py. path_mtu: RoCE's (1024, 2048, 4096), which decides the slot; 0: whole frames of the
+    interface. queues: rx queues, each with a ring and a thread; cores: one for each, or none. ring_size:
+    entries per queue, None: 16,384, or for `hold` what an iteration needs. iteration_bytes: gradient bytes on
+    the wire of one iteration and queue. engines: DMA engines for dump="dma", names as for pydpdk.DmaDevice, a
+    multiple of queues; engine i serves queue i modulo queues. roce_only: drop at once what cannot hold RoCE.
+    streams: index written into each queue's references, by default the queue's number.
+    """
+
+    device: str
+    path_mtu: int = 0
+    queues: int = 1
+    cores: tuple[int, ...] = ()
+    dump: str = "copy"
+    ring_size: int | None = None
+    iteration_bytes: int = 0
+    engines: tuple[str, ...] = ()
+    dma_minimum: int = DMA_MINIMUM
+    burst: int = BURST
+    rss: Rss = Rss.SOURCE_PORT
+    roce_only: bool = False
+    streams: tuple[int, ...] = ()
+    kernel_frames: int = 4096
+    port: PortPlan = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.dump not in DUMPS:
+            raise ValueError(f"dump strategy {self.dump!r}: one of {', '.join(DUMPS)}")
+        if self.path_mtu not in (0, 256, 512, 1024, 2048, 4096):
+            raise ValueError(f"path MTU {self.path_mtu}: RoCE has 256, 512, 1024, 2048 and 4096")
+        if not 1 <= self.queues <= 64:
+            raise ValueError(f"{self.queues} queues: 1 to 64")
+        for what, given in (("cores", self.cores), ("streams", self.streams)):
+            if given and len(given) != self.queues:
+                raise ValueError(f"{len(given)} {what} for {self.queues} queues")
+        if (self.dump == "dma") != bool(self.engines) or len(self.engines) % self.queues:
+            raise ValueError(
+                f"{len(self.engines)} DMA engines, {self.queues} queues, dump {self.dump!r}: dma needs the same "
+                "number of engines for each queue, other strategies none"
+            )
+        plan = plan_port(self.device, queues=self.queues, path_mtu=self.path_mtu, frames=self.kernel_frames)
+        object.__setattr__(self, "port", plan)
+
+    @property
+    def iteration_packets(self) -> int:
+        return packets_of(self.iteration_bytes, self.path_mtu or 1024) if self.iteration_bytes else 0
+
+    @property
+    def entries(self) -> int:
+        """Ring entries of a queue."""
+        if self.ring_size is not None:
+            return self.ring_size
+        if self.dump == "hold" and self.iteration_packets:
+            return int(1 << (self.iteration_packets - 1).bit_length())
+        return RING_SIZE
+
+    @property
+    def warning(self) -> str:
+        """Why an iteration does not fit into a `hold` ring, or ""."""
+        if self.dump != "hold" or self.iteration_packets <= self.entries:
+            return ""
+        return (
+            f"{self.device}: an iteration of {self.iteration_bytes} bytes is up to {self.iteration_packets} packets, "
+            f"the ring holds {self.entries}: what the consumer has not released by then is dropped"
+        )
+
+    def queue_plan(self) -> QueuePlan:
+        frame = room_for(self.path_mtu + 128) if self.path_mtu else self.port.frame
+        engines = len(self.engines) // self.queues
+        return plan_queue(
+            dump=self.dump, ring_size=self.entries, frame=frame, burst=self.burst, room=self.port.room,
+            descriptors=self.port.descriptors + (2 * self.port.descriptors if self.port.driver == "af_xdp" else 0),
+            under_way=engines * DEPTH, kernel_bytes=self.port.kernel_bytes,
+        )  # fmt: skip
+
+
+def live_memory(configs: Iterable[LiveConfig]) -> MemoryNeed:
+    """What the captures take, and the sum as text."""
+    return total(
+        (f"{config.device} queue {queue}", config.queue_plan()) for config in configs for queue in range(config.queues)
+    )
+
+
+def start_eal(*configs: LiveConfig, huge: bool | None = None) -> Eal:
+    """DPDK with the memory and the devices that these captures need, reserved now.
+
+    Raises:
+        NotEnoughMemory: with the arithmetic.
+    """
+    need = live_memory(configs)
+    devices = [c.device for c in configs if c.port.driver == "pci"]
+    devices += [name for c in configs for name in c.engines if PCI_ADDRESS.fullmatch(name)]
+    try:
+        return Eal.start(memory_mb=need.total_mb, huge=huge, devices=devices)
+    except NotEnoughMemory as exc:
+        raise NotEnoughMemory(f"{exc.what}\n  is needed for: " + need.text.replace("\n", "\n    "), exc.remedy) from None
+
+
+class LiveSource:
+    """One port with its queues. Single use: start once.
+
+    Raises:
+        DpdkError: the port, an engine or a thread was refused, or memory is short (NotEnoughMemory, with the sum).
+    """
+
+    def __init__(self, eal: Eal, config: LiveConfig) -> None:
+        self.config = config
+        plan, number = config.queue_plan(), next(_numbers)
+        with ExitStack() as undo:
+            self._counters = undo.enter_context(CounterFile(eal, config.device, config.queues))
+            before = set(packet_sockets())
+            self._port = undo.enter_context(Port(eal, config.port.name, config.port.arguments))
+            sockets: list[int | None] = [fd for fd in packet_sockets() if fd not in before]
+            self._set_up_port(undo)
+            facts = self._port.facts
+            self._memories, self._threads, self._pools = [], [], []
+            sockets += [None] * config.queues
+            for queue in range(config.queues):
+                pool = undo.enter_context(
+                    Mempool(eal, f"fc_live_{number}_{queue}", plan.buffers, plan.room, socket=facts.socket)
+                )
+                self._pools.append(pool)
+                self._port.rx_queue(queue, pool, descriptors=config.port.descriptors)
+                self._memories.append(
+                    undo.enter_context(
+                        RingMemory(
+                            eal, config.entries, plan.slot, counters=self._counters, queue=queue, socket=facts.socket
+                        )
+                    )
+                )
+            for queue in range(config.queues):
+                rx = RxConfig(
+                    queue=queue,
+                    stream=config.streams[queue] if config.streams else queue,
+                    burst=config.burst,
+                    core=config.cores[queue] if config.cores else None,
+                    dump=config.dump,
+                    stamp=True,
+                    roce_only=config.roce_only,
+                    packet_socket=sockets[queue],
+                    engines=self._engines(eal, undo, queue),
+                    dma_minimum=config.dma_minimum,
+                )
+                self._threads.append(undo.enter_context(RxThread(self._port, self._memories[queue], rx)))
+            self._undo = undo.pop_all()
+
+    def _set_up_port(self, undo: ExitStack) -> None:
+        port, config = self._port, self.config
+        if config.queues > port.facts.max_rx_queues:
+            raise DpdkError(
+                0, f"{config.device}: {config.queues} queues, it has {port.facts.max_rx_queues}", "fewer queues"
+            )
+        port.configure(rx_queues=config.queues, mtu=config.port.mtu, rss=config.rss)
+        if config.port.interface:
+            self._promiscuous: socket.socket = undo.enter_context(promiscuous_socket(config.port.interface))
+        elif config.port.driver == "pci":
+            port.promiscuous()
+
+    def _engines(self, eal: Eal, undo: ExitStack, queue: int) -> tuple[DmaDevice, ...]:
+        """Engines of one queue. "dma_skeleton" gets a number of its own each time."""
+        names = self.config.engines[queue :: self.config.queues]
+        return tuple(
+            undo.enter_context(DmaDevice(eal, f"{name}_fc{next(_numbers)}" if name == "dma_skeleton" else name))
+            for name in names
+        )
+
+    def start(self) -> None:
+        """Packets begin to appear in the rings."""
+        self._port.start()
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def ring_addresses(self) -> list[int]:
+        """Addresses of the fc_rings, one per queue, valid until close."""
+        return [memory.ring_address for memory in self._memories]
+
+    @property
+    def port(self) -> Port:
+        return self._port
+
+    @property
+    def pools(self) -> list[Mempool]:
+        """One per queue."""
+        return self._pools
+
+    @property
+    def counter_file(self) -> Path | None:
+        """Where other processes read the counters (counters.py), until close."""
+        return self._counters.path
+
+    @property
+    def finished(self) -> bool:
+        return all(thread.finished for thread in self._threads)
+
+    @property
+    def error(self) -> DpdkError | None:
+        """Why a thread could not work."""
+        return next((t.failure() for t in self._threads if t.state == lib.FC_RX_FAILED), None)
+
+    def counters(self, queue: int | None = None) -> dict[str, int]:
+        """By cause (include/rx_counters.h), of a queue or all together; after close the last values."""
+        rows = [memory.counters() for memory in self._memories]
+        if queue is not None:
+            return rows[queue]
+        return {name: sum(row[name] for row in rows) for name in rows[0]}
+
+    def summary(self) -> str:
+        """One line that adds up to what arrived; meant for after stop."""
+        c = self.counters()
+        lost = {
+            "ring full": c["ring_full"], "oversize": c["oversize"], "not RoCE": c["not_roce"],
+            "bad checksum": c["bad_checksum"], "unfinished": c["unfinished"],
+        }  # fmt: skip
+        before = {
+            "NIC missed": c["nic_missed"], "errors": c["errors"], "no mbuf": c["no_mbuf"],
+            "kernel ring full": c["kernel_ring_full"],
+        }  # fmt: skip
+        if self.config.port.driver == "af_packet":
+            # The kernel counts what it offered to the socket; what nobody took is still in its ring.
+            before["left in the kernel"] = max(0, c["kernel_seen"] - c["kernel_ring_full"] - c["received"])
+        arrived = c["received"] + sum(before.values())
+        return (
+            f"{self.config.device}: {arrived} arrived = {c['received']} received"
+            + "".join(f" + {count} {name}" for name, count in before.items())
+            + f"; received = {c['published']} published"
+            + "".join(f" + {count} {name}" for name, count in lost.items())
+            + f"; {c['truncated']} of the published truncated"
+        )
+
+    def stop(self) -> None:
+        """Ends the threads; what is in the rings stays readable until close. Idempotent."""
+        for thread in self._threads:
+            thread.stop()
+
+    def close(self) -> None:
+        """Gives everything back: threads, engines, port, pools, rings, counters. Idempotent."""
+        self._undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,161 @@
+"""Where packets come from, live: a device by name, and what its driver needs to be told.
+
+    0000:81:00.0          a NIC by PCI address: mlx5 and every other physical driver
+    af_packet:IFACE       net_af_packet, a kernel interface; needs CAP_NET_RAW
+    af_xdp:IFACE          net_af_xdp, faster, takes the interface's packets away from the kernel; needs root
+    ring, null            net_ring and net_null, for tests
+
+Traps handled here. net_af_packet cuts frames that are larger than its `framesz` (2048 by default): framesz is
+set by the interface's MTU. It reports no drops: its sockets are found, so that they can be asked. It wants
+packet buffers as large as framesz. net_af_xdp refuses large MTUs, receives nothing at 3000, and nothing at all
+on veth with busy polling (busy_budget), wants a pool of its own with small buffers, and one program per
+interface. Promiscuous mode belongs to a socket that lives as long as the capture, so the interface's flags
+are what they were afterwards.
+"""
+
+from __future__ import annotations
+
+import array
+import errno
+import fcntl
+import itertools
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from dataplane.memory import room_for
+from dataplane.pydpdk.errors import DpdkError
+from dataplane.pydpdk.ethdev import PCI_ADDRESS
+
+__all__ = ["PortPlan", "interface_mtu", "packet_sockets", "plan_port", "promiscuous_socket"]
+
+SIOCGIFMTU = 0x8921
+SO_DOMAIN = 39
+SOL_PACKET, PACKET_ADD_MEMBERSHIP, PACKET_MR_PROMISC = 263, 1, 1
+ETHERNET = 14 + 8  # header and two VLAN tags
+TPACKET2_ROOM = 96  # what the kernel puts before a frame in its ring: headers, address, alignment
+BLOCK = 1 << 16
+AF_PACKET_FRAMES = 4096
+AF_XDP_ROOM = 2048
+AF_XDP_MTU = 1500
+AF_XDP_DESCRIPTORS = 2048
+PHYSICAL_DESCRIPTORS = 4096
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class PortPlan:
+    """name, arguments: for pydpdk.Port. interface: of the kernel, or "". frame: bytes of the largest frame that
+    can come. room: bytes that packet buffers must have, None for any. mtu: to configure, 0 for the driver's.
+    descriptors: per queue. kernel_bytes: of memory that the kernel keeps, per queue."""
+
+    driver: str
+    name: str
+    arguments: str
+    interface: str
+    frame: int
+    room: int | None = None
+    mtu: int = 0
+    descriptors: int = 1024
+    kernel_bytes: int = 0
+
+
+def interface_mtu(name: str) -> int:
+    """MTU of a kernel interface in this network namespace.
+
+    Raises:
+        DpdkError: there is none of that name.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            answer = fcntl.ioctl(asked, SIOCGIFMTU, struct.pack("16si12x", name.encode()[:15], 0))
+        except OSError as exc:
+            known = ", ".join(sorted(n for _, n in socket.if_nameindex()))
+            raise DpdkError(exc.errno or errno.ENODEV, f"interface {name}", f"one of: {known}") from None
+    return int(struct.unpack("16si12x", answer)[1])
+
+
+def plan_port(device: str, *, queues: int, path_mtu: int, frames: int = AF_PACKET_FRAMES) -> PortPlan:
+    """path_mtu: RoCE's, 0: whatever the interface lets through. frames: of the kernel's ring (af_packet).
+
+    Raises:
+        DpdkError: no such interface, or a combination its driver cannot do.
+        ValueError: not a device name.
+    """
+    kind, _, interface = device.partition(":")
+    number = next(_numbers)
+    if PCI_ADDRESS.fullmatch(device):
+        frame = room_for((path_mtu or 4096) + 128)
+        return PortPlan("pci", device, "", "", frame, mtu=frame - ETHERNET - 4, descriptors=PHYSICAL_DESCRIPTORS)
+    if kind in ("ring", "null") and not interface:
+        frame = room_for((path_mtu or 4096) + 128)
+        arguments = f"size={frame},copy=1" if kind == "null" else ""
+        return PortPlan(kind, f"net_{kind}_fc{number}", arguments, "", frame)
+    if kind not in ("af_packet", "af_xdp") or not interface:
+        raise ValueError(f"{device!r} is no capture device: af_packet:IFACE, af_xdp:IFACE or a PCI address")
+    if "," in interface or " " in interface:
+        raise ValueError(f"{device!r}: the driver cannot take this name")
+    mtu = interface_mtu(interface)
+    if path_mtu and path_mtu + 80 > mtu:
+        raise DpdkError(
+            0, f"interface {interface} has MTU {mtu}, RoCE with path MTU {path_mtu} needs {path_mtu + 80}",
+            f"ip link set {interface} mtu 9000",
+        )  # fmt: skip
+    plan = _af_packet if kind == "af_packet" else _af_xdp
+    return plan(f"net_{kind}_fc{number}", interface, mtu, queues, frames)
+
+
+def _af_packet(name: str, interface: str, mtu: int, queues: int, frames: int) -> PortPlan:
+    frame = mtu + ETHERNET
+    size = max(2048, 1 << (frame + TPACKET2_ROOM - 1).bit_length())
+    block = max(BLOCK, size)
+    count = -(-frames * size // block) * block // size
+    arguments = f"iface={interface},qpairs={queues},blocksz={block},framesz={size},framecnt={count}"
+    # The driver maps a ring to send from as well, of the same size, and never uses it here.
+    return PortPlan("af_packet", name, arguments, interface, frame, room=size, kernel_bytes=2 * count * size)
+
+
+def _af_xdp(name: str, interface: str, mtu: int, queues: int, frames: int) -> PortPlan:
+    if mtu > AF_XDP_MTU:
+        raise DpdkError(
+            0,
+            f"interface {interface} has MTU {mtu}; net_af_xdp receives nothing or does not load above {AF_XDP_MTU}",
+            f"ip link set {interface} mtu {AF_XDP_MTU} (RoCE path MTU 1024), or af_packet:{interface}",
+        )
+    arguments = f"iface={interface},start_queue=0,queue_count={queues},busy_budget=0"
+    return PortPlan(
+        "af_xdp", name, arguments, interface, mtu + ETHERNET, room=AF_XDP_ROOM, descriptors=AF_XDP_DESCRIPTORS
+    )
+
+
+def packet_sockets() -> Iterator[int]:
+    """File descriptors of this process that are AF_PACKET sockets, ascending."""
+    for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
+        try:
+            with socket.socket(fileno=os.dup(fd)) as candidate:
+                if candidate.getsockopt(socket.SOL_SOCKET, SO_DOMAIN) == socket.AF_PACKET:
+                    yield fd
+        except OSError:
+            continue  # not a socket, or the descriptor of the listing itself
+
+
+def promiscuous_socket(interface: str) -> socket.socket:
+    """The interface takes frames for anybody until this socket is closed. It receives nothing itself.
+
+    Raises:
+        DpdkError: not allowed.
+    """
+    try:
+        kept = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
+    except OSError as exc:
+        raise DpdkError(exc.errno or errno.EPERM, f"interface {interface}: capturing", "root or CAP_NET_RAW") from None
+    try:
+        index = socket.if_nametoindex(interface)
+        member = struct.pack("iHH8s", index, PACKET_MR_PROMISC, 0, b"")
+        kept.setsockopt(SOL_PACKET, PACKET_ADD_MEMBERSHIP, array.array("B", member))
+    except OSError as exc:
+        kept.close()
+        raise DpdkError(exc.errno or errno.EPERM, f"interface {interface}: promiscuous mode") from None
+    return kept
