@@ -6,7 +6,8 @@ Causes of missing elements, the first that applies:
 
     not_mirrored   no connection seen in the captures carries them reduced
     icrc           their packet came with a wrong ICRC
-    unanchored     their packet came, but no anchors before and after it agreed
+    unanchored     their packet came, but no anchors before and after it agreed, or its connection lost its place
+                   in an outage and nothing said it again
     disagreement   the connections that carry them are LOST after a disagreement
     lost           their packet never came (lost by the mirror, truncated, or after the capture's end)
 """
@@ -98,23 +99,24 @@ def _bytes(region: np.ndarray, place: BucketPlace) -> np.ndarray:
 
 def _causes(plan: JobPlan, engine: Engine, iteration: int, place: BucketPlace, mask: np.ndarray) -> dict[str, int]:
     seen: dict[int, set[int]] = {}  # edge -> its QPs that are in the captures
-    lost_flows = set()
+    lost_flows, adrift = set(), set()
     for stream in range(plan.engine.streams):
         for spec, counters in zip(plan.engine.flows, engine.flow_counters(stream), strict=True):
             if spec.data and counters["packets"]:
                 seen.setdefault(spec.edge, set()).add(spec.qp)
                 if counters["state"] == "LOST":
                     lost_flows.add(spec.edge)
-    carried = np.zeros(place.elements, dtype=bool)
-    sound = np.zeros(place.elements, dtype=bool)
+                if counters["adrift"]:
+                    adrift.add(spec.edge)
+    carried, sound, unplaced = (np.zeros(place.elements, dtype=bool) for _ in range(3))
     for edge, queues in seen.items():
         for start, end in _final_ranges(plan, iteration, place, edge, queues):
             carried[start:end] = True
             if edge not in lost_flows:
                 sound[start:end] = True
-    by_cause = {"not_mirrored": ~carried}
-    for cause in ("icrc", "unanchored"):
-        by_cause[cause] = np.zeros(place.elements, dtype=bool)
+            if edge in adrift:
+                unplaced[start:end] = True
+    by_cause = {"not_mirrored": ~carried, "icrc": np.zeros(place.elements, dtype=bool), "unanchored": unplaced}
     for loss in engine.losses():
         if loss["target"] != Target.GRADIENT or loss["iteration"] != iteration or loss["cause"] not in by_cause:
             continue

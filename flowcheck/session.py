@@ -99,7 +99,7 @@ class ReplaySession:
                 stack.enter_context(PcapSource(eal, info.path, stream=i, info=info))
                 for i, info in enumerate(self.infos)
             ]
-            self.streams = Streams(self.engine, sources, self._full)
+            self.streams = Streams(self.engine, sources, self._full, self._skipped)
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             bar = stack.enter_context(
                 Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -123,6 +123,13 @@ class ReplaySession:
         cells = self.engine.cells(iteration)
         return all(
             bool(cells[place.cells].all()) for place in self.plan.iteration_places(iteration)
+        )
+
+    def _skipped(self, first: int, last: int) -> None:
+        """A very long outage: nothing of these iterations was captured, and nothing can be built across them."""
+        self.lost |= self.reduces
+        self.report.notes.append(
+            f"iterations {first} to {last} passed while the mirror was down: no packet of them is in the captures"
         )
 
     # -- one iteration --
@@ -235,6 +242,16 @@ class ReplaySession:
             self.report.checkpoint = self.report.parameter_checkpoint = None
         remove_tree(aside)
 
+    def _adrift(self) -> str:
+        """Connections whose packets came after an outage and could not be placed any more."""
+        names = [
+            flow_name(self.plan.job, spec.edge)
+            for stream in range(self.plan.engine.streams)
+            for spec, counters in zip(self.plan.engine.flows, self.engine.flow_counters(stream), strict=True)
+            if spec.data and counters["adrift"]
+        ]
+        return "; ".join(names[:4])
+
     def _write(self) -> None:
         self._note_trust()
         path = self.replica.write(self._place, self.report.unproven)
@@ -286,6 +303,9 @@ class ReplaySession:
         entries = self.engine.disagreements()
         if entries:
             return f"the traffic is not what the manifest says: {describe_disagreement(self.plan, entries[0])}"
+        adrift = self._adrift()
+        if adrift:
+            return f"the place in the schedule was lost in an outage and nothing on the wire says it again: {adrift}"
         if self.plan.job.optimizer is not None and not self.replica.ready:
             return f"no checkpoint: {self.replica.absent}"
         unpublished = [i for i in seen if not i.verdict.publishable]

@@ -5,8 +5,9 @@
 A stream is blocked when its next packet belongs to an iteration that has no arena yet. The oldest
 iteration closes as soon as every stream is past it (or ended) and nothing of it is missing; an iteration
 with gaps stays open for late packets until its arena is needed: then every stream is past it, ended, or
-blocked itself. A stream that is ahead waits for the others, so the slowest can always go on and nothing
-dead-locks.
+blocked itself. Iterations that no stream saw anything of, because the mirror was down, close one by one too; after
+a very long outage all but the last of them are skipped. A stream that is ahead waits for the others, so the
+slowest can always go on and nothing dead-locks.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from flowcheck.errors import UserError
 __all__ = ["Streams"]
 
 BATCH = 2048
+UNSEEN = 1000  # iterations without a packet that are still judged one by one
 IDLE_SECONDS = 0.0005  # between two looks at empty rings, while the rx threads work
 
 StreamState = Literal["past", "ended", "lost", "behind"]
@@ -31,11 +33,15 @@ StreamState = Literal["past", "ended", "lost", "behind"]
 class Streams:
     """sources[i] feeds stream i of the engine. All sources were started by the caller.
 
-    full: asked before an early close: is everything of this iteration there?
+    full: asked before an early close: is everything of this iteration there? skipped(first, last): told of
+    iterations that passed unseen and will not be closed.
     """
 
-    def __init__(self, engine: Engine, sources: Sequence[PcapSource], full: Callable[[int], bool]) -> None:
-        self._engine, self._sources, self._full = engine, sources, full
+    def __init__(
+        self, engine: Engine, sources: Sequence[PcapSource], full: Callable[[int], bool],
+        skipped: Callable[[int, int], None],
+    ) -> None:
+        self._engine, self._sources, self._full, self._skipped = engine, sources, full, skipped
         self._ended = [False] * len(sources)
         self._blocked = [False] * len(sources)
         self.consumed = 0
@@ -91,7 +97,7 @@ class Streams:
 
     def _may_close(self) -> bool:
         oldest = self._engine.oldest
-        if oldest > self._engine.begun:
+        if oldest > self._engine.begun and not any(self._blocked):
             return False
         past = [self._ended[i] or self._engine.past(i) > oldest for i in range(len(self._sources))]
         if all(past) and not all(self._ended) and self._full(oldest):
@@ -99,7 +105,15 @@ class Streams:
         return any(self._blocked) and all(p or b for p, b in zip(past, self._blocked, strict=True))
 
     def _close_oldest(self, close: Callable[[int], bool]) -> bool:
-        go_on = close(self._engine.oldest)
+        oldest = self._engine.oldest
+        if oldest > self._engine.begun and any(self._blocked):
+            wanted = min(self._engine.wanted(i) for i, blocked in enumerate(self._blocked) if blocked)
+            unseen = wanted - self._engine.config.arenas - oldest
+            if unseen > UNSEEN:
+                self._skipped(oldest, oldest + unseen - 1)
+                self._engine.retire(unseen)
+                return True
+        go_on = close(oldest)
         self._engine.retire()
         self._blocked = [False] * len(self._sources)
         return go_on

@@ -199,6 +199,7 @@ cdef struct Machine:
     uint8_t check_icrc, from_start  # from_start: a connection's first packet was seen
     uint32_t cts_index_at, cts_tag_at  # bytes of idx and tag in a 64-byte CTS element (5.4)
     int64_t base_iteration, begun   # oldest open iteration; highest with a gradient packet seen
+    int64_t wanted[64]              # by stream: iteration that its blocked packet belongs to
     uint64_t outage_ns              # silence in which half of the PSN space could have passed
     int64_t region_bytes[3]         # by Target
     uint64_t words[3]

@@ -242,7 +242,7 @@ cdef int seek(Machine *M, const FlowState *f, int by_step, uint64_t want, Cursor
     cdef const Edge *e = &M.edges[f.edge]
     cdef Cursor mark
     cdef int marked = 0, known = 0, found
-    cdef uint64_t dstep = 0, dnumber = 0, dpsn = 0, walked = 0, last = 0, here, k
+    cdef uint64_t dstep = 0, dnumber = 0, dpsn = 0, walked = 0, here, k
     cdef int64_t diteration = 0
     memset(c, 0, sizeof(Cursor))
     memset(&mark, 0, sizeof(Cursor))
@@ -253,9 +253,8 @@ cdef int seek(Machine *M, const FlowState *f, int by_step, uint64_t want, Cursor
             return 0
         if found == 2:
             here = c.step if by_step else c.number
-            if want < here or (marked and c.number == last):
-                return 0  # passed, or a connection that is idle in steady iterations
-            last = c.number
+            if want < here:
+                return 0
             marked += 1
             if not known and (marked & (marked - 1) == 0 or (mark.step + 8) // LL_LAP != (c.step + 8) // LL_LAP):
                 mark = c[0]  # a later mark each time (Brent): the first iterations need not recur
@@ -832,18 +831,21 @@ cdef int try_position(
         return 0
     if f.packets and f.cursor.psn > m.psn and f.next_psn >= m.psn + index and f.next_psn - m.psn - index < 0x800000:
         f.counted = 1  # where the count is already (or just behind it): nothing to move
+        f.seeks = 0
         return 1
     settle_aside(M, stream, f, 0, 0)
     if f.packets:
         f.missing += unseen(f)
+        if m.psn + index > f.next_psn:
+            f.missing += m.psn + index - f.next_psn
     memset(f.seen, 0, sizeof(f.seen))
     f.window[0] = m
     f.messages, f.current = 1, 0
     f.cursor = c
     f.finished = 0
     f.next_psn = f.start_psn = m.psn + index
-    f.anchored = 0
-    f.counted = 1
+    f.counted = f.anchored = 1
+    f.seeks = 0
     return 1
 
 
@@ -1010,8 +1012,10 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
     f.express = 0
     if delta >= 0x800000:
         delta -= 0x1000000
-    if delta > 0 and f.last_ns and now_ns > f.last_ns + M.outage_ns:
-        f.counted = f.anchored = 0  # 2^23 packets could have passed unseen: which lap of the PSN is this?
+    if delta != 0 and f.last_ns and now_ns > f.last_ns + M.outage_ns:
+        # 2^23 packets could have passed unseen: which lap of the PSN is this? A repeat after a timeout looks no
+        # different; it has nothing to place, and if nothing absolute follows, neither has what comes after it.
+        f.counted = 0
     if not f.counted:
         # PSNs start at 0 with the connection, so a flow seen from its beginning is counted from there. The
         # connections of a communicator are born together: where one was seen at 0, others are young too.
@@ -1052,6 +1056,7 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
         if M.begun < 0 and not M.from_start:
             M.base_iteration = m.iteration  # the capture began in mid-stream: this is its first iteration
         elif m.iteration >= M.base_iteration + M.arenas:
+            M.wanted[stream] = m.iteration
             return -1
     index = <uint32_t>(psn - m.psn)
     final = m.target != NOTHING and m.content == FC_FINAL and index < m.packets
@@ -1481,9 +1486,14 @@ cdef class Engine:
                 slowest = m.iteration
         return slowest if n else -1
 
-    def retire(self):
-        """Close the oldest iteration: its arena is free for a later one, packets for it are late."""
-        self.M.base_iteration += 1
+    def wanted(self, uint32_t stream):
+        """The iteration that a blocked stream's next packet belongs to."""
+        self._stream(stream)
+        return self.M.wanted[stream]
+
+    def retire(self, int64_t count=1):
+        """Close the oldest iterations: their arenas are free for later ones, packets for them are late."""
+        self.M.base_iteration += count
 
     def consider_recovery(self):
         """Decide for flows that became LOST since whether they may ever be trusted again: see recover().
@@ -1568,6 +1578,7 @@ cdef class Engine:
             f = &self.M.states[stream * self.M.flows + i]
             out.append({
                 "seen": bool(f.active), "state": PHASES[f.state], "anchored": bool(f.anchored),
+                "adrift": f.packets > 0 and not f.counted,  # lost in an outage, and not found again
                 "packets": f.packets, "payload_bytes": f.payload_bytes, "missing": f.missing,
                 "duplicates": f.duplicates, "retransmissions": f.retransmissions, "out_of_order": f.out_of_order,
                 "icrc_wrong": f.bad_icrc, "agreements": f.agreements, "disagreements": f.disagreements,
