@@ -242,7 +242,7 @@ cdef int seek(Machine *M, const FlowState *f, int by_step, uint64_t want, Cursor
     cdef const Edge *e = &M.edges[f.edge]
     cdef Cursor mark
     cdef int marked = 0, known = 0, found
-    cdef uint64_t dstep = 0, dnumber = 0, dpsn = 0, walked = 0, here, k
+    cdef uint64_t dstep = 0, dnumber = 0, dpsn = 0, walked = 0, last = 0, here, k
     cdef int64_t diteration = 0
     memset(c, 0, sizeof(Cursor))
     memset(&mark, 0, sizeof(Cursor))
@@ -253,8 +253,9 @@ cdef int seek(Machine *M, const FlowState *f, int by_step, uint64_t want, Cursor
             return 0
         if found == 2:
             here = c.step if by_step else c.number
-            if want < here:
-                return 0
+            if want < here or (marked and c.number == last):
+                return 0  # passed, or a connection that is idle in steady iterations
+            last = c.number
             marked += 1
             if not known and (marked & (marked - 1) == 0 or (mark.step + 8) // LL_LAP != (c.step + 8) // LL_LAP):
                 mark = c[0]  # a later mark each time (Brent): the first iterations need not recur
