@@ -66,12 +66,15 @@ cdef extern from "stdlib.h" nogil:
     int posix_memalign(void **memory, size_t alignment, size_t size)
 
 
+cdef extern from "prefetch.h" nogil:
+    void fc_prefetch(const void *at)
+    void fc_prefetch_once(const void *at)
+
+
 cdef extern from *:
     """
-    #define prefetch_line(p) __builtin_prefetch(p)
     #define likely_so(x) __builtin_expect(!!(x), 1)
     """
-    void prefetch_line(const void *p) nogil
     bint likely_so(bint x) nogil
 
 
@@ -1205,7 +1208,7 @@ cdef inline void fetch_payload(const Machine *M, const fc_packetref *ref) noexce
     if M.keeping[swapped(qpn) % HINTS]:
         at = ref.data + 64
         while at < ref.data + ref.length:
-            prefetch_line(at)
+            fc_prefetch_once(at)
             at += 64
 
 
@@ -1224,9 +1227,9 @@ cdef int64_t drive(Machine *M, uint32_t stream, fc_ring *ring, int64_t limit, in
             break
         for i in range(n):
             if i + HEADERS_AHEAD < seen:
-                prefetch_line(refs[i + HEADERS_AHEAD].data)
+                fc_prefetch(refs[i + HEADERS_AHEAD].data)
                 if M.header_lines > 1:
-                    prefetch_line(refs[i + HEADERS_AHEAD].data + 64)
+                    fc_prefetch(refs[i + HEADERS_AHEAD].data + 64)
             if i + ahead < seen:
                 fetch_payload(M, &refs[i + ahead])
             if not process(M, stream, &refs[i]):

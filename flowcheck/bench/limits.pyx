@@ -37,11 +37,8 @@ cdef extern from "place.h" nogil:
     void fc_copy_place(uint8_t *dst, const uint8_t *src, uint64_t nbytes)
     void fc_place_fence()
 
-cdef extern from *:
-    """
-    #define prefetch_line(p) __builtin_prefetch(p)
-    """
-    void prefetch_line(const uint8_t *p) nogil
+cdef extern from "prefetch.h" nogil:
+    void fc_prefetch_once(const void *at)
 
 
 def copy(uintptr_t dst, uintptr_t src, size_t nbytes):
@@ -152,8 +149,8 @@ def place(
     with nogil:
         for i in range(n):
             if ahead and i + ahead < n:
-                for line in range(0, length, 64):
-                    prefetch_line(<const uint8_t *>payloads[i + ahead] + line)
+                for line in range(0, length + 63, 64):
+                    fc_prefetch_once(<const uint8_t *>payloads[i + ahead] + line)
             dst, wire = <uint8_t *>to[i], <const uint8_t *>payloads[i]
             if protocol == 0:
                 wrong += fc_ll_place(dst, wire, length // 2, <uint32_t>flags[i]) >= 0

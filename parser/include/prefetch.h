@@ -1,0 +1,28 @@
+/* Loads ahead of need.
+ *
+ * In assembly because GCC takes __builtin_prefetch for something without effect: a function that does nothing else
+ * is "pure", and calls of it vanish without a word.
+ */
+#ifndef FLOWCHECK_PREFETCH_H
+#define FLOWCHECK_PREFETCH_H
+
+#if defined(__x86_64__)
+
+/* A line that is needed soon, and again. */
+static inline void fc_prefetch(const void *at)
+{
+    __asm__ volatile("prefetcht0 %0" : : "m"(*(const char *)at));
+}
+
+/* A line that is read once: it need not stay in the outer caches. */
+static inline void fc_prefetch_once(const void *at)
+{
+    __asm__ volatile("prefetchnta %0" : : "m"(*(const char *)at));
+}
+
+#else
+#define fc_prefetch(at) __builtin_prefetch(at)
+#define fc_prefetch_once(at) __builtin_prefetch(at, 0, 0)
+#endif
+
+#endif
