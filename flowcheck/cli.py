@@ -28,6 +28,7 @@ from flowcheck.learn.cli import (
     hints_of,
     learn,
 )
+from flowcheck.switch.cli import switch
 from flowcheck.synth.cli import synth, synth_job
 
 __all__ = ["app", "main"]
@@ -113,6 +114,7 @@ app.command()(learn)
 app.command()(synth)
 app.command()(bench)
 app.command("synth-job")(synth_job)
+app.add_typer(switch, name="switch")
 
 
 def _console() -> Console:

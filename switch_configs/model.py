@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from switch_configs.errors import DeviceError, PlanError
 
 __all__ = [
-    "VENDORS", "Direction", "Group", "GroupChoice", "Leaf", "MirrorPlan", "MirrorSession", "MonitorPort", "NicPort",
-    "SessionState", "Source", "SourceState", "Topology", "Vendor", "frame_bytes", "read_document",
+    "VENDORS", "Direction", "Group", "GroupChoice", "HostNic", "Leaf", "MirrorPlan", "MirrorSession", "MonitorPort",
+    "NicPort", "NodeNic", "SessionState", "Source", "SourceState", "Topology", "Vendor", "frame_bytes", "read_document",
 ]  # fmt: skip
 
 Direction = Literal["ingress", "egress", "both"]
@@ -82,7 +82,7 @@ class Leaf(_Strict):
 
     name: Host
     vendor: Vendor
-    ports: list[NicPort]
+    ports: list[NicPort] = []
     monitor_ports: list[MonitorPort] = []
     address: Host | None = None
     ssh_port: Annotated[int, Field(ge=1, le=65535)] = 22
@@ -114,9 +114,32 @@ class Group(_Strict):
         return self
 
 
+class HostNic(_Strict):
+    """A trainer's NIC whose switch port is not known yet: an LLDP dump of its host says it (lldp.fill)."""
+
+    host: Host
+    interface: Host
+    rank: Annotated[int, Field(ge=0)]
+    rail: Annotated[int, Field(ge=0)] = 0
+    speed_gbps: Annotated[float, Field(gt=0)]
+    peak_gbps: Annotated[float, Field(gt=0)] | None = None
+    address: Host | None = None
+
+
+class NodeNic(_Strict):
+    """The same for a checkpoint node."""
+
+    node: Host
+    interface: Host
+    speed_gbps: Annotated[float, Field(gt=0)]
+    mtu: Annotated[int, Field(gt=0)] = 9216
+
+
 class Topology(_Strict):
     leaves: Annotated[list[Leaf], Field(min_length=1)]
     groups: Annotated[list[Group], Field(min_length=1)]
+    nics: list[HostNic] = []
+    node_nics: list[NodeNic] = []
     session: Name = "flowcheck"
     path_mtu: Literal[256, 512, 1024, 2048, 4096] = 4096
 

@@ -13,8 +13,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# The extras `make` installs. switch needs devices or a simulator and is installed by hand.
-INSTALLED = ("node", "lab", "dev")
+# The extras `make` installs.
+INSTALLED = ("node", "switch", "lab", "dev")
 
 
 def tracked() -> list[Path]:

@@ -1,0 +1,1 @@
+"""`flowcheck switch`: plan, diff, apply, show, verify and remove port mirroring (switch_configs does the work)."""

@@ -1,0 +1,146 @@
+"""Does the mirror deliver? Judge what a survey of the mirror port found against the plan.
+
+    judge(document of flowcheck.inspect, plan) -> Check per question, in the order in which to mend them
+
+Counters of the switch cannot answer this: several count lost copies as sent. Only the packets at the port can.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from flowcheck.inspect import survey_captures
+from parser.findings import ranks_of
+from switch_configs.model import MirrorPlan
+
+__all__ = ["Check", "judge", "run"]
+
+SCHEMA = "flowcheck-switch-verify/1"
+# Retransmissions look like duplicates; a mirror that copies twice makes every packet one.
+DUPLICATE_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class Check:
+    """name of the question; good; what was found; mend: what to do if not good."""
+
+    name: str
+    good: bool
+    found: str
+    mend: str = ""
+
+
+def run(captures: Sequence[Path], plan: MirrorPlan, as_json: bool, console: Console) -> int:
+    """0 if every check is good, 1 if not. Errors as flowcheck.inspect.survey_captures."""
+    checks = list(judge(survey_captures(captures), plan))
+    bad = [check for check in checks if not check.good]
+    if as_json:
+        document = {"schema": SCHEMA, "good": not bad, "mend": bad[0].mend if bad else "",
+                    "checks": [asdict(check) for check in checks]}  # fmt: skip
+        json.dump(document, sys.stdout, indent=1)
+        sys.stdout.write("\n")
+        return int(bool(bad))
+    for check in checks:
+        console.print(f"{'ok ' if check.good else 'BAD'} {check.name}: {check.found}", markup=False, highlight=False)
+    console.print(f"mend: {bad[0].mend}" if bad else "the mirror delivers what the plan promises", markup=False)
+    return int(bool(bad))
+
+
+def judge(found: dict[str, Any], plan: MirrorPlan) -> Iterator[Check]:
+    packets, flows = found["packets"], found["flows"]
+    yield Check(
+        "packets", packets["roce"] > 0, f"{packets['roce']} RoCEv2 packets of {packets['total']}",
+        "nothing of RoCEv2 arrives: `flowcheck switch show` says whether the session is active; is the job running?",
+    )  # fmt: skip
+    cut = packets["truncated"]
+    yield Check(
+        "whole frames", cut == 0, f"{cut} packets shorter than their IP length",
+        "copies are cut: remove truncation on the switch (`flowcheck switch show` names it), or raise the snap length",
+    )  # fmt: skip
+    wrapped = sum(found["encapsulated"].values())
+    yield Check(
+        "no unknown wrapping", wrapped == 0, f"{wrapped} packets in an encapsulation that is not unpacked",
+        "use a local (SPAN) session, or ERSPAN I to III",
+    )  # fmt: skip
+    wrong, right = found["icrc"]["wrong"], found["icrc"]["ok"]
+    yield Check(
+        "checksums", wrong * 100 <= right, f"{right} right, {wrong} wrong ICRC",
+        "copies are changed on the way: no header removal, no slicing, no tunnel that rewrites beyond VLAN and TTL",
+    )  # fmt: skip
+    yield from _directions(found, plan)
+    mtus = sorted({flow["mtu"] for flow in flows if flow["mtu"]})
+    yield Check(
+        "path MTU", not mtus or mtus[-1] <= plan.path_mtu, f"{', '.join(map(str, mtus)) or 'not shown'}",
+        f"the plan was made for path MTU {plan.path_mtu}: set path_mtu in the topology and plan again",
+    )  # fmt: skip
+    missing = sum(flow["requests"]["missing"] for flow in flows if flow["requests"])
+    total = sum(flow["requests"]["packets"] for flow in flows if flow["requests"])
+    yield Check(
+        "no gaps", missing == 0, f"{missing} of {missing + total} request packets missing",
+        "copies are lost: is the destination's MTU 9216, and is its rate above the sources' together?",
+    )  # fmt: skip
+    yield from _duplicates(flows, plan)
+
+
+def _directions(found: dict[str, Any], plan: MirrorPlan) -> Iterator[Check]:
+    flows = [flow for flow in found["flows"] if flow["icrc"]["ok"]]
+    sent, received = {flow["src"] for flow in flows}, {flow["dst"] for flow in flows}
+    seen, lacking = [], []
+    nameless = 0
+    for session in plan.sessions:
+        for source in session.sources:
+            if source.address is None:
+                nameless += 1
+                continue
+            ways = [way for way, side in (("ingress", sent), ("egress", received)) if source.address in side]
+            without = [way for way in session.ways if way not in ways]
+            if without:
+                lacking.append(f"rank {source.rank} ({session.leaf} {source.port}): no {' and no '.join(without)}")
+            else:
+                seen.append(source.rank)
+    if seen or lacking:
+        yield Check(
+            "ranks and directions", not lacking,
+            f"complete: {', '.join(map(str, sorted(seen))) or 'none'}" + (f"; {'; '.join(lacking)}" if lacking else ""),
+            f"{lacking[0]}: `flowcheck switch show`, then apply again" if lacking else "",
+        )  # fmt: skip
+    if nameless:
+        ranks = sorted({rank for several in ranks_of(found["connections"]).values() for rank in several})
+        paired = {c["data_flow"] for c in found["connections"]} | {c["back_flow"] for c in found["connections"]}
+        alone = [f for f in flows if f["id"] not in paired and (f["requests"] or f["answers"])]
+        both = any(session.direction == "both" for session in plan.sessions)
+        yield Check(
+            "both directions", not both or (bool(found["connections"]) and not alone),
+            f"{len(found['connections'])} connections in both directions, {len(alone)} flows in one; "
+            f"ranks by clear-to-send tag: {', '.join(map(str, ranks)) or 'none'}",
+            "one direction is not copied: on Cumulus and tc each direction is a session or filter of its own",
+        )  # fmt: skip
+
+
+def _duplicates(flows: list[dict[str, Any]], plan: MirrorPlan) -> Iterator[Check]:
+    """A flow between two ports that are both mirrored is copied by each; Open vSwitch copies once."""
+    out = {s.address for m in plan.sessions for s in m.sources if "ingress" in m.ways and m.vendor != "ovs"}
+    into = {s.address for m in plan.sessions for s in m.sources if "egress" in m.ways and m.vendor != "ovs"}
+    known = None not in out | into
+    surprise = 0
+    twice = again = 0
+    for flow in flows:
+        if not flow["requests"] or not flow["requests"]["packets"]:
+            continue
+        share = flow["requests"]["duplicates"] / flow["requests"]["packets"]
+        expected = flow["src"] in out and flow["dst"] in into
+        twice += share > DUPLICATE_SHARE
+        again += flow["requests"]["duplicates"]
+        surprise += known and expected != (share > DUPLICATE_SHARE)
+    yield Check(
+        "duplicates", surprise == 0,
+        f"{again} packets seen again; {twice} flows are copied twice" + ("" if known else " (plan without addresses)"),
+        "copies come another number of times than planned: is a port mirrored by a second session as well?",
+    )  # fmt: skip
