@@ -29,7 +29,7 @@ from dataplane.counterfile import CounterFile
 from dataplane.memory import DUMPS, MemoryNeed, QueuePlan, packets_of, plan_queue, room_for, total
 from dataplane.ports import PortPlan, packet_sockets, plan_port, promiscuous_socket
 from dataplane.pydpdk.dmadev import DEPTH, PCI_ADDRESS, DmaDevice
-from dataplane.pydpdk.eal import Eal
+from dataplane.pydpdk.eal import Eal, free_huge_pages
 from dataplane.pydpdk.errors import DpdkError, NotEnoughMemory
 from dataplane.pydpdk.ethdev import Port, Rss
 from dataplane.pydpdk.ffi import lib
@@ -138,10 +138,13 @@ def start_eal(*configs: LiveConfig, huge: bool | None = None) -> Eal:
     need = live_memory(configs)
     devices = [c.device for c in configs if c.port.driver == "pci"]
     devices += [name for c in configs for name in c.engines if PCI_ADDRESS.fullmatch(name)]
+    if huge is None:
+        huge = sum(kb * pages for kb, pages in free_huge_pages().items()) >= need.huge_mb << 10
     try:
-        return Eal.start(memory_mb=need.total_mb, huge=huge, devices=devices)
+        return Eal.start(memory_mb=need.huge_mb if huge else need.total_mb, huge=huge, devices=devices)
     except NotEnoughMemory as exc:
-        raise NotEnoughMemory(f"{exc.what}\n  is needed for: " + need.text.replace("\n", "\n    "), exc.remedy) from None
+        sum_text = need.text.replace("\n", "\n    ")
+        raise NotEnoughMemory(f"{exc.what}\n  is needed for: {sum_text}", exc.remedy) from None
 
 
 class LiveSource:

@@ -24,6 +24,7 @@ DATA_ROOMS = (1152, 2176, 4352)  # RoCE path MTU 1024, 2048, 4096 with all heade
 LARGEST_ROOM = 0xFFFF - HEADROOM  # an mbuf's lengths have 16 bits
 DUMPS = ("copy", "hold", "dma")
 EAL_TABLES_MB = 32
+HUGE_PAGE = 2 << 20
 
 
 def room_for(frame: int) -> int:
@@ -48,7 +49,12 @@ class QueuePlan:
 
     @property
     def pool_bytes(self) -> int:
+        """In ordinary pages."""
         return mempool_bytes(self.buffers, self.room)
+
+    @property
+    def huge_pool_bytes(self) -> int:
+        return mempool_bytes(self.buffers, self.room, page=HUGE_PAGE)
 
     @property
     def ring_bytes(self) -> int:
@@ -98,25 +104,33 @@ def plan_queue(
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
-    """Bytes to reserve: pool_bytes in DPDK's memory, ring_bytes there too with huge pages."""
+    """Bytes to reserve. pool_bytes: in DPDK's memory, ordinary pages; huge_pool_bytes: the same in huge pages.
+    ring_bytes: in DPDK's memory with huge pages, else beside it."""
 
     pool_bytes: int
+    huge_pool_bytes: int
     ring_bytes: int
     text: str
 
     @property
     def total_mb(self) -> int:
-        """For Eal.start(memory_mb=...), with room for DPDK's own tables."""
+        """For Eal.start(memory_mb=...) whatever the pages, with room for DPDK's own tables."""
         return -(-(self.pool_bytes + self.ring_bytes) // (1 << 20)) + EAL_TABLES_MB
+
+    @property
+    def huge_mb(self) -> int:
+        """The same if all of it lies in huge pages."""
+        return -(-(self.huge_pool_bytes + self.ring_bytes) // (1 << 20)) + EAL_TABLES_MB
 
 
 def total(plans: Iterable[tuple[str, QueuePlan]]) -> MemoryNeed:
     """The sum over named queues, with the arithmetic as text."""
-    pools = rings = 0
+    pools = huge = rings = 0
     lines = []
     for name, plan in plans:
         pools += plan.pool_bytes
+        huge += plan.huge_pool_bytes
         rings += plan.ring_bytes
         lines.append(plan.text(name))
-    lines.append(f"pools {pools >> 20} MB + rings {rings >> 20} MB")
-    return MemoryNeed(pools, rings, "\n".join(lines))
+    lines.append(f"pools {huge >> 20} MB ({pools >> 20} MB without huge pages) + rings {rings >> 20} MB")
+    return MemoryNeed(pools, huge, rings, "\n".join(lines))

@@ -134,11 +134,18 @@ def packet_sockets() -> Iterator[int]:
     """File descriptors of this process that are AF_PACKET sockets, ascending."""
     for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
         try:
-            with socket.socket(fileno=os.dup(fd)) as candidate:
-                if candidate.getsockopt(socket.SOL_SOCKET, SO_DOMAIN) == socket.AF_PACKET:
-                    yield fd
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
         except OSError:
-            continue  # not a socket, or the descriptor of the listing itself
+            continue  # the descriptor of the listing itself
+        # Family and type given: Python would ask the socket, and an AF_XDP one does not answer.
+        borrowed = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0, fileno=fd)
+        try:
+            domain = borrowed.getsockopt(socket.SOL_SOCKET, SO_DOMAIN)
+        finally:
+            borrowed.detach()
+        if domain == socket.AF_PACKET:
+            yield fd
 
 
 def promiscuous_socket(interface: str) -> socket.socket:

@@ -16,9 +16,15 @@ _FIXED = 512 * 1024  # pool structure, its index ring, per-core caches (128 core
 ANY_SOCKET = -1
 
 
-def mempool_bytes(count: int, room: int) -> int:
-    """Upper bound of the memory that a pool of `count` buffers of `room` bytes takes."""
-    return count * (_OBJECT + _MBUF + HEADROOM + -(-room // 64) * 64 + 16) + _FIXED
+def mempool_bytes(count: int, room: int, *, page: int = 4096) -> int:
+    """Upper bound of the memory that a pool of `count` buffers of `room` bytes takes.
+
+    page: of the memory it lies in, 2 << 20 for huge pages. A buffer never crosses into a page it does not fill,
+    so without huge pages a buffer of 2,500 bytes takes one page and one of 4,700 bytes two.
+    """
+    each = _OBJECT + _MBUF + HEADROOM + -(-room // 64) * 64 + 16
+    whole = page / (page // each) if each <= page else -(-each // page) * page
+    return int(count * whole) + page + _FIXED
 
 
 class Mempool(Resource):

@@ -41,6 +41,11 @@ int fc_port_facts_get(uint16_t port, fc_port_facts *facts)
     return rte_eth_dev_get_mtu(port, &facts->mtu);
 }
 
+static int paired(const struct rte_eth_dev_info *dev)
+{
+    return strcmp(dev->driver_name, "net_af_xdp") == 0;
+}
+
 int fc_port_configure(uint16_t port, uint16_t rx_queues, uint16_t mtu, int rss)
 {
     /* Every second byte pair equal: swapping source and destination leaves the Toeplitz hash as it is. */
@@ -69,14 +74,20 @@ int fc_port_configure(uint16_t port, uint16_t rx_queues, uint16_t mtu, int rss)
         else if (dev.flow_type_rss_offloads & RTE_ETH_RSS_L3_SRC_ONLY)
             conf.rx_adv_conf.rss_conf.rss_hf &= ~(uint64_t)UDP_RSS;
     }
-    return rte_eth_dev_configure(port, rx_queues, 0, &conf);
+    /* net_af_xdp alone takes queues in pairs only; nobody ever calls its tx burst. */
+    return rte_eth_dev_configure(port, rx_queues, paired(&dev) ? rx_queues : 0, &conf);
 }
 
 int fc_port_rx_queue(uint16_t port, uint16_t queue, uint16_t descriptors, struct rte_mempool *pool)
 {
-    uint16_t tx = 1;
+    struct rte_eth_dev_info dev;
+    uint16_t tx = descriptors;
     int rc = rte_eth_dev_adjust_nb_rx_tx_desc(port, &descriptors, &tx);
 
+    if (rc == 0)
+        rc = rte_eth_dev_info_get(port, &dev);
+    if (rc == 0 && paired(&dev))
+        rc = rte_eth_tx_queue_setup(port, queue, tx, (unsigned)rte_eth_dev_socket_id(port), NULL);
     if (rc != 0)
         return rc;
     return rte_eth_rx_queue_setup(port, queue, descriptors, (unsigned)rte_eth_dev_socket_id(port), NULL, pool);

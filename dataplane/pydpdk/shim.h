@@ -37,7 +37,7 @@ enum fc_rss {
 };
 
 /* Receive-only configuration: mtu 0 leaves the driver's own; scatter, IP checksum and receive times are
- * used where offered. No tx queue is set up: the port cannot transmit. */
+ * used where offered. No tx queue is set up (net_af_xdp insists on one; it is never given a packet). */
 int fc_port_configure(uint16_t port, uint16_t rx_queues, uint16_t mtu, int rss);
 int fc_port_rx_queue(uint16_t port, uint16_t queue, uint16_t descriptors, struct rte_mempool *pool);
 

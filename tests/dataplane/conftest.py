@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import json
+import os
 import random
+import socket
 import struct
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,6 +185,71 @@ def dump(request: pytest.FixtureRequest, eal: pydpdk.Eal) -> Callable[[], dict[s
         return {"dump": "dma", "engines": devices, "dma_minimum": minimum}
 
     return choose
+
+
+@pytest.fixture(params=DUMPS)
+def live_dump(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The same choice as keywords of LiveConfig."""
+    engines, minimum = DUMPS[request.param]
+    if not engines:
+        return {"dump": request.param}
+    return {"dump": "dma", "engines": ("dma_skeleton",) * engines, "dma_minimum": minimum}
+
+
+CLONE_NEWNET = 0x40000000
+
+
+class Veth:
+    """Two connected interfaces in a network namespace that only this thread is in."""
+
+    near, far = "flowcheck0", "flowcheck1"
+
+    def __init__(self, mtu: int) -> None:
+        for where in ("all", "default"):  # no packet but ours
+            Path(f"/proc/sys/net/ipv6/conf/{where}/disable_ipv6").write_text("1")
+        self.ip("link", "add", self.near, "mtu", str(mtu), "type", "veth", "peer", "name", self.far, "mtu", str(mtu))
+        self.ip("link", "set", self.near, "up")
+        self.ip("link", "set", self.far, "up")
+        self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+        self.socket.bind((self.far, 0))
+
+    def ip(self, *words: str) -> str:
+        return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        for frame in frames:
+            self.socket.send(frame)
+
+    def transmitted(self, interface: str) -> int:
+        link = json.loads(self.ip("-json", "-stats", "link", "show", interface))[0]
+        return int(link["stats64"]["tx"]["packets"])
+
+
+@pytest.fixture
+def veth() -> Iterator[Callable[..., Veth]]:
+    """veth(mtu=9000) -> a pair. The namespace and all in it vanish with the test."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root for a network namespace")
+    libc = ctypes.CDLL(None, use_errno=True)
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    made: list[Veth] = []
+
+    def make(mtu: int = 9000) -> Veth:
+        if libc.unshare(CLONE_NEWNET) != 0:
+            pytest.skip(f"no network namespaces here: {os.strerror(ctypes.get_errno())}")
+        try:
+            made.append(Veth(mtu))
+        except (OSError, subprocess.CalledProcessError) as exc:
+            pytest.skip(f"no veth pairs here: {exc}")
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for pair in made:
+            pair.socket.close()
+        assert libc.setns(home, CLONE_NEWNET) == 0
+        os.close(home)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,304 @@
+"""The contract for live sources: net_af_packet and net_af_xdp on veth, net_ring; with every dump strategy."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+
+import pytest
+
+from dataplane.counters import read_counters
+from dataplane.live import LiveConfig, LiveSource, live_memory
+from dataplane.pydpdk import DpdkError, Mbuf, Mempool, Ring
+from dataplane.reader import RingReader
+
+SIZES = {"af_packet": (60, 64, 1082, 1514, 4170, 9014), "af_xdp": (60, 64, 1082, 1514), "ring": (60, 1082, 4170)}
+numbers = itertools.count()
+
+
+class Feed:
+    """A live source and a way to send frames to it."""
+
+    def __init__(self, eal, kind, veth, **options):
+        self.kind, self.eal = kind, eal
+        if kind == "ring":
+            self.source = LiveSource(eal, LiveConfig("ring", **options))
+            self.pool = Mempool(eal, f"feed{next(numbers)}", 4095, 9216)
+            self.ring = Ring.of(eal, f"ETH_RXTX0_{self.source.port.name}")
+            self.veth = None
+            return
+        self.veth = veth(1500 if kind == "af_xdp" else 9000)
+        config = LiveConfig(f"{kind}:{self.veth.near}", **({"kernel_frames": 4096} | options))
+        try:
+            self.source = LiveSource(eal, config)
+        except DpdkError as exc:
+            if kind == "af_xdp":
+                pytest.skip(f"net_af_xdp does not load here: {exc}")
+            raise
+
+    def send(self, frames):
+        if self.veth is not None:
+            self.veth.send(frames)
+            return
+        waiting = []
+        for frame in frames:
+            waiting.append(Mbuf(self.pool, frame))
+            if len(waiting) == 32:
+                self.push(waiting)
+        self.push(waiting)
+
+    def push(self, waiting):
+        while waiting:
+            del waiting[: self.ring.put(waiting)]
+
+    def arrived(self):
+        c = self.source.counters()
+        return c["received"] + c["nic_missed"] + c["errors"] + c["no_mbuf"] + c["kernel_ring_full"]
+
+    def wait(self, count):
+        deadline = time.monotonic() + 20
+        while self.arrived() < count:
+            assert time.monotonic() < deadline, self.source.summary()
+            time.sleep(0.002)
+
+
+@pytest.fixture(params=SIZES)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def feed(eal, veth):
+    made = []
+
+    def make(kind, **options):
+        made.append(Feed(eal, kind, veth, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.source.close()
+
+
+def adds_up(counters):
+    dropped = ("ring_full", "oversize", "not_roce", "bad_checksum", "unfinished")
+    assert counters["received"] == counters["published"] + sum(counters[name] for name in dropped)
+
+
+def test_same_packets(feed, captures, kind, live_dump):
+    frames = [r.data for r in captures.records(2000, sizes=SIZES[kind])]
+    it = feed(kind, ring_size=2048, **live_dump)
+    begin = time.time_ns()
+    it.source.start()
+    it.send(frames)
+    it.wait(len(frames))
+    it.source.stop()
+    assert it.source.finished and it.source.error is None
+    packets = list(RingReader(it.source.ring_addresses[0]))
+    assert [p.data for p in packets] == frames
+    assert not any(p.truncated for p in packets)
+    stamps = [p.timestamp_ns for p in packets]
+    assert stamps == sorted(stamps) and begin <= stamps[0] and stamps[-1] <= time.time_ns()
+    counters = it.source.counters()
+    adds_up(counters)
+    assert counters["received"] == counters["published"] == 2000
+    assert "2000 arrived = 2000 received" in it.source.summary()
+    if live_dump["dump"] == "dma":
+        assert counters["dma_pieces"] > 0 and counters["dma_errors"] == 0
+        assert counters["dma_pieces"] + counters["cpu_pieces"] == 2000
+    if it.veth is not None:
+        assert it.veth.transmitted(it.veth.near) == 0
+
+
+def test_overload_of_the_ring(feed, captures, kind, live_dump):
+    """A consumer that does not come: the ring fills, the rest is counted."""
+    frames = [r.data for r in captures.records(3000, sizes=(60, 1082))]
+    it = feed(kind, ring_size=64, **live_dump)
+    it.source.start()
+    it.send(frames)
+    it.wait(3000)
+    it.source.stop()
+    counters = it.source.counters()
+    adds_up(counters)
+    assert it.arrived() == 3000
+    assert counters["published"] == 64
+    assert counters["ring_full"] == counters["received"] - 64
+    assert [p.data for p in RingReader(it.source.ring_addresses[0])] == frames[:64]
+    thread, pool = it.source._threads[0], it.source.pools[0]
+    thread.close()  # hold keeps what the ring keeps
+    if kind != "af_xdp":  # its driver keeps buffers in the kernel's fill ring
+        assert pool.in_use == 0
+
+
+def test_drops_of_the_kernel(feed, captures, live_dump):
+    """net_af_packet says nothing of them: frames that found the kernel's ring full are counted all the same."""
+    frames = [r.data for r in captures.records(1500, sizes=(1082,))]
+    it = feed("af_packet", kernel_frames=64, ring_size=2048, **live_dump)
+    it.source.port.start()
+    it.send(frames)  # nobody takes anything yet
+    for thread in it.source._threads:
+        thread.start()
+    it.wait(1500)
+    it.source.stop()
+    counters = it.source.counters()
+    assert counters["kernel_ring_full"] > 1000
+    assert counters["received"] + counters["kernel_ring_full"] == counters["kernel_seen"] == 1500
+    assert [p.data for p in RingReader(it.source.ring_addresses[0])] == frames[: counters["received"]]
+    assert f"{counters['kernel_ring_full']} kernel ring full + 0 left in the kernel" in it.source.summary()
+
+
+def udp(captures, source, destination, port, mark):
+    frame = bytearray(captures.frame(200, __import__("random").Random(mark)))
+    frame[26:30], frame[30:34] = source, destination
+    frame[34:38] = port.to_bytes(2, "big") + (4791).to_bytes(2, "big")
+    frame[60:64] = mark.to_bytes(4, "big")
+    return bytes(frame)
+
+
+def test_two_queues_keep_a_connection_together(feed, captures):
+    """16 connections, both directions: each comes to one queue, in order."""
+    ends = [(bytes([10, 0, 0, 1]), bytes([10, 0, 0, 2])), (bytes([10, 0, 0, 2]), bytes([10, 0, 0, 1]))]
+    frames = [udp(captures, *ends[i // 16 % 2], 49152 + 37 * (i % 16), i) for i in range(1600)]
+    it = feed("af_packet", queues=2, streams=(4, 5))
+    it.source.start()
+    it.send(frames)
+    it.wait(1600)
+    it.source.stop()
+    queues = [list(RingReader(address)) for address in it.source.ring_addresses]
+    assert sum(map(len, queues)) == 1600
+    assert [{p.stream for p in packets} for packets in queues] == [{4}, {5}]
+    where = {}
+    for number, packets in enumerate(queues):
+        marks = {}
+        for packet in packets:
+            port, mark = int.from_bytes(packet.data[34:36], "big"), int.from_bytes(packet.data[60:64], "big")
+            where.setdefault(port, set()).add(number)
+            marks.setdefault(port, []).append(mark)
+        assert all(order == sorted(order) for order in marks.values())
+    assert len(where) == 16 and all(len(of) == 1 for of in where.values())
+
+
+def test_what_is_not_roce_is_dropped_if_asked(feed, captures):
+    roce = [udp(captures, bytes(4), bytes(4), 50000, i) for i in range(50)]
+    tcp = [frame[:23] + b"\x06" + frame[24:] for frame in roce]
+    dns = [frame[:36] + b"\0\x35" + frame[38:] for frame in roce]
+    arp = [bytes(12) + b"\x08\x06" + bytes(50)] * 50
+    mixed = [frame for group in zip(roce, tcp, dns, arp, strict=True) for frame in group]
+    it = feed("ring", roce_only=True)
+    it.source.start()
+    it.send(mixed)
+    it.wait(200)
+    it.source.stop()
+    assert [p.data for p in RingReader(it.source.ring_addresses[0])] == roce
+    counters = it.source.counters()
+    assert counters["not_roce"] == 150
+    adds_up(counters)
+
+
+def test_larger_than_a_slot(feed, captures):
+    """Slots by path MTU; what is larger than they are is no RoCE of this job, and is counted."""
+    frames = [r.data for r in captures.records(300, sizes=(1082, 1514, 8000))]
+    it = feed("af_packet", path_mtu=1024)
+    assert it.source.config.queue_plan().slot == 1152
+    it.source.start()
+    it.send(frames)
+    it.wait(300)
+    it.source.stop()
+    fitting = [frame for frame in frames if len(frame) <= 1152]
+    assert [p.data for p in RingReader(it.source.ring_addresses[0])] == fitting
+    assert it.source.counters()["oversize"] == 300 - len(fitting)
+
+
+@pytest.mark.parametrize("kind", ["af_packet", "ring"])
+def test_hundred_cycles(eal, feed, captures, veth, kind):
+    """Sources made, started, stopped and closed: no file, thread, buffer or counter is left behind."""
+    frames = [r.data for r in captures.records(20, sizes=(60, 1082))]
+    first = feed(kind, kernel_frames=64, ring_size=64)
+    first.source.close()
+
+    def left():
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), sorted(os.listdir("/dev/shm"))
+
+    before = left()
+    for _ in range(100):
+        if kind == "ring":
+            it = Feed(eal, kind, None, ring_size=64)
+        else:
+            it = first
+            it.source = LiveSource(eal, LiveConfig(f"af_packet:{it.veth.near}", kernel_frames=64, ring_size=64))
+        it.source.start()
+        it.send(frames)
+        it.wait(20)
+        it.source.stop()
+        assert [p.data for p in RingReader(it.source.ring_addresses[0])] == frames
+        assert it.source.pools[0].in_use == 0
+        it.source.close()
+        if kind == "ring":
+            assert it.pool.in_use == 0
+            it.pool.close()
+    assert left() == before
+
+
+def test_counters_are_readable_from_outside(feed, captures):
+    it = feed("ring", ring_size=64)
+    assert it.source.counter_file.exists()
+    it.source.start()
+    it.send([r.data for r in captures.records(100, sizes=(60,))])
+    it.wait(100)
+    (mine,) = [s for s in read_counters() if s.path == str(it.source.counter_file)]
+    assert mine.pid == os.getpid() and mine.label == "ring"
+    assert mine.queues == [it.source.counters()] and mine.queues[0]["ring_full"] == 36
+    it.source.close()
+    assert not it.source.counter_file.exists()
+    assert it.source.counters()["received"] == 100  # still known here
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"device": "eth0"}, "no capture device"),
+        ({"device": "af_packet:"}, "no capture device"),
+        ({"device": "af_packet:no,such"}, "cannot take this name"),
+        ({"device": "ring", "dump": "fly"}, "one of copy, hold, dma"),
+        ({"device": "ring", "path_mtu": 1500}, "path MTU 1500"),
+        ({"device": "ring", "queues": 2, "cores": (1,)}, "1 cores for 2 queues"),
+        ({"device": "ring", "dump": "dma"}, "0 DMA engines"),
+        ({"device": "ring", "dump": "dma", "queues": 2, "engines": ("a", "b", "c")}, "3 DMA engines, 2 queues"),
+        ({"device": "ring", "engines": ("dma_skeleton",)}, "other strategies none"),
+    ],
+)
+def test_refused_configurations(options, what):
+    with pytest.raises(ValueError, match=what):
+        LiveConfig(**options)
+
+
+def test_refusals_of_the_machine(eal, veth):
+    with pytest.raises(DpdkError, match=r"(?s)interface flowcheck9.*one of: .*lo"):
+        LiveConfig("af_packet:flowcheck9")
+    pair = veth(3400)
+    with pytest.raises(DpdkError, match=r"(?s)MTU 3400; net_af_xdp.*mtu 1500"):
+        LiveConfig(f"af_xdp:{pair.near}")
+    with pytest.raises(DpdkError, match=r"(?s)MTU 3400, RoCE with path MTU 4096 needs 4176.*mtu 9000"):
+        LiveConfig(f"af_packet:{pair.near}", path_mtu=4096)
+    with pytest.raises(DpdkError, match=r"(?s)device 0000:00:1f\.7.*Eal.start\(devices="):
+        LiveSource(eal, LiveConfig("0000:00:1f.7"))
+    with pytest.raises(DpdkError, match="already runs in this process without 0000:00:1f.7"):
+        type(eal).start(memory_mb=1, devices=["0000:00:1f.7"])
+
+
+def test_hold_is_sized_by_the_iteration():
+    fits = LiveConfig("ring", dump="hold", path_mtu=4096, iteration_bytes=100 << 20)
+    assert fits.entries == 32768 and not fits.warning
+    assert fits.queue_plan().buffers >= fits.entries and fits.queue_plan().slot == 0
+    short = LiveConfig("ring", dump="hold", path_mtu=4096, iteration_bytes=100 << 20, ring_size=1024)
+    assert "up to 27201 packets, the ring holds 1024" in short.warning
+
+
+def test_dense_slots_and_the_sum():
+    for mtu, slot in ((1024, 1152), (2048, 2176), (4096, 4352)):
+        assert LiveConfig("ring", path_mtu=mtu).queue_plan().slot == slot
+    need = live_memory([LiveConfig("ring", path_mtu=4096, queues=2, ring_size=1 << 20)])
+    assert need.ring_bytes == 2 * ((1 << 20) * (4352 + 24) + 384)
+    assert "ring queue 1: " in need.text and "1048576 slots x 4352 bytes" in need.text
+    assert need.huge_mb * 2**20 > need.ring_bytes + need.huge_pool_bytes
