@@ -20,6 +20,10 @@ from dataplane.pydpdk.resource import Resource
 __all__ = ["Port", "PortFacts", "PortStats", "Rss"]
 
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.IGNORECASE)
+AF_XDP_ONCE = (
+    "buffers of at most 2 KB, and an interface that this process has not captured before: DPDK's af_xdp "
+    "driver keeps its queue until the process ends"
+)
 
 
 class Rss(IntEnum):
@@ -133,6 +137,7 @@ class Port(Resource):
         check(
             lib.fc_port_rx_queue(self.number, queue, descriptors, pool.pointer),
             f"port {self.name}: rx queue {queue} with {descriptors} descriptors on {pool!r}",
+            AF_XDP_ONCE if self.name.startswith("net_af_xdp") else "",
         )
         self._depend_on(pool)
 

@@ -210,8 +210,8 @@ def test_larger_than_a_slot(feed, captures):
     assert it.source.counters()["oversize"] == 300 - len(fitting)
 
 
-@pytest.mark.parametrize("kind", ["af_packet", "ring"])
-def test_hundred_cycles(eal, feed, captures, veth, kind):
+@pytest.mark.parametrize(("kind", "cycles"), [("af_packet", 100), ("ring", 100)])
+def test_hundred_cycles(eal, feed, captures, veth, kind, cycles):
     """Sources made, started, stopped and closed: no file, thread, buffer or counter is left behind."""
     frames = [r.data for r in captures.records(20, sizes=(60, 1082))]
     first = feed(kind, kernel_frames=64, ring_size=64)
@@ -221,12 +221,12 @@ def test_hundred_cycles(eal, feed, captures, veth, kind):
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), sorted(os.listdir("/dev/shm"))
 
     before = left()
-    for _ in range(100):
+    for _ in range(cycles):
         if kind == "ring":
             it = Feed(eal, kind, None, ring_size=64)
         else:
             it = first
-            it.source = LiveSource(eal, LiveConfig(f"af_packet:{it.veth.near}", kernel_frames=64, ring_size=64))
+            it.source = LiveSource(eal, LiveConfig(f"{kind}:{it.veth.near}", kernel_frames=64, ring_size=64))
         it.source.start()
         it.send(frames)
         it.wait(20)
@@ -238,6 +238,14 @@ def test_hundred_cycles(eal, feed, captures, veth, kind):
             assert it.pool.in_use == 0
             it.pool.close()
     assert left() == before
+
+
+def test_af_xdp_once_per_process(eal, feed):
+    """A limit of the driver, said in words."""
+    it = feed("af_xdp", ring_size=64)
+    it.source.close()
+    with pytest.raises(DpdkError, match=r"(?s)rx queue 0.*has not captured before"):
+        LiveSource(eal, LiveConfig(f"af_xdp:{it.veth.near}", ring_size=64))
 
 
 def test_counters_are_readable_from_outside(feed, captures):
