@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from updater import kernels
 
+from updater import kernels
 from updater.errors import OptimizerError
 
 __all__ = ["DIALECTS", "Dialect", "cpu_root", "rule"]
@@ -121,7 +121,7 @@ def rule(
     kind = 0 if decay == 0 else 2 if decoupled else 1
     common |= {"amsgrad": bool(options.get("amsgrad", False)), "decay": kind, "eps": float(options.get("eps", 1e-8))}
     if dialect.name == "torch-cuda-fused":
-        return kernels.Rule(**common, **_on_device(dialect, lr, beta1, beta2, decay if kind != 2 else None, decay, step))
+        return kernels.Rule(**common, **_on_device(dialect, lr, beta1, beta2, decay, kind == 2, step))
     weight = 1 - beta1
     far = abs(_f32(weight)) >= 0.5
     omb2, negative = 1 - beta2, -(lr / (1 - beta1**step))
@@ -136,7 +136,7 @@ def rule(
 
 
 def _on_device(
-    dialect: Dialect, lr: float, beta1: float, beta2: float, l2: float | None, decay: float, step: int
+    dialect: Dialect, lr: float, beta1: float, beta2: float, decay: float, decoupled: bool, step: int
 ) -> dict[str, float]:
     """Constants that a fused CUDA kernel forms from fp32 arguments."""
     power = dialect.device_powf or (lambda beta, count: _f32(_f32(beta) ** count))
@@ -145,7 +145,7 @@ def _on_device(
     correction2 = np.sqrt(one - np.float32(power(beta2, step)))
     return {
         "beta1": beta1, "beta2": beta2, "bc2_sqrt": float(correction2), "step": float(lr32 / correction1),
-        "weight_decay": float(lr32 * np.float32(decay)) if l2 is None else l2,
+        "weight_decay": float(lr32 * np.float32(decay)) if decoupled else decay,
     }
 
 

@@ -1,4 +1,4 @@
-"""From gradient buckets to per-parameter gradients.
+"""From gradient buckets to tensors.
 
 Model: a bucket is one 1-D array of `dtype` (what an AllReduce carried). A slice says: elements
 [start, start+length) of the flattened tensor `name` lie at [offset, offset+length) of the bucket. A
@@ -6,13 +6,15 @@ Layout is the list of all buckets of one kind of iteration (DDP has one layout f
 and another one ever after); building it proves that every element of every optimized tensor lies in
 exactly one place. Bucket elements that belong to no tensor (padding) are allowed and ignored.
 
-A Layout is immutable and may be used from several threads; the gradients it writes to may not.
+Tensors that get no gradient in such an iteration (frozen ones) are named as `without` and lie in no bucket.
+
+A Layout is immutable and may be used from several threads.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -41,7 +43,7 @@ class Layout:
 
     buckets: per bucket its slices. shapes: name -> shape of every optimized tensor, and of no other.
     elements: length of each bucket, checked where given. Raises LayoutError naming the tensor and the
-    element range that is outside, missing or covered twice.
+    element range that is outside, missing or covered twice. without: tensors that no bucket carries.
     """
 
     def __init__(
@@ -49,10 +51,14 @@ class Layout:
         buckets: Sequence[Sequence[SliceLike]],
         shapes: Mapping[str, Sequence[int]],
         elements: Sequence[int] | None = None,
+        without: Collection[str] = (),
     ) -> None:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
         self.buckets = tuple(tuple(bucket) for bucket in buckets)
+        self.without = frozenset(without)
+        for name in self.without - set(self.sizes):
+            raise LayoutError(f"{name!r} is not an optimized tensor")
         if elements is not None and len(elements) != len(self.buckets):
             raise LayoutError(f"{len(self.buckets)} buckets described, {len(elements)} bucket lengths given")
         self.elements = None if elements is None else tuple(elements)
@@ -64,19 +70,13 @@ class Layout:
         """Names of the tensors that have elements in a bucket, each once, in bucket order."""
         return list(dict.fromkeys(piece.name for piece in self.buckets[index] if piece.length))
 
-    def scatter(
-        self,
-        index: int,
-        data: np.ndarray | torch.Tensor,
-        gradients: MutableMapping[str, torch.Tensor],
-        divisor: int = 1,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Copy bucket `index` into `gradients` (name -> tensor of the tensor's shape, contiguous).
+    def take(
+        self, index: int, data: np.ndarray | torch.Tensor, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """Bucket `index` as a contiguous 1-D tensor of fp32, bf16 or fp16, checked against the layout.
 
-        dtype: element type on the wire, needed where `data` is raw bits (numpy has no bfloat16). Narrower
-        floats are widened exactly; narrowing is refused. The sum is divided in the wire's dtype, before
-        widening, because that is the tensor a trainer divides. `data` is never written to.
+        dtype: element type on the wire, needed where `data` is raw bits (numpy has no bfloat16). No copy is made
+        unless the data is read-only or has gaps.
         """
         if not 0 <= index < len(self.buckets):
             raise LayoutError(f"bucket {index}: the layout has {len(self.buckets)} buckets")
@@ -86,16 +86,9 @@ class Layout:
         if bucket.numel() < need or (expected is not None and bucket.numel() != expected):
             wanted = expected if expected is not None else need
             raise LayoutError(f"bucket {index}: {bucket.numel()} elements given, the layout says {wanted}")
-        for piece in self.buckets[index]:
-            target = gradients[piece.name]
-            if torch.promote_types(bucket.dtype, target.dtype) != target.dtype:
-                raise LayoutError(
-                    f"bucket {index}: a {bucket.dtype} gradient of {piece.name!r} does not fit {target.dtype}"
-                    " without rounding"
-                )
-            source = bucket[piece.offset : piece.offset + piece.length]
-            flat = target.view(-1)[piece.start : piece.start + piece.length]
-            flat.copy_(source if divisor == 1 else source / divisor)
+        if bucket.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise LayoutError(f"bucket {index}: a {bucket.dtype} gradient does not fit torch.float32 without rounding")
+        return bucket.contiguous()
 
     # -- proofs -------------------------------------------------------------------------------------
 
@@ -133,6 +126,10 @@ class Layout:
                 if piece.length:
                     pieces[piece.name].append((piece.start, piece.start + piece.length, index))
         for name, size in self.sizes.items():
+            if name in self.without:
+                if pieces[name]:
+                    raise LayoutError(f"{name!r} is said to have no gradient and lies in bucket {pieces[name][0][2]}")
+                continue
             reach = 0
             for start, end, index in sorted(pieces[name]):
                 if start > reach:

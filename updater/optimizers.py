@@ -1,9 +1,8 @@
 """torch's own SGD, Adam and AdamW, described by name and checked before anything is built.
 
-This slice runs torch.optim itself, one tensor at a time (foreach and fused off), on the CPU: the rounding
-order called `torch-cpu`. Options have their torch names. What torch would compute in another rounding
-order (fused, capturable) is refused rather than approximated. `foreach` is accepted and not passed on:
-on the CPU torch computes the same bits with and without it.
+Options have their torch names. Which roundings they are computed with is the replica's dialect
+(updater/dialects.py), so `fused` and `foreach` may stand here only if they agree with it; capturable and
+differentiable have roundings of their own and are refused.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ import torch
 
 from updater.errors import OptimizerError
 
-__all__ = ["DIALECT", "Group", "OptimizerSpec"]
-
-DIALECT = "torch-cpu"
+__all__ = ["Group", "OptimizerSpec"]
 
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
@@ -38,7 +35,7 @@ _OPTIONS = {
     "adamw": _ADAM,
 }
 _FLOAT32_MAX = torch.finfo(torch.float32).max
-_OTHER_ORDER = ("fused", "capturable", "differentiable")
+_OTHER_ORDER = ("capturable", "differentiable")
 
 
 @dataclass(frozen=True)
@@ -51,18 +48,23 @@ class Group:
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer that can be built on any set of tensors with these names. Make one with `check`."""
+    """An optimizer on tensors of these names, with the arrays of state it keeps. Make one with `check`."""
 
     name: str
     groups: tuple[Group, ...]
 
     @classmethod
-    def check(cls, name: str, groups: Iterable[tuple[Sequence[str], Mapping[str, Any]]]) -> OptimizerSpec:
-        """Validate (params, options) per group. Raises OptimizerError naming the group and the option."""
+    def check(
+        cls, name: str, groups: Iterable[tuple[Sequence[str], Mapping[str, Any]]], *, fused: bool = False
+    ) -> OptimizerSpec:
+        """Validate (params, options) per group. Raises OptimizerError naming the group and the option.
+
+        fused: whether the dialect is a fused one; options that say otherwise are refused.
+        """
         if name not in _CLASSES:
             raise OptimizerError(f"optimizer {name!r} is not one of {', '.join(_CLASSES)}")
         checked = tuple(
-            Group(tuple(params), _check_options(name, options, f"{name} group {i}"))
+            Group(tuple(params), _check_options(name, options, f"{name} group {i}", fused))
             for i, (params, options) in enumerate(groups)
         )
         names = [param for group in checked for param in group.params]
@@ -84,13 +86,29 @@ class OptimizerSpec:
         """Names of all optimized tensors, group by group."""
         return [param for group in self.groups for param in group.params]
 
-    def build(self, tensors: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
-        """torch.optim of this description over `tensors`, which it will update in place."""
-        groups: list[dict[str, Any]] = [
-            {"params": [tensors[param] for param in group.params], **group.options}
-            for group in self.groups if group.params
-        ]
-        return _CLASSES[self.name](groups, foreach=False, fused=False)  # type: ignore[call-arg]
+    def states(self, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """torch's names of the arrays that a group with these options keeps per tensor."""
+        if self.name == "sgd":
+            return ("momentum_buffer",) if options.get("momentum") else ()
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if options.get("amsgrad") else 2]
+
+    def with_values(self, values: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+        """Options of every group in one step: its own, with what a step record or a schedule says instead.
+
+        values: one mapping per group, or none at all. What would add or drop an array of state is refused.
+        """
+        if not values:
+            return tuple(group.options for group in self.groups)
+        if len(values) != len(self.groups):
+            raise OptimizerError(f"{self.name} has {len(self.groups)} groups, the step has values for {len(values)}")
+        out = []
+        for i, (group, given) in enumerate(zip(self.groups, values, strict=True)):
+            whole = {**group.options, **given}
+            options = {**group.options, **_check_options(self.name, whole, f"{self.name} group {i}", True)}
+            if self.states(options) != self.states(group.options):
+                raise OptimizerError(f"{self.name} group {i}: amsgrad or momentum cannot be switched in mid-run")
+            out.append(options)
+        return tuple(out)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON: name and groups with their options, in the manifest's form."""
@@ -98,17 +116,17 @@ class OptimizerSpec:
         return {"name": self.name, "groups": groups}
 
 
-def _check_options(name: str, options: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _check_options(name: str, options: Mapping[str, Any], where: str, fused: bool) -> dict[str, Any]:
     kinds = _OPTIONS[name]
     checked: dict[str, Any] = {}
     for key, value in options.items():
         if key == "foreach":
             continue
-        if key in _OTHER_ORDER:
-            if value:
+        if key in _OTHER_ORDER or key == "fused":
+            if value and not (key == "fused" and fused):
                 raise OptimizerError(
-                    f"{where}: {key}={value!r} is computed in another rounding order than {DIALECT} and is"
-                    " not supported; a replica would not equal the trainer"
+                    f"{where}: {key}={value!r} is computed in another rounding order than the dialect of this job;"
+                    " a replica would not equal the trainer"
                 )
             continue
         if name == "adamw" and key == "decoupled_weight_decay" and value is True:

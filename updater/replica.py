@@ -3,49 +3,46 @@
 Model:
 
     slot 0   COMPLETE  version t    <- current: what is served, never written to
-    slot 1   BUILDING  version t+1     a copy of t to which complete buckets are applied, one by one
+    slot 1   BUILDING  version t+1     written from t and the gradients, bucket by bucket
     slot 2   PINNED    version t-1     a reader (persistence, recovery) has not finished with it
 
     FREE -> BUILDING -> COMPLETE <-> PINNED        build, publish, pin, last unpin
              |             `-> FREE                the oldest complete version makes room
              `-> FREE                              discard: an iteration that was lost
 
-Legal calls: `build(step, layout)`, then `slot.apply(bucket, data)` once per bucket in any order, then
-`publish(slot)` or `discard(slot)`. Publishing is the caller's, after the verdict; the replica itself only
-insists that every optimized tensor has been updated. One slot is built at a time.
+Legal calls: `build(step, layout, values)`, then `slot.apply(bucket, data)` once per bucket in any order, then
+`publish(slot)` or `discard(slot)`. Publishing is the caller's, after the verdict; the replica itself only insists
+that every optimized tensor has been updated. One slot is built at a time.
 
-Threads: build, apply, publish and discard belong to one thread. `pinned()` and `current` may be used
-from any thread; a version that is pinned does not change.
+Threads: build, apply, publish and discard belong to one thread. `pinned()` and `current` may be used from any
+thread; a version that is pinned does not change. With a path the slots lie in a file of tmpfs or hugetlbfs that
+outlives the process: `Replica.attach` goes on with the newest complete version, other processes read with
+updater/reader.py.
 
-Step counts applied updates: the initial version has step 0 (or what a checkpoint says), the version
-after iteration i of a job that starts at step 0 has step i+1.
-
-Tensors here are torch CPU tensors in this process; shared-memory slots and own kernels keep this interface.
+Step counts published versions: the initial one has step 0 (or what a checkpoint says), the version after iteration i
+of a job that starts at step 0 has step i+1, also if the trainer skipped its optimizer step.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
+from updater import kernels
+from updater.dialects import Dialect
 from updater.errors import NoFreeSlot, ReplicaError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
+from updater.slot import STATES, Slot, SlotState
+from updater.step import StepValues
+from updater.store import BUILDING, COMPLETE, FREE, Store, plan_arrays
 
 __all__ = ["Replica", "Slot", "SlotState"]
-
-
-class SlotState(enum.Enum):
-    FREE = "free"
-    BUILDING = "building"
-    COMPLETE = "complete"
-    PINNED = "pinned"
-
 
 _EDGES = {
     SlotState.FREE: (SlotState.BUILDING,),
@@ -53,102 +50,20 @@ _EDGES = {
     SlotState.COMPLETE: (SlotState.PINNED, SlotState.FREE),
     SlotState.PINNED: (SlotState.COMPLETE,),
 }
-
-
-class Slot:
-    """One version. Read `step`, `parameters` and `optimizer_state`; write only through `apply`."""
-
-    def __init__(self, index: int, tensors: dict[str, torch.Tensor], optimizer: torch.optim.Optimizer,
-                 gradients: dict[str, torch.Tensor], divisor: int) -> None:
-        self.index = index
-        self.step = -1
-        self.state = SlotState.FREE
-        self.pins = 0
-        self.parameters = tensors  # every model entry, in state_dict order
-        self._optimizer = optimizer
-        self._gradients = gradients  # shared by all slots: only one is built at a time
-        self._divisor = divisor
-        self._layout: Layout | None = None
-        self._applied: set[int] = set()
-        self._awaited: dict[str, int] = {}  # tensor -> buckets that still have elements of it
-
-    @property
-    def optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """tensor name -> torch's state of it (exp_avg, momentum_buffer, step, ...); empty before step 1."""
-        state = self._optimizer.state
-        return {
-            name: {key: value for key, value in state[tensor].items() if value is not None}
-            for name, tensor in self.parameters.items() if state.get(tensor)
-        }
-
-    @property
-    def missing(self) -> list[str]:
-        """Optimized tensors that have not been updated yet."""
-        return [name for name, buckets in self._awaited.items() if buckets]
-
-    def apply(self, bucket: int, data: np.ndarray | torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """Update every tensor that this bucket completes. data: its elements, 1-D (see Layout.scatter).
-
-        Single-tensor optimizers treat each tensor alone, so bucket by bucket gives the bits of one step.
-        Raises ReplicaError out of order, LayoutError if the data does not fit; the slot can then only be
-        discarded.
-        """
-        if self.state is not SlotState.BUILDING or self._layout is None:
-            raise ReplicaError(
-                f"slot {self.index} is {self.state.value}; only a slot being built takes gradients"
-            )
-        if bucket in self._applied:
-            raise ReplicaError(f"bucket {bucket} was already applied to step {self.step}")
-        self._layout.scatter(bucket, data, self._gradients, self._divisor, dtype)
-        self._applied.add(bucket)
-        names = self._layout.bucket_names(bucket)
-        ready = [name for name in names if self._awaited[name] == 1]
-        for name in ready:
-            self.parameters[name].grad = self._gradients[name]
-        try:
-            self._optimizer.step()  # torch skips tensors without a gradient
-        finally:
-            for name in ready:
-                self.parameters[name].grad = None
-        for name in names:  # only now: a step that failed must not look done
-            self._awaited[name] -= 1
-
-    def _begin(self, source: Slot, step: int, layout: Layout) -> None:
-        """Become a copy of `source` that awaits the buckets of `layout`."""
-        self._layout = layout
-        self._applied = set()
-        self._awaited = dict.fromkeys(layout.shapes, 0)
-        for index in range(len(layout.buckets)):
-            for name in layout.bucket_names(index):
-                self._awaited[name] += 1
-        self._copy(source.parameters, source.optimizer_state)
-        self.step = step
-
-    def _copy(self, parameters: Mapping[str, torch.Tensor],
-              optimizer_state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        for name, tensor in self.parameters.items():
-            tensor.copy_(parameters[name])
-            mine = self._optimizer.state.get(tensor, {})
-            theirs = optimizer_state.get(name, {})
-            if not theirs:
-                # torch takes "no state yet" from absence: what a discarded build left behind must go.
-                self._optimizer.state.pop(tensor, None)
-                continue
-            fresh = {}
-            for key, value in theirs.items():
-                held = mine.get(key)
-                reuse = held is not None and held.shape == value.shape and held.dtype == value.dtype
-                fresh[key] = held.copy_(value) if reuse else value.detach().clone()
-            self._optimizer.state[tensor] = fresh
+_LOW = (torch.bfloat16, torch.float16)
 
 
 class Replica:
     """V slots of a model and its optimizer.
 
-    tensors: every model entry in state_dict order (copied). optimizer: names what is optimized; the rest
-    (constants, buffers) is carried along unchanged. slots: 2 to 4. divisor: gradients are divided by it.
-    step, optimizer_state: where a checkpoint was taken; both must fit the optimizer. Memory: V times
-    (parameters + optimizer state) plus one gradient per optimized tensor.
+    tensors: every model entry in state_dict order (copied). optimizer: names what is optimized: fp32, or bf16/fp16
+    with fp32 masters (a "master" in optimizer_state, else the widened parameter). buffers: entries that a step may
+    replace; all other entries are constants and kept once. tied: name -> the optimized tensor whose memory it shares.
+    slots: 2 to 4. divisor: gradients are divided by it. step, optimizer_state: where a checkpoint was taken.
+    path: a file to create (tmpfs, hugetlbfs); None: memory of this process. threads: workers, 0 for none.
+
+    Memory: V * (bytes per parameter: 12 for Adam in fp32, 16 with amsgrad, 8 for SGD with momentum, 4 without, and
+    2 more for a 16-bit copy) plus constants once; every array begins on a cache line.
     """
 
     def __init__(
@@ -159,43 +74,84 @@ class Replica:
         slots: int = 3,
         divisor: int = 1,
         step: int = 0,
-        optimizer_state: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
+        optimizer_state: Mapping[str, Mapping[str, Any]] | None = None,
+        dialect: Dialect | None = None,
+        path: Path | None = None,
+        run_id: str = "",
+        epoch: int = 0,
+        buffers: frozenset[str] = frozenset(),
+        tied: Mapping[str, str] | None = None,
+        threads: int = 0,
     ) -> None:
+        dialect, state = dialect or Dialect(), optimizer_state or {}
         if not 2 <= slots <= 4:
             raise ReplicaError(f"{slots} slots asked for; a replica has 2 to 4")
         if divisor < 1 or step < 0:
             raise ReplicaError(f"divisor {divisor} or step {step} is out of range")
-        for name in optimizer.params:
-            if name not in tensors:
-                raise ReplicaError(f"{name!r} is to be optimized and is not in the model")
-            if not tensors[name].is_floating_point():
-                raise ReplicaError(f"{name!r} is to be optimized and is {tensors[name].dtype}")
-        state = optimizer_state or {}
-        for name in state:
-            if name not in optimizer.params:
-                raise ReplicaError(f"optimizer state of {name!r}, which is not optimized")
-            for key, value in state[name].items():
-                if value.dim() and value.shape != tensors[name].shape:
-                    raise ReplicaError(f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}")
-        self.optimizer = optimizer
-        self._lock = threading.Lock()
-        gradients = {
-            name: torch.zeros(tensors[name].shape, dtype=tensors[name].dtype) for name in optimizer.params
+        dialect.check(optimizer.name)
+        _check_tensors(tensors, optimizer, state, tied or {})
+        identity = {
+            "run_id": run_id, "epoch": epoch, "slots": slots, "divisor": divisor, "dialect": dialect.name,
+            "torch_version": dialect.torch_version, "optimizer": optimizer.to_dict(),
         }
-        self._gradients = gradients
-        self.slots: list[Slot] = []
-        for index in range(slots):
-            copy = {
-                name: tensor.detach().clone(memory_format=torch.contiguous_format)
-                for name, tensor in tensors.items()
-            }
-            self.slots.append(Slot(index, copy, optimizer.build(copy), gradients, divisor))
+        store = Store.create(identity | _plan(tensors, optimizer, buffers, tied or {}), path)
+        store.lock_writer()
+        for (name, _), constant in store.tensors(None).items():
+            constant.copy_(tensors[name])
+        self._take_over(store, optimizer, dialect, divisor, threads)
         first = self.slots[0]
-        self._set_state(first, SlotState.BUILDING)
-        first._copy(tensors, state)
         first.step = step
+        self._set_state(first, SlotState.BUILDING)
+        first.load(tensors, state, step)
         self._set_state(first, SlotState.COMPLETE)
         self._current = first
+        store.name_it()
+
+    @classmethod
+    def attach(
+        cls, path: Path, *, run_id: str | None = None, epoch: int | None = None, dialect: Dialect | None = None,
+        threads: int = 0,
+    ) -> Replica:
+        """Go on with the replica in a file, from its newest complete version; what was being built is gone.
+
+        run_id, epoch: refuse another job's. dialect: only to name a root or device powers again; it has to be the
+        one of the file. Raises ReplicaError if the file is torn, foreign, or being written to.
+        """
+        store = Store.attach(path)
+        layout = store.layout
+        for what, wanted in (("run_id", run_id), ("epoch", epoch)):
+            if wanted is not None and layout[what] != wanted:
+                raise ReplicaError(f"{path}: belongs to {what} {layout[what]!r}, not {wanted!r}")
+        dialect = dialect or Dialect(layout["dialect"], layout["torch_version"])
+        if (dialect.name, dialect.torch_version) != (layout["dialect"], layout["torch_version"]):
+            raise ReplicaError(f"{path}: was built with dialect {layout['dialect']} of torch {layout['torch_version']}")
+        newest = store.newest()
+        if newest is None:
+            raise ReplicaError(f"{path}: no complete version in it")
+        groups = [(group["params"], group["options"]) for group in layout["optimizer"]["groups"]]
+        spec = OptimizerSpec.check(layout["optimizer"]["name"], groups, fused=dialect.fused)
+        replica = cls.__new__(cls)
+        replica._take_over(store, spec, dialect, int(layout["divisor"]), threads)
+        for slot in replica.slots:
+            state, slot.step = store.word(slot.index) or (FREE, 0)
+            slot.state = SlotState.COMPLETE if state == COMPLETE else SlotState.FREE
+            if state == BUILDING:
+                store.set_word(slot.index, FREE, 0)
+        replica._current = replica.slots[newest]
+        return replica
+
+    def _take_over(self, store: Store, spec: OptimizerSpec, dialect: Dialect, divisor: int, threads: int) -> None:
+        self.optimizer, self.dialect = spec, dialect
+        self._store = store
+        self._lock = threading.Lock()
+        self._pool = kernels.Pool(threads)
+        self.slots = [Slot(store, i, spec, dialect, self._pool, divisor) for i in range(store.slots)]
+        self._shapes = {a.name: a.shape for a in store.arrays if a.role == "p"}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory, all slots and constants together."""
+        return len(self._store.memory)
 
     @property
     def current(self) -> Slot:
@@ -206,25 +162,38 @@ class Replica:
     def building(self) -> Slot | None:
         return next((slot for slot in self.slots if slot.state is SlotState.BUILDING), None)
 
-    def build(self, step: int, layout: Layout) -> Slot:
-        """Copy the current version into a free slot as the start of version `step` (= current + 1).
+    def build(self, step: int, layout: Layout, values: StepValues | None = None) -> Slot:
+        """Begin version `step` (= current + 1) in a free slot.
 
-        Raises NoFreeSlot while readers pin every other slot, ReplicaError if a build is under way, the
-        step is not the next one, or the layout's tensors are not the optimized ones.
+        Raises NoFreeSlot while readers pin every other slot, ReplicaError if a build is under way, the step is not
+        the next one, or the layout's tensors are not the optimized ones; OptimizerError for values it cannot use.
         """
+        values = values or StepValues()
         if self.building is not None:
             raise ReplicaError(f"step {self.building.step} is still being built; publish or discard it first")
         if step != self._current.step + 1:
             raise ReplicaError(f"step {step} cannot be built from step {self._current.step}")
-        shapes = {name: tuple(gradient.shape) for name, gradient in self._gradients.items()}
-        if layout.shapes != shapes:
-            names = sorted({*shapes, *layout.shapes})
-            odd = [name for name in names if shapes.get(name) != layout.shapes.get(name)]
+        if layout.shapes != self._shapes:
+            names = sorted({*self._shapes, *layout.shapes})
+            odd = [name for name in names if self._shapes.get(name) != layout.shapes.get(name)]
             raise ReplicaError(f"the bucket layout and the optimizer disagree on {', '.join(map(repr, odd))}")
+        self._check_values(values)
         with self._lock:
-            slot = self._take_slot()
-        slot._begin(self._current, step, layout)
+            slot = self._take_slot(step)
+        slot.begin(self._current, step, layout, values)
         return slot
+
+    def _check_values(self, values: StepValues) -> None:
+        self.optimizer.with_values(values.groups)
+        for name in values.without_gradient - set(self._shapes):
+            raise ReplicaError(f"{name!r} is said to have no gradient and is not optimized")
+        raw = {array.name: array for array in self._store.arrays if array.role == "raw"}
+        for name, tensor in values.buffers.items():
+            if name not in raw:
+                raise ReplicaError(f"{name!r} is not a buffer")
+            if (raw[name].dtype, raw[name].shape) != (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)):
+                raise ReplicaError(f"buffer {name!r} is {raw[name].dtype} {raw[name].shape}, given {tensor.dtype}"
+                                   f" {tuple(tensor.shape)}")
 
     def publish(self, slot: Slot) -> None:
         """Make a built version the current one; only after the verdict. Its predecessor stays readable."""
@@ -233,6 +202,7 @@ class Replica:
             raise ReplicaError(
                 f"step {slot.step} lacks the gradient of {slot.missing[0]!r}; it cannot be published"
             )
+        slot.end()
         with self._lock:
             self._set_state(slot, SlotState.COMPLETE)
             self._current = slot
@@ -240,6 +210,7 @@ class Replica:
     def discard(self, slot: Slot) -> None:
         """Throw a half-built version away. The current version was never touched."""
         self._must_be_building(slot, "discarded")
+        slot.end()
         with self._lock:
             self._set_state(slot, SlotState.FREE)
 
@@ -265,20 +236,85 @@ class Replica:
                 f"slot {slot.index} is {slot.state.value}; only a slot being built can be {what}"
             )
 
-    def _take_slot(self) -> Slot:
-        free = [slot for slot in self.slots if slot.state is SlotState.FREE]
-        if not free:
-            complete = [slot for slot in self.slots if slot.state is SlotState.COMPLETE]
-            old = [slot for slot in complete if slot is not self._current]
-            if not old:
-                raise NoFreeSlot(f"all {len(self.slots)} slots are current or pinned; the update waits")
-            free = [min(old, key=lambda slot: slot.step)]
-            self._set_state(free[0], SlotState.FREE)
-        self._set_state(free[0], SlotState.BUILDING)
-        return free[0]
+    def _take_slot(self, step: int) -> Slot:
+        """A free slot, else the oldest complete one that nobody, here or in another process, has pinned."""
+        idle = [s for s in self.slots if s.state in (SlotState.FREE, SlotState.COMPLETE) and s is not self._current]
+        for slot in sorted(idle, key=lambda s: (s.state is not SlotState.FREE, s.step)):
+            if self._store.lock_slot(slot.index):
+                if slot.state is SlotState.COMPLETE:
+                    self._set_state(slot, SlotState.FREE)
+                slot.step = step
+                self._set_state(slot, SlotState.BUILDING)
+                return slot
+        raise NoFreeSlot(f"all {len(self.slots)} slots are current or pinned; the update waits")
 
     def _set_state(self, slot: Slot, state: SlotState) -> None:
         """The only place where a slot changes state."""
         if state not in _EDGES[slot.state]:
             raise ReplicaError(f"slot {slot.index} cannot go from {slot.state.value} to {state.value}")
-        slot.state = state
+        before, slot.state = slot.state, state
+        if state is SlotState.PINNED or before is SlotState.PINNED:
+            return  # of this process alone
+        word = {SlotState.FREE: FREE, SlotState.BUILDING: BUILDING, SlotState.COMPLETE: COMPLETE}[state]
+        self._store.set_word(slot.index, word, slot.step if state is not SlotState.FREE else 0)
+        if before is SlotState.BUILDING:
+            self._store.unlock_slot(slot.index)
+
+
+def _check_tensors(
+    tensors: Mapping[str, torch.Tensor], optimizer: OptimizerSpec, state: Mapping[str, Mapping[str, Any]],
+    tied: Mapping[str, str],
+) -> None:
+    for name in optimizer.params:
+        if name not in tensors:
+            raise ReplicaError(f"{name!r} is to be optimized and is not in the model")
+        if tensors[name].dtype is not torch.float32 and tensors[name].dtype not in _LOW:
+            raise ReplicaError(f"{name!r} is to be optimized and is {tensors[name].dtype}; fp32, bf16 or fp16 can be")
+    for name, owner in tied.items():
+        if owner not in optimizer.params or name in optimizer.params or name not in tensors:
+            raise ReplicaError(f"{name!r} cannot be tied to {owner!r}: one model entry, one optimized tensor")
+        if tensors[name].shape != tensors[owner].shape or not torch.equal(tensors[name], tensors[owner]):
+            raise ReplicaError(f"{name!r} is tied to {owner!r} and differs from it")
+    group = {name: group.options for group in optimizer.groups for name in group.params}
+    for name in state:
+        if name not in group:
+            raise ReplicaError(f"optimizer state of {name!r}, which is not optimized")
+        known = {*optimizer.states(group[name]), *(["step"] if optimizer.name != "sgd" else [])}
+        if tensors[name].dtype in _LOW:
+            known.add("master")
+        for key, value in state[name].items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.shape != tensors[name].shape:
+                raise ReplicaError(f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}")
+            if key not in known and value is not None:
+                raise ReplicaError(f"optimizer state {key!r} of {name!r} is not one that {optimizer.name} has here")
+
+
+def _plan(
+    tensors: Mapping[str, torch.Tensor], optimizer: OptimizerSpec, buffers: frozenset[str], tied: Mapping[str, str]
+) -> dict[str, Any]:
+    """The part of the layout that the tensors decide."""
+    group = {name: group.options for group in optimizer.groups for name in group.params}
+    wanted, fixed, entries = [], [], []
+    for name, tensor in tensors.items():
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        role = "raw" if name in buffers else "fixed"
+        if name in group:
+            role = "low" if tensor.dtype in _LOW else "p"
+            roles = ["p", *(STATES[key] for key in optimizer.states(group[name]))]
+            wanted += [(name, each, "float32", shape) for each in roles]
+            if role == "low":
+                wanted.append((name, "low", dtype, shape))
+        elif name in tied:
+            role = "low" if tensor.dtype in _LOW else "p"
+        elif role == "raw":
+            wanted.append((name, role, dtype, shape))
+        else:
+            fixed.append((name, role, dtype, shape))
+        entries.append({"name": name, "role": role, "tied": tied.get(name, "")})
+    wanted.append(("", "steps", "float32", (len(optimizer.params),)))
+    return {
+        "entries": entries,
+        "states": {name: list(optimizer.states(group[name])) for name in optimizer.params},
+        "constants": [vars(array) for array in plan_arrays(fixed)[0]],
+        "arrays": [vars(array) for array in plan_arrays(wanted)[0]],
+    }

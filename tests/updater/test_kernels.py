@@ -7,15 +7,16 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from updater import kernels
 
+from updater import kernels
 from updater.dialects import Dialect, cpu_root, rule
 from updater.errors import OptimizerError
 
 CLASSES = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 STATES = {"adam": ["exp_avg", "exp_avg_sq"], "adamw": ["exp_avg", "exp_avg_sq"], "sgd": ["momentum_buffer"]}
 ADAM = [
-    {"lr": 1e-3}, {"lr": 1e-3, "weight_decay": 0.01}, {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1},
+    {"lr": 1e-3}, {"lr": 1e-3, "weight_decay": 0.01},
+    {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1},
     {"lr": 0.1, "betas": (0.3, 0.9), "eps": 1e-3, "amsgrad": True},
     {"lr": 2e-5, "betas": (0.5, 0.99), "weight_decay": 0.3, "maximize": True, "amsgrad": True},
     {"lr": 1.0, "betas": (0.0, 0.999), "eps": 0.0, "maximize": True},

@@ -36,20 +36,22 @@ def layouts(draw):
 
 @given(layouts(), st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
 @settings(deadline=None)
-def test_scatter_puts_every_element_where_the_layout_says(case, wire):
+def test_every_element_lies_where_the_layout_says(case, wire):
     shapes, buckets, reach = case
     layout = Layout(buckets, shapes, reach)
     truth = {name: torch.randn(shape).to(wire) for name, shape in shapes.items()}
-    gradients = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
+    found = {name: torch.full(shape, float("nan"), dtype=wire) for name, shape in shapes.items()}
     for index, bucket in enumerate(buckets):
         data = torch.full((reach[index],), 7.0, dtype=wire)
         for s in bucket:
             data[s.offset : s.offset + s.length] = truth[s.name][s.start : s.start + s.length]
         bits = data.view(torch.uint8).numpy()
         bits.setflags(write=False)
-        layout.scatter(index, bits, gradients, dtype=wire)
+        taken = layout.take(index, bits, wire)
+        for s in layout.buckets[index]:
+            found[s.name][s.start : s.start + s.length] = taken[s.offset : s.offset + s.length]
     for name in shapes:
-        assert torch.equal(gradients[name], truth[name].float())
+        assert torch.equal(found[name], truth[name])
 
 
 @given(layouts(), st.data())
@@ -87,7 +89,6 @@ def test_wrong_layouts(buckets, message):
 
 def test_data_that_does_not_fit():
     layout = Layout([[S("a", 0, 4)]], {"a": (2, 2)}, [4])
-    gradients = {"a": torch.zeros(2, 2)}
     for data, dtype, message in [
         (np.zeros(3, np.float32), None, "3 elements given, the layout says 4"),
         (np.zeros((2, 2), np.float32), None, "one-dimensional"),
@@ -97,17 +98,15 @@ def test_data_that_does_not_fit():
         (np.zeros(15, np.uint8), torch.float32, "cannot be taken as"),
     ]:
         with pytest.raises(LayoutError, match=message):
-            layout.scatter(0, data, gradients, dtype=dtype)
+            layout.take(0, data, dtype)
     with pytest.raises(LayoutError, match="bucket 1: the layout has 1"):
-        layout.scatter(1, np.zeros(4, np.float32), gradients)
-    assert not gradients["a"].any()
+        layout.take(1, np.zeros(4, np.float32))
 
 
-def test_the_divisor_is_applied_in_the_dtype_of_the_wire():
-    layout = Layout([[S("a", 0, 3)]], {"a": (3,)})
-    gradients = {"a": torch.zeros(3)}
-    wire = torch.tensor([1.0, 2.0, 100.0], dtype=torch.bfloat16)
-    layout.scatter(0, wire, gradients, divisor=3)
-    assert torch.equal(gradients["a"], (wire / 3).float())
-    assert not torch.equal(gradients["a"], wire.float() / 3)
-    assert torch.equal(wire, torch.tensor([1.0, 2.0, 100.0], dtype=torch.bfloat16))
+def test_tensors_without_a_gradient_lie_in_no_bucket():
+    shapes = {"a": (4,), "frozen": (3,)}
+    assert Layout([[S("a", 0, 4)]], shapes, [4], without=["frozen"]).without == {"frozen"}
+    with pytest.raises(LayoutError, match="'frozen' is said to have no gradient and lies in bucket 0"):
+        Layout([[S("a", 0, 4), S("frozen", 4, 3)]], shapes, [7], without=["frozen"])
+    with pytest.raises(LayoutError, match="'z' is not an optimized tensor"):
+        Layout([[S("a", 0, 4)]], {"a": (4,)}, [4], without=["z"])

@@ -1,0 +1,67 @@
+"""Reading a replica in another process: recovery, persistence, a person.
+
+    with Reader(path).pinned() as version: version.step, version.parameters, version.optimizer_state
+
+Read-only in every sense: the file is opened and mapped so, and a pin is a lock that the kernel drops when the reader
+dies. A pinned version does not change; the writer goes on in the other slots and waits only when none is left.
+One Reader may be used from several threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from updater.errors import ReplicaError
+from updater.slot import Version
+from updater.store import COMPLETE, Store
+
+__all__ = ["PinnedVersion", "Reader"]
+
+
+class PinnedVersion(Version):
+    """Tensors over the mapped file: writing to one of them is a segmentation fault."""
+
+    def __init__(self, store: Store, index: int, step: int) -> None:
+        super().__init__(store, index)
+        self.step = step
+
+
+class Reader:
+    """An existing replica file. Raises ReplicaError if it is torn, foreign, or another job's."""
+
+    def __init__(self, path: Path, *, run_id: str | None = None, epoch: int | None = None) -> None:
+        self._store, self._path = Store.read(path), path
+        for what, wanted in (("run_id", run_id), ("epoch", epoch)):
+            if wanted is not None and self._store.layout[what] != wanted:
+                raise ReplicaError(f"{path}: belongs to {what} {self._store.layout[what]!r}, not {wanted!r}")
+
+    @property
+    def run_id(self) -> str:
+        return str(self._store.layout["run_id"])
+
+    @contextmanager
+    def pinned(self) -> Iterator[PinnedVersion]:
+        """The newest complete version, kept until the block is left."""
+        fd, index, step = self._pin()
+        try:
+            yield PinnedVersion(self._store, index, step)
+        finally:
+            os.close(fd)
+
+    def _pin(self) -> tuple[int, int, int]:
+        """Between looking and locking the writer may have taken the slot: look again, at most a few times."""
+        for _ in range(1000):
+            index = self._store.newest()
+            if index is None:
+                continue  # a word is being replaced
+            word = self._store.word(index)
+            fd = self._store.pin(index)
+            if fd is None:
+                continue
+            if word is not None and word[0] == COMPLETE and self._store.word(index) == word:
+                return fd, index, word[1]
+            os.close(fd)
+        raise ReplicaError(f"{self._path}: no complete version could be pinned")

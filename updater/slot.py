@@ -1,0 +1,240 @@
+"""One version of the replica: its tensors, and building it from the version before, bucket by bucket.
+
+A slot that is built is written in one pass: each bucket's pieces go to the kernels, which read version t and write
+version t+1; tensors without a gradient are copied. Nothing is accumulated in between, so a bucket needs no other.
+Memory and rules: updater/replica.py.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from updater import kernels
+from updater.dialects import Dialect, rule
+from updater.errors import ReplicaError
+from updater.layout import Layout
+from updater.optimizers import OptimizerSpec
+from updater.step import StepValues
+from updater.store import Store
+
+__all__ = ["Slot", "SlotState", "Version"]
+
+#: Roles of arrays (updater/store.py) in the order the kernels take them, and torch's names of the states.
+ROLES = ("p", "m", "v", "x")
+STATES = {"exp_avg": "m", "exp_avg_sq": "v", "max_exp_avg_sq": "x", "momentum_buffer": "m"}
+
+
+class SlotState(enum.Enum):
+    FREE = "free"
+    BUILDING = "building"
+    COMPLETE = "complete"
+    PINNED = "pinned"
+
+
+class Version:
+    """Tensors of one slot, over its memory. Reading is all that this class does.
+
+    parameters: every model entry in state_dict order (tied names share memory). masters: fp32 values of the
+    parameters that are kept in 16 bits.
+    """
+
+    def __init__(self, store: Store, index: int) -> None:
+        self.index = index
+        self._tensors = store.tensors(index)
+        self._entries: list[dict[str, Any]] = store.layout["entries"]
+        self._states: dict[str, list[str]] = store.layout["states"]
+        fixed = store.tensors(None)
+        self.parameters: dict[str, torch.Tensor] = {}
+        for entry in self._entries:
+            name, owner = entry["name"], entry["tied"] or entry["name"]
+            role = entry["role"]
+            self.parameters[name] = fixed[owner, role] if role == "fixed" else self._tensors[owner, role]
+        self.masters = {n: self._tensors[n, "p"] for n in self._states if (n, "low") in self._tensors}
+        self._steps = self._tensors["", "steps"]
+        self._order = {name: i for i, name in enumerate(self._states)}
+        self._adam = store.layout["optimizer"]["name"] != "sgd"
+
+    @property
+    def optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """tensor name -> torch's state of it (exp_avg, momentum_buffer, step, ...) once it has one.
+
+        A parameter kept in 16 bits has its fp32 values beside it, as "master", from the first version on.
+        """
+        out: dict[str, dict[str, torch.Tensor]] = {}
+        for name, keys in self._states.items():
+            at, state = self._order[name], {}
+            if self._steps[at] > 0:
+                state = {"step": self._steps[at]} if self._adam else {}
+                state |= {key: self._tensors[name, STATES[key]] for key in keys}
+            if name in self.masters:
+                state["master"] = self.masters[name]
+            if state:
+                out[name] = state
+        return out
+
+
+class Slot(Version):
+    """A version that can be built. Read `step`, `parameters`, `optimizer_state`; write only through the methods."""
+
+    def __init__(self, store: Store, index: int, spec: OptimizerSpec, dialect: Dialect, pool: kernels.Pool,
+                 divisor: int) -> None:
+        super().__init__(store, index)
+        self.step = -1
+        self.state = SlotState.FREE
+        self.pins = 0
+        self._spec, self._dialect, self._pool, self._divisor = spec, dialect, pool, divisor
+        self._group = {name: g for g, group in enumerate(spec.groups) for name in group.params}
+        self._sizes = {name: self._tensors[name, "p"].numel() for name in self._order}
+        self._low = {name: str(self._tensors[name, "low"].dtype).removeprefix("torch.") for name in self.masters}
+        self._where = {key: tensor.data_ptr() for key, tensor in self._tensors.items()}
+        self._layout: Layout | None = None
+        self._source: Slot | None = None
+        self._values = StepValues()
+        self._options: tuple[Mapping[str, Any], ...] = ()
+        self._applied: set[int] = set()
+        self._sums: dict[int, torch.Tensor] = {}
+        self._awaited: dict[str, int] = {}  # tensor -> buckets that still have elements of it
+        self._absent: frozenset[str] = frozenset()
+        self._ticket = 0
+
+    @property
+    def missing(self) -> list[str]:
+        """Optimized tensors that have not been updated yet."""
+        return [name for name, buckets in self._awaited.items() if buckets]
+
+    def accumulate(self, bucket: int, data: np.ndarray | torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        """Keep a bucket that is not the last of its step: `apply` adds the last one to the sum.
+
+        For trainers that reduce every micro-step and add up what was reduced. (DDP without no_sync reduces sums
+        that grow: there the last bucket alone is the gradient, and the others are not given at all.) The sum is
+        formed as param.grad is: each part divided, then added, in the gradient's own type.
+        """
+        taken = self._take(bucket, data, dtype)
+        self._sums[bucket] = self._add(bucket, taken).clone()
+
+    def apply(self, bucket: int, data: np.ndarray | torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        """Update everything that this bucket carries. data: its elements, 1-D (see Layout.take).
+
+        Returns as soon as the work is queued; `data` must stay as it is until publish, discard or `flush`. Raises
+        ReplicaError out of order, LayoutError if the data does not fit; the slot is then as before.
+        """
+        taken = self._take(bucket, data, dtype)
+        assert self._layout is not None and self._source is not None
+        divisor = self._divisor
+        if bucket in self._sums:
+            taken, divisor = self._add(bucket, taken), 1
+            del self._sums[bucket]
+        if not self._values.skip:
+            self._submit(bucket, taken, divisor, self._source)
+        self._applied.add(bucket)
+        for name in self._layout.bucket_names(bucket):
+            if name in self._awaited:
+                self._awaited[name] -= 1
+
+    def flush(self) -> None:
+        """Return when everything applied so far is in memory; gradients may be changed from then on."""
+        self._pool.wait(self._ticket)
+
+    def _take(self, bucket: int, data: np.ndarray | torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        if self.state is not SlotState.BUILDING or self._layout is None:
+            raise ReplicaError(
+                f"slot {self.index} is {self.state.value}; only a slot being built takes gradients"
+            )
+        if bucket in self._applied:
+            raise ReplicaError(f"bucket {bucket} was already applied to step {self.step}")
+        return self._layout.take(bucket, data, dtype)
+
+    def _add(self, bucket: int, taken: torch.Tensor) -> torch.Tensor:
+        if self._divisor != 1:
+            reciprocal = torch.tensor(1.0) / torch.tensor(float(self._divisor))
+            if self._dialect.cuda:
+                taken = (taken.float() * reciprocal).to(taken.dtype)
+            else:
+                taken = taken / self._divisor
+        held = self._sums.get(bucket)
+        return taken if held is None else held + taken
+
+    def _submit(self, bucket: int, data: torch.Tensor, divisor: int, source: Slot) -> None:
+        assert self._layout is not None
+        grad = str(data.dtype).removeprefix("torch.")
+        rules: list[kernels.Rule] = []
+        index: dict[tuple[int, int, str], int] = {}
+        pieces = []
+        for piece in self._layout.buckets[bucket]:
+            name = piece.name
+            if name in self._absent or not piece.length:
+                continue
+            key = (self._group[name], int(source._steps[self._order[name]]) + 1, self._low.get(name, ""))
+            if key not in index:
+                index[key] = len(rules)
+                rules.append(self._rule(*key, grad, divisor))
+            size = self._sizes[name]
+            begin, end = piece.start, piece.start + piece.length
+            odd = max(0, end - max(begin, size - self._dialect.odd(size)))
+            arrays = [
+                at + 4 * begin if at else 0
+                for where in (source._where, self._where) for at in (where.get((name, role), 0) for role in ROLES)
+            ]
+            low = self._where.get((name, "low"), 0)
+            pieces.append((index[key], piece.length, data.data_ptr() + piece.offset * data.element_size(), *arrays,
+                           low + 2 * begin if low else 0, odd))
+        self._ticket = self._pool.submit(rules, pieces, keep=data)
+
+    def _rule(self, group: int, step: int, low: str, grad: str, divisor: int) -> kernels.Rule:
+        return rule(
+            self._dialect, self._spec.name, self._options[group], step, grad=grad, low=low, divisor=divisor,
+            loss_scale=self._values.loss_scale, clip=self._values.clip, first=step == 1,
+        )
+
+    # -- for Replica --
+
+    def begin(self, source: Slot, step: int, layout: Layout, values: StepValues) -> None:
+        """Await the buckets of `layout`; what has no gradient is copied from `source` now."""
+        self._layout, self._source, self._values, self.step = layout, source, values, step
+        self._options = self._spec.with_values(values.groups)
+        self._applied, self._sums = set(), {}
+        self._absent = layout.without | values.without_gradient
+        self._awaited = {name: 0 for name in layout.shapes if name not in self._absent}
+        for name in itertools.chain.from_iterable(map(layout.bucket_names, range(len(layout.buckets)))):
+            if name in self._awaited:
+                self._awaited[name] += 1
+        stay = set(self._order) if values.skip else self._absent
+        self._steps.copy_(source._steps)
+        for name, at in self._order.items():
+            if name not in stay:
+                self._steps[at] += 1
+        for (name, role), tensor in self._tensors.items():
+            if role == "raw":
+                tensor.copy_(values.buffers.get(name, source._tensors[name, role]))
+            elif name in stay and tensor.numel():
+                kernels.copy(tensor.data_ptr(), source._where[name, role], tensor.numel() * tensor.element_size())
+
+    def load(self, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Mapping[str, Any]], step: int) -> None:
+        """Become the first version."""
+        self.step = step
+        for (name, role), tensor in self._tensors.items():
+            if role == "raw" or role == "low":
+                tensor.copy_(parameters[name])
+            elif role == "p":
+                master = state.get(name, {}).get("master")
+                tensor.copy_(parameters[name] if master is None else master)
+        for name, at in self._order.items():
+            given = state.get(name, {})
+            for key in self._states[name]:
+                if key in given:
+                    self._tensors[name, STATES[key]].copy_(given[key])
+                else:
+                    self._tensors[name, STATES[key]].zero_()
+            held = [key for key in self._states[name] if key in given]
+            self._steps[at] = float(given.get("step", 1.0 if held else 0.0))
+
+    def end(self) -> None:
+        """Wait for the workers; the gradients are let go."""
+        self.flush()
+        self._source, self._layout, self._sums = None, None, {}

@@ -1,0 +1,47 @@
+"""What one iteration's step record says about the update: values that the wire does not carry.
+
+Where a manifest declares such a value, an iteration is applied only with its record. Order of what torch does to a
+gradient, and so of the kernels: averaging divisor (in the wire's type), AMP unscale, clip, then the optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from updater.errors import ReplicaError
+
+__all__ = ["StepValues"]
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """Values of one step. The defaults are those of a job that declares none.
+
+    groups: per parameter group what differs from its options in this step (lr of a schedule, betas, weight_decay);
+        empty: nothing does.
+    clip: the factor that clip_grad_norm_ multiplied all gradients with, as fp32. The norm itself cannot be
+        recomputed bit for bit on another processor; so a job that clips and does not send it is not exact.
+    loss_scale: AMP: gradients arrive multiplied by it. skip: an overflow was found, the optimizer did nothing.
+    without_gradient: optimized tensors whose gradient is None in this step although a bucket carries zeros for
+        them (DDP with unused parameters): torch leaves them, their states and their step alone.
+    buffers: new values of buffers, by name.
+    """
+
+    groups: tuple[Mapping[str, Any], ...] = ()
+    clip: float | None = None
+    loss_scale: float | None = None
+    skip: bool = False
+    without_gradient: frozenset[str] = frozenset()
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for what, value in (("clip coefficient", self.clip), ("loss scale", self.loss_scale)):
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise ReplicaError(f"the {what} of a step is a finite number of at least 0, found {value!r}")
+        if self.loss_scale == 0:
+            raise ReplicaError("a loss scale of 0 cannot be undone")

@@ -1,0 +1,294 @@
+"""Memory of a replica: a file in tmpfs or hugetlbfs that outlives the process, or anonymous memory.
+
+    0       magic, format, sizes, hash of the layout, CRC of all that       (written once, before the file has its name)
+    128     one word per slot, each on a cache line of its own             (state, check, step: one 8-byte store)
+    4096    the layout as JSON: run, epoch, entries, arrays of a slot      (so that a reader needs nothing else)
+    ...     constants, once; then V slots of equal size, arrays on cache lines
+
+A slot is complete from the one store of its word on and not before: `kill -9` between two stores leaves the version
+before. A word whose check does not fit, a size, CRC or hash that does not fit: the file is refused.
+
+Who may do what: one process writes (it holds a lock on the file). Others open read-only and pin a slot with a shared
+lock on the slot's byte; the writer takes the exclusive lock of a slot before it builds in it. The kernel drops the
+locks of a process that dies, so no pin outlives its reader. Locks are of the open file (F_OFD_SETLK), one per pin.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import math
+import mmap
+import os
+import struct
+import warnings
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from updater.errors import ReplicaError
+
+__all__ = ["BUILDING", "COMPLETE", "FREE", "Array", "Store", "plan_arrays"]
+
+MAGIC, FORMAT = b"FCREPLIC", 1
+_HEADER = struct.Struct("<8sIIQQQQI4x32s")  # magic, format, slots, size, json bytes, first slot, stride, pad, hash
+_CRC = struct.Struct("<I")
+_CRC_AT = 120
+_WORDS, _LINE, _TEXT = 128, 64, 4096
+FREE, BUILDING, COMPLETE = 0, 1, 2
+_WRITER = 64  # byte of the writer's lock; a slot's is its index
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array: `role` p (parameter or fp32 master), m, v, x (states), low (bf16/fp16 copy), raw, fixed, steps."""
+
+    name: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
+
+
+def plan_arrays(wanted: list[tuple[str, str, str, tuple[int, ...]]]) -> tuple[list[Array], int]:
+    """Arrays (name, role, dtype, shape) one behind the other, each on a cache line; and their size together."""
+    out, offset = [], 0
+    for name, role, dtype, shape in wanted:
+        array = Array(name, role, dtype, shape, offset)
+        out.append(array)
+        offset += -(-array.nbytes // _LINE) * _LINE
+    return out, offset
+
+
+class Store:
+    """The mapped memory. Make one with `create`, `attach` (to go on writing) or `read`."""
+
+    def __init__(self, memory: mmap.mmap, fd: int, layout: dict[str, Any], first: int, stride: int) -> None:
+        self.memory, self.fd, self.layout = memory, fd, layout
+        self._first, self._stride = first, stride
+        self.slots = int(layout["slots"])
+        self.constants = [_array(item) for item in layout["constants"]]
+        self.arrays = [_array(item) for item in layout["arrays"]]
+        self._constants_at = -(-(_TEXT + len(_text(layout))) // _TEXT) * _TEXT
+        self._words = np.frombuffer(memory, np.uint64, count=8 * self.slots, offset=_WORDS)[::8]
+
+    # -- making one --
+
+    @classmethod
+    def create(cls, layout: dict[str, Any], path: Path | None) -> Store:
+        """Fresh memory for `layout` (keys slots, constants, arrays and whatever identifies the job).
+
+        With a path the file has a temporary name until `name_it`. Raises ReplicaError.
+        """
+        text = _text(layout)
+        constants = -(-(_TEXT + len(text)) // _TEXT) * _TEXT
+        first = constants + -(-_size(layout["constants"]) // _TEXT) * _TEXT
+        stride = -(-_size(layout["arrays"]) // _TEXT) * _TEXT
+        size = first + int(layout["slots"]) * stride
+        if path is None:
+            memory, fd = mmap.mmap(-1, size), -1
+        else:
+            memory, fd, size = _new_file(path, size)
+        head = _HEADER.pack(
+            MAGIC, FORMAT, int(layout["slots"]), size, len(text), first, stride, 0, hashlib.sha256(text).digest()
+        )
+        memory[: len(head)] = head
+        memory[_CRC_AT : _CRC_AT + 4] = _CRC.pack(zlib.crc32(head))
+        memory[_TEXT : _TEXT + len(text)] = text
+        store = cls(memory, fd, layout, first, stride)
+        store._path = path
+        for slot in range(store.slots):
+            store.set_word(slot, FREE, 0)
+        return store
+
+    _path: Path | None = None
+
+    def name_it(self) -> None:
+        """Give a created file its name, now that it holds a complete version. Refuses to replace one."""
+        if self._path is None:
+            return
+        temporary = _temporary(self._path)
+        try:
+            os.link(temporary, self._path)
+        except FileExistsError:
+            raise ReplicaError(f"{self._path}: already there; attach to it or remove it") from None
+        except OSError as error:
+            raise ReplicaError(f"{self._path}: cannot be created: {error.strerror}") from None
+        finally:
+            os.unlink(temporary)
+
+    @classmethod
+    def attach(cls, path: Path) -> Store:
+        """An existing file, to go on writing; only one process may."""
+        store = cls._open(path, write=True)
+        if not lock(store.fd, _WRITER, fcntl.F_WRLCK):
+            os.close(store.fd)
+            raise ReplicaError(f"{path}: another process is writing to this replica")
+        return store
+
+    @classmethod
+    def read(cls, path: Path) -> Store:
+        """An existing file, read-only."""
+        return cls._open(path, write=False)
+
+    @classmethod
+    def _open(cls, path: Path, write: bool) -> Store:
+        try:
+            fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise ReplicaError(f"{path}: cannot be opened: {error.strerror}") from None
+        try:
+            return cls._map(path, fd, write)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def _map(cls, path: Path, fd: int, write: bool) -> Store:
+        def refuse(why: str) -> ReplicaError:
+            return ReplicaError(f"{path}: not a replica that can be used: {why}")
+
+        found = os.fstat(fd).st_size
+        if found < 2 * _TEXT:
+            raise refuse(f"{found} bytes are too few")
+        try:
+            memory = mmap.mmap(fd, found, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if write else 0))
+        except (OSError, ValueError) as error:
+            raise refuse(f"cannot be mapped: {error}") from None
+        head = memory[: _HEADER.size]
+        magic, version, slots, size, length, first, stride, _, digest = _HEADER.unpack(head)
+        if magic != MAGIC:
+            raise refuse("another kind of file")
+        if version != FORMAT:
+            raise refuse(f"format {version}, this is {FORMAT}")
+        if _CRC.unpack(memory[_CRC_AT : _CRC_AT + 4])[0] != zlib.crc32(head):
+            raise refuse("the header is damaged")
+        if size != found or not 2 <= slots <= 4 or first + slots * stride > size or _TEXT + length > first:
+            raise refuse(f"{found} bytes do not fit the header's {size}")
+        text = memory[_TEXT : _TEXT + length]
+        if hashlib.sha256(text).digest() != digest:
+            raise refuse("the layout's hash does not fit")
+        store = cls(memory, fd, json.loads(text), first, stride)
+        for slot in range(slots):
+            if store.word(slot) is None:
+                raise refuse(f"the word of slot {slot} is damaged")
+        return store
+
+    # -- words --
+
+    def set_word(self, slot: int, state: int, step: int) -> None:
+        """One aligned 8-byte store; all data of the slot must have been fenced before."""
+        self._words[slot] = np.uint64(step << 16 | _check(state, step) << 8 | state)
+
+    def word(self, slot: int) -> tuple[int, int] | None:
+        """(state, step), or None if the word is not one that was written."""
+        value = int(self._words[slot])
+        state, step = value & 0xFF, value >> 16
+        return (state, step) if state <= COMPLETE and value >> 8 & 0xFF == _check(state, step) else None
+
+    def newest(self) -> int | None:
+        """The complete slot with the highest step."""
+        words = [(self.word(i) or (FREE, 0), i) for i in range(self.slots)]
+        return max(((step, i) for (state, step), i in words if state == COMPLETE), default=(0, None))[1]
+
+    # -- arrays --
+
+    def tensors(self, slot: int | None) -> dict[tuple[str, str], torch.Tensor]:
+        """(name, role) -> tensor over the memory of a slot, or of the constants (None)."""
+        base = self._constants_at if slot is None else self._first + slot * self._stride
+        return {(a.name, a.role): self._tensor(a, base) for a in (self.constants if slot is None else self.arrays)}
+
+    def _tensor(self, array: Array, base: int) -> torch.Tensor:
+        dtype: torch.dtype = getattr(torch, array.dtype)
+        count = math.prod(array.shape)
+        if not count:
+            return torch.empty(array.shape, dtype=dtype)
+        with warnings.catch_warnings():  # torch has no read-only tensors; writing to a reader's is a fault
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=base + array.offset).view(array.shape)
+
+    # -- locks --
+
+    def lock_slot(self, slot: int) -> bool:
+        """Exclusive, for building. False while a reader in another process pins it."""
+        return self.fd < 0 or lock(self.fd, slot, fcntl.F_WRLCK)
+
+    def unlock_slot(self, slot: int) -> None:
+        if self.fd >= 0:
+            lock(self.fd, slot, fcntl.F_UNLCK)
+
+    def pin(self, slot: int) -> int | None:
+        """A descriptor that pins the slot until it is closed; None while the writer builds in it."""
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        if lock(fd, slot, fcntl.F_RDLCK):
+            return fd
+        os.close(fd)
+        return None
+
+    def lock_writer(self) -> None:
+        if self.fd >= 0 and not lock(self.fd, _WRITER, fcntl.F_WRLCK):
+            raise ReplicaError("another process is writing to this replica")
+
+
+def lock(fd: int, byte: int, kind: int) -> bool:
+    """A lock on one byte of an open file description, without waiting."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi0q", kind, os.SEEK_SET, byte, 1, 0))
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def _check(state: int, step: int) -> int:
+    folded = state ^ 0xA5
+    for byte in step.to_bytes(6, "little"):
+        folded ^= byte
+    return folded
+
+
+def _text(layout: Mapping[str, Any]) -> bytes:
+    return json.dumps(layout, sort_keys=True).encode()
+
+
+def _size(arrays: list[dict[str, Any]]) -> int:
+    return max((_array(item).offset + -(-_array(item).nbytes // _LINE) * _LINE for item in arrays), default=0)
+
+
+def _array(item: Mapping[str, Any]) -> Array:
+    return Array(item["name"], item["role"], item["dtype"], tuple(item["shape"]), int(item["offset"]))
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def _new_file(path: Path, size: int) -> tuple[mmap.mmap, int, int]:
+    """A file of whole pages of its file system (2 MiB on hugetlbfs), all memory reserved now."""
+    temporary = _temporary(path)
+    if path.exists():
+        raise ReplicaError(f"{path}: already there; attach to it or remove it")
+    try:
+        page = os.statvfs(path.parent).f_bsize
+        size = -(-size // page) * page
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ReplicaError(f"{path}: cannot be created: {error.strerror}") from None
+    try:
+        os.ftruncate(fd, size)
+        os.posix_fallocate(fd, 0, size)
+        return mmap.mmap(fd, size, mmap.MAP_SHARED), fd, size
+    except OSError as error:
+        os.close(fd)
+        os.unlink(temporary)
+        raise ReplicaError(f"{path}: {size >> 20} MiB cannot be reserved: {error.strerror}") from None
