@@ -269,7 +269,7 @@ def _handshake(data: bytes) -> Side | None:
     rest = len(data) - at
     found = []
     for size in QP_INFO:
-        for devices in (1, 2, 4, 8) if size >= 3576 else (0,):
+        for devices in [1, 2, 4, 8] if size >= 3576 else [0]:
             lead = 4 + 4 * devices if devices else 0
             if rest not in (lead + size, lead + size + 4) or (devices and not 1 <= _u32(data, at) <= devices):
                 continue
