@@ -201,7 +201,7 @@ def _rate(body: str) -> str:
 def _blocks(text: str, heading: str) -> list[tuple[str, str]]:
     """(name, body) of every part that begins with a heading; the heading's group is the name."""
     found = list(re.finditer(heading, text))
-    ends = [match.start() for match in found[1:]] + [len(text)]
+    ends = [match.start() for match in found[1:]] + [len(text)] * bool(found)
     return [(match[1], text[match.end() : end]) for match, end in zip(found, ends, strict=True)]
 
 

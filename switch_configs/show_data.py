@@ -233,7 +233,10 @@ def _set(value: Any) -> list[Any]:
 
 
 def tc(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> list[SessionState]:
-    links = {link["ifname"].partition("@")[0]: link for link in json.loads(outputs[0])}
+    table = json.loads(outputs[0])
+    if not isinstance(table, list):
+        raise ValueError("ip prints no list of links")
+    links = {link["ifname"].partition("@")[0]: link for link in table}
     mine = SessionState(name=session.name, exists=False, ours=True)
     pairs: list[tuple[str, str]] = []
     targets: list[str] = []

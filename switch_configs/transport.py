@@ -21,6 +21,7 @@ from switch_configs.model import MirrorSession
 __all__ = ["Credentials", "LocalTransport", "SshTransport", "Transport", "is_local"]
 
 SECONDS = 30.0
+CONNECT_SECONDS = 20.0
 PROGRAMS = {"tc", "ip", "ovs-vsctl", "ovs-appctl"}
 DRIVERS = {
     "comware": "hp_comware", "eos": "arista_eos", "nxos": "cisco_nxos", "junos": "juniper_junos",
@@ -131,6 +132,7 @@ class SshTransport:
 
     def close(self) -> None:
         try:
+            self._connection.read_timeout_override = 0.3  # nothing read now is of use, and some drivers wait for more
             self._connection.disconnect()
         except Exception:  # nothing of value is lost with a connection that is gone already
             pass
@@ -144,8 +146,8 @@ def _connect(session: MirrorSession, credentials: Credentials, where: str) -> An
     options: dict[str, Any] = {
         "device_type": DRIVERS[session.vendor], "host": session.address, "port": session.ssh_port,
         "username": credentials.username, "ssh_strict": True, "system_host_keys": credentials.known_hosts is None,
-        "conn_timeout": SECONDS, "allow_agent": credentials.password is None,
-        "use_keys": credentials.password is None, "fast_cli": True,
+        "conn_timeout": CONNECT_SECONDS, "read_timeout_override": SECONDS,
+        "allow_agent": credentials.password is None, "use_keys": credentials.password is None, "fast_cli": True,
     }  # fmt: skip
     if credentials.known_hosts is not None:
         options |= {"alt_host_keys": True, "alt_key_file": str(credentials.known_hosts)}

@@ -1,0 +1,208 @@
+"""`flowcheck switch` as people call it: plan with LLDP, dry run, apply and remove on tc, show, verify."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowcheck.switch.credentials import find
+from flowcheck.switch.verify import judge
+from switch_configs.errors import PlanError
+from switch_configs.lldp import fill, neighbours
+from switch_configs.model import MirrorPlan, Topology, read_document
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*words: str, status: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "flowcheck", "switch", *words], cwd=ROOT, capture_output=True, text=True,
+        check=False, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout + done.stderr
+
+
+TOPOLOGY = """
+path_mtu: 1024
+leaves:
+  - name: leaf1
+    vendor: tc
+    netns: {netns}
+    ports:
+      - {{port: va, rank: 0, host: gpu0, speed_gbps: 10, address: 10.0.0.1}}
+      - {{port: vb, rank: 1, host: gpu1, speed_gbps: 10, address: 10.0.0.2}}
+    monitor_ports: [{{port: vm, node: ck0, speed_gbps: 100, mtu: 9000}}]
+groups: [{{name: dp, ranks: [0, 1]}}]
+"""
+
+
+@pytest.fixture
+def topology(tmp_path: Path) -> Path:
+    path = tmp_path / "topology.yaml"
+    path.write_text(TOPOLOGY.format(netns="none"))
+    return path
+
+
+@pytest.mark.root
+def test_plan_dry_run_apply_show_diff_remove(bridged, tmp_path: Path, topology: Path) -> None:
+    topology.write_text(TOPOLOGY.format(netns=bridged.netns))
+    plan = str(tmp_path / "plan.json")
+    said = run("plan", str(topology), "--out", plan, "--text", str(tmp_path / "text"))
+    assert "group dp: ranks 0, 1, both" in said and "Gb/s" in said
+    assert "-- rollback" in (tmp_path / "text" / "leaf1-flowcheck.txt").read_text()
+    dry = run("apply", plan)
+    assert "dry run" in dry and "tc filter add dev va" in dry
+    assert "absent" in run("show", plan, status=1)
+    assert "+ source va both" in run("diff", plan, status=1)
+    assert "active: 2 sources to vm" in run("apply", plan, "--commit", "--yes")
+    assert "as planned" in run("diff", plan)
+    document = json.loads(run("show", plan, "--json"))
+    assert document["sessions"][0]["session"]["active"] is True
+    assert len(bridged.send()) == 20
+    bridged.ip("link", "set", "vm", "down")
+    assert "NOT active" in run("show", plan, status=1)
+    assert "dry run" in run("remove", plan)
+    assert "removed" in run("remove", plan, "--commit", "--yes")
+    assert "absent" in run("remove", plan)
+
+
+def test_errors_are_sentences(tmp_path: Path, topology: Path) -> None:
+    topology.write_text(topology.read_text().replace("speed_gbps: 100", "speed_gbps: 1"))
+    assert "cannot carry" in run("plan", str(topology), "--out", str(tmp_path / "p"), status=2)
+    assert "cannot read" in run("show", str(tmp_path / "none"), status=3)
+    (tmp_path / "bad").write_text("{}")
+    assert "sessions" in run("show", str(tmp_path / "bad"), status=2)
+
+
+# -- verify -----------------------------------------------------------------------------------------------
+
+
+def plan_for(survey: dict) -> MirrorPlan:
+    """A plan that mirrors the first connection's source, both ways."""
+    connection = survey["connections"][0]
+    session = {
+        "leaf": "leaf1", "vendor": "eos", "destination": "Ethernet48", "destination_gbps": 400,
+        "sources": [{"port": "Ethernet1", "rank": 0, "speed_gbps": 100, "address": connection["source"]}],
+    }  # fmt: skip
+    return MirrorPlan.model_validate({"sessions": [session], "groups": [], "nodes_per_leaf": {"leaf1": 1}})
+
+
+@pytest.fixture(scope="module")
+def survey() -> dict:
+    captures = [str(p) for p in sorted((ROOT / "pcaps" / "ring2-ll").glob("*.pcap*"))][:1]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "flowcheck", "inspect", "--json", *captures], cwd=ROOT, capture_output=True,
+        text=True, check=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+def bad(survey: dict, plan: MirrorPlan) -> list[str]:
+    return [check.name for check in judge(survey, plan) if not check.good and check.mend]
+
+
+def test_a_whole_mirror_is_good(survey: dict, tmp_path: Path) -> None:
+    plan = plan_for(survey)
+    assert bad(survey, plan) == []
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    capture = survey["captures"][0]["path"]
+    assert "delivers" in run("verify", str(tmp_path / "plan.json"), capture)
+    assert json.loads(run("verify", str(tmp_path / "plan.json"), capture, "--json"))["good"] is True
+
+
+def test_each_fault_is_named(survey: dict) -> None:
+    def broken(change) -> dict:
+        copy = json.loads(json.dumps(survey))
+        change(copy)
+        return copy
+
+    plan = plan_for(survey)
+    source = survey["connections"][0]["source"]
+    assert bad(broken(lambda s: s["packets"].update(roce=0)), plan)[0] == "packets"
+    assert bad(broken(lambda s: s["packets"].update(truncated=5)), plan) == ["whole frames"]
+    assert bad(broken(lambda s: s["encapsulated"].update(GENEVE=3)), plan) == ["no unknown wrapping"]
+    assert bad(broken(lambda s: s["icrc"].update(wrong=s["icrc"]["ok"])), plan) == ["checksums"]
+    one_way = broken(lambda s: s.update(flows=[f for f in s["flows"] if f["dst"] != source], connections=[]))
+    checks = [c for c in judge(one_way, plan) if not c.good]
+    assert "no egress" in checks[0].found and "rank 0" in checks[0].mend
+    requests = next(i for i, f in enumerate(survey["flows"]) if f["requests"] and f["requests"]["packets"])
+    assert bad(broken(lambda s: s["flows"][requests]["requests"].update(missing=4)), plan) == ["no gaps"]
+    twice = broken(lambda s: s["flows"][requests]["requests"].update(duplicates=s["flows"][requests]["packets"]))
+    assert bad(twice, plan) == ["duplicates"]
+    assert bad(broken(lambda s: s["flows"][requests].update(mtu=4096)), plan.model_copy(update={"path_mtu": 256})) == [
+        "path MTU"
+    ]
+
+
+# -- LLDP and credentials ---------------------------------------------------------------------------------
+
+
+def dump(interface: str, switch: str, port: str, kind: str = "ifname") -> dict:
+    body = {
+        "via": "LLDP", "rid": "1", "age": "0 day, 00:10:00",
+        "chassis": {switch: {"id": {"type": "mac", "value": "0c:c4:7a:00:00:01"}, "descr": "switch"}},
+        "port": {"id": {"type": kind, "value": port if kind == "ifname" else "0c:c4:7a:00:00:02"}, "descr": port},
+    }  # fmt: skip
+    return {"lldp": {"interface": [{interface: body}]}}
+
+
+def test_lldp_fills_in_the_ports(tmp_path: Path) -> None:
+    data = {
+        "leaves": [{"name": "leaf1", "vendor": "eos"}], "groups": [{"name": "dp", "ranks": [0, 1]}],
+        "nics": [{"host": f"gpu{r}", "interface": "eth1", "rank": r, "speed_gbps": 100} for r in (0, 1)],
+        "node_nics": [{"node": "ck0", "interface": "eth9", "speed_gbps": 400}],
+    }  # fmt: skip
+    (tmp_path / "topology.json").write_text(json.dumps(data))
+    (tmp_path / "0.json").write_text(json.dumps(dump("eth1", "leaf1", "Ethernet1")))
+    (tmp_path / "1.json").write_text(json.dumps(dump("eth1", "leaf1", "Ethernet2", "mac")))
+    one = dump("eth9", "leaf1", "Ethernet48")
+    one["lldp"]["interface"] = one["lldp"]["interface"][0]  # a single neighbour is no list
+    (tmp_path / "c.json").write_text(json.dumps(one))
+    options = [w for host, file in (("gpu0", "0"), ("gpu1", "1"), ("ck0", "c")) for w in
+               ("--lldp", f"{host}={tmp_path / file}.json")]  # fmt: skip
+    run("plan", str(tmp_path / "topology.json"), "--out", str(tmp_path / "plan.json"), *options)
+    plan = MirrorPlan.load(tmp_path / "plan.json")
+    assert plan.sessions[0].ports == ["Ethernet1", "Ethernet2"] and plan.sessions[0].destination == "Ethernet48"
+
+
+def test_lldp_json0_and_what_is_wrong() -> None:
+    zero = {"lldp": [{"interface": [{
+        "name": "eth1", "chassis": [{"id": [{"type": "mac", "value": "0c"}], "name": [{"value": "leaf1"}]}],
+        "port": [{"id": [{"type": "ifname", "value": "swp1"}], "descr": [{"value": "swp1"}]}]}]}]}  # fmt: skip
+    assert neighbours(zero) == {"eth1": ("leaf1", "swp1")}
+    for wrong in ([], {"lldp": 1}, {"lldp": {"interface": [{"eth1": {}}]}}):
+        with pytest.raises(PlanError, match="lldpctl"):
+            neighbours(wrong)
+    topology = Topology.model_validate(
+        {"leaves": [{"name": "leaf2", "vendor": "eos"}], "groups": [{"name": "dp", "ranks": [0, 1]}],
+         "nics": [{"host": "gpu0", "interface": "eth1", "rank": 0, "speed_gbps": 100}]}
+    )  # fmt: skip
+    with pytest.raises(PlanError, match="no LLDP dump"):
+        fill(topology, {})
+    with pytest.raises(PlanError, match="no neighbour"):
+        fill(topology, {"gpu0": {}})
+    with pytest.raises(PlanError, match="switch leaf1"):
+        fill(topology, {"gpu0": neighbours(zero)})
+
+
+def test_credentials_per_leaf_before_general_and_never_shown() -> None:
+    general = {"FLOWCHECK_SWITCH_USER": "ops", "FLOWCHECK_SWITCH_PASSWORD": "one"}
+    env = general | {"FLOWCHECK_SWITCH_PASSWORD_LEAF_1": "two"}
+    found = find("leaf-1", None, None, None, env)
+    assert (found.username, found.password) == ("ops", "two") and "two" not in repr(found)
+    assert find("leaf9", "me", None, None, env).password == "one"
+    assert find("leaf9", "me", None, Path("key"), {}).password is None
+
+
+def test_the_example_in_the_manual_makes_a_plan(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "switch.md").read_text().split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "t.yaml").write_text(text)
+    assert read_document(tmp_path / "t.yaml")["leaves"]
+    run("plan", str(tmp_path / "t.yaml"), "--out", str(tmp_path / "plan.json"))

@@ -1,0 +1,192 @@
+"""netmiko's real drivers against an SSH server that speaks each vendor's prompts: apply, change, failure in the
+middle, connection lost, rollback, remove, and what must not happen: a password shown, a foreign session touched."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from switch_configs.errors import DeviceError, PlanError
+from switch_configs.manage import Manager
+from switch_configs.model import MirrorSession, Source
+from switch_configs.transport import Credentials, SshTransport
+
+pytest.importorskip("netmiko", reason="netmiko (extra `switch`) is not installed")
+_spec = importlib.util.spec_from_file_location("flowcheck_test_devices", Path(__file__).with_name("devices.py"))
+assert _spec and _spec.loader
+devices = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = devices
+_spec.loader.exec_module(devices)
+
+PORT = {"comware": "HundredGigE1/0/{}", "nxos": "Ethernet1/{}", "cumulus": "swp{}", "junos": "et-0/0/{}"}
+VENDORS = list(devices.DEVICES)
+
+
+def some(*vendors: str) -> pytest.MarkDecorator:
+    """These platforms in `make test`, the others in `make test-all`: one platform takes about two seconds."""
+    every = [pytest.param(v, marks=() if v in vendors else pytest.mark.slow) for v in VENDORS]
+    return pytest.mark.parametrize("lab", every, indirect=True)
+
+
+class Lab:
+    def __init__(self, vendor: str, folder: Path) -> None:
+        self.vendor = vendor
+        self.device = devices.DEVICES[vendor]()
+        self.server = devices.SshSwitch(self.device, folder)
+        self.managers: list[Manager] = []
+
+    def manager(self, direction="both", ports=(1, 2), password=None, **changes) -> Manager:
+        port = PORT.get(self.vendor, "Ethernet{}")
+        fields = {
+            "leaf": "leaf1", "vendor": self.vendor, "direction": direction, "destination": port.format(48),
+            "destination_gbps": 400, "address": "127.0.0.1", "ssh_port": self.server.port,
+            "sources": [Source(port=port.format(n), rank=n, speed_gbps=100) for n in ports],
+        }  # fmt: skip
+        session = MirrorSession.model_validate(fields | changes)
+        login = Credentials("admin", password or self.server.password, known_hosts=self.server.known_hosts)
+        self.managers.append(Manager(session, lambda: SshTransport(session, login)))
+        return self.managers[-1]
+
+    def close(self) -> None:
+        for manager in self.managers:
+            manager.close()
+        self.server.close()
+
+
+@pytest.fixture(params=VENDORS)
+def lab(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
+    lab = Lab(request.param, tmp_path)
+    yield lab
+    lab.close()
+
+
+@pytest.fixture
+def one(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lab]:
+    lab = Lab(getattr(request, "param", "eos"), tmp_path)
+    yield lab
+    lab.close()
+
+
+def ports(state) -> list[tuple[str, str]]:
+    return sorted((s.port, s.direction) for s in state.sources)
+
+
+def test_apply_change_remove(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    m = lab.manager()
+    assert not m.show().mine.exists
+    difference = m.difference()
+    state = m.apply(difference, save=True)
+    assert state.active and state.same_as(m.session), state
+    assert m.difference().commands == ()  # idempotent
+    typed = [line.partition("; echo rc=$?")[0] for line in lab.device.lines]
+    start = typed.index(difference.commands[0])
+    shown = list(difference.commands)
+    assert typed[start : start + len(shown)] == shown  # what was shown is what was typed, in that order
+
+    change = lab.manager("ingress", (2, 3))
+    assert change.difference().lines
+    assert change.apply(change.difference()).same_as(change.session)
+    assert change.remove() and not change.remove()
+    assert not change.show().mine.exists
+    assert lab.server.password not in caplog.text + repr(m._open)
+
+
+@some("eos", "nxos", "comware", "junos", "sonic", "cumulus")
+def test_failure_in_the_middle_is_taken_back(lab: Lab) -> None:
+    old = lab.manager("ingress", (1,))
+    old.apply(old.difference())
+    before = ports(old.show().mine)
+    m = lab.manager("both", (1, 2))
+    difference = m.difference()
+    lab.device.refuse = {
+        "sonic": "span add flowcheck Ethernet48 Ethernet1,Ethernet2", "sonic-configdb": r"Ethernet1,Ethernet2",
+        "cumulus": "source-port swp1,swp2", "junos": r"egress interface et-0/0/2", "comware": "1 mirroring-port .*both",
+        "eos": "source Ethernet2 both", "nxos": "source interface Ethernet1/2 both",
+    }[lab.vendor]  # fmt: skip
+    with pytest.raises(DeviceError, match="the change was taken back"):
+        m.apply(difference)
+    state = old.show().mine
+    assert state.active and ports(state) == before and m.show().mine.same_as(old.session)
+
+
+@some("nxos", "sonic", "cumulus")
+def test_not_active_is_rolled_back_with_the_reason(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("switch_configs.manage.SETTLE_SECONDS", 0.3)
+    lab.device.broken = True
+    m = lab.manager()
+    with pytest.raises(DeviceError, match=r"applied, but not active: .*taken back") as caught:
+        m.apply(m.difference())
+    words = {"comware": "Incomplete", "eos": "inactive", "nxos": "No operational", "junos": "down",
+             "cumulus": "down"}.get(lab.vendor, "status error")  # fmt: skip
+    assert words in str(caught.value)
+    assert not m.show().mine.exists
+
+
+@some("eos", "comware")
+def test_connection_lost_in_the_middle(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("switch_configs.transport.SECONDS", 1.0)
+    m = lab.manager()
+    difference = m.difference()
+    lab.device.drop = "mirroring-group 1 monitor-port|destination|config load|span add|output interface"
+    with pytest.raises(DeviceError, match=r"no answer to: .*taken back"):
+        m.apply(difference)
+    assert not m.show().mine.exists
+
+
+@some("comware", "sonic")
+def test_somebody_elses_session_is_refused_and_untouched(lab: Lab) -> None:
+    elsewhere = PORT.get(lab.vendor, "Ethernet{}").format(47)
+    other = lab.manager("ingress", (1,), name="other", number=5, destination=elsewhere)
+    other.apply(other.difference())
+    m = lab.manager("both", (1, 2))
+    with pytest.raises(PlanError, match="already mirrored by session"):
+        m.difference()
+    free = lab.manager("both", (2, 3))
+    free.apply(free.difference())
+    assert [o.name in ("other", "5") for o in free.show().others] == [True]
+    free.remove()
+    assert other.show().mine.active
+    clash = lab.manager("both", (3,), name="other", number=5)
+    if lab.vendor in ("comware", "cumulus"):  # no room for a mark: another destination means another owner
+        with pytest.raises(PlanError, match="somebody else's"):
+            clash.difference()
+        with pytest.raises(PlanError, match="not ours"):
+            clash.remove()
+
+
+def test_nxos_number_of_another_description_is_not_ours(tmp_path: Path) -> None:
+    lab = Lab("nxos", tmp_path)
+    try:
+        lab.device.sessions["1"] = ["description ids", "source interface Ethernet1/9 rx", "no shut"]
+        with pytest.raises(PlanError, match="somebody else's"):
+            lab.manager().difference()
+        with pytest.raises(PlanError, match="not ours"):
+            lab.manager().remove()
+        assert "1" in lab.device.sessions
+    finally:
+        lab.close()
+
+
+def test_timed_undo_is_pending_until_confirmed(one: Lab) -> None:
+    m = one.manager()
+    m.apply(m.difference())
+    lines = one.device.lines
+    timer, confirm = lines.index("commit timer 00:05:00"), lines.index("configure session flowcheck commit")
+    assert timer < confirm and "show monitor session" in lines[timer:confirm]
+
+
+def test_wrong_password_unknown_host_key_and_no_server(one: Lab, tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="cannot log in") as caught:
+        one.manager(password="wr0ng-Pa55").show()
+    assert "wr0ng-Pa55" not in str(caught.value) + caught.value.remedy
+    one.server.known_hosts.write_text("")
+    with pytest.raises(DeviceError, match="cannot log in"):
+        one.manager().show()
+    one.server.listener.close()
+    assert "s3cret" not in repr(Credentials("admin", "s3cret"))
