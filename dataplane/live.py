@@ -40,6 +40,7 @@ __all__ = ["LiveConfig", "LiveSource", "live_memory", "start_eal"]
 
 BURST = 64
 RING_SIZE = 1 << 14
+CACHE = 512  # buffers an rx thread keeps at hand, last used first; the pool behind hands out its coldest
 _numbers = itertools.count()
 
 
@@ -168,7 +169,9 @@ class LiveSource:
             sockets += [None] * config.queues
             for queue in range(config.queues):
                 pool = undo.enter_context(
-                    Mempool(eal, f"fc_live_{number}_{queue}", plan.buffers, plan.room, socket=facts.socket)
+                    Mempool(
+                        eal, f"fc_live_{number}_{queue}", plan.buffers, plan.room, cache=CACHE, socket=facts.socket
+                    )
                 )
                 self._pools.append(pool)
                 self._port.rx_queue(queue, pool, descriptors=config.port.descriptors)

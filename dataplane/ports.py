@@ -8,9 +8,9 @@
 Traps handled here. net_af_packet cuts frames that are larger than its `framesz` (2048 by default): framesz is
 set by the interface's MTU. It reports no drops: its sockets are found, so that they can be asked. It wants
 packet buffers as large as framesz. net_af_xdp refuses large MTUs, receives nothing at 3000, and nothing at all
-on veth with busy polling (busy_budget), wants a pool of its own with small buffers, and (22.11) keeps the interface's queue
-until the process ends, so an interface is captured once per process. Promiscuous mode belongs to a socket that lives as long as the capture, so the interface's flags
-are what they were afterwards.
+on veth with busy polling (busy_budget), wants a pool of its own with small buffers, and (22.11) keeps the
+interface's queue until the process ends, so an interface is captured once per process. Promiscuous mode
+belongs to a socket that lives as long as the capture, so the interface's flags are what they were afterwards.
 """
 
 from __future__ import annotations

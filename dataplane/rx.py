@@ -10,6 +10,7 @@ import errno
 import itertools
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from dataplane.counterfile import COUNTERS, CounterFile
 from dataplane.pydpdk.dmadev import DmaDevice
@@ -94,6 +95,12 @@ class RingMemory(Resource):
         """Address of the fc_ring (include/packetref.h)."""
         self.require_open()
         return int(ffi.cast("uintptr_t", self._block.ring))
+
+    @property
+    def slots(self) -> Any:
+        """The dense slots, NULL without; slot i belongs to entry i."""
+        self.require_open()
+        return self._block.slots
 
     @property
     def block(self) -> object:

@@ -110,6 +110,23 @@ def inspect(
     raise typer.Exit(run(captures, as_json))
 
 
+@app.command()
+def doctor(
+    device: Annotated[
+        list[str] | None,
+        typer.Option("--device", help="What is to capture: af_packet:IFACE, af_xdp:IFACE, PCI address."),
+    ] = None,
+    path_mtu: Annotated[int, typer.Option("--path-mtu", min=256, max=4096, help="RoCE path MTU.")] = 1024,
+    memory: Annotated[int, typer.Option("--memory", min=64, help="MB of packet buffers and rings.")] = 512,
+    core: Annotated[list[int] | None, typer.Option("--core", min=0, help="Core of an rx thread.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for machines (docs/doctor.md).")] = False,
+) -> None:
+    """Can this machine capture? Says what is wrong and which command mends it; exit 0 ok, 1 warnings, 3 unusable."""
+    from flowcheck.doctor import Wanted, run
+
+    raise typer.Exit(run(Wanted(tuple(device or ()), path_mtu, memory, tuple(core or ())), as_json, _console()))
+
+
 app.command()(learn)
 app.command()(synth)
 app.command()(bench)

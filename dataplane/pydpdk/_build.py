@@ -31,7 +31,6 @@ SOURCE = """
 #include "rx.h"
 """
 DEBUG = os.environ.get("FLOWCHECK_DEBUG") == "1"
-SANITIZE = [f"-fsanitize={kind}" for kind in os.environ.get("FLOWCHECK_SANITIZE", "").split(",") if kind]
 
 
 def pkg_config(*arguments: str) -> list[str]:
@@ -64,7 +63,6 @@ ffi.set_source(
         "-Wno-unused-function",
         "-Wno-unused-parameter",
         "-pthread",
-        *SANITIZE,
     ],
-    extra_link_args=[*pkg_config("--libs"), "-pthread", *SANITIZE],
+    extra_link_args=[*pkg_config("--libs"), "-pthread"],
 )

@@ -358,15 +358,17 @@ uint64_t fc_rx_poll(fc_rx *rx, uint64_t bursts)
     while (bursts--) {
         int n = poll_once(rx);
 
-        if (n <= 0)
+        if (n <= 0) {
+            read_nic_counters(rx);
             break;
+        }
         taken += (uint64_t)n;
         if (accounted_for(rx)) {
+            read_nic_counters(rx);
             end(rx, finish_dump(rx) ? FC_RX_DONE : fail(rx, ETIMEDOUT));
             break;
         }
     }
-    read_nic_counters(rx);
     return taken;
 }
 

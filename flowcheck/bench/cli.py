@@ -16,6 +16,7 @@ __all__ = ["BENCHES", "bench"]
 #: Name, module and what it measures.
 BENCHES = {
     "parse": ("flowcheck.bench.parse", "packets that carry nothing to keep, against a minimal parse"),
+    "ingest": ("flowcheck.bench.ingest", "packets from a DPDK port to placed gradients, against a bare rx loop"),
     "place": ("flowcheck.bench.place", "gradients into the arena, against a copy past the cache"),
 }
 _ITEMS = BENCHES.items()

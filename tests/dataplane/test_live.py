@@ -291,7 +291,7 @@ def test_refusals_of_the_machine(eal, veth):
         LiveConfig(f"af_packet:{pair.near}", path_mtu=4096)
     with pytest.raises(DpdkError, match=r"(?s)device 0000:00:1f\.7.*Eal.start\(devices="):
         LiveSource(eal, LiveConfig("0000:00:1f.7"))
-    with pytest.raises(DpdkError, match="already runs in this process without 0000:00:1f.7"):
+    with pytest.raises(DpdkError, match=r"already runs in this process without 0000:00:1f\.7"):
         type(eal).start(memory_mb=1, devices=["0000:00:1f.7"])
 
 

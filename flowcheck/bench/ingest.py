@@ -1,0 +1,251 @@
+"""bench ingest: packets through DPDK, from a port to placed gradients, against the bare rx loop and the copy limit.
+
+The source is `net_pcap,infinite_rx=1`: the only software source here that outruns the node. Its file holds one
+communicator's life from PSN 0 and comes round again and again, so at each lap the flows are armed anew: the timed
+part goes on with the next engine, which was made, and its arena touched, before the clock started (a running node
+makes its engine once). What is placed is compared: in every round the bytes of all laps, once every single byte.
+
+    ingest.MTU.STRATEGY                   rx and dump, the consumer only releases      limit: bare loop, Mpkt/s
+    ingest.MTU.STRATEGY.place             ... and state machine and placement behind   limit: bare loop, Mpkt/s
+    ingest.MTU.STRATEGY.place.icrc        ... and every ICRC checked                   limit: bare loop, Mpkt/s
+    ingest.MTU.STRATEGY.place.threads     rx thread and placing thread                 limit: bare loop, Mpkt/s
+    ingest.MTU.cold                       state machine and placement over a dense     limit: copy past the cache
+                                          ring that `copy` filled before, GB/s read and written
+
+All but `threads` share one thread and so one core: a burst is placed while it is in its cache. `dma` is moved by
+dma_skeleton, a thread that copies: a functional stand-in for an engine, and reported as no more than that.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from parser.machine import Engine
+
+from dataplane.pydpdk import DmaDevice, DpdkError, Eal, Mempool, Port
+from dataplane.pydpdk.ffi import ffi, lib
+from dataplane.rx import RingMemory, RxConfig, RxThread, slot_for
+from flowcheck.bench import limits
+from flowcheck.bench.rows import Row, alternate
+from flowcheck.bench.traffic import Traffic, aligned, make
+from flowcheck.errors import EnvironmentProblem
+from parser.wire import Protocol
+
+__all__ = ["run"]
+
+FLOWS = 16
+LAP_BYTES = 16 << 20
+LAPS = 8
+BURST = 64
+ROUND = {1024: 4, 4096: 2}  # bursts between two visits of the engine, on one thread: they stay in a core's cache
+HOT_RING = 256
+CACHE = 512  # buffers that a thread keeps for itself: the pool behind it would hand out its coldest
+COLD_TARGETS = {1024: 0.70, 4096: 0.72}
+BARE_TARGET = 0.65
+STRATEGIES = ("hold", "copy", "dma")
+MEMORY_MB = 768
+
+
+def run(rounds: int, ring_bytes: int) -> list[Row]:
+    """Rows for both MTUs. ring_bytes: of the cold ring."""
+    try:
+        with Eal.start(memory_mb=MEMORY_MB) as eal:
+            return [row for mtu in COLD_TARGETS for row in _rows(eal, mtu, rounds, ring_bytes)]
+    except DpdkError as exc:
+        raise EnvironmentProblem(exc.what, where="bench ingest", remedy=exc.remedy) from exc
+
+
+def _rows(eal: Eal, mtu: int, rounds: int, ring_bytes: int) -> list[Row]:
+    traffic = make(Protocol.LL, mtu, FLOWS, LAP_BYTES, icrc=True)
+    with _port(eal, traffic) as port, ExitStack() as stack:
+        engine = stack.enter_context(DmaDevice(eal, f"dma_skeleton_bench{mtu}"))
+        bench = _Bench(eal, port, traffic, engine)
+        contenders: dict[str, Callable[[], float]] = {"bare": bench.bare}
+        for dump in STRATEGIES:
+            contenders[dump] = bench.alone(dump)
+            contenders[f"{dump}.place"] = bench.placing(dump, icrc=False)
+            contenders[f"{dump}.place.icrc"] = bench.placing(dump, icrc=True)
+            contenders[f"{dump}.place.threads"] = bench.threads(dump)
+        seconds = alternate(contenders, rounds)
+        cold = _Cold(bench, ring_bytes)
+        cold_seconds = alternate({"limit": cold.limit, "place": cold.place}, rounds)
+    packets = LAPS * traffic.packets
+    rate = {name: [1e-6 * packets / s for s in taken] for name, taken in seconds.items()}
+    rows = [
+        Row.of(
+            f"ingest.{mtu}.{name}", "Mpkt/s", rate[name], rate["bare"], BARE_TARGET if name == "hold.place" else None
+        )
+        for name in contenders
+        if name != "bare"
+    ]
+    moved = 1e-9 * cold.laps * (traffic.wire_bytes + traffic.expected.size)
+    limit = [2e-9 * cold.copied / s for s in cold_seconds["limit"]]
+    rows.append(
+        Row.of(f"ingest.{mtu}.cold", "GB/s", [moved / s for s in cold_seconds["place"]], limit, COLD_TARGETS[mtu])
+    )
+    return rows
+
+
+@contextmanager
+def _port(eal: Eal, traffic: Traffic) -> Iterator[Port]:
+    """The packets as a file that never ends. The driver keeps them in buffers of the pool."""
+    slot = traffic.frames.shape[1]
+    lengths = (traffic.payloads - traffic.frames.ctypes.data) % slot + traffic.mtu + 4
+    with tempfile.TemporaryDirectory(prefix="flowcheck-bench-", dir=_roomy()) as folder:
+        path = Path(folder) / "life.pcap"
+        with path.open("wb") as file:
+            file.write(struct.pack("<IHHIIII", 0xA1B2C3D4, 2, 4, 0, 0, 65535, 1))
+            for frame, length in zip(traffic.frames, lengths.tolist(), strict=True):
+                file.write(struct.pack("<IIII", 0, 0, length, length))
+                file.write(frame[:length].tobytes())
+        count = traffic.packets + HOT_RING + 4 * BURST + 2 * CACHE
+        with Mempool(eal, f"bench_{traffic.mtu}", count, slot_for(slot), cache=CACHE) as pool:
+            with Port(eal, f"net_pcap_bench{traffic.mtu}", f"rx_pcap={path},infinite_rx=1") as port:
+                port.configure()
+                port.rx_queue(0, pool)
+                port.start()
+                yield port
+
+
+def _roomy() -> str | None:
+    """Memory rather than a disk, where there is such a folder."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+class _Bench:
+    """Contenders over one port. Each takes LAPS whole laps, so that the next begins at PSN 0 again."""
+
+    def __init__(self, eal: Eal, port: Port, traffic: Traffic, engine: DmaDevice) -> None:
+        assert traffic.packets % BURST == 0
+        self.eal, self.port, self.traffic, self.engine = eal, port, traffic, engine
+        self.slot = slot_for(traffic.frames.shape[1])
+        self.proven = False
+
+    def bare(self) -> float:
+        want = LAPS * self.traffic.packets
+        begin = time.perf_counter()
+        taken = lib.fc_rx_bare(self.port.number, 0, BURST, want)
+        seconds = time.perf_counter() - begin
+        assert taken == want
+        return seconds
+
+    @contextmanager
+    def queue(self, dump: str, entries: int, laps: int) -> Iterator[tuple[RingMemory, RxThread]]:
+        slot = 0 if dump == "hold" else self.slot
+        with RingMemory(self.eal, entries, slot) as memory:
+            config = RxConfig(
+                burst=BURST, wait_when_full=True, expected=laps * self.traffic.packets, dump=dump,
+                engines=(self.engine,) if dump == "dma" else (),
+            )  # fmt: skip
+            with RxThread(self.port, memory, config) as rx:
+                yield memory, rx
+
+    def alone(self, dump: str) -> Callable[[], float]:
+        def measure() -> float:
+            with self.queue(dump, HOT_RING, LAPS) as (memory, rx):
+                ring, released = ffi.cast("fc_ring *", memory.ring_address), 0
+                begin = time.perf_counter()
+                while not lib.fc_ring_drained(ring):
+                    rx.poll(ROUND[self.traffic.mtu])
+                    released += lib.fc_reader_discard(ring, HOT_RING)
+                seconds = time.perf_counter() - begin
+            assert released == LAPS * self.traffic.packets
+            return seconds
+
+        return measure
+
+    def armed(self, laps: int, icrc: bool) -> list[Engine]:
+        """An engine for each lap, its arena touched."""
+        engines = [Engine(replace(self.traffic.config, check_icrc=icrc)) for _ in range(laps)]
+        for machine in engines:
+            machine.region(0)[:] = 0
+        return engines
+
+    def placing(self, dump: str, icrc: bool) -> Callable[[], float]:
+        def measure() -> float:
+            engines = self.armed(LAPS, icrc)
+            with self.queue(dump, HOT_RING, LAPS) as (memory, rx):
+                begin = time.perf_counter()
+                consume(engines, memory.ring_address, self.traffic.packets, lambda: rx.poll(ROUND[self.traffic.mtu]))
+                seconds = time.perf_counter() - begin
+            self.check(engines)
+            return seconds
+
+        return measure
+
+    def threads(self, dump: str) -> Callable[[], float]:
+        def measure() -> float:
+            engines = self.armed(LAPS, icrc=False)
+            with self.queue(dump, HOT_RING, LAPS) as (memory, rx):
+                begin = time.perf_counter()
+                rx.start()
+                consume(engines, memory.ring_address, self.traffic.packets, lambda: 0)
+                seconds = time.perf_counter() - begin
+            self.check(engines)
+            return seconds
+
+        return measure
+
+    def check(self, engines: list[Engine]) -> None:
+        """Placed = laps x truth, by count each time and byte by byte once."""
+        for machine in engines:
+            packets, placed = machine.outcomes(0)["placed"]
+            assert packets == self.traffic.packets, machine.disagreements()
+            assert placed == self.traffic.wire_bytes
+        if not self.proven:
+            for machine in engines:
+                self.proven = bool((machine.region(0) == self.traffic.expected).all() and machine.cells(0).all())
+                assert self.proven, "the engine placed other bytes than were sent"
+
+
+def consume(engines: list[Engine], ring_address: int, per_lap: int, fill: Callable[[], int]) -> None:
+    """One engine after the other, `per_lap` packets each, asking for more whenever the ring is empty."""
+    for machine in engines:
+        left = per_lap
+        while left:
+            fill()
+            done, blocked = machine.run(0, ring_address, left)
+            assert not blocked
+            left -= done
+
+
+class _Cold:
+    """A dense ring in memory, larger than any cache, filled by `copy` through the port."""
+
+    def __init__(self, bench: _Bench, ring_bytes: int) -> None:
+        self.bench = bench
+        self.laps = max(1, ring_bytes // (bench.traffic.packets * bench.slot))
+        need = self.laps * bench.traffic.packets
+        self.entries = 1 << (need - 1).bit_length()
+        self.copied = need * bench.slot // 256 * 256
+        self.arena = aligned(self.copied)
+
+    @contextmanager
+    def filled(self) -> Iterator[RingMemory]:
+        with self.bench.queue("copy", self.entries, self.laps) as (memory, rx):
+            while not rx.finished:
+                rx.poll(1024)
+            yield memory
+
+    def place(self) -> float:
+        engines = self.bench.armed(self.laps, icrc=False)
+        with self.filled() as memory:
+            begin = time.perf_counter()
+            consume(engines, memory.ring_address, self.bench.traffic.packets, lambda: 0)
+            seconds = time.perf_counter() - begin
+        self.bench.check(engines)
+        return seconds
+
+    def limit(self) -> float:
+        with self.filled() as memory:
+            slots = int(ffi.cast("uintptr_t", memory.slots))
+            begin = time.perf_counter()
+            limits.copy(self.arena.ctypes.data, slots, self.copied)
+            return time.perf_counter() - begin
