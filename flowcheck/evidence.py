@@ -104,7 +104,7 @@ def _causes(plan: JobPlan, engine: Engine, iteration: int, place: BucketPlace, m
         for spec, counters in zip(plan.engine.flows, engine.flow_counters(stream), strict=True):
             if spec.data and counters["packets"]:
                 seen.setdefault(spec.edge, set()).add(spec.qp)
-                if counters["state"] == "LOST":
+                if iteration in counters["ignored"]:
                     lost_flows.add(spec.edge)
                 if counters["adrift"]:
                     adrift.add(spec.edge)

@@ -154,7 +154,7 @@ cdef struct FlowState:   # one flow as one stream sees it
     uint8_t recoverable  # 0 not considered, 1 no, 2 yes: see recover()
     uint8_t trial
     uint32_t seeks       # absolute witnesses that led nowhere
-    int64_t lost_iteration, trial_iteration
+    int64_t lost_iteration, trial_iteration, back_iteration  # LOST in, on trial since, trusted again from
     uint64_t trial_messages
     uint64_t base[3]     # address of step 0's slot by protocol, 0 while unknown
     int32_t side_head, side_tail  # packets kept aside, oldest first

@@ -960,6 +960,7 @@ cdef int recover(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p, ui
         if m.iteration > f.trial_iteration:
             f.trial = 0
             f.state = SYNCING
+            f.back_iteration = m.iteration
             return 1
     elif f.current > 0 and f.current + WINDOW > f.messages:
         before = &f.window[(f.current - 1) % WINDOW]
@@ -1582,6 +1583,7 @@ cdef class Engine:
             f = &self.M.states[stream * self.M.flows + i]
             out.append({
                 "seen": bool(f.active), "state": PHASES[f.state], "anchored": bool(f.anchored),
+                "ignored": self._ignored(f),
                 "adrift": f.packets > 0 and not f.counted,  # lost in an outage, and not found again
                 "packets": f.packets, "payload_bytes": f.payload_bytes, "missing": f.missing,
                 "duplicates": f.duplicates, "retransmissions": f.retransmissions, "out_of_order": f.out_of_order,
@@ -1600,6 +1602,12 @@ cdef class Engine:
                 if self.M.cts[s * self.M.cts_tables + e].tagged == 1:
                     out[e] = self.M.cts[s * self.M.cts_tables + e].tag
         return out
+
+    cdef object _ignored(self, FlowState *f):
+        """range of iterations that the flow, LOST, brought nothing to."""
+        if f.disagreements == 0:
+            return range(0)
+        return range(f.lost_iteration, <int64_t>1 << 62 if f.state == LOST else f.back_iteration)
 
     def disagreements(self):
         """The logged disagreements: dicts of kind, stream, flow, iteration, message, psn, expected, found."""
