@@ -101,13 +101,15 @@ def replay(
 
 @app.command()
 def inspect(
-    captures: Captures,
+    captures: Annotated[list[Path] | None, typer.Argument(help="pcap or pcapng files.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for machines (docs/inspect.md).")] = False,
+    interface: Annotated[str | None, typer.Option("--interface", help="Look at a live interface instead.")] = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, max=3600, help="With --interface: how long.")] = 5.0,
 ) -> None:
-    """Say what is in captures, without a job: connections, protocol, gaps, ICRC, noise."""
+    """Say what is in captures, or arrives at an interface, without a job: connections, protocol, gaps, ICRC, noise."""
     from flowcheck.inspect import run
 
-    raise typer.Exit(run(captures, as_json))
+    raise typer.Exit(run(captures or [], as_json, interface, seconds))
 
 
 @app.command()

@@ -23,13 +23,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from dataplane.capture import PcapSource, memory_needed
+from dataplane.live import LiveConfig, LiveSource, start_eal
 from dataplane.pcapfile import CaptureFileError, PcapInfo, scan
 from dataplane.pydpdk.eal import Eal
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem, UserError
 from parser.findings import interpret, ranks_of
 
-__all__ = ["SCHEMA", "render", "run", "survey_captures"]
+__all__ = ["SCHEMA", "render", "run", "survey_captures", "survey_interface"]
 
 SCHEMA = "flowcheck-inspect/1"
 WIDTH = 110
@@ -37,14 +38,16 @@ ROWS = 64  # a human reads no more; --json has all
 IDLE_SECONDS = 0.0005
 
 
-def run(captures: list[Path], as_json: bool) -> int:
-    """Inspects the files and prints to stdout. Returns the exit status, 0.
+def run(captures: list[Path], as_json: bool, interface: str | None = None, seconds: float = 5.0) -> int:
+    """Inspects the files, or an interface for some seconds, and prints to stdout. Returns the exit status, 0.
 
     Raises:
         UserError: no file, a file that is no usable capture, or more files than can be told apart.
         EnvironmentProblem: DPDK or this machine refused.
     """
-    found = survey_captures(captures)
+    if interface and captures:
+        raise UserError("captures and an interface", remedy="give one of both")
+    found = survey_interface(interface, seconds) if interface else survey_captures(captures)
     if as_json:
         json.dump(found, sys.stdout, indent=1)
         sys.stdout.write("\n")
@@ -82,6 +85,38 @@ def _through_dpdk(infos: list[PcapInfo]) -> Survey:
                 if source.error is not None:
                     raise source.error
     return survey
+
+
+def survey_interface(interface: str, seconds: float) -> dict[str, Any]:
+    """The same of what arrives at a kernel interface for some seconds. Nothing is transmitted there.
+
+    Raises:
+        EnvironmentProblem: no such interface, no privilege, or DPDK refused.
+    """
+    survey = Survey()
+    try:
+        config = LiveConfig(f"af_packet:{interface}")
+        with start_eal(config) as eal, LiveSource(eal, config) as source:
+            source.start()
+            end = time.monotonic() + seconds
+            while time.monotonic() < end and not source.finished:
+                if not sum(survey.drain(ring) for ring in source.ring_addresses):
+                    time.sleep(IDLE_SECONDS)
+            source.stop()
+            for ring in source.ring_addresses:
+                while survey.drain(ring):
+                    pass
+            if source.error is not None:
+                raise source.error
+    except DpdkError as exc:
+        raise EnvironmentProblem(exc.what, where=interface, remedy=exc.remedy) from exc
+    document = _document([], survey.report())
+    count, size = document["packets"]["total"], sum(flow["bytes"] for flow in document["flows"])
+    document["captures"] = [
+        {"path": interface, "format": "live", "packets": count, "bytes": size, "snap_length": 0,
+         "cut_packets": document["packets"]["truncated"]}
+    ]  # fmt: skip
+    return document
 
 
 def _document(infos: list[PcapInfo], observed: dict[str, Any]) -> dict[str, Any]:

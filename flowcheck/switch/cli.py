@@ -238,15 +238,21 @@ def _print_state(session: Any, found: Any, as_planned: bool) -> None:
 @_mapped
 def verify(
     plan_file: PlanArgument,
-    captures: Annotated[list[Path], typer.Argument(help="Captures taken at the mirror port, pcap or pcapng.")],
+    captures: Annotated[
+        list[Path] | None, typer.Argument(help="Captures taken at the mirror port, pcap or pcapng.")
+    ] = None,
+    interface: Annotated[str | None, typer.Option("--interface", help="Look at this interface of the node.")] = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.1, max=3600, help="For so long.")] = 5.0,
     as_json: JsonOption = False,
 ) -> None:
     """Judge what arrived at the mirror port: directions, truncation, gaps, duplicates, MTU, ranks."""
     from flowcheck.switch.verify import run
     from switch_configs.model import MirrorPlan
 
+    if bool(captures) == bool(interface):
+        raise UserError("give captures, or --interface", remedy="one of both")
     console = Console(soft_wrap=True)
-    raise typer.Exit(run(captures, MirrorPlan.load(plan_file), as_json, console))
+    raise typer.Exit(run(captures or [], interface, seconds, MirrorPlan.load(plan_file), as_json, console))
 
 
 @switch.command()

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flowcheck.inspect import survey_captures
+from flowcheck.inspect import survey_captures, survey_interface
 from parser.findings import ranks_of
 from switch_configs.model import MirrorPlan
 
@@ -37,9 +37,12 @@ class Check:
     mend: str = ""
 
 
-def run(captures: Sequence[Path], plan: MirrorPlan, as_json: bool, console: Console) -> int:
-    """0 if every check is good, 1 if not. Errors as flowcheck.inspect.survey_captures."""
-    checks = list(judge(survey_captures(captures), plan))
+def run(
+    captures: Sequence[Path], interface: str | None, seconds: float, plan: MirrorPlan, as_json: bool, console: Console
+) -> int:
+    """0 if every check is good, 1 if not. Errors as flowcheck.inspect.survey_captures and survey_interface."""
+    found = survey_interface(interface, seconds) if interface else survey_captures(captures)
+    checks = list(judge(found, plan))
     bad = [check for check in checks if not check.good]
     if as_json:
         document = {"schema": SCHEMA, "good": not bad, "mend": bad[0].mend if bad else "",
