@@ -42,6 +42,10 @@ class Reader:
     def run_id(self) -> str:
         return str(self._store.layout["run_id"])
 
+    def close(self) -> None:
+        """Let go of the file; may be called twice. Pins that are held stay until their blocks are left."""
+        self._store.close()
+
     @contextmanager
     def pinned(self) -> Iterator[PinnedVersion]:
         """The newest complete version, kept until the block is left."""

@@ -95,7 +95,7 @@ class Replica:
             "torch_version": dialect.torch_version, "optimizer": optimizer.to_dict(),
         }
         store = Store.create(identity | _plan(tensors, optimizer, buffers, tied or {}), path)
-        store.lock_writer()
+        store.lock_writer(path)
         for (name, _), constant in store.tensors(None).items():
             constant.copy_(tensors[name])
         self._take_over(store, optimizer, dialect, divisor, threads)
@@ -147,6 +147,11 @@ class Replica:
         self._pool = kernels.Pool(threads)
         self.slots = [Slot(store, i, spec, dialect, self._pool, divisor) for i in range(store.slots)]
         self._shapes = {a.name: a.shape for a in store.arrays if a.role == "p"}
+
+    def close(self) -> None:
+        """End the workers and let another process write; a file stays. May be called twice."""
+        self._pool.close()
+        self._store.close()
 
     @property
     def nbytes(self) -> int:

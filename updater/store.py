@@ -76,6 +76,7 @@ class Store:
 
     def __init__(self, memory: mmap.mmap, fd: int, layout: dict[str, Any], first: int, stride: int) -> None:
         self.memory, self.fd, self.layout = memory, fd, layout
+        self._locks = -1  # the writer's own opening of the file: mmap keeps a duplicate of fd, and with it its locks
         self._first, self._stride = first, stride
         self.slots = int(layout["slots"])
         self.constants = [_array(item) for item in layout["constants"]]
@@ -132,9 +133,7 @@ class Store:
     def attach(cls, path: Path) -> Store:
         """An existing file, to go on writing; only one process may."""
         store = cls._open(path, write=True)
-        if not lock(store.fd, _WRITER, fcntl.F_WRLCK):
-            os.close(store.fd)
-            raise ReplicaError(f"{path}: another process is writing to this replica")
+        store.lock_writer(path)
         return store
 
     @classmethod
@@ -149,13 +148,18 @@ class Store:
         except OSError as error:
             raise ReplicaError(f"{path}: cannot be opened: {error.strerror}") from None
         try:
-            return cls._map(path, fd, write)
+            memory, layout, first, stride = cls._map(path, fd, write)
         except BaseException:
             os.close(fd)
             raise
+        store = cls(memory, fd, layout, first, stride)
+        for slot in range(store.slots):
+            if store.word(slot) is None:
+                raise ReplicaError(f"{path}: not a replica that can be used: the word of slot {slot} is damaged")
+        return store
 
-    @classmethod
-    def _map(cls, path: Path, fd: int, write: bool) -> Store:
+    @staticmethod
+    def _map(path: Path, fd: int, write: bool) -> tuple[mmap.mmap, dict[str, Any], int, int]:
         def refuse(why: str) -> ReplicaError:
             return ReplicaError(f"{path}: not a replica that can be used: {why}")
 
@@ -179,11 +183,17 @@ class Store:
         text = memory[_TEXT : _TEXT + length]
         if hashlib.sha256(text).digest() != digest:
             raise refuse("the layout's hash does not fit")
-        store = cls(memory, fd, json.loads(text), first, stride)
-        for slot in range(slots):
-            if store.word(slot) is None:
-                raise refuse(f"the word of slot {slot} is damaged")
-        return store
+        return memory, json.loads(text), first, stride
+
+    def close(self) -> None:
+        """Let go of the file and its locks; tensors over the memory stay valid. May be called twice."""
+        for fd in (self.fd, self._locks):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self._locks = -1
+
+    def __del__(self) -> None:
+        self.close()
 
     # -- words --
 
@@ -222,11 +232,11 @@ class Store:
 
     def lock_slot(self, slot: int) -> bool:
         """Exclusive, for building. False while a reader in another process pins it."""
-        return self.fd < 0 or lock(self.fd, slot, fcntl.F_WRLCK)
+        return self._locks < 0 or lock(self._locks, slot, fcntl.F_WRLCK)
 
     def unlock_slot(self, slot: int) -> None:
-        if self.fd >= 0:
-            lock(self.fd, slot, fcntl.F_UNLCK)
+        if self._locks >= 0:
+            lock(self._locks, slot, fcntl.F_UNLCK)
 
     def pin(self, slot: int) -> int | None:
         """A descriptor that pins the slot until it is closed; None while the writer builds in it."""
@@ -236,9 +246,14 @@ class Store:
         os.close(fd)
         return None
 
-    def lock_writer(self) -> None:
-        if self.fd >= 0 and not lock(self.fd, _WRITER, fcntl.F_WRLCK):
-            raise ReplicaError("another process is writing to this replica")
+    def lock_writer(self, path: Path | None) -> None:
+        """Be the one process that writes, until `close`."""
+        if self.fd < 0:
+            return
+        self._locks = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+        if not lock(self._locks, _WRITER, fcntl.F_WRLCK):
+            self.close()
+            raise ReplicaError(f"{path}: another process is writing to this replica")
 
 
 def lock(fd: int, byte: int, kind: int) -> bool:

@@ -119,7 +119,7 @@ uint64_t fcu_checksum(const void *data, uint64_t n, int size)
     uint64_t sum = mix(n);
     pthread_once(&weights_once, fill_weights);
     for (uint64_t from = 0; from < n; from += BLOCK)
-        sum += (mix(from / BLOCK) | 1) * block_sum(data, from, n - from < BLOCK ? n - from : BLOCK, size);
+        sum += (mix(from / BLOCK + BLOCK) | 1) * block_sum(data, from, n - from < BLOCK ? n - from : BLOCK, size);
     return sum;
 }
 
