@@ -6,7 +6,6 @@ import itertools
 import mmap
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +47,20 @@ class CounterFile(Resource):
 
     def _create(self, size: int) -> mmap.mmap:
         assert self.path is not None
+        # Complete under another name first, so that no reader ever sees half of it.
+        aside = self.path.with_name("." + self.path.name)
         try:
-            # Complete under another name first, so that no reader ever sees half of it.
-            with tempfile.NamedTemporaryFile(dir=self.path.parent, prefix=".flowcheck-", delete=False) as file:
-                os.fchmod(file.fileno(), 0o644)
-                os.posix_fallocate(file.fileno(), 0, size)
-                mapped = mmap.mmap(file.fileno(), size)
-            os.rename(file.name, self.path)
+            fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+            try:
+                os.fchmod(fd, 0o644)
+                os.posix_fallocate(fd, 0, size)
+                mapped = mmap.mmap(fd, size)
+                os.rename(aside, self.path)
+            except OSError:
+                aside.unlink(missing_ok=True)
+                raise
+            finally:
+                os.close(fd)
         except OSError:
             self.path = None
             mapped = mmap.mmap(-1, size)

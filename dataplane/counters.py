@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import struct
 import sys
 from collections.abc import Iterator
@@ -45,10 +46,10 @@ class Snapshot:
 def start_ticks(pid: int) -> int:
     """When the process began, in clock ticks since boot; 0 if there is none."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text()
     except (OSError, UnicodeDecodeError):
         return 0
-    return int(stat.rpartition(")")[2].split()[19])
+    return int(text.rpartition(")")[2].split()[19])
 
 
 def alive(pid: int, ticks: int) -> bool:
@@ -70,16 +71,19 @@ def _header(data: bytes) -> tuple[int, int, int, int, int, list[str]]:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, bytes]]:
+    """Regular files of our name with their bytes; whatever else lies there is passed over."""
     for path in sorted(folder.glob(PREFIX + "*")):
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             continue
-        with os.fdopen(fd, "rb") as file:
-            try:
-                yield path, file.read(1 << 20)
-            except OSError:
-                continue
+        try:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                yield path, os.pread(fd, 1 << 20, 0)
+        except OSError:
+            continue
+        finally:
+            os.close(fd)
 
 
 def read_counters(folder: Path = FOLDER) -> list[Snapshot]:

@@ -98,7 +98,7 @@ def _port(eal: Eal, traffic: Traffic) -> Iterator[Port]:
     """The packets as a file that never ends. The driver keeps them in buffers of the pool."""
     slot = traffic.frames.shape[1]
     lengths = (traffic.payloads - traffic.frames.ctypes.data) % slot + traffic.mtu + 4
-    with tempfile.TemporaryDirectory(prefix="flowcheck-bench-", dir=_roomy()) as folder:
+    with tempfile.TemporaryDirectory(prefix=".flowcheck-bench-", dir=_roomy()) as folder:
         path = Path(folder) / "life.pcap"
         with path.open("wb") as file:
             file.write(struct.pack("<IHHIIII", 0xA1B2C3D4, 2, 4, 0, 0, 65535, 1))

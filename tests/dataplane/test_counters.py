@@ -43,6 +43,7 @@ def test_nothing_but_live_captures_is_shown(eal, tmp_path):
         (tmp_path / "flowcheck-2-cut").write_bytes(file.path.read_bytes()[: HEADER - 1])
         (tmp_path / "flowcheck-3-link").symlink_to("/etc/hostname")
         os.mkfifo(tmp_path / "flowcheck-4-fifo")
+        (tmp_path / "flowcheck-5-folder").mkdir()
         file.row(1).received = 7
         (shown,) = read_counters(tmp_path)
         assert shown.label == "here" and [queue["received"] for queue in shown.queues] == [0, 7]

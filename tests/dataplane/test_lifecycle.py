@@ -208,7 +208,7 @@ def test_dpdk_refusals_name_object_and_remedy(eal, tmp_path):
 
 def test_ring_arithmetic():
     assert slot_for(1152) == 1152 and slot_for(1153) == 1216 and slot_for(1) == 64
-    assert ring_bytes(4096, 1152) == 4096 * (1152 + 24) + 320
+    assert ring_bytes(4096, 1152) == 4096 * (1152 + 24) + 384
     for size in (0, -1, 3, 2**50):
         with pytest.raises(ValueError):
             ring_bytes(size, 64)
