@@ -14,7 +14,7 @@ SOURCES := setup.py $(wildcard parser/*.p[yx][xd] updater/*.p[yx][xd] flowcheck/
 MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all lint fuzz build debug packages hugepages clean
+.PHONY: help demo test test-all test-sanitizers lint fuzz build debug packages hugepages clean
 
 help:   ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -24,6 +24,10 @@ demo: build hugepages   ## replay a small capture into a proven checkpoint
 
 test: lint hugepages   ## everything a merge needs: lint, layers, tests (skips say why)
 	$(BIN)/python -m pytest -m "not slow"
+
+test-sanitizers: build   ## dataplane and parser under AddressSanitizer and ThreadSanitizer (compiles both: 10 minutes)
+	@tools/sanitize.sh address
+	@tools/sanitize.sh thread
 
 test-all: lint hugepages   ## the same and the slow tests
 	$(BIN)/python -m pytest
