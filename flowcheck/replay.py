@@ -56,7 +56,9 @@ def replay(options: ReplayOptions, console: Console) -> tuple[Report, str]:
     session = ReplaySession(plan, JobReplica(plan, options.init), options, infos)
     if learnt:
         session.report.learnt = learnt.to_dict()
-        session.learnt_labels = all(i.confidence == "certain" for i in learnt.items if i.what == "flows")
+        said = [item.confidence for item in learnt.items if item.what == "flows"]  # only a bootstrap names them
+        session.learnt_labels = bool(said) and set(said) == {"certain"}
+        session.marks.append("the job: learnt from the traffic, no manifest confirms it (docs/learn.md)")
     with _dpdk_errors():
         session.drive(console)
     return session.finish()

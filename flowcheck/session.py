@@ -76,6 +76,7 @@ class ReplaySession:
     written: int = -1  # step of the newest checkpoint on disk
     confirmed: bool = False  # one steady iteration went through: the manifest describes this traffic
     learnt_labels: bool = False  # ranks and channels come from the captures themselves
+    marks: list[str] = field(default_factory=list)  # what else rests on trust
     paused: float = 0.0  # seconds spent closing iterations
 
     def __post_init__(self) -> None:
@@ -219,7 +220,7 @@ class ReplaySession:
     def _note_trust(self) -> None:
         """Put into the report what rests on the manifest's word alone."""
         labels = [] if self.learnt_labels else on_trust(self.plan, self._seen_edges(), self.engine.cts_tags())
-        self.report.trust = [*labels, *self.replica.stale]
+        self.report.trust = [*self.marks, *labels, *self.replica.stale]
 
     def _seen_edges(self) -> list[int]:
         streams = [self.engine.flow_counters(stream) for stream in range(self.plan.engine.streams)]
