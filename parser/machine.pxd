@@ -103,13 +103,11 @@ cdef struct Edge:        # one connection: (channel, source rank, destination ra
 
 
 cdef struct FlowKey:     # one direction of one QP; 64 bytes
-    uint32_t qpn
-    uint8_t version      # 4 or 6; 0 marks an empty place of the hash table
+    uint64_t number      # QP number, from bit 32 on the IP version; 0 marks an empty place of the hash table
     uint8_t data         # 1: receives the data; 0: receives CTS and ACKs
     int32_t flow
     uint64_t ends[4]     # source and destination address as on the wire; IPv4: both in the first word
-    uint64_t state       # where its FlowState is, bytes from the stream's first
-    uint8_t unused[8]
+    uint8_t unused[16]
 
 
 cdef struct Message:     # one message on one QP
@@ -204,7 +202,8 @@ cdef struct Machine:
     int64_t region_bytes[3]         # by Target
     uint64_t words[3]
     Count *counts                   # [stream * OUTCOMES + outcome]
-    uint64_t states_stride          # bytes of a stream's states
+    const uint8_t *next             # headers and payload of a packet soon to be placed, or NULL: see drive()
+    uint32_t keepers                # flows that keep what they carry at the moment
     int (*examine)(Machine *M, uint32_t stream, const fc_packetref *ref) noexcept nogil
     uint32_t header_lines           # cache lines in which the headers of MIDDLE packets end: IPv6 needs two
     uint8_t keeping[HINTS]          # by QP number: does its flow keep what it carries at the moment? A guess

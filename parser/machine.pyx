@@ -45,9 +45,10 @@ cdef extern from "place.h" nogil:
     void fc_ll_unpack(uint8_t *dst, const uint8_t *wire, uint64_t nbytes)
     int64_t fc_ll128_bad_line(const uint8_t *wire, uint64_t lines, uint64_t flag)
     uint32_t fc_ll128_offset(uint32_t line, uint32_t word)
-    int64_t fc_ll_place(uint8_t *dst, const uint8_t *wire, uint64_t nbytes, uint32_t flag)
-    int64_t fc_ll128_place(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t nbytes, uint64_t flag)
-    void fc_copy_place(uint8_t *dst, const uint8_t *src, uint64_t nbytes)
+    int64_t fc_ll_place(uint8_t *dst, const uint8_t *wire, uint64_t nbytes, uint32_t flag, const uint8_t *next)
+    int64_t fc_ll128_place(
+        uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t nbytes, uint64_t flag, const uint8_t *next)
+    void fc_copy_place(uint8_t *dst, const uint8_t *src, uint64_t nbytes, const uint8_t *next)
     void fc_place_fence()
 
 
@@ -56,9 +57,9 @@ cdef extern from "middle.h" nogil:
         const uint8_t *ip
         const uint8_t *bth
         const uint8_t *ends
-        uint32_t version, ib_len, payload_len, dest_qp, psn
-    int fc_middle_icrc_ok(const uint8_t *ip, const uint8_t *bth, uint32_t version, uint32_t ib_len)
-    int fc_middle_decode(const uint8_t *frame, size_t length, fc_middle *out)
+        uint32_t version, dest_qp, psn
+    int fc_middle_icrc_ok(const fc_middle *p, uint32_t mtu)
+    int fc_middle_decode(const uint8_t *frame, size_t length, uint32_t mtu, fc_middle *out)
     const uint8_t *fc_probable_bth(const uint8_t *frame, size_t length)
 
 
@@ -68,12 +69,15 @@ cdef extern from "stdlib.h" nogil:
 
 cdef extern from "prefetch.h" nogil:
     void fc_prefetch(const void *at)
-    void fc_prefetch_once(const void *at)
+    void fc_prefetch_bytes(const uint8_t *at, int nbytes)
 
 
 cdef extern from *:
     """
     #define likely_so(x) __builtin_expect(!!(x), 1)
+    /* What is marked inline below is meant: GCC finds process() too large, and every packet would pay for calls. */
+    #undef CYTHON_INLINE
+    #define CYTHON_INLINE inline __attribute__((always_inline))
     """
     bint likely_so(bint x) nogil
 
@@ -341,6 +345,19 @@ cdef int fresh(Machine *M, const Slot *slot, int target, uint64_t first, uint64_
     return 1
 
 
+cdef inline void cover(Machine *M, uint32_t stream, Slot *slot, int target, uint64_t first, uint64_t end) noexcept nogil:
+    cdef uint64_t *mine = slot.cover + stream * M.words[target]
+    fc_cover_set(mine, first, end)
+    fc_prefetch(mine + end // 64 + 8)  # the line that the packets to come will set
+
+
+cdef inline const uint8_t *take_next(Machine *M, const uint8_t *none) noexcept nogil:
+    """What to fetch while placing: once."""
+    cdef const uint8_t *next = M.next
+    M.next = NULL
+    return next if next != NULL else none
+
+
 cdef int put(Machine *M, uint32_t stream, Slot *slot, int target, int64_t offset, const uint8_t *data, int64_t nbytes) noexcept nogil:
     """Place contiguous bytes; cells already there are compared instead. 1 if any cell was new.
 
@@ -352,10 +369,10 @@ cdef int put(Machine *M, uint32_t stream, Slot *slot, int target, int64_t offset
     cdef int new = 0
     if fresh(M, slot, target, first, end):
         if nbytes >= WORTH_STREAMING:
-            fc_copy_place(slot.data + offset, data, nbytes)
+            fc_copy_place(slot.data + offset, data, nbytes, take_next(M, data))
         else:
             memcpy(slot.data + offset, data, nbytes)
-        fc_cover_set(mine, first, end)
+        cover(M, stream, slot, target, first, end)
         return 1
     for cell in range(first, end):
         here = <int64_t>(cell - first) * 8
@@ -612,17 +629,16 @@ cdef inline uint32_t key_hash(uint64_t first, uint32_t qpn) noexcept nogil:
 
 cdef inline const FlowKey *find_flow(const Machine *M, const uint8_t *addresses, uint32_t version, uint32_t qpn) noexcept nogil:
     """addresses: source and destination, one behind the other as in both IP headers."""
-    cdef uint64_t first
+    cdef uint64_t first, number = qpn | <uint64_t>version << 32
     cdef uint32_t i
     cdef const FlowKey *key
     memcpy(&first, addresses, 8)
     i = key_hash(first, qpn) & M.table_mask
     while True:
         key = &M.table[i]
-        if (key.ends[0] == first and key.qpn == qpn and key.version == version
-                and (version == 4 or memcmp(key.ends, addresses, 32) == 0)):
+        if key.ends[0] == first and key.number == number and (version == 4 or memcmp(key.ends, addresses, 32) == 0):
             return key
-        if key.version == 0:
+        if key.number == 0:
             return NULL
         i = (i + 1) & M.table_mask
 
@@ -804,13 +820,13 @@ cdef int place_flagged(Machine *M, uint32_t stream, FlowState *f, Message *m, ui
             return DISAGREED
         return place(M, stream, m, index, wire, length)
     if is_ll:
-        bad = fc_ll_place(slot.data + m.offset + offset, wire, n, <uint32_t>(m.step + 1))
+        bad = fc_ll_place(slot.data + m.offset + offset, wire, n, <uint32_t>(m.step + 1), take_next(M, wire))
     else:
-        bad = fc_ll128_place(slot.data + m.offset + offset, wire, lines // 8, n, m.step + 1)
+        bad = fc_ll128_place(slot.data + m.offset + offset, wire, lines // 8, n, m.step + 1, take_next(M, wire))
     if bad >= 0:
         wrong_flag(M, stream, f, m, wire, psn, bad)
         return DISAGREED
-    fc_cover_set(slot.cover + stream * M.words[m.target], first, end)
+    cover(M, stream, slot, m.target, first, end)
     agree(M, stream, f, psn)
     return PLACED
 
@@ -984,12 +1000,11 @@ cdef void refuse_icrc(Machine *M, FlowState *f, const Message *m, uint32_t index
 cdef inline int express(Machine *M, uint32_t stream, FlowState *f, const fc_middle *p, uint64_t now_ns) noexcept nogil:
     """A full MIDDLE packet with the expected PSN, behind a packet of the same message that data_packet() accepted:
     whatever that would look at is known already, but ICRC and flags. Returns the Outcome."""
-    cdef Message *m = f.ahead
+    cdef Message *m
     cdef uint64_t psn = f.next_psn, bit = <uint64_t>1 << (psn % 64)
     cdef uint64_t *seen = &f.seen[psn // 64 % SEEN_WORDS]
-    cdef uint32_t index = <uint32_t>(psn - m.psn)
-    if f.keeps and M.check_icrc and not fc_middle_icrc_ok(p.ip, p.bth, p.version, p.ib_len):
-        refuse_icrc(M, f, m, index, M.mtu)
+    if f.keeps and M.check_icrc and not fc_middle_icrc_ok(p, M.mtu):
+        refuse_icrc(M, f, f.ahead, <uint32_t>(psn - f.ahead.psn), M.mtu)
         return BAD_ICRC
     f.last_ns = now_ns
     f.packets += 1
@@ -1001,9 +1016,10 @@ cdef inline int express(Machine *M, uint32_t stream, FlowState *f, const fc_midd
         seen[0] |= bit
     if not f.keeps:
         return RELEASED
+    m = f.ahead
     if m.call.lane.protocol != FC_SIMPLE:
-        return place_flagged(M, stream, f, m, index, p.bth + 12, M.mtu, psn)
-    return place(M, stream, m, index, p.bth + 12, M.mtu)
+        return place_flagged(M, stream, f, m, <uint32_t>(psn - m.psn), p.bth + 12, M.mtu, psn)
+    return place(M, stream, m, <uint32_t>(psn - m.psn), p.bth + 12, M.mtu)
 
 
 cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p, uint64_t now_ns) noexcept nogil:
@@ -1096,8 +1112,11 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
         log_disagreement(M, stream, f, REPEATED_CHUNK, m, psn, 0, 0)
         return DISAGREED
     if psn + 1 == f.next_psn and (not final or is_flagged or m.agreed):
-        f.express, f.ahead, f.keeps = m.psn + m.packets - 1, m, final
-        M.keeping[p.dest_qp % HINTS] = final
+        f.express, f.ahead = m.psn + m.packets - 1, m
+        if f.keeps != final:
+            f.keeps = final
+            M.keepers += 2 * final - 1
+            M.keeping[p.dest_qp % HINTS] = final
     if not final:
         return REPEATED if repeated else RELEASED
     if is_flagged:
@@ -1186,11 +1205,11 @@ cdef inline int process(Machine *M, uint32_t stream, const fc_packetref *ref) no
     cdef const FlowKey *key
     cdef FlowState *f
     cdef Count *count
-    if likely_so(fc_middle_decode(ref.data, ref.length, &p)):
+    if likely_so(fc_middle_decode(ref.data, ref.length, M.mtu, &p)):
         key = find_flow(M, p.ends, p.version, p.dest_qp)
         if likely_so(key != NULL):
-            f = <FlowState *>(<uint8_t *>M.states + stream * M.states_stride + key.state)
-            if likely_so(f.next_psn < f.express and p.psn == (f.next_psn & 0xffffff) and p.payload_len == M.mtu):
+            f = &M.states[stream * M.flows + key.flow]
+            if likely_so(f.next_psn < f.express and not (p.psn ^ f.next_psn) & 0xffffff):
                 count = &M.counts[stream * OUTCOMES + express(M, stream, f, &p, ref.timestamp_ns)]
                 count.packets += 1
                 count.bytes += M.mtu
@@ -1198,19 +1217,14 @@ cdef inline int process(Machine *M, uint32_t stream, const fc_packetref *ref) no
     return M.examine(M, stream, ref)
 
 
-cdef inline void fetch_payload(const Machine *M, const fc_packetref *ref) noexcept nogil:
-    """Start loading what will be placed. Whether it will is a guess: the price is a useless load or a late one."""
+cdef inline const uint8_t *worth_fetching(const Machine *M, const fc_packetref *ref) noexcept nogil:
+    """The packet if it will be placed, else NULL. A guess: the price is a useless load or a late one."""
     cdef const uint8_t *bth = fc_probable_bth(ref.data, ref.length)
-    cdef const uint8_t *at
     cdef uint32_t qpn
     if bth == NULL:
-        return
+        return NULL
     memcpy(&qpn, bth + 4, 4)
-    if M.keeping[swapped(qpn) % HINTS]:
-        at = ref.data + 64
-        while at < ref.data + ref.length:
-            fc_prefetch_once(at)
-            at += 64
+    return bth if M.keeping[swapped(qpn) % HINTS] else NULL
 
 
 cdef int64_t drive(Machine *M, uint32_t stream, fc_ring *ring, int64_t limit, int *blocked) noexcept nogil:
@@ -1219,6 +1233,7 @@ cdef int64_t drive(Machine *M, uint32_t stream, fc_ring *ring, int64_t limit, in
     cdef const fc_packetref *refs
     cdef uint64_t i, n, seen
     cdef uint64_t ahead = max(1, 4096 // M.mtu)  # payloads under way: about 4 KB
+    cdef int wide_headers = M.header_lines > 1
     while done < limit and not blocked[0]:
         # up to where the ring begins again: references one behind the other are cheap to walk
         refs = fc_ring_at(ring, 0)
@@ -1228,15 +1243,17 @@ cdef int64_t drive(Machine *M, uint32_t stream, fc_ring *ring, int64_t limit, in
             break
         for i in range(n):
             if i + HEADERS_AHEAD < seen:
+                fc_prefetch(&refs[i + 2 * HEADERS_AHEAD])  # may lie behind the last: a prefetch of anything is harmless
                 fc_prefetch(refs[i + HEADERS_AHEAD].data)
-                if M.header_lines > 1:
+                if wide_headers:
                     fc_prefetch(refs[i + HEADERS_AHEAD].data + 64)
-            if i + ahead < seen:
-                fetch_payload(M, &refs[i + ahead])
+            M.next = worth_fetching(M, &refs[i + ahead]) if M.keepers and i + ahead < seen else NULL
             if not process(M, stream, &refs[i]):
                 blocked[0] = 1
                 n = i
                 break
+            if M.next != NULL:  # nobody placed anything meanwhile
+                fc_prefetch_bytes(M.next, <int>M.mtu)
         fc_place_fence()  # before anybody may read what this burst placed
         fc_ring_release(ring, n)
         done += n
@@ -1386,7 +1403,6 @@ cdef class Engine:
         M.table_mask = size - 1
         M.table = <FlowKey *>zeroed(size, sizeof(FlowKey))
         M.states = <FlowState *>zeroed(<size_t>M.streams * M.flows, sizeof(FlowState))
-        M.states_stride = M.flows * sizeof(FlowState)
         M.cts = <CtsTable *>zeroed(<size_t>M.streams * M.cts_tables, sizeof(CtsTable))
         for number, spec in enumerate(self.config.flows):
             if len(spec.src_addr) != len(spec.dst_addr) or len(spec.src_addr) not in (4, 16):
@@ -1396,14 +1412,13 @@ cdef class Engine:
             memset(ends, 0, sizeof(ends))
             memcpy(ends, <const uint8_t *>addresses, len(addresses))
             i = key_hash(ends[0], spec.qpn) & M.table_mask
-            while M.table[i].version:
+            while M.table[i].number:
                 i = (i + 1) & M.table_mask
             key = &M.table[i]
             memcpy(key.ends, ends, sizeof(ends))
-            key.qpn, key.version = spec.qpn, version
+            key.number = <uint64_t>spec.qpn | <uint64_t>version << 32
             M.header_lines = max(M.header_lines, 1 if version == 4 else 2)
             key.data, key.flow = spec.data, number
-            key.state = number * sizeof(FlowState)
             for s in range(M.streams):
                 f = &M.states[s * M.flows + number]
                 f.edge, f.qp, f.cts = spec.edge, spec.qp, spec.edge

@@ -30,15 +30,9 @@ cdef extern from "baseline.h" nogil:
     void fcb_copy(uint8_t *dst, const uint8_t *src, size_t n)
     uint32_t fcb_hash(const uint8_t *src, const uint8_t *dst, uint32_t width, uint32_t qpn)
     uint64_t fcb_parse(const fc_packetref *refs, uint64_t n, fcb_flow *table, uint32_t mask, uint64_t ahead)
-
-cdef extern from "place.h" nogil:
-    int64_t fc_ll_place(uint8_t *dst, const uint8_t *wire, uint64_t nbytes, uint32_t flag)
-    int64_t fc_ll128_place(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t nbytes, uint64_t flag)
-    void fc_copy_place(uint8_t *dst, const uint8_t *src, uint64_t nbytes)
-    void fc_place_fence()
-
-cdef extern from "prefetch.h" nogil:
-    void fc_prefetch_once(const void *at)
+    uint64_t fcb_place(
+        int protocol, const uint64_t *to, const uint64_t *payloads, const uint64_t *flags, uint64_t n, uint32_t length,
+        uint64_t ahead)
 
 
 def copy(uintptr_t dst, uintptr_t src, size_t nbytes):
@@ -141,24 +135,11 @@ def place(
     int protocol, const uint64_t[::1] to, const uint64_t[::1] payloads, const uint64_t[::1] flags, uint32_t length,
     uint32_t ahead,
 ):
-    """The bare kernels: payloads of `length` wire bytes to the addresses `to`, prefetching `ahead` packets. protocol: 0 LL, 1 LL128, 2 SIMPLE. Returns the number of packets with a wrong flag."""
-    cdef uint64_t i, n = to.shape[0], wrong = 0
-    cdef uint32_t line
-    cdef uint8_t *dst
-    cdef const uint8_t *wire
+    """The bare kernels: payloads of `length` wire bytes to the addresses `to`, prefetching `ahead` packets.
+    protocol: 0 LL, 1 LL128, 2 SIMPLE. Returns the number of packets with a wrong flag."""
+    cdef uint64_t n = to.shape[0]
+    if n == 0 or <uint64_t>payloads.shape[0] != n or <uint64_t>flags.shape[0] != n:
+        raise ValueError("one payload and one flag for every place")
     with nogil:
-        for i in range(n):
-            if ahead and i + ahead < n:
-                for line in range(0, length + 63, 64):
-                    fc_prefetch_once(<const uint8_t *>payloads[i + ahead] + line)
-            dst, wire = <uint8_t *>to[i], <const uint8_t *>payloads[i]
-            if protocol == 0:
-                wrong += fc_ll_place(dst, wire, length // 2, <uint32_t>flags[i]) >= 0
-            elif protocol == 1:
-                wrong += fc_ll128_place(dst, wire, length // 1024, length // 1024 * 960, flags[i]) >= 0
-            else:
-                fc_copy_place(dst, wire, length)
-            if i % 32 == 31:
-                fc_place_fence()
-        fc_place_fence()
-    return wrong
+        n = fcb_place(protocol, &to[0], &payloads[0], &flags[0], n, length, ahead)
+    return n

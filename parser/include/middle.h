@@ -1,6 +1,7 @@
-/* The packet that nearly every packet is: an RC WRITE MIDDLE in Ethernet, IPv4 or IPv6 and UDP, with no tag, option,
- * extension header or wrapping. It has nothing behind its BTH but payload, so a few comparisons within one cache
- * line decode it, into registers. Everything else is for fc_roce_decode, which says the same of these packets.
+/* The packet that nearly every packet is: an RC WRITE MIDDLE, so a full one, in Ethernet, IPv4 or IPv6 and UDP, with no
+ * tag, option, extension header or wrapping. It has nothing behind its BTH but payload, so a few comparisons of
+ * words within one cache line decode it, into registers. Everything else is for fc_roce_decode, which says the
+ * same of these packets. Little-endian machines only, as NCCL's wire formats are.
  */
 #ifndef FLOWCHECK_MIDDLE_H
 #define FLOWCHECK_MIDDLE_H
@@ -13,62 +14,68 @@ typedef struct fc_middle {
     const uint8_t *ip, *bth;
     const uint8_t *ends; /* source and destination address, one behind the other: 8 or 32 bytes */
     uint32_t version;    /* 4 or 6 */
-    uint32_t ib_len, payload_len, dest_qp, psn;
+    uint32_t dest_qp;    /* 24 bits */
+    uint32_t psn;        /* the low 24 bits */
 } fc_middle;
 
-static inline uint32_t fc_middle_be16(const uint8_t *at)
+static inline uint16_t fc_word16(const uint8_t *at)
 {
     uint16_t v;
     memcpy(&v, at, sizeof v);
-    return __builtin_bswap16(v);
+    return v;
 }
 
-static inline uint32_t fc_middle_be24(const uint8_t *at) /* at[-1] is readable */
+static inline uint32_t fc_word32(const uint8_t *at)
 {
     uint32_t v;
-    memcpy(&v, at - 1, sizeof v);
-    return __builtin_bswap32(v) & 0xffffff;
+    memcpy(&v, at, sizeof v);
+    return v;
 }
 
-/* 1 if the frame is such a packet. Never reads past frame + len. */
-static inline int fc_middle_decode(const uint8_t *frame, size_t len, fc_middle *out)
+static inline uint64_t fc_word64(const uint8_t *at)
+{
+    uint64_t v;
+    memcpy(&v, at, sizeof v);
+    return v;
+}
+
+/* 1 if the frame is such a packet with `mtu` bytes of payload (a multiple of 4). Never reads past frame + len. */
+static inline int fc_middle_decode(const uint8_t *frame, size_t len, uint32_t mtu, fc_middle *out)
 {
     const uint8_t *ip = frame + 14, *udp;
-    size_t behind; /* bytes from the UDP header on, as the IP header says */
+    uint32_t udp_len = 8 + 12 + mtu + 4, behind; /* behind: bytes from the UDP header on, as the IP header says */
 
-    if (len < 14 + 20 + 8 + 12 + 4)
+    if (len < (size_t)14 + 20 + udp_len)
         return 0;
-    if (fc_middle_be16(frame + 12) == 0x0800) {
-        if (ip[0] != 0x45 || ip[9] != 17 || (fc_middle_be16(ip + 6) & 0x3fff))
+    if ((fc_word32(frame + 12) & 0xffffff) == 0x450008) { /* type 0x0800, version 4, five words of header */
+        if ((fc_word32(ip + 6) & 0xff00ff3f) != 0x11000000) /* no fragment, UDP */
             return 0;
         out->version = 4;
         out->ends = ip + 12;
         udp = ip + 20;
-        behind = fc_middle_be16(ip + 2) - (size_t)20;
+        behind = (uint32_t)__builtin_bswap16(fc_word16(ip + 2)) - 20;
     } else {
-        if (fc_middle_be16(frame + 12) != 0x86dd || len < 14 + 40 + 8 + 12 + 4 || ip[0] >> 4 != 6 || ip[6] != 17)
+        if ((fc_word32(frame + 12) & 0xf0ffff) != 0x60dd86 || ip[6] != 17 || len < (size_t)14 + 40 + udp_len)
             return 0;
         out->version = 6;
         out->ends = ip + 8;
         udp = ip + 40;
-        behind = fc_middle_be16(ip + 4);
+        behind = __builtin_bswap16(fc_word16(ip + 4));
     }
-    const uint8_t *bth = udp + 8;
-    uint32_t udp_len = fc_middle_be16(udp + 4), pad = bth[1] >> 4 & 3;
-    if (bth[0] != FC_RC_WRITE_MIDDLE || fc_middle_be16(udp + 2) != 4791 || udp_len != behind ||
-        udp_len > len - (size_t)(udp - frame) || udp_len < 8 + 12 + pad + 4)
+    /* BTH: opcode 8 bits, SE and MigReq 2, pad 2, version 4, P_Key 16, reserved 8, QP 24 */
+    uint64_t bth = fc_word64(udp + 8), ports = fc_word64(udp);
+    if ((bth & 0x30ff) != FC_RC_WRITE_MIDDLE || (ports >> 16 & 0xffff) != 0xb712 /* 4791 */ ||
+        __builtin_bswap16((uint16_t)(ports >> 32)) != udp_len || behind != udp_len)
         return 0;
     out->ip = ip;
-    out->bth = bth;
-    out->ib_len = udp_len - 8;
-    out->payload_len = udp_len - 8 - 12 - pad - 4;
-    out->dest_qp = fc_middle_be24(bth + 5);
-    out->psn = fc_middle_be24(bth + 9);
+    out->bth = udp + 8;
+    out->dest_qp = (uint32_t)__builtin_bswap64(bth) & 0xffffff;
+    out->psn = __builtin_bswap32(fc_word32(udp + 16));
     return 1;
 }
 
 /* fc_icrc_ok for such a packet. */
-int fc_middle_icrc_ok(const uint8_t *ip, const uint8_t *bth, uint32_t version, uint32_t ib_len);
+int fc_middle_icrc_ok(const fc_middle *p, uint32_t mtu);
 
 /* Where the first 12 bytes of a BTH probably are, judging by the Ethernet type alone: a guess for prefetching.
  * They are inside the frame. NULL: no guess. */

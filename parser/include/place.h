@@ -9,6 +9,9 @@
  *     covered yet, and coverage is set only after it said that all flags were right.
  *   - Non-temporal stores are ordered by nothing but a fence. fc_place_fence() comes after a burst of packets
  *     and before anything that tells another thread about them (once per burst: one per packet costs 2x).
+ * `next` is where as many bytes lie that will be placed soon (any address at all; the packet's own for none):
+ * they are fetched while these are placed, line by line. Fetched in one go beforehand they delay the loads of the
+ * packet that is being placed (measured: benchmarks/README.md).
  * The kernels are chosen once, when the library is loaded: AVX-512, AVX2 or portable C. FLOWCHECK_SIMD=avx2 or
  * =portable takes a lesser one (tests; a machine whose AVX-512 lowers the clock).
  */
@@ -84,9 +87,10 @@ static inline uint32_t fc_ll128_offset(uint32_t line, uint32_t word)
 
 typedef struct fc_place_kernels {
     const char *name;
-    int64_t (*ll)(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag);
-    int64_t (*ll128)(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag);
-    void (*copy)(uint8_t *dst, const uint8_t *src, uint64_t bytes);
+    int64_t (*ll)(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag, const uint8_t *next);
+    int64_t (*ll128)(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag,
+                     const uint8_t *next);
+    void (*copy)(uint8_t *dst, const uint8_t *src, uint64_t bytes, const uint8_t *next);
 } fc_place_kernels;
 
 /* Best first, ended by a null pointer; those this processor cannot run are left out. */
@@ -96,22 +100,23 @@ extern const fc_place_kernels *fc_place_best;
 
 /* `bytes` data bytes of LL lines to dst (a multiple of 8). Both flags of every line used are checked.
  * Returns -1, or the first wrong line; then dst[0..bytes) is undefined. Never writes elsewhere. */
-static inline int64_t fc_ll_place(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag)
+static inline int64_t fc_ll_place(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag, const uint8_t *next)
 {
-    return fc_place_best->ll(dst, wire, bytes, flag);
+    return fc_place_best->ll(dst, wire, bytes, flag, next);
 }
 
 /* `halves` whole half-slices of LL128 (1024 wire bytes each) to dst: the first `bytes` of their 960 * halves
  * data bytes. The flags of all lines are checked, padding included. Returns as fc_ll_place. */
-static inline int64_t fc_ll128_place(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag)
+static inline int64_t fc_ll128_place(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag,
+                                     const uint8_t *next)
 {
-    return fc_place_best->ll128(dst, wire, halves, bytes, flag);
+    return fc_place_best->ll128(dst, wire, halves, bytes, flag, next);
 }
 
 /* SIMPLE (4.3): plain bytes. */
-static inline void fc_copy_place(uint8_t *dst, const uint8_t *src, uint64_t bytes)
+static inline void fc_copy_place(uint8_t *dst, const uint8_t *src, uint64_t bytes, const uint8_t *next)
 {
-    fc_place_best->copy(dst, src, bytes);
+    fc_place_best->copy(dst, src, bytes, next);
 }
 
 /* Orders what was placed before whatever the caller publishes next. */

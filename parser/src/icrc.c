@@ -84,12 +84,13 @@ int fc_icrc_ok(const fc_roce *p)
     return fc_icrc(p) == carried(p->bth, p->ib_len);
 }
 
-int fc_middle_icrc_ok(const uint8_t *ip, const uint8_t *bth, uint32_t version, uint32_t ib_len)
+int fc_middle_icrc_ok(const fc_middle *p, uint32_t mtu)
 {
+    uint32_t ib_len = 12 + mtu + ICRC_SIZE;
 #if defined(__x86_64__)
     if (wide)
-        return fc_icrc_avx512(ip, bth, version, ib_len) == carried(bth, ib_len);
+        return fc_icrc_avx512(p->ip, p->bth, p->version, ib_len) == carried(p->bth, ib_len);
 #endif
-    fc_roce p = {.ip = ip, .bth = bth, .ip_version = (uint8_t)version, .ib_len = ib_len};
-    return fc_icrc_isal(&p) == carried(bth, ib_len);
+    fc_roce whole = {.ip = p->ip, .bth = p->bth, .ip_version = (uint8_t)p->version, .ib_len = ib_len};
+    return fc_icrc_isal(&whole) == carried(p->bth, ib_len);
 }

@@ -54,7 +54,7 @@ int64_t fc_ll128_bad_line(const uint8_t *wire, uint64_t lines, uint64_t flag)
     return -1;
 }
 
-static int64_t ll_portable(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag)
+static int64_t ll_portable(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag, const uint8_t *next)
 {
     int64_t bad = fc_ll_bad_line(wire, (bytes + 7) / 8, flag);
     if (bad < 0)
@@ -62,7 +62,8 @@ static int64_t ll_portable(uint8_t *dst, const uint8_t *wire, uint64_t bytes, ui
     return bad;
 }
 
-static int64_t ll128_portable(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag)
+static int64_t ll128_portable(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag,
+                              const uint8_t *next)
 {
     int64_t bad = fc_ll128_bad_line(wire, 8 * halves, flag);
     if (bad >= 0)
@@ -77,7 +78,7 @@ static int64_t ll128_portable(uint8_t *dst, const uint8_t *wire, uint64_t halves
     return -1;
 }
 
-static void copy_portable(uint8_t *dst, const uint8_t *src, uint64_t bytes)
+static void copy_portable(uint8_t *dst, const uint8_t *src, uint64_t bytes, const uint8_t *next)
 {
     memcpy(dst, src, bytes);
 }

@@ -3,6 +3,7 @@
 #pragma GCC target("avx2,bmi,bmi2")
 
 #include "place.h"
+#include "prefetch.h"
 
 #include <immintrin.h>
 
@@ -16,7 +17,7 @@ static inline void stream(uint8_t *at, __m256i v)
     _mm256_stream_si256((__m256i *)at, v);
 }
 
-static void copy(uint8_t *dst, const uint8_t *src, uint64_t bytes)
+static void copy(uint8_t *dst, const uint8_t *src, uint64_t bytes, const uint8_t *next)
 {
     uint64_t head = -(uintptr_t)dst & 63;
     if (head > bytes)
@@ -24,11 +25,13 @@ static void copy(uint8_t *dst, const uint8_t *src, uint64_t bytes)
     memcpy(dst, src, head);
     dst += head, src += head, bytes -= head;
     /* Two stores complete a line: the write-combining buffer leaves as one burst. */
-    for (; bytes >= 64; dst += 64, src += 64, bytes -= 64) {
+    for (; bytes >= 64; dst += 64, src += 64, bytes -= 64, next += 64) {
         __m256i a = load(src), b = load(src + 32);
+        fc_prefetch_once(next);
         stream(dst, a);
         stream(dst + 32, b);
     }
+    fc_prefetch_once(next); /* the line in which the next payload ends, as it need not begin on one */
     memcpy(dst, src, bytes);
 }
 
@@ -39,7 +42,7 @@ static inline __m256i ll_data(__m256i a, __m256i b)
     return _mm256_permute4x64_epi64(_mm256_castps_si256(even), 0xd8);
 }
 
-static int64_t ll(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag)
+static int64_t ll(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag, const uint8_t *next)
 {
     const __m256i want = _mm256_set1_epi32((int)flag), odd = _mm256_set1_epi64x(0xffffffff00000000);
     const uint8_t *from = wire;
@@ -49,12 +52,14 @@ static int64_t ll(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t fl
     if (head > left || (head & 7))
         head = left;
     if (head) {
-        int64_t bad = fc_place_portable.ll(dst, from, head, flag);
+        int64_t bad = fc_place_portable.ll(dst, from, head, flag, next);
         if (bad >= 0)
             return bad;
         dst += head, from += 2 * head, left -= head;
     }
-    for (; left >= 64; dst += 64, from += 128, left -= 64) {
+    for (; left >= 64; dst += 64, from += 128, left -= 64, next += 128) {
+        fc_prefetch_once(next);
+        fc_prefetch_once(next + 64);
         __m256i a = load(from), b = load(from + 32), c = load(from + 64), d = load(from + 96);
         __m256i ab = _mm256_or_si256(_mm256_xor_si256(a, want), _mm256_xor_si256(b, want));
         __m256i cd = _mm256_or_si256(_mm256_xor_si256(c, want), _mm256_xor_si256(d, want));
@@ -62,10 +67,11 @@ static int64_t ll(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t fl
         stream(dst, ll_data(a, b));
         stream(dst + 32, ll_data(c, d));
     }
+    fc_prefetch_once(next); /* see copy() */
     if (__builtin_expect(!_mm256_testz_si256(wrong, odd), 0))
         return fc_ll_bad_line(wire, (bytes + 7) / 8, flag);
     if (left) {
-        int64_t bad = fc_place_portable.ll(dst, from, left, flag);
+        int64_t bad = fc_place_portable.ll(dst, from, left, flag, next);
         if (bad >= 0)
             return (from - wire) / 16 + bad;
     }
@@ -86,13 +92,14 @@ static inline void ll128_half(uint8_t *near, const uint8_t *half)
         memcpy(near + fc_ll128_offset(line, 14), half + FC_LL128_LINE * line + 112, 8);
 }
 
-static int64_t ll128(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag)
+static int64_t ll128(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag,
+                     const uint8_t *next)
 {
     uint8_t near[FC_LL128_DATA + 64] __attribute__((aligned(64)));
     const uint8_t *half = wire;
     uint64_t wrong = 0;
 
-    for (uint64_t i = 0; i < halves; i++, half += FC_LL128_WIRE, dst += FC_LL128_DATA) {
+    for (uint64_t i = 0; i < halves; i++, half += FC_LL128_WIRE, dst += FC_LL128_DATA, next += FC_LL128_WIRE) {
         uint64_t n = bytes < FC_LL128_DATA ? bytes : FC_LL128_DATA;
         for (int line = 0; line < 8; line++) {
             uint64_t found;
@@ -100,7 +107,7 @@ static int64_t ll128(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_
             wrong |= found ^ flag;
         }
         ll128_half(near, half);
-        copy(dst, near, n);
+        copy(dst, near, n, next);
         bytes -= n;
     }
     if (__builtin_expect(wrong != 0, 0))

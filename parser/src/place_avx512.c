@@ -9,6 +9,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,bmi,bmi2")
 
 #include "place.h"
+#include "prefetch.h"
 
 #include <immintrin.h>
 
@@ -19,9 +20,17 @@ static inline uint64_t low_bits(uint64_t n) /* n < 64 */
     return (1ull << n) - 1;
 }
 
+static inline void fetch256(const uint8_t *next)
+{
+    fc_prefetch_once(next);
+    fc_prefetch_once(next + 64);
+    fc_prefetch_once(next + 128);
+    fc_prefetch_once(next + 192);
+}
+
 /* -- copy ------------------------------------------------------------------------------------------ */
 
-static void copy(uint8_t *dst, const uint8_t *src, uint64_t bytes)
+static void copy(uint8_t *dst, const uint8_t *src, uint64_t bytes, const uint8_t *next)
 {
     uint64_t head = -(uintptr_t)dst & 63;
     if (head) {
@@ -31,7 +40,8 @@ static void copy(uint8_t *dst, const uint8_t *src, uint64_t bytes)
         _mm512_mask_storeu_epi8(dst, k, _mm512_maskz_loadu_epi8(k, src));
         dst += head, src += head, bytes -= head;
     }
-    for (; bytes >= 256; dst += 256, src += 256, bytes -= 256) {
+    for (; bytes >= 256; dst += 256, src += 256, bytes -= 256, next += 256) {
+        fetch256(next);
         __m512i a = _mm512_loadu_si512(src), b = _mm512_loadu_si512(src + 64);
         __m512i c = _mm512_loadu_si512(src + 128), d = _mm512_loadu_si512(src + 192);
         _mm512_stream_si512((void *)dst, a);
@@ -39,8 +49,11 @@ static void copy(uint8_t *dst, const uint8_t *src, uint64_t bytes)
         _mm512_stream_si512((void *)(dst + 128), c);
         _mm512_stream_si512((void *)(dst + 192), d);
     }
-    for (; bytes >= 64; dst += 64, src += 64, bytes -= 64)
+    for (; bytes >= 64; dst += 64, src += 64, bytes -= 64, next += 64) {
+        fc_prefetch_once(next);
         _mm512_stream_si512((void *)dst, _mm512_loadu_si512(src));
+    }
+    fc_prefetch_once(next); /* the line in which the next payload ends, as it need not begin on one */
     if (bytes) {
         __mmask64 k = low_bits(bytes);
         _mm512_mask_storeu_epi8(dst, k, _mm512_maskz_loadu_epi8(k, src));
@@ -68,7 +81,7 @@ static inline __m512i ll_part(uint8_t *dst, const uint8_t *wire, uint64_t bytes,
     return wrong;
 }
 
-static int64_t ll(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag)
+static int64_t ll(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag, const uint8_t *next)
 {
     const __m512i want = _mm512_set1_epi32((int)flag);
     const uint8_t *from = wire;
@@ -76,14 +89,15 @@ static int64_t ll(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t fl
     __m512i wrong = _mm512_setzero_si512();
 
     if (head & 7)
-        return fc_place_portable.ll(dst, wire, bytes, flag);
+        return fc_place_portable.ll(dst, wire, bytes, flag, next);
     if (head && left) {
         if (head > left)
             head = left;
         wrong = ll_part(dst, from, head, want, wrong);
         dst += head, from += 2 * head, left -= head;
     }
-    for (; left >= 128; dst += 128, from += 256, left -= 128) {
+    for (; left >= 128; dst += 128, from += 256, left -= 128, next += 256) {
+        fetch256(next);
         __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 64);
         __m512i c = _mm512_loadu_si512(from + 128), d = _mm512_loadu_si512(from + 192);
         wrong = _mm512_ternarylogic_epi32(wrong, a, want, OR_XOR);
@@ -98,8 +112,11 @@ static int64_t ll(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t fl
         wrong = _mm512_ternarylogic_epi32(wrong, a, want, OR_XOR);
         wrong = _mm512_ternarylogic_epi32(wrong, b, want, OR_XOR);
         _mm512_stream_si512((void *)dst, ll_data(a, b));
-        dst += 64, from += 128, left -= 64;
+        fc_prefetch_once(next);
+        fc_prefetch_once(next + 64);
+        dst += 64, from += 128, left -= 64, next += 128;
     }
+    fc_prefetch_once(next); /* see copy() */
     if (left)
         wrong = ll_part(dst, from, left, want, wrong);
     if (__builtin_expect(_mm512_test_epi32_mask(wrong, wrong) & 0xaaaa, 0)) /* odd dwords are flags */
@@ -147,26 +164,29 @@ static inline __m512i words(const uint8_t *half, int line, int word)
         STORE(14, words(half, 7, 6));                                                                         \
     } while (0)
 
-static int64_t ll128(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag)
+static int64_t ll128(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag,
+                     const uint8_t *next)
 {
     const __m512i want = _mm512_set1_epi64((long long)flag);
     const uint8_t *half = wire;
     uint8_t near[FC_LL128_DATA] __attribute__((aligned(64)));
     __m512i wrong = _mm512_setzero_si512();
 
-#define PAST_CACHE(i, v) _mm512_stream_si512((void *)(dst + 64 * (i)), v)
+#define PAST_CACHE(i, v) _mm512_stream_si512((void *)(dst + 64 * (i)), v), fc_prefetch_once(next + 64 * (i))
 #define INTO_CACHE(i, v) _mm512_store_si512((void *)(near + 64 * (i)), v)
-    for (uint64_t i = 0; i < halves; i++, half += FC_LL128_WIRE, dst += FC_LL128_DATA) {
+    for (uint64_t i = 0; i < halves; i++, half += FC_LL128_WIRE, dst += FC_LL128_DATA, next += FC_LL128_WIRE) {
+        fc_prefetch_once(next + 64 * 15);
         if (bytes >= FC_LL128_DATA && ((uintptr_t)dst & 63) == 0) {
             LL128_HALF(half, want, wrong, PAST_CACHE);
             bytes -= FC_LL128_DATA;
         } else { /* off a cache line, or the end of the tensor: through a buffer that stays in the cache */
             uint64_t n = bytes < FC_LL128_DATA ? bytes : FC_LL128_DATA;
             LL128_HALF(half, want, wrong, INTO_CACHE);
-            copy(dst, near, n);
+            copy(dst, near, n, next);
             bytes -= n;
         }
     }
+    fc_prefetch_once(next);
 #undef PAST_CACHE
 #undef INTO_CACHE
     if (__builtin_expect(_mm512_test_epi64_mask(wrong, wrong) & 0x80, 0)) /* word 15 is the flag */

@@ -1,4 +1,5 @@
-/* What the machine can do, in C that shares no line with the parser. Any thread, no state but the arguments. */
+/* What the machine can do, in C that shares no line with the parser (but for fcb_place, which times its kernels).
+ * Any thread, no state but the arguments. */
 #ifndef FLOWCHECK_BENCH_BASELINE_H
 #define FLOWCHECK_BENCH_BASELINE_H
 
@@ -23,5 +24,10 @@ uint32_t fcb_hash(const uint8_t *src, const uint8_t *dst, uint32_t width, uint32
  * RETH, the QP's entry in a hash table, PSN against the expected one, counters. Prefetches `ahead` packets.
  * table: mask + 1 entries. Returns packets whose flow is known. */
 uint64_t fcb_parse(const fc_packetref *refs, uint64_t n, fcb_flow *table, uint32_t mask, uint64_t ahead);
+
+/* The parser's placing kernels (place.h) without the parser: n payloads of `length` wire bytes at addresses `payloads`
+ * to addresses `to`. protocol: 0 LL, 1 LL128, 2 SIMPLE. Returns packets with a wrong flag. */
+uint64_t fcb_place(int protocol, const uint64_t *to, const uint64_t *payloads, const uint64_t *flags, uint64_t n,
+                   uint32_t length, uint64_t ahead);
 
 #endif

@@ -1,5 +1,7 @@
 #include "baseline.h"
 
+#include "place.h"
+
 #include <string.h>
 
 #if defined(__x86_64__)
@@ -117,4 +119,24 @@ uint64_t fcb_parse(const fc_packetref *refs, uint64_t n, fcb_flow *table, uint32
         known++;
     }
     return known;
+}
+
+uint64_t fcb_place(int protocol, const uint64_t *to, const uint64_t *payloads, const uint64_t *flags, uint64_t n,
+                   uint32_t length, uint64_t ahead)
+{
+    uint64_t wrong = 0;
+    for (uint64_t i = 0; i < n; i++) {
+        const uint8_t *wire = (const uint8_t *)payloads[i], *next = (const uint8_t *)payloads[i + ahead < n ? i + ahead : i];
+        uint8_t *dst = (uint8_t *)to[i];
+        if (protocol == 0)
+            wrong += fc_ll_place(dst, wire, length / 2, (uint32_t)flags[i], next) >= 0;
+        else if (protocol == 1)
+            wrong += fc_ll128_place(dst, wire, length / 1024, length / 1024 * 960, flags[i], next) >= 0;
+        else
+            fc_copy_place(dst, wire, length, next);
+        if ((i & 31) == 31)
+            fc_place_fence();
+    }
+    fc_place_fence();
+    return wrong;
 }
