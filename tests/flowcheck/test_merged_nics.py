@@ -95,7 +95,10 @@ def test_one_of_the_ports_is_the_right_incomplete_set(job: Job, device: int) -> 
                 assert part["sha256"] == hashlib.sha256(truth[part["start"] * size : part["end"] * size]).hexdigest()
             missing = int((~placed).sum())
             assert found["missing"] == ({"not_mirrored": missing} if missing else {})
-    assert failure and report["totals"]["iterations_complete"] < 3
+    # of a short LL128 message the second piece is fill-up only: then one port does carry all there is
+    whole = [all(b["carried"] == [[0, b["elements"]]] for b in i["buckets"]) for i in made.truth["iterations"]]
+    assert report["totals"]["iterations_complete"] == sum(whole)
+    assert failure or all(whole)
 
 
 def test_more_devices_than_the_version_merges() -> None:
