@@ -4,8 +4,10 @@
  * crashes it holds the decoder to what roce.h promises:
  *   - every pointer and length it returns lies in the frame;
  *   - bytes behind the IP packet (Ethernet padding) change nothing, and one byte less is never FC_ROCE;
- *   - fields a router may rewrite do not change the ICRC, any other bit under the ICRC does.
+ *   - fields a router may rewrite do not change the ICRC, any other bit under the ICRC does;
+ *   - the short decode (middle.h) takes a frame for some MTU only if all that it says is what roce.h says.
  */
+#include "middle.h"
 #include "place.h"
 #include "roce.h"
 
@@ -149,14 +151,14 @@ static void kernels(const fc_roce *p, uint32_t pick)
             if (!want || !out)
                 abort();
             if (form == 0) {
-                expected = fc_place_portable.ll(want, wire, bytes, flag);
-                found = k->ll(out + skip, wire, bytes, flag);
+                expected = fc_place_portable.ll(want, wire, bytes, flag, wire);
+                found = k->ll(out + skip, wire, bytes, flag, wire);
             } else if (form == 1) {
-                expected = fc_place_portable.ll128(want, wire, halves, bytes, flag128);
-                found = k->ll128(out + skip, wire, halves, bytes, flag128);
+                expected = fc_place_portable.ll128(want, wire, halves, bytes, flag128, wire);
+                found = k->ll128(out + skip, wire, halves, bytes, flag128, wire);
             } else {
-                fc_place_portable.copy(want, wire, bytes);
-                k->copy(out + skip, wire, bytes);
+                fc_place_portable.copy(want, wire, bytes, wire);
+                k->copy(out + skip, wire, bytes, wire);
             }
             REQUIRE(found == expected && (found >= 0 || !bytes || memcmp(want, out + skip, bytes) == 0));
             free(want);
@@ -168,6 +170,24 @@ static void kernels(const fc_roce *p, uint32_t pick)
     free(wire);
 }
 
+/* fc_middle_decode, for the MTU that fits if any does, and for the usual ones. */
+static void middle(const uint8_t *frame, size_t size, const fc_roce *p, int status)
+{
+    const uint32_t mtus[] = {status == FC_ROCE ? p->payload_len : 0, 256, 512, 1024, 2048, 4096};
+    fc_middle m;
+    for (size_t i = 0; i < sizeof mtus / sizeof *mtus; i++) {
+        if (!fc_middle_decode(frame, size, mtus[i], &m))
+            continue;
+        REQUIRE(status == FC_ROCE && p->opcode == FC_RC_WRITE_MIDDLE && !p->tunnel && p->vlan == 0xffff && !p->pad);
+        REQUIRE(p->payload_len == mtus[i] && p->payload == m.bth + 12 && p->bth == m.bth && p->ip == m.ip);
+        REQUIRE(p->ip_version == m.version && p->src == m.ends && p->dst == m.ends + (m.version == 4 ? 4 : 16));
+        REQUIRE(p->dest_qp == m.dest_qp && p->psn == (m.psn & 0xffffff));
+        REQUIRE(fc_middle_icrc_ok(&m, mtus[i]) == fc_icrc_ok(p));
+    }
+    const uint8_t *bth = fc_probable_bth(frame, size);
+    REQUIRE(!bth || (bth >= frame && bth + 12 <= frame + size));
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     uint8_t *frame = exact(data, size);
@@ -176,6 +196,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     int status = fc_roce_decode(frame, size, &p);
 
     REQUIRE(status >= FC_ROCE && status < FC_DECODE_STATUS_COUNT);
+    middle(frame, size, &p, status);
     if (status == FC_ROCE) {
         bounds(frame, size, &p);
         size_t end = (size_t)(p.bth + p.ib_len - frame);
