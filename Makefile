@@ -8,7 +8,7 @@ export PYTHONPATH :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export FLOWCHECK_BUILD :=
 
-SOURCES := setup.py $(wildcard parser/*.p[yx][xd] updater/*.p[yx][xd] flowcheck/bench/*.pyx \
+SOURCES := setup.py $(wildcard parser/*.p[yx][xdi] updater/*.p[yx][xd] flowcheck/bench/*.pyx \
            */include/*.h */src/*.[ch] flowcheck/bench/*/*.[ch] \
            dataplane/pydpdk/_build.py dataplane/pydpdk/shim.[ch] dataplane/pydpdk/decl/*.h)
 MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)

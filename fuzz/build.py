@@ -97,7 +97,7 @@ def build() -> None:
     lay_out()
     include = [f"-I{ROOT / d}" for d in ("parser/include", "dataplane/include")]
     include += [f"-I{numpy.get_include()}", f"-I{sysconfig.get_path('include')}"]
-    shared = _digest([*ROOT.glob("*/include/*.h"), *OUT.glob("src/parser/*.pxd"), Path(__file__)])
+    shared = _digest([*ROOT.glob("*/include/*.h"), *OUT.glob("src/parser/*.px[di]"), Path(__file__)])
     c = sorted((ROOT / "parser" / "src").glob("*.c"))
     for source in c:
         _object(clang, source, include)
@@ -126,7 +126,8 @@ def _sources() -> None:
     """Copies of parser's Cython files with the limits of SMALL."""
     folder = OUT / "src" / "parser"
     folder.mkdir(parents=True, exist_ok=True)
-    sources = [p for p in (ROOT / "parser").iterdir() if p.suffix in (".pyx", ".pxd") or p.name == "__init__.py"]
+    found = (ROOT / "parser").iterdir()
+    sources = [p for p in found if p.suffix in (".pyx", ".pxd", ".pxi") or p.name == "__init__.py"]
     for path in folder.iterdir():
         if path.name not in {source.name for source in sources}:
             path.unlink()
