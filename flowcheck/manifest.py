@@ -43,6 +43,7 @@ from flowcheck.manifest_check import (
     OPERATIONS,
     OPTIMIZERS,
     PROTOCOLS,
+    ROUNDINGS,
     SCHEMA,
     check,
 )
@@ -244,10 +245,16 @@ class ParameterGroup:
 
 @dataclass
 class Optimizer:
-    """name: sgd | adam | adamw (torch.optim of that name)."""
+    """name: sgd | adam | adamw (torch.optim of that name).
+
+    rounding: in which order the trainer rounds (docs/updater.md): on a GPU torch takes foreach unless told otherwise.
+    torch_version: the trainer's; empty: as the one that applies the updates.
+    """
 
     name: str = field(metadata=_one_of(OPTIMIZERS))
     groups: list[ParameterGroup]
+    rounding: str = field(default="torch-cuda-foreach", metadata=_one_of(ROUNDINGS))
+    torch_version: str = ""
 
 
 @dataclass

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALGORITHMS", "BUFFER_BYTES", "CARRIES", "DTYPE_BYTES", "KINDS", "MAX_THREADS", "MTUS", "OPERATIONS",
-    "OPTIMIZERS", "PROTOCOLS", "SCHEMA", "check",
+    "OPTIMIZERS", "PROTOCOLS", "ROUNDINGS", "SCHEMA", "check",
 ]
 
 SCHEMA = "flowcheck/job/1"
@@ -35,6 +35,7 @@ PROTOCOLS = ("ll", "ll128", "simple")
 ALGORITHMS = ("ring", "tree")
 KINDS = ("optimized", "constant", "buffer")
 OPTIMIZERS = ("sgd", "adam", "adamw")
+ROUNDINGS = ("torch-cuda-foreach", "torch-cuda-fused", "torch-cpu", "torch-cpu-fused")
 MTUS = (256, 512, 1024, 2048, 4096)
 BUFFER_BYTES = {"ll": 524288, "ll128": 4915200, "simple": 4194304}
 MAX_THREADS = {"ll": 512, "ll128": 640, "simple": 512}
@@ -279,6 +280,10 @@ def _check_optimizer(job: Job, place: Place) -> None:
     if job.optimizer is None:
         return
     _choice(place / "name", job.optimizer.name, OPTIMIZERS)
+    _choice(place / "rounding", job.optimizer.rounding, ROUNDINGS)
+    version = job.optimizer.torch_version
+    if version and not re.fullmatch(r"[0-9]+\.[0-9]+[0-9A-Za-z.+-]*", version):
+        (place / "torch_version").fail(f"{shown(version)} is no torch version such as 2.13.0")
     if job.parameter_calls(0) and not job.gradient_calls(0):
         place.fail(
             "the iterations gather parameters and reduce no gradients: nothing would feed an optimizer",

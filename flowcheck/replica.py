@@ -21,6 +21,7 @@ from flowcheck.checkpoint import Loaded, Meta, load_init, write_step
 from flowcheck.errors import UserError
 from flowcheck.evidence import BucketCoverage, parameter_bytes
 from flowcheck.jobplan import JobPlan
+from updater.dialects import Dialect
 from updater.errors import UpdaterError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -38,6 +39,7 @@ class JobReplica:
         self._slot: Slot | None = None
         self._loaded: Loaded | None = load_init(init, plan.job.model) if init else None
         self._spec: OptimizerSpec | None = None
+        self._dialect: Dialect | None = None
         self._layouts: dict[bool, Layout] = {}
         self.absent = ""
         self._unsent = "the model"  # the first entry that no broadcast brought
@@ -50,8 +52,11 @@ class JobReplica:
                 )
             return
         try:
+            self._dialect = Dialect(plan.job.optimizer.rounding, plan.job.optimizer.torch_version)
+            self._dialect.check(plan.job.optimizer.name)
             self._spec = OptimizerSpec.check(
-                plan.job.optimizer.name, [(group.params, group.options) for group in plan.job.optimizer.groups]
+                plan.job.optimizer.name, [(group.params, group.options) for group in plan.job.optimizer.groups],
+                fused=self._dialect.fused,
             )
             for first in (True, False):
                 self._layouts[first] = self._layout(0 if first else 1)
@@ -93,7 +98,7 @@ class JobReplica:
         try:
             self._replica = Replica(
                 tensors, self._spec, slots=2, divisor=self._plan.job.gradients.divisor,
-                step=self._loaded.step if self._loaded else 0, optimizer_state=state,
+                step=self._loaded.step if self._loaded else 0, optimizer_state=state, dialect=self._dialect,
             )
         except UpdaterError as error:
             raise UserError(str(error), where=str(self._init_path or "job manifest")) from None
@@ -136,10 +141,13 @@ class JobReplica:
         return self._replica.current.step
 
     @property
-    def stale(self) -> list[str]:
-        """Marks for entries whose later values are not on the mirrored wire: they stay what they were."""
+    def unproven(self) -> list[str]:
+        """Marks of what the replica rests on and nothing has shown: old buffers, an order of roundings."""
+        if self.absent or self._dialect is None:
+            return []
         buffers = [entry.name for entry in self._plan.job.model if entry.kind == "buffer"]
-        return [f"buffers are as at the start: {', '.join(buffers)}"] if buffers and not self.absent else []
+        marks = [f"buffers are as at the start: {', '.join(buffers)}"] if buffers else []
+        return marks + ([self._dialect.unproven] if self._dialect.unproven else [])
 
     @property
     def ready(self) -> bool:
@@ -147,9 +155,9 @@ class JobReplica:
 
     def write(self, out: Path, unproven: Sequence[str]) -> Path:
         """Write the current version as a checkpoint; returns its directory."""
-        assert self._replica is not None and self._spec is not None
+        assert self._replica is not None and self._spec is not None and self._dialect is not None
         job = self._plan.job
         with self._replica.pinned() as slot:
             optimizer: dict[str, Any] = self._spec.to_dict()
-            meta = Meta(job.run_id, job.epoch, "unverified", tuple(unproven), optimizer, "torch-cpu")
+            meta = Meta(job.run_id, job.epoch, "unverified", tuple(unproven), optimizer, self._dialect.name)
             return write_step(out, slot.step, slot.parameters, slot.optimizer_state, meta)

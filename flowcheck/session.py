@@ -220,7 +220,7 @@ class ReplaySession:
     def _note_trust(self) -> None:
         """Put into the report what rests on the manifest's word alone."""
         labels = [] if self.learnt_labels else on_trust(self.plan, self._seen_edges(), self.engine.cts_tags())
-        self.report.trust = [*self.marks, *labels, *self.replica.stale]
+        self.report.trust = [*self.marks, *labels, *self.replica.unproven]
 
     def _seen_edges(self) -> list[int]:
         streams = [self.engine.flow_counters(stream) for stream in range(self.plan.engine.streams)]

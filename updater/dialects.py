@@ -50,7 +50,7 @@ class Dialect:
     it in fp32, for torch-cuda-fused; without it the correctly rounded power stands in.
     """
 
-    name: str = "torch-cpu"
+    name: str = "torch-cuda-foreach"
     torch_version: str = ""
     root: str = ""
     device_powf: DevicePow | None = None

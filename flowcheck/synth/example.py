@@ -74,7 +74,7 @@ def example_job(
     job = Job(
         communicator=communicator, flows=_flows(communicator, ipv6, seed), collectives=calls,
         buckets=Buckets(iteration_0=[whole], steady=steady), model=model, gradients=Gradients(dtype),
-        optimizer=Optimizer(optimizer, [ParameterGroup(names, dict(options or {"lr": 0.001}))]),
+        optimizer=Optimizer(optimizer, [ParameterGroup(names, dict(options or {"lr": 0.001}))], rounding="torch-cpu"),
         run_id=f"synth-{seed}",
     )
     return Job.from_dict(job.to_dict(), where="example_job")

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from flowcheck.checkpoint import Meta, load_init, load_step, tensor_sha256, write_step
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.manifest import ModelEntry
+from updater.dialects import Dialect
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
@@ -79,7 +80,10 @@ def test_a_step_directory_resumes_a_replica_and_a_torch_optimizer(tmp_path):
     weight.grad = torch.arange(5.0)
     optimizer.step()
     spec = OptimizerSpec.check("adamw", [(["w"], {"lr": 0.1})])
-    replica = Replica({"w": weight.detach()}, spec, step=1, optimizer_state={"w": optimizer.state[weight]})
+    replica = Replica(
+        {"w": weight.detach()}, spec, step=1, dialect=Dialect("torch-cpu"),
+        optimizer_state={"w": optimizer.state[weight]},
+    )
     now = replica.current
     path = write_step(tmp_path, 1, now.parameters, now.optimizer_state, Meta(optimizer=spec.to_dict()))
 

@@ -221,7 +221,7 @@ def test_cuda_foreach_order_written_with_float64():
 @pytest.mark.parametrize("low", ["bfloat16", "float16"])
 def test_the_low_precision_copy_is_torchs_rounding(kernel, low):
     generator = torch.Generator().manual_seed(9)
-    mine = Ours(torch.randn(1003, generator=generator), "adam", {"lr": 0.1}, Dialect(), kernel, low=low)
+    mine = Ours(torch.randn(1003, generator=generator), "adam", {"lr": 0.1}, Dialect("torch-cpu"), kernel, low=low)
     for step in range(3):
         mine.update(gradients(1003, generator, step), parts=3)
         assert torch.equal(mine.low, mine.now[0].to(getattr(torch, low)))
@@ -234,7 +234,7 @@ def test_divisor_unscale_and_clip_as_torch_does_them(kernel, grad):
     initial = torch.randn(333, generator=generator)
     twin = initial.clone().requires_grad_(True)
     optimizer = torch.optim.SGD([twin], lr=0.1, momentum=0.9)
-    mine = Ours(initial, "sgd", {"lr": 0.1, "momentum": 0.9}, Dialect(), kernel)
+    mine = Ours(initial, "sgd", {"lr": 0.1, "momentum": 0.9}, Dialect("torch-cpu"), kernel)
     for _ in range(3):
         g = torch.randn(333, generator=generator).to(grad)
         mine.update(g, divisor=3, loss_scale=777.0, clip=0.37)
@@ -249,7 +249,7 @@ def test_divisor_unscale_and_clip_as_torch_does_them(kernel, grad):
 def test_arrays_that_are_not_aligned_alike_take_the_slow_way_to_the_same_bits():
     generator = torch.Generator().manual_seed(4)
     initial = torch.randn(500, generator=generator)
-    straight, odd = (Ours(initial, "adam", {"lr": 0.1, "amsgrad": True}, Dialect(), "") for _ in range(2))
+    straight, odd = (Ours(initial, "adam", {"lr": 0.1, "amsgrad": True}, Dialect("torch-cpu"), "") for _ in range(2))
     odd.next = [aligned(510)[i : i + 500] for i in range(4)]
     for step in range(3):
         g = gradients(501, generator, step)[1:]
@@ -262,7 +262,7 @@ def test_arrays_that_are_not_aligned_alike_take_the_slow_way_to_the_same_bits():
 def test_batches_and_their_pieces_are_done_in_order_by_any_number_of_workers():
     """Each batch reads what the one before wrote, so a wait per batch is needed; within one they only add up."""
     for threads in (0, 1, 3):
-        with_threads = Ours(torch.ones(300_001), "sgd", {"lr": 1.0}, Dialect(), "", threads)
+        with_threads = Ours(torch.ones(300_001), "sgd", {"lr": 1.0}, Dialect("torch-cpu"), "", threads)
         for _ in range(5):
             with_threads.update(torch.ones(300_001), parts=5)
         assert torch.equal(with_threads.now[0], torch.full((300_001,), -4.0))

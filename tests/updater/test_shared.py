@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from flowcheck.manifest import BucketSlice
+from updater.dialects import Dialect
 from updater.errors import NoFreeSlot, ReplicaError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -56,7 +57,7 @@ def fresh(path=None, **kwargs):
     generator = torch.Generator().manual_seed(11)
     tensors = {n: torch.randn(s, generator=generator) for n, s in SIZES.items()} | {"k": torch.arange(3)}
     spec = OptimizerSpec.check("adamw", [(["w"], {"lr": 0.01}), (["b"], {"lr": 0.1, "amsgrad": True})])
-    return Replica(tensors, spec, path=path, run_id="run", epoch=3, **kwargs)
+    return Replica(tensors, spec, path=path, run_id="run", epoch=3, dialect=Dialect("torch-cpu"), **kwargs)
 
 
 def advance(replica):

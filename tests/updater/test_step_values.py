@@ -152,7 +152,8 @@ def test_masters_in_fp32_and_the_derived_copy(dtype):
         for n, twin in pair.twins.items():
             assert now.parameters[n].dtype == dtype and torch.equal(now.parameters[n], twin.detach().to(dtype))
             assert bits(now.optimizer_state[n]["master"]) == bits(twin)
-    again = Replica(now.parameters, pair.replica.optimizer, step=4, optimizer_state=now.optimizer_state)
+    again = Replica(now.parameters, pair.replica.optimizer, step=4, dialect=pair.replica.dialect,
+                    optimizer_state=now.optimizer_state)
     assert all(bits(again.current.masters[n]) == bits(pair.twins[n]) for n in SHAPES)
 
 
