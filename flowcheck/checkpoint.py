@@ -35,6 +35,7 @@ from flowcheck import __version__
 from flowcheck.durable import exchange, fsync_directory, partial_name, remove_tree, reporting, write_synced
 from flowcheck.errors import UserError
 from flowcheck.manifest import ModelEntry
+from flowcheck.tensors import CHUNK, DTYPES, header, packed_bytes, pieces
 
 __all__ = [
     "PARAMETERS_SCHEMA", "SCHEMA", "Loaded", "Meta", "load_init", "load_parameters", "load_step", "parameters_path",
@@ -44,16 +45,6 @@ __all__ = [
 SCHEMA, PARAMETERS_SCHEMA = "flowcheck/checkpoint/1", "flowcheck/parameters/1"
 MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
 PARAMETERS = "parameters.safetensors"
-
-# torch dtype -> name in manifests, name in safetensors.
-_DTYPES = {
-    torch.float64: ("float64", "F64"), torch.float32: ("float32", "F32"), torch.float16: ("float16", "F16"),
-    torch.bfloat16: ("bfloat16", "BF16"), torch.int64: ("int64", "I64"), torch.int32: ("int32", "I32"),
-    torch.int16: ("int16", "I16"), torch.int8: ("int8", "I8"), torch.uint64: ("uint64", "U64"),
-    torch.uint32: ("uint32", "U32"), torch.uint16: ("uint16", "U16"), torch.uint8: ("uint8", "U8"),
-    torch.bool: ("bool", "BOOL"),
-}
-_CHUNK = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -99,7 +90,7 @@ def parameters_path(out: Path, step: int) -> Path:
 def tensor_sha256(tensor: torch.Tensor) -> str:
     """SHA-256 over the elements' little-endian bytes in row-major order."""
     digest = hashlib.sha256()
-    for piece in _pieces(tensor):
+    for piece in pieces(tensor):
         digest.update(piece)
     return digest.hexdigest()
 
@@ -152,7 +143,7 @@ def _write_directory(
     aside = partial_name(path)
     for tensors in files.values():
         for name, tensor in tensors.items():
-            if tensor.dtype not in _DTYPES:
+            if tensor.dtype not in DTYPES:
                 raise UserError(f"tensor {name!r} is {tensor.dtype}, which no checkpoint holds", where=str(path))
     with reporting(path):
         if path.exists() and not (path / MANIFEST).is_file():
@@ -225,50 +216,32 @@ def _as_tensor(value: torch.Tensor | float | int) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The tensor's bytes, a few MiB at a time. Both of our targets (x86-64, aarch64) are little-endian."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-    for start in range(0, len(data), _CHUNK):
-        yield data[start : start + _CHUNK]
-
-
 def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Write one file and return its manifest entry; every byte is read from memory once.
 
-    The library's own writer would need the file read again for its hash. Widest elements first keeps every
-    tensor aligned, which loaders that map the file rely on.
+    The library's own writer would need the file read again for its hash.
     """
-    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in order:
-        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
-        dtype = _DTYPES[tensors[name].dtype][1]
-        header[name] = {"dtype": dtype, "shape": list(tensors[name].shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
+    head, order = header(tensors)
     whole = hashlib.sha256()
     hashes: dict[str, str] = {}
 
-    def pieces() -> Iterator[bytes | memoryview]:
+    def stream() -> Iterator[bytes | memoryview]:
         whole.update(head)
         yield head
         for name in order:
             single = hashlib.sha256()
-            for piece in _pieces(tensors[name]):
+            for piece in pieces(tensors[name]):
                 single.update(piece)
                 whole.update(piece)
                 yield piece
             hashes[name] = single.hexdigest()
 
-    write_synced(path, pieces())
+    write_synced(path, stream())
     return {
-        "bytes": len(head) + end,
+        "bytes": packed_bytes(tensors),
         "sha256": whole.hexdigest(),
         "tensors": {
-            name: {"dtype": _DTYPES[tensor.dtype][0], "shape": list(tensor.shape), "sha256": hashes[name]}
+            name: {"dtype": DTYPES[tensor.dtype][0], "shape": list(tensor.shape), "sha256": hashes[name]}
             for name, tensor in tensors.items()
         },
     }
@@ -383,7 +356,7 @@ def _load_file(path: Path, expected: Mapping[str, Any] | None) -> dict[str, torc
 
 def _check_file(path: Path, read: Callable[[int], bytes], expected: Mapping[str, Any]) -> None:
     digest, size = hashlib.sha256(), 0
-    while piece := read(_CHUNK):
+    while piece := read(CHUNK):
         digest.update(piece)
         size += len(piece)
     if size != expected["bytes"]:
@@ -412,7 +385,7 @@ def _differences(tensors: Mapping[str, torch.Tensor], model: Sequence[ModelEntry
             wrong.append(f"tensor {entry.name!r} is missing")
         elif list(tensor.shape) != entry.shape:
             wrong.append(f"tensor {entry.name!r} has shape {list(tensor.shape)}, not {entry.shape}")
-        elif tensor.dtype not in _DTYPES or _DTYPES[tensor.dtype][0] != entry.dtype:
+        elif tensor.dtype not in DTYPES or DTYPES[tensor.dtype][0] != entry.dtype:
             found = str(tensor.dtype).removeprefix("torch.")
             wrong.append(f"tensor {entry.name!r} is {found}, not {entry.dtype}")
     names = {entry.name for entry in model}

@@ -181,7 +181,7 @@ def _parameter_places(job: Job) -> tuple[dict[int, int], tuple[ParameterPlace, .
             continue
         offsets[id(call)] = offset
         size = dtype_size(call.dtype)
-        names = call.tensors or [e.name for e in job.model if e.dtype == call.dtype]
+        names = call.tensors or [e.name for e in job.model if e.dtype == call.dtype and not e.tied]
         at = 0
         for name in names:
             if name not in entries or entries[name].dtype != call.dtype:

@@ -212,12 +212,13 @@ class Buckets:
 
 @dataclass
 class ModelEntry:
-    """One state_dict entry. kind: optimized | constant | buffer."""
+    """One state_dict entry. kind: optimized | constant | buffer. tied: the optimized entry whose memory it shares."""
 
     name: str
     shape: list[int]
     dtype: str = field(default="float32", metadata=_one_of(DTYPE_BYTES))
     kind: str = field(default="optimized", metadata=_one_of(KINDS))
+    tied: str = ""
 
     @property
     def elements(self) -> int:

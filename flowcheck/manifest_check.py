@@ -274,6 +274,15 @@ def _check_model(model: list[ModelEntry], place: Place) -> None:
             _between(here / "shape" / axis, extent, 0, ELEMENTS)
         if entry.elements > ELEMENTS:
             (here / "shape").fail("more elements than any machine holds")
+    owners = {entry.name: entry for entry in model if entry.kind == "optimized" and not entry.tied}
+    for i, entry in enumerate(model):
+        if not entry.tied:
+            continue
+        owner = owners.get(entry.tied)
+        if owner is None or entry.kind != "optimized":
+            (place / i / "tied").fail(f"{shown(entry.tied)} is not an optimized entry that this one could be tied to")
+        if (entry.shape, entry.dtype) != (owner.shape, owner.dtype):
+            (place / i / "tied").fail(f"{shown(entry.name)} and {shown(entry.tied)} differ in shape or dtype")
 
 
 def _check_optimizer(job: Job, place: Place) -> None:
@@ -289,7 +298,7 @@ def _check_optimizer(job: Job, place: Place) -> None:
             "the iterations gather parameters and reduce no gradients: nothing would feed an optimizer",
             "leave optimizer out: what is gathered becomes a parameter checkpoint",
         )
-    missing = {entry.name for entry in job.model if entry.kind == "optimized"}
+    missing = {entry.name for entry in job.model if entry.kind == "optimized" and not entry.tied}
     optimized = frozenset(missing)
     for g, group in enumerate(job.optimizer.groups):
         for p, name in enumerate(group.params):

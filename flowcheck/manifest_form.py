@@ -110,7 +110,7 @@ def parse(text: str, file: str) -> Any:
 
 
 def build(kind: Any, data: Any, place: Place) -> Any:
-    """`data` as a `kind`: a dataclass, list[x], dict[str, x], x | None, int, bool, str or Any."""
+    """`data` as a `kind`: a dataclass, list[x], dict[str, x], x | None, int, float, bool, str or Any."""
     origin = typing.get_origin(kind)
     if origin in (types.UnionType, typing.Union):
         if data is None and type(None) in typing.get_args(kind):
@@ -160,6 +160,10 @@ def _build_scalar(kind: Any, data: Any, place: Place) -> Any:
             place.fail(f"expected a whole number, found {shown(data)}")
         if abs(data) >= INTEGER_LIMIT:
             place.fail(f"{shown(data)} is out of range")
+    elif kind is float:
+        if isinstance(data, bool) or not isinstance(data, int | float) or not math.isfinite(data):
+            place.fail(f"expected a number, found {shown(data)}")
+        return float(data)
     elif not isinstance(data, str):
         place.fail(f"expected a string, found {shown(data)}")
     elif not data.isprintable():
@@ -201,7 +205,7 @@ def schema(root: Any, title: str) -> dict[str, Any]:
             return {"$ref": f"#/$defs/{name}"}
         if kind is Any:
             return {}
-        return {"type": {int: "integer", str: "string", bool: "boolean", type(None): "null"}[kind]}
+        return {"type": {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}[kind]}
 
     def member(form: dict[str, Any], spec: dataclasses.Field[Any]) -> dict[str, Any]:
         out = dict(form)

@@ -1,15 +1,18 @@
-"""The job's replica in a replay: where its weights come from, one update per published iteration.
+"""The job's replica: where its weights come from, one update per published iteration.
 
-    JobReplica(plan, init)  ->  learn(engine) once, before the first update
+    JobReplica(plan, init)  ->  learn(engine) once, before the first update (replay)
+                            or  start(parameters, state, step): what the trainer uploaded (live)
                             ->  build(iteration, buckets), then publish() or discard()
 
-Weights come from --init, else from the parameter broadcast in the capture; where both are there they must
-be equal, bit for bit: a replica that starts from other weights than the trainer's is wrong for ever.
+In a replay weights come from --init, else from the parameter broadcast in the capture; where both are there they
+must be equal, bit for bit: a replica that starts from other weights than the trainer's is wrong for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ import torch
 from parser.machine import Engine
 
 from flowcheck.checkpoint import Loaded, Meta, load_init, write_step
+from flowcheck.checksum import checksum
 from flowcheck.errors import UserError
 from flowcheck.evidence import BucketCoverage, parameter_bytes
 from flowcheck.jobplan import JobPlan
@@ -26,15 +30,27 @@ from updater.errors import UpdaterError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica, Slot
+from updater.step import StepValues
 
-__all__ = ["JobReplica"]
+__all__ = ["JobReplica", "ReplicaOptions"]
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """slots, path, threads: as updater.replica.Replica takes them. buffers: whether each step brings them anew."""
+
+    slots: int = 2
+    path: Path | None = None
+    threads: int = 0
+    buffers: bool = False
 
 
 class JobReplica:
     """Versions of the job's model. `absent` says why there is none ("" if there is one)."""
 
-    def __init__(self, plan: JobPlan, init: Path | None) -> None:
+    def __init__(self, plan: JobPlan, init: Path | None, options: ReplicaOptions | None = None) -> None:
         self._plan, self._init_path = plan, init
+        self._options = options or ReplicaOptions()
         self._replica: Replica | None = None
         self._slot: Slot | None = None
         self._loaded: Loaded | None = load_init(init, plan.job.model) if init else None
@@ -92,13 +108,23 @@ class JobReplica:
             return
         if self._loaded is not None and broadcast is not None:
             self._compare(self._loaded.parameters, broadcast)
-        tensors = self._loaded.parameters if self._loaded else broadcast
-        state = self._loaded.optimizer_state if self._loaded else {}
-        assert tensors is not None
+        if self._loaded:
+            self.start(self._loaded.parameters, self._loaded.optimizer_state, self._loaded.step)
+        elif broadcast is not None:
+            self.start(broadcast, {}, 0)
+
+    def start(
+        self, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Mapping[str, Any]], step: int
+    ) -> None:
+        """Make the first version, `step`. Raises UserError if it does not fit the manifest's model and optimizer."""
+        assert self._spec is not None and self._replica is None
+        job, options = self._plan.job, self._options
         try:
             self._replica = Replica(
-                tensors, self._spec, slots=2, divisor=self._plan.job.gradients.divisor,
-                step=self._loaded.step if self._loaded else 0, optimizer_state=state, dialect=self._dialect,
+                parameters, self._spec, slots=options.slots, divisor=job.gradients.divisor, step=step,
+                optimizer_state=state, dialect=self._dialect, path=options.path, run_id=job.run_id, epoch=job.epoch,
+                buffers=frozenset(entry.name for entry in job.model if entry.kind == "buffer"),
+                tied={entry.name: entry.tied for entry in job.model if entry.tied}, threads=options.threads,
             )
         except UpdaterError as error:
             raise UserError(str(error), where=str(self._init_path or "job manifest")) from None
@@ -107,7 +133,7 @@ class JobReplica:
         found = parameter_bytes(self._plan, engine)
         tensors = {}
         for entry in self._plan.job.model:
-            data, complete = found.get(entry.name, (np.zeros(0, np.uint8), False))
+            data, complete = found.get(entry.tied or entry.name, (np.zeros(0, np.uint8), False))
             if not complete:
                 self._unsent = repr(entry.name)
                 return None
@@ -125,11 +151,12 @@ class JobReplica:
                     remedy="give the weights this run started from, or leave --init out: the broadcast has them",
                 )
 
-    def build(self, iteration: int, buckets: Sequence[BucketCoverage]) -> None:
-        """Apply an iteration's complete buckets to a copy of the current version."""
+    def build(self, iteration: int, buckets: Sequence[BucketCoverage], values: StepValues | None = None) -> None:
+        """Apply an iteration's complete buckets to a copy of the current version. Raises UpdaterError: no free slot,
+        or values that the optimizer cannot use; then nothing is being built."""
         assert self._replica is not None
         dtype: torch.dtype = getattr(torch, self._plan.job.gradients.dtype)
-        self._slot = self._replica.build(self._replica.current.step + 1, self._layouts[iteration == 0])
+        self._slot = self._replica.build(self._replica.current.step + 1, self._layouts[iteration == 0], values)
         for bucket in buckets:
             data = torch.frombuffer(bucket.data, dtype=dtype) if bucket.data.size else torch.zeros(0, dtype=dtype)
             self._slot.apply(bucket.place.index, data, dtype)
@@ -140,24 +167,48 @@ class JobReplica:
         self._slot = None
         return self._replica.current.step
 
+    def discard(self) -> None:
+        assert self._replica is not None and self._slot is not None
+        self._replica.discard(self._slot)
+        self._slot = None
+
+    def differing(self, checksums: Mapping[str, int]) -> str:
+        """The first entry of the version being built that has another checksum, or ""."""
+        assert self._slot is not None
+        self._slot.flush()
+        mine = self._slot.parameters
+        return next((name for name, value in checksums.items() if checksum(mine[name]) != value), "")
+
+    @contextmanager
+    def pinned(self) -> Iterator[Slot]:
+        """The current version, kept as it is until the block is left."""
+        assert self._replica is not None
+        with self._replica.pinned() as slot:
+            yield slot
+
+    def close(self) -> None:
+        """Let go of the replica; its file, if it has one, stays."""
+        if self._replica is not None:
+            self._replica.close()
+
     @property
     def unproven(self) -> list[str]:
         """Marks of what the replica rests on and nothing has shown: old buffers, an order of roundings."""
         if self.absent or self._dialect is None:
             return []
         buffers = [entry.name for entry in self._plan.job.model if entry.kind == "buffer"]
-        marks = [f"buffers are as at the start: {', '.join(buffers)}"] if buffers else []
+        marks = [f"buffers are as at the start: {', '.join(buffers)}"] if buffers and not self._options.buffers else []
         return marks + ([self._dialect.unproven] if self._dialect.unproven else [])
 
     @property
     def ready(self) -> bool:
         return self._replica is not None
 
-    def write(self, out: Path, unproven: Sequence[str]) -> Path:
-        """Write the current version as a checkpoint; returns its directory."""
+    def write(self, out: Path, unproven: Sequence[str], status: str = "unverified") -> Path:
+        """Write the current version as a checkpoint; returns its directory. Any thread."""
         assert self._replica is not None and self._spec is not None and self._dialect is not None
         job = self._plan.job
         with self._replica.pinned() as slot:
             optimizer: dict[str, Any] = self._spec.to_dict()
-            meta = Meta(job.run_id, job.epoch, "unverified", tuple(unproven), optimizer, self._dialect.name)
+            meta = Meta(job.run_id, job.epoch, status, tuple(unproven), optimizer, self._dialect.name)
             return write_step(out, slot.step, slot.parameters, slot.optimizer_state, meta)

@@ -9,7 +9,7 @@ manifest that is wrong may still have agreed by chance. Main thread only.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +23,11 @@ from dataplane.pcapfile import PcapInfo
 from dataplane.pydpdk.eal import Eal
 from flowcheck.durable import adopt, remove_tree, reporting
 from flowcheck.errors import UserError
-from flowcheck.evidence import bucket_coverage, describe_disagreement, flow_name, parameter_bytes, refusal
+from flowcheck.evidence import describe_disagreement, flow_name, parameter_bytes
 from flowcheck.gathered import GatheredParameters
 from flowcheck.jobplan import JobPlan
-from flowcheck.labels import contradiction, on_trust
+from flowcheck.judging import Judge
+from flowcheck.labels import on_trust
 from flowcheck.learn.hints import Hints
 from flowcheck.replica import JobReplica
 from flowcheck.report import (
@@ -39,7 +40,7 @@ from flowcheck.report import (
     write_report,
 )
 from flowcheck.streams import Streams
-from flowcheck.verdict import BucketEvidence, Evidence, StreamEvidence, judge
+from flowcheck.verdict import StreamEvidence
 
 __all__ = ["UNCONFIRMED", "ReplayOptions", "ReplaySession"]
 
@@ -81,6 +82,7 @@ class ReplaySession:
 
     def __post_init__(self) -> None:
         self.engine = Engine(self.plan.engine)
+        self.judge = Judge(self.plan, self.engine)
         self.gathered = GatheredParameters(self.plan)
         self.reduces = bool(self.plan.job.gradient_calls(0))  # else all that iterations bring are parameters
         self.report.run_id = self.plan.job.run_id
@@ -100,7 +102,7 @@ class ReplaySession:
                 stack.enter_context(PcapSource(eal, info.path, stream=i, info=info))
                 for i, info in enumerate(self.infos)
             ]
-            self.streams = Streams(self.engine, sources, self._full, self._skipped)
+            self.streams = Streams(self.engine, sources, self.judge.full, self._skipped)
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             bar = stack.enter_context(
                 Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -120,12 +122,6 @@ class ReplaySession:
             "verdict, update, write": self.paused,
         }
 
-    def _full(self, iteration: int) -> bool:
-        cells = self.engine.cells(iteration)
-        return all(
-            bool(cells[place.cells].all()) for place in self.plan.iteration_places(iteration)
-        )
-
     def _skipped(self, first: int, last: int) -> None:
         """A very long outage: nothing of these iterations was captured, and nothing can be built across them."""
         self.lost |= self.reduces
@@ -141,37 +137,11 @@ class ReplaySession:
         if not self.report.iterations:
             self.replica.learn(self.engine)
             self.begins = iteration
-        found = bucket_coverage(self.plan, self.engine, iteration)
-        buckets = [b for b in found if b.place.carries == "gradient"]
-        groups = [b for b in found if b.place.carries == "parameters"]
-        disagreements = self.engine.disagreements()
-        differ, offset, _ = self.engine.copies(iteration)
-        verdict = judge(
-            Evidence(
-                iteration=iteration,
-                buckets=tuple(
-                    BucketEvidence(b.place.index, b.place.elements, b.covered, b.missing, what)
-                    for what, part in (("bucket", buckets), ("parameter group", groups))
-                    for b in part
-                ),
-                unanchored=tuple(self._unanchored()),
-                disagreements=tuple(
-                    describe_disagreement(self.plan, d) for d in disagreements if d["iteration"] == iteration
-                ),
-                icrc="all" if self.options.icrc else "off",
-                icrc_wrong_placed=0,
-                streams=tuple(
-                    StreamEvidence(info.path, self.streams.state(i, iteration)) for i, info in enumerate(self.infos)
-                ),
-                copies_disagreed=differ * 8,
-                copies_first=f"byte {offset} of the iteration's region" if differ else "",
-                step_record_declared=bool(self.plan.job.step_values),
-                step_record_present=False,
-                checksum=None,
-                refused=self._refused(disagreements),
-                previous_published=self._follows(iteration),
-            )
+        streams = tuple(
+            StreamEvidence(info.path, self.streams.state(i, iteration)) for i, info in enumerate(self.infos)
         )
+        judged = self.judge.look(iteration, streams, record=False, follows=self._follows(iteration))
+        verdict, buckets, groups = judged.verdict, judged.buckets, judged.groups
         data, gathered = (
             [BucketData(b.place.index, b.place.dtype, b.data, b.placed, b.missing) for b in part]
             for part in (buckets, groups)
@@ -179,7 +149,8 @@ class ReplaySession:
         self.report.add_iteration(data, verdict, gathered)
         self.lost |= self.reduces and not verdict.publishable  # gathered parameters need no iteration before them
         if not self.confirmed and verdict.complete and iteration > self.begins:
-            self._confirm(not self._refused(disagreements) and not self._refuted(disagreements))
+            disagreements = self.engine.disagreements()
+            self._confirm(not self.judge.refused(disagreements) and not self._refuted(disagreements))
         if verdict.complete and groups:
             self.gathered.take(iteration, groups)
             if self.options.every and self.gathered.step % self.options.every == 0:
@@ -201,16 +172,6 @@ class ReplaySession:
         if not self.replica.ready:
             return not self.lost
         return self.replica.step == iteration + (self.replica.first_step if self.begins == 0 else 0)
-
-    def _unanchored(self) -> Iterator[str]:
-        for stream in range(self.plan.engine.streams):
-            for spec, counters in zip(self.plan.engine.flows, self.engine.flow_counters(stream), strict=True):
-                if spec.data and counters["packets"] and not counters["anchored"] and counters["state"] != "LOST":
-                    yield flow_name(self.plan.job, spec.edge)
-
-    def _refused(self, disagreements: list[dict]) -> str:
-        """Why the traffic as a whole is not what the manifest describes, or ""."""
-        return refusal(self.plan, disagreements) or contradiction(self.plan, self.engine.cts_tags())
 
     def _refuted(self, disagreements: list[dict]) -> bool:
         """Did a witness disagree before one steady iteration was over? Then it is the manifest that
@@ -273,7 +234,7 @@ class ReplaySession:
         disagreements = self.engine.disagreements()
         for entry in disagreements[:8]:
             self.report.notes.append(describe_disagreement(self.plan, entry))
-        refused = self._refused(disagreements)
+        refused = self.judge.refused(disagreements)
         if refused:
             self.report.notes.append(f"refused: {refused}; nothing is offered as a checkpoint")
         self._note_trust()

@@ -1,6 +1,7 @@
 """Several captures into one engine: who may read on, and when an iteration closes.
 
-    Streams.run(close)     main thread; rx threads fill the rings, the engine empties them
+    Streams.run(close)           a replay: until every capture has ended
+    Streams.poll(), advance(close)   one look at the rings, and whatever may close: the live node's loop
 
 A stream is blocked when its next packet belongs to an iteration that has no arena yet. The oldest
 iteration closes as soon as every stream is past it (or ended) and nothing of it is missing; an iteration
@@ -14,14 +15,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 from parser.machine import Engine
 
-from dataplane.capture import PcapSource
 from flowcheck.errors import UserError
 
-__all__ = ["Streams"]
+__all__ = ["IDLE_SECONDS", "Source", "StreamState", "Streams"]
 
 BATCH = 2048
 UNSEEN = 1000  # iterations without a packet that are still judged one by one
@@ -30,18 +30,30 @@ IDLE_SECONDS = 0.0005  # between two looks at empty rings, while the rx threads 
 StreamState = Literal["past", "ended", "lost", "behind"]
 
 
+class Source(Protocol):
+    """What feeds a stream: the ring of a file or of a live queue."""
+
+    @property
+    def ring_address(self) -> int: ...
+    @property
+    def error(self) -> Exception | None: ...
+
+
 class Streams:
     """sources[i] feeds stream i of the engine. All sources were started by the caller.
 
     full: asked before an early close: is everything of this iteration there? skipped(first, last): told of
-    iterations that passed unseen and will not be closed.
+    iterations that passed unseen and will not be closed. hold: asked before any close: must it wait for something
+    that does not come over the wire? Then streams may block, and their sources fill up.
     """
 
     def __init__(
-        self, engine: Engine, sources: Sequence[PcapSource], full: Callable[[int], bool],
-        skipped: Callable[[int, int], None],
+        self, engine: Engine, sources: Sequence[Source], full: Callable[[int], bool],
+        skipped: Callable[[int, int], None], hold: Callable[[int], bool] = lambda iteration: False,
     ) -> None:
         self._engine, self._sources, self._full, self._skipped = engine, sources, full, skipped
+        self._hold = hold
+        self._known = 0  # disagreements
         self._ended = [False] * len(sources)
         self._blocked = [False] * len(sources)
         self.consumed = 0
@@ -53,32 +65,49 @@ class Streams:
         The engine's arena is retired after it. progress(packets) is called now and then.
         Raises UserError when a source did not deliver what its file promised.
         """
-        known = 0  # disagreements
         while not all(self._ended):
-            moved = False
-            for i, source in enumerate(self._sources):
-                if self._ended[i]:
-                    continue
-                done, self._blocked[i] = self._engine.run(i, source.ring_address, BATCH)
-                moved |= done > 0
-                self.consumed += done
-                if self._engine.drained(source.ring_address):
-                    self._end(i)
-                    moved = True
+            moved = self.poll()
             progress(self.consumed)
-            if self._engine.disagreed > known:
-                known = self._engine.disagreed
-                self._engine.consider_recovery()
-            while self._may_close():
-                moved = True
-                if not self._close_oldest(close):
-                    return
-            if not moved:
+            closed, go_on = self.advance(close)
+            if not go_on:
+                return
+            if not moved and not closed:
                 time.sleep(IDLE_SECONDS)
         self._engine.finish()
         while self._engine.oldest <= self._engine.begun:
             if not self._close_oldest(close):
                 return
+
+    def poll(self) -> bool:
+        """Take what is in the rings, a batch of each. True if anything moved."""
+        moved = False
+        for i, source in enumerate(self._sources):
+            if self._ended[i]:
+                continue
+            done, self._blocked[i] = self._engine.run(i, source.ring_address, BATCH)
+            moved |= done > 0
+            self.consumed += done
+            if self._engine.drained(source.ring_address):
+                self._end(i)
+                moved = True
+        if self._engine.disagreed > self._known:
+            self._known = self._engine.disagreed
+            self._engine.consider_recovery()
+        return moved
+
+    def advance(self, close: Callable[[int], bool]) -> tuple[bool, bool]:
+        """Close what may close. (anything closed, go on)."""
+        closed = False
+        while self._may_close():
+            closed = True
+            if not self._close_oldest(close):
+                return closed, False
+        return closed, True
+
+    @property
+    def blocked(self) -> bool:
+        """Does any stream wait for an arena?"""
+        return any(self._blocked)
 
     def state(self, stream: int, iteration: int) -> StreamState:
         """Where a stream stands with respect to an iteration that is closing."""
@@ -98,6 +127,8 @@ class Streams:
     def _may_close(self) -> bool:
         oldest = self._engine.oldest
         if oldest > self._engine.begun and not any(self._blocked):
+            return False
+        if self._hold(oldest):
             return False
         past = [self._ended[i] or self._engine.past(i) > oldest for i in range(len(self._sources))]
         if all(past) and not all(self._ended) and self._full(oldest):

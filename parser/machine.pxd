@@ -216,7 +216,8 @@ cdef struct Machine:
     SidePacket *side
     int32_t side_free
     LogEntry log[LOG_ENTRIES]
-    uint64_t logged
+    uint64_t logged, kept           # disagreements so far; how many of them are in the log
+    int64_t unlogged_first, unlogged_last  # iterations of those that found no room
     Loss losses[LOSS_ENTRIES]
     uint64_t lost
     uint64_t refused[FC_REFUSALS]   # encapsulated packets by fc_refusal

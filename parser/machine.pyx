@@ -114,20 +114,25 @@ cdef void log_disagreement(
     Machine *M, uint32_t stream, FlowState *f, int kind, const Message *m, uint64_t psn, uint64_t expected, uint64_t found
 ) noexcept nogil:
     cdef LogEntry *entry
-    if M.logged < LOG_ENTRIES:
-        entry = &M.log[M.logged]
+    cdef int64_t iteration = m.iteration if m != NULL else f.cursor.iteration
+    if M.kept < LOG_ENTRIES:
+        entry = &M.log[M.kept]
+        M.kept += 1
         entry.kind = kind
         entry.stream = stream
         entry.flow = <int32_t>((f - M.states) - <int64_t>stream * M.flows)
-        entry.iteration = m.iteration if m != NULL else f.cursor.iteration
+        entry.iteration = iteration
         entry.number = m.number if m != NULL else f.cursor.number
         entry.psn = psn
         entry.expected = expected
         entry.found = found
+    else:
+        M.unlogged_first = min(M.unlogged_first, iteration)
+        M.unlogged_last = max(M.unlogged_last, iteration)
     M.logged += 1
     f.disagreements += 1
     f.express = 0
-    f.lost_iteration = m.iteration if m != NULL else f.cursor.iteration
+    f.lost_iteration = iteration
     f.trial = 0
     if kind == EXTRA_MESSAGE or kind == REPEATED_CHUNK:
         f.recoverable = 1  # not the NCCL that the schedule describes
@@ -850,7 +855,8 @@ cdef class Engine:
         M.mtu, M.streams, M.flows, M.arenas = config.mtu, config.streams, len(config.flows), config.arenas
         M.check_icrc = config.check_icrc
         M.cts_index_at, M.cts_tag_at = config.cts_index_at, config.cts_tag_at
-        M.begun = -1
+        M.begun = M.unlogged_last = -1
+        M.unlogged_first = INT64_MAX
         M.outage_ns = config.outage_ns
         if not 1 <= M.streams <= 64 or M.arenas < 2:
             raise ValueError(f"{M.streams} streams and {M.arenas} arenas: 1..64 and at least 2 are possible")
@@ -1048,6 +1054,42 @@ cdef class Engine:
         """Close the oldest iterations: their arenas are free for later ones, packets for them are late."""
         self.M.base_iteration += count
 
+    def forget(self):
+        """Drop what is logged of closed iterations: a live engine has no last one at which all would be read."""
+        cdef uint64_t i, kept = 0
+        M = self.M
+        for i in range(M.kept):
+            if M.log[i].iteration >= M.base_iteration:
+                M.log[kept] = M.log[i]
+                kept += 1
+        M.kept, kept = kept, 0
+        for i in range(min(M.lost, <uint64_t>LOSS_ENTRIES)):
+            if M.losses[i].target == GRADIENT and M.losses[i].iteration >= M.base_iteration:
+                M.losses[kept] = M.losses[i]
+                kept += 1
+        M.lost = kept
+        if M.unlogged_last < M.base_iteration:
+            M.unlogged_first, M.unlogged_last = INT64_MAX, -1
+
+    @property
+    def unlogged(self):
+        """range of iterations with disagreements that found no room in the log."""
+        if self.M.unlogged_last < 0:
+            return range(0)
+        return range(self.M.unlogged_first, self.M.unlogged_last + 1)
+
+    def gaps(self, uint32_t stream):
+        """PSNs of data that were skipped and have not come (so far), all flows of a stream together."""
+        cdef FlowState *f
+        cdef uint64_t n = 0
+        cdef uint32_t i
+        self._stream(stream)
+        for i in range(self.M.flows):
+            f = &self.M.states[stream * self.M.flows + i]
+            if f.packets and self.config.flows[i].data:
+                n += f.missing + unseen(f)
+        return n
+
     def consider_recovery(self):
         """Decide for flows that became LOST since whether they may ever be trusted again: see recover().
 
@@ -1161,7 +1203,7 @@ cdef class Engine:
         """The logged disagreements: dicts of kind, stream, flow, iteration, message, psn, expected, found."""
         cdef uint64_t i
         out = []
-        for i in range(min(self.M.logged, <uint64_t>LOG_ENTRIES)):
+        for i in range(self.M.kept):
             entry = self.M.log[i]
             out.append({
                 "kind": DISAGREEMENT_NAMES[entry.kind], "stream": entry.stream, "flow": entry.flow,

@@ -1,0 +1,91 @@
+"""What an engine knows about an iteration, put before the verdict: one way, for replays and for the live node.
+
+    judge = Judge(plan, engine)
+    judged = judge.look(iteration, streams, record=..., follows=...)     when the iteration closes
+    judged = judged.with_checksum("mismatch")                            if the trainer's checksum was compared later
+
+Reads the engine between runs, on the thread that runs it; decides nothing itself (flowcheck.verdict does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from parser.machine import Engine
+
+from flowcheck.evidence import BucketCoverage, bucket_coverage, describe_disagreement, flow_name, refusal
+from flowcheck.jobplan import JobPlan
+from flowcheck.labels import contradiction
+from flowcheck.verdict import BucketEvidence, Evidence, StreamEvidence, Verdict, judge
+
+__all__ = ["Judge", "Judged"]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One iteration as it closed. buckets: of gradients; groups: of gathered parameters."""
+
+    evidence: Evidence
+    verdict: Verdict
+    buckets: list[BucketCoverage]
+    groups: list[BucketCoverage]
+
+    def with_checksum(self, found: Literal["match", "mismatch"]) -> Judged:
+        evidence = replace(self.evidence, checksum=found)
+        return replace(self, evidence=evidence, verdict=judge(evidence))
+
+
+class Judge:
+    def __init__(self, plan: JobPlan, engine: Engine) -> None:
+        self._plan, self._engine = plan, engine
+
+    def look(self, iteration: int, streams: tuple[StreamEvidence, ...], *, record: bool, follows: bool) -> Judged:
+        """record: the step record of the iteration is here. follows: the version before it was published."""
+        plan, engine = self._plan, self._engine
+        found = bucket_coverage(plan, engine, iteration)
+        buckets = [b for b in found if b.place.carries == "gradient"]
+        groups = [b for b in found if b.place.carries == "parameters"]
+        disagreements = engine.disagreements()
+        sentences = [describe_disagreement(plan, d) for d in disagreements if d["iteration"] == iteration]
+        if iteration in engine.unlogged:
+            sentences.append("more disagreements than the log holds")
+        differ, offset, _ = engine.copies(iteration)
+        evidence = Evidence(
+            iteration=iteration,
+            buckets=tuple(
+                BucketEvidence(b.place.index, b.place.elements, b.covered, b.missing, what)
+                for what, part in (("bucket", buckets), ("parameter group", groups))
+                for b in part
+            ),
+            unanchored=tuple(self.unanchored()),
+            disagreements=tuple(sentences),
+            icrc="all" if plan.engine.check_icrc else "off",
+            icrc_wrong_placed=0,
+            streams=streams,
+            copies_disagreed=differ * 8,
+            copies_first=f"byte {offset} of the iteration's region" if differ else "",
+            step_record_declared=bool(plan.job.step_values),
+            step_record_present=record,
+            checksum=None,
+            refused=self.refused(disagreements),
+            previous_published=follows,
+        )
+        return Judged(evidence, judge(evidence), buckets, groups)
+
+    def full(self, iteration: int) -> bool:
+        """Is every cell of the iteration there?"""
+        cells = self._engine.cells(iteration)
+        return all(bool(cells[place.cells].all()) for place in self._plan.iteration_places(iteration))
+
+    def refused(self, disagreements: list[dict]) -> str:
+        """Why the traffic as a whole is not what the manifest describes, or ""."""
+        return refusal(self._plan, disagreements) or contradiction(self._plan, self._engine.cts_tags())
+
+    def unanchored(self) -> Iterator[str]:
+        for stream in range(self._plan.engine.streams):
+            counted = self._engine.flow_counters(stream)
+            for spec, counters in zip(self._plan.engine.flows, counted, strict=True):
+                if spec.data and counters["packets"] and not counters["anchored"] and counters["state"] != "LOST":
+                    yield flow_name(self._plan.job, spec.edge)
