@@ -43,7 +43,10 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "switch_configs": {"jinja2", "netmiko", "pydantic", "yaml"},
 }
 # Imported by training environments. Prefixes: manifest covers manifest_check, trainer covers trainer.hooks.
-TRAINER_SIDE = ("flowcheck.manifest", "flowcheck.errors", "flowcheck.checksum", "flowcheck.trainer", "flowcheck.client")
+TRAINER_SIDE = (
+    "flowcheck.manifest", "flowcheck.errors", "flowcheck.checksum", "flowcheck.tensors", "flowcheck.records",
+    "flowcheck.rounding", "flowcheck.attach", "flowcheck.trainer", "flowcheck.client",
+)
 TRAINER_THIRD_PARTY = {"torch"}
 
 SUFFIXES = {".py", ".pyx", ".pxd", ".pxi", ".h", ".c"}
