@@ -1,6 +1,6 @@
 """Extensions only; metadata is in pyproject.toml.
 
-Every .pyx in parser/, updater/ and flowcheck/bench/ is one extension, with the C sources that PACKAGES names. The
+Every .pyx in the folders of PACKAGES is one extension, with the C sources that PACKAGES names. The
 dataplane extension is a cffi module in API mode, built where pkg-config finds libdpdk.
 FLOWCHECK_BUILD=parser.machine,dataplane limits a build to the named extensions (development); "none" builds
 nothing. FLOWCHECK_DEBUG=1 compiles C assertions, bounds checks and line tracing (coverage of Cython) in; Cython
@@ -43,6 +43,7 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "parser": (["isal"], []),
     "updater": ([], []),
     "flowcheck/bench": (["isal"], ["parser"]),
+    "flowcheck/lab": ([], []),
 }
 
 

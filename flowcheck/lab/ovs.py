@@ -1,0 +1,76 @@
+"""Open vSwitch of a lab: ovsdb-server and ovs-vswitchd of its own, userspace datapath, inside the leaf's namespace.
+
+No kernel module, no system service: database, sockets and log lie in the lab's state directory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from flowcheck.errors import EnvironmentProblem
+from flowcheck.lab import netns
+
+__all__ = ["OpenVSwitch"]
+
+START_SECONDS = 30.0
+
+
+class OpenVSwitch:
+    def __init__(self, rundir: Path, namespace: str, core: int | None, *, keep: bool) -> None:
+        self.rundir, self._namespace, self._core, self._keep = rundir, namespace, core, keep
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._env = {**os.environ, "OVS_RUNDIR": str(rundir), "OVS_LOGDIR": str(rundir), "OVS_DBDIR": str(rundir)}
+
+    def start(self, bridge: str, ports: Sequence[str], mtu: int) -> None:
+        """Daemons up, bridge made, ports added. Raises EnvironmentProblem with the log's last lines."""
+        if shutil.which("ovs-vswitchd") is None:
+            raise EnvironmentProblem("Open vSwitch is not installed", where="leaf switch",
+                                     remedy="apt-get install openvswitch-switch, or take --switch tc")  # fmt: skip
+        self.rundir.mkdir(parents=True)
+        socket = self.rundir / "db.sock"
+        self._control("ovsdb-tool", "create", str(self.rundir / "conf.db"))
+        self._daemon("ovsdb-server", str(self.rundir / "conf.db"), f"--remote=punix:{socket}",
+                     f"--pidfile={self.rundir}/ovsdb-server.pid", ready=socket.exists)  # fmt: skip
+        self._control("ovs-vsctl", "--no-wait", "init")
+        self._daemon("ovs-vswitchd", f"unix:{socket}", f"--pidfile={self.rundir}/ovs-vswitchd.pid",
+                     ready=(self.rundir / "ovs-vswitchd.pid").exists)  # fmt: skip
+        self._control("ovs-vsctl", "add-br", bridge, "--", "set", "bridge", bridge, "datapath_type=netdev")
+        words = [word for port in ports for word in ("--", "add-port", bridge, port)]
+        self._control("ovs-vsctl", *words[1:])
+        self._control("ovs-vsctl", "set", "interface", bridge, f"mtu_request={mtu}")
+
+    def stop(self) -> None:
+        for process in reversed(self._started):
+            process.terminate()
+        for process in self._started:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+        self._started.clear()
+
+    def _daemon(self, *words: str, ready: Callable[[], bool]) -> None:
+        prefix = netns.prefix(self._namespace, self._core)
+        with (self.rundir / "log").open("ab") as log:
+            process = subprocess.Popen([*(prefix[3:] if self._keep else prefix), *words], env=self._env, stdout=log,
+                                       stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+        self._started.append(process)
+        end = time.monotonic() + START_SECONDS
+        while not ready():
+            if process.poll() is not None or time.monotonic() > end:
+                said = (self.rundir / "log").read_text(errors="replace")[-500:]
+                raise EnvironmentProblem(f"{words[0]} did not start: {said}", where="leaf switch",
+                                         remedy="take --switch tc, or see why it does not run here")  # fmt: skip
+            time.sleep(0.01)
+
+    def _control(self, *words: str) -> None:
+        done = subprocess.run(words, env=self._env, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+        if done.returncode:
+            raise EnvironmentProblem(" ".join(done.stderr.split()), where=" ".join(words[:4]),
+                                     remedy="see why Open vSwitch does not run here, or take --switch tc")  # fmt: skip
