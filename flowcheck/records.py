@@ -22,7 +22,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ MAGIC = b"FCR1"
 _HEAD = struct.Struct(">4sIQ")
 TOKEN_BYTES = (16, 4096)
 _STEP = 8 << 20  # of a payload taken at once
+_LONG = 1e6  # seconds; a socket without a timeout would be one for its writer too
 
 
 class RecordsError(FlowcheckError):
@@ -95,9 +96,11 @@ class Flows:
 
 @dataclass
 class Manifest:
-    """Rank 0: the job. Its flows may be empty: those that every rank has sent are put in."""
+    """Rank 0: the job. Its flows may be empty: those that every rank has sent are put in. first: the trainer's own
+    number of the manifest's iteration 0; State, Record, Joined and Progress count as the trainer does."""
 
     job: dict[str, Any]
+    first: int = 0
 
 
 @dataclass
@@ -177,8 +180,9 @@ class Link:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._out = sock.dup()  # timeouts belong to the object, and the reader's is not the writer's
         self.peer = _peer(sock)
-        self.limits = Limits()
+        self.limits: Callable[[], Limits] = Limits  # asked anew for each message
 
     def send(self, message: Any, payload: Iterable[bytes | memoryview] = (), size: int = 0, *,
              seconds: float = 10.0) -> None:
@@ -199,21 +203,23 @@ class Link:
 
         wait: seconds until the first byte, None for ever. Raises RecordsError; TimeoutError if nothing came in time.
         """
-        first = self._first(wait)
-        deadline = time.monotonic() + self.limits.seconds
+        first = self._first(_LONG if wait is None else wait)
+        limits = self.limits()
+        deadline = time.monotonic() + limits.seconds
         magic, length, size = _HEAD.unpack(first + self._read(_HEAD.size - 1, deadline))
         if magic != MAGIC:
             raise RecordsError("does not speak this protocol", where=self.peer)
-        if length > self.limits.text:
-            raise RecordsError(f"a message of {length} bytes, at most {self.limits.text} are read", where=self.peer)
+        if length > limits.text:
+            raise RecordsError(f"a message of {length} bytes, at most {limits.text} are read", where=self.peer)
         message = _message(bytes(self._read(length, deadline)), self.peer)
-        most = self.limits.payload.get(type(message).__name__.lower(), 0)
+        most = limits.payload.get(type(message).__name__.lower(), 0)
         if size > most:
             raise RecordsError(f"a payload of {size} bytes, at most {most} are read here", where=self.peer)
         return message, size
 
     def payload(self, size: int) -> bytearray:
-        return self._read(size, time.monotonic() + self.limits.seconds + size / self.limits.rate)
+        limits = self.limits()
+        return self._read(size, time.monotonic() + limits.seconds + size / limits.rate)
 
     def close(self) -> None:
         """Idempotent; a thread that waits in `receive` gets RecordsError."""
@@ -222,8 +228,9 @@ class Link:
         except OSError:
             pass
         self._socket.close()
+        self._out.close()
 
-    def _first(self, wait: float | None) -> bytes:
+    def _first(self, wait: float) -> bytes:
         try:
             self._socket.settimeout(wait)
             first = self._socket.recv(1)
@@ -256,8 +263,8 @@ class Link:
         view = memoryview(data)
         try:
             while view:
-                self._socket.settimeout(_left(deadline))
-                view = view[self._socket.send(view[:_STEP]) :]
+                self._out.settimeout(_left(deadline))
+                view = view[self._out.send(view[:_STEP]) :]
         except TimeoutError:
             raise RecordsError("too slow: it does not take what is sent", where=self.peer) from None
         except OSError as error:
@@ -323,7 +330,7 @@ def greet(link: Link, token: bytes, *, run_id: str, epoch: int, rank: int, ranks
 def accept(link: Link, token: bytes) -> Hello:
     """The node's opening: who speaks. The caller still has to `welcome` or refuse. Raises RecordsError."""
     challenge = Challenge(secrets.token_hex(32))
-    link.send(challenge, seconds=link.limits.seconds)
+    link.send(challenge, seconds=link.limits().seconds)
     hello: Hello = _expect(link, Hello)
     if not hmac.compare_digest(hello.proof.encode(), _proof(token, "trainer", challenge.nonce, hello).encode()):
         raise RecordsError("the token is wrong", where=link.peer)
@@ -335,7 +342,7 @@ def accept(link: Link, token: bytes) -> Hello:
 
 def _expect(link: Link, kind: type) -> Any:
     try:
-        message, size = link.receive(wait=link.limits.seconds)
+        message, size = link.receive(wait=link.limits().seconds)
     except TimeoutError:
         raise RecordsError("no answer", where=link.peer) from None
     if isinstance(message, Refused):

@@ -1,0 +1,9 @@
+"""The checkpoint node as a service: `flowcheck-node --config node.toml` (docs/node.md).
+
+    cli       one process: settings, DPDK, control server, one thread per group; ends with SIGTERM or Ctrl-C
+    config    the settings file
+    control   who may speak: connections of trainers, their messages into the groups' inboxes
+    group     one job at a time: what it still needs, its session, its members
+    live      one job's traffic into versions: engine, verdict, replica
+    output    what people and programs see of it: status lines, hashes, checkpoints on disk
+"""

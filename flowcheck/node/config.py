@@ -1,0 +1,110 @@
+"""Settings of a node: node.toml, checked before anything is started (docs/node.md has every key)."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.records import token_bytes
+
+__all__ = ["Capture", "Control", "NodeConfig", "Output", "ReplicaSettings", "load"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Control(_Part):
+    """listen: HOST:PORT on the control network, port 0 for any. token_file: its first line is the shared secret.
+    connections: at once, known or not."""
+
+    listen: str
+    token_file: Path
+    connections: Annotated[int, Field(ge=1, le=65536)] = 256
+
+    @field_validator("listen")
+    @classmethod
+    def _address(cls, text: str) -> str:
+        if not re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+):[0-9]{1,5}", text) or int(text.rpartition(":")[2]) > 65535:
+            raise ValueError("HOST:PORT, an IPv6 address in brackets")
+        return text
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.listen.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+class Capture(_Part):
+    """device: as dataplane/ports.py names them. path_mtu: RoCE's, 0: whole frames of the interface."""
+
+    device: str
+    path_mtu: int = 0
+    queues: Annotated[int, Field(ge=1, le=16)] = 1
+    ring_size: Annotated[int, Field(ge=64, le=1 << 24)] = 1 << 14
+    cores: tuple[int, ...] = ()
+
+
+class ReplicaSettings(_Part):
+    """directory: of the replica files, on tmpfs or hugetlbfs. keep: leave them there at an orderly end. arenas:
+    iterations of gradients alive at once. memory_mb: most that one job may take, state and gradients together."""
+
+    directory: Path = Path("/dev/shm")
+    slots: Annotated[int, Field(ge=2, le=4)] = 3
+    threads: Annotated[int, Field(ge=0, le=256)] = 0
+    keep: bool = True
+    arenas: Annotated[int, Field(ge=2, le=64)] = 4
+    memory_mb: Annotated[int, Field(ge=1)] = 65536
+
+
+class Output(_Part):
+    """every: write each K-th version to disk, 0 none. keep_hashes: SHA-256 of every version, as JSON lines."""
+
+    directory: Path = Path("out")
+    every: Annotated[int, Field(ge=0)] = 0
+    keep_hashes: Path | None = None
+    status_file: Path | None = None
+
+
+class NodeConfig(_Part):
+    """groups: jobs at once. record_seconds: how long a complete iteration waits for its step record."""
+
+    control: Control
+    capture: Capture
+    replica: ReplicaSettings = ReplicaSettings()
+    output: Output = Output()
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,32}$")] = "node"
+    groups: Annotated[int, Field(ge=1, le=8)] = 1
+    record_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
+
+    def token(self) -> bytes:
+        path = self.control.token_file
+        try:
+            text = path.read_text().splitlines()[0]
+        except (OSError, UnicodeDecodeError, IndexError) as error:
+            reason = getattr(error, "strerror", None) or "is empty or no text"
+            raise EnvironmentProblem(reason, where=str(path), remedy="a readable file with one line") from None
+        return token_bytes(text)
+
+
+def load(path: Path) -> NodeConfig:
+    """Raises UserError (content) or EnvironmentProblem (unreadable)."""
+    try:
+        data = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot be read: {error.strerror}", where=str(path), remedy="give the node's settings with --config",
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"is not TOML: {error}", where=str(path), remedy="docs/node.md shows the form") from None
+    try:
+        return NodeConfig.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise UserError(first["msg"], where=f"{path}: {field}", remedy="docs/node.md has every key") from None

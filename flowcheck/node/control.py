@@ -1,0 +1,237 @@
+"""The node's control port: trainers come in, prove that they know the token, and their messages go to their group.
+
+One reader and one writer thread per connection, at most `connections` of them. A connection that is not yet known may
+send 4 KB within five seconds; a known one may send payloads up to what its job's manifest implies, at a megabyte per
+second or more. Whoever breaks a rule is told once and closed; nobody waits for anybody else.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from flowcheck.errors import EnvironmentProblem, FlowcheckError
+from flowcheck.jobplan import JobPlan
+from flowcheck.node.group import Group, Letter, Member
+from flowcheck.records import (
+    Bye,
+    Flows,
+    Hello,
+    Limits,
+    Link,
+    Manifest,
+    Record,
+    RecordsError,
+    Refused,
+    State,
+    accept,
+)
+from flowcheck.tensors import TensorSpec, unpack
+
+__all__ = ["ControlServer"]
+
+TEXT = 16 << 20  # largest message of a known trainer: the manifest of a large job
+HEADERS = 1 << 20  # of a payload's tensors, plus 200 bytes for each
+OUTBOX = 256
+KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+STATES = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master")
+
+
+class ControlServer:
+    """group_of(name): the group of that name, or why there is none. Context manager; main thread opens and closes."""
+
+    def __init__(
+        self, address: tuple[str, int], token: bytes, connections: int, group_of: Callable[[str], Group | str],
+        say: Callable[..., None],
+    ) -> None:
+        self._token, self._most, self._group_of, self._say = token, connections, group_of, say
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        try:
+            self._listener = socket.create_server(address, family=family, backlog=64)
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"cannot listen: {error.strerror or error}", where=f"{address[0]}:{address[1]}",
+                remedy="an address of this machine and a free port in control.listen",
+            ) from None
+        host, port = self._listener.getsockname()[:2]
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._lock = threading.Lock()
+        self._open: dict[Link, threading.Thread] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="flowcheck control")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all connections and their threads. Idempotent."""
+        self._closed.set()
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._listener.close()
+        if self._thread.is_alive():
+            self._thread.join()
+        with self._lock:
+            still = list(self._open.items())
+        for link, _ in still:
+            link.close()
+        for _, thread in still:
+            thread.join()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._closed.is_set():
+                    return
+                continue  # out of descriptors, or the peer was gone before it was taken
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEPALIVE.items():
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            link = Link(sock)
+            thread = threading.Thread(target=self._serve, args=(link,), name=f"flowcheck {link.peer}", daemon=True)
+            with self._lock:
+                full = len(self._open) >= self._most or self._closed.is_set()
+                if not full:
+                    self._open[link] = thread
+            if full:
+                link.close()  # without a word: a word would have to be waited for
+            else:
+                thread.start()
+
+    def _serve(self, link: Link) -> None:
+        try:
+            hello = accept(link, self._token)
+            _Connection(link, hello, self._group_of, self._say).run()
+        except RecordsError as error:
+            self._say("connection", peer=link.peer, why=error.what)
+            _part(link, error.what)
+        finally:
+            link.close()
+            with self._lock:
+                self._open.pop(link, None)
+
+
+def _part(link: Link, why: str) -> None:
+    try:
+        link.send(Refused(why), seconds=1.0)
+    except RecordsError:
+        pass
+
+
+class _Connection:
+    """One known rank."""
+
+    def __init__(
+        self, link: Link, hello: Hello, group_of: Callable[[str], Group | str], say: Callable[..., None]
+    ) -> None:
+        self._link, self._hello, self._group_of, self._say = link, hello, group_of, say
+        self._outbox: queue.Queue[Any] = queue.Queue(OUTBOX)
+        self._group: Group | None = None
+
+    def run(self) -> None:
+        hello, link = self._hello, self._link
+        group = self._group_of(hello.group)
+        if isinstance(group, str):
+            raise RecordsError(group, where=link.peer)
+        member = Member(hello.rank, self._send, self._end)
+        why = group.join((hello.run_id, hello.epoch, hello.ranks), member)
+        if why:
+            raise RecordsError(why, where=link.peer)
+        self._group = group
+        link.limits = self._limits
+        writer = threading.Thread(target=self._write, name=f"flowcheck to {link.peer}", daemon=True)
+        writer.start()
+        try:
+            while self._take(group, member):
+                pass
+        finally:
+            group.leave(member)
+            self._outbox.put(None) if not self._outbox.full() else link.close()
+            writer.join()
+
+    def _take(self, group: Group, member: Member) -> bool:
+        """One message into the inbox. False: it was the last one."""
+        try:
+            message, size = self._link.receive()
+        except RecordsError as error:
+            if error.what == "connection closed":
+                return False
+            raise
+        if not isinstance(message, Flows | Manifest | State | Record | Bye):
+            raise RecordsError(f"a {type(message).__name__} from a trainer", where=self._link.peer)
+        tensors: Mapping[str, torch.Tensor] = {}
+        try:
+            if isinstance(message, State):
+                group.announce(member, message.iteration)
+            if size:
+                specs = _specs(group.plan, message)
+                where = f"{self._link.peer}: {type(message).__name__}"
+                found = unpack(self._link.payload(size), specs, where)
+                missing = [name for name in specs if name not in found and not name.startswith("optimizer.")]
+                if missing:
+                    raise RecordsError(f"tensor {missing[0]!r} is missing", where=where)
+                tensors = {name.removeprefix("buffer."): tensor for name, tensor in found.items()}
+            elif isinstance(message, State):
+                raise RecordsError("a state without tensors", where=self._link.peer)
+            group.put(Letter(member, message, tensors))
+        except queue.Full:
+            raise RecordsError("sends more than the node takes", where=self._link.peer) from None
+        except RecordsError:
+            raise
+        except FlowcheckError as error:
+            raise RecordsError(error.what, where=error.where) from None
+        return not isinstance(message, Bye)
+
+    def _limits(self) -> Limits:
+        plan = self._group.plan if self._group is not None else None
+        if plan is None:
+            return Limits(TEXT, {}, 30.0)
+        sizes = {}
+        for name, message in (("state", State(0)), ("record", Record(0))):
+            specs = _specs(plan, message)
+            sizes[name] = sum(spec.nbytes for spec in specs.values()) + HEADERS + 200 * len(specs) if specs else 0
+        return Limits(TEXT, sizes if self._hello.rank == 0 else {"record": sizes["record"]}, 30.0)
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._outbox.put_nowait(message)
+        except queue.Full:
+            self._link.close()  # it does not read: it will have to come again
+
+    def _end(self, why: str) -> None:
+        self._send(Refused(why))
+        self._send(None)
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            try:
+                self._link.send(message)
+            except RecordsError:
+                break
+        self._link.close()
+
+
+def _specs(plan: JobPlan | None, message: Any) -> dict[str, TensorSpec]:
+    """The tensors that a payload may have."""
+    if plan is None:
+        return {}
+    model = plan.job.model
+    if isinstance(message, Record):
+        return {f"buffer.{e.name}": TensorSpec(e.dtype, tuple(e.shape)) for e in model if e.kind == "buffer"}
+    specs = {f"model.{e.name}": TensorSpec(e.dtype, tuple(e.shape)) for e in model}
+    for entry in model:
+        if entry.kind == "optimized" and not entry.tied:
+            for key in STATES:
+                shape = () if key == "step" else tuple(entry.shape)
+                specs[f"optimizer.{entry.name}.{key}"] = TensorSpec("float32", shape)
+    return specs

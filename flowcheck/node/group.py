@@ -1,0 +1,347 @@
+"""One group of a node: the job that it follows at the moment, and what it still needs for that.
+
+    nothing -> manifest and flows -> engine (joins the wire) -> state -> versions
+                                                             ^---------- lost: the last good version stays
+
+One thread per group drives its session and handles its inbox; connections (control.py) only put into the inbox, and
+never wait for the group. While there is no job the rings are emptied and thrown away, so that the next one begins
+with fresh packets. Each group has a capture of its own on the interface: one that waits never holds up another.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from parser.machine import Engine
+
+from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.jobplan import JobPlan, plan_job
+from flowcheck.manifest import Job
+from flowcheck.node.config import NodeConfig
+from flowcheck.node.live import Closed, Hooks, LiveSession
+from flowcheck.node.output import Hashes, Writer
+from flowcheck.node.served import Served
+from flowcheck.records import Bye, Flows, Joined, Manifest, Progress, Record, Refused, State, Wanted
+from flowcheck.streams import IDLE_SECONDS, Source
+from parser.plan import EngineConfig
+
+__all__ = ["Group", "Member"]
+
+LAST_LOOKS = 4096  # batches that are still taken from the rings when an end was asked for
+INBOX = 4096  # messages; a connection that finds it full is too fast for anything honest
+
+
+@dataclass
+class Member:
+    """One rank that is connected. send: gives a message to its connection, never waits. end: closes it."""
+
+    rank: int
+    send: Callable[[Any], None]
+    end: Callable[[str], None]
+    flows: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A message of a member; tensors: its payload."""
+
+    member: Member
+    message: Any
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Group:
+    """name: what trainers call it. sources: rings of its capture. say: events. See the module for threads."""
+
+    def __init__(
+        self, name: str, config: NodeConfig, sources: Sequence[Source], say: Callable[..., None], writer: Writer,
+        hashes: Hashes | None,
+    ) -> None:
+        self.name, self._config, self._sources = name, config, sources
+        self._say_all, self._writer, self._hashes = say, writer, hashes
+        self._inbox: queue.Queue[Letter] = queue.Queue(INBOX)
+        self._lock = threading.Lock()
+        self.members: dict[int, Member] = {}
+        self.run: tuple[str, int, int] | None = None  # run id, epoch, ranks
+        self._manifest: Manifest | None = None
+        self._session: LiveSession | None = None
+        self._job: dict[str, Any] | None = None  # what the session was planned from
+        self._offset = 0  # the trainers' number of the manifest's iteration 0
+        self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
+        self.served = Served(config.replica.directory, config.name, name)
+        self._idle = Engine(EngineConfig(4096, (), (), 0, streams=len(sources)))
+        self._gone: list[Member] = []  # connections that ended; a list, because an inbox may be full
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._main, name=f"flowcheck group {name}")
+        self.failure: BaseException | None = None
+
+    # -- for connections: any thread --
+
+    def join(self, run: tuple[str, int, int], member: Member) -> str:
+        """A rank has said hello. Returns why it may not stay, or "". Says what is wanted, if it may."""
+        with self._lock:
+            if self.run is not None and self.run != run and self.members:
+                return f"run {self.run[0]!r}, epoch {self.run[1]}, {self.run[2]} ranks, is attached here"
+            if member.rank in self.members:
+                return f"rank {member.rank} is attached already"
+            if self.run != run:
+                self.run, self._manifest = run, None
+                self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
+            self.members[member.rank] = member
+            member.send(self._wanted)
+        return ""
+
+    def leave(self, member: Member) -> None:
+        with self._lock:
+            if self.members.get(member.rank) is member:
+                del self.members[member.rank]
+        self._gone.append(member)
+
+    def put(self, letter: Letter) -> None:
+        """Raises queue.Full."""
+        self._inbox.put_nowait(letter)
+
+    @property
+    def plan(self) -> JobPlan | None:
+        """What payloads are checked against."""
+        session = self._session
+        return session.plan if session is not None else None
+
+    def announce(self, member: Member, iteration: int) -> None:
+        """A state's header has come; its payload follows."""
+        self.put(Letter(member, State(iteration)))
+
+    # -- the thread --
+
+    def start(self) -> None:
+        for kept in self.served.found():
+            self._say("kept", run_id=kept.run_id, step=kept.step, path=str(kept.path),
+                      needs="manifest, flows and state of a run")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Judge what is there, let go of everything. Idempotent."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _say(self, event: str, **fields: Any) -> None:
+        self._say_all(event, name=self.name, **fields)
+
+    def _main(self) -> None:
+        try:
+            while not self._stop.is_set():
+                moved = self._handle_one()
+                if self._session is not None:
+                    moved |= self._session.poll()
+                else:
+                    for i, source in enumerate(self._sources):
+                        moved |= self._idle.run(i, source.ring_address, 4096)[0] > 0
+                if not moved:
+                    time.sleep(IDLE_SECONDS)
+            while self._handle_one():
+                pass
+            if self._session is not None:
+                for _ in range(LAST_LOOKS):
+                    if not self._session.poll():
+                        break
+                self._session.finish()
+        except BaseException as error:  # the node has to end, not to go on without this thread
+            self.failure = error
+        finally:
+            self._drop_session()
+            if not self._config.replica.keep:
+                self.served.remove()
+
+    def _handle_one(self) -> bool:
+        try:
+            letter = self._inbox.get_nowait()
+        except queue.Empty:
+            while self._gone:
+                member = self._gone.pop()
+                if member.rank == 0 and self._session is not None:
+                    self._session.withdraw()
+            return False
+        if self.members.get(letter.member.rank) is not letter.member and not isinstance(letter.message, Record | Bye):
+            return True  # of somebody who has left; records of a run stay good
+        try:
+            self._handle(letter)
+        except FlowcheckError as error:
+            self._say("refused", rank=letter.member.rank, why=error.message())
+            letter.member.end(error.message())
+        return True
+
+    def _handle(self, letter: Letter) -> None:
+        message, member = letter.message, letter.member
+        if isinstance(message, Flows):
+            member.flows = message.flows
+            self._plan()
+        elif isinstance(message, Manifest):
+            if member.rank != 0:
+                raise UserError("a manifest comes from rank 0", where=f"rank {member.rank}")
+            self._manifest = message
+            self._plan()
+        elif isinstance(message, State):
+            self._state(member, message.iteration, letter.tensors)
+        elif isinstance(message, Record) and self._session is not None:
+            message.iteration -= self._offset
+            why = self._session.record(message, letter.tensors, member.rank)
+            if why:
+                raise UserError(why, where=f"rank {member.rank}")
+        elif isinstance(message, Bye) and self._session is not None and member.rank == 0:
+            for _ in range(LAST_LOOKS):
+                if not self._session.poll():
+                    break
+            self._session.finish()
+            self._say("end", run_id=self._session.plan.job.run_id, published=self._session.published + self._offset)
+
+    def _plan(self) -> None:
+        """Begin to follow the job, as soon as manifest and flows are here."""
+        assert self.run is not None
+        if self._manifest is None:
+            return
+        body = dict(self._manifest.job)
+        if not body.get("flows"):
+            with self._lock:
+                sent = [member.flows for member in self.members.values()]
+            if len(sent) < self.run[2] or None in sent:
+                return
+            body["flows"] = _union([flows for flows in sent if flows is not None])
+        if self._session is not None and self._job == body:
+            self._tell(Wanted(["state"], "the trainer has come back"))
+            return
+        job = Job.from_dict(body, where="manifest")
+        if (job.run_id, job.epoch, job.communicator.ranks) != self.run:
+            raise UserError(
+                f"the manifest is of run {job.run_id!r}, epoch {job.epoch}, {job.communicator.ranks} ranks; this is"
+                f" {self.run[0]!r}, {self.run[1]}, {self.run[2]}", where="manifest",
+            )
+        if job.optimizer is None:
+            raise UserError("the manifest names no optimizer: there is nothing to keep versions of", where="manifest")
+        plan = plan_job(job, streams=len(self._sources), arenas=self._config.replica.arenas)
+        self._check_memory(plan)
+        self._drop_session()
+        settings = self._config.replica
+        self._job, self._offset = body, self._manifest.first
+        self._session = LiveSession(
+            plan, self._sources, Hooks(self._closed, self._lost, self._waiting), slots=settings.slots,
+            threads=settings.threads, replica_path=self.served.path, record_seconds=self._config.record_seconds,
+        )
+        self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows))
+        self._tell(Wanted(["state"], "the job is known; a state to begin with is not here"))
+
+    def _check_memory(self, plan: JobPlan) -> None:
+        model = sum(entry.elements * getattr(torch, entry.dtype).itemsize for entry in plan.job.model)
+        most = self._config.replica.slots * 4 * model + plan.engine.arenas * plan.engine.gradient_bytes
+        if most > self._config.replica.memory_mb << 20:
+            raise UserError(
+                f"the job may take {most >> 20} MiB ({self._config.replica.slots} slots of parameters and optimizer"
+                f" state, {plan.engine.arenas} iterations of gradients)", where="replica.memory_mb",
+                remedy="raise memory_mb, or use fewer slots or arenas",
+            )
+
+    def _state(self, member: Member, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """A state: announced (no tensors yet), then here."""
+        iteration, session = number - self._offset, self._session
+        if session is None or member.rank != 0:
+            raise UserError("a state comes from rank 0, and after its manifest", where=f"rank {member.rank}")
+        if iteration < 0:
+            raise UserError(f"a state before iteration {number}; the manifest begins at {self._offset}", where="state")
+        if not tensors:
+            session.announce(iteration)
+            return
+        parameters, state = _split(tensors)
+        try:
+            session.state(iteration, parameters, state)
+        except UserError as error:
+            if "has passed" not in error.what:
+                raise
+            self._tell(Wanted(["state"], error.what))
+            return
+        self.served.keep_only(session.replica)
+        self._say("state", iteration=number, step=iteration)
+        with self._lock:
+            self._wanted = Wanted([], "")
+        self._tell(Joined(number))
+
+    # -- what the session says --
+
+    def _closed(self, closed: Closed) -> None:
+        session = self._session
+        assert session is not None
+        number = closed.iteration + self._offset
+        if closed.published and session.replica is not None:
+            if self._hashes is not None:
+                self._hashes.add(number, self.name, session.replica)
+            output = self._config.output
+            if output.every and session.replica.step % output.every == 0:
+                out = output.directory / self.name if self.name else output.directory
+                self._writer.write(self.name, session.replica, out, closed.status)
+            self._tell(Progress(number, closed.status))
+        self._say(
+            "iteration", iteration=number, published=closed.published, status=closed.status, packets=closed.packets,
+            placed=closed.placed, missing=closed.missing, healed=closed.healed, duplicates=closed.duplicates,
+            lag=closed.lag, failed=[clause for clause, _ in closed.why],
+            why=closed.why if session.next is not None else closed.why[:1],
+        )
+
+    def _lost(self, why: str) -> None:
+        session = self._session
+        if session is not None and session.replica is None:
+            self.served.remove()
+        self._say("lost", why=why, serves=session.published + self._offset if session is not None else -1)
+        self._tell(Wanted(["state"], f"checkpoint wanted: {why}"))
+
+    def _waiting(self, iteration: int) -> None:
+        self._say("waiting", iteration=iteration + self._offset, why="its step record is not here")
+
+    def _tell(self, message: Any) -> None:
+        with self._lock:
+            if isinstance(message, Wanted):
+                self._wanted = message
+            members = list(self.members.values())
+        for member in members:
+            member.send(message)
+
+    def refuse(self, member: Member, why: str) -> None:
+        member.send(Refused(why))
+
+    def _drop_session(self) -> None:
+        if self._session is not None:
+            self._session.close()
+        self._session = None
+
+
+def _union(sent: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Flows of all ranks: both ends of a connection name it, and must say the same."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for flow in (flow for flows in sent for flow in flows):
+        key = tuple(str(flow.get(part)) for part in ("channel", "src", "dst"))
+        held = found.setdefault(key, {})
+        for name, value in flow.items():
+            if held.setdefault(name, value) != value and value:
+                if held[name]:
+                    raise UserError(f"the ends of connection {', '.join(key)} say different {name}", where="flows")
+                held[name] = value
+    return [found[key] for key in sorted(found)]
+
+
+def _split(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
+    """State payload -> parameters by name, optimizer state by name and key."""
+    parameters: dict[str, torch.Tensor] = {}
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        part, _, rest = name.partition(".")
+        if part == "model":
+            parameters[rest] = tensor
+        else:
+            owner, _, key = rest.rpartition(".")
+            state.setdefault(owner, {})[key] = tensor
+    return parameters, state
+

@@ -1,0 +1,274 @@
+"""One job's mirrored traffic into versions, without an end: what a replay does, with a trainer at the other side.
+
+    session = LiveSession(plan, sources, options, hooks)
+    session.poll()                    again and again: rings -> engine -> verdict -> updater
+    session.record(...), announce(iteration), state(...)        what trainers send, on the same thread
+
+The wire is joined in mid-stream: each connection finds its place by what never restarts (LL and LL128 flags, the
+index of a clear-to-send), checked against the manifest's whole history of calls; until then its packets are
+`unanchored`. Iterations before the trainer's state are closed and thrown away. An iteration that cannot be published
+ends the chain: its predecessor stays the current version, later ones are refused (clause `previous`), and the hooks
+ask for a state to go on from.
+
+One thread. Memory: `arenas` iterations of gradients, V slots, and as many step records as iterations can be open.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from parser.machine import Engine
+
+from flowcheck.errors import UserError
+from flowcheck.jobplan import JobPlan
+from flowcheck.judging import Judge, Judged
+from flowcheck.records import Record
+from flowcheck.replica import JobReplica, ReplicaOptions
+from flowcheck.streams import Source, Streams
+from flowcheck.verdict import Clause, StreamEvidence
+from updater.errors import UpdaterError
+from updater.step import StepValues
+
+__all__ = ["Closed", "Hooks", "LiveSession"]
+
+RECORDS_AHEAD = 256  # records kept of iterations whose traffic has not closed yet
+
+
+@dataclass(frozen=True)
+class Closed:
+    """One iteration as it went by. Counts are of packets, since the iteration before closed.
+
+    missing: elements by cause. healed: packets that some stream or connection lacked although nothing is missing.
+    why: (clause, reason) of what failed; clauses alone for iterations before the state.
+    """
+
+    iteration: int
+    published: bool
+    status: str
+    packets: int
+    placed: int
+    missing: dict[str, int]
+    healed: int
+    duplicates: int
+    lag: int
+    why: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass
+class Hooks:
+    """What the session tells its owner. closed: after each iteration. lost(why): a state is wanted.
+    waiting(iteration): a complete iteration has no record yet; said once."""
+
+    closed: Callable[[Closed], None]
+    lost: Callable[[str], None]
+    waiting: Callable[[int], None]
+
+
+@dataclass
+class _Kept:
+    """The step record of one iteration. buffers: by name, from rank 0."""
+
+    record: Record
+    buffers: Mapping[str, torch.Tensor]
+
+
+class LiveSession:
+    """sources[i]: ring of stream i. replica_path(iteration): a file for a new replica. record_seconds: how long a
+    closed iteration waits for its record before it counts as one that will not come."""
+
+    def __init__(
+        self, plan: JobPlan, sources: Sequence[Source], hooks: Hooks, *, slots: int, threads: int,
+        replica_path: Callable[[int], Path | None], record_seconds: float,
+    ) -> None:
+        self.plan, self._hooks = plan, hooks
+        self._slots, self._threads, self._path = slots, threads, replica_path
+        self._record_seconds = record_seconds
+        self.engine = Engine(plan.engine)
+        self.judge = Judge(plan, self.engine)
+        self.streams = Streams(self.engine, sources, self.judge.full, self._skipped, self._hold)
+        self._names = {entry.name for entry in plan.job.model}
+        self._needs_buffers = any(entry.kind == "buffer" for entry in plan.job.model)
+        self.replica: JobReplica | None = None
+        self.next: int | None = None  # the iteration that the current version waits for
+        self.status = "waiting"
+        self.matched = 0
+        self._coming: int | None = None  # a state before this iteration is on its way
+        self._records: dict[int, _Kept] = {}
+        self._newest = -1  # iteration of the newest record
+        self._since: tuple[int, float] | None = None  # the iteration that waits for a record, and since when
+        self._counted = (0, 0, 0, 0)
+        self._begins = -1  # first iteration that closed
+
+    # -- from trainers --
+
+    def record(self, record: Record, buffers: Mapping[str, torch.Tensor], rank: int) -> str:
+        """Keep a step record; returns why it is refused, or "". Every rank sends one: the first that has all that
+        is declared counts, and later ones must say the same."""
+        if record.iteration > self.engine.oldest + RECORDS_AHEAD:
+            return f"a record of iteration {record.iteration} while {self.engine.oldest} is open"
+        self._newest = max(self._newest, record.iteration)
+        if record.iteration < self.engine.oldest:
+            return ""
+        if self._needs_buffers and rank != 0:
+            return ""  # DDP's buffers are those of rank 0
+        for name, text in record.checksums.items():
+            if name not in self._names or not re.fullmatch("[0-9a-f]{16}", text):
+                return f"a checksum {text[:20]!r} of {name[:80]!r}"
+        held = self._records.get(record.iteration)
+        if held is not None:
+            if held.record != record:
+                return f"rank {rank} and another one sent different step records of iteration {record.iteration}"
+            return ""
+        self._records[record.iteration] = _Kept(record, buffers)
+        return ""
+
+    def announce(self, iteration: int) -> None:
+        """A state before `iteration` is being sent: keep that iteration and what follows until it is here."""
+        self._coming = iteration
+
+    def withdraw(self) -> None:
+        """The state that was announced will not come."""
+        self._coming = None
+
+    def state(self, iteration: int, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
+        """Go on from a trainer's state. Raises UserError if it does not fit the job, or is too late."""
+        self._coming = None
+        if iteration < self.engine.oldest and self.engine.begun >= 0:
+            raise UserError(f"the state before iteration {iteration} is here, and {self.engine.oldest - 1} has passed")
+        options = ReplicaOptions(self._slots, self._path(iteration), self._threads, True)
+        fresh = JobReplica(self.plan, None, options)
+        fresh.start(parameters, state, iteration)
+        if self.replica is not None:
+            self.replica.close()
+        self.replica, self.next, self.status, self.matched = fresh, iteration, "unverified", 0
+
+    # -- driving --
+
+    def poll(self) -> bool:
+        """One look at the rings; closes what may close. True if anything moved."""
+        moved = self.streams.poll()
+        closed, _ = self.streams.advance(self._close)
+        return moved or closed
+
+    def finish(self) -> None:
+        """No more traffic: judge what is still open."""
+        self.engine.finish()
+        self._coming = None
+        while self.engine.oldest <= self.engine.begun:
+            self._close(self.engine.oldest)
+            self.engine.retire()
+
+    def close(self) -> None:
+        if self.replica is not None:
+            self.replica.close()
+
+    @property
+    def published(self) -> int:
+        """The iteration whose version is current, -1: none."""
+        return self.replica.step - 1 if self.replica is not None else -1
+
+    def _hold(self, iteration: int) -> bool:
+        """Must this iteration stay open for something that does not come over the wire?"""
+        if self._coming is not None and iteration >= self._coming:
+            return True
+        if iteration != self.next or not self.plan.job.step_values or iteration in self._records:
+            return False
+        now = time.monotonic()
+        if self._since is None or self._since[0] != iteration:
+            self._since = (iteration, now)
+            self._hooks.waiting(iteration)
+        return now - self._since[1] < self._record_seconds
+
+    def _skipped(self, first: int, last: int) -> None:
+        if self.next is not None and self.next <= last:
+            self._lose(f"iterations {first} to {last} passed while no packet came")
+
+    def _close(self, iteration: int) -> bool:
+        if self._begins < 0:
+            self._begins = iteration
+        streams = tuple(
+            StreamEvidence(f"queue {i}", self.streams.state(i, iteration)) for i in range(self.plan.engine.streams)
+        )
+        kept = self._records.get(iteration)
+        judged = self.judge.look(iteration, streams, record=kept is not None, follows=iteration == self.next)
+        published = False
+        if judged.verdict.publishable:
+            judged, published = self._apply(judged, kept)
+        self._tell(judged, published)
+        if self.next is not None and iteration >= self.next and not published:
+            clause, reason = judged.verdict.failing[0]
+            self._lose(f"iteration {iteration} is not published: {clause.value}: {reason}")
+        for old in [t for t in self._records if t <= iteration]:
+            del self._records[old]
+        if iteration > self._begins + 1:
+            self.engine.forget()  # but what may refute the manifest as a whole stays for the first two
+        return True
+
+    def _apply(self, judged: Judged, kept: _Kept | None) -> tuple[Judged, bool]:
+        """Build the next version; publish it if the trainer's checksums agree."""
+        assert self.replica is not None and self.next is not None
+        iteration = judged.verdict.iteration
+        try:
+            self.replica.build(iteration, judged.buckets, _values(kept))
+        except UpdaterError as error:
+            self._lose(f"iteration {iteration} cannot be applied: {error}")
+            return judged, False
+        if kept is not None and kept.record.checksums:
+            odd = self.replica.differing({name: int(text, 16) for name, text in kept.record.checksums.items()})
+            judged = judged.with_checksum("mismatch" if odd else "match")
+            if odd:
+                self.replica.discard()
+                self._lose(f"tensor {odd!r} of iteration {iteration} differs from the trainer's", "diverged")
+                return judged, False
+            self.matched += 1
+        self.replica.publish()
+        self.next = iteration + 1
+        self.status = "verified" if self.matched else "unverified"
+        return judged, True
+
+    def _lose(self, why: str, status: str = "lost") -> None:
+        if self.next is None:
+            return
+        self.next, self.status = None, status
+        if status == "diverged" and self.replica is not None:
+            self.replica.close()  # what was wrong may have been wrong for some iterations: it is served no more
+            self.replica = None
+        self._hooks.lost(why)
+
+    def _tell(self, judged: Judged, published: bool) -> None:
+        streams = range(self.plan.engine.streams)
+        outcomes = [self.engine.outcomes(stream) for stream in streams]
+        flows = [counters for stream in streams for counters in self.engine.flow_counters(stream)]
+        now = (
+            sum(packets for row in outcomes for packets, _ in row.values()),
+            sum(row["placed"][0] for row in outcomes),
+            sum(self.engine.gaps(stream) for stream in streams),
+            sum(c["duplicates"] for c in flows),
+        )
+        packets, placed, gaps, duplicates = (new - old for new, old in zip(now, self._counted, strict=True))
+        self._counted = now
+        missing: dict[str, int] = {}
+        for bucket in judged.buckets:
+            for cause, count in bucket.missing.items():
+                missing[cause] = missing.get(cause, 0) + count
+        clauses = [(clause.value, reason) for clause, reason in judged.verdict.failing]
+        if self.next is None and not published:
+            clauses = [(name, reason) for name, reason in clauses if name != Clause.STEP_RECORD.value]
+        iteration = judged.verdict.iteration
+        self._hooks.closed(Closed(
+            iteration, published, self.status, packets, placed, missing,
+            max(gaps, 0) if judged.verdict.complete else 0, duplicates, max(self._newest - self.published, 0), clauses,
+        ))
+
+
+def _values(kept: _Kept | None) -> StepValues | None:
+    if kept is None:
+        return None
+    record = kept.record
+    return StepValues(tuple(record.groups), record.clip, record.scale, record.skipped, buffers=kept.buffers)

@@ -1,0 +1,278 @@
+"""A node as its own process on a veth pair, traffic of flowcheck.synth, and a small trainer that speaks records."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowcheck.manifest import Job
+from flowcheck.records import Flows, Link, Manifest, Record, State, greet
+from flowcheck.synth import Synthesis, generate
+from flowcheck.tensors import header, packed_bytes, pieces
+
+TOKEN = b"a token that only tests have"
+CLONE_NEWNET = 0x40000000
+LONGEST = 60.0  # seconds that anything may take; a shared machine is slow
+
+
+class Lan:
+    """A network namespace of this thread, and of the processes that it starts: a veth pair and the loopback."""
+
+    near, far = "flowcheck0", "flowcheck1"
+
+    def __init__(self) -> None:
+        Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
+        self._ip("link", "set", "lo", "up")
+        self._ip("link", "add", self.near, "mtu", "9000", "type", "veth", "peer", "name", self.far, "mtu", "9000")
+        for end in (self.near, self.far):
+            self._ip("link", "set", end, "up")
+        self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
+        self.socket.bind((self.far, 0))
+
+    def _ip(self, *words: str) -> None:
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        for number, frame in enumerate(frames):
+            self.socket.send(frame)
+            if number % 512 == 511:
+                time.sleep(0.01)  # a mirror port has the pace of a wire, this socket has none
+
+
+@pytest.fixture
+def lan() -> Iterator[Lan]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root for a network namespace")
+    pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
+    libc = ctypes.CDLL(None, use_errno=True)
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    made: list[Lan] = []
+    try:
+        if libc.unshare(CLONE_NEWNET) != 0:
+            pytest.skip(f"no network namespaces here: {os.strerror(ctypes.get_errno())}")
+        try:
+            made.append(Lan())
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no veth pairs here: {error}")
+        yield made[0]
+    finally:
+        for one in made:
+            one.socket.close()
+        assert libc.setns(home, CLONE_NEWNET) == 0
+        os.close(home)
+
+
+class NodeProcess:
+    """`flowcheck-node` and what it says."""
+
+    def __init__(self, folder: Path, settings: str) -> None:
+        self.folder = folder
+        (folder / "token").write_bytes(TOKEN)
+        (folder / "node.toml").write_text(settings)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "flowcheck.node", "--config", str(folder / "node.toml"), "--json"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        self.lines: list[dict[str, Any]] = []
+        self._new: queue.Queue[dict[str, Any]] = queue.Queue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        listening = self.wait("listening")
+        host, _, port = listening["control"].rpartition(":")
+        self.address = (host, int(port))
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for text in self.process.stdout:
+            if text.startswith("{"):
+                line = json.loads(text)
+                self.lines.append(line)
+                self._new.put(line)
+        self._new.put({"event": "gone"})
+
+    def wait(self, event: str, seconds: float = LONGEST, **fields: Any) -> dict[str, Any]:
+        """The next line with these fields; earlier ones that were waited past are not looked at again."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                line = self._new.get(timeout=max(deadline - time.monotonic(), 0))
+            except queue.Empty:
+                raise AssertionError(f"no {event} {fields} in {seconds} s; said: {self.lines[-5:]}") from None
+            if line["event"] == "gone":
+                error = self.process.stderr.read() if self.process.stderr else ""
+                raise AssertionError(f"the node has ended while {event} {fields} was awaited: {error[-3000:]}")
+            if line["event"] == event and all(line.get(key) == value for key, value in fields.items()):
+                return line
+
+    def said(self, event: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["event"] == event]
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        code = self.process.wait(LONGEST)
+        self._reader.join()
+        return code
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+@pytest.fixture
+def start_node(lan: Lan, tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
+    """start_node(extra="", **settings of NodeConfig) -> a running node on the near end of the pair."""
+    started: list[NodeProcess] = []
+
+    def start(extra: str = "", replica: str = "", **settings: Any) -> NodeProcess:
+        text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
+        text += f"""
+[control]
+listen = "127.0.0.1:0"
+token_file = "{tmp_path / 'token'}"
+{extra}
+[capture]
+device = "af_packet:{lan.near}"
+ring_size = 8192
+[replica]
+directory = "{tmp_path}"
+{replica}
+[output]
+directory = "{tmp_path / 'out'}"
+keep_hashes = "{tmp_path / 'hashes.jsonl'}"
+status_file = "{tmp_path / 'status.json'}"
+"""
+        started.append(NodeProcess(tmp_path, text))
+        return started[-1]
+
+    yield start
+    for node in started:
+        node.close()
+
+
+class Trainer:
+    """One rank of a job at the control port."""
+
+    def __init__(self, address: tuple[str, int], job: Job, rank: int = 0, *, token: bytes = TOKEN, group: str = "",
+                 **other: Any) -> None:
+        self.job, self.rank = job, rank
+        self.link = Link(socket.create_connection(address, timeout=LONGEST))
+        said = {"run_id": job.run_id, "epoch": job.epoch, "rank": rank, "ranks": job.communicator.ranks} | other
+        try:
+            greet(self.link, token, group=group, **said)
+        except BaseException:
+            self.link.close()
+            raise
+
+    def expect(self, kind: type, **fields: Any) -> Any:
+        """The next message of a kind, others passed over."""
+        deadline = time.monotonic() + LONGEST
+        while True:
+            message, _ = self.link.receive(wait=max(deadline - time.monotonic(), 0.001))
+            if isinstance(message, kind) and all(getattr(message, key) == value for key, value in fields.items()):
+                return message
+
+    def manifest(self, first: int = 0) -> None:
+        self.link.send(Manifest(self.job.to_dict(), first))
+
+    def flows(self) -> None:
+        mine = [f for f in self.job.to_dict()["flows"] if self.rank in (f["src"], f["dst"])]
+        self.link.send(Flows(mine))
+
+    def state(self, iteration: int, parameters: Mapping[str, torch.Tensor],
+              state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        tensors = {f"model.{name}": tensor for name, tensor in parameters.items()}
+        tensors |= {f"optimizer.{n}.{k}": t for n, states in state.items() for k, t in states.items()}
+        self.send(State(iteration), tensors)
+
+    def send(self, message: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        if not tensors:
+            self.link.send(message)
+            return
+        head, order = header(tensors)
+        parts = [head, *(piece for name in order for piece in pieces(tensors[name]))]
+        self.link.send(message, parts, packed_bytes(tensors))
+
+    def record(self, iteration: int, **fields: Any) -> None:
+        self.link.send(Record(iteration, **fields))
+
+    def close(self) -> None:
+        self.link.close()
+
+
+@pytest.fixture
+def attach() -> Iterator[Callable[..., Trainer]]:
+    made: list[Trainer] = []
+
+    def connect(node: NodeProcess, job: Job, rank: int = 0, **options: Any) -> Trainer:
+        made.append(Trainer(node.address, job, rank, **options))
+        return made[-1]
+
+    yield connect
+    for one in made:
+        one.close()
+
+
+class Truth:
+    """A training run that never was: the job's model under torch, fed with the reduced gradients of synth."""
+
+    def __init__(self, job: Job, seed: int = 1, lr: Sequence[float] = ()) -> None:
+        self.job, self.seed = job, seed
+        start = generate(job, iterations=1, seed=seed)
+        shapes = {e.name: e.shape for e in job.model}
+        self.parameters = {
+            name: torch.nn.Parameter(torch.from_numpy(values.copy()).reshape(shapes[name]))
+            for name, values in start.parameters.items()
+        }
+        assert job.optimizer is not None
+        self.options = dict(job.optimizer.groups[0].options)
+        kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[job.optimizer.name]
+        self.optimizer = kind(self.parameters.values(), **self.options)
+        self.step = 0
+
+    def traffic(self, iteration: int, **faults: Any) -> Synthesis:
+        return generate(self.job, iterations=1, first_iteration=iteration, seed=self.seed, **faults)
+
+    def advance(self, made: Synthesis, **options: Any) -> None:
+        """One optimizer step with the gradients of the next iteration; options: of this step (lr)."""
+        for group in self.optimizer.param_groups:
+            group.update(options)
+        for bucket, layout in enumerate(self.job.bucket_layout(self.step)):
+            data = torch.from_numpy(made.reduced[self.step, bucket].copy())
+            for piece in layout.slices:
+                parameter = self.parameters[piece.name]
+                parameter.grad = data[piece.offset : piece.offset + piece.length].reshape(parameter.shape).clone()
+        self.optimizer.step()
+        self.step += 1
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {
+            name: {key: value for key, value in self.optimizer.state[p].items() if isinstance(value, torch.Tensor)}
+            for name, p in self.parameters.items() if self.optimizer.state[p]
+        }
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: self.parameters[name].detach().clone() for name in (e.name for e in self.job.model)}
+
+
+@pytest.fixture
+def truth() -> type[Truth]:
+    return Truth
