@@ -1,0 +1,176 @@
+"""NCCL's TCP bootstrap on the fabric: ranks find each other, exchange connect infos and QP numbers, in plaintext.
+
+    boot = Bootstrap(rank, size, store, address, family, timeout_s)
+    boot.gather(bytes) -> one item per rank         round the bootstrap ring
+    boot.send(peer, tag, body); boot.receive(peer, tag)
+    boot.close()
+
+On the wire, as in NCCL: every stream begins with the communicator's magic and a type; rank 0's root listener gets each
+rank's two listeners and tells each rank its ring successor's; then a ring of streams for gathers, and one stream per
+message between peers. Which magic and where the root listens come over the c10d store, as NCCL's unique id does.
+Source: nccl-wire.md 6.1 and the TCP streams of the ConnectX captures. One thread at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import threading
+from typing import Any
+
+from flowcheck.synth.families import Family
+
+__all__ = ["Bootstrap", "listen", "read", "socket_address"]
+
+_TYPE_BOOTSTRAP = 1
+_LIMIT = 1 << 20
+
+
+def listen(address: str, backlog: int, timeout: float) -> socket.socket:
+    """A TCP listener on a free port of `address`."""
+    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    found.settimeout(timeout)
+    found.bind((address, 0))
+    found.listen(backlog)
+    return found
+
+
+def read(sock: socket.socket, count: int) -> bytes:
+    """Exactly `count` bytes. Raises ConnectionError if the peer ends before, TimeoutError."""
+    out = bytearray()
+    while len(out) < count:
+        piece = sock.recv(count - len(out))
+        if not piece:
+            raise ConnectionError(f"the peer closed the connection after {len(out)} of {count} bytes")
+        out += piece
+    return bytes(out)
+
+
+def socket_address(address: tuple[str, int]) -> bytes:
+    """The 28 bytes of NCCL's socket address: sockaddr_in, zeros."""
+    return struct.pack("<H", 2) + struct.pack(">H", address[1]) + socket.inet_aton(address[0]) + bytes(20)
+
+
+def address_of(raw: bytes) -> tuple[str, int]:
+    family, port = struct.unpack("<H", raw[:2])[0], struct.unpack(">H", raw[2:4])[0]
+    if family != 2:
+        raise ConnectionError(f"address family {family} in the bootstrap")
+    return socket.inet_ntoa(raw[4:8]), port
+
+
+def _item(data: bytes) -> bytes:
+    return struct.pack("<I", len(data)) + data
+
+
+def _read_item(sock: socket.socket) -> bytes:
+    (size,) = struct.unpack("<I", read(sock, 4))
+    if size > _LIMIT:
+        raise ConnectionError(f"a bootstrap item of {size} bytes")
+    return read(sock, size)
+
+
+class Bootstrap:
+    """size >= 2. Raises RuntimeError, ConnectionError or TimeoutError if the ranks do not find each other in time."""
+
+    def __init__(self, rank: int, size: int, store: Any, address: str, family: Family, timeout: float) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self._address = address
+        self._one_word = family.first >= (2, 23)  # sender and tag in one item; the root's message a word longer
+        self._listener = listen(address, 4 * size, timeout)
+        self._early: dict[tuple[int, int], list[bytes]] = {}
+        self._open = [self._listener]
+        try:
+            self._join(store)
+            self._peers = [address_of(raw) for raw in self.gather(socket_address(self._listener.getsockname()))]
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, store: Any) -> None:
+        root = None
+        if self.rank == 0:
+            listener = listen(self._address, self.size, self.timeout)
+            self.magic = int.from_bytes(os.urandom(8), "little") | 1
+            root = threading.Thread(target=self._root, args=(listener,), daemon=True)
+            root.start()
+            store.set("softroce/root", json.dumps([self.magic, *listener.getsockname()]))
+        self.magic, host, port = json.loads(store.get("softroce/root"))
+        successor = listen(self._address, 1, self.timeout)
+        try:
+            with self._stream((host, port)) as stream:
+                own = socket_address(successor.getsockname()) + socket_address(self._listener.getsockname())
+                lead = b"\0\0\0\0" if self._one_word else b""
+                stream.sendall(_item(lead + struct.pack("<II", self.rank, self.size) + own))
+            with self._accept(successor) as stream:
+                following = address_of(_read_item(stream))
+        finally:
+            successor.close()
+        self._ring_out = self._stream(following)
+        self._open.append(self._ring_out)
+        self._ring_in = self._accept(self._listener)
+        self._open.append(self._ring_in)
+        if root is not None:
+            root.join()
+
+    def _root(self, listener: socket.socket) -> None:
+        """NCCL's bootstrap root: tells each rank where its successor listens. Ends when that is done or too late."""
+        found: dict[int, tuple[bytes, bytes]] = {}
+        try:
+            with listener:
+                while len(found) < self.size:
+                    with self._accept(listener) as stream:
+                        item = _read_item(stream)[4 if self._one_word else 0 :]
+                        rank, _ = struct.unpack("<II", item[:8])
+                        found[rank] = item[8:36], item[36:64]
+            for rank in range(self.size):
+                with self._stream(address_of(found[rank][0])) as stream:
+                    stream.sendall(_item(found[(rank + 1) % self.size][1]))
+        except (OSError, struct.error):  # the ranks that wait for it run into their own timeouts
+            return
+
+    def _stream(self, address: tuple[str, int]) -> socket.socket:
+        stream = socket.create_connection(address, self.timeout, source_address=(self._address, 0))
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        stream.sendall(struct.pack("<QI", self.magic, _TYPE_BOOTSTRAP))
+        return stream
+
+    def _accept(self, listener: socket.socket) -> socket.socket:
+        while True:
+            stream, _ = listener.accept()
+            stream.settimeout(self.timeout)
+            if struct.unpack("<QI", read(stream, 12)) == (self.magic, _TYPE_BOOTSTRAP):
+                return stream
+            stream.close()
+
+    def gather(self, own: bytes) -> list[bytes]:
+        """Every rank's item, in rank order."""
+        found = [b""] * self.size
+        found[self.rank] = own
+        for distance in range(self.size - 1):
+            self._ring_out.sendall(_item(found[(self.rank - distance) % self.size]))
+            found[(self.rank - distance - 1) % self.size] = _read_item(self._ring_in)
+        return found
+
+    def send(self, peer: int, tag: int, body: bytes) -> None:
+        lead = _item(struct.pack("<II", self.rank, tag)) if self._one_word else b"".join(
+            _item(struct.pack("<I", word)) for word in (self.rank, tag))
+        with self._stream(self._peers[peer]) as stream:
+            stream.sendall(lead + _item(body))
+
+    def receive(self, peer: int, tag: int) -> bytes:
+        """The oldest message of `peer` with this tag; others are kept for later."""
+        while not self._early.get((peer, tag)):
+            with self._accept(self._listener) as stream:
+                lead = _read_item(stream)
+                if not self._one_word:
+                    lead += _read_item(stream)
+                sender, got = struct.unpack("<II", lead)
+                self._early.setdefault((sender, got), []).append(_read_item(stream))
+        return self._early[peer, tag].pop(0)
+
+    def close(self) -> None:
+        for sock in self._open:
+            sock.close()
