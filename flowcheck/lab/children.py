@@ -1,0 +1,138 @@
+"""Processes of a run that speak JSON lines: one thread each reads, one queue holds what all of them have said.
+
+    children = Children()
+    children.add("rank 0", popen, log)
+    for name, event in children.events(until=..., seconds=...): ...
+
+A process that ends before it was told to ends the run: the error names it and shows the end of its log.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowcheck.errors import EnvironmentProblem
+
+__all__ = ["Children"]
+
+LOG_LINES = 12
+
+
+@dataclass
+class _Child:
+    process: subprocess.Popen[str]
+    log: Path
+    reader: threading.Thread
+    may_end: bool = False
+    ended: bool = False
+
+
+class Children:
+    """Used by one thread; reader threads only fill the queue."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[tuple[str, dict[str, Any] | None]] = queue.Queue()
+        self._children: dict[str, _Child] = {}
+
+    def add(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
+        reader = threading.Thread(target=self._read, args=(name, process), name=f"reads {name}", daemon=True)
+        self._children[name] = _Child(process, log, reader)
+        reader.start()
+
+    def _read(self, name: str, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    continue  # a library's own words; its log is stderr
+                if isinstance(event, dict):
+                    self._queue.put((name, event))
+        except (OSError, ValueError):
+            pass  # closed under us: the run is being taken down
+        self._queue.put((name, None))
+
+    def tell(self, name: str, order: dict[str, Any]) -> None:
+        """One line to a process's stdin."""
+        stdin = self._children[name].process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(json.dumps(order) + "\n")
+            stdin.flush()
+        except OSError:
+            self._fail(name)
+
+    def let_end(self, name: str, *, close: bool = False) -> None:
+        """From now on its end is no failure. close: end its stdin, which asks it to."""
+        child = self._children[name]
+        child.may_end = True
+        if close and child.process.stdin is not None:
+            child.process.stdin.close()
+
+    def wait(self, name: str, seconds: float) -> int:
+        """Exit status. Raises EnvironmentProblem if it does not end."""
+        try:
+            status = self._children[name].process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise EnvironmentProblem(f"{name} does not end within {seconds:g} s", where="flowcheck lab",
+                                     remedy=f"its log: {self._children[name].log}") from None  # fmt: skip
+        self._children[name].reader.join(seconds)
+        return status
+
+    def process(self, name: str) -> subprocess.Popen[str]:
+        return self._children[name].process
+
+    def events(self, until: Callable[[], bool], seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What processes say, as long as `until` is false. Raises EnvironmentProblem when one is gone, or when nothing
+        was said by anybody for `seconds`."""
+        last = time.monotonic()
+        while not until():
+            try:
+                name, event = self._queue.get(timeout=0.1)
+            except queue.Empty:
+                if time.monotonic() - last > seconds:
+                    quiet = ", ".join(name for name, child in self._children.items() if not child.ended)
+                    raise EnvironmentProblem(f"nothing was heard for {seconds:g} s from {quiet}",
+                                             where="flowcheck lab", remedy=self._logs()) from None  # fmt: skip
+                continue
+            last = time.monotonic()
+            if event is None:
+                self._children[name].ended = True
+                if not self._children[name].may_end:
+                    self._fail(name)
+                continue
+            yield name, event
+
+    def drain(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What was said and not read yet, without waiting."""
+        while True:
+            try:
+                name, event = self._queue.get_nowait()
+            except queue.Empty:
+                return
+            if event is not None:
+                yield name, event
+
+    def _fail(self, name: str) -> None:
+        child = self._children[name]
+        try:
+            status: int | str = child.process.wait(5)
+        except subprocess.TimeoutExpired:
+            status = "unknown"
+        said = child.log.read_text(errors="replace").splitlines()[-LOG_LINES:] if child.log.exists() else []
+        raise EnvironmentProblem(
+            f"{name} ended with status {status}" + "".join(f"\n    {line}" for line in said),
+            where="flowcheck lab", remedy=f"the whole log: {child.log}",
+        )
+
+    def _logs(self) -> str:
+        return "logs: " + ", ".join(str(child.log) for child in self._children.values())

@@ -1,0 +1,136 @@
+"""The replica against the trainers, bit for bit: their hashes of every tensor after every iteration, side by side.
+
+    ledger = Ledger(stages)
+    ledger.trainer(line)      a line of rankR.jsonl        ledger.node(line)     a line of the node's keep_hashes
+    ledger.status(stage, event)                            ledger.row(stage, iteration) -> Row;  ledger.summary()
+
+Equal means: every rank of the stage has the same parameters and optimizer state, the node has published a version for
+that iteration, and each of its tensors (parameters, buffers, optimizer state) has the first rank's SHA-256, with none
+missing on either side. A version that is not there is "not published", never equal. Lines may come in any order.
+One thread.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Ledger", "Row", "Summary"]
+
+Hashes = Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One iteration of one stage. verdict: equal | differs | not published | waiting. why: names or clauses."""
+
+    stage: int
+    iteration: int
+    verdict: str
+    why: str = ""
+    line: Mapping[str, Any] = field(default_factory=dict)  # of the stage's first rank
+    status: Mapping[str, Any] = field(default_factory=dict)  # of the node
+    tensors: int = 0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All iterations that trainers finished from the first version that a node published on."""
+
+    published: int
+    equal: int
+    differing: list[Row]
+    unpublished: list[Row]
+    before: int  # iterations before the first version: manifest and state were on their way
+    tensors: int
+
+    @property
+    def all_equal(self) -> bool:
+        return self.equal > 0 and not self.differing and not self.unpublished
+
+
+class Ledger:
+    """groups: for each stage how many ranks there are and under which name the node knows it."""
+
+    def __init__(self, ranks: int, names: list[str]) -> None:
+        self._ranks, self.names = ranks, names
+        self._trainers: dict[tuple[int, int], dict[int, Mapping[str, Any]]] = defaultdict(dict)
+        self._nodes: dict[tuple[int, int], Hashes] = {}
+        self._status: dict[tuple[int, int], Mapping[str, Any]] = {}
+
+    def trainer(self, line: Mapping[str, Any]) -> None:
+        self._trainers[line["stage"], line["iteration"]][line["rank"]] = line
+
+    def node(self, line: Mapping[str, Any]) -> None:
+        self._nodes[self._stage(line), line["iteration"]] = line
+
+    def status(self, event: Mapping[str, Any]) -> None:
+        self._status[self._stage(event), event["iteration"]] = event
+
+    def _stage(self, line: Mapping[str, Any]) -> int:
+        return self.names.index(line["name"]) if len(self.names) > 1 else 0
+
+    def iterations(self, stage: int) -> list[int]:
+        """Iterations of which anything is known."""
+        return sorted({i for s, i in (*self._trainers, *self._nodes, *self._status) if s == stage})
+
+    def row(self, stage: int, iteration: int) -> Row:
+        ranks = self._trainers.get((stage, iteration), {})
+        version = self._nodes.get((stage, iteration))
+        status = self._status.get((stage, iteration), {})
+        first = ranks[min(ranks)] if ranks else {}
+
+        def row(verdict: str, why: str = "", tensors: int = 0) -> Row:
+            return Row(stage, iteration, verdict, why, first, status, tensors)
+
+        if len(ranks) < self._ranks:
+            return row("waiting", "trainers")
+        for rank, line in ranks.items():
+            # DDP's buffers are those of the first rank: it broadcasts them before the next forward
+            if wrong := _differences(line, first, line["buffers"]):
+                return row("differs", f"rank {rank} is not as rank {min(ranks)}: {wrong}")
+        if version is None:
+            if status and not status.get("published"):
+                return row("not published", _clauses(status))
+            return row("waiting", "node")
+        if wrong := _differences(version, first):
+            return row("differs", wrong)
+        return row("equal", tensors=len(first["tensors"]) + len(first["optimizer"]))
+
+    def summary(self) -> Summary:
+        """As of now: what a node has not said anything about counts as not published."""
+        equal: list[Row] = []
+        differing: list[Row] = []
+        missing: list[Row] = []
+        before = 0
+        for stage in range(len(self.names)):
+            versions = [i for s, i in self._nodes if s == stage]
+            for iteration in self.iterations(stage):
+                row = self.row(stage, iteration)
+                if row.verdict == "waiting" and row.why == "trainers":
+                    continue
+                if not versions or iteration < min(versions):
+                    before += 1
+                else:
+                    {"equal": equal, "differs": differing}.get(row.verdict, missing).append(row)
+        tensors = sum(row.tensors for row in equal)
+        return Summary(len(self._nodes), len(equal), differing, missing, before, tensors)
+
+
+def _differences(one: Hashes, other: Hashes, ignored: Sequence[str] = ()) -> str:
+    """Names whose hashes differ or that only one side has, the first few."""
+    names = [
+        name
+        for part in ("tensors", "optimizer")
+        for name in sorted(one[part].keys() | other[part].keys())
+        if one[part].get(name) != other[part].get(name) and name not in ignored
+    ]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _clauses(status: Mapping[str, Any]) -> str:
+    """Why the node did not publish, in its own clauses."""
+    failed = status.get("failed") or status.get("why") or []
+    return ", ".join(dict.fromkeys(one if isinstance(one, str) else str(one[0]) for one in failed))

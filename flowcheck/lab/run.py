@@ -1,0 +1,284 @@
+"""One run of the lab: trainers and nodes on a fabric, segment by segment, and the ledger of what came out.
+
+    with Fabric(config) as fabric, LabRun(fabric, job, out) as run:
+        run.start_nodes()                       the nodes listen, then the mirror starts
+        run.segment(34, attach=True)            a new communicator and DDP; a node attaches while it runs
+        run.segment(10)                         goes on; between two segments nothing is in flight
+        run.finish_nodes()                      trainers let go, nodes say what they have, end
+        run.ledger.summary().all_equal
+
+Trainers run on one core, everything that is not training on another, where there are two. The run belongs to the thread
+that made it: processes are killed when that thread ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.lab.children import Children
+from flowcheck.lab.compare import Ledger
+from flowcheck.lab.fabric import Fabric
+from flowcheck.lab.jobs import Training
+
+__all__ = ["Cores", "LabRun"]
+
+CONTROL_PORT = 7070
+START_SECONDS = 120.0  # four imports of torch on one core that others use too
+QUIET_SECONDS = 90.0  # softroce gives a dead peer up after 60
+END_SECONDS = 30.0
+
+
+class Cores:
+    """trainers, and everything else; None where there is only one core to have."""
+
+    def __init__(self) -> None:
+        usable = sorted(os.sched_getaffinity(0))
+        self.trainers: int | None = usable[0] if len(usable) > 1 else None
+        self.rest: int | None = usable[1] if len(usable) > 1 else None
+
+
+class LabRun:
+    """watch: called after every event with the ledger. node_settings: per table of node.toml, added to ours."""
+
+    def __init__(
+        self, fabric: Fabric, job: Training, out: Path, *, watch: Callable[[Ledger], None] | None = None,
+        cores: Cores | None = None, checksums: int = 5, node_settings: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        if job.ranks != fabric.config.ranks:
+            raise UserError(f"the job has {job.ranks} ranks and the fabric {fabric.config.ranks}",
+                            where="flowcheck lab", remedy="give both the same number")  # fmt: skip
+        self.fabric, self.job, self.out = fabric, job, out
+        self.names = [f"stage{stage}" for stage in range(job.stages)] if job.stages > 1 else [""]
+        self.ledger = Ledger(job.data_ranks, self.names)
+        self.events: list[tuple[str, dict[str, Any]]] = []  # of the nodes, all of them
+        self.iterations: list[dict[str, Any]] = []  # of rank 0 of each stage, in order
+        self._watch = watch or (lambda ledger: None)
+        self._cores = cores or Cores()
+        self._checksums, self._node_settings = checksums, node_settings or {}
+        self._children = Children()
+        self._tails: dict[str, _Tail] = {}
+        self._token = secrets.token_hex(16)
+        self._nodes: list[str] = []
+        self._starts = 0
+        self._segments = -1  # number of fresh segments so far, as the trainers count
+
+    def __enter__(self) -> Self:
+        self.start_trainers()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for name in [*self._trainers, *self._nodes]:
+            try:
+                process = self._children.process(name)
+            except KeyError:
+                continue
+            self._children.let_end(name)
+            process.kill()
+            process.wait()
+
+    @property
+    def _trainers(self) -> list[str]:
+        return [f"rank {rank}" for rank in range(self.job.ranks)]
+
+    # -- trainers -------------------------------------------------------------------------------------------
+
+    def start_trainers(self) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        path = self.out / "job.json"
+        path.write_text(json.dumps(self.job.to_dict(), indent=1) + "\n")
+        for rank, name in enumerate(self._trainers):
+            settings = {"interface": "fab0", "address": f"10.77.0.{10 + rank}", **self.job.softroce}
+            command = [sys.executable, "-P", "-m", "flowcheck.lab.trainer", "--job", str(path), "--rank", str(rank),
+                       "--out", str(self.out)]  # fmt: skip
+            environment = {"FLOWCHECK_SOFTROCE": json.dumps(settings), "OMP_NUM_THREADS": "1"}
+            self._start(name, f"r{rank}", command, self.out / f"rank{rank}.log", self._cores.trainers, environment)
+            self._tails[name] = _Tail(self.out / f"rank{rank}.jsonl")
+        ready: set[str] = set()
+        for name, event in self._children.events(lambda: len(ready) == self.job.ranks, START_SECONDS):
+            if event.get("event") == "ready":
+                ready.add(name)
+
+    def _start(
+        self, name: str, role: str, command: Sequence[str], log: Path, core: int | None, env: Mapping[str, str]
+    ) -> None:
+        with log.open("ab") as stderr:
+            process = self.fabric.spawn(role, command, core=core, env=env, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE, stderr=stderr)  # fmt: skip
+        self._children.add(name, process, log)
+
+    def segment(self, iterations: int, *, attach: bool | None = None, last: bool = False) -> None:
+        """Train. attach None: go on as before; True, False: begin anew with a node, or without one."""
+        orders = self._orders() if attach else None
+        order = {"iterations": iterations, "fresh": attach is not None, "attach": orders, "last": last}
+        self._segments += attach is not None
+        for name in self._trainers:
+            self._children.tell(name, order)
+        done: set[str] = set()
+        for name, event in self._children.events(lambda: len(done) == self.job.ranks, QUIET_SECONDS):
+            if event.get("event") == "segment":
+                done.add(name)
+            self._take(name, event)
+
+    def _orders(self) -> dict[str, dict[str, Any]]:
+        """For each stage the arguments of flowcheck.attach."""
+        if not self._nodes:
+            raise UserError("no node is running", where="segment", remedy="call start_nodes first")
+        return {
+            str(stage): {
+                "node": f"10.78.0.{2 + (stage if self.fabric.config.nodes > 1 else 0)}:{CONTROL_PORT}",
+                "token": self._token, "every": self._checksums, "name": name,
+            }
+            for stage, name in enumerate(self.names)
+        }  # fmt: skip
+
+    def finish_trainers(self) -> None:
+        """Trainers end by themselves: their orders are over."""
+        for name in self._trainers:
+            self._children.let_end(name, close=True)
+        for name in self._trainers:
+            if status := self._children.wait(name, END_SECONDS):
+                raise EnvironmentProblem(f"{name} ended with status {status}", where="flowcheck lab",
+                                         remedy=f"its log: {self.out}/{name.replace(' ', '')}.log")  # fmt: skip
+
+    # -- nodes ----------------------------------------------------------------------------------------------
+
+    def start_nodes(self) -> None:
+        """Start the nodes, wait until they listen, and mirror."""
+        self._starts += 1
+        config = self.fabric.config
+        token = self.out / "token"
+        token.touch(mode=0o600)
+        token.write_text(self._token + "\n")
+        for node in range(config.nodes):
+            name = f"node {node}" if self._starts == 1 else f"node {node}, start {self._starts}"
+            directory = self.out / f"node{node}-{self._starts}"
+            directory.mkdir()
+            toml = directory / "node.toml"
+            hashes = directory / "hashes.jsonl"
+            toml.write_text(self._toml(node, directory, token, hashes))
+            command = [sys.executable, "-P", "-m", "flowcheck.node", "--config", str(toml), "--json"]
+            role = config.roles[1 + config.ranks + node]
+            self._start(name, role, command, directory / "log", self._cores.rest, {"OMP_NUM_THREADS": "1"})
+            self._tails[name] = _Tail(hashes)
+            self._nodes.append(name)
+        listening: set[str] = set()
+        for name, event in self._children.events(lambda: len(listening) == len(self._nodes), START_SECONDS):
+            if event.get("event") == "listening":
+                listening.add(name)
+            self._take(name, event)
+        self.fabric.start_mirror()
+
+    def _toml(self, node: int, directory: Path, token: Path, hashes: Path) -> str:
+        shared = self.job.stages if self.fabric.config.nodes == 1 else 1
+        tables: dict[str, dict[str, Any]] = {
+            "": {"name": self.fabric.config.name, "groups": shared},
+            "control": {"listen": f"10.78.0.{2 + node}:{CONTROL_PORT}", "token_file": str(token)},
+            "capture": {"device": "af_packet:mir0", "path_mtu": self.fabric.config.path_mtu},
+            "replica": {"directory": str(directory), "keep": False},
+            "output": {"directory": str(directory / "steps"), "keep_hashes": str(hashes)},
+        }
+        for table, values in self._node_settings.items():
+            tables[table] = {**tables.get(table, {}), **values}
+        lines = []
+        for table, values in tables.items():
+            lines += [f"[{table}]"] if table else []
+            lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        return "\n".join(lines) + "\n"
+
+    def wait_for_nodes(self, iteration: int, seconds: float = 60.0) -> None:
+        """Until the nodes have said what became of an iteration, of every stage; gives up in silence when nothing has
+        been heard for `seconds`: the ledger then says what is missing."""
+        self._quietly(lambda: all(self.ledger.row(stage, iteration).verdict != "waiting"
+                                  for stage in range(self.job.stages)), seconds)  # fmt: skip
+
+    def wait_for_event(self, event: str, seconds: float = 60.0, **fields: Any) -> dict[str, Any]:
+        """The first event of a node that is like this, past or future. Raises EnvironmentProblem if none comes."""
+
+        def found() -> dict[str, Any] | None:
+            return next((said for _, said in self.events
+                         if said["event"] == event and fields.items() <= said.items()), None)  # fmt: skip
+
+        self._quietly(lambda: found() is not None, seconds)
+        said = found()
+        if said is None:
+            raise EnvironmentProblem(f"no node has said {event} {fields}", where="flowcheck lab",
+                                     remedy=f"see the nodes' logs in {self.out}")  # fmt: skip
+        return said
+
+    def _quietly(self, until: Callable[[], bool], seconds: float) -> None:
+        end = time.monotonic() + seconds
+
+        def stop() -> bool:
+            self._follow()
+            return until() or time.monotonic() > end
+
+        for name, event in self._children.events(stop, seconds + 1):
+            self._take(name, event)
+
+    def finish_nodes(self) -> list[int]:
+        """Let trainers go (`last` of the segment did), end the nodes in order; their exit statuses."""
+        for name in self._nodes:
+            self._children.let_end(name)
+            self._children.process(name).send_signal(signal.SIGTERM)
+        statuses = [self._children.wait(name, END_SECONDS) for name in self._nodes]
+        for name, event in self._children.drain():
+            self._take(name, event)
+        self._follow()
+        self.fabric.stop_mirror()
+        self._nodes.clear()
+        return statuses
+
+    # -- what is said ---------------------------------------------------------------------------------------
+
+    def _take(self, name: str, event: dict[str, Any]) -> None:
+        if name.startswith("node"):
+            self.events.append((name, event))
+            if event.get("event") == "iteration" and event["published"] is not None:
+                self.ledger.status(event)
+        elif event.get("event") == "iteration" and event["rank"] % self.job.data_ranks == 0:
+            self.iterations.append(event)
+        self._follow()
+        self._watch(self.ledger)
+
+    def _follow(self) -> None:
+        """Read what is new in the hash files of this segment."""
+        for name, tail in self._tails.items():
+            for line in tail.lines():
+                if name.startswith("node"):
+                    self.ledger.node(line)
+                elif line["segment"] == self._segments:
+                    self.ledger.trainer(line)
+
+    def new_ledger(self) -> None:
+        """Before a fresh segment whose iterations count from 0 again."""
+        self._follow()
+        self.ledger = Ledger(self.job.data_ranks, self.names)
+
+
+class _Tail:
+    """Whole lines that a file has grown by."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._at, self._rest = path, 0, b""
+
+    def lines(self) -> list[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                raw = file.read()
+        except FileNotFoundError:
+            return []
+        self._at += len(raw)
+        *whole, self._rest = (self._rest + raw).split(b"\n")
+        return [json.loads(line) for line in whole]
