@@ -18,6 +18,7 @@ from rich.console import Console
 from flowcheck import __version__
 from flowcheck.bench.cli import bench
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError
+from flowcheck.lab.cli import lab
 from flowcheck.learn.cli import (
     BucketsOption,
     DtypeOption,
@@ -134,6 +135,7 @@ app.command()(synth)
 app.command()(bench)
 app.command("synth-job")(synth_job)
 app.add_typer(switch, name="switch")
+app.add_typer(lab, name="lab")
 
 
 def _console() -> Console:

@@ -130,7 +130,7 @@ class Fabric:
         """keep: stays when this process ends (`flowcheck lab up`); without it the next `up` clears what was left."""
         self.config = config
         self.directory = STATE / config.name
-        self._keep = keep
+        self._keep, self._adopted = keep, False
         self._ovs: OpenVSwitch | None = None
         self._bump: Bump | None = None
         self._children: list[subprocess.Popen[Any]] = []
@@ -141,13 +141,35 @@ class Fabric:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.down()
+        try:
+            self.down()
+        except KeyboardInterrupt:  # somebody in a hurry: once more, and then out
+            self.down()
+            raise
+
+    @classmethod
+    def of(cls, config: FabricConfig) -> Self:
+        """The network that `flowcheck lab up` has left, if it has just this shape, or a new one."""
+        fabric = cls(config)
+        old = next((lab for lab in leftovers() if lab.name == config.name and lab.kept), None)
+        if old is not None:
+            if old.config != config:
+                raise UserError(
+                    "the lab that is up has another shape", where=f"lab {config.name}",
+                    remedy=f"flowcheck lab down --name {config.name}, or give the same options",
+                )
+            fabric._adopted = True
+        return fabric
 
     # -- building -------------------------------------------------------------------------------------------
 
     def up(self) -> None:
         """Raises EnvironmentProblem where the machine cannot, or where a living lab has this name."""
         netns.require()
+        if self._adopted:
+            if self.config.switch == "ovs":
+                self._ovs = OpenVSwitch(self.directory / "ovs", self.config.namespace("leaf"), None, keep=True)
+            return
         old = next((lab for lab in leftovers() if lab.name == self.config.name), None)
         if old is not None and (old.owner is not None or old.kept):
             who = f"process {old.owner}" if old.owner is not None else "`flowcheck lab up`"
@@ -327,7 +349,8 @@ class Fabric:
                     with contextlib.suppress(OSError):
                         stream.close()
         self._children.clear()
-        clear(self.config.name)
+        if not self._adopted:
+            clear(self.config.name)
         self._ovs = self._bump = None
         self.mirrors = []
 

@@ -57,9 +57,18 @@ class SoftRoceGroup(dist.ProcessGroup):
             Communicator(self.settings, store, rank, size, timeout.total_seconds()) if size > 1 else None
         )
         self._order = threading.Lock()
+        self._name = ""
 
     def getBackendName(self) -> str:
         return "softroce"
+
+    # torch keeps the name in a group's backends, and this one is its own: without them no subgroup can be destroyed.
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
 
     # -- collectives ------------------------------------------------------------------------------------------
 

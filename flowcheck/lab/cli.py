@@ -1,0 +1,162 @@
+"""`flowcheck lab`: options in, exit status out."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from flowcheck.errors import UserError
+
+__all__ = ["lab"]
+
+lab = typer.Typer(
+    no_args_is_help=True, help="Real training over mirrored RoCEv2 on this machine, no RDMA hardware (docs/lab.md)."
+)
+
+NameOption = Annotated[str, typer.Option("--name", help="Labs with different names do not meet.")]
+RanksOption = Annotated[int, typer.Option("--ranks", min=2, max=16, help="Trainer processes.")]
+MirrorOption = Annotated[str, typer.Option("--mirror", help="Ranks whose switch ports are mirrored, e.g. 0,1,2.")]
+
+
+class Switch(StrEnum):
+    tc = "tc"
+    ovs = "ovs"
+
+
+class Direction(StrEnum):
+    both = "both"
+    ingress = "ingress"
+    egress = "egress"
+
+
+class Protocol(StrEnum):
+    ll = "LL"
+    ll128 = "LL128"
+    simple = "SIMPLE"
+
+
+class Algorithm(StrEnum):
+    ring = "ring"
+    tree = "tree"
+
+
+SwitchOption = Annotated[Switch, typer.Option("--switch", help="tc: Linux bridge and tc mirred; ovs: Open vSwitch.")]
+DirectionOption = Annotated[Direction, typer.Option("--direction", help="Of the mirrored ports.")]
+
+
+@lab.command()
+def up(
+    name: NameOption = "lab", ranks: RanksOption = 4, mirror: MirrorOption = "0,1,2", switch: SwitchOption = Switch.tc,
+    direction: DirectionOption = Direction.both,
+) -> None:  # fmt: skip
+    """Build the network and leave it there, mirroring; `lab run` of the same name then uses it."""
+    from flowcheck.lab.fabric import Fabric, FabricConfig
+
+    config = FabricConfig(name=name, ranks=ranks, switch=switch.value, mirrored=(_ranks(mirror),),
+                          direction=direction.value)  # fmt: skip
+    fabric = Fabric(config, keep=True)
+    fabric.up()
+    try:
+        fabric.start_mirror()
+    except BaseException:
+        fabric.down()
+        raise
+    fabric.detach()
+    for role in config.roles:
+        typer.echo(f"{config.namespace(role)}")
+    typer.echo(f"look around: ip netns exec {config.namespace('r0')} ip addr")
+    typer.echo(f"remove it:   flowcheck lab down --name {name}")
+
+
+@lab.command()
+def run(
+    name: NameOption = "lab",
+    ranks: RanksOption = 4,
+    mirror: MirrorOption = "0,1,2",
+    switch: SwitchOption = Switch.tc,
+    direction: DirectionOption = Direction.both,
+    model: Annotated[str, typer.Option("--model", help="gpt, conv or mlp.")] = "gpt",
+    stages: Annotated[int, typer.Option("--stages", min=1, help="Pipeline stages; each a data-parallel group.")] = 1,
+    iterations: Annotated[int, typer.Option("--iterations", min=1, help="Versions of the replica wanted.")] = 30,
+    protocol: Annotated[Protocol, typer.Option("--protocol", help="NCCL's.")] = Protocol.ll128,
+    algorithm: Annotated[Algorithm, typer.Option("--algorithm", help="Of AllReduce.")] = Algorithm.ring,
+    channels: Annotated[int, typer.Option("--channels", min=1, max=8, help="Connected channels.")] = 1,
+    mtu: Annotated[int, typer.Option("--mtu", help="RoCE path MTU: 1024, 2048 or 4096.")] = 4096,
+    optimizer: Annotated[str, typer.Option("--optimizer", help="sgd, adam or adamw.")] = "adamw",
+    lr: Annotated[float, typer.Option("--lr", help="Learning rate.")] = 3e-4,
+    clip: Annotated[float | None, typer.Option("--clip", help="Largest norm of the gradients.")] = None,
+    accumulate: Annotated[int, typer.Option("--accumulate", min=1, help="Micro-batches per step.")] = 1,
+    loss_scale: Annotated[float | None, typer.Option("--loss-scale", help="First scale of GradScaler.")] = None,
+    schedule: Annotated[str, typer.Option("--schedule", help="constant, step, cosine or warmup.")] = "constant",
+    training_loss: Annotated[float, typer.Option("--training-loss", help="Loss on rank 0's cable, 0 to 1.")] = 0,
+    mirror_loss: Annotated[float, typer.Option("--mirror-loss", help="Loss of copies, 0 to 1.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of weights, data and losses.")] = 1,
+    step_time: Annotated[
+        int, typer.Option("--step-time", min=0, help="Iterations per arm of the step-time check; 0: none.")
+    ] = 0,
+    out: Annotated[Path, typer.Option("--out", help="Logs, hashes, checkpoints.")] = Path("out/lab"),
+) -> None:
+    """Train, mirror, follow; compare the replica of every iteration with the trainers' own state, bit for bit."""
+    from flowcheck.lab.fabric import FabricConfig
+    from flowcheck.lab.impair import Impairment
+    from flowcheck.lab.jobs import Training
+    from flowcheck.lab.session import LabOptions, run_lab
+
+    wires = [Impairment("r0", drop=training_loss, seed=seed)] if training_loss else []
+    wires += [Impairment("mirror0", drop=mirror_loss, seed=seed)] if mirror_loss else []
+    softroce: dict[str, Any] = {
+        "protocol": protocol.value, "algorithm": algorithm.value, "channels": channels, "mtu": mtu,
+    }  # fmt: skip
+    job = Training(
+        model=model, ranks=ranks, stages=stages, accumulate=accumulate, optimizer={"name": optimizer, "lr": lr},
+        clip=clip, loss_scale=loss_scale, schedule=schedule, softroce=softroce, seed=seed,
+    )  # fmt: skip
+    mirrored = _ranks(mirror)
+    nodes = [tuple(r for r in mirrored if r in job.group(stage)) for stage in range(stages)]
+    config = FabricConfig(
+        name=name, ranks=ranks, switch=switch.value, direction=direction.value, algorithm=algorithm.value, path_mtu=mtu,
+        mirrored=tuple(nodes), groups=tuple(tuple(job.group(stage)) for stage in range(stages)),
+        impairments=tuple(wires),
+    )  # fmt: skip
+    console = Console()
+    console = console if console.is_terminal else Console(width=110)
+    raise typer.Exit(run_lab(LabOptions(config, job, out, iterations, step_time), console))
+
+
+@lab.command()
+def status() -> None:
+    """Every lab of which anything is on this machine, and whether its mirror copies."""
+    from flowcheck.lab.fabric import leftovers
+
+    found = leftovers()
+    for one in found:
+        owner = f"process {one.owner}" if one.owner else "`lab up`" if one.kept else "nobody: `lab down` removes it"
+        typer.echo(f"{one.name}: {len(one.roles)} namespaces ({', '.join(one.roles)}), belongs to {owner}")
+    if not found:
+        typer.echo("no lab is on this machine")
+
+
+@lab.command()
+def down(
+    name: NameOption = "lab",
+    everything: Annotated[bool, typer.Option("--all", help="Every lab, whoever made it.")] = False,
+) -> None:
+    """Remove a lab and what runs in it: namespaces, interfaces, processes, state."""
+    from flowcheck.lab import netns
+    from flowcheck.lab.fabric import clear, leftovers
+
+    netns.require()
+    names = [one.name for one in leftovers()] if everything else [name]
+    for one in names:
+        typer.echo(f"{one}: {'removed' if clear(one) else 'nothing was there'}")
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise UserError(f"{text!r} is no list of ranks", where="--mirror", remedy="such as 0,1,2") from None

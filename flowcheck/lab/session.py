@@ -1,0 +1,161 @@
+"""`flowcheck lab run`: build what is not there, train, follow, compare, and say what was shown, in numbers.
+
+    run_lab(options, console) -> exit status: 0 every version equal, 1 anything else
+
+Exit 0 means: from the first version on, the node has published one for every iteration, and every tensor of each is bit
+for bit the trainers' own. Iterations whose gradients were lost on purpose (impairments) are not published; then the
+status is 1, as for a replay of a capture with gaps.
+"""
+
+from __future__ import annotations
+
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from flowcheck.lab.compare import Summary
+from flowcheck.lab.fabric import Fabric, FabricConfig
+from flowcheck.lab.jobs import Training
+from flowcheck.lab.run import Cores, LabRun
+from flowcheck.lab.view import Screen
+
+__all__ = ["ATTACHING", "LabOptions", "run_lab", "step_times"]
+
+ATTACHING = 4  # iterations that attach watches before the state goes up (flowcheck/attach.py)
+SETTLING = 5  # first iterations of an arm: connections, DDP's second bucket layout, the state's upload
+ARMS = (True, False, False, True)  # with and without mirror and node, interleaved
+
+
+@dataclass(frozen=True)
+class LabOptions:
+    """iterations: versions wanted; arm: iterations of each arm of the step-time check, 0: no check."""
+
+    fabric: FabricConfig
+    job: Training
+    out: Path
+    iterations: int = 30
+    arm: int = 0
+
+
+def run_lab(options: LabOptions, console: Console) -> int:
+    """Raises EnvironmentProblem (no root, no namespaces), UserError (settings)."""
+    begin = time.monotonic()
+    with _ended_in_order(), Fabric.of(options.fabric) as fabric:
+        with Screen(console, _title(options)) as screen:
+            with LabRun(fabric, options.job, options.out, watch=screen) as run:
+                run.start_nodes()
+                started = time.monotonic() - begin
+                run.segment(ATTACHING + options.iterations, attach=True, last=True)
+                run.wait_for_nodes(ATTACHING + options.iterations - 1)
+                run.finish_nodes()
+                screen(run.ledger)
+                summary, events = run.ledger.summary(), [event for _, event in run.events]
+                trained = time.monotonic() - begin - started
+                times = step_times(run, options.arm) if options.arm else None
+                run.finish_trainers()
+        if times is not None:
+            _say_step_times(times, console)
+        return _say(options, summary, events, (started, trained), console)
+
+
+def step_times(run: LabRun, iterations: int) -> dict[bool, list[float]]:
+    """Seconds per step of every rank's slowest part, with mirror and node (True) and without, in alternating arms."""
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for arm in ARMS:
+        run.new_ledger()
+        if arm:
+            run.start_nodes()
+        first = len(run.iterations)
+        run.segment(SETTLING + iterations, attach=arm, last=True)
+        times[arm] += [line["seconds"] for line in run.iterations[first:] if line["iteration"] >= SETTLING]
+        if arm:
+            run.finish_nodes()
+    return times
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM and a lost terminal end a run as Ctrl-C does: with everything taken down."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# -- words ------------------------------------------------------------------------------------------------
+
+
+def _wire(job: Training) -> str:
+    wire = {"protocol": "LL", "algorithm": "ring", "channels": 1, "mtu": 4096, **job.softroce}
+    many = "s" if wire["channels"] > 1 else ""
+    return f"{wire['protocol']}, {wire['algorithm']}, {wire['channels']} channel{many}, path MTU {wire['mtu']}"
+
+
+def _title(options: LabOptions) -> str:
+    job, config = options.job, options.fabric
+    stages = f", {job.stages} pipeline stages" if job.stages > 1 else ""
+    ports = sorted({rank for node in config.mirrored for rank in node})
+    switch = "a Linux bridge and tc" if config.switch == "tc" else "Open vSwitch"
+    return (
+        f"{job.model} on {job.ranks} ranks{stages} over RoCEv2 ({_wire(job)}); {switch} mirrors"
+        f" {len(ports)} of {job.ranks} ports to {config.nodes} node{'s' if config.nodes > 1 else ''}"
+    )
+
+
+def _say_step_times(times: dict[bool, list[float]], console: Console) -> None:
+    with_node, without = statistics.median(times[True]), statistics.median(times[False])
+    cores = Cores()
+    shared = "trainers on one core, switch, node and the rest on another" if cores.rest is not None else "one core"
+    console.print(
+        f"step time    {with_node * 1e3:.1f} ms with mirror and node, {without * 1e3:.1f} ms without (medians of"
+        f" {len(times[True])} and {len(times[False])} steps, arms interleaved; ratio {with_node / without:.2f})",
+        highlight=False,
+    )
+    console.print(
+        f"             a check of this harness: {shared}. Two shared cores prove nothing about a cluster, where\n"
+        "             mirroring is the switch's work and the node is another machine.", highlight=False,
+    )  # fmt: skip
+
+
+def _say(
+    options: LabOptions, summary: Summary, events: list[dict[str, Any]], seconds: tuple[float, float], console: Console
+) -> int:
+    job = options.job
+    lines = [event for event in events if event.get("event") == "iteration"]
+    packets, placed, twice = (sum(line[key] for line in lines) for key in ("packets", "placed", "duplicates"))
+    console.print(f"time         {seconds[0]:.0f} s to build and start, {seconds[1]:.0f} s to train and follow",
+                  highlight=False)  # fmt: skip
+    console.print(f"captured     {packets:,} mirrored packets, {placed:,} placed, {twice:,} seen twice",
+                  highlight=False)  # fmt: skip
+    for row in [*summary.differing, *summary.unpublished][:20]:
+        console.print(f"iteration {row.iteration} {row.verdict}: {row.why}", highlight=False)
+    console.print(f"files        {options.out}", highlight=False)
+    total = summary.published + len(summary.unpublished)
+    wanted = options.iterations * job.stages
+    if summary.all_equal and summary.published >= wanted:
+        console.print(
+            f"EQUAL: {summary.equal} of {total} versions of the replica, one per iteration, are bit for bit the"
+            f" trainers' own state:\n{summary.tensors:,} tensors (parameters, optimizer state, buffers) compared by"
+            f" SHA-256, none differs.\n{job.ranks} ranks trained with torch's DistributedDataParallel; their gradients"
+            f" came to the node in\nmirrored packets and in no other way.", highlight=False,
+        )  # fmt: skip
+        return 0
+    console.print(
+        f"NOT ALL EQUAL: of {total} iterations from the first version on {summary.equal} are equal,"
+        f" {len(summary.differing)} differ,\n{len(summary.unpublished)} were not published ({wanted} versions were"
+        " wanted); the node offers only what it has published.", highlight=False,
+    )  # fmt: skip
+    return 1

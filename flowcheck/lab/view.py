@@ -1,0 +1,89 @@
+"""What a person sees of a run: a table that moves on a terminal, one line per iteration anywhere else.
+
+    with Screen(console, title) as screen:
+        LabRun(..., watch=screen)
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from flowcheck.lab.compare import Ledger, Row
+
+__all__ = ["Screen", "columns"]
+
+ROWS = 14
+COLORS = {"equal": "green", "differs": "bold red", "not published": "yellow", "waiting": "dim"}
+HEADS = ("iteration", "loss", "packets", "placed", "lost", "healed", "twice", "lag", "replica")
+
+
+class Screen:
+    """Called with the ledger after every event. One thread."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._console, self._title = console, title
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._said: set[tuple[int, int]] = set()
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        else:
+            self._console.print(self._title)
+            self._console.print(line_of(HEADS), highlight=False)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def __call__(self, ledger: Ledger) -> None:
+        if self._live is not None:
+            self._live.update(self._table(ledger), refresh=True)
+            return
+        for row in _rows(ledger):
+            key = (row.stage, row.iteration)
+            if row.verdict != "waiting" and key not in self._said:
+                self._said.add(key)
+                self._console.print(line_of(columns(row, ledger)), highlight=False, soft_wrap=True)
+
+    def _table(self, ledger: Ledger) -> Table:
+        table = Table(title=self._title, title_justify="left", expand=False)
+        for head in HEADS:
+            table.add_column(head, justify="left" if head == "replica" else "right")
+        for row in _rows(ledger)[-ROWS:]:
+            *cells, last = columns(row, ledger)
+            table.add_row(*cells, Text(last, style=COLORS[row.verdict]))
+        return table
+
+
+def _rows(ledger: Ledger) -> list[Row]:
+    found = [ledger.row(stage, i) for stage in range(len(ledger.names)) for i in ledger.iterations(stage)]
+    return sorted(found, key=lambda row: (row.iteration, row.stage))
+
+
+def columns(row: Row, ledger: Ledger) -> tuple[str, ...]:
+    """One iteration as text. lost: elements of gradients that nobody has; twice: packets seen before."""
+    status: Any = row.status
+    loss = row.line.get("loss")
+    name = ledger.names[row.stage]
+    lost = sum(status["missing"].values()) if status else None
+    return (
+        f"{row.iteration}" + (f" {name}" if name else ""),
+        f"{loss:.3f}" if loss else "-",
+        *("-" if value is None else f"{value:,}" for value in (
+            status.get("packets"), status.get("placed"), lost, status.get("healed"), status.get("duplicates"),
+            status.get("lag"))),
+        row.verdict + (f": {row.why}" if row.why and row.verdict != "waiting" else ""),
+    )  # fmt: skip
+
+
+def line_of(cells: tuple[str, ...]) -> str:
+    widths = (16 if " " in cells[0] else 9, 8, 9, 9, 9, 8, 9, 5)
+    return " ".join(f"{cell:>{width}}" for cell, width in zip(cells[:-1], widths, strict=True)) + f"  {cells[-1]}"
