@@ -45,7 +45,7 @@ THIRD_PARTY: dict[str, set[str] | None] = {
 # Imported by training environments. Prefixes: manifest covers manifest_check, trainer covers trainer.hooks.
 TRAINER_SIDE = (
     "flowcheck.manifest", "flowcheck.errors", "flowcheck.checksum", "flowcheck.tensors", "flowcheck.records",
-    "flowcheck.rounding", "flowcheck.attach", "flowcheck.trainer", "flowcheck.client",
+    "flowcheck.rounding", "flowcheck.attachment", "flowcheck.trainer", "flowcheck.client",
 )
 TRAINER_THIRD_PARTY = {"torch"}
 

@@ -1,0 +1,219 @@
+"""The job manifest from live objects: a DistributedDataParallel model, its optimizer, its communicator.
+
+    entries(model, optimizer)       what is optimized, constant, a buffer or tied, in state_dict order
+    layout(model, names)            what lies where in DDP's buckets: asked from DDP's own reducer
+    Watch(...).look()               at each boundary of iterations: the manifest, once the calls repeat
+
+DDP announces its final buckets in the second forward, so the first iterations are only watched. What one iteration
+calls is the difference between two looks at the communicator's list of calls; the iteration is the steady one when
+the bucket layout is the one of the iteration before and the calls reduce just these buckets, in this order.
+Everything before is the manifest's `startup`: a connection's place is counted from its birth.
+
+torch and the standard library. Raises UserError for what no replica could follow; see attachment.py for who catches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from flowcheck.errors import UserError
+from flowcheck.manifest import (
+    Bucket,
+    Buckets,
+    BucketSlice,
+    Collective,
+    Collectives,
+    Communicator,
+    Gradients,
+    Job,
+    ModelEntry,
+    Optimizer,
+    ParameterGroup,
+    carries,
+)
+from flowcheck.rounding import rounding_of
+from flowcheck.tensors import DTYPES
+
+__all__ = ["Model", "Watch", "entries", "group_options"]
+
+_CLASSES: dict[type, str] = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
+_OPTIONS = {
+    "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    "adam": ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
+    "adamw": ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"),
+}
+CALLS = 65536  # a longer history is not kept: attach earlier
+
+
+def _refuse(what: str, where: str, remedy: str) -> UserError:
+    return UserError(what, where=where, remedy=remedy)
+
+
+@dataclass(frozen=True)
+class Model:
+    """entries: of the state_dict. names: id of an optimized parameter -> its entry. groups: per parameter group the
+    entries that are optimized, None for one without any."""
+
+    entries: list[ModelEntry]
+    names: Mapping[int, str]
+    groups: list[list[str] | None]
+    optimizer: str
+    rounding: tuple[str, str]
+
+    @property
+    def buffers(self) -> list[str]:
+        return [entry.name for entry in self.entries if entry.kind == "buffer"]
+
+
+def entries(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Model:
+    """Class every entry. Raises UserError naming the entry that cannot be followed bit for bit."""
+    kind = _CLASSES.get(type(optimizer))
+    if kind is None:
+        raise _refuse(f"{type(optimizer).__name__} is not followed", "optimizer", "torch.optim's SGD, Adam or AdamW")
+    _check_ddp(model)
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    out: list[ModelEntry] = []
+    names: dict[int, str] = {}
+    for name, value in model.module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES or value.dtype in (
+            torch.bool, torch.int16, torch.uint16
+        ):
+            raise _refuse(f"is {getattr(value, 'dtype', type(value).__name__)}", f"state_dict: {name}", "leave it out")
+        dtype, shape = DTYPES[value.dtype][0], list(value.shape)
+        if not isinstance(value, torch.nn.Parameter):
+            out.append(ModelEntry(name, shape, dtype, "buffer"))
+        elif id(value) not in stepped:
+            out.append(ModelEntry(name, shape, dtype, "constant"))
+        elif id(value) in names:
+            out.append(ModelEntry(name, shape, dtype, "optimized", names[id(value)]))
+        else:
+            _check_parameter(name, value)
+            names[id(value)] = name
+            out.append(ModelEntry(name, shape, dtype))
+    lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) in stepped and id(p) not in names]
+    if lost:
+        raise _refuse(f"has a parameter of shape {tuple(lost[0].shape)} that is not in the model's state_dict",
+                      "optimizer", "give it the parameters of the model that DDP wraps")
+    groups = [[names[id(p)] for p in group["params"] if id(p) in names] or None for group in optimizer.param_groups]
+    return Model(out, names, groups, kind, rounding_of(optimizer))
+
+
+def _check_ddp(model: DistributedDataParallel) -> None:
+    for odd, what in (
+        (bool(getattr(model, "_comm_hooks", ())), "a communication hook: what it sends is its own"),
+        (bool(model.find_unused_parameters), "find_unused_parameters: which gradients are absent is not said"),
+        (getattr(model, "mixed_precision", None) is not None, "DDP's own mixed precision"),
+        (bool(getattr(model, "_delay_all_reduce_params", ())), "delay_all_reduce_named_params"),
+    ):
+        if odd:
+            raise _refuse(f"uses {what}", "DistributedDataParallel", "leave it out for this job")
+
+
+def _check_parameter(name: str, value: torch.nn.Parameter) -> None:
+    where = f"state_dict: {name}"
+    if value.dtype != torch.float32:
+        raise _refuse(f"is optimized in {value.dtype}", where, "keep parameters in float32 and use autocast")
+    if not value.is_contiguous():
+        raise _refuse("is not in row-major order, and so is its gradient", where, "do not use channels_last")
+
+
+def group_options(model: Model, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Hyper-parameters of every group that optimizes something, as plain numbers."""
+    return [
+        {key: _plain(group[key]) for key in _OPTIONS[model.optimizer] if key in group}
+        for group, names in zip(optimizer.param_groups, model.groups, strict=True) if names is not None
+    ]
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def layout(model: DistributedDataParallel, names: Mapping[int, str]) -> tuple[list[Bucket], list[int], str]:
+    """(buckets as they are now, their element counts, dtype). Asked from the reducer, not computed again."""
+    buckets, counts, dtypes = [], [], set()
+    for found in model.reducer._get_zeros_like_grad_buckets():
+        slices, offset = [], 0
+        for parameter in found.parameters():
+            if id(parameter) in names:  # others are reduced and never stepped: padding to a replica
+                slices.append(BucketSlice(names[id(parameter)], offset, parameter.numel()))
+            offset += parameter.numel()
+        buckets.append(Bucket(slices))
+        counts.append(found.buffer().numel())
+        dtypes.add(DTYPES[found.buffer().dtype][0])
+        if offset != counts[-1]:
+            raise _refuse(f"bucket {found.index()} has {counts[-1]} elements, its tensors {offset}", "DDP", "report it")
+    if len(dtypes) != 1:
+        raise _refuse(f"reduces gradients in {', '.join(sorted(dtypes))}", "DDP", "one type for all parameters")
+    return buckets, counts, dtypes.pop()
+
+
+class Watch:
+    """Rank 0's look at the job while nothing is known. calls(): all that the communicator has been asked for."""
+
+    def __init__(
+        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, described: Model,
+        calls: Callable[[], list[dict[str, Any]]], communicator: Callable[[], dict[str, Any]], run_id: str, epoch: int,
+    ) -> None:
+        self._model, self._optimizer, self._described = model, optimizer, described
+        self._calls, self._communicator = calls, communicator
+        self._identity = (run_id, epoch)
+        self._before = len(calls())
+        self._layout: tuple[list[Bucket], list[int], str] | None = None
+        self.looks = 0
+        self.why = "the job's iterations are being watched"
+
+    def look(self) -> Job | None:
+        """Call when an iteration is over. The manifest, whose iteration 0 is the one that has just ended."""
+        calls = self._calls()
+        if len(calls) > CALLS:
+            raise _refuse(f"{len(calls)} calls have passed on the communicator", "attach", "attach at the start")
+        startup, mine = calls[: self._before], calls[self._before :]
+        self._before = len(calls)
+        before, self._layout = self._layout, layout(self._model, self._described.names)
+        self.looks += 1
+        if before is None or self.looks < 3 or before != self._layout:
+            return None
+        counts, dtype = self._layout[1:]
+        steady = [Collective(**call) for call in mine]
+        reduced = [call for call in steady if carries(call) == "gradient"]
+        for bucket, call in enumerate(call for call in reduced if call.dtype == dtype and call.count in counts):
+            call.carries, call.bucket = "gradient", bucket
+        for call in reduced:
+            call.carries = call.carries or "other"
+        found = [call.count for call in steady if call.carries == "gradient"]
+        if found != counts:
+            self.why = (
+                f"an iteration reduced {found} elements where DDP has buckets of {counts}; waiting for one that agrees"
+            )
+            return None
+        return self._job(startup, steady, self._layout[0], dtype)
+
+    def _job(
+        self, startup: list[dict[str, Any]], steady: list[Collective], buckets: list[Bucket], dtype: str
+    ) -> Job:
+        described = self._described
+        rounding, version = described.rounding
+        options = group_options(described, self._optimizer)
+        groups = [names for names in described.groups if names is not None]
+        before = [Collective(**call) for call in startup]
+        for call in before:
+            call.carries = "other"
+        once = [Collective(**vars(call)) for call in steady]
+        job = Job(
+            run_id=self._identity[0], epoch=self._identity[1],
+            communicator=Communicator(**self._communicator()), flows=[],
+            collectives=Collectives(before, once, [], steady), buckets=Buckets([], buckets),
+            model=described.entries, gradients=Gradients(dtype),
+            optimizer=Optimizer(
+                described.optimizer, [ParameterGroup(n, o) for n, o in zip(groups, options, strict=True)], rounding,
+                version,
+            ),
+            step_values=["lr", *(["buffers"] if described.buffers else [])],
+        )
+        return Job.from_dict(job.to_dict(), where="the live job")

@@ -1,0 +1,214 @@
+"""The background half of an attachment: one thread that sends, one per connection that listens.
+
+    post = Post(address, token, who, opening)     opening(): messages that every connection begins with
+    post.put(message, tensors)                    from the training thread: never waits
+    post.wanted, post.joined                      what the node has asked for, and answered
+
+The queue is bounded. When it is full nothing is dropped silently: the whole queue is given up, the connection ends,
+`lost` counts it, and the next connection starts anew (the node then misses records, and asks for a state). A node
+that is gone is tried again after a second, then after longer pauses, for ever; threads are daemons, so that nothing
+here keeps a process alive.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flowcheck.errors import FlowcheckError
+from flowcheck.records import Joined, Limits, Link, Progress, RecordsError, Refused, Wanted, greet
+from flowcheck.tensors import header, packed_bytes, pieces
+
+__all__ = ["Post", "Who"]
+
+QUEUE = 1024  # messages: that many iterations the node may be behind
+PAUSE = (1.0, 30.0)
+CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Who:
+    run_id: str
+    epoch: int
+    rank: int
+    ranks: int
+    group: str
+
+
+class Post:
+    """why: the last reason for not being connected, "" while connected. iteration, status: of the node's newest
+    version, -1: none yet."""
+
+    def __init__(
+        self, address: tuple[str, int], token: bytes, who: Who, opening: Callable[[], list[Any]],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._address, self._token, self._who, self._opening, self._tell = address, token, who, opening, tell
+        self._queue: queue.Queue[tuple[Any, Mapping[str, torch.Tensor]]] = queue.Queue(QUEUE)
+        self._link: Link | None = None
+        self._stop = threading.Event()
+        self._again = threading.Event()  # the opening has more to say
+        self.wanted: frozenset[str] = frozenset()
+        self.joined: int | None = None
+        self.answered = threading.Event()  # something came, or the connection ended
+        self.why = "not connected yet"
+        self.lost = 0
+        self.iteration, self.status = -1, ""
+        self._thread = threading.Thread(target=self._main, name="flowcheck attachment", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def connected(self) -> bool:
+        return self._link is not None
+
+    def put(self, message: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> bool:
+        """False: it will not be sent. Without a connection there is nobody to send to; that is no loss of ours."""
+        link = self._link
+        if link is None:
+            return False
+        try:
+            self._queue.put_nowait((message, tensors or {}))
+        except queue.Full:
+            self.lost += 1
+            self.why = f"the node is more than {QUEUE} iterations behind"
+            link.close()
+            return False
+        return True
+
+    def open_again(self) -> None:
+        """What `opening` says has changed: send it on the connection that there is."""
+        self._again.set()
+
+    def close(self, last: Any, seconds: float) -> None:
+        """Send what is queued and `last`, if that works within the time."""
+        if self.put(last):
+            deadline = time.monotonic() + seconds
+            while self.connected and time.monotonic() < deadline and self._thread.is_alive():
+                self.answered.wait(0.05)
+                if self._queue.empty() and self._sent_last:
+                    break
+        self._stop.set()
+        link = self._link
+        if link is not None:
+            link.close()
+        self._thread.join(max(seconds, 0.1))
+
+    # -- the thread --
+
+    _sent_last = False
+
+    def _main(self) -> None:
+        pause = PAUSE[0]
+        while not self._stop.is_set():
+            try:
+                link = self._connect()
+            except (OSError, FlowcheckError) as error:
+                self._say(getattr(error, "what", None) or f"no connection: {getattr(error, 'strerror', error)}")
+                self._stop.wait(pause)
+                pause = min(2 * pause, PAUSE[1])
+                continue
+            pause = PAUSE[0]
+            listener = threading.Thread(target=self._listen, args=(link,), name="flowcheck listener", daemon=True)
+            listener.start()
+            try:
+                self._send_all(link)
+            except (FlowcheckError, OSError) as error:
+                self._say(getattr(error, "what", str(error)))
+            finally:
+                self._link = None
+                link.close()
+                listener.join()
+                self._drain()
+                self.wanted, self.joined = frozenset(), None
+                self.answered.set()
+            self._stop.wait(pause)
+
+    def _say(self, why: str) -> None:
+        if why != self.why:
+            self.why = why
+            self._tell(why)
+
+    def _connect(self) -> Link:
+        sock = socket.create_connection(self._address, timeout=CONNECT_SECONDS)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        link = Link(sock)
+        link.limits = lambda: Limits(64 << 10)
+        try:
+            who = self._who
+            greet(link, self._token, run_id=who.run_id, epoch=who.epoch, rank=who.rank, ranks=who.ranks,
+                  group=who.group)
+        except BaseException:
+            link.close()
+            raise
+        self._again.set()
+        return link
+
+    def _send_all(self, link: Link) -> None:
+        self._link, self.why = link, ""
+        while not self._stop.is_set():
+            if self._again.is_set():
+                self._again.clear()
+                for message in self._opening():
+                    link.send(message)
+            try:
+                message, tensors = self._queue.get(timeout=0.05)
+            except queue.Empty:
+                if not self.connected:
+                    return
+                continue
+            if tensors:
+                head, order = header(tensors)
+                parts = (piece for name in order for piece in pieces(tensors[name]))
+                link.send(message, _chain(head, parts), packed_bytes(tensors))
+            else:
+                link.send(message)
+            self._sent_last = self._queue.empty()
+
+    def _listen(self, link: Link) -> None:
+        try:
+            while True:
+                message, size = link.receive()
+                if size:
+                    raise RecordsError("a payload from a node", where=link.peer)
+                if isinstance(message, Wanted):
+                    self.wanted = frozenset(message.what)
+                    if message.what:
+                        self._say(message.why)
+                elif isinstance(message, Joined):
+                    self.joined, self.why = message.iteration, ""
+                elif isinstance(message, Progress):
+                    self.iteration, self.status = message.iteration, message.status
+                elif isinstance(message, Refused):
+                    raise RecordsError(f"refused: {message.why}", where=link.peer)
+                else:
+                    raise RecordsError(f"a {type(message).__name__} from a node", where=link.peer)
+                self.answered.set()
+        except (FlowcheckError, OSError) as error:
+            if not self._stop.is_set():
+                self._say(getattr(error, "what", str(error)))
+        finally:
+            self._link = None
+            link.close()
+            self.answered.set()
+
+    def _drain(self) -> None:
+        try:
+            while True:
+                self._queue.get_nowait()
+        except queue.Empty:
+            pass
+
+
+def _chain(head: bytes, parts: Any) -> Any:
+    yield head
+    yield from parts
