@@ -17,7 +17,7 @@ connection come to one queue, and so to one thread. net_af_packet spreads by the
 from __future__ import annotations
 
 import itertools
-import socket
+import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,14 +27,15 @@ from typing import Self
 
 from dataplane.counterfile import CounterFile
 from dataplane.memory import DUMPS, MemoryNeed, QueuePlan, packets_of, plan_queue, room_for, total
-from dataplane.ports import PortPlan, packet_sockets, plan_port, promiscuous_socket
+from dataplane.ports import PortPlan, plan_port
 from dataplane.pydpdk.dmadev import DEPTH, PCI_ADDRESS, DmaDevice
-from dataplane.pydpdk.eal import Eal, free_huge_pages
+from dataplane.pydpdk.eal import Eal, available_bytes, free_huge_pages
 from dataplane.pydpdk.errors import DpdkError, NotEnoughMemory
 from dataplane.pydpdk.ethdev import Port, Rss
 from dataplane.pydpdk.ffi import lib
 from dataplane.pydpdk.mempool import Mempool
 from dataplane.rx import DMA_MINIMUM, RingMemory, RxConfig, RxThread
+from dataplane.sockets import PacketSockets, promiscuous_socket
 
 __all__ = ["LiveConfig", "LiveSource", "live_memory", "start_eal"]
 
@@ -79,6 +80,16 @@ class LiveConfig:
             raise ValueError(f"path MTU {self.path_mtu}: RoCE has 256, 512, 1024, 2048 and 4096")
         if not 1 <= self.queues <= 64:
             raise ValueError(f"{self.queues} queues: 1 to 64")
+        for what, number, least, most in (
+            ("burst", self.burst, 1, lib.FC_RX_BURST_MAX),
+            ("iteration_bytes", self.iteration_bytes, 0, 1 << 48),
+            ("dma_minimum", self.dma_minimum, 0, 1 << 31),
+            ("kernel_frames", self.kernel_frames, 16, 1 << 20),
+            *(("core", core, 0, 1023) for core in self.cores),
+            *(("stream", stream, 0, 0xFFFF) for stream in self.streams),
+        ):
+            if not least <= number <= most:
+                raise ValueError(f"{what} {number}: {least} to {most}")
         for what, given in (("cores", self.cores), ("streams", self.streams)):
             if given and len(given) != self.queues:
                 raise ValueError(f"{len(given)} {what} for {self.queues} queues")
@@ -160,18 +171,21 @@ class LiveSource:
         plan, number = config.queue_plan(), next(_numbers)
         with ExitStack() as undo:
             self._counters = undo.enter_context(CounterFile(eal, config.device, config.queues))
-            before = set(packet_sockets())
-            self._port = undo.enter_context(Port(eal, config.port.name, config.port.arguments))
-            sockets: list[int | None] = [fd for fd in packet_sockets() if fd not in before]
-            self._set_up_port(undo)
+            interface = config.port.interface
+            # Before the port: it says which privilege is missing, the drivers do not.
+            bound = undo.enter_context(promiscuous_socket(interface)) if interface else None
+            mine = undo.enter_context(PacketSockets())
+            self._port = undo.enter_context(self._open_port(eal))
+            sockets: list[int | None] = [*mine.find()]
+            if interface:
+                mine.check_alone(interface)
+            self._set_up_port()
             facts = self._port.facts
             self._memories, self._threads, self._pools = [], [], []
             sockets += [None] * config.queues
             for queue in range(config.queues):
                 pool = undo.enter_context(
-                    Mempool(
-                        eal, f"fc_live_{number}_{queue}", plan.buffers, plan.room, cache=CACHE, socket=facts.socket
-                    )
+                    Mempool(eal, f"fc_live_{number}_{queue}", plan.buffers, plan.room, cache=CACHE, socket=facts.socket)
                 )
                 self._pools.append(pool)
                 self._port.rx_queue(queue, pool, descriptors=config.port.descriptors)
@@ -192,22 +206,36 @@ class LiveSource:
                     stamp=True,
                     roce_only=config.roce_only,
                     packet_socket=sockets[queue],
+                    bound_socket=bound.fileno() if bound else None,
+                    source=config.device,
                     engines=self._engines(eal, undo, queue),
                     dma_minimum=config.dma_minimum,
                 )
                 self._threads.append(undo.enter_context(RxThread(self._port, self._memories[queue], rx)))
             self._undo = undo.pop_all()
 
-    def _set_up_port(self, undo: ExitStack) -> None:
+    def _open_port(self, eal: Eal) -> Port:
+        plan, queues = self.config.port, self.config.queues
+        kernel = plan.kernel_bytes * queues
+        asked = f"{self.config.device}: {queues} x {plan.kernel_bytes} bytes of rings in the kernel"
+        if kernel > (available := available_bytes()):
+            raise NotEnoughMemory(f"{asked}, {available} bytes available", "fewer kernel_frames")
+        try:
+            return Port(eal, plan.name, plan.arguments)
+        except DpdkError as exc:
+            if not plan.interface:
+                raise
+            sum_text = f"{asked}; " if kernel else ""
+            raise DpdkError(exc.errno or 0, f"{sum_text}{exc.what}", "see the lines above; flowcheck doctor") from None
+
+    def _set_up_port(self) -> None:
         port, config = self._port, self.config
         if config.queues > port.facts.max_rx_queues:
             raise DpdkError(
                 0, f"{config.device}: {config.queues} queues, it has {port.facts.max_rx_queues}", "fewer queues"
             )
         port.configure(rx_queues=config.queues, mtu=config.port.mtu, rss=config.rss)
-        if config.port.interface:
-            self._promiscuous: socket.socket = undo.enter_context(promiscuous_socket(config.port.interface))
-        elif config.port.driver == "pci":
+        if config.port.driver == "pci":
             port.promiscuous()
 
     def _engines(self, eal: Eal, undo: ExitStack, queue: int) -> tuple[DmaDevice, ...]:
@@ -219,7 +247,9 @@ class LiveSource:
         )
 
     def start(self) -> None:
-        """Packets begin to appear in the rings."""
+        """Packets begin to appear in the rings. Says in the log if `hold` cannot keep an iteration."""
+        if self.config.warning:
+            logging.getLogger(__name__).warning("%s", self.config.warning)
         self._port.start()
         for thread in self._threads:
             thread.start()
@@ -249,7 +279,7 @@ class LiveSource:
 
     @property
     def error(self) -> DpdkError | None:
-        """Why a thread could not work."""
+        """Why a thread could not work, or stopped: the interface is gone, an engine hangs."""
         return next((t.failure() for t in self._threads if t.state == lib.FC_RX_FAILED), None)
 
     def counters(self, queue: int | None = None) -> dict[str, int]:

@@ -6,34 +6,28 @@
     ring, null            net_ring and net_null, for tests
 
 Traps handled here. net_af_packet cuts frames that are larger than its `framesz` (2048 by default): framesz is
-set by the interface's MTU. It reports no drops: its sockets are found, so that they can be asked. It wants
-packet buffers as large as framesz. net_af_xdp refuses large MTUs, receives nothing at 3000, and nothing at all
-on veth with busy polling (busy_budget), wants a pool of its own with small buffers, and (22.11) keeps the
-interface's queue until the process ends, so an interface is captured once per process. Promiscuous mode
-belongs to a socket that lives as long as the capture, so the interface's flags are what they were afterwards.
+set by the interface's MTU. It wants packet buffers as large as framesz (sockets.py has the rest of its traps).
+net_af_xdp refuses large MTUs, receives nothing at 3000, and nothing at all on veth with busy polling
+(busy_budget), wants a pool of its own with small buffers, and (22.11) keeps the interface's queue until the
+process ends, so an interface is captured once per process.
 """
 
 from __future__ import annotations
 
-import array
 import errno
 import fcntl
 import itertools
-import os
 import socket
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from dataplane.memory import room_for
 from dataplane.pydpdk.errors import DpdkError
 from dataplane.pydpdk.ethdev import PCI_ADDRESS
 
-__all__ = ["PortPlan", "interface_mtu", "packet_sockets", "plan_port", "promiscuous_socket"]
+__all__ = ["PortPlan", "interface_mtu", "plan_port"]
 
 SIOCGIFMTU = 0x8921
-SO_DOMAIN = 39
-SOL_PACKET, PACKET_ADD_MEMBERSHIP, PACKET_MR_PROMISC = 263, 1, 1
 ETHERNET = 14 + 8  # header and two VLAN tags
 TPACKET2_ROOM = 96  # what the kernel puts before a frame in its ring: headers, address, alignment
 BLOCK = 1 << 16
@@ -128,41 +122,3 @@ def _af_xdp(name: str, interface: str, mtu: int, queues: int, frames: int) -> Po
     return PortPlan(
         "af_xdp", name, arguments, interface, mtu + ETHERNET, room=AF_XDP_ROOM, descriptors=AF_XDP_DESCRIPTORS
     )
-
-
-def packet_sockets() -> Iterator[int]:
-    """File descriptors of this process that are AF_PACKET sockets, ascending."""
-    for fd in sorted(map(int, os.listdir("/proc/self/fd"))):
-        try:
-            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
-                continue
-        except OSError:
-            continue  # the descriptor of the listing itself
-        # Family and type given: Python would ask the socket, and an AF_XDP one does not answer.
-        borrowed = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0, fileno=fd)
-        try:
-            domain = borrowed.getsockopt(socket.SOL_SOCKET, SO_DOMAIN)
-        finally:
-            borrowed.detach()
-        if domain == socket.AF_PACKET:
-            yield fd
-
-
-def promiscuous_socket(interface: str) -> socket.socket:
-    """The interface takes frames for anybody until this socket is closed. It receives nothing itself.
-
-    Raises:
-        DpdkError: not allowed.
-    """
-    try:
-        kept = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
-    except OSError as exc:
-        raise DpdkError(exc.errno or errno.EPERM, f"interface {interface}: capturing", "root or CAP_NET_RAW") from None
-    try:
-        index = socket.if_nametoindex(interface)
-        member = struct.pack("iHH8s", index, PACKET_MR_PROMISC, 0, b"")
-        kept.setsockopt(SOL_PACKET, PACKET_ADD_MEMBERSHIP, array.array("B", member))
-    except OSError as exc:
-        kept.close()
-        raise DpdkError(exc.errno or errno.EPERM, f"interface {interface}: promiscuous mode") from None
-    return kept

@@ -126,8 +126,9 @@ class RxConfig:
     expected: packets after which the thread ends, 0: endless. ns_per_tick: unit of the port's receive
     timestamps, 0: it has none. stamp: give packets without one the time of their burst. core: CPU to pin
     to, None: any. roce_only: drop what cannot hold RoCE. packet_socket: file descriptor of the queue's
-    AF_PACKET socket, whose drops the driver hides. engines: for dump="dma", used by no other queue;
-    dma_minimum: bytes below which the CPU copies."""
+    AF_PACKET socket, whose drops the driver hides. bound_socket: one bound to the interface, which tells when
+    that is gone. engines: for dump="dma", used by no other queue;
+    dma_minimum: bytes below which the CPU copies. source: what errors call it."""
 
     queue: int = 0
     stream: int = 0
@@ -141,8 +142,10 @@ class RxConfig:
     stamp: bool = False
     roce_only: bool = False
     packet_socket: int | None = None
+    bound_socket: int | None = None
     engines: tuple[DmaDevice, ...] = ()
     dma_minimum: int = DMA_MINIMUM
+    source: str = ""
 
 
 class RxThread(Resource):
@@ -159,7 +162,7 @@ class RxThread(Resource):
             engine.require_open()
         if len(config.engines) > lib.FC_ENGINES_MAX:
             raise ValueError(f"{len(config.engines)} DMA engines for one queue, at most {lib.FC_ENGINES_MAX}")
-        self._config = config
+        self._config, self._port = config, port
         self._dump = ffi.new("char[]", config.dump.encode())
         c = ffi.new("fc_rx_config *")
         c.port, c.queue, c.stream, c.burst = port.number, config.queue, config.stream, config.burst
@@ -170,6 +173,7 @@ class RxThread(Resource):
         c.slot_size, c.dump = memory.slot_size, self._dump
         c.roce_only, c.stamp = config.roce_only, config.stamp
         c.packet_socket = -1 if config.packet_socket is None else config.packet_socket
+        c.bound_socket = -1 if config.bound_socket is None else config.bound_socket
         c.dma_minimum, c.engine_count = config.dma_minimum, len(config.engines)
         for place, engine in zip(c.engines, config.engines, strict=False):
             place.device, place.channel, place.depth = engine.device, 0, engine.depth
@@ -208,7 +212,7 @@ class RxThread(Resource):
             lib.fc_rx_stop(self._rx)
 
     def failure(self) -> DpdkError | None:
-        """Why the thread could not begin its work."""
+        """Why the thread could not begin its work, or go on with it."""
         if self.state != lib.FC_RX_FAILED:
             return None
         core = self._config.core
@@ -217,6 +221,11 @@ class RxThread(Resource):
             names = ", ".join(engine.name for engine in self._config.engines)
             what = f"DMA engines {names}: copies were never completed"
             return DpdkError(code, what, "working engines, or dump='copy'")
+        if code == errno.ENODEV:
+            return DpdkError(
+                code, f"{self._config.source or repr(self._port)}: gone, deleted or moved to another network namespace",
+                "a new capture, once there is an interface again",
+            )  # fmt: skip
         return DpdkError(
             code,
             f"rx thread{'' if core is None else f' on core {core}'}: start",

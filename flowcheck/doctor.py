@@ -4,7 +4,7 @@ Every check reads (/proc, /sys, ioctl), changes nothing, and gives findings: ok,
 with a risk that is named) or unusable. What depends on a device is checked for the devices named: --device
 af_packet:eth1, af_xdp:eth1, or a PCI address. docs/doctor.md lists the checks.
 
-Exit status: 0 all ok, 1 warnings, 3 unusable.
+Exit status: 0 all ok, 1 warnings, 2 unusable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Finding", "Machine", "Wanted", "examine", "run"]
 
 SCHEMA = "flowcheck-doctor/1"
 Level = Literal["ok", "warning", "unusable"]
-EXIT = {"ok": 0, "warning": 1, "unusable": 3}
+EXIT = {"ok": 0, "warning": 1, "unusable": 2}
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.IGNORECASE)
 DPDK = ((22, 11), (24, 11))
 NET_RAW, NET_ADMIN, IPC_LOCK, SYS_ADMIN = 13, 12, 14, 21

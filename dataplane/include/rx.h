@@ -19,6 +19,9 @@
  * Without a thread: fc_rx_poll does a number of bursts on the caller's thread, instead of fc_rx_start, so
  * that rx and consumer can share a core and its cache. The caller is then the producer's thread.
  *
+ * An interface that is deleted delivers nothing and says nothing: a driver polls on for ever. The kernel takes its
+ * index from every socket bound to it, so bound_socket is asked now and then, and the thread ends with ENODEV.
+ *
  * The end: with `expected` set the thread ends when that many packets are accounted for (received +
  * errors + no_mbuf), or when nothing came for stall_ms although there was room. In every case it
  * publishes what it took and closes the ring, so that a consumer never waits for a thread that is gone.
@@ -43,8 +46,8 @@ enum fc_rx_state {
     FC_RX_DONE = 2,    /* everything expected is accounted for                                     */
     FC_RX_STOPPED = 3, /* fc_rx_stop came first                                                    */
     FC_RX_STALLED = 4, /* the source went silent before `expected` was reached                     */
-    FC_RX_FAILED = 5   /* the thread could not start its work, or an engine hangs (ETIMEDOUT):
-                        * fc_rx_error has the errno                                               */
+    FC_RX_FAILED = 5   /* the thread could not start its work, an engine hangs (ETIMEDOUT), or the
+                        * interface is gone (ENODEV): fc_rx_error has the errno                   */
 };
 
 typedef struct fc_rx_config {
@@ -65,6 +68,7 @@ typedef struct fc_rx_config {
     uint32_t roce_only;
     uint32_t stamp;
     int32_t packet_socket;    /* this queue's AF_PACKET socket, whose drops the PMD hides; -1: none  */
+    int32_t bound_socket;     /* an AF_PACKET socket bound to the interface: tells that it vanished; -1: none */
     uint32_t engine_count;    /* dma: engines that no other queue uses                               */
     uint32_t dma_minimum;
     fc_dump_engine engines[FC_ENGINES_MAX];

@@ -38,6 +38,12 @@ def pkg_config(*arguments: str) -> list[str]:
     return run.stdout.split()
 
 
+def library_folders() -> list[str]:
+    """Of a DPDK that is not the system's (PKG_CONFIG_PATH). distutils puts /usr/lib before extra_link_args, and
+    headers of one version linked with the library of another build without a word."""
+    return [flag.removeprefix("-L") for flag in pkg_config("--libs-only-L")]
+
+
 def relative(*paths: Path) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in paths)
 
@@ -53,6 +59,7 @@ ffi.set_source(
         HERE / "shim.h", *(HERE / "decl").glob("*.h"), *(ROOT / "dataplane/include").glob("*.h")
     ),
     include_dirs=["dataplane/include", "dataplane/pydpdk"],
+    library_dirs=library_folders(),
     # pkg-config's own -march=corei7 undoes an earlier -march: an own one would have to follow it.
     extra_compile_args=[
         *pkg_config("--cflags"),

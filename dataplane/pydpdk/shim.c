@@ -8,6 +8,7 @@
 #include <rte_ethdev.h>
 #include <rte_mbuf.h>
 #include <rte_ring.h>
+#include <rte_version.h>
 
 #define UDP_RSS (RTE_ETH_RSS_NONFRAG_IPV4_UDP | RTE_ETH_RSS_NONFRAG_IPV6_UDP)
 #define IP_RSS (RTE_ETH_RSS_IPV4 | RTE_ETH_RSS_IPV6 | UDP_RSS)
@@ -16,6 +17,11 @@
 int fc_rte_errno(void)
 {
     return rte_errno;
+}
+
+int fc_built_release(void)
+{
+    return RTE_VER_YEAR * 100 + RTE_VER_MONTH;
 }
 
 /* -- ports ------------------------------------------------------------------------------------------- */

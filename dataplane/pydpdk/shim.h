@@ -11,6 +11,9 @@ struct rte_ring;
 /* rte_errno is a per-thread lvalue macro. */
 int fc_rte_errno(void);
 
+/* Year and month of the release whose headers this was compiled with, year * 100 + month. */
+int fc_built_release(void);
+
 /* What a port offers of what a capture can use. */
 typedef struct fc_port_facts {
     uint16_t max_rx_queues;
@@ -36,8 +39,8 @@ enum fc_rss {
     FC_RSS_ADDRESSES = 2
 };
 
-/* Receive-only configuration: mtu 0 leaves the driver's own; scatter, IP checksum and receive times are
- * used where offered. No tx queue is set up (net_af_xdp insists on one; it is never given a packet). */
+/* Receive-only configuration: mtu 0 leaves the driver's own; scatter and IP checksum are used where
+ * offered. No tx queue is set up (net_af_xdp insists on one; it is never given a packet). */
 int fc_port_configure(uint16_t port, uint16_t rx_queues, uint16_t mtu, int rss);
 int fc_port_rx_queue(uint16_t port, uint16_t queue, uint16_t descriptors, struct rte_mempool *pool);
 

@@ -80,12 +80,21 @@ static void read_packet_socket(fc_rx *rx)
     fc_count(&rx->config.counters->kernel_ring_full, stats.tp_drops);
 }
 
+/* Deleted, or moved to another network namespace. Down is not gone: packets come again when it is up. */
+static int interface_gone(const fc_rx *rx)
+{
+    struct sockaddr_ll at;
+    socklen_t size = sizeof(at);
+
+    return rx->config.bound_socket >= 0
+           && getsockname(rx->config.bound_socket, (struct sockaddr *)&at, &size) == 0 && at.sll_ifindex <= 0;
+}
+
 static void read_nic_counters(fc_rx *rx)
 {
     struct rte_eth_stats stats;
 
     read_packet_socket(rx);
-
     if (rx->config.queue != 0 || rte_eth_stats_get(rx->config.port, &stats) != 0)
         return;
     __atomic_store_n(&rx->config.counters->nic_missed, stats.imissed, __ATOMIC_RELAXED);
@@ -162,6 +171,12 @@ static int poll_once(fc_rx *rx)
     return n;
 }
 
+static int fail(fc_rx *rx, int error)
+{
+    rx->error = error;
+    return FC_RX_FAILED;
+}
+
 static int receive(fc_rx *rx)
 {
     const uint64_t stall_ns = rx->config.stall_ms * 1000000ull;
@@ -195,6 +210,8 @@ static int receive(fc_rx *rx)
             continue;
         read_nic_counters(rx);
         nic_read = now_ns();
+        if (interface_gone(rx))
+            return fail(rx, ENODEV);
         if (rx->config.expected == 0)
             continue;
         if (accounted_for(rx))
@@ -203,12 +220,6 @@ static int receive(fc_rx *rx)
             return FC_RX_STALLED;
     }
     return FC_RX_STOPPED;
-}
-
-static int fail(fc_rx *rx, int error)
-{
-    rx->error = error;
-    return FC_RX_FAILED;
 }
 
 static int pin(int core)

@@ -8,6 +8,7 @@ from flowcheck.bench import ingest
 def test_rows(eal, monkeypatch):
     monkeypatch.setattr(ingest, "LAP_BYTES", 1 << 20)
     monkeypatch.setattr(ingest, "LAPS", 2)
+    monkeypatch.setattr(ingest, "COLD_LAP_BYTES", 1 << 20)
     monkeypatch.setattr(ingest, "MEMORY_MB", 64)
     rows = ingest.run(1, 4 << 20)
     ways = [

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from dataplane.capture import PcapSource, memory_needed
 from dataplane.pcapfile import CaptureFileError, scan
-from dataplane.pydpdk import Mempool, Port
+from dataplane.pydpdk import DmaDevice, Mempool, Port
+from dataplane.pydpdk.ffi import lib
 from dataplane.reader import RingReader
 from dataplane.rx import RingMemory, RxConfig, RxThread
 
@@ -269,3 +270,35 @@ def test_frames_larger_than_a_slot_are_counted(eal, captures, dump, tmp_path):
     adds_up(memory.counters(), 400)
     rx.close()  # hold keeps what the ring keeps
     assert pool.in_use == 0
+
+
+def test_an_engine_that_is_full(eal, captures, tmp_path):
+    """31 descriptors, bursts of 64: the CPU moves the rest, and nothing is out of order."""
+    records = captures.records(3000)
+    path = tmp_path / "full.pcap"
+    path.write_bytes(captures.pcap(records))
+    with DmaDevice(eal, "dma_skeleton_full", depth=32) as engine:
+        with PcapSource(eal, path, dump="dma", engines=(engine,), dma_minimum=1) as source:
+            packets = replay(source)
+        counters = source.counters()
+    assert [p.data for p in packets] == [r.data for r in records]
+    assert counters["cpu_pieces"] > 0 and counters["dma_pieces"] > 0
+    assert counters["cpu_pieces"] + counters["dma_pieces"] == 3000
+
+
+def test_an_engine_that_hangs(eal, captures, tmp_path):
+    """Its device stopped, it completes nothing: the thread ends and says which, what it had is counted."""
+    path = tmp_path / "hangs.pcap"
+    path.write_bytes(captures.pcap(captures.records(100)))
+    engine = DmaDevice(eal, "dma_skeleton_hangs")
+    lib.rte_dma_stop(engine.device)
+    with PcapSource(eal, path, ring_size=64, dump="dma", engines=(engine,), dma_minimum=1) as source:
+        source.start()
+        deadline = time.monotonic() + 20
+        while source.counters()["received"] < 64:
+            assert time.monotonic() < deadline
+        source.stop()
+        assert list(RingReader(source.ring_address)) == []
+        assert "dma_skeleton_hangs: copies were never completed" in str(source.error)
+        counters = source.counters()
+        assert counters["unfinished"] == counters["received"] == 64

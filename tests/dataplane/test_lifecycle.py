@@ -38,11 +38,16 @@ def mapped():
         return int(statm.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_hundred_cycles_leave_nothing(eal, capture):
+def test_hundred_cycles_leave_nothing(eal, capture, dump):
+    """Ports, queues, pools, rings and engines, with every strategy."""
+
     def cycle():
-        with PcapSource(eal, capture, ring_size=64) as source:
+        chosen = dump()
+        with PcapSource(eal, capture, ring_size=64, **chosen) as source:
             source.start()
             assert sum(1 for _ in RingReader(source.ring_address)) == 300
+        for engine in chosen.get("engines", ()):
+            engine.close()
 
     cycle()
     before = open_files(), threading.active_count(), len(os.listdir("/proc/self/task"))

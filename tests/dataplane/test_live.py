@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from pathlib import Path
 
 import pytest
 
 from dataplane.counters import read_counters
-from dataplane.live import LiveConfig, LiveSource, live_memory
-from dataplane.pydpdk import DpdkError, Mbuf, Mempool, Ring
+from dataplane.live import LiveConfig, LiveSource, live_memory, start_eal
+from dataplane.pydpdk import DpdkError, Mbuf, Mempool, NotEnoughMemory, Ring
 from dataplane.reader import RingReader
 
 SIZES = {"af_packet": (60, 64, 1082, 1514, 4170, 9014), "af_xdp": (60, 64, 1082, 1514), "ring": (60, 1082, 4170)}
@@ -148,6 +149,117 @@ def test_drops_of_the_kernel(feed, captures, live_dump):
     assert f"{counters['kernel_ring_full']} kernel ring full + 0 left in the kernel" in it.source.summary()
 
 
+@pytest.mark.parametrize("kind", ["af_packet", "af_xdp"])
+def test_interface_that_vanishes(feed, captures, kind):
+    """The driver would poll on for ever; the capture ends, with what it has, and says so."""
+    frames = [r.data for r in captures.records(50, sizes=(60,))]
+    it = feed(kind, ring_size=64)
+    it.source.start()
+    it.send(frames)
+    it.wait(50)
+    it.veth.ip("link", "delete", it.veth.near)
+    reader, packets = RingReader(it.source.ring_addresses[0]), []
+    deadline = time.monotonic() + 20
+    while not reader.drained:
+        assert time.monotonic() < deadline
+        packets += reader.take()
+    assert [p.data for p in packets] == frames
+    assert it.source.finished
+    assert f"{kind}:{it.veth.near}: gone" in str(it.source.error)
+
+
+def test_interface_goes_down_and_up_again(feed, captures):
+    frames = [r.data for r in captures.records(50, sizes=(60,))]
+    it = feed("af_packet", ring_size=256)
+    it.source.start()
+    it.send(frames)
+    it.wait(50)
+    it.veth.ip("link", "set", it.veth.near, "down")
+    it.veth.ip("link", "set", it.veth.near, "up")
+    it.send(frames)
+    it.wait(100)
+    it.source.stop()
+    assert it.source.error is None
+    assert [p.data for p in RingReader(it.source.ring_addresses[0])] == frames * 2
+
+
+def test_mtu_raised_while_capturing(feed, captures):
+    """Frames that the kernel cuts because its ring was made for smaller ones are never published as whole."""
+    small = [r.data for r in captures.records(20, sizes=(60, 1514))]
+    large = [r.data for r in captures.records(20, sizes=(2048, 4170, 9014))]
+    it = feed("af_packet")
+    it.source.close()
+    for end in (it.veth.near, it.veth.far):
+        it.veth.ip("link", "set", end, "mtu", "1500")
+    it.source = LiveSource(it.eal, LiveConfig(f"af_packet:{it.veth.near}"))
+    it.source.start()
+    for end in (it.veth.near, it.veth.far):
+        it.veth.ip("link", "set", end, "mtu", "9000")
+    it.send(small + large)
+    it.wait(40)
+    it.source.stop()
+    assert [p.data for p in RingReader(it.source.ring_addresses[0])] == small
+    counters = it.source.counters()
+    assert counters["oversize"] == 20
+    adds_up(counters)
+
+
+def test_two_captures_of_one_interface(eal, feed, captures):
+    """They would be in one fanout group and get a part of the packets each: the second is refused, the first
+    undisturbed. A port that was never started leaves no socket in the group."""
+    frames = [r.data for r in captures.records(200, sizes=(60, 1082))]
+    it = feed("af_packet", ring_size=256)
+    config = LiveConfig(f"af_packet:{it.veth.near}", ring_size=256)
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(DpdkError, match=f"(?s){it.veth.near}: another capture.*each would get a part"):
+        LiveSource(eal, config)
+    assert len(os.listdir("/proc/self/fd")) == files
+    it.source.close()
+    it.source = LiveSource(eal, config)
+    it.source.start()
+    it.send(frames)
+    it.wait(200)
+    it.source.stop()
+    assert [p.data for p in RingReader(it.source.ring_addresses[0])] == frames
+
+
+def test_several_ports_at_once(eal, feed, captures):
+    """Each end of a veth pair, and a ring; drops of one are not counted at another."""
+    frames = [r.data for r in captures.records(300, sizes=(60, 1082))]
+    one = feed("af_packet", ring_size=512, streams=(1,))
+    other = feed("ring", ring_size=64, streams=(2,))
+    with LiveSource(eal, LiveConfig(f"af_packet:{one.veth.far}", ring_size=512, streams=(3,))) as far:
+        for source in (one.source, other.source, far):
+            source.start()
+        one.send(frames)
+        other.send(frames)
+        one.wait(300)
+        other.wait(300)
+        for source in (one.source, other.source, far):
+            source.stop()
+        got = [list(RingReader(source.ring_addresses[0])) for source in (one.source, other.source, far)]
+    assert [p.data for p in got[0]] == [p.data for p in got[2]] == frames  # its kernel shows what it sends, too
+    assert [p.data for p in got[1]] == frames[:64]
+    assert [{p.stream for p in packets} for packets in got] == [{1}, {2}, {3}]
+    assert other.source.counters()["ring_full"] == 236 and one.source.counters()["ring_full"] == 0
+
+
+def test_a_pinned_thread_for_each_queue(feed):
+    core = max(os.sched_getaffinity(0))
+    it = feed("af_packet", queues=3, cores=(core,) * 3)
+    it.source.start()
+    threads = [
+        os.sched_getaffinity(int(task))
+        for task in os.listdir("/proc/self/task")
+        if Path(f"/proc/self/task/{task}/comm").read_text() == "fc-rx\n"
+    ]
+    it.source.stop()
+    assert it.source.error is None
+    assert len(threads) == 3 and it.source.finished
+    # Pinning is the thread's first act; one that was looked at before it had begun still has the process's mask.
+    assert all(mask == {core} or mask == os.sched_getaffinity(0) for mask in threads)
+
+
 def udp(captures, source, destination, port, mark):
     frame = bytearray(captures.frame(200, __import__("random").Random(mark)))
     frame[26:30], frame[30:34] = source, destination
@@ -275,6 +387,11 @@ def test_counters_are_readable_from_outside(feed, captures):
         ({"device": "ring", "dump": "dma"}, "0 DMA engines"),
         ({"device": "ring", "dump": "dma", "queues": 2, "engines": ("a", "b", "c")}, "3 DMA engines, 2 queues"),
         ({"device": "ring", "engines": ("dma_skeleton",)}, "other strategies none"),
+        ({"device": "ring", "burst": 257}, "burst 257: 1 to 256"),
+        ({"device": "ring", "cores": (-1,)}, "core -1"),
+        ({"device": "ring", "streams": (65536,)}, "stream 65536"),
+        ({"device": "ring", "iteration_bytes": -1}, "iteration_bytes -1"),
+        ({"device": "ring", "kernel_frames": 1 << 21}, "kernel_frames"),
     ],
 )
 def test_refused_configurations(options, what):
@@ -302,6 +419,40 @@ def test_hold_is_sized_by_the_iteration():
     assert fits.queue_plan().buffers >= fits.entries and fits.queue_plan().slot == 0
     short = LiveConfig("ring", dump="hold", path_mtu=4096, iteration_bytes=100 << 20, ring_size=1024)
     assert "up to 27201 packets, the ring holds 1024" in short.warning
+
+
+def test_hold_says_at_the_start_that_an_iteration_does_not_fit(feed, caplog):
+    fits = feed("ring", dump="hold", path_mtu=1024, iteration_bytes=1 << 20)
+    fits.source.start()
+    assert caplog.text == ""
+    short = feed("ring", dump="hold", path_mtu=1024, iteration_bytes=1 << 20, ring_size=64)
+    short.source.start()
+    assert "up to 1089 packets, the ring holds 64" in caplog.text
+
+
+def test_hold_gives_back_what_the_consumer_releases(feed, captures):
+    """Twice as many packets as there are buffers, a consumer that keeps nothing: none is missing, and what was
+    released goes back while the thread runs."""
+    it = feed("ring", dump="hold", ring_size=64, path_mtu=1024)
+    it.source.start()
+    reader, sent, taken = RingReader(it.source.ring_addresses[0]), 0, 0
+    frames = [r.data for r in captures.records(8, sizes=(60,))]
+    deadline = time.monotonic() + 20
+    while sent < 2 * it.pool.count:
+        it.send(frames)
+        sent += 8
+        while taken < sent:
+            taken += len(reader.take())
+            assert time.monotonic() < deadline
+    while it.pool.in_use:
+        assert time.monotonic() < deadline
+    assert not it.source.finished and it.source.counters()["ring_full"] == 0
+
+
+def test_memory_that_is_not_there():
+    arithmetic = r"(?s)is needed for: ring queue 0: .*1048576 slots x 1152 bytes.*rings 1176 MB"
+    with pytest.raises(NotEnoughMemory, match=arithmetic):
+        start_eal(LiveConfig("ring", path_mtu=1024, ring_size=1 << 20), huge=False)
 
 
 def test_dense_slots_and_the_sum():

@@ -49,3 +49,26 @@ def test_truncated_inside_a_tunnel(eal: Any, captures: Any, tmp_path: Path, six:
         source.start()
         assert [(p.data, p.truncated) for p in RingReader(source.ring_address)] == cases
         assert source.counters()["truncated"] == sum(cut for _, cut in cases)
+
+
+@pytest.mark.parametrize("six", [False, True], ids=["v4", "v6"])
+def test_truncated_roce(eal: Any, captures: Any, tmp_path: Path, six: bool) -> None:
+    """Frames of the short way, and those that just miss it: by a tag, IP options, their length, the port."""
+    cases = []
+    for port in (4791, 4789, 53):
+        for size in (0, 1, 16, 80, 1000):
+            udp = b"\xc0\0" + port.to_bytes(2, "big") + bytes(4) + bytes(size)
+            ip = b"\x45\0" + (20 + len(udp)).to_bytes(2, "big") + bytes(5) + b"\x11" + bytes(10)
+            options = b"\x46\0" + (24 + len(udp)).to_bytes(2, "big") + bytes(5) + b"\x11" + bytes(14)
+            if six:
+                ip = options = b"\x60\0\0\0" + len(udp).to_bytes(2, "big") + b"\x11\x40" + bytes(32)
+            kind = b"\x86\xdd" if six else b"\x08\0"
+            for head in (kind + ip, kind + options, b"\x81\0\0\1" + kind + ip):
+                whole = bytes(12) + head + udp
+                # A VXLAN header that is not there makes no tunnel, and so no truncation inside one.
+                cases += [(whole, False), (whole + bytes(5), False), (whole[:-1], True), (whole[: 14 + 7], True)]
+    path = tmp_path / "cases.pcap"
+    path.write_bytes(captures.pcap([captures.Record(data) for data, _ in cases]))
+    with PcapSource(eal, path) as source:
+        source.start()
+        assert [(p.data, p.truncated) for p in RingReader(source.ring_address)] == cases

@@ -92,6 +92,7 @@ typedef struct fc_rx_config {
     uint32_t roce_only;
     uint32_t stamp;
     int32_t packet_socket;
+    int32_t bound_socket;
     uint32_t engine_count;
     uint32_t dma_minimum;
     fc_dump_engine engines[...];
