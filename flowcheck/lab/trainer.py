@@ -91,7 +91,7 @@ class Rank:
         self._ddp = DistributedDataParallel(self.model, process_group=self._group, bucket_cap_mb=self.job.bucket_mb)
         if attach is not None:
             # Nothing but torch is needed where nobody attaches.
-            self._attachment = importlib.import_module("flowcheck.attach").attach(
+            self._attachment = importlib.import_module("flowcheck.attachment").attach(
                 self._ddp, self.optimizer, **attach[str(self.stage)]
             )
 

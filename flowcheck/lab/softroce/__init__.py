@@ -16,10 +16,10 @@ Written from the reference documents, on synth's layout rules and nothing of `pa
 
 import torch.distributed as _dist
 
-from flowcheck.lab.softroce.group import SoftRoceGroup, create, describe
+from flowcheck.lab.softroce.group import SoftRoceGroup, calls, create, describe
 from flowcheck.lab.softroce.settings import Settings
 
-__all__ = ["Settings", "SoftRoceGroup", "describe"]
+__all__ = ["Settings", "SoftRoceGroup", "calls", "describe"]
 
 if not hasattr(_dist.Backend, "SOFTROCE"):
     _dist.Backend.register_backend("softroce", create, devices=["cpu"])

@@ -4,6 +4,7 @@
         .start(kind, count, dtype, root, source, target, work)     addresses of memory that `work` keeps alive
         .send(peer, ...), .receive(peer, ...)
         .describe()                                                manifest's communicator and this rank's flows
+        .calls                                                     collectives so far, in the manifest's form
         .close()
 
 `start` may be called from any thread; the order of the calls is the order on the wire, and all ranks must call
@@ -27,6 +28,7 @@ from flowcheck.lab.softroce.work import SoftRoceWork
 
 __all__ = ["Communicator"]
 
+MOST_CALLS = 65537  # kept; one more than an attachment takes
 _LINGER_S = 5.0
 
 
@@ -39,6 +41,7 @@ class Communicator:
         self._store, self._closed = store, False
         self._pairs: dict[tuple[int, bool], tuple[int, int]] = {}
         self._lock = threading.Lock()  # issue order
+        self.calls: list[dict[str, Any]] = []  # the first MOST_CALLS
         self._nic = Nic.of(settings)
         self._boot: Bootstrap | None = None
         try:
@@ -96,6 +99,8 @@ class Communicator:
         with self._lock:
             self._check()
             plan = self._planner.plan(kind, count, dtype, root)
+            if count and len(self.calls) < MOST_CALLS:
+                self.calls.append({"op": kind, "count": count, "dtype": dtype, "root": root})
             self._nic.submit(self._number, plan, source, target, work)
 
     def send(self, peer: int, address: int, size: int, work: SoftRoceWork) -> None:

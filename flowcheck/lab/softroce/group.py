@@ -23,7 +23,7 @@ from flowcheck.lab.softroce.communicator import Communicator
 from flowcheck.lab.softroce.settings import Settings
 from flowcheck.lab.softroce.work import SoftRoceWork
 
-__all__ = ["SoftRoceGroup", "describe"]
+__all__ = ["SoftRoceGroup", "calls", "describe"]
 
 Tensor = torch.Tensor
 
@@ -251,10 +251,20 @@ def create(store: Any, rank: int, size: int, timeout: timedelta) -> SoftRoceGrou
         raise RuntimeError(f"softroce: {error}") from error
 
 
+def calls(group: Any = None) -> list[dict[str, Any]]:
+    """Collectives that a group's communicator was asked for since its birth, in issue order and in the manifest's
+    form (op, count, dtype, root); at most 65537. Broadcast and AllGather are counted in bytes."""
+    return list(_communicator(group).calls)
+
+
 def describe(group: Any = None) -> dict[str, Any]:
     """What a job manifest says of a group's communicator: {"communicator": ..., "flows": [...]}, flows of this
     rank only; the union over ranks is the whole. group: default the default group. Raises RuntimeError."""
+    return _communicator(group).describe()
+
+
+def _communicator(group: Any) -> Communicator:
     found = group if group is not None else dist.group.WORLD
     if not isinstance(found, SoftRoceGroup) or found.communicator is None:
         raise RuntimeError("softroce: that is no softroce group of two or more ranks")
-    return found.communicator.describe()
+    return found.communicator
