@@ -136,6 +136,8 @@ def status() -> None:
     for one in found:
         owner = f"process {one.owner}" if one.owner else "`lab up`" if one.kept else "nobody: `lab down` removes it"
         typer.echo(f"{one.name}: {len(one.roles)} namespaces ({', '.join(one.roles)}), belongs to {owner}")
+        for line in one.mirrors():
+            typer.echo(f"  {line}")
     if not found:
         typer.echo("no lab is on this machine")
 

@@ -12,7 +12,8 @@ Where an impairment is asked for, the cable is cut and the bump joins the ends (
 
     fab0 ---- p<r>o =bump= p<r>i ---- p<r>            m<n> ---- m<n>i =bump= m<n>o ---- mir0
 
-Names: namespaces flowcheck-NAME-r0.., -leaf, -node, -node1..; state in /run/flowcheck-lab/NAME. Two labs with
+Names: namespaces flowcheck-NAME-r0.., -leaf, -node, -node1..; state in /run/flowcheck-lab/NAME, shared
+memory of its nodes in /dev/shm/flowcheck-lab/NAME. Two labs with
 different names do not meet. What a killed lab has left is found by these names and cleared by the next `up` of the
 same name, or by `down`; a lab whose owner lives is refused. A fabric belongs to one thread.
 """
@@ -39,10 +40,11 @@ from flowcheck.lab.impair import Bump, Impairment, Wire
 from flowcheck.lab.mirror import Mirror
 from flowcheck.lab.ovs import OpenVSwitch
 
-__all__ = ["BRIDGE", "STATE", "Fabric", "FabricConfig", "Leftover", "clear", "leftovers"]
+__all__ = ["BRIDGE", "SHARED", "STATE", "Fabric", "FabricConfig", "Leftover", "clear", "leftovers"]
 
 PREFIX = "flowcheck"
 STATE = Path("/run/flowcheck-lab")
+SHARED = Path("/dev/shm/flowcheck-lab")  # replicas of the lab's nodes
 BRIDGE, CONTROL = "flowcheck0", "flowcheckctl"
 NAME = re.compile(r"[a-z][a-z0-9]{0,15}")
 ROLE = re.compile(rf"{PREFIX}-([a-z][a-z0-9]{{0,15}})-(r\d+|leaf|node\d*)")
@@ -129,7 +131,7 @@ class Fabric:
     def __init__(self, config: FabricConfig, *, keep: bool = False) -> None:
         """keep: stays when this process ends (`flowcheck lab up`); without it the next `up` clears what was left."""
         self.config = config
-        self.directory = STATE / config.name
+        self.directory, self.shared = STATE / config.name, SHARED / config.name
         self._keep, self._adopted = keep, False
         self._ovs: OpenVSwitch | None = None
         self._bump: Bump | None = None
@@ -187,6 +189,7 @@ class Fabric:
     def _build(self) -> None:
         config = self.config
         self.directory.mkdir(parents=True)
+        self.shared.mkdir(parents=True)
         owner = {"pid": os.getpid(), "started": _started(os.getpid()), "keep": self._keep}
         (self.directory / "lab.json").write_text(json.dumps({"owner": owner, "fabric": config.to_dict()}))
         for role in config.roles:
@@ -373,6 +376,19 @@ class Leftover:
     kept: bool
     config: FabricConfig | None
 
+    def mirrors(self) -> list[str]:
+        """What each node's mirror session says of itself, in words."""
+        if self.config is None or "leaf" not in self.roles:
+            return []
+        rundir = str(STATE / self.name / "ovs") if self.config.switch == "ovs" else None
+        out = []
+        for node in range(self.config.nodes):
+            for state in Mirror.planned(self.config, node, rundir).state():
+                ports = ", ".join(sorted(f"{source.port} {source.direction}" for source in state.sources))
+                what = f"copies {ports}" if state.active else f"copies nothing: {state.reason or 'no session'}"
+                out.append(f"mirror of node {node}: {what}" + (f", {state.copies:,} so far" if state.copies else ""))
+        return out
+
 
 def leftovers() -> list[Leftover]:
     """Every lab of which anything exists."""
@@ -380,8 +396,8 @@ def leftovers() -> list[Leftover]:
     for namespace in netns.names():
         if match := ROLE.fullmatch(namespace):
             found.setdefault(match[1], []).append(match[2])
-    if STATE.is_dir():
-        for entry in STATE.iterdir():
+    for parent in (STATE, SHARED):
+        for entry in parent.iterdir() if parent.is_dir() else ():
             if NAME.fullmatch(entry.name):
                 found.setdefault(entry.name, [])
     return [_leftover(name, tuple(sorted(roles))) for name, roles in sorted(found.items())]
@@ -404,12 +420,13 @@ def clear(name: str) -> bool:
     mine = [space for space in netns.names() if (match := ROLE.fullmatch(space)) and match[1] == name]
     for space in sorted(mine, key=lambda one: one.endswith("-leaf")):  # the leaf last: its bump and switch serve all
         netns.delete(space)
-    directory = STATE / name
-    had = directory.exists()
-    shutil.rmtree(directory, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        STATE.rmdir()  # not empty: another lab
-    return bool(mine) or had
+    had = bool(mine)
+    for parent in (STATE, SHARED):
+        had |= (parent / name).exists()
+        shutil.rmtree(parent / name, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            parent.rmdir()  # not empty: another lab
+    return had
 
 
 def _started(pid: int) -> int | None:

@@ -2,9 +2,10 @@
 
     with Fabric(config) as fabric, LabRun(fabric, job, out) as run:
         run.start_nodes()                       the nodes listen, then the mirror starts
-        run.segment(34, attach=True)            a new communicator and DDP; a node attaches while it runs
-        run.segment(10)                         goes on; between two segments nothing is in flight
-        run.finish_nodes()                      trainers let go, nodes say what they have, end
+        run.attach()                            a new communicator and DDP; trains until the nodes have the state
+        run.segment(30)                         goes on; between two segments nothing is in flight
+        run.segment(0, last=True)               trainers let go
+        run.finish_nodes()                      nodes say what they have, and end
         run.ledger.summary().all_equal
 
 Trainers run on one core, everything that is not training on another, where there are two. The run belongs to the thread
@@ -35,6 +36,7 @@ __all__ = ["Cores", "LabRun"]
 
 CONTROL_PORT = 7070
 START_SECONDS = 120.0  # four imports of torch on one core that others use too
+ATTACHING = 4  # attach watches three, and sends manifest and connections behind the next
 QUIET_SECONDS = 90.0  # softroce gives a dead peer up after 60
 END_SECONDS = 30.0
 
@@ -130,6 +132,28 @@ class LabRun:
                 done.add(name)
             self._take(name, event)
 
+    def attach(self, most: int = 60) -> int:
+        """Begin anew with the nodes, and train until every stage's node has the trainers' state; the iteration that
+        its first version will be of. Raises EnvironmentProblem if that takes more than `most` iterations."""
+        self.segment(ATTACHING, attach=True)
+        wanted = set(self.names)
+
+        def named(event: str) -> dict[str, dict[str, Any]]:
+            return {said.get("name", ""): said for name, said in self.events
+                    if name in self._nodes and said["event"] == event}  # fmt: skip
+
+        self._quietly(lambda: named("attached").keys() >= wanted, START_SECONDS)
+        trained = ATTACHING
+        while not named("state").keys() >= wanted:
+            if trained >= most:
+                said = "; ".join(str(event) for _, event in self.events[-3:])
+                raise EnvironmentProblem(f"no state was taken in {trained} iterations; the nodes said: {said}",
+                                         where="flowcheck lab", remedy=f"see the logs in {self.out}")  # fmt: skip
+            self.segment(1)
+            trained += 1
+            self._quietly(lambda: named("state").keys() >= wanted, 0.2)
+        return max(said["iteration"] for said in named("state").values())
+
     def _orders(self) -> dict[str, dict[str, Any]]:
         """For each stage the arguments of flowcheck.attach."""
         if not self._nodes:
@@ -185,7 +209,7 @@ class LabRun:
             "": {"name": self.fabric.config.name, "groups": shared},
             "control": {"listen": f"10.78.0.{2 + node}:{CONTROL_PORT}", "token_file": str(token)},
             "capture": {"device": "af_packet:mir0", "path_mtu": self.fabric.config.path_mtu},
-            "replica": {"directory": str(directory), "keep": False},
+            "replica": {"directory": str(self.fabric.shared), "keep": False},
             "output": {"directory": str(directory / "steps"), "keep_hashes": str(hashes)},
         }
         for table, values in self._node_settings.items():

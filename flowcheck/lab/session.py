@@ -26,9 +26,8 @@ from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import Cores, LabRun
 from flowcheck.lab.view import Screen
 
-__all__ = ["ATTACHING", "LabOptions", "run_lab", "step_times"]
+__all__ = ["LabOptions", "run_lab", "step_times"]
 
-ATTACHING = 4  # iterations that attach watches before the state goes up (flowcheck/attach.py)
 SETTLING = 5  # first iterations of an arm: connections, DDP's second bucket layout, the state's upload
 ARMS = (True, False, False, True)  # with and without mirror and node, interleaved
 
@@ -52,8 +51,9 @@ def run_lab(options: LabOptions, console: Console) -> int:
             with LabRun(fabric, options.job, options.out, watch=screen) as run:
                 run.start_nodes()
                 started = time.monotonic() - begin
-                run.segment(ATTACHING + options.iterations, attach=True, last=True)
-                run.wait_for_nodes(ATTACHING + options.iterations - 1)
+                first = run.attach()
+                run.segment(options.iterations, last=True)
+                run.wait_for_nodes(first + options.iterations - 1)
                 run.finish_nodes()
                 screen(run.ledger)
                 summary, events = run.ledger.summary(), [event for _, event in run.events]

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import flowcheck
 from flowcheck.checkpoint import tensor_sha256
 from flowcheck.lab.jobs import Text, Training, loss_of, make_optimizer, make_schedule, stage_of
 
@@ -90,10 +91,7 @@ class Rank:
         self._iteration, self._segment = 0, self._segment + 1
         self._ddp = DistributedDataParallel(self.model, process_group=self._group, bucket_cap_mb=self.job.bucket_mb)
         if attach is not None:
-            # Nothing but torch is needed where nobody attaches.
-            self._attachment = importlib.import_module("flowcheck.attachment").attach(
-                self._ddp, self.optimizer, **attach[str(self.stage)]
-            )
+            self._attachment = flowcheck.attach(self._ddp, self.optimizer, **attach[str(self.stage)])
 
     def _end(self) -> None:
         if self._attachment is not None:

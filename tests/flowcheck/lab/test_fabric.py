@@ -13,7 +13,7 @@ import pytest
 
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.lab import netns
-from flowcheck.lab.fabric import STATE, Fabric, FabricConfig, clear, leftovers
+from flowcheck.lab.fabric import SHARED, STATE, Fabric, FabricConfig, clear, leftovers
 
 from .conftest import Tap, psn_of, roce_frame
 
@@ -69,7 +69,8 @@ def test_nothing_is_left_and_nothing_is_in_our_own_network(fabric, lab_name: str
     assert roles(lab_name) == ["leaf", "node", "r0", "r1"]
     child = lab.spawn("r1", ["sleep", "1000"])
     lab.down()
-    assert child.returncode is not None and roles(lab_name) == [] and not (STATE / lab_name).exists()
+    assert child.returncode is not None and roles(lab_name) == []
+    assert not (STATE / lab_name).exists() and not (SHARED / lab_name).exists()
     lab.down()  # again is fine
 
 

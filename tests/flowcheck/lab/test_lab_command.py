@@ -1,0 +1,74 @@
+"""`flowcheck lab`: what it builds, shows and removes; an interrupted run leaves nothing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flowcheck.lab import netns
+from flowcheck.lab.fabric import SHARED, STATE
+
+pytestmark = pytest.mark.root
+FLOWCHECK = [sys.executable, "-P", "-m", "flowcheck", "lab"]
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*FLOWCHECK, *words], capture_output=True, text=True, check=False, timeout=100)
+
+
+def left(name: str) -> list[str]:
+    spaces = [space for space in netns.names() if space.startswith(f"flowcheck-{name}-")]
+    return spaces + [str(parent / name) for parent in (STATE, SHARED) if (parent / name).exists()]
+
+
+@pytest.mark.parametrize("switch", ["tc", "ovs"])
+def test_up_status_down(lab_name: str, switch: str) -> None:
+    words = ("--name", lab_name, "--ranks", "2", "--mirror", "0", "--switch", switch)
+    done = command("up", *words)
+    assert done.returncode == 0 and f"flowcheck-{lab_name}-node" in done.stdout, done.stderr
+    said = command("status").stdout
+    assert f"{lab_name}: 4 namespaces (leaf, node, r0, r1), belongs to `lab up`" in said and "copies" in said
+    again = command("up", *words)
+    assert again.returncode == 3 and "exists already" in again.stderr
+    done = command("down", "--name", lab_name)
+    assert done.returncode == 0 and "removed" in done.stdout and left(lab_name) == []
+    assert "nothing was there" in command("down", "--name", lab_name).stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_nothing(lab_name: str, tmp_path: Path, number: signal.Signals) -> None:
+    run = subprocess.Popen(
+        [*FLOWCHECK, "run", "--name", lab_name, "--ranks", "2", "--mirror", "0", "--model", "mlp", "--iterations",
+         "100000", "--out", str(tmp_path / "out")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        hashes = tmp_path / "out" / "rank0.jsonl"
+        end = time.monotonic() + 60
+        while not (hashes.exists() and hashes.stat().st_size):  # it trains
+            assert run.poll() is None and time.monotonic() < end, run.stdout.read() if run.stdout else ""
+            time.sleep(0.05)
+        inside = [pid for space in left(lab_name)[:4] for pid in netns.processes(space)]
+        assert len(inside) >= 3
+        run.send_signal(number)
+        said, _ = run.communicate(timeout=30)
+    finally:
+        run.kill()
+    assert run.returncode == 130 and "Traceback" not in said, said
+    assert left(lab_name) == [] and not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
+
+
+def test_wrong_requests(lab_name: str) -> None:
+    for words, what in (
+        (("run", "--name", "No Name"), "is no name of a lab"),
+        (("run", "--mirror", "zero"), "is no list of ranks"),
+        (("run", "--ranks", "3", "--stages", "2"), "do not make 2 groups"),
+        (("run", "--name", lab_name, "--model", "bert"), "none of gpt, conv, mlp"),
+    ):
+        done = command(*words)
+        assert done.returncode == 2 and what in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert left(lab_name) == []
