@@ -27,7 +27,7 @@ from typing import Self
 
 from dataplane.counterfile import CounterFile
 from dataplane.memory import DUMPS, MemoryNeed, QueuePlan, packets_of, plan_queue, room_for, total
-from dataplane.ports import PortPlan, plan_port
+from dataplane.ports import PortPlan, numa_node, plan_port
 from dataplane.pydpdk.dmadev import DEPTH, PCI_ADDRESS, DmaDevice
 from dataplane.pydpdk.eal import Eal, available_bytes, free_huge_pages
 from dataplane.pydpdk.errors import DpdkError, NotEnoughMemory
@@ -142,18 +142,21 @@ def live_memory(configs: Iterable[LiveConfig]) -> MemoryNeed:
 
 
 def start_eal(*configs: LiveConfig, huge: bool | None = None) -> Eal:
-    """DPDK with the memory and the devices that these captures need, reserved now.
+    """DPDK with the memory and the devices that these captures need, reserved now; on the NICs' NUMA node, if they
+    share one. NICs of several nodes: a process for each node.
 
     Raises:
         NotEnoughMemory: with the arithmetic.
     """
     need = live_memory(configs)
     devices = [c.device for c in configs if c.port.driver == "pci"]
+    nodes = {numa_node(device) for device in devices}
+    node = nodes.pop() if len(nodes) == 1 else -1
     devices += [name for c in configs for name in c.engines if PCI_ADDRESS.fullmatch(name)]
     if huge is None:
         huge = sum(kb * pages for kb, pages in free_huge_pages().items()) >= need.huge_mb << 10
     try:
-        return Eal.start(memory_mb=need.huge_mb if huge else need.total_mb, huge=huge, devices=devices)
+        return Eal.start(memory_mb=need.huge_mb if huge else need.total_mb, huge=huge, devices=devices, node=node)
     except NotEnoughMemory as exc:
         sum_text = need.text.replace("\n", "\n    ")
         raise NotEnoughMemory(f"{exc.what}\n  is needed for: {sum_text}", exc.remedy) from None

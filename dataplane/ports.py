@@ -17,21 +17,24 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import os
 import socket
 import struct
 from dataclasses import dataclass
+from pathlib import Path
 
 from dataplane.memory import room_for
 from dataplane.pydpdk.errors import DpdkError
 from dataplane.pydpdk.ethdev import PCI_ADDRESS
 
-__all__ = ["PortPlan", "interface_mtu", "plan_port"]
+__all__ = ["PortPlan", "interface_mtu", "numa_node", "plan_port"]
 
 SIOCGIFMTU = 0x8921
 ETHERNET = 14 + 8  # header and two VLAN tags
 TPACKET2_ROOM = 96  # what the kernel puts before a frame in its ring: headers, address, alignment
 BLOCK = 1 << 16
 AF_PACKET_FRAMES = 4096
+LARGEST_FRAMESZ = 1 << 15
 AF_XDP_ROOM = 2048
 AF_XDP_MTU = 1500
 AF_XDP_DESCRIPTORS = 2048
@@ -62,13 +65,25 @@ def interface_mtu(name: str) -> int:
     Raises:
         DpdkError: there is none of that name.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        try:
-            answer = fcntl.ioctl(asked, SIOCGIFMTU, struct.pack("16si12x", name.encode()[:15], 0))
-        except OSError as exc:
-            known = ", ".join(sorted(n for _, n in socket.if_nameindex()))
-            raise DpdkError(exc.errno or errno.ENODEV, f"interface {name}", f"one of: {known}") from None
+    known = sorted(n for _, n in socket.if_nameindex())
+    try:
+        if name not in known:  # the ioctl also takes an alias (eth0:1) and cuts a long name
+            raise OSError(errno.ENODEV, "")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            answer = fcntl.ioctl(asked, SIOCGIFMTU, struct.pack("16si12x", os.fsencode(name), 0))
+    except OSError as exc:
+        raise DpdkError(
+            exc.errno or errno.ENODEV, f"interface {ascii(name)[1:-1]}", f"one of: {', '.join(known)}"
+        ) from None
     return int(struct.unpack("16si12x", answer)[1])
+
+
+def numa_node(address: str, root: Path = Path("/")) -> int:
+    """Of a PCI device; -1: the machine has one, or does not say."""
+    try:
+        return int((root / f"sys/bus/pci/devices/{address.lower()}/numa_node").read_text())
+    except (OSError, ValueError):
+        return -1
 
 
 def plan_port(device: str, *, queues: int, path_mtu: int, frames: int = AF_PACKET_FRAMES) -> PortPlan:
@@ -104,6 +119,8 @@ def plan_port(device: str, *, queues: int, path_mtu: int, frames: int = AF_PACKE
 def _af_packet(name: str, interface: str, mtu: int, queues: int, frames: int) -> PortPlan:
     frame = mtu + ETHERNET
     size = max(2048, 1 << (frame + TPACKET2_ROOM - 1).bit_length())
+    if size > LARGEST_FRAMESZ:  # lo: more than a buffer can be; what the kernel cuts then is larger than a slot
+        size, frame = LARGEST_FRAMESZ, LARGEST_FRAMESZ - 128
     block = max(BLOCK, size)
     count = -(-frames * size // block) * block // size
     arguments = f"iface={interface},qpairs={queues},blocksz={block},framesz={size},framecnt={count}"

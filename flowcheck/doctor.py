@@ -209,6 +209,25 @@ def check_engines(machine: Machine, wanted: Wanted) -> Iterator[Finding]:
         yield Finding("dma engines", "ok", f"usable: {names}")
 
 
+def _driver_of(machine: Machine, device: str) -> str:
+    """Name of the poll mode driver, "" where that is not known."""
+    if PCI_ADDRESS.fullmatch(device):
+        vendor = machine.text(f"sys/bus/pci/devices/{device.lower()}/vendor")
+        return "mlx5" if vendor == MELLANOX else ""
+    kind = device.partition(":")[0]
+    return kind if kind in ("af_packet", "af_xdp") else ""
+
+
+def check_drivers(machine: Machine, wanted: Wanted) -> Iterator[Finding]:
+    """Where DPDK's drivers lie as libraries; a DPDK built into one file or elsewhere is not looked into."""
+    names = {name for name in (_driver_of(machine, device) for device in wanted.devices) if name}
+    folders = sorted(machine.root.glob("usr/lib*/*/dpdk/pmds-*"))
+    for name in sorted(names) if folders else ():
+        if not any(file for folder in folders for file in folder.glob(f"librte_net_{name}.so*")):
+            text = f"DPDK's driver net_{name} is not installed ({folders[-1].name})"
+            yield Finding("drivers", "unusable", text, f"apt-get install 'librte-net-{name.replace('_', '-')}*'")
+
+
 # -- the devices -------------------------------------------------------------------------------------------
 
 
@@ -248,6 +267,8 @@ def _pci(machine: Machine, wanted: Wanted, device: str) -> Iterator[Finding]:
         yield Finding(device, "unusable", f"ConnectX bound to {driver}", f"dpdk-devbind.py -b mlx5_core {device}")
     elif driver == "vfio-pci":
         yield Finding(device, "ok", "bound to vfio-pci")
+        if not (machine.root / "dev/vfio").exists():
+            yield Finding(device, "unusable", "there is no /dev/vfio", "modprobe vfio-pci; in a container, pass it in")
         if not machine.folder("sys/kernel/iommu_groups"):
             yield Finding(
                 device, "unusable", "no IOMMU: DPDK runs with virtual addresses only",
@@ -266,6 +287,11 @@ def _pci(machine: Machine, wanted: Wanted, device: str) -> Iterator[Finding]:
 def _numa(machine: Machine, wanted: Wanted, device: str, node: int) -> Iterator[Finding]:
     if node < 0:
         return
+    pages = f"sys/devices/system/node/node{node}/hugepages/hugepages-2048kB"
+    free = 2 * machine.number(f"{pages}/free_hugepages", 0)
+    if machine.text(f"{pages}/free_hugepages") and free < wanted.memory_mb:
+        text = f"{free} MB of 2 MB pages free on its NUMA node {node}, {wanted.memory_mb} MB wanted"
+        yield Finding(device, "warning", text, f"echo {(wanted.memory_mb + 1) // 2} > /{pages}/nr_hugepages")
     near = cpu_list(machine.text(f"sys/devices/system/node/node{node}/cpulist"))
     far = sorted(set(wanted.cores) - near)
     if far:
@@ -329,14 +355,14 @@ def _interface(machine: Machine, wanted: Wanted, kind: str, interface: str) -> I
             text = f"{offload} is on: packets may arrive joined, larger than a slot"
             yield Finding(name, "warning", text, f"ethtool -K {interface} {offload} off")
     if kind == "af_packet":
-        text = "af_packet: a copy in the kernel per packet; drops of its ring are counted as kernel ring full"
+        text = "af_packet: a copy in the kernel per packet; its drops are counted; one capture per process"
         yield Finding(name, "ok", text)
     if kind == "af_xdp" and not (machine.root / "sys/fs/bpf").is_dir():
         yield Finding(name, "warning", "no BPF file system folder", "mount -t bpf bpf /sys/fs/bpf")
 
 
 CHECKS: tuple[Callable[[Machine, Wanted], Iterator[Finding]], ...] = (
-    check_dpdk, check_privileges, check_huge_pages, check_cores, check_engines, check_devices,
+    check_dpdk, check_drivers, check_privileges, check_huge_pages, check_cores, check_engines, check_devices,
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ that runs, leaving its `with` block closes everything that was opened on it but 
 end shuts it down. Flags are an implementation detail:
 
     huge pages free   --in-memory                 no page files (rtemap_*) on a hugetlbfs
+    ... of one node   --socket-mem 0,N            where the NIC is; -m takes them from CPU 0's node
     otherwise         --no-huge --no-shconf -m N  ordinary memory, no privileges needed
     always            --no-telemetry --lcores 0@(every CPU the caller may use)
     devices named     -a ADDRESS each, nothing else on the PCI bus is touched
@@ -33,14 +34,17 @@ __all__ = ["DEFAULT_MEMORY_MB", "Eal", "available_bytes", "eal_arguments", "free
 
 DEFAULT_MEMORY_MB = 256
 HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
+NODES = Path("/sys/devices/system/node")
 
 
 def free_huge_pages(root: Path = HUGE_PAGES) -> dict[int, int]:
-    """Unreserved huge pages of this machine, {page size in kB: pages}; empty where there are none."""
+    """Unreserved huge pages of this machine, or of the node whose folder root is, {page size in kB: pages}; empty
+    where there are none."""
     found = {}
     for folder in sorted(root.glob("hugepages-*kB")):
+        reserved = folder / "resv_hugepages"  # counted for the whole machine only
         try:
-            free = int((folder / "free_hugepages").read_text()) - int((folder / "resv_hugepages").read_text())
+            free = int((folder / "free_hugepages").read_text()) - int(reserved.read_text() if reserved.exists() else 0)
         except (OSError, ValueError):
             continue
         if free > 0:
@@ -56,13 +60,17 @@ def available_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def eal_arguments(cpus: Collection[int], memory_mb: int, huge: bool, devices: Sequence[str] = ()) -> list[str]:
-    """The command line EAL gets, without the program's name. devices: PCI addresses it may use."""
+def eal_arguments(
+    cpus: Collection[int], memory_mb: int, huge: bool, devices: Sequence[str] = (), node: int = -1
+) -> list[str]:
+    """The command line EAL gets, without the program's name. devices: PCI addresses it may use. node: NUMA node
+    of huge pages, -1: wherever."""
     where = ["--in-memory"] if huge else ["--no-huge", "--no-shconf"]
+    nodes = ["--socket-mem", ",".join(["0"] * node + [str(memory_mb)])]
     allowed = [word for device in devices for word in ("-a", device)]
     return [
         *where,
-        "-m", str(memory_mb),
+        *(nodes if huge and node >= 0 else ["-m", str(memory_mb)]),
         "--lcores", f"0@({','.join(map(str, sorted(cpus)))})",
         *(allowed or ["--no-pci"]), "--no-telemetry",
         # DMA engines are given virtual addresses (src/dump_dma.c); a device that needs physical ones is refused.
@@ -77,13 +85,16 @@ class _Memory:
     free_mb: int
 
 
-def _choose_memory(memory_mb: int, huge: bool | None) -> _Memory:
-    free = free_huge_pages()
+def _choose_memory(memory_mb: int, huge: bool | None, node: int) -> _Memory:
+    free = free_huge_pages(HUGE_PAGES if node < 0 else NODES / f"node{node}/hugepages")
     free_mb = sum(kb * pages for kb, pages in free.items()) // 1024
     if huge and free_mb < memory_mb:
+        where, file = "", "/proc/sys/vm/nr_hugepages"
+        if node >= 0:
+            where, file = f" on NUMA node {node}", f"{NODES}/node{node}/hugepages/hugepages-2048kB/nr_hugepages"
         raise NotEnoughMemory(
-            f"starting DPDK with huge pages: {memory_mb} MB asked for, {free_mb} MB free ({free or 'none'})",
-            f"echo {-(-memory_mb // 2)} > /proc/sys/vm/nr_hugepages (2 MB pages), or run without huge pages",
+            f"starting DPDK with huge pages: {memory_mb} MB asked for, {free_mb} MB free{where} ({free or 'none'})",
+            f"echo {-(-memory_mb // 2)} > {file} (2 MB pages), or run without huge pages",
         )
     chosen = _Memory(free_mb >= memory_mb if huge is None else huge, free_mb)
     # Asked for more than there is, --no-huge ends in a segmentation fault inside rte_eal_init.
@@ -105,27 +116,32 @@ class Eal(Resource):
     _running: ClassVar[Eal | None] = None
     _spent: ClassVar[str] = ""  # why it can never run (again) in this process
 
-    def __init__(self, memory_mb: int, memory: _Memory, devices: tuple[str, ...] = ()) -> None:
+    def __init__(self, memory_mb: int, memory: _Memory, devices: tuple[str, ...] = (), node: int = -1) -> None:
         super().__init__()
         self.memory_mb = memory_mb
         self.devices = devices
         self.huge = memory.huge
         self._free_mb = memory.free_mb
         self._pid = os.getpid()
-        self.arguments = eal_arguments(os.sched_getaffinity(0), memory_mb, memory.huge, devices)
+        self.arguments = eal_arguments(os.sched_getaffinity(0), memory_mb, memory.huge, devices, node)
         # EAL keeps pointers into its arguments.
         self._argv = [ffi.new("char[]", text.encode()) for text in ["flowcheck", *self.arguments]]
         self._argv_pointer = ffi.new("char *[]", [*self._argv, ffi.NULL])
 
     @classmethod
     def start(
-        cls, *, memory_mb: int = DEFAULT_MEMORY_MB, huge: bool | None = None, devices: Sequence[str] = ()
+        cls,
+        *,
+        memory_mb: int = DEFAULT_MEMORY_MB,
+        huge: bool | None = None,
+        devices: Sequence[str] = (),
+        node: int = -1,
     ) -> Eal:
         """Initialises DPDK, or returns the one that runs.
 
         memory_mb: what DPDK's own pools need, and with huge pages the rings too. huge: None takes huge pages
         if enough are free, True insists, False never. devices: PCI addresses (NICs, DMA engines) that this
-        process will use; no other is touched.
+        process will use; no other is touched. node: NUMA node of the memory, where the NIC is; -1: wherever.
 
         Raises:
             NotEnoughMemory: huge pages asked for and not there, or more memory than the running one has.
@@ -139,7 +155,7 @@ class Eal(Resource):
                 return cls._running
             if cls._spent:
                 raise DpdkError(errno.EALREADY, f"starting DPDK: {cls._spent}", "a new process")
-            eal = cls(memory_mb, _choose_memory(memory_mb, huge), tuple(devices))
+            eal = cls(memory_mb, _choose_memory(memory_mb, huge, node), tuple(devices), node)
             eal._initialise()
             cls._running = eal
             atexit.register(eal._shut_down)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import json
+import shutil
+import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from dataplane.engines import EngineDevice, choose, find_engines
+from dataplane.pydpdk import ffi as ffi_module
+from flowcheck import doctor
 from flowcheck.doctor import Machine, Wanted, cpu_list, examine
 
 NIC = "0000:81:00.0"
@@ -45,7 +52,12 @@ def tree(tmp_path):
     made.write("sys/devices/system/cpu/online", "0-15")
     made.write("sys/devices/system/cpu/isolated", "2-7")
     made.write("sys/devices/system/node/node0/cpulist", "0-7")
+    made.write("sys/devices/system/node/node0/hugepages/hugepages-2048kB/free_hugepages", "1024")
     made.write("sys/kernel/iommu_groups/1/type", "DMA")
+    made.write("dev/vfio/vfio", "")
+    made.write("sys/fs/bpf/.keep", "")
+    for name in ("mlx5", "af_packet", "af_xdp"):
+        made.write(f"usr/lib/x86_64-linux-gnu/dpdk/pmds-23.0/librte_net_{name}.so.23", "")
     made.write("sys/class/infiniband/mlx5_0/node_type", "1: CA")
     made.write(f"sys/bus/pci/devices/{NIC}/vendor", "0x15b3")
     made.write(f"sys/bus/pci/devices/{NIC}/numa_node", "0")
@@ -75,6 +87,9 @@ def test_a_good_machine(tree):
          "echo performance"),
         ("sys/devices/system/node/node0/cpulist", "0-2", "warning", "cores [3] are on another NUMA node",
          "cores of 0-2"),
+        ("sys/devices/system/node/node0/hugepages/hugepages-2048kB/free_hugepages", "100", "warning",
+         "200 MB of 2 MB pages free on its NUMA node 0, 512 MB wanted",
+         "echo 256 > /sys/devices/system/node/node0/hugepages/hugepages-2048kB/nr_hugepages"),
     ],
 )  # fmt: skip
 def test_one_thing_wrong(tree, path, text, level, said, mend):
@@ -99,6 +114,122 @@ def test_driver_binding(tree, vendor, driver, said, mend):
     tree.write(f"sys/bus/pci/devices/{NIC}/vendor", vendor)
     (finding,) = wrong(tree.find(NIC))
     assert finding.level == "unusable" and said in finding.text and mend in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("path", "said", "mend"),
+    [
+        ("sys/class/infiniband/mlx5_0/node_type", "RDMA device is missing", "modprobe mlx5_ib"),
+        ("usr/lib/x86_64-linux-gnu/dpdk/pmds-23.0/librte_net_mlx5.so.23", "driver net_mlx5 is not installed",
+         "apt-get install 'librte-net-mlx5*'"),
+    ],
+)  # fmt: skip
+def test_one_thing_missing(tree, path, said, mend):
+    (tree.root / path).unlink()
+    if "infiniband" in path:
+        (tree.root / path).parent.rmdir()
+    (finding,) = wrong(tree.find(NIC))
+    assert finding.level == "unusable" and said in finding.text and mend in finding.remedy
+
+
+def test_vfio(tree):
+    link = tree.root / f"sys/bus/pci/devices/{NIC}/driver"
+    link.unlink()
+    tree.link(f"sys/bus/pci/devices/{NIC}/driver", "vfio-pci")
+    tree.write(f"sys/bus/pci/devices/{NIC}/vendor", "0x8086")
+    assert wrong(tree.find(NIC)) == []
+    shutil.rmtree(tree.root / "sys/kernel/iommu_groups")
+    shutil.rmtree(tree.root / "dev/vfio")
+    found = wrong(tree.find(NIC))
+    assert {f.level for f in found} == {"unusable"}
+    assert "no /dev/vfio" in found[0].text and "modprobe vfio-pci" in found[0].remedy
+    assert "no IOMMU" in found[1].text and "intel_iommu=on or amd_iommu=on" in found[1].remedy
+
+
+def test_replay_needs_little(tree):
+    """Without a device nothing but memory and DPDK matters: few huge pages are a warning, no privilege is needed."""
+    tree.write("proc/self/status", "CapEff:\t0000000000000000")
+    tree.write("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "1")
+    (finding,) = wrong(tree.find())
+    assert finding.level == "warning" and "ordinary memory is used, too slow for line rate" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("devices", "lacking"),
+    [
+        ([NIC], "CAP_NET_RAW, CAP_IPC_LOCK, CAP_NET_ADMIN"),
+        (["af_packet:lo"], "CAP_NET_RAW"),
+        (["af_xdp:lo"], "CAP_NET_RAW, CAP_NET_ADMIN, CAP_SYS_ADMIN"),
+    ],
+)
+def test_privileges(tree, devices, lacking):
+    tree.write("proc/self/status", "CapEff:\t0000000000000000")
+    (finding,) = [f for f in tree.find(*devices) if f.check == "privileges"]
+    assert finding.level == "unusable" and finding.text == f"this user lacks {lacking}"
+
+
+def test_memory_mount_and_few_cores(tree):
+    tree.write("proc/mounts", "proc /proc proc rw 0 0")
+    tree.write("sys/devices/system/cpu/online", "0-1")
+    found = tree.find(memory_mb=100_000)
+    texts = {f.check: f for f in found}
+    assert "no hugetlbfs is mounted; not needed" in texts["huge page mount"].text
+    assert texts["memory"].level == "unusable" and "62500 MB available, 100000 MB wanted" in texts["memory"].text
+    assert wrong(tree.find()) == []
+    few = {f.check: f for f in tree.find(cores=(1,))}["cores"]
+    assert few.level == "warning" and "2 cores: an rx thread" in few.text
+
+
+@pytest.mark.parametrize(
+    ("version", "level"),
+    [("DPDK 22.11.11", "ok"), ("DPDK 24.11.2", "ok"), ("DPDK 21.11.0", "warning"), ("DPDK 25.03.0", "warning")],
+)
+def test_version(tree, monkeypatch, version, level):
+    class Lib:
+        rte_version = staticmethod(lambda: ffi_module.ffi.new("char[]", version.encode()))
+
+    monkeypatch.setattr(ffi_module, "lib", Lib)
+    (finding,) = [f for f in tree.find() if f.check == "dpdk"]
+    assert finding.level == level and version in finding.text
+    monkeypatch.setitem(sys.modules, "dataplane.pydpdk.ffi", None)
+    (finding,) = [f for f in tree.find() if f.check == "dpdk"]
+    assert finding.level == "unusable" and "libdpdk-dev" in finding.remedy
+
+
+def test_offloads(tree, veth, monkeypatch):
+    pair = veth(1500)
+    values = {doctor.ETHTOOL_GGRO: 0, doctor.ETHTOOL_GFLAGS: 0}
+    monkeypatch.setattr(doctor, "_ethtool", lambda interface, command: values[command])
+    assert wrong(tree.find(f"af_packet:{pair.near}")) == []
+    values[doctor.ETHTOOL_GGRO], values[doctor.ETHTOOL_GFLAGS] = 1, doctor.FLAG_LRO
+    assert [f.remedy for f in wrong(tree.find(f"af_packet:{pair.near}"))] == [
+        f"ethtool -K {pair.near} gro off", f"ethtool -K {pair.near} lro off",
+    ]  # fmt: skip
+    values[doctor.ETHTOOL_GGRO] = values[doctor.ETHTOOL_GFLAGS] = 0
+    shutil.rmtree(tree.root / "sys/fs/bpf")
+    (bpf,) = wrong(tree.find(f"af_xdp:{pair.near}"))
+    assert bpf.level == "warning" and bpf.remedy == "mount -t bpf bpf /sys/fs/bpf"
+
+
+def test_gro_is_asked_of_the_kernel(tree, veth):
+    pair = veth(1500)
+    for state in (1, 0):
+        doctor_set_gro(pair.near, state)
+        assert ("gro is on" in "".join(f.text for f in tree.find(f"af_packet:{pair.near}"))) is bool(state)
+
+
+def doctor_set_gro(interface, on):
+    """ETHTOOL_SGRO, as `ethtool -K` does."""
+    value = array.array("B", struct.pack("II", 0x2C, on))
+    request = struct.pack("16sP16x", interface.encode(), value.buffer_info()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        fcntl.ioctl(asked, doctor.SIOCETHTOOL, request)
+
+
+@pytest.mark.parametrize("name", ["eth0:1", "a" * 40, "../../x", "\udcff", "a b"])
+def test_names_that_are_no_interface(tree, name):
+    (finding,) = wrong(tree.find(f"af_packet:{name}"))
+    assert finding.level == "unusable" and "does not exist" in finding.text
 
 
 def test_devices_that_are_none(tree):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dataplane.ports import numa_node
 from dataplane.pydpdk import free_huge_pages
 from dataplane.pydpdk.eal import eal_arguments
 
@@ -159,7 +160,8 @@ def test_with_huge_pages(capture, huge_pages):
     out = succeeds(
         """
         mask = os.sched_getaffinity(0)
-        with Eal.start(memory_mb=64) as eal:
+        with Eal.start(memory_mb=64, node=0) as eal:
+            assert "--socket-mem 64" in " ".join(eal.arguments)
             assert eal.huge and "huge pages without page files" in eal.describe()
             assert os.sched_getaffinity(0) == mask
             for _ in range(3):
@@ -183,6 +185,10 @@ def test_huge_pages_asked_for_and_absent(capture):
             Eal.start(memory_mb=100_000_000, huge=True)
         except NotEnoughMemory as exc:
             assert "100000000 MB asked for" in str(exc) and "nr_hugepages" in str(exc), exc
+        try:
+            Eal.start(memory_mb=100_000_000, huge=True, node=0)
+        except NotEnoughMemory as exc:
+            assert "on NUMA node 0" in str(exc) and "node0/hugepages/hugepages-2048kB/nr_hugepages" in str(exc), exc
         with Eal.start(memory_mb=64, huge=False) as eal:  # a refusal before EAL costs nothing
             print(replay(eal, path))
         """,
@@ -267,6 +273,8 @@ def test_arguments():
     plain = eal_arguments({0}, 64, False)
     assert huge[:3] == ["--in-memory", "-m", "512"] and "0@(0,3,11)" in huge
     assert plain[:4] == ["--no-huge", "--no-shconf", "-m", "64"] and "--in-memory" not in plain
+    assert eal_arguments({0}, 512, True, node=2)[:3] == ["--in-memory", "--socket-mem", "0,0,512"]
+    assert eal_arguments({0}, 64, False, node=2) == eal_arguments({0}, 64, False)
     assert all(flag in arguments for flag in quiet for arguments in (huge, plain))
 
 
@@ -277,4 +285,13 @@ def test_free_huge_pages_of_a_tree(tmp_path):
         (folder / "free_hugepages").write_text(f"{free}\n")
         (folder / "resv_hugepages").write_text(f"{reserved}\n")
     assert free_huge_pages(tmp_path) == {2048: 7}
+    (tmp_path / "hugepages-2048kB/resv_hugepages").unlink()  # as in a NUMA node's folder
+    assert free_huge_pages(tmp_path) == {2048: 10}
     assert free_huge_pages(tmp_path / "absent") == {}
+
+
+def test_numa_node_of_a_device(tmp_path):
+    file = tmp_path / "sys/bus/pci/devices/0000:81:00.0/numa_node"
+    file.parent.mkdir(parents=True)
+    file.write_text("1\n")
+    assert numa_node("0000:81:00.0", tmp_path) == 1 and numa_node("0000:81:00.1", tmp_path) == -1

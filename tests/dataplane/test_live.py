@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -204,6 +205,27 @@ def test_mtu_raised_while_capturing(feed, captures):
     adds_up(counters)
 
 
+def test_loopback(eal, veth, captures):
+    """Its MTU is larger than a packet buffer can be."""
+    veth().ip("link", "set", "lo", "up")
+    frames = [r.data for r in captures.records(20, sizes=(60, 9000, 32000))]
+    large = [captures.frame(size, __import__("random").Random(1)) for size in (32768, 65000)]
+    with LiveSource(eal, LiveConfig("af_packet:lo", kernel_frames=64)) as source:
+        source.start()
+        with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as sender:
+            sender.bind(("lo", 0))
+            for frame in [*frames, *large]:
+                sender.send(frame)
+        deadline = time.monotonic() + 20
+        while source.counters()["received"] < 2 * 22:  # lo shows a packet as it leaves and as it comes
+            assert time.monotonic() < deadline
+        source.stop()
+        got = [p.data for p in RingReader(source.ring_addresses[0])]
+        assert sorted(got) == sorted(frames * 2)
+        assert source.counters()["oversize"] == 4
+        adds_up(source.counters())
+
+
 def test_two_captures_of_one_interface(eal, feed, captures):
     """They would be in one fanout group and get a part of the packets each: the second is refused, the first
     undisturbed. A port that was never started leaves no socket in the group."""
@@ -400,8 +422,11 @@ def test_refused_configurations(options, what):
 
 
 def test_refusals_of_the_machine(eal, veth):
-    with pytest.raises(DpdkError, match=r"(?s)interface flowcheck9.*one of: .*lo"):
-        LiveConfig("af_packet:flowcheck9")
+    for absent in ("flowcheck9", "lo:1", "lo" + "o" * 20):
+        with pytest.raises(DpdkError, match=f"(?s)interface {absent}:.*one of: .*lo"):
+            LiveConfig(f"af_packet:{absent}")
+    with pytest.raises(DpdkError, match=r"interface a\\udcff:"):
+        LiveConfig("af_packet:a\udcff")
     pair = veth(3400)
     with pytest.raises(DpdkError, match=r"(?s)MTU 3400; net_af_xdp.*mtu 1500"):
         LiveConfig(f"af_xdp:{pair.near}")
