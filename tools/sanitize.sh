@@ -15,7 +15,7 @@ case $kind in
     address) library=libasan.so choice="" ;;
     thread)
         library=libtsan.so
-        choice="not ring- and not if_asked and not from_outside and not by_hand"
+        choice="not ring- and not if_asked and not from_outside and not by_hand and not several_ports and not hold_gives"
         # Thousands of captures one after the other: more shadow memory than there is.
         choice="$choice and not byte_changed and not scan_accepts" ;;
     *) echo "usage: $0 address|thread [pytest arguments]" >&2; exit 2 ;;
