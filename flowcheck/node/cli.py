@@ -108,8 +108,12 @@ class Node:
             return group
 
     def wait(self) -> None:
-        """Until `stop`, or until a group's thread has died of a fault of ours."""
+        """Until `stop`, until a group's thread has died of a fault of ours, or a capture cannot go on (its interface
+        is gone)."""
         while not self._stop.wait(0.2):
+            lost = next((capture.error for capture in self._started if capture.error is not None), None)
+            if lost is not None:
+                raise lost
             failed = next((g.failure for g in self._groups.values() if g.failure is not None), None)
             if failed is not None:
                 raise failed
