@@ -102,6 +102,9 @@ FORBIDDEN = {
         "training environments",
     ),
     "synth": ("flowcheck/synth/bad.py", "from parser import wire\n", "flowcheck.synth.bad: reaches parser"),
+    "softroce": (
+        "flowcheck/lab/softroce/bad.py", "from parser import wire\n", "flowcheck.lab.softroce.bad: reaches parser",
+    ),
     "synth by a detour": (
         "flowcheck/synth/bad.py",
         "from flowcheck.cli import x\n",

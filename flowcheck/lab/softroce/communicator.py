@@ -71,10 +71,14 @@ class Communicator:
         own = {"mac": self._nic.mac.hex(), "address": self._nic.address.hex(), "settings": settings.shared()}
         self._store.set(f"softroce/rank/{rank}", json.dumps(own))
         everybody = [json.loads(self._store.get(f"softroce/rank/{peer}")) for peer in range(size)]
+        self._store.set(f"softroce/read/{rank}", "")
         for peer, said in enumerate(everybody):
             for key, value in settings.shared().items():
                 if said["settings"].get(key) != value:
                     theirs = said["settings"].get(key)
+                    with contextlib.suppress(RuntimeError):  # the others are to see it, too, before the store goes
+                        read = [f"softroce/read/{peer}" for peer in range(size)]
+                        self._store.wait(read, timedelta(seconds=_LINGER_S))
                     raise RuntimeError(f"softroce: {key} is {value!r} at rank {rank} and {theirs!r} at rank {peer}")
         self._addresses = [bytes.fromhex(said["address"]) for said in everybody]
         self._boot = Bootstrap(rank, size, self._store, settings.address, settings.wire_family, timeout)

@@ -20,8 +20,16 @@ class SoftRoceWork(dist.Work):
         super().__init__()
         self._result, self._keep, self._after = result, keep, after
         self._done = threading.Event()
-        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         self._error: RuntimeError | None = None
+        # A future's own set_exception stores the exception as its value, which C++ takes for tensors and crashes on;
+        # an exception in a callback becomes a real error of the future that `then` gives.
+        self._begun: torch.futures.Future[None] = torch.futures.Future()
+        self._future: torch.futures.Future[list[torch.Tensor]] = self._begun.then(self._outcome)
+
+    def _outcome(self, _: torch.futures.Future[None]) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._result
 
     def complete(self, error: str) -> None:
         """Called once, when the engine is through with it."""
@@ -33,11 +41,8 @@ class SoftRoceWork(dist.Work):
         self._keep = self._after = None
         if error:
             self._error = RuntimeError(f"softroce: {error}")
-            self._done.set()
-            self._future.set_exception(self._error)  # type: ignore[arg-type]  # torch's stub is wrong
-        else:
-            self._done.set()
-            self._future.set_result(self._result)
+        self._done.set()
+        self._begun.set_result(None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Raises RuntimeError if the operation failed, or not done after `timeout` (0: however long it takes)."""

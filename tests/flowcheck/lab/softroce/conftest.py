@@ -1,9 +1,8 @@
-"""The programs of these tests are run by file name and import each other by it, too."""
+"""A gang of four ranks for all tests here, made once; the programs of the ranks import each other by file name."""
 
 import os
-import shutil
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,18 @@ HERE = Path(__file__).parent
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
+from gang import Gang  # noqa: E402
+
+from flowcheck.errors import EnvironmentProblem  # noqa: E402
+from flowcheck.lab import netns  # noqa: E402
+from flowcheck.lab.fabric import Fabric, FabricConfig  # noqa: E402
+
 
 @pytest.fixture(scope="session")
-def namespaces() -> None:
-    """Skips where no network namespaces can be made."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and iproute2")
-    name = f"flowcheck-probe-{os.getpid()}"
-    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
-        pytest.skip("network namespaces cannot be made here")
-    subprocess.run(["ip", "netns", "del", name], check=True)
+def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+    try:
+        netns.require()
+    except EnvironmentProblem as problem:
+        pytest.skip(problem.what)
+    with Fabric(FabricConfig(name=f"s{os.getpid():x}", ranks=4, mirrored=())) as fabric:
+        yield Gang(fabric, 4, tmp_path_factory.mktemp("gang"))

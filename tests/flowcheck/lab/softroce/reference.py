@@ -24,8 +24,12 @@ def reduce(settings: Settings, ranks: int, parts: list[torch.Tensor]) -> torch.T
     return torch.from_numpy(np.array(Stages(op, "float32", [part.numpy() for part in parts]).result))
 
 
-def train_alone(settings: Settings, ranks: int, options: dict[str, Any]) -> list[dict[str, dict[str, torch.Tensor]]]:
-    """Gradients and parameters of each iteration; on one thread, like the ranks."""
+Iterations = list[dict[str, dict[str, torch.Tensor]]]
+
+
+def train_alone(settings: Settings, ranks: int, options: dict[str, Any]) -> tuple[Iterations, list[list[list[str]]]]:
+    """Gradients and parameters of each iteration, and DDP's buckets in the first and the later ones. On one thread,
+    like the ranks."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -34,22 +38,24 @@ def train_alone(settings: Settings, ranks: int, options: dict[str, Any]) -> list
         torch.set_num_threads(threads)
 
 
-def _train(settings: Settings, ranks: int, options: dict[str, Any]) -> list[dict[str, dict[str, torch.Tensor]]]:
+def _train(settings: Settings, ranks: int, options: dict[str, Any]) -> tuple[Iterations, list[list[list[str]]]]:
     model = train.model_of(options)
-    optimizer = train.optimizer_of(model.parameters())
+    optimizer = train.optimizer_of(options, model.parameters())
     named = dict(model.named_parameters())
     ready: list[str] = []
     for name, parameter in named.items():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
     parts = options.get("accumulate", 1)
-    layout, out = [list(named)], []
+    layout = [list(named)]
+    layouts: list[list[list[str]]] = [layout]
+    out: Iterations = []
     for iteration in range(options.get("iterations", train.ITERATIONS)):
         local = []
         for rank in range(ranks):
             model.zero_grad()
             for part in range(parts):
                 ready.clear()
-                x, y = train.batch(iteration, part, rank)
+                x, y = train.batch(options, iteration, part, rank)
                 nn.functional.mse_loss(model(x), y).backward()
             local.append({name: p.grad.clone() for name, p in named.items() if p.grad is not None})
         for bucket in layout:
@@ -64,7 +70,8 @@ def _train(settings: Settings, ranks: int, options: dict[str, Any]) -> list[dict
         out.append({"gradients": gradients, "parameters": {n: p.detach().clone() for n, p in named.items()}})
         if iteration == 0:
             layout = _buckets(ready, named, options.get("cap_mb", train.CAP_MB))
-    return out
+            layouts.append(layout)
+    return out, layouts
 
 
 def _buckets(ready: list[str], named: dict[str, nn.Parameter], cap_mb: float) -> list[list[str]]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fabric import Fabric
+from gang import Gang
 from reference import train_alone
 
 from flowcheck.lab.softroce.settings import Settings
 
-PROGRAM = Path(__file__).parent / "train.py"
-
-pytestmark = [pytest.mark.root, pytest.mark.usefixtures("namespaces")]
+pytestmark = pytest.mark.root
 
 EVERY = [
     (protocol, algorithm, ranks, channels)
@@ -23,55 +20,31 @@ EVERY = [
     for algorithm, ranks in (("ring", 2), ("ring", 3), ("ring", 4), ("tree", 4))
     for channels in (1, 2)
 ]
-# Every two values of two columns meet at least once.
-SOME = [
-    ("LL", "ring", 2, 1), ("LL", "ring", 4, 2), ("LL", "tree", 4, 1), ("LL128", "ring", 3, 1), ("LL128", "tree", 4, 2),
-    ("SIMPLE", "ring", 2, 2), ("SIMPLE", "ring", 3, 2), ("SIMPLE", "ring", 4, 1), ("LL128", "ring", 2, 2),
-]  # fmt: skip
-
-
-def train(ranks: int, out: Path, settings: dict[str, Any], options: dict[str, Any], timeout: float = 120) -> list[Any]:
-    with Fabric(ranks) as fabric:
-        fabric.run(PROGRAM, settings, str(out), json.dumps(options), timeout=timeout)
-    return [torch.load(out / f"rank-{rank}.pt") for rank in range(ranks)]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def check(ranks: int, out: Path, settings: dict[str, Any], options: dict[str, Any]) -> list[Any]:
-    results = train(ranks, out, settings, options)
-    expected = train_alone(Settings(interface="", address="", **settings), ranks, options)
+def check(gang: Gang, ranks: int, out: Path, settings: dict[str, Any], options: dict[str, Any]) -> None:
+    results = gang.train(ranks, settings, options, out)
+    expected, _ = train_alone(Settings(interface="", address="", **settings), ranks, options)
     for rank, result in enumerate(results):
         assert len(result["iterations"]) == len(expected)
         for iteration, (got, want) in enumerate(zip(result["iterations"], expected, strict=True)):
             for what in ("gradients", "parameters"):
                 assert same(got[what], want[what]), f"{what} of rank {rank} in iteration {iteration}"
-    return results
 
 
-def case(protocol: str, algorithm: str, ranks: int, channels: int, out: Path) -> None:
-    check(ranks, out, {"protocol": protocol, "algorithm": algorithm, "channels": channels}, {})
-
-
-@pytest.mark.parametrize(("protocol", "algorithm", "ranks", "channels"), SOME)
+@pytest.mark.parametrize(("protocol", "algorithm", "ranks", "channels"), EVERY)
 def test_training_equals_one_process(
-    protocol: str, algorithm: str, ranks: int, channels: int, tmp_path: Path,
+    gang: Gang, protocol: str, algorithm: str, ranks: int, channels: int, tmp_path: Path,
 ) -> None:
-    case(protocol, algorithm, ranks, channels, tmp_path)
+    check(gang, ranks, tmp_path, {"protocol": protocol, "algorithm": algorithm, "channels": channels}, {})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("protocol", "algorithm", "ranks", "channels"), sorted(set(EVERY) - set(SOME)))
-def test_training_equals_one_process_everywhere(
-    protocol: str, algorithm: str, ranks: int, channels: int, tmp_path: Path,
-) -> None:
-    case(protocol, algorithm, ranks, channels, tmp_path)
-
-
-def test_accumulation_without_sync(tmp_path: Path) -> None:
-    check(2, tmp_path, {"protocol": "LL"}, {"accumulate": 3})
+def test_accumulation_without_sync(gang: Gang, tmp_path: Path) -> None:
+    check(gang, 2, tmp_path, {"protocol": "LL"}, {"accumulate": 3})
 
 
 @pytest.mark.parametrize(
@@ -83,13 +56,13 @@ def test_accumulation_without_sync(tmp_path: Path) -> None:
     ],
     ids=lambda s: s["family"],
 )
-def test_other_versions_queue_pairs_and_rings(settings: dict[str, Any], tmp_path: Path) -> None:
-    check(3, tmp_path, settings, {})
+def test_other_versions_queue_pairs_and_rings(gang: Gang, settings: dict[str, Any], tmp_path: Path) -> None:
+    check(gang, 3, tmp_path, settings, {})
 
 
 @pytest.mark.parametrize("options", [{"norm": True}, {"unused": True}], ids=["buffers", "unused parameters"])
-def test_buffers_and_unused_parameters(options: dict[str, Any], tmp_path: Path) -> None:
-    results = train(3, tmp_path, {"protocol": "LL", "channels": 2}, options)
+def test_buffers_and_unused_parameters(gang: Gang, options: dict[str, Any], tmp_path: Path) -> None:
+    results = gang.train(3, {"protocol": "LL", "channels": 2}, options, tmp_path)
     first, others = results[0], results[1:]
     for other in others:
         for a, b in zip(first["iterations"], other["iterations"], strict=True):

@@ -1,13 +1,18 @@
-"""What the ranks of the DDP tests run: RANK RANKS OUT OPTIONS. Also imported for the arithmetic without a network.
+"""What a rank of the tests runs: RANK, then one case per line on stdin. Also imported for the arithmetic alone.
 
-Writes OUT/rank-R.pt: per iteration the gradients after backward and the parameters after the step, and at the end the
-buffers; OUT/describe-R.json: what softroce says of itself.
+A case is JSON: ranks, port (of the c10d store), settings (of softroce), options (below), out. Answered by a line:
+"done", or why it failed. Saved are OUT/rank-R.pt (per iteration the gradients after backward and the parameters after
+the step; at the end buffers and packet counters) and OUT/describe-R.json (what softroce says of itself).
+
+options: width, norm, unused, linear (the model), cap_mb (of DDP's buckets), iterations, accumulate (parts per step),
+stop_at (iteration in which rank 1 leaves without a word), lr, momentum.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -37,26 +42,30 @@ class Net(nn.Module):
         return self.last(torch.relu(self.middle(self.norm(torch.relu(self.first(x))))))
 
 
-def model_of(options: dict[str, Any]) -> Net:
+def model_of(options: dict[str, Any]) -> nn.Module:
+    if "linear" in options:  # the job behind the ConnectX captures
+        torch.manual_seed(2024)
+        return nn.Linear(options["linear"], 1, bias=False)
     torch.manual_seed(7)
     return Net(options.get("width", 64), options.get("norm", False), options.get("unused", False))
 
 
-def batch(iteration: int, part: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(options: dict[str, Any], iteration: int, part: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if "linear" in options:
+        generator = torch.Generator().manual_seed(iteration)
+        return torch.randn(1, options["linear"], generator=generator), torch.randn(1, 1, generator=generator)
     generator = torch.Generator().manual_seed(1000 * iteration + 10 * rank + part)
     return torch.randn(16, 20, generator=generator), torch.randn(16, 10, generator=generator)
 
 
-def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+def optimizer_of(options: dict[str, Any], parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=options.get("lr", 0.05), momentum=options.get("momentum", 0.9))
 
 
-def main() -> None:
+def train(rank: int, ranks: int, options: dict[str, Any], out: Path) -> None:
+    """One training by unmodified DistributedDataParallel on the default group."""
     import flowcheck.lab.softroce as softroce
 
-    rank, ranks, out, options = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), json.loads(sys.argv[4])
-    torch.set_num_threads(1)
-    dist.init_process_group("softroce", rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
     (out / f"describe-{rank}.json").write_text(json.dumps(softroce.describe()))
     model = model_of(options)
     if rank:  # DDP must bring rank 0's parameters here
@@ -65,16 +74,18 @@ def main() -> None:
                 parameter.zero_()
     ddp = DistributedDataParallel(
         model, bucket_cap_mb=options.get("cap_mb", CAP_MB), find_unused_parameters=options.get("unused", False))
-    optimizer = optimizer_of(ddp.parameters())
+    optimizer = optimizer_of(options, ddp.parameters())
     saved: list[dict[str, Any]] = []
     parts = options.get("accumulate", 1)
     for iteration in range(options.get("iterations", ITERATIONS)):
+        if rank == 1 and iteration == options.get("stop_at"):
+            os._exit(0)
         optimizer.zero_grad()
         for part in range(parts):
             with contextlib.ExitStack() as stack:
                 if part < parts - 1:
                     stack.enter_context(ddp.no_sync())
-                x, y = batch(iteration, part, rank)
+                x, y = batch(options, iteration, part, rank)
                 nn.functional.mse_loss(ddp(x), y).backward()
         gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
@@ -83,7 +94,27 @@ def main() -> None:
     buffers = {n: b.clone() for n, b in model.named_buffers()}
     counters = dist.group.WORLD.communicator.counters()
     torch.save({"iterations": saved, "buffers": buffers, "counters": counters}, out / f"rank-{rank}.pt")
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    rank = int(sys.argv[1])
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        case = json.loads(line)
+        os.environ["FLOWCHECK_SOFTROCE"] = json.dumps(case["settings"])
+        os.environ.update(MASTER_ADDR="10.78.0.10", MASTER_PORT=str(case["port"]))
+        import flowcheck.lab.softroce  # noqa: F401
+
+        answer = "done"
+        try:
+            dist.init_process_group(
+                "softroce", rank=rank, world_size=case["ranks"], timeout=timedelta(seconds=30))
+            train(rank, case["ranks"], case["options"], Path(case["out"]))
+        except RuntimeError as error:
+            answer = f"failed: {error}".replace("\n", " ")
+        with contextlib.suppress(RuntimeError, AssertionError, ValueError):  # not initialised
+            dist.destroy_process_group()
+        print(answer, flush=True)
 
 
 if __name__ == "__main__":
