@@ -4,12 +4,13 @@
     ...  optimizer.step(); attachment.step()          once per iteration, also when the optimizer was skipped
     attachment.close()
 
-What happens: three iterations are watched (DDP rebuilds its buckets in the second), then rank 0 sends the manifest and
-every rank its connections. When the node has joined the wire it asks for a state; at the next boundary rank 0
-uploads model and optimizer and waits, at most `wait` seconds, until the node has them: else iterations would pass that
-nobody holds. From then on a record per iteration goes out, and versions come into being.
+What happens: three iterations are watched (DDP rebuilds its buckets in the second). At the boundary behind them rank 0
+sends the manifest and every rank its connections, the node joins the wire and asks for a state, and rank 0 uploads
+model and optimizer; all ranks wait for that, at most `wait` seconds and this once. From then on a record per iteration
+goes out, and versions come into being. If the node loses an iteration it asks again, and rank 0 uploads at the next
+boundary, waiting as long.
 
-Training comes first: `step` never raises and, but for that one wait, never blocks. A node that is gone, slow or speaks
+Training comes first: `step` never raises and, but for those uploads, never blocks. A node that is gone, slow or speaks
 nonsense makes the attachment say so (`state`, `why`, logger "flowcheck") and be tried again later. torch and the
 standard library only. `attach`, `step` and `close` belong to the training thread.
 """
@@ -35,7 +36,6 @@ from flowcheck.records import Bye, Flows, Manifest, Record, State, token_bytes
 
 __all__ = ["Attachment", "attach"]
 
-WATCHED = 3  # iterations before connections and manifest are sent
 _log = logging.getLogger("flowcheck")
 
 
@@ -48,7 +48,7 @@ def attach(
 
     node: HOST:PORT of its control port. token: the shared secret. every: send parameter checksums each K-th iteration,
     0 never (the replica then stays unverified). name: of the group, where a node follows several. iteration: the
-    trainer's number of the next iteration. wait: seconds that rank 0 may wait for a state to be taken, 0: not at all.
+    trainer's number of the next iteration. wait: seconds that a boundary may take at which a state goes up, 0: none.
     describe, calls: what the communicator is, and its calls so far (docs/node.md); backends that say so themselves
     need neither. Raises UserError for a token or an address that cannot be one; all else is said by the attachment.
     """
@@ -99,10 +99,9 @@ class Attachment:
         if ranks < 2:
             raise UserError("a job of one rank sends no gradients", where="attach", remedy="leave attach out")
         self._hook = optimizer.register_step_pre_hook(self._before_step)
-        if self.rank == 0:
-            self._watch = Watch(
-                model, optimizer, self._described, listed, lambda: self._describe()["communicator"], run_id, epoch
-            )
+        self._watch = Watch(
+            model, optimizer, self._described, listed, lambda: self._describe()["communicator"], run_id, epoch
+        )
         who = Who(run_id, epoch, self.rank, ranks, name)
         self._post = Post(address, token, who, self._opening, self._say)
         self._post.start()
@@ -118,7 +117,7 @@ class Attachment:
             return "refused"
         if not post.connected:
             return "lost" if self._steps else "watching"
-        if self._flows is None or (self.rank == 0 and self._job is None):
+        if self._job is None:
             return "watching"
         return "attached" if post.joined is not None and "state" not in post.wanted else "attaching"
 
@@ -160,17 +159,30 @@ class Attachment:
         assert post is not None
         self._steps += 1
         groups, self._groups = self._groups, None
-        if self._watch is not None and self._job is None:
+        if self._job is None and self._watch is not None:
             self._job, self._first = self._watch.look(), self.iteration
             if self._job is not None:
-                post.open_again()
-        if self._flows is None and self._steps >= WATCHED:
-            self._flows = self._describe()["flows"]
-            post.open_again()
+                self._flows = self._describe()["flows"]
+                self._meet(post)
+                return
         if post.connected and post.joined is not None:
             self._send_record(post, groups, clip, scale, skipped)
         if self.rank == 0 and self._job is not None and "state" in post.wanted:
-            self._send_state(post)
+            self._send_state(post, time.monotonic() + self._wait)
+
+    def _meet(self, post: Post) -> None:
+        """The one time that all ranks wait, at most `wait` seconds: until the node has joined the wire, with nothing
+        in flight, and has the state. All of them know the job at the same boundary; what they wait for at rank 0
+        would else hold them up in the next call."""
+        deadline = time.monotonic() + self._wait
+        post.tried.wait(self._wait)
+        post.open_again()
+        while post.connected and post.joined is None and (left := deadline - time.monotonic()) > 0:
+            if self.rank == 0 and "state" in post.wanted:
+                self._send_state(post, deadline)
+                return
+            post.answered.wait(left)
+            post.answered.clear()
 
     def _send_record(
         self, post: Post, groups: list[dict[str, Any]] | None, clip: float | None, scale: float | None, skipped: bool
@@ -192,7 +204,7 @@ class Attachment:
                 held = {f"buffer.{name}": state[name].detach().to("cpu", copy=True) for name in buffers}
         post.put(record, held)
 
-    def _send_state(self, post: Post) -> None:
+    def _send_state(self, post: Post, deadline: float) -> None:
         """Model and optimizer as they are now, before the next iteration; waits until the node has them."""
         number = self.iteration + 1
         post.wanted, post.joined = post.wanted - {"state"}, None
@@ -209,7 +221,6 @@ class Attachment:
         post.answered.clear()
         if not post.put(State(number), tensors):
             return
-        deadline = time.monotonic() + self._wait
         while post.connected and post.joined != number and (left := deadline - time.monotonic()) > 0:
             post.answered.wait(left)
             post.answered.clear()
@@ -243,7 +254,7 @@ class Attachment:
         out: list[Any] = []
         if self._flows is not None:
             out.append(Flows(self._flows))
-        if self._job is not None:
+        if self._job is not None and self.rank == 0:
             out.append(Manifest(self._job.to_dict(), self._first))
         return out
 

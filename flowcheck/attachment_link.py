@@ -57,6 +57,7 @@ class Post:
         self._again = threading.Event()  # the opening has more to say
         self.wanted: frozenset[str] = frozenset()
         self.joined: int | None = None
+        self.tried = threading.Event()  # the first attempt to connect is over
         self.answered = threading.Event()  # something came, or the connection ended
         self.why = "not connected yet"
         self.lost = 0
@@ -113,6 +114,7 @@ class Post:
                 link = self._connect()
             except (OSError, FlowcheckError) as error:
                 self._say(getattr(error, "what", None) or f"no connection: {getattr(error, 'strerror', error)}")
+                self.tried.set()
                 self._stop.wait(pause)
                 pause = min(2 * pause, PAUSE[1])
                 continue
@@ -155,6 +157,7 @@ class Post:
 
     def _send_all(self, link: Link) -> None:
         self._link, self.why = link, ""
+        self.tried.set()
         while not self._stop.is_set():
             if self._again.is_set():
                 self._again.clear()
