@@ -14,7 +14,6 @@ Directions are the switch port's: ingress = sent by the host, egress = received 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import combinations
 
 from switch_configs.model import Direction
 
@@ -84,14 +83,20 @@ def _ring_missing(rings: Sequence[Sequence[int]], hosts: dict[int, str], views: 
     return ""
 
 
+def _tree_witnesses(order: Sequence[str], views: Views, tree: int) -> set[str]:
+    """Hosts of `views` that show a whole result of this tree: what a parent sends, or a child receives."""
+    parents = tree_parents(len(order), tree)
+    inner = set(parents)
+    return {
+        host
+        for node, host in enumerate(order)
+        if (_sends(views, host) and node in inner) or (_receives(views, host) and parents[node] >= 0)
+    }
+
+
 def _tree_missing(order: Sequence[str], views: Views) -> str:
     for tree in (0, 1):
-        parents = tree_parents(len(order), tree)
-        inner = set(parents)
-        if not any(
-            (_sends(views, host) and node in inner) or (_receives(views, host) and parents[node] >= 0)
-            for node, host in enumerate(order)
-        ):
+        if not _tree_witnesses(order, views, tree):
             return f"tree {tree}: results travel down, and no edge from a parent to a child passes a mirrored port"
     return ""
 
@@ -120,14 +125,40 @@ def missing(
 def survives(
     algorithm: str, rings: Sequence[Sequence[int]], hosts: dict[int, str], ranks: Sequence[int], views: Views
 ) -> int:
-    """How many mirrored hosts can be lost, whichever they are, before the group is incomplete; -1: already is."""
-    names = list(views)
-    for lost in range(len(names) + 1):
-        for gone in combinations(names, lost):
-            left = {host: view for host, view in views.items() if host not in gone}
-            if missing(algorithm, rings, hosts, ranks, left):
-                return lost - 1
-    return len(names)  # pragma: no cover - losing all is always too much
+    """How many mirrored GPUs can be lost, whichever they are, before the group is incomplete; -1: already is.
+
+    A lost GPU takes its whole host out of the views (which of the others would have stood in is NCCL's affair), so
+    the worst case is one loss per host. Every condition below is "of these hosts so many must be left": the group
+    falls with the first that no longer holds, and no subsets have to be tried.
+    """
+    if missing(algorithm, rings, hosts, ranks, views):
+        return -1
+    order = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    falls = [len(views)]  # with all hosts lost nothing is seen
+    if algorithm in ("ring", "any"):
+        for ring in rings:
+            shown: dict[str, set[int]] = {host: set() for host in views}
+            for at, a, b in ring_edges(ring, hosts):
+                for host, sees in ((a, _sends(views, a)), (b, _receives(views, b))):
+                    if sees:
+                        shown[host].add(at)
+            # complete is two edges; it falls when what the hosts left see is at most one, whichever
+            edges = set().union(*shown.values())
+            falls.append(min(sum(bool(seen - {kept}) for seen in shown.values()) for kept in edges))
+        if not rings:
+            falls.append(_unknown_ring_falls(views))
+    if algorithm in ("tree", "any"):
+        for tree in (0, 1):
+            falls.append(len(_tree_witnesses(order, views, tree)))
+    return min(falls) - 1
+
+
+def _unknown_ring_falls(views: Views) -> int:
+    """Fewest hosts to lose until the rest are no two hosts of one direction and none in both."""
+    whole = sum(view == "both" for view in views.values())
+    sending = sum(view == "ingress" for view in views.values())
+    receiving = sum(view == "egress" for view in views.values())
+    return whole + max(sending - 1, 0) + max(receiving - 1, 0)
 
 
 def duplicates(rings: Iterable[Sequence[int]], hosts: dict[int, str], views: Views) -> tuple[int, int]:

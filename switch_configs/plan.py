@@ -2,11 +2,13 @@
 
 1. Units. A unit is a host with all its NICs of the group: which of them a ring or tree uses is NCCL's affair.
    One GPU per host and group makes it one GPU.
-2. As many units as `redundancy` asks for: those with which the most losses are survived, spread over leaves and
-   away from ring neighbours (two neighbours in both directions see the same packets twice). Refused if the
-   arithmetic says that the set can never be complete.
+2. So many units that the group is complete with any `redundancy` - 1 mirrored GPUs lost: as many as that where a
+   unit is complete by itself (both directions), more in one direction. Spread over leaves and away from ring
+   neighbours (two neighbours in both directions see the same packets twice). Refused if the arithmetic says that
+   the set can never be complete, or that the wanted loss is not survived; only with the default redundancy a
+   group too small for it is taken whole, and a note says what it survives.
 3. Both directions where the node ports can carry them, because acknowledgements and clear-to-sends are witnesses;
-   else what the NICs send, if that is complete too; else refused with the sum.
+   else one direction, if that survives the wanted loss too; else refused with the sums.
 4. Sources are dealt to the leaf's node ports, the fullest source first into the emptiest port; one session each.
 """
 
@@ -49,10 +51,14 @@ class _Unit:
 
 
 def make_plan(
-    topology: Topology, *, redundancy: int = DEFAULT_REDUNDANCY, direction: Direction | None = None
+    topology: Topology, *, redundancy: int | None = None, direction: Direction | None = None
 ) -> MirrorPlan:
-    """Choose ports and sessions. direction: None chooses. Raises PlanError with the reason and what would help."""
-    if redundancy < 1:
+    """Choose ports and sessions. Raises PlanError with the reason and what would help.
+
+    redundancy: every group stays complete with any redundancy - 1 of its mirrored GPUs lost. None: 3, or as much as
+    a group has hosts for. direction: None chooses.
+    """
+    if redundancy is not None and redundancy < 1:
         raise PlanError("redundancy counts GPUs per group and is at least 1", remedy="give --redundancy 1 or more")
     cables: _Cables = {}
     for leaf in topology.leaves:
@@ -60,17 +66,39 @@ def make_plan(
             cables.setdefault(nic.rank, []).append((leaf, nic))
         for port in leaf.monitor_ports:
             check_destination(leaf, port, topology.path_mtu)
+    ways: tuple[Direction, ...] = (direction,) if direction else ("both", "ingress", "egress")
+    best: MirrorPlan | None = None
+    refused: list[PlanError] = []
     tried: list[str] = []
-    for way in (direction,) if direction else ("both", "ingress"):
+    overloaded = False
+    wanted = redundancy or DEFAULT_REDUNDANCY
+
+    def shortfall(plan: MirrorPlan) -> int:
+        return sum(max(0, wanted - 1 - choice.survives) for choice in plan.groups)
+
+    for way in ways:
         try:
-            plan = _plan(topology, cables, redundancy, way)
+            plan = _plan(topology, cables, wanted, way, strict=redundancy is not None)
         except _Overload as error:
             tried.append(f"{way}: {error}")
+            overloaded = True
+            continue
+        except PlanError as error:
+            tried.append(f"{way}: {error.what}")
+            refused.append(error)
             continue
         if tried:
-            plan.notes.append("one direction only, because " + "; ".join(tried)[:240])
-        check_plan(plan)
-        return plan
+            plan.notes.insert(0, f"{way} only, because " + "; ".join(tried)[:240])
+        if best is None or shortfall(plan) < shortfall(best):
+            best = plan
+        if shortfall(best) == 0:
+            break
+        tried.append(f"{way}: survives less than the loss of {wanted - 1} GPUs")
+    if best is not None:
+        check_plan(best)
+        return best
+    if refused and (direction or not overloaded):
+        raise refused[0]
     raise PlanError(
         "the node ports cannot carry the copies: " + "; ".join(tried),
         remedy="add node ports, lower --redundancy, or give peak_gbps of the ports if their load is known to be lower",
@@ -81,12 +109,15 @@ class _Overload(Exception):
     """The node ports of a leaf are too slow for a direction."""
 
 
-def _plan(topology: Topology, cables: _Cables, redundancy: int, way: Direction) -> MirrorPlan:
+def _plan(topology: Topology, cables: _Cables, redundancy: int, way: Direction, *, strict: bool) -> MirrorPlan:
     reasons: dict[tuple[str, str], list[str]] = {}
     wanted: dict[tuple[str, str], tuple[Leaf, NicPort]] = {}
-    choices, copies = [], 1.0
+    choices, copies, notes = [], 1.0, []
     for group in topology.groups:
-        choice, units, ratio = _choose(group, cables, redundancy, way)
+        choice, units, ratio = _choose(group, cables, redundancy, way, strict=strict)
+        if choice.survives < redundancy - 1 and group.mirror is None:
+            notes.append(f"group {group.name} survives {choice.survives} lost GPUs, not {redundancy - 1}: all of its "
+                         "hosts with a node port are mirrored already")  # fmt: skip
         choices.append(choice)
         copies = max(copies, ratio)
         for unit in units:
@@ -99,17 +130,18 @@ def _plan(topology: Topology, cables: _Cables, redundancy: int, way: Direction) 
         if nics:
             groups = {nic.port: reasons[leaf.name, nic.port] for nic in nics}
             sessions += list(_sessions(topology, leaf, nics, groups, way, copies))
-    counts: dict[str, int] = {}
+    nodes: dict[str, set[str]] = {}
     for session in sessions:
-        counts[session.leaf] = counts.get(session.leaf, 0) + 1
-    return MirrorPlan(sessions=sessions, groups=choices, nodes_per_leaf=counts, path_mtu=topology.path_mtu)
+        nodes.setdefault(session.leaf, set()).add(session.node)
+    counts = {leaf: len(names) for leaf, names in nodes.items()}
+    return MirrorPlan(sessions=sessions, groups=choices, nodes_per_leaf=counts, path_mtu=topology.path_mtu, notes=notes)
 
 
 # -- which hosts of a group -------------------------------------------------------------------------------
 
 
 def _choose(
-    group: Group, cables: _Cables, redundancy: int, way: Direction
+    group: Group, cables: _Cables, redundancy: int, way: Direction, *, strict: bool
 ) -> tuple[GroupChoice, list[_Unit], float]:
     where = f"group {group.name}"
     for rank in group.ranks:
@@ -146,7 +178,14 @@ def _choose(
     views = {unit.host: way for unit in chosen}
     losses = survives(group.algorithm, group.rings, hosts, group.ranks, views)
     seen, copied = duplicates(group.rings, hosts, views)
-    text = [_explain(group, chosen, way), f"complete with any {losses} of {len(chosen)} mirrored hosts lost"]
+    if strict and losses < redundancy - 1:
+        raise PlanError(
+            f"mirroring {way} of {len(chosen)} of its {len(units)} hosts survives the loss of any {losses} mirrored "
+            f"GPUs, --redundancy {redundancy} wants {redundancy - 1}", where=where,
+            remedy=f"give --redundancy {losses + 1}, or another --direction",
+        )  # fmt: skip
+    mirrored = sum(len(u.ranks) for u in chosen)
+    text = [_explain(group, chosen, way), f"complete with any {losses} of {mirrored} mirrored GPUs lost"]
     if copied > seen:
         text.append(f"{copied - seen} of {seen} ring edges lie between two mirrored ports: those packets come twice")
     choice = GroupChoice(group=group.name, ranks=[r for u in chosen for r in u.ranks], direction=way,
@@ -185,13 +224,12 @@ def _pick(group: Group, units: list[_Unit], hosts: dict[int, str], redundancy: i
             neighbours.setdefault(a, set()).add(b)
             neighbours.setdefault(b, set()).add(a)
 
-
     def tolerance(chosen: list[_Unit]) -> int:
         views: dict[str, Direction] = {u.host: way for u in chosen}
         return survives(group.algorithm, group.rings, hosts, group.ranks, views)
 
     chosen: list[_Unit] = []
-    while len(chosen) < min(redundancy, len(units)):
+    while len(chosen) < len(units) and tolerance(chosen) < redundancy - 1:
         taken = {u.host for u in chosen}
         used = [leaf for u in chosen for leaf in u.leaves]
         chosen.append(
@@ -205,17 +243,29 @@ def _pick(group: Group, units: list[_Unit], hosts: dict[int, str], redundancy: i
                 ),
             )
         )
+    reached = min(tolerance(chosen), redundancy - 1)
+    for unit in chosen[::-1]:  # one that was taken before a better one may not be needed any more
+        fewer = [u for u in chosen if u is not unit]
+        if tolerance(fewer) >= max(reached, 0):
+            chosen = fewer
     return chosen
 
 
 def _explain(group: Group, chosen: list[_Unit], way: Direction) -> str:
     order = "known ring order" if group.rings else "unknown ring order"
-    parts = {
+    ring = {
         "both": "one host's two directions hold every chunk: what its edge out lacks comes in",
         "ingress": "two hosts' edges out hold every chunk: each lacks another one",
         "egress": "two hosts' edges in hold every chunk: each lacks another one",
     }
-    return f"{len(chosen)} of the group's hosts, {order}, algorithm {group.algorithm}: {parts[way]}"
+    tree = {
+        "both": "any host has the results, from its parent or for its children",
+        "ingress": "of each tree a host with children, which sends the results down",
+        "egress": "of each tree a host with a parent, which gets the results",
+    }
+    parts = [f"ring ({order}): {ring[way]}"] if group.algorithm in ("ring", "any") else []
+    parts += [f"tree: {tree[way]}"] if group.algorithm in ("tree", "any") else []
+    return f"{len(chosen)} of the group's hosts; " + "; ".join(parts)
 
 
 # -- which node port gets which source --------------------------------------------------------------------

@@ -63,7 +63,10 @@ def plan(
     lldp: Annotated[
         list[str] | None, typer.Option("--lldp", help="HOST=FILE: `lldpctl -f json` of that host fills in its ports.")
     ] = None,
-    redundancy: Annotated[int, typer.Option("--redundancy", min=1, help="Mirrored GPUs per group.")] = 3,
+    redundancy: Annotated[
+        int | None,
+        typer.Option("--redundancy", min=1, help="Complete with any N-1 mirrored GPUs lost. Default: 3 where possible."),
+    ] = None,
     direction: Annotated[
         Literal["ingress", "egress", "both"] | None,
         typer.Option("--direction", help="Default: both if the node ports can carry it, else ingress."),

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from switch_configs.arithmetic import duplicates, missing, survives, tree_parents
 from switch_configs.errors import DeviceError, PlanError
@@ -41,6 +43,16 @@ def ring_delivers(ring: list[int], hosts: dict[int, str], views: dict[str, str])
         for k in range(n - 1, 2 * n - 2):
             seen.add(r if k == n - 1 else (r - (k - (n - 1))) % n)
     return seen == set(range(n))
+
+
+def tree_delivers(names: list[str], views: dict[str, str], tree: int) -> bool:
+    """Follow the results of one tree down, edge by edge (7.2): is one edge from a parent to a child seen?"""
+    parents = tree_parents(len(names), tree)
+    return any(
+        views.get(names[up]) in ("ingress", "both") or views.get(names[x]) in ("egress", "both")
+        for x, up in enumerate(parents)
+        if up >= 0
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
@@ -136,10 +148,88 @@ def test_one_direction_where_both_do_not_fit() -> None:
     data = document()
     data["leaves"][0]["monitor_ports"][0]["speed_gbps"] = 400
     plan = planned(data)
-    assert plan.sessions[0].direction == "ingress" and plan.sessions[0].load_gbps == 300
-    assert any("600 Gb/s" in note for note in plan.notes) and plan.groups[0].survives == 0
-    data["groups"][0]["algorithm"] = "ring"  # trees need an inner node of each in every case
-    assert planned(data).groups[0].survives == 1
+    # Results come down a tree: what hosts receive survives more losses than what they send.
+    assert plan.sessions[0].direction == "egress" and plan.sessions[0].load_gbps == 400
+    assert any("600 Gb/s" in note for note in plan.notes) and plan.groups[0].survives == 2
+    data["groups"][0]["algorithm"] = "ring"
+    plan = planned(data)
+    assert plan.sessions[0].direction == "ingress" and plan.groups[0].survives == 2
+    data["leaves"][0]["monitor_ports"][0]["speed_gbps"] = 300
+    assert planned(data, redundancy=2).groups[0].survives == 1
+
+
+def test_redundancy_is_the_loss_survived_and_not_a_number_of_hosts() -> None:
+    data = document(hosts=8)
+    for redundancy in (1, 2, 3, 4):
+        for way, hosts in (("both", redundancy), ("egress", redundancy + 1)):
+            choice = planned(data, redundancy=redundancy, direction=way).groups[0]
+            assert (choice.survives, len(choice.ranks)) == (redundancy - 1, hosts)
+    with pytest.raises(PlanError, match=r"ingress of 8 of its 8 hosts survives the loss of any 3 mirrored GPUs"):
+        planned(data, redundancy=5, direction="ingress")
+    two = document(hosts=2)
+    assert planned(two).groups[0].survives == 1  # the default: as much as the group has hosts for, and it is said
+    assert any("survives 1 lost GPUs, not 2" in note for note in planned(two).notes)
+    with pytest.raises(PlanError, match="--redundancy 3 wants 2") as caught:
+        planned(two, redundancy=3)
+    assert "--redundancy 2" in caught.value.remedy
+
+
+ALGORITHMS = st.sampled_from(["ring", "tree", "any"])
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[dict[str, Any], list[list[int]]]:
+    """Hosts with one to three GPUs of one group each, rings known or not, and orders that NCCL could choose."""
+    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=6))
+    hosts = [h for h, size in enumerate(sizes) for _ in range(size)]
+    members = [[r for r, h in enumerate(hosts) if h == host] for host in range(len(sizes))]
+    # NCCL's rings pass a host once: its GPUs are a chain
+    orders = [
+        [r for h in draw(st.permutations(range(len(sizes)))) for r in draw(st.permutations(members[h]))]
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    leaf = {"name": "leaf0", "vendor": "eos", "monitor_ports": [{"port": "Ethernet60", "node": "c", "speed_gbps": 9e9}],
+            "ports": [{"port": f"Ethernet{r + 1}", "rank": r, "host": f"h{h}", "speed_gbps": 1}
+                      for r, h in enumerate(hosts)]}  # fmt: skip
+    group = {"name": "dp", "ranks": list(range(len(hosts))), "algorithm": draw(ALGORITHMS)}
+    if draw(st.booleans()):
+        group["rings"] = orders
+    return {"leaves": [leaf], "groups": [group]}, orders
+
+
+@settings(max_examples=150, deadline=None)
+@given(cluster=clusters(), redundancy=st.integers(1, 4), way=st.sampled_from(["both", "ingress", "egress"]))
+def test_a_plan_survives_every_loss_that_it_promises(cluster: Any, redundancy: int, way: str) -> None:
+    """Every set of lost GPUs, tried against NCCL's order of sends and its trees; no smaller set of hosts would do."""
+    data, orders = cluster
+    group = data["groups"][0]
+    hosts = {p["rank"]: p["host"] for p in data["leaves"][0]["ports"]}
+    names = list(dict.fromkeys(hosts.values()))
+
+    def whole(views: Any) -> bool:
+        rings = group["algorithm"] == "tree" or all(ring_delivers(order, hosts, views) for order in orders)
+        return rings and (group["algorithm"] == "ring" or all(tree_delivers(names, views, t) for t in (0, 1)))
+
+    def endures(chosen: Any, losses: int) -> bool:
+        return all(
+            missing(group["algorithm"], group.get("rings", []), hosts, group["ranks"],
+                    {h: way for h in chosen if h not in lost}) == ""  # type: ignore[misc]
+            for lost in itertools.combinations(chosen, min(losses, len(chosen)))
+        )  # fmt: skip
+
+    try:
+        choice = planned(data, redundancy=redundancy, direction=way).groups[0]
+    except PlanError:
+        assert not endures(names, redundancy - 1)  # not even all of them
+        return
+    assert choice.survives >= redundancy - 1
+    for lost in itertools.combinations(choice.ranks, choice.survives):
+        gone = {hosts[r] for r in lost}
+        assert whole({hosts[r]: way for r in choice.ranks if hosts[r] not in gone}), lost
+    chosen = {hosts[r] for r in choice.ranks}
+    assert endures(chosen, choice.survives) and not endures(chosen, choice.survives + 1)
+    fewer = itertools.combinations(names, len(chosen) - 1)
+    assert not any(endures(some, redundancy - 1) for some in fewer)
 
 
 def test_sources_are_dealt_to_several_node_ports() -> None:
@@ -170,7 +260,7 @@ REFUSED = {
     "a rank without a port": (change("groups.0.ranks", [0, 9]), {}, "rank 9 has no port"),
     "one host": (change("leaves.0.ports.1.host", "gpu0") | {"groups": [{"name": "g", "ranks": [0, 1]}]}, {}, "switch"),
     "no node port": (change("leaves.0.monitor_ports", []), {}, "without a node port"),
-    "too slow": (change("leaves.0.monitor_ports.0.speed_gbps", 100), {}, "300 Gb/s, 1 node ports carry 100"),
+    "too slow": (change("leaves.0.monitor_ports.0.speed_gbps", 100), {}, "600 Gb/s, 1 node ports carry 100"),
     "small MTU": (change("leaves.0.monitor_ports.0.mtu", 4096), {}, "MTU 4096 is below 4202"),
     "port-channel": (change("leaves.0.monitor_ports.0.port_channel", "Po1"), {}, "member of Po1"),
     "VLAN": (change("leaves.0.monitor_ports.0.vlans", [7]), {}, "VLAN 7"),
