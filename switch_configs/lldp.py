@@ -27,17 +27,25 @@ def neighbours(dump: Any, where: str = "LLDP dump") -> Ports:
         interfaces = dump["lldp"]
         entries: list[dict[str, Any]] = []
         for part in interfaces if isinstance(interfaces, list) else [interfaces]:
-            found = part.get("interface", [])
-            entries += found if isinstance(found, list) else [found]
-        out: Ports = {}
+            some = part.get("interface", [])
+            entries += some if isinstance(some, list) else [some]
+        found = []
         for entry in entries:
             if "name" in entry and "port" in entry:  # json0: the same keys everywhere, all values in lists
-                out[entry["name"]] = (entry["chassis"][0]["name"][0]["value"], _port0(entry["port"][0]))
+                found.append((entry["name"], entry["chassis"][0]["name"][0]["value"], _port0(entry["port"][0])))
                 continue
             for interface, body in entry.items():
                 names = [name for name in body["chassis"] if isinstance(body["chassis"][name], dict) and name != "id"]
                 if names:
-                    out[interface] = (names[0], _port(body["port"]))
+                    found.append((interface, names[0], _port(body["port"])))
+        out: Ports = {}
+        for interface, switch, port in found:
+            seen = (str(switch), port)
+            if out.setdefault(str(interface), seen) != seen:
+                raise PlanError(
+                    f"{interface} has two neighbours, {out[interface][0]} and {switch}", where=where,
+                    remedy="take the one that is no switch port out of the dump, or write the port into the topology",
+                )
         return out
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise PlanError(

@@ -1,25 +1,33 @@
 """Apply, show and remove one session on one switch, and nothing else on it.
 
     Manager(session, connect).difference() -> what would be typed and why     changes nothing
-    Manager.apply(difference)   -> typed, read back, confirmed; undone if the switch refuses or the copy cannot flow
+    Manager.apply(difference)   -> typed, read back, confirmed, read again; undone if the copy cannot flow
     Manager.remove()            -> only what carries our mark
 
 Idempotent: the same session, active, is left alone. A session that differs is replaced. Before anything is typed,
-a name, number, source or destination that somebody else uses is refused (SONiC's rules for every vendor).
-After a failure in the middle the state before is restored: candidate thrown away, or our session removed and the
-one that was there put back. Where the platform has a timed undo it runs until the session was read back.
+a name, number, source or destination that somebody else uses is refused (SONiC's rules for every vendor), and so is
+somebody else's change that waits for its confirmation, because ours would confirm it.
+After a failure in the middle the state before is restored: candidate thrown away, or what was typed removed and the
+session that was there typed again as the switch had printed it, even if it was broken (restore.py). Where the
+platform has a timed undo it runs until the session was read back; if flowcheck dies meanwhile, the switch undoes the
+change by itself, or the next apply finds the timer and confirms.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
+import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
+from switch_configs import port
 from switch_configs.errors import DeviceError, PlanError
-from switch_configs.model import MirrorSession, SessionState, Source
-from switch_configs.render import render, timed_undo
+from switch_configs.model import MirrorSession, SessionState
+from switch_configs.render import Rendering, render, timed_undo
+from switch_configs.restore import put_back, take_away_tc
 from switch_configs.show import Found, read
 from switch_configs.transport import Transport, is_local
 
@@ -29,13 +37,23 @@ SETTLE_SECONDS = 5.0  # SONiC and NVUE program the hardware after the command ha
 POLL_SECONDS = 0.25
 
 
+# Old and new are swapped in one commit or transaction: nothing is removed first.
+SWAPPED = ("eos", "junos", "cumulus", "ovs")
+
+
 @dataclass(frozen=True)
 class Difference:
-    """lines: - as it is, + as it will be, empty if nothing changes. commands: what apply will type."""
+    """lines: - as it is, + as it will be, empty if nothing changes. commands: what apply will type.
+
+    port_before: what makes the destination port what it was before, for remove; empty if apply leaves it alone.
+    confirms: the session is as planned and only the confirmation of an interrupted apply is missing.
+    """
 
     lines: tuple[str, ...]
     commands: tuple[str, ...]
     found: Found
+    port_before: tuple[str, ...] = ()
+    confirms: bool = False
 
 
 class Manager:
@@ -45,6 +63,9 @@ class Manager:
         self.session = session
         self._connect = connect
         self._open: Transport | None = None
+        self._nonce = secrets.token_hex(3)
+        self._ready: frozenset[str] = frozenset()  # tc: ports that have a clsact qdisc already,
+        self._added: frozenset[str] = frozenset()  # and those of them that have it from us
 
     def close(self) -> None:
         if self._open is not None:
@@ -63,16 +84,24 @@ class Manager:
         """Raises PlanError if something on the switch is in the way."""
         found = self.show()
         self._refuse_clash(found)
+        self._refuse_half_done(found)
         mine = found.mine
         if mine.same_as(self.session) and mine.active:
+            if found.timer:  # an apply was interrupted after its commit: what is missing is the confirmation
+                confirm = render(self.session, nonce=found.timer.removeprefix(self.session.name).lstrip("-")).confirm
+                return Difference(("+ confirmation of an interrupted apply",), confirm, found, confirms=True)
             return Difference((), (), found)
-        candidate = self.session.vendor in ("eos", "junos")  # old and new are swapped in one commit
-        commands = list(render(self.session, replace=mine.exists and candidate).apply)
-        if mine.exists and not candidate:
-            old = render(self._as_found(mine) or self.session, key=mine.key).remove
-            commands = [*(line for line in old if line != "nv config apply -y"), *commands]
+        if found.timer:
+            raise PlanError(f"the timed undo of an interrupted apply is running ({found.timer})",
+                            where=self.session.leaf, remedy="wait for it, or apply the plan that was interrupted: that "
+                            "confirms it")  # fmt: skip
+        if self.session.vendor == "tc":
+            self._ready, self._added = self._clsact_ports(), frozenset(mine.added)
+        commands = list(self._render(replace=mine.exists, key=mine.key).apply)
+        if mine.exists and self.session.vendor not in SWAPPED:
+            commands = [*self._take_away(mine), *commands]
         lines = [f"- {line}" for line in _describe(mine)] + [f"+ {line}" for line in _wanted(self.session)]
-        return Difference(tuple(_without_equals(lines)), tuple(commands), found)
+        return Difference(tuple(_without_equals(lines)), tuple(commands), found, self._port_before())
 
     def apply(self, difference: Difference, *, save: bool = False) -> SessionState:
         """Type the commands, read the session back, confirm. Raises DeviceError after having undone it."""
@@ -83,15 +112,24 @@ class Manager:
             state = self._settled()
         except DeviceError as error:
             self._undo(difference, "abort", error)
-        if not (state.active and state.same_as(self.session)):
-            what = state.reason or "it differs from what was typed"
-            self._undo(difference, "rollback", DeviceError(f"applied, but not active: {what}", where=self.session.leaf))
-        for line in (*render(self.session).confirm, *(render(self.session).save if save else ())):
+        self._require(state, difference, "applied, but not active")
+        confirm = () if difference.confirms else self._render().confirm
+        try:
+            for line in confirm:
+                self._run(line)
+            # A timer that ran out meanwhile has undone everything, and some platforms confirm nothing without a word.
+            state = self._settled() if confirm else state
+        except DeviceError as error:
+            self._undo(difference, "rollback", error)
+        self._require(state, difference, "confirmed too late: the timed undo was faster")
+        self._drop_qdiscs(name for name in difference.found.mine.added if name not in self.session.ports)
+        for line in self._render().save if save else ():
             self._run(line)
         return state
 
-    def remove(self) -> bool:
-        """False if there was nothing. Raises PlanError if the session there is not ours."""
+    def remove(self, port_before: Sequence[str] = ()) -> bool:
+        """False if there was nothing. port_before: of the Difference that apply was given; the destination port is
+        left as it is without it. Raises PlanError if the session there is not ours."""
         found = self.show()
         if not found.mine.exists:
             return False
@@ -101,12 +139,15 @@ class Manager:
         if self.session.vendor == "tc" and any(other.name == self.session.name for other in found.others):
             raise PlanError("somebody else's filter shares our preference, and tc would remove both",
                             where=self.session.leaf, remedy="remove the other filter first")  # fmt: skip
-        actual = self._as_found(found.mine) or self.session
-        for line in render(actual, key=found.mine.key).remove:
+        self._refuse_half_done(found)
+        for line in self._take_away(found.mine):
             self._run(line, check=self.session.vendor != "tc")
         left = self.show().mine
         if left.exists and left.ours:
             raise DeviceError(f"still there: {_say(left)}", where=self.session.leaf, remedy="run remove again")
+        self._drop_qdiscs(found.mine.added)
+        for line in port_before:
+            self._run(line)
         return True
 
     # -- inside -------------------------------------------------------------------------------------------
@@ -115,6 +156,35 @@ class Manager:
         if self._open is None:
             self._open = self._connect()
         return self._open.run(line, check=check)
+
+    def _render(self, *, replace: bool = False, key: str = "") -> Rendering:
+        return render(self.session, replace=replace, key=key, nonce=self._nonce, ready=self._ready,
+                      added=self._added)  # fmt: skip
+
+    def _port_before(self) -> tuple[str, ...]:
+        asked = port.show_line(self.session)
+        try:
+            return port.restore(self.session, self._run(asked)) if asked else ()
+        except (DeviceError, ValueError):  # a switch that shows it otherwise: then its port stays as apply makes it
+            return ()
+
+    def _take_away(self, mine: SessionState) -> tuple[str, ...]:
+        if self.session.vendor == "tc":
+            return take_away_tc(self.session, mine)
+        return render(self.session, key=mine.key).remove
+
+    def _drop_qdiscs(self, ports: Iterable[str]) -> None:
+        """clsact qdiscs that we added, unless filters of others have come to them."""
+        for name in ports:
+            quoted = shlex.quote(name)
+            listings = [self._run(f"tc -j filter show dev {quoted} {way}", False) for way in ("ingress", "egress")]
+            if all(not json.loads(text or "[]") for text in listings):
+                self._run(f"tc qdisc del dev {quoted} clsact", False)
+
+    def _require(self, state: SessionState, difference: Difference, what: str) -> None:
+        if not (state.active and state.same_as(self.session)):
+            why = state.reason or ("it differs from what was typed" if state.exists else "it is not there")
+            self._undo(difference, "rollback", DeviceError(f"{what}: {why}", where=self.session.leaf))
 
     def _settled(self) -> SessionState:
         end = time.monotonic() + (0 if is_local(self.session.vendor) else SETTLE_SECONDS)
@@ -133,16 +203,42 @@ class Manager:
                     raise
                 # Kernels without matchall are common and only trying tells; u32 that matches all does the same.
                 self.session = self.session.model_copy(update={"classifier": "u32"})
-                self._type_checked([again for again in render(self.session).apply if "filter add" in again])
+                self._type_checked([again for again in self._render().apply if "filter add" in again])
                 return
 
-    def _other_tc_listings(self) -> list[str]:
+    def _qdiscs(self) -> list[tuple[str, str]]:
         table = self._run("tc -j qdisc show")
         try:
-            devices = [entry["dev"] for entry in json.loads(table) if entry["kind"] == "clsact"]
+            return [(entry["dev"], entry["kind"]) for entry in json.loads(table)]
         except (ValueError, KeyError, TypeError):
             raise DeviceError("tc -j qdisc show prints no JSON", where=self.session.leaf) from None
+
+    def _other_tc_listings(self) -> list[str]:
+        devices = [shlex.quote(dev) for dev, kind in self._qdiscs() if kind == "clsact"]
         return [f"tc -s -j filter show dev {dev} {way}" for dev in devices for way in ("ingress", "egress")]
+
+    def _clsact_ports(self) -> frozenset[str]:
+        """Ports where no qdisc has to be added. An `ingress` qdisc holds ingress filters too, but no egress ones."""
+        kinds = {dev: kind for dev, kind in self._qdiscs() if kind in ("clsact", "ingress")}
+        for name in self.session.ports:
+            if kinds.get(name) == "ingress" and "egress" in self.session.ways:
+                raise PlanError(f"{name} has somebody's ingress qdisc, which has no place for egress filters",
+                                where=self.session.leaf, remedy="replace it by clsact, or plan --direction ingress"
+                                )  # fmt: skip
+        return frozenset(kinds)
+
+    def _refuse_half_done(self, found: Found) -> None:
+        """Changes on the way that are not ours: what we commit or confirm would carry them along."""
+        where = self.session.leaf
+        ours = found.timer.removeprefix("flowcheck ").split("-")[0] == self.session.name.split("-")[0]
+        if found.timer and not ours:
+            raise PlanError(f"a change waits for its confirmation: {found.timer}; ours would confirm it", where=where,
+                            remedy="confirm it or let it run out first")  # fmt: skip
+        if found.unapplied:
+            first = found.unapplied.splitlines()[0]
+            raise PlanError(f"changes are pending that nobody applied ({first} ...), and ours would apply them",
+                            where=where, remedy="look with `nv config diff`; apply them, or `nv config detach`"
+                            )  # fmt: skip
 
     def _refuse_clash(self, found: Found) -> None:
         where, mine = self.session.leaf, found.mine
@@ -164,28 +260,27 @@ class Manager:
                 raise PlanError(f"destination {self.session.destination} is a source of session {other.name}",
                                 where=where, remedy="choose another node port")  # fmt: skip
 
-    def _undo(self, difference: Difference, section: str, error: DeviceError) -> None:
-        """Always raises: the error, with what became of the switch."""
+    def _undo(self, difference: Difference, section: str, error: DeviceError) -> NoReturn:
+        """Raises the error, with what became of the switch."""
         before = difference.found.mine
         try:
             try:
-                self._type(getattr(render(self.session), section))
-                now = self.show()
+                self._leave(section, before)
+                now = self.show().mine
             except DeviceError:  # the connection may be what failed: once more over a new one
                 self.close()
-                self._type(render(self.session).rollback)
-                now = self.show()
-            if now.mine.exists and not before.exists and now.mine.ours:
-                self._type(render(self.session, key=now.mine.key).remove)
-                now = self.show()
-            old = self._as_found(before) if before.exists else None
-            mixed = len({source.direction for source in before.sources}) > 1
-            if old is not None and not mixed and not now.mine.same_as(old):
-                lines = render(old, replace=now.mine.exists)
-                self._type((*lines.apply, *lines.confirm))
-                now = self.show()
-            good = now.mine.exists == before.exists and now.mine.sources == before.sources
-            fate = "the change was taken back" if good else f"NOT taken back: it now has {_say(now.mine)}"
+                self._leave("rollback", before)
+                now = self.show().mine
+            if not _alike(now, before):
+                if now.exists and now.ours:
+                    self._type(self._take_away(now))
+                self._type(put_back(self.session, before))
+                now = self.show().mine
+            if self.session.vendor == "tc":
+                self._drop_qdiscs(name for name in self.session.ports if name not in self._ready)
+            if not before.exists and self.session.vendor in ("nxos", "comware"):
+                self._type(difference.port_before)
+            fate = "the change was taken back" if _alike(now, before) else f"NOT taken back: it now has {_say(now)}"
         except DeviceError as second:
             timer = timed_undo(self.session.vendor)
             fate = f"could not be taken back ({second.what})"
@@ -194,30 +289,30 @@ class Manager:
             f"{error.what}; {fate}", where=error.where, remedy=error.remedy or "mend the cause and apply again"
         ) from None
 
+    def _leave(self, section: str, before: SessionState) -> None:
+        """Out of the configuration mode, without what was not committed; and what was committed rolled back, but only
+        if it still is: a timed undo that ran out already would itself be undone by Junos' `rollback 1`."""
+        rendered = self._render(key=before.key)
+        vendor = self.session.vendor
+        if vendor not in ("eos", "junos", "cumulus"):  # what was typed is taken away by what show finds
+            self._type(rendered.abort[: len(rendered.abort) - len(rendered.remove)])
+            return
+        if section == "abort" or vendor == "cumulus":
+            self._type(rendered.abort)
+        # EOS: a session of ours that stays open would block one of the few places
+        if vendor == "eos" or not _alike(self.show().mine, before):
+            self._type(rendered.rollback)
+
     def _type(self, lines: Iterable[str]) -> None:
         for line in lines:
             self._run(line, check=False)
 
-    def _as_found(self, state: SessionState) -> MirrorSession | None:
-        """The session as it was on the switch, or None where one direction for all does not describe it."""
-        ways = {source.direction for source in state.sources}
-        if len(ways) != 1 or (state.destination is None and self.session.vendor != "tc"):
-            return None
-        known = {source.port: source for source in self.session.sources}
-        try:
-            return MirrorSession.model_validate(
-                self.session.model_dump()
-                | {
-                    "direction": ways.pop() if len(ways) == 1 else "both",
-                    "destination": state.destination or self.session.destination,
-                    "classifier": "u32" if state.key == "u32" else self.session.classifier,
-                    "sources": [
-                        known.get(s.port, Source(port=s.port, rank=0, speed_gbps=1)).model_dump() for s in state.sources
-                    ],
-                }
-            )
-        except ValueError:
-            return None
+
+def _alike(one: SessionState, two: SessionState) -> bool:
+    """The same configuration: counters, reasons and handles may differ."""
+    if not one.exists or not two.exists:
+        return one.exists == two.exists
+    return (one.sources, one.destination, one.truncation) == (two.sources, two.destination, two.truncation)
 
 
 def _describe(state: SessionState) -> list[str]:

@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from switch_configs.errors import DeviceError, PlanError
+from switch_configs.errors import DeviceError, PlanError, printable
 
 __all__ = [
     "VENDORS", "Direction", "Group", "GroupChoice", "HostNic", "Leaf", "MirrorPlan", "MirrorSession", "MonitorPort",
@@ -27,8 +27,8 @@ Port = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]{
 # One lower limit for all: SONiC's 32 characters; letters first, because NX-OS and shells take it unquoted.
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$")]
 Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._:-]{0,252}$")]
-# Free text lands in comments of rendered files: one printable line.
-Text = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]{0,300}$")]
+# Free text lands in comments of rendered files and on terminals: one line, no control or direction characters.
+Text = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]{0,300}$")]
 
 SCHEMA = "flowcheck-mirror-plan/1"
 FILE_LIMIT = 1 << 26
@@ -40,7 +40,7 @@ def frame_bytes(path_mtu: int) -> int:
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 # -- what is cabled ---------------------------------------------------------------------------------------
@@ -222,6 +222,8 @@ class GroupChoice(_Strict):
 
 
 class MirrorPlan(_Strict):
+    """The answer to a topology: sessions to apply, and per group what they deliver. One JSON file."""
+
     schema_: Literal["flowcheck-mirror-plan/1"] = Field(default="flowcheck-mirror-plan/1", alias="schema")
     sessions: list[MirrorSession]
     groups: list[GroupChoice]
@@ -229,7 +231,7 @@ class MirrorPlan(_Strict):
     path_mtu: int = 4096
     notes: list[Text] = []
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
     @classmethod
     def load(cls, path: Path) -> MirrorPlan:
@@ -245,6 +247,11 @@ class MirrorPlan(_Strict):
 class SourceState(_Strict):
     port: str
     direction: Direction
+
+    @field_validator("port")
+    @classmethod
+    def _printable(cls, text: str) -> str:
+        return printable(text)
 
 
 class SessionState(_Strict):
@@ -265,6 +272,14 @@ class SessionState(_Strict):
     lost: dict[str, int] = {}
     copies: int | None = None
     key: str = ""  # the platform's own handle, where names are not unique
+    config: list[str] = []  # its own configuration as the switch prints it, so that it can be put back as it was
+    added: list[str] = []  # tc: ports whose clsact qdisc is there because we added it
+
+    @field_validator("name", "destination", "truncation", "reason", "key")
+    @classmethod
+    def _printable(cls, text: str | None) -> str | None:
+        """What a switch prints reaches terminals and logs: no escape sequence gets through."""
+        return None if text is None else printable(text)
 
     def same_as(self, session: MirrorSession) -> bool:
         wanted = sorted((port, session.direction) for port in session.ports)

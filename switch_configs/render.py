@@ -9,13 +9,15 @@
     save        keep it over a reboot; never part of apply
 
 A line is exactly what is typed, one command each; comments and blank lines are for people and are not sent.
-Settings of the destination port (MTU, LLDP, STP) are not taken back by remove: what was there is not known.
+remove cannot know how the destination port was set before (MTU, LLDP, STP): apply reads that (switch_configs.port).
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -25,10 +27,12 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from switch_configs.model import Direction, MirrorSession
 
-__all__ = ["OWNER", "PAGES", "SECTIONS", "Rendering", "cookie", "render", "text", "timed_undo", "verified"]
+__all__ = ["OWNER", "PAGES", "SECTIONS", "TC_ADDED", "Rendering", "cookie", "render", "tc_prio", "text",
+           "timed_undo", "verified"]  # fmt: skip
 
 SECTIONS = ("apply", "confirm", "show", "remove", "abort", "rollback", "save")
 OWNER = "flowcheck"  # our mark where a platform has room for one
+TC_ADDED = "ad"  # end of the mark on a port whose clsact qdisc was added with it, and goes with it
 TC_PRIO = 7790
 
 PAGES = {
@@ -55,7 +59,8 @@ WARNINGS = {
     "junos": "QFX: at most 2 analyzers mirror ingress and 2 egress. `configure exclusive` locks others out meanwhile.",
     "nxos": "Sessions are created shut: `no shut` is part of apply. mtu inside a session would cut copies.",
     "ovs": "Without revalidator/purge, flows that are already running are not mirrored, or go on being mirrored.",
-    "tc": "Kernels without matchall need `u32 match u32 0 0` in its place. An empty clsact qdisc stays after remove.",
+    "tc": "Kernels without matchall need `u32 match u32 0 0` in its place; `qdisc add` only where there is none yet. "
+    "After remove, `tc qdisc del dev PORT clsact` if no other filter is on it: flowcheck does that where it added it.",
     "comware": "Status must be Active; Incomplete means that a half is missing.",
     "sonic": "A session cannot be edited: remove it and add it. The truth is STATE_DB, not CONFIG_DB.",
     "sonic-configdb": "A session cannot be edited: remove it and add it. The truth is STATE_DB, not CONFIG_DB.",
@@ -76,11 +81,19 @@ class Rendering:
     save: tuple[str, ...]
 
 
-def render(session: MirrorSession, *, replace: bool = False, key: str = "") -> Rendering:
-    """Text of one session. replace: a session of ours is there (candidates then swap it in one commit).
-    key: a platform's own handle for it, where names are not unique (Open vSwitch: the uuid)."""
+def render(
+    session: MirrorSession, *, replace: bool = False, key: str = "", nonce: str = "", ready: Collection[str] = (),
+    added: Collection[str] = (),
+) -> Rendering:  # fmt: skip
+    """Text of one session. replace: a session of ours is there, swapped in one transaction where the platform has one.
+
+    key: a platform's own handle for it, where names are not unique (Open vSwitch: the uuid; NVUE: its numbers).
+    nonce: makes the name of an EOS configure session its own, since a finished one cannot be opened again.
+    ready: ports that have a clsact qdisc; added: those of them that have it from us (tc).
+    """
     template = _environment().get_template(f"{session.vendor}.j2")
-    macros = template.make_module({"replace": replace, "key": key})
+    known = {"replace": replace, "key": key, "nonce": nonce, "ready": frozenset(ready), "added": frozenset(added)}
+    macros = template.make_module(known)
 
     def lines(section: str) -> tuple[str, ...]:
         return tuple(line for line in str(getattr(macros, section)(session)).splitlines() if line.strip())
@@ -155,11 +168,12 @@ def comware_lists(ports: list[str]) -> list[str]:
 
 
 def _config_db(s: MirrorSession) -> str:
+    """CONFIG_DB's JSON, quoted for the shell."""
     direction = {"ingress": "RX", "egress": "TX", "both": "BOTH"}[s.direction]
     entry: dict[str, Any] = {
         "type": "SPAN", "dst_port": s.destination, "src_port": ",".join(s.ports), "direction": direction,
     }  # fmt: skip
-    return json.dumps({"MIRROR_SESSION": {s.name: entry}})
+    return shlex.quote(json.dumps({"MIRROR_SESSION": {s.name: entry}}))
 
 
 def _junos_port(port: str) -> str:
@@ -175,7 +189,8 @@ def tc_prio(s: MirrorSession) -> int:
     return TC_PRIO + s.number
 
 
-def cookie(s: MirrorSession, way: Direction) -> str:
-    """Mark on our tc actions: owner, session number, direction. u32 lists the filters of both directions under
-    each, so the direction has to be in the mark."""
-    return OWNER.encode().hex() + f"{s.number & 0xFF:02x}" + ("01" if way == "ingress" else "02")
+def cookie(s: MirrorSession, way: Direction, added: bool = False) -> str:
+    """Mark on our tc actions: owner, session number, direction (u32 lists the filters of both directions under
+    each), and at the end TC_ADDED if the port's qdisc was added with it."""
+    mark = OWNER.encode().hex() + f"{s.number & 0xFF:02x}" + ("01" if way == "ingress" else "02")
+    return mark + TC_ADDED if added else mark

@@ -9,11 +9,12 @@ Text that a parser does not understand is an error (DeviceError), never "no sess
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from switch_configs import show_cli, show_data
-from switch_configs.errors import DeviceError
+from switch_configs.errors import DeviceError, printable
 from switch_configs.model import MirrorSession, SessionState
 
 __all__ = ["Found", "read"]
@@ -25,6 +26,8 @@ class Found:
 
     mine: SessionState
     others: list[SessionState] = field(default_factory=list)
+    timer: str = ""  # name of a commit that the platform undoes by itself unless it is confirmed
+    unapplied: str = ""  # what somebody typed and nobody applied yet (NVUE)
 
 
 PARSERS: dict[str, Callable[[MirrorSession, Sequence[str], Sequence[str]], list[SessionState]]] = {
@@ -33,22 +36,25 @@ PARSERS: dict[str, Callable[[MirrorSession, Sequence[str], Sequence[str]], list[
     "ovs": show_data.ovs, "tc": show_data.tc,
 }  # fmt: skip
 
+PENDING = {"eos": show_cli.eos_pending, "junos": show_cli.junos_pending}
+
 
 def read(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> Found:
     """Raises DeviceError if an output is not what this platform prints."""
     try:
         states = PARSERS[session.vendor](session, lines, outputs)
+        timer = PENDING[session.vendor](outputs) if session.vendor in PENDING else ""
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, SyntaxError) as error:
         raise DeviceError(
             f"its mirror sessions cannot be read: {type(error).__name__}: {error}"[:300], where=session.leaf,
             remedy=f"compare its show output with {session.vendor}'s documentation page",
         ) from None
     wanted = str(session.number) if session.vendor in ("comware", "nxos", "cumulus") else session.name
+    pending = session.vendor == "cumulus" and re.search(r"(?ms)^\s*-?\s*(?:un)?set:.*", outputs[2])
+    unapplied = pending[0].strip() if pending else ""
     named = [state for state in states if state.name == wanted]
     if not named:
-        return Found(SessionState(name=wanted, exists=False), states)
+        return Found(SessionState(name=wanted, exists=False), states, printable(timer), unapplied)
     marked = [state for state in named if state.ours]
     mine = (marked or named)[0]
-    if mine.ours is None:  # no room for a mark: ours if it copies to our destination
-        mine.ours = mine.destination in (session.destination, None)
-    return Found(mine, [state for state in states if state is not mine])
+    return Found(mine, [state for state in states if state is not mine], printable(timer), unapplied)

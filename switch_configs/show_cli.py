@@ -1,4 +1,18 @@
-"""Parsers of command lines that print for people: Comware, EOS, NX-OS, Junos. Called through show.read only."""
+"""Parsers of command lines that print for people: Comware, EOS, NX-OS, Junos. Called through show.read only.
+
+Which outputs these formats were checked against (none on a device of ours):
+    Comware   display mirroring-group all: H3C command reference, Port mirroring commands, and the verification
+              steps of the S12500X-AF configuration guide; `Monitor-port:` as a real chassis printed it
+    NX-OS     show monitor session: output of a Nexus 9000 in the README of Cisco's zSPAN collector (up) and the states
+              in brackets of the OcNOS command reference, which prints the same table. show running-config monitor:
+              format not confirmed
+    Junos     show forwarding-options analyzer: output of a QFX in public notes, one field per line. show system
+              commit: the line "rollback pending" below entry 0, as a vMX prints it
+    EOS       show monitor session: FORMAT NOT CONFIRMED, no public page found that quotes one with its state. The
+              configuration lines follow the templates of Arista's own AVD. Pending commit timer: the sentence of
+              EOS 4.35 in `show configuration sessions detail`, the table's state before that (NAPALM reads both)
+Where the state is not printed as expected a session counts as not active, so apply takes it back: wrong towards safe.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +21,7 @@ from collections.abc import Iterable, Sequence
 
 from switch_configs.model import Direction, MirrorSession, SessionState, SourceState
 
-__all__ = ["comware", "eos", "junos", "nxos", "sources_of"]
+__all__ = ["comware", "eos", "eos_pending", "junos", "junos_pending", "nxos", "sources_of"]
 
 WAYS: dict[str, Direction] = {
     "rx": "ingress", "inbound": "ingress", "ingress": "ingress",
@@ -28,8 +42,8 @@ def _expand(text: str) -> list[str]:
     """"Ethernet1/1-2, Ethernet1/7" to single ports."""
     out = []
     for part in text.replace(",", " ").split():
-        match = re.fullmatch(r"(.*?)(\d+)-(\d+)", part)
-        if match and int(match[3]) - int(match[2]) < 4096:
+        match = re.fullmatch(r"(.*?)(\d{1,6})-(\d{1,6})", part)
+        if match and 0 < int(match[3]) - int(match[2]) < 4096:
             out += [f"{match[1]}{n}" for n in range(int(match[2]), int(match[3]) + 1)]
         else:
             out.append(part)
@@ -40,29 +54,38 @@ def _expand(text: str) -> list[str]:
 
 
 def comware(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> list[SessionState]:
-    status, config = outputs
+    status, config = outputs[:2]
     _known(status, r"(?i)mirroring.group|^\s*$")
     cuts = {
         m[1]: m[0].strip()
         for m in re.finditer(r"(?im)^.*mirroring-group (\d+) .*(?:truncat|sampler|sampling).*$", config)
     }
     out = []
-    for number, body in _blocks(status, r"(?m)^\s*Mirroring group (\d+):"):
+    for number, body in _blocks(status, r"(?m)^\s*Mirroring group (\d+)\s*[:\uff1a]"):
         state = _find(body, r"Status\s*:\s*(\S+)")
-        monitor = re.search(r"Monitor port\s*:\s*(\S+)", body)
-        pairs = re.findall(r"(?im)^\s*(?:Mirroring port:\s*)?(\S+\d)\s+(Inbound|Outbound|Both)\s*$", body)
+        kind = _find(body, r"Type\s*:\s*(.+?)\s*$").lower()
+        monitor = re.search(r"Monitor[ -]port\s*:[ \t]*(\S+)", body)
+        destination = monitor[1] if monitor and monitor[1] != "None" else None
+        # VLANs and CPUs are sources too, in lists of their own
+        listed = re.search(r"(?s)Mirroring port\s*:(.*?)(?=^\s*\w[\w -]*\s*:|\Z)", body, re.MULTILINE)
+        pairs = re.findall(r"(?im)^\s*(\S+\d)\s+(Inbound|Outbound|Both)\s*$", listed[1] if listed else "")
+        sampler = re.search(r"Sampler\s*:\s*(\S+)", body)
         reason = ""
-        if state != "Active":
-            half = "no monitor port" if not monitor else "no mirroring port" if not pairs else "a port that is not up"
-            reason = f"status {state}: the group has {half}"
-        kind = _find(body, r"Type\s*:\s*(.+?)\s*$")
-        if kind.lower() != "local":
-            reason = reason or f"it is a {kind} group, not a local one"
+        if state.lower() != "active":
+            missing = "no monitor port" if not destination else "no mirroring port" if not pairs else ""
+            reason = f"status {state}: the group has {missing or 'a port that is not up'}"
+        elif kind != "local":
+            reason = f"it is a {kind} group, not a local one"
+        elif more := re.search(r"Mirroring (VLAN|CPU)\s*:|Encapsulation\s*:", body):
+            reason = f"it also has a line {more[0].strip(' :')!r}: not made by this plan"
+        # No room for a mark. Ours is a local group that copies to our port, or one that an apply left half made.
+        half_made = destination is None and {port for port, _ in pairs} <= set(session.ports)
+        ours = kind == "local" and (destination == session.destination or half_made)
         out.append(
             SessionState(
-                name=number, exists=True, active=not reason, sources=sources_of(pairs),
-                destination=monitor[1] if monitor and monitor[1] != "None" else None,
-                truncation=cuts.get(number, ""), reason=reason,
+                name=number, exists=True, active=not reason, ours=ours, sources=sources_of(pairs),
+                destination=destination, reason=reason, key=f"sampler {sampler[1]}" if sampler else "",
+                truncation=f"sampler {sampler[1]}" if sampler else cuts.get(number, ""),
             )
         )  # fmt: skip
     return out
@@ -72,12 +95,13 @@ def comware(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]
 
 
 def eos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> list[SessionState]:
-    status, config = outputs
+    status, config = outputs[:2]
     active = {}
     for name, body in _blocks(status, r"(?m)^Session (\S+)\s*$"):
         ports = re.search(r"(?s)Destination Ports?:(.*)", body)
         states = re.findall(r"(\S+)\s+:\s+(.+?)\s*$", ports[1], re.MULTILINE) if ports else []
         active[name] = states
+    silent = set(re.findall(r"(?ms)^Session (\S+)\s*$(?:(?!^Session ).)*?^Destination Ports?:[ \t]*\S+\s*$", status))
     names: dict[str, list[str]] = {}
     for name, line in re.findall(r"(?m)^\s*monitor session (\S+) (.+?)\s*$", config):
         names.setdefault(name, []).append(line)
@@ -95,11 +119,13 @@ def eos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) ->
                 destination = words[1]
             elif re.match(r"truncate|header remove|sample|rate-limit", line):
                 cut = line
-        good = any(state.split()[0] == "active" for _, state in active.get(name, []) if state)
+        good = any(state.split()[0].lower() == "active" for _, state in active.get(name, []) if state)
         reason = ""
         if not good:
             shown = ", ".join(f"{port} {state}" for port, state in active.get(name, []))
             half = "no destination is set" if destination is None else "no source is set" if not pairs else ""
+            if name in silent and not half:
+                half = "this EOS prints no state of the destination, so whether copies flow is not known"
             reason = half or f"destination {shown or 'not shown'}: usually its link is down or hardware has no room"
         out.append(
             SessionState(name=name, exists=True, active=good, ours=name == session.name, sources=sources_of(pairs),
@@ -111,8 +137,23 @@ def eos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) ->
 # -- Cisco NX-OS ------------------------------------------------------------------------------------------
 
 
+# What may be typed again to put a session back: nothing but these lines of its own block.
+NXOS_LINE = re.compile(
+    r"(?:description|source interface|source vlan|destination interface|filter|mtu|sampling|rate-limit) [\w ,./:-]+|"
+    r"(?:no )?shut"
+)
+NXOS_STATES = {
+    "admin shut": "sessions are created shut: `no shut`",
+    "wrong mode": "the destination lacks `switchport monitor`",
+    "No sources": "no source is set",
+    "No dest": "no destination is set",
+    "No operational": "the destination's link is down, or every source's",
+    "resource": "the forwarding engine has no session left: 4 of them, fewer if bidirectional",
+}
+
+
 def nxos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> list[SessionState]:
-    status, config = outputs
+    status, config = outputs[:2]
     states = {
         number: _find(body, r"(?m)^\s*state\s*:\s*(.+?)\s*$")
         for number, body in _blocks(status, r"(?m)^\s*session (\d+)\s*$")
@@ -134,11 +175,13 @@ def nxos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -
         state = states.get(number, "unknown")
         reason = ""
         if state != "up":
-            why = "sessions are created shut: `no shut`" if "shut" in state else "see the state in brackets"
+            known = [meaning for words, meaning in NXOS_STATES.items() if words in state]
+            why = known[0] if known else "see the state in brackets"
             reason = f"state {state}: {why}"
         out.append(
             SessionState(name=number, exists=True, active=state == "up", ours=description == session.name,
-                         sources=sources_of(pairs), destination=destination, truncation=cut, reason=reason)
+                         sources=sources_of(pairs), destination=destination, truncation=cut, reason=reason,
+                         config=[line.strip() for line in body.splitlines() if NXOS_LINE.fullmatch(line.strip())])
         )  # fmt: skip
     if not out and states:
         raise ValueError("sessions without configuration")
@@ -149,7 +192,7 @@ def nxos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -
 
 
 def junos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> list[SessionState]:
-    status, config = outputs
+    status, config = outputs[:2]
     states = {}
     for name, body in _blocks(status, r"(?m)^\s*Analyzer name\s*:\s*(\S+)\s*$"):
         states[name] = (_find(body, r"State\s*:\s*(\S+)"), _rate(body))
@@ -193,6 +236,25 @@ def _rate(body: str) -> str:
     if rate and int(rate[1]) > 1:
         return f"mirror rate 1 of {rate[1]}"
     return f"maximum packet length {length[1]}" if length and int(length[1]) else ""
+
+
+# -- a commit that waits for its confirmation ---------------------------------------------------------------
+
+
+def eos_pending(outputs: Sequence[str]) -> str:
+    """Name of the configure session whose commit timer runs, or ""."""
+    found = re.search(r"(?im)^\s*Session with pending commit timer\s*:\s*(\S+)", outputs[2])
+    found = found or re.search(r"(?m)^\s*\*?\s*(\S+)\s+pendingCommitTimer\b", outputs[2])
+    return found[1] if found and found[1].lower() != "none" else ""
+
+
+def junos_pending(outputs: Sequence[str]) -> str:
+    """Comment of the newest commit while it waits for confirmation ("unnamed" if it has none), or ""."""
+    newest = re.search(r"(?ms)^\s*0\s+\d{4}-.*?(?=^\s*1\s+\d{4}-|\Z)", outputs[2])
+    if newest is None or "rollback pending" not in newest[0]:
+        return ""
+    lines = [line.strip() for line in newest[0].splitlines()[1:]]
+    return next((line for line in lines if line and line != "rollback pending"), "unnamed")
 
 
 # -- shared -----------------------------------------------------------------------------------------------

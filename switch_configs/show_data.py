@@ -1,15 +1,25 @@
-"""Parsers of tables, databases and JSON: SONiC, NVUE, Open vSwitch, tc. Called through show.read only."""
+"""Parsers of tables, databases and JSON: SONiC, NVUE, Open vSwitch, tc. Called through show.read only.
+
+Which outputs these formats were checked against:
+    SONiC     show mirror_session: sonic-buildimage issue 7988 (SPAN) and sonic-utilities pull 662 (ERSPAN), both real;
+              columns for sample rate and truncation: not confirmed. sonic-db-cli prints a Python dictionary
+    NVUE      nv show system port-mirror session -o json: NVUE reference, Port Mirror, Show Commands; `enable` as
+              the user guide's older releases print it. A span session's JSON is quoted nowhere: taken to be the
+              erspan one's with a port in place of the address
+    Open vSwitch, tc: the programs themselves, in the tests
+"""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from switch_configs.model import MirrorSession, SessionState
-from switch_configs.render import OWNER, cookie, tc_prio
+from switch_configs.render import OWNER, TC_ADDED, cookie, tc_prio
 from switch_configs.show_cli import sources_of
 
 __all__ = ["cumulus", "ovs", "sonic", "tc"]
@@ -20,7 +30,7 @@ __all__ = ["cumulus", "ovs", "sonic", "tc"]
 def sonic(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> list[SessionState]:
     table, config_db, state_db = outputs
     config, state = _mapping(config_db), _mapping(state_db)
-    out = []
+    out: list[SessionState] = []
     for row in _tables(table):
         kind = "erspan" if "Monitor Port" in row else "span"
         status = row.get("Status", "")
@@ -43,6 +53,7 @@ def sonic(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) 
                 name=row["Name"], exists=True, active=not reason, ours=mine and kind == "span",
                 sources=sources_of((port, row.get("Direction") or "both") for port in ports),
                 destination=row.get("DST Port") or row.get("DST IP") or None, truncation=cut, reason=reason,
+                config=[json.dumps(config)] if mine and config else [],
             )
         )  # fmt: skip
     if config and all(state.name != session.name for state in out):
@@ -86,7 +97,7 @@ def _tables(text: str) -> list[dict[str, str]]:
 
 def cumulus(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> list[SessionState]:
     """The two sessions that stand for "both" are one state under the first number."""
-    text, link_text, pending = outputs
+    text, link_text, pending = outputs[:3]
     sessions: dict[str, Any] = json.loads(text or "{}")
     link = json.loads(link_text or "{}")
     up = link.get("oper-status", link.get("state", {"up": {}}))
@@ -97,6 +108,8 @@ def cumulus(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]
     if second not in numbers and _span(sessions.get(second, {}))[1] == session.destination:
         numbers.append(second)
     ours = [n for n in numbers if n in sessions]
+    if not isinstance(sessions, dict):
+        raise ValueError("no object of sessions")
     out = [_nvue_state([number], sessions, "") for number in sessions if number not in ours]
     if ours:
         reason = "" if is_up else f"the link of {session.destination} is down"
@@ -106,13 +119,21 @@ def cumulus(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]
         if missing:
             reason = f"session {missing[0]} is missing: there is no `both`, each direction is a session"
         state = _nvue_state(ours, sessions, reason)
-        state.name = numbers[0]
+        state.name, state.key = numbers[0], ",".join(ours)
+        # No room for a mark. Ours copies to our port, or an apply left it without one; never a tunnel's.
+        bare = state.destination is None and {source.port for source in state.sources} <= set(session.ports)
+        state.ours = all(not sessions[n].get("erspan") or "span" in sessions[n] for n in ours) and (
+            state.destination == session.destination or bare
+        )
         out.append(state)
     return out
 
 
 def _span(entry: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
-    body = entry.get("span") or entry.get("erspan") or {}
+    """The half of a session that is set. Older releases print both, the other one with enable off."""
+    halves = [entry[kind] for kind in ("span", "erspan") if entry.get(kind)]
+    on = [half for half in halves if half.get("enable") not in ("off", "disabled")]
+    body = (on or halves or [{}])[0]
     target = body.get("destination") or {}
     if "dest-ip" in target:
         return body, next(iter(target["dest-ip"]), None)
@@ -128,6 +149,8 @@ def _nvue_state(numbers: list[str], sessions: dict[str, Any], reason: str) -> Se
         way = body.get("direction", "")
         if not way or not body.get("source-port"):
             reason = reason or f"session {number} has no {'direction' if not way else 'source-port'}"
+        if body.get("enable") in ("off", "disabled"):
+            reason = reason or f"session {number} is switched off"
         pairs += [(port, way) for port in body.get("source-port", {}) if way]
         destinations += [target] if target else []
         truncate = body.get("truncate") or {}
@@ -182,7 +205,7 @@ def _ovs_mirror(
     return SessionState(
         name=row["name"], exists=True, active=not reason, ours=marks.get("owner") == OWNER, sources=sources_of(pairs),
         destination=destination, truncation=f"snaplen {snap[0]}" if snap else "", reason=reason,
-        copies=statistics.get("tx_packets"), key=row["_uuid"],
+        copies=statistics.get("tx_packets"), key=row["_uuid"], config=[f"snaplen={snap[0]}"] if snap else [],
     )  # fmt: skip
 
 
@@ -236,19 +259,23 @@ def tc(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> 
     table = json.loads(outputs[0])
     if not isinstance(table, list):
         raise ValueError("ip prints no list of links")
-    links = {link["ifname"].partition("@")[0]: link for link in table}
+    links = {link["ifname"]: link for link in table}
+    if not all(isinstance(name, str) for name in links):
+        raise ValueError("ip prints links without a name")
     mine = SessionState(name=session.name, exists=False, ours=True)
     pairs: list[tuple[str, str]] = []
     targets: list[str] = []
     copies = lost = 0
     others: dict[tuple[str, int], SessionState] = {}
     for line, listing in zip(lines[1:], outputs[1:], strict=True):
-        port, way = line.split()[-2:]
+        port, way = shlex.split(line)[-2:]
         for entry in json.loads(listing or "[]"):
             for action in entry.get("options", {}).get("actions") or []:
                 mark = action.get("cookie", "")
-                if mark == cookie(session, "ingress" if way == "ingress" else "egress"):
+                if mark.startswith(cookie(session, "ingress" if way == "ingress" else "egress")):
                     pairs.append((port, way))
+                    if mark.endswith(TC_ADDED) and port not in mine.added:
+                        mine.added.append(port)
                     targets.append(action["to_dev"])
                     mine.key = entry["kind"]
                     copies += action["stats"]["packets"]

@@ -65,7 +65,7 @@ def plan(
     ] = None,
     redundancy: Annotated[
         int | None,
-        typer.Option("--redundancy", min=1, help="Complete with any N-1 mirrored GPUs lost. Default: 3 where possible."),
+        typer.Option("--redundancy", min=1, help="Complete with any N-1 mirrored GPUs lost. Default: 3 if possible."),
     ] = None,
     direction: Annotated[
         Literal["ingress", "egress", "both"] | None,

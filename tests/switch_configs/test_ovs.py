@@ -94,7 +94,7 @@ def test_destination_deleted(ovs) -> None:
     assert mine.exists and not mine.active and "gone" in mine.reason
     with pytest.raises(DeviceError, match="refused"):
         apply(m)
-    assert not m.show().mine.exists  # nothing is left that could copy, and there is nothing to put back
+    assert m.show().mine.same_as(m.session) is False and m.show().mine == mine  # one transaction: all or nothing
     ovs("ovs-vsctl", "add-port", "br0", "vm")
     assert apply(m).active and len(ovs.bed.send()) == 10
 

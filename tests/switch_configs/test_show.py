@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from switch_configs.errors import DeviceError
+from switch_configs.errors import DeviceError, PlanError
 from switch_configs.model import MirrorSession, SessionState, Source
 from switch_configs.render import render
 from switch_configs.show import Found, read
@@ -22,7 +22,8 @@ def found(vendor: str, *outputs: str, direction: str = "both", **changes: Any) -
          "destination_gbps": 400, "bridge": "br0",
          "sources": [Source(port=name.format(n), rank=n, speed_gbps=100) for n in (1, 2)], **changes}
     )  # fmt: skip
-    return read(session, render(session).show, outputs)
+    lines = render(session).show
+    return read(session, lines, [*outputs, *[""] * (len(lines) - len(outputs))])
 
 
 def ways(state: SessionState) -> dict[str, str]:
@@ -165,6 +166,152 @@ def test_comware_incomplete_and_foreign() -> None:
     assert "sampler" in f.mine.truncation
 
 
+# H3C command reference, display mirroring-group (all kinds of groups in one listing), and a chassis in the field.
+COMWARE_REFERENCE = """Mirroring group 1:
+    Type: Local
+    Status: Active
+    Sampler: samp (failed)
+    Mirroring port:
+        HundredGigE1/0/1  Inbound
+    Monitor port: HundredGigE1/0/48
+Mirroring group 3:
+    Type: Local
+    Status: Active
+    Mirroring port:
+        HundredGigE1/0/8  Inbound
+        HundredGigE1/0/9  Both
+    Mirroring VLAN:
+        1-3, 5-7, 100-120  Inbound
+        10  Both
+    Mirroring CPU:
+        Slot 4  Inbound
+    Monitor port: HundredGigE1/0/30
+Mirroring group 6:
+    Type: Remote source
+    Status: Incomplete
+    Mirroring port:
+        HundredGigE1/0/4  Both
+    Remote probe VLAN: 1900
+Mirroring group 9:
+    Type: Remote destination
+    Status: Active
+    Monitor port: HundredGigE1/0/6
+    Remote probe VLAN: 1901
+"""
+
+
+def test_comware_reference_listing() -> None:
+    f = found("comware", COMWARE_REFERENCE, "")
+    assert f.mine.active and f.mine.truncation == "sampler samp"
+    assert [(o.name, o.active, o.destination) for o in f.others] == [
+        ("3", False, "HundredGigE1/0/30"), ("6", False, None), ("9", False, "HundredGigE1/0/6"),
+    ]  # fmt: skip
+    assert ways(f.others[0]) == {"HundredGigE1/0/8": "ingress", "HundredGigE1/0/9": "both"}  # no VLAN, no slot
+    field = COMWARE.format(status="Active", monitor="HundredGigE1/0/48")
+    field = field.replace("Monitor port", "Monitor-port").replace("Type: Local", "Type: local")
+    assert found("comware", field, "").mine.destination == "HundredGigE1/0/48"
+
+
+def test_comware_half_made_group_is_ours_only_if_it_could_be() -> None:
+    bare = "Mirroring group 1:\n    Type: {}\n    Status: Incomplete\n    Mirroring port:\n{}    Monitor port:\n"
+    assert found("comware", bare.format("Local", ""), "").mine.ours  # an apply that died after its first line
+    assert not found("comware", bare.format("Remote source", ""), "").mine.ours
+    assert not found("comware", bare.format("Local", "        HundredGigE1/0/9  Both\n"), "").mine.ours
+    tunnel = COMWARE.format(status="Active", monitor="HundredGigE1/0/48").replace(
+        "Mirroring group 2", "        Encapsulation: Destination IP address 40.1.1.2\nMirroring group 2")  # fmt: skip
+    assert "Encapsulation" in found("comware", tunnel, "").mine.reason
+
+
+# A Nexus 9000 as the README of Cisco's zSPAN collector prints it
+NXOS_ERSPAN = """   session 3
+---------------
+type              : erspan-source
+version           : 3
+state             : up
+erspan-id         : 156
+vrf-name          : default
+acl-name          : acl-name not specified
+mtu               : 1518
+destination-ip    : 11.11.11.11
+origin-ip         : 11.11.11.1 (global)
+source intf       :
+    rx            : Eth1/31
+    tx            : Eth1/31
+    both          : Eth1/31
+filter VLANs      : filter not specified
+egress-intf       : Eth1/29
+"""
+
+
+def test_nxos_foreign_erspan_session_beside_ours() -> None:
+    run = NXOS_RUN.format(name="flowcheck") + (
+        "monitor session 3 type erspan-source\n  erspan-id 156\n  vrf default\n  destination ip 11.11.11.11\n"
+        "  source interface Ethernet1/31 both\n  mtu 1518\n  no shut\n"
+    )
+    f = found("nxos", NXOS_SHOW.format(state="up") + NXOS_ERSPAN, run)
+    assert f.mine.active and f.mine.truncation == ""
+    assert [(o.name, o.truncation, ways(o)) for o in f.others] == [("3", "mtu 1518", {"Ethernet1/31": "both"})]
+
+
+@pytest.mark.parametrize(("state", "why"), [("down (Dst in wrong mode)", "switchport monitor"), ("down (No hardware resource)", "no session left"), ("down (No sources configured)", "no source"), ("down (No dest configured)", "no destination")])
+def test_nxos_states_of_the_reference(state: str, why: str) -> None:
+    assert why in found("nxos", NXOS_SHOW.format(state=state), NXOS_RUN.format(name="flowcheck")).mine.reason
+
+
+def test_eos_without_a_state_is_not_taken_for_active() -> None:
+    old = "Session flowcheck\n------\n\nSource Ports\n\n  Both:       Ethernet1\nDestination Port: Ethernet48\n"
+    f = found("eos", old, EOS_RUN)
+    assert not f.mine.active and "not known" in f.mine.reason
+
+
+def test_timed_commits_that_wait() -> None:
+    table = ("  Name     State                 User\n  -------- --------------------- ------\n"
+             "  other-1  pendingCommitTimer    ops\n")  # fmt: skip
+    assert found("eos", "No sessions created", "", table).timer == "other-1"
+    assert found("eos", "No sessions created", "", "Session with pending commit timer: flowcheck-ab12\n").timer == (
+        "flowcheck-ab12"
+    )
+    assert found("eos", "No sessions created", "", "").timer == ""
+    # "rollback in" stays in the history for good; only "rollback pending" below entry 0 says that the timer runs
+    past = "0   2026-05-06 06:38:48 UTC by ops via cli commit confirmed, rollback in 10mins\n    done\n1   2026-04-19 11:47:52 UTC by ops via cli\n"
+    assert found("junos", "", "", past).timer == ""
+    assert found("junos", "", "", past.replace("    done\n", "    flowcheck flowcheck\n    rollback pending\n")).timer == (
+        "flowcheck flowcheck"
+    )
+    assert found("junos", "", "", past.replace("    done\n", "    rollback pending\n")).timer == "unnamed"
+
+
+# sonic-net/sonic-buildimage issue 7988 and sonic-utilities pull request 662
+SONIC_REAL = """ERSPAN Sessions
+Name    Status    SRC IP    DST IP    GRE      DSCP    TTL  Queue    Policer    Monitor Port
+------  --------  --------  --------  -----  ------  -----  -------  ---------  --------------
+x       active    1.2.3.4   4.3.2.1               8     99                      Ethernet4
+
+SPAN Sessions
+Name    Status    DST Port     SRC Port         Direction    Queue    Policer
+------  --------  -----------  ---------------  -----------  -------  ---------
+ms1     active    Ethernet200  PortChannel0001  both
+"""
+
+
+def test_sonic_as_real_switches_print_it() -> None:
+    f = found("sonic", SONIC_REAL, "{}", "{}")
+    assert not f.mine.exists
+    assert [(o.name, o.active, o.destination, ways(o)) for o in f.others] == [
+        ("x", True, "4.3.2.1", {}), ("ms1", True, "Ethernet200", {"PortChannel0001": "both"}),
+    ]  # fmt: skip
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
+
+
+def test_what_a_switch_prints_never_reaches_the_terminal_raw() -> None:
+    f = found("nxos", NXOS_SHOW.format(state=f"down ({HOSTILE})"), NXOS_RUN.format(name="flowcheck").replace("1-2", f"9{HOSTILE}"))
+    assert f.mine.model_dump_json().isprintable() and all(s.port.isprintable() for s in f.mine.sources)
+    for error in (DeviceError(HOSTILE, where=HOSTILE, remedy=HOSTILE), PlanError(HOSTILE)):
+        assert (str(error) + error.what + error.where + error.remedy).isprintable()
+
+
 # -- SONiC ------------------------------------------------------------------------------------------------
 
 SONIC = """ERSPAN Sessions
@@ -223,6 +370,11 @@ def test_nvue_broken() -> None:
     whole = json.dumps({"1": nvue("ingress"), "2": nvue("egress")})
     assert "pending" in found("cumulus", whole, UP, "- set:\n    system:\n      port-mirror:").mine.reason
     assert "link of swp48 is down" in found("cumulus", whole, json.dumps({"state": {"down": {}}}), "").mine.reason
+    off = json.dumps({"1": nvue("ingress", enable="off"), "2": nvue("egress")})
+    assert "switched off" in found("cumulus", off, UP, "").mine.reason
+    old = json.dumps({"1": nvue("ingress") | {"erspan": {"enable": "off"}}, "2": nvue("egress")})
+    assert found("cumulus", old, UP, "").mine.active  # older releases print both halves
+    assert found("cumulus", whole, UP, "No configuration changes").unapplied == ""
     cut = json.dumps({"1": nvue("ingress", truncate={"state": "enabled", "size": 40})})
     assert found("cumulus", cut, UP, "", direction="ingress").mine.truncation == "truncate size 40"
     assert found("cumulus", json.dumps({"1": nvue("ingress", "swp7")}), UP, "").mine.ours is False
