@@ -120,7 +120,7 @@ class Manager:
             # A timer that ran out meanwhile has undone everything, and some platforms confirm nothing without a word.
             state = self._settled() if confirm else state
         except DeviceError as error:
-            self._undo(difference, "rollback", error)
+            state = self._confirm_again(difference, error)
         self._require(state, difference, "confirmed too late: the timed undo was faster")
         self._drop_qdiscs(name for name in difference.found.mine.added if name not in self.session.ports)
         for line in self._render().save if save else ():
@@ -186,6 +186,21 @@ class Manager:
             why = state.reason or ("it differs from what was typed" if state.exists else "it is not there")
             self._undo(difference, "rollback", DeviceError(f"{what}: {why}", where=self.session.leaf))
 
+    def _confirm_again(self, difference: Difference, error: DeviceError) -> SessionState:
+        """The confirmation was refused, or its answer was lost: the switch says over a new connection which it was."""
+        self.close()
+        try:
+            found = self.show()
+            if found.timer and found.mine.same_as(self.session):
+                for line in self._render().confirm:
+                    self._run(line)
+                found = self.show()
+        except DeviceError:
+            self._undo(difference, "rollback", error)
+        if found.timer or not found.mine.same_as(self.session):
+            self._undo(difference, "rollback", error)
+        return found.mine
+
     def _settled(self) -> SessionState:
         end = time.monotonic() + (0 if is_local(self.session.vendor) else SETTLE_SECONDS)
         while True:
@@ -231,6 +246,8 @@ class Manager:
         """Changes on the way that are not ours: what we commit or confirm would carry them along."""
         where = self.session.leaf
         ours = found.timer.removeprefix("flowcheck ").split("-")[0] == self.session.name.split("-")[0]
+        if self.session.vendor == "cumulus":  # does not say whose it is
+            ours = found.mine.same_as(self.session)
         if found.timer and not ours:
             raise PlanError(f"a change waits for its confirmation: {found.timer}; ours would confirm it", where=where,
                             remedy="confirm it or let it run out first")  # fmt: skip
@@ -278,7 +295,7 @@ class Manager:
                 now = self.show().mine
             if self.session.vendor == "tc":
                 self._drop_qdiscs(name for name in self.session.ports if name not in self._ready)
-            if not before.exists and self.session.vendor in ("nxos", "comware"):
+            if self.session.vendor in ("nxos", "comware"):
                 self._type(difference.port_before)
             fate = "the change was taken back" if _alike(now, before) else f"NOT taken back: it now has {_say(now)}"
         except DeviceError as second:

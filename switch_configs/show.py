@@ -36,7 +36,7 @@ PARSERS: dict[str, Callable[[MirrorSession, Sequence[str], Sequence[str]], list[
     "ovs": show_data.ovs, "tc": show_data.tc,
 }  # fmt: skip
 
-PENDING = {"eos": show_cli.eos_pending, "junos": show_cli.junos_pending}
+PENDING = {"eos": show_cli.eos_pending, "junos": show_cli.junos_pending, "cumulus": show_data.cumulus_pending}
 
 
 def read(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -> Found:

@@ -159,6 +159,7 @@ def nxos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -
         for number, body in _blocks(status, r"(?m)^\s*session (\d+)\s*$")
     }
     out = []
+    foreign = set(re.findall(r"(?m)^monitor session (\d+) type (?!local\b)", config))
     for number, body in _blocks(config, r"(?m)^monitor session (\d+)[^\n]*$"):
         pairs, destination, cut, description = [], None, "", ""
         for line in map(str.strip, body.splitlines()):
@@ -178,8 +179,11 @@ def nxos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -
             known = [meaning for words, meaning in NXOS_STATES.items() if words in state]
             why = known[0] if known else "see the state in brackets"
             reason = f"state {state}: {why}"
+        # an apply that died early has left its number without a description
+        bare = not description and destination is None and {port for port, _ in pairs} <= set(session.ports)
+        ours = number not in foreign and (description == session.name or bare)
         out.append(
-            SessionState(name=number, exists=True, active=state == "up", ours=description == session.name,
+            SessionState(name=number, exists=True, active=state == "up", ours=ours,
                          sources=sources_of(pairs), destination=destination, truncation=cut, reason=reason,
                          config=[line.strip() for line in body.splitlines() if NXOS_LINE.fullmatch(line.strip())])
         )  # fmt: skip

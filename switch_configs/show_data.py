@@ -22,7 +22,7 @@ from switch_configs.model import MirrorSession, SessionState
 from switch_configs.render import OWNER, TC_ADDED, cookie, tc_prio
 from switch_configs.show_cli import sources_of
 
-__all__ = ["cumulus", "ovs", "sonic", "tc"]
+__all__ = ["cumulus", "cumulus_pending", "ovs", "sonic", "tc"]
 
 # -- SONiC ------------------------------------------------------------------------------------------------
 
@@ -127,6 +127,13 @@ def cumulus(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]
         )
         out.append(state)
     return out
+
+
+def cumulus_pending(outputs: Sequence[str]) -> str:
+    """What runs down in `nv config apply --confirm-status`, or "". Its wording is documented as "the amount of time
+    left" and quoted nowhere: FORMAT NOT CONFIRMED, any time of day or duration counts."""
+    left = re.search(r"\d+:\d\d|\d+\s*(?:s|sec|seconds?|m|min|minutes?|h|hours?)\b", outputs[3])
+    return f"nv config apply --confirm, {left[0]} left" if left else ""
 
 
 def _span(entry: dict[str, Any]) -> tuple[dict[str, Any], str | None]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from switch_configs.errors import DeviceError
 from switch_configs.model import MirrorSession
 
-__all__ = ["Credentials", "LocalTransport", "SshTransport", "Transport", "is_local"]
+__all__ = ["Credentials", "LocalTransport", "SshTransport", "Transport", "answer", "is_local", "typed"]
 
 SECONDS = 30.0
 CONNECT_SECONDS = 20.0
@@ -69,7 +69,10 @@ class LocalTransport:
             self._env["OVS_RUNDIR"] = session.ovs_rundir
 
     def run(self, line: str, *, check: bool = True) -> str:
-        words = shlex.split(line)
+        try:
+            words = shlex.split(line)
+        except ValueError as error:
+            raise DeviceError(f"not a command line: {line}: {error}", where=self._where) from None
         if words[0] not in PROGRAMS:
             raise DeviceError(f"{words[0]} is not among the local commands", where=self._where)
         try:
@@ -94,6 +97,25 @@ class LocalTransport:
         pass
 
 
+def typed(vendor: str, line: str) -> str:
+    """What is sent for a line: shells have an exit status, which is asked for along with it."""
+    return f"{line}; echo rc=$?" if vendor in SHELL else line
+
+
+def answer(vendor: str, line: str, output: str, *, check: bool, where: str) -> str:
+    """What the switch printed, without the exit status. Raises DeviceError if it refused the line (only if check)."""
+    if vendor in SHELL:
+        status = re.search(r"rc=(\d+)\s*$", output)
+        failed = status is None or status[1] != "0"
+        output = output[: status.start()] if status else output
+    else:
+        failed = re.search(REFUSED[vendor], output) is not None
+    if failed and check:
+        said = " ".join(output.split())[:200]
+        raise DeviceError(f"refused: {line}: {said}", where=where, remedy="see the message of the switch")
+    return output
+
+
 class SshTransport:
     """netmiko's driver for the vendor. Host keys are checked against known_hosts, unknown ones refused."""
 
@@ -107,10 +129,9 @@ class SshTransport:
         self._prompt = rf"[<\[]?{base}[^\n]*[#>\]$]\s*$"
 
     def run(self, line: str, *, check: bool = True) -> str:
-        shell = self._vendor in SHELL
         try:
             output: str = self._connection.send_command(
-                f"{line}; echo rc=$?" if shell else line, expect_string=self._prompt, read_timeout=SECONDS
+                typed(self._vendor, line), expect_string=self._prompt, read_timeout=SECONDS
             )
         except Exception as error:  # netmiko and paramiko raise many kinds; all mean that the line was not answered
             first = (str(error).strip().splitlines() or [""])[0]
@@ -118,17 +139,7 @@ class SshTransport:
                 f"no answer to: {line}: {type(error).__name__}: {first}", where=self._where,
                 remedy="check the connection, and the switch's state with `flowcheck switch show`",
             ) from None
-        output = output.replace("\r", "")
-        if shell:
-            status = re.search(r"rc=(\d+)\s*$", output)
-            failed = status is None or status[1] != "0"
-            output = output[: status.start()] if status else output
-        else:
-            failed = re.search(REFUSED[self._vendor], output) is not None
-        if failed and check:
-            said = " ".join(output.split())[:200]
-            raise DeviceError(f"refused: {line}: {said}", where=self._where, remedy="see the message of the switch")
-        return output
+        return answer(self._vendor, line, output.replace("\r", ""), check=check, where=self._where)
 
     def close(self) -> None:
         try:

@@ -2,8 +2,9 @@
 
     SshSwitch(device) -> .port, .known_hosts; every line that netmiko's driver sends reaches device.execute()
 
-They hold real state, so `show` after `apply` prints what was configured, in the vendor's format. `refuse` makes one
-line fail as the vendor words it; `drop` closes the connection at a line; `broken` keeps sessions from coming up.
+They hold real state, so `show` after `apply` prints what was configured, in the vendor's format, and ports keep the
+settings of their own. `refuse` makes one line fail as the vendor words it; `drop` closes the connection at a line;
+`broken` keeps sessions from coming up; `now` is the device's clock in seconds, by which commit timers run out.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import copy
 import json
 import re
+import shlex
 import socket
 import threading
 from pathlib import Path
@@ -29,6 +31,14 @@ class Device:
         self.refuse = self.drop = ""
         self.broken = False
         self.mode = ""
+        self.now = 0.0
+        self.deadline: float | None = None  # of a commit that waits for its confirmation
+
+    def wait(self, minutes: str) -> None:
+        self.deadline = self.now + 60 * float(minutes)
+
+    def expire(self) -> None:
+        """The timer ran out: the configuration before the commit is back."""
 
     def prompt(self) -> str:
         raise NotImplementedError
@@ -38,6 +48,9 @@ class Device:
 
     def execute(self, line: str) -> str:
         self.lines.append(line)
+        if self.deadline is not None and self.now >= self.deadline:
+            self.deadline = None
+            self.expire()
         if self.drop and re.search(self.drop, line):
             self.drop = ""
             raise ConnectionAbortedError
@@ -51,14 +64,21 @@ def short(port: str) -> str:
 
 
 class Eos(Device):
+    """State: session lines and port lines in one dictionary by heading, so that a candidate is a copy of it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.running: dict[str, list[str]] = {}
         self.candidate: dict[str, list[str]] = {}
-        self.backup: dict[str, list[str]] | None = None
+        self.before: dict[str, list[str]] = {}
+        self.open = self.at = ""
+        self.finished: set[str] = set()
 
     def prompt(self) -> str:
         return f"{self.host}{f'({self.mode})' if self.mode else ''}#"
+
+    def expire(self) -> None:
+        self.running = self.before
 
     def handle(self, line: str) -> str:
         if line.startswith("terminal width"):
@@ -66,28 +86,57 @@ class Eos(Device):
         if line.startswith("terminal length"):
             return "Pagination disabled."
         if match := re.fullmatch(r"configure session (\S+) (commit|abort)", line):
-            if self.backup is None:
-                return "% No such session"
+            if self.deadline is None or match[1] != self.open:
+                return "% No such session" if match[1] != self.open else ""
             if match[2] == "abort":
-                self.running = self.backup
-            self.backup = None
+                self.running = self.before
+            self.deadline = None
         elif match := re.fullmatch(r"configure session (\S+)", line):
+            if match[1] in self.finished:
+                return f"% Cannot enter session {match[1]} (already completed)"
+            self.open = match[1]
             self.mode, self.candidate = f"config-s-{match[1][:6]}", copy.deepcopy(self.running)
         elif line == "configure":
             self.mode, self.candidate = "config", self.running
-        elif line.startswith("commit timer"):
-            self.backup, self.running, self.mode = self.running, self.candidate, ""
+        elif match := re.fullmatch(r"commit timer 00:(\d\d):00", line):
+            self.before, self.running, self.mode = self.running, self.candidate, ""
+            self.finished.add(self.open)
+            self.wait(match[1])
         elif line in ("abort", "end"):
             self.mode = ""
         elif match := re.fullmatch(r"monitor session (\S+) (.+)", line):
             self.candidate.setdefault(match[1], []).append(match[2])
         elif match := re.fullmatch(r"no monitor session (\S+)", line):
             self.candidate.pop(match[1], None)
+        elif match := re.fullmatch(r"interface (\S+)", line):
+            self.at = f"interface {match[1]}"
+        elif re.fullmatch(r"(?:no )?(?:mtu(?: \d+)?|lldp (?:transmit|receive))", line) and self.mode:
+            self.port(line)
         elif line.startswith("show running-config section"):
-            return "\n".join(f"monitor session {n} {part}" for n, parts in self.running.items() for part in parts)
+            return "\n".join(
+                f"monitor session {n} {part}" for n, parts in self.sessions() for part in parts
+            )
+        elif match := re.fullmatch(r"show running-config interfaces (\S+)", line):
+            found = self.running.get(f"interface {match[1]}", [])
+            return "\n".join([f"interface {match[1]}", *(f"   {part}" for part in found)])
+        elif line == "show configuration sessions detail":
+            waits = f"Session with pending commit timer: {self.open}\n" if self.deadline is not None else ""
+            return f"Maximum number of completed sessions: 1\n{waits}"
         elif line == "show monitor session":
-            return "\n".join(self.shown(name, parts) for name, parts in self.running.items()) or "No sessions created"
+            return "\n".join(self.shown(name, parts) for name, parts in self.sessions()) or "No sessions created"
         return ""
+
+    def sessions(self) -> list[tuple[str, list[str]]]:
+        return [(name, parts) for name, parts in self.running.items() if not name.startswith("interface ")]
+
+    def port(self, line: str) -> None:
+        """Defaults are not in a running configuration: `no mtu` and `lldp transmit` take a line away."""
+        lines = self.candidate.setdefault(self.at, [])
+        word = line.split()[1 if line.startswith("no mtu") else 0]
+        plain = line.removeprefix("no ")
+        lines[:] = [old for old in lines if old.removeprefix("no ") != plain and not (word == "mtu" and "mtu" in old)]
+        if line != "no mtu" and not line.startswith("lldp"):
+            lines.append(line)
 
     def shown(self, name: str, parts: list[str]) -> str:
         groups: dict[str, list[str]] = {"Rx": [], "Tx": [], "Both": []}
@@ -110,6 +159,13 @@ class Nxos(Device):
         super().__init__()
         self.sessions: dict[str, list[str]] = {}
         self.at = ""
+        self.ports: dict[str, dict[str, str]] = {}
+
+    def port(self, name: str) -> dict[str, str]:
+        return self.ports.setdefault(
+            name, {"switchport": "no switchport", "switchport monitor": "no switchport monitor", "mtu": "mtu 1500",
+                   "shutdown": "shutdown"},
+        )  # fmt: skip
 
     def prompt(self) -> str:
         return f"{self.host}{f'({self.mode})' if self.mode else ''}# "
@@ -125,7 +181,14 @@ class Nxos(Device):
         elif line == "exit" and self.mode:
             self.mode = "config"
         elif line.startswith("interface"):
-            self.mode = "config-if"
+            self.mode, self.at = "config-if", line.split()[1]
+        elif self.mode == "config-if":
+            if line == "no mtu":
+                line = "mtu 1500"
+            key = "mtu" if line.startswith("mtu") else line.removeprefix("no ")
+            self.port(self.at)[key] = line
+        elif match := re.fullmatch(r"show running-config interface (\S+) all", line):
+            return "\n".join([f"interface {match[1]}", *(f"  {text}" for text in self.port(match[1]).values())])
         elif match := re.fullmatch(r"monitor session (\d+) type local", line):
             self.mode, self.at = "config-monitor", match[1]
             self.sessions.setdefault(match[1], [])
@@ -169,6 +232,7 @@ class Comware(Device):
     def __init__(self) -> None:
         super().__init__()
         self.groups: dict[str, dict[str, Any]] = {}
+        self.ports_of: dict[str, list[str]] = {}
 
     def prompt(self) -> str:
         return f"[{self.host}{self.mode[1:]}]" if self.mode else f"<{self.host}>"
@@ -183,8 +247,16 @@ class Comware(Device):
             self.mode = "s" if len(self.mode) > 1 else ""
         elif line.startswith("interface"):
             self.mode = "s-" + line.split()[1]
-        elif match := re.fullmatch(r"mirroring-group (\d+) local", line):
-            self.groups[match[1]] = {"sources": [], "to": None}
+        elif self.mode.startswith("s-") and re.fullmatch(r"(?:undo )?(?:stp|lldp|jumboframe) enable(?: \d+)?", line):
+            lines = self.ports_of.setdefault(self.mode[2:], [])
+            word = line.removeprefix("undo ").split()[0]
+            lines[:] = [old for old in lines if word not in old]
+            if line not in ("stp enable", "lldp enable", "jumboframe enable"):  # defaults are not printed
+                lines.append(line)
+        elif match := re.fullmatch(r"display current-configuration interface (\S+)", line):
+            return "\n".join(["#", f"interface {match[1]}", *(f" {t}" for t in self.ports_of.get(match[1], [])), "#"])
+        elif match := re.fullmatch(r"mirroring-group (\d+) local(?: sampler (\S+))?", line):
+            self.groups[match[1]] = {"sources": [], "to": None, "sampler": match[2]}
         elif match := re.fullmatch(r"mirroring-group (\d+) mirroring-port (.+) (inbound|outbound|both)", line):
             self.groups[match[1]]["sources"] += [(port, match[3].capitalize()) for port in self.ports(match[2])]
         elif match := re.fullmatch(r"mirroring-group (\d+) monitor-port (\S+)", line):
@@ -213,6 +285,7 @@ class Comware(Device):
         rows = "\n".join(f"        {port}  {way}" for port, way in group["sources"])
         return (
             f"Mirroring group {number}:\n    Type: Local\n    Status: {'Active' if whole else 'Incomplete'}\n"
+            + (f"    Sampler: {group['sampler']}\n" if group["sampler"] else "") +
             f"    Mirroring port:\n{rows}\n    Monitor port: {group['to'] or ''}\n"
         )
 
@@ -225,6 +298,10 @@ class Junos(Device):
         self.committed: list[str] = []
         self.before: list[str] = []
         self.candidate: list[str] = []
+        self.comment = ""
+
+    def expire(self) -> None:
+        self.before, self.committed = self.committed, self.before  # itself a commit: `rollback 1` would undo it
 
     def prompt(self) -> str:
         return f"{'[edit]' + chr(10) if self.mode else ''}admin@{self.host}{'#' if self.mode else '>'} "
@@ -243,7 +320,10 @@ class Junos(Device):
             self.mode = ""
             return "Exiting configuration mode"
         if line.startswith("set ") and self.mode:
-            self.candidate.append(line)
+            if " mtu " in line:  # a leaf has one value
+                head = line.rpartition(" ")[0]
+                self.candidate = [old for old in self.candidate if not old.startswith(f"{head} ")]
+            self.candidate += [line] if line not in self.candidate else []
         elif line.startswith("delete ") and self.mode:
             self.candidate = [old for old in self.candidate if not old.startswith("set" + line[6:] + " ")]
         elif line.startswith("rollback"):
@@ -252,10 +332,21 @@ class Junos(Device):
         elif line.startswith("commit"):
             if self.candidate != self.committed:
                 self.before, self.committed = self.committed, self.candidate
-            timed = "commit confirmed will be automatically rolled back in 5 minutes unless confirmed\n"
-            return (timed if "confirmed" in line else "") + "commit complete"
+            self.deadline = None
+            timed = re.fullmatch(r"commit confirmed (\d+) comment \"([^\"]*)\"", line)
+            if timed is None:
+                return "commit complete"
+            self.wait(timed[1])
+            self.comment = timed[2]
+            return f"commit confirmed will be automatically rolled back in {timed[1]} minutes\ncommit complete"
         elif line == "show | compare":
             return "\n".join(f"+ {new}" for new in self.candidate if new not in self.committed)
+        elif match := re.fullmatch(r"show configuration interfaces (\S+) \| display set", line):
+            return "\n".join(old for old in self.committed if old.startswith(f"set interfaces {match[1]} "))
+        elif line == "show system commit":
+            waits = f" commit confirmed, rollback in 5mins\n    {self.comment}\n    rollback pending"
+            newest = f"0   2026-05-06 06:38:48 UTC by admin via cli{waits if self.deadline is not None else ''}"
+            return f"{newest}\n1   2026-05-05 06:38:48 UTC by ops via cli"
         elif line == "show configuration forwarding-options | display set":
             return "\n".join(old for old in self.committed if " forwarding-options " in old)
         elif line == "show forwarding-options analyzer":
@@ -305,6 +396,7 @@ class Sonic(Shell):
     def __init__(self) -> None:
         super().__init__()
         self.sessions: dict[str, dict[str, str]] = {}
+        self.file: Any = None
 
     def handle(self, line: str) -> str:
         if match := re.fullmatch(r"sudo config mirror_session span add (\S+) (\S+) (\S+) (\S+)", line):
@@ -313,10 +405,12 @@ class Sonic(Shell):
             }  # fmt: skip
         elif match := re.fullmatch(r"sudo config mirror_session remove (\S+)", line):
             del self.sessions[match[1]]
-        elif match := re.fullmatch(r"echo '(.*)' > \S+", line):
-            self.file = json.loads(match[1])
+        elif line.startswith("echo "):
+            self.file = json.loads(shlex.split(line)[1])
         elif line.startswith("sudo config load"):
             self.sessions |= self.file["MIRROR_SESSION"]
+        elif line.startswith("rm -f"):
+            self.file = None
         elif match := re.fullmatch(r"sonic-db-cli (\w+) HGETALL '\w+\|(\S+)'", line):
             entry = self.sessions.get(match[2], {})
             state = {"status": "error" if self.broken else "active"} if entry else {}
@@ -345,7 +439,10 @@ class Cumulus(Shell):
         super().__init__()
         self.applied: dict[str, Any] = {}
         self.pending: dict[str, Any] | None = None
-        self.backup: dict[str, Any] | None = None
+        self.backup: dict[str, Any] = {}
+
+    def expire(self) -> None:
+        self.applied = self.backup
 
     def handle(self, line: str) -> str:
         edit = r"nv (set|unset) system port-mirror session (\d+)(?: span (\S+) (\S+))?"
@@ -361,15 +458,27 @@ class Cumulus(Shell):
             return "- set:\n    system:\n      port-mirror:\n        session: ..." if changed else ""
         elif line == "nv config detach":
             self.pending = None
-        elif line == "nv config apply --confirm-no":
-            self.applied = self.backup if self.backup is not None else self.applied
+        elif match := re.fullmatch(r"nv set interface (\S+) link mtu (\d+)", line):
+            self.pending = copy.deepcopy(self.applied) if self.pending is None else self.pending
+            self.pending[f"mtu {match[1]}"] = int(match[2])
+        elif line in ("nv config apply --confirm-no", "nv config apply --confirm-yes"):
+            if self.deadline is None:
+                raise KeyError("nothing waits")
+            self.applied = self.backup if line.endswith("no") else self.applied
+            self.deadline = None
+        elif line == "nv config apply --confirm-status || true":
+            if self.deadline is not None:
+                return f"{int(self.deadline - self.now)} seconds"
         elif line.startswith("nv config apply") and self.pending is not None:
             self.backup, self.applied, self.pending = self.applied, self.pending, None
+            if match := re.search(r"--confirm (\d+)", line):
+                self.wait(match[1])
             return "applied [rev_id: 4]"
         elif line.startswith("nv show system port-mirror"):
-            return json.dumps(self.applied, indent=2)
+            return json.dumps({k: v for k, v in self.applied.items() if not k.startswith("mtu ")}, indent=2)
         elif line.startswith("nv show interface"):
-            return json.dumps({"mtu": 9216, "state": {"down" if self.broken else "up": {}}})
+            mtu = self.applied.get(f"mtu {line.split()[3]}", 1500)
+            return json.dumps({"mtu": mtu, "state": {"down" if self.broken else "up": {}}})
         return ""
 
 

@@ -177,8 +177,10 @@ def test_timed_undo_is_pending_until_confirmed(one: Lab) -> None:
     m = one.manager()
     m.apply(m.difference())
     lines = one.device.lines
-    timer, confirm = lines.index("commit timer 00:05:00"), lines.index("configure session flowcheck commit")
+    name = next(line.split()[2] for line in lines if line.startswith("configure session flowcheck-"))
+    timer, confirm = lines.index("commit timer 00:05:00"), lines.index(f"configure session {name} commit")
     assert timer < confirm and "show monitor session" in lines[timer:confirm]
+    assert "show monitor session" in lines[confirm:]  # read again: the timer could have been faster
 
 
 def test_wrong_password_unknown_host_key_and_no_server(one: Lab, tmp_path: Path) -> None:
