@@ -17,6 +17,7 @@ from switch_configs.errors import DeviceError, PlanError, printable
 __all__ = [
     "VENDORS", "Direction", "Group", "GroupChoice", "HostNic", "Leaf", "MirrorPlan", "MirrorSession", "MonitorPort",
     "NicPort", "NodeNic", "SessionState", "Source", "SourceState", "Topology", "Vendor", "frame_bytes", "read_document",
+    "validated",
 ]  # fmt: skip
 
 Direction = Literal["ingress", "egress", "both"]
@@ -162,7 +163,7 @@ class Topology(_Strict):
     @classmethod
     def load(cls, path: Path) -> Topology:
         """Read YAML or JSON. Raises PlanError naming the field, DeviceError if unreadable."""
-        return _validated(cls, read_document(path), str(path))
+        return validated(cls, read_document(path), str(path))
 
 
 # -- what to mirror ---------------------------------------------------------------------------------------
@@ -235,7 +236,7 @@ class MirrorPlan(_Strict):
 
     @classmethod
     def load(cls, path: Path) -> MirrorPlan:
-        return _validated(cls, read_document(path), str(path))
+        return validated(cls, read_document(path), str(path))
 
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True, indent=1) + "\n"
@@ -323,7 +324,8 @@ def read_document(path: Path) -> Any:
         raise PlanError(f"no YAML: {line}", where=str(path), remedy="correct the file") from None
 
 
-def _validated(kind: type[Any], data: Any, where: str) -> Any:
+def validated(kind: type[Any], data: Any, where: str) -> Any:
+    """`kind` made of plain data. Raises PlanError naming the first field that is wrong."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:

@@ -7,7 +7,9 @@ as planned, or verify found something to mend.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -89,7 +91,7 @@ def plan(
         wanted = fill(wanted, dumps)
     made = make_plan(wanted, redundancy=redundancy, direction=direction)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(made.to_json())
+    _write(out, made.to_json())
     for choice in made.groups:
         typer.echo(f"group {choice.group}: ranks {', '.join(map(str, choice.ranks))}, {choice.direction}")
         for line in choice.why:
@@ -100,7 +102,7 @@ def plan(
             typer.echo(f"  {line}")
         if text is not None:
             text.mkdir(parents=True, exist_ok=True)
-            (text / f"{session.leaf}-{session.name}.txt").write_text(rendered(session))
+            _write(text / f"{session.leaf}-{session.name}.txt", rendered(session))
     for note in made.notes:
         typer.echo(f"note: {note}")
     typer.echo(f"written: {out}")
@@ -133,6 +135,60 @@ def _managers(
     finally:
         for manager in managers:
             manager.close()
+
+
+def _undo_file(plan_file: Path) -> Path:
+    return plan_file.with_name(f"{plan_file.name}.undo")
+
+
+def _port_lines(plan_file: Path) -> dict[str, list[str]]:
+    """Per destination port the lines that give it its settings back, as apply wrote them down."""
+    try:
+        found = json.loads(_undo_file(plan_file).read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(
+        isinstance(lines, list) and all(isinstance(line, str) and "\n" not in line for line in lines)
+        for lines in found.values()
+    ):
+        raise UserError("not what `switch apply` writes", where=str(_undo_file(plan_file)),
+                        remedy="delete it: ports then keep MTU and LLDP as apply set them")  # fmt: skip
+    return found
+
+
+def _remember(plan_file: Path, session: Any, lines: tuple[str, ...]) -> None:
+    """Written before anything is typed. What is known from an earlier apply stays: that was the port's own state."""
+    known = _port_lines(plan_file)
+    if lines and f"{session.leaf} {session.destination}" not in known:
+        _write(_undo_file(plan_file), json.dumps(known | {f"{session.leaf} {session.destination}": lines}, indent=1))
+
+
+def _forget(plan_file: Path, session: Any) -> None:
+    known = _port_lines(plan_file)
+    if known.pop(f"{session.leaf} {session.destination}", None) is None:
+        return
+    if known:
+        _write(_undo_file(plan_file), json.dumps(known, indent=1))
+    else:
+        _undo_file(plan_file).unlink()
+
+
+def _write(path: Path, text: str) -> None:
+    """Aside, synced, renamed: a reader sees the old file or the new one."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as aside:
+        try:
+            aside.write(text)
+            aside.flush()
+            os.fsync(aside.fileno())
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(aside.name, 0o666 & ~mask)
+            os.replace(aside.name, path)
+        except BaseException:
+            os.unlink(aside.name)
+            raise
 
 
 def _title(session: Any) -> str:
@@ -187,6 +243,7 @@ def apply(
                 continue
             if not yes and not typer.confirm("type these commands?"):
                 raise typer.Exit(1)
+            _remember(plan_file, manager.session, difference.port_before)
             state = manager.apply(difference, save=save)
             typer.echo(f"  active: {len(state.sources)} sources to {state.destination}")
 
@@ -272,10 +329,14 @@ def remove(
                 typer.echo(f"{_title(manager.session)}: absent")
                 continue
             typer.echo(f"{_title(manager.session)}: to remove{'' if mine.ours else ', but it is not ours'}")
+            for line in _port_lines(plan_file).get(f"{manager.session.leaf} {manager.session.destination}", []):
+                typer.echo(f"    {line}")
             if not commit:
                 typer.echo("  dry run: nothing was changed; --commit does it")
                 continue
             if not yes and not typer.confirm("remove it?"):
                 raise typer.Exit(1)
-            manager.remove()
-            typer.echo("  removed")
+            lines = _port_lines(plan_file).get(f"{manager.session.leaf} {manager.session.destination}", [])
+            manager.remove(lines)
+            _forget(plan_file, manager.session)
+            typer.echo("  removed" + (", its port has its settings back" if lines else ""))

@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from flowcheck.errors import EnvironmentProblem
 from switch_configs.transport import Credentials
 
 __all__ = ["find"]
@@ -29,11 +30,18 @@ def find(
     def variable(what: str) -> str | None:
         return env.get(f"FLOWCHECK_SWITCH_{what}_{suffix}") or env.get(f"FLOWCHECK_SWITCH_{what}")
 
-    name = user or variable("USER") or getpass.getuser()
+    name = user or variable("USER") or _login_name()
     password = variable("PASSWORD")
     if password is None and key_file is None:
         password = _from_keyring(f"{name}@{leaf}")
     return Credentials(name, password, key_file, known_hosts)
+
+
+def _login_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name
+        raise EnvironmentProblem("this account has no name to log in with", remedy="give --user") from None
 
 
 def _from_keyring(account: str) -> str | None:

@@ -9,17 +9,20 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flowcheck.cli import app
 from flowcheck.errors import FlowcheckError
+from flowcheck.switch import cli
 from flowcheck.switch.credentials import find
 from flowcheck.switch.verify import judge
 from switch_configs.errors import PlanError
 from switch_configs.lldp import fill, neighbours
-from switch_configs.model import MirrorPlan, Topology, read_document
+from switch_configs.model import MirrorPlan, MirrorSession, Topology, read_document, validated
+from switch_configs.plan import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -68,6 +71,25 @@ def topology(tmp_path: Path) -> Path:
     path = tmp_path / "topology.yaml"
     path.write_text(TOPOLOGY.format(netns="none"))
     return path
+
+
+def test_what_apply_did_to_the_port_is_remembered_beside_the_plan(tmp_path: Path) -> None:
+    """The command's own file: kept over a second apply, dropped by remove, checked when read."""
+    plan = tmp_path / "plan.json"
+    session = MirrorSession.model_validate(
+        {"leaf": "leaf1", "vendor": "eos", "destination": "Ethernet48", "destination_gbps": 400,
+         "sources": [{"port": "Ethernet1", "rank": 0, "speed_gbps": 100}]}
+    )  # fmt: skip
+    cli._remember(plan, session, ("configure", "no mtu"))
+    cli._remember(plan, session, ("configure", "mtu 9214"))  # a second apply finds what the first one set
+    assert cli._port_lines(plan) == {"leaf1 Ethernet48": ["configure", "no mtu"]}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["plan.json.undo"]
+    cli._forget(plan, session)
+    assert cli._port_lines(plan) == {} and not list(tmp_path.iterdir())
+    for wrong in ("{", "[]", '{"a": "b"}', '{"a": ["x\\nreload"]}'):
+        (tmp_path / "plan.json.undo").write_text(wrong)
+        with pytest.raises(FlowcheckError, match="delete it"):
+            cli._port_lines(plan)
 
 
 @pytest.mark.root
@@ -230,6 +252,68 @@ def test_lldp_fills_in_the_ports(tmp_path: Path) -> None:
     assert plan.sessions[0].ports == ["Ethernet1", "Ethernet2"] and plan.sessions[0].destination == "Ethernet48"
 
 
+def test_lldp_dumps_that_are_incomplete_or_ambiguous() -> None:
+    """Every value of both dump formats replaced or gone: a sentence or a topology, never a traceback."""
+    zero = {"lldp": [{"interface": [{
+        "name": "eth1", "chassis": [{"id": [{"type": "mac", "value": "0c"}], "name": [{"value": "leaf1"}]}],
+        "port": [{"id": [{"type": "ifname", "value": "swp1"}], "descr": [{"value": "swp1"}]}]}]}]}  # fmt: skip
+    topology = Topology.model_validate(
+        {"leaves": [{"name": "leaf1", "vendor": "eos"}], "groups": [{"name": "dp", "ranks": [0, 1]}],
+         "nics": [{"host": "gpu0", "interface": "eth1", "rank": 0, "speed_gbps": 100}]}
+    )  # fmt: skip
+    tried = 0
+    for document in (dump("eth1", "leaf1", "Ethernet1"), zero):
+        for path in paths(document):
+            for value in (None, 1, "x", "$(reboot)", [], {}, [[]], True, ABSENT):
+                tried += 1
+                with contextlib.suppress(PlanError):
+                    filled = fill(topology, {"gpu0": neighbours(changed(document, path, value))})
+                    assert filled.leaves[0].ports[0].rank == 0
+    assert tried > 300
+    two = dump("eth1", "leaf1", "Ethernet1")
+    two["lldp"]["interface"] += dump("eth1", "phone", "1")["lldp"]["interface"]
+    with pytest.raises(PlanError, match="two neighbours, leaf1 and phone"):
+        neighbours(two)
+
+
+def test_no_value_in_a_topology_makes_a_traceback() -> None:
+    text = (ROOT / "docs" / "switch.md").read_text().split("```yaml\n")[1].split("```")[0]
+    import yaml
+
+    document = yaml.safe_load(text)
+    values = (None, -1, 0, "x", [], {}, True, float("nan"), float("inf"), 10**30, "-x", "$(x)", "\u202e", ABSENT)
+    planned = 0
+    for path in paths(document):
+        for value in values:
+            with contextlib.suppress(PlanError):
+                plan = make_plan(validated(Topology, changed(document, path, value), "topology"))
+                assert MirrorPlan.model_validate_json(plan.to_json()) == plan
+                planned += 1
+    assert planned > 50
+
+
+ABSENT = object()
+
+
+def paths(node: object, at: tuple = ()) -> Iterator[tuple]:
+    if at:
+        yield at
+    for key, inner in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield from paths(inner, (*at, key))
+
+
+def changed(document: object, path: tuple, value: object) -> object:
+    copy = json.loads(json.dumps(document))
+    node = copy
+    for key in path[:-1]:
+        node = node[key]
+    if value is ABSENT:
+        del node[path[-1]]
+    else:
+        node[path[-1]] = value
+    return copy
+
+
 def test_lldp_json0_and_what_is_wrong() -> None:
     zero = {"lldp": [{"interface": [{
         "name": "eth1", "chassis": [{"id": [{"type": "mac", "value": "0c"}], "name": [{"value": "leaf1"}]}],
@@ -257,6 +341,45 @@ def test_credentials_per_leaf_before_general_and_never_shown() -> None:
     assert (found.username, found.password) == ("ops", "two") and "two" not in repr(found)
     assert find("leaf9", "me", None, None, env).password == "one"
     assert find("leaf9", "me", None, Path("key"), {}).password is None
+
+
+def test_password_from_the_keyring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real package with a store in memory, behind the variables and before the agent."""
+    keyring = pytest.importorskip("keyring", reason="keyring (extra `dev`) is not installed")
+    from keyring.backend import KeyringBackend
+    from keyring.errors import KeyringLocked
+
+    class Memory(KeyringBackend):
+        priority = 1  # type: ignore[assignment]
+        stored = {("flowcheck-switch", "ops@leaf-1"): "fr0m-ring"}
+        locked = False
+
+        def get_password(self, service: str, username: str) -> str | None:
+            if self.locked:
+                raise KeyringLocked("no password for the ring")
+            return self.stored.get((service, username))
+
+    before, store = keyring.get_keyring(), Memory()
+    keyring.set_keyring(store)
+    try:
+        found = find("leaf-1", "ops", None, None, {})
+        assert found.password == "fr0m-ring" and "fr0m-ring" not in repr(found)
+        assert find("leaf-1", "ops", None, None, {"FLOWCHECK_SWITCH_PASSWORD": "variable"}).password == "variable"
+        assert find("leaf-2", "ops", None, None, {}).password is None  # the agent's turn
+        assert find("leaf-1", "ops", None, Path("key"), {}).password is None  # a key was named: nothing else is tried
+        store.locked = True
+        assert find("leaf-1", "ops", None, None, {}).password is None
+    finally:
+        keyring.set_keyring(before)
+
+
+def test_an_account_without_a_name_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's user has no entry in passwd."""
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 987654)
+    with pytest.raises(FlowcheckError, match="--user"):
+        find("leaf-1", None, None, Path("key"), {})
 
 
 def test_the_example_in_the_manual_makes_a_plan(tmp_path: Path) -> None:

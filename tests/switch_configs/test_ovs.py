@@ -156,3 +156,24 @@ def test_failure_in_the_middle_restores_what_was(ovs) -> None:
         apply(manager(ovs, "both", ("va", "vx")))
     assert old.show().mine.active and [s.port for s in old.show().mine.sources] == ["va"]
     assert len(ovs.bed.send()) == 10
+
+
+def test_killed_at_every_step_and_a_broken_mirror_put_back(ovs) -> None:
+    """One transaction makes or swaps it; dying before the purge is what show calls flows that are not copied."""
+    ovs.bed.send(3)
+    ovs.bed.send(3, source="vb0", target="va0")
+    m = manager(ovs)
+    m._run(m.difference().commands[0])  # dies here
+    again = manager(ovs)
+    assert apply(again).active and len(ovs.bed.send()) == 10
+    ovs("ovs-vsctl", "set", "mirror", "flowcheck", "snaplen=200")
+    ovs("ovs-vsctl", "clear", "mirror", "flowcheck", "select_dst_port")
+    before = again.show().mine
+    assert before.truncation and {s.direction for s in before.sources} == {"ingress"}
+    ovs.bed.ip("link", "set", "vm", "down")
+    wait_for(again, lambda state: "down" in state.reason)
+    with pytest.raises(DeviceError, match=r"vm is down.*the change was taken back"):
+        apply(manager(ovs))
+    now = again.show().mine
+    assert (now.sources, now.destination, now.truncation) == (before.sources, before.destination, before.truncation)
+    assert again.remove()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from switch_configs.errors import DeviceError, PlanError
+from switch_configs.here import mirrored
 from switch_configs.manage import Manager
-from switch_configs.model import MirrorSession, Source
+from switch_configs.model import MirrorSession, Source, Topology
+from switch_configs.plan import make_plan
 from switch_configs.transport import LocalTransport
 
 pytestmark = pytest.mark.root
@@ -140,3 +144,110 @@ def test_filters_on_ports_of_an_earlier_plan_are_found(bridged) -> None:
     assert "- source vb both" in m.difference().lines
     apply(m)
     assert [s.port for s in m.show().mine.sources] == ["va"]
+
+
+class Killed(BaseException):
+    """flowcheck is gone: nothing cleans up."""
+
+
+def killed_at(m: Manager, number: int) -> Manager:
+    """The manager's process dies before the line of that number is run."""
+    run, count = m._run, iter(range(10**6))
+
+    def dying(line: str, check: bool = True) -> str:
+        if ("add" in line or "del" in line) and next(count) == number:
+            raise Killed
+        return run(line, check)
+
+    m._run = dying  # type: ignore[method-assign]
+    return m
+
+
+def test_killed_at_every_step_the_next_apply_and_remove_clear_up(bridged) -> None:
+    """Even where two ports are left with different directions; and no qdisc of ours stays."""
+    number = 0
+    while True:
+        apply(manager(bridged, "ingress", ("va",)))  # an earlier plan of ours, replaced
+        m = manager(bridged)
+        difference = m.difference()
+        try:
+            killed_at(m, number).apply(difference)
+        except Killed:
+            after = manager(bridged)
+            assert apply(after).active and after.show().mine.same_as(after.session), number
+            for left in range(9):  # remove dies too, at every one of its lines
+                with contextlib.suppress(Killed):
+                    killed_at(manager(bridged), left).remove()
+            manager(bridged).remove()
+            assert not after.show().mine.exists and "clsact" not in bridged.tc("qdisc", "show"), number
+            number += 1
+            continue
+        break
+    assert number >= 6  # one filter taken away, one qdisc and four filters added
+
+
+def test_the_qdisc_goes_if_we_added_it_and_stays_if_not(bridged) -> None:
+    bridged.tc("qdisc", "add", "dev", "vb", "clsact")
+    m = manager(bridged)
+    apply(m)
+    change = manager(bridged, "ingress", ("vb",))
+    apply(change)
+    assert "dev va" not in bridged.tc("qdisc", "show").split("clsact", 1)[1]  # no port of this plan any more
+    apply(m)
+    assert sorted(m.show().mine.added) == ["va"]
+    everything = "protocol all prio 5 u32 match u32 0 0 action mirred egress mirror".split()
+    bridged.tc("filter", "add", "dev", "va", "ingress", *everything, "dev", "lo")
+    m.remove()
+    assert bridged.tc("qdisc", "show").count("clsact") == 2  # va's has somebody else's filter now
+    bridged.tc("filter", "del", "dev", "va", "ingress")
+    bridged.tc("qdisc", "del", "dev", "va", "clsact")
+    with pytest.raises(DeviceError, match="taken back"):
+        apply(manager(bridged, "both", ("va", "vx")))
+    assert bridged.tc("qdisc", "show").count("clsact") == 1
+
+
+def test_somebodys_ingress_qdisc_is_named_and_survives(bridged) -> None:
+    bridged.tc("qdisc", "add", "dev", "va", "ingress")
+    with pytest.raises(PlanError, match="va has somebody's ingress qdisc"):
+        manager(bridged).difference()
+    m = manager(bridged, "ingress", ("va",))  # which holds ingress filters as well
+    assert apply(m).active and len(bridged.send()) == 10
+    m.remove()
+    assert "ingress" in bridged.tc("qdisc", "show", "dev", "va")
+
+
+def test_interfaces_with_names_that_a_shell_would_run(bridged) -> None:
+    """Somebody else's devices are listed too, whatever they are called."""
+    for name in ("it's", "x;reboot", "$(id)", "a-b$HOME"):
+        bridged.ip("link", "add", "dev", name, "type", "veth")
+        bridged.tc("qdisc", "add", "dev", name, "clsact", check=False)
+    everything = "protocol all prio 5 u32 match u32 0 0 action mirred egress mirror".split()
+    bridged.tc("filter", "add", "dev", "it's", "ingress", *everything, "dev", "$(id)")
+    m = manager(bridged)
+    assert apply(m).active
+    assert [(o.sources[0].port, o.destination) for o in m.show().others] == [("it's", "$(id)")]
+    assert m.remove()
+
+
+def test_a_failed_change_puts_a_broken_session_back(bridged) -> None:
+    old = manager(bridged)
+    apply(old)
+    bridged.tc("filter", "del", "dev", "va", "egress", "prio", "7791")  # one filter of four is missing
+    before = old.show().mine
+    assert not before.active and {(s.port, s.direction) for s in before.sources} == {("va", "ingress"), ("vb", "both")}
+    with pytest.raises(DeviceError, match=r"refused: tc .*vx.*the change was taken back"):
+        apply(manager(bridged, "both", ("va", "vx")))
+    assert old.show().mine.sources == before.sources
+
+
+def test_mirrored_applies_a_plan_made_in_memory_while_a_block_runs(bridged) -> None:
+    topology = Topology.model_validate(
+        {"path_mtu": 1024, "groups": [{"name": "dp", "ranks": [0, 1]}], "leaves": [
+            {"name": "bridge", "vendor": "tc", "netns": bridged.netns,
+             "ports": [{"port": p, "rank": r, "host": f"h{r}", "speed_gbps": 10} for r, p in enumerate(("va", "vb"))],
+             "monitor_ports": [{"port": "vm", "node": "ck", "speed_gbps": 100, "mtu": 9000}]}]}
+    )  # fmt: skip
+    with pytest.raises(ZeroDivisionError), mirrored(make_plan(topology)) as states:
+        assert [state.active for state in states] == [True] and len(bridged.send()) == 20
+        raise ZeroDivisionError
+    assert bridged.send() == [] and "clsact" not in bridged.tc("qdisc", "show")
