@@ -26,7 +26,7 @@ from typing import NoReturn
 from switch_configs import port
 from switch_configs.errors import DeviceError, PlanError
 from switch_configs.model import MirrorSession, SessionState
-from switch_configs.render import Rendering, render, timed_undo
+from switch_configs.render import Rendering, render, tc_prio, timed_undo
 from switch_configs.restore import put_back, take_away_tc
 from switch_configs.show import Found, read
 from switch_configs.transport import Transport, is_local
@@ -97,9 +97,9 @@ class Manager:
                             "confirms it")  # fmt: skip
         if self.session.vendor == "tc":
             self._ready, self._added = self._clsact_ports(), frozenset(mine.added)
-        commands = list(self._render(replace=mine.exists, key=mine.key).apply)
-        if mine.exists and self.session.vendor not in SWAPPED:
-            commands = [*self._take_away(mine), *commands]
+        removal = self._take_away(mine) if mine.exists and self.session.vendor not in SWAPPED else ()
+        self._ready -= {shlex.split(line)[4] for line in removal if line.startswith("tc qdisc del")}
+        commands = [*removal, *self._render(replace=mine.exists, key=mine.key).apply]
         lines = [f"- {line}" for line in _describe(mine)] + [f"+ {line}" for line in _wanted(self.session)]
         return Difference(tuple(_without_equals(lines)), tuple(commands), found, self._port_before())
 
@@ -170,16 +170,25 @@ class Manager:
 
     def _take_away(self, mine: SessionState) -> tuple[str, ...]:
         if self.session.vendor == "tc":
-            return take_away_tc(self.session, mine)
+            # with a qdisc that is ours alone its filters go in one step: they carry the mark that it is ours
+            alone = [name for name in mine.added if self._prefs(name) == {tc_prio(self.session)}]
+            return take_away_tc(self.session, mine, alone)
         return render(self.session, key=mine.key).remove
 
     def _drop_qdiscs(self, ports: Iterable[str]) -> None:
         """clsact qdiscs that we added, unless filters of others have come to them."""
         for name in ports:
-            quoted = shlex.quote(name)
-            listings = [self._run(f"tc -j filter show dev {quoted} {way}", False) for way in ("ingress", "egress")]
-            if all(not json.loads(text or "[]") for text in listings):
-                self._run(f"tc qdisc del dev {quoted} clsact", False)
+            if self._prefs(name) == set():
+                self._run(f"tc qdisc del dev {shlex.quote(name)} clsact", False)
+
+    def _prefs(self, name: str) -> set[int]:
+        """Preferences of all filters on a port, in both directions."""
+        asked = [f"tc -j filter show dev {shlex.quote(name)} {way}" for way in ("ingress", "egress")]
+        listings = [self._run(line, False) for line in asked]
+        try:
+            return {entry["pref"] for text in listings for entry in json.loads(text or "[]")}
+        except (ValueError, KeyError, TypeError):
+            raise DeviceError(f"tc -j filter show dev {name} prints no JSON", where=self.session.leaf) from None
 
     def _require(self, state: SessionState, difference: Difference, what: str) -> None:
         if not (state.active and state.same_as(self.session)):
@@ -212,13 +221,16 @@ class Manager:
     def _type_checked(self, commands: Sequence[str]) -> None:
         for line in commands:
             try:
-                self._run(line, check="filter del" not in line)
+                self._run(line, check=" del " not in line)
             except DeviceError as error:
                 if "classifier not found" not in error.what or self.session.classifier == "u32":
                     raise
                 # Kernels without matchall are common and only trying tells; u32 that matches all does the same.
                 self.session = self.session.model_copy(update={"classifier": "u32"})
-                self._type_checked([again for again in self._render().apply if "filter add" in again])
+                # nothing of this session took yet, and from here on every port has its qdisc
+                left = [qdisc for qdisc in commands[commands.index(line) :] if qdisc.startswith("tc qdisc add")]
+                again = [again for again in self._render().apply if not again.startswith("tc qdisc")]
+                self._type_checked([*left, *again])
                 return
 
     def _qdiscs(self) -> list[tuple[str, str]]:
@@ -294,7 +306,7 @@ class Manager:
                 self._type(put_back(self.session, before))
                 now = self.show().mine
             if self.session.vendor == "tc":
-                self._drop_qdiscs(name for name in self.session.ports if name not in self._ready)
+                self._drop_qdiscs(p for p in self.session.ports if p not in self._ready and p not in before.added)
             if self.session.vendor in ("nxos", "comware"):
                 self._type(difference.port_before)
             fate = "the change was taken back" if _alike(now, before) else f"NOT taken back: it now has {_say(now)}"

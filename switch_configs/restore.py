@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Collection
 
 from switch_configs.model import MirrorSession, SessionState
 from switch_configs.render import comware_lists, cookie, tc_prio
@@ -81,15 +82,18 @@ def _tc(session: MirrorSession, state: SessionState) -> tuple[str, ...]:
     if state.destination is None:  # its device is deleted: no filter can name it again
         return ()
     match = "matchall" if state.key == "matchall" else "u32 match u32 0 0"
-    return tuple(
+    return tuple(f"tc qdisc add dev {shlex.quote(port)} clsact" for port in state.added) + tuple(
         f"tc filter add dev {shlex.quote(port)} {way} protocol all prio {tc_prio(session)} {match} "
         f"action mirred egress mirror dev {state.destination} cookie {cookie(session, way, port in state.added)}"  # type: ignore[arg-type]
         for port, way in _filters(state)
     )
 
 
-def take_away_tc(session: MirrorSession, state: SessionState) -> tuple[str, ...]:
-    """Exactly the filters that are there, whichever ports and directions they are on."""
-    return tuple(
-        f"tc filter del dev {shlex.quote(port)} {way} prio {tc_prio(session)}" for port, way in _filters(state)
+def take_away_tc(session: MirrorSession, state: SessionState, alone: Collection[str] = ()) -> tuple[str, ...]:
+    """Exactly the filters that are there, whichever ports and directions they are on; on ports of `alone` with the
+    qdisc, on which nothing else is."""
+    return tuple(f"tc qdisc del dev {shlex.quote(port)} clsact" for port in alone) + tuple(
+        f"tc filter del dev {shlex.quote(port)} {way} prio {tc_prio(session)}"
+        for port, way in _filters(state)
+        if port not in alone
     )

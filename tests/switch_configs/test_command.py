@@ -359,6 +359,12 @@ def test_password_from_the_keyring(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise KeyringLocked("no password for the ring")
             return self.stored.get((service, username))
 
+        def set_password(self, service: str, username: str, password: str) -> None:
+            self.stored[service, username] = password
+
+        def delete_password(self, service: str, username: str) -> None:
+            del self.stored[service, username]
+
     before, store = keyring.get_keyring(), Memory()
     keyring.set_keyring(store)
     try:
