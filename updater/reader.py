@@ -1,6 +1,7 @@
 """Reading a replica in another process: recovery, persistence, a person.
 
     with Reader(path).pinned() as version: version.step, version.parameters, version.optimizer_state
+    Reader(path).steps                     what could be pinned now; pinned(step) takes that version or none
 
 Read-only in every sense: the file is opened and mapped so, and a pin is a lock that the kernel drops when the reader
 dies. A pinned version does not change; the writer goes on in the other slots and waits only when none is left.
@@ -42,30 +43,43 @@ class Reader:
     def run_id(self) -> str:
         return str(self._store.layout["run_id"])
 
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the complete versions at this moment, newest last."""
+        return sorted(self._store.complete())
+
     def close(self) -> None:
         """Let go of the file; may be called twice. Pins that are held stay until their blocks are left."""
         self._store.close()
 
     @contextmanager
-    def pinned(self) -> Iterator[PinnedVersion]:
-        """The newest complete version, kept until the block is left."""
-        fd, index, step = self._pin()
+    def pinned(self, step: int | None = None) -> Iterator[PinnedVersion]:
+        """The version of `step`, or the newest complete one, kept until the block is left.
+
+        Raises ReplicaError if there is no such version (any more).
+        """
+        fd, index, found = self._pin(step)
         try:
-            yield PinnedVersion(self._store, index, step)
+            yield PinnedVersion(self._store, index, found)
         finally:
             os.close(fd)
 
-    def _pin(self) -> tuple[int, int, int]:
+    def _pin(self, wanted: int | None) -> tuple[int, int, int]:
         """Between looking and locking the writer may have taken the slot: look again, at most a few times."""
         for _ in range(1000):
-            index = self._store.newest()
+            versions = self._store.complete()
+            step = wanted if wanted is not None else max(versions, default=None)
+            index = versions.get(step) if step is not None else None
             if index is None:
+                if wanted is not None:
+                    have = ", ".join(map(str, sorted(versions))) or "none"
+                    raise ReplicaError(f"{self._path}: no complete version {wanted}; there is {have}")
                 continue  # a word is being replaced
-            word = self._store.word(index)
             fd = self._store.pin(index)
             if fd is None:
                 continue
-            if word is not None and word[0] == COMPLETE and self._store.word(index) == word:
-                return fd, index, word[1]
+            if self._store.word(index) == (COMPLETE, step):
+                assert step is not None
+                return fd, index, step
             os.close(fd)
         raise ReplicaError(f"{self._path}: no complete version could be pinned")

@@ -10,6 +10,9 @@ Model:
              |             `-> FREE                the oldest complete version makes room
              `-> FREE                              discard: an iteration that was lost
 
+`keep(step)` holds a version, and all newer ones, until the next such call: a job of several nodes keeps what all
+of them have. `rollback(step)` goes on from an older one.
+
 Legal calls: `build(step, layout, values)`, then `slot.apply(bucket, data)` once per bucket in any order, then
 `publish(slot)` or `discard(slot)`. Publishing is the caller's, after the verdict; the replica itself only insists
 that every optimized tensor has been updated. One slot is built at a time.
@@ -25,6 +28,7 @@ of a job that starts at step 0 has step i+1, also if the trainer skipped its opt
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,7 +38,7 @@ from typing import Any
 import torch
 
 from updater import kernels
-from updater.dialects import Dialect
+from updater.dialects import Dialect, cpu_root
 from updater.errors import NoFreeSlot, ReplicaError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -50,6 +54,7 @@ _EDGES = {
     SlotState.COMPLETE: (SlotState.PINNED, SlotState.FREE),
     SlotState.PINNED: (SlotState.COMPLETE,),
 }
+_WHOLE = (SlotState.COMPLETE, SlotState.PINNED)
 _LOW = (torch.bfloat16, torch.float16)
 
 
@@ -141,8 +146,11 @@ class Replica:
         return replica
 
     def _take_over(self, store: Store, spec: OptimizerSpec, dialect: Dialect, divisor: int, threads: int) -> None:
+        if dialect.name == "torch-cpu" and not dialect.root:
+            cpu_root()  # takes half a second once; not in the first iteration
         self.optimizer, self.dialect = spec, dialect
         self._store = store
+        self._common: int | None = None
         self._lock = threading.Lock()
         self._pool = kernels.Pool(threads)
         self.slots = [Slot(store, i, spec, dialect, self._pool, divisor) for i in range(store.slots)]
@@ -235,6 +243,41 @@ class Replica:
                 if not slot.pins:
                     self._set_state(slot, SlotState.COMPLETE)
 
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the complete versions, newest last."""
+        return sorted(s.step for s in self.slots if s.state in _WHOLE)
+
+    def keep(self, step: int | None) -> None:
+        """Do not reuse the version of `step` nor a newer one; None: only the current one is kept.
+
+        For a job of several nodes: `step` is the newest version that all of them have. With V slots the nodes may be
+        V - 1 versions apart before updates wait; how long they wait is the caller's.
+        """
+        self._common = step
+
+    def rollback(self, step: int) -> Slot:
+        """Go on from an older complete version; the newer ones are given up. Not while a build is under way.
+
+        Raises ReplicaError if there is no such version, NoFreeSlot if a reader pins one that is to be given up.
+        """
+        if self.building is not None:
+            raise ReplicaError(f"step {self.building.step} is being built; publish or discard it first")
+        with self._lock:
+            found = next((s for s in self.slots if s.step == step and s.state in _WHOLE), None)
+            if found is None:
+                raise ReplicaError(f"no complete version {step}; there is {', '.join(map(str, self.steps))}")
+            whole = sorted((s for s in self.slots if s.state in _WHOLE), key=lambda s: -s.step)
+            for slot, older in itertools.pairwise(whole):  # the newest first: whatever a kill leaves, is whole
+                if slot is found:
+                    break
+                if slot.state is SlotState.PINNED or not self._store.lock_slot(slot.index):
+                    raise NoFreeSlot(f"version {slot.step} is pinned; it cannot be given up yet")
+                self._current = older
+                self._set_state(slot, SlotState.FREE)
+                self._store.unlock_slot(slot.index)
+        return self._current
+
     def _must_be_building(self, slot: Slot, what: str) -> None:
         if slot.state is not SlotState.BUILDING:
             raise ReplicaError(
@@ -245,13 +288,15 @@ class Replica:
         """A free slot, else the oldest complete one that nobody, here or in another process, has pinned."""
         idle = [s for s in self.slots if s.state in (SlotState.FREE, SlotState.COMPLETE) and s is not self._current]
         for slot in sorted(idle, key=lambda s: (s.state is not SlotState.FREE, s.step)):
+            if slot.state is SlotState.COMPLETE and self._common is not None and slot.step >= self._common:
+                continue
             if self._store.lock_slot(slot.index):
                 if slot.state is SlotState.COMPLETE:
                     self._set_state(slot, SlotState.FREE)
                 slot.step = step
                 self._set_state(slot, SlotState.BUILDING)
                 return slot
-        raise NoFreeSlot(f"all {len(self.slots)} slots are current or pinned; the update waits")
+        raise NoFreeSlot(f"all {len(self.slots)} slots are current, pinned or kept; the update waits")
 
     def _set_state(self, slot: Slot, state: SlotState) -> None:
         """The only place where a slot changes state."""

@@ -90,7 +90,7 @@ class Store:
     def create(cls, layout: dict[str, Any], path: Path | None) -> Store:
         """Fresh memory for `layout` (keys slots, constants, arrays and whatever identifies the job).
 
-        With a path the file has a temporary name until `name_it`. Raises ReplicaError.
+        With a path the file has no name until `name_it`. Raises ReplicaError.
         """
         text = _text(layout)
         constants = -(-(_TEXT + len(text)) // _TEXT) * _TEXT
@@ -119,15 +119,18 @@ class Store:
         """Give a created file its name, now that it holds a complete version. Refuses to replace one."""
         if self._path is None:
             return
-        temporary = _temporary(self._path)
+        folder = -1
         try:
-            os.link(temporary, self._path)
+            folder = os.open(self._path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            # With a directory's descriptor Python asks for the link to be followed; without one it cannot be asked.
+            os.link(f"/proc/self/fd/{self.fd}", self._path.name, dst_dir_fd=folder, follow_symlinks=True)
         except FileExistsError:
-            raise ReplicaError(f"{self._path}: already there; attach to it or remove it") from None
+            raise _there(self._path) from None
         except OSError as error:
             raise ReplicaError(f"{self._path}: cannot be created: {error.strerror}") from None
         finally:
-            os.unlink(temporary)
+            if folder >= 0:
+                os.close(folder)
 
     @classmethod
     def attach(cls, path: Path) -> Store:
@@ -183,7 +186,16 @@ class Store:
         text = memory[_TEXT : _TEXT + length]
         if hashlib.sha256(text).digest() != digest:
             raise refuse("the layout's hash does not fit")
-        return memory, json.loads(text), first, stride
+        layout = json.loads(text)
+        try:
+            spans = [(_size(layout["constants"]), first - _TEXT - length), (_size(layout["arrays"]), stride)]
+            sound = layout["slots"] == slots and all(0 <= need <= room for need, room in spans)
+            sound = sound and min((item["offset"] for item in layout["arrays"]), default=0) >= 0
+        except (KeyError, TypeError, ValueError, AttributeError):
+            sound = False
+        if not sound:
+            raise refuse("the layout is none of ours")
+        return memory, layout, first, stride
 
     def close(self) -> None:
         """Let go of the file and its locks; tensors over the memory stay valid. May be called twice."""
@@ -209,8 +221,13 @@ class Store:
 
     def newest(self) -> int | None:
         """The complete slot with the highest step."""
+        found = self.complete()
+        return found[max(found)] if found else None
+
+    def complete(self) -> dict[int, int]:
+        """step -> slot of every complete version."""
         words = [(self.word(i) or (FREE, 0), i) for i in range(self.slots)]
-        return max(((step, i) for (state, step), i in words if state == COMPLETE), default=(0, None))[1]
+        return {step: i for (state, step), i in words if state == COMPLETE}
 
     # -- arrays --
 
@@ -284,19 +301,21 @@ def _array(item: Mapping[str, Any]) -> Array:
     return Array(item["name"], item["role"], item["dtype"], tuple(item["shape"]), int(item["offset"]))
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}")
+def _there(path: Path) -> ReplicaError:
+    return ReplicaError(f"{path}: already there; attach to it or remove it")
 
 
 def _new_file(path: Path, size: int) -> tuple[mmap.mmap, int, int]:
-    """A file of whole pages of its file system (2 MiB on hugetlbfs), all memory reserved now."""
-    temporary = _temporary(path)
+    """A file of whole pages of its file system (2 MiB on hugetlbfs), all memory reserved now.
+
+    It has no name yet: a process that dies before `name_it` leaves nothing behind.
+    """
     if path.exists():
-        raise ReplicaError(f"{path}: already there; attach to it or remove it")
+        raise _there(path)
     try:
         page = os.statvfs(path.parent).f_bsize
         size = -(-size // page) * page
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = os.open(path.parent, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ReplicaError(f"{path}: cannot be created: {error.strerror}") from None
     try:
@@ -305,5 +324,4 @@ def _new_file(path: Path, size: int) -> tuple[mmap.mmap, int, int]:
         return mmap.mmap(fd, size, mmap.MAP_SHARED), fd, size
     except OSError as error:
         os.close(fd)
-        os.unlink(temporary)
         raise ReplicaError(f"{path}: {size >> 20} MiB cannot be reserved: {error.strerror}") from None

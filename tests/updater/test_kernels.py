@@ -36,13 +36,23 @@ def aligned(n, dtype=torch.float32):
     return raw[skip : skip + n * dtype.itemsize].view(dtype)
 
 
-def gradients(n, generator, step):
-    """Eight decades, zeros, denormals, both signs; now and then a whole step of zeros."""
+def gradients(n, generator, step, special=False, infinite=False):
+    """Eight decades, zeros, denormals, both signs; now and then a whole step of zeros.
+
+    special: also of the largest and smallest magnitudes there are; infinite: and infinities and NaN.
+    """
     g = torch.randn(n, generator=generator) * 10.0 ** torch.randint(-8, 1, (n,), generator=generator)
     kind = torch.randint(0, 12, (n,), generator=generator)
     g[kind == 0] = 0.0
     g[kind == 1] *= 1e-37
     g[kind == 2] = -0.0
+    if special:
+        g[kind == 3] *= 1e30
+        g[kind == 4] = 1e-45
+        g[kind == 5] = -3.4e38
+    if infinite:
+        g[kind == 6] = float("inf")
+        g[kind == 7] = float("nan")
     return g * 0 if step % 17 == 5 else g
 
 
@@ -79,7 +89,9 @@ class Ours:
 
 
 def bits(t):
-    return t.detach().contiguous().view(torch.int32)
+    """As integers; a NaN is a NaN whatever its sign and payload (the hardware's choice, by order of operands)."""
+    flat = t.detach().contiguous()
+    return torch.where(flat.isnan(), 0x7FC00000, flat.view(torch.int32))
 
 
 def assert_equal(ours, theirs, where):
@@ -93,7 +105,8 @@ MODES = {"single": ({"foreach": False}, "torch-cpu"), "foreach": ({"foreach": Tr
          "fused": ({"fused": True}, "torch-cpu-fused")}
 
 
-def compare(name, mode, options, sizes, steps, kernel, seed=0, threads=0, grad=torch.float32, parts=1, root=""):
+def compare(name, mode, options, sizes, steps, kernel, seed=0, threads=0, grad=torch.float32, parts=1, root="",
+            **odd):
     generator = torch.Generator().manual_seed(seed)
     flags, dialect = MODES[mode]
     initial = [torch.randn(n, generator=generator) * 0.1 for n in sizes]
@@ -102,7 +115,7 @@ def compare(name, mode, options, sizes, steps, kernel, seed=0, threads=0, grad=t
     ours = [Ours(t, name, options, Dialect(dialect, root=root), kernel, threads) for t in initial]
     for step in range(1, steps + 1):
         for twin, mine in zip(twins, ours, strict=True):
-            g = gradients(twin.numel(), generator, step).to(grad)
+            g = gradients(twin.numel(), generator, step, **odd).to(grad)
             twin.grad = g.float()
             mine.update(g, parts)
         optimizer.step()

@@ -4,6 +4,7 @@
  *   ld st stream set1                 unaligned load and store; non-temporal store to an address modulo 4*N
  *   add sub mul dvd fma neg root      IEEE single; fma(a, b, c) = a*b + c in one rounding
  *   larger                            torch.maximum: NaN wins
+ *   std_max                           std::max(x, v) of torch's scalar tails: v if it is larger, x if one is NaN
  *   root_ex                           MKL's sequence (see below)
  *   ld_bf16 ld_f16 stream_bf16 ...    N 16-bit elements from and to memory, to nearest even
  *   round_bf16 round_f16              to the narrower type and back
@@ -87,7 +88,7 @@ INLINE next adam_at(const fcu_rule *r, const at *a, const int order, const int h
     else
         m = fma_(set1(r->w1), sub(g, m), r->lerp_far ? g : m);
     v = second(r, v, g, order, odd);
-    V x = s = r->amsgrad ? larger(ld(a->x), v) : v;
+    V x = s = !r->amsgrad ? v : odd ? std_max(ld(a->x), v) : larger(ld(a->x), v);
     if (how == FCU_SQRT_CALL)
         s = ld(a->root);
     else
@@ -139,26 +140,30 @@ INLINE void store(const fcu_rule *r, const at *a, const next *n, const int sgd, 
         put_low(r, n->p, a->low, nt);
 }
 
-/* Two vectors together: the stores of an array follow each other. */
-INLINE void store_two(const fcu_rule *r, const at *a, const at *b, const next *n, const next *o, const int sgd)
-{
-    put(n->p, a->p1, 1), put(o->p, b->p1, 1);
-    if (!sgd || r->momentum_state)
-        put(n->m, a->m1, 1), put(o->m, b->m1, 1);
-    if (!sgd)
-        put(n->v, a->v1, 1), put(o->v, b->v1, 1);
-    if (!sgd && r->amsgrad)
-        put(n->x, a->x1, 1), put(o->x, b->x1, 1);
-    if (a->low)
-        put_low(r, n->p, a->low, 1), put_low(r, o->p, b->low, 1);
-}
-
 INLINE at where(const fcu_piece *c, uint64_t i, const float *roots, const int grad)
 {
     return (at){ .p = c->p + i, .m = c->m + i, .v = c->v + i, .x = c->x + i,
                  .g = (const char *)c->g + i * (grad == FCU_F32 ? 4 : 2), .root = roots ? roots + i : NULL,
                  .p1 = c->p1 + i, .m1 = c->m1 + i, .v1 = c->v1 + i, .x1 = c->x1 + i,
                  .low = c->low ? c->low + i : NULL };
+}
+
+/* Vectors that are computed before any is stored: the stores of one array then follow each other, which memory takes
+ * 2 to 4 % faster than stores that change between three arrays every cache line. */
+enum { TOGETHER = 8 };
+
+INLINE void stream_together(const fcu_rule *r, const fcu_piece *c, uint64_t i, const next *n, const int sgd)
+{
+    for (int k = 0; k < TOGETHER; k++)
+        stream(c->p1 + i + k * N, n[k].p);
+    for (int k = 0; k < TOGETHER && (!sgd || r->momentum_state); k++)
+        stream(c->m1 + i + k * N, n[k].m);
+    for (int k = 0; k < TOGETHER && !sgd; k++)
+        stream(c->v1 + i + k * N, n[k].v);
+    for (int k = 0; k < TOGETHER && !sgd && r->amsgrad; k++)
+        stream(c->x1 + i + k * N, n[k].x);
+    for (int k = 0; k < TOGETHER && c->low; k++)
+        put_low(r, n[k].p, c->low + i + k * N, 1);
 }
 
 /* Fewer elements than a vector, or a place where non-temporal stores cannot go: through buffers on the stack. */
@@ -237,8 +242,12 @@ INLINE void call_roots(const fcu_rule *r, const fcu_piece *c, uint64_t from, uin
     r->call((long long)n, in, roots, 0x2 | 0x140000 | 0x100); /* VML_HA, FTZDAZ_OFF, ERRMODE_IGNORE: ATen's mode */
 }
 
-INLINE void run(const fcu_rule *r, const fcu_piece *c, const int sgd, const int order, const int how, const int grad)
+INLINE void run(const fcu_rule *rule, const fcu_piece *piece, const int sgd, const int order, const int how,
+                const int grad)
 {
+    /* Copies, or every store might have changed them and they would be read again for every vector. */
+    const fcu_rule own_rule = *rule, *r = &own_rule;
+    const fcu_piece own_piece = *piece, *c = &own_piece;
     float roots[how == FCU_SQRT_CALL ? ROOTS : 1];
     uint64_t i = 0, whole = c->n - c->odd, k;
     int fast = aligned_alike(r, c);
@@ -256,10 +265,14 @@ INLINE void run(const fcu_rule *r, const fcu_piece *c, const int sgd, const int 
             i += k;
         }
         if (fast) {
-            for (; i + 2 * N <= end; i += 2 * N) {
-                at a = where(c, i, s, grad), b = where(c, i + N, s, grad);
-                next n = one(r, &a, sgd, order, how, grad, 0), o = one(r, &b, sgd, order, how, grad, 0);
-                store_two(r, &a, &b, &n, &o, sgd);
+            for (; i + TOGETHER * N <= end; i += TOGETHER * N) {
+                next n[TOGETHER];
+#pragma GCC unroll 1
+                for (int k = 0; k < TOGETHER; k++) {
+                    at a = where(c, i + k * N, s, grad);
+                    n[k] = one(r, &a, sgd, order, how, grad, 0);
+                }
+                stream_together(r, c, i, n, sgd);
             }
             for (; i + N <= end; i += N) {
                 at a = where(c, i, s, grad);

@@ -21,6 +21,7 @@ OP V dvd(V a, V b) { return _mm256_div_ps(a, b); }
 OP V fma_(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 OP V neg(V a) { return _mm256_xor_ps(a, _mm256_set1_ps(-0.0f)); }
 OP V root(V a) { return _mm256_sqrt_ps(a); }
+OP V std_max(V x, V v) { return _mm256_max_ps(v, x); }
 OP V larger(V x, V v)
 {
     __m256 keep = _mm256_or_ps(_mm256_cmp_ps(x, v, _CMP_GT_OQ), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));

@@ -21,6 +21,7 @@ OP V dvd(V a, V b) { return _mm512_div_ps(a, b); }
 OP V fma_(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 OP V neg(V a) { return _mm512_xor_ps(a, _mm512_set1_ps(-0.0f)); }
 OP V root(V a) { return _mm512_sqrt_ps(a); }
+OP V std_max(V x, V v) { return _mm512_max_ps(v, x); }
 OP V larger(V x, V v)
 {
     __mmask16 keep = _mm512_cmp_ps_mask(x, v, _CMP_GT_OQ) | _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);

@@ -25,6 +25,7 @@ OP V dvd(V a, V b) { return a / b; }
 OP V fma_(V a, V b, V c) { return fmaf(a, b, c); }
 OP V neg(V a) { return -a; }
 OP V root(V a) { return sqrtf(a); }
+OP V std_max(V x, V v) { return x < v ? v : x; }
 OP V larger(V x, V v) { return x > v || x != x ? x : v; }
 OP uint32_t bits_of(V x) { uint32_t b; memcpy(&b, &x, 4); return b; }
 OP V of_bits(uint32_t b) { V x; memcpy(&x, &b, 4); return x; }
