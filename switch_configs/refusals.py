@@ -16,7 +16,7 @@ from switch_configs.model import Leaf, MirrorPlan, MirrorSession, MonitorPort, f
 __all__ = ["check_destination", "check_plan", "refusals"]
 
 SESSION_LIMITS = {"nxos": 4, "junos": 4, "ovs": 32}
-NUMBERS = {"comware": (1, 15), "nxos": (1, 32), "cumulus": (0, 7)}
+NUMBERS = {"comware": (1, 15), "nxos": (1, 32), "cumulus": (0, 7), "tc": (0, 255)}  # tc: a byte of our mark
 CARD = re.compile(r"^([A-Za-z-]+)(\d+(?:/\d+)*)/\d+$")
 
 

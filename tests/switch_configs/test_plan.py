@@ -239,6 +239,9 @@ def test_sources_are_dealt_to_several_node_ports() -> None:
     ]
     plan = planned(data)
     assert plan.nodes_per_leaf == {"leaf0": 3}
+    for port in data["leaves"][0]["monitor_ports"]:
+        port["node"] = "ck0"
+    assert planned(data).nodes_per_leaf == {"leaf0": 1}  # three ports of one node
     assert [s.name for s in plan.sessions] == ["flowcheck", "flowcheck-2", "flowcheck-3"]
     assert len({s.number for s in plan.sessions}) == 3
 
@@ -286,6 +289,7 @@ EDITS = {
     "overload": ({"load_gbps": 9000}, "add up to 9000"),
     "nxos number": ({"vendor": "nxos", "number": 33}, "1 to 32"),
     "cumulus needs two numbers": ({"vendor": "cumulus", "number": 7}, "0 to 7"),
+    "tc number": ({"vendor": "tc", "number": 257}, "0 to 255"),
     "small MTU": ({"mtu": 1500}, "below the largest frame"),
 }
 

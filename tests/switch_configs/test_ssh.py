@@ -3,7 +3,9 @@ middle, connection lost, rollback, remove, and what must not happen: a password 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import logging
 import sys
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ import pytest
 
 from switch_configs.errors import DeviceError, PlanError
 from switch_configs.manage import Manager
-from switch_configs.model import MirrorSession, Source
+from switch_configs.model import MirrorPlan, MirrorSession, Source
 from switch_configs.transport import Credentials, SshTransport
 
 pytest.importorskip("netmiko", reason="netmiko (extra `switch`) is not installed")
@@ -181,6 +183,28 @@ def test_timed_undo_is_pending_until_confirmed(one: Lab) -> None:
     timer, confirm = lines.index("commit timer 00:05:00"), lines.index(f"configure session {name} commit")
     assert timer < confirm and "show monitor session" in lines[timer:confirm]
     assert "show monitor session" in lines[confirm:]  # read again: the timer could have been faster
+
+
+def test_the_command_gives_the_port_back_over_ssh(one: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """apply writes down beside the plan how the port was, remove types it and forgets it; the password is nowhere."""
+    from flowcheck.cli import app
+
+    one.device.running["interface Ethernet48"] = ["mtu 5000", "no lldp transmit"]
+    plan = MirrorPlan(sessions=[one.manager().session], groups=[], nodes_per_leaf={"leaf1": 1})
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json())
+    monkeypatch.setenv("FLOWCHECK_SWITCH_USER", "admin")
+    monkeypatch.setenv("FLOWCHECK_SWITCH_PASSWORD", one.server.password)
+    login = ["--known-hosts", str(one.server.known_hosts), "--commit", "--yes"]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        app(["switch", "apply", str(path), *login], standalone_mode=False)
+        assert "mtu 9214" in one.device.running["interface Ethernet48"]
+        assert "mtu 5000" in (tmp_path / "plan.json.undo").read_text()
+        app(["switch", "remove", str(path), *login], standalone_mode=False)
+    assert sorted(one.device.running["interface Ethernet48"]) == ["mtu 5000", "no lldp transmit"]
+    assert "its port has its settings back" in said.getvalue() and one.server.password not in said.getvalue()
+    assert not (tmp_path / "plan.json.undo").exists()
 
 
 def test_wrong_password_unknown_host_key_and_no_server(one: Lab, tmp_path: Path) -> None:
