@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from flowcheck.lab.softroce._engine import MAX_FAN, PART, PRIMITIVE, USE, Plan
 from flowcheck.lab.softroce.settings import P2P_SLOT, Settings
@@ -43,6 +44,7 @@ class _Step:
 
 
 Strand = list[_Step]
+Rows = npt.NDArray[np.void]
 
 
 def edges(settings: Settings, size: int) -> dict[str, list[tuple[int, int, int]]]:
@@ -77,7 +79,13 @@ class Planner:
         ReduceScatter: of one rank)."""
         key = (kind, count, dtype, root)
         if key not in self._known:
-            self._known[key] = self._make(self._operation(kind, count, dtype, root), dtype)
+            op = self._operation(kind, count, dtype, root)
+            slot, steps = op.buffers[op.protocol] // 8, steps_per_chunk(op)
+            sliced = 2 if steps == 4 else 1
+            self._known[key] = Plan(
+                *self.arrays(op), protocol=PROTOCOLS[op.protocol], dtype=DTYPES[dtype], steps=sliced, round_to=steps,
+                posted=sliced * slot,
+            )
         return self._known[key]
 
     def point_to_point(self, connection: int, lane: int, size: int, *, outbound: bool) -> Plan:
@@ -102,7 +110,8 @@ class Planner:
             s.threads, s.buffers, s.wire_family,
         )
 
-    def _make(self, op: Operation, dtype: str) -> Plan:
+    def arrays(self, op: Operation) -> tuple[Rows, Rows, Rows]:
+        """Primitives, connections used and parts by lane of this rank, as the engine takes them."""
         rows: list[tuple[object, ...]] = []
         uses: list[tuple[int, int]] = []
         parts: list[tuple[object, ...]] = []
@@ -122,12 +131,7 @@ class Planner:
                 counts[number] = len(rows) - starts[number]
             uses += [*received.items(), *((connection, 0) for connection in sorted(sent))]
             parts.append((self._lanes[channel], starts, counts, first_use, len(uses) - first_use))
-        slot = op.buffers[op.protocol] // 8
-        doubled = op.protocol == "simple" and ring_steps == 4
-        return Plan(
-            np.array(rows, PRIMITIVE), np.array(uses, USE), np.array(parts, PART), protocol=PROTOCOLS[op.protocol],
-            dtype=DTYPES[dtype], steps=2 if doubled else 1, round_to=ring_steps, posted=2 * slot if doubled else slot,
-        )
+        return np.array(rows, PRIMITIVE), np.array(uses, USE), np.array(parts, PART)
 
     def _row(self, op: Operation, channel: int, step: _Step) -> tuple[object, ...]:
         def named(peers: tuple[int, ...], table: dict[tuple[int, int], int]) -> list[int]:

@@ -5,7 +5,7 @@ A case is JSON: ranks, port (of the c10d store), settings (of softroce), options
 the step; at the end buffers and packet counters) and OUT/describe-R.json (what softroce says of itself).
 
 options: width, norm, unused, linear (the model), cap_mb (of DDP's buckets), iterations, accumulate (parts per step),
-stop_at (iteration in which rank 1 leaves without a word), lr, momentum.
+stop_at (iteration in which rank 1 leaves without a word), lr, momentum; calls (instead of a training: calls.py).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import sys
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -97,21 +98,28 @@ def train(rank: int, ranks: int, options: dict[str, Any], out: Path) -> None:
 
 
 def main() -> None:
+    import calls
+
+    import flowcheck.lab.softroce  # noqa: F401
+    from flowcheck.lab.softroce.settings import Settings
+
     rank = int(sys.argv[1])
     torch.set_num_threads(1)
     for line in sys.stdin:
         case = json.loads(line)
         os.environ["FLOWCHECK_SOFTROCE"] = json.dumps(case["settings"])
         os.environ.update(MASTER_ADDR="10.78.0.10", MASTER_PORT=str(case["port"]))
-        import flowcheck.lab.softroce  # noqa: F401
-
         answer = "done"
         try:
             dist.init_process_group(
                 "softroce", rank=rank, world_size=case["ranks"], timeout=timedelta(seconds=30))
-            train(rank, case["ranks"], case["options"], Path(case["out"]))
-        except RuntimeError as error:
+            if "calls" in case["options"]:
+                calls.run(rank, case["ranks"], Settings.from_environment())
+            else:
+                train(rank, case["ranks"], case["options"], Path(case["out"]))
+        except (RuntimeError, AssertionError) as error:
             answer = f"failed: {error}".replace("\n", " ")
+            traceback.print_exc()
         with contextlib.suppress(RuntimeError, AssertionError, ValueError):  # not initialised
             dist.destroy_process_group()
         print(answer, flush=True)
