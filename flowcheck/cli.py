@@ -20,6 +20,7 @@ from flowcheck.bench.cli import bench
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError
 from flowcheck.lab.cli import lab
 from flowcheck.learn.cli import (
+    AlgorithmOption,
     BucketsOption,
     DtypeOption,
     LogOption,
@@ -90,12 +91,13 @@ def replay(
     buckets: BucketsOption = "",
     rank: RankOption = None,
     nccl_version: VersionOption = "",
+    algorithm: AlgorithmOption = "",
     nccl_log: LogOption = None,
 ) -> None:
     """Replay captures into checkpoints: every gradient placed is proven, every missing byte is counted."""
     from flowcheck.replay import ReplayOptions, run
 
-    hints = hints_of(optimizer, dtype, buckets, rank, nccl_version)
+    hints = hints_of(optimizer, dtype, buckets, rank, nccl_version, algorithm)
     options = ReplayOptions(captures, job, out, init, every, iterations, arenas, icrc, hints, nccl_log or [])
     raise typer.Exit(run(options, _console()))
 

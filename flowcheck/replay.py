@@ -21,6 +21,7 @@ from flowcheck.durable import remove_tree, reporting
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.jobplan import plan_job
 from flowcheck.learn.captures import learn
+from flowcheck.learn.cli import watching
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.job import Learnt
 from flowcheck.manifest import Job
@@ -59,6 +60,7 @@ def replay(options: ReplayOptions, console: Console) -> tuple[Report, str]:
         said = [item.confidence for item in learnt.items if item.what == "flows"]  # only a bootstrap names them
         session.learnt_labels = bool(said) and set(said) == {"certain"}
         session.marks.append("the job: learnt from the traffic, no manifest confirms it (docs/learn.md)")
+        session.marks += learnt.doubts
     with _dpdk_errors():
         session.drive(console)
     return session.finish()
@@ -67,12 +69,13 @@ def replay(options: ReplayOptions, console: Console) -> tuple[Report, str]:
 def _job(options: ReplayOptions) -> tuple[Job, Learnt | None]:
     """The manifest given, or the one that the captures tell."""
     if options.job is None:
-        learnt = learn(options.captures, options.hints, options.logs)
+        with watching() as progress:
+            learnt = learn(options.captures, options.hints, options.logs, progress)
         return learnt.job, learnt
     if options.hints != Hints() or options.logs:
         raise UserError(
-            "a manifest is given, so nothing is learnt: --optimizer, --dtype, --buckets, --rank, --nccl-version and"
-            " --nccl-log have no meaning",
+            "a manifest is given, so nothing is learnt: --optimizer, --dtype, --buckets, --rank, --nccl-version,"
+            " --algorithm and --nccl-log have no meaning",
             where=str(options.job),
             remedy="put them into the manifest, or leave --job out",
         )

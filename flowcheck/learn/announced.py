@@ -3,7 +3,9 @@
     announced(walk, hints, read, failure) -> programs that explain everything observed
 
 DDP's own order (nccl-wire.md 9.1): AllGather of the number of parameters, broadcast of shapes, of parameters, the
-gradients of iteration 0, the rebuilt bucket layout, the gradients of all later iterations.
+gradients of iteration 0, the rebuilt bucket layout, the gradients of all later iterations. Whoever compares shapes
+broadcasts the parameters too (torch/nn/parallel/distributed.py, `init_sync` governs both), so a reading without that
+broadcast is none.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ import numpy as np
 
 from flowcheck.learn import ddp
 from flowcheck.learn.hints import Hints
-from flowcheck.learn.program import Failure, Program, repeat
+from flowcheck.learn.program import Failure, Program, Said, Stage, repeat
 from flowcheck.learn.walk import Mismatch, Reader, Seen, Walk, decode
 from flowcheck.manifest import Bucket, Buckets, BucketSlice, Collective, Collectives, ModelEntry, dtype_size
 from parser.wire import Protocol
 
-__all__ = ["announced"]
+__all__ = ["announced", "begins"]
 
 MESSAGES_MAX = 64  # of a broadcast of shapes: 2 MiB in LL
 FLOAT_DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -51,32 +53,52 @@ def _span(s: Seen) -> int:
     return max(1, -(-s.wire_bytes // mtu))
 
 
-def _broadcast_sizes(walk: Walk, step: int) -> Iterator[int]:
+def _broadcast_sizes(walk: Walk, step: int, possible: range) -> Iterator[int]:
     """Bytes that a Broadcast at this place could have, multiples of `step`, likeliest first."""
     protocol = walk.protocol()
     data_of = {Protocol.LL: (1, 2), Protocol.LL128: (15, 16), Protocol.SIMPLE: (1, 1)}[protocol]
     slack = {Protocol.LL: 7, Protocol.LL128: 1919, Protocol.SIMPLE: 0}[protocol]
     full = walk.topology.slot_bytes[protocol]
-    edges: dict[tuple[int, int], list[list[int]]] = {}  # by channel, of one pair of ranks
-    for wire in walk.wires:
-        run = []
-        for message in walk.next_messages(wire)[:MESSAGES_MAX]:
-            run.append(message.size * data_of[0] // data_of[1])
-            if message.size < full:  # a call ends with its first message that is not full
-                break
+    edges: dict[tuple[int, int], list[list[int]]] = {}  # by channel, of one pair of ranks: sums of the next messages
+    for wire, place in walk.places():
+        run: list[int] = []
+        for message in wire.connection.messages[place.at : place.at + MESSAGES_MAX]:
+            run.append((run[-1] if run else 0) + message.size * data_of[0] // data_of[1])
+            if message.size < full or run[-1] > possible.stop + slack:
+                break  # a call ends with its first message that is not full
         edges.setdefault((wire.src, wire.dst), []).append(run)
     tried: set[int] = set()
     for runs in edges.values():
         for used in range(1, len(runs) + 1):
             for depth in range(1, 1 + max(map(len, runs[:used]))):
-                total = sum(sum(run[:depth]) for run in runs[:used])
+                total = sum(run[min(depth, len(run)) - 1] for run in runs[:used] if run)
+                if total > possible.stop + slack * used:
+                    break
                 for nbytes in range(total // step * step, max(0, total - slack * used - 1), -step):
-                    if nbytes and nbytes not in tried:
+                    if nbytes in possible and nbytes not in tried:
                         tried.add(nbytes)
                         yield nbytes
 
 
+def begins(walk: Walk, failure: Failure) -> bool:
+    """Do the first messages have the sizes of DDP's first call, with something larger behind it? Moves `walk`."""
+    failure.stage = Stage.NOTHING
+    try:
+        walk.take(Collective("AllGather", 1, "int64"))
+    except Mismatch as error:
+        failure.note(f"no start-up of DDP: {error}", error.progress)
+        return False
+    following = [m.size for wire, place in walk.places() for m in wire.connection.messages[place.at : place.at + 1]]
+    block = {Protocol.LL: 16, Protocol.LL128: 0, Protocol.SIMPLE: 8}[walk.protocol()]
+    if following and max(following) <= block:
+        failure.note("no start-up of DDP: an AllGather of 8 bytes from more ranks")
+        return False
+    return True
+
+
 def announced(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Iterator[Program]:
+    """Programs of DDP that explain everything observed. What fails is noted with how far DDP's order was followed."""
+    failure.stage = Stage.NOTHING
     start = walk.fork()
     count_call = Collective("AllGather", 1, "int64")
     try:
@@ -90,18 +112,22 @@ def announced(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Itera
         if data is not None:
             counts.add(int.from_bytes(data, "little", signed=True))
     if len(counts) != 1 or not 0 < (parameters := counts.pop()) < 1 << 24:
-        failure.note("the first call is no AllGather of DDP's number of parameters", start.explained)
+        failure.stage = Stage.GATHERED
+        failure.note(
+            "the capture begins with an AllGather of 8 bytes, as DDP does, but what is gathered is not one number of "
+            "parameters: the start-up is not DDP's", start.explained,
+        )  # fmt: skip
         return
-    for nbytes in _broadcast_sizes(start, 16):
-        if nbytes < 16 * parameters:
-            continue
+    for nbytes in _broadcast_sizes(start, 16, range(16 * parameters, 16 * ddp.MAX_DIMENSIONS * parameters + 1)):
         after = start.fork()
         shapes_call = Collective("Broadcast", nbytes // 8, "int64")
+        failure.stage = Stage.NOTHING
         try:
             seen = after.take(shapes_call)
         except Mismatch as error:
             failure.note(error)
             continue
+        failure.stage = Stage.GATHERED
         data = _content(seen, read, nbytes)
         if data is None:
             failure.note("DDP's broadcast of shapes is not complete in the capture", after.explained)
@@ -111,6 +137,7 @@ def announced(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Itera
         except ddp.BadAnnouncement as error:
             failure.note(f"DDP's broadcast of shapes: {error}", after.explained)
             continue
+        failure.stage = Stage.SHAPES
         for shapes in readings:
             yield from _training(after, [count_call, shapes_call], shapes, hints, read, failure)
 
@@ -131,34 +158,33 @@ def _training(
         size = dtype_size(dtype)
         elements = [_numel(shape) for shape in shapes]
         model = [ModelEntry(name, list(shape), dtype) for name, shape in zip(names, shapes, strict=True)]
-        for broadcast in (True, False):
-            here, calls = walk.fork(), list(startup)
-            said = [
-                f"{len(shapes)} parameters with their shapes: DDP's AllGather of the number and broadcast of sizes and "
-                "strides, read from the wire",
-            ]
-            try:
-                if broadcast:
-                    for group in ddp.broadcast_groups([n * size for n in elements]):
-                        call = Collective(
-                            "Broadcast", sum(elements[i] for i in group), dtype, carries="parameters",
-                            tensors=[names[i] for i in group],
-                        )  # fmt: skip
-                        if not here.take(call) and here.done:
-                            raise Mismatch("the capture ends before the parameters are broadcast", here.explained)
-                        calls.append(call)
-                    said.append(f"initial parameters: broadcast by rank 0 as {dtype}, all bytes accounted for")
-            except Mismatch as error:
-                failure.note(error)
-                continue
-            for layout in ddp.initial_buckets([n * size for n in elements]):
-                yield from _iterations(here.fork(), calls, model, layout, said, read, failure)
+        here, calls = walk.fork(), list(startup)
+        said: list[Said] = [
+            (f"{len(shapes)} parameters", "their shapes: DDP's AllGather of the number and broadcast of sizes and "
+             "strides, read from the wire"),
+        ]  # fmt: skip
+        try:
+            for group in ddp.broadcast_groups([n * size for n in elements]):
+                call = Collective(
+                    "Broadcast", sum(elements[i] for i in group), dtype, carries="parameters",
+                    tensors=[names[i] for i in group],
+                )  # fmt: skip
+                if not here.take(call) and here.done:
+                    raise Mismatch("the capture ends before the parameters are broadcast", here.explained)
+                calls.append(call)
+            said.append((f"{sum(elements)} {dtype}", "initial parameters: broadcast by rank 0, all bytes explained"))
+        except Mismatch as error:
+            failure.note(f"with parameters of {dtype}: {error}", error.progress)
+            continue
+        for layout in ddp.initial_buckets([n * size for n in elements]):
+            yield from _iterations(here.fork(), calls, model, layout, said, read, failure)
 
 
 def _iterations(
-    walk: Walk, startup: list[Collective], model: list[ModelEntry], layout: list[list[int]], said: list[str],
+    walk: Walk, startup: list[Collective], model: list[ModelEntry], layout: list[list[int]], said: list[Said],
     read: Reader, failure: Failure,
 ) -> Iterator[Program]:  # fmt: skip
+    failure.stage = Stage.SHAPES
     dtype = model[0].dtype
     first = _calls(model, layout)
     before = walk.fork()
@@ -171,22 +197,23 @@ def _iterations(
         failure.note(error)
         _suspect_hook(before, model, layout, failure)
         return
-    said = [*said, f"iteration 0: {len(layout)} bucket{'s' * (len(layout) > 1)} as DDP makes them before its rebuild"]
+    number = f"{len(layout)} bucket{'s' * (len(layout) > 1)}"
+    said = [*said, (f"iteration 0: {number}", "as DDP makes them before its rebuild; every size on the wire agrees")]
     program = Program(
         Collectives(startup, first), dtype, Buckets(steady=_layout(model, layout)), model, 1, said,
     )  # fmt: skip
     if walk.done:
-        program.said.append("no later iteration is in the capture: rebuild and steady are not known")
+        program.said.append(("steady: none", "no later iteration is in the capture: its buckets are not known"))
         program.signature = tuple(walk.signature)
         yield program
         return
     # without a rebuild (find_unused_parameters, static graph off): iteration 0 for ever
-    yield from _steady(walk.fork(), program, [], layout, failure, "no new layout was broadcast: as in iteration 0")
+    yield from _steady(walk.fork(), program, [], layout, failure, "no new layout was broadcast")
     order = Collective("Broadcast", len(model) + 1, "int32")
     for rebuilt, sizes_call, after in _rebuilt(walk, order, len(model), read, failure):
         yield from _steady(
             after, program, [order, sizes_call], rebuilt, failure,
-            f"{len(rebuilt)} steady buckets: DDP's broadcast of the rebuilt bucket layout, read from the wire",
+            "DDP's broadcast of the rebuilt bucket layout, read from the wire",
         )  # fmt: skip
 
 
@@ -250,7 +277,8 @@ def _steady(
     first = program.collectives
     yield Program(
         Collectives(first.startup, first.iteration_0, rebuild, calls), program.dtype, buckets, program.model,
-        iterations, [*program.said, said], tuple(walk.signature),
+        iterations, [*program.said, (f"steady: {len(layout)} bucket{'s' * (len(layout) > 1)}", said)],
+        tuple(walk.signature),
     )  # fmt: skip
 
 

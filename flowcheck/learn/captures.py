@@ -16,7 +16,7 @@ from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.learn.bootstrap import Stream, parse_bootstrap, reassemble
 from flowcheck.learn.hints import Hints
-from flowcheck.learn.job import Facts, Learnt, learn_from
+from flowcheck.learn.job import Facts, Learnt, Progress, learn_from
 from flowcheck.learn.logs import LogFacts, merge, parse_log
 from flowcheck.learn.traffic import Connection, connections
 
@@ -29,8 +29,10 @@ LOG_LIMIT = 1 << 30
 PIECE_LIMIT = 64 << 20  # of one announcement
 
 
-def learn(captures: Sequence[Path], hints: Hints, logs: Sequence[Path] = ()) -> Learnt:
-    """Learn the job of these captures.
+def learn(
+    captures: Sequence[Path], hints: Hints, logs: Sequence[Path] = (), progress: Progress | None = None
+) -> Learnt:
+    """Learn the job of these captures. progress: told (hypotheses tried, of how many) now and then.
 
     Raises:
         UserError: a capture or log cannot be read, the job is not supported, or it is ambiguous.
@@ -46,7 +48,7 @@ def learn(captures: Sequence[Path], hints: Hints, logs: Sequence[Path] = ()) -> 
             def trace(wanted: Sequence[_Wish] = ()) -> Trace:
                 return _trace(eal, infos, wanted)
 
-            return learn_from(facts_of(trace, log), hints)
+            return learn_from(facts_of(trace, log), hints, progress)
     except CaptureFileError as error:
         raise UserError(error.what, where=f"{error.path}: at byte {error.offset}", remedy=error.remedy) from None
     except DpdkError as error:

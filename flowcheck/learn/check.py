@@ -56,7 +56,8 @@ def modified_nccl(layout: Layout) -> str:
     Unmodified, a loop has 2n-2 sends. The modified kernel then forwards the reduced chunk that its sender received
     last. That is looked for in contents, where both directions of a rank are seen: the send after a loop repeats the
     last message of the inbound loop, flags aside. In an unmodified job that place holds the raw contribution to the
-    next loop, which equals a reduced chunk only by accident."""
+    next loop. It equals the reduced chunk where gradients repeat and the other ranks contribute zeros: so every
+    connection has to show it, with contents that are not all alike."""
     n = layout.ranks
     period = 2 * n - 1
     compared = 0
@@ -71,10 +72,9 @@ def modified_nccl(layout: Layout) -> str:
             extra, last = sent[at + period - 1], received[at + period - 2]
             if extra.size != last.size:
                 return ""
-            if extra.size and len(words := _words(extra)) and words == _words(last):
-                compared += len(set(words)) > 1
-            elif extra.size:
+            if extra.size and (len(set(words := _words(extra))) < 2 or words != _words(last)):
                 return ""
+            compared += extra.size > 0
     return f"every loop has one message too many on each of {len(layout.wires)} connections" if compared else ""
 
 

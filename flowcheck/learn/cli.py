@@ -5,6 +5,8 @@ Exit status 0: one explanation, written. 2: refused or ambiguous, nothing writte
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +18,12 @@ from rich.table import Table
 
 from flowcheck.durable import write_atomic
 from flowcheck.errors import UserError
-from flowcheck.learn.hints import Hints, parse_optimizer, parse_rank
+from flowcheck.learn.hints import Hints, parse_optimizer, parse_ranks
 from flowcheck.manifest import Job
 
 __all__ = [
-    "BucketsOption", "DtypeOption", "LogOption", "OptimizerOption", "RankOption", "VersionOption", "hints_of", "learn",
+    "AlgorithmOption", "BucketsOption", "DtypeOption", "LogOption", "OptimizerOption", "RankOption", "VersionOption",
+    "hints_of", "learn", "watching",
 ]
 
 OptimizerOption = Annotated[
@@ -35,13 +38,15 @@ RankOption = Annotated[
     list[str] | None, typer.Option("--rank", help="Learning: ADDRESS=RANK, once per address.", metavar="ADDRESS=RANK")
 ]
 VersionOption = Annotated[str, typer.Option("--nccl-version", help="Learning: NCCL's version, such as 2.27.7.")]
+AlgorithmOption = Annotated[str, typer.Option("--algorithm", help="Learning: ring or tree, for every AllReduce.")]
 LogOption = Annotated[
     list[Path] | None, typer.Option("--nccl-log", help="Learning: output of the job with NCCL_DEBUG=INFO, repeatable.")
 ]
 
 
 def hints_of(
-    optimizer: str | None, dtype: str, buckets: str, ranks: list[str] | None, version: str, given: Path | None = None
+    optimizer: str | None, dtype: str, buckets: str, ranks: list[str] | None, version: str, algorithm: str,
+    given: Path | None = None,
 ) -> Hints:
     """The options as hints. Raises UserError naming the option."""
     try:
@@ -50,11 +55,8 @@ def hints_of(
         raise UserError(
             f"{buckets!r} is not a list of whole numbers", where="--buckets", remedy="write 5000 or 700,300"
         ) from None
-    named = dict(parse_rank(text) for text in ranks or [])
-    if len(set(named.values())) != len(named) or any(rank < 0 for rank in named.values()):
-        raise UserError("two addresses have one rank, or a rank is negative", where="--rank", remedy="ranks begin at 0")
     return Hints(
-        parse_optimizer(optimizer) if optimizer else None, dtype, counts, named, version,
+        parse_optimizer(optimizer) if optimizer else None, dtype, counts, parse_ranks(ranks or []), version, algorithm,
         given=None if given is None else Job.load(given),
     )  # fmt: skip
 
@@ -67,6 +69,7 @@ def learn(
     buckets: BucketsOption = "",
     rank: RankOption = None,
     nccl_version: VersionOption = "",
+    algorithm: AlgorithmOption = "",
     nccl_log: LogOption = None,
     job: Annotated[
         Path | None, typer.Option("--job", help="A manifest whose communicator and flows hold; its calls are learnt.")
@@ -76,9 +79,9 @@ def learn(
     from flowcheck.learn.captures import learn as learn_captures
     from flowcheck.learn.job import Learnt
 
-    learnt: Learnt = learn_captures(
-        captures, hints_of(optimizer, dtype, buckets, rank, nccl_version, job), nccl_log or []
-    )
+    hints = hints_of(optimizer, dtype, buckets, rank, nccl_version, algorithm, job)
+    with watching() as progress:
+        learnt: Learnt = learn_captures(captures, hints, nccl_log or [], progress)
     write_atomic(out, learnt.job.to_json().encode())
     console = Console(width=None if Console().is_terminal else 110, highlight=False)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
@@ -87,6 +90,19 @@ def learn(
     for item in learnt.items:
         table.add_row(item.what, escape(item.value), item.confidence, escape(item.reason))
     console.print(table)
+    for text in learnt.doubts:
+        console.print(f"doubt: {escape(text)}", soft_wrap=True)
     for text in learnt.missing:
         console.print(f"not known: {escape(text)}", soft_wrap=True)
     console.print(f"manifest: {escape(str(out))}", soft_wrap=True)
+
+
+@contextmanager
+def watching() -> Iterator[Callable[[int, int], None] | None]:
+    """A line on the terminal, (hypotheses tried, of how many), while a search runs; nothing where stderr is none."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    with console.status("reading the captures") as status:
+        yield lambda done, total: status.update(f"learning: {done} of {total} hypotheses tried")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -9,22 +10,26 @@ from typing import Any
 
 from flowcheck.errors import UserError
 from flowcheck.manifest import Job, Optimizer, ParameterGroup
-from flowcheck.manifest_check import DTYPE_BYTES, OPTIMIZERS
+from flowcheck.manifest_check import ALGORITHMS, DTYPE_BYTES, OPTIMIZERS
+from parser.wire import WireError, family_of
+from updater.errors import OptimizerError
+from updater.optimizers import OptimizerSpec
 
-__all__ = ["Hints", "optimizer_of", "parse_optimizer", "parse_rank"]
+__all__ = ["Hints", "optimizer_of", "parse_optimizer", "parse_ranks"]
 
 
 @dataclass(frozen=True)
 class Hints:
     """optimizer: (name, options), applied to every parameter. dtype: of gradients and parameters. buckets: elements
-    of each AllReduce of an iteration. ranks: address -> rank. version: NCCL's. given: a manifest whose communicator
-    and flows hold; its calls are learnt all the same, its model gives names."""
+    of each AllReduce of an iteration. ranks: address -> rank. version: NCCL's. algorithm: of every AllReduce. given: a
+    manifest whose communicator and flows hold; its calls are learnt all the same, its model gives names."""
 
     optimizer: tuple[str, dict[str, Any]] | None = None
     dtype: str = ""
     buckets: tuple[int, ...] = ()
     ranks: dict[str, int] = field(default_factory=dict)
     version: str = ""
+    algorithm: str = ""
     given: Job | None = None
 
     def __post_init__(self) -> None:
@@ -34,7 +39,19 @@ class Hints:
             )
         if any(count < 1 for count in self.buckets):
             raise UserError("a bucket has at least one element", where="--buckets", remedy="write 5000 or 700,300")
-
+        if self.algorithm and self.algorithm not in ALGORITHMS:
+            raise UserError(
+                f"{self.algorithm!r} is no algorithm", where="--algorithm", remedy=" or ".join(ALGORITHMS),
+            )
+        if self.version:
+            _check_version(self.version)
+        if self.optimizer is not None:
+            name, options = self.optimizer
+            try:
+                OptimizerSpec.check(name, [(["parameter.0"], options)])
+            except OptimizerError as error:
+                said = str(error).replace(f"{name} group 0: ", "")
+                raise UserError(said, where="--optimizer", remedy="write sgd:lr=0.001 or adamw:lr=1e-3") from None
 
     def names(self, shapes: Sequence[tuple[int, ...]]) -> list[str]:
         """Of parameters with these shapes, in model order."""
@@ -43,6 +60,15 @@ class Hints:
             if [tuple(entry.shape) for entry in entries] == list(shapes):
                 return [entry.name for entry in entries]
         return [f"parameter.{i}" for i in range(len(shapes))]
+
+
+def _check_version(text: str) -> None:
+    try:
+        if re.fullmatch(r"[0-9]{1,3}\.[0-9]{1,3}(\.[0-9]{1,3})?", text, re.ASCII) is None:
+            raise WireError(f"{text!r} is not an NCCL version")
+        family_of(text)
+    except WireError as error:
+        raise UserError(str(error), where="--nccl-version", remedy="write it like 2.19.4 or 2.27.7") from None
 
 
 def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
@@ -80,13 +106,31 @@ def _value(text: str, part: str) -> Any:
         ) from None
 
 
-def parse_rank(text: str) -> tuple[str, int]:
+def _parse_rank(text: str) -> tuple[str, int]:
     """ "10.0.0.1=0" -> ("10.0.0.1", 0)."""
     address, _, rank = text.rpartition("=")
     try:
         return str(ip_address(address)), int(rank)
     except ValueError:
         raise UserError(f"{text!r} is not ADDRESS=RANK", where="--rank", remedy="write 10.0.0.1=0") from None
+
+
+def parse_ranks(texts: Sequence[str]) -> dict[str, int]:
+    """All of --rank. Raises UserError for an address or a rank that is named twice."""
+    named: dict[str, int] = {}
+    for address, rank in map(_parse_rank, texts):
+        if address in named:
+            raise UserError(
+                f"{address} is said to be rank {named[address]} and rank {rank}", where="--rank",
+                remedy="name every address once",
+            )
+        if rank < 0 or rank in named.values():
+            raise UserError(
+                f"rank {rank} is negative, or two addresses have it", where="--rank",
+                remedy="ranks begin at 0, each stands for one address",
+            )
+        named[address] = rank
+    return named
 
 
 def optimizer_of(hints: Hints, names: list[str]) -> Optimizer | None:

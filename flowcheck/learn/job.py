@@ -4,38 +4,45 @@
     learn_from(Facts) -> Learnt           the same from traced packets: pure but for fetching payloads
 
 Every possible topology (topology.py) of every possible NCCL family is held against every observed message (walk.py,
-announced.py, bare.py). One explanation is a result, none or several are a refusal that names them: a gradient placed
-on a guess would look like any other.
+announced.py, bare.py). One explanation is a result, none or several are a refusal that names them (explain.py): a
+gradient placed on a guess would look like any other. What no capture can tell stays as a doubt (doubts.py).
 """
 
 from __future__ import annotations
 
 import ipaddress
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from flowcheck.errors import UserError
-from flowcheck.jobplan import plan_job
-from flowcheck.learn.announced import announced
+from flowcheck.jobplan import JobPlan, plan_job
+from flowcheck.learn.announced import announced, begins
 from flowcheck.learn.bare import bare
 from flowcheck.learn.bootstrap import Bootstrap, BootstrapFlow
 from flowcheck.learn.check import check_plan, modified_nccl
+from flowcheck.learn.doubts import doubts_of
+from flowcheck.learn.explain import Found, only, only_communicator, only_ring, unexplained
 from flowcheck.learn.hints import Hints, optimizer_of
 from flowcheck.learn.logs import LogFacts
-from flowcheck.learn.program import Failure, Program, replayed
-from flowcheck.learn.reasons import DEFAULT_SLOTS, Found, Item, items_of, missing_of
-from flowcheck.learn.topology import Layout, layouts, versions_of
+from flowcheck.learn.program import Failure, Program, Stage, replayed
+from flowcheck.learn.ranks import RANKS_TRIED, parents_of
+from flowcheck.learn.reasons import DEFAULT_SLOTS, Item, items_of, missing_of
+from flowcheck.learn.topology import Layout, layouts
 from flowcheck.learn.traffic import Connection, head_flags
-from flowcheck.learn.walk import Reader, Walk, Wire
-from flowcheck.manifest import Collective, Communicator, Flow, Gradients, Job
-from parser.wire import Topology, WireError
+from flowcheck.learn.versions import versions_of
+from flowcheck.learn.walk import Budget, Reader, Spent, Walk, Wire
+from flowcheck.manifest import Collective, Communicator, Flow, Gradients, Job, dtype_size
+from parser.wire import Protocol, Topology, WireError, plan_call
 
-__all__ = ["Facts", "Item", "Learnt", "learn_from"]
+__all__ = ["Facts", "Item", "Learnt", "Progress", "learn_from"]
 
 Search = Callable[[Walk, Hints, Reader, Failure], Iterator[Program]]
+Progress = Callable[[int, int], None]
 REGIONS_MAX = 24  # 8 slots in each protocol's buffer
+RANKS_BARE = 16  # tried where nothing says how many ranks there are, and no announcement rules most of them out
+BUDGET = 200_000  # calls held against the traffic: about a minute
+EXPLANATIONS_MAX = 16  # more need not be found to refuse
 
 
 @dataclass(frozen=True)
@@ -51,35 +58,87 @@ class Facts:
 
 @dataclass
 class Learnt:
+    """doubts: what was learnt and could still be otherwise, one sentence each. missing: what was not learnt."""
+
     job: Job
     items: list[Item]
     missing: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"items": [vars(item) for item in self.items], "missing": list(self.missing)}
+        return {
+            "items": [vars(item) for item in self.items], "missing": list(self.missing), "doubts": list(self.doubts),
+        }
 
 
-def learn_from(facts: Facts, hints: Hints) -> Learnt:
+@dataclass(frozen=True)
+class _Hypothesis:
+    layout: Layout
+    topology: Topology
+    algorithms: tuple[str, ...]
+    version_reason: str
+    mtu: int
+
+    def walk(self, budget: Budget) -> Walk:
+        wires = list(self.layout.wires)
+        return Walk(
+            self.topology, wires, self.mtu, any(w.connection.pairs for w in wires),
+            all_channels=not self.layout.channels, algorithms=self.algorithms, budget=budget,
+        )  # fmt: skip
+
+
+def learn_from(facts: Facts, hints: Hints, progress: Progress | None = None) -> Learnt:
     """Raises UserError: what cannot be supported, what cannot be explained, what has two explanations."""
     _refuse(facts)
-    failure = Failure()
-    found: list[Found] = []
-    groups = layouts(facts.connections, facts.bootstrap, facts.log, hints)
+    groups = [g for g in layouts(facts.connections, facts.bootstrap, facts.log, hints) if g]
     for group in groups:
-        if not group:
-            continue
         _check_group(group[0])
-        _refuse_modified(group)
-    # AllReduce calls alone explain less than DDP's announcements, and are looked for only where there are none
-    for search in (announced, bare):
-        found = found or [f for g in groups for layout in g for f in _explained(layout, facts, hints, failure, search)]
+    failure, budget = Failure(), Budget(BUDGET)
+    hypotheses = list(_hypotheses(groups, facts, hints))
+    found = _search(announced, hypotheses, facts, hints, failure, budget, progress)
     if not found:
-        raise _unexplained(failure)
-    chosen = _only(found)
-    _only_ring(chosen, next(group for group in groups if chosen.layout in group))
+        _refuse_modified(groups)
+        # AllReduce calls alone explain less than DDP's announcements, and are looked for only where there are none
+        if failure.reached[0] == Stage.NOTHING or (failure.reached[0] == Stage.GATHERED and hints.buckets):
+            found = _bare(hypotheses, facts, hints, failure, budget, progress)
+    if not found:
+        raise unexplained(failure, hypotheses[0].layout.several, RANKS_TRIED if failure.reached[0] else RANKS_BARE)
+    plain = [f for f in found if not f.layout.split]
+    chosen = only(plain or found)
+    split = [f for f in found if f.layout.split] if plain else []
+    other = next((f for f in split if f.layout.ranks != chosen.layout.ranks), None)
+    if other is not None:
+        only([chosen, other])  # raises
+    only_ring(chosen, next(group for group in groups if chosen.layout in group))
+    only_communicator(chosen, facts.read, hints, budget)
+    _check_buckets(chosen, hints)
     job = _job(chosen, facts, hints)
-    check_plan(plan_job(job), [*chosen.layout.wires])
-    return Learnt(job, items_of(chosen, job, facts.log, hints), missing_of(chosen, job))
+    check_plan(_plan(job), [*chosen.layout.wires])
+    doubts = doubts_of(chosen, split)
+    return Learnt(
+        job, items_of(chosen, job, facts.log, hints, doubts), missing_of(chosen, job), [d.text for d in doubts]
+    )
+
+
+def _plan(job: Job) -> JobPlan:
+    try:
+        return plan_job(job)
+    except UserError as error:
+        raise UserError(
+            f"what was learnt cannot be followed: {error.what}", where=error.where, remedy=error.remedy
+        ) from None
+
+
+def _check_buckets(chosen: Found, hints: Hints) -> None:
+    """--buckets beside DDP's own announcement can only say the same."""
+    calls = chosen.program.collectives
+    announced_sizes = [tuple(c.count for c in part) for part in (calls.steady, calls.iteration_0) if part]
+    if hints.buckets and chosen.program.model and hints.buckets not in announced_sizes:
+        raise UserError(
+            f"--buckets says {', '.join(map(str, hints.buckets))}, DDP announces "
+            f"{', '.join(map(str, announced_sizes[0]))}", where="--buckets",
+            remedy="leave it out: DDP announces its buckets on the wire",
+        )  # fmt: skip
 
 
 # -- refusals --------------------------------------------------------------------------------------------
@@ -124,114 +183,108 @@ def _check_group(layout: Layout) -> None:
             )  # fmt: skip
 
 
-def _refuse_modified(group: list[Layout]) -> None:
-    for layout in group:
+def _refuse_modified(groups: list[list[Layout]]) -> None:
+    """Only where no announcements of DDP explain the traffic as it is: contents alone can deceive."""
+    for layout in (layout for group in groups for layout in group):
         modified = modified_nccl(layout)
         if modified:
             raise UserError(
-                f"{modified}: a modified NCCL (2n-1 sends per loop instead of 2n-2)",
-                where=layout.wires[0].connection.name(), remedy="run the job with NCCL as released",
+                f"{modified}: a modified NCCL (2n-1 sends per loop instead of 2n-2). Released NCCL looks like that "
+                "only if the same gradients repeat and no two ranks contribute to the same elements",
+                where=layout.wires[0].connection.name(),
+                remedy="run the job with NCCL as released; if that is what it ran with, give a manifest with --job",
             )  # fmt: skip
-
-
-def _unexplained(failure: Failure) -> UserError:
-    return UserError(
-        "no program of calls explains all messages; the best one stops here: " + (failure.text or "nothing fits"),
-        remedy="give a manifest with --job (docs/manifest.md), or hints: --dtype, --buckets, --rank, --nccl-log",
-    )
-
-
-def _only(found: list[Found]) -> Found:
-    """The explanation, if all are the same in everything that places a byte."""
-    first = found[0]
-    for other in found[1:]:
-        if _key(other) == _key(first):
-            continue
-        differ = [f for f in found if _key(f) != _key(first)]
-        names = [first, *differ]
-        texts = list(dict.fromkeys(_described(f) for f in names))
-        if len(texts) == 1:  # same calls, other layout
-            texts = list(dict.fromkeys(f"{_described(f)} as NCCL {f.topology.version} lays them out" for f in names))
-        raise UserError(
-            f"{len(texts)} explanations fit every message, and nothing decides between them: (1) {texts[0]} "
-            f"(2) {texts[-1]}",
-            remedy="say which with --dtype, --buckets, --rank or --nccl-version, give NCCL's log with --nccl-log, "
-            "capture the TCP bootstrap too, or give a manifest with --job",
-        )  # fmt: skip
-    return first
-
-
-def _only_ring(chosen: Found, siblings: list[Layout]) -> None:
-    """Each channel may have its own ring order: would another one explain a single channel as well?"""
-    layout, topology = chosen.layout, chosen.topology
-    if len({w.channel for w in layout.wires}) < 2 or len(siblings) < 2:
-        return
-    base = _walk(chosen, list(layout.wires), topology)
-    replayed(base, chosen.program)
-    for other in siblings:
-        rings = other.rings * topology.channels if len(other.rings) == 1 else other.rings
-        if other.ranks != layout.ranks or rings == topology.rings:
-            continue
-        for channel in sorted({w.channel for w in layout.wires}):
-            wires = [w for w in layout.wires if w.channel != channel]
-            wires += [w for w in other.wires if w.channel == channel]
-            mixed = [*topology.rings]
-            mixed[channel] = rings[channel]
-            wires.sort(key=lambda w: (w.channel, w.connection.name()))
-            walk = _walk(chosen, wires, replace(topology, rings=tuple(mixed)))
-            if replayed(walk, chosen.program) and _placed(walk) != _placed(base):
-                raise UserError(
-                    f"two ring orders explain every message of channel {channel}: (1) {list(topology.rings[channel])} "
-                    f"(2) {list(rings[channel])}",
-                    remedy="give NCCL's log with --nccl-log, or the rings in a manifest with --job",
-                )
-
-
-def _walk(chosen: Found, wires: list[Wire], topology: Topology) -> Walk:
-    return Walk(topology, wires, chosen.mtu, any(w.connection.pairs for w in wires))
-
-
-def _placed(walk: Walk) -> list[tuple[str, int, int, int, bool]]:
-    """What a walk places where, connection by connection, whoever the ranks are."""
-    return sorted(walk.signature)
-
-
-def _key(f: Found) -> tuple:
-    calls = json.dumps([vars(c) for part in vars(f.program.collectives).values() for c in part], sort_keys=True)
-    # a QP number is unique at its host only: without addresses two swapped ranks would look the same
-    ends = tuple((w.channel, w.src, w.dst, w.connection.name()) for w in f.layout.wires)
-    return f.program.signature, calls, json.dumps([vars(e) for e in f.program.model]), f.layout.ranks, ends
-
-
-def _described(f: Found) -> str:
-    about = f"{f.layout.about}: " if f.layout.about else ""
-    return f"{about}{f.program.called()};"
 
 
 # -- hypotheses ------------------------------------------------------------------------------------------
 
 
-def _explained(
-    layout: Layout, facts: Facts, hints: Hints, failure: Failure, search: Search
-) -> Iterator[Found]:
-    wires = list(layout.wires)
-    versions, why = versions_of(layout, wires, hints, facts.log)
-    used = 1 + max(w.channel for w in wires)
-    known = layout.channels or facts.log.channels
-    mtu = _mtu(wires)
-    slots = _slots(wires)
-    for version in versions:
-        for channels in [max(known, used)] if known else range(used, 2 * used + 1):
-            rings = layout.rings * channels if len(layout.rings) == 1 else layout.rings
-            try:
+def _hypotheses(
+    groups: list[list[Layout]], facts: Facts, hints: Hints
+) -> Iterator[_Hypothesis]:
+    shared: dict[int, tuple[tuple[str, ...], str, int, tuple[int, int, int]]] = {}
+    for number, layout in ((i, layout) for i, group in enumerate(groups) for layout in group):
+        if number not in shared:  # a group is of the same connections
+            shared[number] = (*versions_of(layout, hints, facts.log), _mtu(layout.wires), _slots(layout.wires))
+        versions, why, mtu, slots = shared[number]
+        used = 1 + max(w.channel for w in layout.wires)
+        known = layout.channels or facts.log.channels
+        for version in versions:
+            for channels in [max(known, used)] if known else range(used, 2 * used + 1):
+                rings = layout.rings * channels if len(layout.rings) == 1 else layout.rings
                 topology = Topology(version, layout.ranks, channels, rings, slots)
-                topology.family  # noqa: B018  raises for a version that was never read
-                pairs = any(w.connection.pairs for w in wires)
-                walk = Walk(topology, wires, mtu, pairs, all_channels=not layout.channels)
-                for program in search(walk, hints, facts.read, failure):
-                    yield Found(layout, topology, program, why, mtu)
-            except WireError as error:
-                failure.note(str(error))
+                for algorithms in _algorithms(layout, facts.log, hints):
+                    yield _Hypothesis(layout, topology, algorithms, why, mtu)
+
+
+def _bare(
+    hypotheses: Sequence[_Hypothesis], facts: Facts, hints: Hints, failure: Failure, budget: Budget,
+    progress: Progress | None,
+) -> list[Found]:  # fmt: skip
+    """Explanations by AllReduce calls alone: with the ranks that are said first, then with others."""
+    few = [h for h in hypotheses if not h.layout.several or h.topology.ranks <= RANKS_BARE]
+    split = [h for h in few if h.layout.split]
+    found = _search(bare, [h for h in few if not h.layout.split], facts, hints, failure, budget, progress)
+    if not split:
+        return found
+    if found:
+        only(found)  # raises: then the others need not be looked at
+    if not found or found[0].layout.several:
+        return found + _search(bare, split, facts, hints, failure, budget, progress)
+    for h in split:  # the same calls, with rank 0 at another place
+        if h.topology.version == found[0].topology.version and h.topology.channels == found[0].topology.channels:
+            if replayed(h.walk(budget), found[0].program):
+                found.append(Found(h.layout, h.topology, found[0].program, h.version_reason, h.mtu))
+    return found
+
+
+def _algorithms(layout: Layout, log: LogFacts, hints: Hints) -> list[tuple[str, ...]]:
+    """Ways that AllReduce may go, the preferred one first: with two ranks ring and tree use the same connections, so
+    each has to be looked for. A tree of more ranks has connections of its own, which only a manifest names."""
+    if hints.algorithm:
+        return [(hints.algorithm,)]
+    chosen = {algorithm for function, _, algorithm, _ in log.choices if function in ("AllReduce", "")}
+    if len(chosen) == 1 and chosen <= {"ring", "tree"}:
+        return [(chosen.pop(),)]
+    if hints.given is not None and hints.given.communicator.algorithm == "tree":
+        return [("tree", "ring"), ("ring", "tree")]
+    return [("ring", "tree"), ("tree", "ring")] if layout.ranks == 2 else [("ring",)]
+
+
+def _search(
+    search: Search, hypotheses: Sequence[_Hypothesis], facts: Facts, hints: Hints, failure: Failure, budget: Budget,
+    progress: Progress | None,
+) -> list[Found]:  # fmt: skip
+    """Every explanation by this kind of program. Raises UserError where the budget ends first."""
+    found: list[Found] = []
+    gathers: dict[tuple[int, str, int], bool] = {}  # sizes of DDP's first call do not depend on places in the ring
+    for number, h in enumerate(hypotheses):
+        if progress is not None and number % 16 == 0:
+            progress(number, len(hypotheses))
+        tree = f", {h.algorithms[0]} first" if len(h.algorithms) > 1 else f", {h.algorithms[0]}"
+        about = h.layout.about or f"{h.layout.ranks} ranks"
+        failure.where = f"{about}, NCCL {h.topology.version}, {h.topology.channels} channels{tree}"
+        try:
+            if search is announced:
+                key = h.topology.ranks, h.topology.version, h.topology.channels
+                if key not in gathers:
+                    gathers[key] = begins(h.walk(budget), failure)
+                if not gathers[key] or _same_plans(h, found):
+                    continue
+            for program in search(h.walk(budget), hints, facts.read, failure):
+                found.append(Found(h.layout, h.topology, program, h.version_reason, h.mtu))
+                if len(found) >= EXPLANATIONS_MAX and search is bare:
+                    return found
+        except WireError as error:
+            failure.note(str(error))
+        except Spent:
+            raise UserError(
+                f"the search was stopped after {number} of {len(hypotheses)} combinations of ranks, places in the "
+                f"ring, channels and NCCL version, with {len(found)} explanations; the others were not tried",
+                remedy="narrow it down: --nccl-log or --nccl-version, --rank, --dtype, --buckets, mirror a second "
+                "rank, or give a manifest with --job",
+            ) from None
+    return found
 
 
 def _mtu(wires: Sequence[Wire]) -> int:
@@ -262,23 +315,44 @@ def _slots(wires: Sequence[Wire]) -> tuple[int, int, int]:
     return ll, ll128, simple
 
 
+def _same_plans(h: _Hypothesis, found: Sequence[Found]) -> bool:
+    """Does this hypothesis lay out every call of what the same connections were explained with just as that one did?
+    Then it explains the same, and the messages need not be compared again."""
+    known = [f for f in found if f.layout is h.layout]
+    return bool(known) and all(
+        _segments(h.topology, call) == _segments(f.topology, call) for f in known for call in f.program.calls
+    )
+
+
+def _segments(topology: Topology, call: Collective) -> tuple:
+    plan = plan_call(
+        topology, call.op, Protocol[(call.protocol or "ll").upper()], call.count, dtype_size(call.dtype),
+        root=call.root, algorithm=call.algorithm or "ring",
+    )
+    return tuple(part for part in plan.segments if part)
+
+
 # -- the manifest ----------------------------------------------------------------------------------------
 
 
 def _job(found: Found, facts: Facts, hints: Hints) -> Job:
     program, layout, topology = found.program, found.layout, found.topology
-    calls = [c for part in vars(program.collectives).values() for c in part]
-    default = _default_protocol(calls)
+    calls = program.calls
+    default = _most([c.protocol for c in calls if c.protocol], "ll")
+    algorithm = _most([c.algorithm for c in calls if c.algorithm], "ring")
     for call in calls:
         call.protocol = None if call.protocol in (None, default) else call.protocol
+        call.algorithm = None if call.algorithm in (None, algorithm) else call.algorithm
     pairs = any(w.connection.pairs for w in layout.wires)
     names = ("ll", "ll128", "simple")
     rings = [list(r) for r in topology.rings]
     if all(r == rings[0] for r in rings):
         rings = [] if rings[0] == list(range(layout.ranks)) else rings[:1]
+    given = hints.given.communicator if hints.given is not None else None
     communicator = Communicator(
-        ranks=layout.ranks, nccl_version=topology.version, protocol=default, channels=topology.channels, rings=rings,
-        mtu=found.mtu, adaptive_routing=pairs,
+        ranks=layout.ranks, nccl_version=topology.version, protocol=default, algorithm=algorithm,
+        channels=topology.channels, rings=rings, mtu=found.mtu, adaptive_routing=pairs,
+        parent_ranks=list(given.parent_ranks) if given else parents_of(layout.ranks, layout.wires),
         buffer_bytes={n: 8 * s for n, s in zip(names, topology.slot_bytes, strict=True)},
     )  # fmt: skip
     model = program.model
@@ -295,9 +369,8 @@ def _job(found: Found, facts: Facts, hints: Hints) -> Job:
     return Job.from_dict(job.to_dict(), where="the learnt job")
 
 
-def _default_protocol(calls: list[Collective]) -> str:
-    named = [c.protocol for c in calls if c.protocol]
-    return max(set(named), key=named.count) if named else "ll"
+def _most(named: list[str], otherwise: str) -> str:
+    return max(sorted(set(named)), key=named.count) if named else otherwise
 
 
 def _flows(found: Found, facts: Facts) -> list[Flow]:

@@ -11,38 +11,62 @@ A chain of unrelated broadcasts could imitate any of them; that is not considere
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from flowcheck.learn.walk import Mismatch, Walk
 from flowcheck.manifest import Buckets, Collective, Collectives, ModelEntry
 
-__all__ = ["Failure", "Program", "repeat", "replayed"]
+__all__ = ["Failure", "Program", "Said", "Stage", "repeat", "replayed"]
+
+Said = tuple[str, str]  # (what was learnt, where it was learnt)
+
+
+class Stage(IntEnum):
+    """How far DDP's announcements were followed: they rule out other readings before any count of messages does."""
+
+    NOTHING = 0
+    GATHERED = 1  # the first calls have the sizes of DDP's, their contents are not
+    SHAPES = 2  # number and shapes of the parameters were read
 
 
 @dataclass
 class Failure:
-    """The attempt that explained most, for the message when none explains all."""
+    """The attempt that came furthest, for the message when none explains all. where, stage: of the attempt under
+    way; reached: stage and messages explained of the best one."""
 
-    progress: int = -1
+    where: str = ""
+    stage: Stage = Stage.NOTHING
+    reached: tuple[Stage, int] = (Stage.NOTHING, -1)
     text: str = ""
 
     def note(self, error: Mismatch | str, progress: int = 0) -> None:
-        reached = error.progress if isinstance(error, Mismatch) else progress
-        if reached > self.progress:
-            self.progress, self.text = reached, str(error)
+        reached = self.stage, error.progress if isinstance(error, Mismatch) else progress
+        if reached > self.reached:
+            self.reached, self.text = reached, f"{self.where}: {error}" if self.where else str(error)
 
 
 @dataclass
 class Program:
-    """A learnt sequence of calls. said: where each part was learnt, one sentence each. iterations: how many begin
-    in the capture."""
+    """A learnt sequence of calls. said: what each part is and where it was learnt. iterations: how many begin in the
+    capture. cut: the capture ends inside the last call, so its size is a lower bound."""
 
     collectives: Collectives
     dtype: str
     buckets: Buckets = field(default_factory=Buckets)
     model: list[ModelEntry] = field(default_factory=list)
     iterations: int = 0
-    said: list[str] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
     signature: tuple = ()
+    cut: bool = False
+
+    @property
+    def calls(self) -> list[Collective]:
+        return [c for part in vars(self.collectives).values() for c in part]
+
+    @property
+    def algorithms(self) -> set[str]:
+        """Of the AllReduce calls of which messages were seen."""
+        return {c.algorithm for c in self.calls if c.op == "AllReduce" and c.algorithm}
 
     def called(self) -> str:
         """In one line, for a refusal that names two."""
@@ -51,11 +75,17 @@ class Program:
         for name in ("startup", "iteration_0", "rebuild", "steady"):
             listed = getattr(calls, name)
             if listed:
-                inside = ", ".join(f"{c.op} {c.count} {c.dtype}" for c in listed[:6])
+                inside = ", ".join(f"{_named(c)} {c.count} {c.dtype}" for c in listed[:6])
                 parts.append(f"{name} [{inside}{', ...' if len(listed) > 6 else ''}]")
         shapes = ", ".join("x".join(map(str, e.shape)) for e in self.model[:6])
         model = f"; parameters {shapes}{', ...' if len(self.model) > 6 else ''}" if self.model else ""
-        return f"{self.iterations} iterations: {'; '.join(parts)}{model}"
+        times = f"{self.iterations} iteration{'s' * (self.iterations != 1)}"
+        cut = ", whose last call the capture's end cuts" if self.cut else ""
+        return f"{times}: {'; '.join(parts)}{model}{cut}"
+
+
+def _named(call: Collective) -> str:
+    return "tree AllReduce" if call.algorithm == "tree" else call.op
 
 
 def replayed(walk: Walk, program: Program) -> bool:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flowcheck.learn.doubts import Doubt
+from flowcheck.learn.explain import Found
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.logs import LogFacts
-from flowcheck.learn.program import Program
-from flowcheck.learn.topology import Layout
 from flowcheck.learn.traffic import head_flags
 from flowcheck.learn.walk import Wire
 from flowcheck.manifest import Job
-from parser.wire import Topology
 
-__all__ = ["DEFAULT_SLOTS", "Found", "Item", "items_of", "missing_of"]
+__all__ = ["DEFAULT_SLOTS", "Item", "items_of", "missing_of"]
 
 DEFAULT_SLOTS = (65536, 614400, 524288)  # wire bytes of a step: LL, LL128, SIMPLE
 
@@ -30,35 +29,31 @@ class Item:
     reason: str
 
 
-@dataclass
-class Found:
-    """One explanation of all messages. version_reason: what limits the NCCL version."""
-
-    layout: Layout
-    topology: Topology
-    program: Program
-    version_reason: str
-    mtu: int
-
-
-def items_of(found: Found, job: Job, log: LogFacts, hints: Hints) -> list[Item]:
+def items_of(found: Found, job: Job, log: LogFacts, hints: Hints, doubts: Sequence[Doubt]) -> list[Item]:
     """Every part of the job with confidence and reason."""
-    c, program = job.communicator, found.program
-    wires = found.layout.wires
-    items = [
-        Item(what, {"flows": f"{len(job.flows)} connections"}.get(what, ""), confidence, reason)
-        for what, confidence, reason in found.layout.said
-    ]
-    items.append(Item("ranks", str(c.ranks), "certain", found.layout.about or "every rank of the ring is named"))
+    c, program, layout = job.communicator, found.program, found.layout
+    wires = layout.wires
+    unsure = {doubt.about for doubt in doubts}
+    items = [Item(*said) for said in layout.said]
+    about = layout.about or f"{layout.ranks_by} names every rank of the ring"
+    items.append(Item("ranks", str(c.ranks), "certain", about))
+    if layout.source == "traffic":
+        items += [_place(found, job, hints, unsure), _channels(found, unsure)]
     sure = "given" if hints.version else "certain" if log.version else "probable"
     items.append(Item(
         "nccl_version", c.nccl_version, sure,
         f"{found.version_reason}; one version of its family, whose calls have the same layout",
     ))  # fmt: skip
     items.append(Item("protocol", c.protocol, "certain", _protocol_reason(wires, c.protocol)))
+    if c.ranks == 2 or c.algorithm != "ring":
+        items.append(Item(
+            "algorithm", " and ".join(sorted(program.algorithms)) or c.algorithm,
+            "given" if hints.algorithm else "certain", "ring and tree were tried, the messages admit this one",
+        ))  # fmt: skip
     paired = sorted({w.connection.paired_by for w in wires if w.connection.paired_by})
     if paired:
-        items.append(Item("directions", "", "certain", f"paired by {' and '.join(paired)}"))
+        number = sum(w.connection.cts_qpn is not None for w in wires)
+        items.append(Item("directions", f"{number} of {len(wires)} paired", "certain", f"by {' and '.join(paired)}"))
     known = any(w.connection.mtu for w in wires)
     items.append(Item(
         "mtu", str(c.mtu), "certain" if known else "probable",
@@ -69,16 +64,45 @@ def items_of(found: Found, job: Job, log: LogFacts, hints: Hints) -> list[Item]:
     changed = {n: b for n, b in c.buffer_bytes.items() if b // 8 not in DEFAULT_SLOTS}
     for name, size in changed.items():
         items.append(Item(f"buffer_bytes.{name}", str(size), "probable", "size that clear-to-send announces"))
-    items += [Item("calls", "", "given" if hints.buckets else "certain", text) for text in program.said]
+    items += [Item("calls", value, "given" if hints.buckets else "certain", text) for value, text in program.said]
+    items.append(Item(
+        "iterations", str(program.iterations), "probable" if "iterations" in unsure else "certain",
+        "how often calls of these sizes begin in the captures" + ("; see the doubt" if "iterations" in unsure else ""),
+    ))  # fmt: skip
     explained = sum(len(w.connection.messages) for w in wires)
     items.append(Item(
         "check", f"{explained} messages", "certain",
-        f"all {explained} messages on {len(wires)} connections have the size, place and flags of this job; "
-        f"{program.iterations} iterations begin in the captures",
+        f"all {explained} messages on {len(wires)} connections have the size, place and flags of this job",
     ))  # fmt: skip
     if job.optimizer is not None:
         items.append(Item("optimizer", job.optimizer.name, "given", "it is not on the wire"))
     return items
+
+
+def _place(found: Found, job: Job, hints: Hints, unsure: set[str]) -> Item:
+    """Which address is which rank, as far as bytes depend on it."""
+    layout, parents = found.layout, job.communicator.parent_ranks
+    ranks = {w.connection.src: w.src for w in layout.wires}
+    value = ", ".join(f"{a} = {r}" for a, r in sorted(ranks.items(), key=lambda pair: pair[1])[:8])
+    reason = layout.ranks_by
+    if layout.split or parents:
+        reason = f"the clear-to-send tags {list(parents)[:8]} are numbers in a parent communicator; " + (
+            "only this place in the ring explains the messages" if layout.split else reason
+        )
+    if hints.ranks:
+        return Item("rank of each address", value, "given", reason)
+    if "ranks" in unsure:
+        return Item("rank of each address", value, "probable", f"{reason}; see the doubt")
+    return Item("rank of each address", value, "certain", f"{reason}; no other place in the ring explains the messages")
+
+
+def _channels(found: Found, unsure: set[str]) -> Item:
+    used = len({w.channel for w in found.layout.wires})
+    if used == 1:
+        return Item("channels", "1", "certain", "one connection per direction")
+    if "channels" in unsure:
+        return Item("channels", str(used), "probable", "QP numbers of a pair ascend with the channel; see the doubt")
+    return Item("channels", str(used), "certain", "their messages differ in size: each fits one channel only")
 
 
 def _protocol_reason(wires: Sequence[Wire], protocol: str) -> str:

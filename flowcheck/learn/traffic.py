@@ -12,6 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -82,14 +83,16 @@ class Connection:
     def point_to_point(self) -> bool:
         return bool(self.cts_sizes) and set(self.cts_sizes) == {P2P_SIZE}
 
-    @property
+    @cached_property
     def pairs(self) -> int:
+        """Messages that left as adaptive-routing pairs."""
         return sum(m.pair for m in self.messages)
 
     def name(self) -> str:
         return f"{self.src} -> {self.dst} QP {self.qpn:#x}"
 
 
+@lru_cache(maxsize=1 << 16)
 def head_flags(head: bytes, size: int) -> tuple[str, int]:
     """("ll", flag), ("ll128", flag) or ("", 0) from a message's first bytes: every line that is there agrees."""
     length = min(len(head), size)

@@ -5,22 +5,25 @@
 A hypothesis is a topology (version, ranks, rings, channels); a call is an operation with its size. `take` plans
 the call and compares message by message: start PSN, size, and the LL or LL128 flag where there is one. Messages
 that fell into a gap of the capture are stepped over, never invented; a message that the plan does not have, or
-of another size, is a Mismatch. Pure; one thread.
+of another size, is a Mismatch. An AllReduce may go round the ring or through the tree: the algorithms that a walk
+allows are tried in their order, and a call stays with the one that its first messages fit. Pure; one thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from parser.lane import messages
 
 from flowcheck.learn.traffic import Connection, Message, head_flags
 from flowcheck.manifest import Collective, dtype_size
-from parser.wire import Protocol, Topology, WireError, edge_lane, plan_call
+from parser.trees import tree_of, tree_parent
+from parser.wire import CallPlan, Lane, Protocol, Topology, WireError, edge_lane, plan_call
 
-__all__ = ["Mismatch", "Reader", "Seen", "Walk", "Wire", "decode"]
+__all__ = ["Budget", "Mismatch", "Reader", "Seen", "Spent", "Walk", "Wire", "decode"]
 
 #: What fetches wire bytes: (connection, first PSN, end PSN) of each -> bytes, None where packets are missing.
 Reader = Callable[[list[tuple[Connection, int, int]]], list[bytes | None]]
@@ -35,6 +38,23 @@ class Mismatch(Exception):
     def __init__(self, text: str, progress: int) -> None:
         super().__init__(text)
         self.progress = progress
+
+
+class Spent(Exception):
+    """The search has used up its budget."""
+
+
+@dataclass
+class Budget:
+    """What a search may cost, in calls held against the traffic; shared by all its walks."""
+
+    limit: int
+    used: int = 0
+
+    def spend(self, calls: int) -> None:
+        self.used += calls
+        if self.used > self.limit:
+            raise Spent
 
 
 @dataclass(frozen=True)
@@ -57,6 +77,19 @@ class Seen:
     count: int
     protocol: Protocol
     wire_bytes: int
+
+
+def _tree(channels: int, channel: int) -> int:
+    """Tree of a channel. With an odd number of channels it cannot be told (parser.trees): then any, for the sizes are
+    those of the other one."""
+    return tree_of(channels + (channels > 1 and channels % 2), channel)
+
+
+def _lane(plan: CallPlan, wire: Wire) -> Lane | None:
+    channels = plan.topology.channels
+    if plan.algorithm == "tree" and channels > 1 and channels % 2:
+        plan = replace(plan, topology=replace(plan.topology, channels=channels + 1))
+    return edge_lane(plan, wire.channel, wire.src, wire.dst)
 
 
 @dataclass
@@ -87,10 +120,15 @@ def decode(protocol: Protocol, wire: bytes, nbytes: int) -> bytes:
     return bytes(out[:nbytes])
 
 
+_Planned = list[tuple[int, int, int, bool]]  # of one wire: (first, count, wire bytes, final) of each message
+PLANS_MAX = 4096
+
+
 @dataclass
 class Walk:
     """Where a hypothesis has got to. mtu: path MTU. pairs: messages above the threshold leave as AR pairs.
-    all_channels: every channel that carries data is taken to be among the wires (nothing else tells their number)."""
+    all_channels: every channel that carries data is taken to be among the wires (nothing else tells their number).
+    algorithms: of AllReduce calls, the preferred one first. signature: what was placed where, so far."""
 
     topology: Topology
     wires: list[Wire]
@@ -99,8 +137,10 @@ class Walk:
     position: dict[int, _Position] = field(default_factory=dict)
     explained: int = 0
     signature: list[tuple[str, int, int, int, bool]] = field(default_factory=list)
-    plans: dict[tuple, list[list[tuple[int, int, int, bool]]]] = field(default_factory=dict)
+    plans: dict[tuple, tuple[CallPlan, dict[int, _Planned]]] = field(default_factory=dict)
     all_channels: bool = False
+    algorithms: tuple[str, ...] = ("ring",)
+    budget: Budget = field(default_factory=lambda: Budget(1 << 62))
 
     def __post_init__(self) -> None:
         if not self.position:
@@ -109,32 +149,32 @@ class Walk:
     def fork(self) -> Walk:
         """A copy that may go another way. Plans are shared: they depend on the topology alone."""
         places = {i: _Position(p.at, p.psn, p.step, p.short) for i, p in self.position.items()}
-        return Walk(
-            self.topology, self.wires, self.mtu, self.pairs, places, self.explained, list(self.signature), self.plans,
-            self.all_channels,
-        )  # fmt: skip
+        return replace(self, position=places, signature=list(self.signature))
 
     @property
     def done(self) -> bool:
         """Every observed message is explained."""
-        return all(p.at >= len(w.connection.messages) for w, p in self._places())
+        return all(p.at >= len(w.connection.messages) for w, p in self.places())
 
-    @property
+    @cached_property
     def total(self) -> int:
+        """Messages observed."""
         return sum(len(w.connection.messages) for w in self.wires)
 
-    def _places(self) -> list[tuple[Wire, _Position]]:
-        return [(wire, self.position[i]) for i, wire in enumerate(self.wires)]
+    @cached_property
+    def channels(self) -> frozenset[int]:
+        """Channels that were observed."""
+        return frozenset(w.channel for w in self.wires)
 
-    def next_messages(self, wire: Wire) -> list[Message]:
-        """What was observed on a wire from here on."""
-        return wire.connection.messages[self.position[self.wires.index(wire)].at :]
+    def places(self) -> list[tuple[Wire, _Position]]:
+        """Every wire and how far it has come."""
+        return list(zip(self.wires, self.position.values(), strict=True))
 
     def protocol(self) -> Protocol:
         """Of the next call: flags in the payload first, then the size that clear-to-send announced."""
         announced: set[Protocol] = set()
         raw = False
-        for wire, place in self._places():
+        for wire, place in self.places():
             for message in wire.connection.messages[place.at : place.at + 1]:
                 kind, flag = head_flags(message.head, message.size)
                 if kind and flag == place.step + 1:
@@ -148,14 +188,34 @@ class Walk:
 
     def take(self, call: Collective) -> list[Seen]:
         """Explain one call on all wires. Returns the messages of it that were observed. Raises Mismatch."""
+        if call.op != "AllReduce":
+            return self._take(call, "ring")
+        choices = (call.algorithm,) if call.algorithm else self.algorithms
+        best: Mismatch | None = None
+        for algorithm in choices:
+            here = self.fork() if len(choices) > 1 else self
+            try:
+                seen = here._take(call, algorithm)
+            except Mismatch as error:
+                best = error if best is None or error.progress > best.progress else best
+                continue
+            self.position, self.explained, self.signature = here.position, here.explained, here.signature
+            if any(s.message.size for s in seen):
+                call.algorithm = algorithm  # every later turn of this call has to use it too
+            return seen
+        assert best is not None
+        raise best
+
+    def _take(self, call: Collective, algorithm: str) -> list[Seen]:
+        self.budget.spend(1)
         protocol = Protocol[call.protocol.upper()] if call.protocol else self.protocol()
         seen: list[Seen] = []
+        placed: list[tuple[str, int, int, int, bool]] = []
         taken: dict[tuple[int, int, int], int] = {}
         before = {i: place.short for i, place in self.position.items()}
-        for wire, place, planned in zip(
-            self.wires, self.position.values(), self._planned(call, protocol), strict=True
-        ):
-            sliced = protocol == Protocol.SIMPLE and call.op != "Broadcast"
+        sliced = protocol == Protocol.SIMPLE and call.op != "Broadcast" and algorithm == "ring"
+        for i, (wire, place) in enumerate(self.places()):
+            planned = self._planned(call, protocol, algorithm, i)  # one by one: most hypotheses fail on the first
             done, name = place.at, wire.connection.name()
             if planned and sliced:
                 place.step = -(-place.step // 4) * 4
@@ -168,20 +228,23 @@ class Walk:
                 pair = self.pairs and wire_bytes > AR_THRESHOLD
                 place.psn += max(1, -(-wire_bytes // self.mtu)) + pair
                 place.step += 2 if sliced else 1
-                self.signature.append((name, wire.channel, first, count, final))
+                placed.append((name, wire.channel, first, count, final))
             taken[wire.channel, wire.src, wire.dst] = place.at - done
-        self._check_order(seen, before, call, taken, 2 if protocol == Protocol.SIMPLE else 1)
+        self.budget.spend(len(placed) // 256)  # most calls fail on their first message, some are long
+        self._check_order(seen, before, call, algorithm, taken, 2 if protocol == Protocol.SIMPLE else 1)
+        if seen:  # a call of which nothing was seen places nothing
+            self.signature += placed
         if call.protocol is None and any(s.message.size for s in seen):
-            call.protocol = protocol.name.lower()  # every later turn of this call has to use it too
+            call.protocol = protocol.name.lower()
         return seen
 
     def _check_order(
-        self, seen: list[Seen], before: dict[int, int], call: Collective, taken: dict[tuple[int, int, int], int],
-        ahead: int,
+        self, seen: list[Seen], before: dict[int, int], call: Collective, algorithm: str,
+        taken: dict[tuple[int, int, int], int], ahead: int,
     ) -> None:  # fmt: skip
         """A rank starts a call when it has received all of the call before, and in an AllReduce its message i needs
-        the i before it from its neighbour. So what it receives cannot end earlier - unless packets are missing, and
-        the end may be too."""
+        the i before it from its neighbour (in a tree of two: the root's needs the leaf's). So what it receives cannot
+        end earlier - unless packets are missing, and the end may be too."""
         if any(w.connection.whole < len(w.connection.messages) for w in self.wires):
             return
         sending = {s.wire.src for s in seen}
@@ -191,36 +254,45 @@ class Walk:
                     f"rank {wire.dst} sends in {self._called(call)} without having received the call before it from "
                     f"rank {wire.src}", self.explained,
                 )  # fmt: skip
-        if call.op != "AllReduce":
+        if call.op != "AllReduce" or (algorithm == "tree" and self.topology.ranks > 2):
             return
         received = {(channel, dst): count for (channel, _, dst), count in taken.items()}
+        leaves = {(w.channel, w.src) for w in self.wires if algorithm == "tree" and not self._root(w)}
         for (channel, src, _), count in taken.items():
-            if count > received.get((channel, src), count) + ahead:
+            if (channel, src) not in leaves and count > received.get((channel, src), count) + ahead:
                 raise Mismatch(
                     f"rank {src} sends {count} messages of {self._called(call)} and received only "
                     f"{received[channel, src]}", self.explained,
                 )  # fmt: skip
 
-    def _planned(self, call: Collective, protocol: Protocol) -> list[list[tuple[int, int, int, bool]]]:
-        """Per wire the call's messages: (first, count, wire bytes, final)."""
-        key = (call.op, call.count, call.dtype, call.root, protocol)
+    def _root(self, wire: Wire) -> bool:
+        """Does the sender stand at the root of this channel's tree of two ranks?"""
+        return tree_parent(2, _tree(self.topology.channels, wire.channel), wire.src) is None
+
+    def _planned(self, call: Collective, protocol: Protocol, algorithm: str, number: int) -> _Planned:
+        """The call's messages on one wire."""
+        key = (call.op, call.count, call.dtype, call.root, protocol, algorithm)
         if key not in self.plans:
             try:
                 plan = plan_call(
-                    self.topology, call.op, protocol, call.count, dtype_size(call.dtype), root=call.root
+                    self.topology, call.op, protocol, call.count, dtype_size(call.dtype), root=call.root,
+                    algorithm=algorithm,
                 )
-                lanes = [edge_lane(plan, w.channel, w.src, w.dst) for w in self.wires]
             except WireError as error:
                 raise Mismatch(str(error), self.explained) from None
-            idle = [c for c, s in enumerate(plan.segments) if s and all(w.channel != c for w in self.wires)]
+            idle = [c for c, s in enumerate(plan.segments) if s and c not in self.channels]
             if self.all_channels and idle:
                 raise Mismatch(f"{self._called(call)} would use channel {idle[0]}, not in the captures", self.explained)
-            if sum(lane.messages for lane in lanes if lane is not None) > 4 * self.total + 65536:
+            if len(self.plans) >= PLANS_MAX:
+                self.plans.clear()
+            self.plans[key] = plan, {}
+        plan, lanes = self.plans[key]
+        if number not in lanes:
+            lane = _lane(plan, self.wires[number])
+            if lane is not None and lane.messages > 4 * self.total + 65536:
                 raise Mismatch(f"{self._called(call)} would take more messages than were captured", self.explained)
-            self.plans[key] = [
-                [] if lane is None else [(f, c, b, final) for f, c, b, final, _ in messages(lane)] for lane in lanes
-            ]
-        return self.plans[key]
+            lanes[number] = [] if lane is None else [(f, c, b, final) for f, c, b, final, _ in messages(lane)]
+        return lanes[number]
 
     @staticmethod
     def _called(call: Collective) -> str:
