@@ -207,10 +207,13 @@ def _iterations(
         program.signature = tuple(walk.signature)
         yield program
         return
+    order = Collective("Broadcast", len(model) + 1, "int32")
+    found = _rebuilt(walk, order, len(model), read, failure)
+    if found is None:
+        return  # there may have been a new layout: without it the later calls have no meaning
     # without a rebuild (find_unused_parameters, static graph off): iteration 0 for ever
     yield from _steady(walk.fork(), program, [], layout, failure, "no new layout was broadcast")
-    order = Collective("Broadcast", len(model) + 1, "int32")
-    for rebuilt, sizes_call, after in _rebuilt(walk, order, len(model), read, failure):
+    for rebuilt, sizes_call, after in found:
         yield from _steady(
             after, program, [order, sizes_call], rebuilt, failure,
             "DDP's broadcast of the rebuilt bucket layout, read from the wire",
@@ -234,31 +237,30 @@ def _suspect_hook(walk: Walk, model: list[ModelEntry], layout: list[list[int]], 
 
 def _rebuilt(
     walk: Walk, order: Collective, parameters: int, read: Reader, failure: Failure
-) -> Iterator[tuple[list[list[int]], Collective, Walk]]:
+) -> list[tuple[list[list[int]], Collective, Walk]] | None:
+    """Layouts that were broadcast here; None if one may have been and cannot be read."""
     after = walk.fork()
     try:
         data = _content(after.take(order), read, order.count * 4)
-        if data is None and parameters == 1:
-            indices = [0, 1]  # one parameter has one layout
-        elif data is None:
+        if data is None and parameters > 1:
             failure.note("DDP's broadcast of the rebuilt bucket layout is not complete in the capture", after.explained)
-            return
-        else:
-            indices = np.frombuffer(data, "<i4").tolist()
+            return None
+        indices = [0, 1] if data is None else np.frombuffer(data, "<i4").tolist()  # one parameter has one layout
         if not 0 < indices[-1] <= parameters:
             failure.note(f"a bucket layout of {indices[-1]} buckets was broadcast", walk.explained)
-            return
+            return []
         sizes_call = Collective("Broadcast", indices[-1], "int32")
         data = _content(after.take(sizes_call), read, sizes_call.count * 4)
-        sizes = [parameters] if indices[-1] == 1 else None if data is None else np.frombuffer(data, "<i4").tolist()
-        if sizes is None:
+        if data is None and indices[-1] > 1:
             failure.note("DDP's broadcast of the rebuilt bucket sizes is not complete in the capture", after.explained)
-            return
-        yield ddp.parse_buckets(indices, sizes, parameters), sizes_call, after
+            return None
+        sizes = [parameters] if data is None or indices[-1] == 1 else np.frombuffer(data, "<i4").tolist()
+        return [(ddp.parse_buckets(indices, sizes, parameters), sizes_call, after)]
     except Mismatch as error:
         failure.note(error)
     except ddp.BadAnnouncement as error:
         failure.note(f"DDP's broadcast of the bucket layout: {error}", after.explained)
+    return []
 
 
 def _steady(

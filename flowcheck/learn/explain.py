@@ -29,13 +29,15 @@ SHOWN = 4
 
 @dataclass
 class Found:
-    """One explanation of all messages. version_reason: what limits the NCCL version."""
+    """One explanation of all messages. version_reason: what limits the NCCL version. preference: of algorithms, in
+    the hypothesis that found it."""
 
     layout: Layout
     topology: Topology
     program: Program
     version_reason: str
     mtu: int
+    preference: tuple[str, ...]
 
     def walk(self, wires: list[Wire], topology: Topology) -> Walk:
         """A walk by this explanation's rules over other wires."""
@@ -72,7 +74,10 @@ DIFFERENCES: tuple[tuple[str, Callable[[Found], Any], str], ...] = (
 def only(found: list[Found]) -> Found:
     """The explanation, if all are the same in everything that places a byte."""
     first = found[0]
-    distinct = list({_key(f): f for f in reversed(found)}.values())[::-1]
+    by_key: dict[tuple, Found] = {}
+    for f in found:
+        by_key.setdefault(_key(f), f)
+    distinct = list(by_key.values())
     if len(distinct) == 1:
         return first
     differ: list[str] = []

@@ -31,7 +31,7 @@ from flowcheck.learn.reasons import DEFAULT_SLOTS, Item, items_of, missing_of
 from flowcheck.learn.topology import Layout, layouts
 from flowcheck.learn.traffic import Connection, head_flags
 from flowcheck.learn.versions import versions_of
-from flowcheck.learn.walk import Budget, Reader, Spent, Walk, Wire
+from flowcheck.learn.walk import Budget, Reader, Spent, Walk, Wire, tree_number
 from flowcheck.manifest import Collective, Communicator, Flow, Gradients, Job, dtype_size
 from parser.wire import Protocol, Topology, WireError, plan_call
 
@@ -234,7 +234,7 @@ def _bare(
     for h in split:  # the same calls, with rank 0 at another place
         if h.topology.version == found[0].topology.version and h.topology.channels == found[0].topology.channels:
             if replayed(h.walk(budget), found[0].program):
-                found.append(Found(h.layout, h.topology, found[0].program, h.version_reason, h.mtu))
+                found.append(Found(h.layout, h.topology, found[0].program, h.version_reason, h.mtu, h.algorithms))
     return found
 
 
@@ -272,7 +272,7 @@ def _search(
                 if not gathers[key] or _same_plans(h, found):
                     continue
             for program in search(h.walk(budget), hints, facts.read, failure):
-                found.append(Found(h.layout, h.topology, program, h.version_reason, h.mtu))
+                found.append(Found(h.layout, h.topology, program, h.version_reason, h.mtu, h.algorithms))
                 if len(found) >= EXPLANATIONS_MAX and search is bare:
                     return found
         except WireError as error:
@@ -318,7 +318,7 @@ def _slots(wires: Sequence[Wire]) -> tuple[int, int, int]:
 def _same_plans(h: _Hypothesis, found: Sequence[Found]) -> bool:
     """Does this hypothesis lay out every call of what the same connections were explained with just as that one did?
     Then it explains the same, and the messages need not be compared again."""
-    known = [f for f in found if f.layout is h.layout]
+    known = [f for f in found if f.layout is h.layout and f.preference == h.algorithms]
     return bool(known) and all(
         _segments(h.topology, call) == _segments(f.topology, call) for f in known for call in f.program.calls
     )
@@ -329,7 +329,8 @@ def _segments(topology: Topology, call: Collective) -> tuple:
         topology, call.op, Protocol[(call.protocol or "ll").upper()], call.count, dtype_size(call.dtype),
         root=call.root, algorithm=call.algorithm or "ring",
     )
-    return tuple(part for part in plan.segments if part)
+    trees = tuple(tree_number(topology.channels, c) for c in range(plan.channels)) if call.algorithm == "tree" else ()
+    return tuple(part for part in plan.segments if part), trees
 
 
 # -- the manifest ----------------------------------------------------------------------------------------

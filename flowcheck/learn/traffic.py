@@ -53,8 +53,8 @@ class Connection:
     """Data src -> dst on QP qpn, and what comes back on cts_qpn (None: not captured).
 
     whole: how many messages follow each other without a gap from PSN 0 on (0: begins in mid-stream).
-    cts_sizes, tags: of the clear-to-send writes. layout: versions by their form. imm_order: "little", "big" or
-    "" if no immediate told. split: several QPs carry the messages.
+    cts_sizes, tags: of the clear-to-send writes; posted: size by number of the message announced. layout: versions by
+    their form. imm_order: "little", "big" or "" if no immediate told. split: several QPs carry the messages.
     """
 
     src: str
@@ -70,6 +70,7 @@ class Connection:
     paired_by: str = ""
     cts_sizes: Counter[int] = field(default_factory=Counter)
     tags: Counter[int] = field(default_factory=Counter)
+    posted: dict[int, int] = field(default_factory=dict)
     layout: str = ""
     imm_order: str = ""
     split: bool = False
@@ -309,3 +310,4 @@ def _join(connection: Connection, announcer: tuple[dict[str, Any], int, list[_Ct
     connection.layout = CTS_LAYOUTS[layout][-1]
     connection.cts_sizes = Counter(c.size for c in elements)
     connection.tags = Counter(c.tag for c in elements)
+    connection.posted = {c.index - 1: c.size for c in elements}

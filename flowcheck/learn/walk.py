@@ -23,7 +23,7 @@ from flowcheck.manifest import Collective, dtype_size
 from parser.trees import tree_of, tree_parent
 from parser.wire import CallPlan, Lane, Protocol, Topology, WireError, edge_lane, plan_call
 
-__all__ = ["Budget", "Mismatch", "Reader", "Seen", "Spent", "Walk", "Wire", "decode"]
+__all__ = ["Budget", "Mismatch", "Reader", "Seen", "Spent", "Walk", "Wire", "decode", "tree_number"]
 
 #: What fetches wire bytes: (connection, first PSN, end PSN) of each -> bytes, None where packets are missing.
 Reader = Callable[[list[tuple[Connection, int, int]]], list[bytes | None]]
@@ -79,7 +79,7 @@ class Seen:
     wire_bytes: int
 
 
-def _tree(channels: int, channel: int) -> int:
+def tree_number(channels: int, channel: int) -> int:
     """Tree of a channel. With an odd number of channels it cannot be told (parser.trees): then any, for the sizes are
     those of the other one."""
     return tree_of(channels + (channels > 1 and channels % 2), channel)
@@ -221,6 +221,8 @@ class Walk:
                 place.step = -(-place.step // 4) * 4
             for first, count, wire_bytes, final in planned:
                 message = self._match(wire, place, wire_bytes, protocol, call)
+                if message is not None and protocol == Protocol.SIMPLE:
+                    self._check_posted(wire, place.at - 1, sliced, call)
                 place.short += message is None and place.at >= len(wire.connection.messages)
                 if message is not None:
                     seen.append(Seen(wire, message, first, count, protocol, wire_bytes))
@@ -267,7 +269,7 @@ class Walk:
 
     def _root(self, wire: Wire) -> bool:
         """Does the sender stand at the root of this channel's tree of two ranks?"""
-        return tree_parent(2, _tree(self.topology.channels, wire.channel), wire.src) is None
+        return tree_parent(2, tree_number(self.topology.channels, wire.channel), wire.src) is None
 
     def _planned(self, call: Collective, protocol: Protocol, algorithm: str, number: int) -> _Planned:
         """The call's messages on one wire."""
@@ -293,6 +295,16 @@ class Walk:
                 raise Mismatch(f"{self._called(call)} would take more messages than were captured", self.explained)
             lanes[number] = [] if lane is None else [(f, c, b, final) for f, c, b, final, _ in messages(lane)]
         return lanes[number]
+
+    def _check_posted(self, wire: Wire, number: int, sliced: bool, call: Collective) -> None:
+        """The receiver announces room for a slice of two steps (ring) or for one step (tree, Broadcast; 4.4)."""
+        posted = wire.connection.posted.get(number) if number < wire.connection.whole else None
+        room = self.topology.slot_bytes[Protocol.SIMPLE] * (2 if sliced else 1)
+        if posted is not None and posted != room and posted in (room // 2, 2 * room):
+            raise Mismatch(
+                f"channel {wire.channel}, rank {wire.src} -> {wire.dst}: {self._called(call)} has room for {room} bytes "
+                f"a message, the receiver announced {posted}", self.explained,
+            )  # fmt: skip
 
     @staticmethod
     def _called(call: Collective) -> str:

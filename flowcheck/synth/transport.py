@@ -162,6 +162,7 @@ class Connection:
         """
         devices = self._communicator.devices
         flow, index = self.flow, self._cts_count
+        parents = self._communicator.parent_ranks
         queue = self._queues[index % devices]
         self._cts_count += 1
         psn = self._options.first_psn + index // devices & 0xFFFFFF
@@ -171,7 +172,8 @@ class Connection:
             element = bytearray(size)
             struct.pack_into("<Q", element, 0, self._address(protocol, step))
             values = {
-                "size": posted, "rkey": self._rkeys[protocol], "nreqs": 1, "tag": flow.src, "idx": index + 1,
+                "size": posted, "rkey": self._rkeys[protocol], "nreqs": 1, "idx": index + 1,
+                "tag": parents[flow.src] if parents else flow.src,
             }
             for name, (offset, width) in self._family.cts_fields.items():
                 element[offset:offset + width] = values[name].to_bytes(width, "little")

@@ -1,70 +1,26 @@
 """Learning against the generator's truth: the same job comes out, or a refusal, never another job."""
 
+import importlib.util
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parser.lane import messages
-from parser.trace import Trace
 
 from flowcheck.errors import UserError
-from flowcheck.jobplan import plan_job
-from flowcheck.learn.captures import facts_of
 from flowcheck.learn.hints import Hints
-from flowcheck.learn.job import Learnt, learn_from
-from flowcheck.learn.logs import LogFacts, parse_log
+from flowcheck.learn.logs import parse_log
 from flowcheck.manifest import Job
-from flowcheck.synth import Synthesis, example_job, generate
+from flowcheck.synth import example_job, generate
 
-NO_HINTS = Hints()
+_spec = importlib.util.spec_from_file_location("flowcheck_test_learning", Path(__file__).with_name("oracle.py"))
+assert _spec is not None and _spec.loader is not None
+oracle = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(oracle)
+ddp_job, learnt, placement, refusal, same = (
+    oracle.ddp_job, oracle.learnt, oracle.placement, oracle.refusal, oracle.same,
+)  # fmt: skip
 MANY = settings(max_examples=40, deadline=None, derandomize=True)
-
-
-def ddp_job(**options: object) -> Job:
-    """An example job whose start-up says what DDP says."""
-    job = example_job(**options)  # type: ignore[arg-type]
-    if job.collectives.startup:
-        job.collectives.startup[1].count = sum(2 * len(entry.shape) for entry in job.model)
-    return job
-
-
-def learnt(made: Synthesis, hints: Hints = NO_HINTS, log: LogFacts | None = None) -> Learnt:
-    packets = made.packets
-
-    def trace(wanted: tuple = ()) -> Trace:
-        seen = Trace(wanted)
-        for timestamp, frame in packets:
-            seen.add(frame, timestamp)
-        return seen
-
-    return learn_from(facts_of(trace, log or LogFacts()), hints)
-
-
-def placement(job: Job, iterations: int) -> dict:
-    """Per captured connection what every message of every call is: whatever the job calls its ranks and version."""
-    plan = plan_job(job)
-    out = {}
-    for flow, edge in zip(job.flows, plan.engine.edges, strict=True):
-        phases = 1 if iterations == 1 else 3
-        out[flow.dst_addr, flow.qpns[0]] = [
-            (call.phase, call.target, call.base, list(messages(call.lane)))
-            for call in edge.calls if call.phase <= phases and call.lane is not None
-        ]  # fmt: skip
-    return out
-
-
-def slices(job: Job, iteration: int) -> list:
-    order = {entry.name: i for i, entry in enumerate(job.model)}
-    return [[(order[s.name], s.offset, s.length, s.start) for s in b.slices] for b in job.bucket_layout(iteration)]
-
-
-def same(found: Job, true: Job, iterations: int) -> None:
-    mine, theirs = placement(found, iterations), placement(true, iterations)
-    assert mine and mine == {key: theirs[key] for key in mine}
-    for iteration in range(min(iterations, 2)):
-        assert slices(found, iteration) == slices(true, iteration)
-    assert [e.shape for e in found.model] == [e.shape for e in true.model]
-    assert found.communicator.protocol == true.communicator.protocol
 
 
 jobs = st.fixed_dictionaries({
@@ -153,18 +109,11 @@ def test_every_port_shows_the_ring_order(order: list[int]) -> None:
 # -- refusals: what cannot be known is named -------------------------------------------------------------
 
 
-def _refusal(made: Synthesis, hints: Hints = NO_HINTS, log: LogFacts | None = None) -> str:
-    with pytest.raises(UserError) as error:
-        learnt(made, hints, log)
-    assert error.value.remedy
-    return str(error.value)
-
-
 def test_one_rank_of_five_with_equal_chunks_has_two_places_in_the_ring() -> None:
     """40960 elements fill five chunks exactly: no size says which chunk is which."""
     job = ddp_job(ranks=5, count=[40960])
     made = generate(job, iterations=2, ports=[2])
-    said = _refusal(made)
+    said = refusal(made)
     assert "at place 1 of the ring" in said and "at place 2 of the ring" in said
     log = parse_log("\n".join(f"h:1:2 [0] NCCL INFO Ring 00 : {(r - 1) % 5} -> {r} -> {(r + 1) % 5}" for r in range(5)))
     same(learnt(made, log=log).job, job, 2)
@@ -173,7 +122,7 @@ def test_one_rank_of_five_with_equal_chunks_has_two_places_in_the_ring() -> None
 def test_two_byte_parameters_need_their_type() -> None:
     job = ddp_job(count=[5000, 301], protocol="simple", dtype="bfloat16")
     made = generate(job, iterations=2)
-    said = _refusal(made)
+    said = refusal(made)
     assert "float16" in said and "bfloat16" in said
     same(learnt(made, Hints(dtype="bfloat16")).job, job, 2)
 
@@ -181,28 +130,28 @@ def test_two_byte_parameters_need_their_type() -> None:
 def test_calls_alone_are_not_cut_into_iterations_by_guess() -> None:
     job = example_job(count=[500, 301], protocol="simple", startup=False, rebuild=False)
     made = generate(job, iterations=3)
-    assert "explanations fit" in _refusal(made, Hints(dtype="float32"))
+    assert "explanations fit" in refusal(made, Hints(dtype="float32"))
     found = learnt(made, Hints(dtype="float32", buckets=(500, 301))).job
     assert placement(found, 2) == placement(job, 2)
-    assert "no program of calls" in _refusal(made, Hints(dtype="float32", buckets=(500, 302)))
+    assert "no program of calls" in refusal(made, Hints(dtype="float32", buckets=(500, 302)))
 
 
 def test_odd_counts_in_ll_are_two_numbers() -> None:
     job = example_job(count=499, protocol="ll", startup=False, rebuild=False)
     made = generate(job, iterations=1)
-    said = _refusal(made, Hints(dtype="float32"))
+    said = refusal(made, Hints(dtype="float32"))
     assert "AllReduce 499 float32" in said and "AllReduce 500 float32" in said
 
 
 def test_mid_stream() -> None:
     made = generate(ddp_job(count=5000), iterations=2, first_iteration=3)
-    assert "begins in mid-stream" in _refusal(made)
+    assert "begins in mid-stream" in refusal(made)
 
 
 @pytest.mark.parametrize("split", [True, False])
 def test_several_qps(split: bool) -> None:
     made = generate(ddp_job(count=5000, qps=2, split_data_on_qps=split), iterations=2)
-    assert "several QPs" in _refusal(made)
+    assert "several QPs" in refusal(made)
 
 
 def test_compressing_hook() -> None:
@@ -210,30 +159,30 @@ def test_compressing_hook() -> None:
     for calls in (job.collectives.iteration_0, job.collectives.steady):
         for call in calls:
             call.dtype = "float16"
-    assert "compressing communication hook" in _refusal(generate(job, iterations=2))
+    assert "compressing communication hook" in refusal(generate(job, iterations=2))
 
 
 def test_tree() -> None:
     job = ddp_job(ranks=4, count=5000, algorithm="tree", channels=2)
-    assert _refusal(generate(job, iterations=2, ports=[2]))
+    assert refusal(generate(job, iterations=2, ports=[2]))
 
 
 def test_nothing_of_nccl() -> None:
     made = generate(ddp_job(count=5000), iterations=1)
     made.ports[0] = []
-    assert "no NCCL collective" in _refusal(made)
+    assert "no NCCL collective" in refusal(made)
 
 
 def test_optimizer_without_parameters() -> None:
     job = example_job(count=500, protocol="simple", startup=False, rebuild=False)
     hints = Hints(optimizer=("sgd", {"lr": 0.1}), dtype="float32", buckets=(500,))
-    assert "not announced" in _refusal(generate(job, iterations=1), hints)
+    assert "not announced" in refusal(generate(job, iterations=1), hints)
 
 
 @pytest.mark.parametrize("word", ["NVLS", "PAT", "COLLNET_DIRECT"])
 def test_what_the_log_says_is_refused(word: str) -> None:
     log = parse_log(f"h:1:2 [0] NCCL INFO AllReduce: 20000 Bytes -> Algo {word} proto SIMPLE channel{{Lo..Hi}}={{0}}")
-    said = _refusal(generate(ddp_job(count=5000), iterations=1), log=log)
+    said = refusal(generate(ddp_job(count=5000), iterations=1), log=log)
     assert "NCCL chose" in said and "NCCL_" in said
 
 
