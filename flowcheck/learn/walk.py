@@ -175,11 +175,15 @@ class Walk:
         announced: set[Protocol] = set()
         raw = False
         for wire, place in self.places():
-            for message in wire.connection.messages[place.at : place.at + 1]:
+            ahead = wire.connection.messages[place.at : place.at + 2 * self.topology.ranks]
+            for steps, message in enumerate(ahead, 1):
+                if not message.size:  # an empty chunk says nothing, the one behind it does
+                    continue
                 kind, flag = head_flags(message.head, message.size)
-                if kind and flag == place.step + 1:
+                if kind and flag == place.step + steps:
                     return Protocol.LL if kind == "ll" else Protocol.LL128
-                raw |= message.size > 0 and not kind
+                raw |= not kind
+                break
             sizes = wire.connection.cts_sizes
             announced |= {CTS_PROTOCOL[s] for s in sizes if s in CTS_PROTOCOL}
         if raw or len(announced) != 1:
@@ -302,7 +306,7 @@ class Walk:
         room = self.topology.slot_bytes[Protocol.SIMPLE] * (2 if sliced else 1)
         if posted is not None and posted != room and posted in (room // 2, 2 * room):
             raise Mismatch(
-                f"channel {wire.channel}, rank {wire.src} -> {wire.dst}: {self._called(call)} has room for {room} bytes "
+                f"channel {wire.channel}, rank {wire.src} -> {wire.dst}: {self._called(call)} has {room} bytes of room "
                 f"a message, the receiver announced {posted}", self.explained,
             )  # fmt: skip
 

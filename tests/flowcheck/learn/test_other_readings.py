@@ -77,6 +77,18 @@ def test_connected_channels_decide_which_tree_a_channel_has() -> None:
     same(learnt(made, Hints(dtype="float32"), log).job, job, 3)
 
 
+def test_the_protocol_shows_behind_empty_chunks() -> None:
+    """Of 8 elements over 3 ranks the first chunks are empty: as SIMPLE of two ranks these would be 8 float64."""
+    job = bare_job(ranks=3, count=[8, 8], version="2.12.12", adaptive_routing=True)
+    made = generate(job, iterations=3, ports=[1], directions="in")
+    told = Hints(dtype="float32", buckets=(8, 8), version="2.12.12", ranks={"10.0.0.1": 0, "10.0.0.2": 1})
+    found = learnt(made, told)
+    assert found.job.communicator.protocol == "ll"
+    assert placement(found.job, 3).items() <= placement(job, 3).items()
+    with pytest.raises(UserError):
+        learnt(made, replace(told, dtype="float64"))
+
+
 # -- split communicators ---------------------------------------------------------------------------------
 
 
