@@ -31,7 +31,10 @@ from torch.nn import functional
 
 from flowcheck.errors import UserError
 
-__all__ = ["MODELS", "SCHEDULES", "Text", "Training", "make_optimizer", "make_schedule", "stage_of", "whole_model"]
+__all__ = [
+    "BACKENDS", "MODELS", "SCHEDULES", "Text", "Training", "loss_of", "make_optimizer", "make_schedule", "stage_of",
+    "whole_model",
+]
 
 VOCABULARY = 256  # bytes
 MODELS = {
@@ -43,7 +46,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
 }
 SCHEDULES = ("constant", "step", "cosine", "warmup")
-BACKENDS = ("softroce", "gloo")
+BACKENDS = ("softroce", "gloo")  # gloo tries the trainers without RoCE
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class Training:
     optimizer: name and torch's options; decay applies to matrices only, so AdamW has two groups. clip: largest norm
     of a stage's gradients, None: not clipped. loss_scale: first scale of torch.amp.GradScaler, None: none;
     overflow_at: iterations whose loss is made infinite, which GradScaler then skips. bucket_mb: DDP's.
-    backend: softroce, or gloo to try trainers without RoCE. softroce: settings of that backend.
+    softroce: settings of that backend (softroce/settings.py).
     """
 
     model: str = "gpt"
@@ -69,12 +72,11 @@ class Training:
     overflow_at: tuple[int, ...] = ()
     schedule: str = "constant"
     bucket_mb: float = 1.0
-    backend: str = "softroce"
     softroce: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 1
 
     def __post_init__(self) -> None:
-        for name, choices in (("model", MODELS), ("schedule", SCHEDULES), ("backend", BACKENDS)):
+        for name, choices in (("model", MODELS), ("schedule", SCHEDULES)):
             if getattr(self, name) not in choices:
                 self._refuse(name, f"{getattr(self, name)!r} is none of {', '.join(choices)}")
         if self.optimizer.get("name") not in OPTIMIZERS or "lr" not in self.optimizer:

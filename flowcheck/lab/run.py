@@ -1,15 +1,16 @@
-"""One run of the lab: trainers and nodes on a fabric, segment by segment, and the ledger of what came out.
+"""One run of the lab: trainers and nodes on a fabric, job after job, and the ledger of what came out.
 
-    with Fabric(config) as fabric, LabRun(fabric, job, out) as run:
-        run.start_nodes()                       the nodes listen, then the mirror starts
-        run.attach()                            a new communicator and DDP; trains until the nodes have the state
-        run.segment(30)                         goes on; between two segments nothing is in flight
-        run.segment(0, last=True)               trainers let go
+    with Fabric(config) as fabric, LabRun(fabric, out) as run:
+        run.start_nodes(job)                    the nodes listen, then the mirror starts
+        run.attach(job)                         the job begins, and trains until the nodes have its state
+        run.train(30)                           goes on; between two orders nothing is in flight
+        run.end()                               trainers let go
         run.finish_nodes()                      nodes say what they have, and end
         run.ledger.summary().all_equal
 
-Trainers run on one core, everything that is not training on another, where there are two. The run belongs to the thread
-that made it: processes are killed when that thread ends.
+`begin(job)` instead of `attach` trains without a node. Jobs may follow each other in the same processes, with nodes of
+their own or none. Trainers run on one core, everything that is not training on another, where there are two. The run
+belongs to the thread that made it: processes are killed when that thread ends.
 """
 
 from __future__ import annotations
@@ -54,26 +55,24 @@ class LabRun:
     """watch: called after every event with the ledger. node_settings: per table of node.toml, added to ours."""
 
     def __init__(
-        self, fabric: Fabric, job: Training, out: Path, *, watch: Callable[[Ledger], None] | None = None,
+        self, fabric: Fabric, out: Path, *, backend: str = "softroce", watch: Callable[[Ledger], None] | None = None,
         cores: Cores | None = None, checksums: int = 5, node_settings: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        if job.ranks != fabric.config.ranks:
-            raise UserError(f"the job has {job.ranks} ranks and the fabric {fabric.config.ranks}",
-                            where="flowcheck lab", remedy="give both the same number")  # fmt: skip
-        self.fabric, self.job, self.out = fabric, job, out
-        self.names = [f"stage{stage}" for stage in range(job.stages)] if job.stages > 1 else [""]
-        self.ledger = Ledger(job.data_ranks, self.names)
-        self.events: list[tuple[str, dict[str, Any]]] = []  # of the nodes, all of them
-        self.iterations: list[dict[str, Any]] = []  # of rank 0 of each stage, in order
+        self.fabric, self.out = fabric, out
+        self.ledger = Ledger(0, [])
+        self.events: list[tuple[str, dict[str, Any]]] = []  # of the nodes of this job, all of them
+        self.iterations: list[dict[str, Any]] = []  # of this job's first rank of each stage, in order
+        self._backend = backend
         self._watch = watch or (lambda ledger: None)
         self._cores = cores or Cores()
         self._checksums, self._node_settings = checksums, node_settings or {}
         self._children = Children()
         self._tails: dict[str, _Tail] = {}
         self._token = secrets.token_hex(16)
+        self._job: Training | None = None
         self._nodes: list[str] = []
         self._starts = 0
-        self._segments = -1  # number of fresh segments so far, as the trainers count
+        self._jobs = -1  # number of the current job
 
     def __enter__(self) -> Self:
         self.start_trainers()
@@ -91,23 +90,21 @@ class LabRun:
 
     @property
     def _trainers(self) -> list[str]:
-        return [f"rank {rank}" for rank in range(self.job.ranks)]
+        return [f"rank {rank}" for rank in range(self.fabric.config.ranks)]
 
     # -- trainers -------------------------------------------------------------------------------------------
 
     def start_trainers(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        path = self.out / "job.json"
-        path.write_text(json.dumps(self.job.to_dict(), indent=1) + "\n")
         for rank, name in enumerate(self._trainers):
-            settings = {"interface": "fab0", "address": f"10.77.0.{10 + rank}", **self.job.softroce}
-            command = [sys.executable, "-P", "-m", "flowcheck.lab.trainer", "--job", str(path), "--rank", str(rank),
-                       "--out", str(self.out)]  # fmt: skip
+            settings = {"interface": "fab0", "address": f"10.77.0.{10 + rank}"}
+            command = [sys.executable, "-P", "-m", "flowcheck.lab.trainer", "--rank", str(rank), "--ranks",
+                       str(self.fabric.config.ranks), "--backend", self._backend, "--out", str(self.out)]  # fmt: skip
             environment = {"FLOWCHECK_SOFTROCE": json.dumps(settings), "OMP_NUM_THREADS": "1"}
             self._start(name, f"r{rank}", command, self.out / f"rank{rank}.log", self._cores.trainers, environment)
             self._tails[name] = _Tail(self.out / f"rank{rank}.jsonl")
         ready: set[str] = set()
-        for name, event in self._children.events(lambda: len(ready) == self.job.ranks, START_SECONDS):
+        for name, event in self._children.events(lambda: len(ready) == len(self._trainers), START_SECONDS):
             if event.get("event") == "ready":
                 ready.add(name)
 
@@ -119,24 +116,42 @@ class LabRun:
                                         stdout=subprocess.PIPE, stderr=stderr)  # fmt: skip
         self._children.add(name, process, log)
 
-    def segment(self, iterations: int, *, attach: bool | None = None, last: bool = False) -> None:
-        """Train. attach None: go on as before; True, False: begin anew with a node, or without one."""
-        orders = self._orders() if attach else None
-        order = {"iterations": iterations, "fresh": attach is not None, "attach": orders, "last": last}
-        self._segments += attach is not None
+    def begin(self, job: Training, *, attach: bool = False) -> None:
+        """A job with new communicators, without a step of it. Raises UserError where it does not fit the lab."""
+        if job.ranks > len(self._trainers):
+            raise UserError(f"the job has {job.ranks} ranks and the lab {len(self._trainers)}", where="flowcheck lab",
+                            remedy="give both the same number")  # fmt: skip
+        self._follow()  # what is left of the job before
+        self._job, self._jobs = job, self._jobs + 1
+        self.ledger = Ledger(job.data_ranks, _names(job))
+        self.iterations = []
+        orders = self._attach_orders(job) if attach else None
+        begin = {"number": self._jobs, "job": job.to_dict(), "softroce": dict(job.softroce), "attach": orders}
+        self._order({"begin": begin})
+
+    def train(self, iterations: int) -> None:
+        """So many more iterations of the job."""
+        self._order({"iterations": iterations})
+
+    def end(self) -> None:
+        """Trainers let nodes and communicators go."""
+        self._order({"end": True})
+
+    def _order(self, order: dict[str, Any]) -> None:
         for name in self._trainers:
             self._children.tell(name, order)
         done: set[str] = set()
-        for name, event in self._children.events(lambda: len(done) == self.job.ranks, QUIET_SECONDS):
-            if event.get("event") == "segment":
+        for name, event in self._children.events(lambda: len(done) == len(self._trainers), QUIET_SECONDS):
+            if event.get("event") == "done":
                 done.add(name)
             self._take(name, event)
 
-    def attach(self, most: int = 60) -> int:
-        """Begin anew with the nodes, and train until every stage's node has the trainers' state; the iteration that
+    def attach(self, job: Training, most: int = 60) -> int:
+        """Begin a job with the nodes, and train until every stage's node has the trainers' state; the iteration that
         its first version will be of. Raises EnvironmentProblem if that takes more than `most` iterations."""
-        self.segment(ATTACHING, attach=True)
-        wanted = set(self.names)
+        self.begin(job, attach=True)
+        self.train(ATTACHING)
+        wanted = set(_names(job))
 
         def named(event: str) -> dict[str, dict[str, Any]]:
             return {said.get("name", ""): said for name, said in self.events
@@ -149,21 +164,21 @@ class LabRun:
                 said = "; ".join(str(event) for _, event in self.events[-3:])
                 raise EnvironmentProblem(f"no state was taken in {trained} iterations; the nodes said: {said}",
                                          where="flowcheck lab", remedy=f"see the logs in {self.out}")  # fmt: skip
-            self.segment(1)
+            self.train(1)
             trained += 1
             self._quietly(lambda: named("state").keys() >= wanted, 0.2)
         return max(said["iteration"] for said in named("state").values())
 
-    def _orders(self) -> dict[str, dict[str, Any]]:
+    def _attach_orders(self, job: Training) -> dict[str, dict[str, Any]]:
         """For each stage the arguments of flowcheck.attach."""
         if not self._nodes:
-            raise UserError("no node is running", where="segment", remedy="call start_nodes first")
+            raise UserError("no node is running", where="begin", remedy="call start_nodes first")
         return {
             str(stage): {
                 "node": f"10.78.0.{2 + (stage if self.fabric.config.nodes > 1 else 0)}:{CONTROL_PORT}",
                 "token": self._token, "every": self._checksums, "name": name,
             }
-            for stage, name in enumerate(self.names)
+            for stage, name in enumerate(_names(job))
         }  # fmt: skip
 
     def finish_trainers(self) -> None:
@@ -177,9 +192,10 @@ class LabRun:
 
     # -- nodes ----------------------------------------------------------------------------------------------
 
-    def start_nodes(self) -> None:
-        """Start the nodes, wait until they listen, and mirror."""
+    def start_nodes(self, job: Training) -> None:
+        """Start nodes for a job, wait until they listen, and mirror."""
         self._starts += 1
+        self.events = []
         config = self.fabric.config
         token = self.out / "token"
         token.touch(mode=0o600)
@@ -190,7 +206,7 @@ class LabRun:
             directory.mkdir()
             toml = directory / "node.toml"
             hashes = directory / "hashes.jsonl"
-            toml.write_text(self._toml(node, directory, token, hashes))
+            toml.write_text(self._toml(job, node, directory, token, hashes))
             command = [sys.executable, "-P", "-m", "flowcheck.node", "--config", str(toml), "--json"]
             role = config.roles[1 + config.ranks + node]
             self._start(name, role, command, directory / "log", self._cores.rest, {"OMP_NUM_THREADS": "1"})
@@ -203,12 +219,12 @@ class LabRun:
             self._take(name, event)
         self.fabric.start_mirror()
 
-    def _toml(self, node: int, directory: Path, token: Path, hashes: Path) -> str:
-        shared = self.job.stages if self.fabric.config.nodes == 1 else 1
+    def _toml(self, job: Training, node: int, directory: Path, token: Path, hashes: Path) -> str:
+        shared = job.stages if self.fabric.config.nodes == 1 else 1
         tables: dict[str, dict[str, Any]] = {
             "": {"name": self.fabric.config.name, "groups": shared},
             "control": {"listen": f"10.78.0.{2 + node}:{CONTROL_PORT}", "token_file": str(token)},
-            "capture": {"device": "af_packet:mir0", "path_mtu": self.fabric.config.path_mtu},
+            "capture": {"device": "af_packet:mir0", "path_mtu": job.softroce.get("mtu", 4096)},
             "replica": {"directory": str(self.fabric.shared), "keep": False},
             "output": {"directory": str(directory / "steps"), "keep_hashes": str(hashes)},
         }
@@ -223,8 +239,8 @@ class LabRun:
     def wait_for_nodes(self, iteration: int, seconds: float = 60.0) -> None:
         """Until the nodes have said what became of an iteration, of every stage; gives up in silence when nothing has
         been heard for `seconds`: the ledger then says what is missing."""
-        self._quietly(lambda: all(self.ledger.row(stage, iteration).verdict != "waiting"
-                                  for stage in range(self.job.stages)), seconds)  # fmt: skip
+        stages = range(len(self.ledger.names))
+        self._quietly(lambda: all(self.ledger.row(stage, iteration).verdict != "waiting" for stage in stages), seconds)
 
     def wait_for_event(self, event: str, seconds: float = 60.0, **fields: Any) -> dict[str, Any]:
         """The first event of a node that is like this, past or future. Raises EnvironmentProblem if none comes."""
@@ -251,7 +267,7 @@ class LabRun:
             self._take(name, event)
 
     def finish_nodes(self) -> list[int]:
-        """Let trainers go (`last` of the segment did), end the nodes in order; their exit statuses."""
+        """Stop mirroring, end the nodes in order; their exit statuses."""
         for name in self._nodes:
             self._children.let_end(name)
             self._children.process(name).send_signal(signal.SIGTERM)
@@ -268,26 +284,26 @@ class LabRun:
     def _take(self, name: str, event: dict[str, Any]) -> None:
         if name.startswith("node"):
             self.events.append((name, event))
-            if event.get("event") == "iteration" and event["published"] is not None:
+            if event.get("event") == "iteration":
                 self.ledger.status(event)
-        elif event.get("event") == "iteration" and event["rank"] % self.job.data_ranks == 0:
+        elif event.get("event") == "iteration" and self._job and event["rank"] % self._job.data_ranks == 0:
             self.iterations.append(event)
         self._follow()
         self._watch(self.ledger)
 
     def _follow(self) -> None:
-        """Read what is new in the hash files of this segment."""
+        """Read what is new in the hash files, of this job."""
         for name, tail in self._tails.items():
             for line in tail.lines():
                 if name.startswith("node"):
                     self.ledger.node(line)
-                elif line["segment"] == self._segments:
+                elif line["job"] == self._jobs:
                     self.ledger.trainer(line)
 
-    def new_ledger(self) -> None:
-        """Before a fresh segment whose iterations count from 0 again."""
-        self._follow()
-        self.ledger = Ledger(self.job.data_ranks, self.names)
+
+def _names(job: Training) -> list[str]:
+    """Under which name the node knows each stage."""
+    return [f"stage{stage}" for stage in range(job.stages)] if job.stages > 1 else [""]
 
 
 class _Tail:

@@ -28,7 +28,7 @@ from flowcheck.lab.view import Screen
 
 __all__ = ["LabOptions", "run_lab", "step_times"]
 
-SETTLING = 5  # first iterations of an arm: connections, DDP's second bucket layout, the state's upload
+SETTLING = 5  # first iterations of an arm without node: DDP's second bucket layout; attach takes as many
 ARMS = (True, False, False, True)  # with and without mirror and node, interleaved
 
 
@@ -48,33 +48,39 @@ def run_lab(options: LabOptions, console: Console) -> int:
     begin = time.monotonic()
     with _ended_in_order(), Fabric.of(options.fabric) as fabric:
         with Screen(console, _title(options)) as screen:
-            with LabRun(fabric, options.job, options.out, watch=screen) as run:
-                run.start_nodes()
+            with LabRun(fabric, options.out, watch=screen) as run:
+                run.start_nodes(options.job)
                 started = time.monotonic() - begin
-                first = run.attach()
-                run.segment(options.iterations, last=True)
+                first = run.attach(options.job)
+                run.train(options.iterations)
+                run.end()
                 run.wait_for_nodes(first + options.iterations - 1)
                 run.finish_nodes()
                 screen(run.ledger)
                 summary, events = run.ledger.summary(), [event for _, event in run.events]
                 trained = time.monotonic() - begin - started
-                times = step_times(run, options.arm) if options.arm else None
+                times = step_times(run, options.job, options.arm) if options.arm else None
                 run.finish_trainers()
         if times is not None:
             _say_step_times(times, console)
         return _say(options, summary, events, (started, trained), console)
 
 
-def step_times(run: LabRun, iterations: int) -> dict[bool, list[float]]:
-    """Seconds per step of every rank's slowest part, with mirror and node (True) and without, in alternating arms."""
+def step_times(run: LabRun, job: Training, iterations: int) -> dict[bool, list[float]]:
+    """Seconds per step, with mirror and node (True) and without, in alternating arms of the same job. A step is as long
+    as the rank takes that reports it; ranks wait for each other in every one."""
     times: dict[bool, list[float]] = {True: [], False: []}
     for arm in ARMS:
-        run.new_ledger()
         if arm:
-            run.start_nodes()
+            run.start_nodes(job)
+            run.attach(job)
+        else:
+            run.begin(job)
+            run.train(SETTLING)
         first = len(run.iterations)
-        run.segment(SETTLING + iterations, attach=arm, last=True)
-        times[arm] += [line["seconds"] for line in run.iterations[first:] if line["iteration"] >= SETTLING]
+        run.train(iterations)
+        times[arm] += [line["seconds"] for line in run.iterations[first:]]
+        run.end()
         if arm:
             run.finish_nodes()
     return times

@@ -1,14 +1,18 @@
 """What every rank of the lab runs: torch's own DistributedDataParallel, optimizer, clipping and GradScaler, unmodified.
 
-    python -P -m flowcheck.lab.trainer --job job.json --rank R --out DIR     (started by run.py in the rank's namespace)
+    python -P -m flowcheck.lab.trainer --rank R --ranks N --backend softroce --out DIR     (run.py, in the namespace)
 
-    stdin     one JSON object per line: {"iterations": N, "attach": {...} or null, "fresh": bool}; its end ends the rank
-    stdout    {"event": "ready"}, after every step {"event": "iteration", ...}, {"event": "segment"}: nothing in flight
+    stdin     one JSON object per line, below; its end ends the rank
+    stdout    {"event": "ready"}, after every step {"event": "iteration", ...}, {"event": "done"}: nothing in flight
     DIR/rankR.jsonl    per iteration the SHA-256 of every tensor of this rank's own state: what the replica must equal
 
-A segment is N iterations; `fresh` begins it with a new communicator and a new DDP, to which a node can attach
-("iteration" counts from there). No collective but DDP's own and the pipeline's send and recv is ever issued; ranks
-are brought together by run.py, which sends the next segment when all have finished the last.
+    {"begin": {"number": K, "job": {...}, "softroce": {...}, "attach": {...} or null}}    a job, with new communicators
+    {"iterations": N}           so many steps of it
+    {"end": true}               let the node and the communicators go
+
+A job may have fewer ranks than the lab: the rest is idle. "iteration" counts from the beginning of the job. No
+collective but DDP's own and the pipeline's send and recv is ever issued; ranks are brought together by run.py, which
+gives the next order when all have done the last.
 """
 
 from __future__ import annotations
@@ -20,9 +24,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 import torch
 import torch.distributed as dist
@@ -31,11 +35,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flowcheck
 from flowcheck.checkpoint import tensor_sha256
-from flowcheck.lab.jobs import Text, Training, loss_of, make_optimizer, make_schedule, stage_of
+from flowcheck.lab.jobs import BACKENDS, Text, Training, loss_of, make_optimizer, make_schedule, stage_of
 
-__all__ = ["Rank", "hashes", "main"]
+__all__ = ["Groups", "Rank", "Worker", "hashes", "main"]
 
 PORT = 29500
+SETTINGS = "FLOWCHECK_SOFTROCE"
 
 
 def hashes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, str]]:
@@ -49,11 +54,31 @@ def hashes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict
     return {"tensors": {name: tensor_sha256(value) for name, value in model.state_dict().items()}, "optimizer": state}
 
 
-class Rank:
-    """One rank's state over all segments: model, optimizer, schedule, scaler, and the DDP of the current segment."""
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of a job: every rank of the lab makes all of them, in the same order, and is in some."""
 
-    def __init__(self, job: Training, rank: int, out: TextIO) -> None:
-        self.job, self.rank, self._out = job, rank, out
+    stages: list[Any]
+    pipes: list[Any]  # between neighbouring stages, per place: communicators of their own, as Megatron's have
+
+    @classmethod
+    def make(cls, job: Training) -> Self:
+        stages = [dist.new_group(job.group(stage)) for stage in range(job.stages)]
+        pairs = [(job.group(stage)[i], job.group(stage + 1)[i])
+                 for stage in range(job.stages - 1) for i in range(job.data_ranks)]  # fmt: skip
+        return cls(stages, [dist.new_group(list(pair)) for pair in pairs])
+
+    def destroy(self) -> None:
+        for group in [*self.stages, *self.pipes]:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
+
+
+class Rank:
+    """One rank's part of one job: a pipeline stage in DDP, its optimizer, schedule and scaler."""
+
+    def __init__(self, job: Training, rank: int, number: int, groups: Groups, out: TextIO) -> None:
+        self.job, self.rank, self._number, self._groups, self._out = job, rank, number, groups, out
         self.stage, self.data_rank = divmod(rank, job.data_ranks)
         self.model, self._shape = stage_of(job, self.stage)
         self.model.train()
@@ -64,52 +89,28 @@ class Rank:
             self.scaler = torch.amp.GradScaler("cpu", init_scale=job.loss_scale, growth_interval=4)
             self.scaler.scale(torch.zeros(()))  # it is made by the first loss, and only the last stage has losses
         self._text = Text(job)
-        self._steps = self._iteration = 0  # since the start; since DDP was made
-        self._segment = -1
-        self._ddp: DistributedDataParallel | None = None
-        self._group: Any = None
+        self._iteration = 0
+        group = groups.stages[self.stage]
+        self._ddp = DistributedDataParallel(self.model, process_group=group, bucket_cap_mb=job.bucket_mb)
         self._attachment: Any = None
-        # Pipes between neighbouring stages have communicators of their own, as Megatron's have.
-        self._pipes = [
-            dist.new_group([job.group(stage)[i], job.group(stage + 1)[i]])
-            for stage in range(job.stages - 1) for i in range(job.data_ranks)
-        ]  # fmt: skip
 
-    def segment(self, order: dict[str, Any]) -> None:
-        if order.get("fresh") or self._ddp is None:
-            self._begin(order.get("attach"))
-        for _ in range(order["iterations"]):
-            self._step()
-        if order.get("last"):
-            self._end()
-        say({"event": "segment", "rank": self.rank})
+    def attach(self, settings: dict[str, Any]) -> None:
+        self._attachment = flowcheck.attach(self._ddp, self.optimizer, **settings)
 
-    def _begin(self, attach: dict[str, Any] | None) -> None:
-        self._end()
-        groups = [dist.new_group(self.job.group(stage)) for stage in range(self.job.stages)]
-        self._group = groups[self.stage]
-        self._iteration, self._segment = 0, self._segment + 1
-        self._ddp = DistributedDataParallel(self.model, process_group=self._group, bucket_cap_mb=self.job.bucket_mb)
-        if attach is not None:
-            self._attachment = flowcheck.attach(self._ddp, self.optimizer, **attach[str(self.stage)])
-
-    def _end(self) -> None:
+    def close(self) -> None:
         if self._attachment is not None:
             self._attachment.close()
             self._attachment = None
-        self._ddp = None
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
 
     # -- one step -------------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
+    def step(self) -> None:
         begin = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
         loss = 0.0
         for micro in range(self.job.accumulate):
-            with self._synchronised(micro == self.job.accumulate - 1):
+            last = micro == self.job.accumulate - 1
+            with contextlib.nullcontext() if last else self._ddp.no_sync():
                 loss += self._micro(micro) / self.job.accumulate
         scale = self.scaler.get_scale() if self.scaler is not None else None
         if self.scaler is not None:
@@ -130,27 +131,19 @@ class Rank:
             self.schedule.step()
         seconds = time.perf_counter() - begin
         line = {
-            "segment": self._segment, "iteration": self._iteration, "step": self._steps, "rank": self.rank,
-            "stage": self.stage, "seconds": seconds, "loss": loss, "skipped": skipped, "clip": coefficient,
-            "scale": scale, "buffers": [name for name, _ in self.model.named_buffers()],
+            "job": self._number, "iteration": self._iteration, "rank": self.rank, "stage": self.stage,
+            "seconds": seconds, "loss": loss, "skipped": skipped, "clip": coefficient, "scale": scale,
+            "buffers": [name for name, _ in self.model.named_buffers()],
         }  # fmt: skip
         self._out.write(json.dumps({**line, **hashes(self.model, self.optimizer)}) + "\n")
         self._out.flush()
         say({"event": "iteration", **line})
         self._iteration += 1
-        self._steps += 1
-
-    @contextlib.contextmanager
-    def _synchronised(self, last: bool) -> Iterator[None]:
-        assert self._ddp is not None
-        with contextlib.nullcontext() if last else self._ddp.no_sync():
-            yield
 
     def _micro(self, micro: int) -> float:
         """Forward and backward of one micro-batch through this stage; the loss where it is known, else 0."""
-        assert self._ddp is not None
         job = self.job
-        inputs, targets = self._text.batch(self.data_rank, self._steps, micro)
+        inputs, targets = self._text.batch(self.data_rank, self._iteration, micro)
         if self.stage:
             inputs = torch.empty(self._shape)
             dist.recv(inputs, self.rank - job.data_ranks, group=self._pipe(self.stage - 1))
@@ -166,7 +159,7 @@ class Rank:
             loss = loss_of(output, targets)
             value = loss.item()
             scaled = self.scaler.scale(loss) if self.scaler is not None else loss
-            if self._steps in job.overflow_at:
+            if self._iteration in job.overflow_at:
                 scaled = scaled * torch.inf
             (scaled / job.accumulate).backward()
         if self.stage:
@@ -176,7 +169,7 @@ class Rank:
 
     def _pipe(self, stage: int) -> Any:
         """Between a stage and the next, at this rank's place."""
-        return self._pipes[stage * self.job.data_ranks + self.data_rank]
+        return self._groups.pipes[stage * self.job.data_ranks + self.data_rank]
 
     def _clip(self) -> float | None:
         """Clip as torch does; what it multiplied by, in the precision it used."""
@@ -185,8 +178,45 @@ class Rank:
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip)
         return float(torch.clamp(self.job.clip / (norm + 1e-6), max=1.0))
 
-    def close(self) -> None:
-        self._end()
+
+class Worker:
+    """The process: jobs one after the other."""
+
+    def __init__(self, rank: int, out: TextIO) -> None:
+        self._rank, self._out = rank, out
+        self._place = json.loads(os.environ[SETTINGS])  # interface and address; the rest is the job's
+        self._groups: Groups | None = None
+        self._member: Rank | None = None
+
+    def obey(self, order: dict[str, Any]) -> None:
+        if "begin" in order:
+            self._begin(**order["begin"])
+        for _ in range(order.get("iterations", 0)):
+            if self._member is not None:
+                self._member.step()
+        if order.get("end"):
+            self.end()
+        say({"event": "done", "rank": self._rank})
+
+    def _begin(
+        self, number: int, job: dict[str, Any], softroce: dict[str, Any], attach: dict[str, Any] | None
+    ) -> None:
+        self.end()
+        training = Training.from_dict(job)
+        os.environ[SETTINGS] = json.dumps(self._place | softroce)
+        self._groups = Groups.make(training)
+        if self._rank < training.ranks:
+            self._member = Rank(training, self._rank, number, self._groups, self._out)
+            if attach is not None:
+                self._member.attach(attach[str(self._member.stage)])
+
+    def end(self) -> None:
+        if self._member is not None:
+            self._member.close()
+            self._member = None
+        if self._groups is not None:
+            self._groups.destroy()
+            self._groups = None
 
 
 def say(event: dict[str, Any]) -> None:
@@ -195,27 +225,27 @@ def say(event: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="One rank of a lab run; run.py starts it.")
-    parser.add_argument("--job", type=Path, required=True)
-    parser.add_argument("--rank", type=int, required=True)
+    for name in ("--rank", "--ranks"):
+        parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--backend", choices=BACKENDS, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--master", default="10.78.0.10")
     options = parser.parse_args()
-    job = Training.from_dict(json.loads(options.job.read_text()))
     torch.set_num_threads(1)
-    if job.backend == "softroce":
+    if options.backend == "softroce":
         importlib.import_module("flowcheck.lab.softroce")  # registers itself with torch.distributed
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "fab0")
-    dist.init_process_group(job.backend, init_method=f"tcp://{options.master}:{PORT}", rank=options.rank,
-                            world_size=job.ranks)  # fmt: skip
+    dist.init_process_group(options.backend, init_method=f"tcp://{options.master}:{PORT}", rank=options.rank,
+                            world_size=options.ranks)  # fmt: skip
     with (options.out / f"rank{options.rank}.jsonl").open("w") as out:
-        rank = Rank(job, options.rank, out)
-        say({"event": "ready", "rank": options.rank, "parameters": sum(p.numel() for p in rank.model.parameters())})
+        worker = Worker(options.rank, out)
+        say({"event": "ready", "rank": options.rank})
         try:
             for line in sys.stdin:
-                rank.segment(json.loads(line))
+                worker.obey(json.loads(line))
         finally:
-            rank.close()
+            worker.end()
     dist.destroy_process_group()
     return 0
 

@@ -8,6 +8,8 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -18,9 +20,9 @@ from flowcheck.lab.fabric import Fabric, FabricConfig, clear
 _numbers = itertools.count()
 
 
-@pytest.fixture
-def lab_name() -> Iterator[str]:
-    """A name that nobody else has. Whatever of it is left after the test is removed."""
+@contextmanager
+def named() -> Iterator[str]:
+    """A name that nobody else has. Whatever of it is left at the end is removed."""
     try:
         netns.require()
     except EnvironmentProblem as problem:
@@ -28,6 +30,19 @@ def lab_name() -> Iterator[str]:
     name = f"t{os.getpid():x}n{next(_numbers)}"
     yield name
     clear(name)
+
+
+@pytest.fixture
+def lab_name() -> Iterator[str]:
+    with named() as name:
+        yield name
+
+
+@contextmanager
+def lab_of(**config: Any) -> Iterator[Fabric]:
+    """A fabric for longer than one test."""
+    with named() as name, Fabric(FabricConfig(name=name, **config)) as fabric:
+        yield fabric
 
 
 @pytest.fixture

@@ -26,10 +26,11 @@ def test_every_setting_over_softroce_as_over_gloo(fabric, tmp_path: Path) -> Non
     size = {"width": 32, "layers": 2, "context": 16}
     lab = fabric(ranks=4, mirrored=())
     for backend in ("softroce", "gloo"):
-        job = Training(size=size, ranks=4, stages=2, backend=backend, **SETTINGS)
-        with LabRun(lab, job, tmp_path / backend) as run:
-            run.segment(STEPS - 3, attach=False)
-            run.segment(3, attach=False, last=True)
+        with LabRun(lab, tmp_path / backend, backend=backend) as run:
+            run.begin(Training(size=size, ranks=4, stages=2, **SETTINGS))
+            run.train(STEPS - 3)
+            run.train(3)
+            run.end()
             run.finish_trainers()
     for rank in range(4):
         over, other = lines(tmp_path / "softroce", rank), lines(tmp_path / "gloo", rank)
@@ -47,8 +48,8 @@ def test_every_setting_over_softroce_as_over_gloo(fabric, tmp_path: Path) -> Non
 def test_a_rank_that_dies_is_named_with_its_log(fabric, tmp_path: Path) -> None:
     job = Training(model="mlp", ranks=2, softroce={"protocol": "none such"})
     with pytest.raises(EnvironmentProblem, match=r"rank \d ended with status 1(.|\n)*none such"):
-        with LabRun(fabric(ranks=2, mirrored=()), job, tmp_path):
-            pass
+        with LabRun(fabric(ranks=2, mirrored=()), tmp_path) as run:
+            run.begin(job)
 
 
 @pytest.mark.parametrize("model", ["gpt", "conv", "mlp"])
