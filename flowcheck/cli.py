@@ -1,7 +1,7 @@
 """The `flowcheck` command: options in, one exit status out. No logic lives here.
 
-Exit status: 0 done and proven; 1 done, but something asked for is incomplete; 2 the request is wrong;
-3 the environment said no; 70 a bug of ours; 130 interrupted.
+Exit status: 0 done and complete (what that rests on besides the wire is marked `unproven` in the report); 1 done, but
+something asked for is incomplete; 2 the request is wrong; 3 the environment said no; 70 a bug of ours; 130 interrupted.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ def test_training_run_with_no_job_file_and_no_weights(capture, tmp_path: Path) -
     written = json.loads((tmp_path / "learnt" / "step-000020" / "manifest.json").read_text())
     assert written["files"]["model.safetensors"]["tensors"]["parameter.0"]["sha256"] == WEIGHT
     assert written["files"]["model.safetensors"]["tensors"]["parameter.0"]["shape"] == [1, 5000]
+    assert report["learnt"]["doubts"] and set(report["learnt"]["doubts"]) < set(report["unproven"])
     assert {"flows", "protocol", "nccl_version", "calls", "check"} <= {i["what"] for i in report["learnt"]["items"]}
     assert all(i["confidence"] in ("certain", "probable", "given", "none") for i in report["learnt"]["items"])
 

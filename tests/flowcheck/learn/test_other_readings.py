@@ -77,6 +77,14 @@ def test_connected_channels_decide_which_tree_a_channel_has() -> None:
     same(learnt(made, Hints(dtype="float32"), log).job, job, 3)
 
 
+def test_a_tree_of_four_ranks_with_its_flows_given() -> None:
+    job = ddp_job(ranks=4, count=[5000, 301], algorithm="tree", channels=2)
+    made = generate(job, iterations=3, ports=[2])
+    found = learnt(made, Hints(given=job)).job
+    assert found.communicator.algorithm == "tree"
+    same(found, job, 3)
+
+
 def test_the_protocol_shows_behind_empty_chunks() -> None:
     """Of 8 elements over 3 ranks the first chunks are empty: as SIMPLE of two ranks these would be 8 float64."""
     job = bare_job(ranks=3, count=[8, 8], version="2.12.12", adaptive_routing=True)
