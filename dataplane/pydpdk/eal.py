@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import errno
 import os
+import resource
 import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from dataplane.pydpdk.resource import Resource
 __all__ = ["DEFAULT_MEMORY_MB", "Eal", "available_bytes", "eal_arguments", "free_huge_pages"]
 
 DEFAULT_MEMORY_MB = 256
+EAL_ADDRESSES_MB = 64  # threads, tables
+EAL_HUGE_ADDRESSES_MB = 1 << 20  # it reserves addresses for all huge pages that there could ever be
 HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
 NODES = Path("/sys/devices/system/node")
 
@@ -97,6 +100,17 @@ def _choose_memory(memory_mb: int, huge: bool | None, node: int) -> _Memory:
             f"echo {-(-memory_mb // 2)} > {file} (2 MB pages), or run without huge pages",
         )
     chosen = _Memory(free_mb >= memory_mb if huge is None else huge, free_mb)
+    # With less, EAL of 23.11 tries one address after the other, practically for ever.
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if most != resource.RLIM_INFINITY:
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        wanted = EAL_HUGE_ADDRESSES_MB if chosen.huge else memory_mb + EAL_ADDRESSES_MB
+        if mapped + (wanted << 20) > most:
+            raise NotEnoughMemory(
+                f"starting DPDK: it wants {wanted} MB of addresses, this process has {mapped >> 20} MB of at most "
+                f"{most >> 20} MB",
+                "ulimit -v unlimited",
+            )
     # Asked for more than there is, --no-huge ends in a segmentation fault inside rte_eal_init.
     if not chosen.huge and memory_mb > (available := available_bytes() >> 20):
         raise NotEnoughMemory(

@@ -17,10 +17,11 @@ from dataplane.pydpdk import free_huge_pages
 from dataplane.pydpdk.eal import eal_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
+LIBRARIES = {key: value for key, value in os.environ.items() if key == "LD_LIBRARY_PATH"}  # a DPDK of one's own
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 REPLAY = """
 from dataplane.capture import PcapSource
-from dataplane.pydpdk import DpdkError, Eal, NotEnoughMemory
+from dataplane.pydpdk import DpdkError, Eal, NotEnoughMemory, free_huge_pages
 from dataplane.reader import RingReader
 import os, sys, threading
 
@@ -39,7 +40,7 @@ def run(body, path, **options):
     return subprocess.run(
         [sys.executable, "-c", REPLAY + textwrap.dedent(body), str(path)],
         cwd=ROOT, capture_output=True, text=True, timeout=60,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}, **options,
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)} | LIBRARIES, **options,
     )  # fmt: skip
 
 
@@ -249,12 +250,9 @@ def test_sources_left_open_at_exit(capture):
 def test_failed_start_says_why_and_is_final(capture):
     done = run(
         """
-        import resource
-        mapped = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + (40 << 20),) * 2)  # no room for EAL's 64 MB
-        for memory_mb in (1 << 22, 64, 64):
+        for memory_mb, devices in ((1 << 22, ()), (64, ("nonsense",)), (64, ())):
             try:
-                Eal.start(memory_mb=memory_mb, huge=False)
+                Eal.start(memory_mb=memory_mb, huge=False, devices=devices)
             except DpdkError as exc:
                 print(str(exc).splitlines()[0])
         """,
@@ -263,8 +261,31 @@ def test_failed_start_says_why_and_is_final(capture):
     assert done.returncode == 0, done.stderr
     too_much, first, second = done.stdout.splitlines()
     assert "4194304 MB asked for" in too_much
-    assert "starting DPDK (--no-huge" in first
+    assert "starting DPDK (--no-huge" in first and "-a nonsense" in first
     assert "an earlier start in this process failed" in second
+
+
+def test_too_few_addresses(capture):
+    out = succeeds(
+        """
+        import resource
+        mapped = int(open("/proc/self/statm").read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        most = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (mapped + (100 << 20), most[1]))
+        for huge in (False, *([True] if sum(free_huge_pages().values()) > 32 else [])):
+            try:
+                Eal.start(memory_mb=64, huge=huge)
+            except NotEnoughMemory as exc:
+                assert "MB of addresses" in str(exc) and "ulimit -v" in str(exc), exc
+            else:
+                raise AssertionError(huge)
+        resource.setrlimit(resource.RLIMIT_AS, most)
+        with Eal.start(memory_mb=64, huge=False) as eal:
+            print(replay(eal, path))
+        """,
+        capture,
+    )
+    assert out == "500\n"
 
 
 def test_arguments():
