@@ -8,7 +8,7 @@
 Traps handled here. net_af_packet cuts frames that are larger than its `framesz` (2048 by default): framesz is
 set by the interface's MTU. It wants packet buffers as large as framesz (sockets.py has the rest of its traps).
 net_af_xdp refuses large MTUs, receives nothing at 3000, and nothing at all on veth with busy polling
-(busy_budget), wants a pool of its own with small buffers, and (22.11) keeps the interface's queue until the
+(busy_budget), wants a pool of its own with small buffers, and (before 24.11) keeps the interface's queue until the
 process ends, so an interface is captured once per process.
 """
 
