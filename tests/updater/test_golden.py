@@ -1,0 +1,135 @@
+"""Our CUDA orders against what a GPU computed (tests/golden/cuda-VERSION.json, by make_cuda.py), where there is one.
+
+The way from vectors to a verdict is tested without a GPU: vectors made on the CPU are compared with the CPU orders.
+"""
+import hashlib
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flowcheck.manifest import BucketSlice
+from updater.dialects import Dialect
+from updater.layout import Layout
+from updater.optimizers import OptimizerSpec
+from updater.replica import Replica
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+_spec = importlib.util.spec_from_file_location("flowcheck_golden", GOLDEN / "make_cuda.py")
+golden = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(golden)
+
+
+def compare(case, dialect):
+    """The first place where the replica's digests differ from the case's, or ""."""
+    names = [f"p{i}" for i in range(len(golden.SIZES))]
+    spec = OptimizerSpec.check(case["optimizer"], [(names, case["options"])], fused=dialect.fused)
+    start = {n: golden.inputs(0, size) for n, size in zip(names, golden.SIZES, strict=True)}
+    replica = Replica(start, spec, dialect=dialect, slots=2)
+    slices, reach = [], 0
+    for name, tensor in start.items():
+        slices.append(BucketSlice(name, reach, tensor.numel()))
+        reach += tensor.numel()
+    layout = Layout([slices], {n: t.shape for n, t in start.items()}, [reach])
+    for step, wanted in enumerate(case["steps"], start=1):
+        slot = replica.build(step, layout)
+        data = torch.cat([golden.inputs(step, size) for size in golden.SIZES])
+        slot.apply(0, data.to(golden.DTYPES[case["dtype"]]))
+        replica.publish(slot)
+        for key, digest in wanted.items():
+            if key == "parameters":
+                mine = [slot.parameters[n] for n in names]
+            else:
+                mine = [slot.optimizer_state[n][key] for n in names]
+            if golden.digest(mine) != digest:
+                return f"{case['optimizer']} {case['form']} {case['options']} {case['dtype']}: step {step}, {key}"
+    return ""
+
+
+def recorded(file):
+    data = json.loads(file.read_text())
+    table = {float(beta): powers for beta, powers in data["powers"].items()}
+
+    def powf(beta, step):
+        return table[beta][step - 1]
+
+    dialects = {
+        "foreach": Dialect("torch-cuda-foreach", data["torch"]),
+        "fused": Dialect("torch-cuda-fused", data["torch"], device_powf=powf),
+    }
+    return data, dialects
+
+
+def test_the_cuda_orders_are_the_gpus():
+    files = sorted(GOLDEN.glob("cuda-*.json"))
+    if not files:
+        pytest.skip("no vectors of a GPU in tests/golden (make_cuda.py makes them): the CUDA dialects stay unproven")
+    for file in files:
+        data, dialects = recorded(file)
+        differ = []
+        for case in data["cases"]:
+            # A single tensor at a time is an order of its own, recorded and refused; SGD has no fused kernel here.
+            if case["form"] in dialects and not (case["form"] == "fused" and case["optimizer"] == "sgd"):
+                differ.append(compare(case, dialects[case["form"]]))
+        assert len(differ) > 20 and not any(differ), f"{file.name}: {[d for d in differ if d]}"
+
+
+def test_a_dialect_is_proven_only_where_there_are_vectors():
+    """Who adds the vectors of a version marks it as proven, and nobody else does."""
+    have = {tuple(f.stem.removeprefix("cuda-").split(".")) for f in GOLDEN.glob("cuda-*.json")}
+    for name in ("torch-cuda-foreach", "torch-cuda-fused"):
+        for minor in range(20):
+            assert bool(Dialect(name, f"2.{minor}.0").unproven) == (("2", str(minor)) not in have)
+
+
+@pytest.mark.parametrize(
+    ("form", "name"), [("single", "torch-cpu"), ("foreach", "torch-cpu"), ("fused", "torch-cpu-fused")]
+)
+@pytest.mark.parametrize("optimizer", golden.CLASSES)
+def test_vectors_made_here_are_ours(optimizer, form, name):
+    for options in golden.OPTIONS[optimizer]:
+        for dtype in golden.DTYPES:
+            steps = golden.case(optimizer, form, options, dtype, "cpu", 6)
+            case = {"optimizer": optimizer, "form": form, "options": options, "dtype": dtype, "steps": steps}
+            assert compare(case, Dialect(name)) == ""
+
+
+def test_a_wrong_order_is_seen():
+    options = golden.OPTIONS["adamw"][1]
+    steps = golden.case("adamw", "single", options, "float32", "cpu", 6)
+    case = {"optimizer": "adamw", "form": "single", "options": options, "dtype": "float32", "steps": steps}
+    for dialect in (Dialect("torch-cuda-foreach"), Dialect("torch-cuda-fused")):
+        assert "adamw single" in compare(case, dialect)
+
+
+def test_inputs_are_the_same_everywhere():
+    """Eight decades, zeros, both signs; and the bits, which a machine with a GPU has to make alike."""
+    values = golden.inputs(3, 65537).numpy()
+    assert (values == 0).mean() > 0.05 and (values < 0).mean() > 0.4 and np.isfinite(values).all()
+    sizes = np.abs(values[values != 0])
+    assert sizes.max() < 2 and sizes.min() < 1e-7
+    assert (golden.inputs(0, 1000) != 0).all()
+    digest = hashlib.sha256(values.tobytes()).hexdigest()
+    assert digest == "8706e5e4c061a50fc57b7c6db6ce7b7fb8c34adf81a1970026d0ad200737d48e"
+
+
+def test_the_devices_powers_reach_the_kernel():
+    """torch-cuda-fused with another power gives other bits: the table of the vectors is really used."""
+    case = {"optimizer": "adam", "form": "fused", "options": {"lr": 1e-3}, "dtype": "float32", "steps": []}
+    plain = golden_steps(case, Dialect("torch-cuda-fused"))
+    right, wrong = ((lambda b, s, f=f: f * float(np.float32(np.float32(b) ** s))) for f in (1, 0.99))
+    same = golden_steps(case, Dialect("torch-cuda-fused", device_powf=right))
+    other = golden_steps(case, Dialect("torch-cuda-fused", device_powf=wrong))
+    assert plain == same != other
+
+
+def golden_steps(case, dialect):
+    spec = OptimizerSpec.check(case["optimizer"], [(["p"], case["options"])], fused=True)
+    replica = Replica({"p": golden.inputs(0, 1000)}, spec, dialect=dialect, slots=2)
+    slot = replica.build(1, Layout([[BucketSlice("p", 0, 1000)]], {"p": (1000,)}, [1000]))
+    slot.apply(0, golden.inputs(1, 1000))
+    replica.publish(slot)
+    return golden.digest([slot.parameters["p"]])
