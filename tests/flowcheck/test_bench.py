@@ -44,6 +44,20 @@ def test_rows_of_the_command() -> None:
             assert {f"place.{protocol}.{mtu}{kind}" for kind in ("", ".kernel", ".icrc")} <= set(names)
 
 
+def test_rows_of_adam() -> None:
+    done = bench("adam", "--json", "--rounds", "2", "--megabytes", "4")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert all(well_formed(row) for row in rows)
+    kinds = {"torch-cpu", "torch-cpu.bf16", "torch-cuda-foreach", "torch-cuda-foreach.bf16", "in-place"}
+    kinds |= {"torch-single", "torch-foreach", "torch-fused"}
+    wanted = {f"adam.{shape}.{threads}t.{kind}" for shape in ("flat", "200") for threads in (1, 2) for kind in kinds}
+    assert {row["name"] for row in rows} == wanted
+    targets = {row["name"]: row["target"] for row in rows if row["target"] is not None}
+    assert targets["adam.flat.1t.torch-cpu"] == 0.95 and targets["adam.200.1t.torch-cpu.bf16"] == 0.93
+    assert targets["adam.flat.2t.torch-single"] == 2.5
+
+
 def test_an_unknown_name_is_refused() -> None:
     done = bench("speed")
     assert done.returncode == 2 and "parse" in done.stderr and "Traceback" not in done.stderr

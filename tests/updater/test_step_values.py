@@ -82,6 +82,48 @@ def test_schedules_and_clipping(fused):
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_schedules_of_betas_momentum_and_decay(name):
+    """OneCycleLR moves beta1 or momentum with the rate; the decay is changed by hand, as some recipes do."""
+    extra = ({"momentum": 0.9}, {"momentum": 0.8}) if name == "sgd" else ({}, {})
+    pair = Pair(name, options=tuple({"lr": 1e-2, **each} for each in extra))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(pair.optimizer, [0.1, 0.01], total_steps=12)
+    seen = set()
+    for t in range(10):
+        for group in pair.optimizer.param_groups:
+            group["weight_decay"] = 0.05 * (t % 3)
+        keys = ("lr", "weight_decay", "momentum" if name == "sgd" else "betas")
+        values = tuple({key: group[key] for key in keys} for group in pair.optimizer.param_groups)
+        seen.add(str(values))
+        g = pair.gradients()
+        for n, twin in pair.twins.items():
+            twin.grad = g[n].clone()
+        pair.optimizer.step()
+        scheduler.step()
+        pair.step(g, StepValues(groups=values))
+        pair.check()
+    assert len(seen) == 10
+
+
+def test_amp_unscale_then_clip():
+    pair = Pair("adamw", options=({"lr": 1e-2}, {"lr": 1e-3}))
+    scaler = torch.amp.GradScaler("cpu", init_scale=3000.0)
+    for _ in range(4):
+        g = pair.gradients()
+        scaler.scale(torch.zeros((), requires_grad=True))
+        for n, twin in pair.twins.items():
+            twin.grad = g[n].clone()
+        scaler.unscale_(pair.optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(pair.twins.values(), 1e-3)
+        scale = scaler.get_scale()
+        scaler.step(pair.optimizer)
+        scaler.update()
+        clip = float(torch.clamp(1e-3 / (norm + 1e-6), max=1.0))
+        assert clip < 1
+        pair.step(g, StepValues(loss_scale=scale, clip=clip))
+        pair.check()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_amp_unscales_and_skips(name):
     options = ({"lr": 1e-2, "momentum": 0.9}, {"lr": 1e-3}) if name == "sgd" else ({"lr": 1e-2}, {"lr": 1e-3})
     pair = Pair(name, options=options)
