@@ -143,6 +143,16 @@ cdef struct FlowState:   # one flow as one stream sees it
     uint64_t last_ns     # capture time of the newest packet
     uint64_t start_psn   # where this flow's history begins
     uint8_t keeps        # `ahead` carries final bytes
+    uint8_t unused[7]
+    # the line that packets to be placed need as well: where those of `ahead` go, see lay_track()
+    uint64_t track_end   # first PSN that is not so plain; 0: none is
+    uint64_t track_psn   # its first packet goes to
+    uint8_t *track_to    # ... these bytes,
+    uint64_t track_cell  # which are these cells of
+    uint64_t *track_cover  # ... this stream's bitmap
+    uint64_t track_flag
+    uint32_t track_bytes # data bytes of a packet; whole cells
+    uint8_t track_protocol, unused_too[3]
     # counted: the PSN's origin is known. anchored: a witness has agreed with the count since.
     uint64_t messages    # generated so far; the window holds the last WINDOW of them
     uint64_t current     # number (in `messages` counting) of the message last hit
