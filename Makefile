@@ -20,8 +20,8 @@ MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)
 help:   ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
 
-demo: build hugepages   ## replay a small capture into a proven checkpoint
-	$(BIN)/python -P tools/demo.py pcaps/ring2-ll pcaps/ring4-simple
+demo: build hugepages   ## train, mirror, follow on this machine (needs root; else: replay captures)
+	$(BIN)/python -P tools/demo.py --lab pcaps/ring2-ll pcaps/ring4-simple
 
 test: lint hugepages   ## everything a merge needs: lint, layers, tests (skips say why)
 	$(BIN)/python -m pytest -m "not slow"

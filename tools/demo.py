@@ -1,4 +1,8 @@
-"""`make demo`: a small capture becomes a checkpoint, and somebody else says whether it is right.
+"""`make demo`: a live training job is followed by a checkpoint node; or a small capture becomes a checkpoint.
+
+With --lab, as root: `flowcheck lab run` (docs/lab.md). Four ranks train over RoCEv2 in network namespaces, three of
+their switch ports are mirrored to a node, and the replica of every iteration is compared with the trainers' own state.
+Where that cannot be done the demo says why and shows the following instead, whose last line claims no more than it is:
 
 The capture goes through `flowcheck replay` as any other would. Then the job is trained again from the seed
 in the truth file, with plain torch.optim and without packets, parser, arena or updater; every tensor of the
@@ -22,6 +26,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from flowcheck.errors import EnvironmentProblem
+from flowcheck.lab import netns
 from flowcheck.manifest import Job
 from flowcheck.synth import Synthesis, generate
 
@@ -101,11 +107,37 @@ def prove(name: Path, out: Path) -> bool:
     return True
 
 
+def lab_impossible() -> str:
+    """Why no lab can be built here, in one sentence, or ""."""
+    try:
+        netns.require()
+    except EnvironmentProblem as problem:
+        return problem.what
+    return ""
+
+
+def train_live(out: Path) -> int:
+    """The command a user would run. Its last lines are the proof, its exit status says whether all was equal."""
+    command: list[str | Path] = [
+        Path(sys.executable).with_name("flowcheck"), "lab", "run", "--name", "demo", "--ranks", "4",
+        "--mirror", "0,1,2", "--iterations", "30", "--step-time", "8", "--out", out,
+    ]  # fmt: skip
+    words = [os.path.relpath(word, ROOT) if isinstance(word, Path) else word for word in command]
+    print("$", " ".join(words), flush=True)
+    return subprocess.run(words, cwd=ROOT).returncode
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Replay captures of made-up jobs and prove the checkpoints.")
     parser.add_argument("names", nargs="+", type=Path)
+    parser.add_argument("--lab", action="store_true", help="a live training job, if this machine allows it")
     parser.add_argument("--out", type=Path, default=ROOT / "out")
     options = parser.parse_args()
+    if options.lab:
+        why = lab_impossible()
+        if not why:
+            return train_live(options.out / "lab")
+        print(f"NO LIVE TRAINING: {why}.\nRun `sudo make demo` for it. Captures are replayed instead:", flush=True)
     return 0 if all(prove(ROOT / name, options.out / name.name) for name in options.names) else 1
 
 

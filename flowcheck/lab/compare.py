@@ -24,7 +24,8 @@ Hashes = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Row:
-    """One iteration of one stage. verdict: equal | differs | not published | waiting. why: names or clauses."""
+    """One iteration of one stage. verdict: equal | differs | not published | waiting | no state yet (the first version
+    is a later one). why: names or clauses."""
 
     stage: int
     iteration: int
@@ -76,6 +77,10 @@ class Ledger:
         """Iterations of which anything is known."""
         return sorted({i for s, i in (*self._trainers, *self._nodes, *self._status) if s == stage})
 
+    def _first(self, stage: int) -> int:
+        """Iteration of a stage's first version; 0 as long as there is none."""
+        return min((i for s, i in self._nodes if s == stage), default=0)
+
     def row(self, stage: int, iteration: int) -> Row:
         ranks = self._trainers.get((stage, iteration), {})
         version = self._nodes.get((stage, iteration))
@@ -94,7 +99,7 @@ class Ledger:
         if version is None:
             if status and not status.get("published"):
                 return row("not published", _clauses(status))
-            return row("waiting", "node")
+            return row("waiting", "node") if iteration >= self._first(stage) else row("no state yet")
         if wrong := _differences(version, first):
             return row("differs", wrong)
         return row("equal", tensors=len(first["tensors"]) + len(first["optimizer"]))
@@ -106,12 +111,13 @@ class Ledger:
         missing: list[Row] = []
         before = 0
         for stage in range(len(self.names)):
-            versions = [i for s, i in self._nodes if s == stage]
+            first = self._first(stage)
+            versions = any(s == stage for s, _ in self._nodes)
             for iteration in self.iterations(stage):
                 row = self.row(stage, iteration)
                 if row.verdict == "waiting" and row.why == "trainers":
                     continue
-                if not versions or iteration < min(versions):
+                if not versions or iteration < first:
                     before += 1
                 else:
                     {"equal": equal, "differs": differing}.get(row.verdict, missing).append(row)

@@ -64,7 +64,7 @@ class Training:
     size: Mapping[str, int] = field(default_factory=dict)
     ranks: int = 4
     stages: int = 1
-    batch: int = 2
+    batch: int = 4
     accumulate: int = 1
     optimizer: Mapping[str, Any] = field(default_factory=lambda: {"name": "adamw", "lr": 3e-4})
     clip: float | None = None

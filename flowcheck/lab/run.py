@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -33,13 +34,14 @@ from flowcheck.lab.compare import Ledger
 from flowcheck.lab.fabric import Fabric
 from flowcheck.lab.jobs import Training
 
-__all__ = ["Cores", "LabRun"]
+__all__ = ["Cores", "LabRun", "nobody"]
 
 CONTROL_PORT = 7070
 START_SECONDS = 120.0  # four imports of torch on one core that others use too
 ATTACHING = 4  # attach watches three, and sends manifest and connections behind the next
 QUIET_SECONDS = 90.0  # softroce gives a dead peer up after 60
 END_SECONDS = 30.0
+OUTPUTS = ("rank[0-9]*.jsonl", "rank[0-9]*.log", "node[0-9]*-[0-9]*", "token")
 
 
 class Cores:
@@ -51,19 +53,24 @@ class Cores:
         self.rest: int | None = usable[1] if len(usable) > 1 else None
 
 
+def nobody(ledger: Ledger, *, last: bool = False) -> None:
+    """A watcher that does not look."""
+
+
 class LabRun:
-    """watch: called after every event with the ledger. node_settings: per table of node.toml, added to ours."""
+    """watch: set it to be called with the ledger after every event. node_settings: per table of node.toml, added to
+    ours."""
 
     def __init__(
-        self, fabric: Fabric, out: Path, *, backend: str = "softroce", watch: Callable[[Ledger], None] | None = None,
-        cores: Cores | None = None, checksums: int = 5, node_settings: Mapping[str, Mapping[str, Any]] | None = None,
+        self, fabric: Fabric, out: Path, *, backend: str = "softroce", cores: Cores | None = None, checksums: int = 5,
+        node_settings: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.fabric, self.out = fabric, out
         self.ledger = Ledger(0, [])
         self.events: list[tuple[str, dict[str, Any]]] = []  # of the nodes of this job, all of them
         self.iterations: list[dict[str, Any]] = []  # of this job's first rank of each stage, in order
         self._backend = backend
-        self._watch = watch or (lambda ledger: None)
+        self.watch: Callable[..., None] = nobody
         self._cores = cores or Cores()
         self._checksums, self._node_settings = checksums, node_settings or {}
         self._children = Children()
@@ -96,6 +103,11 @@ class LabRun:
 
     def start_trainers(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
+        for old in [path for pattern in OUTPUTS for path in self.out.glob(pattern)]:  # of an earlier run, and no more
+            if old.is_dir():
+                shutil.rmtree(old)
+            else:
+                old.unlink()
         for rank, name in enumerate(self._trainers):
             settings = {"interface": "fab0", "address": f"10.77.0.{10 + rank}"}
             command = [sys.executable, "-P", "-m", "flowcheck.lab.trainer", "--rank", str(rank), "--ranks",
@@ -289,7 +301,7 @@ class LabRun:
         elif event.get("event") == "iteration" and self._job and event["rank"] % self._job.data_ranks == 0:
             self.iterations.append(event)
         self._follow()
-        self._watch(self.ledger)
+        self.watch(self.ledger)
 
     def _follow(self) -> None:
         """Read what is new in the hash files, of this job."""

@@ -23,12 +23,13 @@ from rich.console import Console
 from flowcheck.lab.compare import Summary
 from flowcheck.lab.fabric import Fabric, FabricConfig
 from flowcheck.lab.jobs import Training
-from flowcheck.lab.run import Cores, LabRun
+from flowcheck.lab.run import Cores, LabRun, nobody
 from flowcheck.lab.view import Screen
 
 __all__ = ["LabOptions", "run_lab", "step_times"]
 
 SETTLING = 5  # first iterations of an arm without node: DDP's second bucket layout; attach takes as many
+DEEP = {"capture": {"ring_size": 1 << 16}}  # some iterations of packets: a node that shares its core must not lose any
 ARMS = (True, False, False, True)  # with and without mirror and node, interleaved
 
 
@@ -46,24 +47,23 @@ class LabOptions:
 def run_lab(options: LabOptions, console: Console) -> int:
     """Raises EnvironmentProblem (no root, no namespaces), UserError (settings)."""
     begin = time.monotonic()
-    with _ended_in_order(), Fabric.of(options.fabric) as fabric:
-        with Screen(console, _title(options)) as screen:
-            with LabRun(fabric, options.out, watch=screen) as run:
-                run.start_nodes(options.job)
-                started = time.monotonic() - begin
-                first = run.attach(options.job)
-                run.train(options.iterations)
-                run.end()
-                run.wait_for_nodes(first + options.iterations - 1)
-                run.finish_nodes()
-                screen(run.ledger)
-                summary, events = run.ledger.summary(), [event for _, event in run.events]
-                trained = time.monotonic() - begin - started
-                times = step_times(run, options.job, options.arm) if options.arm else None
-                run.finish_trainers()
-        if times is not None:
-            _say_step_times(times, console)
-        return _say(options, summary, events, (started, trained), console)
+    with _ended_in_order(), Fabric.of(options.fabric) as fabric, LabRun(fabric, options.out, node_settings=DEEP) as run:
+        with Screen(console, _title(options)) as run.watch:
+            run.start_nodes(options.job)
+            started = time.monotonic() - begin
+            first = run.attach(options.job)
+            run.train(options.iterations)
+            run.end()
+            run.wait_for_nodes(first + options.iterations - 1)
+            run.finish_nodes()
+            run.watch(run.ledger, last=True)
+            summary, events = run.ledger.summary(), [event for _, event in run.events]
+            trained = time.monotonic() - begin - started
+        run.watch = nobody
+        if options.arm:
+            _say_step_times(step_times(run, options.job, options.arm), console)
+        run.finish_trainers()
+    return _say(options, summary, events, (started, trained), console)
 
 
 def step_times(run: LabRun, job: Training, iterations: int) -> dict[bool, list[float]]:
@@ -123,17 +123,16 @@ def _title(options: LabOptions) -> str:
 
 def _say_step_times(times: dict[bool, list[float]], console: Console) -> None:
     with_node, without = statistics.median(times[True]), statistics.median(times[False])
-    cores = Cores()
-    shared = "trainers on one core, switch, node and the rest on another" if cores.rest is not None else "one core"
-    console.print(
-        f"step time    {with_node * 1e3:.1f} ms with mirror and node, {without * 1e3:.1f} ms without (medians of"
-        f" {len(times[True])} and {len(times[False])} steps, arms interleaved; ratio {with_node / without:.2f})",
-        highlight=False,
-    )
-    console.print(
-        f"             a check of this harness: {shared}. Two shared cores prove nothing about a cluster, where\n"
-        "             mirroring is the switch's work and the node is another machine.", highlight=False,
-    )  # fmt: skip
+    two = "trainers on one core, the node on the other" if Cores().rest is not None else "all on one core"
+    lines = [
+        f"step time    {with_node * 1e3:.1f} ms with mirror and node, {without * 1e3:.1f} ms without: ratio"
+        f" {with_node / without:.2f}",
+        f"medians of {len(times[True])} and {len(times[False])} steps, arms interleaved; a check of this harness,",
+        f"{two}: here the trainers' own",
+        "core sends every copy. Two shared cores prove nothing about a cluster, where",
+        "copies are the switch's work and the node is another machine.",
+    ]
+    console.print("\n             ".join(lines), highlight=False)
 
 
 def _say(
@@ -153,15 +152,17 @@ def _say(
     wanted = options.iterations * job.stages
     if summary.all_equal and summary.published >= wanted:
         console.print(
-            f"EQUAL: {summary.equal} of {total} versions of the replica, one per iteration, are bit for bit the"
-            f" trainers' own state:\n{summary.tensors:,} tensors (parameters, optimizer state, buffers) compared by"
-            f" SHA-256, none differs.\n{job.ranks} ranks trained with torch's DistributedDataParallel; their gradients"
-            f" came to the node in\nmirrored packets and in no other way.", highlight=False,
+            f"before       {summary.before} iterations, until the node had manifest and state\n"
+            f"EQUAL: {summary.equal} of {total} versions of the replica, one per iteration, are bit for bit\n"
+            f"the trainers' own state: {summary.tensors:,} tensors (parameters, optimizer state, buffers)\n"
+            f"compared by SHA-256, none differs. {job.ranks} ranks trained with torch's\n"
+            "DistributedDataParallel; their gradients came to the node in mirrored packets\n"
+            "and in no other way.", highlight=False,
         )  # fmt: skip
         return 0
     console.print(
-        f"NOT ALL EQUAL: of {total} iterations from the first version on {summary.equal} are equal,"
-        f" {len(summary.differing)} differ,\n{len(summary.unpublished)} were not published ({wanted} versions were"
-        " wanted); the node offers only what it has published.", highlight=False,
+        f"NOT ALL EQUAL: of {total} iterations from the first version on {summary.equal} are equal,\n"
+        f"{len(summary.differing)} differ, {len(summary.unpublished)} were not published ({wanted} versions were"
+        " wanted);\nthe node offers only what it has published.", highlight=False,
     )  # fmt: skip
     return 1

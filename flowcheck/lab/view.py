@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 from typing import Any, Self
 
+from rich import box
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
@@ -19,8 +21,9 @@ from flowcheck.lab.compare import Ledger, Row
 __all__ = ["Screen", "columns"]
 
 ROWS = 14
-COLORS = {"equal": "green", "differs": "bold red", "not published": "yellow", "waiting": "dim"}
-HEADS = ("iteration", "loss", "packets", "placed", "lost", "healed", "twice", "lag", "replica")
+SECONDS = 0.3
+COLORS = {"equal": "green", "differs": "bold red", "not published": "yellow", "waiting": "dim", "no state yet": "dim"}
+HEADS = ("step", "loss", "packets", "placed", "lost", "healed", "twice", "lag", "replica")
 
 
 class Screen:
@@ -29,6 +32,7 @@ class Screen:
     def __init__(self, console: Console, title: str) -> None:
         self._console, self._title = console, title
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+        self._drawn = 0.0
         self._said: set[tuple[int, int]] = set()
 
     def __enter__(self) -> Self:
@@ -43,20 +47,24 @@ class Screen:
         if self._live is not None:
             self._live.stop()
 
-    def __call__(self, ledger: Ledger) -> None:
+    def __call__(self, ledger: Ledger, *, last: bool = False) -> None:
+        """last: nothing more will be known."""
         if self._live is not None:
-            self._live.update(self._table(ledger), refresh=True)
+            # Drawing shares the node's core: a few times a second is enough for people.
+            if last or time.monotonic() - self._drawn > SECONDS:
+                self._live.update(self._table(ledger), refresh=True)
+                self._drawn = time.monotonic()
             return
         for row in _rows(ledger):
             key = (row.stage, row.iteration)
-            if row.verdict != "waiting" and key not in self._said:
+            if row.verdict != "waiting" and (row.status or last) and key not in self._said:
                 self._said.add(key)
                 self._console.print(line_of(columns(row, ledger)), highlight=False, soft_wrap=True)
 
     def _table(self, ledger: Ledger) -> Table:
-        table = Table(title=self._title, title_justify="left", expand=False)
+        table = Table(title=self._title, title_justify="left", expand=False, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for head in HEADS:
-            table.add_column(head, justify="left" if head == "replica" else "right")
+            table.add_column(head, justify="left" if head == "replica" else "right", no_wrap=True)
         for row in _rows(ledger)[-ROWS:]:
             *cells, last = columns(row, ledger)
             table.add_row(*cells, Text(last, style=COLORS[row.verdict]))
@@ -80,7 +88,8 @@ def columns(row: Row, ledger: Ledger) -> tuple[str, ...]:
         *("-" if value is None else f"{value:,}" for value in (
             status.get("packets"), status.get("placed"), lost, status.get("healed"), status.get("duplicates"),
             status.get("lag"))),
-        row.verdict + (f": {row.why}" if row.why and row.verdict != "waiting" else ""),
+        row.verdict + (f": {row.why}" if row.why and row.verdict != "waiting" else "")
+        + (", verified" if row.verdict == "equal" and status.get("status") == "verified" else ""),
     )  # fmt: skip
 
 
