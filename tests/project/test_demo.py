@@ -1,12 +1,17 @@
 """`make demo` proves what it says, and can fail."""
 
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from flowcheck.errors import EnvironmentProblem
+from flowcheck.lab import netns
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = [sys.executable, "-P", str(ROOT / "tools" / "demo.py")]
@@ -42,3 +47,32 @@ def test_demo_of_an_incomplete_capture_ends_there(tmp_path: Path) -> None:
     assert "PROVEN" not in done.stdout
     steps = sorted(path.name for path in tmp_path.rglob("step-*"))
     assert steps == ["step-000001"], "iteration 0 is complete, iteration 1 is not"
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_demo_trains_live(tmp_path: Path) -> None:
+    """Where a lab can be built; the last line has the numbers."""
+    try:
+        netns.require()
+    except EnvironmentProblem as problem:
+        pytest.skip(problem.what)
+    command = [*DEMO, "--lab", "pcaps/ring2-ll", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    versions = re.search(r"^EQUAL: (\d+) of (\d+) versions of the replica", done.stdout, re.MULTILINE)
+    assert versions is not None and versions[1] == versions[2] and int(versions[1]) >= 30
+    assert re.search(r"ratio \d+\.\d+", done.stdout) and "prove nothing about a cluster" in done.stdout
+
+
+def test_demo_without_root_says_so(tmp_path: Path) -> None:
+    """What it then shows is the replay, and it is not called training."""
+    tmp_path.chmod(0o777)
+    other = ["setpriv", "--reuid", "65534", "--clear-groups"] if os.geteuid() == 0 else []
+    if other and subprocess.run([*other, sys.executable, "-c", ""], capture_output=True).returncode:
+        pytest.skip("another user cannot run this Python")
+    command = [*other, *DEMO, "--lab", "pcaps/ring2-ll", "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.stdout.startswith("NO LIVE TRAINING: ") and "needs root" in done.stdout, done.stdout + done.stderr
+    assert "Captures are replayed instead" in done.stdout and "EQUAL" not in done.stdout
+    assert done.returncode in (0, 3), done.stdout + done.stderr  # 3: no DPDK for that user
