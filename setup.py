@@ -44,6 +44,7 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "updater": ([], []),
     "flowcheck/bench": (["isal"], ["parser"]),
     "flowcheck/lab": ([], []),
+    "flowcheck/node": ([], []),
     "flowcheck/lab/softroce": (["isal"], []),
 }
 

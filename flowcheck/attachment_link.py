@@ -80,7 +80,8 @@ class Post:
             self._queue.put_nowait((message, tensors or {}))
         except queue.Full:
             self.lost += 1
-            self.why = f"the node is more than {QUEUE} iterations behind"
+            self._link = None
+            self._say(f"the node is more than {QUEUE} iterations behind")
             link.close()
             return False
         return True
@@ -124,7 +125,7 @@ class Post:
             try:
                 self._send_all(link)
             except (FlowcheckError, OSError) as error:
-                self._say(getattr(error, "what", str(error)))
+                self._ended(link, error)
             finally:
                 self._link = None
                 link.close()
@@ -197,12 +198,16 @@ class Post:
                     raise RecordsError(f"a {type(message).__name__} from a node", where=link.peer)
                 self.answered.set()
         except (FlowcheckError, OSError) as error:
-            if not self._stop.is_set():
-                self._say(getattr(error, "what", str(error)))
+            self._ended(link, error)
         finally:
             self._link = None
             link.close()
             self.answered.set()
+
+    def _ended(self, link: Link, error: Exception) -> None:
+        """The first reason counts: a connection that was given up fails in other ways after that."""
+        if self._link is link and not self._stop.is_set():
+            self._say(getattr(error, "what", str(error)))
 
     def _drain(self) -> None:
         try:

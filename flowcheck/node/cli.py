@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -26,24 +27,54 @@ from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.control import ControlServer
 from flowcheck.node.group import Group
 from flowcheck.node.output import Events, Hashes, Writer
+from flowcheck.node.tap import Tap
 
 __all__ = ["Node", "main"]
 
 
-@dataclass(frozen=True)
-class Queue:
-    """One rx queue as a stream's source."""
+class Shared:
+    """The node's capture, read by all groups: each of them sees every packet."""
 
-    source: LiveSource
-    index: int
+    def __init__(self, source: LiveSource, groups: int) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._taps = [Tap(address, groups) for address in source.ring_addresses]
 
-    @property
-    def ring_address(self) -> int:
-        return self.source.ring_addresses[self.index]
+    def open(self, reader: int) -> list[Queue]:
+        with self._lock:
+            return [Queue(self, i, tap.open(reader)) for i, tap in enumerate(self._taps)]
+
+    def close(self, reader: int) -> None:
+        with self._lock:
+            for tap in self._taps:
+                tap.close(reader)
+
+    def pump(self, queue: int) -> None:
+        with self._lock:
+            self._taps[queue].pump()
 
     @property
     def error(self) -> Exception | None:
-        return self.source.error
+        return self._source.error
+
+
+@dataclass(frozen=True)
+class Queue:
+    """One rx queue as a group's source of packets."""
+
+    shared: Shared
+    index: int
+    address: int
+
+    @property
+    def ring_address(self) -> int:
+        """Asked before each look: what has come meanwhile is shown now."""
+        self.shared.pump(self.index)
+        return self.address
+
+    @property
+    def error(self) -> Exception | None:
+        return self.shared.error
 
 
 class Node:
@@ -51,22 +82,20 @@ class Node:
 
     def __init__(self, config: NodeConfig, say: Events) -> None:
         self.config, self._say = config, say
-        self._stop = threading.Event()
+        self._stopping = False  # no Event: a signal's handler may interrupt its very lock
         self._lock = threading.Lock()
         self._groups: dict[str, Group] = {}
-        self._used: dict[str, LiveSource] = {}  # by group
-        self._started: list[LiveSource] = []
+        self._readers: dict[str, int] = {}  # of the capture, by group
+        self._started = False  # with the first group: packets that nobody reads would only fill the ring
         with ExitStack() as undo:
             capture = config.capture
-            live = [
-                LiveConfig(
-                    capture.device, path_mtu=capture.path_mtu, queues=capture.queues, ring_size=capture.ring_size,
-                    cores=capture.cores,
-                )
-                for _ in range(config.groups)
-            ]  # fmt: skip
-            eal = undo.enter_context(start_eal(*live))
-            self._captures = [undo.enter_context(LiveSource(eal, one)) for one in live]
+            live = LiveConfig(
+                capture.device, path_mtu=capture.path_mtu, queues=capture.queues, ring_size=capture.ring_size,
+                cores=capture.cores,
+            )  # fmt: skip
+            eal = undo.enter_context(start_eal(live))
+            self._capture = undo.enter_context(LiveSource(eal, live))
+            self._shared = Shared(self._capture, config.groups)
             path = config.output.keep_hashes
             self._hashes = undo.enter_context(closing(Hashes(path))) if path else None
             self._writer = undo.enter_context(closing(Writer(say)))
@@ -96,37 +125,36 @@ class Node:
                 if not idle:
                     return f"{len(self._groups)} groups are attached, this node has room for no more"
                 self._groups.pop(idle[0]).stop()
-                del self._used[idle[0]]
-            capture = next(c for c in self._captures if c not in self._used.values())
-            sources = [Queue(capture, i) for i in range(self.config.capture.queues)]
+                self._shared.close(self._readers.pop(idle[0]))
+            reader = next(i for i in range(self.config.groups) if i not in self._readers.values())
+            if not self._started:
+                self._capture.start()
+                self._started = True
+            sources = self._shared.open(reader)
             group = Group(name, self.config, sources, self._say, self._writer, self._hashes)
-            if capture not in self._started:
-                capture.start()
-                self._started.append(capture)
             group.start()
-            self._groups[name], self._used[name] = group, capture
+            self._groups[name], self._readers[name] = group, reader
             return group
 
     def wait(self) -> None:
-        """Until `stop`, until a group's thread has died of a fault of ours, or a capture cannot go on (its interface
-        is gone)."""
-        while not self._stop.wait(0.2):
-            lost = next((capture.error for capture in self._started if capture.error is not None), None)
-            if lost is not None:
-                raise lost
+        """Until `stop`, until a group's thread has died of a fault of ours, or the capture cannot go on (its
+        interface is gone)."""
+        while not self._stopping:
+            time.sleep(0.1)
+            if self._started and self._capture.error is not None:
+                raise self._capture.error
             failed = next((g.failure for g in self._groups.values() if g.failure is not None), None)
             if failed is not None:
                 raise failed
 
     def stop(self) -> None:
-        self._stop.set()
+        self._stopping = True
 
     def _stop_groups(self) -> None:
         for group in self._groups.values():
             group.stop()
-        for capture in self._started:
-            capture.stop()
-            self._say("capture", text=capture.summary())
+        self._capture.stop()
+        self._say("capture", text=self._capture.summary())
 
     def close(self) -> None:
         self._undo.close()

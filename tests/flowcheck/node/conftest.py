@@ -26,7 +26,7 @@ from flowcheck.tensors import header, packed_bytes, pieces
 
 TOKEN = b"a token that only tests have"
 CLONE_NEWNET = 0x40000000
-LONGEST = 60.0  # seconds that anything may take; a shared machine is slow
+LONGEST = 40.0  # seconds that anything may take; a shared machine is slow
 
 
 class Lan:
@@ -84,7 +84,8 @@ class NodeProcess:
         (folder / "token").write_bytes(TOKEN)
         (folder / "node.toml").write_text(settings)
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "flowcheck.node", "--config", str(folder / "node.toml"), "--json"],
+            [sys.executable, "-X", "faulthandler", "-P", "-m", "flowcheck.node",
+             "--config", str(folder / "node.toml"), "--json"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         self.lines: list[dict[str, Any]] = []
@@ -123,7 +124,12 @@ class NodeProcess:
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        code = self.process.wait(LONGEST)
+        try:
+            code = self.process.wait(LONGEST)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)  # its threads' stacks
+            _, error = self.process.communicate()
+            raise AssertionError(f"the node did not end: {error[-6000:]}") from None
         self._reader.join()
         return code
 

@@ -1,13 +1,15 @@
 """One rank of a gloo DDP job with an attachment; prints one JSON line per step. Run by test_attachment.py.
 
-    python -P ddp_worker.py RANK RANKS STORE NODE TOKEN JOB STEPS STEP_SECONDS
+    python -P ddp_worker.py RANK RANKS STORE NODES TOKEN JOB STEPS WAIT
 
-JOB: manifest whose communicator and flows stand for those that gloo has not.
+NODES: one or several with commas between, attached to one after the other for STEPS each. JOB: manifest whose
+communicator and flows stand for those that gloo has not.
 """
 
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ class Net(torch.nn.Module):
 
 
 def main() -> None:
-    rank, ranks, store, node, token, job_path, steps, pause = sys.argv[1:]
+    rank, ranks, store, nodes, token, job_path, steps, wait = sys.argv[1:]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks))
     torch.manual_seed(5)
     model = DistributedDataParallel(Net())
@@ -44,38 +46,39 @@ def main() -> None:
     optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     said: list[dict[str, Any]] = [{"op": "AllGather", "count": 1, "dtype": "int64"}]
-    job = json.load(open(job_path))
+    job = json.loads(Path(job_path).read_text())
     mine = [flow for flow in job["flows"] if int(rank) in (flow["src"], flow["dst"])]
     sizes = lambda: [b.buffer().numel() for b in model.reducer._get_zeros_like_grad_buckets()]  # noqa: E731
-    attachment = flowcheck.attach(
-        model, optimizer, node=node, token=token, every=2, run_id="gloo", wait=20.0,
-        describe=lambda: {"communicator": job["communicator"], "flows": mine}, calls=lambda: list(said),
-    )
     torch.manual_seed(int(rank))
-    for step in range(int(steps)):
-        begin = time.monotonic()
-        loss = model(torch.randint(50, (8, 4))).square().mean()
-        if step == 1:
-            said.append({"op": "Broadcast", "count": 7, "dtype": "int32"})
-        said.append({"op": "Broadcast", "count": 32, "dtype": "float32"})
-        loss.backward()
-        said.extend({"op": "AllReduce", "count": count, "dtype": "float32"} for count in sizes())
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        trained = time.monotonic()
-        attachment.step()
-        took = time.monotonic() - trained
-        state = {name: tensor_sha256(tensor) for name, tensor in model.module.state_dict().items()}
-        state |= {
-            f"{name}.{key}": tensor_sha256(value) for name, parameter in model.module.named_parameters()
-            for key, value in optimizer.state.get(parameter, {}).items() if key != "step"
-        }
-        print(json.dumps({"step": step, "state": attachment.state, "why": attachment.why, "took": took,
-                          "whole": time.monotonic() - begin, "hashes": state}), flush=True)
-        time.sleep(float(pause))
-    attachment.close()
-    print(json.dumps({"closed": attachment.state}), flush=True)
+    step = 0
+    for node in nodes.split(","):
+        attachment = flowcheck.attach(
+            model, optimizer, node=node, token=token, every=2, run_id="gloo", wait=float(wait), iteration=step,
+            describe=lambda: {"communicator": job["communicator"], "flows": mine}, calls=lambda: list(said),
+        )
+        for _ in range(int(steps)):
+            loss = model(torch.randint(50, (8, 4))).square().mean()
+            if step == 1:
+                said.append({"op": "Broadcast", "count": 7, "dtype": "int32"})
+            said.append({"op": "Broadcast", "count": 32, "dtype": "float32"})
+            loss.backward()
+            said.extend({"op": "AllReduce", "count": count, "dtype": "float32"} for count in sizes())
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            trained = time.monotonic()
+            attachment.step()
+            took = time.monotonic() - trained
+            state = {name: tensor_sha256(tensor) for name, tensor in model.module.state_dict().items()}
+            state |= {
+                f"{name}.{key}": tensor_sha256(value) for name, parameter in model.module.named_parameters()
+                for key, value in optimizer.state.get(parameter, {}).items() if key != "step"
+            }
+            print(json.dumps({"node": node, "step": step, "state": attachment.state, "why": attachment.why,
+                              "took": took, "hashes": state}), flush=True)  # fmt: skip
+            step += 1
+        attachment.close(1.0)
+        print(json.dumps({"node": node, "closed": attachment.state}), flush=True)
     dist.destroy_process_group()
 
 

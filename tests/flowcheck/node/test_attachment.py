@@ -7,15 +7,19 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import flowcheck
+from flowcheck.attachment_link import QUEUE, Post, Who
 from flowcheck.checkpoint import tensor_sha256
-from flowcheck.manifest import Job
-from flowcheck.records import Challenge, Hello, Link, RecordsError, Welcome
+from flowcheck.errors import UserError
+from flowcheck.records import Joined, Link, Record, RecordsError, Wanted, accept
 from flowcheck.synth import example_job
 from updater.reader import Reader
 
@@ -26,17 +30,17 @@ TOKEN = "a token that only tests have"
 class Ranks:
     """Two processes of ddp_worker.py."""
 
-    def __init__(self, folder: Path, node: str, steps: int, pause: float, token: str = TOKEN) -> None:
+    def __init__(self, folder: Path, node: str, steps: int, wait: float) -> None:
         job = folder / "gloo.json"
         job.write_text(example_job(ranks=2, count=1000, seed=8).to_json())
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-P", str(WORKER), str(rank), "2", str(folder / "store"), node, token, str(job),
-                 str(steps), str(pause)],
+                [sys.executable, "-P", str(WORKER), str(rank), "2", str(folder / "store"), node, TOKEN, str(job),
+                 str(steps), str(wait)],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
             for rank in range(2)
-        ]
+        ]  # fmt: skip
 
     def finish(self) -> list[list[dict[str, Any]]]:
         """Lines of both ranks; the exit of each must be 0."""
@@ -60,8 +64,8 @@ class Ranks:
 def train(tmp_path: Path) -> Iterator[Any]:
     made: list[Ranks] = []
 
-    def start(node: str, steps: int, pause: float = 0.0, **options: Any) -> Ranks:
-        made.append(Ranks(tmp_path, node, steps, pause, **options))
+    def start(node: str, steps: int, *, wait: float = 20.0) -> Ranks:
+        made.append(Ranks(tmp_path, node, steps, wait))
         return made[-1]
 
     yield start
@@ -74,19 +78,148 @@ def test_manifest_and_state_of_live_objects(start_node, train, tmp_path: Path) -
     """Tied, frozen, buffers, two groups, a schedule, rebuilt buckets: accepted by the node, and the state that it
     holds is the model's and the optimizer's of that very iteration, bit for bit."""
     node = start_node(replica="keep = true")
-    ranks = train("127.0.0.1:%d" % node.address[1], 14, 0.3)
+    ranks = train(f"127.0.0.1:{node.address[1]}", 6)
     attached = node.wait("attached")
     assert attached["run_id"] == "gloo" and attached["flows"] == 2
-    at = node.wait("state")["iteration"]
-    node.wait("end", published=at - 1)  # no iteration came over any wire
+    assert node.wait("state")["iteration"] == 3
     first, second = ranks.finish()
-    assert {line["state"] for line in first[at:-1]} == {"attached"} and first[-1] == {"closed": "closed"}
-    assert [line["hashes"] for line in first[:-1]] != [first[0]["hashes"]] * (len(first) - 1)
+    assert [line.get("state") for line in first] == ["watching", "watching", *["attached"] * 4, None]
+    assert first[-1]["closed"] == second[-1]["closed"] == "closed"
+    node.wait("end", published=2)  # no iteration came over any wire
     assert node.end() == 0
     (path,) = tmp_path.glob("*.replica")
     with Reader(path).pinned() as version:
         held = {name: tensor_sha256(tensor) for name, tensor in version.parameters.items()}
         for name, states in version.optimizer_state.items():
             held |= {f"{name}.{key}": tensor_sha256(value) for key, value in states.items() if key != "step"}
-    assert held == first[at - 1]["hashes"]
-    assert "head.weight" in held and held["head.weight"] == held["embed.weight"]
+    assert held == first[2]["hashes"] != first[3]["hashes"]
+    assert held["head.weight"] == held["embed.weight"] and "norm.num_batches_tracked" in held
+    assert any(name.endswith(".exp_avg") for name in held)
+
+
+@pytest.fixture
+def port() -> Iterator[Callable[[Callable[[socket.socket, Link], Any]], str]]:
+    """port(serve) -> address of a node that is whatever `serve` makes of each connection."""
+    ended = threading.Event()
+    opened: list[Any] = []
+    threads: list[threading.Thread] = []
+
+    def open_(serve: Callable[[socket.socket, Link], Any]) -> str:
+        listener = socket.create_server(("127.0.0.1", 0))
+        opened.append(listener)
+
+        def listen() -> None:
+            while not ended.is_set():
+                try:
+                    sock = listener.accept()[0]
+                except OSError:
+                    return
+                link = Link(sock)
+                opened.append(link)
+                thread = threading.Thread(target=one, args=(sock, link))
+                threads.append(thread)
+                thread.start()
+
+        def one(sock: socket.socket, link: Link) -> None:
+            try:
+                serve(sock, link)
+                ended.wait(60)
+            except (OSError, RecordsError):
+                link.close()
+
+        threads.append(threading.Thread(target=listen))
+        threads[-1].start()
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+    yield open_
+    ended.set()
+    for one in opened:
+        if isinstance(one, socket.socket):
+            one.shutdown(socket.SHUT_RDWR)
+        one.close()
+    for thread in threads:
+        thread.join(10)
+
+
+def _hangs(sock: socket.socket, link: Link) -> None:
+    accept(link, TOKEN.encode())
+
+
+def _stops_reading(sock: socket.socket, link: Link) -> None:
+    """It asks for a state and does not take it."""
+    accept(link, TOKEN.encode())
+    link.send(Wanted(["state"], "give me all you have"))
+
+
+NODES: dict[str, tuple[Callable[[socket.socket, Link], Any], str]] = {
+    "is silent": (lambda sock, link: None, "no answer"),
+    "speaks HTTP": (lambda sock, link: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "not speak this protocol"),
+    "sends a huge length": (lambda sock, link: sock.sendall(b"FCR1" + b"\xff" * 12), "at most"),
+    "has another token": (lambda sock, link: accept(link, b"quite another token"), "connection closed"),
+    "hangs": (_hangs, "the node has not joined yet"),
+    "stops reading": (_stops_reading, "the node has not joined yet"),
+}
+
+
+def test_no_node_blocks_or_fails_training(train, port) -> None:
+    """Two seconds of `wait` are all that any of them can cost, once; what is wrong is said."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        wrong = {f"127.0.0.1:{closed.getsockname()[1]}": ("is gone", "no connection")}
+    wrong |= {port(serve): (kind, why) for kind, (serve, why) in NODES.items()}
+    for lines in train(",".join(wrong), 6, wait=2.0).finish():
+        for address, (kind, why) in wrong.items():
+            mine = [line for line in lines if line["node"] == address]
+            assert mine.pop()["closed"] == "closed"
+            took = sorted(line["took"] for line in mine)
+            # One boundary may wait: two seconds, on a machine that is busy with other tests.
+            assert len(took) == 6 and took[-1] < 8 and took[-2] < 1, (kind, took)
+            assert "attached" not in {line["state"] for line in mine}, kind
+            assert any(why in line["why"] for line in mine), (kind, [line["why"] for line in mine])
+
+
+def test_a_full_queue_is_a_loss_that_is_said_and_not_a_wait(port) -> None:
+    """Records are never dropped one by one: the whole connection is given up, and the next begins anew."""
+    connections: list[int] = []
+
+    def slow(sock: socket.socket, link: Link) -> None:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connections.append(1)
+        accept(link, TOKEN.encode())
+        link.send(Joined(0))
+
+    host, _, number = port(slow).rpartition(":")
+    said: list[str] = []
+    post = Post((host, int(number)), TOKEN.encode(), Who("run", 0, 0, 2, ""), list, said.append)
+    post.start()
+    assert post.tried.wait(20)
+    padding = {"x": "y" * 20000}
+    begin, slowest = time.monotonic(), 0.0
+    while not post.lost and time.monotonic() - begin < 60:
+        before = time.monotonic()
+        post.put(Record(0, [padding]))
+        slowest = max(slowest, time.monotonic() - before)
+    assert post.lost == 1 and not post.put(Record(0)) and slowest < 1.0
+    assert f"more than {QUEUE} iterations behind" in post.why
+    deadline = time.monotonic() + 60
+    while len(connections) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(connections) == 2  # it came back by itself
+    post.close(Record(0), 0.1)
+
+
+@pytest.mark.parametrize(("node", "token", "what"), [
+    ("nowhere", TOKEN, "no address"), ("host:0", TOKEN, "no address"), ("host:99999", TOKEN, "no address"),
+    ("host:1", "short", "token of 5 characters"),
+])  # fmt: skip
+def test_arguments_that_cannot_be_are_refused_at_once(node: str, token: str, what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        flowcheck.attach(torch.nn.Linear(1, 1), None, node=node, token=token)
+
+
+def test_a_model_that_cannot_be_followed_trains_on(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Linear(2, 2)
+    attachment = flowcheck.attach(model, torch.optim.Adagrad(model.parameters()), node="127.0.0.1:9", token=TOKEN)
+    assert attachment.state == "refused" and "Adagrad is not followed" in attachment.why
+    attachment.step()
+    attachment.close()
+    assert "Adagrad" in caplog.text

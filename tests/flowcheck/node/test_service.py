@@ -1,0 +1,295 @@
+"""The node between jobs and in trouble: attacks on its port, lost iterations, withheld records, kill -9, two groups."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from flowcheck.checkpoint import tensor_sha256
+from flowcheck.checksum import checksums
+from flowcheck.manifest import Job
+from flowcheck.records import Challenge, Flows, Hello, Joined, Progress, Record, RecordsError, State, Wanted
+from flowcheck.synth import example_job
+from updater.reader import Reader
+
+pytestmark = pytest.mark.root
+
+
+def _job(seed: int = 3, **options: Any) -> Job:
+    job = example_job(**{"ranks": 2, "count": [700, 300], "optimizer": "adamw", "options": {"lr": 0.01}, "seed": seed,
+                         **options})  # fmt: skip
+    job.step_values = ["lr"]
+    return job
+
+
+def _run(truth: Any, job: Job, steps: int) -> Any:
+    run = truth(job)
+    for t in range(steps):
+        run.advance(run.traffic(t))
+    return run
+
+
+def _join(trainer: Any, run: Any) -> None:
+    trainer.manifest()
+    trainer.expect(Wanted, what=["state"])
+    trainer.state(run.step, run.tensors(), run.state())
+    trainer.expect(Joined, iteration=run.step)
+
+
+def _iteration(run: Any, lan: Any, trainer: Any, **faults: Any) -> int:
+    """Traffic, update and record of the next iteration; its number."""
+    t: int = run.step
+    made = run.traffic(t, **faults)
+    lan.send([frame for _, frame in made.packets])
+    run.advance(made)
+    trainer.record(t, groups=[{}])
+    return t
+
+
+# -- the control port ------------------------------------------------------------------------------------------
+
+
+def _raw(node: Any, sent: bytes, seconds: float = 20.0) -> float:
+    """Send bytes that are no protocol; seconds until the node closes."""
+    begin = time.monotonic()
+    with socket.create_connection(node.address, timeout=seconds) as sock:
+        sock.sendall(sent)
+        while True:
+            try:
+                if not sock.recv(4096):
+                    return time.monotonic() - begin
+            except ConnectionResetError:
+                return time.monotonic() - begin
+
+
+def test_attacks_on_the_port_end_the_connection_and_nothing_else(start_node, attach, truth, lan) -> None:
+    job = _job()
+    node, run = start_node(extra="connections = 6"), _run(truth, job, 2)
+    good = attach(node, job)
+    _join(good, run)
+    text = json.dumps({"type": "hello"}).encode()
+    head = struct.Struct(">4sIQ").pack
+    for sent in (
+        b"GET / HTTP/1.1\r\nHost: node.example\r\n\r\n",
+        head(b"FCR1", 0xFFFFFFFF, 0) + b"x" * 100,  # a huge text
+        head(b"FCR1", len(text), 1 << 62) + text,  # a huge payload
+        head(b"FCR1", len(text), 0) + text,  # fields missing
+        head(b"FCR1", 4096, 0) + b"[" * 4096,  # nested too deeply
+        head(b"FCR1", 7, 0) + b"\xff\xfe\xfd{}[]",
+        head(b"FCR1", 15, 0) + b'{"type": ["x"]}',
+    ):
+        assert _raw(node, sent) < 15
+    with pytest.raises(RecordsError, match="token"):
+        attach(node, job, 1, token=b"sixteen letters and more")
+    for fields, what in (
+        ({"rank": 0}, "rank 0 is attached already"),
+        ({"run_id": "another", "rank": 1}, "is attached here"),
+        ({"ranks": 5, "rank": 1}, "is attached here"),
+        ({"rank": 7}, "rank 7 of 2"),
+        ({"group": "../../etc"}, "name of a group"),
+        ({"group": "second"}, "no more"),
+    ):
+        said = {"run_id": job.run_id, "epoch": 0, "ranks": 2} | fields
+        group, rank = said.pop("group", ""), said.pop("rank", 1)
+        with pytest.raises(RecordsError) as refused:
+            other = attach(node, job, rank, group=group, **said)
+            other.expect(Wanted)
+            raise AssertionError("it was let in")
+        assert what in refused.value.what or "closed" in refused.value.what
+        node.wait("connection")
+        assert what in node.said("connection")[-1]["why"]
+    _iteration(run, lan, good)
+    assert node.wait("iteration", iteration=2)["published"]  # and the good one was not disturbed
+
+
+def test_slow_and_half_messages_have_a_deadline(start_node, attach, truth, lan) -> None:
+    """Slow-loris: six connections that drip fill the node for five seconds and not longer."""
+    job = _job()
+    node = start_node(extra="connections = 6")
+    begin = time.monotonic()
+    drips = [socket.create_connection(node.address, timeout=20) for _ in range(6)]
+    try:
+        ended = 0
+        while ended < len(drips) and time.monotonic() - begin < 30:
+            ended = 0
+            for sock in drips:
+                try:
+                    sock.send(b"F")
+                except OSError:
+                    ended += 1
+            time.sleep(0.2)
+        assert ended == 6 and time.monotonic() - begin < 30
+    finally:
+        for sock in drips:
+            sock.close()
+    run = _run(truth, job, 2)
+    good = attach(node, job)
+    _join(good, run)
+    _iteration(run, lan, good)
+    assert node.wait("iteration", iteration=2)["published"]
+
+
+def test_messages_that_do_not_fit_the_job_are_refused(start_node, attach, truth, lan) -> None:
+    job = _job()
+    node, run = start_node(), _run(truth, job, 2)
+
+    def ended() -> list[dict[str, Any]]:
+        return [line for line in node.lines if line["event"] in ("connection", "refused")]
+
+    def refused(send: Any, rank: int = 1) -> str:
+        """What the node says of the one who sends this."""
+        before = len(ended())
+        trainer = attach(node, job, rank)
+        trainer.expect(Wanted)
+        send(trainer)
+        deadline = time.monotonic() + 30
+        while len(ended()) == before and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with pytest.raises(RecordsError):  # it is out
+            while True:
+                trainer.link.receive(wait=30)
+        trainer.close()
+        return str(ended()[before]["why"])
+
+    assert "rank 0" in refused(lambda t: t.manifest())
+    other = Job.from_dict(job.to_dict() | {"run_id": "another"})
+    assert "another" in refused(lambda t: (setattr(t, "job", other), t.manifest()), 0)
+    tree = Job.from_dict(job.to_dict() | {"optimizer": None})
+    assert "no optimizer" in refused(lambda t: (setattr(t, "job", tree), t.manifest()), 0)
+    assert "without tensors" in refused(lambda t: t.link.send(State(0)), 0)
+    good = attach(node, job)
+    _join(good, run)
+    assert "Hello from a trainer" in refused(lambda t: t.link.send(Hello("", 0, 0, 2, "", "", "")))
+    assert "Challenge from a trainer" in refused(lambda t: t.link.send(Challenge("00")))
+    assert "payload" in refused(lambda t: t.send(Record(2), {"buffer.x": torch.zeros(1)}))
+    assert "different step records" in refused(
+        lambda t: (good.record(2, groups=[{"lr": 0.5}]), time.sleep(0.5), t.record(2, groups=[{"lr": 0.25}]))
+    )
+    assert "checksum" in refused(lambda t: t.record(3, checksums={"no such tensor": "0" * 16}))
+    assert "is open" in refused(lambda t: t.record(100_000))
+    other_flows = attach(node, job, 1)
+    other_flows.link.send(Flows([{"src": 0, "dst": 1, "channel": 0}] * 3))  # its manifest has its own: not looked at
+    made = run.traffic(2)
+    lan.send([frame for _, frame in made.packets])
+    assert node.wait("iteration", iteration=2)["published"]
+
+
+# -- what is lost, withheld, killed -----------------------------------------------------------------------------
+
+
+def test_a_lost_iteration_is_not_built_upon_until_a_state_comes(start_node, attach, truth, lan, tmp_path) -> None:
+    job = _job(count=[70_000], mtu=1024)
+    node, run = start_node(), _run(truth, job, 2)
+    trainer = attach(node, job)
+    _join(trainer, run)
+    _iteration(run, lan, trainer)
+    assert node.wait("iteration", iteration=2)["published"]
+    _iteration(run, lan, trainer, loss=0.2)  # 3: the mirror loses a fifth of it
+    for _ in range(4):  # its gaps stay open for late packets while there are arenas
+        _iteration(run, lan, trainer)
+    line = node.wait("iteration", iteration=3)
+    assert not line["published"] and "covered" in line["failed"] and sum(line["missing"].values()) > 0
+    assert "iteration 3 is not published" in trainer.expect(Wanted).why
+    assert node.said("lost")[-1]["serves"] == 2
+    line = node.wait("iteration", iteration=5)
+    assert not line["published"] and line["missing"] == {} and line["failed"] == ["previous"]
+    (path,) = tmp_path.glob("*.replica")
+    with Reader(path).pinned() as version:
+        assert version.step == 3  # the last good one is still there
+    trainer.state(run.step, run.tensors(), run.state())
+    trainer.expect(Joined, iteration=run.step)
+    t = _iteration(run, lan, trainer)
+    assert node.wait("iteration", iteration=t)["published"]
+    trainer.expect(Progress, iteration=t)
+    (path,) = tmp_path.glob("*.replica")
+    with Reader(path).pinned() as version:
+        assert version.step == run.step
+        for name, tensor in run.tensors().items():
+            assert torch.equal(version.parameters[name], tensor)
+
+
+def test_a_withheld_record_makes_the_node_wait_and_say_so(start_node, attach, truth, lan) -> None:
+    job = _job()
+    node, run = start_node(), _run(truth, job, 2)
+    trainer = attach(node, job)
+    _join(trainer, run)
+    made = [run.traffic(t) for t in (2, 3)]
+    for one in made:
+        lan.send([frame for _, frame in one.packets])
+        run.advance(one, lr=0.125)
+    assert node.wait("waiting")["iteration"] == 2
+    trainer.record(3, groups=[{"lr": 0.125}])
+    time.sleep(1.0)
+    assert not node.said("iteration")  # nothing was applied, and nothing was given up
+    sums = {name: f"{value:016x}" for name, value in checksums(run.tensors()).items()}
+    trainer.record(2, groups=[{"lr": 0.125}])
+    assert node.wait("iteration", iteration=2)["published"] and node.wait("iteration", iteration=3)["published"]
+    lan.send([frame for _, frame in run.traffic(4).packets])
+    run.advance(run.traffic(4), lr=0.125)
+    trainer.record(4, groups=[{"lr": 0.125}], checksums=sums)  # those of the version before: wrong
+    line = node.wait("iteration", iteration=4)
+    assert not line["published"] and line["failed"] == ["checksum"] and line["status"] == "diverged"
+    assert "differs from the trainer's" in node.said("lost")[-1]["why"]
+    with pytest.raises(StopIteration):
+        next(node.folder.glob("*.replica"))  # what diverged is served no more
+
+
+def test_killed_and_started_again(start_node, attach, truth, lan, tmp_path) -> None:
+    """kill -9: the last version stays in shared memory; the next process says so, and what it needs."""
+    job = _job()
+    node, run = start_node(), _run(truth, job, 2)
+    trainer = attach(node, job)
+    _join(trainer, run)
+    t = _iteration(run, lan, trainer)
+    assert node.wait("iteration", iteration=t)["published"]
+    node.end(9)
+    (path,) = tmp_path.glob("*.replica")
+    again = start_node(replica="keep = false")
+    (kept,) = again.said("kept")
+    assert (kept["run_id"], kept["step"], kept["path"]) == (job.run_id, run.step, str(path))
+    assert "state" in kept["needs"]
+    with Reader(path).pinned() as version:
+        assert {n: tensor_sha256(x) for n, x in version.parameters.items()} == {
+            n: tensor_sha256(x) for n, x in run.tensors().items()
+        }
+    trainer = attach(again, job)
+    assert trainer.expect(Wanted).what == ["manifest", "flows"]
+    _join(trainer, run)
+    assert not path.exists()  # its successor holds a version now
+    t = _iteration(run, lan, trainer)
+    assert again.wait("iteration", iteration=t)["published"]
+    assert again.end() == 0 and not list(tmp_path.glob("*.replica"))
+
+
+def test_one_node_holds_two_groups(start_node, attach, truth, lan, tmp_path) -> None:
+    """Two jobs on one mirror port, interleaved; one waits for a record, the other goes on."""
+    node = start_node(groups=2)
+    jobs = {"a": _job(3), "b": _job(4, protocol="simple", ranks=3)}
+    runs = {name: _run(truth, job, 2) for name, job in jobs.items()}
+    trainers = {name: attach(node, job, group=name) for name, job in jobs.items()}
+    for name, run in runs.items():
+        _join(trainers[name], run)
+    frames = []
+    for t in (2, 3, 4):
+        for run in runs.values():
+            made = run.traffic(t)
+            frames += made.packets
+            run.advance(made)
+    lan.send([frame for _, frame in sorted(frames, key=lambda packet: packet[0])])
+    for t in (2, 3, 4):
+        trainers["a"].record(t, groups=[{}])
+        assert node.wait("iteration", iteration=t, name="a")["published"]
+    for t in (2, 3, 4):
+        trainers["b"].record(t, groups=[{}])
+        assert node.wait("iteration", iteration=t, name="b")["published"]
+    lines = [json.loads(text) for text in (tmp_path / "hashes.jsonl").read_text().splitlines()]
+    for name, run in runs.items():
+        last = [line for line in lines if line["name"] == name][-1]
+        assert last["iteration"] == 4
+        assert last["tensors"] == {key: tensor_sha256(tensor) for key, tensor in run.tensors().items()}
