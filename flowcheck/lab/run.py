@@ -236,7 +236,8 @@ class LabRun:
         tables: dict[str, dict[str, Any]] = {
             "": {"name": self.fabric.config.name, "groups": shared},
             "control": {"listen": f"10.78.0.{2 + node}:{CONTROL_PORT}", "token_file": str(token)},
-            "capture": {"device": "af_packet:mir0", "path_mtu": job.softroce.get("mtu", 4096)},
+            # Ordinary memory: several nodes and tests would take the machine's few huge pages from each other.
+            "capture": {"device": "af_packet:mir0", "path_mtu": job.softroce.get("mtu", 4096), "huge": False},
             "replica": {"directory": str(self.fabric.shared), "keep": False},
             "output": {"directory": str(directory / "steps"), "keep_hashes": str(hashes)},
         }

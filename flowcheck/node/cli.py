@@ -93,7 +93,7 @@ class Node:
                 capture.device, path_mtu=capture.path_mtu, queues=capture.queues, ring_size=capture.ring_size,
                 cores=capture.cores,
             )  # fmt: skip
-            eal = undo.enter_context(start_eal(live))
+            eal = undo.enter_context(start_eal(live, huge=capture.huge))
             self._capture = undo.enter_context(LiveSource(eal, live))
             self._shared = Shared(self._capture, config.groups)
             path = config.output.keep_hashes

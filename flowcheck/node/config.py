@@ -41,13 +41,15 @@ class Control(_Part):
 
 
 class Capture(_Part):
-    """device: as dataplane/ports.py names them. path_mtu: RoCE's, 0: whole frames of the interface."""
+    """device: as dataplane/ports.py names them. path_mtu: RoCE's, 0: whole frames of the interface. huge: packet memory
+    in huge pages; left out: if enough of them are free when the node starts."""
 
     device: str
     path_mtu: int = 0
     queues: Annotated[int, Field(ge=1, le=16)] = 1
     ring_size: Annotated[int, Field(ge=64, le=1 << 24)] = 1 << 14
     cores: tuple[int, ...] = ()
+    huge: bool | None = None
 
 
 class ReplicaSettings(_Part):

@@ -158,6 +158,7 @@ token_file = "{tmp_path / 'token'}"
 [capture]
 device = "af_packet:{lan.near}"
 ring_size = 8192
+huge = false
 [replica]
 directory = "{tmp_path}"
 {replica}
