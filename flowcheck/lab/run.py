@@ -69,6 +69,7 @@ class LabRun:
         self.ledger = Ledger(0, [])
         self.events: list[tuple[str, dict[str, Any]]] = []  # of the nodes of this job, all of them
         self.iterations: list[dict[str, Any]] = []  # of this job's first rank of each stage, in order
+        self.communicators: list[dict[str, Any]] = []  # what each rank said of its connections when the job ended
         self._backend = backend
         self.watch: Callable[..., None] = nobody
         self._cores = cores or Cores()
@@ -136,7 +137,7 @@ class LabRun:
         self._follow()  # what is left of the job before
         self._job, self._jobs = job, self._jobs + 1
         self.ledger = Ledger(job.data_ranks, _names(job))
-        self.iterations = []
+        self.iterations, self.communicators = [], []
         orders = self._attach_orders(job) if attach else None
         begin = {"number": self._jobs, "job": job.to_dict(), "softroce": dict(job.softroce), "attach": orders}
         self._order({"begin": begin})
@@ -301,6 +302,8 @@ class LabRun:
                 self.ledger.status(event)
         elif event.get("event") == "iteration" and self._job and event["rank"] % self._job.data_ranks == 0:
             self.iterations.append(event)
+        elif event.get("event") == "communicator":
+            self.communicators.append(event)
         self._follow()
         self.watch(self.ledger)
 

@@ -3,7 +3,8 @@
     python -P -m flowcheck.lab.trainer --rank R --ranks N --backend softroce --out DIR     (run.py, in the namespace)
 
     stdin     one JSON object per line, below; its end ends the rank
-    stdout    {"event": "ready"}, after every step {"event": "iteration", ...}, {"event": "done"}: nothing in flight
+    stdout    {"event": "ready"}, after every step {"event": "iteration", ...}, {"event": "done"}: nothing in flight;
+              at the end of a job {"event": "communicator", ...}: connections and calls as a job manifest has them
     DIR/rankR.jsonl    per iteration the SHA-256 of every tensor of this rank's own state: what the replica must equal
 
     {"begin": {"number": K, "job": {...}, "softroce": {...}, "attach": {...} or null}}    a job, with new communicators
@@ -19,9 +20,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -90,8 +93,9 @@ class Rank:
             self.scaler.scale(torch.zeros(()))  # it is made by the first loss, and only the last stage has losses
         self._text = Text(job)
         self._iteration = 0
-        group = groups.stages[self.stage]
-        self._ddp = DistributedDataParallel(self.model, process_group=group, bucket_cap_mb=job.bucket_mb)
+        self._group = groups.stages[self.stage]
+        self._wire: Any = sys.modules.get("flowcheck.lab.softroce")
+        self._ddp = DistributedDataParallel(self.model, process_group=self._group, bucket_cap_mb=job.bucket_mb)
         self._attachment: Any = None
 
     def attach(self, settings: dict[str, Any]) -> None:
@@ -101,6 +105,9 @@ class Rank:
         if self._attachment is not None:
             self._attachment.close()
             self._attachment = None
+        if self._wire is not None:  # for those who want to know what each packet was
+            calls, described = self._wire.calls(self._group), self._wire.describe(self._group)
+            say({"event": "communicator", "rank": self.rank, "stage": self.stage, "calls": calls, **described})
 
     # -- one step -------------------------------------------------------------------------------------------
 
@@ -133,6 +140,7 @@ class Rank:
         line = {
             "job": self._number, "iteration": self._iteration, "rank": self.rank, "stage": self.stage,
             "seconds": seconds, "loss": loss, "skipped": skipped, "clip": coefficient, "scale": scale,
+            "calls": len(self._wire.calls(self._group)) if self._wire is not None else 0,
             "buffers": [name for name, _ in self.model.named_buffers()],
         }  # fmt: skip
         self._out.write(json.dumps({**line, **hashes(self.model, self.optimizer)}) + "\n")
@@ -232,6 +240,7 @@ def main() -> int:
     parser.add_argument("--master", default="10.78.0.10")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)  # run.py asks a silent rank where it stands
     if options.backend == "softroce":
         importlib.import_module("flowcheck.lab.softroce")  # registers itself with torch.distributed
     else:
