@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +16,12 @@ from gang import Gang
 from reference import train_alone
 
 from flowcheck.errors import UserError
+from flowcheck.lab import netns
 from flowcheck.lab.fabric import Fabric
 from flowcheck.lab.impair import Impairment
 from flowcheck.lab.softroce.settings import Settings
+from flowcheck.synth.packets import Endpoint
+from flowcheck.synth.packets import Path as Path_
 
 pytestmark = pytest.mark.root
 
@@ -60,6 +65,41 @@ def test_a_lost_peer_is_named(fabric: Callable[..., Fabric], tmp_path: Path) -> 
     assert time.monotonic() - begun < 45
     # Rank 0 may say rank 2, which waits, too; rank 2 has nobody but rank 1 to wait for.
     assert "rank 1 (10.77.0.11)" in answer
+
+
+def test_foreign_frames_change_nothing(gang: Gang, tmp_path: Path) -> None:
+    """Frames of a stranger, and some in rank 1's name: wrong CRC, wrong numbers, writes to anywhere."""
+    out = tmp_path / "out"
+    gang.begin(2, {"protocol": "LL"}, {"iterations": 40, "width": 128}, out)
+    end = time.monotonic() + 30
+    while not (out / "describe-1.json").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    flows = json.loads((out / "describe-0.json").read_text())["flows"]
+    qpns = [flow["qpns" if flow["dst"] == 0 else "cts_qpns"][0] for flow in flows]
+    rng = random.Random(4)
+    everybody = Endpoint(b"\xff" * 6, "10.77.0.10")
+    with netns.inside(gang.fabric.config.namespace("r2"), lambda: socket.socket(17, socket.SOCK_RAW)) as tap:
+        tap.bind(("fab0", 0))
+        for number in range(4000):
+            name = rng.choice(["10.77.0.11", "10.77.0.12"])
+            path = Path_(Endpoint(b"\x02\0\0\0\0\x09", name), everybody, rng.randrange(49152, 65536))
+            opcode = rng.choice([6, 7, 8, 9, 10, 11, 17, 4, 12, 129, 255])
+            extension = rng.randbytes({6: 16, 10: 16, 11: 20, 9: 4, 17: 4}.get(opcode, rng.randrange(0, 24)))
+            psn = rng.randrange(1 << 22, 1 << 23)  # far from anything that will be used
+            payload = rng.randbytes(rng.randrange(0, 4096))
+            frame = path.frame(opcode, rng.choice([*qpns, 0, 1, 0xFFFFFF]), psn, extension, payload)
+            if number % 5 == 0:
+                frame = frame[: rng.randrange(14, len(frame) + 1)]
+            if number % 5 == 1:
+                frame = frame[:-1] + bytes([frame[-1] ^ 1])
+            tap.send(frame)
+    assert [gang.said(rank) for rank in range(2)] == ["done", "done"]
+    results = [torch.load(out / f"rank-{rank}.pt") for rank in range(2)]
+    for a, b in zip(results[0]["iterations"], results[1]["iterations"], strict=True):
+        assert all(torch.equal(a["parameters"][name], b["parameters"][name]) for name in a["parameters"])
+    counters = results[0]["counters"]
+    assert counters["strangers"] > 0 and counters["damaged"] > 0 and counters["out_of_order"] > 0
 
 
 def test_ranks_that_disagree_are_told_so(gang: Gang, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from flowcheck.synth.writer import write_capture
 
 pytestmark = pytest.mark.root
 
+ROOT = Path(__file__).parents[4]
 CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"protocol": "LL", "family": "2.19.4"}),
     (3, {"protocol": "SIMPLE", "family": "2.27.7", "channels": 2, "qps_per_connection": 2, "split_data_on_qps": True}),
@@ -105,6 +107,23 @@ def _tcp(out: Path) -> list[tuple[int, bytes]]:
 
     with RawPcapReader(str(out / "seen.pcap")) as reader:
         return [(0, frame) for frame, _ in reader if frame[12:14] == b"\x08\0" and frame[23] == 6]
+
+
+def test_inspect_sees_the_flows_and_no_damage(seen: Any) -> None:
+    """`flowcheck inspect`: every packet valid, every QP that `describe` names."""
+    _, settings, out, _, roce = seen
+    command = [sys.executable, "-P", "-c", "from flowcheck.cli import main; main()", "inspect", "--json"]
+    done = subprocess.run([*command, str(out / "seen.pcap")], check=True, capture_output=True, text=True, cwd=ROOT)
+    found = json.loads(done.stdout)
+    assert found["packets"]["roce"] == len(roce) and found["packets"]["malformed"] == 0
+    assert found["icrc"] == {"ok": len(roce), "wrong": 0}
+    said = json.loads((out / "describe-1.json").read_text())
+    wanted = {(f["src_addr"], f["dst_addr"], qpn) for f in said["flows"] for qpn in f["qpns"]}
+    used = {(c["source"], c["destination"], c["data_qp"]) for c in found["connections"] if c["is"] == "NCCL"}
+    assert used and used <= wanted
+    # A tree's ring carries only DDP's few words, on some channels; QPs of one connection are listed together.
+    if settings.get("algorithm", "ring") == "ring" and "qps_per_connection" not in settings:
+        assert used == wanted
 
 
 def test_replay_rebuilds_what_the_trainers_have(seen: Any, replayed: Any) -> None:
