@@ -34,7 +34,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self
 
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.lab import netns
 from flowcheck.lab.impair import Bump, Impairment, Wire
 from flowcheck.lab.mirror import Mirror
@@ -383,7 +383,12 @@ class Leftover:
         rundir = str(STATE / self.name / "ovs") if self.config.switch == "ovs" else None
         out = []
         for node in range(self.config.nodes):
-            for state in Mirror.planned(self.config, node, rundir).state():
+            try:
+                states = Mirror.planned(self.config, node, rundir).state()
+            except FlowcheckError as error:  # its switch has died
+                out.append(f"mirror of node {node}: {error.what}")
+                continue
+            for state in states:
                 ports = ", ".join(sorted(f"{source.port} {source.direction}" for source in state.sources))
                 what = f"copies {ports}" if state.active else f"copies nothing: {state.reason or 'no session'}"
                 out.append(f"mirror of node {node}: {what}" + (f", {state.copies:,} so far" if state.copies else ""))

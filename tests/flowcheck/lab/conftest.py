@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
+import signal
 import socket
 import struct
 import time
@@ -15,9 +17,25 @@ import pytest
 
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.lab import netns
-from flowcheck.lab.fabric import Fabric, FabricConfig, clear
+from flowcheck.lab.fabric import Fabric, FabricConfig, clear, leftovers
 
 _numbers = itertools.count()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def terminated() -> Iterator[None]:
+    """SIGTERM ends a test run as Ctrl-C does, with its labs taken down; what a killed run has left is cleared here."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    for lab in leftovers():
+        match = re.fullmatch(r"t([0-9a-f]+)n\d+b?", lab.name)
+        if match and lab.owner is None and not os.path.exists(f"/proc/{int(match[1], 16)}"):
+            clear(lab.name)
+    before = signal.signal(signal.SIGTERM, interrupt)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
@@ -28,8 +46,10 @@ def named() -> Iterator[str]:
     except EnvironmentProblem as problem:
         pytest.skip(problem.what)
     name = f"t{os.getpid():x}n{next(_numbers)}"
-    yield name
-    clear(name)
+    try:
+        yield name
+    finally:
+        clear(name)
 
 
 @pytest.fixture
