@@ -106,7 +106,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabRun]:
         yield run
 
 
-@pytest.mark.parametrize("name", STEPS)
+# Each alone takes its time; together, and the schedule with momentum, they are in every run.
+ALONE = [pytest.param(name, marks=pytest.mark.slow) for name in STEPS if name not in ("schedule", "all at once")]
+
+
+@pytest.mark.parametrize("name", ["schedule", "all at once", *ALONE])
 def test_what_a_step_may_do(pair: LabRun, name: str) -> None:
     settings = {"model": "mlp", **STEPS[name]}
     first = follow(pair, Training(ranks=2, softroce={"protocol": "LL128", "seed": 1}, **settings), 8)
