@@ -189,7 +189,9 @@ class Post:
                     if message.what:
                         self._say(message.why)
                 elif isinstance(message, Joined):
-                    self.joined, self.why = message.iteration, ""
+                    self.joined = message.iteration
+                    if self._link is link:
+                        self.why = ""
                 elif isinstance(message, Progress):
                     self.iteration, self.status = message.iteration, message.status
                 elif isinstance(message, Refused):

@@ -33,11 +33,12 @@ class Ranks:
     def __init__(self, folder: Path, node: str, steps: int, wait: float) -> None:
         job = folder / "gloo.json"
         job.write_text(example_job(ranks=2, count=1000, seed=8).to_json())
+        self._outputs = [(folder / f"rank{rank}.out").open("w+") for rank in range(2)]  # a pipe would fill up
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-P", str(WORKER), str(rank), "2", str(folder / "store"), node, TOKEN, str(job),
                  str(steps), str(wait)],
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                stdout=self._outputs[rank], stderr=subprocess.PIPE, text=True,
             )
             for rank in range(2)
         ]  # fmt: skip
@@ -45,19 +46,21 @@ class Ranks:
     def finish(self) -> list[list[dict[str, Any]]]:
         """Lines of both ranks; the exit of each must be 0."""
         out = []
-        for process in self.processes:
-            text, error = process.communicate(timeout=120)
+        for process, output in zip(self.processes, self._outputs, strict=True):
+            _, error = process.communicate(timeout=150)
             assert process.returncode == 0, error[-3000:]
-            out.append([json.loads(line) for line in text.splitlines()])
+            output.seek(0)
+            out.append([json.loads(line) for line in output])
         return out
 
     def close(self) -> None:
         for process in self.processes:
             process.kill()
             process.wait()
-            for pipe in (process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
+            if process.stderr is not None:
+                process.stderr.close()
+        for output in self._outputs:
+            output.close()
 
 
 @pytest.fixture
@@ -152,12 +155,12 @@ def _stops_reading(sock: socket.socket, link: Link) -> None:
 
 
 NODES: dict[str, tuple[Callable[[socket.socket, Link], Any], str]] = {
-    "is silent": (lambda sock, link: None, "no answer"),
+    "is silent": (lambda sock, link: None, "not connected yet"),
     "speaks HTTP": (lambda sock, link: sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "not speak this protocol"),
     "sends a huge length": (lambda sock, link: sock.sendall(b"FCR1" + b"\xff" * 12), "at most"),
     "has another token": (lambda sock, link: accept(link, b"quite another token"), "connection closed"),
     "hangs": (_hangs, "the node has not joined yet"),
-    "stops reading": (_stops_reading, "the node has not joined yet"),
+    "stops reading": (_stops_reading, "give me all you have"),
 }
 
 
@@ -192,6 +195,7 @@ def test_a_full_queue_is_a_loss_that_is_said_and_not_a_wait(port) -> None:
     post = Post((host, int(number)), TOKEN.encode(), Who("run", 0, 0, 2, ""), list, said.append)
     post.start()
     assert post.tried.wait(20)
+    assert post.answered.wait(20) and post.joined == 0
     padding = {"x": "y" * 20000}
     begin, slowest = time.monotonic(), 0.0
     while not post.lost and time.monotonic() - begin < 60:
