@@ -157,6 +157,7 @@ cdef struct FlowState:   # one flow as one stream sees it
     uint64_t messages    # generated so far; the window holds the last WINDOW of them
     uint64_t current     # number (in `messages` counting) of the message last hit
     uint8_t state, counted, anchored, active, finished, restarting
+    uint8_t old          # seen in mid-stream before anything was counted: PSN 0 is a wrap, not the beginning
     int32_t edge, qp, cts  # cts: index into cts tables, -1 unknown
     Cursor cursor        # the next message to generate
     uint8_t recoverable  # 0 not considered, 1 no, 2 yes: see recover()

@@ -635,9 +635,11 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
     if not f.counted:
         # PSNs start at 0 with the connection, so a flow seen from its beginning is counted from there. The
         # connections of a communicator are born together: where one was seen at 0, others are young too.
-        if f.packets == 0 and (p.psn == 0 or (M.from_start and p.psn < YOUNG)):
+        if f.packets == 0 and not f.old and (p.psn == 0 or (M.from_start and p.psn < YOUNG)):
             f.counted = 1
         elif not find_position(M, stream, f, p):
+            if p.psn >= YOUNG and (not M.check_icrc or fc_icrc_ok(p)):
+                f.old = 1
             return UNANCHORED
         delta = <int64_t>((p.psn - f.next_psn) & 0xffffff)
         if delta >= 0x800000:

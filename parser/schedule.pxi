@@ -94,6 +94,11 @@ cdef int generate(Machine *M, FlowState *f) noexcept nogil:
     return 1
 
 
+cdef inline uint64_t next_clean(uint64_t step) noexcept nogil:
+    """Where the first run of cleaning steps (4.1) begins that is not over at `step`; not behind `step` if that is in it."""
+    return (step // LL_LAP + 1) * LL_LAP - 8
+
+
 cdef int seek(Machine *M, const FlowState *f, int by_step, uint64_t want, Cursor *c, Message *m) noexcept nogil:
     """Find the message with step `want` (or number `want`) from the start of the schedule. 1: in m, with
     the cursor behind it.
@@ -120,16 +125,16 @@ cdef int seek(Machine *M, const FlowState *f, int by_step, uint64_t want, Cursor
                 return 0  # passed, or a connection that is idle in steady iterations
             last = c.number
             marked += 1
-            if not known and (marked & (marked - 1) == 0 or (mark.step + 8) // LL_LAP != (c.step + 8) // LL_LAP):
+            if not known and (marked & (marked - 1) == 0 or c.step > next_clean(mark.step)):
                 mark = c[0]  # a later mark each time (Brent): the first iterations need not recur
             elif c.step % 8 == mark.step % 8 and c.number % <uint64_t>e.qps == mark.number % <uint64_t>e.qps:
                 if not known:
                     dstep, dnumber, dpsn = c.step - mark.step, c.number - mark.number, c.psn - mark.psn
                     diteration = c.iteration - mark.iteration
                     known = 1
-                if dstep and dnumber:
+                if dstep and dnumber and c.step < next_clean(c.step):  # not amid steps that clean: those are walked
                     k = (want - here) // (dstep if by_step else dnumber)
-                    k = min(k, (((c.step + 8) // LL_LAP + 1) * LL_LAP - 8 - c.step) // dstep)
+                    k = min(k, (next_clean(c.step) - c.step) // dstep)
                     if k > 1:
                         c.step += (k - 1) * dstep
                         c.number += (k - 1) * dnumber

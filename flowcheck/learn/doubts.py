@@ -53,8 +53,10 @@ def _iterations(chosen: Found) -> Iterator[Doubt]:
         return
     sizes = ", ".join(_padded(c) for c in calls[:4]) + (", ..." if len(calls) > 4 else "")
     count = "an AllReduce" if len(calls) == 1 else f"{len(calls)} AllReduce calls"
+    # a rebuilt layout is announced right behind the first gradients, and makes them sure
+    since = "From the second one on" if chosen.program.collectives.rebuild else "From the very first on"
     text = (
-        f"iterations: counted by sizes alone. From the second one on {count} of {sizes} {calls[0].dtype} "
+        f"iterations: counted by sizes alone. {since} {count} of {sizes} {calls[0].dtype} "
         f"({'that carry' if len(calls) > 1 else 'that carries'} no gradient: averaged parameters, a metric) would be "
         "counted as an iteration and applied as a gradient"
     )

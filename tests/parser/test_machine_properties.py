@@ -158,3 +158,31 @@ def test_an_unknown_half_of_the_trees_is_refused() -> None:
 
     with pytest.raises(UserError, match="second tree"):
         plan_job(example_job(ranks=4, channels=3, algorithm="tree"))
+
+
+@pytest.mark.parametrize("count", [[5000], [700, 20_000]])
+def test_every_cleaned_slot_is_counted(count: list[int]) -> None:
+    """LL's 8 steps that clean whole slots shift all later PSNs, also where an iteration begins amid them."""
+    job = example_job(count=count)
+    per = 2 * len(count)  # steps of an iteration: PSNs are right behind the first lap only if all 8 were counted
+    for later in (0, 1000):
+        first = 2**31 // per + later
+        made = generate(job, iterations=3, first_iteration=first)
+        engine, out = run(plan_job(job), [made.packets])
+        assert engine.disagreements() == []
+        for key, truth in made.reduced.items():
+            data, placed, _ = out[key]
+            assert placed.all() and data.tobytes() == truth.tobytes()
+
+
+def test_a_wrapped_psn_is_no_beginning() -> None:
+    """SIMPLE in mid-stream with no clear-to-send in sight cannot be entered, also not where the PSN comes by 0.
+
+    12 messages of 64 packets an iteration: the wrap falls on the first packet of the fifth, and nothing on the
+    wire would ever tell that it is not the job's first.
+    """
+    job = example_job(ranks=4, count=1 << 19, protocol="simple", startup=False, rebuild=False)
+    made = generate(job, iterations=4, first_iteration=2**24 // 768 - 1, ports=[0, 2], directions="out")
+    engine, out = run(plan_job(job), [made.packets])
+    assert not any(placed.any() for _, placed, _ in out.values())
+    assert engine.outcomes(0)["placed"] == (0, 0) and engine.outcomes(0)["unanchored"][0] > 0

@@ -194,6 +194,15 @@ def test_an_equal_call_that_is_no_gradient_is_named_as_the_doubt(count: list[int
         assert "301 to 302" in text
 
 
+def test_without_a_rebuilt_layout_even_the_first_call_may_be_foreign() -> None:
+    """An AllReduce of just the gradients' size before them: nothing on the wire says which is which."""
+    job = ddp_job(count=5000, rebuild=False)
+    job.collectives.iteration_0.insert(0, Collective("AllReduce", 5000, "float32", carries="other"))
+    assert "From the very first on" in learnt(generate(job, iterations=1)).doubts[0]
+    rebuilt = learnt(generate(ddp_job(count=5000), iterations=3))
+    assert "From the second one on" in next(text for text in rebuilt.doubts if text.startswith("iterations:"))
+
+
 def test_channels_by_qp_order_are_certain_only_where_they_differ() -> None:
     alike = learnt(generate(ddp_job(count=1 << 20, channels=4, protocol="simple"), iterations=2))
     assert confidence(alike, "channels") == "probable" and "channels" in doubts(alike)
