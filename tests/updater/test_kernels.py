@@ -154,6 +154,7 @@ def test_large_tensors_on_worker_threads(kernel):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kernel", kernels.names())
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CLASSES)
@@ -163,6 +164,7 @@ def test_two_hundred_steps(name, mode, kernel):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", CLASSES)
 def test_two_hundred_steps_of_a_million(name, threads):
