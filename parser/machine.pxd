@@ -172,6 +172,7 @@ cdef struct FlowState:   # one flow as one stream sees it
     uint64_t agreements, disagreements
     uint64_t seen[SEEN_WORDS]
     Message window[WINDOW]
+    uint8_t unused_tail[40]  # whole cache lines, so that every flow's first two are its own: checked in _build_flows()
 
 
 cdef struct Slot:        # one live buffer: an iteration's gradients, or the parameters
@@ -216,6 +217,7 @@ cdef struct Machine:
     const uint8_t *next             # headers and payload of a packet soon to be placed, or NULL: see drive()
     uint32_t keepers                # flows that keep what they carry at the moment
     int (*examine)(Machine *M, uint32_t stream, const fc_packetref *ref) noexcept nogil
+    int (*on_track)(Machine *M, uint32_t stream, FlowState *f, const uint8_t *wire, uint64_t psn) noexcept nogil
     uint32_t header_lines           # cache lines in which the headers of MIDDLE packets end: IPv6 needs two
     uint8_t keeping[HINTS]          # by QP number: does its flow keep what it carries at the moment? A guess
     FlowKey *table

@@ -395,9 +395,10 @@ cdef void lay_track(Machine *M, uint32_t stream, FlowState *f, const Message *m)
     f.track_protocol = <uint8_t>protocol
 
 
-cdef inline int place_on_track(Machine *M, uint32_t stream, FlowState *f, const uint8_t *wire, uint64_t psn) noexcept nogil:
+cdef int place_on_track(Machine *M, uint32_t stream, FlowState *f, const uint8_t *wire, uint64_t psn) noexcept nogil:
     """A full packet of message `ahead`: what place_flagged() and place() do, with nothing left to work out.
-    A wrong flag leaves bytes of no meaning in cells that stay uncovered."""
+    A wrong flag leaves bytes of no meaning in cells that stay uncovered. Called through M.on_track, as examine() is:
+    inlined, its registers would burden the packets that are only counted."""
     cdef Message *m = f.ahead
     cdef uint64_t index = psn - f.track_psn, nbytes = f.track_bytes, first = f.track_cell + index * (nbytes // 8)
     cdef uint64_t end = first + nbytes // 8
@@ -610,7 +611,7 @@ cdef inline int express(Machine *M, uint32_t stream, FlowState *f, const fc_midd
     if not f.keeps:
         return RELEASED
     if likely_so(psn < f.track_end):
-        return place_on_track(M, stream, f, p.bth + 12, psn)
+        return M.on_track(M, stream, f, p.bth + 12, psn)
     m = f.ahead
     if m.call.lane.protocol != FC_SIMPLE:
         return place_flagged(M, stream, f, m, <uint32_t>(psn - m.psn), p.bth + 12, M.mtu, psn)
@@ -943,7 +944,7 @@ cdef class Engine:
         for i in range(SIDE_PACKETS):
             M.side[i].next = <int32_t>i + 1 if i + 1 < SIDE_PACKETS else -1
         M.counts = <Count *>zeroed(M.streams * OUTCOMES, sizeof(Count))
-        M.examine = examine
+        M.examine, M.on_track = examine, place_on_track
 
     def _build_edges(self):
         cdef Edge *e
@@ -1002,6 +1003,8 @@ cdef class Engine:
             size *= 2
         M.table_mask = size - 1
         M.table = <FlowKey *>zeroed(size, sizeof(FlowKey))
+        if sizeof(FlowState) % 64:
+            raise SystemError(f"a FlowState has {sizeof(FlowState)} bytes, not whole cache lines: mend unused_tail")
         M.states = <FlowState *>zeroed(<size_t>M.streams * M.flows, sizeof(FlowState))
         M.cts = <CtsTable *>zeroed(<size_t>M.streams * M.cts_tables, sizeof(CtsTable))
         for number, spec in enumerate(self.config.flows):

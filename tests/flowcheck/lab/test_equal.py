@@ -89,12 +89,12 @@ def test_equal_all(lab_run: tuple[str, LabRun], case: tuple[str, tuple[str, int]
 
 
 STEPS: dict[str, dict[str, Any]] = {
-    "clipping": {"clip": 0.3},
+    "clipping": {"clip": 0.1},
     "accumulation": {"accumulate": 3},
     "loss scale": {"loss_scale": 1024.0, "overflow_at": tuple(range(1, 60, 4))},
     "schedule": {"schedule": "cosine", "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True}},
     "buffers": {"model": "conv", "optimizer": {"name": "adam", "lr": 1e-3}},
-    "all at once": {"model": "conv", "clip": 0.3, "accumulate": 2, "loss_scale": 512.0, "schedule": "step",
+    "all at once": {"model": "conv", "clip": 0.1, "accumulate": 2, "loss_scale": 512.0, "schedule": "step",
                     "overflow_at": tuple(range(1, 60, 5))},
 }  # fmt: skip
 
