@@ -83,10 +83,10 @@ def states_taken(run: LabRun) -> list[dict[str, Any]]:
     return [said for _, said in run.events if said["event"] == "state"]
 
 
+# Slow: a minute or more, because the node is waited for portion by portion.
+@pytest.mark.slow
 @pytest.mark.parametrize("direction, drop, iterations", [
-    ("ingress", 0.05, 40),
-    pytest.param("both", 0.001, 200, marks=pytest.mark.slow),
-    pytest.param("ingress", 0.02, 200, marks=pytest.mark.slow),
+    ("ingress", 0.05, 40), ("both", 0.001, 200), ("ingress", 0.02, 200),
 ])  # fmt: skip
 def test_copies_are_lost(tmp_path: Path, direction: str, drop: float, iterations: int) -> None:
     wire = Impairment("mirror0", way="from", drop=drop, trace=True)
