@@ -364,7 +364,7 @@ cdef int place_flagged(Machine *M, uint32_t stream, FlowState *f, Message *m, ui
     if bad >= 0:
         wrong_flag(M, stream, f, m, wire, psn, bad)
         return DISAGREED
-    cover(M, stream, slot, m.target, first, end)
+    cover(slot.cover + stream * M.words[m.target], first, end)
     agree(M, stream, f, psn)
     return PLACED
 
@@ -395,6 +395,15 @@ cdef void lay_track(Machine *M, uint32_t stream, FlowState *f, const Message *m)
     f.track_protocol = <uint8_t>protocol
 
 
+cdef int place_ahead(Machine *M, uint32_t stream, FlowState *f, const uint8_t *wire, uint64_t psn) noexcept nogil:
+    """A full packet of message `ahead`, the long way: for what is not on its track, or partly there already."""
+    cdef Message *m = f.ahead
+    cdef uint32_t index = <uint32_t>(psn - m.psn)
+    if m.call.lane.protocol == FC_SIMPLE:
+        return place(M, stream, m, index, wire, M.mtu)
+    return place_flagged(M, stream, f, m, index, wire, M.mtu, psn)
+
+
 cdef int place_on_track(Machine *M, uint32_t stream, FlowState *f, const uint8_t *wire, uint64_t psn) noexcept nogil:
     """A full packet of message `ahead`: what place_flagged() and place() do, with nothing left to work out.
     A wrong flag leaves bytes of no meaning in cells that stay uncovered. Called through M.on_track, as examine() is:
@@ -406,9 +415,7 @@ cdef int place_on_track(Machine *M, uint32_t stream, FlowState *f, const uint8_t
     cdef uint64_t *mine = f.track_cover
     cdef int64_t bad = -1
     if fc_cover_any(mine, first, end) or (M.streams > 1 and not fresh(M, slot_of(M, m), m.target, first, end)):
-        if f.track_protocol == FC_SIMPLE:
-            return place(M, stream, m, <uint32_t>index, wire, M.mtu)
-        return place_flagged(M, stream, f, m, <uint32_t>index, wire, M.mtu, psn)
+        return place_ahead(M, stream, f, wire, psn)
     if f.track_protocol == FC_LL:
         bad = fc_ll_place(to, wire, nbytes, <uint32_t>f.track_flag, take_next(M, wire))
     elif f.track_protocol == FC_LL128:
@@ -418,8 +425,7 @@ cdef int place_on_track(Machine *M, uint32_t stream, FlowState *f, const uint8_t
     if bad >= 0:
         wrong_flag(M, stream, f, m, wire, psn, bad)
         return DISAGREED
-    fc_cover_set(mine, first, end)
-    fc_prefetch(mine + end // 64 + 8)  # the line that the packets to come will set
+    cover(mine, first, end)
     if f.track_protocol != FC_SIMPLE:
         agree(M, stream, f, psn)
     return PLACED
@@ -594,7 +600,6 @@ cdef void refuse_icrc(Machine *M, FlowState *f, const Message *m, uint32_t index
 cdef inline int express(Machine *M, uint32_t stream, FlowState *f, const fc_middle *p, uint64_t now_ns) noexcept nogil:
     """A full MIDDLE packet with the expected PSN, behind a packet of the same message that data_packet() accepted:
     whatever that would look at is known already, but ICRC and flags. Returns the Outcome."""
-    cdef Message *m
     cdef uint64_t psn = f.next_psn, bit = <uint64_t>1 << (psn % 64)
     cdef uint64_t *seen = &f.seen[psn // 64 % SEEN_WORDS]
     if f.keeps and M.check_icrc and not fc_middle_icrc_ok(p, M.mtu):
@@ -612,10 +617,7 @@ cdef inline int express(Machine *M, uint32_t stream, FlowState *f, const fc_midd
         return RELEASED
     if likely_so(psn < f.track_end):
         return M.on_track(M, stream, f, p.bth + 12, psn)
-    m = f.ahead
-    if m.call.lane.protocol != FC_SIMPLE:
-        return place_flagged(M, stream, f, m, <uint32_t>(psn - m.psn), p.bth + 12, M.mtu, psn)
-    return place(M, stream, m, <uint32_t>(psn - m.psn), p.bth + 12, M.mtu)
+    return place_ahead(M, stream, f, p.bth + 12, psn)
 
 
 cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p, uint64_t now_ns) noexcept nogil:

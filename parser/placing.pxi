@@ -37,8 +37,8 @@ cdef int fresh(Machine *M, const Slot *slot, int target, uint64_t first, uint64_
     return 1
 
 
-cdef inline void cover(Machine *M, uint32_t stream, Slot *slot, int target, uint64_t first, uint64_t end) noexcept nogil:
-    cdef uint64_t *mine = slot.cover + stream * M.words[target]
+cdef inline void cover(uint64_t *mine, uint64_t first, uint64_t end) noexcept nogil:
+    """mine: the bitmap of the stream that the cells came over."""
     fc_cover_set(mine, first, end)
     fc_prefetch(mine + end // 64 + 8)  # the line that the packets to come will set
 
@@ -64,7 +64,7 @@ cdef int put(Machine *M, uint32_t stream, Slot *slot, int target, int64_t offset
             fc_copy_place(slot.data + offset, data, nbytes, take_next(M, data))
         else:
             memcpy(slot.data + offset, data, nbytes)
-        cover(M, stream, slot, target, first, end)
+        cover(mine, first, end)
         return 1
     for cell in range(first, end):
         here = <int64_t>(cell - first) * 8

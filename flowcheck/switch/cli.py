@@ -158,16 +158,21 @@ def _port_lines(plan_file: Path) -> dict[str, list[str]]:
     return found
 
 
+def _port(session: Any) -> str:
+    """What _port_lines() calls the destination port of a session."""
+    return f"{session.leaf} {session.destination}"
+
+
 def _remember(plan_file: Path, session: Any, lines: tuple[str, ...]) -> None:
     """Written before anything is typed. What is known from an earlier apply stays: that was the port's own state."""
     known = _port_lines(plan_file)
-    if lines and f"{session.leaf} {session.destination}" not in known:
-        _write(_undo_file(plan_file), json.dumps(known | {f"{session.leaf} {session.destination}": lines}, indent=1))
+    if lines and _port(session) not in known:
+        _write(_undo_file(plan_file), json.dumps(known | {_port(session): lines}, indent=1))
 
 
 def _forget(plan_file: Path, session: Any) -> None:
     known = _port_lines(plan_file)
-    if known.pop(f"{session.leaf} {session.destination}", None) is None:
+    if known.pop(_port(session), None) is None:
         return
     if known:
         _write(_undo_file(plan_file), json.dumps(known, indent=1))
@@ -329,14 +334,14 @@ def remove(
                 typer.echo(f"{_title(manager.session)}: absent")
                 continue
             typer.echo(f"{_title(manager.session)}: to remove{'' if mine.ours else ', but it is not ours'}")
-            for line in _port_lines(plan_file).get(f"{manager.session.leaf} {manager.session.destination}", []):
+            lines = _port_lines(plan_file).get(_port(manager.session), [])
+            for line in lines:
                 typer.echo(f"    {line}")
             if not commit:
                 typer.echo("  dry run: nothing was changed; --commit does it")
                 continue
             if not yes and not typer.confirm("remove it?"):
                 raise typer.Exit(1)
-            lines = _port_lines(plan_file).get(f"{manager.session.leaf} {manager.session.destination}", [])
             manager.remove(lines)
             _forget(plan_file, manager.session)
             typer.echo("  removed" + (", its port has its settings back" if lines else ""))
