@@ -17,7 +17,7 @@ from parser.machine import Engine
 
 from flowcheck.evidence import BucketCoverage, bucket_coverage, describe_disagreement, flow_name, refusal
 from flowcheck.jobplan import JobPlan
-from flowcheck.labels import contradiction
+from flowcheck.labels import contradiction, other_version
 from flowcheck.verdict import BucketEvidence, Evidence, StreamEvidence, Verdict, judge
 
 __all__ = ["Judge", "Judged"]
@@ -81,7 +81,12 @@ class Judge:
 
     def refused(self, disagreements: list[dict]) -> str:
         """Why the traffic as a whole is not what the manifest describes, or ""."""
-        return refusal(self._plan, disagreements) or contradiction(self._plan, self._engine.cts_tags())
+        plan, engine = self._plan, self._engine
+        return (
+            refusal(plan, disagreements)
+            or contradiction(plan, engine.cts_tags())
+            or other_version(plan, engine.cts_forms())
+        )
 
     def unanchored(self) -> Iterator[str]:
         for stream in range(self._plan.engine.streams):

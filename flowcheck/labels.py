@@ -18,10 +18,10 @@ from collections.abc import Collection, Mapping
 from parser.lane import messages
 
 from flowcheck.evidence import flow_name
-from flowcheck.jobplan import JobPlan
+from flowcheck.jobplan import JobPlan, nccl_minor
 from parser.wire import CallPlan, edge_lane
 
-__all__ = ["contradiction", "on_trust"]
+__all__ = ["contradiction", "other_version", "on_trust"]
 
 RANKS = "ranks of the flows: as the manifest says, nothing in the captures confirms them"
 TOO_MANY = 50_000  # messages per edge beyond which likeness is assumed rather than computed
@@ -50,6 +50,21 @@ def contradiction(plan: JobPlan, tags: Mapping[int, int]) -> str:
         f"the receiver of {flow_name(plan.job, edge)} calls its sender rank {tags[edge]}, the manifest says "
         f"{_expected(plan, plan.engine.edges[edge].src)}: correct the ranks of the flows, or, for a communicator split "
         f"from a larger one, list its members there in communicator.parent_ranks"
+    )
+
+
+def other_version(plan: JobPlan, forms: Mapping[int, int]) -> str:
+    """Why the form of the clear-to-send writes refutes the manifest's NCCL version, or "". forms: Engine.cts_forms().
+
+    Calls may have the same layout in both versions; then nothing else disagrees (reference nccl-wire.md 5.4).
+    """
+    due, other = (32, 64) if nccl_minor(plan.job) < 20 else (64, 32)
+    if forms[due] or not forms[other]:
+        return ""
+    era = "2.19 and older" if other == 32 else "2.20 and later"
+    return (
+        f"clear-to-send writes of {other} bytes, as of NCCL {era}; the manifest says "
+        f"{plan.job.communicator.nccl_version}: correct nccl_version"
     )
 
 

@@ -259,6 +259,11 @@ class ReplaySession:
         asked = self.options.iterations
         if asked is not None and len(seen) < asked:
             return f"{asked} iterations were asked for and {len(seen)} are in the captures"
+        if self.engine.unopened >= 0:
+            return (
+                f"iterations from {self.engine.unopened} on are in the captures and were read too late: a capture that"
+                f" begins with iteration {self.begins} has earlier times. The clocks of the captures differ: editcap -t"
+            )
         incomplete = [i.iteration for i in seen if not i.verdict.complete]
         if incomplete:
             return f"{len(incomplete)} of {len(seen)} iterations are incomplete, the first is {incomplete[0]}"
@@ -291,15 +296,29 @@ class ReplaySession:
                 remedy="compare ranks, channels, protocol, mtu and collectives with `flowcheck inspect`",
             )
         silent = [flow_name(self.plan.job, edge) for edge, count in packets.items() if not count]
+        drops = self._drops()
         return UserError(
             f"no {'gradient' if self.reduces else 'parameter'} packet of this job is in the captures"
             + (f"; never seen: {'; '.join(silent[:4])}" if silent else "")
-            + f"; by what became of the packets: {self._drops()}",
+            + f"; by what became of the packets: {', '.join(f'{name} {count}' for name, count in drops.items())}",
             where=captures,
-            remedy="mirror with SPAN, or with ERSPAN or GRE that carry whole Ethernet frames"
-            if self.engine.encapsulated()
-            else "`flowcheck inspect` lists the connections; put their addresses and QP numbers in flows",
+            remedy=self._remedy(drops),
         )
+
+    def _remedy(self, drops: dict[str, int]) -> str:
+        """What to do when nothing was placed, by what most of the packets suffered from."""
+        if self.engine.encapsulated():
+            return "mirror with SPAN, or with ERSPAN or GRE that carry whole Ethernet frames"
+        ours = {name: count for name, count in drops.items() if name not in ("not_roce", "control", "other_roce")}
+        worst = max(ours, key=ours.__getitem__, default="")
+        if worst == "truncated":
+            return "the packets are cut: raise the snap length (tcpdump -s 0), or the mirror's own truncation"
+        if worst == "icrc":
+            return (
+                "their ICRC is wrong: they were changed behind the sender, or the capture did not keep it. Mirror them"
+                " unchanged; --no-icrc places them all the same and marks the result unproven"
+            )
+        return "`flowcheck inspect` lists the connections; put their addresses and QP numbers in flows"
 
     def _drops(self) -> dict[str, int]:
         total: dict[str, int] = {}

@@ -24,6 +24,7 @@ from flowcheck.errors import UserError
 __all__ = ["IDLE_SECONDS", "Source", "StreamState", "Streams"]
 
 BATCH = 2048
+OPENING = 32  # packets at a time, until the first iteration has begun
 UNSEEN = 1000  # iterations without a packet that are still judged one by one
 IDLE_SECONDS = 0.0005  # between two looks at empty rings, while the rx threads work
 
@@ -65,6 +66,7 @@ class Streams:
         The engine's arena is retired after it. progress(packets) is called now and then.
         Raises UserError when a source did not deliver what its file promised.
         """
+        self._open(progress)
         while not all(self._ended):
             moved = self.poll()
             progress(self.consumed)
@@ -77,6 +79,28 @@ class Streams:
         while self._engine.oldest <= self._engine.begun:
             if not self._close_oldest(close):
                 return
+
+    def _open(self, progress: Callable[[int], None]) -> None:
+        """Read in the order of time until the first iteration has begun: where captures begin in mid-stream, the packet
+        that is read first says which iteration is the first, and it must not be the capture that began last."""
+        engine = self._engine
+        while len(self._sources) > 1 and engine.begun < 0 and not any(self._blocked):
+            heads = {}
+            for i, source in enumerate(self._sources):
+                if not self._ended[i]:
+                    heads[i] = engine.next_ns(source.ring_address)
+                    if heads[i] is None and engine.drained(source.ring_address):
+                        del heads[i]
+                        self._end(i)
+            if not heads:
+                return
+            if None in heads.values():
+                time.sleep(IDLE_SECONDS)
+                continue
+            first = min(heads, key=heads.__getitem__)
+            done, self._blocked[first] = engine.run(first, self._sources[first].ring_address, OPENING)
+            self.consumed += done
+            progress(self.consumed)
 
     def poll(self) -> bool:
         """Take what is in the rings, a batch of each. True if anything moved."""

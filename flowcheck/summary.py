@@ -76,8 +76,9 @@ def _flows(flows: list[FlowReport], console: Console) -> None:
         _line(console, "flow", f"{flow.src_addr} > {flow.dst_addr}: {flow.detail}")
     if len(seen) > FLOWS:
         _line(console, "", f"and {len(seen) - FLOWS} more flows in the report")
-    if len(seen) < len(flows):
-        _line(console, "", f"{len(flows) - len(seen)} of {len(flows)} flows of the manifest are not in the captures")
+    absent = sum(not flow.packets and bool(flow.detail) for flow in flows)  # of others only acknowledgements were seen
+    if absent:
+        _line(console, "", f"{absent} of {len(flows)} flows of the manifest are not in the captures")
 
 
 def _incomplete(report: Report, console: Console) -> None:

@@ -465,6 +465,14 @@ cdef inline int express(Machine *M, uint32_t stream, FlowState *f, const fc_midd
     return place_ahead(M, stream, f, p.bth + 12, psn)
 
 
+cdef void reopen(Machine *M, int64_t iteration) noexcept nogil:
+    """Another capture begins earlier than the one that was read first: go back there, while nothing is closed."""
+    if M.base_iteration == M.opened and M.begun < iteration + M.arenas:
+        M.base_iteration = M.opened = iteration
+    elif M.unopened < 0 or iteration < M.unopened:
+        M.unopened = iteration
+
+
 cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p, uint64_t now_ns) noexcept nogil:
     """A data packet of one of the job's flows. Returns its Outcome, or -1: its iteration has no arena
     yet, come back with the same packet."""
@@ -520,10 +528,13 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
         return BEYOND
     if m.target == GRADIENT and m.iteration > M.base_iteration:
         if M.begun < 0 and not M.from_start:
-            M.base_iteration = m.iteration  # the capture began in mid-stream: this is its first iteration
+            M.base_iteration = M.opened = m.iteration  # the capture began in mid-stream: this is its first iteration
+            M.opener = stream
         elif m.iteration >= M.base_iteration + M.arenas:
             M.wanted[stream] = m.iteration
             return -1
+    elif m.target == GRADIENT and m.iteration < M.opened and stream != M.opener:
+        reopen(M, m.iteration)
     index = <uint32_t>(psn - m.psn)
     final = m.target != NOTHING and m.content == FC_FINAL and index < m.packets
     # What ends a flow must be right too: a receiver drops a damaged packet, and the flow goes on.
@@ -595,6 +606,7 @@ cdef int control_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce
     if delta >= 0 or <uint64_t>(-delta) <= f.next_psn:
         note_psn(f, f.next_psn + delta)
     memcpy(&address, p.payload, 8)
+    M.cts_forms[p.payload_len == 64] += 1
     # idx is where the layout of the version puts it; the longest layout has zeros before
     index = 0
     if p.payload_len == 32:
@@ -764,7 +776,7 @@ cdef class Engine:
         M.mtu, M.streams, M.flows, M.arenas = config.mtu, config.streams, len(config.flows), config.arenas
         M.check_icrc = config.check_icrc
         M.cts_index_at, M.cts_tag_at = config.cts_index_at, config.cts_tag_at
-        M.begun = M.unlogged_last = -1
+        M.begun = M.unlogged_last = M.unopened = -1
         M.unlogged_first = INT64_MAX
         M.outage_ns = config.outage_ns
         if not 1 <= M.streams <= 64 or M.arenas < 2:
@@ -914,6 +926,11 @@ cdef class Engine:
         fc_place_fence()
         return bool(consumed)
 
+    def next_ns(self, uintptr_t ring_address):
+        """When the next packet of a ring was captured, nanoseconds; None: none is there (yet)."""
+        cdef fc_ring *ring = <fc_ring *>ring_address
+        return fc_ring_at(ring, 0).timestamp_ns if fc_ring_peek(ring, 1) else None
+
     def drained(self, uintptr_t ring_address):
         return bool(fc_ring_drained(<fc_ring *>ring_address))
 
@@ -928,6 +945,11 @@ cdef class Engine:
     def oldest(self):
         """The oldest iteration still open."""
         return self.M.base_iteration
+
+    @property
+    def unopened(self):
+        """The oldest iteration that one stream brought after another, read first, had begun behind it; -1: none."""
+        return self.M.unopened
 
     @property
     def begun(self):
@@ -1106,6 +1128,10 @@ cdef class Engine:
                 if self.M.cts[s * self.M.cts_tables + e].tagged == 1:
                     out[e] = self.M.cts[s * self.M.cts_tables + e].tag
         return out
+
+    def cts_forms(self):
+        """{bytes of the element: clear-to-send writes seen}."""
+        return {32: self.M.cts_forms[0], 64: self.M.cts_forms[1]}
 
     cdef object _ignored(self, FlowState *f):
         """range of iterations that the flow, LOST, brought nothing to."""

@@ -176,19 +176,34 @@ def test_cut_capture(traffic: Path, tmp_path: Path, cut: int) -> None:
     )
 
 
-def test_snaplen_cuts_every_packet(traffic: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("length, words", [(128, "truncated"), (64, "raise the snap length")])
+def test_snaplen_cuts_every_packet(traffic: Path, tmp_path: Path, length: int, words: str) -> None:
     """Headers alone: counted as truncated, never placed, and no checkpoint."""
     import struct
 
     data, out, at = (traffic / "ring.pcap").read_bytes(), bytearray(), 24
     magic = data[:4]
     order = "<" if magic in (b"\xd4\xc3\xb2\xa1", b"\x4d\x3c\xb2\xa1") else ">"
-    out += data[:16] + struct.pack(order + "I", 128) + data[20:24]
+    out += data[:16] + struct.pack(order + "I", length) + data[20:24]
     while at < len(data):
-        seconds, fraction, captured, length = struct.unpack_from(order + "IIII", data, at)
-        kept = min(captured, 128)
-        out += struct.pack(order + "IIII", seconds, fraction, kept, length) + data[at + 16 : at + 16 + kept]
+        seconds, fraction, captured, original = struct.unpack_from(order + "IIII", data, at)
+        kept = min(captured, length)
+        out += struct.pack(order + "IIII", seconds, fraction, kept, original) + data[at + 16 : at + 16 + kept]
         at += 16 + captured
     (tmp_path / "short.pcap").write_bytes(out)
     result = replay(tmp_path / "short.pcap", "--job", traffic / "job.json", "--out", tmp_path / "out")
-    refused(result, tmp_path / "out", "truncated")
+    refused(result, tmp_path / "out", words)
+
+
+def test_every_icrc_wrong(traffic: Path, tmp_path: Path) -> None:
+    """A capture that did not keep the ICRC: nothing is placed, and what to do is said."""
+    import struct
+
+    data, at = bytearray((traffic / "ring.pcap").read_bytes()), 24
+    while at < len(data):
+        captured = struct.unpack_from("<I", data, at + 8)[0]
+        at += 16 + captured
+        data[at - 4 : at] = bytes(4)
+    out = tmp_path / "out"
+    (tmp_path / "zeroed.pcap").write_bytes(data)
+    refused(replay(tmp_path / "zeroed.pcap", "--job", traffic / "job.json", "--out", out), out, "icrc", "--no-icrc")

@@ -38,6 +38,16 @@ def test_training_run_on_connectx(capture, replayed) -> None:
     assert weight["sha256"] == "1fd37e6261c2b75b30c9d856b07d2eb8e889c17ca33a872e4cd18f7a61e1eae0"
 
 
+def test_version_that_the_clear_to_send_form_refutes(capture, replayed, tmp_path: Path) -> None:
+    """One channel, one loop: 2.20 lays these calls out as 2.19 does, but announces in 64 bytes, not 32."""
+    job = json.loads((Path(__file__).parents[1] / "data" / "jobs" / "iter_40000_p2p_iter10_2.json").read_text())
+    job["communicator"]["nccl_version"] = "2.20.5"
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    report, failure, out = replayed(capture(HARDWARE.format("iter_40000_p2p_iter10_2")), tmp_path / "job.json")
+    assert "of 32 bytes, as of NCCL 2.19 and older; the manifest says 2.20.5" in failure
+    assert report["totals"]["iterations_complete"] == 0 and not list(out.glob("step-*"))
+
+
 def test_given_weights_must_be_the_trainers(capture, replayed, tmp_path: Path) -> None:
     """--init with the job's own weights changes nothing; one other bit and it is refused."""
     path = capture(HARDWARE.format("iter_40000_p2p_iter10_2"))
