@@ -3,12 +3,17 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parents[1]
 CAPTURES = ROOT.parent / "shared" / "captures"
 JOBS = ROOT / "tests" / "data" / "jobs"
+
+# No test is a timed test: an example may take as long as a busy machine lets it.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -120,7 +120,7 @@ def test_pad_larger_than_the_payload(guarded: Guarded) -> None:
         assert guarded.decode(over_v4(bytes(body))) == "malformed"
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(st.binary(max_size=200))
 def test_random_bytes(data: bytes) -> None:
     found = SHARED.decode(data)
@@ -128,7 +128,7 @@ def test_random_bytes(data: bytes) -> None:
     assert found == decode(data)
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=3000)
 @given(
     st.sampled_from(OPCODES),
     st.booleans(),
@@ -156,7 +156,7 @@ def other_traffic(kind: int, body: bytes) -> bytes:
     return ethernet(kind, tags=1) + body
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(
     st.sampled_from([0x0800, 0x86DD, 0x0806, 0x8100, 0x88A8, 0x0026]),
     st.binary(max_size=60),

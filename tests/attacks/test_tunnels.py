@@ -167,7 +167,7 @@ def test_other_traffic_inside_is_noise_of_its_own_kind() -> None:
     assert report["flows"][0]["mirrors"] == {"ERSPAN II session 77": 1}
 
 
-@settings(max_examples=4000, deadline=None)
+@settings(max_examples=4000)
 @given(
     st.sampled_from(list(TUNNELS)),
     st.booleans(),

@@ -185,7 +185,7 @@ def test_shared_captures(eal, shared_captures, dump):
         assert [p.data for p in packets] == truth, path
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(["pcap", "pcap-nanoseconds-big-endian", "pcapng", "pcapng-two-interfaces"]),
     edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=3),

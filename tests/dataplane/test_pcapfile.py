@@ -84,7 +84,7 @@ def test_cut_at_every_byte(captures, file_format, tmp_path):
     assert whole < 12
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(["pcap", "pcap-nanoseconds-big-endian", "pcapng", "pcapng-two-sections"]),
     edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=6),
@@ -103,7 +103,7 @@ def test_flipped_bytes_never_crash(captures, tmp_path, name, edits):
         assert 1 <= info.packet_count <= 6 and info.max_captured <= len(data)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=300), start=st.sampled_from(["", "pcap", "pcapng"]))
 def test_noise_never_crashes(captures, tmp_path, data, start):
     head = {"": b"", "pcap": captures.pcap([]), "pcapng": captures.pcapng([], noise=False)}[start]

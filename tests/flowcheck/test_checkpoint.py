@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -240,7 +240,6 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path):
 
 
 @given(st.data())
-@settings(deadline=None)
 def test_any_flipped_byte_and_any_truncation_is_refused(tmp_path_factory, data):
     path = write_step(tmp_path_factory.mktemp("out"), 1, PARAMETERS, STATE, META)
     file = path / data.draw(st.sampled_from(["model.safetensors", "optimizer.safetensors", "manifest.json"]))
@@ -340,7 +339,6 @@ def test_files_that_are_not_weights(tmp_path):
 
 
 @given(st.integers(0, 10_000), st.integers(0, 7), st.booleans())
-@settings(deadline=None)
 def test_damaged_weights_never_give_a_traceback(tmp_path_factory, at, bit, cut):
     file = tmp_path_factory.mktemp("init") / "init.safetensors"
     save_file(GOOD, file)

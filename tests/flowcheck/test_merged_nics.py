@@ -17,7 +17,7 @@ from flowcheck.synth import Synthesis, example_job, generate
 
 pytestmark = pytest.mark.usefixtures("eal")
 REPLAY = settings(
-    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 jobs = st.builds(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -39,7 +39,6 @@ LOST = (Clause.COVERED, "bucket 0: 4 of 10 elements, missing by cause: psn_gap 6
 
 
 @given(st.lists(st.booleans(), max_size=60), st.sampled_from(["float32", "bfloat16", "int8"]))
-@settings(deadline=None)
 def test_ranges_and_hashes_of_a_bucket(present, dtype):
     size = {"float32": 4, "bfloat16": 2, "int8": 1}[dtype]
     data = np.random.default_rng(len(present)).integers(0, 256, len(present) * size, dtype=np.uint8)

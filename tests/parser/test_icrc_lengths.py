@@ -52,7 +52,7 @@ def test_every_length(version: int, reth: bytes) -> None:
         assert verdict(frame(version, data[:size], 6 if reth else 7, reth, size & 0xFF))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from([4, 6]), st.binary(max_size=1500), st.integers(0, 255), st.data())
 def test_one_bit_is_enough(version: int, payload: bytes, noise: int, data: st.DataObject) -> None:
     raw = bytearray(frame(version, payload, 7, b"", noise))

@@ -109,7 +109,7 @@ def mask_of(elements: int, ranges: list[list[int]]) -> np.ndarray:
     return mask
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=250, derandomize=True)
 @given(
     jobs(),
     st.integers(1, 6),

@@ -52,7 +52,7 @@ def test_others_are_not() -> None:
         assert not any(agrees(whole[:size]) for size in range(len(whole)))
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=2000)
 @given(st.sampled_from([4, 6]), st.lists(st.tuples(st.integers(0, 77), st.integers(0, 255)), min_size=1, max_size=3))
 def test_changed_bytes(version: int, changes: list[tuple[int, int]]) -> None:
     raw = bytearray(frame(version))

@@ -61,7 +61,7 @@ sizes = st.one_of(st.integers(0, 9000), st.sampled_from([0, 1, 7, 8, 63, 64, 65,
 
 
 @kernel
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(size=sizes, align=st.integers(0, 63), shift=st.integers(0, 63), seed=st.integers(0, 99))
 def test_copy(name: str, size: int, align: int, shift: int, seed: int) -> None:
     source, (raw, at) = random_bytes(size + 64, seed), arena(size, align)
@@ -71,7 +71,7 @@ def test_copy(name: str, size: int, align: int, shift: int, seed: int) -> None:
 
 
 @kernel
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(size=sizes, align=st.integers(0, 63), shift=st.integers(0, 63), seed=st.integers(0, 99))
 def test_ll(name: str, size: int, align: int, shift: int, seed: int) -> None:
     """All alignments, not only the multiples of a cell that are promised."""
@@ -83,7 +83,7 @@ def test_ll(name: str, size: int, align: int, shift: int, seed: int) -> None:
 
 
 @kernel
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), halves=st.integers(0, 9), align=st.integers(0, 7), shift=st.integers(0, 63))
 def test_ll128(name: str, data: st.DataObject, halves: int, align: int, shift: int) -> None:
     size = data.draw(st.one_of(st.just(960 * halves), st.integers(0, 960 * halves)))
@@ -144,7 +144,7 @@ def test_data_equal_to_the_flag_is_data(name: str) -> None:
     assert place.ll(name, raw.ctypes.data + at, wire.ctypes.data, data.size, FLAG + 1) == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), max_size=20))
 def test_coverage(ranges: list[tuple[int, int]]) -> None:
     bitmap, truth = np.zeros(11, np.uint64), np.zeros(704, bool)

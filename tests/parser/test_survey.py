@@ -125,7 +125,7 @@ def test_missing_ranges_are_named() -> None:
     assert (found["psn_first"], found["psn_last"]) == (0, 9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=120), st.integers(0, 0xFFFFFF))
 def test_sequence_against_a_set(order: list[int], origin: int) -> None:
     """Whatever the order: seen again + new = all, and missing is what a set says."""
@@ -243,7 +243,7 @@ def test_clear_to_send_layouts(layout: str) -> None:
     assert found["messages"]["writes"] == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(min_size=64, max_size=64) | st.binary(min_size=32, max_size=32))
 def test_other_small_writes_are_no_clear_to_send(data: bytes) -> None:
     found = interpret(survey(*(frame(ONLY, i, data, extra=reth(0x5000, len(data))) for i in range(3))))
@@ -350,7 +350,7 @@ def test_more_flows_than_the_table_holds() -> None:
     assert any("further flows" in note["text"] for note in interpret(report)["notes"])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, 0xFF), st.integers(0, 30), st.binary(max_size=80)), max_size=30))
 def test_any_packet_sequence_gives_a_report(packets: list[tuple[int, int, bytes]]) -> None:
     report = survey(*(frame(opcode, psn, body) for opcode, psn, body in packets))

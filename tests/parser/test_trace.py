@@ -92,7 +92,7 @@ def test_wishes_are_checked() -> None:
         Trace([(bytes(4), bytes(4), 1, 0, 1)] * 5000)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.binary(max_size=200),
     st.sampled_from([b"", b"\x08\x00\x45", b"\x86\xdd\x60", b"\x81\x00\x00\x01\x08\x00\x45"]),

@@ -197,7 +197,7 @@ def clusters(draw: st.DrawFn) -> tuple[dict[str, Any], list[list[int]]]:
     return {"leaves": [leaf], "groups": [group]}, orders
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cluster=clusters(), redundancy=st.integers(1, 4), way=st.sampled_from(["both", "ingress", "egress"]))
 def test_a_plan_survives_every_loss_that_it_promises(cluster: Any, redundancy: int, way: str) -> None:
     """Every set of lost GPUs, tried against NCCL's order of sends and its trees; no smaller set of hosts would do."""

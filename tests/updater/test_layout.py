@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowcheck.manifest import BucketSlice
@@ -35,7 +35,6 @@ def layouts(draw):
 
 
 @given(layouts(), st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-@settings(deadline=None)
 def test_every_element_lies_where_the_layout_says(case, wire):
     shapes, buckets, reach = case
     layout = Layout(buckets, shapes, reach)
@@ -55,7 +54,6 @@ def test_every_element_lies_where_the_layout_says(case, wire):
 
 
 @given(layouts(), st.data())
-@settings(deadline=None)
 def test_a_missing_or_repeated_piece_is_named(case, data):
     shapes, buckets, _ = case
     b = data.draw(st.sampled_from([i for i, bucket in enumerate(buckets) if bucket]))

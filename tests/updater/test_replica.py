@@ -73,7 +73,7 @@ options["adamw"] = options["adam"]
 
 @given(st.data(), st.sampled_from(["sgd", "adam", "adamw"]), st.sampled_from([1, 3]),
        st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_equal_to_torch_optim_bit_for_bit(data, name, divisor, wire):
     sizes = data.draw(st.lists(st.integers(1, 100), min_size=2, max_size=5))
     shapes = {f"p{i}": (size,) if i % 2 else (size, 2) for i, size in enumerate(sizes)}

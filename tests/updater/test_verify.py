@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from flowcheck.checksum import checksum as trainers
@@ -32,7 +32,6 @@ def by_hand(tensor):
 
 
 @given(st.integers(0, 300), st.sampled_from(DTYPES), st.integers(0, 2**31))
-@settings(deadline=None)
 def test_three_ways_to_the_same_number(n, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     raw = torch.randint(0, 256, (n * dtype.itemsize,), generator=generator, dtype=torch.uint8)

@@ -133,7 +133,7 @@ def test_a_missing_side_is_named_not_guessed() -> None:
 # -- hostile bytes -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(st.sampled_from(sorted(QP_INFO)), st.integers(0, 10**9))
 def test_changed_bytes_never_crash(size: int, seed: int) -> None:
     rng = random.Random(seed)
@@ -151,7 +151,7 @@ def test_changed_bytes_never_crash(size: int, seed: int) -> None:
         assert 0 <= flow.channel < 128 and 0 < flow.qpns[0] < 1 << 24
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.binary(max_size=400), max_size=6), st.binary(max_size=20))
 def test_any_bytes(bodies: list[bytes], lead: bytes) -> None:
     opening = struct.pack("<QI", COMM, 1)
@@ -162,7 +162,7 @@ def test_any_bytes(bodies: list[bytes], lead: bytes) -> None:
             parse_qp_info((body * 40)[:size])
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.binary(min_size=1, max_size=2000), st.integers(0, 2**32 - 1), st.integers(0, 10**9), st.booleans())
 def test_segments_in_any_order_give_the_stream(data: bytes, start: int, seed: int, syn: bool) -> None:
     rng = random.Random(seed)

@@ -15,7 +15,7 @@ def announce(tensors: list[torch.Tensor]) -> list[int]:
     return [number for t in tensors for number in (*t.shape, *t.stride())]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(shapes)
 def test_the_true_reading_is_among_those_found(true: list[tuple[int, ...]]) -> None:
     values = announce([torch.empty(shape) for shape in true])
@@ -39,7 +39,7 @@ def test_channels_last_is_refused() -> None:
         parse_shapes(announce([weight]), 1)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(-5, 1 << 62), max_size=40), st.integers(-1, 20))
 def test_any_numbers(values: list[int], count: int) -> None:
     try:

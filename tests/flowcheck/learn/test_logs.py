@@ -70,7 +70,7 @@ def test_two_versions_are_two_jobs() -> None:
     assert merge([parse_log("NCCL version 2.19.4+cuda12"), parse_log("NCCL version 2.27.7+cuda12")]).refused
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.one_of(
     st.text(max_size=80), st.sampled_from(LOG.splitlines()),
     st.builds(lambda a, b: f"h:1:2 [0] NCCL INFO {a} {b}", st.sampled_from([

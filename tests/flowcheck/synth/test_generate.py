@@ -123,7 +123,7 @@ def test_one_direction_misses_one_chunk(direction: str, missing: tuple[int, int]
     assert truth["carried"] == truth["present"]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     ranks=st.integers(2, 8), channels=st.integers(1, 4), count=st.integers(1, 70_000),
     protocol=st.sampled_from(["ll", "ll128", "simple"]), version=st.sampled_from(VERSIONS),

@@ -50,7 +50,7 @@ def test_bfloat16_sums_round_as_they_should_and_keep_what_is_no_number() -> None
 KINDS = ("AllReduce", "AllGather", "ReduceScatter", "Broadcast")
 
 
-@hypothesis_settings(deadline=None, max_examples=150)
+@hypothesis_settings(max_examples=150)
 @given(
     st.sampled_from(KINDS), st.integers(2, 7), st.integers(1, 4), st.sampled_from(["LL", "LL128", "SIMPLE"]),
     st.sampled_from(["ring", "tree"]), st.sampled_from(["2.19.4", "2.21.5", "2.22.3", "2.27.7", "2.30.7"]),
