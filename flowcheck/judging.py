@@ -61,6 +61,7 @@ class Judge:
             ),
             unanchored=tuple(self.unanchored()),
             disagreements=tuple(sentences),
+            recovered=tuple(self.recovered(iteration)),
             icrc="all" if plan.engine.check_icrc else "off",
             icrc_wrong_placed=0,
             streams=streams,
@@ -87,6 +88,17 @@ class Judge:
             or contradiction(plan, engine.cts_tags())
             or other_version(plan, engine.cts_forms())
         )
+
+    def recovered(self, iteration: int) -> Iterator[str]:
+        """Calls that the manifest does not list and that fill whole iterations agree with the count as well as the
+        manifest's own do: what comes behind a disagreement is right only if no such call was its cause."""
+        for stream in range(self._plan.engine.streams):
+            counted = self._engine.flow_counters(stream)
+            for spec, counters in zip(self._plan.engine.flows, counted, strict=True):
+                ignored = counters["ignored"]
+                if spec.data and ignored and ignored.stop <= iteration:
+                    name = flow_name(self._plan.job, spec.edge)
+                    yield f"{name}: disagreed in iteration {ignored.start}, trusted again from {ignored.stop} on"
 
     def unanchored(self) -> Iterator[str]:
         for stream in range(self._plan.engine.streams):

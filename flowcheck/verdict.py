@@ -17,8 +17,8 @@ clause they belong to. Nothing else in the project may decide that an iteration 
 
 A verdict is *complete* when the clauses about gradients hold: the reduced gradients are the trainer's.
 It is *publishable* when all hold: then, and only then, the caller may publish the new version. ICRC
-checking switched off or sampled does not fail a clause; it marks the verdict *unproven*, and the mark
-goes wherever the result goes.
+checking switched off or sampled does not fail a clause, nor does a flow that disagreed in an earlier iteration and
+was trusted again; they mark the verdict *unproven*, and the mark goes wherever the result goes.
 
 Clause values are stable names: reports, metrics and status use them.
 """
@@ -77,6 +77,7 @@ class Evidence:
 
     unanchored: names of flows of this iteration whose packet count no other witness confirmed.
     disagreements: one logged sentence per disagreement between witnesses, values included.
+    recovered: one sentence per flow that disagreed before this iteration and has been trusted again since.
     icrc: which packets were checked. icrc_wrong_placed: packets with a wrong ICRC whose bytes are in the
         arena. (A wrong packet that was not placed is a loss: it shows as missing elements, cause icrc.)
     copies_disagreed: bytes of later copies that differed from the first; copies_first: the first place.
@@ -90,6 +91,7 @@ class Evidence:
     buckets: tuple[BucketEvidence, ...]
     unanchored: tuple[str, ...]
     disagreements: tuple[str, ...]
+    recovered: tuple[str, ...]
     icrc: Literal["all", "sampled", "off"]
     icrc_wrong_placed: int
     streams: tuple[StreamEvidence, ...]
@@ -144,7 +146,7 @@ def judge(evidence: Evidence) -> Verdict:
         complete=not any(clause in ABOUT_GRADIENTS for clause, _ in failing),
         publishable=not failing,
         failing=failing,
-        unproven=() if evidence.icrc == "all" else (f"icrc {evidence.icrc}",),
+        unproven=(() if evidence.icrc == "all" else (f"icrc {evidence.icrc}",)) + evidence.recovered,
     )
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from flowcheck.cli import main
+from flowcheck.manifest import Collective
 from flowcheck.synth import example_job, generate
 from flowcheck.synth.contents import save_parameters
 
@@ -207,3 +208,18 @@ def test_every_icrc_wrong(traffic: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     (tmp_path / "zeroed.pcap").write_bytes(data)
     refused(replay(tmp_path / "zeroed.pcap", "--job", traffic / "job.json", "--out", out), out, "icrc", "--no-icrc")
+
+
+def test_unlisted_calls_that_fill_iterations(tmp_path: Path) -> None:
+    """Each iteration reduces one more tensor, of the bucket's size, and the manifest says nothing of it. Behind the
+    first disagreement everything agrees again: whatever is called complete there carries a mark, and is not applied."""
+    job = example_job(ranks=4, count=5000, protocol="ll", version="2.19.4")
+    (tmp_path / "job.json").write_text(job.to_json())
+    for calls in (job.collectives.iteration_0, job.collectives.steady):
+        calls.append(Collective("AllReduce", 5000, carries="other"))
+    generate(job, iterations=5).write(tmp_path / "more.pcap")
+    out = tmp_path / "out"
+    refused(replay(tmp_path / "more.pcap", "--job", tmp_path / "job.json", "--out", out), out, "trusted again")
+    iterations = json.loads((out / "report.json").read_text())["iterations"]
+    marked = [i["verdict"]["unproven"] for i in iterations if i["verdict"]["complete"] and i["iteration"]]
+    assert marked and all("trusted again" in marks[0] for marks in marked)

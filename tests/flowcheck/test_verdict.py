@@ -10,6 +10,7 @@ GOOD = Evidence(
     buckets=(BucketEvidence(0, 5000, 5000, {}), BucketEvidence(1, 0, 0, {})),
     unanchored=(),
     disagreements=(),
+    recovered=(),
     icrc="all",
     icrc_wrong_placed=0,
     streams=(StreamEvidence("a", "past"), StreamEvidence("b", "ended"), StreamEvidence("c", "lost")),
@@ -93,3 +94,8 @@ def test_icrc_not_checked_on_every_packet_marks_the_result(mode):
 def test_evidence_has_no_defaults():
     for field in dataclasses.fields(Evidence):
         assert field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def test_a_flow_trusted_again_is_a_mark():
+    verdict = judge(dataclasses.replace(GOOD, recovered=("flow a: disagreed in iteration 1",), icrc="off"))
+    assert verdict.publishable and verdict.unproven == ("icrc off", "flow a: disagreed in iteration 1")
