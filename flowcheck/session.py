@@ -40,6 +40,7 @@ from flowcheck.report import (
     write_report,
 )
 from flowcheck.streams import Streams
+from flowcheck.unread import remedy_of
 from flowcheck.verdict import StreamEvidence
 
 __all__ = ["UNCONFIRMED", "ReplayOptions", "ReplaySession"]
@@ -307,18 +308,11 @@ class ReplaySession:
 
     def _remedy(self, drops: dict[str, int]) -> str:
         """What to do when nothing was placed, by what most of the packets suffered from."""
-        if self.engine.encapsulated():
-            return "mirror with SPAN, or with ERSPAN or GRE that carry whole Ethernet frames"
         ours = {name: count for name, count in drops.items() if name not in ("not_roce", "control", "other_roce")}
-        worst = max(ours, key=ours.__getitem__, default="")
-        if worst == "truncated":
-            return "the packets are cut: raise the snap length (tcpdump -s 0), or the mirror's own truncation"
-        if worst == "icrc":
-            return (
-                "their ICRC is wrong: they were changed behind the sender, or the capture did not keep it. Mirror them"
-                " unchanged; --no-icrc places them all the same and marks the result unproven"
-            )
-        return "`flowcheck inspect` lists the connections; put their addresses and QP numbers in flows"
+        found = remedy_of(ours)
+        if "icrc" in ours and ours["icrc"] == max(ours.values()):
+            return f"{found}; --no-icrc places them all the same and marks the result unproven"
+        return found or "`flowcheck inspect` lists the connections; put their addresses and QP numbers in flows"
 
     def _drops(self) -> dict[str, int]:
         total: dict[str, int] = {}

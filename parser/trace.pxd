@@ -1,6 +1,8 @@
 # State of a trace; the model and its limits are described in trace.pyx.
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
+from parser.roce cimport FC_REFUSALS
+
 
 cdef extern from "packetref.h" nogil:
     int FC_REF_TRUNCATED
@@ -93,7 +95,8 @@ cdef class Trace:
     cdef uint64_t pool_used, pool_room
     cdef Wish *wishes
     cdef uint32_t n_wishes
-    cdef uint64_t packets, unlisted, wrong_icrc, cut, encrypted
+    cdef uint64_t packets, unlisted, wrong_icrc, cut, cut_roce, encrypted
+    cdef uint64_t refused[FC_REFUSALS]
     cdef void see(self, const fc_packetref *ref) noexcept nogil
     cdef Lane *flow_of(self, const uint8_t *src, const uint8_t *dst, int version, uint32_t id, int tcp) noexcept nogil
     cdef void tcp_segment(self, const uint8_t *frame, size_t length) noexcept nogil

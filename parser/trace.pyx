@@ -17,7 +17,9 @@ from libc.string cimport memcmp, memcpy, memset
 
 import numpy as np
 
-from parser.roce cimport FC_ROCE, FC_TRUNCATED, fc_icrc_ok, fc_roce, fc_roce_decode
+from parser.roce cimport FC_ENCAPSULATED, FC_REFUSALS, FC_ROCE, FC_TRUNCATED, fc_icrc_ok, fc_roce, fc_roce_decode
+
+from parser.roce import REFUSAL_NAMES
 
 __all__ = ["START_DTYPE", "Trace"]
 
@@ -172,8 +174,11 @@ cdef class Trace:
         self.packets += 1
         if status == FC_TRUNCATED or ref.flags & FC_REF_TRUNCATED:
             self.cut += 1
+            self.cut_roce += status == FC_TRUNCATED
             return
         if status != FC_ROCE:
+            if status == FC_ENCAPSULATED:
+                self.refused[p.refusal] += 1
             self.tcp_segment(ref.data, ref.length)
             return
         operation = p.opcode & 0x1F
@@ -399,7 +404,8 @@ cdef class Trace:
         return out
 
     def counters(self) -> dict:
-        """packets: all. unlisted: of flows beyond the table. wrong_icrc, cut: ignored. encrypted: MACsec or
-        ESP frames."""
+        """packets: all. unlisted: of flows beyond the table. wrong_icrc (of writes), cut, cut_roce: ignored. encrypted:
+        MACsec or ESP frames. encapsulated: {what: packets} of tunnels that are not unpacked."""
         return {"packets": self.packets, "unlisted": self.unlisted, "wrong_icrc": self.wrong_icrc, "cut": self.cut,
-                "encrypted": self.encrypted}
+                "cut_roce": self.cut_roce, "encrypted": self.encrypted,
+                "encapsulated": {REFUSAL_NAMES[i]: self.refused[i] for i in range(1, FC_REFUSALS) if self.refused[i]}}

@@ -101,8 +101,16 @@ def facts_of(trace, log: LogFacts) -> Facts:  # type: ignore[no-untyped-def]
 
     return Facts(
         connections(flows, seen.start_records()), parse_bootstrap(streams_of(seen)), log, read,
-        seen.counters()["encrypted"],
+        seen.counters()["encrypted"], sum(f["packets"] for f in flows), _unread(seen),
     )  # fmt: skip
+
+
+def _unread(seen: Trace) -> dict[str, int]:
+    """Packets with RoCEv2 inside, or perhaps, that the trace could not look at, by cause."""
+    counted = seen.counters()
+    causes = {"truncated": counted["cut_roce"], "icrc": counted["wrong_icrc"]}
+    causes |= {f"encapsulated: {what}": packets for what, packets in counted["encapsulated"].items()}
+    return {cause: packets for cause, packets in causes.items() if packets}
 
 
 def streams_of(trace: Trace) -> list[Stream]:

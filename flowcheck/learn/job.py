@@ -11,7 +11,7 @@ gradient placed on a guess would look like any other. What no capture can tell s
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from flowcheck.learn.traffic import Connection, head_flags
 from flowcheck.learn.versions import versions_of
 from flowcheck.learn.walk import Budget, Reader, Spent, Walk, Wire, tree_number
 from flowcheck.manifest import Collective, Communicator, Flow, Gradients, Job, dtype_size
+from flowcheck.unread import remedy_of
 from parser.wire import Protocol, Topology, WireError, plan_call
 
 __all__ = ["Facts", "Item", "Learnt", "Progress", "learn_from"]
@@ -47,13 +48,16 @@ EXPLANATIONS_MAX = 16  # more need not be found to refuse
 
 @dataclass(frozen=True)
 class Facts:
-    """What was read of captures and logs. read: fetches payloads. encrypted: MACsec or ESP frames."""
+    """What was read of captures and logs. read: fetches payloads. encrypted: MACsec or ESP frames. packets: WRITEs
+    that could be read. unread: packets that could not, by cause, as in a report's `drops`."""
 
     connections: list[Connection]
     bootstrap: Bootstrap
     log: LogFacts
     read: Reader
     encrypted: int = 0
+    packets: int = 0
+    unread: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -157,6 +161,12 @@ def _refuse(facts: Facts) -> None:
         raise UserError(
             f"the traffic is encrypted: {facts.encrypted} MACsec or IPsec frames and no RoCEv2 write",
             remedy="mirror behind the decryption, or switch it off for the mirrored ports",
+        )
+    damaged = sum(count for cause, count in facts.unread.items() if not cause.startswith("encapsulated"))
+    if damaged > facts.packets or (facts.unread and not facts.connections):  # tunnels may be somebody else's
+        causes = ", ".join(f"{cause} {count}" for cause, count in facts.unread.items())
+        raise UserError(
+            f"most RoCEv2 packets cannot be read: {causes}; {facts.packets} can", remedy=remedy_of(facts.unread)
         )
 
 

@@ -1,6 +1,7 @@
 """Learning against the generator's truth: the same job comes out, or a refusal, never another job."""
 
 import importlib.util
+import struct
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,28 @@ def test_nothing_of_nccl() -> None:
     made = generate(ddp_job(count=5000), iterations=1)
     made.ports[0] = []
     assert "no NCCL collective" in refusal(made)
+
+
+def in_geneve(frame: bytes) -> bytes:
+    udp = struct.pack(">HHHHBBHI", 50000, 6081, 16 + len(frame), 0, 0, 0, 0x6558, 0) + frame
+    outer = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 20 + len(udp), 0, 0, 64, 17, 0, b"\x0a\0\0\1", b"\x0a\0\0\2")
+    return frame[:12] + b"\x08\x00" + outer + udp
+
+
+UNREADABLE = {
+    "encapsulated: GENEVE": ("SPAN", in_geneve),
+    "truncated": ("snap length", lambda f: f[:64]),
+    "icrc": ("ICRC", lambda f: f[:-4] + bytes(4)),
+}
+
+
+@pytest.mark.parametrize("cause", UNREADABLE)
+def test_packets_that_cannot_be_read_are_named(cause: str) -> None:
+    remedy, damage = UNREADABLE[cause]
+    made = generate(ddp_job(count=5000), iterations=1)
+    made.ports[0] = [(time, damage(frame)) for time, frame in made.ports[0]]
+    said = refusal(made)
+    assert f"cannot be read: {cause}" in said and remedy in said
 
 
 def test_optimizer_without_parameters() -> None:

@@ -1,0 +1,26 @@
+"""What to do about packets that carry RoCEv2 and cannot be read: one sentence per cause, for replay and learning.
+
+    remedy_of({"truncated": 1223, "not_roce": 411}) -> "the packets are cut: ..."     of what most packets suffer from
+
+Causes are the words of the report's `drops` (docs/report.md). Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["remedy_of"]
+
+_REMEDIES = {
+    "truncated": "the packets are cut: raise the snap length (tcpdump -s 0), or the mirror's own truncation",
+    "icrc": "their ICRC is wrong: they were changed behind the sender, or the capture did not keep it. Mirror them "
+    "unchanged",
+    "encapsulated: encrypted": "mirror behind the decryption, or switch it off for the mirrored ports",
+    "encapsulated": "mirror with SPAN, or with ERSPAN or GRE that carry whole Ethernet frames",
+}
+
+
+def remedy_of(drops: Mapping[str, int]) -> str:
+    """For the cause that most packets of `drops` have, or "" if that is none of those above."""
+    worst = max(drops, key=drops.__getitem__, default="")
+    return next((text for cause, text in _REMEDIES.items() if worst.startswith(cause)), "")
