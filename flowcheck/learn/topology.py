@@ -70,13 +70,25 @@ def layouts(found: list[Connection], bootstrap: Bootstrap, log: LogFacts, hints:
             remedy="mirror the ports that carry the gradients; `flowcheck inspect` shows what is there. Encrypted "
             "traffic (MACsec, IPsec) cannot be read: switch it off or mirror behind the decryption",
         )
+    usable, strangers = _strangers(usable)
     if any(c.split for c in usable):
         raise UserError(
             "messages are split over several QPs of a connection, and which belong together cannot be learnt from the "
             "traffic alone", where=next(c.name() for c in usable if c.split),
             remedy="capture the TCP bootstrap too, give a manifest, or run the job with NCCL_IB_QPS_PER_CONNECTION=1",
         )  # fmt: skip
-    return [list(_unnamed(usable, log, hints))]
+    return [list(_unnamed(usable, strangers, log, hints))]
+
+
+def _strangers(found: list[Connection]) -> tuple[list[Connection], int]:
+    """Leave out what is surely of another communicator; and how many. The channels of one use the same protocol for a
+    call, so a connection without a single flag does not belong to connections on which every message has flags. It
+    matters where one direction alone was captured: then no clear-to-send tells point-to-point."""
+    silent = [c for c in found if not c.cts_sizes and not c.flagged]
+    others = [c for c in found if c not in silent]
+    if silent and others and all(c.flagged == sum(bool(m.size) for m in c.messages) for c in others):
+        return others, len(silent)
+    return found, 0
 
 
 # -- manifest --------------------------------------------------------------------------------------------
@@ -201,7 +213,7 @@ def _orders(following: dict[int, int], ranks: int) -> Iterator[tuple[int, ...]]:
 # -- traffic alone ---------------------------------------------------------------------------------------
 
 
-def _unnamed(found: list[Connection], log: LogFacts, hints: Hints) -> Iterator[Layout]:
+def _unnamed(found: list[Connection], strangers: int, log: LogFacts, hints: Hints) -> Iterator[Layout]:
     edges: dict[tuple[str, str], list[Connection]] = {}
     for c in sorted(found, key=lambda c: c.qpn):
         edges.setdefault((c.src, c.dst), []).append(c)
@@ -232,7 +244,9 @@ def _unnamed(found: list[Connection], log: LogFacts, hints: Hints) -> Iterator[L
             wires += [Wire(ch, order[src], order[dst], c) for ch, c in enumerate(cs)]
         guessed = [a for a in order if a not in labels.ranks] if labels.ranks and ranks > len(labels.ranks) + 1 else []
         said = (
-            ("flows", f"{len(wires)} connections", "probable", "addresses and QP numbers of the writes"),
+            ("flows", f"{len(wires)} connections", "probable", "addresses and QP numbers of the writes" + (
+                f"; {strangers} without flags beside those that have them are of another communicator" * bool(strangers)
+            )),
             *((f"rank of {a}", f"{order[a]}?", "none", "a placeholder: the rank shows nowhere, no byte depends on it")
               for a in guessed),
         )  # fmt: skip

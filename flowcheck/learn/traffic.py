@@ -85,6 +85,11 @@ class Connection:
         return bool(self.cts_sizes) and set(self.cts_sizes) == {P2P_SIZE}
 
     @cached_property
+    def flagged(self) -> int:
+        """Messages whose first bytes have flags, small enough for the steps taken since PSN 0 (at most 4 a message)."""
+        return sum(0 < head_flags(m.head, m.size)[1] <= 4 * (i + 1) for i, m in enumerate(self.messages))
+
+    @cached_property
     def pairs(self) -> int:
         """Messages that left as adaptive-routing pairs."""
         return sum(m.pair for m in self.messages)

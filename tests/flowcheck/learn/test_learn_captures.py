@@ -43,6 +43,23 @@ def test_training_run_with_no_job_file_and_no_weights(capture, tmp_path: Path) -
     assert all(i["confidence"] in ("certain", "probable", "given", "none") for i in report["learnt"]["items"])
 
 
+def test_one_direction_shows_no_announcements_and_point_to_point_is_left_out(capture, tmp_path: Path) -> None:
+    """What rank 0 sends, and no TCP: the job is learnt, the chunk that rank 0 never sends reduced is missing."""
+    from scapy.layers.inet6 import IPv6
+    from scapy.layers.l2 import Ether
+    from scapy.utils import PcapNgReader, wrpcap
+
+    with PcapNgReader(str(capture(HARDWARE.format("iter_40000_p2p_iter10_2")))) as packets:
+        sent = [p for p in packets if Ether in p and IPv6 in p and p[IPv6].src == "fe80::e42:a1ff:fe9f:58f8"]
+    wrpcap(str(tmp_path / "sent.pcap"), [p for p in sent if p[IPv6].nh == 17], nano=True)
+    report, failure = _replay(tmp_path / "sent.pcap", tmp_path / "out", hints=Hints(optimizer=SGD))
+    assert failure == "20 of 20 iterations are incomplete, the first is 0"
+    buckets = [i["buckets"][0] for i in report["iterations"]]
+    assert all(b["missing"] == {"not_mirrored": 5000 - b["placed_elements"]} for b in buckets)
+    assert all([(p["start"], p["end"]) for p in b["placed"]] == [(0, 3072)] for b in buckets)
+    assert "another communicator" in json.dumps(report["learnt"]["items"])
+
+
 def test_learnt_manifest_is_the_hand_written_one(capture) -> None:
     found = learn([capture(HARDWARE.format("iter_40000_p2p_iter10_2"))], Hints(optimizer=SGD)).job
     true = Job.load(JOBS / "iter_40000_p2p_iter10_2.json")
