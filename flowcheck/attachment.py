@@ -18,7 +18,9 @@ standard library only. `attach`, `step` and `close` belong to the training threa
 from __future__ import annotations
 
 import logging
+import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -50,12 +52,17 @@ def attach(
     0 never (the replica then stays unverified). name: of the group, where a node follows several. iteration: the
     trainer's number of the next iteration. wait: seconds that a boundary may take at which a state goes up, 0: none.
     describe, calls: what the communicator is, and its calls so far (docs/node.md); backends that say so themselves
-    need neither. Raises UserError for a token or an address that cannot be one; all else is said by the attachment.
+    need neither. Raises UserError for arguments that cannot be; all else is said by the attachment.
     """
     host, _, port = node.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UserError(f"{node!r} is no address", where="node", remedy="HOST:PORT of the node's control port")
     secret = token_bytes(token)
+    for what, number in (("every", every), ("epoch", epoch), ("iteration", iteration)):
+        if not isinstance(number, int) or number < 0:
+            raise UserError(f"{number!r} is no count", where=what, remedy="a whole number, 0 or more")
+    if not 0 <= wait <= threading.TIMEOUT_MAX:
+        raise UserError(f"{wait!r} is no time", where="wait", remedy="seconds, 0 or more")
     return Attachment(
         model, optimizer, (host.strip("[]"), int(port)), secret, every, name, run_id, epoch, iteration, wait,
         describe, calls,
@@ -72,9 +79,11 @@ class Attachment:
     ) -> None:
         self.iteration = iteration
         self._every, self._wait, self._optimizer, self._model = every, wait, optimizer, model
-        self._refused = self._failed = ""
+        self._refused = ""
+        self._unsaid = ""  # why the newest iteration has no record
         self._closed = False
         self._steps = 0
+        self._stepped = -1  # of the optimizer since the last boundary; -1: its hook has not been heard of yet
         self._job: Job | None = None
         self._first = 0
         self._flows: list[dict[str, Any]] | None = None
@@ -123,9 +132,9 @@ class Attachment:
 
     @property
     def why(self) -> str:
-        """Why the state is not "attached", or ""."""
-        if self._refused:
-            return self._refused
+        """Why the state is not "attached", or why the last iteration had no record, or ""."""
+        if self._refused or self._unsaid:
+            return self._refused or self._unsaid
         post = self._post
         if post is not None and post.why:
             return post.why
@@ -159,6 +168,13 @@ class Attachment:
         assert post is not None
         self._steps += 1
         groups, self._groups = self._groups, None
+        stepped, self._stepped = self._stepped, min(self._stepped, 0)
+        if self._job is not None and (stepped > 1 or (stepped == 0 and not skipped)):
+            raise UserError(  # records and traffic would be counted differently from here on
+                f"the optimizer stepped {stepped} times since the last call of step()",
+                where=f"iteration {self.iteration}",
+                remedy="step() once per iteration, behind optimizer.step(); skipped=True if that did nothing",
+            )
         if self._job is None and self._watch is not None:
             self._job, self._first = self._watch.look(), self.iteration
             if self._job is not None:
@@ -188,6 +204,14 @@ class Attachment:
         self, post: Post, groups: list[dict[str, Any]] | None, clip: float | None, scale: float | None, skipped: bool
     ) -> None:
         module = self._model.module
+        for what, value in (("clip", clip), ("scale", scale)):
+            if value is not None and not math.isfinite(value):
+                # What such a step leaves behind is NaN of no defined sign: no record, so the node asks for a state.
+                if not self._unsaid:
+                    self._say(f"no record of iteration {self.iteration}: {what} is {float(value)}")
+                self._unsaid = f"no record of iteration {self.iteration}: {what} is {float(value)}"
+                return
+        self._unsaid = ""
         record = Record(
             self.iteration, groups or group_options(self._described, self._optimizer),
             None if clip is None else float(clip), None if scale is None else float(scale), bool(skipped),
@@ -197,8 +221,7 @@ class Attachment:
         if buffers or (self._every and (self.iteration + 1) % self._every == 0):
             state = module.state_dict()
             if self._every and (self.iteration + 1) % self._every == 0:
-                names = {entry.name for entry in self._described.entries if entry.kind == "optimized"}
-                sums = checksums({name: tensor for name, tensor in state.items() if name in names})
+                sums = checksums({entry.name: state[entry.name] for entry in self._described.entries})
                 record.checksums = {name: f"{value:016x}" for name, value in sums.items()}
             if self.rank == 0:
                 held = {f"buffer.{name}": state[name].detach().to("cpu", copy=True) for name in buffers}
@@ -244,6 +267,7 @@ class Attachment:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Hyper-parameters as this step uses them: a scheduler may change them before `step` is called."""
+        self._stepped = max(self._stepped, 0) + 1
         try:
             self._groups = group_options(self._described, optimizer)
         except Exception as error:

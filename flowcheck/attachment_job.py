@@ -14,6 +14,7 @@ torch and the standard library. Raises UserError for what no replica could follo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -75,6 +76,8 @@ def entries(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) ->
     kind = _CLASSES.get(type(optimizer))
     if kind is None:
         raise _refuse(f"{type(optimizer).__name__} is not followed", "optimizer", "torch.optim's SGD, Adam or AdamW")
+    if not isinstance(model, DistributedDataParallel):
+        raise _refuse(f"is a {type(model).__name__}", "model", "the DistributedDataParallel object, not what it wraps")
     _check_ddp(model)
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     out: list[ModelEntry] = []
@@ -123,15 +126,23 @@ def _check_parameter(name: str, value: torch.nn.Parameter) -> None:
 
 
 def group_options(model: Model, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Hyper-parameters of every group that optimizes something, as plain numbers."""
+    """Hyper-parameters of every group that optimizes something, as plain numbers. Raises UserError if they are none,
+    or if the groups are no longer those that the job was described with."""
+    if len(optimizer.param_groups) != len(model.groups):
+        raise _refuse(f"has {len(optimizer.param_groups)} parameter groups, and had {len(model.groups)}", "optimizer",
+                      "attach anew after changing them")
     return [
-        {key: _plain(group[key]) for key in _OPTIONS[model.optimizer] if key in group}
+        {key: _plain(group[key], key) for key in _OPTIONS[model.optimizer] if key in group}
         for group, names in zip(optimizer.param_groups, model.groups, strict=True) if names is not None
     ]
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _plain(value: Any, key: str) -> Any:
+    """Python's own numbers: a float32 or a tensor would be rounded otherwise by the trainer than here."""
+    numbers = list(value) if isinstance(value, tuple) else [value]
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise _refuse(f"{key} is {value!r}", "optimizer", "finite Python numbers")
+    return numbers if isinstance(value, tuple) else value
 
 
 def layout(model: DistributedDataParallel, names: Mapping[int, str]) -> tuple[list[Bucket], list[int], str]:

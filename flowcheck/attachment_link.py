@@ -13,11 +13,12 @@ here keeps a process alive.
 from __future__ import annotations
 
 import queue
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class Who:
     rank: int
     ranks: int
     group: str
+    instance: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 class Post:
@@ -124,7 +126,7 @@ class Post:
             listener.start()
             try:
                 self._send_all(link)
-            except (FlowcheckError, OSError) as error:
+            except Exception as error:  # of ours, too: a thread that is gone could say nothing
                 self._ended(link, error)
             finally:
                 self._link = None
@@ -149,7 +151,7 @@ class Post:
         try:
             who = self._who
             greet(link, self._token, run_id=who.run_id, epoch=who.epoch, rank=who.rank, ranks=who.ranks,
-                  group=who.group)
+                  group=who.group, instance=who.instance)
         except BaseException:
             link.close()
             raise
@@ -209,7 +211,7 @@ class Post:
     def _ended(self, link: Link, error: Exception) -> None:
         """The first reason counts: a connection that was given up fails in other ways after that."""
         if self._link is link and not self._stop.is_set():
-            self._say(getattr(error, "what", str(error)))
+            self._say(getattr(error, "what", f"{type(error).__name__}: {error}"))
 
     def _drain(self) -> None:
         try:

@@ -61,7 +61,8 @@ class Challenge:
 
 @dataclass
 class Hello:
-    """Trainer, answering: one rank of one run. group: which of a node's groups, "" if it has one."""
+    """Trainer, answering: one rank of one run. group: which of a node's groups, "" if it has one. instance: of this
+    attachment, so that a job that was started again is known even if it says the same run and epoch."""
 
     run_id: str
     epoch: int
@@ -71,6 +72,7 @@ class Hello:
     nonce: str
     proof: str
     protocol: str = PROTOCOL
+    instance: str = ""
 
 
 @dataclass
@@ -312,14 +314,17 @@ def token_bytes(text: str) -> bytes:
 
 
 def _proof(token: bytes, side: str, challenge: str, hello: Hello) -> str:
-    said = [side, challenge, hello.nonce, hello.run_id, hello.epoch, hello.rank, hello.ranks, hello.group]
+    said = [side, challenge, hello.nonce, hello.run_id, hello.epoch, hello.rank, hello.ranks, hello.group,
+            hello.instance]
     return hmac.new(token, json.dumps(said).encode(), hashlib.sha256).hexdigest()
 
 
-def greet(link: Link, token: bytes, *, run_id: str, epoch: int, rank: int, ranks: int, group: str) -> None:
+def greet(
+    link: Link, token: bytes, *, run_id: str, epoch: int, rank: int, ranks: int, group: str, instance: str = ""
+) -> None:
     """The trainer's opening. Raises RecordsError: refused, or the node does not know the token."""
     challenge = _expect(link, Challenge)
-    hello = Hello(run_id, epoch, rank, ranks, group, secrets.token_hex(32), "")
+    hello = Hello(run_id, epoch, rank, ranks, group, secrets.token_hex(32), "", instance=instance)
     hello.proof = _proof(token, "trainer", challenge.nonce, hello)
     link.send(hello)
     answer = _expect(link, Welcome)

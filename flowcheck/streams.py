@@ -44,8 +44,8 @@ class Streams:
     """sources[i] feeds stream i of the engine. All sources were started by the caller.
 
     full: asked before an early close: is everything of this iteration there? skipped(first, last): told of
-    iterations that passed unseen and will not be closed. hold: asked before any close: must it wait for something
-    that does not come over the wire? Then streams may block, and their sources fill up.
+    iterations that passed unseen and will not be closed. hold: asked when an iteration could close: must it wait for
+    something that does not come over the wire? Then streams may block, and their sources fill up.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Streams:
         self._engine, self._sources, self._full, self._skipped = engine, sources, full, skipped
         self._hold = hold
         self._known = 0  # disagreements
+        self._whole = -1  # the newest iteration that every stream has passed and of which nothing is missing
         self._ended = [False] * len(sources)
         self._blocked = [False] * len(sources)
         self.consumed = 0
@@ -152,12 +153,11 @@ class Streams:
         oldest = self._engine.oldest
         if oldest > self._engine.begun and not any(self._blocked):
             return False
-        if self._hold(oldest):
-            return False
         past = [self._ended[i] or self._engine.past(i) > oldest for i in range(len(self._sources))]
-        if all(past) and not all(self._ended) and self._full(oldest):
-            return True
-        return any(self._blocked) and all(p or b for p, b in zip(past, self._blocked, strict=True))
+        if self._whole != oldest and all(past) and not all(self._ended) and self._full(oldest):
+            self._whole = oldest
+        forced = any(self._blocked) and all(p or b for p, b in zip(past, self._blocked, strict=True))
+        return (self._whole == oldest or forced) and not self._hold(oldest)
 
     def _close_oldest(self, close: Callable[[int], bool]) -> bool:
         oldest = self._engine.oldest

@@ -144,7 +144,7 @@ class _Connection:
         if isinstance(group, str):
             raise RecordsError(group, where=link.peer)
         member = Member(hello.rank, self._send, self._end)
-        why = group.join((hello.run_id, hello.epoch, hello.ranks), member)
+        why = group.join((hello.run_id, hello.epoch, hello.ranks), member, hello.instance)
         if why:
             raise RecordsError(why, where=link.peer)
         self._group = group

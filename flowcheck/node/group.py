@@ -40,12 +40,15 @@ INBOX = 4096  # messages; a connection that finds it full is too fast for anythi
 
 @dataclass
 class Member:
-    """One rank that is connected. send: gives a message to its connection, never waits. end: closes it."""
+    """One rank that is connected. send: gives a message to its connection, never waits. end: closes it.
+    start: which start of a job it belongs to, counted by the group. manifest, flows: the last that it has sent."""
 
     rank: int
     send: Callable[[Any], None]
     end: Callable[[str], None]
     flows: list[dict[str, Any]] | None = None
+    manifest: Manifest | None = None
+    start: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,9 @@ class Group:
         self._lock = threading.Lock()
         self.members: dict[int, Member] = {}
         self.run: tuple[str, int, int] | None = None  # run id, epoch, ranks
+        self._start = 0  # counts runs, and starts of the same one
+        self._followed = 0  # the start that the session belongs to
+        self._instances: dict[int, str] = {}  # of this start, by rank
         self._manifest: Manifest | None = None
         self._session: LiveSession | None = None
         self._job: dict[str, Any] | None = None  # what the session was planned from
@@ -84,18 +90,30 @@ class Group:
 
     # -- for connections: any thread --
 
-    def join(self, run: tuple[str, int, int], member: Member) -> str:
-        """A rank has said hello. Returns why it may not stay, or "". Says what is wanted, if it may."""
+    def join(self, run: tuple[str, int, int], member: Member, instance: str = "") -> str:
+        """A rank has said hello. Returns why it may not stay, or "". Says what is wanted, if it may.
+
+        A rank that comes back as another instance is a job that was started again: nothing that the one before has
+        sent, or has on the wire, belongs to it.
+        """
         with self._lock:
             if self.run is not None and self.run != run and self.members:
                 return f"run {self.run[0]!r}, epoch {self.run[1]}, {self.run[2]} ranks, is attached here"
             if member.rank in self.members:
                 return f"rank {member.rank} is attached already"
-            if self.run != run:
-                self.run, self._manifest = run, None
+            before: list[Member] = []
+            if self.run != run or self._instances.get(member.rank, instance) != instance:
+                before = list(self.members.values())
+                self.run, self._manifest, self._instances = run, None, {}
+                self._start += 1
+                self.members.clear()
                 self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
+            self._instances[member.rank] = instance
+            member.start = self._start
             self.members[member.rank] = member
             member.send(self._wanted)
+        for one in before:
+            one.end("the job was started again")
         return ""
 
     def leave(self, member: Member) -> None:
@@ -138,6 +156,7 @@ class Group:
     def _main(self) -> None:
         try:
             while not self._stop.is_set():
+                self._follow(self._start)
                 moved = self._handle_one()
                 if self._session is not None:
                     moved |= self._session.poll()
@@ -160,6 +179,12 @@ class Group:
             if not self._config.replica.keep:
                 self.served.remove()
 
+    def _follow(self, start: int) -> None:
+        """A newer start of a job: what the session holds, packets and records, is of the one before."""
+        if start > self._followed:
+            self._drop_session()
+            self._followed = start
+
     def _handle_one(self) -> bool:
         try:
             letter = self._inbox.get_nowait()
@@ -169,8 +194,10 @@ class Group:
                 if member.rank == 0 and self._session is not None:
                     self._session.withdraw()
             return False
-        if self.members.get(letter.member.rank) is not letter.member and not isinstance(letter.message, Record | Bye):
-            return True  # of somebody who has left; records of a run stay good
+        self._follow(letter.member.start)
+        gone = self.members.get(letter.member.rank) is not letter.member
+        if letter.member.start != self._followed or (gone and not isinstance(letter.message, Record | Bye)):
+            return True  # of somebody who has left; records of a run stay good until it is started again
         try:
             self._handle(letter)
         except FlowcheckError as error:
@@ -181,16 +208,18 @@ class Group:
     def _handle(self, letter: Letter) -> None:
         message, member = letter.message, letter.member
         if isinstance(message, Flows):
-            member.flows = message.flows
-            self._plan()
+            if member.flows != message.flows:  # else it only says so again
+                member.flows = message.flows
+                self._plan()
         elif isinstance(message, Manifest):
             if member.rank != 0:
                 raise UserError("a manifest comes from rank 0", where=f"rank {member.rank}")
-            self._manifest = message
-            self._plan()
+            if member.manifest != message:
+                member.manifest = self._manifest = message
+                self._plan()
         elif isinstance(message, State):
             self._state(member, message.iteration, letter.tensors)
-        elif isinstance(message, Record) and self._session is not None:
+        elif isinstance(message, Record) and self._session is not None and self._manifest is not None:
             message.iteration -= self._offset
             why = self._session.record(message, letter.tensors, member.rank)
             if why:
@@ -200,28 +229,32 @@ class Group:
                 if not self._session.poll():
                     break
             self._session.finish()
-            self._say("end", run_id=self._session.plan.job.run_id, published=self._session.published + self._offset)
+            self._say("end", run_id=self._session.plan.job.run_id, serves=self._session.serves)
 
     def _plan(self) -> None:
         """Begin to follow the job, as soon as manifest and flows are here."""
-        assert self.run is not None
-        if self._manifest is None:
+        with self._lock:
+            run, manifest = self.run, self._manifest
+        if run is None or manifest is None:
             return
-        body = dict(self._manifest.job)
+        body = dict(manifest.job)
         if not body.get("flows"):
             with self._lock:
                 sent = [member.flows for member in self.members.values()]
-            if len(sent) < self.run[2] or None in sent:
+                known = {rank for rank, member in self.members.items() if member.flows is not None}
+            missing = [rank for rank in range(run[2]) if rank not in known]
+            if missing:
+                self._tell(Wanted(["flows"], f"connections of rank {', '.join(map(str, missing[:8]))} are not here"))
                 return
             body["flows"] = _union([flows for flows in sent if flows is not None])
         if self._session is not None and self._job == body:
             self._tell(Wanted(["state"], "the trainer has come back"))
             return
         job = Job.from_dict(body, where="manifest")
-        if (job.run_id, job.epoch, job.communicator.ranks) != self.run:
+        if (job.run_id, job.epoch, job.communicator.ranks) != run:
             raise UserError(
                 f"the manifest is of run {job.run_id!r}, epoch {job.epoch}, {job.communicator.ranks} ranks; this is"
-                f" {self.run[0]!r}, {self.run[1]}, {self.run[2]}", where="manifest",
+                f" {run[0]!r}, {run[1]}, {run[2]}", where="manifest",
             )
         if job.optimizer is None:
             raise UserError("the manifest names no optimizer: there is nothing to keep versions of", where="manifest")
@@ -229,9 +262,9 @@ class Group:
         self._check_memory(plan)
         self._drop_session()
         settings = self._config.replica
-        self._job, self._offset = body, self._manifest.first
+        self._job, self._offset = body, manifest.first
         self._session = LiveSession(
-            plan, self._sources, Hooks(self._closed, self._lost, self._waiting), slots=settings.slots,
+            plan, self._sources, Hooks(self._closed, self._lost, self._waiting), self._offset, slots=settings.slots,
             threads=settings.threads, replica_path=self.served.path, record_seconds=self._config.record_seconds,
         )
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows))
@@ -250,7 +283,7 @@ class Group:
     def _state(self, member: Member, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """A state: announced (no tensors yet), then here."""
         iteration, session = number - self._offset, self._session
-        if session is None or member.rank != 0:
+        if session is None or self._manifest is None or member.rank != 0:
             raise UserError("a state comes from rank 0, and after its manifest", where=f"rank {member.rank}")
         if iteration < 0:
             raise UserError(f"a state before iteration {number}; the manifest begins at {self._offset}", where="state")
@@ -266,7 +299,7 @@ class Group:
             self._tell(Wanted(["state"], error.what))
             return
         self.served.keep_only(session.replica)
-        self._say("state", iteration=number, step=iteration)
+        self._say("state", iteration=number)
         with self._lock:
             self._wanted = Wanted([], "")
         self._tell(Joined(number))
@@ -296,11 +329,11 @@ class Group:
         session = self._session
         if session is not None and session.replica is None:
             self.served.remove()
-        self._say("lost", why=why, serves=session.published + self._offset if session is not None else -1)
+        self._say("lost", why=why, serves=session.serves if session is not None else -1)
         self._tell(Wanted(["state"], f"checkpoint wanted: {why}"))
 
-    def _waiting(self, iteration: int) -> None:
-        self._say("waiting", iteration=iteration + self._offset, why="its step record is not here")
+    def _waiting(self, iteration: int, why: str) -> None:
+        self._say("waiting", iteration=iteration + self._offset, why=why)
 
     def _tell(self, message: Any) -> None:
         with self._lock:

@@ -1,6 +1,6 @@
 """One job's mirrored traffic into versions, without an end: what a replay does, with a trainer at the other side.
 
-    session = LiveSession(plan, sources, options, hooks)
+    session = LiveSession(plan, sources, hooks, first, ...)
     session.poll()                    again and again: rings -> engine -> verdict -> updater
     session.record(...), announce(iteration), state(...)        what trainers send, on the same thread
 
@@ -9,6 +9,9 @@ index of a clear-to-send), checked against the manifest's whole history of calls
 `unanchored`. Iterations before the trainer's state are closed and thrown away. An iteration that cannot be published
 ends the chain: its predecessor stays the current version, later ones are refused (clause `previous`), and the hooks
 ask for a state to go on from.
+
+Iterations are counted as the manifest does, from 0; what is said to people, and the steps of versions, as the trainer
+does: `first` later.
 
 One thread. Memory: `arenas` iterations of gradients, V slots, and as many step records as iterations can be open.
 """
@@ -38,6 +41,7 @@ from updater.step import StepValues
 __all__ = ["Closed", "Hooks", "LiveSession"]
 
 RECORDS_AHEAD = 256  # records kept of iterations whose traffic has not closed yet
+WAIT_SAID = 0.5  # seconds that a record may be later than its traffic before that is said
 
 
 @dataclass(frozen=True)
@@ -63,30 +67,32 @@ class Closed:
 @dataclass
 class Hooks:
     """What the session tells its owner. closed: after each iteration. lost(why): a state is wanted.
-    waiting(iteration): a complete iteration has no record yet; said once."""
+    waiting(iteration, why): a complete iteration has no record yet, or records run far ahead of the traffic."""
 
     closed: Callable[[Closed], None]
     lost: Callable[[str], None]
-    waiting: Callable[[int], None]
+    waiting: Callable[[int, str], None]
 
 
 @dataclass
 class _Kept:
-    """The step record of one iteration. buffers: by name, from rank 0."""
+    """The step record of one iteration. buffers: by name, from rank 0. disputed: ranks said different things."""
 
     record: Record
     buffers: Mapping[str, torch.Tensor]
+    disputed: bool = False
 
 
 class LiveSession:
-    """sources[i]: ring of stream i. replica_path(iteration): a file for a new replica. record_seconds: how long a
-    closed iteration waits for its record before it counts as one that will not come."""
+    """sources[i]: ring of stream i. first: the trainer's number of iteration 0. replica_path(iteration): a file for a
+    new replica. record_seconds: how long an iteration that could close waits for its record before that counts as
+    one that will not come."""
 
     def __init__(
-        self, plan: JobPlan, sources: Sequence[Source], hooks: Hooks, *, slots: int, threads: int,
+        self, plan: JobPlan, sources: Sequence[Source], hooks: Hooks, first: int = 0, *, slots: int, threads: int,
         replica_path: Callable[[int], Path | None], record_seconds: float,
     ) -> None:
-        self.plan, self._hooks = plan, hooks
+        self.plan, self._hooks, self._first = plan, hooks, first
         self._slots, self._threads, self._path = slots, threads, replica_path
         self._record_seconds = record_seconds
         self.engine = Engine(plan.engine)
@@ -102,6 +108,8 @@ class LiveSession:
         self._records: dict[int, _Kept] = {}
         self._newest = -1  # iteration of the newest record
         self._since: tuple[int, float] | None = None  # the iteration that waits for a record, and since when
+        self._waited = False  # that was said of it
+        self._ahead = False  # records run ahead of the traffic, and that was said
         self._counted = (0, 0, 0, 0)
         self._begins = -1  # first iteration that closed
 
@@ -110,8 +118,17 @@ class LiveSession:
     def record(self, record: Record, buffers: Mapping[str, torch.Tensor], rank: int) -> str:
         """Keep a step record; returns why it is refused, or "". Every rank sends one: the first that has all that
         is declared counts, and later ones must say the same."""
-        if record.iteration > self.engine.oldest + RECORDS_AHEAD:
-            return f"a record of iteration {record.iteration} while {self.engine.oldest} is open"
+        awaited = max(self.engine.oldest, self.next or 0)  # a state may be far ahead of what still has to close
+        if record.iteration > awaited + RECORDS_AHEAD:
+            if not self._ahead:  # a mirror that is down; what these belong to will not be complete either
+                self._ahead = True
+                over = record.iteration + self._first
+                self._hooks.waiting(
+                    awaited, f"no packets of it, while a record says that iteration {over} is over; records"
+                    f" further than {RECORDS_AHEAD} ahead are not kept",
+                )
+            return ""
+        self._ahead = False
         self._newest = max(self._newest, record.iteration)
         if record.iteration < self.engine.oldest:
             return ""
@@ -123,7 +140,9 @@ class LiveSession:
         held = self._records.get(record.iteration)
         if held is not None:
             if held.record != record:
-                return f"rank {rank} and another one sent different step records of iteration {record.iteration}"
+                held.disputed = True  # whoever is right: nothing is built on either
+                number = record.iteration + self._first
+                return f"rank {rank} and another one sent different step records of iteration {number}"
             return ""
         self._records[record.iteration] = _Kept(record, buffers)
         return ""
@@ -140,13 +159,20 @@ class LiveSession:
         """Go on from a trainer's state. Raises UserError if it does not fit the job, or is too late."""
         self._coming = None
         if iteration < self.engine.oldest and self.engine.begun >= 0:
-            raise UserError(f"the state before iteration {iteration} is here, and {self.engine.oldest - 1} has passed")
+            passed = self.engine.oldest - 1 + self._first
+            raise UserError(f"the state before iteration {iteration + self._first} is here, and {passed} has passed")
         options = ReplicaOptions(self._slots, self._path(iteration), self._threads, True)
         fresh = JobReplica(self.plan, None, options)
-        fresh.start(parameters, state, iteration)
+        fresh.start(parameters, state, iteration + self._first)
         if self.replica is not None:
             self.replica.close()
         self.replica, self.next, self.status, self.matched = fresh, iteration, "unverified", 0
+        self._ahead = False
+
+    @property
+    def serves(self) -> int:
+        """The trainer's number of the iteration that the version which can be read stands behind, -1: there is none."""
+        return self.replica.step - 1 if self.replica is not None else -1
 
     # -- driving --
 
@@ -170,8 +196,8 @@ class LiveSession:
 
     @property
     def published(self) -> int:
-        """The iteration whose version is current, -1: none."""
-        return self.replica.step - 1 if self.replica is not None else -1
+        """The iteration whose version is current, -1 and less: none of those that were followed."""
+        return self.replica.step - 1 - self._first if self.replica is not None else -1
 
     def _hold(self, iteration: int) -> bool:
         """Must this iteration stay open for something that does not come over the wire?"""
@@ -181,13 +207,17 @@ class LiveSession:
             return False
         now = time.monotonic()
         if self._since is None or self._since[0] != iteration:
-            self._since = (iteration, now)
-            self._hooks.waiting(iteration)
-        return now - self._since[1] < self._record_seconds
+            self._since, self._waited = (iteration, now), False
+        waited = now - self._since[1]
+        if waited > min(WAIT_SAID, self._record_seconds / 2) and not self._waited:
+            self._waited = True
+            self._hooks.waiting(iteration, "its step record is not here")
+        return waited < self._record_seconds
 
     def _skipped(self, first: int, last: int) -> None:
         if self.next is not None and self.next <= last:
-            self._lose(f"iterations {first} to {last} passed while no packet came")
+            said = f"{first + self._first} to {last + self._first}"
+            self._lose(f"iterations {said} passed while no packet came")
 
     def _close(self, iteration: int) -> bool:
         if self._begins < 0:
@@ -196,6 +226,8 @@ class LiveSession:
             StreamEvidence(f"queue {i}", self.streams.state(i, iteration)) for i in range(self.plan.engine.streams)
         )
         kept = self._records.get(iteration)
+        if kept is not None and kept.disputed:
+            kept = None
         judged = self.judge.look(iteration, streams, record=kept is not None, follows=iteration == self.next)
         published = False
         if judged.verdict.publishable:
@@ -203,7 +235,7 @@ class LiveSession:
         self._tell(judged, published)
         if self.next is not None and iteration >= self.next and not published:
             clause, reason = judged.verdict.failing[0]
-            self._lose(f"iteration {iteration} is not published: {clause.value}: {reason}")
+            self._lose(f"iteration {iteration + self._first} is not published: {clause.value}: {reason}")
         for old in [t for t in self._records if t <= iteration]:
             del self._records[old]
         if iteration > self._begins + 1:
@@ -217,14 +249,15 @@ class LiveSession:
         try:
             self.replica.build(iteration, judged.buckets, _values(kept))
         except UpdaterError as error:
-            self._lose(f"iteration {iteration} cannot be applied: {error}")
+            self._lose(f"iteration {iteration + self._first} cannot be applied: {error}")
             return judged, False
         if kept is not None and kept.record.checksums:
             odd = self.replica.differing({name: int(text, 16) for name, text in kept.record.checksums.items()})
             judged = judged.with_checksum("mismatch" if odd else "match")
             if odd:
                 self.replica.discard()
-                self._lose(f"tensor {odd!r} of iteration {iteration} differs from the trainer's", "diverged")
+                number = iteration + self._first
+                self._lose(f"tensor {odd!r} of iteration {number} differs from the trainer's", "diverged")
                 return judged, False
             self.matched += 1
         self.replica.publish()

@@ -104,10 +104,10 @@ class Writer:
 
     def _work(self, name: str, replica: JobReplica, out: Path, status: str, ready: threading.Event) -> None:
         try:
-            with replica.pinned():
-                step = replica.step
-                ready.set()
-                path = replica.write(out, replica.unproven, status)
+            with replica.pinned() as version:
+                ready.set()  # from here on the replica may go on: this version stays
+                path = replica.write(out, replica.unproven, status, version)
+                step = version.step
             self._say("written", name=name, step=step, path=str(path))
         except FlowcheckError as error:
             self._say("problem", name=name, why=error.message())

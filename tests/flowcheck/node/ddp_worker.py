@@ -1,9 +1,10 @@
 """One rank of a gloo DDP job with an attachment; prints one JSON line per step. Run by test_attachment.py.
 
-    python -P ddp_worker.py RANK RANKS STORE NODES TOKEN JOB STEPS WAIT
+    python -P ddp_worker.py RANK RANKS STORE NODES TOKEN JOB STEPS WAIT [STEP=WHAT ...]
 
 NODES: one or several with commas between, attached to one after the other for STEPS each. JOB: manifest whose
-communicator and flows stand for those that gloo has not.
+communicator and flows stand for those that gloo has not. What may happen at a step: "nan", clipping by no number;
+"twice", the attachment is told twice.
 """
 
 import json
@@ -37,7 +38,8 @@ class Net(torch.nn.Module):
 
 
 def main() -> None:
-    rank, ranks, store, nodes, token, job_path, steps, wait = sys.argv[1:]
+    rank, ranks, store, nodes, token, job_path, steps, wait = sys.argv[1:9]
+    odd = {int(step): what for step, _, what in (word.partition("=") for word in sys.argv[9:])}
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks))
     torch.manual_seed(5)
     model = DistributedDataParallel(Net())
@@ -67,7 +69,9 @@ def main() -> None:
             optimizer.zero_grad()
             schedule.step()
             trained = time.monotonic()
-            attachment.step()
+            attachment.step(clip=float("nan") if odd.get(step) == "nan" else None)
+            if odd.get(step) == "twice":
+                attachment.step()
             took = time.monotonic() - trained
             state = {name: tensor_sha256(tensor) for name, tensor in model.module.state_dict().items()}
             state |= {

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import flowcheck
 from flowcheck.attachment_link import QUEUE, Post, Who
 from flowcheck.checkpoint import tensor_sha256
 from flowcheck.errors import UserError
-from flowcheck.records import Joined, Link, Record, RecordsError, Wanted, accept
+from flowcheck.records import Flows, Joined, Limits, Link, Manifest, Record, RecordsError, State, Wanted, accept
 from flowcheck.synth import example_job
 from updater.reader import Reader
 
@@ -30,14 +30,14 @@ TOKEN = "a token that only tests have"
 class Ranks:
     """Two processes of ddp_worker.py."""
 
-    def __init__(self, folder: Path, node: str, steps: int, wait: float) -> None:
+    def __init__(self, folder: Path, node: str, steps: int, wait: float, odd: Sequence[str] = ()) -> None:
         job = folder / "gloo.json"
         job.write_text(example_job(ranks=2, count=1000, seed=8).to_json())
         self._outputs = [(folder / f"rank{rank}.out").open("w+") for rank in range(2)]  # a pipe would fill up
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-P", str(WORKER), str(rank), "2", str(folder / "store"), node, TOKEN, str(job),
-                 str(steps), str(wait)],
+                 str(steps), str(wait), *odd],
                 stdout=self._outputs[rank], stderr=subprocess.PIPE, text=True,
             )
             for rank in range(2)
@@ -67,8 +67,8 @@ class Ranks:
 def train(tmp_path: Path) -> Iterator[Any]:
     made: list[Ranks] = []
 
-    def start(node: str, steps: int, *, wait: float = 20.0) -> Ranks:
-        made.append(Ranks(tmp_path, node, steps, wait))
+    def start(node: str, steps: int, *, wait: float = 20.0, odd: Sequence[str] = ()) -> Ranks:
+        made.append(Ranks(tmp_path, node, steps, wait, odd))
         return made[-1]
 
     yield start
@@ -88,7 +88,7 @@ def test_manifest_and_state_of_live_objects(start_node, train, tmp_path: Path) -
     first, second = ranks.finish()
     assert [line.get("state") for line in first] == ["watching", "watching", *["attached"] * 4, None]
     assert first[-1]["closed"] == second[-1]["closed"] == "closed"
-    node.wait("end", published=2)  # no iteration came over any wire
+    node.wait("end", serves=2)  # no iteration came over any wire
     assert node.end() == 0
     (path,) = tmp_path.glob("*.replica")
     with Reader(path).pinned() as version:
@@ -180,6 +180,35 @@ def test_no_node_blocks_or_fails_training(train, port) -> None:
             assert any(why in line["why"] for line in mine), (kind, [line["why"] for line in mine])
 
 
+def test_what_records_say_and_when_there_is_none(train, port) -> None:
+    """Checksums are of every entry, frozen tensors and buffers too. A step whose clipping is no number has no record,
+    and the next one has. Once the trainer counts otherwise than the optimizer steps, there are no more."""
+    records: dict[int, list[Record]] = {0: [], 1: []}
+
+    def serve(sock: socket.socket, link: Link) -> None:
+        hello = accept(link, TOKEN.encode())
+        link.limits = lambda: Limits(1 << 24, {"state": 1 << 24, "record": 1 << 24})
+        link.send(Wanted(["manifest", "flows"], "nothing is known of the job yet"))
+        while True:
+            message, size = link.receive()
+            if size:
+                link.payload(size)
+            if isinstance(message, Manifest):
+                link.send(Wanted(["state"], "a state to begin with"))
+            elif isinstance(message, State | Flows) and (hello.rank or isinstance(message, State)):
+                link.send(Joined(getattr(message, "iteration", 0)))
+            elif isinstance(message, Record):
+                records[hello.rank].append(message)
+
+    first, second = train(port(serve), 9, odd=["4=nan", "7=twice"]).finish()
+    for lines, rank in ((first, 0), (second, 1)):
+        assert [record.iteration for record in records[rank]] in ([3, 5, 6], [3, 5, 6, 7])  # the last may be on its way
+        assert "clip is nan" in lines[4]["why"] and lines[4]["state"] == "attached"
+        assert lines[7]["state"] == "refused" and "stepped 0 times" in lines[7]["why"]
+        names = set(lines[3]["hashes"]) - {name for name in lines[3]["hashes"] if ".exp_avg" in name}
+        assert records[rank][1].checksums.keys() == names and {"frozen", "norm.running_mean"} < names
+
+
 def test_a_full_queue_is_a_loss_that_is_said_and_not_a_wait(port) -> None:
     """Records are never dropped one by one: the whole connection is given up, and the next begins anew."""
     connections: list[int] = []
@@ -218,6 +247,19 @@ def test_a_full_queue_is_a_loss_that_is_said_and_not_a_wait(port) -> None:
 def test_arguments_that_cannot_be_are_refused_at_once(node: str, token: str, what: str) -> None:
     with pytest.raises(UserError, match=what):
         flowcheck.attach(torch.nn.Linear(1, 1), None, node=node, token=token)
+
+
+@pytest.mark.parametrize("odd", [{"every": -1}, {"every": "100"}, {"epoch": 1.5}, {"iteration": -3}, {"wait": -1.0},
+                                 {"wait": float("inf")}, {"wait": float("nan")}])  # fmt: skip
+def test_numbers_that_cannot_be_are_refused_at_once(odd: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(odd))}: .* is no "):
+        flowcheck.attach(torch.nn.Linear(1, 1), None, node="host:1", token=TOKEN, **odd)
+
+
+def test_what_is_no_ddp_model_is_named() -> None:
+    model = torch.nn.Linear(2, 2)
+    attachment = flowcheck.attach(model, torch.optim.SGD(model.parameters()), node="127.0.0.1:9", token=TOKEN)
+    assert attachment.state == "refused" and "model: is a Linear" in attachment.why
 
 
 def test_a_model_that_cannot_be_followed_trains_on(caplog: pytest.LogCaptureFixture) -> None:

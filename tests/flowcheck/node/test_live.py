@@ -75,7 +75,7 @@ def test_versions_equal_the_trainer(start_node, attach, truth, lan, tmp_path: Pa
         assert line["published"] and line["missing"] == {} and line["lag"] == 0, line
         assert line["status"] == ("verified" if t > 2 else "unverified")
     trainers[0].link.send(Bye())
-    node.wait("end", published=7)
+    node.wait("end", serves=7)
     assert node.end() == 0
     found = [json.loads(text) for text in (tmp_path / "hashes.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in found] == list(range(2, 8))
