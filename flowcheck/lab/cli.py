@@ -19,7 +19,10 @@ lab = typer.Typer(
 
 NameOption = Annotated[str, typer.Option("--name", help="Labs with different names do not meet.")]
 RanksOption = Annotated[int, typer.Option("--ranks", min=2, max=16, help="Trainer processes.")]
-MirrorOption = Annotated[str, typer.Option("--mirror", help="Ranks whose switch ports are mirrored, e.g. 0,1,2.")]
+MirrorOption = Annotated[
+    str | None,
+    typer.Option("--mirror", help="Ranks whose switch ports are mirrored, e.g. 0,1,2.", show_default="the first three"),
+]
 
 
 class Switch(StrEnum):
@@ -50,13 +53,13 @@ DirectionOption = Annotated[Direction, typer.Option("--direction", help="Of the 
 
 @lab.command()
 def up(
-    name: NameOption = "lab", ranks: RanksOption = 4, mirror: MirrorOption = "0,1,2", switch: SwitchOption = Switch.tc,
+    name: NameOption = "lab", ranks: RanksOption = 4, mirror: MirrorOption = None, switch: SwitchOption = Switch.tc,
     direction: DirectionOption = Direction.both,
 ) -> None:  # fmt: skip
     """Build the network and leave it there, mirroring; `lab run` of the same name then uses it."""
     from flowcheck.lab.fabric import Fabric, FabricConfig
 
-    config = FabricConfig(name=name, ranks=ranks, switch=switch.value, mirrored=(_ranks(mirror),),
+    config = FabricConfig(name=name, ranks=ranks, switch=switch.value, mirrored=(_ranks(mirror, ranks),),
                           direction=direction.value)  # fmt: skip
     fabric = Fabric(config, keep=True)
     fabric.up()
@@ -76,7 +79,7 @@ def up(
 def run(
     name: NameOption = "lab",
     ranks: RanksOption = 4,
-    mirror: MirrorOption = "0,1,2",
+    mirror: MirrorOption = None,
     switch: SwitchOption = Switch.tc,
     direction: DirectionOption = Direction.both,
     model: Annotated[str, typer.Option("--model", help="gpt, conv or mlp.")] = "gpt",
@@ -105,6 +108,7 @@ def run(
     from flowcheck.lab.impair import Impairment
     from flowcheck.lab.jobs import Training
     from flowcheck.lab.session import LabOptions, run_lab
+    from flowcheck.lab.softroce.settings import Settings
 
     wires = [Impairment("r0", drop=training_loss, seed=seed)] if training_loss else []
     wires += [Impairment("mirror0", drop=mirror_loss, seed=seed)] if mirror_loss else []
@@ -115,8 +119,15 @@ def run(
         model=model, ranks=ranks, stages=stages, accumulate=accumulate, optimizer={"name": optimizer, "lr": lr},
         clip=clip, loss_scale=loss_scale, schedule=schedule, softroce=softroce, seed=seed,
     )  # fmt: skip
-    mirrored = _ranks(mirror)
+    Settings.from_dict({"interface": "fab0", "address": "10.77.0.10", **softroce})  # before anything is built
+    mirrored = _ranks(mirror, ranks)
     nodes = [tuple(r for r in mirrored if r in job.group(stage)) for stage in range(stages)]
+    if () in nodes:
+        stage = nodes.index(())
+        raise UserError(
+            f"no rank of stage {stage} is mirrored", where="--mirror",
+            remedy=f"one or more of {', '.join(map(str, job.group(stage)))} besides",
+        )
     config = FabricConfig(
         name=name, ranks=ranks, switch=switch.value, direction=direction.value, algorithm=algorithm.value, path_mtu=mtu,
         mirrored=tuple(nodes), groups=tuple(tuple(job.group(stage)) for stage in range(stages)),
@@ -157,8 +168,15 @@ def down(
         typer.echo(f"{one}: {'removed' if clear(one) else 'nothing was there'}")
 
 
-def _ranks(text: str) -> tuple[int, ...]:
+def _ranks(text: str | None, ranks: int) -> tuple[int, ...]:
+    if text is None:
+        return tuple(range(min(3, ranks)))
     try:
-        return tuple(int(word) for word in text.split(","))
+        found = tuple(int(word) for word in text.split(","))
     except ValueError:
         raise UserError(f"{text!r} is no list of ranks", where="--mirror", remedy="such as 0,1,2") from None
+    for rank in found:
+        if not 0 <= rank < ranks or found.count(rank) > 1:
+            why = "named twice" if found.count(rank) > 1 else "none"
+            raise UserError(f"rank {rank} is {why}; there are 0 to {ranks - 1}", where="--mirror", remedy="such as 0,1")
+    return found

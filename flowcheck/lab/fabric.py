@@ -94,6 +94,14 @@ class FabricConfig:
         if not all(rate > 0 for rate in self.rate_mbit.values()):
             raise UserError("a rate must be above 0", where="rate_mbit", remedy="in megabits per second")
 
+    def differs(self, other: FabricConfig) -> str:
+        """What would have to be built otherwise for `other`, or "": its job (groups, algorithm, MTU) may be another."""
+        for name in ("ranks", "switch", "mirrored", "direction", "impairments", "rate_mbit"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name} is {mine!r}, not {theirs!r}"
+        return ""
+
     @property
     def nodes(self) -> int:
         return len(self.mirrored)
@@ -155,9 +163,10 @@ class Fabric:
         fabric = cls(config)
         old = next((lab for lab in leftovers() if lab.name == config.name and lab.kept), None)
         if old is not None:
-            if old.config != config:
+            if old.config is None or (odd := old.config.differs(config)):
                 raise UserError(
-                    "the lab that is up has another shape", where=f"lab {config.name}",
+                    f"the lab that is up has another shape: {odd}" if old.config else "the lab that is up is not whole",
+                    where=f"lab {config.name}",
                     remedy=f"flowcheck lab down --name {config.name}, or give the same options",
                 )
             fabric._adopted = True

@@ -81,6 +81,14 @@ class Training:
                 self._refuse(name, f"{getattr(self, name)!r} is none of {', '.join(choices)}")
         if self.optimizer.get("name") not in OPTIMIZERS or "lr" not in self.optimizer:
             self._refuse("optimizer", f"needs lr and a name of {', '.join(OPTIMIZERS)}")
+        for name, value, least in (
+            ("optimizer", self.optimizer["lr"], 0.0), ("clip", self.clip, 0.0),
+            ("loss_scale", self.loss_scale, 2.0**-126), ("bucket_mb", self.bucket_mb, 1e-6),
+        ):  # fmt: skip
+            if value is not None and not (isinstance(value, int | float) and least <= value < math.inf):
+                self._refuse(name, f"{value!r} is no finite number of at least {least:g}")
+        if not 0 <= self.seed < 1 << 63:
+            self._refuse("seed", f"{self.seed} is not between 0 and 2^63 - 1")
         if unknown := sorted(set(self.size) - MODELS[self.model].keys()):
             self._refuse("size", f"{unknown[0]!r} is none of {', '.join(MODELS[self.model])}")
         for name in ("ranks", "stages", "batch", "accumulate"):

@@ -18,6 +18,8 @@ import os
 import socket
 import struct
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from flowcheck.synth.families import Family
@@ -73,7 +75,8 @@ def _read_item(sock: socket.socket) -> bytes:
 
 
 class Bootstrap:
-    """size >= 2. Raises RuntimeError, ConnectionError or TimeoutError if the ranks do not find each other in time."""
+    """size >= 2. timeout: seconds for each wait on a peer; what is waited for is named when it is over. Raises
+    RuntimeError, ConnectionError or TimeoutError if the ranks do not find each other in time."""
 
     def __init__(self, rank: int, size: int, store: Any, address: str, family: Family, timeout: float) -> None:
         self.rank, self.size, self.timeout = rank, size, timeout
@@ -82,6 +85,7 @@ class Bootstrap:
         self._listener = listen(address, 4 * size, timeout)
         self._early: dict[tuple[int, int], list[bytes]] = {}
         self._open = [self._listener]
+        self._trouble = ""  # of the root's thread
         try:
             self._join(store)
             self._peers = [address_of(raw) for raw in self.gather(socket_address(self._listener.getsockname()))]
@@ -91,45 +95,61 @@ class Bootstrap:
 
     def _join(self, store: Any) -> None:
         root = None
+        successor = listen(self._address, 1, self.timeout)
         if self.rank == 0:
-            listener = listen(self._address, self.size, self.timeout)
+            listener = listen(self._address, self.size, 0.9 * self.timeout)  # first to know, and it knows who is absent
             self.magic = int.from_bytes(os.urandom(8), "little") | 1
-            root = threading.Thread(target=self._root, args=(listener,), daemon=True)
+            root = threading.Thread(target=self._root, args=(listener, successor), daemon=True)
             root.start()
             store.set("softroce/root", json.dumps([self.magic, *listener.getsockname()]))
-        self.magic, host, port = json.loads(store.get("softroce/root"))
-        successor = listen(self._address, 1, self.timeout)
         try:
+            self.magic, host, port = json.loads(store.get("softroce/root"))
             with self._stream((host, port)) as stream:
                 own = socket_address(successor.getsockname()) + socket_address(self._listener.getsockname())
                 lead = b"\0\0\0\0" if self._one_word else b""
                 stream.sendall(_item(lead + struct.pack("<II", self.rank, self.size) + own))
-            with self._accept(successor) as stream:
+            with self.awaiting("word from rank 0, which all ranks have to reach"), self._accept(successor) as stream:
                 following = address_of(_read_item(stream))
         finally:
             successor.close()
         self._ring_out = self._stream(following)
         self._open.append(self._ring_out)
-        self._ring_in = self._accept(self._listener)
+        with self.awaiting(f"connection from rank {(self.rank - 1) % self.size}"):
+            self._ring_in = self._accept(self._listener)
         self._open.append(self._ring_in)
         if root is not None:
             root.join()
 
-    def _root(self, listener: socket.socket) -> None:
-        """NCCL's bootstrap root: tells each rank where its successor listens. Ends when that is done or too late."""
+    @contextmanager
+    def awaiting(self, what: str) -> Iterator[None]:
+        """Errors of the block say what was waited for."""
+        try:
+            yield
+        except TimeoutError:
+            raise TimeoutError(f"no {what}, within {self.timeout:g} s") from None
+        except OSError as error:
+            raise ConnectionError(self._trouble or f"{error}, where a {what} was due") from None
+
+    def _root(self, listener: socket.socket, own: socket.socket) -> None:
+        """NCCL's bootstrap root: tells each rank where its successor listens. Ends when that is done or too late; then
+        `own`, where this rank waits for the same, is shut."""
         found: dict[int, tuple[bytes, bytes]] = {}
         try:
             with listener:
                 while len(found) < self.size:
                     with self._accept(listener) as stream:
                         item = _read_item(stream)[4 if self._one_word else 0 :]
-                        rank, _ = struct.unpack("<II", item[:8])
+                        rank, size = struct.unpack("<II", item[:8])
+                        if size != self.size or rank in found or rank >= size:
+                            raise ConnectionError(f"somebody says it is rank {rank} of {size}")
                         found[rank] = item[8:36], item[36:64]
             for rank in range(self.size):
                 with self._stream(address_of(found[rank][0])) as stream:
                     stream.sendall(_item(found[(rank + 1) % self.size][1]))
-        except (OSError, struct.error):  # the ranks that wait for it run into their own timeouts
-            return
+        except (OSError, struct.error) as error:  # the ranks that wait for it run into their own timeouts
+            absent = ", ".join(str(rank) for rank in range(self.size) if rank not in found)
+            self._trouble = f"{error}, while rank {absent} was waited for" if absent else str(error)
+            own.shutdown(socket.SHUT_RDWR)
 
     def _stream(self, address: tuple[str, int]) -> socket.socket:
         stream = socket.create_connection(address, self.timeout, source_address=(self._address, 0))
@@ -151,7 +171,8 @@ class Bootstrap:
         found[self.rank] = own
         for distance in range(self.size - 1):
             self._ring_out.sendall(_item(found[(self.rank - distance) % self.size]))
-            found[(self.rank - distance - 1) % self.size] = _read_item(self._ring_in)
+            with self.awaiting(f"item from rank {(self.rank - 1) % self.size}"):
+                found[(self.rank - distance - 1) % self.size] = _read_item(self._ring_in)
         return found
 
     def send(self, peer: int, tag: int, body: bytes) -> None:
@@ -163,7 +184,7 @@ class Bootstrap:
     def receive(self, peer: int, tag: int) -> bytes:
         """The oldest message of `peer` with this tag; others are kept for later."""
         while not self._early.get((peer, tag)):
-            with self._accept(self._listener) as stream:
+            with self.awaiting(f"message from rank {peer}"), self._accept(self._listener) as stream:
                 lead = _read_item(stream)
                 if not self._one_word:
                     lead += _read_item(stream)

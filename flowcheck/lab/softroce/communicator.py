@@ -81,7 +81,8 @@ class Communicator:
                         self._store.wait(read, timedelta(seconds=_LINGER_S))
                     raise RuntimeError(f"softroce: {key} is {value!r} at rank {rank} and {theirs!r} at rank {peer}")
         self._addresses = [bytes.fromhex(said["address"]) for said in everybody]
-        self._boot = Bootstrap(rank, size, self._store, settings.address, settings.wire_family, timeout)
+        patience = min(settings.peer_timeout_s, timeout)  # all of them are here: they have read each other's settings
+        self._boot = Bootstrap(rank, size, self._store, settings.address, settings.wire_family, patience)
         macs = [bytes.fromhex(said["mac"]) for said in everybody]
         self._connector = Connector(self._nic, settings, self._number, self._boot, macs, self._addresses)
         self._connections: list[Connection] = []

@@ -141,7 +141,8 @@ class Connector:
             accepted = []
             for channel, listener in zip(into, listeners, strict=True):
                 half = self._half(channel, source, rank, outbound=False)
-                stream = streams.enter_context(self._accept(listener))
+                with self._boot.awaiting(f"connection from rank {source}"):
+                    stream = streams.enter_context(self._accept(listener))
                 remote = self._connect(half, source, stream)
                 stream.sendall(self._info(half))
                 accepted.append((half, remote, stream))

@@ -26,12 +26,18 @@ def left(name: str) -> list[str]:
     return spaces + [str(parent / name) for parent in (STATE, SHARED) if (parent / name).exists()]
 
 
-def test_up_status_down(lab_name: str) -> None:
+def test_up_run_status_down(lab_name: str, tmp_path: Path) -> None:
     words = ("--name", lab_name, "--ranks", "2", "--mirror", "0", "--switch", "ovs")
     done = command("up", *words)
     assert done.returncode == 0 and f"flowcheck-{lab_name}-node" in done.stdout, done.stderr
     said = command("status").stdout
     assert f"{lab_name}: 4 namespaces (leaf, node, r0, r1), belongs to `lab up`" in said and "copies" in said
+    # A run uses what is up, whatever it trains, and leaves it there.
+    training = ("--model", "mlp", "--iterations", "2", "--mtu", "1024", "--out", str(tmp_path / "out"))
+    done = command("run", *words, *training)
+    assert done.returncode == 0 and "EQUAL" in done.stdout, done.stdout + done.stderr
+    done = command("run", *words, *training, "--mirror", "0,1")
+    assert done.returncode == 2 and "another shape: mirrored is ((0,),), not ((0, 1),)" in done.stderr
     again = command("up", *words)
     assert again.returncode == 3 and "exists already" in again.stderr
     done = command("down", "--name", lab_name)
@@ -73,6 +79,14 @@ def test_wrong_requests(lab_name: str) -> None:
         (("run", "--mirror", "zero"), "is no list of ranks"),
         (("run", "--ranks", "3", "--stages", "2"), "do not make 2 groups"),
         (("run", "--name", lab_name, "--model", "bert"), "none of gpt, conv, mlp"),
+        (("run", "--name", lab_name, "--ranks", "2", "--mirror", "0,7"), "rank 7 is none; there are 0 to 1"),
+        (("run", "--name", lab_name, "--stages", "2", "--mirror", "0,1"), "no rank of stage 1 is mirrored"),
+        (("run", "--name", lab_name, "--mtu", "9000"), "9000 is none of 1024, 2048, 4096"),
+        (("run", "--name", lab_name, "--lr", "nan"), "optimizer: nan is no finite number"),
+        (("run", "--name", lab_name, "--clip", "inf"), "clip: inf is no finite number"),
+        (("run", "--name", lab_name, "--loss-scale", "0"), "loss_scale: 0.0 is no finite number"),
+        (("run", "--name", lab_name, "--seed", "-1"), "seed: -1 is not between"),
+        (("run", "--name", lab_name, "--mirror-loss", "2"), "2.0 is no probability"),
     ):
         done = command(*words)
         assert done.returncode == 2 and what in done.stderr and "Traceback" not in done.stderr, done.stderr
