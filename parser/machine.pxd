@@ -79,6 +79,7 @@ cdef enum:  # Disagreement
     WRONG_CTS = 7        # RETH address against the CTS with this message's index
     EXTRA_MESSAGE = 8    # a message after the last call
     REPEATED_CHUNK = 9   # first message of a loop repeats the previous loop's last chunk: one send too many
+    MADE_ANEW = 10       # a first packet of other contents: another connection on the same queue pair
 
 
 cdef enum:  # Target
@@ -172,7 +173,8 @@ cdef struct FlowState:   # one flow as one stream sees it
     uint64_t agreements, disagreements
     uint64_t seen[SEEN_WORDS]
     Message window[WINDOW]
-    uint8_t unused_tail[40]  # whole cache lines, so that every flow's first two are its own: checked in _build_flows()
+    uint32_t first_icrc  # of PSN 0; 0: it was not seen
+    uint8_t unused_tail[36]  # whole cache lines, so that every flow's first two are its own: checked in _build_flows()
 
 
 cdef struct Slot:        # one live buffer: an iteration's gradients, or the parameters

@@ -34,7 +34,7 @@ from parser.lane cimport (
 from parser.roce cimport (
     FC_ENCAPSULATED, FC_FRAGMENT, FC_HAS_IMM, FC_HAS_RETH, FC_NOT_ROCE, FC_RC_ACK, FC_RC_WRITE_FIRST,
     FC_RC_WRITE_LAST, FC_RC_WRITE_LAST_IMM, FC_RC_WRITE_MIDDLE, FC_RC_WRITE_ONLY, FC_RC_WRITE_ONLY_IMM, FC_ROCE,
-    FC_REFUSALS, FC_TRUNCATED, fc_icrc_ok, fc_roce, fc_roce_decode,
+    FC_REFUSALS, FC_TRUNCATED, fc_icrc, fc_icrc_ok, fc_roce, fc_roce_decode,
 )
 
 from parser.roce import REFUSAL_NAMES
@@ -93,7 +93,7 @@ OUTCOME_NAMES = (
 )
 DISAGREEMENT_NAMES = (
     "", "payload length", "opcode", "RETH length", "RETH address", "immediate", "flag", "CTS address",
-    "extra message", "repeated chunk",
+    "extra message", "repeated chunk", "made anew",
 )
 cdef uint64_t LL_CLEAN = 0x7ffffff8  # 4.1: steps of these low bits clean their slot
 cdef uint64_t LL_LAP = 1 << 31        # ... once in so many steps
@@ -135,8 +135,8 @@ cdef void log_disagreement(
     f.express = 0
     f.lost_iteration = iteration
     f.trial = 0
-    if kind == EXTRA_MESSAGE or kind == REPEATED_CHUNK:
-        f.recoverable = 1  # not the NCCL that the schedule describes
+    if kind == EXTRA_MESSAGE or kind == REPEATED_CHUNK or kind == MADE_ANEW:
+        f.recoverable = 1  # not the NCCL, or not the connection, that the schedule describes
     set_state(f, LOST)
 
 
@@ -465,6 +465,25 @@ cdef inline int express(Machine *M, uint32_t stream, FlowState *f, const fc_midd
     return place_ahead(M, stream, f, p.bth + 12, psn)
 
 
+cdef int made_anew(Machine *M, FlowState *f, const fc_roce *p) noexcept nogil:
+    """PSN 0: is it the first packet of another connection, on the same queue pair? A mirror's copy has the same ICRC, which
+    covers all but what switches rewrite; and NCCL fills a slot again, 8 messages later, only when its write was
+    acknowledged, so behind those no retransmission of the first one comes."""
+    cdef uint32_t icrc
+    if not M.check_icrc or not fc_icrc_ok(p):
+        return 0
+    icrc = fc_icrc(p)
+    if f.packets == 0:
+        f.first_icrc = icrc
+        return 0
+    return f.first_icrc != 0 and icrc != f.first_icrc and f.cursor.number > <uint64_t>(8 + M.edges[f.edge].qps)
+
+
+cdef int end_of_run(Machine *M, uint32_t stream, FlowState *f) noexcept nogil:
+    log_disagreement(M, stream, f, MADE_ANEW, &f.window[f.current % WINDOW], 0, 0, 0)
+    return DISAGREED
+
+
 cdef void reopen(Machine *M, int64_t iteration) noexcept nogil:
     """Another capture begins earlier than the one that was read first: go back there, while nothing is closed."""
     if M.base_iteration == M.opened and M.begun < iteration + M.arenas:
@@ -487,6 +506,8 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
     if delta != 0 and f.last_ns and now_ns > f.last_ns + M.outage_ns:
         # 2^23 packets could have passed unseen: which lap of the PSN is this? A repeat after a timeout looks no
         # different; it has nothing to place, and if nothing absolute follows, neither has what comes after it.
+        if p.psn == 0 and f.counted and made_anew(M, f, p):
+            return end_of_run(M, stream, f)
         f.counted = 0
     if not f.counted:
         # PSNs start at 0 with the connection, so a flow seen from its beginning is counted from there. The
@@ -513,6 +534,8 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
         f.packets += 1
         note_psn(f, psn)
         return NOT_SYNCED
+    if psn == 0 and made_anew(M, f, p):
+        return end_of_run(M, stream, f)
     m = locate(M, f, psn)
     if m == NULL:
         if psn < f.cursor.psn:

@@ -281,3 +281,29 @@ def test_a_stray_write_ends_a_flow(count: list[int], unlike: bool, protocol: str
         assert coverage.complete == (iteration < 2 or iteration >= back), (iteration, coverage.missing)
         if not coverage.complete and iteration > 3:
             assert set(coverage.missing) == {"disagreement"}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_another_run_on_the_same_queue_pairs(protocol: str, replayed, tmp_path: Path) -> None:
+    """A job dies in its third iteration and is started again: same addresses, QP numbers and buffers. Its packets
+    are no retransmissions; what both brought together is no iteration."""
+    job = example_job(ranks=2, count=40_000, protocol=protocol, startup=False, rebuild=False, buffer_bytes={
+        "simple": 65536, "ll": 65536, "ll128": 122880,
+    })  # fmt: skip
+    job.optimizer, job.model, job.buckets.iteration_0, job.buckets.steady = None, [], [], []
+
+    def values(of: int):  # type: ignore[no-untyped-def]
+        return lambda i, b, rank: np.random.default_rng([of, i, b, rank]).random(40_000, np.float32)
+
+    one, two = (generate(job, iterations=4, ports=[0], gradients=values(run)) for run in (1, 2))
+    parts = spans(one.packets)
+    died = [packet for part in parts[:3] for packet in part][: -len(parts[2]) // 2]
+    later = died[-1][0] + 10**10 - two.packets[0][0]
+    write_capture(tmp_path / "both.pcap", died + [(time + later, frame) for time, frame in two.packets])
+    (tmp_path / "job.json").write_text(job.to_json())
+    report, failure, _ = replayed(tmp_path / "both.pcap", tmp_path / "job.json")
+    assert failure and not report["ok"]
+    assert any("made anew" in note for note in report["notes"])
+    for found in report["iterations"]:
+        truth = hashlib.sha256(one.reduced[found["iteration"], 0].tobytes()).hexdigest()
+        assert not found["verdict"]["complete"] or found["buckets"][0]["sha256"] == truth
