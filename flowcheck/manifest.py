@@ -125,7 +125,8 @@ class Flow:
     """One connection: data from rank src to rank dst on a channel.
 
     qpns: the receiver's QP numbers (destination of the data), one per QP of the connection.
-    cts_qpns: the sender's QP numbers (destination of CTS writes and ACKs); may be empty if unknown.
+    cts_qpns: the sender's QP numbers (destination of CTS writes and ACKs), in the order of qpns; may be empty if
+        unknown, or name the first QP of each device only: CTS writes come on these.
     src_addrs, dst_addrs: the addresses of each QP, in the order of qpns, where a merged NIC has several;
         empty: src_addr and dst_addr for all.
     """

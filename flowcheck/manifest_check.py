@@ -179,7 +179,7 @@ def _check_flow(c: Communicator, flow: Flow, place: Place) -> None:
         (place / "qpns").fail(
             f"{len(flow.qpns)} QP numbers for {c.qps_per_connection} QPs per connection{over}"
         )
-    if len(flow.cts_qpns) not in (0, c.queue_pairs):
+    if len(flow.cts_qpns) not in (0, c.devices, c.queue_pairs):  # clear-to-send comes on the first of each device
         (place / "cts_qpns").fail(
             f"{len(flow.cts_qpns)} QP numbers for {c.qps_per_connection} QPs per connection{over};"
             " leave it empty if unknown"

@@ -17,6 +17,7 @@ import numpy as np
 from flowcheck.learn import ddp
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.program import Failure, Program, Said, Stage, repeat
+from flowcheck.learn.traffic import Message
 from flowcheck.learn.walk import Mismatch, Reader, Seen, Walk, decode
 from flowcheck.manifest import Bucket, Buckets, BucketSlice, Collective, Collectives, ModelEntry, dtype_size
 from parser.wire import Protocol
@@ -30,15 +31,15 @@ FLOAT_DTYPES = ("float32", "float16", "bfloat16", "float64")
 def _content(seen: list[Seen], read: Reader, nbytes: int) -> bytes | None:
     """The bytes of a call whose messages are final on these wires; None if some are missing."""
     out, have = bytearray(nbytes), np.zeros(nbytes, bool)
-    far = [s for s in seen if s.message.size > len(s.message.head) and s.count]
-    fetched = iter(read([(s.wire.connection, s.message.psn, s.message.psn + _span(s)) for s in far]))
-    for s in seen:
-        if not s.count:
+    whole = [s for s in seen if s.count and s.whole]
+    far = [(s, queue, m) for s in whole for queue, m in s.parts if m.size > len(m.head)]
+    fetched = iter(read([(queue, m.psn, m.psn + _span(s, m)) for s, queue, m in far]))
+    for s in whole:
+        parts = [m.head[: m.size] if m.size <= len(m.head) else (next(fetched) or b"")[: m.size] for _, m in s.parts]
+        wire = b"".join(parts)
+        if any(len(part) < m.size for part, (_, m) in zip(parts, s.parts, strict=True)):
             continue
-        wire = s.message.head if s.message.size <= len(s.message.head) else next(fetched)
-        if wire is None or len(wire) < s.wire_bytes:
-            continue
-        data = decode(s.protocol, wire[: s.wire_bytes], s.count)
+        data = decode(s.protocol, wire, s.count)
         known = have[s.first : s.first + s.count]
         before = bytes(out[s.first : s.first + s.count])
         if known.all() and before != data:
@@ -48,9 +49,10 @@ def _content(seen: list[Seen], read: Reader, nbytes: int) -> bytes | None:
     return bytes(out) if have.all() else None
 
 
-def _span(s: Seen) -> int:
-    mtu = s.wire.connection.mtu or 4096
-    return max(1, -(-s.wire_bytes // mtu))
+def _span(s: Seen, message: Message) -> int:
+    """Packets of a message, or of its piece on one QP."""
+    mtu = max(s.wire.connection.mtus, default=4096)
+    return max(1, -(-message.size // mtu))
 
 
 def _broadcast_sizes(walk: Walk, step: int, possible: range) -> Iterator[int]:
@@ -60,9 +62,9 @@ def _broadcast_sizes(walk: Walk, step: int, possible: range) -> Iterator[int]:
     slack = {Protocol.LL: 7, Protocol.LL128: 1919, Protocol.SIMPLE: 0}[protocol]
     full = walk.topology.slot_bytes[protocol]
     edges: dict[tuple[int, int], list[list[int]]] = {}  # by channel, of one pair of ranks: sums of the next messages
-    for wire, place in walk.places():
+    for wire, ahead in walk.ahead(MESSAGES_MAX):
         run: list[int] = []
-        for message in wire.connection.messages[place.at : place.at + MESSAGES_MAX]:
+        for message in ahead:
             run.append((run[-1] if run else 0) + message.size * data_of[0] // data_of[1])
             if message.size < full or run[-1] > possible.stop + slack:
                 break  # a call ends with its first message that is not full
@@ -88,7 +90,7 @@ def begins(walk: Walk, failure: Failure) -> bool:
     except Mismatch as error:
         failure.note(f"no start-up of DDP: {error}", error.progress)
         return False
-    following = [m.size for wire, place in walk.places() for m in wire.connection.messages[place.at : place.at + 1]]
+    following = [m.size for _, ahead in walk.ahead(1) for m in ahead]
     block = {Protocol.LL: 16, Protocol.LL128: 0, Protocol.SIMPLE: 8}[walk.protocol()]
     if following and max(following) <= block:
         failure.note("no start-up of DDP: an AllGather of 8 bytes from more ranks")
@@ -108,7 +110,7 @@ def announced(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Itera
         return
     counts = set()
     for s in (s for s in seen if s.count == 8):
-        data = _content([Seen(s.wire, s.message, 0, 8, s.protocol, s.wire_bytes)], read, 8)
+        data = _content([Seen(s.wire, s.parts, 0, 8, s.protocol, s.wire_bytes)], read, 8)
         if data is not None:
             counts.add(int.from_bytes(data, "little", signed=True))
     if len(counts) != 1 or not 0 < (parameters := counts.pop()) < 1 << 24:

@@ -158,10 +158,9 @@ def _allreduce_counts(walk: Walk, size: int) -> list[int]:
     full = ranks * walk.topology.slot_bytes[protocol] * (4 if protocol == Protocol.SIMPLE else 1)
     full = full * data_of[0] // data_of[1]
     loops: dict[int, list[int]] = {}
-    for wire, place in walk.places():
+    for wire, ahead in walk.ahead(LOOPS_MAX * per_loop):
         if wire.channel in loops:
             continue
-        ahead = wire.connection.messages[place.at : place.at + LOOPS_MAX * per_loop]
         sums = loops.setdefault(wire.channel, [])
         for at in range(0, len(ahead) - covering + 1, per_loop):
             sums.append(sum(m.size * data_of[0] // data_of[1] for m in ahead[at : at + covering]))

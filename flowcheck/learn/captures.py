@@ -15,10 +15,11 @@ from dataplane.pydpdk.eal import Eal
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.learn.bootstrap import Stream, parse_bootstrap, reassemble
+from flowcheck.learn.connections import connections
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.job import Facts, Learnt, Progress, learn_from
 from flowcheck.learn.logs import LogFacts, merge, parse_log
-from flowcheck.learn.traffic import Connection, connections
+from flowcheck.learn.traffic import Queue
 
 __all__ = ["facts_of", "learn", "read_logs", "streams_of"]
 
@@ -75,10 +76,10 @@ def facts_of(trace, log: LogFacts) -> Facts:  # type: ignore[no-untyped-def]
 
     known: dict[_Wish, bytes | None] = {}
 
-    def read(wanted: list[tuple[Connection, int, int]]) -> list[bytes | None]:
+    def read(wanted: list[tuple[Queue, int, int]]) -> list[bytes | None]:
         wishes: list[_Wish] = [
-            (ipaddress.ip_address(c.src).packed, ipaddress.ip_address(c.dst).packed, c.qpn, low, high)
-            for c, low, high in wanted
+            (ipaddress.ip_address(q.src).packed, ipaddress.ip_address(q.dst).packed, q.qpn, low, high)
+            for q, low, high in wanted
         ]
         new = [wish for wish in dict.fromkeys(wishes) if wish not in known]
         if new:  # every hypothesis asks for the same few messages: read the captures once for them

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Iterator
 
 from parser.lane import messages
 
 from flowcheck.errors import InternalError
 from flowcheck.jobplan import JobPlan
+from flowcheck.learn.queuepairs import pieces
 from flowcheck.learn.topology import Layout
 from flowcheck.learn.traffic import Message, head_flags
 from flowcheck.learn.walk import Wire
@@ -22,21 +24,29 @@ def check_plan(plan: JobPlan, wires: list[Wire]) -> None:
     and the plan would then not mean the same job."""
     edges = {(e.channel, e.src, e.dst): e for e in plan.engine.edges}
     for wire in wires:
-        due = _schedule(edges[wire.channel, wire.src, wire.dst], plan.engine.mtu)
-        at, size = next(due, (None, 0))
-        for message in wire.connection.messages:
-            while at is not None and at < message.psn:
-                at, size = next(due, (None, 0))
-            if (at, size) != (message.psn, message.size):
+        edge, queues = edges[wire.channel, wire.src, wire.dst], wire.connection.queues
+        if (edge.qps, edge.used) != (len(queues), wire.connection.used):
+            raise InternalError(
+                f"the learnt manifest has {edge.qps} QPs, {edge.used} of them in use at once",
+                where=wire.connection.name(),
+            )
+        left = [deque((m.psn, m.size) for m in queue.messages) for queue in queues]
+        due = _schedule(edge, plan.engine.mtu)
+        while any(left):
+            q, *planned = next(due, (next(i for i, rest in enumerate(left) if rest), 1 << 62, 0))
+            if not left[q] or planned[0] < left[q][0][0]:
+                continue  # not captured
+            psn, size = left[q].popleft()
+            if planned != [psn, size]:
                 raise InternalError(
-                    f"the learnt manifest has {size} bytes at PSN {at}, the capture {message.size} at {message.psn}",
-                    where=wire.connection.name(),
+                    f"the learnt manifest has {planned[1]} bytes at PSN {planned[0]}, the capture {size} at {psn}",
+                    where=queues[q].name(),
                 )
 
 
-def _schedule(edge: EdgeSpec, mtu: int) -> Iterator[tuple[int, int]]:
-    """(PSN, wire bytes) of every message of an edge, steady calls repeated for ever."""
-    psn = 0
+def _schedule(edge: EdgeSpec, mtu: int) -> Iterator[tuple[int, int, int]]:
+    """(QP, PSN, wire bytes) of every piece of every message of an edge, steady calls repeated for ever."""
+    psn, number = [0] * edge.qps, 0
     once = [c for c in edge.calls if c.phase != Phase.STEADY]
     steady = [c for c in edge.calls if c.phase == Phase.STEADY and c.lane is not None]
     turn = once
@@ -45,8 +55,12 @@ def _schedule(edge: EdgeSpec, mtu: int) -> Iterator[tuple[int, int]]:
             if call.lane is None:
                 continue
             for _, _, size, _, _ in messages(call.lane):
-                yield psn, size
-                psn += max(1, -(-size // mtu)) + (edge.ar_above is not None and size > edge.ar_above)
+                pair = edge.ar_above is not None and size > edge.ar_above
+                for i, (_, part) in enumerate(pieces(size, edge.used)):
+                    q = (number * edge.used + i) % edge.qps
+                    yield q, psn[q], part
+                    psn[q] += max(1, -(-part // mtu)) + pair
+                number += 1
         turn = steady
 
 

@@ -6,6 +6,7 @@
     calls        the captures show no announcement: what the calls carry, and where the iteration ends, is assumed
     ranks        clear-to-send tags number a parent communicator, and another place of rank 0 fits as well
     channels     two connections of one direction carry the same sizes: which is which channel is a guess
+    queues       which QP of a connection comes first, or how many there are, shows too late in these captures
 
 Pure.
 """
@@ -16,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from flowcheck.learn.connections import Connection
 from flowcheck.learn.explain import Found
-from flowcheck.learn.traffic import Connection
 from flowcheck.manifest import Collective, dtype_size
 
 __all__ = ["Doubt", "doubts_of"]
@@ -25,7 +26,7 @@ __all__ = ["Doubt", "doubts_of"]
 
 @dataclass(frozen=True)
 class Doubt:
-    """about: "iterations", "calls", "ranks" or "channels"."""
+    """about: "iterations", "calls", "ranks", "channels" or "queues"."""
 
     about: str
     text: str
@@ -33,7 +34,9 @@ class Doubt:
 
 def doubts_of(chosen: Found, split: Sequence[Found]) -> list[Doubt]:
     """split: explanations in which the tags are the numbers of a parent communicator."""
-    return [*_iterations(chosen), *_calls(chosen), *_ranks(chosen, split), *_channels(chosen)]
+    return [
+        *_iterations(chosen), *_calls(chosen), *_ranks(chosen, split), *_channels(chosen), *_queues(chosen),
+    ]
 
 
 def _padded(call: Collective) -> str:
@@ -108,7 +111,17 @@ def _channels(chosen: Found) -> Iterator[Doubt]:
             return
 
 
+def _queues(chosen: Found) -> Iterator[Doubt]:
+    for w in chosen.layout.wires:
+        if w.connection.doubt:
+            yield Doubt("queues", f"queues: {w.connection.name()}: {w.connection.doubt}")
+            return
+
+
 def _alike(one: Connection, other: Connection) -> bool:
     """Is there no message that both began at one PSN, with different sizes? Then either could be the other."""
-    sizes = {m.psn: m.size for m in one.messages}
-    return not any(sizes.get(m.psn, m.size) != m.size for m in other.messages)
+    for mine, its in zip(one.queues, other.queues, strict=True):
+        sizes = {m.psn: m.size for m in mine.messages}
+        if any(sizes.get(m.psn, m.size) != m.size for m in its.messages):
+            return False
+    return True

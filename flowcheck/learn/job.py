@@ -21,6 +21,7 @@ from flowcheck.learn.announced import announced, begins
 from flowcheck.learn.bare import bare
 from flowcheck.learn.bootstrap import Bootstrap, BootstrapFlow
 from flowcheck.learn.check import check_plan, modified_nccl
+from flowcheck.learn.connections import Connection
 from flowcheck.learn.doubts import doubts_of
 from flowcheck.learn.explain import Found, only, only_communicator, only_ring, unexplained
 from flowcheck.learn.hints import Hints, optimizer_of
@@ -29,7 +30,7 @@ from flowcheck.learn.program import Failure, Program, Stage, replayed
 from flowcheck.learn.ranks import RANKS_TRIED, parents_of
 from flowcheck.learn.reasons import DEFAULT_SLOTS, Item, items_of, missing_of
 from flowcheck.learn.topology import Layout, layouts
-from flowcheck.learn.traffic import Connection, head_flags
+from flowcheck.learn.traffic import head_flags
 from flowcheck.learn.versions import versions_of
 from flowcheck.learn.walk import Budget, Reader, Spent, Walk, Wire, tree_number
 from flowcheck.manifest import Collective, Communicator, Flow, Gradients, Job, dtype_size
@@ -173,18 +174,20 @@ def _refuse(facts: Facts) -> None:
 def _check_group(layout: Layout) -> None:
     for wire in layout.wires:
         c = wire.connection
-        if c.whole == 0:
+        if not any(queue.whole for queue in c.queues):
             raise UserError(
                 "the capture begins in mid-stream: the calls before it are not known, so neither is the position",
                 where=c.name(),
                 remedy="capture from the job's start, or give the manifest of this job with --job",
             )
-        if c.split:
+        if c.unsure:
             raise UserError(
-                "messages are split over several QPs of a connection, which learning does not follow", where=c.name(),
-                remedy="give a manifest with --job, or run the job with NCCL_IB_QPS_PER_CONNECTION=1",
+                f"which queue pairs are one connection is not decided: {c.unsure}", where=c.name(),
+                remedy="mirror all ports of the rank in both directions (clear-to-send writes name the addresses), "
+                "capture the TCP bootstrap, or give a manifest with --job",
             )  # fmt: skip
-        places = {(m.rkey, m.va) for m in c.messages if m.size}
+        starting = c.queues[0].messages if c.used > 1 else c.pieces()  # the first QP has every message's beginning
+        places = {(m.rkey, m.va) for m in starting if m.size}
         if len(places) > REGIONS_MAX:
             raise UserError(
                 f"its writes go to {len(places)} addresses, more than the slots of NCCL's buffers: registered user "
@@ -298,12 +301,12 @@ def _search(
 
 
 def _mtu(wires: Sequence[Wire]) -> int:
-    found = {w.connection.mtu for w in wires if w.connection.mtu}
+    found = {mtu for w in wires for mtu in w.connection.mtus}
     if len(found) > 1:
         raise UserError(f"the connections have different path MTUs: {sorted(found)}", remedy="name flows with --job")
     if found:
         return found.pop()
-    largest = max(w.connection.largest for w in wires)
+    largest = max(queue.largest for w in wires for queue in w.connection.queues)
     if largest > 4096:
         raise UserError(f"a packet carries {largest} bytes, more than any path MTU", where=wires[0].connection.name())
     return 4096
@@ -311,7 +314,7 @@ def _mtu(wires: Sequence[Wire]) -> int:
 
 def _slots(wires: Sequence[Wire]) -> tuple[int, int, int]:
     """Wire bytes of a step by protocol: defaults, unless one protocol alone is used and announces another size."""
-    kinds = {head_flags(m.head, m.size)[0] for w in wires for m in w.connection.messages[:256] if m.size}
+    kinds = {head_flags(m.head, m.size)[0] for w in wires for m in w.connection.first(256) if m.size}
     sizes = {s for w in wires for s in w.connection.cts_sizes}
     ll, ll128, simple = DEFAULT_SLOTS
     if sizes and len(kinds) == 1:
@@ -355,6 +358,7 @@ def _job(found: Found, facts: Facts, hints: Hints) -> Job:
         call.protocol = None if call.protocol in (None, default) else call.protocol
         call.algorithm = None if call.algorithm in (None, algorithm) else call.algorithm
     pairs = any(w.connection.pairs for w in layout.wires)
+    queues, used = len(layout.wires[0].connection.queues), layout.wires[0].connection.used
     names = ("ll", "ll128", "simple")
     rings = [list(r) for r in topology.rings]
     if all(r == rings[0] for r in rings):
@@ -363,6 +367,7 @@ def _job(found: Found, facts: Facts, hints: Hints) -> Job:
     communicator = Communicator(
         ranks=layout.ranks, nccl_version=topology.version, protocol=default, algorithm=algorithm,
         channels=topology.channels, rings=rings, mtu=found.mtu, adaptive_routing=pairs,
+        qps_per_connection=queues, split_data_on_qps=used > 1,
         parent_ranks=list(given.parent_ranks) if given else parents_of(layout.ranks, layout.wires),
         buffer_bytes={n: 8 * s for n, s in zip(names, topology.slot_bytes, strict=True)},
     )  # fmt: skip
@@ -392,7 +397,7 @@ def _flows(found: Found, facts: Facts) -> list[Flow]:
         seen.add((w.channel, w.src, w.dst))
         qps = found.layout.qps.get((w.channel, w.src, w.dst))
         cts = list(qps[1]) if qps else [c.cts_qpn] if c.cts_qpn is not None else []
-        out.append(Flow(w.src, w.dst, w.channel, c.src, c.dst, [c.qpn], cts))
+        out.append(Flow(w.src, w.dst, w.channel, c.src, c.dst, [q.qpn for q in c.queues], cts))
     for f in facts.bootstrap.flows:
         if (f.channel, f.src, f.dst) in found.layout.qps and (f.channel, f.src, f.dst) not in seen:
             if _same(f, found.layout):

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from flowcheck.errors import UserError
+from flowcheck.learn.connections import Connection
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.logs import LogFacts
-from flowcheck.learn.traffic import Connection
 from flowcheck.learn.walk import Wire
 
 __all__ = ["RANKS_TRIED", "Labels", "Ranking", "from_zero", "labels_of", "parents_of", "rankings"]

@@ -50,11 +50,12 @@ def items_of(found: Found, job: Job, log: LogFacts, hints: Hints, doubts: Sequen
             "algorithm", " and ".join(sorted(program.algorithms)) or c.algorithm,
             "given" if hints.algorithm else "certain", "ring and tree were tried, the messages admit this one",
         ))  # fmt: skip
+    items += _queue_pairs(wires)
     paired = sorted({w.connection.paired_by for w in wires if w.connection.paired_by})
     if paired:
         number = sum(w.connection.cts_qpn is not None for w in wires)
         items.append(Item("directions", f"{number} of {len(wires)} paired", "certain", f"by {' and '.join(paired)}"))
-    known = any(w.connection.mtu for w in wires)
+    known = any(w.connection.mtus for w in wires)
     items.append(Item(
         "mtu", str(c.mtu), "certain" if known else "probable",
         "payload of every full packet" if known else "no message has more than one packet: any larger MTU fits too",
@@ -69,7 +70,7 @@ def items_of(found: Found, job: Job, log: LogFacts, hints: Hints, doubts: Sequen
         "iterations", str(program.iterations), "probable" if "iterations" in unsure else "certain",
         "how often calls of these sizes begin in the captures" + ("; see the doubt" if "iterations" in unsure else ""),
     ))  # fmt: skip
-    explained = sum(len(w.connection.messages) for w in wires)
+    explained = sum(w.connection.total for w in wires)
     items.append(Item(
         "check", f"{explained} messages", "certain",
         f"all {explained} messages on {len(wires)} connections have the size, place and flags of this job",
@@ -105,10 +106,25 @@ def _channels(found: Found, unsure: set[str]) -> Item:
     return Item("channels", str(used), "certain", "their messages differ in size: each fits one channel only")
 
 
+def _queue_pairs(wires: Sequence[Wire]) -> list[Item]:
+    """How messages go round the QPs of a connection, where there are several."""
+    first = wires[0].connection
+    if len(first.queues) == 1:
+        return []
+    how = f"every message is split over all {len(first.queues)}" if first.used > 1 else "one message after the other"
+    by = sorted({w.connection.order for w in wires if w.connection.order})
+    open_ = any(w.connection.doubt for w in wires)
+    reason = f"who writes into the slots of one buffer; order by {', '.join(by)}" if by else "named with the flows"
+    return [Item(
+        "queue pairs", f"{len(first.queues)} per connection, {how}", "probable" if open_ else "certain",
+        reason + ("; see the doubt" if open_ else "; size, slot and immediate of every message agree"),
+    )]  # fmt: skip
+
+
 def _protocol_reason(wires: Sequence[Wire], protocol: str) -> str:
     if protocol == "simple":
         return "no flags in the payload, immediates equal to the sizes"
-    flags = [head_flags(m.head, m.size)[1] for w in wires for m in w.connection.messages if m.size]
+    flags = [flag for w in wires for m in w.connection.messages if (flag := head_flags(m.head, m.size)[1])]
     return f"flags in the payload, {min(flags)} to {max(flags)}, count the steps"
 
 
@@ -125,6 +141,6 @@ def missing_of(found: Found, job: Job) -> list[str]:
         out.append("later iterations: none is in the captures")
     for w in found.layout.wires:
         if w.connection.dropped:
-            looked = len(w.connection.messages)
+            looked = w.connection.total
             out.append(f"{w.connection.name()}: messages beyond the first {looked} were not looked at")
     return out

@@ -11,15 +11,17 @@ decide between, or not. Pure. Section numbers: nccl-wire.md.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from ipaddress import ip_address
 
 from flowcheck.errors import UserError
 from flowcheck.learn.bootstrap import Bootstrap
+from flowcheck.learn.connections import Connection
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.logs import LogFacts
+from flowcheck.learn.queuepairs import byte_order
 from flowcheck.learn.ranks import from_zero, labels_of, rankings
-from flowcheck.learn.traffic import Connection
+from flowcheck.learn.traffic import Queue
 from flowcheck.learn.walk import Wire
 from flowcheck.manifest import Job
 
@@ -63,7 +65,7 @@ def layouts(found: list[Connection], bootstrap: Bootstrap, log: LogFacts, hints:
         for layout in (layout for group in groups for layout in group):
             _agree(layout, hints)
         return groups
-    usable = [c for c in found if not c.point_to_point and (c.layout or c.imm_order) and c.messages]
+    usable = [c for c in found if not c.point_to_point and (c.layout or c.imm_order) and c.total]
     if not usable:
         raise UserError(
             "no NCCL collective is in the captures: no write with NCCL's immediate, none announced by clear-to-send",
@@ -71,12 +73,15 @@ def layouts(found: list[Connection], bootstrap: Bootstrap, log: LogFacts, hints:
             "traffic (MACsec, IPsec) cannot be read: switch it off or mirror behind the decryption",
         )
     usable, strangers = _strangers(usable)
-    if any(c.split for c in usable):
+    shapes = {(len(c.queues), c.used) for c in usable}
+    if len(shapes) > 1 and not any(c.unsure for c in usable):
+        few, many = (next(c for c in usable if (len(c.queues), c.used) == s) for s in (min(shapes), max(shapes)))
         raise UserError(
-            "messages are split over several QPs of a connection, and which belong together cannot be learnt from the "
-            "traffic alone", where=next(c.name() for c in usable if c.split),
-            remedy="capture the TCP bootstrap too, give a manifest, or run the job with NCCL_IB_QPS_PER_CONNECTION=1",
-        )  # fmt: skip
+            f"connections have different numbers of QPs: {len(few.queues)} and {len(many.queues)}; every connection of "
+            "a job has as many, so some are not in the capture, or it holds several jobs",
+            where=f"{few.name()}; {many.name()}",
+            remedy="mirror all ports of the rank, capture the TCP bootstrap too, or name the flows in a manifest",
+        )
     return [list(_unnamed(usable, strangers, log, hints))]
 
 
@@ -85,7 +90,7 @@ def _strangers(found: list[Connection]) -> tuple[list[Connection], int]:
     call, so a connection without a single flag does not belong to connections on which every message has flags. It
     matters where one direction alone was captured: then no clear-to-send tells point-to-point."""
     silent = [c for c in found if not c.cts_sizes and not c.flagged]
-    others = [c for c in found if c not in silent]
+    others = [c for c in found if c.cts_sizes or c.flagged]
     if silent and others and all(c.flagged == sum(bool(m.size) for m in c.messages) for c in others):
         return others, len(silent)
     return found, 0
@@ -95,12 +100,16 @@ def _strangers(found: list[Connection]) -> tuple[list[Connection], int]:
 
 
 def _given(job: Job, found: list[Connection]) -> Layout:
-    by_key = {(ip_address(c.src), ip_address(c.dst), c.qpn): c for c in found}
+    by_queue = _by_queue(found)
     c, wires, qps = job.communicator, [], {}
     for f in job.flows:
         qps[f.channel, f.src, f.dst] = (tuple(f.qpns), tuple(f.cts_qpns))
-        connection = by_key.get((ip_address(f.src_addr), ip_address(f.dst_addr), f.qpns[0]))
-        if connection is not None and connection.messages:
+        places = [f.addresses(i) for i in range(len(f.qpns))]
+        ends = [
+            (str(ip_address(src)), str(ip_address(dst)), qpn) for (src, dst), qpn in zip(places, f.qpns, strict=True)
+        ]
+        connection = _of_queues(by_queue, ends, c.queue_pairs_used)
+        if connection is not None:
             wires.append(Wire(f.channel, f.src, f.dst, connection))
     if not wires:
         raise UserError(
@@ -115,18 +124,47 @@ def _given(job: Job, found: list[Connection]) -> Layout:
     )  # fmt: skip
 
 
+_ByQueue = dict[tuple[str, str, int], tuple[Connection, Queue]]
+
+
+def _by_queue(found: Sequence[Connection]) -> _ByQueue:
+    return {(q.src, q.dst, q.qpn): (c, q) for c in found for q in c.queues}
+
+
+def _of_queues(by_queue: _ByQueue, ends: Sequence[tuple[str, str, int]], used: int) -> Connection | None:
+    """The connection with these QPs, which something better than their traffic names; used: 0 if it is not named. None
+    if none of them carries anything."""
+    known = [by_queue[end] for end in ends if end in by_queue]
+    if not any(queue.messages for _, queue in known):
+        return None
+    first = known[0][0]
+    queues = tuple(
+        by_queue[end][1] if end in by_queue else Queue(*end, sport=0, mtu=None, largest=0, messages=[], whole=0)
+        for end in ends
+    )
+    if first.queues == queues and used in (0, first.used):
+        return first
+    if not used:
+        used = len(queues) if any(c.used > 1 or c.unsure for c, _ in known) else 1
+    order, fit, other = byte_order(queues, used)
+    unsure = "its messages do not go round the QPs that are named" if other * 8 > fit else ""
+    announced = next((c for c, _ in known if c.cts_qpn is not None), first)
+    return replace(announced, queues=queues, used=used, imm_order=order, unsure=unsure, doubt="", order="")
+
+
 # -- bootstrap -------------------------------------------------------------------------------------------
 
 
 def _named(magic: int, found: list[Connection], bootstrap: Bootstrap, log: LogFacts) -> Iterator[Layout]:
     ranks = bootstrap.ranks[magic]
     flows = [f for f in bootstrap.flows if f.communicator == magic and f.graph == "ring"]
-    by_key = {(c.src, c.dst, c.qpn): c for c in found if not c.point_to_point}
+    by_queue = _by_queue([c for c in found if not c.point_to_point])
     wires, qps = [], {}
     for f in flows:
-        connection = by_key.get((f.sender.gid, f.receiver.gid, f.qpns[0]))
         qps[f.channel, f.src, f.dst] = (f.qpns, f.cts_qpns)
-        if connection is not None and connection.messages:
+        ends = [(f.sender.gid, f.receiver.gid, qpn) for qpn in f.qpns]
+        connection = _of_queues(by_queue, ends, 0)
+        if connection is not None:
             wires.append(Wire(f.channel, f.src, f.dst, connection))
     if not wires or not ranks:
         return
@@ -215,7 +253,7 @@ def _orders(following: dict[int, int], ranks: int) -> Iterator[tuple[int, ...]]:
 
 def _unnamed(found: list[Connection], strangers: int, log: LogFacts, hints: Hints) -> Iterator[Layout]:
     edges: dict[tuple[str, str], list[Connection]] = {}
-    for c in sorted(found, key=lambda c: c.qpn):
+    for c in sorted(found, key=lambda c: min(q.qpn for q in c.queues)):
         edges.setdefault((c.src, c.dst), []).append(c)
     following: dict[str, str] = {}
     for src, dst in edges:

@@ -1,6 +1,6 @@
-"""From message starts to connections: which flows carry data, which announce it, what each message was.
+"""From message starts to queue pairs: which flows carry data, which announce it, what each message was.
 
-    trace -> flows -> clear-to-send flows | data flows -> Connection (messages in order, whole or with a gap)
+    trace -> flows -> Announcer (clear-to-send writes) | Queue (messages in order, whole or with a gap)
 
 Pure: takes what parser.trace.Trace reports, returns plain objects. Section numbers: nccl-wire.md.
 """
@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import ipaddress
 import struct
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from parser.findings import connection_port
-
-__all__ = ["P2P_SIZE", "Connection", "Message", "connections", "head_flags"]
+__all__ = ["P2P_SIZE", "Announcer", "Cts", "Message", "Queue", "head_flags", "observed"]
 
 P2P_SIZE = 131072
 #: (element bytes, width of size, offset of rkey, of nreqs, of tag, of idx, versions), 5.4.
@@ -35,8 +32,8 @@ FIRST, LAST_IMM, ONLY, ONLY_IMM = 6, 9, 10, 11
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message of a data flow. psn: of its first packet, unwrapped. size: wire bytes. imm: as on the wire, None
-    if not seen. pair: left as plain WRITE plus empty WRITE_WITH_IMM. head: its first bytes, at most 128."""
+    """One message on a QP, or its piece there. psn: of its first packet, unwrapped. size: wire bytes. imm: as on the
+    wire, None if not seen. pair: left as plain WRITE plus empty WRITE_WITH_IMM. head: its first bytes, at most 128."""
 
     psn: int
     size: int
@@ -48,14 +45,12 @@ class Message:
     head: bytes
 
 
-@dataclass
-class Connection:
-    """Data src -> dst on QP qpn, and what comes back on cts_qpn (None: not captured).
+@dataclass(frozen=True)
+class Queue:
+    """Data src -> dst to QP qpn: a whole connection, or one of its several QPs.
 
-    whole: how many messages follow each other without a gap from PSN 0 on (0: begins in mid-stream).
-    cts_sizes, tags: of the clear-to-send writes; posted: size by number of the message announced. layout: versions by
-    their form. imm_order: "little", "big" or "" if no immediate told. split: several QPs carry the messages.
-    """
+    messages: what began on it, in PSN order; pieces of messages where these are split over QPs. whole: how many of
+    them follow each other without a gap from PSN 0 on (0: begins in mid-stream, or the first packet is lost)."""
 
     src: str
     dst: str
@@ -66,33 +61,6 @@ class Connection:
     messages: list[Message]
     whole: int
     dropped: int = 0
-    cts_qpn: int | None = None
-    paired_by: str = ""
-    cts_sizes: Counter[int] = field(default_factory=Counter)
-    tags: Counter[int] = field(default_factory=Counter)
-    posted: dict[int, int] = field(default_factory=dict)
-    layout: str = ""
-    imm_order: str = ""
-    split: bool = False
-
-    @property
-    def tag(self) -> int | None:
-        """Rank of the sender by CTS tag."""
-        return next(iter(self.tags)) if len(self.tags) == 1 else None
-
-    @property
-    def point_to_point(self) -> bool:
-        return bool(self.cts_sizes) and set(self.cts_sizes) == {P2P_SIZE}
-
-    @cached_property
-    def flagged(self) -> int:
-        """Messages whose first bytes have flags, small enough for the steps taken since PSN 0 (at most 4 a message)."""
-        return sum(0 < head_flags(m.head, m.size)[1] <= 4 * (i + 1) for i, m in enumerate(self.messages))
-
-    @cached_property
-    def pairs(self) -> int:
-        """Messages that left as adaptive-routing pairs."""
-        return sum(m.pair for m in self.messages)
 
     def name(self) -> str:
         return f"{self.src} -> {self.dst} QP {self.qpn:#x}"
@@ -120,7 +88,9 @@ def head_flags(head: bytes, size: int) -> tuple[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cts:
+class Cts:
+    """One clear-to-send write: message number index - 1 may be written to address, at most size bytes."""
+
     address: int
     size: int
     rkey: int
@@ -128,11 +98,23 @@ class _Cts:
     index: int
 
 
-def _cts_of(head: bytes, length: int, layout: int) -> _Cts | None:
+@dataclass(frozen=True)
+class Announcer:
+    """A flow of clear-to-send writes src -> dst, which announce data dst -> src. elements: in PSN order."""
+
+    src: str
+    dst: str
+    qpn: int
+    sport: int
+    layout: str
+    elements: list[Cts]
+
+
+def _cts_of(head: bytes, length: int, layout: int) -> Cts | None:
     size, width, rkey, nreqs, tag, idx, _ = CTS_LAYOUTS[layout]
     if length != size or len(head) < size:
         return None
-    found = _Cts(
+    found = Cts(
         struct.unpack_from("<Q", head)[0], struct.unpack_from("<I" if width == 4 else "<Q", head, 8)[0],
         struct.unpack_from("<I", head, rkey)[0], struct.unpack_from("<I", head, tag)[0],
         struct.unpack_from("<Q", head, idx)[0],
@@ -145,7 +127,7 @@ def _cts_of(head: bytes, length: int, layout: int) -> _Cts | None:
     return found if plausible else None
 
 
-def _clear_to_send(records: np.ndarray) -> tuple[int, list[_Cts]] | None:
+def _clear_to_send(records: np.ndarray) -> tuple[int, list[Cts]] | None:
     """(layout, elements) if a flow consists of clear-to-send writes. records: in PSN order."""
     for layout in range(len(CTS_LAYOUTS)):
         if not len(records) or (records["opcode"] != ONLY).any() or (records["length"] != CTS_LAYOUTS[layout][0]).any():
@@ -195,6 +177,8 @@ def _messages(records: np.ndarray, mtu: int) -> Iterator[tuple[Message, int]]:
             yield whole(r)
             plain = []
             continue
+        if ends_pair and int(r["imm"]):  # all that is left of a pair
+            continue
         joined = (
             operation == ONLY and plain and psn == behind and int(plain[-1]["opcode"]) == ONLY
             and int(r["va"]) == int(plain[-1]["va"]) + int(plain[-1]["length"])
@@ -215,14 +199,19 @@ def _messages(records: np.ndarray, mtu: int) -> Iterator[tuple[Message, int]]:
 
 
 def _mtu(records: np.ndarray, largest: int) -> int | None:
-    """The largest payload, if some message had several packets (then it is the MTU exactly)."""
-    several = (records["opcode"] == FIRST).any() or (
-        len(records) > 2 and ((records["opcode"] == ONLY) & (records["length"] == largest)).sum() > 1
-    )
+    """The largest payload, if some message had several packets (then it is the MTU exactly): a FIRST, or a write that
+    the NIC cut into one-packet writes. Pieces of split messages may all be single packets of one size."""
+    several = (records["opcode"] == FIRST).any()
+    if not several and len(records) > 1:
+        here, behind = records[:-1], records[1:]
+        several = (
+            (here["opcode"] == ONLY) & (behind["opcode"] == ONLY) & (here["length"] == largest)
+            & (behind["psn"] == here["psn"] + 1) & (behind["va"] == here["va"] + here["length"])
+        ).any()  # fmt: skip
     return largest if several and largest in (256, 512, 1024, 2048, 4096) else None
 
 
-def _connection(flow: dict[str, Any], records: np.ndarray) -> Connection:
+def _queue(flow: dict[str, Any], records: np.ndarray) -> Queue:
     mtu = _mtu(records, flow["max_payload"])
     found = list(_messages(records, mtu or 4096))
     whole, expected = 0, 0
@@ -230,21 +219,9 @@ def _connection(flow: dict[str, Any], records: np.ndarray) -> Connection:
         if message.psn != expected or message.imm is None:
             break
         whole, expected = whole + 1, behind
-    little = big = split = 0
-    for message, _ in found:
-        if message.imm is None:
-            continue
-        swapped = int.from_bytes(message.imm.to_bytes(4, "big"), "little")
-        if swapped == message.imm:
-            continue
-        little += swapped == message.size
-        big += message.imm == message.size
-        split += message.size not in (swapped, message.imm)
-    return Connection(
+    return Queue(
         _address(flow["src"]), _address(flow["dst"]), flow["id"], flow["sport"], mtu, flow["max_payload"],
         [message for message, _ in found], whole, flow["dropped"],
-        imm_order="little" if little and not big else "big" if big and not little else "",
-        split=split > max(little, big),
     )  # fmt: skip
 
 
@@ -252,15 +229,12 @@ def _address(packed: bytes) -> str:
     return str(ipaddress.ip_address(packed))
 
 
-# -- connections -----------------------------------------------------------------------------------------
-
-
-def connections(flows: list[dict[str, Any]], starts: np.ndarray) -> list[Connection]:
-    """Every data flow with the clear-to-send flow that announces it, in order of appearance."""
+def observed(flows: list[dict[str, Any]], starts: np.ndarray) -> tuple[list[Queue], list[Announcer]]:
+    """Every flow with writes, in order of appearance: QPs with data, and flows of clear-to-send writes."""
     order = np.argsort(starts["flow"], kind="stable")
     bounds = np.searchsorted(starts["flow"][order], np.arange(len(flows) + 1))
-    announcers: list[tuple[dict[str, Any], int, list[_Cts]]] = []
-    data: list[tuple[Connection, dict[str, Any]]] = []
+    announcers: list[Announcer] = []
+    data: list[Queue] = []
     for number, flow in enumerate(flows):
         records = starts[order[bounds[number] : bounds[number + 1]]]
         if flow["tcp"] or not len(records):
@@ -270,49 +244,9 @@ def connections(flows: list[dict[str, Any]], starts: np.ndarray) -> list[Connect
         keep[1:] = records["psn"][1:] != records["psn"][:-1]  # a repeated packet has the same PSN
         records = records[keep]
         cts = _clear_to_send(records)
-        if cts is not None:
-            announcers.append((flow, *cts))
+        if cts is None:
+            data.append(_queue(flow, records))
         else:
-            data.append((_connection(flow, records), flow))
-    _pair([c for c, _ in data], announcers)
-    return [c for c, _ in data]
-
-
-def _pair(data: list[Connection], announcers: list[tuple[dict[str, Any], int, list[_Cts]]]) -> None:
-    """First by address (a CTS names the very buffer that is then written), then by source port (5.8)."""
-    by_buffer: dict[tuple[str, str, int, int], list[int]] = {}
-    for number, (flow, _, elements) in enumerate(announcers):
-        for key in {(c.rkey, c.address) for c in elements}:
-            by_buffer.setdefault((_address(flow["dst"]), _address(flow["src"]), *key), []).append(number)
-    taken: dict[int, Connection] = {}
-    for connection in data:
-        ends = (connection.src, connection.dst)
-        found = {number for m in connection.messages for number in by_buffer.get((*ends, m.rkey, m.va), ())}
-        if len(found) != 1:
-            continue
-        number = found.pop()
-        if number in taken:  # one announcer, several data QPs: messages go round them or are cut
-            connection.split = taken[number].split = True
-        _join(connection, announcers[number], "clear-to-send address")
-        taken[number] = connection
-    for connection in data:
-        if connection.cts_qpn is not None:
-            continue
-        fits = [
-            number for number, (flow, _, _) in enumerate(announcers)
-            if number not in taken and _address(flow["dst"]) == connection.src
-            and _address(flow["src"]) == connection.dst
-            and flow["sport"] == connection.sport == connection_port(connection.qpn, flow["id"])
-        ]  # fmt: skip
-        if len(fits) == 1:
-            _join(connection, announcers[fits[0]], "UDP source port")
-
-
-def _join(connection: Connection, announcer: tuple[dict[str, Any], int, list[_Cts]], how: str) -> None:
-    flow, layout, elements = announcer
-    connection.cts_qpn = flow["id"]
-    connection.paired_by = how
-    connection.layout = CTS_LAYOUTS[layout][-1]
-    connection.cts_sizes = Counter(c.size for c in elements)
-    connection.tags = Counter(c.tag for c in elements)
-    connection.posted = {c.index - 1: c.size for c in elements}
+            ends = _address(flow["src"]), _address(flow["dst"])
+            announcers.append(Announcer(*ends, flow["id"], flow["sport"], CTS_LAYOUTS[cts[0]][-1], cts[1]))
+    return data, announcers

@@ -94,6 +94,6 @@ def _against(minor: int, layout: Layout) -> Iterator[str]:
                 yield f"its {what} are of {form}"
         if c.imm_order and (c.imm_order == "big") != (minor >= 29):
             yield f"its immediates are {c.imm_order}-endian, as {'from 2.29 on' if c.imm_order == 'big' else 'to 2.28'}"
-        large = [m for m in c.messages if m.size > AR_THRESHOLD and m.imm is not None]
+        large = [m for m in c.pieces() if m.size > AR_THRESHOLD and m.imm is not None]
         if minor <= 15 and large and not any(m.pair for m in large):
             yield "no message above 8192 bytes left as an adaptive-routing pair, as every one does in 2.12-2.15"

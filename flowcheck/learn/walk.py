@@ -18,26 +18,20 @@ from functools import cached_property
 import numpy as np
 from parser.lane import messages
 
-from flowcheck.learn.traffic import Connection, Message, head_flags
+from flowcheck.learn.connections import Connection
+from flowcheck.learn.position import Misfit, Mismatch, Position
+from flowcheck.learn.traffic import Message, Queue, head_flags
 from flowcheck.manifest import Collective, dtype_size
 from parser.trees import tree_of, tree_parent
 from parser.wire import CallPlan, Lane, Protocol, Topology, WireError, edge_lane, plan_call
 
 __all__ = ["Budget", "Mismatch", "Reader", "Seen", "Spent", "Walk", "Wire", "decode", "tree_number"]
 
-#: What fetches wire bytes: (connection, first PSN, end PSN) of each -> bytes, None where packets are missing.
-Reader = Callable[[list[tuple[Connection, int, int]]], list[bytes | None]]
+#: What fetches wire bytes: (QP, first PSN, end PSN) of each -> bytes, None where packets are missing.
+Reader = Callable[[list[tuple[Queue, int, int]]], list[bytes | None]]
 
 AR_THRESHOLD = 8192
 CTS_PROTOCOL = {65536: Protocol.LL, 614400: Protocol.LL128, 1048576: Protocol.SIMPLE, 524288: Protocol.SIMPLE}
-
-
-class Mismatch(Exception):
-    """The hypothesis does not explain the traffic. progress: messages that it did explain."""
-
-    def __init__(self, text: str, progress: int) -> None:
-        super().__init__(text)
-        self.progress = progress
 
 
 class Spent(Exception):
@@ -69,14 +63,19 @@ class Wire:
 
 @dataclass(frozen=True)
 class Seen:
-    """A message of a call as observed: its place in the call's tensor."""
+    """A message of a call as observed: its pieces by QP, and its place in the call's tensor."""
 
     wire: Wire
-    message: Message
+    parts: tuple[tuple[Queue, Message], ...]
     first: int
     count: int
     protocol: Protocol
     wire_bytes: int
+
+    @property
+    def whole(self) -> bool:
+        """Did every piece of it begin in the capture?"""
+        return sum(message.size for _, message in self.parts) == self.wire_bytes
 
 
 def tree_number(channels: int, channel: int) -> int:
@@ -90,14 +89,6 @@ def _lane(plan: CallPlan, wire: Wire) -> Lane | None:
     if plan.algorithm == "tree" and channels > 1 and channels % 2:
         plan = replace(plan, topology=replace(plan.topology, channels=channels + 1))
     return edge_lane(plan, wire.channel, wire.src, wire.dst)
-
-
-@dataclass
-class _Position:
-    at: int = 0  # next observed message
-    psn: int = 0
-    step: int = 0
-    short: int = 0  # messages of earlier calls that did not come because the capture ends
 
 
 def decode(protocol: Protocol, wire: bytes, nbytes: int) -> bytes:
@@ -134,7 +125,7 @@ class Walk:
     wires: list[Wire]
     mtu: int
     pairs: bool
-    position: dict[int, _Position] = field(default_factory=dict)
+    position: dict[int, Position] = field(default_factory=dict)
     explained: int = 0
     signature: list[tuple[str, int, int, int, bool]] = field(default_factory=list)
     plans: dict[tuple, tuple[CallPlan, dict[int, _Planned]]] = field(default_factory=dict)
@@ -144,38 +135,43 @@ class Walk:
 
     def __post_init__(self) -> None:
         if not self.position:
-            self.position = {i: _Position() for i in range(len(self.wires))}
+            self.position = {i: Position.start(wire.connection) for i, wire in enumerate(self.wires)}
 
     def fork(self) -> Walk:
         """A copy that may go another way. Plans are shared: they depend on the topology alone."""
-        places = {i: _Position(p.at, p.psn, p.step, p.short) for i, p in self.position.items()}
+        places = {i: p.copy() for i, p in self.position.items()}
         return replace(self, position=places, signature=list(self.signature))
 
     @property
     def done(self) -> bool:
         """Every observed message is explained."""
-        return all(p.at >= len(w.connection.messages) for w, p in self.places())
+        return all(
+            at >= len(q.messages) for w, p in self.places() for at, q in zip(p.at, w.connection.queues, strict=True)
+        )
 
     @cached_property
     def total(self) -> int:
-        """Messages observed."""
-        return sum(len(w.connection.messages) for w in self.wires)
+        """Messages observed, of split ones their pieces."""
+        return sum(w.connection.total for w in self.wires)
 
     @cached_property
     def channels(self) -> frozenset[int]:
         """Channels that were observed."""
         return frozenset(w.channel for w in self.wires)
 
-    def places(self) -> list[tuple[Wire, _Position]]:
+    def places(self) -> list[tuple[Wire, Position]]:
         """Every wire and how far it has come."""
         return list(zip(self.wires, self.position.values(), strict=True))
+
+    def ahead(self, most: int) -> list[tuple[Wire, list[Message]]]:
+        """The next messages of every wire, at most `most`, as if none were missing from here on."""
+        return [(wire, wire.connection.ahead(place.at, place.number, most)) for wire, place in self.places()]
 
     def protocol(self) -> Protocol:
         """Of the next call: flags in the payload first, then the size that clear-to-send announced."""
         announced: set[Protocol] = set()
         raw = False
-        for wire, place in self.places():
-            ahead = wire.connection.messages[place.at : place.at + 2 * self.topology.ranks]
+        for (wire, ahead), place in zip(self.ahead(2 * self.topology.ranks), self.position.values(), strict=True):
             for steps, message in enumerate(ahead, 1):
                 if not message.size:  # an empty chunk says nothing, the one behind it does
                     continue
@@ -204,7 +200,7 @@ class Walk:
                 best = error if best is None or error.progress > best.progress else best
                 continue
             self.position, self.explained, self.signature = here.position, here.explained, here.signature
-            if any(s.message.size for s in seen):
+            if any(s.wire_bytes for s in seen):
                 call.algorithm = algorithm  # every later turn of this call has to use it too
             return seen
         assert best is not None
@@ -220,27 +216,33 @@ class Walk:
         sliced = protocol == Protocol.SIMPLE and call.op != "Broadcast" and algorithm == "ring"
         for i, (wire, place) in enumerate(self.places()):
             planned = self._planned(call, protocol, algorithm, i)  # one by one: most hypotheses fail on the first
-            done, name = place.at, wire.connection.name()
+            came, name = 0, wire.connection.name()
             if planned and sliced:
                 place.step = -(-place.step // 4) * 4
             for first, count, wire_bytes, final in planned:
-                message = self._match(wire, place, wire_bytes, protocol, call)
-                if message is not None and protocol == Protocol.SIMPLE:
-                    self._check_posted(wire, place.at - 1, sliced, call)
-                place.short += message is None and place.at >= len(wire.connection.messages)
-                if message is not None:
-                    seen.append(Seen(wire, message, first, count, protocol, wire_bytes))
-                    self.explained += 1
                 pair = self.pairs and wire_bytes > AR_THRESHOLD
-                place.psn += max(1, -(-wire_bytes // self.mtu)) + pair
+                slot = self.topology.slot_bytes[protocol]
+                try:
+                    parts = place.take(wire.connection, wire_bytes, protocol, slot, self.mtu, pair)
+                except Misfit as misfit:
+                    raise Mismatch(
+                        f"channel {wire.channel}, rank {wire.src} -> {wire.dst}, {misfit.where}: {self._called(call)} "
+                        f"needs {misfit.needs}, {misfit.seen}", self.explained,
+                    ) from None  # fmt: skip
+                self.explained += len(parts)
+                if parts:
+                    if protocol == Protocol.SIMPLE:
+                        self._check_posted(wire, place.number - 1, sliced, call)
+                    came += 1
+                    seen.append(Seen(wire, parts, first, count, protocol, wire_bytes))
                 place.step += 2 if sliced else 1
                 placed.append((name, wire.channel, first, count, final))
-            taken[wire.channel, wire.src, wire.dst] = place.at - done
+            taken[wire.channel, wire.src, wire.dst] = came
         self.budget.spend(len(placed) // 256)  # most calls fail on their first message, some are long
         self._check_order(seen, before, call, algorithm, taken, 2 if protocol == Protocol.SIMPLE else 1)
         if seen:  # a call of which nothing was seen places nothing
             self.signature += placed
-        if call.protocol is None and any(s.message.size for s in seen):
+        if call.protocol is None and any(s.wire_bytes for s in seen):
             call.protocol = protocol.name.lower()
         return seen
 
@@ -251,7 +253,7 @@ class Walk:
         """A rank starts a call when it has received all of the call before, and in an AllReduce its message i needs
         the i before it from its neighbour (in a tree of two: the root's needs the leaf's). So what it receives cannot
         end earlier - unless packets are missing, and the end may be too."""
-        if any(w.connection.whole < len(w.connection.messages) for w in self.wires):
+        if any(w.connection.gaps for w in self.wires):
             return
         sending = {s.wire.src for s in seen}
         for i, wire in enumerate(self.wires):
@@ -302,7 +304,7 @@ class Walk:
 
     def _check_posted(self, wire: Wire, number: int, sliced: bool, call: Collective) -> None:
         """The receiver announces room for a slice of two steps (ring) or for one step (tree, Broadcast; 4.4)."""
-        posted = wire.connection.posted.get(number) if number < wire.connection.whole else None
+        posted = wire.connection.posted.get(number)
         room = self.topology.slot_bytes[Protocol.SIMPLE] * (2 if sliced else 1)
         if posted is not None and posted != room and posted in (room // 2, 2 * room):
             raise Mismatch(
@@ -313,31 +315,3 @@ class Walk:
     @staticmethod
     def _called(call: Collective) -> str:
         return f"{call.op} of {call.count} {call.dtype}"
-
-    def _match(
-        self, wire: Wire, place: _Position, wire_bytes: int, protocol: Protocol, call: Collective
-    ) -> Message | None:
-        found = wire.connection.messages
-        if place.at >= len(found):
-            return None  # the capture ends before it
-        message = found[place.at]
-        where = f"channel {wire.channel}, rank {wire.src} -> {wire.dst}, PSN {place.psn}"
-        if message.psn != place.psn:
-            gone = place.psn + max(1, -(-wire_bytes // self.mtu))
-            if place.at >= wire.connection.whole and message.psn >= gone:
-                return None  # it fell into a gap
-            raise Mismatch(
-                f"{where}: {self._called(call)} needs a message of {wire_bytes} bytes here, "
-                f"one begins at PSN {message.psn}", self.explained,
-            )  # fmt: skip
-        if message.size != wire_bytes:
-            raise Mismatch(
-                f"{where}: {self._called(call)} needs a message of {wire_bytes} bytes, {message.size} were sent",
-                self.explained,
-            )  # fmt: skip
-        kind, flag = head_flags(message.head, message.size)
-        expected = {"ll": Protocol.LL, "ll128": Protocol.LL128}.get(kind)
-        if protocol != Protocol.SIMPLE and expected == protocol and flag != place.step + 1:
-            raise Mismatch(f"{where}: flag {place.step + 1} is due, the payload says {flag}", self.explained)
-        place.at += 1
-        return message

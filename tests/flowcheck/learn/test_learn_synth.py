@@ -149,12 +149,6 @@ def test_mid_stream() -> None:
     assert "begins in mid-stream" in refusal(made)
 
 
-@pytest.mark.parametrize("split", [True, False])
-def test_several_qps(split: bool) -> None:
-    made = generate(ddp_job(count=5000, qps=2, split_data_on_qps=split), iterations=2)
-    assert "several QPs" in refusal(made)
-
-
 def test_compressing_hook() -> None:
     job = ddp_job(count=5000, protocol="simple", rebuild=False)
     for calls in (job.collectives.iteration_0, job.collectives.steady):

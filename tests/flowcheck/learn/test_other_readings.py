@@ -135,7 +135,7 @@ def test_tags_beyond_the_number_of_ranks() -> None:
 
 def test_two_communicators_of_the_same_hosts() -> None:
     one, other = bare_job(count=65536, protocol="simple", seed=1), bare_job(count=65536, protocol="simple", seed=2)
-    made, second = (generate(job, iterations=1) for job in (one, other))
+    made, second = generate(one, iterations=1, seed=1), generate(other, iterations=1, seed=2)  # buffers of their own
     made.ports[0] = sorted(made.ports[0] + second.ports[0])
     said = refusal(made, Hints(dtype="float32", algorithm="ring"))
     assert "one communicator with 2 channels" in said and "2 communicators" in said
