@@ -25,7 +25,8 @@ from parser.findings import connection_port
 
 __all__ = ["Connection", "connections"]
 
-BUFFERS = {"ll": 8 * 65536, "ll128": 8 * 614400, "": 8 * 524288}  # bytes; other sizes show in clear-to-send writes
+# bytes by the flags that show (pieces of LL128 messages need not show theirs); other sizes show in clear-to-send writes
+BUFFERS = {"ll": 8 * 65536, "ll128": 8 * 614400, "": 8 * 614400}
 
 
 @dataclass
@@ -33,7 +34,8 @@ class Connection:
     """Data src -> dst over `queues`, and what comes back on cts_qpn (None: not captured).
 
     used: over how many QPs each message is spread. imm_order: "little", "big" or "" if no immediate told. cts_sizes,
-    tags: of the clear-to-send writes; posted: size by number of the message announced. layout: versions by their form.
+    tags: of the clear-to-send writes; posted, slots: size and address by number of the message announced. layout:
+    versions by their form.
     unsure: why it is not known which QPs belong to it, or "". order: what decided the order of the QPs; doubt: what of
     it is open.
     """
@@ -46,6 +48,7 @@ class Connection:
     cts_sizes: Counter[int] = field(default_factory=Counter)
     tags: Counter[int] = field(default_factory=Counter)
     posted: dict[int, int] = field(default_factory=dict)
+    slots: dict[int, int] = field(default_factory=dict)
     layout: str = ""
     unsure: str = ""
     order: str = ""
@@ -142,6 +145,11 @@ class Connection:
         n = len(self.queues)
         return [((number * self.used + i) % n, *part) for i, part in enumerate(pieces(size, self.used))]
 
+    @property
+    def empty_part(self) -> bool:
+        """Nothing but empty pieces of messages that travel elsewhere?"""
+        return bool(self.unsure) and all(not m.size and m.imm for m in self.pieces())
+
     def name(self) -> str:
         if len(self.queues) == 1:
             return self.queues[0].name()
@@ -216,6 +224,7 @@ def _joined(connection: Connection, announcer: Announcer, how: str) -> Connectio
     connection.cts_sizes = Counter(c.size for c in announcer.elements)
     connection.tags = Counter(c.tag for c in announcer.elements)
     connection.posted = {c.index - 1: c.size for c in announcer.elements}
+    connection.slots = {c.index - 1: c.address for c in announcer.elements}
     return connection
 
 
@@ -252,7 +261,7 @@ def _unannounced(queues: list[Queue]) -> Iterator[tuple[list[Queue], str]]:
     for number, queue in enumerate(queues):
         reach: dict[int, tuple[int, int, str]] = {}
         for m in queue.messages:
-            if m.size:
+            if m.va:  # empty pieces have an address too
                 low, high, kind = reach.get(m.rkey, (m.va, m.va, ""))
                 reach[m.rkey] = min(low, m.va), max(high, m.va), kind or head_flags(m.head, m.size)[0]
         for rkey, (low, high, kind) in reach.items():

@@ -20,7 +20,7 @@ from flowcheck.jobplan import JobPlan, plan_job
 from flowcheck.learn.announced import announced, begins
 from flowcheck.learn.bare import bare
 from flowcheck.learn.bootstrap import Bootstrap, BootstrapFlow
-from flowcheck.learn.check import check_plan, modified_nccl
+from flowcheck.learn.check import check_plan
 from flowcheck.learn.connections import Connection
 from flowcheck.learn.doubts import doubts_of
 from flowcheck.learn.explain import Found, only, only_communicator, only_ring, unexplained
@@ -29,19 +29,18 @@ from flowcheck.learn.logs import LogFacts
 from flowcheck.learn.program import Failure, Program, Stage, replayed
 from flowcheck.learn.ranks import RANKS_TRIED, parents_of
 from flowcheck.learn.reasons import DEFAULT_SLOTS, Item, items_of, missing_of
+from flowcheck.learn.refusals import check_connections, refuse_modified, refuse_unread, refuse_unsupported
 from flowcheck.learn.topology import Layout, layouts
 from flowcheck.learn.traffic import head_flags
 from flowcheck.learn.versions import versions_of
 from flowcheck.learn.walk import Budget, Reader, Spent, Walk, Wire, tree_number
 from flowcheck.manifest import Collective, Communicator, Flow, Gradients, Job, dtype_size
-from flowcheck.unread import remedy_of
 from parser.wire import Protocol, Topology, WireError, plan_call
 
 __all__ = ["Facts", "Item", "Learnt", "Progress", "learn_from"]
 
 Search = Callable[[Walk, Hints, Reader, Failure], Iterator[Program]]
 Progress = Callable[[int, int], None]
-REGIONS_MAX = 24  # 8 slots in each protocol's buffer
 RANKS_BARE = 16  # tried where nothing says how many ranks there are, and no announcement rules most of them out
 BUDGET = 200_000  # calls held against the traffic: about a minute
 EXPLANATIONS_MAX = 16  # more need not be found to refuse
@@ -94,15 +93,16 @@ class _Hypothesis:
 
 def learn_from(facts: Facts, hints: Hints, progress: Progress | None = None) -> Learnt:
     """Raises UserError: what cannot be supported, what cannot be explained, what has two explanations."""
-    _refuse(facts)
+    refuse_unsupported(facts.bootstrap, facts.log)
+    refuse_unread(len(facts.connections), facts.encrypted, facts.unread, facts.packets)
     groups = [g for g in layouts(facts.connections, facts.bootstrap, facts.log, hints) if g]
     for group in groups:
-        _check_group(group[0])
+        check_connections(group[0])
     failure, budget = Failure(), Budget(BUDGET)
     hypotheses = list(_hypotheses(groups, facts, hints))
     found = _search(announced, hypotheses, facts, hints, failure, budget, progress)
     if not found:
-        _refuse_modified(groups)
+        refuse_modified(groups)
         # AllReduce calls alone explain less than DDP's announcements, and are looked for only where there are none
         if failure.reached[0] == Stage.NOTHING or (failure.reached[0] == Stage.GATHERED and hints.buckets):
             found = _bare(hypotheses, facts, hints, failure, budget, progress)
@@ -144,69 +144,6 @@ def _check_buckets(chosen: Found, hints: Hints) -> None:
             f"{', '.join(map(str, announced_sizes[0]))}", where="--buckets",
             remedy="leave it out: DDP announces its buckets on the wire",
         )  # fmt: skip
-
-
-# -- refusals --------------------------------------------------------------------------------------------
-
-
-def _refuse(facts: Facts) -> None:
-    for reason, remedy in facts.log.refused:
-        raise UserError(reason, where="NCCL's log", remedy=remedy)
-    for _, graph, src, dst in facts.bootstrap.connected:
-        if graph.startswith(("collnet", "NVLS")):
-            raise UserError(
-                f"rank {src} -> {dst}: connections of the {graph} graph, whose data is reduced in the network",
-                where="NCCL's bootstrap", remedy="run the job with NCCL_COLLNET_ENABLE=0 and NCCL_NVLS_ENABLE=0",
-            )  # fmt: skip
-    if facts.encrypted and not facts.connections:
-        raise UserError(
-            f"the traffic is encrypted: {facts.encrypted} MACsec or IPsec frames and no RoCEv2 write",
-            remedy="mirror behind the decryption, or switch it off for the mirrored ports",
-        )
-    damaged = sum(count for cause, count in facts.unread.items() if not cause.startswith("encapsulated"))
-    if damaged > facts.packets or (facts.unread and not facts.connections):  # tunnels may be somebody else's
-        causes = ", ".join(f"{cause} {count}" for cause, count in facts.unread.items())
-        raise UserError(
-            f"most RoCEv2 packets cannot be read: {causes}; {facts.packets} can", remedy=remedy_of(facts.unread)
-        )
-
-
-def _check_group(layout: Layout) -> None:
-    for wire in layout.wires:
-        c = wire.connection
-        if not any(queue.whole for queue in c.queues):
-            raise UserError(
-                "the capture begins in mid-stream: the calls before it are not known, so neither is the position",
-                where=c.name(),
-                remedy="capture from the job's start, or give the manifest of this job with --job",
-            )
-        if c.unsure:
-            raise UserError(
-                f"which queue pairs are one connection is not decided: {c.unsure}", where=c.name(),
-                remedy="mirror all ports of the rank in both directions (clear-to-send writes name the addresses), "
-                "capture the TCP bootstrap, or give a manifest with --job",
-            )  # fmt: skip
-        starting = c.queues[0].messages if c.used > 1 else c.pieces()  # the first QP has every message's beginning
-        places = {(m.rkey, m.va) for m in starting if m.size}
-        if len(places) > REGIONS_MAX:
-            raise UserError(
-                f"its writes go to {len(places)} addresses, more than the slots of NCCL's buffers: registered user "
-                "buffers", where=c.name(),
-                remedy="run the job with NCCL_LOCAL_REGISTER=0 and NCCL_GRAPH_REGISTER=0",
-            )  # fmt: skip
-
-
-def _refuse_modified(groups: list[list[Layout]]) -> None:
-    """Only where no announcements of DDP explain the traffic as it is: contents alone can deceive."""
-    for layout in (layout for group in groups for layout in group):
-        modified = modified_nccl(layout)
-        if modified:
-            raise UserError(
-                f"{modified}: a modified NCCL (2n-1 sends per loop instead of 2n-2). Released NCCL looks like that "
-                "only if the same gradients repeat and no two ranks contribute to the same elements",
-                where=layout.wires[0].connection.name(),
-                remedy="run the job with NCCL as released; if that is what it ran with, give a manifest with --job",
-            )  # fmt: skip
 
 
 # -- hypotheses ------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Mismatch(Exception):
 class Position:
     """at, psn: of each QP, its next observed message and the PSN that is due. number: of the next message; step: its
     step, moved by the caller. short: messages that did not come because the capture ends. bases: where each protocol's
-    slots begin. written: when each slot was written last."""
+    slots begin. written: the last message in each slot, and when it came."""
 
     at: list[int]
     psn: list[int]
@@ -49,7 +49,7 @@ class Position:
     step: int = 0
     short: int = 0
     bases: dict[Protocol, int] = field(default_factory=dict)
-    written: dict[tuple[str, int], int] = field(default_factory=dict)
+    written: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def start(cls, connection: Connection) -> Position:
@@ -72,7 +72,7 @@ class Position:
             ended |= message is None and self.at[q] >= len(queue.messages)
             if message is not None:
                 if several:
-                    self._check_slot(queue, message, offset, protocol, slot_bytes)
+                    self._check_slot(queue, message, offset, protocol, slot_bytes, connection.slots)
                     _check_named(queue, message, size, connection.imm_order)
                 _check_flag(queue, message, part if offset else size, protocol, self.step)
                 self.at[q] += 1
@@ -97,18 +97,26 @@ class Position:
             raise Misfit(_where(queue, psn), needs, f"{message.size} were sent")
         return message
 
-    def _check_slot(self, queue: Queue, message: Message, offset: int, protocol: Protocol, slot_bytes: int) -> None:
-        """A message goes to the slot of its step (2.3), which is written again only when it has been taken."""
-        if not message.size:
+    def _check_slot(
+        self, queue: Queue, message: Message, offset: int, protocol: Protocol, slot_bytes: int,
+        announced: dict[int, int],
+    ) -> None:  # fmt: skip
+        """A message goes to the slot of its step (2.3), which is the one that was announced for its number (5.4), and
+        which is written again only when it has been taken."""
+        if not message.va or (offset and not message.size):  # where an empty piece is written has not been seen
             return
         start = message.va - offset
         base = start - self.step % 8 * slot_bytes
         if self.bases.setdefault(protocol, base) != base:
             raise Misfit(_where(queue, message.psn), f"the slot of step {self.step}", "another one is written")
+        if announced.get(self.number, start) != start:
+            needs = f"the slot announced for message {self.number}"
+            raise Misfit(_where(queue, message.psn), needs, "it goes elsewhere")
         slot = queue.src, start
-        if message.ns < self.written.get(slot, message.ns):
+        number, ns = self.written.get(slot, (self.number, message.ns))
+        if number != self.number and message.ns < ns:
             raise Misfit(_where(queue, message.psn), "the later one of two messages", "its slot is written again")
-        self.written[slot] = message.ns
+        self.written[slot] = self.number, message.ns
 
 
 def _where(queue: Queue, psn: int) -> str:

@@ -10,7 +10,6 @@ which k it is. All of that is checked again by the walk, message by message; wha
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ __all__ = ["Order", "arrange", "byte_order", "imm_size", "pieces"]
 
 GRAIN = 128
 QPS_MAX = 128
+LOOKED_AT = 256  # messages of a QP: more do not tell more
 
 
 @dataclass(frozen=True)
@@ -103,18 +103,7 @@ def _split(members: list[Queue], announced: Sequence[Cts], order: str) -> Order:
     starts = {(c.rkey, c.address) for c in announced}
     if not starts:
         return _split_unannounced(members, order)
-    possible = []
-    for q in members:
-        here = set(range(n))
-        for m in q.messages:
-            if m.imm is None or not (size := imm_size(m.imm, order)):
-                continue
-            at = {
-                i for i, (offset, part) in enumerate(pieces(size, n))
-                if part == m.size and (not m.size or (m.rkey, m.va - offset) in starts)
-            }  # fmt: skip
-            here &= at or here  # a clear-to-send write may be lost
-        possible.append(here)
+    possible = [_indices(q, starts, n, order) for q in members]
     found, sure = _matching(possible)
     if found is None:
         return Order(tuple(members), n, order, unsure="their pieces do not begin where the announced slots do")
@@ -139,9 +128,32 @@ def _split_unannounced(members: list[Queue], order: str) -> Order:
         if [(m.va - base, m.size) for m, _ in row] == pieces(size, n):
             return Order(tuple(q for _, q in row), n, order, "addresses and sizes of the pieces of one message")
         return Order(tuple(members), n, order, unsure="their pieces are no parts of one message")
+    ways = {}
+    for first in members:  # or where a message of one of them begins
+        starts = {(m.rkey, m.va) for m in first.messages}
+        possible = [{0} if q is first else _indices(q, starts, n, order) - {0} for q in members]
+        found, sure = _matching(possible)
+        if found is not None and sure:
+            ways[tuple(found)] = tuple(members[i] for i in found)
+    if len(ways) == 1:
+        return Order(ways.popitem()[1], n, order, "addresses and sizes of the pieces")
     doubt = "no message with a piece on every QP tells their order, QP numbers are taken for it"
     filled = sorted(members, key=lambda q: (-sum(m.size > 0 for m in q.messages), q.qpn))
     return Order(tuple(filled), n, order, "sizes of the pieces", doubt=doubt)
+
+
+def _indices(queue: Queue, starts: set[tuple[int, int]], n: int, order: str) -> set[int]:
+    """Places that this QP may have among n, by pieces of messages that begin at one of `starts` (key, address)."""
+    possible = set(range(n))
+    for m in queue.messages[:LOOKED_AT]:
+        if m.imm is None or not (size := imm_size(m.imm, order)):
+            continue
+        here = {
+            i for i, (offset, part) in enumerate(pieces(size, n))
+            if part == m.size and (not m.va or (m.rkey, m.va - offset) in starts)
+        }  # fmt: skip
+        possible &= here or possible  # its beginning may be lost
+    return possible
 
 
 # -- in turns --------------------------------------------------------------------------------------------
@@ -161,21 +173,20 @@ def _turns(members: list[Queue], announced: Sequence[Cts], order: str) -> Order:
     for q in members:
         here = set(range(n))
         for turn, m in enumerate(q.messages[: q.whole]):
-            if m.size:
+            if m.va:  # empty messages have one too
                 here &= {i for i in here if slots.get(turn * n + i, (m.rkey, m.va)) == (m.rkey, m.va)}
         possible.append(here)
     found, sure = _matching(possible)
-    by_time = _in_time(members)
-    if sure and found is not None and announced:
-        return Order(
-            tuple(members[i] for i in found), 1, order, "numbers and addresses of clear-to-send writes", doubt=doubt
-        )
-    if by_time is None or any(i not in possible[members.index(q)] for i, q in enumerate(by_time)):
-        if found is None:
-            return Order(tuple(members), 1, order, unsure="their messages are not those that are announced in turn")
-        doubt = doubt or "nothing on the wire tells their order, QP numbers are taken for it"
-        return Order(tuple(members[i] for i in found), 1, order, "QP numbers", doubt=doubt)
-    return Order(tuple(by_time), 1, order, "slots of the first messages, and their order in time", doubt=doubt)
+    if found is None:
+        return Order(tuple(members), 1, order, unsure="their messages are not those that are announced in turn")
+    if sure:
+        how = "numbers and addresses of clear-to-send writes"
+        return Order(tuple(members[i] for i in found), 1, order, how, doubt=doubt)
+    timed = _in_time(members, possible)
+    if not all(q.whole for q in members):
+        doubt = doubt or "first messages are missing, and those that were seen do not tell their order"
+    chosen = timed or tuple(members[i] for i in found)
+    return Order(chosen, 1, order, "slots of the messages, and their order in time", doubt=doubt)
 
 
 def _flag(queue: Queue) -> int:
@@ -186,28 +197,20 @@ def _flag(queue: Queue) -> int:
     return flag if kind else 0
 
 
-def _in_time(members: Sequence[Queue]) -> list[Queue] | None:
-    """By slot, the first messages of a slot before the second ones (a slot is written again when its message has been
-    taken), where the time of the first messages says the same."""
-    if not all(q.whole and q.messages[0].size for q in members):
-        return None
-    seen: dict[tuple[int, int], int] = defaultdict(int)
-    keyed = []
-    for q in sorted(members, key=lambda q: q.messages[0].ns):
-        first = q.messages[0]
-        slot = first.rkey, first.va
-        keyed.append((seen[slot], first.rkey, first.va, q))
-        seen[slot] += 1
-    if len({k[1] for k in keyed}) > 1:
-        return None
-    keyed.sort(key=lambda k: k[:3])
-    ordered = [k[3] for k in keyed]
-    times = [q.messages[0].ns for q in ordered]
-    return ordered if times == sorted(times) else None
+def _in_time(members: Sequence[Queue], possible: Sequence[set[int]]) -> tuple[Queue, ...] | None:
+    """By the time of the first messages: a slot is written again when its message has been taken, so of two QPs that
+    begin in one slot the earlier one has the earlier message. Other slots are the walk's to compare."""
+    placed: dict[int, Queue] = {}
+    for _, i in sorted((q.messages[0].ns, i) for i, q in enumerate(members)):
+        free = [place for place in sorted(possible[i]) if place not in placed]
+        if not free:
+            return None
+        placed[free[0]] = members[i]
+    return tuple(placed[i] for i in range(len(members)))
 
 
 def _matching(possible: list[set[int]]) -> tuple[list[int] | None, bool]:
-    """(for each place the number of its QP, is that the only way?); QPs by number where several ways are open."""
+    """(for each place the number of its QP, is that the only way?); QPs by number where that is a way."""
     n = len(possible)
     holder: dict[int, int] = {}
 
@@ -229,7 +232,7 @@ def _matching(possible: list[set[int]]) -> tuple[list[int] | None, bool]:
         holder = dict(enumerate(kept))
         del holder[i]
         if place(q, set(), (q, i)):
-            return kept, False
+            return list(range(n)) if all(i in here for i, here in enumerate(possible)) else kept, False
     return kept, True
 
 

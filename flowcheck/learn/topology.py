@@ -65,7 +65,7 @@ def layouts(found: list[Connection], bootstrap: Bootstrap, log: LogFacts, hints:
         for layout in (layout for group in groups for layout in group):
             _agree(layout, hints)
         return groups
-    usable = [c for c in found if not c.point_to_point and (c.layout or c.imm_order) and c.total]
+    usable = [c for c in found if not c.point_to_point and (c.layout or c.imm_order or c.empty_part) and c.total]
     if not usable:
         raise UserError(
             "no NCCL collective is in the captures: no write with NCCL's immediate, none announced by clear-to-send",

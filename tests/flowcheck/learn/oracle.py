@@ -39,12 +39,14 @@ def learnt(
 
 
 def placement(job: Job, iterations: int) -> dict:
-    """Per captured connection what every message of every call is: whatever the job calls its ranks and version."""
+    """Per captured connection (its QPs in order, how many a message uses) what every message of every call is: whatever
+    the job calls its ranks and version."""
     plan = plan_job(job)
     out = {}
     for flow, edge in zip(job.flows, plan.engine.edges, strict=True):
         phases = 1 if iterations == 1 else 3
-        out[flow.dst_addr, flow.qpns[0]] = [
+        ends = tuple((*flow.addresses(i), qpn) for i, qpn in enumerate(flow.qpns))
+        out[ends, edge.used] = [
             (call.phase, call.target, call.base, list(messages(call.lane)))
             for call in edge.calls if call.phase <= phases and call.lane is not None
         ]  # fmt: skip
