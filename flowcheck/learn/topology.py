@@ -89,8 +89,8 @@ def _strangers(found: list[Connection]) -> tuple[list[Connection], int]:
     """Leave out what is surely of another communicator; and how many. The channels of one use the same protocol for a
     call, so a connection without a single flag does not belong to connections on which every message has flags. It
     matters where one direction alone was captured: then no clear-to-send tells point-to-point."""
-    silent = [c for c in found if not c.cts_sizes and not c.flagged]
-    others = [c for c in found if c.cts_sizes or c.flagged]
+    silent = [c for c in found if not (c.cts_sizes or c.flagged or c.empty_part)]
+    others = [c for c in found if c.cts_sizes or c.flagged or c.empty_part]
     if silent and others and all(c.flagged == sum(bool(m.size) for m in c.messages) for c in others):
         return others, len(silent)
     return found, 0
