@@ -226,8 +226,8 @@ _MEANING = {
         "NCCL sends its own contribution to the next loop"
     ),
     "made anew": (
-        "a first packet of other contents came behind it: the connection was made anew, by another run on the same queue "
-        "pairs; give each run a capture and a manifest of its own"
+        "a first packet of other contents came behind it: the connection was made anew, by another run on the same "
+        "queue pairs; give each run a capture and a manifest of its own"
     ),
 }
 _REFUSAL = {"extra message", "repeated chunk"}
