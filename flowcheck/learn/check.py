@@ -10,8 +10,8 @@ from parser.lane import messages
 
 from flowcheck.errors import InternalError
 from flowcheck.jobplan import JobPlan
+from flowcheck.learn.layout import Layout
 from flowcheck.learn.queuepairs import pieces
-from flowcheck.learn.topology import Layout
 from flowcheck.learn.traffic import Message, head_flags
 from flowcheck.learn.walk import Wire
 from parser.plan import EdgeSpec, Phase

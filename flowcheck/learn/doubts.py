@@ -112,7 +112,16 @@ def _channels(chosen: Found) -> Iterator[Doubt]:
 
 
 def _queues(chosen: Found) -> Iterator[Doubt]:
-    for w in chosen.layout.wires:
+    wires = chosen.layout.wires
+    first = wires[0].connection
+    if first.used == 1 and all(len(q.messages) < 2 for w in wires for q in w.connection.queues):
+        yield Doubt(
+            "queues",
+            f"queues: no QP carries a second message: a connection may have more than {len(first.queues)}, and the "
+            "next message go over another",
+        )
+        return
+    for w in wires:
         if w.connection.doubt:
             yield Doubt("queues", f"queues: {w.connection.name()}: {w.connection.doubt}")
             return

@@ -17,8 +17,8 @@ from typing import Any
 from flowcheck.errors import UserError
 from flowcheck.learn.bare import bare
 from flowcheck.learn.hints import Hints
+from flowcheck.learn.layout import Layout
 from flowcheck.learn.program import Failure, Program, Stage, replayed
-from flowcheck.learn.topology import Layout
 from flowcheck.learn.walk import Budget, Reader, Walk, Wire
 from parser.wire import Topology, WireError
 
@@ -43,7 +43,7 @@ class Found:
         """A walk by this explanation's rules over other wires."""
         return Walk(
             topology, wires, self.mtu, any(w.connection.pairs for w in wires),
-            algorithms=("ring", "tree") if topology.ranks == 2 else ("ring",),
+            algorithms=("ring", "tree") if topology.ranks == 2 or self.layout.tree else ("ring",),
         )  # fmt: skip
 
 

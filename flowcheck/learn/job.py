@@ -25,12 +25,13 @@ from flowcheck.learn.connections import Connection
 from flowcheck.learn.doubts import doubts_of
 from flowcheck.learn.explain import Found, only, only_communicator, only_ring, unexplained
 from flowcheck.learn.hints import Hints, optimizer_of
+from flowcheck.learn.layout import Layout
 from flowcheck.learn.logs import LogFacts
 from flowcheck.learn.program import Failure, Program, Stage, replayed
 from flowcheck.learn.ranks import RANKS_TRIED, parents_of
 from flowcheck.learn.reasons import DEFAULT_SLOTS, Item, items_of, missing_of
 from flowcheck.learn.refusals import check_connections, refuse_modified, refuse_unread, refuse_unsupported
-from flowcheck.learn.topology import Layout, layouts
+from flowcheck.learn.topology import layouts
 from flowcheck.learn.traffic import head_flags
 from flowcheck.learn.versions import versions_of
 from flowcheck.learn.walk import Budget, Reader, Spent, Walk, Wire, tree_number
@@ -87,7 +88,7 @@ class _Hypothesis:
         wires = list(self.layout.wires)
         return Walk(
             self.topology, wires, self.mtu, any(w.connection.pairs for w in wires),
-            all_channels=not self.layout.channels, algorithms=self.algorithms, budget=budget,
+            all_channels=not self.layout.channels or self.layout.tree, algorithms=self.algorithms, budget=budget,
         )  # fmt: skip
 
 
@@ -190,7 +191,7 @@ def _bare(
 
 def _algorithms(layout: Layout, log: LogFacts, hints: Hints) -> list[tuple[str, ...]]:
     """Ways that AllReduce may go, the preferred one first: with two ranks ring and tree use the same connections, so
-    each has to be looked for. A tree of more ranks has connections of its own, which only a manifest names."""
+    each has to be looked for. A tree of more ranks has connections of its own."""
     if hints.algorithm:
         return [(hints.algorithm,)]
     chosen = {algorithm for function, _, algorithm, _ in log.choices if function in ("AllReduce", "")}
@@ -198,7 +199,7 @@ def _algorithms(layout: Layout, log: LogFacts, hints: Hints) -> list[tuple[str, 
         return [(chosen.pop(),)]
     if hints.given is not None and hints.given.communicator.algorithm == "tree":
         return [("tree", "ring"), ("ring", "tree")]
-    return [("ring", "tree"), ("tree", "ring")] if layout.ranks == 2 else [("ring",)]
+    return [("ring", "tree"), ("tree", "ring")] if layout.ranks == 2 or layout.tree else [("ring",)]
 
 
 def _search(

@@ -161,13 +161,10 @@ def _indices(queue: Queue, starts: set[tuple[int, int]], n: int, order: str) -> 
 
 def _turns(members: list[Queue], announced: Sequence[Cts], order: str) -> Order:
     n = len(members)
-    doubt = ""
-    if all(len(q.messages) < 2 for q in members):
-        doubt = f"no QP carries a second message: there may be more than {n}"
     flags = [_flag(q) for q in members]
     if all(flags) and len(set(flags)) == n:
         ordered = [q for _, q in sorted(zip(flags, members, strict=True), key=lambda pair: pair[0])]
-        return Order(tuple(ordered), 1, order, "flags in the payload count the messages", doubt=doubt)
+        return Order(tuple(ordered), 1, order, "flags in the payload count the messages")
     slots = {c.index - 1: (c.rkey, c.address) for c in announced}
     possible = []
     for q in members:
@@ -181,10 +178,11 @@ def _turns(members: list[Queue], announced: Sequence[Cts], order: str) -> Order:
         return Order(tuple(members), 1, order, unsure="their messages are not those that are announced in turn")
     if sure:
         how = "numbers and addresses of clear-to-send writes"
-        return Order(tuple(members[i] for i in found), 1, order, how, doubt=doubt)
+        return Order(tuple(members[i] for i in found), 1, order, how)
     timed = _in_time(members, possible)
-    if not all(q.whole for q in members):
-        doubt = doubt or "first messages are missing, and those that were seen do not tell their order"
+    doubt = "" if all(q.whole for q in members) else (
+        "first messages are missing, and those that were seen do not tell their order"
+    )
     chosen = timed or tuple(members[i] for i in found)
     return Order(chosen, 1, order, "slots of the messages, and their order in time", doubt=doubt)
 

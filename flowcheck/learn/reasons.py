@@ -50,7 +50,7 @@ def items_of(found: Found, job: Job, log: LogFacts, hints: Hints, doubts: Sequen
             "algorithm", " and ".join(sorted(program.algorithms)) or c.algorithm,
             "given" if hints.algorithm else "certain", "ring and tree were tried, the messages admit this one",
         ))  # fmt: skip
-    items += _queue_pairs(wires)
+    items += _queue_pairs(wires, "queues" in unsure)
     paired = sorted({w.connection.paired_by for w in wires if w.connection.paired_by})
     if paired:
         number = sum(w.connection.cts_qpn is not None for w in wires)
@@ -106,14 +106,13 @@ def _channels(found: Found, unsure: set[str]) -> Item:
     return Item("channels", str(used), "certain", "their messages differ in size: each fits one channel only")
 
 
-def _queue_pairs(wires: Sequence[Wire]) -> list[Item]:
+def _queue_pairs(wires: Sequence[Wire], open_: bool) -> list[Item]:
     """How messages go round the QPs of a connection, where there are several."""
     first = wires[0].connection
     if len(first.queues) == 1:
         return []
     how = f"every message is split over all {len(first.queues)}" if first.used > 1 else "one message after the other"
     by = sorted({w.connection.order for w in wires if w.connection.order})
-    open_ = any(w.connection.doubt for w in wires)
     reason = f"who writes into the slots of one buffer; order by {', '.join(by)}" if by else "named with the flows"
     return [Item(
         "queue pairs", f"{len(first.queues)} per connection, {how}", "probable" if open_ else "certain",

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from flowcheck.errors import UserError
 from flowcheck.learn.bootstrap import Bootstrap
 from flowcheck.learn.check import modified_nccl
+from flowcheck.learn.layout import Layout
 from flowcheck.learn.logs import LogFacts
-from flowcheck.learn.topology import Layout
 from flowcheck.unread import remedy_of
 
 __all__ = ["check_connections", "refuse_modified", "refuse_unread", "refuse_unsupported"]

@@ -11,44 +11,23 @@ decide between, or not. Pure. Section numbers: nccl-wire.md.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from ipaddress import ip_address
 
 from flowcheck.errors import UserError
 from flowcheck.learn.bootstrap import Bootstrap
 from flowcheck.learn.connections import Connection
 from flowcheck.learn.hints import Hints
+from flowcheck.learn.layout import Layout
 from flowcheck.learn.logs import LogFacts
 from flowcheck.learn.queuepairs import byte_order
-from flowcheck.learn.ranks import from_zero, labels_of, rankings
+from flowcheck.learn.ranks import Labels, from_zero, labels_of, rankings
 from flowcheck.learn.traffic import Queue
+from flowcheck.learn.treeshape import tree_layouts
 from flowcheck.learn.walk import Wire
 from flowcheck.manifest import Job
 
-__all__ = ["Layout", "layouts"]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A hypothesis without version: ranks, rings (one per channel, rank 0 first), wires, and why.
-
-    source: "job", "bootstrap" or "traffic". channels: connected channels if known, else 0. handshake: versions by QP
-    info, or "". said: (what, value, confidence, reason). about: what distinguishes it from its siblings, for refusals.
-    ranks_by: who names the ranks. split: the tags are taken for numbers of a parent communicator. several: nothing
-    says how many ranks there are."""
-
-    ranks: int
-    rings: tuple[tuple[int, ...], ...]
-    wires: tuple[Wire, ...]
-    source: str
-    channels: int = 0
-    handshake: str = ""
-    said: tuple[tuple[str, str, str, str], ...] = ()
-    about: str = ""
-    qps: dict[tuple[int, int, int], tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    ranks_by: str = ""
-    split: bool = False
-    several: bool = False
+__all__ = ["layouts"]
 
 
 def layouts(found: list[Connection], bootstrap: Bootstrap, log: LogFacts, hints: Hints) -> list[list[Layout]]:
@@ -255,23 +234,18 @@ def _unnamed(found: list[Connection], strangers: int, log: LogFacts, hints: Hint
     edges: dict[tuple[str, str], list[Connection]] = {}
     for c in sorted(found, key=lambda c: min(q.qpn for q in c.queues)):
         edges.setdefault((c.src, c.dst), []).append(c)
-    following: dict[str, str] = {}
-    for src, dst in edges:
-        if src in following or dst in following.values():
-            raise UserError(
-                f"{src} sends collectives to more than one peer, or {dst} gets them from several: a tree, or several "
-                "communicators", where=edges[src, dst][0].name(),
-                remedy="capture the TCP bootstrap, give NCCL's log with --nccl-log, or name the flows in a manifest",
-            )  # fmt: skip
-        following[src] = dst
+    labels = labels_of(found, log, hints)
+    following = dict(list(edges))
+    path = _path(following)
+    if len(following) < len(edges) or len(set(following.values())) < len(edges) or not following.keys() <= set(path):
+        yield from _in_a_tree(edges, labels, log)
+        return
     if len({len(cs) for cs in edges.values()}) > 1:
         raise UserError(
             "the directions have different numbers of connections: several communicators, or a channel is not captured",
             where=", ".join(f"{s} -> {d}: {len(cs)}" for (s, d), cs in edges.items()),
             remedy="capture the TCP bootstrap, or name the flows of the gradients in a manifest",
         )
-    labels = labels_of(found, log, hints)
-    path = [*_path(following)]
     closed = following.get(path[-1]) == path[0]
     proposed = False
     for ranking in rankings(path, closed, labels, log):
@@ -301,15 +275,26 @@ def _unnamed(found: list[Connection], strangers: int, log: LogFacts, hints: Hint
         )  # fmt: skip
 
 
+def _in_a_tree(
+    edges: dict[tuple[str, str], list[Connection]], labels: Labels, log: LogFacts
+) -> Iterator[Layout]:
+    proposed = False
+    for layout in tree_layouts(edges, labels, log):
+        proposed = True
+        yield layout
+    if not proposed:
+        raise UserError(
+            f"{len(edges)} pairs of hosts exchange collectives that are no part of one ring, and no double binary tree "
+            "of ranks that are known explains who talks to whom: another tree, or several communicators",
+            where=next(iter(edges.values()))[0].name(),
+            remedy="say ranks with --rank, capture the TCP bootstrap, give NCCL's log with --nccl-log, or name the "
+            "flows in a manifest",
+        )  # fmt: skip
+
+
 def _path(following: dict[str, str]) -> list[str]:
     starts = [a for a in following if a not in following.values()]
-    if len(starts) > 1:
-        raise UserError(
-            f"the senders {', '.join(starts[:4])} are not parts of one ring that can be seen",
-            remedy="mirror neighbouring ranks, or name the flows in a manifest",
-        )
-    at = starts[0] if starts else next(iter(following))
-    path = [at]
+    path = [starts[0] if starts else next(iter(following))]
     while path[-1] in following and following[path[-1]] not in path:
         path.append(following[path[-1]])
     return path

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from flowcheck.errors import UserError
 from flowcheck.learn.hints import Hints
+from flowcheck.learn.layout import Layout
 from flowcheck.learn.logs import LogFacts
-from flowcheck.learn.topology import Layout
 from flowcheck.learn.walk import AR_THRESHOLD
 
 __all__ = ["versions_of"]

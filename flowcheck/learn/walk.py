@@ -11,6 +11,7 @@ allows are tried in their order, and a call stays with the one that its first me
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -240,6 +241,8 @@ class Walk:
             taken[wire.channel, wire.src, wire.dst] = came
         self.budget.spend(len(placed) // 256)  # most calls fail on their first message, some are long
         self._check_order(seen, before, call, algorithm, taken, 2 if protocol == Protocol.SIMPLE else 1)
+        if algorithm == "tree" and self.topology.ranks > 2 and call.op == "AllReduce":
+            self._check_tree(seen, call)
         if seen:  # a call of which nothing was seen places nothing
             self.signature += placed
         if call.protocol is None and any(s.wire_bytes for s in seen):
@@ -264,13 +267,35 @@ class Walk:
                 )  # fmt: skip
         if call.op != "AllReduce" or (algorithm == "tree" and self.topology.ranks > 2):
             return
-        received = {(channel, dst): count for (channel, _, dst), count in taken.items()}
+        rings = [self.topology.ring(channel) for channel in range(self.topology.channels)]
+        received = {  # where larger trees are in use there are more connections than the ring's
+            (channel, dst): count for (channel, src, dst), count in taken.items()
+            if rings[channel][(rings[channel].index(src) + 1) % len(rings[channel])] == dst
+        }  # fmt: skip
         leaves = {(w.channel, w.src) for w in self.wires if algorithm == "tree" and not self._root(w)}
         for (channel, src, _), count in taken.items():
             if (channel, src) not in leaves and count > received.get((channel, src), count) + ahead:
                 raise Mismatch(
                     f"rank {src} sends {count} messages of {self._called(call)} and received only "
                     f"{received[channel, src]}", self.explained,
+                )  # fmt: skip
+
+    def _check_tree(self, seen: list[Seen], call: Collective) -> None:
+        """What a parent sends down is made of what the child has sent up, so it comes later: that tells which of two
+        ranks is the parent, even if both were named wrongly."""
+        came: dict[tuple[int, int, int, int], int] = {}
+        for s in seen:
+            came[s.wire.channel, s.wire.src, s.wire.dst, s.first] = s.parts[0][1].ns
+        early: Counter[tuple[int, int, int]] = Counter()
+        for (channel, src, dst, first), ns in came.items():
+            up = tree_parent(self.topology.ranks, tree_number(self.topology.channels, channel), dst) == src
+            if up and (before := came.get((channel, dst, src, first))) is not None:
+                early[channel, src, dst] += 1 if ns < before else -1  # a mirror may swap neighbours
+        for (channel, src, dst), balance in early.items():
+            if balance > 0:
+                raise Mismatch(
+                    f"channel {channel}: rank {src} sends rank {dst} results of {self._called(call)} before it has "
+                    "what they are made of", self.explained,
                 )  # fmt: skip
 
     def _root(self, wire: Wire) -> bool:

@@ -39,6 +39,7 @@ __all__ = ["Synthesis", "generate", "operation_of"]
 Inputs = Callable[[int, int, int], Array]
 
 _START_NS = 1_700_000_000_000_000_000
+_DOWN_NS = 20_000  # a tree's results come down when the sums have gone up
 
 
 @dataclass
@@ -259,6 +260,8 @@ class _Run:
                     if carried is not None and message.reduced:
                         mark = carried.message(op.protocol, message.start * op.size, len(data), length)
                 at = self._time + 4_000 + i % 7 * 90
+                if op.algorithm == "tree" and message.reduced:
+                    at += _DOWN_NS
                 sending_now = connection.send(at, op.protocol, wire, length, mark, visible)
                 latest = max(latest, self._record(sending_now, at))
                 connection.step += message.steps

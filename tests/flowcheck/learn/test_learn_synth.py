@@ -157,11 +157,6 @@ def test_compressing_hook() -> None:
     assert "compressing communication hook" in refusal(generate(job, iterations=2))
 
 
-def test_tree() -> None:
-    job = ddp_job(ranks=4, count=5000, algorithm="tree", channels=2)
-    assert refusal(generate(job, iterations=2, ports=[2]))
-
-
 def test_nothing_of_nccl() -> None:
     made = generate(ddp_job(count=5000), iterations=1)
     made.ports[0] = []

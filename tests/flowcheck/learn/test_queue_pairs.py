@@ -158,7 +158,12 @@ def test_more_queue_pairs_than_were_used_is_a_doubt() -> None:
     hints = Hints(dtype="float32", buckets=(3000,), algorithm="ring", version="2.27.7")
     found = learnt(generate(job, iterations=1), hints)
     assert found.job.communicator.qps_per_connection == 2
-    assert any("there may be more than 2" in text for text in found.doubts)
+    assert any("may have more than 2" in text for text in found.doubts)
+    one = ddp_job(ranks=4, count=[3000], qps=2, protocol="ll", startup=False, rebuild=False, algorithm="tree")
+    hints = Hints(dtype="float32", buckets=(3000,), algorithm="tree", version="2.27.7")
+    found = learnt(generate(one, iterations=1, ports=range(4)), hints)
+    assert found.job.communicator.qps_per_connection == 1
+    assert any("may have more than 1" in text for text in found.doubts)
 
 
 def test_mid_stream_with_queue_pairs_that_are_new() -> None:
