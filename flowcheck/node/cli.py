@@ -6,6 +6,7 @@ is in the rings is judged and published, then captures and DPDK go. Exit 0 after
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -87,6 +88,12 @@ class Node:
         self._groups: dict[str, Group] = {}
         self._readers: dict[str, int] = {}  # of the capture, by group
         self._started = False  # with the first group: packets that nobody reads would only fill the ring
+        token = config.token()
+        if not os.access(config.replica.directory, os.W_OK | os.X_OK):  # a job would find out when it is too late
+            raise EnvironmentProblem(
+                "replica files cannot be made there", where=f"replica.directory {config.replica.directory}",
+                remedy="an existing directory on tmpfs or hugetlbfs that the node may write to",
+            )
         with ExitStack() as undo:
             capture = config.capture
             live = LiveConfig(
@@ -103,7 +110,7 @@ class Node:
             for name in self._left_behind():
                 self._group(name)
             self.control = undo.enter_context(closing(ControlServer(
-                config.control.address, config.token(), config.control.connections, self._group, say,
+                config.control.address, token, config.control.connections, self._group, say,
             )))
             self.control.start()
             self._undo = undo.pop_all()

@@ -47,7 +47,8 @@ class Events:
 def _text(line: dict[str, Any]) -> str:
     fields = {key: value for key, value in line.items() if key not in ("event", "time") and value not in ("", [], {})}
     if line["event"] != "iteration":
-        return f"{line['event']}: " + ", ".join(f"{key} {value}" for key, value in fields.items())
+        said = ", ".join(str(value) if key == "text" else f"{key} {value}" for key, value in fields.items())
+        return f"{line['event']}: {said}" if said else line["event"]
     missing = " ".join(f"{cause} {count}" for cause, count in line["missing"].items())
     name = f"{line['name']} " if line["name"] else ""
     failed = f", {'; '.join(f'{clause}: {reason}' for clause, reason in line['why'])}" if line["why"] else ""

@@ -30,7 +30,7 @@ def terminated() -> Iterator[None]:
         raise KeyboardInterrupt
 
     for lab in leftovers():
-        match = re.fullmatch(r"t([0-9a-f]+)n\d+b?", lab.name)
+        match = re.fullmatch(r"[ts]([0-9a-f]+)(n\d+b?)?", lab.name)  # s: softroce's tests
         if match and lab.owner is None and not os.path.exists(f"/proc/{int(match[1], 16)}"):
             clear(lab.name)
     before = signal.signal(signal.SIGTERM, interrupt)
