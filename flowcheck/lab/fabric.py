@@ -321,6 +321,13 @@ class Fabric:
             raise UserError("no cable of this lab is impaired", remedy="give the fabric's config impairments")
         return self._bump
 
+    def check(self) -> None:
+        """Raises EnvironmentProblem if a process that the network is made of has died."""
+        if self._bump is not None:
+            self._bump.check()
+        if self._ovs is not None:
+            self._ovs.check()
+
     def spawn(
         self, role: str, command: Sequence[str], *, core: int | None = None, env: Mapping[str, str] | None = None,
         stdin: int | None = subprocess.DEVNULL, stdout: int | IO[Any] | None = None,

@@ -124,6 +124,12 @@ class Bump:
             for index in indices:
                 shared[index] = int(down)
 
+    def check(self) -> None:
+        """Raises EnvironmentProblem if it has died: nothing passes its cables then."""
+        if self._process is not None and (status := self._process.poll()) is not None:
+            raise EnvironmentProblem(f"the bump has ended with status {status}; its cables are cut",
+                                     where="flowcheck lab", remedy="run again")  # fmt: skip
+
     def stop(self) -> None:
         """End it and keep its log in memory: the directory goes with the lab."""
         process, self._process = self._process, None

@@ -54,6 +54,13 @@ class OpenVSwitch:
         self._control("ovs-vsctl", "set", "interface", bridge, f"mtu_request={mtu}")
         self._deepen(self._started[-1].pid, len(ports))
 
+    def check(self) -> None:
+        """Raises EnvironmentProblem if one of its daemons has died."""
+        for process in self._started:
+            if (status := process.poll()) is not None:
+                raise EnvironmentProblem(f"an Open vSwitch daemon has ended with status {status}", where="leaf switch",
+                                         remedy="run again; --switch tc needs no daemons")  # fmt: skip
+
     def stop(self) -> None:
         for process in reversed(self._started):
             process.terminate()

@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -117,9 +117,18 @@ class LabRun:
             self._start(name, f"r{rank}", command, self.out / f"rank{rank}.log", self._cores.trainers, environment)
             self._tails[name] = _Tail(self.out / f"rank{rank}.jsonl")
         ready: set[str] = set()
-        for name, event in self._children.events(lambda: len(ready) == len(self._trainers), START_SECONDS):
+        for name, event in self._events(lambda: len(ready) == len(self._trainers), START_SECONDS):
             if event.get("event") == "ready":
                 ready.add(name)
+
+    def _events(self, until: Callable[[], bool], seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
+        """What processes say until then; raises EnvironmentProblem when one of them, or of the network's, is gone."""
+
+        def stop() -> bool:
+            self.fabric.check()
+            return until()
+
+        return self._children.events(stop, seconds)
 
     def _start(
         self, name: str, role: str, command: Sequence[str], log: Path, core: int | None, env: Mapping[str, str]
@@ -154,7 +163,7 @@ class LabRun:
         for name in self._trainers:
             self._children.tell(name, order)
         done: set[str] = set()
-        for name, event in self._children.events(lambda: len(done) == len(self._trainers), QUIET_SECONDS):
+        for name, event in self._events(lambda: len(done) == len(self._trainers), QUIET_SECONDS):
             if event.get("event") == "done":
                 done.add(name)
             self._take(name, event)
@@ -226,7 +235,7 @@ class LabRun:
             self._tails[name] = _Tail(hashes)
             self._nodes.append(name)
         listening: set[str] = set()
-        for name, event in self._children.events(lambda: len(listening) == len(self._nodes), START_SECONDS):
+        for name, event in self._events(lambda: len(listening) == len(self._nodes), START_SECONDS):
             if event.get("event") == "listening":
                 listening.add(name)
             self._take(name, event)
@@ -277,7 +286,7 @@ class LabRun:
             self._follow()
             return until() or time.monotonic() > end
 
-        for name, event in self._children.events(stop, seconds + 1):
+        for name, event in self._events(stop, seconds + 1):
             self._take(name, event)
 
     def finish_nodes(self) -> list[int]:

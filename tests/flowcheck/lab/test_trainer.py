@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.lab import netns
+from flowcheck.lab.impair import Impairment
 from flowcheck.lab.jobs import Text, Training, stage_of, whole_model
 from flowcheck.lab.run import LabRun
 
@@ -51,6 +56,25 @@ def test_a_rank_that_dies_is_named_with_its_log(fabric, tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match=r"rank \d ended with status 1(.|\n)*none such"):
         with LabRun(fabric(ranks=2, mirrored=()), tmp_path) as run:
             run.begin(job)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("part", ["bump", "switch"])
+def test_a_part_of_the_network_that_dies_is_named(fabric, tmp_path: Path, part: str) -> None:
+    """Not by waiting until everybody has been silent for long enough."""
+    switch, wires = ("ovs", ()) if part == "switch" else ("tc", (Impairment("r0"),))
+    lab = fabric(ranks=2, mirrored=(), switch=switch, impairments=wires)
+    process = {"bump": "impair", "switch": "ovs-vswitchd"}[part]
+    pids = [pid for pid in netns.processes(lab.config.namespace("leaf"))
+            if process in Path(f"/proc/{pid}/cmdline").read_text()]  # fmt: skip
+    with LabRun(lab, tmp_path) as run:
+        run.begin(Training(model="mlp", ranks=2))
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(EnvironmentProblem, match="ended with status -9"):
+            run.train(1000)
+        assert pids and time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize("model", ["gpt", "conv", "mlp"])
