@@ -82,9 +82,14 @@ class Streams:
                 return
 
     def _open(self, progress: Callable[[int], None]) -> None:
-        """Read in the order of time until the first iteration has begun: where captures begin in mid-stream, the packet
-        that is read first says which iteration is the first, and it must not be the capture that began last."""
+        """See whether connections begin here; then read in the order of time until the first iteration has begun.
+
+        Where captures begin in mid-stream, the packet that is read first says which iteration is the first: it must
+        not be one of the capture that began last, nor, where none does, one that overtook others on its way."""
         engine = self._engine
+        for source in self._sources:
+            while engine.look_ahead(source.ring_address) is None:
+                time.sleep(IDLE_SECONDS)
         while len(self._sources) > 1 and engine.begun < 0 and not any(self._blocked):
             heads = {}
             for i, source in enumerate(self._sources):

@@ -16,6 +16,7 @@ cdef extern from "packetref.h" nogil:
     uint64_t fc_ring_peek(fc_ring *ring, uint64_t want)
     const fc_packetref *fc_ring_at(const fc_ring *ring, uint64_t ahead)
     void fc_ring_release(fc_ring *ring, uint64_t n)
+    int fc_ring_closed(const fc_ring *ring)
     int fc_ring_drained(fc_ring *ring)
 
 

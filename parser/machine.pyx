@@ -949,6 +949,40 @@ cdef class Engine:
         fc_place_fence()
         return bool(consumed)
 
+    def look_ahead(self, uintptr_t ring_address, uint64_t count=4096):
+        """Does one of the job's connections begin within the next `count` packets of a ring? Then every connection whose
+        first packet is young counts from PSN 0, also where packets come in another order than they were sent. Nothing is
+        consumed. None: so many are not there yet."""
+        cdef fc_ring *ring = <fc_ring *>ring_address
+        cdef int closed = fc_ring_closed(ring)
+        cdef uint64_t i, k, n = fc_ring_peek(ring, count)
+        cdef fc_roce p
+        cdef const FlowKey *key
+        cdef const FlowKey *other
+        if n < min(count, ring.mask + 1) and not closed:
+            return None
+        for i in range(n):
+            key = self._write_at(ring, i, &p)
+            if key == NULL or p.psn != 0 or (self.M.check_icrc and not fc_icrc_ok(&p)):
+                continue
+            for k in range(n):  # beside large ones it is no beginning, but a wrap
+                other = self._write_at(ring, k, &p)
+                if other == key and p.psn >= YOUNG and (not self.M.check_icrc or fc_icrc_ok(&p)):
+                    break
+            else:
+                self.M.from_start = 1
+                return True
+        return False
+
+    cdef const FlowKey *_write_at(self, fc_ring *ring, uint64_t ahead, fc_roce *p) noexcept:
+        """The data flow of a WRITE that lies ahead in a ring; NULL: something else."""
+        cdef const fc_packetref *ref = fc_ring_at(ring, ahead)
+        cdef const FlowKey *key
+        if fc_roce_decode(ref.data, ref.length, p) != FC_ROCE or not FC_RC_WRITE_FIRST <= p.opcode <= FC_RC_WRITE_ONLY_IMM:
+            return NULL
+        key = find_flow(self.M, p.src, p.ip_version, p.dest_qp)
+        return key if key != NULL and key.data else NULL
+
     def next_ns(self, uintptr_t ring_address):
         """When the next packet of a ring was captured, nanoseconds; None: none is there (yet)."""
         cdef fc_ring *ring = <fc_ring *>ring_address

@@ -96,6 +96,12 @@ static inline void fc_ring_release(fc_ring *r, uint64_t n)
     __atomic_store_n(&r->tail, r->tail + n, __ATOMIC_RELEASE);
 }
 
+/* 1 when nothing will be added. What fc_ring_peek says after it is all there is. */
+static inline int fc_ring_closed(const fc_ring *r)
+{
+    return (int)__atomic_load_n(&r->closed, __ATOMIC_ACQUIRE);
+}
+
 /* 1 when the producer has closed the ring and every entry was released. Read `closed` before head:
  * the other order could miss entries published in between. */
 static inline int fc_ring_drained(fc_ring *r)

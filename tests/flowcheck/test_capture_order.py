@@ -47,3 +47,20 @@ def test_clocks_that_differ_are_named(made, replayed, tmp_path: Path) -> None:
     report, failure, out = replayed(paths, tmp_path / "job.json")
     assert "iterations from 0 on" in failure and "clocks" in failure
     assert not report["ok"] and not list(out.glob("step-*"))
+
+
+@pytest.mark.parametrize("protocol", ["ll", "simple"])
+def test_the_first_packets_come_backwards(replayed, tmp_path: Path, protocol: str) -> None:
+    """A mirror that exchanges packets may do so with a connection's very first: nothing of it is lost for that."""
+    job = example_job(ranks=2, count=9000, protocol=protocol, mtu=1024)
+    job.collectives.startup = job.collectives.startup[2:]  # the parameters first
+    synthesis = generate(job, iterations=2)
+    frames = synthesis.packets
+    times = [time for time, _ in frames]
+    backwards = [data for _, data in frames[:30][::-1] + frames[30:]]
+    write_capture(tmp_path / "swapped.pcap", zip(times, backwards, strict=True))
+    (tmp_path / "job.json").write_text(job.to_json())
+    report, failure, out = replayed(tmp_path / "swapped.pcap", tmp_path / "job.json")
+    assert failure == "" and report["parameters"][0]["complete"] and (out / "step-000002").is_dir()
+    truth = synthesis.truth["iterations"]
+    assert [i["buckets"][0]["sha256"] for i in report["iterations"]] == [i["buckets"][0]["sha256"] for i in truth]
