@@ -188,7 +188,7 @@ def _between(queues: list[Queue], announcers: list[Announcer]) -> list[Connectio
             spare[announcer.sport].append(announcer)
     if len(announced) == 1:  # nothing but empty pieces: of the only connection there is, if it splits its messages
         (members,) = announced.values()
-        empty = [q for q in alone if not any(m.size for m in q.messages)]
+        empty = [q for q in alone if q.messages and not any(m.size for m in q.messages)]
         if empty and arrange(members + empty, announcers[next(iter(announced))].elements).used > 1:
             members += empty
             alone = [q for q in alone if q not in empty]

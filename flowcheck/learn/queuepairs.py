@@ -199,7 +199,7 @@ def _in_time(members: Sequence[Queue], possible: Sequence[set[int]]) -> tuple[Qu
     """By the time of the first messages: a slot is written again when its message has been taken, so of two QPs that
     begin in one slot the earlier one has the earlier message. Other slots are the walk's to compare."""
     placed: dict[int, Queue] = {}
-    for _, i in sorted((q.messages[0].ns, i) for i, q in enumerate(members)):
+    for _, i in sorted((q.messages[0].ns if q.messages else 1 << 63, i) for i, q in enumerate(members)):
         free = [place for place in sorted(possible[i]) if place not in placed]
         if not free:
             return None

@@ -17,7 +17,8 @@ from flowcheck.errors import UserError
 from flowcheck.learn.captures import learn
 from flowcheck.learn.connections import connections
 from flowcheck.learn.hints import Hints
-from flowcheck.learn.queuepairs import pieces
+from flowcheck.learn.queuepairs import arrange, pieces
+from flowcheck.learn.traffic import Message, Queue
 from flowcheck.manifest import Job
 from flowcheck.replay import ReplayOptions, replay
 from flowcheck.synth import Synthesis, generate
@@ -240,3 +241,12 @@ def test_learnt_manifest_replays_to_the_truth(tmp_path: Path, split: bool) -> No
         for bucket in iteration["buckets"]:
             truth = made.reduced[iteration["iteration"], bucket["index"]]
             assert bucket["sha256"] == hashlib.sha256(truth.tobytes()).hexdigest()
+
+
+def test_a_queue_pair_of_which_no_message_begins_in_the_capture() -> None:
+    """Only later packets of its messages were mirrored: no place in the order, and no crash."""
+    message = Message(0, 16, 16 << 24, False, 0x1000, 7, 5, bytes(16))
+    ends = {"src": "10.0.0.1", "dst": "10.0.0.2", "sport": 1, "mtu": None, "largest": 16}
+    seen, unseen = Queue(qpn=2, messages=[message], whole=1, **ends), Queue(qpn=1, messages=[], whole=0, **ends)
+    order = arrange([seen, unseen], [])
+    assert order.queues[0] is seen and order.doubt
