@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from flowcheck.learn.merged import arrange_devices, devices_of
 from flowcheck.learn.queuepairs import Order, arrange, pieces
 from flowcheck.learn.traffic import P2P_SIZE, Announcer, Message, Queue, head_flags, observed
 from parser.findings import connection_port
@@ -31,11 +32,12 @@ BUFFERS = {"ll": 8 * 65536, "ll128": 8 * 614400, "": 8 * 614400}
 
 @dataclass
 class Connection:
-    """Data src -> dst over `queues`, and what comes back on cts_qpn (None: not captured).
+    """Data src -> dst over `queues`, and what comes back on cts_qpns (none: not captured).
 
-    used: over how many QPs each message is spread. imm_order: "little", "big" or "" if no immediate told. cts_sizes,
-    tags: of the clear-to-send writes; posted, slots: size and address by number of the message announced. layout:
-    versions by their form.
+    used: over how many QPs each message is spread. devices: ports of a merged NIC; QP i is on port i modulo devices.
+    cts_qpns: where clear-to-send comes in, one of each port. imm_order: "little", "big" or "" if no immediate told.
+    cts_sizes, tags: of the clear-to-send writes; posted, slots: size and address by number of the message announced.
+    layout: versions by their form.
     unsure: why it is not known which QPs belong to it, or "". order: what decided the order of the QPs; doubt: what of
     it is open.
     """
@@ -43,7 +45,8 @@ class Connection:
     queues: tuple[Queue, ...]
     used: int = 1
     imm_order: str = ""
-    cts_qpn: int | None = None
+    devices: int = 1
+    cts_qpns: tuple[int, ...] = ()
     paired_by: str = ""
     cts_sizes: Counter[int] = field(default_factory=Counter)
     tags: Counter[int] = field(default_factory=Counter)
@@ -66,6 +69,11 @@ class Connection:
     def qpn(self) -> int:
         """Of its first QP."""
         return self.queues[0].qpn
+
+    @property
+    def cts_qpn(self) -> int | None:
+        """Of its first port."""
+        return self.cts_qpns[0] if self.cts_qpns else None
 
     @property
     def tag(self) -> int | None:
@@ -160,13 +168,36 @@ def connections(flows: list[dict[str, Any]], starts: np.ndarray) -> list[Connect
     """Every connection with data, in order of appearance. flows, starts: what parser.trace.Trace reports."""
     queues, announcers = observed(flows, starts)
     place = {id(q): i for i, q in enumerate(queues)}
+    found = list(_striped(queues, announcers))
     by_ends: dict[tuple[str, str], tuple[list[Queue], list[Announcer]]] = defaultdict(lambda: ([], []))
     for queue in queues:
         by_ends[queue.src, queue.dst][0].append(queue)
     for announcer in announcers:
         by_ends[announcer.dst, announcer.src][1].append(announcer)
-    found = [c for together, there in by_ends.values() for c in _between(together, there)]
+    found += [c for together, there in by_ends.values() for c in _between(together, there)]
     return sorted(found, key=lambda c: min(place[id(q)] for q in c.queues))
+
+
+def _striped(queues: list[Queue], announcers: list[Announcer]) -> Iterator[Connection]:
+    """Connections over several ports of merged NICs, whose QPs and announcers are taken out of the lists."""
+    for group in devices_of(announcers):
+        by_device: list[list[Queue]] = []
+        elements = [c for a in group for c in a.elements]
+        for announcer in group:
+            keyed = [replace(c, rkey=key) for c in elements for key in {*c.keys, c.rkey} if key]
+            slots = _Slots([replace(announcer, elements=keyed)])
+            ends = announcer.dst, announcer.src
+            by_device.append([q for q in queues if (q.src, q.dst) == ends and slots.announcers(q)])
+        if not all(by_device):
+            continue
+        order = arrange_devices(by_device, elements)
+        whole = replace(group[0], elements=sorted(elements, key=lambda c: c.index))
+        connection = _joined(_connection(order), whole, "clear-to-send address")
+        connection.devices, connection.cts_qpns = len(group), tuple(a.qpn for a in group)
+        taken = {id(q) for q in order.queues}
+        queues[:] = [q for q in queues if id(q) not in taken]
+        announcers[:] = [a for a in announcers if all(a is not b for b in group)]
+        yield connection
 
 
 def _between(queues: list[Queue], announcers: list[Announcer]) -> list[Connection]:
@@ -218,7 +249,7 @@ def _connection(order: Order) -> Connection:
 
 
 def _joined(connection: Connection, announcer: Announcer, how: str) -> Connection:
-    connection.cts_qpn = announcer.qpn
+    connection.cts_qpns = (announcer.qpn,)
     connection.paired_by = how
     connection.layout = announcer.layout
     connection.cts_sizes = Counter(c.size for c in announcer.elements)

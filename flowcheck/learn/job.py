@@ -296,7 +296,7 @@ def _job(found: Found, facts: Facts, hints: Hints) -> Job:
         call.protocol = None if call.protocol in (None, default) else call.protocol
         call.algorithm = None if call.algorithm in (None, algorithm) else call.algorithm
     pairs = any(w.connection.pairs for w in layout.wires)
-    queues, used = len(layout.wires[0].connection.queues), layout.wires[0].connection.used
+    first = layout.wires[0].connection
     names = ("ll", "ll128", "simple")
     rings = [list(r) for r in topology.rings]
     if all(r == rings[0] for r in rings):
@@ -305,7 +305,8 @@ def _job(found: Found, facts: Facts, hints: Hints) -> Job:
     communicator = Communicator(
         ranks=layout.ranks, nccl_version=topology.version, protocol=default, algorithm=algorithm,
         channels=topology.channels, rings=rings, mtu=found.mtu, adaptive_routing=pairs,
-        qps_per_connection=queues, split_data_on_qps=used > 1,
+        qps_per_connection=len(first.queues) // first.devices, split_data_on_qps=first.used > first.devices,
+        devices=first.devices,
         parent_ranks=list(given.parent_ranks) if given else parents_of(layout.ranks, layout.wires),
         buffer_bytes={n: 8 * s for n, s in zip(names, topology.slot_bytes, strict=True)},
     )  # fmt: skip
@@ -334,8 +335,9 @@ def _flows(found: Found, facts: Facts) -> list[Flow]:
         c = w.connection
         seen.add((w.channel, w.src, w.dst))
         qps = found.layout.qps.get((w.channel, w.src, w.dst))
-        cts = list(qps[1]) if qps else [c.cts_qpn] if c.cts_qpn is not None else []
-        out.append(Flow(w.src, w.dst, w.channel, c.src, c.dst, [q.qpn for q in c.queues], cts))
+        cts = list(qps[1]) if qps else [*c.cts_qpns]
+        each = [[q.src for q in c.queues], [q.dst for q in c.queues]] if c.devices > 1 else []
+        out.append(Flow(w.src, w.dst, w.channel, c.src, c.dst, [q.qpn for q in c.queues], cts, *each))
     for f in facts.bootstrap.flows:
         if (f.channel, f.src, f.dst) in found.layout.qps and (f.channel, f.src, f.dst) not in seen:
             if _same(f, found.layout):

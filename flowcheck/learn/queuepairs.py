@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from flowcheck.learn.traffic import Cts, Message, Queue, head_flags
 
-__all__ = ["Order", "arrange", "byte_order", "imm_size", "pieces"]
+__all__ = ["Order", "arrange", "byte_order", "imm_size", "matching", "pieces"]
 
 GRAIN = 128
 QPS_MAX = 128
@@ -104,7 +104,7 @@ def _split(members: list[Queue], announced: Sequence[Cts], order: str) -> Order:
     if not starts:
         return _split_unannounced(members, order)
     possible = [_indices(q, starts, n, order) for q in members]
-    found, sure = _matching(possible)
+    found, sure = matching(possible)
     if found is None:
         return Order(tuple(members), n, order, unsure="their pieces do not begin where the announced slots do")
     doubt = "" if sure else "pieces that are empty on several QPs do not tell their order, QP numbers are taken for it"
@@ -132,7 +132,7 @@ def _split_unannounced(members: list[Queue], order: str) -> Order:
     for first in members:  # or where a message of one of them begins
         starts = {(m.rkey, m.va) for m in first.messages}
         possible = [{0} if q is first else _indices(q, starts, n, order) - {0} for q in members]
-        found, sure = _matching(possible)
+        found, sure = matching(possible)
         if found is not None and sure:
             ways[tuple(found)] = tuple(members[i] for i in found)
     if len(ways) == 1:
@@ -173,7 +173,7 @@ def _turns(members: list[Queue], announced: Sequence[Cts], order: str) -> Order:
             if m.va:  # empty messages have one too
                 here &= {i for i in here if slots.get(turn * n + i, (m.rkey, m.va)) == (m.rkey, m.va)}
         possible.append(here)
-    found, sure = _matching(possible)
+    found, sure = matching(possible)
     if found is None:
         return Order(tuple(members), 1, order, unsure="their messages are not those that are announced in turn")
     if sure:
@@ -207,7 +207,7 @@ def _in_time(members: Sequence[Queue], possible: Sequence[set[int]]) -> tuple[Qu
     return tuple(placed[i] for i in range(len(members)))
 
 
-def _matching(possible: list[set[int]]) -> tuple[list[int] | None, bool]:
+def matching(possible: list[set[int]]) -> tuple[list[int] | None, bool]:
     """(for each place the number of its QP, is that the only way?); QPs by number where that is a way."""
     n = len(possible)
     holder: dict[int, int] = {}

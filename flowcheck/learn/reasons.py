@@ -53,7 +53,7 @@ def items_of(found: Found, job: Job, log: LogFacts, hints: Hints, doubts: Sequen
     items += _queue_pairs(wires, "queues" in unsure)
     paired = sorted({w.connection.paired_by for w in wires if w.connection.paired_by})
     if paired:
-        number = sum(w.connection.cts_qpn is not None for w in wires)
+        number = sum(bool(w.connection.cts_qpns) for w in wires)
         items.append(Item("directions", f"{number} of {len(wires)} paired", "certain", f"by {' and '.join(paired)}"))
     known = any(w.connection.mtus for w in wires)
     items.append(Item(
@@ -112,6 +112,8 @@ def _queue_pairs(wires: Sequence[Wire], open_: bool) -> list[Item]:
     if len(first.queues) == 1:
         return []
     how = f"every message is split over all {len(first.queues)}" if first.used > 1 else "one message after the other"
+    if first.devices > 1:
+        how = f"every message is striped over {first.used} of them, on {first.devices} ports of a merged NIC"
     by = sorted({w.connection.order for w in wires if w.connection.order})
     reason = f"who writes into the slots of one buffer; order by {', '.join(by)}" if by else "named with the flows"
     return [Item(

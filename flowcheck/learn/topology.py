@@ -45,6 +45,12 @@ def layouts(found: list[Connection], bootstrap: Bootstrap, log: LogFacts, hints:
             _agree(layout, hints)
         return groups
     usable = [c for c in found if not c.point_to_point and (c.layout or c.imm_order or c.empty_part) and c.total]
+    parts = next((c for c in found if c.unsure and any(m.imm for m in c.pieces())), None)
+    if not usable and parts is not None:
+        raise UserError(
+            f"no whole message of an NCCL collective is in the captures: {parts.unsure}", where=parts.name(),
+            remedy="mirror all ports of a merged NIC in both directions: clear-to-send says which belong together",
+        )
     if not usable:
         raise UserError(
             "no NCCL collective is in the captures: no write with NCCL's immediate, none announced by clear-to-send",
@@ -52,9 +58,9 @@ def layouts(found: list[Connection], bootstrap: Bootstrap, log: LogFacts, hints:
             "traffic (MACsec, IPsec) cannot be read: switch it off or mirror behind the decryption",
         )
     usable, strangers = _strangers(usable)
-    shapes = {(len(c.queues), c.used) for c in usable}
+    shapes = {(len(c.queues), c.used, c.devices) for c in usable}
     if len(shapes) > 1 and not any(c.unsure for c in usable):
-        few, many = (next(c for c in usable if (len(c.queues), c.used) == s) for s in (min(shapes), max(shapes)))
+        few, many = (min(usable, key=lambda c: len(c.queues)), max(usable, key=lambda c: len(c.queues)))
         raise UserError(
             f"connections have different numbers of QPs: {len(few.queues)} and {len(many.queues)}; every connection of "
             "a job has as many, so some are not in the capture, or it holds several jobs",
@@ -127,8 +133,11 @@ def _of_queues(by_queue: _ByQueue, ends: Sequence[tuple[str, str, int]], used: i
         used = len(queues) if any(c.used > 1 or c.unsure for c, _ in known) else 1
     order, fit, other = byte_order(queues, used)
     unsure = "its messages do not go round the QPs that are named" if other * 8 > fit else ""
-    announced = next((c for c, _ in known if c.cts_qpn is not None), first)
-    return replace(announced, queues=queues, used=used, imm_order=order, unsure=unsure, doubt="", order="")
+    announced = next((c for c, _ in known if c.cts_qpns), first)
+    devices = len({queue.src for queue in queues} | {queue.dst for queue in queues}) // 2
+    return replace(
+        announced, queues=queues, used=used, devices=devices, imm_order=order, unsure=unsure, doubt="", order=""
+    )
 
 
 # -- bootstrap -------------------------------------------------------------------------------------------

@@ -89,13 +89,15 @@ def head_flags(head: bytes, size: int) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Cts:
-    """One clear-to-send write: message number index - 1 may be written to address, at most size bytes."""
+    """One clear-to-send write: message number index - 1 may be written to address, at most size bytes. keys: memory
+    keys by port of a merged NIC, the first of them is rkey."""
 
     address: int
     size: int
     rkey: int
     tag: int
     index: int
+    keys: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def _cts_of(head: bytes, length: int, layout: int) -> Cts | None:
     found = Cts(
         struct.unpack_from("<Q", head)[0], struct.unpack_from("<I" if width == 4 else "<Q", head, 8)[0],
         struct.unpack_from("<I", head, rkey)[0], struct.unpack_from("<I", head, tag)[0],
-        struct.unpack_from("<Q", head, idx)[0],
+        struct.unpack_from("<Q", head, idx)[0], struct.unpack_from(f"<{(nreqs - rkey) // 4}I", head, rkey),
     )  # fmt: skip
     requests = struct.unpack_from("<I", head, nreqs)[0]
     plausible = (

@@ -250,3 +250,56 @@ def test_a_queue_pair_of_which_no_message_begins_in_the_capture() -> None:
     seen, unseen = Queue(qpn=2, messages=[message], whole=1, **ends), Queue(qpn=1, messages=[], whole=0, **ends)
     order = arrange([seen, unseen], [])
     assert order.queues[0] is seen and order.doubt
+
+
+@SPLIT
+@pytest.mark.parametrize("qps", [1, 2])
+@pytest.mark.parametrize("protocol", ["ll", "ll128", "simple"])
+def test_ports_of_a_merged_nic(protocol: str, qps: int, split: bool) -> None:
+    """Every message is striped over two ports with addresses of their own."""
+    job = ddp_job(
+        ranks=3, count=[9000, 501], protocol=protocol, qps=qps, split_data_on_qps=split, devices=2, channels=2,
+    )  # fmt: skip
+    found = learnt(generate(job, iterations=3, ports=[1, 4]), Hints(version="2.27.7"))
+    c = found.job.communicator
+    assert (c.devices, c.qps_per_connection, c.queue_pairs_used) == (2, qps, job.communicator.queue_pairs_used)
+    same(found.job, job, 3)
+    assert {tuple(f.src_addrs) for f in found.job.flows} <= {tuple(f.src_addrs) for f in job.flows}
+    assert "merged NIC" in next(item.value for item in found.items if item.what == "queue pairs")
+
+
+def test_one_port_or_one_direction_of_a_merged_nic_is_refused_by_name() -> None:
+    job = ddp_job(count=[9000], protocol="simple", devices=2)
+    assert "other parts travel elsewhere" in refusal(generate(job, iterations=2, ports=[0]))
+    assert "other parts travel elsewhere" in refusal(generate(job, iterations=2, ports=[0, 2], directions="out"))
+
+
+merged = st.fixed_dictionaries({
+    "ranks": st.integers(2, 4),
+    "channels": st.integers(1, 3),
+    "qps": st.integers(1, 2),
+    "split_data_on_qps": st.booleans(),
+    "adaptive_routing": st.booleans(),
+    "protocol": st.sampled_from(["ll", "simple", "ll128"]),
+    "count": st.lists(st.integers(300, 30_000), min_size=1, max_size=2),
+    "version": st.sampled_from(["2.20.5", "2.22.3", "2.27.7", "2.30.7"]),
+    "seed": st.integers(0, 1000),
+})  # fmt: skip
+
+
+@settings(MANY, max_examples=20)
+@given(merged, st.booleans(), st.data())
+def test_merged_nics_with_loss_are_the_job_or_a_refusal(options: dict, lossy: bool, data: st.DataObject) -> None:
+    job = ddp_job(**options, devices=2)
+    rank = data.draw(st.integers(0, options["ranks"] - 1))
+    made = generate(job, iterations=2, ports=[rank, rank + options["ranks"]], loss=0.01 * lossy)
+    try:
+        found = learnt(made, Hints(version=options["version"], dtype="float32"))
+    except UserError as error:
+        assert error.remedy
+        return
+    mine, theirs = placement(found.job, 2), placement(job, 2)
+    if "queues" in doubts(found):
+        return
+    for key, calls in mine.items():
+        assert calls == (theirs[key][: len(calls)] if lossy else theirs[key])
