@@ -465,33 +465,6 @@ cdef inline int express(Machine *M, uint32_t stream, FlowState *f, const fc_midd
     return place_ahead(M, stream, f, p.bth + 12, psn)
 
 
-cdef int made_anew(Machine *M, FlowState *f, const fc_roce *p) noexcept nogil:
-    """PSN 0: is it the first packet of another connection, on the same queue pair? A mirror's copy has the same ICRC, which
-    covers all but what switches rewrite; and NCCL fills a slot again, 8 messages later, only when its write was
-    acknowledged, so behind those no retransmission of the first one comes."""
-    cdef uint32_t icrc
-    if not M.check_icrc or not fc_icrc_ok(p):
-        return 0
-    icrc = fc_icrc(p)
-    if f.packets == 0:
-        f.first_icrc = icrc
-        return 0
-    return f.first_icrc != 0 and icrc != f.first_icrc and f.cursor.number > <uint64_t>(8 + M.edges[f.edge].qps)
-
-
-cdef int end_of_run(Machine *M, uint32_t stream, FlowState *f) noexcept nogil:
-    log_disagreement(M, stream, f, MADE_ANEW, &f.window[f.current % WINDOW], 0, 0, 0)
-    return DISAGREED
-
-
-cdef void reopen(Machine *M, int64_t iteration) noexcept nogil:
-    """Another capture begins earlier than the one that was read first: go back there, while nothing is closed."""
-    if M.base_iteration == M.opened and M.begun < iteration + M.arenas:
-        M.base_iteration = M.opened = iteration
-    elif M.unopened < 0 or iteration < M.unopened:
-        M.unopened = iteration
-
-
 cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p, uint64_t now_ns) noexcept nogil:
     """A data packet of one of the job's flows. Returns its Outcome, or -1: its iteration has no arena
     yet, come back with the same packet."""
