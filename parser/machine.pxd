@@ -211,10 +211,7 @@ cdef struct Machine:
     uint32_t mtu, streams, flows, arenas, table_mask
     uint8_t check_icrc, from_start  # from_start: a connection's first packet was seen
     uint32_t cts_index_at, cts_tag_at  # bytes of idx and tag in a 64-byte CTS element (5.4)
-    uint64_t cts_forms[2]           # CTS elements seen of 32 and of 64 bytes
     int64_t base_iteration, begun   # oldest open iteration; highest with a gradient packet seen
-    int64_t opened, unopened        # base_iteration of captures that begin in mid-stream; the oldest missed by that, or -1
-    uint32_t opener                 # the stream that decided it
     int64_t wanted[64]              # by stream: iteration that its blocked packet belongs to
     uint64_t outage_ns              # silence in which half of the PSN space could have passed
     int64_t region_bytes[3]         # by Target
@@ -240,3 +237,7 @@ cdef struct Machine:
     Loss losses[LOSS_ENTRIES]
     uint64_t lost
     uint64_t refused[FC_REFUSALS]   # encapsulated packets by fc_refusal
+    # What few packets need stays behind here: the lines above are those of every packet.
+    uint64_t cts_forms[2]           # CTS elements seen of 32 and of 64 bytes
+    int64_t opened, unopened        # base_iteration of captures that begin in mid-stream; the oldest missed by that, or -1
+    uint32_t opener                 # the stream that decided it
