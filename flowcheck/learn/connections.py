@@ -180,24 +180,28 @@ def connections(flows: list[dict[str, Any]], starts: np.ndarray) -> list[Connect
 
 def _striped(queues: list[Queue], announcers: list[Announcer]) -> Iterator[Connection]:
     """Connections over several ports of merged NICs, whose QPs and announcers are taken out of the lists."""
+    by_ends: dict[tuple[str, str], list[Queue]] = defaultdict(list)
+    for queue in queues:
+        by_ends[queue.src, queue.dst].append(queue)
+    taken: set[int] = set()
     for group in devices_of(announcers):
         by_device: list[list[Queue]] = []
         elements = [c for a in group for c in a.elements]
         for announcer in group:
             keyed = [replace(c, rkey=key) for c in elements for key in {*c.keys, c.rkey} if key]
             slots = _Slots([replace(announcer, elements=keyed)])
-            ends = announcer.dst, announcer.src
-            by_device.append([q for q in queues if (q.src, q.dst) == ends and slots.announcers(q)])
+            free = [q for q in by_ends[announcer.dst, announcer.src] if id(q) not in taken]
+            by_device.append([q for q in free if slots.announcers(q)])
         if not all(by_device):
             continue
         order = arrange_devices(by_device, elements)
         whole = replace(group[0], elements=sorted(elements, key=lambda c: c.index))
         connection = _joined(_connection(order), whole, "clear-to-send address")
         connection.devices, connection.cts_qpns = len(group), tuple(a.qpn for a in group)
-        taken = {id(q) for q in order.queues}
-        queues[:] = [q for q in queues if id(q) not in taken]
-        announcers[:] = [a for a in announcers if all(a is not b for b in group)]
+        taken |= {id(q) for q in order.queues} | {id(a) for a in group}
         yield connection
+    queues[:] = [q for q in queues if id(q) not in taken]
+    announcers[:] = [a for a in announcers if id(a) not in taken]
 
 
 def _between(queues: list[Queue], announcers: list[Announcer]) -> list[Connection]:

@@ -36,12 +36,13 @@ def devices_of(announcers: Sequence[Announcer]) -> list[list[Announcer]]:
         for (low, _, room, one), (_, high, _, other) in pairwise(spans):
             if high - low < SLOTS * room:  # inside one buffer
                 joined = together.get(one, {one}) | together.get(other, {other})
-                together.update(dict.fromkeys(joined, joined))
+                if len(joined) <= DEVICES_MAX:
+                    together.update(dict.fromkeys(joined, joined))
     groups = []
     for numbers in {tuple(sorted(numbers)) for numbers in together.values()}:
         group, n = [announcers[i] for i in numbers], len(numbers)
         turns = [{(c.index - 1) % n for c in a.elements} for a in group]
-        if n > DEVICES_MAX or sorted(map(sorted, turns)) != [[i] for i in range(n)]:
+        if sorted(map(sorted, turns)) != [[i] for i in range(n)]:
             continue  # each has numbers of its own, or it is another connection
         if len({(a.src, a.dst) for a in group}) == n:
             groups.append([a for _, a in sorted(zip(map(min, turns), group, strict=True), key=lambda pair: pair[0])])

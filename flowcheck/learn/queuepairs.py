@@ -19,6 +19,7 @@ __all__ = ["Order", "arrange", "byte_order", "imm_size", "matching", "pieces"]
 
 GRAIN = 128
 QPS_MAX = 128
+TRIED = 16  # QPs of which each is tried as the first
 LOOKED_AT = 256  # messages of a QP: more do not tell more
 
 
@@ -92,7 +93,13 @@ def byte_order(queues: Sequence[Queue], used: int) -> tuple[str, int, int]:
 
 
 def _fits(m: Message, size: int, used: int) -> bool:
-    return any(m.size == part for _, part in set(pieces(size, used)))
+    """Is this as large as some piece of a message of `size` bytes? As pieces() has it, without listing them."""
+    if used == 1 or not size:
+        return m.size == size
+    full, rest = divmod(size, _piece(size, used))
+    return (m.size == _piece(size, used) and full > 0) or (m.size == rest and (rest > 0 or full < used)) or (
+        m.size == 0 and full + (rest > 0) < used
+    )
 
 
 # -- split over all QPs ----------------------------------------------------------------------------------
@@ -129,7 +136,7 @@ def _split_unannounced(members: list[Queue], order: str) -> Order:
             return Order(tuple(q for _, q in row), n, order, "addresses and sizes of the pieces of one message")
         return Order(tuple(members), n, order, unsure="their pieces are no parts of one message")
     ways = {}
-    for first in members:  # or where a message of one of them begins
+    for first in members if n <= TRIED else ():  # or where a message of one of them begins
         starts = {(m.rkey, m.va) for m in first.messages}
         possible = [{0} if q is first else _indices(q, starts, n, order) - {0} for q in members]
         found, sure = matching(possible)

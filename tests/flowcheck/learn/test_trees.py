@@ -19,7 +19,7 @@ _spec.loader.exec_module(oracle)
 ddp_job, learnt, placement, refusal, same = (
     oracle.ddp_job, oracle.learnt, oracle.placement, oracle.refusal, oracle.same,
 )  # fmt: skip
-MANY = settings(max_examples=40, deadline=None, derandomize=True)
+MANY = settings(max_examples=25, deadline=None, derandomize=True)
 TOLD = Hints(version="2.27.7")
 
 
