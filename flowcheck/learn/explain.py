@@ -22,7 +22,7 @@ from flowcheck.learn.program import Failure, Program, Stage, replayed
 from flowcheck.learn.walk import Budget, Reader, Walk, Wire
 from parser.wire import Topology, WireError
 
-__all__ = ["Found", "only", "only_communicator", "only_ring", "unexplained"]
+__all__ = ["Found", "key_of", "only", "only_communicator", "only_ring", "unexplained"]
 
 SHOWN = 4
 
@@ -76,7 +76,7 @@ def only(found: list[Found]) -> Found:
     first = found[0]
     by_key: dict[tuple, Found] = {}
     for f in found:
-        by_key.setdefault(_key(f), f)
+        by_key.setdefault(key_of(f), f)
     distinct = list(by_key.values())
     if len(distinct) == 1:
         return first
@@ -105,7 +105,8 @@ def only(found: list[Found]) -> Found:
     )  # fmt: skip
 
 
-def _key(f: Found) -> tuple:
+def key_of(f: Found) -> tuple:
+    """The same for explanations that place the same bytes of the same calls at the same places."""
     calls = json.dumps([vars(c) for c in f.program.calls], sort_keys=True)
     # a QP number is unique at its host only: without addresses two swapped ranks would look the same
     ends = tuple((w.channel, w.src, w.dst, w.connection.name()) for w in f.layout.wires)

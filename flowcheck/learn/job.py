@@ -23,7 +23,7 @@ from flowcheck.learn.bootstrap import Bootstrap, BootstrapFlow
 from flowcheck.learn.check import check_plan
 from flowcheck.learn.connections import Connection
 from flowcheck.learn.doubts import doubts_of
-from flowcheck.learn.explain import Found, only, only_communicator, only_ring, unexplained
+from flowcheck.learn.explain import Found, key_of, only, only_communicator, only_ring, unexplained
 from flowcheck.learn.hints import Hints, optimizer_of
 from flowcheck.learn.layout import Layout
 from flowcheck.learn.logs import LogFacts
@@ -208,6 +208,7 @@ def _search(
 ) -> list[Found]:  # fmt: skip
     """Every explanation by this kind of program. Raises UserError where the budget ends first."""
     found: list[Found] = []
+    distinct: set[tuple] = set()  # many versions may give one explanation: only different ones are a refusal
     gathers: dict[tuple[int, str, int], bool] = {}  # sizes of DDP's first call do not depend on places in the ring
     for number, h in enumerate(hypotheses):
         if progress is not None and number % 16 == 0:
@@ -224,8 +225,10 @@ def _search(
                     continue
             for program in search(h.walk(budget), hints, facts.read, failure):
                 found.append(Found(h.layout, h.topology, program, h.version_reason, h.mtu, h.algorithms))
-                if len(found) >= EXPLANATIONS_MAX and search is bare:
-                    return found
+                if search is bare:
+                    distinct.add(key_of(found[-1]))
+                    if len(found) >= EXPLANATIONS_MAX and len(distinct) > 1:
+                        return found
         except WireError as error:
             failure.note(str(error))
         except Spent:

@@ -68,6 +68,15 @@ def test_calls_alone_may_be_a_ring_or_a_tree() -> None:
     assert "ring or tree" not in refusal(made, Hints(dtype="float32"), log)
 
 
+def test_many_versions_of_one_explanation_do_not_hide_another() -> None:
+    """One message, one direction, no clear-to-send: every version says that it came from the root, and, were the sender
+    the leaf, every version would say so too."""
+    job = bare_job(ranks=4, count=563, algorithm="tree", version="2.20.5")
+    made = generate(job, iterations=1, ports=[0], directions="in")
+    said = refusal(made, Hints(dtype="float32", buckets=(563,)))
+    assert "the place in the ring" in said and "place 0" in said and "place 1" in said
+
+
 def test_connected_channels_decide_which_tree_a_channel_has() -> None:
     """Two channels in use are one tree of four channels, or two trees of two."""
     job = ddp_job(count=16384, protocol="simple", algorithm="tree", channels=4, version="2.22.3")
