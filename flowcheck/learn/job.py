@@ -30,7 +30,13 @@ from flowcheck.learn.logs import LogFacts
 from flowcheck.learn.program import Failure, Program, Stage, replayed
 from flowcheck.learn.ranks import RANKS_TRIED, parents_of
 from flowcheck.learn.reasons import DEFAULT_SLOTS, Item, items_of, missing_of
-from flowcheck.learn.refusals import check_connections, refuse_modified, refuse_unread, refuse_unsupported
+from flowcheck.learn.refusals import (
+    check_connections,
+    refuse_modified,
+    refuse_unread,
+    refuse_unseen_ring,
+    refuse_unsupported,
+)
 from flowcheck.learn.topology import layouts
 from flowcheck.learn.traffic import head_flags
 from flowcheck.learn.versions import versions_of
@@ -115,6 +121,7 @@ def learn_from(facts: Facts, hints: Hints, progress: Progress | None = None) -> 
     other = next((f for f in split if f.layout.ranks != chosen.layout.ranks), None)
     if other is not None:
         only([chosen, other])  # raises
+    refuse_unseen_ring(chosen.layout, chosen.program.algorithms, bool(facts.log.rings))
     only_ring(chosen, next(group for group in groups if chosen.layout in group))
     only_communicator(chosen, facts.read, hints, budget)
     _check_buckets(chosen, hints)

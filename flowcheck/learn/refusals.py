@@ -19,7 +19,7 @@ from flowcheck.learn.layout import Layout
 from flowcheck.learn.logs import LogFacts
 from flowcheck.unread import remedy_of
 
-__all__ = ["check_connections", "refuse_modified", "refuse_unread", "refuse_unsupported"]
+__all__ = ["check_connections", "refuse_modified", "refuse_unread", "refuse_unseen_ring", "refuse_unsupported"]
 
 REGIONS_MAX = 24  # 8 slots in each protocol's buffer
 
@@ -75,6 +75,21 @@ def check_connections(layout: Layout) -> None:
                 "buffers", where=c.name(),
                 remedy="run the job with NCCL_LOCAL_REGISTER=0 and NCCL_GRAPH_REGISTER=0",
             )  # fmt: skip
+
+
+def refuse_unseen_ring(layout: Layout, algorithms: set[str], rings_known: bool) -> None:
+    """Beside a tree only the ring 0, 1, 2, ... is proposed. Which chunk a ring call sends depends on the place in it,
+    so all of it has to be seen, or said by a log."""
+    ring = layout.rings[0]
+    edges = {(w.src, w.dst) for w in layout.wires}
+    whole = all((a, b) in edges for a, b in zip(ring, (*ring[1:], ring[0]), strict=True))
+    if layout.tree and "ring" in algorithms and not whole and not rings_known:
+        raise UserError(
+            "some AllReduce calls go through a tree and some round the ring, whose order does not show: not all of its "
+            "edges were captured",
+            where=layout.wires[0].connection.name(),
+            remedy="give NCCL's log with --nccl-log, mirror every rank, or name rings and flows in a manifest",
+        )
 
 
 def refuse_modified(groups: list[list[Layout]]) -> None:

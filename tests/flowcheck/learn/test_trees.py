@@ -41,6 +41,19 @@ def test_all_ports_and_ring_calls_between() -> None:
     same(found.job, job, 3)
 
 
+def test_ring_calls_beside_a_tree_need_the_whole_ring() -> None:
+    """With one rank mirrored its place in the ring is a guess: chunks of equal size would be exchanged unseen."""
+    job = ddp_job(ranks=4, count=[32768], algorithm="tree", rings=[[0, 3, 1, 2]])
+    job.collectives.steady[0].algorithm = "ring"
+    assert refusal(generate(job, iterations=3, ports=[2]), TOLD)
+    job = ddp_job(ranks=4, count=[32768], algorithm="tree")
+    job.collectives.steady[0].algorithm = "ring"
+    made = generate(job, iterations=3, ports=[2])
+    assert "whose order does not show" in refusal(made, TOLD)
+    log = parse_log("\n".join(f"h:1:2 [0] NCCL INFO Ring 00 : {(r - 1) % 4} -> {r} -> {(r + 1) % 4}" for r in range(4)))
+    same(learnt(made, TOLD, log).job, job, 3)
+
+
 jobs = st.fixed_dictionaries({
     "ranks": st.integers(3, 8),
     "channels": st.sampled_from([1, 2, 4]),
