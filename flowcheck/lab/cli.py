@@ -57,7 +57,8 @@ def up(
     direction: DirectionOption = Direction.both,
 ) -> None:  # fmt: skip
     """Build the network and leave it there, mirroring; `lab run` of the same name then uses it."""
-    from flowcheck.lab.fabric import Fabric, FabricConfig
+    from flowcheck.lab.fabric import Fabric
+    from flowcheck.lab.shape import FabricConfig
 
     config = FabricConfig(name=name, ranks=ranks, switch=switch.value, mirrored=(_ranks(mirror, ranks),),
                           direction=direction.value)  # fmt: skip
@@ -104,10 +105,10 @@ def run(
     out: Annotated[Path, typer.Option("--out", help="Logs, hashes, checkpoints.")] = Path("out/lab"),
 ) -> None:
     """Train, mirror, follow; compare the replica of every iteration with the trainers' own state, bit for bit."""
-    from flowcheck.lab.fabric import FabricConfig
     from flowcheck.lab.impair import Impairment
     from flowcheck.lab.jobs import Training
     from flowcheck.lab.session import LabOptions, run_lab
+    from flowcheck.lab.shape import FabricConfig
     from flowcheck.lab.softroce.settings import Settings
 
     wires = [Impairment("r0", drop=training_loss, seed=seed)] if training_loss else []

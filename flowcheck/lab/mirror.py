@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.lab.shape import BRIDGE, MIRROR_MTU, FabricConfig
 from switch_configs.errors import DeviceError, PlanError
 from switch_configs.manage import Manager
 from switch_configs.model import Group, Leaf, MirrorPlan, MonitorPort, NicPort, SessionState, Topology
 from switch_configs.plan import make_plan
 from switch_configs.transport import LocalTransport
-
-if TYPE_CHECKING:
-    from flowcheck.lab.fabric import FabricConfig
 
 __all__ = ["Mirror"]
 
@@ -31,8 +29,6 @@ class Mirror:
     @classmethod
     def planned(cls, config: FabricConfig, node: int, ovs_rundir: str | None) -> Self:
         """Raises UserError where the chosen ports can never be complete, in the planner's words."""
-        from flowcheck.lab.fabric import BRIDGE, MIRROR_MTU
-
         group = config.group(node)
         leaf = Leaf(
             name="leaf", vendor=config.switch, netns=config.namespace("leaf"), session_number=1 + node,

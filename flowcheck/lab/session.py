@@ -21,9 +21,10 @@ from typing import Any
 from rich.console import Console
 
 from flowcheck.lab.compare import Summary
-from flowcheck.lab.fabric import Fabric, FabricConfig
+from flowcheck.lab.fabric import Fabric
 from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import Cores, LabRun, nobody
+from flowcheck.lab.shape import FabricConfig
 from flowcheck.lab.view import Screen
 
 __all__ = ["LabOptions", "run_lab", "step_times"]

@@ -17,7 +17,8 @@ import pytest
 
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.lab import netns
-from flowcheck.lab.fabric import Fabric, FabricConfig, clear, leftovers
+from flowcheck.lab.fabric import Fabric, clear, leftovers
+from flowcheck.lab.shape import FabricConfig
 
 _numbers = itertools.count()
 

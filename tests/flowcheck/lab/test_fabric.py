@@ -13,7 +13,8 @@ import pytest
 
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.lab import netns
-from flowcheck.lab.fabric import SHARED, STATE, Fabric, FabricConfig, clear, leftovers
+from flowcheck.lab.fabric import Fabric, clear, leftovers
+from flowcheck.lab.shape import SHARED, STATE, FabricConfig
 
 from .conftest import Tap, psn_of, roce_frame
 
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.root
 
 OWNER = """
 import json, sys
-from flowcheck.lab.fabric import Fabric, FabricConfig
+from flowcheck.lab.fabric import Fabric
+from flowcheck.lab.shape import FabricConfig
 fabric = Fabric(FabricConfig(name=sys.argv[1], ranks=2, mirrored=((0,),)))
 fabric.up()
 child = fabric.spawn("r0", ["sleep", "1000"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flowcheck.lab import netns
-from flowcheck.lab.fabric import SHARED, STATE
+from flowcheck.lab.shape import SHARED, STATE
 
 pytestmark = pytest.mark.root
 FLOWCHECK = [sys.executable, "-P", "-m", "flowcheck", "lab"]

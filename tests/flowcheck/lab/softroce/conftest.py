@@ -15,7 +15,8 @@ from gang import Gang  # noqa: E402
 
 from flowcheck.errors import EnvironmentProblem  # noqa: E402
 from flowcheck.lab import netns  # noqa: E402
-from flowcheck.lab.fabric import Fabric, FabricConfig  # noqa: E402
+from flowcheck.lab.fabric import Fabric  # noqa: E402
+from flowcheck.lab.shape import FabricConfig  # noqa: E402
 
 
 @pytest.fixture(scope="session")
