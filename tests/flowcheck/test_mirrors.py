@@ -66,7 +66,7 @@ def test_truncating_mirror_is_counted_and_nothing_is_placed(wrap: str, tmp_path:
     job = _job(mtu=1024)
     made = generate(job, iterations=1, mirror=Mirror(wrap, truncate=200))
     cut = sum(len(frame) > 200 for _, frame in generate(job, iterations=1).packets)
-    with pytest.raises(UserError, match=f"'truncated': {cut}}}") as refused:
+    with pytest.raises(UserError, match=rf"truncated {cut}\b") as refused:
         _replay(job, made, tmp_path)
     assert "no gradient packet" in str(refused.value) and not (tmp_path / "out").exists()
 
