@@ -104,7 +104,7 @@ class Bootstrap:
             store.set("softroce/root", json.dumps([self.magic, *listener.getsockname()]))
         try:
             self.magic, host, port = json.loads(store.get("softroce/root"))
-            with self._stream((host, port)) as stream:
+            with self.awaiting("connection to the root at rank 0"), self._stream((host, port)) as stream:
                 own = socket_address(successor.getsockname()) + socket_address(self._listener.getsockname())
                 lead = b"\0\0\0\0" if self._one_word else b""
                 stream.sendall(_item(lead + struct.pack("<II", self.rank, self.size) + own))
@@ -134,8 +134,8 @@ class Bootstrap:
         """NCCL's bootstrap root: tells each rank where its successor listens. Ends when that is done or too late; then
         `own`, where this rank waits for the same, is shut."""
         found: dict[int, tuple[bytes, bytes]] = {}
-        try:
-            with listener:
+        with listener:  # closed last: who is refused there finds the trouble said
+            try:
                 while len(found) < self.size:
                     with self._accept(listener) as stream:
                         item = _read_item(stream)[4 if self._one_word else 0 :]
@@ -143,13 +143,13 @@ class Bootstrap:
                         if size != self.size or rank in found or rank >= size:
                             raise ConnectionError(f"somebody says it is rank {rank} of {size}")
                         found[rank] = item[8:36], item[36:64]
-            for rank in range(self.size):
-                with self._stream(address_of(found[rank][0])) as stream:
-                    stream.sendall(_item(found[(rank + 1) % self.size][1]))
-        except (OSError, struct.error) as error:  # the ranks that wait for it run into their own timeouts
-            absent = ", ".join(str(rank) for rank in range(self.size) if rank not in found)
-            self._trouble = f"{error}, while rank {absent} was waited for" if absent else str(error)
-            own.shutdown(socket.SHUT_RDWR)
+                for rank in range(self.size):
+                    with self._stream(address_of(found[rank][0])) as stream:
+                        stream.sendall(_item(found[(rank + 1) % self.size][1]))
+            except (OSError, struct.error) as error:  # the ranks that wait for it run into their own timeouts
+                absent = ", ".join(str(rank) for rank in range(self.size) if rank not in found)
+                self._trouble = f"{error}, while rank {absent} was waited for" if absent else str(error)
+                own.shutdown(socket.SHUT_RDWR)
 
     def _stream(self, address: tuple[str, int]) -> socket.socket:
         stream = socket.create_connection(address, self.timeout, source_address=(self._address, 0))

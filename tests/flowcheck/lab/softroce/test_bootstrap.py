@@ -24,21 +24,36 @@ def test_a_rank_that_does_not_come_is_named() -> None:
     assert time.monotonic() - begun < 10
 
 
-def test_what_is_no_rank_ends_the_root_and_that_is_told_to_its_rank() -> None:
-    """The root's thread has an error of its own: rank 0 says it, long before its timeout."""
-    store = dist.HashStore()
+class Late:
+    """A store whose answers wait for an event."""
+
+    def __init__(self, store: dist.Store, event: threading.Event) -> None:
+        self.set, self._store, self._event = store.set, store, event
+
+    def get(self, key: str) -> bytes:
+        assert self._event.wait(30)
+        return self._store.get(key)
+
+
+@pytest.mark.parametrize("first", ["stranger", "whoever comes"])
+def test_what_is_no_rank_ends_the_root_and_that_is_told_to_its_rank(first: str) -> None:
+    """The root's thread has an error of its own: rank 0 says it, long before its timeout, also where the root is gone
+    before rank 0 has reported to it."""
+    store, served = dist.HashStore(), threading.Event()
 
     def stranger() -> None:
         magic, host, port = json.loads(store.get("softroce/root"))
         with socket.create_connection((host, port), 10) as sock:
             item = struct.pack("<II", 9, 2) + bytes(56)
             sock.sendall(struct.pack("<QI", magic, 1) + struct.pack("<I", len(item)) + item)
+            sock.recv(1)  # until the root has hung up
+        served.set()
 
     thread = threading.Thread(target=stranger)
     thread.start()
     begun = time.monotonic()
     with pytest.raises(ConnectionError, match="says it is rank 9 of 2"):
-        Bootstrap(0, 2, store, "127.0.0.1", FAMILY, 60.0)
+        Bootstrap(0, 2, Late(store, served) if first == "stranger" else store, "127.0.0.1", FAMILY, 60.0)
     assert time.monotonic() - begun < 30
     thread.join()
 
