@@ -34,10 +34,9 @@ class CounterFile(Resource):
         safe = re.sub(r"[^A-Za-z0-9_.:-]", "_", label)[-64:]
         self.path: Path | None = folder / f"{PREFIX}{os.getpid()}-{next(_numbers)}-{safe}"
         self._pid = os.getpid()
-        self._map = self._create(size)
         names = b"\0".join(text.encode() for text in (safe, *COUNTERS)) + b"\0"
         fixed = FIXED.pack(MAGIC, os.getpid(), queues, len(COUNTERS), stride, start_ticks(os.getpid()))
-        self._map[: len(fixed) + len(names)] = fixed + names
+        self._map = self._create(size, fixed + names)
         self._bytes: Any = ffi.from_buffer(self._map, require_writable=True)
         self._rows = [
             ffi.cast("fc_rx_counters *", ffi.addressof(self._bytes, HEADER + q * stride)) for q in range(queues)
@@ -45,7 +44,7 @@ class CounterFile(Resource):
         self._last: list[dict[str, int]] = []
         super().__init__(parent)
 
-    def _create(self, size: int) -> mmap.mmap:
+    def _create(self, size: int, header: bytes) -> mmap.mmap:
         assert self.path is not None
         # Complete under another name first, so that no reader ever sees half of it.
         aside = self.path.with_name("." + self.path.name)
@@ -55,6 +54,7 @@ class CounterFile(Resource):
                 os.fchmod(fd, 0o644)
                 os.posix_fallocate(fd, 0, size)
                 mapped = mmap.mmap(fd, size)
+                mapped[: len(header)] = header
                 os.rename(aside, self.path)
             except OSError:
                 aside.unlink(missing_ok=True)
@@ -64,6 +64,7 @@ class CounterFile(Resource):
         except OSError:
             self.path = None
             mapped = mmap.mmap(-1, size)
+            mapped[: len(header)] = header
         return mapped
 
     def row(self, queue: int) -> Any:

@@ -31,6 +31,7 @@ PREFIX = "flowcheck-"
 MAGIC = b"fccount1"
 FIXED = struct.Struct("<8sIIIIQ")
 HEADER = 4096
+PF_EXITING = 0x4  # include/linux/sched.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,13 @@ class Snapshot:
 
 
 def start_ticks(pid: int) -> int:
-    """When the process began, in clock ticks since boot; 0 if there is none."""
+    """When the process began, in clock ticks since boot; 0 if there is none, or if it is ending or a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (OSError, UnicodeDecodeError):
         return 0
-    return int(text.rpartition(")")[2].split()[19])
+    fields = text.rpartition(")")[2].split()  # proc_pid_stat(5), from the state on
+    return 0 if fields[0] in "ZX" or int(fields[6]) & PF_EXITING else int(fields[19])
 
 
 def alive(pid: int, ticks: int) -> bool:
@@ -111,6 +113,10 @@ def sweep(folder: Path = FOLDER) -> None:
         except ValueError:
             continue
         if not alive(pid, ticks):
+            path.unlink(missing_ok=True)
+    for path in folder.glob(f".{PREFIX}*-*"):  # killed while writing it: its name alone says whose it was
+        writer = path.name.split("-")[1]
+        if writer.isdecimal() and not start_ticks(int(writer)):
             path.unlink(missing_ok=True)
 
 

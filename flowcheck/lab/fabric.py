@@ -15,7 +15,8 @@ Where an impairment is asked for, the cable is cut and the bump joins the ends (
 Names: namespaces flowcheck-NAME-r0.., -leaf, -node, -node1..; state in /run/flowcheck-lab/NAME, shared
 memory of its nodes in /dev/shm/flowcheck-lab/NAME. Two labs with
 different names do not meet. What a killed lab has left is found by these names and cleared by the next `up` of the
-same name, or by `down`; a lab whose owner lives is refused. A fabric belongs to one thread.
+same name, or by `down`; a lab whose owner lives is refused. Counter files of killed nodes carry a process id and no
+lab's name: whoever clears a lab removes those of all dead processes. A fabric belongs to one thread.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from dataplane import counters
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.lab import netns
 from flowcheck.lab.impair import Bump, Wire
@@ -112,7 +113,7 @@ class Fabric:
         config = self.config
         self.directory.mkdir(parents=True)
         self.shared.mkdir(parents=True)
-        owner = {"pid": os.getpid(), "started": _started(os.getpid()), "keep": self._keep}
+        owner = {"pid": os.getpid(), "started": counters.start_ticks(os.getpid()), "keep": self._keep}
         (self.directory / "lab.json").write_text(json.dumps({"owner": owner, "fabric": config.to_dict()}))
         for role in config.roles:
             netns.add(config.namespace(role))
@@ -283,6 +284,8 @@ class Fabric:
         self._children.clear()
         if not self._adopted:
             clear(self.config.name)
+        else:
+            counters.sweep()
         self._ovs = self._bump = None
         self.mirrors = []
 
@@ -343,14 +346,15 @@ def _leftover(name: str, roles: tuple[str, ...]) -> Leftover:
         state = json.loads((STATE / name / "lab.json").read_text())
         pid = int(state["owner"]["pid"])
         kept = bool(state["owner"]["keep"])
-        if not kept and _started(pid) == state["owner"]["started"]:
+        if not kept and counters.alive(pid, state["owner"]["started"]):
             owner = pid
         config = FabricConfig.from_dict(state["fabric"])
     return Leftover(name, roles, owner, kept, config)
 
 
 def clear(name: str) -> bool:
-    """Remove all namespaces, processes and state of a lab. False if there was nothing."""
+    """Remove all namespaces, processes and state of a lab, and the counters of what was killed in it. False if there
+    was nothing of the lab's name."""
     mine = [space for space in netns.names() if (match := ROLE.fullmatch(space)) and match[1] == name]
     for space in sorted(mine, key=lambda one: one.endswith("-leaf")):  # the leaf last: its bump and switch serve all
         netns.delete(space)
@@ -360,13 +364,5 @@ def clear(name: str) -> bool:
         shutil.rmtree(parent / name, ignore_errors=True)
         with contextlib.suppress(OSError):
             parent.rmdir()  # not empty: another lab
+    counters.sweep()
     return had
-
-
-def _started(pid: int) -> int | None:
-    """Start time of a process in clock ticks: with the number it names a process for good."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return None
-

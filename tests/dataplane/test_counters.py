@@ -69,8 +69,12 @@ def test_a_killed_process_leaves_nothing_for_long(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert read_counters(tmp_path) == [] and len(os.listdir(tmp_path)) == 1
+    (tmp_path / f".flowcheck-{process.pid}-0-dead").touch()  # had it been killed a moment earlier
+    living = {f".flowcheck-{os.getpid()}-0-here", ".flowcheck-bench-x", ".flowcheck-x"}
+    for name in living:
+        (tmp_path / name).touch()
     sweep(tmp_path)
-    assert os.listdir(tmp_path) == []
+    assert set(os.listdir(tmp_path)) == living
 
 
 # -- pydpdk by hand ----------------------------------------------------------------------------------------

@@ -23,6 +23,14 @@ from flowcheck.lab.shape import FabricConfig
 _numbers = itertools.count()
 
 
+def clear_killed_runs() -> None:
+    """Remove what test runs have left that were killed."""
+    for lab in leftovers():
+        match = re.fullmatch(r"[ts]([0-9a-f]+)(n\d+b?)?", lab.name)  # s: softroce's tests
+        if match and lab.owner is None and not os.path.exists(f"/proc/{int(match[1], 16)}"):
+            clear(lab.name)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def terminated() -> Iterator[None]:
     """SIGTERM ends a test run as Ctrl-C does, with its labs taken down; what a killed run has left is cleared here."""
@@ -30,10 +38,7 @@ def terminated() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    for lab in leftovers():
-        match = re.fullmatch(r"[ts]([0-9a-f]+)(n\d+b?)?", lab.name)  # s: softroce's tests
-        if match and lab.owner is None and not os.path.exists(f"/proc/{int(match[1], 16)}"):
-            clear(lab.name)
+    clear_killed_runs()
     before = signal.signal(signal.SIGTERM, interrupt)
     yield
     signal.signal(signal.SIGTERM, before)
