@@ -207,9 +207,10 @@ class Attachment:
         for what, value in (("clip", clip), ("scale", scale)):
             if value is not None and not math.isfinite(value):
                 # What such a step leaves behind is NaN of no defined sign: no record, so the node asks for a state.
+                why = f"no record of iteration {self.iteration}: {what} is {float(value)}"
                 if not self._unsaid:
-                    self._say(f"no record of iteration {self.iteration}: {what} is {float(value)}")
-                self._unsaid = f"no record of iteration {self.iteration}: {what} is {float(value)}"
+                    self._say(why)
+                self._unsaid = why
                 return
         self._unsaid = ""
         record = Record(

@@ -23,12 +23,13 @@ from parser.machine import Engine
 
 from flowcheck.jobplan import BucketPlace, JobPlan
 from flowcheck.manifest import Job
-from parser.plan import EdgeSpec, Phase, Target
+from parser.plan import EdgeSpec, FlowSpec, Phase, Target
 from parser.wire import Lane, Protocol, edge_lane
 
 __all__ = [
     "BucketCoverage",
     "bucket_coverage",
+    "data_flows",
     "describe_disagreement",
     "flow_name",
     "parameter_bytes",
@@ -63,6 +64,14 @@ def ranges(mask: np.ndarray) -> list[tuple[int, int]]:
     """[start, end) of the runs of True in a 1-D bool array."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
     return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+
+
+def data_flows(plan: JobPlan, engine: Engine) -> Iterator[tuple[FlowSpec, dict]]:
+    """(flow, its counters) of every flow that carries data, once for each capture."""
+    for stream in range(plan.engine.streams):
+        for spec, counters in zip(plan.engine.flows, engine.flow_counters(stream), strict=True):
+            if spec.data:
+                yield spec, counters
 
 
 def bucket_coverage(plan: JobPlan, engine: Engine, iteration: int) -> list[BucketCoverage]:
@@ -100,14 +109,13 @@ def _bytes(region: np.ndarray, place: BucketPlace) -> np.ndarray:
 def _causes(plan: JobPlan, engine: Engine, iteration: int, place: BucketPlace, mask: np.ndarray) -> dict[str, int]:
     seen: dict[int, set[int]] = {}  # edge -> its QPs that are in the captures
     lost_flows, adrift = set(), set()
-    for stream in range(plan.engine.streams):
-        for spec, counters in zip(plan.engine.flows, engine.flow_counters(stream), strict=True):
-            if spec.data and counters["packets"]:
-                seen.setdefault(spec.edge, set()).add(spec.qp)
-                if iteration in counters["ignored"]:
-                    lost_flows.add(spec.edge)
-                if counters["adrift"]:
-                    adrift.add(spec.edge)
+    for spec, counters in data_flows(plan, engine):
+        if counters["packets"]:
+            seen.setdefault(spec.edge, set()).add(spec.qp)
+            if iteration in counters["ignored"]:
+                lost_flows.add(spec.edge)
+            if counters["adrift"]:
+                adrift.add(spec.edge)
     carried, sound, unplaced = (np.zeros(place.elements, dtype=bool) for _ in range(3))
     for edge, queues in seen.items():
         for start, end in _final_ranges(plan, iteration, place, edge, queues):

@@ -15,7 +15,7 @@ from typing import Literal
 
 from parser.machine import Engine
 
-from flowcheck.evidence import BucketCoverage, bucket_coverage, describe_disagreement, flow_name, refusal
+from flowcheck.evidence import BucketCoverage, bucket_coverage, data_flows, describe_disagreement, flow_name, refusal
 from flowcheck.jobplan import JobPlan
 from flowcheck.labels import contradiction, other_version
 from flowcheck.verdict import BucketEvidence, Evidence, StreamEvidence, Verdict, judge
@@ -92,17 +92,13 @@ class Judge:
     def recovered(self, iteration: int) -> Iterator[str]:
         """Calls that the manifest does not list and that fill whole iterations agree with the count as well as the
         manifest's own do: what comes behind a disagreement is right only if no such call was its cause."""
-        for stream in range(self._plan.engine.streams):
-            counted = self._engine.flow_counters(stream)
-            for spec, counters in zip(self._plan.engine.flows, counted, strict=True):
-                ignored = counters["ignored"]
-                if spec.data and ignored and ignored.stop <= iteration:
-                    name = flow_name(self._plan.job, spec.edge)
-                    yield f"{name}: disagreed in iteration {ignored.start}, trusted again from {ignored.stop} on"
+        for spec, counters in data_flows(self._plan, self._engine):
+            ignored = counters["ignored"]
+            if ignored and ignored.stop <= iteration:
+                name = flow_name(self._plan.job, spec.edge)
+                yield f"{name}: disagreed in iteration {ignored.start}, trusted again from {ignored.stop} on"
 
     def unanchored(self) -> Iterator[str]:
-        for stream in range(self._plan.engine.streams):
-            counted = self._engine.flow_counters(stream)
-            for spec, counters in zip(self._plan.engine.flows, counted, strict=True):
-                if spec.data and counters["packets"] and not counters["anchored"] and counters["state"] != "LOST":
-                    yield flow_name(self._plan.job, spec.edge)
+        for spec, counters in data_flows(self._plan, self._engine):
+            if counters["packets"] and not counters["anchored"] and counters["state"] != "LOST":
+                yield flow_name(self._plan.job, spec.edge)

@@ -204,15 +204,10 @@ class JobReplica:
     def ready(self) -> bool:
         return self._replica is not None
 
-    def write(
-        self, out: Path, unproven: Sequence[str], status: str = "unverified", version: Slot | None = None
-    ) -> Path:
-        """Write the current version, or one that the caller has pinned, as a checkpoint; returns its directory. Any
-        thread."""
-        assert self._replica is not None and self._spec is not None and self._dialect is not None
+    def write(self, out: Path, unproven: Sequence[str], version: Slot, status: str = "unverified") -> Path:
+        """Write a version that the caller has pinned as a checkpoint; returns its directory. Any thread."""
+        assert self._spec is not None and self._dialect is not None
         job = self._plan.job
-        with self._replica.pinned() as current:
-            slot = version or current
-            optimizer: dict[str, Any] = self._spec.to_dict()
-            meta = Meta(job.run_id, job.epoch, status, tuple(unproven), optimizer, self._dialect.name)
-            return write_step(out, slot.step, slot.parameters, slot.optimizer_state, meta)
+        optimizer: dict[str, Any] = self._spec.to_dict()
+        meta = Meta(job.run_id, job.epoch, status, tuple(unproven), optimizer, self._dialect.name)
+        return write_step(out, version.step, version.parameters, version.optimizer_state, meta)

@@ -23,7 +23,7 @@ from dataplane.pcapfile import PcapInfo
 from dataplane.pydpdk.eal import Eal
 from flowcheck.durable import adopt, remove_tree, reporting
 from flowcheck.errors import UserError
-from flowcheck.evidence import describe_disagreement, flow_name, parameter_bytes
+from flowcheck.evidence import data_flows, describe_disagreement, flow_name, parameter_bytes
 from flowcheck.gathered import GatheredParameters
 from flowcheck.jobplan import JobPlan
 from flowcheck.judging import Judge
@@ -185,9 +185,7 @@ class ReplaySession:
         self.report.trust = [*self.marks, *labels, *self.replica.unproven]
 
     def _seen_edges(self) -> list[int]:
-        streams = [self.engine.flow_counters(stream) for stream in range(self.plan.engine.streams)]
-        flows = enumerate(self.plan.engine.flows)
-        return sorted({spec.edge for i, spec in flows if spec.data and any(c[i]["packets"] for c in streams)})
+        return sorted({spec.edge for spec, counters in data_flows(self.plan, self.engine) if counters["packets"]})
 
     @property
     def _place(self) -> Path:
@@ -209,15 +207,15 @@ class ReplaySession:
         """Connections whose packets came after an outage and could not be placed any more."""
         names = [
             flow_name(self.plan.job, spec.edge)
-            for stream in range(self.plan.engine.streams)
-            for spec, counters in zip(self.plan.engine.flows, self.engine.flow_counters(stream), strict=True)
-            if spec.data and counters["adrift"]
+            for spec, counters in data_flows(self.plan, self.engine)
+            if counters["adrift"]
         ]
         return "; ".join(names[:4])
 
     def _write(self) -> None:
         self._note_trust()
-        path = self.replica.write(self._place, self.report.unproven)
+        with self.replica.pinned() as version:
+            path = self.replica.write(self._place, self.report.unproven, version)
         self.written = self.replica.step
         path = self.options.out / path.name
         self.report.checkpoint = CheckpointReport(self.written, str(path), "unverified")
@@ -286,9 +284,8 @@ class ReplaySession:
         """No packet of the job's iterations in the captures: say what was there instead."""
         entries = self.engine.disagreements()
         packets = dict.fromkeys(range(len(self.plan.job.flows)), 0)
-        for stream in range(self.plan.engine.streams):
-            for spec, counters in zip(self.plan.engine.flows, self.engine.flow_counters(stream), strict=True):
-                packets[spec.edge] += counters["packets"] if spec.data else 0
+        for spec, counters in data_flows(self.plan, self.engine):
+            packets[spec.edge] += counters["packets"]
         captures = ", ".join(info.path for info in self.infos)
         if entries:
             return UserError(

@@ -928,24 +928,21 @@ cdef class Engine:
         consumed. None: so many are not there yet."""
         cdef fc_ring *ring = <fc_ring *>ring_address
         cdef int closed = fc_ring_closed(ring)
-        cdef uint64_t i, k, n = fc_ring_peek(ring, count)
+        cdef uint64_t i, n = fc_ring_peek(ring, count)
         cdef fc_roce p
         cdef const FlowKey *key
-        cdef const FlowKey *other
+        cdef set begun = set(), old = set()  # flows that have PSN 0 here; one that is no young one
         if n < min(count, ring.mask + 1) and not closed:
             return None
         for i in range(n):
             key = self._write_at(ring, i, &p)
-            if key == NULL or p.psn != 0 or (self.M.check_icrc and not fc_icrc_ok(&p)):
+            if key == NULL or 0 < p.psn < YOUNG or (self.M.check_icrc and not fc_icrc_ok(&p)):
                 continue
-            for k in range(n):  # beside large ones it is no beginning, but a wrap
-                other = self._write_at(ring, k, &p)
-                if other == key and p.psn >= YOUNG and (not self.M.check_icrc or fc_icrc_ok(&p)):
-                    break
-            else:
-                self.M.from_start = 1
-                return True
-        return False
+            (old if p.psn else begun).add(<uintptr_t>key)
+        if not begun - old:  # beside large ones PSN 0 is no beginning, but a wrap
+            return False
+        self.M.from_start = 1
+        return True
 
     cdef const FlowKey *_write_at(self, fc_ring *ring, uint64_t ahead, fc_roce *p) noexcept:
         """The data flow of a WRITE that lies ahead in a ring; NULL: something else."""

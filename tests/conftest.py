@@ -1,5 +1,6 @@
 """Fixtures that every folder shares. Capabilities decide what is skipped, and the skip says why."""
 
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,18 @@ JOBS = ROOT / "tests" / "data" / "jobs"
 # No test is a timed test: an example may take as long as a busy machine lets it.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def terminated() -> Iterator[None]:
+    """SIGTERM ends a test run as Ctrl-C does: every fixture takes down what it has made."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(scope="session")

@@ -106,7 +106,7 @@ static inline int fc_ring_closed(const fc_ring *r)
  * the other order could miss entries published in between. */
 static inline int fc_ring_drained(fc_ring *r)
 {
-    uint32_t closed = __atomic_load_n(&r->closed, __ATOMIC_ACQUIRE);
+    int closed = fc_ring_closed(r);
     return closed && __atomic_load_n(&r->head, __ATOMIC_ACQUIRE) == r->tail;
 }
 

@@ -107,7 +107,7 @@ class Writer:
         try:
             with replica.pinned() as version:
                 ready.set()  # from here on the replica may go on: this version stays
-                path = replica.write(out, replica.unproven, status, version)
+                path = replica.write(out, replica.unproven, version, status)
                 step = version.step
             self._say("written", name=name, step=step, path=str(path))
         except FlowcheckError as error:

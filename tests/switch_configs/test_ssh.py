@@ -4,10 +4,8 @@ middle, connection lost, rollback, remove, and what must not happen: a password 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import logging
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +17,7 @@ from switch_configs.model import MirrorPlan, MirrorSession, Source
 from switch_configs.transport import Credentials, SshTransport
 
 pytest.importorskip("netmiko", reason="netmiko (extra `switch`) is not installed")
-_spec = importlib.util.spec_from_file_location("flowcheck_test_devices", Path(__file__).with_name("devices.py"))
-assert _spec and _spec.loader
-devices = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = devices
-_spec.loader.exec_module(devices)
+from . import devices
 
 PORT = {"comware": "HundredGigE1/0/{}", "nxos": "Ethernet1/{}", "cumulus": "swp{}", "junos": "et-0/0/{}"}
 VENDORS = list(devices.DEVICES)

@@ -7,11 +7,8 @@ failure the whole device, ports included, must be what it was, even where what w
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +18,8 @@ from switch_configs.manage import Difference, Manager
 from switch_configs.model import MirrorSession, Source
 from switch_configs.transport import answer, typed
 
-_spec = importlib.util.spec_from_file_location("flowcheck_test_devices", Path(__file__).with_name("devices.py"))
 pytest.importorskip("paramiko", reason="netmiko (extra `switch`) is not installed")
-assert _spec and _spec.loader
-devices = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = devices
-_spec.loader.exec_module(devices)
+from . import devices
 
 PORT = {"comware": "HundredGigE1/0/{}", "nxos": "Ethernet1/{}", "cumulus": "swp{}", "junos": "et-0/0/{}"}
 VENDORS = list(devices.DEVICES)

@@ -2,7 +2,6 @@
 import ctypes
 import ctypes.util
 import hashlib
-import importlib.util
 import json
 import os
 import random
@@ -23,20 +22,9 @@ from updater.reader import Reader
 from updater.replica import Replica
 from updater.store import _CRC_AT, _HEADER, Store
 
+from .test_kernels import assert_equal, compare
+from .test_shared import advance, fresh, layout, state_bits, undisturbed
 
-def beside(name):
-    """Another test module of this folder; they are no package, and cannot be imported by name."""
-    spec = importlib.util.spec_from_file_location(f"flowcheck_{name}", Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-assert_equal, compare = (getattr(beside("test_kernels"), name) for name in ("assert_equal", "compare"))
-_shared = beside("test_shared")
-advance, fresh, layout, shm, state_bits, undisturbed = (
-    getattr(_shared, name) for name in ("advance", "fresh", "layout", "shm", "state_bits", "undisturbed")
-)
 LIBC = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
 
 

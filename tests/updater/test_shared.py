@@ -23,19 +23,6 @@ from updater.slot import SlotState
 SIZES = {"w": (70, 300), "b": (5001,)}
 
 
-@pytest.fixture
-def shm():
-    """A directory in tmpfs, gone afterwards."""
-    import shutil
-    import tempfile
-
-    if not os.path.ismount("/dev/shm"):
-        pytest.skip("no tmpfs at /dev/shm")
-    path = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="flowcheck-test-"))
-    yield path
-    shutil.rmtree(path)
-
-
 def bits(t):
     return t.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
 

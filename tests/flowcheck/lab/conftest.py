@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import signal
 import socket
 import struct
 import time
@@ -24,7 +23,7 @@ _numbers = itertools.count()
 
 
 def clear_killed_runs() -> None:
-    """Remove what test runs have left that were killed."""
+    """Remove the labs of test runs that were killed."""
     for lab in leftovers():
         match = re.fullmatch(r"[ts]([0-9a-f]+)(n\d+b?)?", lab.name)  # s: softroce's tests
         if match and lab.owner is None and not os.path.exists(f"/proc/{int(match[1], 16)}"):
@@ -32,16 +31,8 @@ def clear_killed_runs() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def terminated() -> Iterator[None]:
-    """SIGTERM ends a test run as Ctrl-C does, with its labs taken down; what a killed run has left is cleared here."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
+def cleared() -> None:
     clear_killed_runs()
-    before = signal.signal(signal.SIGTERM, interrupt)
-    yield
-    signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from flowcheck.manifest import Job
 from flowcheck.synth import Synthesis, example_job
 
 NO_HINTS = Hints()
+# One of each family of layouts and forms (docs/wire.md).
+VERSIONS = ("2.12.12", "2.19.4", "2.20.5", "2.22.3", "2.23.4", "2.27.7", "2.29.2", "2.30.7")
 
 
 def ddp_job(**options: object) -> Job:
@@ -65,6 +67,20 @@ def same(found: Job, true: Job, iterations: int) -> None:
         assert slices(found, iteration) == slices(true, iteration)
     assert [e.shape for e in found.model] == [e.shape for e in true.model]
     assert found.communicator.protocol == true.communicator.protocol
+
+
+def doubts(found: Learnt) -> set[str]:
+    """What the doubts are about."""
+    return {text.split(":")[0] for text in found.doubts}
+
+
+def unless_refused(made: Synthesis, hints: Hints) -> Learnt | None:
+    """None: refused, with a remedy."""
+    try:
+        return learnt(made, hints)
+    except UserError as error:
+        assert error.remedy
+        return None
 
 
 def refusal(made: Synthesis, hints: Hints = NO_HINTS, log: LogFacts | None = None) -> str:

@@ -1,8 +1,6 @@
 """Traffic that has a second reading: decided by evidence, refused with both named, or marked with the very doubt."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,13 +13,7 @@ from flowcheck.learn.logs import parse_log
 from flowcheck.manifest import Collective, Job
 from flowcheck.synth import Synthesis, example_job, generate
 
-_spec = importlib.util.spec_from_file_location("flowcheck_test_learning", Path(__file__).with_name("oracle.py"))
-assert _spec is not None and _spec.loader is not None
-oracle = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(oracle)
-ddp_job, learnt, placement, refusal, same = (
-    oracle.ddp_job, oracle.learnt, oracle.placement, oracle.refusal, oracle.same,
-)  # fmt: skip
+from .oracle import ddp_job, doubts, learnt, placement, refusal, same
 
 
 def bare_job(**options: object) -> Job:
@@ -30,10 +22,6 @@ def bare_job(**options: object) -> Job:
 
 def confidence(found: Learnt, what: str) -> str:
     return next(item.confidence for item in found.items if item.what == what)
-
-
-def doubts(found: Learnt) -> set[str]:
-    return {text.split(":")[0] for text in found.doubts}
 
 
 # -- ring or tree ----------------------------------------------------------------------------------------
