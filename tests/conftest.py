@@ -1,7 +1,8 @@
 """Fixtures that every folder shares. Capabilities decide what is skipped, and the skip says why."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import hypothesis
@@ -15,6 +16,41 @@ JOBS = ROOT / "tests" / "data" / "jobs"
 # No test is a timed test: an example may take as long as a busy machine lets it.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """An interrupt waits until the block is done; a second one does not."""
+    came: list[int] = []
+
+    def wait(number: int, frame: object) -> None:
+        if came:
+            raise KeyboardInterrupt
+        came.append(number)
+
+    before = {number: signal.signal(number, wait) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        raise KeyboardInterrupt
+
+
+# pytest drops the finalizers that are left when one of them is interrupted, and what they would have removed stays.
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None]:
+    with undisturbed():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish() -> Generator[None]:
+    with undisturbed():
+        return (yield)
 
 
 @pytest.fixture(scope="session", autouse=True)
