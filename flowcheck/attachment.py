@@ -82,7 +82,6 @@ class Attachment:
         self._refused = ""
         self._unsaid = ""  # why the newest iteration has no record
         self._closed = False
-        self._steps = 0
         self._stepped = -1  # of the optimizer since the last boundary; -1: its hook has not been heard of yet
         self._job: Job | None = None
         self._first = 0
@@ -125,7 +124,7 @@ class Attachment:
         if self._refused or post is None:
             return "refused"
         if not post.connected:
-            return "lost" if self._steps else "watching"
+            return "lost" if post.tried.is_set() else "watching"  # the first attempt may still be under way
         if self._job is None:
             return "watching"
         return "attached" if post.joined is not None and "state" not in post.wanted else "attaching"
@@ -166,7 +165,6 @@ class Attachment:
     def _step(self, clip: float | None, scale: float | None, skipped: bool) -> None:
         post = self._post
         assert post is not None
-        self._steps += 1
         groups, self._groups = self._groups, None
         stepped, self._stepped = self._stepped, min(self._stepped, 0)
         if self._job is not None and (stepped > 1 or (stepped == 0 and not skipped)):

@@ -9,6 +9,8 @@ import hypothesis
 import pytest
 from rich.console import Console
 
+from dataplane import counters
+
 ROOT = Path(__file__).resolve().parents[1]
 CAPTURES = ROOT.parent / "shared" / "captures"
 JOBS = ROOT / "tests" / "data" / "jobs"
@@ -55,13 +57,15 @@ def pytest_sessionfinish() -> Generator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def terminated() -> Iterator[None]:
-    """SIGTERM ends a test run as Ctrl-C does: every fixture takes down what it has made."""
+    """SIGTERM ends a test run as Ctrl-C does: every fixture takes down what it has made, and the counters of nodes that
+    were killed are removed last."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
     yield
+    counters.sweep()
     signal.signal(signal.SIGTERM, before)
 
 

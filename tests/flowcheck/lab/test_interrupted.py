@@ -42,7 +42,7 @@ def huge_pages() -> int:
 
 
 class Run:
-    """pytest on some tests of labs, in a process of its own; killed at the end at the latest."""
+    """pytest on some tests of labs, in a process of its own that does not outlive the block, nor does what it made."""
 
     def __init__(self, folder: Path, *words: str) -> None:
         self._log = (folder / "log").open("w+")
@@ -56,9 +56,13 @@ class Run:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._log.close()
+        self.process.terminate()  # this test may have been interrupted itself
+        try:
+            self.process.wait(60)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self._log.close()
 
     def spaces(self) -> list[str]:
         return [space for space in netns.names() if space.startswith(self._mine)]

@@ -134,7 +134,10 @@ class NodeProcess:
         return code
 
     def close(self) -> None:
-        if self.process.poll() is None:
+        self.process.terminate()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
         self._reader.join()

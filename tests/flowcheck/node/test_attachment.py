@@ -177,6 +177,7 @@ def test_no_node_blocks_or_fails_training(train, port) -> None:
             # One boundary may wait: two seconds, on a machine that is busy with other tests.
             assert len(took) == 6 and took[-1] < 8 and took[-2] < 1, (kind, took)
             assert "attached" not in {line["state"] for line in mine}, kind
+            assert kind != "is gone" or mine[-1]["state"] == "lost"
             assert any(why in line["why"] for line in mine), (kind, [line["why"] for line in mine])
 
 
