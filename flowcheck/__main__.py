@@ -1,5 +1,15 @@
-"""`python -m flowcheck` is the `flowcheck` command."""
+"""The `flowcheck` command, also as `python -m flowcheck`. Ctrl-C while it is being imported ends it in silence, too."""
 
-from flowcheck.cli import main
+import sys
 
-main()
+
+def main() -> None:
+    try:
+        from flowcheck.cli import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

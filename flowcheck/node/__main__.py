@@ -1,5 +1,16 @@
-"""`python -P -m flowcheck.node` is the `flowcheck-node` command."""
+"""The `flowcheck-node` command, also as `python -P -m flowcheck.node`. Ctrl-C while it is being imported ends it in
+silence, too."""
 
-from flowcheck.node.cli import main
+import sys
 
-main()
+
+def main() -> None:
+    try:
+        from flowcheck.node.cli import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

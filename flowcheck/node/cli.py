@@ -193,6 +193,7 @@ def run(
     ] = None,
 ) -> None:
     """Follow training jobs on a mirror port: a checkpoint after every iteration, or a reason why not."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also a start that is cut short is taken down in order
     settings = load(config)
     if keep_hashes is not None:
         settings = settings.model_copy(

@@ -92,7 +92,11 @@ class NodeProcess:
         self._new: queue.Queue[dict[str, Any]] = queue.Queue()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        listening = self.wait("listening")
+        try:
+            listening = self.wait("listening")
+        except BaseException:
+            self.close()
+            raise
         host, _, port = listening["control"].rpartition(":")
         self.address = (host, int(port))
 

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dataplane.counters import read_counters
 from flowcheck.checkpoint import tensor_sha256
 from flowcheck.checksum import checksums
 from flowcheck.manifest import Job
 from flowcheck.records import Challenge, Flows, Hello, Joined, Progress, Record, RecordsError, State, Wanted
 from flowcheck.synth import example_job
 from updater.reader import Reader
+
+from .conftest import LONGEST
 
 pytestmark = pytest.mark.root
 
@@ -50,6 +58,38 @@ def _iteration(run: Any, lan: Any, trainer: Any, **faults: Any) -> int:
     run.advance(made)
     trainer.record(t, groups=[{}])
     return t
+
+
+# -- the process -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_start_that_is_interrupted_is_taken_down(lan: Any, tmp_path: Path, number: signal.Signals) -> None:
+    """With the capture open, the start waits for somebody to read the hashes, which nobody does."""
+    os.mkfifo(tmp_path / "hashes")
+    (tmp_path / "token").write_text("a token that only tests have")
+    (tmp_path / "node.toml").write_text(
+        f'''[control]\nlisten = "127.0.0.1:0"\ntoken_file = "{tmp_path}/token"\n[capture]\nhuge = false\n'''
+        f'''device = "af_packet:{lan.near}"\n[replica]\ndirectory = "{tmp_path}"\n'''
+        f'''[output]\nkeep_hashes = "{tmp_path}/hashes"\n'''
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "flowcheck.node", "--config", str(tmp_path / "node.toml")],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        end = time.monotonic() + LONGEST
+        while not (mine := [Path(one.path) for one in read_counters() if one.pid == process.pid]):
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.01)
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=LONGEST)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130 and "Traceback" not in said, said
+    assert not mine[0].exists()
 
 
 # -- the control port ------------------------------------------------------------------------------------------
