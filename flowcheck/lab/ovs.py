@@ -10,6 +10,7 @@ RoCE networks lose nothing (PFC), so the ports get a buffer that holds what rank
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import socket
@@ -77,9 +78,14 @@ class OpenVSwitch:
         found = 0
         with os.fdopen(os.pidfd_open(pid), "rb", buffering=0) as process:
             for entry in Path(f"/proc/{pid}/fd").iterdir():
-                if not os.readlink(entry).startswith("socket:"):
+                try:
+                    if not os.readlink(entry).startswith("socket:"):
+                        continue
+                    number = _syscall(PIDFD_GETFD, process.fileno(), int(entry.name), 0)
+                except OSError as error:
+                    if error.errno not in (errno.ENOENT, errno.EBADF):  # closed meanwhile: its threads go on
+                        raise
                     continue
-                number = _syscall(PIDFD_GETFD, process.fileno(), int(entry.name), 0)
                 with socket.socket(fileno=number) as port:  # a copy: closing it leaves the switch's own
                     if port.family == socket.AF_PACKET:
                         port.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, PORT_BUFFER)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.lab import netns
 from flowcheck.lab.fabric import Fabric, clear, leftovers
+from flowcheck.lab.ovs import OpenVSwitch
 from flowcheck.lab.shape import SHARED, STATE, FabricConfig
 
 from .conftest import Tap, psn_of, roce_frame
@@ -163,3 +166,22 @@ def test_root_is_asked_for_plainly() -> None:
     if "EnvironmentProblem" not in done.stderr:
         pytest.skip(f"another user cannot run this Python: {done.stderr[-200:]}")
     assert "needs root" in done.stderr and "remedy" in done.stderr
+
+
+def test_files_that_a_switch_closes_meanwhile_are_passed_over(tmp_path) -> None:
+    """Its threads open and close files while its packet sockets are looked for; this process stands for it."""
+    ended = threading.Event()
+
+    def churn() -> None:
+        while not ended.is_set():
+            for end in socket.socketpair():
+                end.close()
+
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        for _ in range(300):
+            OpenVSwitch(tmp_path, "", None, keep=False)._deepen(os.getpid(), 0)
+    finally:
+        ended.set()
+        thread.join()
