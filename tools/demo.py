@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors.torch import load_file
@@ -116,15 +116,17 @@ def lab_impossible() -> str:
     return ""
 
 
-def train_live(out: Path) -> int:
-    """The command a user would run. Its last lines are the proof, its exit status says whether all was equal."""
+def train_live(out: Path) -> NoReturn:
+    """The command a user would run takes the place of this process: who interrupts the demo interrupts the lab, which
+    takes down what it has built. Its last lines are the proof, its exit status says whether all was equal."""
     command: list[str | Path] = [
         Path(sys.executable).with_name("flowcheck"), "lab", "run", "--name", "demo", "--ranks", "4",
         "--mirror", "0,1,2", "--iterations", "30", "--step-time", "8", "--out", out,
     ]  # fmt: skip
     words = [os.path.relpath(word, ROOT) if isinstance(word, Path) else word for word in command]
     print("$", " ".join(words), flush=True)
-    return subprocess.run(words, cwd=ROOT).returncode
+    os.chdir(ROOT)
+    os.execv(words[0], words)
 
 
 def main() -> int:
@@ -136,10 +138,13 @@ def main() -> int:
     if options.lab:
         why = lab_impossible()
         if not why:
-            return train_live(options.out / "lab")
+            train_live(options.out / "lab")
         print(f"NO LIVE TRAINING: {why}.\nRun `sudo make demo` for it. Captures are replayed instead:", flush=True)
     return 0 if all(prove(ROOT / name, options.out / name.name) for name in options.names) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

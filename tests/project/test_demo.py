@@ -4,14 +4,17 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.lab import netns
+from flowcheck.lab.fabric import clear
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = [sys.executable, "-P", str(ROOT / "tools" / "demo.py")]
@@ -63,6 +66,34 @@ def test_demo_trains_live(tmp_path: Path) -> None:
     versions = re.search(r"^EQUAL: (\d+) of (\d+) versions of the replica", done.stdout, re.MULTILINE)
     assert versions is not None and versions[1] == versions[2] and int(versions[1]) >= 30
     assert re.search(r"ratio \d+\.\d+", done.stdout) and "prove nothing about a cluster" in done.stdout
+
+
+@pytest.mark.root
+def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
+    try:
+        netns.require()
+    except EnvironmentProblem as problem:
+        pytest.skip(problem.what)
+    demo = subprocess.Popen([*DEMO, "--lab", "pcaps/ring2-ll", "--out", str(tmp_path)], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, preexec_fn=listen)  # fmt: skip
+    try:
+        end = time.monotonic() + 60
+        while not netns.exists("flowcheck-demo-leaf"):
+            assert demo.poll() is None and time.monotonic() < end
+            time.sleep(0.01)
+        demo.send_signal(signal.SIGINT)
+        said, _ = demo.communicate(timeout=60)
+    finally:
+        demo.kill()
+        demo.wait()
+        left = clear("demo")
+    assert demo.returncode == 130 and "Traceback" not in said, said
+    assert not left
+
+
+def listen() -> None:
+    """A shell's background job ignores Ctrl-C, and so would whatever it starts: the tests may run in one."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_demo_without_root_says_so(tmp_path: Path) -> None:
