@@ -39,7 +39,7 @@ from flowcheck.lab import netns
 from flowcheck.lab.impair import Bump, Wire
 from flowcheck.lab.mirror import Mirror
 from flowcheck.lab.ovs import OpenVSwitch
-from flowcheck.lab.shape import BRIDGE, CONTROL, MIRROR_MTU, MTU, NAME, PREFIX, SHARED, STATE, FabricConfig
+from flowcheck.lab.shape import BRIDGE, CONTROL, MIRROR_MTU, MTU, NAME, PREFIX, SHARED, STATE, FabricConfig, check_name
 
 __all__ = ["Fabric", "Leftover", "clear", "leftovers"]
 
@@ -354,7 +354,8 @@ def _leftover(name: str, roles: tuple[str, ...]) -> Leftover:
 
 def clear(name: str) -> bool:
     """Remove all namespaces, processes and state of a lab, and the counters of what was killed in it. False if there
-    was nothing of the lab's name."""
+    was nothing of the lab's name. Raises UserError if it is none: directories of that name are removed."""
+    check_name(name)
     mine = [space for space in netns.names() if (match := ROLE.fullmatch(space)) and match[1] == name]
     for space in sorted(mine, key=lambda one: one.endswith("-leaf")):  # the leaf last: its bump and switch serve all
         netns.delete(space)

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 from flowcheck.errors import UserError
 from flowcheck.lab.impair import Impairment
 
-__all__ = ["BRIDGE", "CONTROL", "MIRROR_MTU", "MTU", "NAME", "PREFIX", "SHARED", "STATE", "FabricConfig"]
+__all__ = ["BRIDGE", "CONTROL", "MIRROR_MTU", "MTU", "NAME", "PREFIX", "SHARED", "STATE", "FabricConfig", "check_name"]
 
 PREFIX = "flowcheck"
 STATE = Path("/run/flowcheck-lab")
@@ -26,6 +26,13 @@ BRIDGE, CONTROL = "flowcheck0", "flowcheckctl"
 NAME = re.compile(r"[a-z][a-z0-9]{0,15}")
 MTU, MIRROR_MTU = 9000, 9216  # RoCE at path MTU 4096 needs 4174 (reference switches.md 1.5)
 MOST_RANKS = 16
+
+
+def check_name(name: str) -> None:
+    """Raises UserError unless it is the name of a lab: it becomes a part of paths that root makes and removes."""
+    if not NAME.fullmatch(name):
+        raise UserError(f"{name!r} is no name of a lab", where="name",
+                        remedy="a letter, then at most 15 of a-z and 0-9")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,9 +56,7 @@ class FabricConfig:
     core: int | None = None  # where the leaf's own processes (bump, Open vSwitch) run
 
     def __post_init__(self) -> None:
-        if not NAME.fullmatch(self.name):
-            raise UserError(f"{self.name!r} is no name of a lab", where="name",
-                            remedy="a letter, then at most 15 of a-z and 0-9")  # fmt: skip
+        check_name(self.name)
         if not 2 <= self.ranks <= MOST_RANKS:
             raise UserError(f"{self.ranks} ranks", where="ranks", remedy=f"from 2 to {MOST_RANKS}")
         if self.groups and len(self.groups) != len(self.mirrored):

@@ -73,9 +73,12 @@ def test_an_interrupted_run_leaves_nothing(lab_name: str, tmp_path: Path, number
     assert left(lab_name) == [] and not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
 
 
-def test_wrong_requests(lab_name: str) -> None:
+def test_wrong_requests(lab_name: str, tmp_path: Path) -> None:
+    other = tmp_path / "not a lab's"
+    other.mkdir()
     for words, what in (
         (("run", "--name", "No Name"), "is no name of a lab"),
+        (("down", "--name", str(other)), "is no name of a lab"),
         (("run", "--mirror", "zero"), "is no list of ranks"),
         (("run", "--ranks", "3", "--stages", "2"), "do not make 2 groups"),
         (("run", "--name", lab_name, "--model", "bert"), "none of gpt, conv, mlp"),
@@ -90,4 +93,4 @@ def test_wrong_requests(lab_name: str) -> None:
     ):
         done = command(*words)
         assert done.returncode == 2 and what in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert left(lab_name) == []
+    assert left(lab_name) == [] and other.is_dir()
