@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from flowcheck.attachment_job import Model, Watch, entries, group_options
+from flowcheck.attachment_job import Model, Watch, check_gradients, entries, group_options
 from flowcheck.attachment_link import Post, Who
 from flowcheck.checksum import checksums
 from flowcheck.errors import FlowcheckError, UserError
@@ -135,10 +135,10 @@ class Attachment:
         if self._refused or self._unsaid:
             return self._refused or self._unsaid
         post = self._post
+        if self._watch is not None and self._job is None and (post is None or post.connected):
+            return self._watch.why  # whatever the node says meanwhile: it is waiting for the job
         if post is not None and post.why:
             return post.why
-        if self._watch is not None and self._job is None:
-            return self._watch.why
         return "" if self.state in ("attached", "closed") else "the node has not joined yet"
 
     @property
@@ -173,6 +173,8 @@ class Attachment:
                 where=f"iteration {self.iteration}",
                 remedy="step() once per iteration, behind optimizer.step(); skipped=True if that did nothing",
             )
+        if self._job is not None and self._watch is not None:
+            self._watch.again(self.iteration)
         if self._job is None and self._watch is not None:
             self._job, self._first = self._watch.look(), self.iteration
             if self._job is not None:
@@ -202,6 +204,8 @@ class Attachment:
         self, post: Post, groups: list[dict[str, Any]] | None, clip: float | None, scale: float | None, skipped: bool
     ) -> None:
         module = self._model.module
+        if skipped:  # no gradient was used, whatever it was multiplied with: the norm of an overflow is no number
+            clip = clip if clip is None or math.isfinite(clip) else 1.0
         for what, value in (("clip", clip), ("scale", scale)):
             if value is not None and not math.isfinite(value):
                 # What such a step leaves behind is NaN of no defined sign: no record, so the node asks for a state.
@@ -269,6 +273,7 @@ class Attachment:
         self._stepped = max(self._stepped, 0) + 1
         try:
             self._groups = group_options(self._described, optimizer)
+            check_gradients(self._described, optimizer)
         except Exception as error:
             self._refuse(error)
 

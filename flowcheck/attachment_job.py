@@ -3,6 +3,8 @@
     entries(model, optimizer)       what is optimized, constant, a buffer or tied, in state_dict order
     layout(model, names)            what lies where in DDP's buckets: asked from DDP's own reducer
     Watch(...).look()               at each boundary of iterations: the manifest, once the calls repeat
+    Watch(...).again(iteration)     at each boundary after that: they still do
+    check_gradients(model, ...)     before each optimizer step: it steps what the manifest says
 
 DDP announces its final buckets in the second forward, so the first iterations are only watched. What one iteration
 calls is the difference between two looks at the communicator's list of calls; the iteration is the steady one when
@@ -17,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -40,7 +43,7 @@ from flowcheck.manifest import (
 from flowcheck.rounding import rounding_of
 from flowcheck.tensors import DTYPES
 
-__all__ = ["Model", "Watch", "entries", "group_options"]
+__all__ = ["Model", "Watch", "check_gradients", "entries", "group_options"]
 
 _CLASSES: dict[type, str] = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
 _OPTIONS = {
@@ -137,6 +140,19 @@ def group_options(model: Model, optimizer: torch.optim.Optimizer) -> list[dict[s
     ]
 
 
+def check_gradients(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Call before an optimizer step. Raises UserError if it would leave a parameter alone that the manifest has as
+    optimized (torch skips one without a gradient, although DDP's bucket carries zeros for it: static_graph), or step
+    one that the manifest has as constant."""
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if (parameter.grad is None) == (id(parameter) in model.names):
+                name = model.names.get(id(parameter), f"one of shape {tuple(parameter.shape)}, group {number}")
+                what = "has no gradient" if parameter.grad is None else "has a gradient and had requires_grad off"
+                raise _refuse(f"parameter {name} {what}", "optimizer",
+                              "give the optimizer the parameters that every iteration trains, and attach anew")
+
+
 def _plain(value: Any, key: str) -> Any:
     """Python's own numbers: a float32 or a tensor would be rounded otherwise by the trainer than here."""
     numbers = list(value) if isinstance(value, tuple) else [value]
@@ -175,6 +191,7 @@ class Watch:
         self._calls, self._communicator = calls, communicator
         self._identity = (run_id, epoch)
         self._before = len(calls())
+        self._steady: list[dict[str, Any]] = []
         self._layout: tuple[list[Bucket], list[int], str] | None = None
         self.looks = 0
         self.why = "the job's iterations are being watched"
@@ -203,7 +220,21 @@ class Watch:
                 f"an iteration reduced {found} elements where DDP has buckets of {counts}; waiting for one that agrees"
             )
             return None
+        self._steady = mine
         return self._job(startup, steady, self._layout[0], dtype)
+
+    def again(self, iteration: int) -> None:
+        """Call when an iteration after those is over. Raises UserError if it called anything else than they did: the
+        wire has no names, and a call of a bucket's size would be taken for a gradient."""
+        calls = self._calls()
+        mine, self._before = calls[self._before :], len(calls)
+        if mine != self._steady:
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(mine, self._steady, strict=False)))
+            odd = mine[same] if same < len(mine) else "missing"
+            raise _refuse(
+                f"{len(mine)} calls on DDP's communicator where {len(self._steady)} are an iteration's; number {same}"
+                f" is {odd}", f"iteration {iteration}", "give DDP a process group of its own, and attach anew",
+            )
 
     def _job(
         self, startup: list[dict[str, Any]], steady: list[Collective], buckets: list[Bucket], dtype: str

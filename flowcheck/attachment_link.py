@@ -191,7 +191,8 @@ class Post:
                     if message.what:
                         self._say(message.why)
                 elif isinstance(message, Joined):
-                    self.joined = message.iteration
+                    # Nothing is wanted any more, of no rank: those that have no state to send hear it only here.
+                    self.wanted, self.joined = frozenset(), message.iteration
                     if self._link is link:
                         self.why = ""
                 elif isinstance(message, Progress):

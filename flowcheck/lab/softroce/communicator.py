@@ -28,7 +28,6 @@ from flowcheck.lab.softroce.work import SoftRoceWork
 
 __all__ = ["Communicator"]
 
-MOST_CALLS = 65537  # kept; one more than an attachment takes
 _LINGER_S = 5.0
 
 
@@ -41,7 +40,8 @@ class Communicator:
         self._store, self._closed = store, False
         self._pairs: dict[tuple[int, bool], tuple[int, int]] = {}
         self._lock = threading.Lock()  # issue order
-        self.calls: list[dict[str, Any]] = []  # the first MOST_CALLS
+        self.calls: list[dict[str, Any]] = []
+        self._said: dict[tuple[str, int, str, int], dict[str, Any]] = {}  # equal calls are one object
         self._nic = Nic.of(settings)
         self._boot: Bootstrap | None = None
         try:
@@ -104,8 +104,9 @@ class Communicator:
         with self._lock:
             self._check()
             plan = self._planner.plan(kind, count, dtype, root)
-            if count and len(self.calls) < MOST_CALLS:
-                self.calls.append({"op": kind, "count": count, "dtype": dtype, "root": root})
+            if count:
+                call = {"op": kind, "count": count, "dtype": dtype, "root": root}
+                self.calls.append(self._said.setdefault((kind, count, dtype, root), call))
             self._nic.submit(self._number, plan, source, target, work)
 
     def send(self, peer: int, address: int, size: int, work: SoftRoceWork) -> None:

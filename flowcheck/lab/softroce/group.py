@@ -253,7 +253,7 @@ def create(store: Any, rank: int, size: int, timeout: timedelta) -> SoftRoceGrou
 
 def calls(group: Any = None) -> list[dict[str, Any]]:
     """Collectives that a group's communicator was asked for since its birth, in issue order and in the manifest's
-    form (op, count, dtype, root); at most 65537. Broadcast and AllGather are counted in bytes."""
+    form (op, count, dtype, root). Broadcast and AllGather are counted in bytes."""
     return list(_communicator(group).calls)
 
 

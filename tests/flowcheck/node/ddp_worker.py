@@ -4,7 +4,8 @@
 
 NODES: one or several with commas between, attached to one after the other for STEPS each. JOB: manifest whose
 communicator and flows stand for those that gloo has not. What may happen at a step: "nan", clipping by no number;
-"twice", the attachment is told twice.
+"skipped", so after an overflow; "twice", the attachment is told twice; "extra", one more reduction, as long as a
+bucket; "unused", a parameter without a gradient.
 """
 
 import json
@@ -65,11 +66,17 @@ def main() -> None:
             said.append({"op": "Broadcast", "count": 32, "dtype": "float32"})
             loss.backward()
             said.extend({"op": "AllReduce", "count": count, "dtype": "float32"} for count in sizes())
-            optimizer.step()
+            if odd.get(step) == "extra":
+                said.append(dict(said[-1]))
+            if odd.get(step) == "unused":
+                model.module.middle.bias.grad = None
+            if odd.get(step) != "skipped":
+                optimizer.step()
             optimizer.zero_grad()
             schedule.step()
             trained = time.monotonic()
-            attachment.step(clip=float("nan") if odd.get(step) == "nan" else None)
+            clip = float("nan") if odd.get(step) in ("nan", "skipped") else None
+            attachment.step(clip=clip, skipped=odd.get(step) == "skipped")
             if odd.get(step) == "twice":
                 attachment.step()
             took = time.monotonic() - trained

@@ -87,6 +87,7 @@ def test_manifest_and_state_of_live_objects(start_node, train, tmp_path: Path) -
     assert node.wait("state")["iteration"] == 3
     first, second = ranks.finish()
     assert [line.get("state") for line in first] == ["watching", "watching", *["attached"] * 4, None]
+    assert [line.get("state") for line in second][3:] == [*["attached"] * 3, None]  # it has no state to send
     assert first[-1]["closed"] == second[-1]["closed"] == "closed"
     node.wait("end", serves=2)  # no iteration came over any wire
     assert node.end() == 0
@@ -181,10 +182,8 @@ def test_no_node_blocks_or_fails_training(train, port) -> None:
             assert any(why in line["why"] for line in mine), (kind, [line["why"] for line in mine])
 
 
-def test_what_records_say_and_when_there_is_none(train, port) -> None:
-    """Checksums are of every entry, frozen tensors and buffers too. A step whose clipping is no number has no record,
-    and the next one has. Once the trainer counts otherwise than the optimizer steps, there are no more."""
-    records: dict[int, list[Record]] = {0: [], 1: []}
+def _keeps(records: dict[int, list[Record]]) -> Callable[[socket.socket, Link], None]:
+    """A node that takes everything and keeps records by rank."""
 
     def serve(sock: socket.socket, link: Link) -> None:
         hello = accept(link, TOKEN.encode())
@@ -201,7 +200,26 @@ def test_what_records_say_and_when_there_is_none(train, port) -> None:
             elif isinstance(message, Record):
                 records[hello.rank].append(message)
 
-    first, second = train(port(serve), 9, odd=["4=nan", "7=twice"]).finish()
+    return serve
+
+
+@pytest.mark.parametrize("odd, why", [("extra", "calls on DDP's communicator"), ("unused", "middle.bias has no grad")])
+def test_an_iteration_unlike_those_before_has_no_record(train, port, odd: str, why: str) -> None:
+    """On the wire one more reduction of a bucket's size is the next gradient, and a parameter that the optimizer leaves
+    alone has zeros in its bucket. A step that was skipped has a record, whatever its norm."""
+    records: dict[int, list[Record]] = {0: [], 1: []}
+    for rank, lines in enumerate(train(port(_keeps(records)), 7, odd=["4=skipped", f"5={odd}"]).finish()):
+        assert [line["state"] for line in lines[3:-1]] == ["attached", "attached", "refused", "refused"]
+        assert why in lines[5]["why"]
+        kept = [(record.iteration, record.skipped, record.clip) for record in records[rank]]
+        assert kept in ([(3, False, None)], [(3, False, None), (4, True, 1.0)])  # the last may be on its way
+
+
+def test_what_records_say_and_when_there_is_none(train, port) -> None:
+    """Checksums are of every entry, frozen tensors and buffers too. A step whose clipping is no number has no record,
+    and the next one has. Once the trainer counts otherwise than the optimizer steps, there are no more."""
+    records: dict[int, list[Record]] = {0: [], 1: []}
+    first, second = train(port(_keeps(records)), 9, odd=["4=nan", "7=twice"]).finish()
     for lines, rank in ((first, 0), (second, 1)):
         assert [record.iteration for record in records[rank]] in ([3, 5, 6], [3, 5, 6, 7])  # the last may be on its way
         assert "clip is nan" in lines[4]["why"] and lines[4]["state"] == "attached"
