@@ -22,23 +22,7 @@ from .test_lab_command import listen
 
 pytestmark = pytest.mark.root
 ROOT = Path(__file__).resolve().parents[3]
-MEMINFO = Path("/proc/meminfo")
 T = TypeVar("T")
-
-
-def there() -> set[str]:
-    """Everything a run could leave: namespaces, links, state, shared memory."""
-    found = {f"namespace {name}" for name in netns.names()}
-    found |= {f"interface {name}" for name in os.listdir("/sys/class/net")}
-    for folder in (STATE, SHARED, Path("/dev/shm"), Path("/var/run/dpdk")):
-        found |= {str(path) for path in folder.iterdir()} if folder.is_dir() else set()
-    return found
-
-
-def huge_pages() -> int:
-    """In use or promised to somebody."""
-    values = {words[0]: int(words[1]) for words in map(str.split, MEMINFO.read_text().splitlines())}
-    return values["HugePages_Total:"] - values["HugePages_Free:"] + values["HugePages_Rsvd:"]
 
 
 class Run:
@@ -50,7 +34,8 @@ class Run:
             [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(folder / "base"),
              *words], cwd=ROOT, stdout=self._log, stderr=subprocess.STDOUT, text=True, preexec_fn=listen,
         )  # fmt: skip
-        self._mine = f"flowcheck-t{self.process.pid:x}n"
+        self._lab = f"t{self.process.pid:x}n"
+        self.children: list[int] = []
 
     def __enter__(self) -> Self:
         return self
@@ -65,7 +50,19 @@ class Run:
             self._log.close()
 
     def spaces(self) -> list[str]:
-        return [space for space in netns.names() if space.startswith(self._mine)]
+        return [space for space in netns.names() if space.startswith(f"flowcheck-{self._lab}")]
+
+    def nodes(self) -> list[int]:
+        """The processes that capture, once the others are there, too."""
+        self.children = [pid for space in self.spaces() for pid in netns.processes(space)]
+        return [one.pid for one in read_counters() if one.pid in self.children] if len(self.children) >= 3 else []
+
+    def left(self) -> list[object]:
+        """What it has made and not removed. Interfaces are in the namespaces; huge pages have no names, and go with the
+        processes."""
+        state = [path for folder in (STATE, SHARED) if folder.is_dir() for path in folder.glob(f"{self._lab}*")]
+        counters = [path for pid in self.children for path in Path("/dev/shm").glob(f"*flowcheck-{pid}-*")]
+        return [*self.spaces(), *state, *counters, *(pid for pid in self.children if start_ticks(pid))]
 
     def until(self, found: Callable[[], T | None]) -> T:
         """What is found as soon as it is there."""
@@ -78,15 +75,9 @@ class Run:
 
 @pytest.mark.parametrize("end", ["Ctrl-C", "SIGTERM", "node killed, then Ctrl-C", "killed"])
 def test_an_interrupted_test_run_leaves_nothing(tmp_path: Path, end: str) -> None:
-    before, pages = there(), huge_pages()
     with Run(tmp_path, "tests/flowcheck/lab/test_equal.py", "-k", "test_equal_pairwise and tc") as run:
-
-        def inside() -> list[int]:
-            return [pid for space in run.spaces() for pid in netns.processes(space)]
-
-        node = run.until(lambda: next((one.pid for one in read_counters() if one.pid in inside()), None))  # it captures
-        children = inside()
-        assert len(children) >= 3 and there() != before
+        node, *_ = run.until(run.nodes)
+        assert len(run.left()) > 10
         if end == "killed":
             run.process.kill()
         else:
@@ -96,15 +87,13 @@ def test_an_interrupted_test_run_leaves_nothing(tmp_path: Path, end: str) -> Non
         run.process.wait(60)
         if end == "killed":
             clear_killed_runs()  # as the next run does when it begins
-        assert not [pid for pid in children if start_ticks(pid)]
-    assert there() == before and huge_pages() == pages
+        assert run.left() == []
 
 
 def test_an_interrupt_waits_for_what_is_being_taken_down(tmp_path: Path) -> None:
-    before = there()
     with Run(tmp_path, "tests/flowcheck/lab/test_fabric.py", "-k", "test_cables_and_mirror and tc") as run:
         run.until(lambda: len(run.spaces()) == 5)
         run.until(lambda: len(run.spaces()) < 5)
         run.process.send_signal(signal.SIGINT)
         run.process.wait(60)
-    assert there() == before
+        assert run.left() == []
