@@ -86,8 +86,8 @@ class OpenVSwitch:
                     if error.errno not in (errno.ENOENT, errno.EBADF):  # closed meanwhile: its threads go on
                         raise
                     continue
-                # A copy: closing it leaves the switch's own. Without a family Python asks for an address, and some sockets
-                # have none.
+                # A copy: closing it leaves the switch's own. Without a family Python asks for an address, which some
+                # sockets have not.
                 with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0, fileno=number) as port:
                     if port.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN) == socket.AF_PACKET:
                         port.setsockopt(socket.SOL_SOCKET, SO_RCVBUFFORCE, PORT_BUFFER)
