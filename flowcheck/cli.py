@@ -7,6 +7,7 @@ something asked for is incomplete; 2 the request is wrong; 3 the environment sai
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -156,6 +157,7 @@ def main() -> None:
     except FlowcheckError as error:
         _fail(error)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more, while the interpreter ends, would show a traceback
         sys.exit(130)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

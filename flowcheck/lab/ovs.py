@@ -111,10 +111,26 @@ class OpenVSwitch:
             time.sleep(0.01)
 
     def _control(self, *words: str) -> None:
-        done = subprocess.run(words, env=self._env, capture_output=True, text=True, timeout=START_SECONDS, check=False)
-        if done.returncode:
-            raise EnvironmentProblem(" ".join(done.stderr.split()), where=" ".join(words[:4]),
-                                     remedy="see why Open vSwitch does not run here, or take --switch tc")  # fmt: skip
+        remedy, where = "see why Open vSwitch does not run here, or take --switch tc", " ".join(words[:4])
+        end = time.monotonic() + START_SECONDS
+        null, pipe = subprocess.DEVNULL, subprocess.PIPE
+        with subprocess.Popen(words, env=self._env, stdout=null, stderr=pipe, text=True) as one:
+            try:
+                while True:
+                    try:
+                        said = one.communicate(timeout=0.2)[1]
+                        break
+                    except subprocess.TimeoutExpired:
+                        self.check()  # it would wait for a daemon that is gone
+                        if time.monotonic() > end:
+                            raise EnvironmentProblem(
+                                f"no answer within {START_SECONDS:g} s", where=where, remedy=remedy
+                            ) from None
+            except BaseException:
+                one.kill()
+                raise
+        if one.returncode:
+            raise EnvironmentProblem(" ".join(said.split()), where=where, remedy=remedy)
 
 
 def _syscall(*arguments: int) -> int:

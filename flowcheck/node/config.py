@@ -14,6 +14,8 @@ from flowcheck.records import token_bytes
 
 __all__ = ["Capture", "Control", "NodeConfig", "Output", "ReplicaSettings", "load"]
 
+MOST_BYTES = 1 << 20
+
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -87,17 +89,26 @@ class NodeConfig(_Part):
     def token(self) -> bytes:
         path = self.control.token_file
         try:
-            text = path.read_text().splitlines()[0]
+            text = _text(path).splitlines()[0]
         except (OSError, UnicodeDecodeError, IndexError) as error:
             reason = getattr(error, "strerror", None) or "is empty or no text"
             raise EnvironmentProblem(reason, where=str(path), remedy="a readable file with one line") from None
         return token_bytes(text)
 
 
+def _text(path: Path) -> str:
+    """Of a small file: a device or a capture given by mistake must not fill the memory."""
+    with path.open("rb") as file:
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise UserError(f"has more than {MOST_BYTES} bytes", where=str(path), remedy="name the right file")
+    return data.decode()
+
+
 def load(path: Path) -> NodeConfig:
     """Raises UserError (content) or EnvironmentProblem (unreadable)."""
     try:
-        data = tomllib.loads(path.read_text())
+        data = tomllib.loads(_text(path))
     except OSError as error:
         raise EnvironmentProblem(
             f"cannot be read: {error.strerror}", where=str(path), remedy="give the node's settings with --config",

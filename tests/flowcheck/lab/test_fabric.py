@@ -185,3 +185,15 @@ def test_files_that_a_switch_closes_meanwhile_are_passed_over(tmp_path) -> None:
     finally:
         ended.set()
         thread.join()
+
+
+def test_a_command_to_open_vswitch_does_not_outlive_its_daemons(tmp_path) -> None:
+    """ovs-vsctl waits for a daemon without end; one that is gone is said at once, and not as a bug."""
+    switch = OpenVSwitch(tmp_path, "", None, keep=False)
+    begin = time.monotonic()
+    with subprocess.Popen(["false"]) as gone:
+        gone.wait()
+        switch._started.append(gone)
+        with pytest.raises(EnvironmentProblem, match="daemon has ended with status 1"):
+            switch._control("sleep", "60")
+    assert time.monotonic() - begin < 20

@@ -55,6 +55,13 @@ def test_wrong_ones_are_named(tmp_path: Path, old: str, new: str, where: str, wh
     assert where in refused.value.where and what in refused.value.what and refused.value.remedy
 
 
+def test_files_without_an_end(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="/dev/zero: has more than"):
+        load(Path("/dev/zero"))
+    with pytest.raises(UserError, match="/dev/zero: has more than"):
+        load(settings(tmp_path, f"{tmp_path}/token", "/dev/zero")).token()
+
+
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match=r"node\.toml: cannot be read"):
         load(tmp_path / "node.toml")
