@@ -57,19 +57,20 @@ def up(
     direction: DirectionOption = Direction.both,
 ) -> None:  # fmt: skip
     """Build the network and leave it there, mirroring; `lab run` of the same name then uses it."""
-    from flowcheck.lab.fabric import Fabric
+    from flowcheck.lab.fabric import Fabric, ended_in_order
     from flowcheck.lab.shape import FabricConfig
 
     config = FabricConfig(name=name, ranks=ranks, switch=switch.value, mirrored=(_ranks(mirror, ranks),),
                           direction=direction.value)  # fmt: skip
     fabric = Fabric(config, keep=True)
-    fabric.up()
-    try:
-        fabric.start_mirror()
-    except BaseException:
-        fabric.down()
-        raise
-    fabric.detach()
+    with ended_in_order():
+        fabric.up()
+        try:
+            fabric.start_mirror()
+        except BaseException:
+            fabric.down()
+            raise
+        fabric.detach()
     for role in config.roles:
         typer.echo(f"{config.namespace(role)}")
     typer.echo(f"look around: ip netns exec {config.namespace('r0')} ip addr")

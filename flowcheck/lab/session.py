@@ -9,11 +9,8 @@ status is 1, as for a replay of a capture with gaps.
 
 from __future__ import annotations
 
-import signal
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from flowcheck.lab.compare import Summary
-from flowcheck.lab.fabric import Fabric
+from flowcheck.lab.fabric import Fabric, ended_in_order
 from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import Cores, LabRun, nobody
 from flowcheck.lab.shape import FabricConfig
@@ -48,7 +45,7 @@ class LabOptions:
 def run_lab(options: LabOptions, console: Console) -> int:
     """Raises EnvironmentProblem (no root, no namespaces), UserError (settings)."""
     begin = time.monotonic()
-    with _ended_in_order(), Fabric.of(options.fabric) as fabric, LabRun(fabric, options.out, node_settings=DEEP) as run:
+    with ended_in_order(), Fabric.of(options.fabric) as fabric, LabRun(fabric, options.out, node_settings=DEEP) as run:
         with Screen(console, _title(options)) as run.watch:
             run.start_nodes(options.job)
             started = time.monotonic() - begin
@@ -85,21 +82,6 @@ def step_times(run: LabRun, job: Training, iterations: int) -> dict[bool, list[f
         if arm:
             run.finish_nodes()
     return times
-
-
-@contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """SIGTERM and a lost terminal end a run as Ctrl-C does: with everything taken down."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # -- words ------------------------------------------------------------------------------------------------

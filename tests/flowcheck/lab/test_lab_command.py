@@ -73,6 +73,17 @@ def test_an_interrupted_run_leaves_nothing(lab_name: str, tmp_path: Path, number
     assert left(lab_name) == [] and not [pid for pid in inside if Path(f"/proc/{pid}").exists()]
 
 
+def test_a_network_that_is_not_finished_is_removed(lab_name: str) -> None:
+    """SIGTERM while `up` builds; what is finished stays, so it is sent with the first namespace."""
+    up = subprocess.Popen([*FLOWCHECK, "up", "--name", lab_name, "--ranks", "8"], stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60
+    while not left(lab_name):
+        assert up.poll() is None and time.monotonic() < end
+    up.terminate()
+    _, said = up.communicate(timeout=60)
+    assert up.returncode == 130 and "Traceback" not in said and left(lab_name) == []
+
+
 def test_wrong_requests(lab_name: str, tmp_path: Path) -> None:
     other = tmp_path / "not a lab's"
     other.mkdir()
