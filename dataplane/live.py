@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable
+import os
+import threading
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,6 +173,7 @@ class LiveSource:
 
     def __init__(self, eal: Eal, config: LiveConfig) -> None:
         self.config = config
+        _check_cores(config.cores)
         plan, number = config.queue_plan(), next(_numbers)
         with ExitStack() as undo:
             self._counters = undo.enter_context(CounterFile(eal, config.device, config.queues))
@@ -331,3 +334,22 @@ class LiveSource:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_cores(cores: Sequence[int]) -> None:
+    """Raises DpdkError for a core that an rx thread could not be bound to: it would find out when it starts. What this
+    process may run on says nothing: isolated cores are not among it."""
+    refused: list[tuple[int, int]] = []
+
+    def bind() -> None:
+        for core in cores:
+            try:
+                os.sched_setaffinity(0, {core})  # of this thread alone
+            except OSError as error:
+                refused.append((core, error.errno or 0))
+
+    probe = threading.Thread(target=bind)
+    probe.start()
+    probe.join()
+    for core, code in refused:
+        raise DpdkError(code, f"no thread can be bound to core {core}", "cores that `lscpu -e` lists as online")

@@ -44,15 +44,15 @@ _log = logging.getLogger("flowcheck")
 def attach(
     model: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, node: str, token: str, every: int = 0,
     name: str = "", run_id: str = "", epoch: int = 0, iteration: int = 0, wait: float = 10.0,
-    describe: Callable[[], dict[str, Any]] | None = None, calls: Callable[[], list[dict[str, Any]]] | None = None,
+    describe: Callable[[], dict[str, Any]] | None = None, calls: Callable[[int], list[dict[str, Any]]] | None = None,
 ) -> Attachment:
     """Attach a training job to a checkpoint node; on every rank, best right after DDP was made.
 
     node: HOST:PORT of its control port. token: the shared secret. every: send parameter checksums each K-th iteration,
     0 never (the replica then stays unverified). name: of the group, where a node follows several. iteration: the
     trainer's number of the next iteration. wait: seconds that a boundary may take at which a state goes up, 0: none.
-    describe, calls: what the communicator is, and its calls so far (docs/node.md); backends that say so themselves
-    need neither. Raises UserError for arguments that cannot be; all else is said by the attachment.
+    describe, calls: what the communicator is, and its calls since a number (docs/node.md); backends that say so
+    themselves need neither. Raises UserError for arguments that cannot be; all else is said by the attachment.
     """
     host, _, port = node.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -75,7 +75,7 @@ class Attachment:
     def __init__(
         self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, address: tuple[str, int], token: bytes,
         every: int, name: str, run_id: str, epoch: int, iteration: int, wait: float,
-        describe: Callable[[], dict[str, Any]] | None, calls: Callable[[], list[dict[str, Any]]] | None,
+        describe: Callable[[], dict[str, Any]] | None, calls: Callable[[int], list[dict[str, Any]]] | None,
     ) -> None:
         self.iteration = iteration
         self._every, self._wait, self._optimizer, self._model = every, wait, optimizer, model
@@ -98,7 +98,7 @@ class Attachment:
     def _begin(
         self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, address: tuple[str, int], token: bytes,
         name: str, run_id: str, epoch: int, describe: Callable[[], dict[str, Any]] | None,
-        calls: Callable[[], list[dict[str, Any]]] | None,
+        calls: Callable[[int], list[dict[str, Any]]] | None,
     ) -> None:
         self._described: Model = entries(model, optimizer)
         group = model.process_group
@@ -303,15 +303,15 @@ class Attachment:
 
 def _communicator(
     group: dist.ProcessGroup, describe: Callable[[], dict[str, Any]] | None,
-    calls: Callable[[], list[dict[str, Any]]] | None,
-) -> tuple[Callable[[], dict[str, Any]], Callable[[], list[dict[str, Any]]]]:
+    calls: Callable[[int], list[dict[str, Any]]] | None,
+) -> tuple[Callable[[], dict[str, Any]], Callable[[int], list[dict[str, Any]]]]:
     """Who says what the communicator is: the caller, or the backend itself."""
     if describe is not None and calls is not None:
         return describe, calls
     backend = dist.get_backend(group)
     if backend == "softroce":
         softroce: Any = sys.modules["flowcheck.lab.softroce"]  # it is running, so it is there
-        return lambda: softroce.describe(group), lambda: softroce.calls(group)
+        return lambda: softroce.describe(group), lambda since: softroce.calls(group, since)
     raise UserError(
         f"the {backend} backend does not tell torch its connections (addresses, queue pairs) and past calls",
         where="attach", remedy="give describe= and calls=; docs/node.md shows what of an NCCL_DEBUG log goes where",

@@ -105,6 +105,11 @@ def entries(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) ->
     if lost:
         raise _refuse(f"has a parameter of shape {tuple(lost[0].shape)} that is not in the model's state_dict",
                       "optimizer", "give it the parameters of the model that DDP wraps")
+    ignored = set(getattr(model, "parameters_to_ignore", ()))
+    for name, value in model.module.named_parameters():
+        if value.requires_grad and name not in ignored and id(value) not in stepped:  # who steps it would not be seen
+            raise _refuse(f"has no {name}, whose gradient DDP reduces", "optimizer",
+                          "one optimizer for all; requires_grad_(False) before DDP for what stays as it is")
     groups = [[names[id(p)] for p in group["params"] if id(p) in names] or None for group in optimizer.param_groups]
     return Model(out, names, groups, kind, rounding_of(optimizer))
 
@@ -181,16 +186,19 @@ def layout(model: DistributedDataParallel, names: Mapping[int, str]) -> tuple[li
 
 
 class Watch:
-    """Rank 0's look at the job while nothing is known. calls(): all that the communicator has been asked for."""
+    """A rank's look at what its iterations call. calls(n): what the communicator has been asked for since its birth,
+    without the first n."""
 
     def __init__(
         self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, described: Model,
-        calls: Callable[[], list[dict[str, Any]]], communicator: Callable[[], dict[str, Any]], run_id: str, epoch: int,
+        calls: Callable[[int], list[dict[str, Any]]], communicator: Callable[[], dict[str, Any]], run_id: str,
+        epoch: int,
     ) -> None:
         self._model, self._optimizer, self._described = model, optimizer, described
         self._calls, self._communicator = calls, communicator
         self._identity = (run_id, epoch)
-        self._before = len(calls())
+        self._seen = calls(0)  # until the job is known; it begins with them
+        self._count = len(self._seen)
         self._steady: list[dict[str, Any]] = []
         self._layout: tuple[list[Bucket], list[int], str] | None = None
         self.looks = 0
@@ -198,11 +206,10 @@ class Watch:
 
     def look(self) -> Job | None:
         """Call when an iteration is over. The manifest, whose iteration 0 is the one that has just ended."""
-        calls = self._calls()
-        if len(calls) > CALLS:
-            raise _refuse(f"{len(calls)} calls have passed on the communicator", "attach", "attach at the start")
-        startup, mine = calls[: self._before], calls[self._before :]
-        self._before = len(calls)
+        startup, mine = self._seen, self._new()
+        if self._count > CALLS:
+            raise _refuse(f"{self._count} calls have passed on the communicator", "attach", "attach at the start")
+        self._seen = [*startup, *mine]
         before, self._layout = self._layout, layout(self._model, self._described.names)
         self.looks += 1
         if before is None or self.looks < 3 or before != self._layout:
@@ -220,14 +227,13 @@ class Watch:
                 f"an iteration reduced {found} elements where DDP has buckets of {counts}; waiting for one that agrees"
             )
             return None
-        self._steady = mine
+        self._steady, self._seen = mine, []
         return self._job(startup, steady, self._layout[0], dtype)
 
     def again(self, iteration: int) -> None:
         """Call when an iteration after those is over. Raises UserError if it called anything else than they did: the
         wire has no names, and a call of a bucket's size would be taken for a gradient."""
-        calls = self._calls()
-        mine, self._before = calls[self._before :], len(calls)
+        mine = self._new()
         if mine != self._steady:
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(mine, self._steady, strict=False)))
             odd = mine[same] if same < len(mine) else "missing"
@@ -235,6 +241,11 @@ class Watch:
                 f"{len(mine)} calls on DDP's communicator where {len(self._steady)} are an iteration's; number {same}"
                 f" is {odd}", f"iteration {iteration}", "give DDP a process group of its own, and attach anew",
             )
+
+    def _new(self) -> list[dict[str, Any]]:
+        new = self._calls(self._count)
+        self._count += len(new)
+        return new
 
     def _job(
         self, startup: list[dict[str, Any]], steady: list[Collective], buckets: list[Bucket], dtype: str

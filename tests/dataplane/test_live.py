@@ -206,6 +206,13 @@ def test_mtu_raised_while_capturing(feed, captures):
     adds_up(counters)
 
 
+def test_a_core_that_is_not_there_is_refused_at_once(eal):
+    before = os.sched_getaffinity(0)
+    with pytest.raises(DpdkError, match="no thread can be bound to core 1023"):
+        LiveSource(eal, LiveConfig("ring", queues=2, cores=(min(before), 1023)))
+    assert os.sched_getaffinity(0) == before
+
+
 def test_loopback(eal, veth, captures):
     """Its MTU is larger than a packet buffer can be."""
     veth().ip("link", "set", "lo", "up")

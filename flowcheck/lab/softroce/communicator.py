@@ -4,7 +4,7 @@
         .start(kind, count, dtype, root, source, target, work)     addresses of memory that `work` keeps alive
         .send(peer, ...), .receive(peer, ...)
         .describe()                                                manifest's communicator and this rank's flows
-        .calls                                                     collectives so far, in the manifest's form
+        .calls(since)                                              collectives so far, in the manifest's form
         .close()
 
 `start` may be called from any thread; the order of the calls is the order on the wire, and all ranks must call
@@ -16,7 +16,9 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+from collections import deque
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 from flowcheck.lab.softroce.bootstrap import Bootstrap
@@ -26,9 +28,28 @@ from flowcheck.lab.softroce.plan import Planner, edges
 from flowcheck.lab.softroce.settings import Settings
 from flowcheck.lab.softroce.work import SoftRoceWork
 
-__all__ = ["Communicator"]
+__all__ = ["Calls", "Communicator"]
 
+MOST_CALLS = 65537  # kept from the beginning, and from the end: one more than an attachment takes
 _LINGER_S = 5.0
+
+
+class Calls:
+    """What was asked for, in order: the first `most` and the last `most`. One thread at a time."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._count = most, 0
+        self._first: list[dict[str, Any]] = []
+        self._last: deque[dict[str, Any]] = deque(maxlen=most)
+
+    def add(self, call: dict[str, Any]) -> None:
+        (self._first if self._count < self._most else self._last).append(call)
+        self._count += 1
+
+    def since(self, number: int) -> list[dict[str, Any]]:
+        """Those that are kept, without the first `number` of all; what it costs goes with how many they are."""
+        last = min(max(self._count - number, 0), len(self._last))
+        return self._first[number:] + list(islice(reversed(self._last), last))[::-1]
 
 
 class Communicator:
@@ -40,8 +61,7 @@ class Communicator:
         self._store, self._closed = store, False
         self._pairs: dict[tuple[int, bool], tuple[int, int]] = {}
         self._lock = threading.Lock()  # issue order
-        self.calls: list[dict[str, Any]] = []
-        self._said: dict[tuple[str, int, str, int], dict[str, Any]] = {}  # equal calls are one object
+        self._calls = Calls(MOST_CALLS)
         self._nic = Nic.of(settings)
         self._boot: Bootstrap | None = None
         try:
@@ -105,9 +125,13 @@ class Communicator:
             self._check()
             plan = self._planner.plan(kind, count, dtype, root)
             if count:
-                call = {"op": kind, "count": count, "dtype": dtype, "root": root}
-                self.calls.append(self._said.setdefault((kind, count, dtype, root), call))
+                self._calls.add({"op": kind, "count": count, "dtype": dtype, "root": root})
             self._nic.submit(self._number, plan, source, target, work)
+
+    def calls(self, since: int = 0) -> list[dict[str, Any]]:
+        """Collectives so far without the first `since`. Of more than twice MOST_CALLS the middle is forgotten."""
+        with self._lock:
+            return self._calls.since(since)
 
     def send(self, peer: int, address: int, size: int, work: SoftRoceWork) -> None:
         self._point_to_point(peer, True, address, size, work)

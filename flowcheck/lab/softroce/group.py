@@ -251,10 +251,10 @@ def create(store: Any, rank: int, size: int, timeout: timedelta) -> SoftRoceGrou
         raise RuntimeError(f"softroce: {error}") from error
 
 
-def calls(group: Any = None) -> list[dict[str, Any]]:
+def calls(group: Any = None, since: int = 0) -> list[dict[str, Any]]:
     """Collectives that a group's communicator was asked for since its birth, in issue order and in the manifest's
-    form (op, count, dtype, root). Broadcast and AllGather are counted in bytes."""
-    return list(_communicator(group).calls)
+    form (op, count, dtype, root), without the first `since`. Broadcast and AllGather are counted in bytes."""
+    return _communicator(group).calls(since)
 
 
 def describe(group: Any = None) -> dict[str, Any]:

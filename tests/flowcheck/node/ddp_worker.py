@@ -57,7 +57,7 @@ def main() -> None:
     for node in nodes.split(","):
         attachment = flowcheck.attach(
             model, optimizer, node=node, token=token, every=2, run_id="gloo", wait=float(wait), iteration=step,
-            describe=lambda: {"communicator": job["communicator"], "flows": mine}, calls=lambda: list(said),
+            describe=lambda: {"communicator": job["communicator"], "flows": mine}, calls=lambda since: said[since:],
         )
         for _ in range(int(steps)):
             loss = model(torch.randint(50, (8, 4))).square().mean()

@@ -281,6 +281,20 @@ def test_what_is_no_ddp_model_is_named() -> None:
     assert attachment.state == "refused" and "model: is a Linear" in attachment.why
 
 
+def test_a_parameter_that_somebody_else_may_step_is_named(tmp_path: Path) -> None:
+    """DDP reduces its gradient; an optimizer that is not told of here would change it unseen."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        layer = torch.nn.Linear(2, 2)
+        for bias, why in ((True, "has no bias"), (False, "the gloo backend does not tell")):
+            layer.bias.requires_grad_(bias)
+            model = torch.nn.parallel.DistributedDataParallel(layer)
+            attachment = flowcheck.attach(model, torch.optim.SGD([layer.weight]), node="127.0.0.1:9", token=TOKEN)
+            assert attachment.state == "refused" and why in attachment.why
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_model_that_cannot_be_followed_trains_on(caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Linear(2, 2)
     attachment = flowcheck.attach(model, torch.optim.Adagrad(model.parameters()), node="127.0.0.1:9", token=TOKEN)

@@ -11,6 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from flowcheck.lab.softroce import _engine
+from flowcheck.lab.softroce.communicator import Calls
 from flowcheck.lab.softroce.plan import DTYPES, PROTOCOLS, STORE, USE_INPUT, Planner, edges
 from flowcheck.lab.softroce.settings import Settings
 from flowcheck.synth.encode import encode, positions
@@ -101,3 +102,16 @@ def _compare(op: Operation, sent: list[Any], expected: list[Message]) -> None:
         if message.elements:
             assert where == message.start * op.size
         assert final or row["flags"] & USE_INPUT  # a partial sum has this rank's own part in it
+
+
+@given(st.integers(0, 40), st.integers(0, 45))
+def test_calls_are_kept_from_the_beginning_and_from_the_end(count: int, since: int) -> None:
+    """All of them up to twice what is kept; after that both ends, each in order and without a hole."""
+    kept, all_calls = Calls(10), [{"op": "AllReduce", "count": number} for number in range(count)]
+    for call in all_calls:
+        kept.add(call)
+    found = kept.since(since)
+    if count <= 20:
+        assert found == all_calls[since:]
+    else:
+        assert found == all_calls[:10][since:] + all_calls[max(since, count - 10) :]
