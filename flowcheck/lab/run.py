@@ -42,6 +42,7 @@ ATTACHING = 4  # attach watches three, and sends manifest and connections behind
 QUIET_SECONDS = 90.0  # softroce gives a dead peer up after 60
 END_SECONDS = 30.0
 OUTPUTS = ("rank[0-9]*.jsonl", "rank[0-9]*.log", "node[0-9]*-[0-9]*", "token")
+MARK = ".flowcheck-lab"  # such a folder's outputs are ours to remove
 
 
 class Cores:
@@ -104,7 +105,14 @@ class LabRun:
 
     def start_trainers(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        for old in [path for pattern in OUTPUTS for path in self.out.glob(pattern)]:  # of an earlier run, and no more
+        earlier = [path for pattern in OUTPUTS for path in self.out.glob(pattern)]
+        if earlier and not (self.out / MARK).exists():
+            raise UserError(
+                f"{earlier[0].name} is there, and no lab has written it", where=str(self.out),
+                remedy="a folder of its own: a lab removes what an earlier one has left in it",
+            )
+        (self.out / MARK).touch()
+        for old in earlier:
             if old.is_dir():
                 shutil.rmtree(old)
             else:

@@ -51,6 +51,28 @@ def test_every_setting_over_softroce_as_over_gloo(fabric, tmp_path: Path) -> Non
 
 
 @pytest.mark.root
+def test_outputs_that_no_lab_has_written_stay(fabric, tmp_path: Path) -> None:
+    """--out may be anybody's folder, and the names are not ours alone."""
+    lab = fabric(ranks=2, mirrored=())
+    kept = {tmp_path / "out" / "rank7.log", tmp_path / "out" / "node1-2" / "data"}
+    for path in kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    with pytest.raises(UserError, match="is there, and no lab has written it"), LabRun(lab, tmp_path / "out"):
+        pass
+    assert all(path.read_text() == "mine" for path in kept)
+    for path in kept:
+        path.rename(tmp_path / path.name)
+    (tmp_path / "out" / "node1-2").rmdir()
+    (tmp_path / "out" / "notes").write_text("mine")
+    for _ in range(2):  # its own it removes, and nothing else
+        with LabRun(lab, tmp_path / "out"):
+            assert (tmp_path / "out" / "rank1.log").exists() and not (tmp_path / "out" / "rank7.log").exists()
+        assert (tmp_path / "out" / "notes").read_text() == "mine"
+        (tmp_path / "out" / "rank7.log").touch()
+
+
+@pytest.mark.root
 def test_a_rank_that_dies_is_named_with_its_log(fabric, tmp_path: Path) -> None:
     job = Training(model="mlp", ranks=2, softroce={"protocol": "none such"})
     with pytest.raises(EnvironmentProblem, match=r"rank \d ended with status 1(.|\n)*none such"):
