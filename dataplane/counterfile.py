@@ -56,7 +56,7 @@ class CounterFile(Resource):
                 mapped = mmap.mmap(fd, size)
                 mapped[: len(header)] = header
                 os.rename(aside, self.path)
-            except OSError:
+            except BaseException:  # an interrupt, too
                 aside.unlink(missing_ok=True)
                 raise
             finally:

@@ -24,7 +24,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["FOLDER", "HEADER", "MAGIC", "PREFIX", "Snapshot", "alive", "read_counters", "start_ticks", "sweep"]
+__all__ = [
+    "FOLDER", "HEADER", "MAGIC", "PF_EXITING", "PREFIX", "Snapshot", "alive", "read_counters", "start_ticks", "sweep",
+]
 
 FOLDER = Path("/dev/shm")
 PREFIX = "flowcheck-"

@@ -339,6 +339,8 @@ class LiveSource:
 def _check_cores(cores: Sequence[int]) -> None:
     """Raises DpdkError for a core that an rx thread could not be bound to: it would find out when it starts. What this
     process may run on says nothing: isolated cores are not among it."""
+    if not cores:
+        return
     refused: list[tuple[int, int]] = []
 
     def bind() -> None:

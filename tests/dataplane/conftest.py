@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import json
@@ -17,9 +18,22 @@ from typing import Any
 
 import pytest
 
+from dataplane.counters import PF_EXITING
+
 pydpdk = pytest.importorskip("dataplane.pydpdk", reason="the DPDK binding was not built")
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "captures"
+
+
+def threads() -> dict[int, str]:
+    """This process's threads by number, without those that have been joined and are only not off the list yet."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            name, _, fields = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            if not int(fields.split()[6]) & PF_EXITING:
+                found[int(task.name)] = name
+    return found
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from dataplane.pydpdk import DpdkError, Mempool, NotEnoughMemory, Port
 from dataplane.reader import RingReader
 from dataplane.rx import RingMemory, RxConfig, RxThread, ring_bytes, slot_for
 
+from .conftest import threads
+
 
 @pytest.fixture
 def capture(captures, tmp_path):
@@ -50,11 +52,11 @@ def test_hundred_cycles_leave_nothing(eal, capture, dump):
             engine.close()
 
     cycle()
-    before = open_files(), threading.active_count(), len(os.listdir("/proc/self/task"))
+    before = open_files(), threading.active_count(), len(threads())
     memory = mapped()
     for _ in range(100):
         cycle()
-    assert (open_files(), threading.active_count(), len(os.listdir("/proc/self/task"))) == before
+    assert (open_files(), threading.active_count(), len(threads())) == before
     assert mapped() - memory < 32 << 20
 
 
@@ -190,10 +192,7 @@ def test_pinned_core(eal, capture):
     with PcapSource(eal, capture, core=core, ring_size=16) as source:
         source.start()
         wait_until(lambda: source.counters()["waits"] > 0)
-        masks = {}
-        for task in os.listdir("/proc/self/task"):
-            with open(f"/proc/self/task/{task}/comm") as comm:
-                masks[comm.read().strip()] = os.sched_getaffinity(int(task))
+        masks = {name: os.sched_getaffinity(task) for task, name in threads().items()}
         assert masks["fc-rx"] == {core}
         assert sum(1 for _ in RingReader(source.ring_address)) == 300
     assert os.sched_getaffinity(0) == mask

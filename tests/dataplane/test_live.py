@@ -6,7 +6,6 @@ import itertools
 import os
 import socket
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +14,8 @@ from dataplane.live import LiveConfig, LiveSource, live_memory, start_eal
 from dataplane.pydpdk import DpdkError, Mbuf, Mempool, NotEnoughMemory, Ring
 from dataplane.pydpdk.ffi import lib
 from dataplane.reader import RingReader
+
+from .conftest import threads
 
 SIZES = {"af_packet": (60, 64, 1082, 1514, 4170, 9014), "af_xdp": (60, 64, 1082, 1514), "ring": (60, 1082, 4170)}
 numbers = itertools.count()
@@ -278,16 +279,12 @@ def test_a_pinned_thread_for_each_queue(feed):
     core = max(os.sched_getaffinity(0))
     it = feed("af_packet", queues=3, cores=(core,) * 3)
     it.source.start()
-    threads = [
-        os.sched_getaffinity(int(task))
-        for task in os.listdir("/proc/self/task")
-        if Path(f"/proc/self/task/{task}/comm").read_text() == "fc-rx\n"
-    ]
+    masks = [os.sched_getaffinity(task) for task, name in threads().items() if name == "fc-rx"]
     it.source.stop()
     assert it.source.error is None
-    assert len(threads) == 3 and it.source.finished
+    assert len(masks) == 3 and it.source.finished
     # Pinning is the thread's first act; one that was looked at before it had begun still has the process's mask.
-    assert all(mask == {core} or mask == os.sched_getaffinity(0) for mask in threads)
+    assert all(mask == {core} or mask == os.sched_getaffinity(0) for mask in masks)
 
 
 def udp(captures, source, destination, port, mark):
@@ -361,7 +358,7 @@ def test_hundred_cycles(eal, feed, captures, veth, kind, cycles):
 
     def left():
         shared = [name for name in os.listdir("/dev/shm") if f"-{os.getpid()}-" in name]
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), sorted(shared)
+        return len(os.listdir("/proc/self/fd")), len(threads()), sorted(shared)
 
     before = left()
     for _ in range(cycles):
