@@ -1,14 +1,10 @@
-"""The `flowcheck` command, also as `python -m flowcheck`. Ctrl-C while it is being imported ends it in silence, too."""
+"""The `flowcheck` command, also as `python -m flowcheck`."""
 
-import sys
+from flowcheck.interrupts import command
 
 
 def main() -> None:
-    try:
-        from flowcheck.cli import main as run
-    except KeyboardInterrupt:
-        sys.exit(130)
-    run()
+    command("flowcheck.cli")
 
 
 if __name__ == "__main__":

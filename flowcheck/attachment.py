@@ -163,8 +163,8 @@ class Attachment:
         self.iteration += 1
 
     def _step(self, clip: float | None, scale: float | None, skipped: bool) -> None:
-        post = self._post
-        assert post is not None
+        post, watch = self._post, self._watch
+        assert post is not None and watch is not None
         groups, self._groups = self._groups, None
         stepped, self._stepped = self._stepped, min(self._stepped, 0)
         if self._job is not None and (stepped > 1 or (stepped == 0 and not skipped)):
@@ -173,10 +173,10 @@ class Attachment:
                 where=f"iteration {self.iteration}",
                 remedy="step() once per iteration, behind optimizer.step(); skipped=True if that did nothing",
             )
-        if self._job is not None and self._watch is not None:
-            self._watch.again(self.iteration)
-        if self._job is None and self._watch is not None:
-            self._job, self._first = self._watch.look(), self.iteration
+        if self._job is not None:
+            watch.again(self.iteration)
+        else:
+            self._job, self._first = watch.look(), self.iteration
             if self._job is not None:
                 self._flows = self._describe()["flows"]
                 self._meet(post)
@@ -204,8 +204,8 @@ class Attachment:
         self, post: Post, groups: list[dict[str, Any]] | None, clip: float | None, scale: float | None, skipped: bool
     ) -> None:
         module = self._model.module
-        if skipped:  # no gradient was used, whatever it was multiplied with: the norm of an overflow is no number
-            clip = clip if clip is None or math.isfinite(clip) else 1.0
+        if skipped and clip is not None and not math.isfinite(clip):
+            clip = 1.0  # no gradient was used, whatever it was multiplied with: the norm of an overflow is no number
         for what, value in (("clip", clip), ("scale", scale)):
             if value is not None and not math.isfinite(value):
                 # What such a step leaves behind is NaN of no defined sign: no record, so the node asks for a state.

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from dataplane import counters
+from flowcheck.interrupts import handled
 
 ROOT = Path(__file__).resolve().parents[1]
 CAPTURES = ROOT.parent / "shared" / "captures"
@@ -30,12 +31,8 @@ def undisturbed() -> Iterator[None]:
             raise KeyboardInterrupt
         came.append(number)
 
-    before = {number: signal.signal(number, wait) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handled(wait, signal.SIGINT, signal.SIGTERM):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if came:
         raise KeyboardInterrupt
 
@@ -58,15 +55,11 @@ def pytest_sessionfinish() -> Generator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def terminated() -> Iterator[None]:
     """SIGTERM ends a test run as Ctrl-C does: every fixture takes down what it has made, and the counters of nodes that
-    were killed are removed last."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    yield
-    counters.sweep()
-    signal.signal(signal.SIGTERM, before)
+    were killed are removed last. A shell's background job ignores Ctrl-C, and so would whatever it starts: here, and in
+    all processes that tests start, it is heard."""
+    with handled(signal.default_int_handler, signal.SIGINT, signal.SIGTERM):
+        yield
+        counters.sweep()
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ import typer
 from rich.console import Console
 
 from flowcheck.errors import UserError
+from flowcheck.interrupts import handled
 
 __all__ = ["lab"]
 
@@ -57,13 +59,13 @@ def up(
     direction: DirectionOption = Direction.both,
 ) -> None:  # fmt: skip
     """Build the network and leave it there, mirroring; `lab run` of the same name then uses it."""
-    from flowcheck.lab.fabric import Fabric, ended_in_order
+    from flowcheck.lab.fabric import Fabric
     from flowcheck.lab.shape import FabricConfig
 
     config = FabricConfig(name=name, ranks=ranks, switch=switch.value, mirrored=(_ranks(mirror, ranks),),
                           direction=direction.value)  # fmt: skip
     fabric = Fabric(config, keep=True)
-    with ended_in_order():
+    with handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):  # taken down as after Ctrl-C
         fabric.up()
         try:
             fabric.start_mirror()

@@ -26,10 +26,9 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import IO, Any, Self
@@ -42,7 +41,7 @@ from flowcheck.lab.mirror import Mirror
 from flowcheck.lab.ovs import OpenVSwitch
 from flowcheck.lab.shape import BRIDGE, CONTROL, MIRROR_MTU, MTU, NAME, PREFIX, SHARED, STATE, FabricConfig, check_name
 
-__all__ = ["Fabric", "Leftover", "clear", "ended_in_order", "leftovers"]
+__all__ = ["Fabric", "Leftover", "clear", "leftovers"]
 
 ROLE = re.compile(rf"{PREFIX}-([a-z][a-z0-9]{{0,15}})-(r\d+|leaf|node\d*)")
 SETTLE_SECONDS = 10.0
@@ -294,21 +293,6 @@ class Fabric:
         """Leave everything running (`flowcheck lab up`); only `clear` removes it then."""
         self._children.clear()
         self._ovs = self._bump = None
-
-
-@contextlib.contextmanager
-def ended_in_order() -> Iterator[None]:
-    """SIGTERM and a lost terminal end `run` and `up` as Ctrl-C does: with everything taken down."""
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # -- what is there, and removing it ---------------------------------------------------------------------------

@@ -9,6 +9,7 @@ status is 1, as for a replay of a capture with gaps.
 
 from __future__ import annotations
 
+import signal
 import statistics
 import time
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ from typing import Any
 
 from rich.console import Console
 
+from flowcheck.interrupts import handled
 from flowcheck.lab.compare import Summary
-from flowcheck.lab.fabric import Fabric, ended_in_order
+from flowcheck.lab.fabric import Fabric
 from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import Cores, LabRun, nobody
 from flowcheck.lab.shape import FabricConfig
@@ -45,7 +47,11 @@ class LabOptions:
 def run_lab(options: LabOptions, console: Console) -> int:
     """Raises EnvironmentProblem (no root, no namespaces), UserError (settings)."""
     begin = time.monotonic()
-    with ended_in_order(), Fabric.of(options.fabric) as fabric, LabRun(fabric, options.out, node_settings=DEEP) as run:
+    with (
+        handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP),  # taken down as after Ctrl-C
+        Fabric.of(options.fabric) as fabric,
+        LabRun(fabric, options.out, node_settings=DEEP) as run,
+    ):
         with Screen(console, _title(options)) as run.watch:
             run.start_nodes(options.job)
             started = time.monotonic() - begin

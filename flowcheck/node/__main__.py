@@ -1,15 +1,10 @@
-"""The `flowcheck-node` command, also as `python -P -m flowcheck.node`. Ctrl-C while it is being imported ends it in
-silence, too."""
+"""The `flowcheck-node` command, also as `python -P -m flowcheck.node`."""
 
-import sys
+from flowcheck.interrupts import command
 
 
 def main() -> None:
-    try:
-        from flowcheck.node.cli import main as run
-    except KeyboardInterrupt:
-        sys.exit(130)
-    run()
+    command("flowcheck.node.cli")
 
 
 if __name__ == "__main__":

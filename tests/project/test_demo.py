@@ -24,6 +24,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture
+def lab_possible() -> None:
+    try:
+        netns.require()
+    except EnvironmentProblem as problem:
+        pytest.skip(problem.what)
+
+
 def test_demo_proves_both_protocols(tmp_path: Path) -> None:
     command = [*DEMO, "pcaps/ring2-ll", "pcaps/ring4-simple", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -54,12 +62,8 @@ def test_demo_of_an_incomplete_capture_ends_there(tmp_path: Path) -> None:
 
 @pytest.mark.root
 @pytest.mark.slow
-def test_demo_trains_live(tmp_path: Path) -> None:
+def test_demo_trains_live(lab_possible: None, tmp_path: Path) -> None:
     """Where a lab can be built; the last line has the numbers."""
-    try:
-        netns.require()
-    except EnvironmentProblem as problem:
-        pytest.skip(problem.what)
     command = [*DEMO, "--lab", "pcaps/ring2-ll", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -69,13 +73,9 @@ def test_demo_trains_live(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
-    try:
-        netns.require()
-    except EnvironmentProblem as problem:
-        pytest.skip(problem.what)
+def test_an_interrupted_demo_leaves_nothing(lab_possible: None, tmp_path: Path) -> None:
     demo = subprocess.Popen([*DEMO, "--lab", "pcaps/ring2-ll", "--out", str(tmp_path)], stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True, preexec_fn=listen)  # fmt: skip
+                            stderr=subprocess.STDOUT, text=True)  # fmt: skip
     try:
         end = time.monotonic() + 60
         while not netns.exists("flowcheck-demo-leaf"):
@@ -89,11 +89,6 @@ def test_an_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
         left = clear("demo")
     assert demo.returncode == 130 and "Traceback" not in said, said
     assert not left
-
-
-def listen() -> None:
-    """A shell's background job ignores Ctrl-C, and so would whatever it starts: the tests may run in one."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_demo_without_root_says_so(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from flowcheck.lab import netns
 from flowcheck.lab.shape import SHARED, STATE
 
 from .conftest import clear_killed_runs
-from .test_lab_command import listen
 
 pytestmark = pytest.mark.root
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,7 +31,7 @@ class Run:
         self._log = (folder / "log").open("w+")
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(folder / "base"),
-             *words], cwd=ROOT, stdout=self._log, stderr=subprocess.STDOUT, text=True, preexec_fn=listen,
+             *words], cwd=ROOT, stdout=self._log, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         self._lab = f"t{self.process.pid:x}n"
         self.children: list[int] = []

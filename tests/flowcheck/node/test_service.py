@@ -76,7 +76,6 @@ def test_a_start_that_is_interrupted_is_taken_down(lan: Any, tmp_path: Path, num
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "flowcheck.node", "--config", str(tmp_path / "node.toml")],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
     try:
         end = time.monotonic() + LONGEST
