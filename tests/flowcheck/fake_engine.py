@@ -1,0 +1,212 @@
+"""An engine and its sources as a test writes them: one signal at a time, without packets, DPDK or threads.
+
+    one = FakeSource([Packet(0), Packet(1)])            a capture of two packets, which then ends
+    engine = FakeEngine(plan.engine, [one])             or a bare number of streams in place of the plan's engine
+    engine.counters[0][2]["anchored"] = False           what the next reader is told
+
+Packets move as in parser.machine.Engine: the first one opens the oldest iteration, one of `arenas` iterations later
+blocks its stream, one of an iteration that has closed is late. Everything else says what the test has set.
+A packet brings all cells of its iteration unless it says otherwise. Rings are found by address: sources[i] is stream i.
+
+LiveSession makes its engine itself: monkeypatch.setattr("flowcheck.node.live.Engine", lambda config: engine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parser.plan import EngineConfig
+
+OUTCOMES = ("placed", "late", "icrc", "unanchored")
+
+
+@dataclass(frozen=True)
+class Packet:
+    """past: where its stream stands afterwards; None: at the packet's own iteration. -1 as iteration: start-up traffic,
+    which belongs to none. cells: first one that it fills, and the one after the last (None: all that follow)."""
+
+    iteration: int
+    past: int | None = None
+    cells: tuple[int, int | None] = (0, None)
+    ns: int = 0
+
+
+def whole(*iterations: int) -> list[Packet]:
+    """One packet for each iteration, with all of it: its stream is past it afterwards."""
+    return [Packet(t, past=t + 1) for t in iterations]
+
+
+class FakeSource:
+    """A ring. open: more may come, so an empty ring is not drained. slow: looks until the first packets are there."""
+
+    def __init__(self, packets: Iterable[Packet] = (), *, open: bool = False, slow: int = 0) -> None:
+        self.packets, self.open, self.slow = list(packets), open, slow
+        self.error: Exception | None = None
+
+    @property
+    def ring_address(self) -> int:
+        return id(self)
+
+    def end(self, error: Exception | None = None) -> None:
+        self.open, self.error = False, error
+
+
+class FakeEngine:
+    """config: of a plan, or None with `arenas` for a scheduler alone. See the module's docstring."""
+
+    def __init__(self, config: EngineConfig | None, sources: Sequence[FakeSource] = (), *, arenas: int = 4) -> None:
+        self.config = config or EngineConfig(4096, (), (), 64, streams=max(len(sources), 1), arenas=arenas)
+        self.sources = list(sources)
+        streams = range(self.config.streams)
+        self.oldest, self.begun, self.unopened = 0, -1, -1
+        self._opened, self._opener = 0, -1  # the first iteration, and who brought it
+        self.disagreed, self.unlogged = 0, range(0)
+        self.stand, self.want = [-1 for _ in streams], [-1 for _ in streams]  # what past() and wanted() say
+        self.begins_here: bool = False  # what look_ahead() says
+        self.counters = [[self._counters() for _ in self.config.flows] for _ in streams]  # [stream][flow]
+        self.counts = [dict.fromkeys(OUTCOMES, (0, 0)) for _ in streams]  # what outcomes() says, by stream
+        self.unseen = [0 for _ in streams]  # what gaps() says
+        self.log: list[dict[str, Any]] = []  # disagreements
+        self.lost: list[dict[str, Any]] = []  # losses
+        self.copied: dict[int | None, tuple[int, int, int]] = {}
+        self.tags: dict[int, int] = {}
+        self.forms = {32: 0, 64: 0}
+        self.filled: dict[int | None, np.ndarray] = {}  # cells
+        self.data: dict[int | None, np.ndarray] = {}  # regions
+        # what was asked of it
+        self.runs: list[tuple[int, int, int]] = []  # (stream, limit, packets taken)
+        self.retired: list[int] = []
+        self.finished = self.forgotten = self.considered = 0
+
+    @staticmethod
+    def _counters() -> dict[str, Any]:
+        return {
+            "seen": True, "state": "ALLGATHER", "anchored": True, "ignored": range(0), "adrift": False, "packets": 1,
+            "payload_bytes": 0, "missing": 0, "duplicates": 0, "retransmissions": 0, "out_of_order": 0,
+            "icrc_wrong": 0, "agreements": 1, "disagreements": 0, "first_psn": 0, "next_psn": 1,
+        }
+
+    def flow(self, number: int, stream: int = 0) -> dict[str, Any]:
+        """The counters of a flow, to be changed."""
+        return self.counters[stream][number]
+
+    def disagree(self, iteration: int, kind: str = "payload length", flow: int = 0, **values: Any) -> None:
+        """Log a disagreement."""
+        entry = {"stream": 0, "message": 5, "psn": 77, "expected": 1024, "found": 512}
+        self.log.append({"kind": kind, "flow": flow, "iteration": iteration, **entry, **values})
+        self.disagreed += 1
+
+    # -- packets --
+
+    def _ring(self, address: int) -> FakeSource:
+        return next(source for source in self.sources if source.ring_address == address)
+
+    def run(self, stream: int, ring_address: int, limit: int) -> tuple[int, bool]:
+        source, done, blocked = self._ring(ring_address), 0, False
+        assert self.sources.index(source) == stream
+        while source.packets and done < limit and not blocked:
+            packet = source.packets[0]
+            self._open(stream, packet.iteration)
+            blocked = packet.iteration >= self.oldest + self.config.arenas
+            if blocked:
+                self.want[stream] = packet.iteration
+            else:
+                self._take(stream, source.packets.pop(0))
+                done += 1
+        self.runs.append((stream, limit, done))
+        return done, blocked
+
+    def _open(self, stream: int, iteration: int) -> None:
+        """Captures may begin in mid-stream, and one that is read later may begin earlier."""
+        if self.begun < 0 <= iteration and not self.begins_here:
+            self.oldest = self._opened = iteration
+            self._opener = stream
+        elif 0 <= iteration < self._opened and stream != self._opener:
+            if self.oldest == self._opened and self.begun < iteration + self.config.arenas:
+                self.oldest = self._opened = iteration
+            elif self.unopened < 0 or iteration < self.unopened:
+                self.unopened = iteration
+
+    def _take(self, stream: int, packet: Packet) -> None:
+        self.stand[stream] = packet.iteration if packet.past is None else packet.past
+        late = 0 <= packet.iteration < self.oldest
+        if packet.iteration >= 0 and not late:
+            self.begun = max(self.begun, packet.iteration)
+            self.cells(packet.iteration)[slice(*packet.cells)] = True
+        packets, size = self.counts[stream]["late" if late else "placed"]
+        self.counts[stream]["late" if late else "placed"] = packets + 1, size + 8
+
+    def look_ahead(self, ring_address: int) -> bool | None:
+        source = self._ring(ring_address)
+        source.slow -= 1
+        return None if source.slow >= 0 else self.begins_here
+
+    def next_ns(self, ring_address: int) -> int | None:
+        packets = self._ring(ring_address).packets
+        return packets[0].ns if packets else None
+
+    def drained(self, ring_address: int) -> bool:
+        source = self._ring(ring_address)
+        return not source.open and not source.packets
+
+    # -- iterations --
+
+    def past(self, stream: int) -> int:
+        return self.stand[stream]
+
+    def wanted(self, stream: int) -> int:
+        return self.want[stream]
+
+    def retire(self, count: int = 1) -> None:
+        self.oldest += count
+        self.retired.append(count)
+
+    def finish(self) -> None:
+        self.finished += 1
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+    def consider_recovery(self) -> None:
+        self.considered += 1
+
+    # -- results --
+
+    def cells(self, iteration: int | None = None) -> np.ndarray:
+        size = self.config.parameter_bytes if iteration is None else self.config.gradient_bytes
+        return self.filled.setdefault(iteration, np.zeros((size + 7) // 8, bool))
+
+    def region(self, iteration: int | None = None) -> np.ndarray:
+        size = self.config.parameter_bytes if iteration is None else self.config.gradient_bytes
+        return self.data.setdefault(iteration, np.zeros(size, np.uint8))
+
+    def copies(self, iteration: int | None = None) -> tuple[int, int, int]:
+        return self.copied.get(iteration, (0, 0, 0))
+
+    def flow_counters(self, stream: int) -> list[dict[str, Any]]:
+        return self.counters[stream]
+
+    def outcomes(self, stream: int) -> dict[str, tuple[int, int]]:
+        return dict(self.counts[stream])
+
+    def gaps(self, stream: int) -> int:
+        return self.unseen[stream]
+
+    def encapsulated(self) -> dict[str, int]:
+        return {}
+
+    def disagreements(self) -> list[dict[str, Any]]:
+        return list(self.log)
+
+    def losses(self) -> list[dict[str, Any]]:
+        return list(self.lost)
+
+    def cts_tags(self) -> dict[int, int]:
+        return dict(self.tags)
+
+    def cts_forms(self) -> dict[int, int]:
+        return dict(self.forms)
