@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 
-from flowcheck.verdict import ABOUT_GRADIENTS, BucketEvidence, Clause, Evidence, StreamEvidence, judge
+from flowcheck.verdict import BucketEvidence, Clause, Evidence, StreamEvidence, judge
 
 GOOD = Evidence(
     iteration=3,
@@ -23,26 +23,47 @@ GOOD = Evidence(
     previous_published=True,
 )
 
-# One change each that fails one clause and no other, with words its reason must hold.
+# The clauses that say whether the gradients are the trainer's; the other three are about this update alone.
+GRADIENTS = {
+    Clause.COVERED, Clause.ANCHORED, Clause.ICRC, Clause.STREAMS_PAST, Clause.COPIES_AGREE, Clause.SUPPORTED,
+}
+
+# One change each that fails one clause and no other, and the reason that is given.
 FAILS = [
-    (Clause.COVERED, {"buckets": (BucketEvidence(0, 10, 6, {"psn_gap": 3, "icrc": 1}),)},
-     ["bucket 0: 6 of 10 elements", "psn_gap 3, icrc 1"]),
-    (Clause.COVERED, {"buckets": (BucketEvidence(0, 10, 9, {}),)}, ["9 of 10", "do not add up"]),
-    (Clause.COVERED, {"buckets": (BucketEvidence(0, 10, 10, {"psn_gap": 1}),)}, ["do not add up"]),
-    (Clause.COVERED, {"buckets": (BucketEvidence(0, 10, 11, {}),)}, ["11 of 10"]),
-    (Clause.COVERED, {"buckets": ()}, ["no gradient bucket"]),
-    (Clause.ANCHORED, {"disagreements": ("flow a: PSN: slot 3, RETH: slot 4",)}, ["slot 3", "slot 4"]),
-    (Clause.ANCHORED, {"unanchored": ("flow a", "b", "c", "d", "e")}, ["flow a", "2 more"]),
-    (Clause.ICRC, {"icrc_wrong_placed": 2}, ["2 packets"]),
-    (Clause.ICRC, {"icrc": "some"}, ["'some'"]),
-    (Clause.STREAMS_PAST, {"streams": (StreamEvidence("rank1", "behind"),)}, ["rank1 is behind"]),
-    (Clause.STREAMS_PAST, {"streams": ()}, ["no stream"]),
-    (Clause.COPIES_AGREE, {"copies_disagreed": 8, "copies_first": "bucket 1 element 17"},
-     ["8 bytes", "bucket 1 element 17"]),
-    (Clause.SUPPORTED, {"refused": "one message too many per channel"}, ["one message too many"]),
-    (Clause.STEP_RECORD, {"step_record_present": False}, ["record is not here"]),
-    (Clause.CHECKSUM, {"checksum": "mismatch"}, ["checksum"]),
-    (Clause.PREVIOUS, {"previous_published": False}, ["not published"]),
+    (Clause.COVERED, {"buckets": (BucketEvidence(0, 10, 6, {"lost": 3, "icrc": 1, "unanchored": 0}),)},
+     "bucket 0: 6 of 10 elements, missing by cause: lost 3, icrc 1"),
+    (Clause.COVERED, {"buckets": (BucketEvidence(0, 10, 9, {}),)},
+     "bucket 0: 9 of 10 elements (the counts do not add up)"),
+    (Clause.COVERED, {"buckets": (BucketEvidence(0, 10, 10, {"lost": 1}),)},
+     "bucket 0: 10 of 10 elements, missing by cause: lost 1 (the counts do not add up)"),
+    (Clause.COVERED, {"buckets": (BucketEvidence(0, 10, 11, {}),)},
+     "bucket 0: 11 of 10 elements (the counts do not add up)"),
+    (Clause.COVERED, {"buckets": (BucketEvidence(0, 10, 11, {"lost": -1}),)},
+     "bucket 0: 11 of 10 elements, missing by cause: lost -1"),
+    (Clause.COVERED, {"buckets": (BucketEvidence(0, 9, 9, {}), BucketEvidence(1, 10, 0, {"not_mirrored": 10}))},
+     "bucket 1: 0 of 10 elements, missing by cause: not_mirrored 10"),
+    (Clause.COVERED, {"buckets": (BucketEvidence(2, 10, 9, {"lost": 1}, "parameter group"),)},
+     "parameter group 2: 9 of 10 elements, missing by cause: lost 1"),
+    (Clause.COVERED, {"buckets": ()}, "no gradient bucket and no parameter group was seen"),
+    (Clause.ANCHORED, {"disagreements": ("flow a: PSN: slot 3, RETH: slot 4",)}, "flow a: PSN: slot 3, RETH: slot 4"),
+    (Clause.ANCHORED, {"unanchored": ("flow a",)}, "flow a: no witness confirms the packet count"),
+    (Clause.ANCHORED, {"disagreements": ("a", "b"), "unanchored": ("c",)},
+     "a; b; c: no witness confirms the packet count"),
+    (Clause.ANCHORED, {"disagreements": ("a", "b", "c", "d", "e")}, "a; b; c; and 2 more"),
+    (Clause.ICRC, {"icrc_wrong_placed": 1}, "1 packets with a wrong ICRC were placed"),
+    (Clause.ICRC, {"icrc": "some"}, "unknown mode of checking 'some'"),
+    (Clause.STREAMS_PAST, {"streams": (StreamEvidence("a", "past"), StreamEvidence("b", "behind"))}, "b is behind"),
+    (Clause.STREAMS_PAST, {"streams": (StreamEvidence("a", "elsewhere"),)}, "a is elsewhere"),
+    (Clause.STREAMS_PAST, {"streams": ()}, "no stream was seen"),
+    (Clause.COPIES_AGREE, {"copies_disagreed": 1, "copies_first": "byte 64"},
+     "1 bytes of later copies differ, first at byte 64"),
+    (Clause.SUPPORTED, {"refused": "one message too many per channel"}, "one message too many per channel"),
+    (Clause.STEP_RECORD, {"step_record_present": False},
+     "the manifest declares per-step values and their record is not here"),
+    (Clause.CHECKSUM, {"checksum": "mismatch"}, "the trainer's checksum of its parameters differs from the replica's"),
+    (Clause.CHECKSUM, {"checksum": "later"}, "the trainer's checksum of its parameters differs from the replica's"),
+    (Clause.PREVIOUS, {"previous_published": False},
+     "the iteration before was not published; there is nothing to build on"),
 ]
 
 
@@ -53,16 +74,16 @@ def test_a_perfect_iteration_is_complete_and_publishable():
     assert verdict.to_dict() == {"complete": True, "publishable": True, "failing": [], "unproven": []}
 
 
-@pytest.mark.parametrize(("clause", "change", "words"), FAILS, ids=lambda x: getattr(x, "value", None))
-def test_each_clause_fails_alone(clause, change, words):
+@pytest.mark.parametrize(("clause", "change", "reason"), FAILS, ids=[clause.value for clause, _, _ in FAILS])
+def test_each_clause_fails_alone(clause, change, reason):
     verdict = judge(dataclasses.replace(GOOD, **change))
-    assert [c for c, _ in verdict.failing] == [clause]
+    assert verdict.failing == ((clause, reason),)
     assert not verdict.publishable
-    assert verdict.complete == (clause not in ABOUT_GRADIENTS)
-    for word in words:
-        assert word in verdict.failing[0][1]
-    entry = {"clause": clause.value, "reason": verdict.failing[0][1]}
-    assert verdict.to_dict()["failing"] == [entry]
+    assert verdict.complete == (clause not in GRADIENTS)
+    assert verdict.to_dict() == {
+        "complete": clause not in GRADIENTS, "publishable": False,
+        "failing": [{"clause": clause.value, "reason": reason}], "unproven": list(verdict.unproven),
+    }
 
 
 def test_every_clause_has_such_a_test_and_a_stable_name():
@@ -99,3 +120,19 @@ def test_evidence_has_no_defaults():
 def test_a_flow_trusted_again_is_a_mark():
     verdict = judge(dataclasses.replace(GOOD, recovered=("flow a: disagreed in iteration 1",), icrc="off"))
     assert verdict.publishable and verdict.unproven == ("icrc off", "flow a: disagreed in iteration 1")
+    assert verdict.to_dict()["unproven"] == ["icrc off", "flow a: disagreed in iteration 1"]
+
+
+def test_failing_clauses_come_in_the_order_of_the_table():
+    everything = {name: value for _, change, _ in reversed(FAILS) for name, value in change.items()}
+    verdict = judge(dataclasses.replace(GOOD, **everything))
+    assert [clause.value for clause, _ in verdict.failing] == [
+        "covered", "anchored", "icrc", "streams_past", "copies_agree", "supported", "step_record", "checksum",
+        "previous",
+    ]
+
+
+@pytest.mark.parametrize(("count", "text"), [(3, "a; b; c"), (4, "a; b; c; and 1 more")])
+def test_three_reasons_of_a_clause_are_spelt_out(count, text):
+    verdict = judge(dataclasses.replace(GOOD, disagreements=tuple("abcd"[:count])))
+    assert verdict.failing == ((Clause.ANCHORED, text),)
