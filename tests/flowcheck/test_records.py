@@ -1,0 +1,525 @@
+"""Frames on a connection: their form, every limit exactly and one beyond, every deadline, every message.
+
+Real sockets. Where a deadline is tested the clock is the test's own, and a socket that notes its timeouts moves it.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from flowcheck import records
+from flowcheck.records import (
+    Bye,
+    Challenge,
+    Flows,
+    Hello,
+    Joined,
+    Limits,
+    Link,
+    Manifest,
+    Progress,
+    Record,
+    RecordsError,
+    Refused,
+    State,
+    Wanted,
+    Welcome,
+)
+
+BYE = b'{"type":"bye"}'
+STEP = 8 * 1024 * 1024
+
+
+def frame(text: bytes, payload: bytes = b"", *, magic: bytes = b"FCR1", length: int = -1, size: int = -1) -> bytes:
+    """A frame made by hand; length and size may lie."""
+    head = struct.pack(
+        ">4sIQ", magic, len(text) if length < 0 else length, len(payload) if size < 0 else size
+    )
+    return head + text + payload
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Link, socket.socket]]:
+    """A link, and the raw other end of its connection."""
+    near, far = socket.socketpair()
+    far.settimeout(10)
+    link = Link(near)
+    yield link, far
+    link.close()
+    far.close()
+
+
+class Clock:
+    """Time that passes only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Noted(socket.socket):
+    """A real socket that notes what is asked of it. Each recv and send may let time pass, or fail."""
+
+    clock: Clock
+    passes = 0.0
+    fails: OSError | None = None
+    timeouts: list[float | None]
+    asked: list[int]
+    made: list[Noted]
+
+    def settimeout(self, value: float | None) -> None:
+        self.timeouts.append(value)
+        super().settimeout(value)
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        self.asked.append(size)
+        if self.fails is not None and size > 1:
+            raise self.fails
+        got = super().recv(size, flags)
+        self.clock.now += self.passes
+        return got
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        self.asked.append(len(data))
+        sent = super().send(data, flags)
+        self.clock.now += self.passes
+        return sent
+
+    def dup(self) -> Noted:
+        twin = super().dup()
+        self.made.append(twin)
+        return twin
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Link, type[Noted], socket.socket]]:
+    """As `pair`, with a clock that stands still and a class that has noted what the link asked of its sockets."""
+    clock = Clock()
+    monkeypatch.setattr(records, "time", clock)
+    kind = type("NotedHere", (Noted,), {"clock": clock, "timeouts": [], "asked": [], "made": []})
+    near, far = socket.socketpair()
+    far.settimeout(10)
+    mine = kind(fileno=near.detach())
+    kind.made.append(mine)
+    link = Link(mine)
+    kind.timeouts.clear()
+    yield link, kind, far
+    link.close()
+    far.close()
+
+
+# -- the form of messages --------------------------------------------------------------------------------------
+
+FORMS: list[tuple[Any, bytes]] = [
+    (Challenge("0f"), b'{"type":"challenge","nonce":"0f","protocol":"flowcheck/records/1"}'),
+    (
+        Hello("r", 1, 2, 3, "g", "0a", "0b", instance="i"),
+        b'{"type":"hello","run_id":"r","epoch":1,"rank":2,"ranks":3,"group":"g","nonce":"0a","proof":"0b",'
+        b'"protocol":"flowcheck/records/1","instance":"i"}',
+    ),
+    (Welcome("0c"), b'{"type":"welcome","proof":"0c"}'),
+    (Refused("no"), b'{"type":"refused","why":"no"}'),
+    (Flows([{"src": 0}]), b'{"type":"flows","flows":[{"src":0}]}'),
+    (Manifest({"epoch": 1}, 7), b'{"type":"manifest","job":{"epoch":1},"first":7}'),
+    (State(4), b'{"type":"state","iteration":4}'),
+    (
+        Record(5, [{"lr": 0.5}], 0.25, 8.0, True, {"w": "0123456789abcdef"}),
+        b'{"type":"record","iteration":5,"groups":[{"lr":0.5}],"clip":0.25,"scale":8.0,"skipped":true,'
+        b'"checksums":{"w":"0123456789abcdef"}}',
+    ),
+    (
+        Record(6),
+        b'{"type":"record","iteration":6,"groups":[],"clip":null,"scale":null,"skipped":false,"checksums":{}}',
+    ),
+    (Bye(), BYE),
+    (Wanted(["state", "flows"], "lost"), b'{"type":"wanted","what":["state","flows"],"why":"lost"}'),
+    (Joined(9), b'{"type":"joined","iteration":9}'),
+    (Progress(10, "verified"), b'{"type":"progress","iteration":10,"status":"verified"}'),
+]
+NAMES = [type(message).__name__ for message, _ in FORMS]
+
+
+@pytest.mark.parametrize(("message", "text"), FORMS, ids=NAMES)
+def test_a_message_is_sent_in_this_form(pair: Any, message: Any, text: bytes) -> None:
+    link, far = pair
+    link.send(message)
+    assert far.recv(4096) == b"FCR1" + len(text).to_bytes(4, "big") + bytes(8) + text
+
+
+@pytest.mark.parametrize(("message", "text"), FORMS, ids=NAMES)
+def test_this_form_is_read_as_the_message(pair: Any, message: Any, text: bytes) -> None:
+    link, far = pair
+    far.sendall(frame(text))
+    assert link.receive() == (message, 0)
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    (b'{"type":"challenge","nonce":"n"}', Challenge("n", "flowcheck/records/1")),
+    (b'{"type":"manifest","job":{}}', Manifest({}, 0)),
+    (b'{"type":"record","iteration":1}', Record(1, [], None, None, False, {})),
+    (
+        b'{"type":"hello","run_id":"r","epoch":0,"rank":0,"ranks":1,"group":"","nonce":"n","proof":"p"}',
+        Hello("r", 0, 0, 1, "", "n", "p", "flowcheck/records/1", ""),
+    ),
+])  # fmt: skip
+def test_fields_that_may_be_left_out(pair: Any, text: bytes, message: Any) -> None:
+    link, far = pair
+    far.sendall(frame(text))
+    assert link.receive() == (message, 0)
+
+
+@pytest.mark.parametrize(("text", "what"), [
+    (b"[]", "not one of the messages of this protocol"),
+    (b'"bye"', "not one of the messages of this protocol"),
+    (b"{}", "not one of the messages of this protocol"),
+    (b'{"type":"Bye"}', "not one of the messages of this protocol"),
+    (b'{"type":"recordserror"}', "not one of the messages of this protocol"),
+    (b'{"type":null}', "not one of the messages of this protocol"),
+    (b'{"type":["bye"]}', "not a message: "),
+    (b'{"type":"bye","more":1}', "not a message: unknown field 'more'"),
+    (b'{"type":"joined"}', "not a message: required field 'iteration' is missing"),
+    (b'{"type":"joined","iteration":"1"}', "not a message: expected a whole number"),
+    (b'{"type":"joined","iteration":1.0}', "not a message: expected a whole number"),
+    (b'{"type":"joined","iteration":1,"iteration":2}', "not a message: the key 'iteration' appears twice"),
+    (b'{"type":"record","iteration":1,"clip":NaN}', "not a message: NaN is not JSON"),
+    (b'{"type":"refused","why":"a\\u001b[2J"}', "has unprintable characters"),
+    (b'{"type":"bye"', "not a message: not valid JSON"),
+    (b"", "not a message: not valid JSON"),
+    (b'{"type":"bye\xff"}', "not a message: no UTF-8"),
+    (b"[" * 4096, "not a message: "),
+])  # fmt: skip
+def test_what_is_not_exactly_a_message_is_refused(pair: Any, text: bytes, what: str) -> None:
+    link, far = pair
+    link.peer = "host:1"
+    far.sendall(frame(text))
+    with pytest.raises(RecordsError) as refused:
+        link.receive()
+    assert what in refused.value.what and refused.value.where == "host:1"
+
+
+def test_a_number_that_is_not_finite_is_not_sent(pair: Any) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        pair[0].send(Record(1, clip=float("nan")))
+
+
+def test_the_error_ends_a_command_as_a_problem_of_the_environment() -> None:
+    assert RecordsError("x").exit_code == 3
+
+
+# -- payloads --------------------------------------------------------------------------------------------------
+
+
+def test_a_payload_follows_its_message(pair: Any) -> None:
+    link, far = pair
+    link.limits = lambda: Limits(payload={"record": 5})
+    text = b'{"type":"record","iteration":1}'
+    far.sendall(frame(text, b"abcde") + frame(BYE))
+    message, size = link.receive()
+    assert (message, size) == (Record(1), 5)
+    payload = link.payload(size)
+    assert payload == b"abcde" and isinstance(payload, bytearray)  # tensors are made over it
+    assert link.receive() == (Bye(), 0)
+
+
+def test_a_payload_is_sent_in_pieces(pair: Any) -> None:
+    link, far = pair
+    link.send(State(1), [b"ab", memoryview(b"cde"), b""], 5)
+    link.close()
+    came = b"".join(iter(lambda: far.recv(4096), b""))
+    assert came == b"FCR1\x00\x00\x00\x1e" + bytes(7) + b"\x05" + b'{"type":"state","iteration":1}' + b"abcde"
+
+
+@pytest.mark.parametrize(("pieces", "size", "what"), [
+    ([b"abc"], 4, "a payload of 3 bytes was announced as 4"),
+    ([b"ab", b"cde"], 4, "a payload of 5 bytes was announced as 4"),
+    ([], 1, "a payload of 0 bytes was announced as 1"),
+    ([b"a"], 0, "a payload of 1 bytes was announced as 0"),
+])  # fmt: skip
+def test_a_payload_must_be_as_long_as_announced(pair: Any, pieces: list[bytes], size: int, what: str) -> None:
+    link, _ = pair
+    link.peer = "host:1"
+    with pytest.raises(RecordsError) as refused:
+        link.send(State(1), pieces, size)
+    assert (refused.value.what, refused.value.where) == (what, "host:1")
+
+
+# -- limits ----------------------------------------------------------------------------------------------------
+
+
+def test_limits_before_anything_is_known() -> None:
+    assert (Limits().text, Limits().payload, Limits().seconds, Limits().rate) == (4096, {}, 5.0, 1e6)
+
+
+@pytest.mark.parametrize("most", [4096, 14, 100])
+def test_the_text_may_be_as_long_as_the_limit_and_not_longer(pair: Any, most: int) -> None:
+    link, far = pair
+    link.peer = "host:1"
+    if most != 4096:  # otherwise the default's own
+        link.limits = lambda: Limits(text=most)
+    far.sendall(frame(BYE + b" " * (most - len(BYE))))
+    assert link.receive() == (Bye(), 0)
+    far.sendall(frame(BYE + b" " * (most + 1 - len(BYE))))
+    with pytest.raises(RecordsError) as refused:
+        link.receive()
+    assert refused.value.what == f"a message of {most + 1} bytes, at most {most} are read"
+    assert refused.value.where == "host:1"
+
+
+def test_a_huge_text_is_refused_before_any_of_it_is_read(pair: Any) -> None:
+    link, far = pair
+    far.sendall(frame(b"", length=0xFFFFFFFF))
+    with pytest.raises(RecordsError, match="a message of 4294967295 bytes, at most 4096"):
+        link.receive()
+
+
+@pytest.mark.parametrize(("text", "name", "most"), [
+    (b'{"type":"record","iteration":1}', "record", 10),
+    (b'{"type":"state","iteration":1}', "state", 1),
+    (b'{"type":"state","iteration":1}', "record", 0),  # of another message's limit nothing is left over
+    (BYE, "", 0),
+])  # fmt: skip
+def test_the_payload_may_be_as_long_as_its_messages_limit(pair: Any, text: bytes, name: str, most: int) -> None:
+    link, far = pair
+    link.peer = "host:1"
+    link.limits = lambda: Limits(payload={name: most or 50})
+    far.sendall(frame(text, size=most))
+    assert link.receive()[1] == most
+    far.sendall(frame(text, size=most + 1))
+    with pytest.raises(RecordsError) as refused:
+        link.receive()
+    assert refused.value.what == f"a payload of {most + 1} bytes, at most {most} are read here"
+    assert refused.value.where == "host:1"
+
+
+def test_limits_are_asked_anew_for_each_message(pair: Any) -> None:
+    link, far = pair
+    far.sendall(frame(BYE) * 2)
+    link.receive()
+    link.limits = lambda: Limits(text=13)
+    with pytest.raises(RecordsError, match="a message of 14 bytes, at most 13"):
+        link.receive()
+
+
+@pytest.mark.parametrize("magic", [b"FCR2", b"fcr1", b"GET ", b"XCR1"])
+def test_another_protocol_is_refused(pair: Any, magic: bytes) -> None:
+    link, far = pair
+    link.peer = "host:1"
+    far.sendall(frame(BYE, magic=magic))
+    with pytest.raises(RecordsError) as refused:
+        link.receive()
+    assert (refused.value.what, refused.value.where) == ("does not speak this protocol", "host:1")
+
+
+# -- deadlines -------------------------------------------------------------------------------------------------
+
+
+def test_a_reader_waits_long_for_the_first_byte_and_five_seconds_for_the_rest(noted: Any) -> None:
+    link, kind, far = noted
+    far.sendall(frame(BYE))
+    link.receive()
+    assert kind.timeouts == [1e6, 5.0, 5.0] and kind.asked == [1, 15, 14]
+    kind.timeouts.clear()
+    far.sendall(frame(BYE))
+    link.receive(wait=0.5)
+    assert kind.timeouts == [0.5, 5.0, 5.0]
+
+
+def test_the_seconds_are_for_the_whole_frame(noted: Any) -> None:
+    link, kind, far = noted
+    link.peer = "host:1"
+    link.limits = lambda: Limits(seconds=3.0)
+    kind.passes = 1.5  # for each piece; the first byte begins the frame
+    far.sendall(frame(BYE)[:-1])
+    with pytest.raises(RecordsError) as late:
+        link.receive()
+    assert kind.timeouts == [1e6, 3.0, 1.5]
+    assert (late.value.what, late.value.where) == ("too slow: 1 bytes of a message still missing", "host:1")
+
+
+def test_the_deadline_itself_is_too_late(noted: Any) -> None:
+    link, kind, far = noted
+    kind.passes = 5.0
+    far.sendall(frame(BYE))
+    with pytest.raises(RecordsError, match="too slow: 14 bytes of a message still missing"):
+        link.receive()
+
+
+@pytest.mark.parametrize(("limits", "size", "seconds"), [
+    (Limits(), 2_000_000, 7.0),
+    (Limits(seconds=30.0, rate=1000.0), 500, 30.5),
+    (Limits(seconds=1.0, rate=4.0), 0, None),
+])  # fmt: skip
+def test_a_payload_must_come_at_its_rate(noted: Any, limits: Limits, size: int, seconds: float | None) -> None:
+    link, kind, far = noted
+    link.limits = lambda: limits
+    kind.passes = seconds or 0.0
+    far.send(b"x")
+    if seconds is None:
+        assert link.payload(size) == b"" and kind.timeouts == []
+        return
+    with pytest.raises(RecordsError, match=f"too slow: {size - 1} bytes"):
+        link.payload(size)
+    assert kind.timeouts == [seconds]
+
+
+def test_nothing_within_the_wait_is_a_timeout_and_loses_nothing(pair: Any) -> None:
+    link, far = pair
+    with pytest.raises(TimeoutError):
+        link.receive(wait=0.001)
+    far.sendall(frame(BYE))
+    assert link.receive(wait=10) == (Bye(), 0)
+
+
+@pytest.mark.parametrize(("size", "options", "seconds"), [
+    (0, {}, 10.0), (0, {"seconds": 1.0}, 1.0), (5_000_000, {}, 15.0), (20_000_000, {"seconds": 1.0}, 3.0),
+])  # fmt: skip
+def test_a_writer_has_ten_seconds_and_ten_more_for_each_ten_megabytes(
+    noted: Any, size: int, options: dict[str, float], seconds: float
+) -> None:
+    link, kind, _ = noted
+    try:
+        link.send(State(1), [], size, **options)
+    except RecordsError as error:
+        assert size and "announced" in error.what
+    assert kind.timeouts == [seconds]
+
+
+def test_the_writers_seconds_are_for_all_of_it(noted: Any) -> None:
+    link, kind, _ = noted
+    link.peer = "host:1"
+    kind.passes = 4.0
+    with pytest.raises(RecordsError) as slow:
+        link.send(State(1), [b"a", b"b", b"c"], 3, seconds=10 / (1 + 3e-7))
+    assert kind.timeouts == pytest.approx([10.0, 6.0, 2.0])
+    assert (slow.value.what, slow.value.where) == ("too slow: it does not take what is sent", "host:1")
+
+
+def test_a_peer_that_does_not_read_ends_the_writer(pair: Any) -> None:
+    link, _ = pair
+    with pytest.raises(RecordsError, match="too slow: it does not take what is sent"):
+        link.send(State(1), [bytes(1 << 20)] * 64, 64 << 20, seconds=0.005)
+
+
+def test_reader_and_writer_have_timeouts_of_their_own(pair: Any) -> None:
+    link, far = pair
+    waits = threading.Thread(target=lambda: far.sendall(frame(BYE)) if far.recv(1) else None)
+    waits.start()
+    link.send(Bye(), seconds=1.0)
+    assert link.receive() == (Bye(), 0)
+    waits.join()
+
+
+def test_much_is_taken_and_given_in_steps(noted: Any) -> None:
+    link, kind, far = noted
+    link.limits = lambda: Limits(rate=1e12)
+    far.sendall(b"x")
+    far.shutdown(socket.SHUT_WR)
+    with pytest.raises(RecordsError):
+        link.payload(STEP + 2)
+    assert kind.asked == [STEP, STEP]  # one byte has come
+    kind.asked.clear()
+    with pytest.raises(RecordsError, match="too slow"):  # nobody reads
+        link.send(State(1), [bytes(STEP + 1)], STEP + 1, seconds=0.01)
+    assert kind.asked[1] == STEP and max(kind.asked) == STEP
+
+
+# -- the end of a connection -----------------------------------------------------------------------------------
+
+
+def _where(error: pytest.ExceptionInfo[RecordsError]) -> tuple[str, str]:
+    return error.value.what, error.value.where
+
+
+def test_an_end_between_messages(pair: Any) -> None:
+    link, far = pair
+    link.peer = "host:1"
+    far.close()
+    with pytest.raises(RecordsError) as ended:
+        link.receive()
+    assert _where(ended) == ("connection closed", "host:1")
+
+
+@pytest.mark.parametrize(("sent", "missing"), [(1, 15), (15, 1), (16, 14), (29, 1)])
+def test_an_end_within_a_message(pair: Any, sent: int, missing: int) -> None:
+    link, far = pair
+    link.peer = "host:1"
+    far.sendall(frame(BYE)[:sent])
+    far.close()
+    with pytest.raises(RecordsError) as ended:
+        link.receive()
+    assert _where(ended) == (f"connection closed within a message, {missing} bytes before its end", "host:1")
+
+
+@pytest.mark.parametrize(("error", "what"), [
+    (OSError(errno.ECONNRESET, "Connection reset by peer"), "connection lost: Connection reset by peer"),
+    (OSError("odd"), "connection lost: odd"),
+])  # fmt: skip
+def test_a_connection_that_is_lost_within_a_message(noted: Any, error: OSError, what: str) -> None:
+    link, kind, far = noted
+    link.peer = "host:1"
+    kind.fails = error
+    far.sendall(frame(BYE))
+    with pytest.raises(RecordsError) as lost:
+        link.receive()
+    assert _where(lost) == (what, "host:1")
+
+
+def test_a_connection_that_is_reset() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        far = socket.create_connection(server.getsockname(), timeout=10)
+        link = Link(server.accept()[0])
+    peer = f"127.0.0.1:{far.getsockname()[1]}"
+    assert link.peer == peer
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    far.close()
+    with pytest.raises(RecordsError) as lost:
+        link.receive()
+    assert _where(lost) == ("connection lost: Connection reset by peer", peer)
+    with pytest.raises(RecordsError) as lost:
+        link.send(Bye())
+    assert _where(lost) == ("connection lost: Broken pipe", peer)
+    link.close()
+
+
+def test_the_peer_of_a_socket_without_an_address_is_somebody(pair: Any) -> None:
+    assert pair[0].peer == "somebody"
+    with socket.socket() as sock:  # not connected
+        link = Link(sock)
+        assert link.peer == "somebody"
+        link.close()
+
+
+def test_close_wakes_a_reader_tells_the_peer_and_leaves_no_descriptor(noted: Any) -> None:
+    link, kind, far = noted
+    said: list[str] = []
+    begun = threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        try:
+            link.receive()
+        except RecordsError as error:
+            said.append(error.what)
+
+    reader = threading.Thread(target=wait)
+    reader.start()
+    begun.wait(10)
+    link.close()
+    link.close()
+    reader.join(10)
+    assert said and "connection" in said[0]
+    assert far.recv(1) == b""
+    assert len(kind.made) == 2 and all(sock.fileno() == -1 for sock in kind.made)
+    with pytest.raises(RecordsError, match="connection lost: Bad file descriptor"):
+        link.send(Bye())
+    with pytest.raises(RecordsError, match="connection lost: Bad file descriptor"):
+        link.receive()
