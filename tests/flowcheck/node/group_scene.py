@@ -1,0 +1,165 @@
+"""A real Group with made-up connections and, unless a test wants the real one, a session that only writes down what it
+is asked. The test is the group's thread: `turn` is one turn of its loop."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flowcheck.node.group
+from flowcheck.errors import UserError
+from flowcheck.manifest import Job
+from flowcheck.node.config import Capture, Control, NodeConfig, Output, ReplicaSettings
+from flowcheck.node.group import Group, Letter, Member
+from flowcheck.records import Manifest
+from flowcheck.synth import example_job
+
+from ..memory_ring import MemoryRing
+
+
+def small_job(**options: Any) -> Job:
+    """run "synth-0", epoch 0, two ranks."""
+    return example_job(**{"ranks": 2, "count": [60], "startup": False, "rebuild": False, **options})
+
+
+class FakeReplica:
+    def __init__(self, step: int = 0) -> None:
+        self.step = step
+
+
+class FakeSession:
+    """calls: what the group asked for. moves: how many polls find something. record_answer, state_error: what the
+    session says to a record and to a state."""
+
+    def __init__(self, plan: Any, sources: Any, hooks: Any, first: int = 0, **options: Any) -> None:
+        self.plan, self.sources, self.hooks, self.first, self.options = plan, sources, hooks, first, options
+        self.calls: list[tuple[Any, ...]] = []
+        self.moves = 0
+        self.poll_error: Exception | None = None
+        self.record_answer, self.state_error = "", None
+        self.replica: Any = None
+        self.next: int | None = None
+        self.serves = -1
+
+    def poll(self) -> bool:
+        self.calls.append(("poll",))
+        if self.poll_error is not None:
+            raise self.poll_error
+        self.moves -= 1
+        return self.moves >= 0
+
+    def record(self, record: Any, buffers: Mapping[str, torch.Tensor], rank: int) -> str:
+        self.calls.append(("record", record.iteration, dict(buffers), rank))
+        return self.record_answer
+
+    def announce(self, iteration: int) -> None:
+        self.calls.append(("announce", iteration))
+
+    def withdraw(self) -> None:
+        self.calls.append(("withdraw",))
+
+    def state(self, iteration: int, parameters: Any, state: Any) -> None:
+        self.calls.append(("state", iteration, parameters, state))
+        if self.state_error is not None:
+            raise UserError(self.state_error)
+        self.replica = FakeReplica()
+
+    def finish(self) -> None:
+        self.calls.append(("finish",))
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+
+class Peer:
+    """A connection: what it was told and why it was ended."""
+
+    def __init__(self, rank: int) -> None:
+        self.told: list[Any] = []
+        self.ended: list[str] = []
+        self.member = Member(rank, self.told.append, self.ended.append)
+
+
+class Written:
+    """Stands for the writer of checkpoints and for the file of hashes."""
+
+    def __init__(self) -> None:
+        self.checkpoints: list[tuple[Any, ...]] = []
+        self.hashes: list[tuple[Any, ...]] = []
+
+    def write(self, *said: Any) -> None:
+        self.checkpoints.append(said)
+
+    def add(self, *said: Any) -> None:
+        self.hashes.append(said)
+
+
+class Scene:
+    """group, what it said, and the sessions that it began."""
+
+    def __init__(self, folder: Path, say: Callable[..., None] | None = None, *, name: str = "", every: int = 0,
+                 hashes: bool = True, rings: int = 1, **replica: Any) -> None:
+        config = NodeConfig(
+            control=Control(listen="127.0.0.1:0", token_file=folder / "token"), capture=Capture(device="none"),
+            replica=ReplicaSettings(directory=folder, **replica), output=Output(directory=folder / "out", every=every),
+            record_seconds=7.5,
+        )
+        self.said: list[tuple[str, dict[str, Any]]] = []
+        self.written = Written()
+        self.rings = [MemoryRing() for _ in range(rings)]
+        self.sessions: list[FakeSession] = []
+        self.group = Group(
+            name, config, self.rings, say or (lambda event, **fields: self.said.append((event, fields))),
+            self.written, self.written if hashes else None,  # type: ignore[arg-type]
+        )
+
+    @property
+    def session(self) -> FakeSession:
+        return self.sessions[-1]
+
+    def join(self, rank: int = 0, run: tuple[str, int, int] = ("synth-0", 0, 2), instance: str = "") -> Peer:
+        peer = Peer(rank)
+        assert self.group.join(run, peer.member, instance) == ""
+        return peer
+
+    def post(self, peer: Peer, message: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        self.group.put(Letter(peer.member, message, tensors or {}))
+
+    def turn(self) -> None:
+        """All that is in the inbox, as the group's thread takes it."""
+        self.group._follow(self.group._start)
+        while self.group._handle_one():
+            self.group._follow(self.group._start)
+
+    def give(self, peer: Peer, message: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        self.post(peer, message, tensors)
+        self.turn()
+
+    def follow(self, job: Job | None = None, *, first: int = 0, **join: Any) -> Peer:
+        """Rank 0 joins and sends a whole manifest: a session begins."""
+        peer = self.join(0, **join)
+        self.give(peer, Manifest((job or small_job()).to_dict(), first))
+        assert not peer.ended
+        return peer
+
+    def events(self, event: str) -> list[dict[str, Any]]:
+        return [fields for what, fields in self.said if what == event]
+
+
+@contextlib.contextmanager
+def fake_sessions() -> Any:
+    """Groups begin FakeSessions; gives the list of them."""
+    begun: list[FakeSession] = []
+
+    def begin(*args: Any, **options: Any) -> FakeSession:
+        begun.append(FakeSession(*args, **options))
+        return begun[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flowcheck.node.group, "LiveSession", begin)
+        yield begun

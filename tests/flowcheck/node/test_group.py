@@ -1,0 +1,416 @@
+"""Who belongs to a group, whose messages count, and what job a group agrees to follow."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flowcheck.manifest import Job
+from flowcheck.records import Bye, Flows, Manifest, Record, State, Wanted
+
+from .group_scene import Peer, Scene, fake_sessions, small_job
+
+NOTHING_KNOWN = Wanted(["manifest", "flows"], "nothing is known of the job yet")
+STATE_WANTED = Wanted(["state"], "the job is known; a state to begin with is not here")
+COME_BACK = Wanted(["state"], "the trainer has come back")
+RUN = ("synth-0", 0, 2)
+
+
+@pytest.fixture
+def scene(tmp_path) -> Iterator[Callable[..., Scene]]:
+    with fake_sessions() as begun:
+
+        def make(**options: Any) -> Scene:
+            made = Scene(tmp_path, **options)
+            made.sessions = begun
+            return made
+
+        yield make
+
+
+def body(**changes: Any) -> dict[str, Any]:
+    return small_job().to_dict() | changes
+
+
+# -- joining and leaving ---------------------------------------------------------------------------------------
+
+
+def test_who_comes_first_is_asked_for_the_job(scene) -> None:
+    at = scene()
+    assert at.group.run is None and at.group.plan is None
+    peer = at.join(1)
+    assert peer.told == [NOTHING_KNOWN] and peer.ended == []
+    assert at.group.run == RUN and at.group.members == {1: peer.member}
+
+
+@pytest.mark.parametrize("other", [("another", 0, 2), ("synth-0", 1, 2), ("synth-0", 0, 3)])
+def test_another_run_waits_until_the_last_rank_has_left(scene, other: tuple[str, int, int]) -> None:
+    at = scene()
+    held, late = at.join(1), Peer(0)
+    assert at.group.join(other, late.member) == "run 'synth-0', epoch 0, 2 ranks, is attached here"
+    assert late.told == [] and at.group.run == RUN and at.group.members == {1: held.member}
+    at.group.leave(held.member)
+    assert at.group.join(other, late.member) == ""
+    assert late.told == [NOTHING_KNOWN] and at.group.run == other and at.group.members == {0: late.member}
+    assert late.member.start == held.member.start + 1
+
+
+def test_a_rank_is_attached_once(scene) -> None:
+    at = scene()
+    first, second = at.join(1), Peer(1)
+    assert at.group.join(RUN, second.member) == "rank 1 is attached already"
+    assert second.told == [] and first.ended == [] and at.group.members == {1: first.member}
+
+
+def test_a_rank_that_comes_back_is_told_what_is_wanted_now(scene) -> None:
+    at = scene()
+    at.join(1, instance="of rank 1")
+    first = at.follow(instance="a")
+    assert first.told == [NOTHING_KNOWN, STATE_WANTED]
+    at.group.leave(first.member)
+    again = at.join(0, instance="a")
+    assert again.told == [STATE_WANTED] and again.member.start == first.member.start
+    at.give(again, Manifest(body()))
+    assert again.told == [STATE_WANTED, COME_BACK]
+    assert len(at.sessions) == 1 and ("close",) not in at.session.calls
+    at.give(again, Record(3))
+    assert ("record", 3, {}, 0) in at.session.calls
+
+
+def test_a_rank_that_comes_back_as_another_instance_is_a_new_start(scene) -> None:
+    at = scene()
+    other = at.join(1, instance="of rank 1")
+    first = at.follow(instance="a")
+    at.group.leave(first.member)
+    again = at.join(0, instance="b")
+    assert other.ended == ["the job was started again"] and first.ended == []
+    assert again.told == [NOTHING_KNOWN] and again.ended == []
+    assert at.group.members == {0: again.member} and again.member.start == first.member.start + 1
+    at.turn()
+    assert at.session.calls[-1] == ("close",) and at.group.plan is None
+    third = at.join(1, instance="of rank 1, again")  # the instances of the start before are forgotten
+    assert third.member.start == again.member.start and at.group.members == {0: again.member, 1: third.member}
+
+
+def test_ranks_of_one_start_may_be_different_instances(scene) -> None:
+    at = scene()
+    first, second = at.join(0, instance="a"), at.join(1, instance="b")
+    assert first.ended == [] and at.group.members == {0: first.member, 1: second.member}
+
+
+def test_the_end_of_a_replaced_connection_takes_nothing_from_its_successor(scene) -> None:
+    at = scene()
+    first = at.join(0)
+    at.group.leave(first.member)
+    second = at.join(0)
+    at.group.leave(first.member)
+    assert at.group.members == {0: second.member}
+
+
+@pytest.mark.parametrize(("rank", "withdrawn"), [(0, True), (1, False)])
+def test_a_state_that_was_announced_goes_with_rank_0_alone(scene, rank: int, withdrawn: bool) -> None:
+    at = scene()
+    peers = {0: at.follow(), 1: at.join(1)}
+    at.group.announce(peers[0].member, 4)
+    at.turn()
+    at.group.leave(peers[rank].member)
+    at.turn()
+    assert at.session.calls == [("announce", 4), ("withdraw",)][: 1 + withdrawn]
+
+
+def test_a_member_may_leave_before_there_is_a_session(scene) -> None:
+    at = scene()
+    at.group.leave(at.join(0).member)
+    at.turn()
+    assert at.said == []
+
+
+def test_the_inbox_is_bounded(scene) -> None:
+    at = scene()
+    peer = at.join()
+    for _ in range(4096):
+        at.post(peer, Bye())
+    with pytest.raises(queue.Full):
+        at.post(peer, Bye())
+
+
+# -- letters of an earlier start -------------------------------------------------------------------------------
+
+MESSAGES = [Record(3), Bye(), State(3), Flows([{"src": 0}]), Manifest({})]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("tensors", [{}, {"model.layer0.weight": torch.zeros(1)}], ids=["bare", "payload"])
+@pytest.mark.parametrize("late", [False, True])
+def test_letters_of_an_earlier_start_are_nobodys(scene, message: Any, tensors: Any, late: bool) -> None:
+    """The job was started again while they were in the inbox, or before their reader had put them there."""
+    at = scene()
+    old = at.follow(instance="a")
+    before = at.session
+    if not late:
+        at.post(old, message, tensors)
+    at.group.leave(old.member)
+    new = at.join(0, instance="b")
+    at.post(new, Manifest(body()))
+    if late:
+        at.post(old, message, tensors)
+    at.turn()
+    assert before.calls == [("close",)]
+    assert len(at.sessions) == 2 and at.session.calls == [("withdraw",)]
+    assert [what for what, _ in at.said] == ["attached", "attached"]
+    assert old.ended == new.ended == [] and new.told == [NOTHING_KNOWN, STATE_WANTED]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda m: type(m).__name__)
+def test_of_what_a_lost_connection_sent_records_and_the_end_count(scene, message: Any) -> None:
+    at = scene()
+    at.follow()
+    rank = at.join(1)
+    rank.member.rank = 0  # whoever sent it, it is its place among the members that counts
+    at.post(rank, message)
+    at.group.leave(rank.member)
+    at.turn()
+    asked = [call[0] for call in at.session.calls if call[0] != "withdraw"]
+    assert asked == {"Record": ["record"], "Bye": ["poll", "finish"]}.get(type(message).__name__, [])
+    assert rank.ended == [] and at.events("refused") == [] and len(at.sessions) == 1
+
+
+def test_a_letter_of_a_new_start_ends_what_the_one_before_held(scene) -> None:
+    at = scene()
+    old = at.follow(instance="a")
+    at.group.leave(old.member)
+    new = at.join(0, instance="b")
+    at.post(new, Record(1))
+    assert at.group._handle_one()  # the thread had looked for a new start just before
+    assert at.session.calls == [("close",)] and new.ended == []
+
+
+# -- manifests ---------------------------------------------------------------------------------------------------
+
+
+def refused(at: Scene, peer: Peer, why: str) -> None:
+    """The one who sent it is told why and out, and nothing was begun."""
+    assert peer.ended == [why] and at.sessions == []
+    assert at.events("refused") == [{"name": "", "rank": peer.member.rank, "why": why}]
+    assert at.events("attached") == []
+
+
+def test_a_manifest_comes_from_rank_0(scene) -> None:
+    at = scene()
+    peer = at.join(1)
+    at.give(peer, Manifest(body()))
+    refused(at, peer, "rank 1: a manifest comes from rank 0")
+
+
+@pytest.mark.parametrize(("run", "said"), [
+    (("another", 0, 2), "this is 'another', 0, 2"),
+    (("synth-0", 1, 2), "this is 'synth-0', 1, 2"),
+    (("synth-0", 0, 3), "this is 'synth-0', 0, 3"),
+])  # fmt: skip
+def test_a_manifest_is_of_the_run_that_said_hello(scene, run: tuple[str, int, int], said: str) -> None:
+    at = scene()
+    peer = at.join(0, run)
+    at.give(peer, Manifest(body()))
+    refused(at, peer, f"manifest: the manifest is of run 'synth-0', epoch 0, 2 ranks; {said}")
+
+
+@pytest.mark.parametrize(("changes", "why"), [
+    ({"optimizer": None}, "manifest: the manifest names no optimizer: there is nothing to keep versions of"),
+    ({"epoch": "x"}, "manifest: epoch: "),
+    ({"schema": "flowcheck/job/0"}, "manifest: schema: "),
+])  # fmt: skip
+def test_a_manifest_that_cannot_be_followed(scene, changes: dict[str, Any], why: str) -> None:
+    at = scene()
+    peer = at.join()
+    at.give(peer, Manifest(body(**changes)))
+    assert peer.ended[0].startswith(why)
+    refused(at, peer, peer.ended[0])
+
+
+def test_a_whole_manifest_begins_a_session(scene, tmp_path) -> None:
+    at = scene(name="a", rings=2, slots=4, threads=2, arenas=5)
+    peer, other = at.join(0), at.join(1)
+    at.give(peer, Manifest(body(), 5))
+    (session,) = at.sessions
+    assert session.plan.job.run_id == "synth-0" and at.group.plan is session.plan
+    assert (session.plan.engine.streams, session.plan.engine.arenas) == (2, 5)
+    assert session.sources == at.rings and session.first == 5
+    assert session.options.pop("replica_path")(7) == tmp_path / "flowcheck-node-a-1.replica"
+    assert session.options == {"slots": 4, "threads": 2, "record_seconds": 7.5}
+    assert at.said == [
+        ("attached", {"name": "a", "run_id": "synth-0", "epoch": 0, "ranks": 2, "flows": 2})
+    ]
+    assert peer.told == other.told == [NOTHING_KNOWN, STATE_WANTED]
+
+
+def test_a_manifest_that_is_said_again_changes_nothing(scene) -> None:
+    at = scene()
+    peer = at.follow()
+    at.give(peer, Manifest(body()))
+    assert len(at.sessions) == 1 and at.session.calls == [] and peer.told == [NOTHING_KNOWN, STATE_WANTED]
+
+
+@pytest.mark.parametrize("again", [Manifest(body(step_values=["lr"]))], ids=["job"])
+def test_another_manifest_of_the_run_is_followed_anew(scene, again: Manifest) -> None:
+    at = scene()
+    peer = at.follow()
+    at.give(peer, again)
+    first, second = at.sessions
+    assert first.calls == [("close",)] and second.calls == []
+    assert second.plan.job.step_values == again.job["step_values"] and second.first == again.first
+    at.give(peer, Record(9))
+    assert second.calls == [("record", 9 - again.first, {}, 0)]
+    assert peer.told == [NOTHING_KNOWN, STATE_WANTED, STATE_WANTED]
+
+
+# -- connections ---------------------------------------------------------------------------------------------------
+
+
+def flow(src: int, dst: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "src": src, "dst": dst, "channel": 0, "src_addr": f"10.0.0.{src + 1}", "dst_addr": f"10.0.0.{dst + 1}",
+        "qpns": [100 + dst], "cts_qpns": [200 + src], "src_addrs": [], "dst_addrs": [], **changes,
+    }  # fmt: skip
+
+
+FLOWS = [flow(0, 1), flow(1, 0)]
+
+
+def test_a_manifest_without_connections_waits_for_those_of_every_rank(scene) -> None:
+    at = scene()
+    zero, one = at.join(0), at.join(1)
+    at.give(zero, Manifest(body(flows=[])))
+    assert zero.told[-1] == Wanted(["flows"], "connections of rank 0, 1 are not here")
+    at.give(zero, Flows(FLOWS))
+    assert one.told[-1] == Wanted(["flows"], "connections of rank 1 are not here") and at.sessions == []
+    at.give(one, Flows(FLOWS[:1]))
+    assert one.told[-1] == STATE_WANTED
+    found = at.session.plan.job.flows
+    assert [(f.src, f.dst, f.qpns, f.cts_qpns) for f in found] == [(0, 1, [101], [200]), (1, 0, [100], [201])]
+    at.give(one, Flows(FLOWS[:1]))  # again
+    assert len(at.sessions) == 1 and one.told[-1] == STATE_WANTED and one.told[-2] != STATE_WANTED
+    at.give(one, Flows([]))  # other ones, and together they are as before
+    assert len(at.sessions) == 1 and one.told[-1] == COME_BACK
+    at.give(one, Flows([flow(0, 1), flow(0, 1, channel=1)]))
+    assert one.ended[0].startswith("manifest: ")  # the job has one channel
+
+
+def test_connections_that_changed_are_another_job(scene) -> None:
+    at = scene()
+    zero, one = at.join(0), at.join(1)
+    at.give(zero, Flows([]))
+    at.give(one, Flows(FLOWS))
+    assert zero.told == one.told == [NOTHING_KNOWN] and at.said == []
+    at.give(zero, Manifest(body(flows=[])))
+    at.give(one, Flows([flow(0, 1), flow(1, 0, qpns=[7])]))
+    first, second = at.sessions
+    assert first.calls == [("close",)] and [f.qpns for f in second.plan.job.flows] == [[101], [7]]
+
+
+def test_no_more_than_eight_missing_ranks_are_named(scene) -> None:
+    at = scene()
+    peer = at.join(0, ("synth-0", 0, 12))
+    at.give(peer, Flows([]))
+    at.give(peer, Manifest(body(flows=[])))
+    assert peer.told[-1] == Wanted(["flows"], "connections of rank 1, 2, 3, 4, 5, 6, 7, 8 are not here")
+
+
+def test_connections_of_ranks_that_left_are_asked_for_again(scene) -> None:
+    at = scene()
+    zero, one = at.join(0), at.join(1)
+    at.give(one, Flows(FLOWS))
+    at.group.leave(one.member)
+    at.give(zero, Flows(FLOWS))
+    at.give(zero, Manifest(body(flows=[])))
+    assert zero.told[-1] == Wanted(["flows"], "connections of rank 1 are not here") and at.sessions == []
+
+
+def test_a_manifest_with_connections_is_taken_at_its_word(scene) -> None:
+    at = scene()
+    one = at.join(1)
+    at.give(one, Flows([flow(0, 1, qpns=[1, 2, 3])]))
+    at.follow()
+    assert one.ended == [] and [f.qpns for f in at.session.plan.job.flows] == [f.qpns for f in small_job().flows]
+
+
+OTHER = {
+    "src_addr": "10.0.0.9", "dst_addr": "10.0.0.9", "qpns": [102], "cts_qpns": [202], "src_addrs": ["10.0.0.1"],
+    "dst_addrs": ["10.0.0.2"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ["src_addr", "dst_addr", "qpns", "cts_qpns", "src_addrs", "dst_addrs"])
+def test_both_ends_of_a_connection_say_the_same(scene, what: str) -> None:
+    """Queue pairs and addresses that contradict each other: neither end is believed, the newer one as little."""
+    at = scene()
+    zero, one = at.join(0), at.join(1)
+    at.give(zero, Manifest(body(flows=[])))
+    held = {what: ["10.0.0.7"]} if what.endswith("s") and what.startswith(("src", "dst")) else {}
+    at.give(zero, Flows([flow(0, 1, **held), flow(1, 0)]))
+    at.give(one, Flows([flow(0, 1, **{what: OTHER[what]}), flow(1, 0)]))
+    assert zero.ended == [] and at.events("attached") == []
+    refused(at, one, f"flows: the ends of connection 0, 0, 1 say different {what}")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("what", ["cts_qpns", "src_addrs"])
+def test_what_one_end_does_not_know_the_other_says(scene, what: str, turned: bool) -> None:
+    at = scene()
+    ends = [[flow(0, 1, **{what: []}), flow(1, 0)], [flow(0, 1, **{what: OTHER[what]}), flow(1, 0)]]
+    zero, one = at.join(0), at.join(1)
+    at.give(zero, Flows(ends[turned]))
+    at.give(one, Flows(ends[not turned]))
+    at.give(zero, Manifest(body(flows=[])))
+    assert zero.ended == one.ended == []
+    assert getattr(at.session.plan.job.flows[0], what) == OTHER[what]
+
+
+def test_connections_are_told_apart_by_channel_and_both_ranks(scene) -> None:
+    job = small_job(channels=2, ranks=3)
+    assert len(job.flows) == 6
+    flows = job.to_dict()["flows"]
+    at = scene()
+    peers = [at.join(rank, ("synth-0", 0, 3)) for rank in range(3)]
+    for rank, peer in enumerate(peers):
+        at.give(peer, Flows([f for f in flows if rank in (f["src"], f["dst"])]))
+    at.give(peers[0], Manifest(job.to_dict() | {"flows": []}))
+    found = at.session.plan.job.to_dict()["flows"]
+    assert found == sorted(flows, key=lambda f: (f["channel"], f["src"], f["dst"]))
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _job(count: int, dtype: str = "float32") -> Job:
+    return small_job(count=[count], dtype=dtype)
+
+
+@pytest.mark.parametrize(("job", "settings"), [
+    (_job(16384), {"slots": 3, "arenas": 4}),  # 16384 * 4 bytes: 3 slots of 4 of them, and 4 of gradients: 1 MiB
+    (_job(26208), {"slots": 2, "arenas": 2}),  # 40 bytes an element
+    (_job(32768, "bfloat16"), {"slots": 3, "arenas": 4}),
+])  # fmt: skip
+def test_a_job_that_fits_into_the_memory_is_followed(scene, job: Job, settings: dict[str, int]) -> None:
+    at = scene(memory_mb=1, **settings)
+    at.follow(job)
+    assert len(at.sessions) == 1
+
+
+@pytest.mark.parametrize(("job", "settings", "said"), [
+    (_job(16385), {"slots": 3, "arenas": 4}, ("1", "3", "4")),  # one element more
+    (_job(26230), {"slots": 2, "arenas": 2}, ("1", "2", "2")),
+    (_job(32800, "bfloat16"), {"slots": 3, "arenas": 4}, ("1", "3", "4")),
+    (_job(40000), {"slots": 3, "arenas": 2}, ("2", "3", "2")),
+])  # fmt: skip
+def test_a_job_that_does_not_fit_is_refused(scene, job: Job, settings: dict[str, int], said: tuple[str, ...]) -> None:
+    at = scene(memory_mb=1, **settings)
+    peer = at.join()
+    at.give(peer, Manifest(job.to_dict()))
+    refused(at, peer, (
+        "replica.memory_mb: the job may take {} MiB ({} slots of parameters and optimizer state, {} iterations of"
+        " gradients)\n  remedy: raise memory_mb, or use fewer slots or arenas"
+    ).format(*said))
