@@ -28,7 +28,7 @@ from flowcheck.node.config import NodeConfig
 from flowcheck.node.live import Closed, Hooks, LiveSession
 from flowcheck.node.output import Hashes, Writer
 from flowcheck.node.served import Served
-from flowcheck.records import Bye, Flows, Joined, Manifest, Progress, Record, Refused, State, Wanted
+from flowcheck.records import Bye, Flows, Joined, Manifest, Progress, Record, State, Wanted
 from flowcheck.streams import IDLE_SECONDS, Source
 from parser.plan import EngineConfig
 
@@ -247,7 +247,7 @@ class Group:
                 self._tell(Wanted(["flows"], f"connections of rank {', '.join(map(str, missing[:8]))} are not here"))
                 return
             body["flows"] = _union([flows for flows in sent if flows is not None])
-        if self._session is not None and self._job == body:
+        if self._session is not None and self._job == body and self._offset == manifest.first:
             self._tell(Wanted(["state"], "the trainer has come back"))
             return
         job = Job.from_dict(body, where="manifest")
@@ -342,9 +342,6 @@ class Group:
             members = list(self.members.values())
         for member in members:
             member.send(message)
-
-    def refuse(self, member: Member, why: str) -> None:
-        member.send(Refused(why))
 
     def _drop_session(self) -> None:
         if self._session is not None:

@@ -254,7 +254,7 @@ def test_a_manifest_that_is_said_again_changes_nothing(scene) -> None:
     assert len(at.sessions) == 1 and at.session.calls == [] and peer.told == [NOTHING_KNOWN, STATE_WANTED]
 
 
-@pytest.mark.parametrize("again", [Manifest(body(step_values=["lr"]))], ids=["job"])
+@pytest.mark.parametrize("again", [Manifest(body(step_values=["lr"])), Manifest(body(), 5)], ids=["job", "first"])
 def test_another_manifest_of_the_run_is_followed_anew(scene, again: Manifest) -> None:
     at = scene()
     peer = at.follow()
