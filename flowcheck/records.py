@@ -328,7 +328,7 @@ def greet(
     hello.proof = _proof(token, "trainer", challenge.nonce, hello)
     link.send(hello)
     answer = _expect(link, Welcome)
-    if not hmac.compare_digest(answer.proof, _proof(token, "node", challenge.nonce, hello)):
+    if not hmac.compare_digest(answer.proof.encode(), _proof(token, "node", challenge.nonce, hello).encode()):
         raise RecordsError("the node does not know the token", where=link.peer)
 
 
