@@ -7,7 +7,6 @@ complete. Iterations that nothing happened to must come out whole, however much 
 import dataclasses
 import hashlib
 import itertools
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +20,10 @@ from flowcheck.manifest import Collective, Job, dtype_size
 from flowcheck.replay import ReplayOptions, replay
 from flowcheck.synth import Synthesis, example_job, generate
 from flowcheck.synth.writer import write_capture
+from tests.flowcheck.altered import Packet, destination, psn, sealed
 
 pytestmark = pytest.mark.usefixtures("eal")
 
-Packet = tuple[int, bytes]
 Truth = dict[tuple[int, int], np.ndarray]
 PROTOCOLS = ["ll", "ll128", "simple"]
 PAUSE_NS = 250_000  # synth leaves more than this between iterations, and never within one
@@ -60,15 +59,6 @@ def complete(job: Job, report: dict, truth: Truth) -> list[int]:
             assert all(b["placed_elements"] == b["elements"] for b in iteration["buckets"])
             found.append(iteration["iteration"])
     return found
-
-
-def destination(frame: bytes) -> int:
-    """QP number of an IPv4 frame without a VLAN tag."""
-    return int.from_bytes(frame[47:50], "big")
-
-
-def psn(frame: bytes) -> int:
-    return int.from_bytes(frame[51:54], "big")
 
 
 def only_data(job: Job, packets: list[Packet]) -> list[Packet]:
@@ -218,14 +208,6 @@ def test_a_call_that_the_manifest_does_not_list(protocol: str, position: int, co
 
 
 # -- strangers --------------------------------------------------------------------------------------
-
-
-def sealed(frame: bytes) -> bytes:
-    """An IPv4 frame without a VLAN tag with the ICRC its other bytes ask for."""
-    body = bytearray(frame[14:-4])
-    for at in (1, 8, 10, 11, 26, 27, 32):  # ToS, TTL, both checksums, BTH's reserved byte
-        body[at] = 0xFF
-    return frame[:-4] + zlib.crc32(b"\xff" * 8 + bytes(body)).to_bytes(4, "little")
 
 
 def in_process(job: Job, packets: list[Packet]) -> dict[tuple[int, int], BucketCoverage]:

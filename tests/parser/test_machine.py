@@ -1,0 +1,145 @@
+"""The state machine, one packet at a time: what a single odd packet may do, and what it may not."""
+
+import pytest
+from parser.machine import Engine
+
+from flowcheck.jobplan import plan_job
+from flowcheck.synth import example_job, generate
+from tests.flowcheck.altered import FIRST, LAST_IMM, MIDDLE, Packet, messages, opcode, psn, spots
+from tests.flowcheck.memory_ring import MemoryRing
+
+COUNT = 12_000
+PROTOCOLS = ["ll", "ll128", "simple"]
+
+
+def writes(packets: list[Packet], qpn: int) -> list[Packet]:
+    """The data packets to a QP, without acknowledgements."""
+    return [packets[at] for places in messages(packets, qpn) for at in places]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_late_message_is_not_placed_into_the_arena_of_a_later_iteration(protocol: str) -> None:
+    """Two flows on one stream. One stops amid its last message, the other goes on until it needs that arena."""
+    job = example_job(count=COUNT, protocol=protocol, mtu=1024, startup=False, rebuild=False)
+    made = generate(job, iterations=3)
+    qpns = [flow.qpns[0] for flow in job.flows]
+    spot = spots(made, protocol, qpns[0], 0)[-1]
+    engine = Engine(plan_job(job, arenas=2).engine)
+    for _, frame in writes(made.packets[: spot.packets[1] + 1], qpns[0]):
+        assert engine.feed(0, frame)
+    fast = [frame for _, frame in writes(made.packets, qpns[1])]
+    taken = 0
+    while engine.feed(0, fast[taken]):
+        taken += 1
+    assert engine.wanted(0) == 2
+    engine.retire()
+    for frame in fast[taken:]:
+        assert engine.feed(0, frame)
+    cells, region = engine.cells(2), engine.region(2).copy()
+    assert 0 < cells.sum() < COUNT // 2
+    placed = engine.outcomes(0)["placed"]
+    rest = [made.packets[at][1] for at in spot.packets[2:]]
+    assert len(rest) > 3 and {opcode(frame) for frame in rest} == {MIDDLE, LAST_IMM}
+    for frame in rest:
+        assert engine.feed(0, frame)
+    assert engine.outcomes(0)["late"][0] == len(rest) and engine.outcomes(0)["placed"] == placed
+    assert (engine.cells(2) == cells).all() and (engine.region(2) == region).all()
+
+
+@pytest.mark.parametrize("bit", [0, 1, 2, 12, 22])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_damaged_psn_moves_nothing(protocol: str, bit: int) -> None:
+    """A MIDDLE of a partial sum, whose ICRC nobody would check if it came in order."""
+    job = example_job(count=COUNT, protocol=protocol, mtu=1024, startup=False, rebuild=False)
+    plan, made = plan_job(job), generate(job, iterations=1)
+    qpn = job.flows[0].qpns[0]
+    flow = [spec.qpn for spec in plan.engine.flows].index(qpn)
+    partial = messages(made.packets, qpn)[0]
+    assert partial[0] not in [at for spot in spots(made, protocol, qpn, 0) for at in spot.packets]
+    engine = Engine(plan.engine)
+    for at in partial[:3]:
+        assert engine.feed(0, made.packets[at][1])
+    before = engine.flow_counters(0)[flow]
+    assert before["next_psn"] == 3
+    frame = bytearray(made.packets[partial[3]][1])
+    assert opcode(bytes(frame)) == MIDDLE and psn(bytes(frame)) == 3
+    frame[53 - bit // 8] ^= 1 << bit % 8
+    assert engine.feed(0, bytes(frame))
+    assert engine.outcomes(0)["icrc"] == (1, 1024)
+    after = engine.flow_counters(0)[flow]
+    assert after == {**before, "icrc_wrong": 1}
+    for at in partial[3:]:
+        assert engine.feed(0, made.packets[at][1])
+    assert engine.flow_counters(0)[flow]["missing"] == 0 and engine.disagreements() == []
+
+
+def test_packets_with_an_anchor_after_them_only_stay_missing() -> None:
+    """SIMPLE, the first packet of a message was lost, and nothing agreed before: the message's end alone vouches for
+    nothing. A loss report names the place."""
+    job = example_job(count=COUNT, protocol="simple", mtu=1024, startup=False, rebuild=False)
+    made = generate(job, iterations=1)
+    qpns = [flow.qpns[0] for flow in job.flows]
+    spot = spots(made, "simple", qpns[0], 0)[0]
+    engine = Engine(plan_job(job).engine)
+    assert engine.feed(0, writes(made.packets, qpns[1])[0][1])  # connections begin here
+    rest = [made.packets[at][1] for at in spot.packets[1:]]
+    assert opcode(made.packets[spot.packets[0]][1]) == FIRST and opcode(rest[-1]) == LAST_IMM
+    middles = rest[:-1]
+    assert len(middles) > 3 and {opcode(frame) for frame in middles} == {MIDDLE}
+    for frame in middles:
+        assert engine.feed(0, frame)
+    assert engine.outcomes(0)["aside"][0] == len(middles)
+    assert engine.feed(0, rest[-1])
+    assert engine.outcomes(0)["aside"][0] == len(middles) and engine.outcomes(0)["placed"][0] == 1
+    engine.finish()
+    assert engine.outcomes(0)["unanchored"][0] == len(middles) and engine.outcomes(0)["aside"][0] == 0
+    size = sum(len(frame) - 58 for frame in middles)
+    where = {"cause": "unanchored", "target": 1, "iteration": 0}
+    losses = engine.losses()
+    assert [{key: loss[key] for key in where} for loss in losses] == [where] * len(middles)
+    assert (min(loss["offset"] for loss in losses), sum(loss["bytes"] for loss in losses)) == (spot.start + 1024, size)
+    cells = engine.cells(0)[(spot.start + 1024) // 8 :][: size // 8]
+    assert not cells.any()
+
+
+# -- outages ------------------------------------------------------------------------------------------
+
+
+OUTAGE = {256: 21_474_836, 1024: 85_899_345, 4096: 343_597_383}  # ns of 2^23 packets at 800 Gb/s: docs/wire.md, 0.34 s
+
+
+@pytest.mark.parametrize("mtu", OUTAGE)
+def test_an_outage_is_as_long_as_half_a_lap_of_the_psn(mtu: int) -> None:
+    assert plan_job(example_job(mtu=mtu)).engine.outage_ns == OUTAGE[mtu]
+
+
+@pytest.mark.parametrize(("share", "adrift"), [(0.9, False), (1.1, True)])
+def test_after_an_outage_the_count_alone_is_not_believed(share: float, adrift: bool) -> None:
+    """SIMPLE without clear-to-send: nothing absolute is on the wire. One packet is missing after the silence."""
+    job = example_job(count=COUNT, protocol="simple", startup=False, rebuild=False)
+    plan, made = plan_job(job), generate(job, iterations=3)
+    qpn = job.flows[0].qpns[0]
+    flow = [spec.qpn for spec in plan.engine.flows].index(qpn)
+    data = writes(made.packets, qpn)
+    before, after = data[: len(data) // 3], data[len(data) // 3 + 1 :]
+    silence = before[-1][0] + int(share * 343_597_383) - after[0][0]
+    ring, engine = MemoryRing(), Engine(plan.engine)
+    ring.put(before + [(time + silence, frame) for time, frame in after])
+    assert engine.run(0, ring.ring_address, 1 << 20) == (len(data) - 1, False)
+    found = engine.flow_counters(0)[flow]
+    assert found["adrift"] == adrift
+    assert engine.outcomes(0)["unanchored"][0] == (len(after) if adrift else 0)
+    assert found["packets"] == (len(before) if adrift else len(data) - 1)
+
+
+def test_after_an_outage_the_packet_that_is_due_is_believed() -> None:
+    job = example_job(count=COUNT, protocol="simple", startup=False, rebuild=False)
+    plan, made = plan_job(job), generate(job, iterations=3)
+    qpn = job.flows[0].qpns[0]
+    flow = [spec.qpn for spec in plan.engine.flows].index(qpn)
+    data = writes(made.packets, qpn)
+    ring, engine = MemoryRing(), Engine(plan.engine)
+    ring.put(data[:5] + [(time + 10**9, frame) for time, frame in data[5:]])
+    engine.run(0, ring.ring_address, 1 << 20)
+    found = engine.flow_counters(0)[flow]
+    assert not found["adrift"] and found["packets"] == len(data)
