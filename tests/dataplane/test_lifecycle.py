@@ -158,6 +158,28 @@ def test_file_that_changed_since_the_scan(eal, captures, capture):
         PcapSource(eal, capture, info=info)
 
 
+@pytest.mark.parametrize("ahead", [1, -1, 10**9], ids=["a-nanosecond", "backwards", "a-second"])
+def test_file_of_equal_size_that_changed_since_the_scan(eal, capture, ahead):
+    """One byte is written again in place: only the time of the change tells."""
+    info = scan(capture)
+    with capture.open("r+b") as file:
+        file.seek(40)
+        byte = file.read(1)
+        file.seek(40)
+        file.write(bytes([byte[0] ^ 1]))
+    os.utime(capture, ns=(info.mtime_ns, info.mtime_ns + ahead))
+    assert capture.stat().st_size == info.size
+    with pytest.raises(CaptureFileError, match="changed since"):
+        PcapSource(eal, capture, info=info)
+
+
+def test_file_that_did_not_change_since_the_scan(eal, capture):
+    info = scan(capture)
+    os.utime(capture, ns=(0, info.mtime_ns))  # read meanwhile
+    with PcapSource(eal, capture, info=info) as source:
+        assert source.info == info
+
+
 def test_refusals_leave_nothing_behind(eal, capture, tmp_path):
     before = open_files()
     with pytest.raises(CaptureFileError, match="cannot be opened"):

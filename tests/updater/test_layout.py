@@ -89,6 +89,8 @@ def test_data_that_does_not_fit():
     layout = Layout([[S("a", 0, 4)]], {"a": (2, 2)}, [4])
     for data, dtype, message in [
         (np.zeros(3, np.float32), None, "3 elements given, the layout says 4"),
+        (np.zeros(5, np.float32), None, "5 elements given, the layout says 4"),
+        (np.zeros(10, np.uint8), torch.float16, "5 elements given, the layout says 4"),
         (np.zeros((2, 2), np.float32), None, "one-dimensional"),
         (np.zeros(4, np.int32), None, "floating-point"),
         (np.zeros(4, np.float64), None, "does not fit torch.float32"),
@@ -99,6 +101,17 @@ def test_data_that_does_not_fit():
             layout.take(0, data, dtype)
     with pytest.raises(LayoutError, match="bucket 1: the layout has 1"):
         layout.take(1, np.zeros(4, np.float32))
+    with pytest.raises(LayoutError, match="bucket -1: the layout has 1"):
+        layout.take(-1, np.zeros(4, np.float32))
+
+
+def test_where_no_length_is_given_padding_is_allowed_and_what_is_missing_is_not():
+    layout = Layout([[S("a", 2, 4)], []], {"a": (2, 2)})
+    assert layout.take(0, np.zeros(6, np.float32)).numel() == 6
+    assert layout.take(0, np.zeros(9, np.float32)).numel() == 9
+    assert layout.take(1, np.zeros(0, np.float32)).numel() == 0
+    with pytest.raises(LayoutError, match="5 elements given, the layout says 6"):
+        layout.take(0, np.zeros(5, np.float32))
 
 
 def test_tensors_without_a_gradient_lie_in_no_bucket():

@@ -1,0 +1,70 @@
+"""Chunk layouts where only the depth of the tree or the version decides. Numbers: NCCL's wire format, 7.3, by hand."""
+
+import pytest
+
+from parser.layout import WireError, family_of
+from parser.wire import CallPlan, Protocol, Topology, plan_call
+
+
+@pytest.mark.parametrize("version", ["2.31.0", "2.31", "2.99.1", "2.11.4", "3.19.4", "1.19.4"])
+def test_versions_that_were_never_read_are_refused(version: str) -> None:
+    with pytest.raises(WireError, match=r"outside 2\.12\.\.2\.30"):
+        family_of(version)
+
+
+@pytest.mark.parametrize("version", ["", "2", "two.19", "2.x.4"])
+def test_what_is_not_a_version_is_refused(version: str) -> None:
+    with pytest.raises(WireError, match="is not an NCCL version"):
+        family_of(version)
+
+
+@pytest.mark.parametrize(
+    ("version", "family"),
+    [
+        ("2.12.12", 12), ("2.18.6", 12), ("2.19.4", 19), ("2.20.5", 20), ("2.21.5", 20), ("2.22.3", 22),
+        ("2.23.4", 23), ("2.25.1", 23), ("2.26.2", 26), ("2.28.3", 26), ("2.29.2", 29), ("2.30.7", 29),
+    ],
+)  # fmt: skip
+def test_a_version_belongs_to_the_newest_family_that_is_not_newer(version: str, family: int) -> None:
+    assert family_of(version).value == family
+
+
+# -- trees --------------------------------------------------------------------------------------------
+
+DEPTHS = {2: 1, 3: 1, 4: 2, 5: 2, 6: 2, 7: 2, 8: 3, 9: 3, 12: 3, 15: 3, 16: 4, 17: 4}  # floor(log2 ranks)
+
+
+def tree(version: str, ranks: int, channels: int, protocol: Protocol, nbytes: int) -> CallPlan:
+    """A call of fp32 elements."""
+    topology = Topology(version, ranks, channels, (tuple(range(ranks)),))
+    return plan_call(topology, "AllReduce", protocol, nbytes // 4, 4, algorithm="tree")
+
+
+def chunk(plan: CallPlan) -> int:
+    """Bytes of a whole chunk of the first channel."""
+    return 4 * plan.segments[0][0].chunk
+
+
+@pytest.mark.parametrize(("ranks", "depth"), DEPTHS.items())
+def test_chunks_of_simple_trees_of_2_19_depend_on_the_depth(ranks: int, depth: int) -> None:
+    """512 KiB, halved while the bytes are fewer than 8 (then 4, then 1) chunks for each channel and level."""
+    levels = 2 * depth  # two channels
+    for least, below, whole in (
+        (524288 * 8, 262144, 524288), (262144 * 8, 131072, 262144), (131072 * 4, 65536, 131072), (65536, 32768, 65536),
+    ):  # fmt: skip
+        assert chunk(tree("2.19.4", ranks, 2, Protocol.SIMPLE, levels * least)) == whole
+        assert chunk(tree("2.19.4", ranks, 2, Protocol.SIMPLE, levels * least - 4)) == below
+
+
+@pytest.mark.parametrize(("ranks", "depth"), DEPTHS.items())
+@pytest.mark.parametrize(("version", "step"), [("2.19.4", 614400), ("2.22.3", 576000), ("2.27.7", 576000)])
+def test_chunks_of_ll128_trees_depend_on_the_depth(version: str, step: int, ranks: int, depth: int) -> None:
+    """Halved while the bytes are fewer than 64 chunks for each level, one more and a tenth."""
+    least = step * 64 * (10 * depth + 11) // 10
+    assert chunk(tree(version, ranks, 1, Protocol.LL128, least + 4096)) == 576000
+    assert chunk(tree(version, ranks, 1, Protocol.LL128, least - 4096)) == 288000
+
+
+@pytest.mark.parametrize("ranks", DEPTHS)
+def test_chunks_of_simple_trees_of_later_versions_do_not(ranks: int) -> None:
+    assert chunk(tree("2.27.7", ranks, 1, Protocol.SIMPLE, 1 << 20)) == 524288
