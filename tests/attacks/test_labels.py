@@ -13,6 +13,7 @@ from flowcheck.manifest import Job
 from flowcheck.replay import ReplayOptions, replay
 from flowcheck.synth import example_job, generate
 from flowcheck.synth.contents import save_parameters
+from flowcheck.synth.writer import write_capture
 
 pytestmark = pytest.mark.usefixtures("eal")
 
@@ -66,6 +67,23 @@ def test_without_tags_the_ranks_rest_on_trust(capture, replayed) -> None:
     report, _, _ = replayed(capture("nccl-hardware/iter_40000_p2p_iter10_2.pcapng"), "iter_40000_p2p_iter10_2")
     doubts = [mark for mark in report["unproven"] if "dialect" not in mark]  # of the optimizer, not of the ranks
     assert doubts == []
+
+
+def test_a_tree_without_tags_rests_on_trust(tmp_path: Path, replayed) -> None:
+    """Edges up and down carry the same sizes, so a tree needs a receiver that names its sender."""
+    job = example_job(ranks=4, count=[3000, 500], algorithm="tree", protocol="ll")
+    control = {qpn for flow in job.flows for qpn in flow.cts_qpns}
+    frames = generate(job, iterations=2).packets
+    silent = [(time, frame) for time, frame in frames if int.from_bytes(frame[47:50], "big") not in control]
+    assert 0 < len(silent) < len(frames)
+    (tmp_path / "job.json").write_text(job.to_json())
+    mark = "ranks of the flows: as the manifest says, nothing in the captures confirms them"
+    for name, packets, trust in (("tagged", frames, []), ("silent", silent, [mark])):
+        write_capture(tmp_path / f"{name}.pcap", packets)
+        report, failure, out = replayed(tmp_path / f"{name}.pcap", tmp_path / "job.json")
+        assert failure == "" and [entry for entry in report["unproven"] if "ranks" in entry] == trust
+        checkpoint = json.loads((out / "step-000002" / "manifest.json").read_text())
+        assert checkpoint["unproven"] == report["unproven"]
 
 
 def test_channels_that_look_alike_rest_on_trust(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ share no code, so agreement over their whole common domain is evidence for both.
 """
 
 import hashlib
+import json
 import tempfile
 from pathlib import Path
 
@@ -182,3 +183,20 @@ def test_a_capture_that_begins_in_mid_stream(tmp_path: Path) -> None:
     assert failure == ""
     last, same = (load_step(tmp_path / name / "step-000008").parameters for name in ("whole", "right"))
     assert all(last[name].equal(same[name]) for name in last)
+
+
+@pytest.mark.parametrize(("icrc", "marks"), [(True, []), (False, ["icrc off"])])
+def test_unchecked_packets_leave_a_mark_on_everything_that_rests_on_them(
+    tmp_path: Path, replayed, icrc: bool, marks: list[str]
+) -> None:
+    job = example_job(ranks=2, count=3000, protocol="ll")
+    (tmp_path / "job.json").write_text(job.to_json())
+    generate(job, iterations=2).write(tmp_path / "all.pcap")
+    report, failure, out = replayed(tmp_path / "all.pcap", tmp_path / "job.json", icrc=icrc)
+    assert failure == ""
+    assert [i["verdict"]["unproven"] for i in report["iterations"]] == [marks, marks]
+    assert [mark for mark in report["unproven"] if "icrc" in mark] == marks
+    checkpoint = json.loads((out / "step-000002" / "manifest.json").read_text())
+    assert [mark for mark in checkpoint["unproven"] if "icrc" in mark] == marks
+    told = json.loads((out / "report.json").read_text())
+    assert [mark for mark in told["unproven"] if "icrc" in mark] == marks
