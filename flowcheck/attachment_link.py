@@ -98,7 +98,7 @@ class Post:
             deadline = time.monotonic() + seconds
             while self.connected and time.monotonic() < deadline and self._thread.is_alive():
                 self.answered.wait(0.05)
-                if self._queue.empty() and self._sent_last:
+                if not self._queue.unfinished_tasks:
                     break
         self._stop.set()
         link = self._link
@@ -107,8 +107,6 @@ class Post:
         self._thread.join(max(seconds, 0.1))
 
     # -- the thread --
-
-    _sent_last = False
 
     def _main(self) -> None:
         pause = PAUSE[0]
@@ -122,6 +120,7 @@ class Post:
                 pause = min(2 * pause, PAUSE[1])
                 continue
             pause = PAUSE[0]
+            self._link, self.why = link, ""  # before anything is heard on it
             listener = threading.Thread(target=self._listen, args=(link,), name="flowcheck listener", daemon=True)
             listener.start()
             try:
@@ -159,7 +158,6 @@ class Post:
         return link
 
     def _send_all(self, link: Link) -> None:
-        self._link, self.why = link, ""
         self.tried.set()
         while not self._stop.is_set():
             if self._again.is_set():
@@ -172,13 +170,15 @@ class Post:
                 if not self.connected:
                     return
                 continue
-            if tensors:
-                head, order = header(tensors)
-                parts = (piece for name in order for piece in pieces(tensors[name]))
-                link.send(message, _chain(head, parts), packed_bytes(tensors))
-            else:
-                link.send(message)
-            self._sent_last = self._queue.empty()
+            try:
+                if tensors:
+                    head, order = header(tensors)
+                    parts = (piece for name in order for piece in pieces(tensors[name]))
+                    link.send(message, _chain(head, parts), packed_bytes(tensors))
+                else:
+                    link.send(message)
+            finally:
+                self._queue.task_done()
 
     def _listen(self, link: Link) -> None:
         try:
@@ -218,6 +218,7 @@ class Post:
         try:
             while True:
                 self._queue.get_nowait()
+                self._queue.task_done()
         except queue.Empty:
             pass
 
