@@ -1,0 +1,581 @@
+"""What a live session publishes, what it waits for and what it gives up, one signal at a time.
+
+The engine and its rings are made up (tests/flowcheck/fake_engine.py), the replica is the real one. Every parameter
+begins as 1.0, every gradient is 1.0 and the learning rate is 0.5, so a version is 0.5 less than the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import flowcheck.node.live
+from flowcheck.checksum import checksums
+from flowcheck.errors import UserError
+from flowcheck.jobplan import plan_job
+from flowcheck.manifest import Job, ModelEntry
+from flowcheck.node.live import Closed, Hooks, LiveSession
+from flowcheck.records import Record
+from flowcheck.synth import example_job
+
+from ..fake_engine import FakeEngine, FakeSource, Packet, whole
+
+NAMES = ["layer0.weight", "layer0.bias", "layer1.weight", "layer1.bias"]
+
+
+def alike(value: float) -> dict[str, set[float]]:
+    return {name: {value} for name in NAMES}
+
+
+def small_job(*, buffers: bool = False, records: bool = True, **options: Any) -> Job:
+    job = example_job(count=[40, 20], startup=False, rebuild=False, options={"lr": 0.5}, **options)
+    assert job.optimizer is not None
+    job.optimizer.rounding = "torch-cuda-foreach"  # needs no look at this machine's processor; all values are exact
+    job.step_values = ["lr"] if records else []
+    if buffers:
+        job.model.append(ModelEntry("mean", [3], kind="buffer"))
+    return job
+
+
+class Live:
+    """A session, and what it told its owner. now: the time of its clock."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, job: Job | None = None, *, first: int = 0, streams: int = 1,
+                 record_seconds: float = 10.0, path: Callable[[int], Path | None] = lambda iteration: None) -> None:
+        self.job, self.now = job or small_job(), 1000.0
+        plan = plan_job(self.job, streams=streams)
+        self.sources = [FakeSource(open=True) for _ in range(streams)]
+        self.engine = FakeEngine(plan.engine, self.sources)
+        patch.setattr(flowcheck.node.live, "Engine", lambda config: self.engine)
+        patch.setattr(flowcheck.node.live, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.closed: list[Closed] = []
+        self.lost: list[str] = []
+        self.waiting: list[tuple[int, str]] = []
+        hooks = Hooks(self.closed.append, self.lost.append, lambda *said: self.waiting.append(said))
+        self.session = LiveSession(
+            plan, self.sources, hooks, first, slots=2, threads=0, replica_path=path, record_seconds=record_seconds,
+        )
+
+    def tensors(self, value: float) -> dict[str, torch.Tensor]:
+        return {entry.name: torch.full(entry.shape, value) for entry in self.job.model}
+
+    def sums(self, value: float) -> dict[str, str]:
+        """What a trainer whose parameters all have this value says."""
+        return {name: f"{found:016x}" for name, found in checksums(self.tensors(value)).items()}
+
+    def state(self, iteration: int, value: float = 1.0) -> None:
+        self.session.state(iteration, self.tensors(value), {})
+
+    def traffic(self, *iterations: int) -> None:
+        for t in iterations:
+            self.engine.region(t).view(np.float32)[:] = 1.0
+        for source in self.sources:
+            source.packets += whole(*iterations)
+
+    def record(self, iteration: int, rank: int = 0, buffers: Any = None, **fields: Any) -> str:
+        return self.session.record(Record(iteration, **fields), buffers or {}, rank)
+
+    def poll(self) -> None:
+        while self.session.poll():
+            pass
+
+    def step(self, iteration: int, **fields: Any) -> Closed:
+        """Traffic and record of an iteration, and what became of it."""
+        self.traffic(iteration)
+        assert self.record(iteration, **fields) == ""
+        self.poll()
+        assert self.closed[-1].iteration == iteration
+        return self.closed[-1]
+
+    def values(self) -> dict[str, set[float]]:
+        assert self.session.replica is not None
+        with self.session.replica.pinned() as version:
+            return {name: set(tensor.flatten().tolist()) for name, tensor in version.parameters.items()}
+
+    @property
+    def ended(self) -> list[tuple[int, bool, list[str]]]:
+        return [(one.iteration, one.published, [clause for clause, _ in one.why]) for one in self.closed]
+
+
+@pytest.fixture
+def live(monkeypatch) -> Callable[..., Live]:
+    return lambda job=None, **options: Live(monkeypatch, job, **options)
+
+
+# -- checksums ---------------------------------------------------------------------------------------------------
+
+
+def test_versions_are_verified_from_the_first_checksum_on(live) -> None:
+    at = live()
+    assert (at.session.status, at.session.serves, at.session.published) == ("waiting", -1, -1)
+    at.state(2)
+    assert (at.session.status, at.session.serves, at.session.published, at.session.next) == ("unverified", 1, 1, 2)
+    assert at.step(2) == Closed(2, True, "unverified", 1, 1, {}, 0, 0, 0, [])
+    assert at.values() == alike(0.5)
+    assert at.step(3, checksums=at.sums(0.0)).status == "verified" and at.session.matched == 1
+    assert at.step(4).status == "verified"
+    assert (at.session.serves, at.session.published, at.session.next) == (4, 4, 5)
+    assert at.values() == alike(-0.5) and at.lost == []
+
+
+@pytest.mark.parametrize("odd", NAMES)
+@pytest.mark.parametrize("matched", [0, 1, 3])
+def test_one_tensor_that_differs_ends_it_however_many_matched(live, matched: int, odd: str) -> None:
+    at = live()
+    at.state(2)
+    for t in range(2, 2 + matched):
+        assert at.step(t, checksums=at.sums(0.0 - 0.5 * (t - 3))).status == "verified"
+    t = 2 + matched
+    right = at.sums(0.5 - 0.5 * matched)
+    line = at.step(t, checksums=right | {odd: f"{int(right[odd], 16) ^ 1:016x}"})
+    assert (line.published, line.status, line.why) == (
+        False, "diverged", [("checksum", "the trainer's checksum of its parameters differs from the replica's")]
+    )
+    assert at.lost == [f"tensor {odd!r} of iteration {t} differs from the trainer's"]
+    assert at.session.replica is None and at.session.next is None and at.session.serves == at.session.published == -1
+    assert at.step(t + 1, checksums=at.sums(-0.5 * matched)).published is False
+    assert at.ended[-1] == (t + 1, False, ["previous"]) and len(at.lost) == 1
+
+
+def test_any_digit_of_a_checksum_counts(live) -> None:
+    at = live()
+    at.state(2)
+    name, right = "layer1.bias", at.sums(0.5)
+    assert not at.step(2, checksums=right | {name: f"{int(right[name], 16) ^ 1 << 63:016x}"}).published
+
+
+def test_sums_of_some_tensors_are_compared_as_well(live) -> None:
+    at = live()
+    at.state(2)
+    assert at.step(2, checksums={"layer1.bias": at.sums(0.5)["layer1.bias"]}).status == "verified"
+    assert at.step(3, checksums={"layer1.bias": at.sums(0.5)["layer1.bias"]}).status == "diverged"
+
+
+def test_a_new_state_after_divergence_begins_unverified(live, tmp_path) -> None:
+    at = live(first=5, path=lambda iteration: tmp_path / f"{iteration}.replica")
+    at.state(2)
+    assert at.step(2, checksums=at.sums(0.5)).status == "verified"
+    assert at.session.serves == 7 and at.session.published == 2  # as the trainer counts, and as the manifest does
+    at.step(3, checksums=at.sums(0.5))
+    assert at.lost == ["tensor 'layer0.weight' of iteration 8 differs from the trainer's"]
+    at.state(4, 7.0)
+    assert (at.session.status, at.session.matched, at.session.serves) == ("unverified", 0, 8)
+    assert at.step(4).status == "unverified" and at.values() == alike(6.5)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2.replica", "4.replica"]
+
+
+# -- records -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("no such", "0" * 16), ("layer0.weight", "0" * 15), ("layer0.weight", "0" * 17), ("layer0.weight", "A" * 16),
+    ("layer0.weight", "g" * 16), ("layer0.weight", ""), ("layer0.weight", "0" * 15 + "\n"), ("", "0" * 16),
+    ("layer0.weight", "0x" + "0" * 14), ("layer0.weight", "0" * 16 + "\n"),
+])  # fmt: skip
+def test_a_checksum_has_sixteen_digits_and_the_name_of_a_tensor(live, name: str, text: str) -> None:
+    at = live()
+    at.state(2)
+    good = at.sums(0.5)
+    assert at.record(2, checksums=good | {name: text}) == f"a checksum {text!r} of {name!r}"
+    at.traffic(2)
+    at.poll()
+    assert at.closed == []  # nothing was kept of it
+    assert at.record(2, checksums=good) == ""
+    at.poll()
+    assert at.closed[0].status == "verified"
+
+
+def test_long_names_and_sums_are_cut_in_the_answer(live) -> None:
+    assert live().record(2, checksums={"n" * 81: "1" * 21}) == f"a checksum {'1' * 20!r} of {'n' * 80!r}"
+
+
+def test_records_may_come_long_before_their_traffic(live) -> None:
+    at = live()
+    for t in range(2, 5):
+        assert at.record(t, groups=[{"lr": 2.0**-t}]) == ""
+    at.state(2)
+    at.traffic(2, 3, 4)
+    at.poll()
+    assert at.ended == [(2, True, []), (3, True, []), (4, True, [])]
+    assert at.values() == alike(1 - 0.25 - 0.125 - 0.0625)
+
+
+def test_records_more_than_256_ahead_are_not_kept_and_that_is_said_once(live) -> None:
+    at = live(first=10)
+    at.state(2)
+    assert at.record(258) == "" and at.waiting == []
+    assert at.record(259) == at.record(260) == ""
+    assert at.waiting == [(2, "no packets of it, while a record says that iteration 269 is over; records further than"
+                              " 256 ahead are not kept")]  # fmt: skip
+    assert at.step(2).lag == 256  # to 258, the newest that was taken
+    assert at.record(260) == "" and len(at.waiting) == 2  # 3 is awaited; 258 is kept since it was near enough
+    assert at.waiting[1][0] == 3 and "iteration 270 is over" in at.waiting[1][1]
+    at.state(5)
+    assert at.record(262) == "" and len(at.waiting) == 3  # after a state it is said again
+    assert at.record(261) == "" and len(at.waiting) == 3
+
+
+def test_a_state_far_ahead_is_what_records_are_counted_from(live) -> None:
+    at = live()
+    at.traffic(2)
+    at.poll()
+    at.state(500)
+    assert at.record(756) == "" and at.waiting == []
+    assert at.record(757) == "" and at.waiting[0][0] == 500
+
+
+def test_without_a_state_records_are_counted_from_the_oldest_iteration(live) -> None:
+    at = live()
+    assert at.record(257) == "" and at.waiting[0][0] == 0
+    at.traffic(2, 3)
+    at.poll()
+    assert at.record(260) == "" and len(at.waiting) == 1
+    assert at.record(261) == "" and at.waiting[1][0] == 4
+
+
+def test_a_record_of_a_closed_iteration_is_passed_over(live) -> None:
+    at = live()
+    at.state(2)
+    at.step(2)
+    at.step(3)
+    assert at.record(3, groups=[{"lr": 9.0}]) == "" and at.record(2) == ""
+    assert at.record(3, checksums={"no such": ""}) == ""
+    assert at.step(4).published and at.session._records == {}
+
+
+@pytest.mark.parametrize("other", [
+    {"groups": [{"lr": 0.25}]}, {"clip": 0.5}, {"scale": 2.0}, {"skipped": True},
+    {"checksums": {"layer0.weight": "0" * 16}},
+])  # fmt: skip
+def test_when_two_ranks_disagree_neither_is_believed(live, other: dict[str, Any]) -> None:
+    at = live(first=5)
+    at.state(2)
+    same = {"groups": [{"lr": 0.5}]}
+    assert at.record(2, 0, **same) == at.record(2, 1, **same) == ""
+    assert at.record(2, 3, **same | other) == "rank 3 and another one sent different step records of iteration 7"
+    assert at.record(2, 2, **same) == ""
+    at.traffic(2)
+    at.poll()
+    assert at.ended == [(2, False, ["step_record"])] and at.session.status == "lost"
+    assert at.lost == ["iteration 7 is not published: step_record: the manifest declares per-step values and their"
+                       " record is not here"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "value"), [
+    ({}, 0.5), ({"groups": [{}]}, 0.5), ({"groups": [{"lr": 0.25}]}, 0.75), ({"clip": 0.5}, 0.75),
+    ({"scale": 2.0}, 0.75), ({"skipped": True}, 1.0), ({"scale": 0.5, "clip": 0.25}, 0.75),
+])  # fmt: skip
+def test_the_values_of_a_record_are_those_of_the_step(live, fields: dict[str, Any], value: float) -> None:
+    at = live()
+    at.state(2)
+    assert at.step(2, **fields).published and at.values() == alike(value)
+
+
+def test_values_that_the_optimizer_cannot_use_end_the_chain(live) -> None:
+    at = live(first=5)
+    at.state(2)
+    line = at.step(2, clip=-1.0)
+    assert (line.published, line.status) == (False, "lost")
+    assert at.lost == [
+        "iteration 7 cannot be applied: the clip coefficient of a step is a finite number of at least 0, found -1.0"
+    ]
+    assert at.session.serves == 6 and at.values() == alike(1.0)  # the last good one stays
+
+
+def test_buffers_are_those_of_rank_0(live) -> None:
+    at = live(small_job(buffers=True))
+    at.state(2)
+    assert at.record(2, 1, {"mean": torch.zeros(3)}) == ""
+    at.traffic(2)
+    at.poll()
+    assert at.closed == []  # that of another rank does not count, and contradicts nothing
+    assert at.record(2, 0, {"mean": torch.full((3,), 9.0)}) == at.record(2, 1, {}, skipped=True) == ""
+    at.poll()
+    assert at.ended == [(2, True, [])]
+    assert at.values() == alike(0.5) | {"mean": {9.0}}
+
+
+def test_a_rank_other_than_0_may_be_the_first_where_there_are_no_buffers(live) -> None:
+    at = live()
+    at.state(2)
+    at.record(2, 1)
+    at.traffic(2)
+    at.poll()
+    assert at.ended == [(2, True, [])]
+
+
+# -- waiting for a record --------------------------------------------------------------------------------------------
+
+
+def test_a_complete_iteration_waits_for_its_record(live) -> None:
+    at = live(record_seconds=10.0)
+    at.state(2)
+    at.traffic(2)
+    for now, said in ((0.0, 0), (0.5, 0), (0.51, 1), (9.0, 1), (9.99, 1)):
+        at.now = 1000.0 + now
+        at.poll()
+        assert at.closed == [] and len(at.waiting) == said
+    assert at.waiting == [(2, "its step record is not here")]
+    at.now = 1010.0
+    at.poll()
+    assert at.ended == [(2, False, ["step_record"])] and len(at.waiting) == 1
+    assert len(at.lost) == 1 and at.session.serves == 1
+
+
+def test_a_record_that_comes_in_time_is_enough(live) -> None:
+    at = live()
+    at.state(2)
+    at.traffic(2, 3)
+    at.poll()
+    at.now += 9.5
+    at.poll()
+    at.record(2)
+    at.poll()
+    assert at.ended == [(2, True, [])]
+    at.now += 9.5  # the next one waits from when it could close
+    at.poll()
+    assert at.ended == [(2, True, [])] and [t for t, _ in at.waiting] == [2, 3]
+    at.now += 0.5
+    at.poll()
+    assert at.ended[1] == (3, False, ["step_record"])
+
+
+def test_that_a_record_is_late_is_said_at_half_of_a_short_wait(live) -> None:
+    at = live(record_seconds=0.5)
+    at.state(2)
+    at.traffic(2)
+    at.poll()
+    at.now += 0.25
+    at.poll()
+    assert at.waiting == []
+    at.now += 0.125
+    at.poll()
+    assert at.waiting == [(2, "its step record is not here")] and at.closed == []
+
+
+def test_a_job_without_values_of_its_steps_waits_for_no_record(live) -> None:
+    at = live(small_job(records=False))
+    at.state(2)
+    at.traffic(2)
+    at.poll()
+    assert at.ended == [(2, True, [])] and at.values() == alike(0.5)
+
+
+def test_where_nothing_is_built_nothing_waits(live) -> None:
+    at = live()
+    at.traffic(2)
+    at.poll()
+    assert at.ended == [(2, False, ["previous"])]  # that its record is not here is of no interest
+    at.state(4)
+    at.traffic(3)
+    at.poll()
+    assert at.ended[1:] == [(3, False, ["step_record", "previous"])]
+    assert at.lost == [] and at.waiting == [] and at.session.next == 4
+
+
+# -- states ----------------------------------------------------------------------------------------------------------
+
+
+def test_iterations_from_an_announced_state_on_are_kept(live) -> None:
+    at = live()
+    at.session.announce(3)
+    for t in (2, 3, 4):
+        at.record(t)
+    at.traffic(2, 3, 4)
+    at.poll()
+    assert [t for t, _, _ in at.ended] == [2]
+    at.state(3)
+    at.poll()
+    assert at.ended[1:] == [(3, True, []), (4, True, [])]
+
+
+@pytest.mark.parametrize("end", ["withdraw", "finish"])
+def test_a_state_that_will_not_come_holds_nothing(live, end: str) -> None:
+    at = live()
+    at.session.announce(2)
+    at.traffic(2)
+    at.poll()
+    assert at.closed == []
+    getattr(at.session, end)()
+    at.poll()
+    assert at.ended == [(2, False, ["previous"])]
+
+
+def test_a_state_that_is_too_late_is_refused(live) -> None:
+    at = live(first=5)
+    at.traffic(2, 3)
+    at.poll()
+    at.session.announce(4)
+    for t, why in ((2, "the state before iteration 7 is here, and 8 has passed"),
+                   (3, "the state before iteration 8 is here, and 8 has passed")):  # fmt: skip
+        with pytest.raises(UserError) as refused:
+            at.state(t)
+        assert refused.value.what == why
+        assert (at.session.next, at.session.replica, at.session.status) == (None, None, "waiting")
+    at.traffic(4)
+    at.poll()
+    assert [t for t, _, _ in at.ended] == [2, 3, 4]  # and what was announced is no longer waited for
+    at.state(5)
+    assert at.session.next == 5
+
+
+def test_a_state_may_come_before_any_packet(live) -> None:
+    at = live()
+    at.engine.oldest = 7  # as it may be while nothing has begun
+    at.state(2)
+    assert at.session.next == 2
+
+
+def test_a_state_that_does_not_fit_changes_nothing(live) -> None:
+    at = live()
+    at.state(2)
+    at.step(2)
+    with pytest.raises(UserError):
+        at.session.state(3, {"layer0.weight": torch.zeros(1)}, {})
+    assert at.step(3).published and at.values() == alike(0.0)
+
+
+def test_a_state_replaces_the_replica(live, tmp_path) -> None:
+    asked: list[int] = []
+
+    def path(iteration: int) -> Path:
+        asked.append(iteration)
+        return tmp_path / f"{len(asked)}.replica"
+
+    at = live(path=path)
+    at.state(2)
+    at.step(2, checksums=at.sums(0.5))
+    first = at.session.replica
+    at.state(4, 3.0)
+    assert asked == [2, 4] and at.session.replica is not first
+    assert (at.session.status, at.session.next, at.session.serves) == ("unverified", 4, 3)
+    at.step(3)
+    assert at.ended[-1] == (3, False, ["previous"]) and at.lost == []
+    assert at.step(4).published and at.values() == alike(2.5)
+    at.session.close()
+    at.session.close()
+
+
+# -- what ends the chain -----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_built_after_an_iteration_with_gaps(live) -> None:
+    at = live(first=5)
+    at.state(2)
+    at.step(2)
+    at.engine.region(3)
+    for t in range(3, 8):
+        at.record(t)
+    at.sources[0].packets += [Packet(3, past=4, cells=(0, 4))]
+    at.traffic(4, 5, 6, 7)
+    at.poll()
+    assert [(t, published) for t, published, _ in at.ended] == [(2, True)] + [(t, False) for t in (3, 4, 5, 6, 7)]
+    assert at.ended[1][2] == ["covered"] and at.ended[2][2] == ["previous"]
+    assert at.closed[1].missing == {"lost": 52} and at.session.status == "lost"  # 8 of 40 and 20 are there
+    assert len(at.lost) == 1 and at.lost[0].startswith("iteration 8 is not published: covered: bucket 0: 8 of 40")
+    assert at.session.serves == 7 and at.values() == alike(0.5)
+    at.state(8)
+    assert at.step(8).published
+
+
+def test_what_two_streams_bring_is_counted_for_each_iteration(live) -> None:
+    at = live(streams=2)
+    at.state(2)
+    at.engine.unseen[1] = 3  # skipped in one capture, and the other had them
+    at.engine.flow(0, 0)["duplicates"], at.engine.flow(1, 1)["duplicates"] = 4, 5
+    at.engine.counts[0]["icrc"] = (2, 100)
+    line = at.step(2)
+    assert (line.packets, line.placed, line.healed, line.duplicates, line.missing) == (4, 2, 3, 9, {})
+    at.engine.unseen[1], at.engine.unseen[0] = 1, 1  # one of them came late
+    at.engine.flow(0, 0)["duplicates"] = 6
+    line = at.step(3)
+    assert (line.packets, line.placed, line.healed, line.duplicates) == (2, 2, 0, 2)
+    at.engine.unseen[0] = 4
+    at.engine.copied[4] = (1, 8, 64)
+    line = at.step(4)
+    assert (line.healed, line.why[0][0]) == (0, "copies_agree")  # of an iteration that is not right nothing is healed
+
+
+def test_records_ahead_of_the_traffic_are_the_lag(live) -> None:
+    at = live()
+    at.state(2)
+    at.record(5)
+    at.record(3)
+    assert [at.step(2).lag, at.step(3).lag, at.step(4).lag] == [3, 2, 1]
+    at.traffic(5)
+    at.poll()
+    assert at.closed[-1].lag == 0
+    at = live(small_job(records=False))
+    at.state(2)
+    at.traffic(2)
+    at.poll()
+    assert at.closed[-1].lag == 0  # not less, where no records come
+
+
+def test_iterations_that_passed_unseen_end_the_chain(live) -> None:
+    at = live(first=5)
+    at.state(2)
+    at.step(2)
+    at.record(3)
+    at.traffic(2000)
+    at.poll()
+    assert at.lost == ["iterations 8 to 2000 passed while no packet came"]  # the last four are judged one by one
+    assert at.session.next is None and at.session.status == "lost" and at.session.serves == 7
+
+
+@pytest.mark.parametrize(("last", "lost"), [(8, 0), (9, 1), (10, 1)])
+def test_iterations_that_passed_unseen_before_a_state_are_none_of_ours(live, last: int, lost: int) -> None:
+    at = live()
+    at.session._skipped(3, last)
+    at.state(9)
+    at.session._skipped(3, last)
+    assert len(at.lost) == lost and (at.session.next is None) == bool(lost)
+    at.session._skipped(3, last)
+    assert len(at.lost) == lost  # once
+
+
+def test_old_evidence_is_dropped_from_the_third_iteration_on(live) -> None:
+    """What refutes the manifest as a whole shows in the first two and stays."""
+    at = live()
+    for t, dropped in ((2, 0), (3, 0), (4, 1), (5, 2)):
+        at.traffic(t)
+        at.poll()
+        assert at.engine.forgotten == dropped
+    at.traffic(2)  # late; nothing begins anew
+    at.poll()
+    assert at.engine.forgotten == 2
+
+
+def test_the_end_of_training_judges_what_is_open(live) -> None:
+    at = live()
+    at.state(2)
+    at.step(2)
+    at.record(3)
+    at.sources[0].packets += [Packet(3)]  # nothing shows that it is over
+    at.poll()
+    assert len(at.closed) == 1
+    at.engine.begun = 4
+    at.session.finish()
+    assert at.engine.finished == 1
+    assert [t for t, _, _ in at.ended] == [2, 3, 4] and at.engine.oldest == 5
+    assert at.closed[1].why == [("streams_past", "queue 0 is behind")]
+    at.session.finish()
+    assert len(at.closed) == 3
+
+
+def test_a_poll_says_whether_anything_moved(live) -> None:
+    at = live()
+    assert at.session.poll() is False
+    at.state(2)
+    at.traffic(2)
+    assert at.session.poll() is True  # a packet
+    assert at.session.poll() is False
+    at.record(2)
+    assert at.session.poll() is True  # an iteration closed
+    assert at.session.poll() is False
