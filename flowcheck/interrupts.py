@@ -1,13 +1,17 @@
-"""Signals that end a process: who hears them for a while, and a start that they end in silence."""
+"""Signals that end a process: who hears them for a while, blocks that they wait for, and a start that they end in
+silence."""
 
 import importlib
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["command", "handled"]
+__all__ = ["command", "deferred", "handled"]
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
@@ -19,6 +23,39 @@ def handled(handler: Callable[[int, Any], Any], *numbers: signal.Signals) -> Ite
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """An interrupt inside the block is heard after it; a second one is heard at once.
+
+    For what has to be whole: a process that is started and noted, a command that creates something. Without it an
+    exception may come after the process has been forked and before anybody knows of it. Other threads than the main
+    one are never interrupted. Signals that no Python handler hears stay as they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[int, Any] = {one: old for one in ENDING if callable(old := signal.getsignal(one))}
+    came: list[int] = []
+    waiting = True
+
+    def wait(number: int, frame: Any) -> None:
+        if waiting and not came:
+            came.append(number)
+        else:
+            before[number](number, frame)
+
+    try:
+        for number in before:
+            signal.signal(number, wait)
+        yield
+    finally:
+        waiting = False  # from here on `wait` passes everything on: an exception below loses no signal
+        for number, old in before.items():
+            signal.signal(number, old)
+        if came:
+            before[came[0]](came[0], None)
 
 
 def command(module: str) -> None:

@@ -66,13 +66,13 @@ def up(
                           direction=direction.value)  # fmt: skip
     fabric = Fabric(config, keep=True)
     with handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):  # taken down as after Ctrl-C
-        fabric.up()
         try:
+            fabric.up()
             fabric.start_mirror()
+            fabric.detach()
         except BaseException:
             fabric.down()
             raise
-        fabric.detach()
     for role in config.roles:
         typer.echo(f"{config.namespace(role)}")
     typer.echo(f"look around: ip netns exec {config.namespace('r0')} ip addr")

@@ -35,6 +35,7 @@ from typing import IO, Any, Self
 
 from dataplane import counters
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
+from flowcheck.interrupts import deferred
 from flowcheck.lab import netns
 from flowcheck.lab.impair import Bump, Wire
 from flowcheck.lab.mirror import Mirror
@@ -55,16 +56,24 @@ class Fabric:
         self.config = config
         self.directory, self.shared = STATE / config.name, SHARED / config.name
         self._keep, self._adopted = keep, False
+        self._mine = False  # what has this name is this fabric's: from before the first thing is made until it is gone
         self._ovs: OpenVSwitch | None = None
         self._bump: Bump | None = None
         self._children: list[subprocess.Popen[Any]] = []
         self.mirrors: list[Mirror] = []
 
     def __enter__(self) -> Self:
-        self.up()
+        try:
+            self.up()
+        except BaseException:  # an interrupt that came when all was built
+            self._give_up()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._give_up()
+
+    def _give_up(self) -> None:
         try:
             self.down()
         except KeyboardInterrupt:  # somebody in a hurry: once more, and then out
@@ -103,10 +112,11 @@ class Fabric:
                 remedy=f"flowcheck lab down --name {self.config.name}, or choose another --name",
             )
         clear(self.config.name)
+        self._mine = True
         try:
             self._build()
         except BaseException:
-            self.down()
+            self._give_up()
             raise
 
     def _build(self) -> None:
@@ -251,17 +261,19 @@ class Fabric:
         words = netns.prefix(self.config.namespace(role), core)
         if not die_with_parent:
             words = words[3:]
-        child = subprocess.Popen(
-            [*words, *command], stdin=stdin, stdout=stdout, stderr=stderr, text=text, start_new_session=True,
-            env={**os.environ, **(env or {})},
-        )  # fmt: skip
-        self._children.append(child)
+        with deferred():  # never running without being known
+            child = subprocess.Popen(
+                [*words, *command], stdin=stdin, stdout=stdout, stderr=stderr, text=text, start_new_session=True,
+                env={**os.environ, **(env or {})},
+            )  # fmt: skip
+            self._children.append(child)
         return child
 
     # -- taking down ----------------------------------------------------------------------------------------
 
     def down(self) -> None:
-        """Remove everything, whatever state it is in. Interrupting it and calling it again is fine."""
+        """Remove everything that `up` has made, whatever state it is in. Interrupting it and calling it again is
+        fine; a lab of this name that somebody else has made stays."""
         for mirror in self.mirrors:
             mirror.close()
         if self._bump is not None:
@@ -282,15 +294,16 @@ class Fabric:
                     with contextlib.suppress(OSError):
                         stream.close()
         self._children.clear()
-        if not self._adopted:
+        if self._mine:
             clear(self.config.name)
         else:
             counters.sweep()
+        self._mine = False
         self._ovs = self._bump = None
         self.mirrors = []
 
     def detach(self) -> None:
-        """Leave everything running (`flowcheck lab up`); only `clear` removes it then."""
+        """Leave everything running (`flowcheck lab up`); only `clear` removes it then, or `down` of this object."""
         self._children.clear()
         self._ovs = self._bump = None
 

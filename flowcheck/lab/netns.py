@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from flowcheck.errors import EnvironmentProblem
+from flowcheck.interrupts import deferred
 
 __all__ = [
     "add", "announce", "batch", "delete", "exists", "inside", "names", "only_switch", "plain", "prefix", "processes",
@@ -63,9 +64,11 @@ def require() -> None:
 
 
 def run(*words: str, text: str | None = None) -> str:
-    """Output of a command. Raises EnvironmentProblem with what it said."""
+    """Output of a command. Raises EnvironmentProblem with what it said. An interrupt is heard when the command has
+    ended: one that went on alone would create something after the clean-up had looked."""
     try:
-        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=SECONDS, check=False)
+        with deferred():
+            done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=SECONDS, check=False)
     except FileNotFoundError:
         package = PROGRAMS.get(words[0], words[0])
         raise EnvironmentProblem(f"{words[0]} is not installed", remedy=f"apt-get install {package}") from None
@@ -165,8 +168,9 @@ def inside(name: str, work: Callable[[], T]) -> T:
             failure.append(error)
 
     thread = threading.Thread(target=body, name=f"in {name}")
-    thread.start()
-    thread.join()
+    with deferred():  # a thread left behind would hold the namespace
+        thread.start()
+        thread.join()
     if failure:
         raise failure[0]
     return result[0]

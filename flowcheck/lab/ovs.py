@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flowcheck.errors import EnvironmentProblem
+from flowcheck.interrupts import deferred
 from flowcheck.lab import netns
 
 __all__ = ["OpenVSwitch"]
@@ -98,10 +99,10 @@ class OpenVSwitch:
 
     def _daemon(self, *words: str, ready: Callable[[], bool]) -> None:
         prefix = netns.prefix(self._namespace, self._core)
-        with (self.rundir / "log").open("ab") as log:
+        with (self.rundir / "log").open("ab") as log, deferred():  # never running without being known
             process = subprocess.Popen([*(prefix[3:] if self._keep else prefix), *words], env=self._env, stdout=log,
                                        stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
-        self._started.append(process)
+            self._started.append(process)
         end = time.monotonic() + START_SECONDS
         while not ready():
             if process.poll() is not None or time.monotonic() > end:
@@ -113,22 +114,25 @@ class OpenVSwitch:
     def _control(self, *words: str) -> None:
         remedy, where = "see why Open vSwitch does not run here, or take --switch tc", " ".join(words[:4])
         end = time.monotonic() + START_SECONDS
-        null, pipe = subprocess.DEVNULL, subprocess.PIPE
-        with subprocess.Popen(words, env=self._env, stdout=null, stderr=pipe, text=True) as one:
-            try:
-                while True:
-                    try:
-                        said = one.communicate(timeout=0.2)[1]
-                        break
-                    except subprocess.TimeoutExpired:
-                        self.check()  # it would wait for a daemon that is gone
-                        if time.monotonic() > end:
-                            raise EnvironmentProblem(
-                                f"no answer within {START_SECONDS:g} s", where=where, remedy=remedy
-                            ) from None
-            except BaseException:
+        one: subprocess.Popen[str] | None = None
+        try:
+            with deferred():
+                one = subprocess.Popen(words, env=self._env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                       text=True)  # fmt: skip
+            while True:
+                try:
+                    said = one.communicate(timeout=0.2)[1]
+                    break
+                except subprocess.TimeoutExpired:
+                    self.check()  # it would wait for a daemon that is gone
+                    if time.monotonic() > end:
+                        raise EnvironmentProblem(
+                            f"no answer within {START_SECONDS:g} s", where=where, remedy=remedy
+                        ) from None
+        finally:
+            if one is not None and one.returncode is None:
                 one.kill()
-                raise
+                one.communicate()
         if one.returncode:
             raise EnvironmentProblem(" ".join(said.split()), where=where, remedy=remedy)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +77,23 @@ def fabric(lab_name: str) -> Iterator[Callable[..., Fabric]]:
     yield build
     for one in made:
         one.down()
+
+
+@pytest.fixture
+def ip_that(tmp_path: Path) -> Callable[[str, str], str]:
+    """ip_that("netns add *-r0", "kill -TERM $PPID") -> PATH with an `ip` that first runs a line of shell when its
+    arguments are like this pattern. $PPID is who has called it."""
+
+    def make(pattern: str, line: str) -> str:
+        folder = tmp_path / "ip that"
+        folder.mkdir()
+        script = folder / "ip"
+        like = pattern.replace(" ", "\\ ")
+        script.write_text(f'#!/bin/sh\ncase "$*" in {like}) {line};; esac\nexec {shutil.which("ip")} "$@"\n')
+        script.chmod(0o755)
+        return f"{folder}:{os.environ['PATH']}"
+
+    return make
 
 
 class Tap:
