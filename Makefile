@@ -15,7 +15,7 @@ SOURCES := setup.py $(wildcard parser/*.p[yx][xdi] updater/*.p[yx][xd] flowcheck
 MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-sanitizers lint fuzz build debug packages hugepages clean
+.PHONY: help demo test test-all test-sanitizers lint fuzz mutants build debug packages hugepages clean
 
 help:   ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -41,6 +41,13 @@ lint: build   ## ruff, mypy and the layer rules
 fuzz: build   ## ten million inputs and ten thousand capture files (docs/fuzzing.md), a good half hour
 	nice $(BIN)/python -P fuzz/run.py
 	nice $(BIN)/python -P fuzz/captures.py
+
+mutants: build .venv/.mutants   ## deliberate mistakes, and whether a test notices (docs/testing.md); ONLY="MODULE ..." for some
+	nice $(BIN)/python -P tools/mutants.py $(ONLY)
+
+.venv/.mutants: .venv/.installed
+	FLOWCHECK_BUILD=none $(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[mutants]'
+	touch $@
 
 build: .venv/.built-$(MODE)   ## Debian packages, .venv and the extensions, in place
 
