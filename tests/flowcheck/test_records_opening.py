@@ -174,9 +174,22 @@ def test_a_proof_with_another_token_is_refused(start: Start) -> None:
     ("nonce", "5b" * 32), ("nonce", ""),
 ])  # fmt: skip
 def test_a_field_changed_after_the_proof_was_made_is_refused(start: Start, field: str, value: Any) -> None:
-    raw, coming = start(node)
-    raw.send(hello_of(raw.receive()["nonce"]) | {field: value})
-    assert why(coming) == "the token is wrong" and raw.rest() == b""
+    """A man in the middle passes on what the product's trainer says, but for one field."""
+    ours, coming = start(node)
+    theirs, _ = start(trainer)
+    theirs.send(ours.receive())
+    hello = theirs.receive()
+    assert hello[field] != value
+    ours.send(hello | {field: value})
+    assert why(coming) == "the token is wrong" and ours.rest() == b""
+
+
+def test_a_proof_for_another_challenge_is_refused(start: Start) -> None:
+    ours, coming = start(node)
+    theirs, _ = start(trainer)
+    theirs.send(ours.receive() | {"nonce": "0c" * 32})
+    ours.send(theirs.receive())
+    assert why(coming) == "the token is wrong" and ours.rest() == b""
 
 
 @pytest.mark.parametrize(("one", "two"), [("run_id", "group"), ("group", "instance"), ("nonce", "run_id")])
