@@ -41,15 +41,21 @@ def whole(*iterations: int) -> list[Packet]:
 
 
 class FakeSource:
-    """A ring. open: more may come, so an empty ring is not drained. slow: looks until the first packets are there."""
+    """A ring. open: more may come, so an empty ring is not drained. slow: how often look_ahead has to be asked, late:
+    how often the ring is looked into, before anything is there."""
 
-    def __init__(self, packets: Iterable[Packet] = (), *, open: bool = False, slow: int = 0) -> None:
-        self.packets, self.open, self.slow = list(packets), open, slow
+    def __init__(self, packets: Iterable[Packet] = (), *, open: bool = False, slow: int = 0, late: int = 0) -> None:
+        self.packets, self.open, self.slow, self.late = list(packets), open, slow, late
         self.error: Exception | None = None
 
     @property
     def ring_address(self) -> int:
         return id(self)
+
+    def look(self) -> list[Packet]:
+        """What is there now."""
+        self.late -= 1
+        return self.packets if self.late < 0 else []
 
     def end(self, error: Exception | None = None) -> None:
         self.open, self.error = False, error
@@ -79,6 +85,7 @@ class FakeEngine:
         self.data: dict[int | None, np.ndarray] = {}  # regions
         # what was asked of it
         self.runs: list[tuple[int, int, int]] = []  # (stream, limit, packets taken)
+        self.looks: list[int] = []  # streams
         self.retired: list[int] = []
         self.finished = self.forgotten = self.considered = 0
 
@@ -108,14 +115,15 @@ class FakeEngine:
     def run(self, stream: int, ring_address: int, limit: int) -> tuple[int, bool]:
         source, done, blocked = self._ring(ring_address), 0, False
         assert self.sources.index(source) == stream
-        while source.packets and done < limit and not blocked:
-            packet = source.packets[0]
+        packets = source.look()
+        while packets and done < limit and not blocked:
+            packet = packets[0]
             self._open(stream, packet.iteration)
             blocked = packet.iteration >= self.oldest + self.config.arenas
             if blocked:
                 self.want[stream] = packet.iteration
             else:
-                self._take(stream, source.packets.pop(0))
+                self._take(stream, packets.pop(0))
                 done += 1
         self.runs.append((stream, limit, done))
         return done, blocked
@@ -142,11 +150,13 @@ class FakeEngine:
 
     def look_ahead(self, ring_address: int) -> bool | None:
         source = self._ring(ring_address)
+        assert not self.runs, "the beginning of a ring that was read already"
+        self.looks.append(self.sources.index(source))
         source.slow -= 1
         return None if source.slow >= 0 else self.begins_here
 
     def next_ns(self, ring_address: int) -> int | None:
-        packets = self._ring(ring_address).packets
+        packets = self._ring(ring_address).look()
         return packets[0].ns if packets else None
 
     def drained(self, ring_address: int) -> bool:
