@@ -154,6 +154,9 @@ class _Connection:
         try:
             while self._take(group, member):
                 pass
+        except RecordsError as error:
+            self._end(error.what)  # the writer closes the link, so it has to be the one that says why
+            raise
         finally:
             group.leave(member)
             self._outbox.put(None) if not self._outbox.full() else link.close()
@@ -209,7 +212,7 @@ class _Connection:
             self._link.close()  # it does not read: it will have to come again
 
     def _end(self, why: str) -> None:
-        self._send(Refused(why))
+        self._send(Refused("; ".join(line.strip() for line in why.splitlines())))  # texts of messages have one line
         self._send(None)
 
     def _write(self) -> None:

@@ -1,0 +1,453 @@
+"""The control port between a trainer's link and a group that only notes: what is let through, and what ends it.
+
+The connection is a real pair of sockets, the trainer is the product's Link or frames made by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flowcheck.errors import UserError
+from flowcheck.manifest import ModelEntry
+from flowcheck.node import control
+from flowcheck.records import (
+    Bye,
+    Challenge,
+    Flows,
+    Hello,
+    Joined,
+    Limits,
+    Link,
+    Manifest,
+    Progress,
+    Record,
+    RecordsError,
+    Refused,
+    State,
+    Wanted,
+    Welcome,
+)
+from flowcheck.tensors import header, packed_bytes, pieces
+
+TOKEN = b"a token that only tests have"
+MODEL = [
+    ModelEntry("w", [3]), ModelEntry("tie", [3], tied="w"), ModelEntry("c", [2], "float16", "constant"),
+    ModelEntry("b", [2], "int64", "buffer"), ModelEntry("d", [], "float32", "buffer"),
+]  # fmt: skip
+PLAN = SimpleNamespace(job=SimpleNamespace(model=MODEL))
+STATE = {
+    "model.w": torch.tensor([1.0, 2.0, 3.0]), "model.tie": torch.zeros(3),
+    "model.c": torch.ones(2, dtype=torch.float16), "model.b": torch.tensor([4, 5]), "model.d": torch.tensor(6.0),
+}  # fmt: skip
+OPTIMIZER = {
+    "optimizer.w.step": torch.tensor(2.0),
+    **{f"optimizer.w.{key}": torch.full((3,), float(number)) for number, key in enumerate(
+        ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master"))},
+}  # fmt: skip
+BUFFERS = {"buffer.b": torch.tensor([7, 8]), "buffer.d": torch.tensor(9.0)}
+
+
+class NotedGroup:
+    """What a connection asks of a group, in order."""
+
+    def __init__(self, plan: Any = None, why: str = "", refuses: Exception | None = None) -> None:
+        self.plan, self.why, self.refuses = plan, why, refuses
+        self.joined: list[tuple[Any, ...]] = []
+        self.member: Any = None
+        self.said: queue.Queue[Any] = queue.Queue()
+
+    def join(self, run: tuple[str, int, int], member: Any, instance: str = "") -> str:
+        self.joined.append((run, member.rank, instance))
+        self.member = member
+        return self.why
+
+    def leave(self, member: Any) -> None:
+        self.said.put(("left", member is self.member))
+
+    def announce(self, member: Any, iteration: int) -> None:
+        assert member is self.member
+        self.said.put(("announced", iteration))
+        if isinstance(self.refuses, queue.Full):
+            raise self.refuses
+
+    def put(self, letter: Any) -> None:
+        assert letter.member is self.member
+        if self.refuses is not None:
+            raise self.refuses
+        self.said.put((letter.message, {name: tensor.tolist() for name, tensor in letter.tensors.items()}))
+
+    def next(self) -> Any:
+        return self.said.get(timeout=10)
+
+
+@dataclass
+class Known:
+    """A trainer that has been let in: its end of the connection, and the thread that serves it."""
+
+    link: Link
+    near: Link
+    group: NotedGroup
+    thread: threading.Thread
+    ended: list[RecordsError | None]
+
+    def send(self, message: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
+        if not tensors:
+            self.link.send(message)
+            return
+        head, order = header(tensors)
+        self.link.send(message, [head, *(p for name in order for p in pieces(tensors[name]))], packed_bytes(tensors))
+
+    def promise(self, message: Any, size: int) -> None:
+        """The head of a message with a payload, and nothing of the payload."""
+        text = json.dumps({"type": type(message).__name__.lower(), **asdict(message)}).encode()
+        self.link._out.sendall(struct.pack(">4sIQ", b"FCR1", len(text), size) + text)
+
+    def end(self) -> RecordsError | None:
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        return self.ended[0]
+
+    def why(self) -> tuple[str, str]:
+        error = self.end()
+        assert error is not None
+        return error.what, error.where
+
+
+Enter = Callable[..., Known]
+
+
+@pytest.fixture
+def enter() -> Iterator[Enter]:
+    """enter(rank=0, **NotedGroup) -> a trainer that is let in. Its run is "run", its epoch 3, its ranks 4."""
+    made: list[Known] = []
+
+    def begin(rank: int = 0, **options: Any) -> Known:
+        near, far = (Link(sock) for sock in socket.socketpair())
+        near.peer = "host:1"
+        group = NotedGroup(**options)
+        hello = Hello("run", 3, rank, 4, "main", "", "", instance="first start")
+        asked: list[str] = []
+        ended: list[RecordsError | None] = []
+
+        def group_of(name: str) -> Any:
+            asked.append(name)
+            return group
+
+        def run() -> None:
+            try:
+                control._Connection(near, hello, group_of, lambda *_, **__: None).run()
+                ended.append(None)
+            except RecordsError as error:
+                ended.append(error)
+            assert asked == ["main"]
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        made.append(Known(far, near, group, thread, ended))
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.link.close()
+        one.near.close()
+        one.thread.join(10)
+
+
+# -- joining a group -------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_joins_as_who_it_has_proved_to_be(enter: Enter) -> None:
+    known = enter(rank=2)
+    known.send(Bye())
+    assert known.group.next() == (Bye(), {}) and known.group.next() == ("left", True)
+    assert known.end() is None
+    assert known.group.joined == [(("run", 3, 4), 2, "first start")]
+
+
+def test_a_group_that_says_why_not_has_no_member_to_leave(enter: Enter) -> None:
+    known = enter(why="rank 2 is attached already", rank=2)
+    assert known.why() == ("rank 2 is attached already", "host:1")
+    assert known.group.said.empty()
+
+
+def test_without_a_group_there_is_nothing_to_join() -> None:
+    near, far = (Link(sock) for sock in socket.socketpair())
+    near.peer = "host:1"
+    hello = Hello("run", 3, 0, 4, "second", "", "")
+    with pytest.raises(RecordsError) as refused:
+        control._Connection(near, hello, lambda name: f"no {name}", lambda *_, **__: None).run()
+    assert (refused.value.what, refused.value.where) == ("no second", "host:1")
+    near.close()
+    far.close()
+
+
+# -- what a trainer may send -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("message", [
+    Flows([{"src": 0}]), Manifest({"epoch": 3}, 7), Record(4, [{"lr": 0.5}], 0.25, 8.0, True, {"w": "0" * 16}), Bye(),
+], ids=["flows", "manifest", "record", "bye"])  # fmt: skip
+@pytest.mark.parametrize("rank", [0, 1])
+def test_messages_go_into_the_groups_inbox(enter: Enter, rank: int, message: Any) -> None:
+    known = enter(rank=rank, plan=PLAN)
+    known.send(message)
+    assert known.group.next() == (message, {})
+
+
+@pytest.mark.parametrize("message", [
+    Challenge("00"), Hello("run", 3, 0, 4, "", "", ""), Welcome("00"), Refused("you"), Wanted([], ""), Joined(1),
+    Progress(1, "verified"),
+], ids=lambda message: type(message).__name__)  # fmt: skip
+def test_a_nodes_messages_are_refused_from_a_trainer(enter: Enter, message: Any) -> None:
+    known = enter(plan=PLAN)
+    known.send(message)
+    assert known.why() == (f"a {type(message).__name__} from a trainer", "host:1")
+    assert known.group.next() == ("left", True) and known.group.said.empty()
+
+
+def test_nothing_is_read_after_a_bye(enter: Enter) -> None:
+    known = enter()
+    known.send(Flows([]))
+    known.send(Bye())
+    known.send(Record(1))
+    assert [known.group.next() for _ in range(3)] == [(Flows([]), {}), (Bye(), {}), ("left", True)]
+    assert known.end() is None and known.group.said.empty()
+
+
+def test_a_trainer_that_closes_between_messages_has_left(enter: Enter) -> None:
+    known = enter()
+    known.link.close()
+    assert known.group.next() == ("left", True) and known.end() is None
+
+
+def test_a_trainer_that_closes_within_a_message_has_broken_off(enter: Enter) -> None:
+    known = enter()
+    known.link._out.sendall(b"FCR1")
+    known.link.close()
+    assert known.why() == ("connection closed within a message, 12 bytes before its end", "host:1")
+    assert known.group.next() == ("left", True)
+
+
+# -- payloads --------------------------------------------------------------------------------------------------
+
+
+def test_a_state_is_announced_before_its_payload_is_here(enter: Enter) -> None:
+    known = enter(plan=PLAN)
+    tensors = STATE | OPTIMIZER
+    known.promise(State(5), packed_bytes(tensors))
+    assert known.group.next() == ("announced", 5)
+    head, order = header(tensors)
+    for part in (head, *(p for name in order for p in pieces(tensors[name]))):
+        known.link._out.sendall(part)
+    assert known.group.next() == (State(5), {name: tensor.tolist() for name, tensor in tensors.items()})
+    known.send(Record(6))
+    assert known.group.next() == (Record(6), {})  # only a state is announced
+
+
+def test_a_records_buffers_come_under_their_names(enter: Enter) -> None:
+    known = enter(plan=PLAN)
+    known.send(Record(1), BUFFERS)
+    assert known.group.next() == (Record(1), {"b": [7, 8], "d": 9.0})
+
+
+@pytest.mark.parametrize("kept", [(), ("optimizer.w.step",), ("optimizer.w.master", "optimizer.w.exp_avg")])
+def test_a_state_may_lack_tensors_of_the_optimizer(enter: Enter, kept: tuple[str, ...]) -> None:
+    known = enter(plan=PLAN)
+    known.send(State(5), STATE | {name: OPTIMIZER[name] for name in kept})
+    assert known.group.next() == ("announced", 5)
+    assert set(known.group.next()[1]) == {*STATE, *kept}
+
+
+@pytest.mark.parametrize("missing", list(STATE))
+def test_a_state_may_not_lack_a_tensor_of_the_model(enter: Enter, missing: str) -> None:
+    known = enter(plan=PLAN)
+    known.send(State(5), {name: tensor for name, tensor in STATE.items() if name != missing})
+    assert known.why() == (f"tensor '{missing}' is missing", "host:1: State")
+    assert known.group.next() == ("announced", 5) and known.group.next() == ("left", True)
+
+
+@pytest.mark.parametrize("missing", list(BUFFERS))
+def test_a_record_may_not_lack_a_buffer_when_it_has_others(enter: Enter, missing: str) -> None:
+    known = enter(plan=PLAN)
+    known.send(Record(1), {name: tensor for name, tensor in BUFFERS.items() if name != missing})
+    assert known.why() == (f"tensor '{missing}' is missing", "host:1: Record")
+
+
+def test_a_state_without_tensors_is_refused(enter: Enter) -> None:
+    known = enter(plan=PLAN)
+    known.send(State(5))
+    assert known.why() == ("a state without tensors", "host:1")
+    assert known.group.next() == ("announced", 5) and known.group.next() == ("left", True)
+
+
+@pytest.mark.parametrize(("message", "tensors", "what"), [
+    (State(5), {"model.x": torch.zeros(1)}, "tensor 'model.x' is not expected"),
+    (State(5), {"buffer.b": torch.zeros(2)}, "tensor 'buffer.b' is not expected"),
+    (State(5), {"optimizer.tie.step": torch.zeros(())}, "tensor 'optimizer.tie.step' is not expected"),
+    (State(5), {"optimizer.c.step": torch.zeros(())}, "tensor 'optimizer.c.step' is not expected"),
+    (State(5), {"optimizer.b.step": torch.zeros(())}, "tensor 'optimizer.b.step' is not expected"),
+    (State(5), {"optimizer.w.other": torch.zeros(3)}, "tensor 'optimizer.w.other' is not expected"),
+    (State(5), {"optimizer.w.step": torch.zeros(3)}, "tensor 'optimizer.w.step' is F32 [3], not F32 []"),
+    (State(5), {"optimizer.w.exp_avg": torch.zeros(())}, "tensor 'optimizer.w.exp_avg' is F32 [], not F32 [3]"),
+    (State(5), {"model.w": torch.zeros(3, dtype=torch.float64)}, "tensor 'model.w' is F64 [3], not F32 [3]"),
+    (Record(1), {"buffer.w": torch.zeros(3)}, "tensor 'buffer.w' is not expected"),
+    (Record(1), {"model.b": torch.zeros(2)}, "tensor 'model.b' is not expected"),
+    (Record(1), {"buffer.b": torch.zeros(2)}, "tensor 'buffer.b' is F32 [2], not I64 [2]"),
+])  # fmt: skip
+def test_a_tensor_that_the_job_does_not_have_is_refused(
+    enter: Enter, message: Any, tensors: Mapping[str, torch.Tensor], what: str
+) -> None:
+    known = enter(plan=PLAN)
+    known.send(message, tensors)
+    assert known.why() == (what, f"host:1: {type(message).__name__}")
+
+
+# By hand. State: 12 + 12 + 4 + 16 + 4 bytes of the model, 4 + 5 * 12 of w's optimizer state, and for 5 + 6 tensors 200
+# bytes each. Record: 16 + 4 bytes and 2 tensors. Both: a mebibyte of other headers.
+STATE_BYTES = 48 + 64 + 2200 + 1048576
+RECORD_BYTES = 20 + 400 + 1048576
+WITHOUT = SimpleNamespace(job=SimpleNamespace(model=MODEL[:3]))
+
+
+@pytest.mark.parametrize(("rank", "plan", "message", "most"), [
+    (0, PLAN, State(5), STATE_BYTES),
+    (0, PLAN, Record(5), RECORD_BYTES),
+    (1, PLAN, Record(5), RECORD_BYTES),
+    (1, PLAN, State(5), 0),
+    (3, PLAN, State(5), 0),
+    (0, None, State(5), 0),
+    (0, None, Record(5), 0),
+    (0, WITHOUT, Record(5), 0),
+    (0, PLAN, Manifest({}), 0),
+    (0, PLAN, Flows([]), 0),
+    (0, PLAN, Bye(), 0),
+], ids=["state", "record", "record of rank 1", "state of rank 1", "state of rank 3", "state before the manifest",
+        "record before the manifest", "record without buffers", "manifest", "flows", "bye"])  # fmt: skip
+def test_a_payload_is_as_large_as_the_job_and_the_rank_allow(
+    enter: Enter, rank: int, plan: Any, message: Any, most: int
+) -> None:
+    known = enter(rank=rank, plan=plan)
+    known.promise(message, most + 1)
+    assert known.why() == (f"a payload of {most + 1} bytes, at most {most} are read here", "host:1")
+    assert known.group.next() == ("left", True)  # and nothing before
+    if most:
+        known = enter(rank=rank, plan=plan)
+        known.promise(message, most)
+        known.link.close()
+        assert known.why()[0] == f"connection closed within a message, {most} bytes before its end"
+
+
+def test_a_known_trainer_may_say_16_mb_and_has_30_seconds(enter: Enter) -> None:
+    known = enter(plan=PLAN)
+    known.send(Flows([]))
+    known.group.next()  # by now the limits are those of a known trainer
+    assert known.near.limits() == Limits(16777216, {"state": STATE_BYTES, "record": RECORD_BYTES}, 30.0, 1e6)
+    known.group.plan = None
+    assert known.near.limits() == Limits(16777216, {}, 30.0, 1e6)
+
+
+# -- what the group refuses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("message", "tensors"), [(Flows([]), None), (State(5), STATE)], ids=["put", "announce"])
+def test_a_full_inbox_ends_the_connection(enter: Enter, message: Any, tensors: Any) -> None:
+    known = enter(plan=PLAN, refuses=queue.Full())
+    known.send(message, tensors)
+    assert known.why() == ("sends more than the node takes", "host:1")
+
+
+def test_what_a_group_refuses_ends_the_connection(enter: Enter) -> None:
+    known = enter(refuses=UserError("not this one", where="rank 0"))
+    known.send(Flows([]))
+    assert known.why() == ("not this one", "rank 0")
+
+
+@pytest.mark.parametrize("message", [Welcome("00"), State(5)], ids=lambda message: type(message).__name__)
+def test_a_known_trainer_that_breaks_a_rule_is_told(enter: Enter, message: Any) -> None:
+    known = enter(plan=PLAN)
+    known.send(message)
+    what = {"Welcome": "a Welcome from a trainer", "State": "a state without tensors"}[type(message).__name__]
+    assert known.link.receive(wait=10) == (Refused(what), 0)
+    with pytest.raises(RecordsError, match="connection closed"):
+        known.link.receive(wait=10)
+
+
+# -- what a trainer is sent ------------------------------------------------------------------------------------
+
+
+def test_what_a_group_says_is_sent_in_order(enter: Enter) -> None:
+    known = enter()
+    known.send(Flows([]))
+    known.group.next()
+    said = [Wanted(["state"], "why"), Joined(4), *(Progress(number, "unverified") for number in range(200))]
+    for message in said:
+        known.group.member.send(message)
+    assert [known.link.receive(wait=10)[0] for _ in said] == said
+
+
+@pytest.mark.parametrize(("why", "told"), [
+    ("the job was started again", "the job was started again"),
+    ("manifest: it is odd\n  remedy: correct it", "manifest: it is odd; remedy: correct it"),
+    ("", ""),
+], ids=["one line", "with a remedy", "nothing"])  # fmt: skip
+def test_a_member_that_a_group_ends_is_told_and_closed(enter: Enter, why: str, told: str) -> None:
+    known = enter()
+    known.send(Flows([]))
+    known.group.next()
+    known.group.member.end(why)
+    assert known.link.receive(wait=10) == (Refused(told), 0)
+    with pytest.raises(RecordsError, match="connection closed"):
+        known.link.receive(wait=10)
+    assert known.group.next() == ("left", True)
+    known.end()
+
+
+def _does_not_read(enter: Enter, queued: int) -> Known:
+    """A trainer that takes nothing more, with so many messages before it."""
+    known = enter()
+    known.send(Flows([]))
+    known.group.next()
+    known.group.member.send(Wanted([], "x" * (8 << 20)))
+    known.link._socket.settimeout(10)
+    assert known.link._socket.recv(1) == b"F"  # the writer has it, and gets no further
+    for number in range(queued):
+        known.group.member.send(Joined(number))
+    return known
+
+
+def test_a_trainer_that_does_not_read_is_closed_after_256_messages(enter: Enter) -> None:
+    known = _does_not_read(enter, 256)
+    known.send(Flows([]))
+    assert known.group.next() == (Flows([]), {})  # still there
+    known.group.member.send(Joined(256))
+    assert known.group.next() == ("left", True)
+    known.end()
+
+
+def test_a_full_outbox_does_not_hold_up_the_end(enter: Enter) -> None:
+    known = _does_not_read(enter, 256)
+    known.send(Bye())
+    assert known.group.next() == (Bye(), {}) and known.group.next() == ("left", True)
+    known.end()
+
+
+def test_what_is_in_the_outbox_is_sent_before_the_end(enter: Enter) -> None:
+    known = _does_not_read(enter, 3)
+    known.send(Bye())
+    assert known.group.next() == (Bye(), {})
+    known.group.next()
+    known.link._socket.settimeout(10)
+    rest = b"".join(iter(lambda: known.link._socket.recv(1 << 20), b""))
+    assert rest.count(b"joined") == 3
+    assert known.end() is None
