@@ -116,9 +116,9 @@ def entries(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) ->
 
 def _check_ddp(model: DistributedDataParallel) -> None:
     for odd, what in (
+        (getattr(model, "mixed_precision", None) is not None, "DDP's own mixed precision"),  # which is a hook, too
         (bool(getattr(model, "_comm_hooks", ())), "a communication hook: what it sends is its own"),
         (bool(model.find_unused_parameters), "find_unused_parameters: which gradients are absent is not said"),
-        (getattr(model, "mixed_precision", None) is not None, "DDP's own mixed precision"),
         (bool(getattr(model, "_delay_all_reduce_params", ())), "delay_all_reduce_named_params"),
     ):
         if odd:
