@@ -91,6 +91,11 @@ class NotedGroup:
         return self.said.get(timeout=10)
 
 
+def framed(message: Any, size: int = 0) -> bytes:
+    text = json.dumps({"type": type(message).__name__.lower(), **asdict(message)}).encode()
+    return struct.pack(">4sIQ", b"FCR1", len(text), size) + text
+
+
 @dataclass
 class Known:
     """A trainer that has been let in: its end of the connection, and the thread that serves it."""
@@ -110,8 +115,7 @@ class Known:
 
     def promise(self, message: Any, size: int) -> None:
         """The head of a message with a payload, and nothing of the payload."""
-        text = json.dumps({"type": type(message).__name__.lower(), **asdict(message)}).encode()
-        self.link._out.sendall(struct.pack(">4sIQ", b"FCR1", len(text), size) + text)
+        self.link._out.sendall(framed(message, size))
 
     def end(self) -> RecordsError | None:
         self.thread.join(10)
@@ -218,9 +222,7 @@ def test_a_nodes_messages_are_refused_from_a_trainer(enter: Enter, message: Any)
 
 def test_nothing_is_read_after_a_bye(enter: Enter) -> None:
     known = enter()
-    known.send(Flows([]))
-    known.send(Bye())
-    known.send(Record(1))
+    known.link._out.sendall(framed(Flows([])) + framed(Bye()) + framed(Record(1)))
     assert [known.group.next() for _ in range(3)] == [(Flows([]), {}), (Bye(), {}), ("left", True)]
     assert known.end() is None and known.group.said.empty()
 
@@ -360,10 +362,10 @@ def test_a_known_trainer_may_say_16_mb_and_has_30_seconds(enter: Enter) -> None:
 # -- what the group refuses ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("message", "tensors"), [(Flows([]), None), (State(5), STATE)], ids=["put", "announce"])
-def test_a_full_inbox_ends_the_connection(enter: Enter, message: Any, tensors: Any) -> None:
+@pytest.mark.parametrize(("message", "size"), [(Flows([]), 0), (State(5), 1000)], ids=["put", "announce"])
+def test_a_full_inbox_ends_the_connection(enter: Enter, message: Any, size: int) -> None:
     known = enter(plan=PLAN, refuses=queue.Full())
-    known.send(message, tensors)
+    known.promise(message, size)
     assert known.why() == ("sends more than the node takes", "host:1")
 
 
