@@ -1,0 +1,266 @@
+"""The control port as a server: who is let in, how many, and that nothing is left when it closes. Real TCP."""
+
+from __future__ import annotations
+
+import errno
+import queue
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from flowcheck.errors import EnvironmentProblem
+from flowcheck.node.control import ControlServer
+from flowcheck.records import Bye, Flows, Link, RecordsError, Refused, Wanted, greet
+
+TOKEN = b"a token that only tests have"
+TCP = socket.IPPROTO_TCP
+
+
+class OneGroup:
+    """A group that lets everybody in but rank 1."""
+
+    plan = None
+
+    def __init__(self) -> None:
+        self.said: queue.Queue[Any] = queue.Queue()
+
+    def join(self, run: tuple[str, int, int], member: Any, instance: str = "") -> str:
+        if member.rank == 1:
+            return "rank 1 is attached already"
+        member.send(Wanted([], "welcome"))
+        self.said.put((run, member.rank, instance))
+        return ""
+
+    def leave(self, member: Any) -> None:
+        self.said.put(("left", member.rank))
+
+    def put(self, letter: Any) -> None:
+        self.said.put(letter.message)
+
+
+class Port:
+    """A server on the loopback, and what it said."""
+
+    def __init__(self, connections: int, host: str = "127.0.0.1") -> None:
+        self.group = OneGroup()
+        self.events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
+        self.server = ControlServer(
+            (host, 0), TOKEN, connections, lambda name: f"no group {name!r}" if name else self.group,  # type: ignore
+            lambda event, **fields: self.events.put((event, fields)),
+        )
+        self.links: list[Link] = []
+
+    def connect(self) -> Link:
+        host, _, port = self.server.address.rpartition(":")
+        self.links.append(Link(socket.create_connection((host.strip("[]"), int(port)), timeout=10)))
+        return self.links[-1]
+
+    def attach(self, rank: int = 0, token: bytes = TOKEN, group: str = "") -> Link:
+        link = self.connect()
+        greet(link, token, run_id="run", epoch=3, rank=rank, ranks=4, group=group, instance="first")
+        return link
+
+    def ended(self, link: Link) -> bool:
+        """It is closed without a word."""
+        link._socket.settimeout(10)
+        try:
+            return link._socket.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    def challenged(self) -> Link:
+        """A connection that has a place. One is free a moment after another connection has ended."""
+        for _ in range(1000):
+            link = self.connect()
+            if not self.ended(link):
+                return link
+        raise AssertionError("no place became free")
+
+    def close(self) -> None:
+        self.server.close()
+        for link in self.links:
+            link.close()
+
+
+@pytest.fixture
+def port() -> Iterator[Callable[..., Port]]:
+    """port(connections=8) -> a server that has started."""
+    made: list[Port] = []
+
+    def start(connections: int = 8, host: str = "127.0.0.1") -> Port:
+        made.append(Port(connections, host))
+        made[-1].server.start()
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def test_a_trainer_with_the_token_reaches_its_group(port: Callable[..., Port]) -> None:
+    one = port()
+    link = one.attach(rank=2)
+    assert link.receive(wait=10)[0] == Wanted([], "welcome")
+    assert one.group.said.get(timeout=10) == (("run", 3, 4), 2, "first")
+    link.send(Flows([]))
+    assert one.group.said.get(timeout=10) == Flows([])
+    link.send(Bye())
+    assert one.group.said.get(timeout=10) == Bye() and one.group.said.get(timeout=10) == ("left", 2)
+    assert one.ended(link) and one.events.empty()
+
+
+@pytest.mark.parametrize(("options", "why"), [
+    ({"group": "second"}, "no group 'second'"), ({"rank": 1}, "rank 1 is attached already"),
+])  # fmt: skip
+def test_a_trainer_that_is_not_let_in_is_told_why(port: Callable[..., Port], options: Any, why: str) -> None:
+    one = port()
+    link = one.attach(**options)
+    assert link.receive(wait=10) == (Refused(why), 0)
+    with pytest.raises(RecordsError, match="connection closed"):
+        link.receive(wait=10)
+    peer = "{}:{}".format(*link._socket.getsockname())
+    assert one.events.get(timeout=10) == ("connection", {"peer": peer, "why": why})
+    assert one.group.said.empty()
+
+
+def test_a_wrong_token_is_told_and_noted(port: Callable[..., Port]) -> None:
+    one = port()
+    with pytest.raises(RecordsError, match="refused: the token is wrong"):
+        one.attach(token=b"another token of the tests")
+    event, fields = one.events.get(timeout=10)
+    assert (event, fields["why"]) == ("connection", "the token is wrong")
+    assert one.group.said.empty()
+
+
+def test_a_rule_broken_by_one_is_noted_and_the_others_go_on(port: Callable[..., Port]) -> None:
+    one = port()
+    good, bad = one.attach(rank=0), one.attach(rank=2)
+    bad.receive(wait=10)
+    bad.send(Wanted([], ""))
+    assert bad.receive(wait=10)[0] == Refused("a Wanted from a trainer")
+    assert one.events.get(timeout=10)[1]["why"] == "a Wanted from a trainer"
+    good.send(Flows([]))
+    while one.group.said.get(timeout=10) != Flows([]):
+        pass
+
+
+def test_as_many_connections_as_the_settings_allow_known_or_not(port: Callable[..., Port]) -> None:
+    one = port(connections=2)
+    known, silent = one.attach(), one.connect()
+    assert silent._socket.recv(1) == b"F"  # its challenge: it is counted
+    assert one.ended(one.connect())  # without a challenge
+    known.send(Bye())
+    assert one.group.said.get(timeout=10)[1:] == (0, "first")
+    one.challenged()
+
+
+def test_a_connection_that_came_to_nothing_gives_its_place_back(port: Callable[..., Port]) -> None:
+    one = port(connections=1)
+    for _ in range(3):
+        one.challenged().close()
+        assert "connection" in one.events.get(timeout=10)[1]["why"]
+
+
+def test_sockets_and_threads_of_a_connection(port: Callable[..., Port], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer whose machine is gone is noticed within half a minute, and its threads keep no process alive."""
+    taken: list[socket.socket] = []
+    monkeypatch.setattr("flowcheck.node.control.Link", lambda sock: (taken.append(sock), Link(sock))[1])
+    one = port()
+    link = one.attach(rank=2)
+    link.receive(wait=10)
+    sock = taken[0]
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert [sock.getsockopt(TCP, option) for option in (
+        socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)] == [10, 5, 3]  # fmt: skip
+    assert sock.getsockopt(TCP, socket.TCP_NODELAY) == 1
+    peer = "{}:{}".format(*link._socket.getsockname())
+    mine = {t.name: t.daemon for t in threading.enumerate() if peer in t.name or t.name == "flowcheck control"}
+    assert mine == {f"flowcheck {peer}": True, f"flowcheck to {peer}": True, "flowcheck control": False}
+
+
+def test_close_ends_all_connections_and_their_threads(port: Callable[..., Port]) -> None:
+    one = port()
+    before = set(threading.enumerate())
+    known, silent = one.attach(), one.connect()
+    known.receive(wait=10)
+    assert silent._socket.recv(1) == b"F"
+    mine = set(threading.enumerate()) - before
+    assert len(mine) == 3  # a reader and a writer, and a reader
+    one.server.close()
+    assert not any(thread.is_alive() for thread in mine)
+    with pytest.raises(RecordsError, match="connection"):
+        known.receive(wait=10)
+    with pytest.raises(ConnectionRefusedError):
+        one.connect()
+    one.server.close()  # again, to no effect
+    assert "flowcheck control" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_close_without_a_start_gives_the_port_back() -> None:
+    one = Port(8)
+    host, _, number = one.server.address.rpartition(":")
+    one.server.close()
+    with socket.create_server((host, int(number))):
+        pass
+
+
+def test_an_address_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        with pytest.raises(EnvironmentProblem) as refused:
+            ControlServer(("127.0.0.1", number), TOKEN, 8, lambda name: "", print)
+    assert refused.value.what.startswith("cannot listen: Address already in use")
+    assert refused.value.where == f"127.0.0.1:{number}"
+    assert refused.value.remedy == "an address of this machine and a free port in control.listen"
+
+
+def test_an_address_of_another_machine() -> None:
+    with pytest.raises(EnvironmentProblem, match=r"192\.0\.2\.1:0: cannot listen: Cannot assign requested address"):
+        ControlServer(("192.0.2.1", 0), TOKEN, 8, lambda name: "", print)
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1:"), ("::1", "[::1]:")])
+def test_the_address_as_a_client_writes_it(port: Callable[..., Port], host: str, shown: str) -> None:
+    try:
+        one = port(host=host)
+    except EnvironmentProblem as error:
+        assert host == "::1"
+        pytest.skip(f"no IPv6 here: {error}")
+    assert one.server.address.startswith(shown) and one.server.address.removeprefix(shown).isdigit()
+    assert one.attach(rank=2).receive(wait=10)[0] == Wanted([], "welcome")
+
+
+def test_a_failed_accept_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of descriptors, for a moment."""
+
+    class Short(socket.socket):
+        failed = False
+
+        def accept(self) -> Any:
+            if not self.failed:
+                self.failed = True
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    create = socket.create_server
+    monkeypatch.setattr(
+        socket, "create_server", lambda *given, **named: Short(fileno=create(*given, **named).detach())
+    )
+    one = Port(8)
+    one.server.start()
+    try:
+        assert one.attach(rank=2).receive(wait=10)[0] == Wanted([], "welcome")
+    finally:
+        one.close()
+
+
+def test_somebody_who_is_gone_before_the_server_looks(port: Callable[..., Port]) -> None:
+    one = port()
+    sock = one.connect()._socket
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    one.links[-1].close()
+    assert one.attach(rank=2).receive(wait=10)[0] == Wanted([], "welcome")
