@@ -3,6 +3,8 @@
 SHELL   := /bin/bash
 PYTHON  ?= /usr/bin/python3
 BIN     := .venv/bin
+# Files of tests side by side, one worker for each core; those that use the machine as a whole stay on one of them.
+PYTEST  := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
 # What the caller has set for himself must not reach pip, setup.py or pytest.
 export PYTHONPATH :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -23,15 +25,15 @@ help:   ## this list
 demo: build hugepages   ## train, mirror, follow on this machine (needs root; else: replay captures)
 	$(BIN)/python -P tools/demo.py --lab pcaps/ring2-ll pcaps/ring4-simple
 
-test: lint hugepages   ## everything a merge needs: lint, layers, tests (skips say why)
-	$(BIN)/python -m pytest -m "not slow"
+test: build hugepages   ## everything a merge needs: lint, types, layers, tests (skips say why)
+	$(PYTEST) -m "not slow"
 
 test-sanitizers: build   ## dataplane and parser under AddressSanitizer and ThreadSanitizer (compiles both: 10 minutes)
 	@tools/sanitize.sh address
 	@tools/sanitize.sh thread
 
-test-all: lint hugepages   ## the same and the slow tests
-	$(BIN)/python -m pytest
+test-all: build hugepages   ## the same and the slow tests
+	$(PYTEST)
 
 lint: build   ## ruff, mypy and the layer rules
 	$(BIN)/ruff check .

@@ -21,6 +21,20 @@ hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
+# What uses the machine as a whole (labs, namespaces, ports, huge pages, lists of processes) stays on one worker of
+# pytest-xdist, one test after another. Every other file is a unit that any worker may take.
+WHOLE_MACHINE = (
+    "tests/dataplane", "tests/flowcheck/lab", "tests/flowcheck/node", "tests/switch_configs", "tests/project/test_demo.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        path = item.path.relative_to(ROOT).as_posix()
+        group = "machine" if path.startswith(WHOLE_MACHINE) else path
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """An interrupt waits until the block is done; a second one does not."""

@@ -7,7 +7,8 @@
 mutmut makes the mistakes, one at a time, in a copy of the tree below build/mutants, and runs the unit tests that reach
 the function. MODULES says which test files have to notice. Wording is left out: arguments of `raise`, lines of prose,
 log lines. A mistake that no test can notice, because the product does the same with it, stands in
-tools/mutants_equivalent.toml with the reason. The exit status is 1 where a module has less than 90 % of the others killed.
+tools/mutants_equivalent.toml with the reason. The exit status is 1 where a module has less than 90 % of the others
+killed.
 
 docs/testing.md explains the output, and the compiled modules (tools/mutants_compiled.py).
 """
