@@ -24,7 +24,8 @@ hypothesis.settings.load_profile("untimed")
 # What uses the machine as a whole (labs, namespaces, ports, huge pages, lists of processes) stays on one worker of
 # pytest-xdist, one test after another. Every other file is a unit that any worker may take.
 WHOLE_MACHINE = (
-    "tests/dataplane", "tests/flowcheck/lab", "tests/flowcheck/node", "tests/switch_configs", "tests/project/test_demo.py",
+    "tests/dataplane", "tests/flowcheck/lab", "tests/flowcheck/node", "tests/switch_configs",
+    "tests/project/test_demo.py",
 )
 
 
