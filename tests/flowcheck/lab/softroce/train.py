@@ -1,8 +1,9 @@
 """What a rank of the tests runs: RANK, then one case per line on stdin. Also imported for the arithmetic alone.
 
-A case is JSON: ranks, port (of the c10d store), settings (of softroce), options (below), out. Answered by a line:
-"done", or why it failed. Saved are OUT/rank-R.pt (per iteration the gradients after backward and the parameters after
-the step; at the end buffers and packet counters) and OUT/describe-R.json (what softroce says of itself).
+A case is JSON: number, ranks, port (of the c10d store), settings (of softroce), options (below), out. Answered by a
+line: the number, then "done" or why it failed. Saved are OUT/rank-R.pt (per iteration the gradients after backward and
+the parameters after the step; at the end buffers and packet counters) and OUT/describe-R.json (what softroce says of
+itself).
 
 options: width, norm, unused, linear (the model), cap_mb (of DDP's buckets), iterations, accumulate (parts per step),
 stop_at (iteration in which rank 1 leaves without a word), lr, momentum; calls (instead of a training: calls.py).
@@ -122,7 +123,10 @@ def main() -> None:
             traceback.print_exc()
         with contextlib.suppress(RuntimeError, AssertionError, ValueError):  # not initialised
             dist.destroy_process_group()
-        print(answer, flush=True)
+        # A group that could not be made is counted all the same, and ranks that were not asked for it count less: they
+        # would look for each other under different names from then on.
+        dist.distributed_c10d._world.group_count = 0
+        print(case["number"], answer, flush=True)
 
 
 if __name__ == "__main__":
