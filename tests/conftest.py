@@ -1,6 +1,8 @@
 """Fixtures that every folder shares. Capabilities decide what is skipped, and the skip says why."""
 
 import signal
+import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +77,23 @@ def terminated() -> Iterator[None]:
     with handled(signal.default_int_handler, signal.SIGINT, signal.SIGTERM):
         yield
         counters.sweep()
+
+
+@pytest.fixture(autouse=True)
+def threads_end() -> Iterator[None]:
+    """A test that leaves a thread behind fails: a later test's fork would copy a lock that the thread holds, and the
+    child would wait for it without end. What a thread was told to do last may take a moment."""
+    before = set(threading.enumerate())
+    yield
+    end = time.monotonic() + 30
+    while left := [one for one in threading.enumerate() if one not in before and _is_ours(one)]:
+        assert time.monotonic() < end, f"threads that have not ended: {left}"
+        left[0].join(0.1)
+
+
+def _is_ours(thread: threading.Thread) -> bool:
+    """A foreign thread that has once called Python stays on the list for ever (torch's backward pass)."""
+    return not isinstance(thread, threading._DummyThread)
 
 
 @pytest.fixture(scope="session")

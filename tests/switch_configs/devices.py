@@ -559,9 +559,16 @@ class SshSwitch:
                 text = f"{line}\n{output}\n{self.device.prompt()}" if output else f"{line}\n{self.device.prompt()}"
                 channel.sendall(text.replace("\n", "\r\n").encode())
 
+    def stop_listening(self) -> None:
+        if self.threads[0].is_alive():
+            self.listener.shutdown(socket.SHUT_RDWR)  # closing alone does not wake who waits in accept
+            self.threads[0].join()
+            self.listener.close()
+
     def close(self) -> None:
-        self.listener.close()
+        """Returns when all threads have ended, those of paramiko too."""
+        self.stop_listening()
         for transport in self.transports:
             transport.close()
-        for thread in self.threads[1:]:
-            thread.join(5)
+        for thread in [*self.threads[1:], *self.transports]:
+            thread.join()

@@ -208,5 +208,7 @@ def test_wrong_password_unknown_host_key_and_no_server(one: Lab, tmp_path: Path)
     one.server.known_hosts.write_text("")
     with pytest.raises(DeviceError, match="cannot log in"):
         one.manager().show()
-    one.server.listener.close()
+    one.server.stop_listening()
+    with pytest.raises(DeviceError, match="cannot log in"):
+        one.manager().show()
     assert "s3cret" not in repr(Credentials("admin", "s3cret"))
