@@ -153,6 +153,26 @@ def test_a_retransmission_of_other_bytes_differs(protocol: str) -> None:
     assert engine.region(TIME)[: 4 * COUNT].tobytes() == made.reduced[TIME, 0].tobytes()
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_the_next_iteration_in_an_arena_begins_anew(protocol: str) -> None:
+    """With two arenas, iteration 2 takes the one of iteration 0, in which a copy differed."""
+    job, _, made = traffic(protocol)
+    plan = plan_job(job, streams=2, arenas=2)
+    spot = spots(made, protocol, job.flows[0].qpns[0], 0)[0]
+    other, offset = altered(made.packets, spot, packet=1, byte=4)
+    engine, taken = Engine(plan.engine), [0, 0]
+    for _ in range(2):
+        for stream, packets in enumerate((made.packets, other)):
+            while taken[stream] < len(packets) and engine.feed(stream, packets[taken[stream]][1]):
+                taken[stream] += 1
+        if engine.oldest == 0:
+            assert engine.copies(0) == (1, offset, 4 * COUNT) and engine.copies(2) == (0, 0, 0)
+            engine.retire()
+    assert taken == [len(made.packets)] * 2
+    assert engine.copies(2)[0] == 0 and engine.copies(2)[2] == 4 * COUNT
+    assert engine.copies(0) == (0, 0, 0)  # closed
+
+
 def test_packets_that_waited_aside_are_compared() -> None:
     """SIMPLE, and the second mirror lost the message's first packet: the others wait for what vouches for them."""
     job, plan, made = traffic("simple")
