@@ -215,8 +215,14 @@ class Group:
             if member.rank != 0:
                 raise UserError("a manifest comes from rank 0", where=f"rank {member.rank}")
             if member.manifest != message:
-                member.manifest = self._manifest = message
-                self._plan()
+                before, member.manifest, self._manifest = self._manifest, message, message
+                try:
+                    self._plan()
+                except FlowcheckError:
+                    with self._lock:
+                        if self._manifest is message:  # no new start of the job has forgotten it
+                            self._manifest = before  # other ranks must not be refused for what rank 0 has sent
+                    raise
         elif isinstance(message, State):
             self._state(member, message.iteration, letter.tensors)
         elif isinstance(message, Record) and self._session is not None and self._manifest is not None:

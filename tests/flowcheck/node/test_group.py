@@ -267,6 +267,27 @@ def test_another_manifest_of_the_run_is_followed_anew(scene, again: Manifest) ->
     assert peer.told == [NOTHING_KNOWN, STATE_WANTED, STATE_WANTED]
 
 
+def test_a_manifest_that_was_refused_is_not_held_against_others(scene) -> None:
+    at = scene()
+    zero, one = at.join(0), at.join(1)
+    at.give(zero, Manifest(body(epoch=1)))
+    at.give(one, Flows([]))
+    assert one.ended == []
+    refused(at, zero, "manifest: the manifest is of run 'synth-0', epoch 1, 2 ranks; this is 'synth-0', 0, 2")
+    at.group.leave(zero.member)
+    at.follow()
+
+
+def test_a_manifest_that_was_refused_takes_nothing_from_the_one_before(scene) -> None:
+    at = scene()
+    zero, one = at.follow(), at.join(1)
+    at.give(zero, Manifest(body(optimizer=None)))
+    assert len(zero.ended) == 1
+    at.give(one, Record(3))
+    at.give(one, Flows([]))
+    assert at.session.calls == [("record", 3, {}, 1)] and one.ended == [] and len(at.sessions) == 1
+
+
 # -- connections ---------------------------------------------------------------------------------------------------
 
 
