@@ -4,6 +4,7 @@ is asked. The test is the group's thread: `turn` is one turn of its loop."""
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class FakeSession:
         self.replica: Any = None
         self.next: int | None = None
         self.serves = -1
+        self.closed = threading.Event()
 
     def poll(self) -> bool:
         self.calls.append(("poll",))
@@ -74,6 +76,7 @@ class FakeSession:
 
     def close(self) -> None:
         self.calls.append(("close",))
+        self.closed.set()
 
 
 class Peer:

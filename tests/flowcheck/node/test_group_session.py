@@ -1,0 +1,417 @@
+"""What a group hands to its session and to whom it tells what becomes of it; its thread, from start to stop."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowcheck.node.live import Closed
+from flowcheck.records import Bye, Joined, Manifest, Progress, Record, State, Wanted
+
+from .group_scene import FakeReplica, Scene, fake_sessions, small_job
+
+MODEL = {"model.layer0.weight": torch.zeros(2), "optimizer.layer0.weight.exp_avg": torch.ones(2),
+         "optimizer.layer0.weight.step": torch.ones(()), "optimizer.layer0.bias.step": torch.ones(()),
+         "model.layer0.bias": torch.zeros(1)}  # fmt: skip
+SECONDS = 30.0  # until a thread must have done something
+
+
+@pytest.fixture
+def scene(tmp_path) -> Iterator[Callable[..., Scene]]:
+    scenes: list[Scene] = []
+    with fake_sessions() as begun:
+
+        def make(*args: Any, **options: Any) -> Scene:
+            scenes.append(Scene(tmp_path, *args, **options))
+            scenes[-1].sessions = begun
+            return scenes[-1]
+
+        yield make
+        for one in scenes:
+            one.group.stop()
+
+
+# -- states ------------------------------------------------------------------------------------------------------
+
+
+def test_a_state_is_announced_and_taken(scene, tmp_path) -> None:
+    at = scene(name="a")
+    peer, other = at.follow(first=5), at.join(1)
+    at.group.announce(peer.member, 7)
+    at.turn()
+    assert at.session.calls == [("announce", 2)] and at.events("state") == []
+    old, path = tmp_path / "flowcheck-node-a-8.replica", at.session.options["replica_path"](0)
+    old.touch()
+    path.touch()
+    at.give(peer, State(7), MODEL)
+    (_, call) = at.session.calls
+    assert call[:2] == ("state", 2)
+    assert list(call[2]) == ["layer0.weight", "layer0.bias"]
+    assert call[2]["layer0.weight"] is MODEL["model.layer0.weight"]
+    assert {name: list(keys) for name, keys in call[3].items()} == {
+        "layer0.weight": ["exp_avg", "step"], "layer0.bias": ["step"]
+    }
+    assert call[3]["layer0.weight"]["exp_avg"] is MODEL["optimizer.layer0.weight.exp_avg"]
+    assert at.events("state") == [{"name": "a", "iteration": 7}]
+    assert peer.told[-1] == other.told[-1] == Joined(7)
+    assert path.exists() and not old.exists()  # its successor holds a version
+    assert at.join(2, ("synth-0", 0, 2)).told == [Wanted([], "")]  # nothing is wanted any more
+
+
+def test_the_state_before_the_manifests_first_iteration_is_the_earliest(scene) -> None:
+    at = scene()
+    peer = at.follow(first=5)
+    at.give(peer, State(5), MODEL)
+    assert at.session.calls[0][:2] == ("state", 0) and peer.told[-1] == Joined(5)
+    at.give(peer, State(4), MODEL)
+    assert peer.ended == ["state: a state before iteration 4; the manifest begins at 5"]
+    assert len(at.session.calls) == 1
+
+
+@pytest.mark.parametrize("tensors", [{}, MODEL], ids=["announced", "whole"])
+def test_a_state_comes_from_rank_0(scene, tensors: dict[str, Any]) -> None:
+    at = scene()
+    at.follow()
+    other = at.join(1)
+    at.give(other, State(2), tensors)
+    assert other.ended == ["rank 1: a state comes from rank 0, and after its manifest"]
+    assert at.session.calls == [] and at.events("refused")[0]["rank"] == 1
+
+
+@pytest.mark.parametrize("tensors", [{}, MODEL], ids=["announced", "whole"])
+def test_a_state_comes_after_the_manifest(scene, tensors: dict[str, Any]) -> None:
+    at = scene()
+    peer = at.join(0)
+    at.give(peer, State(2), tensors)
+    assert peer.ended == ["rank 0: a state comes from rank 0, and after its manifest"]
+
+
+def test_a_state_that_is_too_late_is_asked_for_again(scene) -> None:
+    at = scene()
+    peer, other = at.follow(), at.join(1)
+    at.session.state_error = "the state before iteration 3 is here, and 4 has passed"
+    at.give(peer, State(3), MODEL)
+    wanted = Wanted(["state"], "the state before iteration 3 is here, and 4 has passed")
+    assert peer.told[-1] == other.told[-1] == wanted and peer.ended == []
+    assert at.events("state") == [] and Joined(3) not in peer.told
+    at.session.state_error = None
+    at.give(peer, State(5), MODEL)
+    assert peer.told[-1] == Joined(5)
+
+
+def test_a_state_that_does_not_fit_is_refused(scene) -> None:
+    at = scene()
+    peer = at.follow()
+    at.session.state_error = "tensor 'layer0.bias' is missing"
+    at.give(peer, State(3), MODEL)
+    assert peer.ended == ["tensor 'layer0.bias' is missing"] and not isinstance(peer.told[-1], Joined)
+    assert at.events("state") == []
+
+
+# -- records, and the end of training ------------------------------------------------------------------------------
+
+
+def test_records_are_counted_from_the_manifests_first_iteration(scene) -> None:
+    at = scene()
+    at.follow(first=5)
+    other = at.join(1)
+    at.give(other, Record(7), {"mean": torch.zeros(1)})
+    ((_, iteration, buffers, rank),) = at.session.calls
+    assert (iteration, list(buffers), rank) == (2, ["mean"], 1) and other.ended == []
+
+
+def test_a_record_that_the_session_refuses_ends_the_connection(scene) -> None:
+    at = scene()
+    at.follow()
+    other = at.join(1)
+    at.session.record_answer = "a checksum of nothing"
+    at.give(other, Record(7))
+    assert other.ended == ["rank 1: a checksum of nothing"]
+    assert at.events("refused") == [{"name": "", "rank": 1, "why": "rank 1: a checksum of nothing"}]
+
+
+@pytest.mark.parametrize("message", [Record(2), Bye()])
+def test_without_a_session_records_and_the_end_mean_nothing(scene, message: Any) -> None:
+    at = scene()
+    peer = at.join(0)
+    at.give(peer, message)
+    assert peer.ended == [] and at.said == []
+
+
+@pytest.mark.parametrize(("moves", "polls"), [(0, 1), (3, 4), (4095, 4096), (10_000, 4096)])
+def test_at_the_end_of_training_what_is_there_is_judged(scene, moves: int, polls: int) -> None:
+    at = scene(name="a")
+    peer = at.follow()
+    at.session.moves, at.session.serves = moves, 8
+    at.give(peer, Bye())
+    assert at.session.calls == [("poll",)] * polls + [("finish",)]
+    assert at.events("end") == [{"name": "a", "run_id": "synth-0", "serves": 8}]
+
+
+def test_the_end_is_said_by_rank_0(scene) -> None:
+    at = scene()
+    at.follow()
+    at.give(at.join(1), Bye())
+    assert at.session.calls == [] and at.events("end") == []
+
+
+# -- what the session says -----------------------------------------------------------------------------------------
+
+LINE = Closed(2, True, "verified", 100, 60, {"lost": 4}, 3, 5, 7, [])
+SAID = {"status": "verified", "packets": 100, "placed": 60, "missing": {"lost": 4}, "healed": 3, "duplicates": 5,
+        "lag": 7}  # fmt: skip
+
+
+def test_a_published_iteration_is_told_to_everybody(scene, tmp_path) -> None:
+    at = scene(name="a", every=3)
+    peer, other = at.follow(first=5), at.join(1)
+    session = at.session
+    session.replica = replica = FakeReplica(8)
+    session.hooks.closed(LINE)
+    fields = {"name": "a", "iteration": 7, "published": True, "failed": [], "why": [], **SAID}
+    assert at.said[-1] == ("iteration", fields)
+    assert peer.told[-1] == other.told[-1] == Progress(7, "verified")
+    assert at.written.hashes == [(7, "a", replica)] and at.written.checkpoints == []
+    replica.step = 9
+    session.hooks.closed(LINE)
+    assert at.written.checkpoints == [("a", replica, tmp_path / "out" / "a", "verified")]
+    assert len(at.written.hashes) == 2
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4])])
+def test_each_kth_version_is_written(scene, tmp_path, every: int, steps: list[int]) -> None:
+    at = scene(every=every, hashes=False)
+    at.follow()
+    found = []
+    for step in (1, 2, 3, 4):
+        at.session.replica = FakeReplica(step)
+        at.session.hooks.closed(LINE)
+        found += [step] * len(at.written.checkpoints)
+        assert all(out == tmp_path / "out" for _, _, out, _ in at.written.checkpoints)
+        at.written.checkpoints.clear()
+    assert found == steps and at.written.hashes == []
+
+
+def test_an_iteration_that_is_not_published_is_said_and_nothing_more(scene) -> None:
+    at = scene(every=1)
+    peer = at.follow()
+    at.session.replica, at.session.next = FakeReplica(3), 2
+    why = [("covered", "bucket 0"), ("previous", "nothing to build on")]
+    line = Closed(2, False, "verified", 100, 60, {"lost": 4}, 3, 5, 7, why)
+    at.session.hooks.closed(line)
+    fields = {"name": "", "iteration": 2, "published": False, "failed": ["covered", "previous"], **SAID}
+    assert at.said[-1] == ("iteration", fields | {"why": why})
+    at.session.next = None  # while nothing is built the first reason is enough
+    at.session.hooks.closed(line)
+    assert at.said[-1] == ("iteration", fields | {"why": why[:1]})
+    assert at.written.hashes == at.written.checkpoints == []
+    assert not any(isinstance(message, Progress) for message in peer.told)
+
+
+def test_a_version_without_a_replica_is_not_progress(scene) -> None:
+    at = scene(every=1)
+    peer = at.follow()
+    at.session.hooks.closed(LINE)
+    assert not any(isinstance(message, Progress) for message in peer.told) and at.written.hashes == []
+
+
+def test_when_the_chain_ends_a_state_is_asked_for(scene, tmp_path) -> None:
+    at = scene(name="a")
+    peer, other = at.follow(), at.join(1)
+    path = at.session.options["replica_path"](0)
+    path.touch()
+    at.session.replica, at.session.serves = FakeReplica(3), 2
+    at.session.hooks.lost("iteration 3 is not published")
+    wanted = Wanted(["state"], "checkpoint wanted: iteration 3 is not published")
+    assert at.events("lost") == [{"name": "a", "why": "iteration 3 is not published", "serves": 2}]
+    assert peer.told[-1] == other.told[-1] == wanted and path.exists()
+    at.session.replica, at.session.serves = None, -1  # it diverged
+    at.session.hooks.lost("tensor differs")
+    assert not path.exists() and at.events("lost")[1]["serves"] == -1
+    at.group.leave(peer.member)
+    assert at.join(0).told == [Wanted(["state"], "checkpoint wanted: tensor differs")]
+
+
+def test_waiting_is_said_in_the_trainers_numbers(scene) -> None:
+    at = scene()
+    at.follow(first=5)
+    at.session.hooks.waiting(2, "its step record is not here")
+    assert at.events("waiting") == [{"name": "", "iteration": 7, "why": "its step record is not here"}]
+
+
+def test_progress_leaves_what_is_wanted_as_it_is(scene) -> None:
+    at = scene()
+    peer = at.follow()
+    at.session.replica = FakeReplica(3)
+    at.session.hooks.closed(LINE)
+    at.group.leave(peer.member)
+    assert at.join(0).told == [Wanted(["state"], "the job is known; a state to begin with is not here")]
+
+
+# -- a real session --------------------------------------------------------------------------------------------------
+
+
+def test_a_group_follows_a_job_with_real_packets(tmp_path, truth) -> None:
+    """Manifest, state, traffic and record, all through the inbox; the version is torch's."""
+    from flowcheck.checksum import checksums
+    from flowcheck.jobplan import plan_job
+
+    job = small_job(optimizer="adamw", options={"lr": 0.5})
+    job.step_values = ["lr"]
+    run, at = truth(job), Scene(tmp_path)
+    for t in range(2):
+        run.advance(run.traffic(t))
+    peer = at.follow(job)
+    assert at.group.plan == plan_job(job, arenas=4)
+    tensors = {f"model.{name}": tensor for name, tensor in run.tensors().items()}
+    tensors |= {f"optimizer.{n}.{k}": t for n, states in run.state().items() for k, t in states.items()}
+    at.give(peer, State(2), tensors)
+    assert peer.told[-1] == Joined(2)
+    made = run.traffic(2)
+    at.rings[0].put(made.packets)
+    run.advance(made)
+    at.give(peer, Record(2, checksums={n: f"{value:016x}" for n, value in checksums(run.tensors()).items()}))
+    at.give(peer, Bye())
+    assert at.events("iteration")[0]["published"] and peer.told[-1] == Progress(2, "verified")
+    assert at.events("end") == [{"name": "", "run_id": "synth-0", "serves": 2}]
+    assert [p.name for p in tmp_path.glob("*.replica")] == ["flowcheck-node--1.replica"]
+    at.group.stop()
+    at.group._drop_session()
+
+
+# -- the thread --------------------------------------------------------------------------------------------------------
+
+
+class Heard:
+    """What a running group says; `wait` takes the next one."""
+
+    def __init__(self) -> None:
+        self._said: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        self._said.put((event, fields))
+
+    def wait(self) -> tuple[str, dict[str, Any]]:
+        return self._said.get(timeout=SECONDS)
+
+
+class Watched:
+    """A ring that tells when it has been looked at `times` times."""
+
+    def __init__(self, ring: Any, times: int) -> None:
+        self._ring, self._left, self.done = ring, times, threading.Event()
+        self.error = None
+
+    @property
+    def ring_address(self) -> int:
+        self._left -= 1
+        if self._left <= 0:
+            self.done.set()
+        return int(self._ring.ring_address)
+
+
+def test_without_a_job_the_rings_are_emptied(scene) -> None:
+    at = scene(rings=2)
+    for ring in at.rings:
+        ring.put([(0, b"no packet of ours")] * 5000)
+    watched = [Watched(ring, 3) for ring in at.rings]
+    at.group._sources = watched
+    at.group.start()
+    assert all(one.done.wait(SECONDS) for one in watched)
+    at.group.stop()
+    assert [ring.waiting for ring in at.rings] == [0, 0] and at.group.failure is None
+    at.group.stop()
+
+
+def test_a_group_that_was_never_started_can_be_stopped(scene) -> None:
+    scene().group.stop()
+
+
+def test_a_running_group_follows_a_job_and_judges_what_is_there_at_the_end(scene, tmp_path) -> None:
+    heard = Heard()
+    at = scene(heard)
+    path = tmp_path / "flowcheck-node--1.replica"
+    at.group.start()
+    peer = at.join(0)
+    at.post(peer, Manifest(small_job().to_dict()))
+    assert heard.wait()[0] == "attached"
+    path.touch()
+    at.post(peer, Record(1))
+    at.group.stop()
+    calls = at.session.calls
+    assert ("record", 1, {}, 0) in calls
+    assert [call for call in calls if call != ("poll",)] == [("record", 1, {}, 0), ("finish",), ("close",)]
+    assert calls[-3:] == [("poll",), ("finish",), ("close",)]
+    assert at.group.failure is None and at.group.plan is None and path.exists()
+
+
+@pytest.mark.parametrize(("moves", "polls"), [(0, 1), (5, 6), (4095, 4096), (9999, 4096)])
+def test_the_last_packets_are_judged_at_a_stop(scene, moves: int, polls: int) -> None:
+    """What is in the inbox then is handled too. The loop itself runs no more: this is its last part alone."""
+    at = scene()
+    peer = at.follow()
+    at.session.moves = moves
+    at.post(peer, Record(1))
+    at.post(peer, Record(2))
+    at.group._stop.set()
+    at.group._main()
+    records = [("record", 1, {}, 0), ("record", 2, {}, 0)]
+    assert at.session.calls == records + [("poll",)] * polls + [("finish",), ("close",)]
+
+
+def test_a_new_start_ends_the_session_before_anything_of_it_is_here(scene) -> None:
+    heard = Heard()
+    at = scene(heard)
+    at.group.start()
+    old = at.join(0, instance="a")
+    at.post(old, Manifest(small_job().to_dict()))
+    assert heard.wait()[0] == "attached"
+    at.group.leave(old.member)
+    new = at.join(0, instance="b")
+    assert at.session.closed.wait(SECONDS) and new.ended == []
+    at.group.stop()
+    assert at.session.calls[-1] == ("close",) and ("finish",) not in at.session.calls
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_replica_files_stay_at_an_orderly_end_if_they_shall(scene, tmp_path, keep: bool) -> None:
+    at = scene(keep=keep)
+    path = tmp_path / "flowcheck-node--3.replica"
+    path.touch()
+    at.group.start()
+    at.group.stop()
+    assert path.exists() == keep
+
+
+def test_a_fault_of_ours_ends_the_thread_and_is_kept(scene) -> None:
+    heard = Heard()
+    at = scene(heard)
+    at.group.start()
+    peer = at.join(0)
+    error = RuntimeError("a bug")
+    at.post(peer, Manifest(small_job().to_dict()))
+    assert heard.wait()[0] == "attached"
+    at.session.poll_error = error
+    at.group._thread.join(SECONDS)
+    assert at.group.failure is error and at.session.calls[-1] == ("close",)
+    at.group.stop()
+
+
+def test_what_an_earlier_process_left_is_said_at_the_start(scene, tmp_path: Path) -> None:
+    from updater.optimizers import OptimizerSpec
+    from updater.replica import Replica
+
+    path = tmp_path / "flowcheck-node-a-4.replica"
+    spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 0.5})])
+    Replica({"w": torch.ones(3)}, spec, path=path, run_id="before", step=12).close()
+    at = scene(name="a")
+    at.group.start()
+    at.group.stop()
+    assert at.said == [("kept", {"name": "a", "run_id": "before", "step": 12, "path": str(path),
+                                 "needs": "manifest, flows and state of a run"})]  # fmt: skip
