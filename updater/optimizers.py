@@ -105,6 +105,8 @@ class OptimizerSpec:
         for i, (group, given) in enumerate(zip(self.groups, values, strict=True)):
             whole = {**group.options, **given}
             options = {**group.options, **_check_options(self.name, whole, f"{self.name} group {i}", True)}
+            if any(beta >= 1 for beta in options.get("betas", ())):  # torch would divide by zero, and so should we
+                raise OptimizerError(f"{self.name} group {i}: betas are below 1, found {options['betas']!r}")
             if self.states(options) != self.states(group.options):
                 raise OptimizerError(f"{self.name} group {i}: amsgrad or momentum cannot be switched in mid-run")
             out.append(options)

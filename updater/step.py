@@ -6,7 +6,6 @@ gradient, and so of the kernels: averaging divisor (in the wire's type), AMP uns
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,8 @@ import torch
 from updater.errors import ReplicaError
 
 __all__ = ["StepValues"]
+
+_LARGEST, _SMALLEST = torch.finfo(torch.float32).max, 2.0**-149  # fp32; below the smallest is a zero
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class StepValues:
 
     def __post_init__(self) -> None:
         for what, value in (("clip coefficient", self.clip), ("loss scale", self.loss_scale)):
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ReplicaError(f"the {what} of a step is a finite number of at least 0, found {value!r}")
-        if self.loss_scale == 0:
+            if value is not None and not 0 <= value <= _LARGEST:
+                raise ReplicaError(f"the {what} of a step is a finite 32-bit number of at least 0, found {value!r}")
+        if self.loss_scale is not None and self.loss_scale < _SMALLEST:
             raise ReplicaError("a loss scale of 0 cannot be undone")
