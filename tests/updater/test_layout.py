@@ -121,3 +121,147 @@ def test_tensors_without_a_gradient_lie_in_no_bucket():
         Layout([[S("a", 0, 4), S("frozen", 4, 3)]], shapes, [7], without=["frozen"])
     with pytest.raises(LayoutError, match="'z' is not an optimized tensor"):
         Layout([[S("a", 0, 4)]], {"a": (4,)}, [4], without=["z"])
+
+
+# -- one layout at a time: the whole message, and the edge at which it is none -------------------------------
+
+A, B = {"a": (2, 2), "b": (2,)}, {"a": (2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "buckets", "elements", "why"),
+    [
+        (B, [[S("a", -1, 4)]], None, "bucket 0: a slice of 'a' has a negative field"),
+        (B, [[S("a", 0, -1)]], None, "bucket 0: a slice of 'a' has a negative field"),
+        (B, [[S("a", 0, 4, -1)]], None, "bucket 0: a slice of 'a' has a negative field"),
+        (B, [[], [S("a", 0, 4, 1)]], None, "bucket 1: elements [1, 5) are outside 'a', which has 4"),
+        (B, [[S("a", 0, 0, 5)]], None, "bucket 0: elements [5, 5) are outside 'a', which has 4"),
+        (B, [[], [S("z", 0, 1)]], None, "bucket 1: 'z' is not an optimized tensor"),
+        (B, [[], [S("a", 3, 4)]], [0, 6], "bucket 1: 'a' ends at element 7 of a bucket of 6"),
+        (B, [[S("a", 0, 4)]], [4, 4], "1 buckets described, 2 bucket lengths given"),
+        (B, [[S("a", 0, 4)]], [], "1 buckets described, 0 bucket lengths given"),
+        (A, [[], [S("b", 3, 2), S("a", 0, 4)]], None, "bucket 1: elements [3, 4) are claimed by 'a' and 'b'"),
+        (A, [[S("a", 0, 4), S("b", 1, 2)]], None, "bucket 0: elements [1, 3) are claimed by 'a' and 'b'"),
+        (A, [[S("a", 5, 4), S("b", 4, 2)]], None, "bucket 0: elements [5, 6) are claimed by 'b' and 'a'"),
+        (B, [[S("a", 0, 3, 1)]], None, "'a': elements [0, 1) are in no bucket"),
+        (B, [[S("a", 0, 1)], [S("a", 0, 2, 2)]], None, "'a': elements [1, 2) are in no bucket"),
+        (B, [[S("a", 0, 3)]], None, "'a': elements [3, 4) are in no bucket"),
+        (B, [], None, "'a': elements [0, 4) are in no bucket"),
+        (B, [[S("a", 0, 3)], [], [S("a", 0, 2, 2)]], None,
+         "'a': elements [2, 3) are covered twice (again by bucket 2)"),
+        (B, [[S("a", 0, 1, 1)], [S("a", 0, 4)]], None, "'a': elements [1, 2) are covered twice (again by bucket 0)"),
+        ({"s": ()}, [[]], None, "'s': elements [0, 1) are in no bucket"),
+        ({"s": ()}, [[S("s", 0, 2)]], None, "bucket 0: elements [0, 2) are outside 's', which has 1"),
+    ],
+)
+def test_every_gap_overlap_and_reach_is_named(shapes, buckets, elements, why):
+    with pytest.raises(LayoutError) as caught:
+        Layout(buckets, shapes, elements)
+    assert str(caught.value) == why
+
+
+def test_layouts_at_the_edge_of_what_is_refused():
+    """Slices that touch, that end with their bucket and tensor, and that have no elements."""
+    Layout([[S("a", 0, 4), S("b", 4, 2)]], A, [6])
+    Layout([[S("b", 0, 2), S("a", 2, 4)]], A, [6])
+    Layout([[S("a", 0, 4), S("b", 2, 0, 2), S("b", 7, 2)]], A, [9])
+    Layout([[S("a", 0, 3)], [S("a", 9, 1, 3)]], B)
+    Layout([[S("a", 0, 2, 2)], [S("a", 9, 2)]], B)
+    Layout([], {}, [])
+
+
+def test_scalars_have_one_element_and_empty_tensors_none():
+    layout = Layout([[S("s", 0, 1)]], {"s": (), "nothing": (0, 4)}, [1])
+    assert layout.sizes == {"s": 1, "nothing": 0} and layout.shapes == {"s": (), "nothing": (0, 4)}
+    assert layout.bucket_names(0) == ["s"]
+
+
+def test_a_layout_keeps_what_it_was_given():
+    buckets = [[S("b", 0, 1), S("a", 1, 4), S("b", 5, 1, 1), S("b", 6, 0)], [S("a", 0, 0)]]
+    layout = Layout(buckets, {"a": [2, 2], "b": [2]}, [6, 0])
+    assert layout.buckets == tuple(map(tuple, buckets)) and layout.elements == (6, 0)
+    assert layout.shapes == A and layout.without == frozenset()
+    assert [layout.bucket_names(i) for i in (0, 1)] == [["b", "a"], []]
+    assert Layout([[S("a", 0, 4)]], B).elements is None
+
+
+def test_frozen_tensors_are_told_in_which_bucket_they_are():
+    frozen = Layout([[S("a", 0, 4)]], A, without=["b"])
+    assert frozen.without == {"b"}
+    for bucket in (1, 2):
+        buckets = [[S("a", 0, 4)], [], []]
+        buckets[bucket] = [S("b", 0, 2)]
+        with pytest.raises(LayoutError) as caught:
+            Layout(buckets, A, without=["b"])
+        assert str(caught.value) == f"'b' is said to have no gradient and lies in bucket {bucket}"
+    with pytest.raises(LayoutError, match=r"^'a': elements \[0, 4\) are in no bucket$"):  # also after a frozen one
+        Layout([], {"b": (2,), "a": (4,)}, without=["b"])
+
+
+# -- taking a bucket's data --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index", [-1, 2, 3])
+def test_buckets_that_the_layout_does_not_have(index):
+    layout = Layout([[S("a", 0, 4)], []], B)
+    with pytest.raises(LayoutError) as caught:
+        layout.take(index, torch.zeros(4))
+    assert str(caught.value) == f"bucket {index}: the layout has 2 buckets"
+
+
+def test_a_bucket_has_the_length_it_was_given_or_at_least_what_its_slices_need():
+    given_lengths, none_given = Layout([[S("a", 1, 4)]], B, [7]), Layout([[S("a", 1, 4)], []], B)
+    assert given_lengths.take(0, torch.zeros(7)).numel() == 7
+    for count in (5, 6, 8):
+        with pytest.raises(LayoutError) as caught:
+            given_lengths.take(0, torch.zeros(count))
+        assert str(caught.value) == f"bucket 0: {count} elements given, the layout says 7"
+    assert [none_given.take(0, torch.zeros(count)).numel() for count in (5, 6)] == [5, 6]
+    assert none_given.take(1, torch.zeros(0)).numel() == 0
+    with pytest.raises(LayoutError, match=r"^bucket 0: 4 elements given, the layout says 5$"):
+        none_given.take(0, torch.zeros(4))
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
+def test_bits_are_taken_as_the_element_type_of_the_wire(wire):
+    layout = Layout([[S("a", 0, 4)], []], B, [4, 0])
+    data = torch.tensor([1.5, -2.0, 0.0, 3.0]).to(wire)
+    for raw in (data, data.view(torch.uint8), data.view(torch.uint8).numpy(), data.view(torch.int16)):
+        taken = layout.take(0, raw, wire)
+        assert taken.dtype == wire and torch.equal(taken, data) and taken.data_ptr() == data.data_ptr()
+    assert layout.take(1, np.zeros(0, np.uint8), wire).dtype == wire
+    assert layout.take(0, data).dtype == wire
+
+
+def test_read_only_and_scattered_data_is_copied_and_nothing_else():
+    layout = Layout([[S("a", 0, 4)]], B, [4])
+    array = np.arange(4, dtype=np.float32)
+    assert layout.take(0, array).data_ptr() == array.ctypes.data
+    array.setflags(write=False)
+    taken = layout.take(0, array)  # torch warns of read-only arrays, and a warning fails a test
+    assert taken.tolist() == [0, 1, 2, 3] and taken.data_ptr() != array.ctypes.data
+    scattered = torch.arange(8.0)[::2]
+    assert layout.take(0, scattered).tolist() == [0, 2, 4, 6] and layout.take(0, scattered).is_contiguous()
+    assert layout.take(0, torch.arange(32, dtype=torch.uint8)[::2], torch.float32).is_contiguous()
+    assert not layout.take(0, torch.zeros(4, requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("data", "dtype", "why"),
+    [
+        (torch.zeros(()), None, "a bucket is one-dimensional, found shape ()"),
+        (torch.zeros(2, 2), None, "a bucket is one-dimensional, found shape (2, 2)"),
+        (torch.zeros(4, dtype=torch.int32), None, "a gradient bucket holds floating-point elements, found torch.int32"),
+        (torch.zeros(4, dtype=torch.int32), torch.int64, "a gradient bucket holds floating-point elements, found"
+                                                         " torch.int64"),
+        (torch.zeros(4), torch.float16, "a bucket of torch.float32 cannot be taken as torch.float16"),
+        (torch.zeros(17, dtype=torch.uint8), torch.float32, "a bucket of torch.uint8 cannot be taken as torch.float32"),
+        (torch.zeros(4, dtype=torch.float64), None,
+         "bucket 0: a torch.float64 gradient does not fit torch.float32 without rounding"),
+    ],
+)
+def test_data_of_another_kind(data, dtype, why):
+    layout = Layout([[S("a", 0, 4)]], B)
+    with pytest.raises(LayoutError) as caught:
+        layout.take(0, torch.cat([data, data]) if dtype is torch.int64 else data, dtype)
+    assert str(caught.value) == why
