@@ -32,6 +32,8 @@ from flowcheck.node.tap import Tap
 
 __all__ = ["Node", "main"]
 
+GROUP_NAME = r"[A-Za-z0-9_.]{0,32}"  # no hyphen: in the names of replica files it ends the group's name
+
 
 class Shared:
     """The node's capture, read by all groups: each of them sees every packet."""
@@ -117,12 +119,12 @@ class Node:
 
     def _left_behind(self) -> list[str]:
         """Groups whose replicas an earlier process of this name left."""
-        pattern = re.compile(rf"flowcheck-{re.escape(self.config.name)}-(.*)-[0-9]+\.replica")
+        pattern = re.compile(rf"flowcheck-{re.escape(self.config.name)}-({GROUP_NAME})-[0-9]+\.replica")
         found = map(pattern.fullmatch, (path.name for path in self.config.replica.directory.glob("*.replica")))
         return sorted({match[1] for match in found if match})[: self.config.groups]
 
     def _group(self, name: str) -> Group | str:
-        if not re.fullmatch(r"[A-Za-z0-9_.]{0,32}", name):
+        if not re.fullmatch(GROUP_NAME, name):
             return "the name of a group has letters, digits, _ and ."
         with self._lock:
             if name in self._groups:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node.config import load
@@ -55,6 +54,187 @@ def test_wrong_ones_are_named(tmp_path: Path, old: str, new: str, where: str, wh
     assert where in refused.value.where and what in refused.value.what and refused.value.remedy
 
 
+# -- each key: its default, its bounds, and what lies beyond -------------------------------------------------------
+
+
+def test_what_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text('[control]\nlisten = "h:1"\ntoken_file = "t"\n[capture]\ndevice = "d"\n')
+    assert load(path).model_dump() == {
+        "control": {"listen": "h:1", "token_file": Path("t"), "connections": 256},
+        "capture": {"device": "d", "path_mtu": 0, "queues": 1, "ring_size": 16384, "cores": (), "huge": None},
+        "replica": {"directory": Path("/dev/shm"), "slots": 3, "threads": 0, "keep": True, "arenas": 4,
+                    "memory_mb": 65536},
+        "output": {"directory": Path("out"), "every": 0, "keep_hashes": None, "status_file": None},
+        "name": "node", "groups": 1, "record_seconds": 30.0,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("table", "key"), [
+    ("control", "listen"), ("control", "token_file"), ("capture", "device"), ("", "control"), ("", "capture"),
+])  # fmt: skip
+def test_what_may_not_be_left_out(tmp_path: Path, table: str, key: str) -> None:
+    tables = {"control": {"listen": "h:1", "token_file": "t"}, "capture": {"device": "d"}}
+    del (tables[table] if table else tables)[key]  # type: ignore[attr-defined]
+    path = tmp_path / "node.toml"
+    path.write_text("".join(
+        f"[{name}]\n" + "".join(f'{k} = "{v}"\n' for k, v in keys.items()) for name, keys in tables.items()
+    ))
+    with pytest.raises(UserError, match="Field required") as refused:
+        load(path)
+    assert refused.value.where == f"{path}: {f'{table}.{key}' if table else key}"
+
+
+# table, key, the least and the most value, the first that is too small and the first that is too large ("": none)
+BOUNDS = [
+    ("control", "connections", "1", "65536", "0", "65537"),
+    ("capture", "queues", "1", "16", "0", "17"),
+    ("capture", "ring_size", "64", "16777216", "63", "16777217"),
+    ("replica", "slots", "2", "4", "1", "5"),
+    ("replica", "threads", "0", "256", "-1", "257"),
+    ("replica", "arenas", "2", "64", "1", "65"),
+    ("replica", "memory_mb", "1", "1000000000", "0", ""),
+    ("output", "every", "0", "1000000000", "-1", ""),
+    ("", "groups", "1", "8", "0", "9"),
+    ("", "record_seconds", "1e-9", "86400.0", "0.0", "86400.01"),
+]
+
+
+def _with(folder: Path, table: str, key: str, value: str) -> Path:
+    (folder / "token").write_text("a token that only tests have\n")
+    path = folder / "node.toml"
+    text = f'[control]\nlisten = "h:1"\ntoken_file = "{folder}/token"\n[capture]\ndevice = "d"\n'
+    line = f"{key} = {value}\n"
+    if not table:
+        path.write_text(line + text)
+    elif f"[{table}]\n" in text:
+        path.write_text(text.replace(f"[{table}]\n", f"[{table}]\n{line}"))
+    else:
+        path.write_text(f"{text}[{table}]\n{line}")
+    return path
+
+
+@pytest.mark.parametrize(("table", "key", "least", "most", "below", "above"), BOUNDS, ids=[row[1] for row in BOUNDS])
+def test_bounds(tmp_path: Path, table: str, key: str, least: str, most: str, below: str, above: str) -> None:
+    for value in (least, most):
+        config = load(_with(tmp_path, table, key, value))
+        assert getattr(getattr(config, table) if table else config, key) == float(value)
+    for value in filter(None, (below, above)):
+        with pytest.raises(UserError) as refused:
+            load(_with(tmp_path, table, key, value))
+        assert refused.value.where.endswith(f": {f'{table}.{key}' if table else key}")
+
+
+@pytest.mark.parametrize("table", ["", "control", "capture", "replica", "output"])
+def test_keys_that_do_not_exist(tmp_path: Path, table: str) -> None:
+    with pytest.raises(UserError, match="not permitted") as refused:
+        load(_with(tmp_path, table, "nonesuch", "1"))
+    assert refused.value.where == f"{tmp_path}/node.toml: {f'{table}.nonesuch' if table else 'nonesuch'}"
+    assert refused.value.remedy == "docs/node.md has every key"
+
+
+def test_settings_do_not_change_after_they_were_checked(tmp_path: Path) -> None:
+    config = load(settings(tmp_path))
+    with pytest.raises(ValidationError, match="frozen"):
+        config.groups = 9  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="frozen"):
+        config.control.connections = 0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["a", "A.b_c-9", "x" * 32])
+def test_names_that_are_usable(tmp_path: Path, name: str) -> None:
+    assert load(_with(tmp_path, "", "name", f'"{name}"')).name == name
+
+
+@pytest.mark.parametrize("name", ["", "x" * 33, "a b", "a/b", "\u00e9", "a\\n"])
+def test_names_that_are_not(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="pattern"):
+        load(_with(tmp_path, "", "name", f'"{name}"'))
+
+
+@pytest.mark.parametrize(("listen", "address"), [
+    ("127.0.0.1:7070", ("127.0.0.1", 7070)),
+    ("node-1.example:65535", ("node-1.example", 65535)),
+    ("h:0", ("h", 0)),
+    ("[::1]:7070", ("::1", 7070)),
+    ("[fE80::1.2.3.4]:1", ("fE80::1.2.3.4", 1)),
+])  # fmt: skip
+def test_addresses(tmp_path: Path, listen: str, address: tuple[str, int]) -> None:
+    assert load(settings(tmp_path, "127.0.0.1:0", listen)).control.address == address
+
+
+@pytest.mark.parametrize("listen", [
+    "", "7070", ":7070", "h:", "h:x", "h:-1", "h:65536", "h:123456", "::1:7070", "[::1]", "[::1]7070", "[]:1", "[h]:1",
+    "a[b]:1", "h:1 ", "h:1:2", "[::1]:65536",
+])  # fmt: skip
+def test_what_is_not_an_address(tmp_path: Path, listen: str) -> None:
+    with pytest.raises(UserError, match="HOST:PORT, an IPv6 address in brackets") as refused:
+        load(settings(tmp_path, "127.0.0.1:0", listen))
+    assert refused.value.where == f"{tmp_path}/node.toml: control.listen"
+
+
+# -- the files -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("content", "token"), [
+    (b"a token that only tests have", b"a token that only tests have"),
+    (b"  sixteen letters!  \nsecond line\n", b"sixteen letters!"),
+    (b"a token that only tests have\r\n\xc3\xa9", b"a token that only tests have"),
+])  # fmt: skip
+def test_the_token_is_the_first_line(tmp_path: Path, content: bytes, token: bytes) -> None:
+    config = load(settings(tmp_path))
+    (tmp_path / "token").write_bytes(content)
+    assert config.token() == token
+
+
+@pytest.mark.parametrize(("content", "kind", "what"), [
+    (b"", EnvironmentProblem, "is empty or no text"),
+    (b"\xff\xfe a token that only tests have", EnvironmentProblem, "is empty or no text"),
+    (b"\na token that only tests have", UserError, "a token of 0 characters; 16 to 4096 are usable"),
+    (b"fifteen letters\n", UserError, "a token of 15 characters; 16 to 4096 are usable"),
+])  # fmt: skip
+def test_token_files_that_are_not(tmp_path: Path, content: bytes, kind: type, what: str) -> None:
+    config = load(settings(tmp_path))
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(kind) as refused:
+        config.token()
+    assert refused.value.what == what
+    assert refused.value.where == ("token" if kind is UserError else f"{tmp_path}/token") and refused.value.remedy
+
+
+def test_a_token_file_that_is_a_folder(tmp_path: Path) -> None:
+    config = load(settings(tmp_path, "/token", ""))
+    with pytest.raises(EnvironmentProblem) as refused:
+        config.token()
+    assert (refused.value.what, refused.value.where) == ("Is a directory", str(tmp_path))
+    assert refused.value.remedy == "a readable file with one line"
+
+
+def test_settings_of_a_mebibyte_and_of_one_byte_more(tmp_path: Path) -> None:
+    path = settings(tmp_path)
+    path.write_bytes(path.read_bytes().ljust(1048576, b"\n"))
+    assert load(path).name == "n"
+    path.write_bytes(path.read_bytes() + b"\n")
+    with pytest.raises(UserError) as refused:
+        load(path)
+    assert (refused.value.what, refused.value.where) == ("has more than 1048576 bytes", str(path))
+
+
+def test_settings_that_are_not_text(tmp_path: Path) -> None:
+    path = settings(tmp_path)
+    path.write_bytes(b"\xff")
+    with pytest.raises(UserError, match="is not TOML: ") as refused:
+        load(path)
+    assert refused.value.where == str(path)
+
+
+def test_settings_that_are_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem) as refused:
+        load(tmp_path)
+    assert (refused.value.what, refused.value.where) == ("cannot be read: Is a directory", str(tmp_path))
+    assert refused.value.remedy == "give the node's settings with --config"
+
+
 def test_files_without_an_end(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="/dev/zero: has more than"):
         load(Path("/dev/zero"))
@@ -67,10 +247,3 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         load(tmp_path / "node.toml")
     with pytest.raises(EnvironmentProblem, match="No such file"):
         load(settings(tmp_path, "/token", "/tokens")).token()
-    path = settings(tmp_path, f'directory = "{tmp_path}"', 'directory = "/none such"')
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "flowcheck.node", "--config", str(path)], capture_output=True, text=True,
-        timeout=60, check=False,
-    )
-    assert done.returncode == 3 and "Traceback" not in done.stderr
-    assert "replica.directory /none such" in done.stderr and "remedy: an existing directory" in done.stderr

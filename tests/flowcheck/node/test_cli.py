@@ -1,0 +1,542 @@
+"""One node process: what starts in which order, which group is made or refused, and how it ends.
+
+The capture is a ring in memory and the groups only note what happens to them. Control port, taps and settings are real.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
+
+from dataplane.pydpdk.errors import DpdkError
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.interrupts import handled
+from flowcheck.node import cli
+from flowcheck.node.config import NodeConfig
+from tests.flowcheck.memory_ring import MemoryRing
+
+TOKEN = "a token that only tests have"
+
+
+class World:
+    """What a node does to the parts that are not real here, in order."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.said: list[tuple[str, dict[str, Any]]] = []
+        self.live: Any = None
+        self.huge: Any = "not asked"
+        self.rings: list[MemoryRing] = []
+        self.error: Exception | None = None
+        self.groups: list[Any] = []
+        self.port: tuple[str, int] | None = None
+
+    def start_eal(self, *configs: Any, huge: Any) -> Any:
+        (self.live,), self.huge = configs, huge
+        return _noting(self, "eal")
+
+    def source(self, eal: Any, config: Any) -> Any:
+        assert config is self.live
+        self.rings = [MemoryRing(64) for _ in range(config.queues)]
+        world = self
+
+        class Capture:
+            ring_addresses = [ring.ring_address for ring in self.rings]
+
+            def __enter__(self) -> Any:
+                world.done.append("open capture")
+                return self
+
+            def __exit__(self, *_: object) -> None:
+                world.done.append("close capture")
+
+            def start(self) -> None:
+                world.done.append("start capture")
+
+            def stop(self) -> None:
+                world.done.append("stop capture")
+
+            def summary(self) -> str:
+                return "3 arrived"
+
+            @property
+            def error(self) -> Exception | None:
+                return world.error
+
+        return Capture()
+
+    def group(self, name: str, config: Any, sources: Any, say: Any, writer: Any, hashes: Any) -> Any:
+        self.groups.append(NotedGroup(self, name, config, sources, say, writer, hashes))
+        return self.groups[-1]
+
+    def say(self, event: str, **fields: Any) -> None:
+        self.done.append(f"say {event}")
+        self.said.append((event, fields))
+
+
+def _noting(world: World, name: str) -> Any:
+    class Part:
+        def __enter__(self) -> Any:
+            world.done.append(f"open {name}")
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            world.done.append(f"close {name}")
+
+    return Part()
+
+
+class NotedGroup:
+    def __init__(self, world: World, name: str, *given: Any) -> None:
+        self.world, self.name, self.given = world, name, given
+        self.sources = given[1]
+        self.members: dict[int, Any] = {}
+        self.plan: Any = None
+        self.failure: BaseException | None = None
+
+    def start(self) -> None:
+        self.world.done.append(f"start group {self.name!r}")
+
+    def stop(self) -> None:
+        self.world.done.append(f"stop group {self.name!r}")
+        if self.world.port is not None:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(self.world.port)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    one = World()
+    monkeypatch.setattr(cli, "start_eal", one.start_eal)
+    monkeypatch.setattr(cli, "LiveSource", one.source)
+    monkeypatch.setattr(cli, "Group", one.group)
+    return one
+
+
+def settings(folder: Path, **parts: dict[str, Any] | Any) -> dict[str, Any]:
+    (folder / "token").write_text(TOKEN)
+    data: dict[str, Any] = {
+        "control": {"listen": "127.0.0.1:0", "token_file": str(folder / "token")},
+        "capture": {"device": "af_packet:lo", "huge": False},
+        "replica": {"directory": str(folder)},
+    }
+    for name, part in parts.items():
+        data[name] = data.get(name, {}) | part if isinstance(part, dict) else part
+    return data
+
+
+Begin = Callable[..., cli.Node]
+
+
+@pytest.fixture
+def begin(world: World, tmp_path: Path) -> Iterator[Begin]:
+    """begin(**settings) -> a node that is open until the test ends."""
+    made: list[cli.Node] = []
+
+    def start(**parts: Any) -> cli.Node:
+        made.append(cli.Node(NodeConfig.model_validate(settings(tmp_path, **parts)), world.say))  # type: ignore
+        return made[-1]
+
+    yield start
+    for node in made:
+        node.close()
+
+
+# -- start and end ---------------------------------------------------------------------------------------------
+
+
+def test_order_of_start_and_end(begin: Begin, world: World, tmp_path: Path) -> None:
+    node = begin(output={"keep_hashes": str(tmp_path / "hashes")})
+    assert world.done == ["open eal", "open capture"]  # packets that nobody reads would only fill the ring
+    assert node._group("a") is world.groups[0]
+    assert world.done[2:] == ["start capture", "start group 'a'"]
+    host, _, port = node.control.address.rpartition(":")
+    world.port = (host, int(port))
+    with node as same:
+        assert same is node
+    assert world.done[4:] == ["stop group 'a'", "stop capture", "say capture", "close capture", "close eal"]
+    assert world.said == [("capture", {"text": "3 arrived"})]
+    assert world.groups[0].given[-1]._file.closed  # the hashes
+    node.close()  # again, to no effect
+    assert world.done[-1] == "close eal" and world.done.count("close eal") == 1
+
+
+def test_a_checkpoint_that_is_being_written_is_waited_for(begin: Begin, world: World, tmp_path: Path) -> None:
+    node = begin()
+    node._group("a")
+    _, _, say, writer, _ = world.groups[0].given
+    assert say == world.say
+    stopped = threading.Event()
+    world.groups[0].stop = stopped.set
+
+    def write(*_: Any) -> Path:
+        assert stopped.wait(10)
+        return tmp_path / "step-4"
+
+    replica: Any = SimpleNamespace(
+        step=4, unproven=[], write=write, pinned=lambda: contextlib.nullcontext(SimpleNamespace(step=4))
+    )
+    writer.write("a", replica, tmp_path, "verified")
+    node.close()
+    assert ("written", {"name": "a", "step": 4, "path": str(tmp_path / "step-4")}) in world.said
+
+
+def test_no_hashes_unless_they_are_asked_for(begin: Begin, world: World) -> None:
+    begin()._group("")
+    assert world.groups[0].given[-1] is None
+
+
+def test_the_capture_is_as_the_settings_say(begin: Begin, world: World) -> None:
+    begin(capture={"path_mtu": 4096, "queues": 2, "ring_size": 256, "cores": (0, 1), "huge": True})
+    live = world.live
+    assert (live.device, live.path_mtu, live.queues) == ("af_packet:lo", 4096, 2)
+    assert (live.ring_size, live.cores) == (256, (0, 1))
+    assert world.huge is True
+
+
+def test_the_control_port_is_as_the_settings_say(begin: Begin) -> None:
+    node = begin(control={"connections": 1})
+    host, _, port = node.control.address.rpartition(":")
+    assert host == "127.0.0.1"
+    address = (host, int(port))
+    with socket.create_connection(address, 10) as first, socket.create_connection(address, 10) as second:
+        assert first.recv(4) == b"FCR1"
+        try:
+            assert second.recv(4) == b""
+        except ConnectionResetError:
+            pass
+
+
+@pytest.mark.parametrize("directory", ["none such", "token"])
+def test_a_replica_directory_that_is_not_one_is_found_before_dpdk_starts(
+    begin: Begin, world: World, tmp_path: Path, directory: str
+) -> None:
+    with pytest.raises(EnvironmentProblem, match="replica files cannot be made there") as refused:
+        begin(replica={"directory": str(tmp_path / directory)})
+    assert refused.value.where == f"replica.directory {tmp_path / directory}"
+    assert world.done == []
+
+
+@pytest.mark.parametrize("mode", [os.W_OK, os.X_OK])
+def test_a_replica_directory_needs_both_rights(
+    begin: Begin, world: World, monkeypatch: pytest.MonkeyPatch, mode: int
+) -> None:
+    """For root every directory has both: what the system would say of another user is said here."""
+    monkeypatch.setattr(os, "access", lambda path, wanted: wanted & ~mode == 0)
+    with pytest.raises(EnvironmentProblem, match="replica files cannot be made there"):
+        begin()
+    assert world.done == []
+
+
+def test_a_token_that_is_not_one_is_found_before_dpdk_starts(begin: Begin, world: World, tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match="No such file"):
+        begin(control={"token_file": str(tmp_path / "none such")})
+    assert world.done == []
+
+
+def test_a_start_that_fails_takes_down_what_has_started(begin: Begin, world: World, tmp_path: Path) -> None:
+    (tmp_path / "flowcheck-node-a-1.replica").touch()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(EnvironmentProblem, match="cannot listen"):
+            begin(control={"listen": f"127.0.0.1:{taken.getsockname()[1]}"})
+    assert world.done == [
+        "open eal", "open capture", "start capture", "start group 'a'",
+        "stop group 'a'", "stop capture", "say capture", "close capture", "close eal",
+    ]  # fmt: skip
+
+
+# -- groups ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", "a", "A_b.9", "x" * 32])
+def test_a_group_is_made_when_it_is_asked_for_and_found_again(begin: Begin, world: World, name: str) -> None:
+    node = begin()
+    group = node._group(name)
+    assert node._group(name) is group and [one.name for one in world.groups] == [name]
+    assert world.groups[0].given[0] is node.config
+    assert world.done.count("start capture") == 1
+
+
+@pytest.mark.parametrize("name", ["x" * 33, "a-b", "a/b", "../../etc", "a b", "\u00e9", "a\n"])
+def test_names_that_groups_cannot_have(begin: Begin, world: World, name: str) -> None:
+    """They become names of files and folders. A hyphen separates the parts of a replica's name."""
+    assert begin()._group(name) == "the name of a group has letters, digits, _ and ."
+    assert world.groups == []
+
+
+def test_groups_that_are_in_use_are_not_replaced(begin: Begin, world: World) -> None:
+    node = begin(groups=2)
+    node._group("a")
+    node._group("b")
+    world.groups[0].members[0] = "somebody"  # known, without a job yet
+    world.groups[1].plan = "a job"  # nobody connected at the moment: they may come back
+    assert node._group("c") == "2 groups are attached, this node has room for no more"
+    assert len(world.groups) == 2 and "stop group 'a'" not in world.done
+    assert node._group("b") is world.groups[1]
+
+
+@pytest.mark.parametrize("idle", [0, 1])
+def test_a_group_that_is_not_in_use_makes_room(begin: Begin, world: World, idle: int) -> None:
+    node = begin(groups=2)
+    for name in ("a", "b"):
+        node._group(name)
+    world.groups[1 - idle].members[0] = "somebody"
+    group: Any = node._group("c")
+    assert world.done[-2:] == [f"stop group {'ab'[idle]!r}", "start group 'c'"]
+    assert group.sources[0].address == world.groups[idle].sources[0].address  # its place at the capture
+    assert group.sources[0].address != world.groups[1 - idle].sources[0].address
+    world.groups[1 - idle].members.clear()
+    assert node._group("ab"[1 - idle]) is world.groups[1 - idle]  # the other one was not touched
+    assert world.done.count("start capture") == 1
+
+
+def test_groups_that_an_earlier_process_left_are_there_at_the_start(begin: Begin, world: World, tmp_path: Path) -> None:
+    for name in (
+        "flowcheck-a.b-two-7.replica", "flowcheck-a.b-one-1.replica", "flowcheck-a.b-one-2.replica",
+        "flowcheck-a.b--3.replica",  # of the group without a name
+        "flowcheck-axb-other-1.replica",  # of another node
+        "flowcheck-a.b-c-four-1.replica",  # of node "a.b-c"
+        "flowcheck-a.b-x-.replica", "flowcheck-a.b-y-1.replica.new", "my-flowcheck-a.b-z-1.replica",
+    ):  # fmt: skip
+        (tmp_path / name).touch()
+    begin(name="a.b", groups=8)
+    assert [group.name for group in world.groups] == ["", "one", "two"]
+    assert world.done[2:4] == ["start capture", "start group ''"]
+
+
+def test_no_more_groups_are_taken_over_than_there_is_room(begin: Begin, world: World, tmp_path: Path) -> None:
+    for name in "cab":
+        (tmp_path / f"flowcheck-node-{name}-1.replica").touch()
+    (tmp_path / "flowcheck-node-a-a-1.replica").touch()  # of node "node-a"
+    begin(groups=2)
+    assert [group.name for group in world.groups] == ["a", "b"]
+
+
+# -- the capture, shared ---------------------------------------------------------------------------------------
+
+
+def test_every_group_sees_every_packet_of_every_queue(begin: Begin, world: World) -> None:
+    node = begin(groups=2, capture={"queues": 2})
+    node._group("a")
+    node._group("b")
+    sources = [one.sources for one in world.groups]
+    assert [[source.index for source in both] for both in sources] == [[0, 1], [0, 1]]
+    assert len({source.address for both in sources for source in both}) == 4
+    world.rings[1].put([(1, b"x"), (2, b"y")])
+    for both in sources:
+        assert [_waiting(source.ring_address) for source in both] == [0, 2]
+    assert world.rings[1].waiting == 2  # nobody has taken them yet
+
+
+def _waiting(address: int) -> int:
+    return type(MemoryRing()._ring).from_address(address).head - type(MemoryRing()._ring).from_address(address).tail
+
+
+def test_a_group_begins_with_what_comes_after_it(begin: Begin, world: World) -> None:
+    node = begin(groups=2)
+    node._group("a")
+    world.rings[0].put([(1, b"x")])
+    assert _waiting(world.groups[0].sources[0].ring_address) == 1
+    node._group("b")
+    world.rings[0].put([(2, b"y")])
+    assert [_waiting(one.sources[0].ring_address) for one in world.groups] == [2, 1]
+
+
+def test_a_group_that_made_room_holds_up_nobody(begin: Begin, world: World) -> None:
+    node = begin()
+    node._group("a")
+    world.rings[0].put([(1, b"x")] * 3)
+    node._group("b")
+    assert _waiting(world.groups[1].sources[0].ring_address) == 0
+    assert world.rings[0].waiting == 0  # what "a" had not read is given back
+
+
+def test_a_failed_capture_is_a_failed_source(begin: Begin, world: World) -> None:
+    begin()._group("a")
+    assert world.groups[0].sources[0].error is None
+    world.error = DpdkError(0, "gone", "")
+    assert world.groups[0].sources[0].error is world.error
+
+
+# -- waiting ---------------------------------------------------------------------------------------------------
+
+
+def test_a_node_waits_until_it_is_stopped(begin: Begin, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = begin()
+    node._group("a")
+    naps: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            node.stop()
+
+    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=sleep))
+    node.wait()
+    assert naps == [0.1, 0.1, 0.1]
+
+
+def test_a_fault_of_a_groups_thread_ends_the_wait(begin: Begin, world: World) -> None:
+    node = begin(groups=2)
+    node._group("a")
+    node._group("b")
+    world.groups[1].failure = ZeroDivisionError("ours")
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        node.wait()
+
+
+def test_a_capture_that_cannot_go_on_ends_the_wait(
+    begin: Begin, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = begin()
+    world.error = DpdkError(0, "the interface is gone", "")
+    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=lambda seconds: node.stop()))
+    node.wait()  # it has not started yet
+    node._stopping = False
+    node._group("a")
+    with pytest.raises(DpdkError, match="the interface is gone"):
+        node.wait()
+
+
+# -- the command -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """command(device=...) -> exit status of `flowcheck-node --config node.toml`."""
+
+    def run(*options: str, device: str = "af_packet:lo", directory: str = "", text: str = "") -> int:
+        path = tmp_path / "node.toml"
+        (tmp_path / "token").write_text(TOKEN)
+        path.write_text(text or (
+            f'[control]\nlisten = "127.0.0.1:0"\ntoken_file = "{tmp_path}/token"\n[capture]\nhuge = false\n'
+            f'device = "{device}"\n[replica]\ndirectory = "{directory or tmp_path}"\n'
+            f'[output]\nstatus_file = "{tmp_path}/status.json"\n'
+        ))
+        config = () if options == ("--json",) else ("--config", str(path))
+        monkeypatch.setattr(sys, "argv", ["flowcheck-node", *config, *options])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0)
+
+    with handled(signal.default_int_handler, signal.SIGINT, signal.SIGTERM):
+        yield run
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_command_in_order(
+    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any, number: signal.Signals
+) -> None:
+    def kill(seconds: float) -> None:
+        try:
+            os.kill(os.getpid(), number)
+        except KeyboardInterrupt:
+            raise AssertionError("the signal has not been taken over") from None
+
+    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=kill))
+    assert command() == 0
+    out = capsys.readouterr().out
+    assert "listening: control 127.0.0.1:" in out and "groups 1" in out
+    assert out.rstrip().endswith("stopped") and "capture: 3 arrived" in out
+    assert world.done[-1] == "close eal"
+
+
+def test_options_of_the_command(
+    command: Callable[..., int], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=lambda _: os.kill(os.getpid(), signal.SIGTERM)))
+    assert command("--json", "--keep-hashes", str(tmp_path / "hashes")) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["event"] for line in said] == ["listening", "capture", "stopped"]
+    assert set(json.loads((tmp_path / "status.json").read_text())) == {"listening", "capture", "stopped"}
+    assert (tmp_path / "hashes").exists()
+
+
+def test_sigterm_while_it_starts_ends_it_as_ctrl_c_does(
+    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has started is taken down, and the shell's status is that of an interrupt."""
+    source = world.source
+
+    def interrupted(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return source(*given)
+
+    signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the command has not taken the signal over"))
+    monkeypatch.setattr(cli, "LiveSource", interrupted)
+    assert command() == 130
+    assert world.done == ["open eal", "close eal"]
+
+
+def test_settings_that_are_wrong_end_it_with_2(command: Callable[..., int], world: World, capsys: Any) -> None:
+    assert command(text="[control]\n") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("flowcheck-node: error: ") and "control.listen: Field required" in said
+    assert "\n  remedy: " in said and world.done == []
+
+
+def test_a_device_that_is_not_one_ends_it_with_2(command: Callable[..., int], world: World, capsys: Any) -> None:
+    assert command(device="no such kind:0") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("flowcheck-node: error: capture: ") and "remedy: docs/node.md has every key" in said
+    assert world.done == []
+
+
+def test_a_machine_that_says_no_ends_it_with_3(command: Callable[..., int], world: World, capsys: Any) -> None:
+    assert command(directory="/none such") == 3
+    said = capsys.readouterr().err
+    assert said == (
+        "flowcheck-node: error: replica.directory /none such: replica files cannot be made there\n"
+        "  remedy: an existing directory on tmpfs or hugetlbfs that the node may write to\n"
+    )
+
+
+def test_a_refusal_of_dpdk_ends_it_with_3(
+    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise DpdkError(12, "no memory", "more of it")
+
+    monkeypatch.setattr(cli, "start_eal", refuse)
+    assert command() == 3
+    assert "no memory" in (said := capsys.readouterr().err) and said.endswith("  remedy: more of it\n")
+
+
+def test_what_is_said_of_the_settings_is_not_said_of_the_capture(
+    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A UserError is a ValueError, too."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UserError("odd", where="somewhere", remedy="another")
+
+    monkeypatch.setattr(cli, "start_eal", refuse)
+    assert command() == 2
+    assert capsys.readouterr().err == "flowcheck-node: error: somewhere: odd\n  remedy: another\n"
+
+
+def test_a_fault_of_ours_ends_it_with_70_and_its_lines(
+    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(cli, "start_eal", lambda *_, **__: 1 // 0)
+    assert command() == 70
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback") and "flowcheck-node: error: ZeroDivisionError: " in said
+    assert "remedy: this is a bug: report the lines above" in said
+
+
+def test_without_settings_it_says_what_is_missing(command: Callable[..., int], world: World) -> None:
+    assert command("--json") == 2 and world.done == []
