@@ -1,0 +1,227 @@
+"""What people and programs see of a node: its lines, the status file, hashes of versions and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.node import output
+from flowcheck.node.output import Events, Hashes, Writer
+
+SECONDS = 30.0  # until a thread must have done something
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch) -> None:
+    monkeypatch.setattr(output, "time", type("Clock", (), {"time": staticmethod(lambda: 1700000000.12345)}))
+
+
+# -- lines -------------------------------------------------------------------------------------------------------
+
+ITERATION = {
+    "name": "a", "iteration": 7, "published": True, "status": "verified", "packets": 100, "placed": 60, "missing": {},
+    "healed": 3, "duplicates": 5, "lag": 2, "failed": [], "why": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("event", "fields", "line"), [
+    ("stopped", {}, "stopped"),
+    ("lost", {"name": "a", "why": "x y", "serves": -1}, "lost: name a, why x y, serves -1"),
+    ("lost", {"name": "", "why": "x", "flows": [], "missing": {}, "ranks": 0}, "lost: why x, ranks 0"),
+    ("note", {"text": "as it is", "name": "a"}, "note: as it is, name a"),
+    ("note", {"name": "", "flows": []}, "note"),
+    ("iteration", ITERATION, "a iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3,"
+                             " duplicates 5, lag 2"),
+    ("iteration", ITERATION | {"name": "", "published": False, "missing": {"lost": 4, "icrc": 2},
+                               "why": [("covered", "bucket 0"), ("previous", "no")]},
+     "iteration 7: NOT published verified, 100 packets, 60 placed, missing lost 4 icrc 2, healed 3, duplicates 5,"
+     " lag 2, covered: bucket 0; previous: no"),
+])  # fmt: skip
+def test_lines_for_people(capsys, event: str, fields: dict[str, Any], line: str) -> None:
+    Events(False, None)(event, **fields)
+    assert capsys.readouterr().out == line + "\n"
+
+
+def test_lines_for_programs(capsys) -> None:
+    say = Events(True, None)
+    say("iteration", **ITERATION)
+    say("stopped")
+    first, second = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+    assert first == {"event": "iteration", "time": 1700000000.123, **ITERATION}
+    assert second == {"event": "stopped", "time": 1700000000.123}
+
+
+def test_each_line_is_out_at_once(monkeypatch) -> None:
+    flushed: list[str] = []
+
+    class Out(io.StringIO):
+        def flush(self) -> None:
+            flushed.append(self.getvalue())
+
+    monkeypatch.setattr(sys, "stdout", Out())
+    Events(False, None)("stopped")
+    assert flushed[-1:] == ["stopped\n"]
+
+
+def test_the_status_file_has_the_last_line_of_each_event_and_group(capsys, tmp_path) -> None:
+    path = tmp_path / "status.json"
+    say = Events(False, path)
+    say("lost", name="a", why="first")
+    say("lost", name="a", why="second")
+    say("lost", name="b", why="of b")
+    say("stopped")
+    text = path.read_text()
+    assert text.endswith("}\n") and text.startswith('{\n "lost a": {\n  "event"')
+    found = json.loads(text)
+    assert list(found) == ["lost a", "lost b", "stopped"] and found["lost b"]["why"] == "of b"
+    assert found["lost a"] == {"event": "lost", "time": 1700000000.123, "name": "a", "why": "second"}
+    assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_reader_that_has_gone_ends_nothing(monkeypatch, tmp_path, closed: bool) -> None:
+    """A broken pipe, or a stream that is closed: nobody reads, and the status file is still written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    gone = os.fdopen(writing, "w")
+    if closed:
+        with contextlib.suppress(OSError):
+            gone.close()
+    monkeypatch.setattr(sys, "stdout", gone)
+    path = tmp_path / "status.json"
+    say = Events(False, path)
+    say("lost", why="one")
+    say("lost", why="two")
+    assert json.loads(path.read_text())["lost"]["why"] == "two"
+    sys.stdout.close()
+    with contextlib.suppress(OSError):
+        gone.close()
+
+
+# -- hashes --------------------------------------------------------------------------------------------------------
+
+
+class Version:
+    step = 7
+    parameters = {"w": torch.tensor([1.0, 2.0]), "b": torch.zeros(1)}
+    optimizer_state = {"w": {"step": torch.tensor(3.0), "exp_avg": torch.tensor([4.0])}, "b": {}}
+
+
+class FakeReplica:
+    """A replica with one version. hold: what `write` waits for. error: what it raises."""
+
+    unproven = ["icrc off"]
+
+    def __init__(self, *, hold: threading.Event | None = None, error: Exception | None = None, step: int = 7) -> None:
+        self.hold, self.error, self.step = hold, error, step
+        self.pins, self.written = 0, []
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[Version]:
+        self.pins += 1
+        yield Version()
+        self.pins -= 1
+
+    def write(self, out: Path, unproven: Any, version: Version, status: str) -> Path:
+        assert self.pins == 1
+        self.written.append((out, unproven, version.step, status))
+        if self.hold is not None:
+            assert self.hold.wait(SECONDS)
+        if self.error is not None:
+            raise self.error
+        return out / "step-000007"
+
+
+def sha256(*values: float) -> str:
+    return hashlib.sha256(torch.tensor(values).numpy().tobytes()).hexdigest()
+
+
+def test_hashes_of_every_version_are_appended(tmp_path) -> None:
+    path = tmp_path / "new" / "deep" / "hashes.jsonl"
+    for name in ("a", "b"):
+        hashes = Hashes(path)
+        hashes.add(6, name, FakeReplica())  # type: ignore[arg-type]
+        assert path.read_text().count("\n") == 1 + (name == "b")  # at once, not at the end
+        hashes.close()
+    first, second = [json.loads(text) for text in path.read_text().splitlines()]
+    assert first == {
+        "iteration": 6, "name": "a", "tensors": {"w": sha256(1.0, 2.0), "b": sha256(0.0)},
+        "optimizer": {"w.exp_avg": sha256(4.0)},
+    }  # fmt: skip
+    assert second == first | {"name": "b"}
+
+
+def test_hashes_that_cannot_be_written_are_a_problem_of_the_machine(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentProblem, match="hashes"):
+        Hashes(tmp_path / "file" / "hashes")
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_version_is_written_while_it_is_pinned(tmp_path) -> None:
+    said: list[tuple[str, dict[str, Any]]] = []
+    writer = Writer(lambda event, **fields: said.append((event, fields)))
+    for _ in range(2):
+        replica = FakeReplica()
+        writer.write("a", replica, tmp_path, "verified")  # type: ignore[arg-type]
+        writer.close()
+        assert replica.written == [(tmp_path, ["icrc off"], 7, "verified")] and replica.pins == 0
+    assert said == [("written", {"name": "a", "step": 7, "path": str(tmp_path / "step-000007")})] * 2
+    writer.close()
+
+
+def test_one_checkpoint_at_a_time(tmp_path) -> None:
+    said: list[tuple[str, dict[str, Any]]] = []
+    writer, hold = Writer(lambda event, **fields: said.append((event, fields))), threading.Event()
+    slow, due = FakeReplica(hold=hold), FakeReplica(step=9)
+    try:
+        writer.write("a", slow, tmp_path, "verified")  # type: ignore[arg-type]
+        assert slow.pins == 1  # when the caller goes on the version is held
+        writer.write("b", due, tmp_path, "verified")  # type: ignore[arg-type]
+        why = "an older checkpoint is still being written"
+        assert said == [("skipped", {"name": "b", "step": 9, "why": why})] and due.written == []
+    finally:
+        hold.set()
+        writer.close()
+    assert said[1][0] == "written" and slow.pins == 0
+    writer.write("b", due, tmp_path, "verified")  # type: ignore[arg-type]
+    writer.close()
+    assert len(due.written) == 1
+
+
+def test_a_checkpoint_that_cannot_be_written_is_said(tmp_path) -> None:
+    said: list[tuple[str, dict[str, Any]]] = []
+    writer = Writer(lambda event, **fields: said.append((event, fields)))
+    writer.write("a", FakeReplica(error=UserError("no space", where="/out")), tmp_path, "")  # type: ignore[arg-type]
+    writer.close()
+    assert said == [("problem", {"name": "a", "why": "/out: no space"})]
+
+
+def test_a_version_that_cannot_be_pinned_holds_nobody_up(tmp_path) -> None:
+    class Closed(FakeReplica):
+        def pinned(self) -> Any:
+            raise UserError("it is closed")
+
+    said: list[tuple[str, dict[str, Any]]] = []
+    writer = Writer(lambda event, **fields: said.append((event, fields)))
+    writer.write("a", Closed(), tmp_path, "")  # type: ignore[arg-type]
+    writer.close()
+    assert said == [("problem", {"name": "a", "why": "it is closed"})]
+
+
+def test_a_writer_that_has_written_nothing_can_be_closed() -> None:
+    Writer(lambda event, **fields: None).close()
