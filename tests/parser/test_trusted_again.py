@@ -1,0 +1,189 @@
+"""When a flow that disagreed is trusted again: after one whole iteration that agrees in everything, and not before."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+from parser.machine import Engine
+
+from flowcheck.jobplan import JobPlan, plan_job
+from flowcheck.manifest import Job
+from flowcheck.synth import Synthesis, example_job, generate
+from tests.flowcheck.altered import FIRST, ONLY_IMM, PAYLOAD_AT, Packet, destination, opcode, payload, sealed
+
+UNLIKE, ALIKE = (4000, 9000), (4096,)  # elements of the buckets: one place in an iteration, or all, look alike
+PROTOCOLS = ["ll", "ll128", "simple"]
+VA, DMA_LENGTH = 54, 66
+PAUSE_NS = 250_000  # synth leaves more than this between iterations, and never within one
+
+
+@functools.cache
+def traffic(protocol: str, count: tuple[int, ...] = UNLIKE, mtu: int = 1024) -> tuple[Job, JobPlan, Synthesis]:
+    job = example_job(count=list(count), protocol=protocol, mtu=mtu, startup=False, rebuild=False, seed=6)
+    return job, plan_job(job, arenas=16), generate(job, iterations=8, seed=6)
+
+
+def iterations(made: Synthesis, qpn: int) -> list[list[list[Packet]]]:
+    """The QP's messages by iteration, as lists of packets. Between iterations the wire is silent."""
+    out: list[list[list[Packet]]] = []
+    last = -PAUSE_NS
+    for time, frame in made.packets:
+        if destination(frame) != qpn or opcode(frame) not in PAYLOAD_AT:
+            continue
+        if time - last > PAUSE_NS:
+            out.append([])
+        if opcode(frame) in (FIRST, ONLY_IMM):
+            out[-1].append([])
+        out[-1][-1].append((time, frame))
+        last = time
+    assert len(out) == 8
+    return out
+
+
+def with_data(part: list[list[Packet]]) -> list[list[Packet]]:
+    """The messages of an iteration that are not empty: SIMPLE's second slices are, where there is little data."""
+    return [message for message in part if payload(message[0][1])]
+
+
+def added(frame: bytes, at: int, size: int, value: int) -> bytes:
+    number = (int.from_bytes(frame[at : at + size], "big") + value) % 256**size
+    return sealed(frame[:at] + number.to_bytes(size, "big") + frame[at + size :])
+
+
+def stray(packet: Packet) -> Packet:
+    """Right but for its address: this ends the flow."""
+    return packet[0], added(packet[1], VA, 8, 4096)
+
+
+def back(plan: JobPlan, qpn: int, parts: list[list[list[Packet]]]) -> tuple[range, int]:
+    """Iterations that the flow brought nothing to, and how often it disagreed. Recovery is considered at once."""
+    engine, known = Engine(plan.engine), 0
+    flow = [spec.qpn for spec in plan.engine.flows].index(qpn)
+    for part in parts:
+        for message in part:
+            for _, frame in message:
+                assert engine.feed(0, frame)
+                if engine.disagreed > known:
+                    known = engine.disagreed
+                    engine.consider_recovery()
+    return engine.flow_counters(0)[flow]["ignored"], known
+
+
+@pytest.mark.parametrize("lost_in", [0, -1], ids=["first-message", "last-message"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_one_whole_iteration_is_needed(protocol: str, lost_in: int) -> None:
+    """Lost in iteration 2. Iteration 3 agrees from its beginning; 4 is the first that is believed."""
+    job, plan, made = traffic(protocol)
+    qpn = job.flows[0].qpns[0]
+    parts = iterations(made, qpn)
+    message = with_data(parts[2])[lost_in]
+    message.insert(0, stray(message[0]))
+    assert back(plan, qpn, parts) == (range(2, 4), 1)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_where_all_places_look_alike_a_flow_stays_lost(protocol: str) -> None:
+    """Traffic that is off by a call would agree as well."""
+    job, plan, made = traffic(protocol, ALIKE)
+    qpn = job.flows[0].qpns[0]
+    parts = iterations(made, qpn)
+    parts[2][0].insert(0, stray(parts[2][0][0]))
+    assert back(plan, qpn, parts)[0].stop > 1 << 60
+
+
+def longer(frame: bytes) -> bytes:
+    """16 bytes more of payload than the MTU, and lengths that say so."""
+    body = bytearray(frame[:-4] + frame[-20:-4] + bytes(4))
+    for at in (16, 38):
+        body[at : at + 2] = (int.from_bytes(body[at : at + 2], "big") + 16).to_bytes(2, "big")
+    return sealed(bytes(body))
+
+
+def other_flag(at: int) -> Callable[[bytes], bytes]:
+    def change(frame: bytes) -> bytes:
+        where = PAYLOAD_AT[opcode(frame)] + at
+        return sealed(frame[:where] + bytes([frame[where] ^ 1]) + frame[where + 1 :])
+
+    return change
+
+
+ODD = [
+    ("simple", longer),
+    ("simple", lambda frame: added(frame, DMA_LENGTH, 4, 16)),
+    ("simple", lambda frame: added(frame, VA, 8, 4096)),
+    ("ll", lambda frame: added(frame, DMA_LENGTH, 4, -16)),
+    ("ll", other_flag(4)),
+    ("ll", other_flag(12 + 16 * 63)),
+    ("ll128", other_flag(120)),
+    ("ll128", other_flag(120 + 128 * 7)),
+]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["instead", "before"])
+@pytest.mark.parametrize("message", [0, 2, -1])
+@pytest.mark.parametrize(
+    ("protocol", "change"), ODD,
+    ids=["length", "size", "address", "ll-size", "ll-flag", "ll-last-flag", "ll128-flag", "ll128-last-flag"],
+)
+def test_one_odd_first_packet_puts_it_off(protocol: str, change: Callable, message: int, again: bool) -> None:
+    """In the iteration on trial, instead of the right packet or before it: one iteration later at least."""
+    job, plan, made = traffic(protocol)
+    qpn = job.flows[0].qpns[0]
+    parts = iterations(made, qpn)
+    parts[2][0].insert(0, stray(parts[2][0][0]))
+    chosen = with_data(parts[3])[message]
+    time, frame = chosen[0]
+    assert opcode(frame) == FIRST
+    chosen[0:1] = [(time, change(frame)), *([(time, frame)] if again else [])]
+    ignored, known = back(plan, qpn, parts)
+    later = 4 if message == 0 and again else 5  # the trial begins with the right packet
+    assert (ignored, known) == (range(2, later), 1)
+
+
+@pytest.mark.parametrize("message", [0, 1, -1])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_first_packet_that_was_not_seen_puts_it_off(protocol: str, message: int) -> None:
+    job, plan, made = traffic(protocol)
+    qpn = job.flows[0].qpns[0]
+    parts = iterations(made, qpn)
+    parts[2][0].insert(0, stray(parts[2][0][0]))
+    del with_data(parts[3])[message][0]
+    assert back(plan, qpn, parts) == (range(2, 5), 1)
+
+
+@pytest.mark.parametrize("message", [1, -1])
+def test_another_immediate_puts_it_off(message: int) -> None:
+    """Messages of one packet, whose first packet has the immediate."""
+    job, plan, made = traffic("simple", (200, 450), 4096)
+    qpn = job.flows[0].qpns[0]
+    parts = iterations(made, qpn)
+    assert {opcode(m[0][1]) for part in parts for m in part} == {ONLY_IMM}
+    parts[2][0].insert(0, stray(parts[2][0][0]))
+    chosen = with_data(parts[3])[message]
+    time, frame = chosen[0]
+    chosen[0] = (time, added(frame, 70, 4, 1))
+    assert back(plan, qpn, parts) == (range(2, 5), 1)
+
+
+def test_another_connection_on_the_same_queue_pair_is_noticed() -> None:
+    """Its PSN 0 has other contents, when no retransmission of the first packet can come any more. A mirror's copy has
+    the same; and an early retransmission may differ in a bit of its headers."""
+    job, plan, made = traffic("simple")
+    qpn = job.flows[0].qpns[0]
+    packets = [packet for part in iterations(made, qpn) for one in part for packet in one]
+    copy = packets[0][1]
+    other = sealed(copy[:51 - 1] + bytes([copy[50] ^ 0x80]) + copy[51:])  # asks for an acknowledgement, or does not
+    assert destination(other) == qpn
+
+    def found(after: int, frame: bytes) -> list[str]:
+        engine = Engine(plan.engine)
+        for _, each in packets[:after]:
+            assert engine.feed(0, each)
+        assert engine.feed(0, frame)
+        return [entry["kind"] for entry in engine.disagreements()]
+
+    late = sum(len(one) for part in iterations(made, qpn)[:4] for one in part)
+    assert found(5, copy) == [] and found(5, other) == []
+    assert found(late, copy) == [] and found(late, other) == ["made anew"]
