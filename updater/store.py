@@ -74,14 +74,15 @@ def plan_arrays(wanted: list[tuple[str, str, str, tuple[int, ...]]]) -> tuple[li
 class Store:
     """The mapped memory. Make one with `create`, `attach` (to go on writing) or `read`."""
 
-    def __init__(self, memory: mmap.mmap, fd: int, layout: dict[str, Any], first: int, stride: int) -> None:
+    def __init__(
+        self, memory: mmap.mmap, fd: int, layout: dict[str, Any], constants: int, first: int, stride: int
+    ) -> None:
         self.memory, self.fd, self.layout = memory, fd, layout
         self._locks = -1  # the writer's own opening of the file: mmap keeps a duplicate of fd, and with it its locks
-        self._first, self._stride = first, stride
+        self._constants_at, self._first, self._stride = constants, first, stride
         self.slots = int(layout["slots"])
         self.constants = [_array(item) for item in layout["constants"]]
         self.arrays = [_array(item) for item in layout["arrays"]]
-        self._constants_at = -(-(_TEXT + len(_text(layout))) // _TEXT) * _TEXT
         self._words = np.frombuffer(memory, np.uint64, count=8 * self.slots, offset=_WORDS)[::8]
 
     # -- making one --
@@ -93,7 +94,7 @@ class Store:
         With a path the file has no name until `name_it`. Raises ReplicaError.
         """
         text = _text(layout)
-        constants = -(-(_TEXT + len(text)) // _TEXT) * _TEXT
+        constants = _after(len(text))
         first = constants + -(-_size(layout["constants"]) // _TEXT) * _TEXT
         stride = -(-_size(layout["arrays"]) // _TEXT) * _TEXT
         size = first + int(layout["slots"]) * stride
@@ -107,7 +108,7 @@ class Store:
         memory[: len(head)] = head
         memory[_CRC_AT : _CRC_AT + 4] = _CRC.pack(zlib.crc32(head))
         memory[_TEXT : _TEXT + len(text)] = text
-        store = cls(memory, fd, layout, first, stride)
+        store = cls(memory, fd, layout, constants, first, stride)
         store._path = path
         for slot in range(store.slots):
             store.set_word(slot, FREE, 0)
@@ -151,18 +152,18 @@ class Store:
         except OSError as error:
             raise ReplicaError(f"{path}: cannot be opened: {error.strerror}") from None
         try:
-            memory, layout, first, stride = cls._map(path, fd, write)
+            memory, layout, constants, first, stride = cls._map(path, fd, write)
         except BaseException:
             os.close(fd)
             raise
-        store = cls(memory, fd, layout, first, stride)
+        store = cls(memory, fd, layout, constants, first, stride)
         for slot in range(store.slots):
             if store.word(slot) is None:
                 raise ReplicaError(f"{path}: not a replica that can be used: the word of slot {slot} is damaged")
         return store
 
     @staticmethod
-    def _map(path: Path, fd: int, write: bool) -> tuple[mmap.mmap, dict[str, Any], int, int]:
+    def _map(path: Path, fd: int, write: bool) -> tuple[mmap.mmap, dict[str, Any], int, int, int]:
         def refuse(why: str) -> ReplicaError:
             return ReplicaError(f"{path}: not a replica that can be used: {why}")
 
@@ -186,16 +187,18 @@ class Store:
         text = memory[_TEXT : _TEXT + length]
         if hashlib.sha256(text).digest() != digest:
             raise refuse("the layout's hash does not fit")
-        layout = json.loads(text)
+        constants = _after(length)
         try:
-            spans = [(_size(layout["constants"]), first - _TEXT - length), (_size(layout["arrays"]), stride)]
+            layout = json.loads(text)
+            spans = [(_size(layout["constants"]), first - constants), (_size(layout["arrays"]), stride)]
             sound = layout["slots"] == slots and all(0 <= need <= room for need, room in spans)
-            sound = sound and min((item["offset"] for item in layout["arrays"]), default=0) >= 0
-        except (KeyError, TypeError, ValueError, AttributeError):
+            items = [*layout["constants"], *layout["arrays"]]
+            sound = sound and min((item["offset"] for item in items), default=0) >= 0
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
             sound = False
         if not sound:
             raise refuse("the layout is none of ours")
-        return memory, layout, first, stride
+        return memory, layout, constants, first, stride
 
     def close(self) -> None:
         """Let go of the file and its locks; tensors over the memory stay valid. May be called twice."""
@@ -291,6 +294,11 @@ def _check(state: int, step: int) -> int:
 
 def _text(layout: Mapping[str, Any]) -> bytes:
     return json.dumps(layout, sort_keys=True).encode()
+
+
+def _after(length: int) -> int:
+    """Where the page after so many bytes of JSON begins."""
+    return -(-(_TEXT + length) // _TEXT) * _TEXT
 
 
 def _size(arrays: list[dict[str, Any]]) -> int:
