@@ -31,6 +31,7 @@ from flowcheck.records import (
     State,
     Wanted,
     Welcome,
+    accept,
 )
 
 BYE = b'{"type":"bye"}'
@@ -432,6 +433,24 @@ def test_much_is_taken_and_given_in_steps(noted: Any) -> None:
     assert kind.asked[1] == STEP and max(kind.asked) == STEP
 
 
+def test_not_a_byte_of_the_next_message_is_asked_for(noted: Any) -> None:
+    link, kind, far = noted
+    far.sendall(b"ab")
+    far.shutdown(socket.SHUT_WR)
+    with pytest.raises(RecordsError, match="3 bytes before its end"):
+        link.payload(5)
+    assert kind.asked == [5, 3]
+
+
+def test_a_challenge_has_no_longer_than_its_answer(noted: Any) -> None:
+    link, kind, far = noted
+    link.limits = lambda: Limits(seconds=0.25)
+    far.close()
+    with pytest.raises(RecordsError, match="connection lost: Broken pipe"):
+        accept(link, b"a token that only tests have")
+    assert kind.timeouts == [0.25]
+
+
 # -- the end of a connection -----------------------------------------------------------------------------------
 
 
@@ -473,11 +492,17 @@ def test_a_connection_that_is_lost_within_a_message(noted: Any, error: OSError, 
     assert _where(lost) == (what, "host:1")
 
 
-def test_a_connection_that_is_reset() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        far = socket.create_connection(server.getsockname(), timeout=10)
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_connection_that_is_reset(host: str) -> None:
+    try:
+        server = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        assert host == "::1"
+        pytest.skip(f"no IPv6 here: {error}")
+    with server:
+        far = socket.create_connection(server.getsockname()[:2], timeout=10)
         link = Link(server.accept()[0])
-    peer = f"127.0.0.1:{far.getsockname()[1]}"
+    peer = f"{host}:{far.getsockname()[1]}"
     assert link.peer == peer
     far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     far.close()

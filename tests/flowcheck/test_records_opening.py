@@ -267,24 +267,6 @@ def test_who_says_nothing_is_not_waited_for(start: Start) -> None:
         assert why(coming) == "no answer"
 
 
-def test_who_does_not_read_the_challenge_is_not_waited_for() -> None:
-    """The connection's buffer is full before the challenge, and the limits leave it a hundredth of a second."""
-    near, far = socket.socketpair()
-    near.setblocking(False)
-    with near, far:
-        with pytest.raises(BlockingIOError):
-            while True:
-                near.send(bytes(65536))
-        with pytest.raises(BlockingIOError):
-            while True:
-                near.send(b"x")
-        link = Link(near)
-        link.limits = lambda: Limits(seconds=0.01)
-        with pytest.raises(RecordsError, match="too slow: it does not take what is sent"):
-            accept(link, TOKEN)
-        link.close()
-
-
 # -- the trainer -----------------------------------------------------------------------------------------------
 
 
