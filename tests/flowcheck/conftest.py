@@ -1,108 +1,14 @@
-"""A node made by hand that speaks raw frames, and one rank of a DDP job whose other rank needs no process."""
+"""Fixtures of the trainer's side: a node made by hand, and DDP models without a second process."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import json
-import socket
-import struct
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-TOKEN = b"a token that only tests have"
-LONGEST = 40.0  # seconds that anything may take; a shared machine is slow
-
-
-class Peer:
-    """One connection of a node: frames as docs/node.md has them, built and taken apart here and not by the product."""
-
-    HEAD = struct.Struct(">4sIQ")
-    NONCE = "ab" * 32
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.socket = sock
-        sock.settimeout(LONGEST)
-
-    def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
-        text = json.dumps({"type": kind, **fields}).encode()
-        self.socket.sendall(self.HEAD.pack(b"FCR1", len(text), len(payload)) + text + payload)
-
-    def _read(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            piece = self.socket.recv(size - len(data))
-            if not piece:
-                raise EOFError
-            data += piece
-        return data
-
-    def receive(self) -> tuple[dict[str, Any], bytes]:
-        """(message, payload) of the next frame. EOFError: the trainer has closed the connection."""
-        magic, length, size = self.HEAD.unpack(self._read(self.HEAD.size))
-        assert magic == b"FCR1"
-        return json.loads(self._read(length)), self._read(size)
-
-    def expect(self, kind: str) -> dict[str, Any]:
-        """The next message, which is of this kind and has no payload."""
-        message, payload = self.receive()
-        assert message.pop("type") == kind and not payload
-        return message
-
-    def ended(self) -> bool:
-        """True once the trainer has closed the connection, having said nothing more before that."""
-        try:
-            return self.socket.recv(1) == b""
-        except ConnectionResetError:
-            return True
-
-    def proof(self, hello: dict[str, Any], side: str = "node", token: bytes = TOKEN) -> str:
-        said = [side, self.NONCE, *(hello[key] for key in ("nonce", "run_id", "epoch", "rank", "ranks", "group",
-                                                           "instance"))]  # fmt: skip
-        return hmac.new(token, json.dumps(said).encode(), hashlib.sha256).hexdigest()
-
-    def challenge(self) -> dict[str, Any]:
-        """The Hello that answers a Challenge."""
-        self.send("challenge", nonce=self.NONCE, protocol="flowcheck/records/1")
-        return self.expect("hello")
-
-    def welcome(self) -> dict[str, Any]:
-        """The whole opening, with right proofs on both sides; the Hello."""
-        hello = self.challenge()
-        assert hello["proof"] == self.proof(hello, "trainer")
-        self.send("welcome", proof=self.proof(hello))
-        return hello
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-class HandNode:
-    """A listening socket; what is said on its connections is the test's business."""
-
-    def __init__(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(LONGEST)
-        self.address: tuple[str, int] = self._listener.getsockname()
-        self._peers: list[Peer] = []
-
-    def accept(self) -> Peer:
-        self._peers.append(Peer(self._listener.accept()[0]))
-        return self._peers[-1]
-
-    def welcome(self) -> Peer:
-        """A new connection whose opening went well."""
-        peer = self.accept()
-        peer.welcome()
-        return peer
-
-    def close(self) -> None:
-        for one in (self._listener, *self._peers):
-            one.close()
+from . import pair
+from .hand_node import HandNode
 
 
 @pytest.fixture
@@ -112,36 +18,8 @@ def hand_node() -> Iterator[HandNode]:
     node.close()
 
 
-class Pair(dist.ProcessGroup):
-    """Rank 0 of two. The other rank's gradients are zeros and its model is this one's, so nothing has to be sent."""
-
-    def getBackendName(self) -> str:
-        return "pair"
-
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        return self._done(tensors)
-
-    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
-        return self._done(tensors)
-
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
-        for gathered, mine in zip(outputs, inputs, strict=True):
-            for output in gathered:
-                output.copy_(mine)
-        return self._done(outputs)
-
-    @staticmethod
-    def _done(result: Any) -> Any:
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(result)
-        return torch._C._distributed_c10d._create_work_from_future(future)
-
-
 @pytest.fixture(scope="module")
-def wrapped() -> Iterator[Callable[..., torch.nn.parallel.DistributedDataParallel]]:
-    """wrapped(module, **options) -> a real DDP model on rank 0 of a job of two."""
-    if not hasattr(dist.Backend, "PAIR"):
-        dist.Backend.register_backend("pair", lambda store, rank, size, wait: Pair(rank, size), devices=["cpu"])
-    dist.init_process_group("pair", store=dist.HashStore(), rank=0, world_size=2)
-    yield torch.nn.parallel.DistributedDataParallel
-    dist.destroy_process_group()
+def wrapped() -> Iterator[Callable[..., DistributedDataParallel]]:
+    """wrapped(module, rank=0, ranks=2, **options) -> a real DDP model on that rank of a job."""
+    yield pair.wrapped
+    pair.leave()

@@ -17,16 +17,7 @@ from flowcheck import attachment_link
 from flowcheck.attachment_link import Post, Who
 from flowcheck.records import Bye, Flows, Record, State
 
-TOKEN = b"a token that only tests have"
-LONGEST = 40.0
-
-
-def until(true: Callable[[], Any]) -> None:
-    """Wait for what another thread does."""
-    deadline = time.monotonic() + LONGEST
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
+from .hand_node import LONGEST, TOKEN, HandNode, until
 
 
 class Made(Post):
@@ -38,7 +29,7 @@ class Made(Post):
 
 
 @pytest.fixture
-def post(hand_node: Any) -> Iterator[Callable[..., Made]]:
+def post(hand_node: HandNode) -> Iterator[Callable[..., Made]]:
     """post(opening=list, **fields of Who) -> one that has been started, towards the hand-made node."""
     made: list[Made] = []
 

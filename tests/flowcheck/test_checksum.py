@@ -138,6 +138,13 @@ def test_an_element_of_16_bytes_has_no_checksum() -> None:
         checksum(torch.zeros(2, dtype=torch.complex128))
 
 
+def test_it_is_computed_where_the_tensor_is() -> None:
+    """On a device without memory of its own: whatever was made on the CPU would not fit to it."""
+    tensor = torch.empty(65536 + 3, device="meta")
+    assert checksum_on_device(tensor).device == tensor.device
+    assert checksum_on_device(torch.empty(0, device="meta")).device == tensor.device
+
+
 def test_checksums_by_name_in_the_given_order() -> None:
     tensors = {"b": noise(torch.float32, 9, 1), "a": noise(torch.float32, 9, 2), "c": torch.tensor(True)}
     found = checksums(tensors)

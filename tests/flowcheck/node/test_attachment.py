@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ import pytest
 import torch
 
 import flowcheck
-from flowcheck.attachment_link import QUEUE, Post, Who
 from flowcheck.checkpoint import tensor_sha256
-from flowcheck.errors import UserError
 from flowcheck.records import Flows, Joined, Limits, Link, Manifest, Record, RecordsError, State, Wanted, accept
 from flowcheck.synth import example_job
 from updater.reader import Reader
@@ -228,59 +225,6 @@ def test_what_records_say_and_when_there_is_none(train, port) -> None:
         assert records[rank][1].checksums.keys() == names and {"frozen", "norm.running_mean"} < names
 
 
-def test_a_full_queue_is_a_loss_that_is_said_and_not_a_wait(port) -> None:
-    """Records are never dropped one by one: the whole connection is given up, and the next begins anew."""
-    connections: list[int] = []
-
-    def slow(sock: socket.socket, link: Link) -> None:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connections.append(1)
-        accept(link, TOKEN.encode())
-        link.send(Joined(0))
-
-    host, _, number = port(slow).rpartition(":")
-    said: list[str] = []
-    post = Post((host, int(number)), TOKEN.encode(), Who("run", 0, 0, 2, ""), list, said.append)
-    post.start()
-    assert post.tried.wait(20)
-    assert post.answered.wait(20) and post.joined == 0
-    padding = {"x": "y" * 20000}
-    begin, slowest = time.monotonic(), 0.0
-    while not post.lost and time.monotonic() - begin < 60:
-        before = time.monotonic()
-        post.put(Record(0, [padding]))
-        slowest = max(slowest, time.monotonic() - before)
-    assert post.lost == 1 and not post.put(Record(0)) and slowest < 1.0
-    assert f"more than {QUEUE} iterations behind" in post.why
-    deadline = time.monotonic() + 60
-    while len(connections) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(connections) == 2  # it came back by itself
-    post.close(Record(0), 0.1)
-
-
-@pytest.mark.parametrize(("node", "token", "what"), [
-    ("nowhere", TOKEN, "no address"), ("host:0", TOKEN, "no address"), ("host:99999", TOKEN, "no address"),
-    ("host:1", "short", "token of 5 characters"),
-])  # fmt: skip
-def test_arguments_that_cannot_be_are_refused_at_once(node: str, token: str, what: str) -> None:
-    with pytest.raises(UserError, match=what):
-        flowcheck.attach(torch.nn.Linear(1, 1), None, node=node, token=token)
-
-
-@pytest.mark.parametrize("odd", [{"every": -1}, {"every": "100"}, {"epoch": 1.5}, {"iteration": -3}, {"wait": -1.0},
-                                 {"wait": float("inf")}, {"wait": float("nan")}])  # fmt: skip
-def test_numbers_that_cannot_be_are_refused_at_once(odd: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"{next(iter(odd))}: .* is no "):
-        flowcheck.attach(torch.nn.Linear(1, 1), None, node="host:1", token=TOKEN, **odd)
-
-
-def test_what_is_no_ddp_model_is_named() -> None:
-    model = torch.nn.Linear(2, 2)
-    attachment = flowcheck.attach(model, torch.optim.SGD(model.parameters()), node="127.0.0.1:9", token=TOKEN)
-    assert attachment.state == "refused" and "model: is a Linear" in attachment.why
-
-
 def test_a_parameter_that_somebody_else_may_step_is_named(tmp_path: Path) -> None:
     """DDP reduces its gradient; an optimizer that is not told of here would change it unseen."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -293,12 +237,3 @@ def test_a_parameter_that_somebody_else_may_step_is_named(tmp_path: Path) -> Non
             assert attachment.state == "refused" and why in attachment.why
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_a_model_that_cannot_be_followed_trains_on(caplog: pytest.LogCaptureFixture) -> None:
-    model = torch.nn.Linear(2, 2)
-    attachment = flowcheck.attach(model, torch.optim.Adagrad(model.parameters()), node="127.0.0.1:9", token=TOKEN)
-    assert attachment.state == "refused" and "Adagrad is not followed" in attachment.why
-    attachment.step()
-    attachment.close()
-    assert "Adagrad" in caplog.text

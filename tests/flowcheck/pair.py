@@ -1,0 +1,50 @@
+"""One rank of a DDP job whose other rank needs no process: a process group for torch, made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Pair(dist.ProcessGroup):
+    """The other ranks' gradients are zeros and their model is this one's, so nothing has to be sent."""
+
+    def getBackendName(self) -> str:
+        return "pair"
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        return self._done(tensors)
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        return self._done(tensors)
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> Any:
+        for gathered, mine in zip(outputs, inputs, strict=True):
+            for output in gathered:
+                output.copy_(mine)
+        return self._done(outputs)
+
+    @staticmethod
+    def _done(result: Any) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(result)
+        return torch._C._distributed_c10d._create_work_from_future(future)
+
+
+def leave() -> None:
+    """No group is left for the tests that follow."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def wrapped(module: torch.nn.Module, *, rank: int = 0, ranks: int = 2, **options: Any) -> DistributedDataParallel:
+    """A real DDP model, on one rank of a job."""
+    if not hasattr(dist.Backend, "PAIR"):
+        dist.Backend.register_backend("pair", lambda store, rank, size, wait: Pair(rank, size), devices=["cpu"])
+    if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, ranks):
+        leave()
+        dist.init_process_group("pair", store=dist.HashStore(), rank=rank, world_size=ranks)
+    return DistributedDataParallel(module, **options)
