@@ -38,7 +38,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/verdict.py": [f"{FLOW}/test_verdict.py"],
     "flowcheck/judging.py": [f"{FLOW}/test_judging.py"],
     "flowcheck/labels.py": [f"{FLOW}/test_labels.py"],
-    "flowcheck/streams.py": [f"{FLOW}/test_streams.py"],
+    "flowcheck/streams.py": [f"{FLOW}/test_streams.py", f"{FLOW}/test_streams_run.py"],
     "flowcheck/evidence.py": [f"{FLOW}/test_evidence.py"],
     "flowcheck/replica.py": [f"{FLOW}/test_replica.py"],
     "flowcheck/session.py": [f"{FLOW}/test_session.py", f"{FLOW}/test_session_report.py"],
