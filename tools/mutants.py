@@ -42,7 +42,9 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/evidence.py": [f"{FLOW}/test_evidence.py"],
     "flowcheck/replica.py": [f"{FLOW}/test_replica.py"],
     "flowcheck/session.py": [f"{FLOW}/test_session.py", f"{FLOW}/test_session_report.py"],
-    "flowcheck/records.py": [f"{FLOW}/test_records.py", f"{FLOW}/test_records_opening.py"],
+    "flowcheck/records.py": [
+        f"{FLOW}/test_records.py", f"{FLOW}/test_records_deadlines.py", f"{FLOW}/test_records_opening.py",
+    ],
     "flowcheck/checkpoint.py": [f"{FLOW}/test_checkpoint.py"],
     "flowcheck/durable.py": [f"{FLOW}/test_durable.py", f"{FLOW}/test_checkpoint.py"],
     "flowcheck/checksum.py": [f"{FLOW}/test_checksum.py"],
