@@ -282,9 +282,8 @@ def test_values_that_the_optimizer_cannot_use_end_the_chain(live) -> None:
     at.state(2)
     line = at.step(2, clip=-1.0)
     assert (line.published, line.status) == (False, "lost")
-    assert at.lost == [
-        "iteration 7 cannot be applied: the clip coefficient of a step is a finite number of at least 0, found -1.0"
-    ]
+    (why,) = at.lost
+    assert why.startswith("iteration 7 cannot be applied: the clip coefficient") and why.endswith("found -1.0")
     assert at.session.serves == 6 and at.values() == alike(1.0)  # the last good one stays
 
 
