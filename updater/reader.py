@@ -37,6 +37,7 @@ class Reader:
         self._store, self._path = Store.read(path), path
         for what, wanted in (("run_id", run_id), ("epoch", epoch)):
             if wanted is not None and self._store.layout[what] != wanted:
+                self.close()
                 raise ReplicaError(f"{path}: belongs to {what} {self._store.layout[what]!r}, not {wanted!r}")
 
     @property

@@ -123,6 +123,17 @@ class Replica:
         one of the file. Raises ReplicaError if the file is torn, foreign, or being written to.
         """
         store = Store.attach(path)
+        try:
+            return cls._over(store, path, run_id, epoch, dialect, threads)
+        except BaseException:
+            store.close()  # whoever keeps the error must not keep the lock
+            raise
+
+    @classmethod
+    def _over(
+        cls, store: Store, path: Path, run_id: str | None, epoch: int | None, dialect: Dialect | None, threads: int
+    ) -> Replica:
+        """The replica that lies in an attached file."""
         layout = store.layout
         for what, wanted in (("run_id", run_id), ("epoch", epoch)):
             if wanted is not None and layout[what] != wanted:

@@ -159,6 +159,7 @@ class Store:
         store = cls(memory, fd, layout, constants, first, stride)
         for slot in range(store.slots):
             if store.word(slot) is None:
+                store.close()
                 raise ReplicaError(f"{path}: not a replica that can be used: the word of slot {slot} is damaged")
         return store
 
