@@ -45,8 +45,8 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/records.py": [
         f"{FLOW}/test_records.py", f"{FLOW}/test_records_deadlines.py", f"{FLOW}/test_records_opening.py",
     ],
-    "flowcheck/checkpoint.py": [f"{FLOW}/test_checkpoint.py"],
-    "flowcheck/durable.py": [f"{FLOW}/test_durable.py", f"{FLOW}/test_checkpoint.py"],
+    "flowcheck/checkpoint.py": [f"{FLOW}/test_checkpoint.py", f"{FLOW}/test_checkpoint_reading.py"],
+    "flowcheck/durable.py": [f"{FLOW}/test_durable.py"],
     "flowcheck/checksum.py": [f"{FLOW}/test_checksum.py"],
     "flowcheck/attachment.py": [f"{FLOW}/test_attachment.py"],
     "flowcheck/attachment_link.py": [f"{FLOW}/test_attachment_link.py"],
@@ -61,10 +61,11 @@ MODULES: dict[str, list[str]] = {
     "updater/layout.py": [f"{UPDATER}/test_layout.py"],
     "updater/optimizers.py": [f"{UPDATER}/test_optimizers.py"],
     "updater/dialects.py": [f"{UPDATER}/test_dialects.py"],
-    "updater/replica.py": [f"{UPDATER}/test_replica.py"],
+    "updater/replica.py": [f"{UPDATER}/test_replica.py", f"{UPDATER}/test_replica_states.py"],
     "updater/slot.py": [f"{UPDATER}/test_slot.py", f"{UPDATER}/test_replica.py"],
-    "updater/store.py": [f"{UPDATER}/test_store.py", f"{UPDATER}/test_shared.py"],
-    "updater/reader.py": [f"{UPDATER}/test_reader.py", f"{UPDATER}/test_shared.py"],
+    "updater/store.py": [f"{UPDATER}/test_store.py"],
+    "updater/reader.py": [f"{UPDATER}/test_reader.py"],
+    "updater/step.py": [f"{UPDATER}/test_step.py"],
     "updater/verify.py": [f"{UPDATER}/test_verify.py"],
 }
 

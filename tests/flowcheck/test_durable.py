@@ -1,4 +1,5 @@
 """Files that survive a kill and a power cut: what is on the disk at which moment, and what every failure leaves."""
+import contextlib
 import ctypes
 import errno
 import os
@@ -199,19 +200,21 @@ def test_a_name_that_something_else_has_is_left_alone(tmp_path, make):
     assert identity(tmp_path / "taken") == before and len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def small_files():
     """No file may grow beyond 100 bytes: a real write that fails half-way."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_a_write_that_fails_leaves_the_old_content_and_nothing_aside(tmp_path, small_files):
+def test_a_write_that_fails_leaves_the_old_content_and_nothing_aside(tmp_path):
     (tmp_path / "a").write_bytes(b"old")
     opened = open_descriptors()
-    with pytest.raises(EnvironmentProblem) as caught:
+    with pytest.raises(EnvironmentProblem) as caught, small_files():
         write_atomic(tmp_path / "a", bytes(101))
     assert str(caught.value) == (
         f"{tmp_path}/a: cannot be written: File too large\n"
@@ -219,7 +222,8 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_aside(tmp_path, s
     )
     assert (tmp_path / "a").read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["a"]
     assert open_descriptors() == opened
-    write_atomic(tmp_path / "a", bytes(100))
+    with small_files():
+        write_atomic(tmp_path / "a", bytes(100))
     assert (tmp_path / "a").read_bytes() == bytes(100)
 
 
