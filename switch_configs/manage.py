@@ -7,14 +7,15 @@
 Idempotent: the same session, active, is left alone. A session that differs is replaced. Before anything is typed,
 a name, number, source or destination that somebody else uses is refused (SONiC's rules for every vendor), and so is
 somebody else's change that waits for its confirmation, because ours would confirm it.
-After a failure in the middle the state before is restored: candidate thrown away, or what was typed removed and the
-session that was there typed again as the switch had printed it, even if it was broken (restore.py). Where the
+After a failure or Ctrl-C in the middle the state before is restored: candidate thrown away, or what was typed removed
+and the session that was there typed again as the switch had printed it, even if it was broken (restore.py). Where the
 platform has a timed undo it runs until the session was read back; if flowcheck dies meanwhile, the switch undoes the
 change by itself, or the next apply finds the timer and confirms.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import shlex
@@ -112,6 +113,10 @@ class Manager:
             state = self._settled()
         except DeviceError as error:
             self._undo(difference, "abort", error)
+        except KeyboardInterrupt:  # what was typed must not stay because somebody has lost patience
+            with contextlib.suppress(DeviceError):  # which says that it was taken back, or what became of it
+                self._undo(difference, "abort", DeviceError("interrupted", where=self.session.leaf))
+            raise
         self._require(state, difference, "applied, but not active")
         confirm = () if difference.confirms else self._render().confirm
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import typer
 from rich.console import Console
 
 from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.interrupts import handled
 
 __all__ = ["switch"]
 
@@ -214,7 +216,10 @@ def diff(
 ) -> None:  # fmt: skip
     """Compare the switches with the plan; exit status 1 if they differ."""
     changed = False
-    with _managers(plan_file, leaf, user, known_hosts, key) as managers:
+    with (
+        handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP),  # taken back as after Ctrl-C
+        _managers(plan_file, leaf, user, known_hosts, key) as managers,
+    ):
         for manager in managers:
             difference = manager.difference()
             _print_difference(manager, difference)
@@ -232,7 +237,10 @@ def apply(
     """Show what would be typed; with --commit type it, read it back, and undo it if it does not take."""
     from switch_configs.render import timed_undo, verified
 
-    with _managers(plan_file, leaf, user, known_hosts, key) as managers:
+    with (
+        handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP),  # taken back as after Ctrl-C
+        _managers(plan_file, leaf, user, known_hosts, key) as managers,
+    ):
         for manager in managers:
             difference = manager.difference()
             _print_difference(manager, difference)

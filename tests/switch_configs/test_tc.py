@@ -193,6 +193,35 @@ def test_killed_at_every_step_the_next_apply_and_remove_clear_up(bridged) -> Non
     assert number >= 7  # a port given up, two qdiscs and four filters added
 
 
+def test_interrupted_at_every_step_the_session_before_is_back(bridged) -> None:
+    """Ctrl-C is heard when a command has been run; the apply takes back what it has typed, qdiscs too."""
+    apply(manager(bridged, "ingress", ("va",), classifier="u32"))  # an earlier plan of ours
+    before, qdiscs = manager(bridged).show().mine, bridged.tc("qdisc", "show").count("clsact")
+    number = 0
+    while True:
+        m = manager(bridged, classifier="u32")
+        difference = m.difference()
+        run, left = m._run, iter(range(number, -1, -1))
+
+        def interrupted(line: str, check: bool = True, run=run, left=left) -> str:
+            answer = run(line, check)
+            if ("add" in line or "del" in line) and next(left, -1) == 0:
+                raise KeyboardInterrupt
+            return answer
+
+        m._run = interrupted  # type: ignore[method-assign]
+        try:
+            m.apply(difference)
+        except KeyboardInterrupt:
+            now = manager(bridged).show().mine
+            assert (now.sources, now.destination) == (before.sources, before.destination), number
+            assert bridged.tc("qdisc", "show").count("clsact") == qdiscs, number
+            number += 1
+            continue
+        break
+    assert number >= 6 and m.show().mine.same_as(m.session)
+
+
 def test_the_qdisc_goes_if_we_added_it_and_stays_if_not(bridged) -> None:
     bridged.tc("qdisc", "add", "dev", "vb", "clsact")
     m = manager(bridged)
