@@ -22,6 +22,8 @@ from updater.dialects import Dialect
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
+from ..forks import fork
+
 PARAMETERS = {
     "z.weight": torch.arange(6, dtype=torch.float32).reshape(2, 3) / 7,
     "mask": torch.tensor([True, False, True]),
@@ -165,7 +167,7 @@ def check_directory(out, old, new):
 
 def killed_at(n, work):
     """Run work() in a child that kills itself at its n-th call; False when it got to the end."""
-    pid = os.fork()
+    pid = fork()
     if not pid:
         with AtCall(n, lambda: os.kill(os.getpid(), signal.SIGKILL)):
             work()

@@ -22,6 +22,7 @@ from updater.reader import Reader
 from updater.replica import Replica
 from updater.store import _CRC_AT, _HEADER, Store
 
+from ..forks import fork
 from .test_kernels import assert_equal, compare
 from .test_shared import advance, fresh, layout, state_bits, undisturbed
 
@@ -74,7 +75,7 @@ def test_huge_pages_carry_a_replica(mounted):
 def forked(work):
     """Run work(report) in a child; report(b"x") wakes us. Returns its pid after the first report."""
     start, end = os.pipe()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         try:
             work(lambda: os.write(end, b"!"))
@@ -143,7 +144,7 @@ def test_a_fork_of_the_writer_is_not_a_second_writer(shm):
     """The lock belongs to the open file, which a fork shares: it must not be let go of when the child ends."""
     path = shm / "replica"
     replica = fresh(path)
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)

@@ -20,6 +20,8 @@ from updater.reader import Reader
 from updater.replica import Replica
 from updater.slot import SlotState
 
+from ..forks import fork
+
 SIZES = {"w": (70, 300), "b": (5001,)}
 
 
@@ -61,7 +63,7 @@ CHILD = """
 import sys; sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from updater.replica import Replica
-import test_shared as here
+import tests.updater.test_shared as here
 replica = Replica.attach(Path(sys.argv[1]), run_id="run", epoch=3, threads=int(sys.argv[3]))
 print(replica.current.step, flush=True)
 for line in sys.stdin:  # "go": advance until killed
@@ -72,7 +74,7 @@ for line in sys.stdin:  # "go": advance until killed
 
 def child(path, threads=0):
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", CHILD, str(path), str(Path(__file__).parent), str(threads)],
+        [sys.executable, "-W", "ignore", "-c", CHILD, str(path), str(Path(__file__).parents[2]), str(threads)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
@@ -98,7 +100,7 @@ def kill_and_compare(shm, times, seed):
     at, rng, last, moved = undisturbed(), random.Random(seed), 0, 0
     for kill in range(times):
         start, end = os.pipe()
-        pid = os.fork()
+        pid = fork()
         if pid == 0:  # only os._exit or a signal ends this process
             try:
                 replica = Replica.attach(path, run_id="run", epoch=3, threads=kill % 3)
@@ -185,7 +187,7 @@ def test_a_pin_ends_with_its_process(shm):
     path = shm / "replica"
     replica = fresh(path, slots=2)
     ready, go = os.pipe()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         with Reader(path).pinned():
             os.write(go, b"!")
