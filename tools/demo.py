@@ -116,11 +116,11 @@ def lab_impossible() -> str:
     return ""
 
 
-def train_live(out: Path) -> NoReturn:
+def train_live(name: str, out: Path) -> NoReturn:
     """The command a user would run takes the place of this process: who interrupts the demo interrupts the lab, which
     takes down what it has built. Its last lines are the proof, its exit status says whether all was equal."""
     command: list[str | Path] = [
-        Path(sys.executable).with_name("flowcheck"), "lab", "run", "--name", "demo", "--ranks", "4",
+        Path(sys.executable).with_name("flowcheck"), "lab", "run", "--name", name, "--ranks", "4",
         "--mirror", "0,1,2", "--iterations", "30", "--step-time", "8", "--out", out,
     ]  # fmt: skip
     words = [os.path.relpath(word, ROOT) if isinstance(word, Path) else word for word in command]
@@ -133,12 +133,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Replay captures of made-up jobs and prove the checkpoints.")
     parser.add_argument("names", nargs="+", type=Path)
     parser.add_argument("--lab", action="store_true", help="a live training job, if this machine allows it")
+    parser.add_argument("--name", default="demo", help="of the lab; two with different names do not meet")
     parser.add_argument("--out", type=Path, default=ROOT / "out")
     options = parser.parse_args()
     if options.lab:
         why = lab_impossible()
         if not why:
-            train_live(options.out / "lab")
+            train_live(options.name, options.out / "lab")
         print(f"NO LIVE TRAINING: {why}.\nRun `sudo make demo` for it. Captures are replayed instead:", flush=True)
     return 0 if all(prove(ROOT / name, options.out / name.name) for name in options.names) else 1
 
