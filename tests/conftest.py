@@ -18,8 +18,14 @@ ROOT = Path(__file__).resolve().parents[1]
 CAPTURES = ROOT.parent / "shared" / "captures"
 JOBS = ROOT / "tests" / "data" / "jobs"
 
-# No test is a timed test: an example may take as long as a busy machine lets it.
-hypothesis.settings.register_profile("untimed", deadline=None)
+# No test is a timed test: an example may take as long as a busy machine lets it. The first failing example is shown as
+# it was found: making it smaller takes minutes and gigabytes where an example is a whole training, which looks like a
+# hang. To have it done: pytest --hypothesis-profile=shrink.
+Phase = hypothesis.Phase
+hypothesis.settings.register_profile("shrink", deadline=None)
+hypothesis.settings.register_profile(
+    "untimed", deadline=None, report_multiple_bugs=False, phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
 hypothesis.settings.load_profile("untimed")
 
 
