@@ -20,6 +20,8 @@ import pytest
 
 from dataplane.counters import PF_EXITING
 
+from ..links import wait_for_links
+
 pydpdk = pytest.importorskip("dataplane.pydpdk", reason="the DPDK binding was not built")
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "captures"
@@ -222,10 +224,15 @@ class Veth:
         for where in ("all", "default"):  # no packet but ours
             Path(f"/proc/sys/net/ipv6/conf/{where}/disable_ipv6").write_text("1")
         self.ip("link", "add", self.near, "mtu", str(mtu), "type", "veth", "peer", "name", self.far, "mtu", str(mtu))
-        self.ip("link", "set", self.near, "up")
-        self.ip("link", "set", self.far, "up")
+        self.up()
         self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
         self.socket.bind((self.far, 0))
+
+    def up(self) -> None:
+        """Both ends; frames that are sent from now on arrive."""
+        for end in (self.near, self.far):
+            self.ip("link", "set", end, "up")
+        wait_for_links(self.ip, self.near, self.far)
 
     def ip(self, *words: str) -> str:
         return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout

@@ -61,7 +61,7 @@ class Feed:
         return c["received"] + c["nic_missed"] + c["errors"] + c["no_mbuf"] + c["kernel_ring_full"]
 
     def wait(self, count):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while self.arrived() < count:
             assert time.monotonic() < deadline, self.source.summary()
             time.sleep(0.002)
@@ -162,7 +162,7 @@ def test_interface_that_vanishes(feed, captures, kind):
     it.wait(50)
     it.veth.ip("link", "delete", it.veth.near)
     reader, packets = RingReader(it.source.ring_addresses[0]), []
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not reader.drained:
         assert time.monotonic() < deadline
         packets += reader.take()
@@ -178,7 +178,7 @@ def test_interface_goes_down_and_up_again(feed, captures):
     it.send(frames)
     it.wait(50)
     it.veth.ip("link", "set", it.veth.near, "down")
-    it.veth.ip("link", "set", it.veth.near, "up")
+    it.veth.up()
     it.send(frames)
     it.wait(100)
     it.source.stop()
@@ -225,7 +225,7 @@ def test_loopback(eal, veth, captures):
             sender.bind(("lo", 0))
             for frame in [*frames, *large]:
                 sender.send(frame)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while source.counters()["received"] < 2 * 22:  # lo shows a packet as it leaves and as it comes
             assert time.monotonic() < deadline
         source.stop()
@@ -477,7 +477,7 @@ def test_hold_gives_back_what_the_consumer_releases(feed, captures):
     it.source.start()
     reader, sent, taken = RingReader(it.source.ring_addresses[0]), 0, 0
     frames = [r.data for r in captures.records(8, sizes=(60,))]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while sent < 2 * it.pool.count:
         it.send(frames)
         sent += 8

@@ -15,12 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from ..links import wait_for_links
+
 PREFIX = "flowcheck"
 ETH_P_ALL = 3
+HANG = 60.0  # seconds; longer than anything here takes on the slowest machine
 
 
 def sh(*words: str, check: bool = True) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30)
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert not check or done.returncode == 0, (words, done.stderr)
     return done.stdout
 
@@ -54,6 +57,7 @@ class Bed:
         for end in (port, f"{port}0"):
             sh("ip", "netns", "exec", self.netns, "sysctl", "-qw", f"net.ipv6.conf.{end}.disable_ipv6=1", check=False)
             self.ip("link", "set", end, "up")
+        wait_for_links(self.ip, port, f"{port}0")
 
     def socket(self, end: str) -> socket.socket:
         """Packet socket on a far end; opened inside the namespace, used from outside."""
@@ -83,23 +87,34 @@ class Bed:
                 frames.append(frame)
 
     def send(self, count: int = 10, size: int = 4168, source: str = "va0", target: str = "vb0") -> list[bytes]:
-        """RoCE-sized frames from one far end to the other; returns what the collector got, when no more comes."""
+        """RoCE-sized frames from one far end to the other; returns what the collector got. A switch copies a frame
+        before or as it forwards it, so no more comes soon after the last one has arrived."""
         if "vm0" in self.links():
             self.socket("vm0")
+        self.drain(target)
         mac = {end: bytes.fromhex(self.mac(end).replace(":", "")) for end in (source, target)}
         for number in range(count):
             head = mac[target] + mac[source] + b"\x88\xb5" + number.to_bytes(4, "big")
             self.socket(source).send(head + bytes(size - len(head)))
+        end = time.monotonic() + HANG
+        while (arrived := len(self.ours(target))) < count:
+            assert time.monotonic() < end, f"{count} frames of {source} have not reached {target}"
+            count -= arrived
+            time.sleep(0.001)
         frames: list[bytes] = []
         quiet = time.monotonic() + 0.15
         while time.monotonic() < quiet:
-            new = [f for f in self.drain("vm0") if f[12:14] == b"\x88\xb5"] if "vm0" in self.sockets else []
+            new = self.ours("vm0") if "vm0" in self.sockets else []
             if new:
                 frames += new
                 quiet = time.monotonic() + 0.15
             else:
                 time.sleep(0.01)
         return frames
+
+    def ours(self, end: str) -> list[bytes]:
+        """Frames of `send` that have come to a far end."""
+        return [frame for frame in self.drain(end) if frame[12:14] == b"\x88\xb5"]
 
     def mac(self, end: str) -> str:
         return self.ip("-br", "link", "show", end).split()[2]
@@ -156,6 +171,7 @@ def bridged(bed: Bed) -> Bed:
     bed.ip("link", "set", f"{PREFIX}br", "mtu", str(bed.mtu), "up")
     for port in ("va", "vb"):
         bed.ip("link", "set", port, "master", f"{PREFIX}br")
+    wait_for_links(bed.ip, "va", "vb", f"{PREFIX}br")
     return bed
 
 
@@ -166,7 +182,7 @@ class Ovs:
 
     def __call__(self, program: str, *words: str, check: bool = True) -> str:
         env = {**os.environ, "OVS_RUNDIR": str(self.rundir)}
-        done = subprocess.run([program, *words], env=env, capture_output=True, text=True, check=False, timeout=30)
+        done = subprocess.run([program, *words], env=env, capture_output=True, text=True, check=False)
         assert not check or done.returncode == 0, (program, words, done.stderr)
         return done.stdout
 
@@ -185,7 +201,7 @@ def ovs(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ovs]:
     def start(*words: str, ready: Callable[[], bool]) -> None:
         with (run / "log").open("ab") as log:
             started.append(subprocess.Popen([*inside, *words], env=env, stdout=log, stderr=log))
-        end = time.monotonic() + 20
+        end = time.monotonic() + HANG
         while not ready():
             assert started[-1].poll() is None and time.monotonic() < end, (run / "log").read_text()[-2000:]
             time.sleep(0.02)

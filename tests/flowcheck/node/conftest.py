@@ -24,9 +24,11 @@ from flowcheck.records import Flows, Link, Manifest, Record, State, greet
 from flowcheck.synth import Synthesis, generate
 from flowcheck.tensors import header, packed_bytes, pieces
 
+from ...links import wait_for_links
+
 TOKEN = b"a token that only tests have"
 CLONE_NEWNET = 0x40000000
-LONGEST = 40.0  # seconds that anything may take; a shared machine is slow
+LONGEST = 240.0  # seconds that anything may take: it bounds what hangs, not what a busy machine does slowly
 
 
 class Lan:
@@ -40,11 +42,12 @@ class Lan:
         self._ip("link", "add", self.near, "mtu", "9000", "type", "veth", "peer", "name", self.far, "mtu", "9000")
         for end in (self.near, self.far):
             self._ip("link", "set", end, "up")
+        wait_for_links(self._ip, self.near, self.far)
         self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
         self.socket.bind((self.far, 0))
 
-    def _ip(self, *words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True)
+    def _ip(self, *words: str) -> str:
+        return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
     def send(self, frames: Sequence[bytes]) -> None:
         for number, frame in enumerate(frames):
@@ -140,7 +143,7 @@ class NodeProcess:
     def close(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(10)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -188,7 +191,9 @@ class Trainer:
     def __init__(self, address: tuple[str, int], job: Job, rank: int = 0, *, token: bytes = TOKEN, group: str = "",
                  **other: Any) -> None:
         self.job, self.rank = job, rank
-        self.link = Link(socket.create_connection(address, timeout=LONGEST))
+        sock = socket.create_connection(address, timeout=LONGEST)
+        self.name = "{}:{}".format(*sock.getsockname())  # as the node calls this peer
+        self.link = Link(sock)
         said = {"run_id": job.run_id, "epoch": job.epoch, "rank": rank, "ranks": job.communicator.ranks} | other
         try:
             greet(self.link, token, group=group, **said)
