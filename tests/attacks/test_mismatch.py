@@ -49,7 +49,7 @@ def replay(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_the_command_itself(traffic: Path, tmp_path: Path) -> None:
     """One run as a process of its own: status, streams, no traceback."""
     command = [sys.executable, "-P", "-m", "flowcheck", "replay", "nowhere.pcap", "--job", str(traffic / "job.json")]
-    result = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=280)
     refused(result, tmp_path, "nowhere.pcap")
 
 

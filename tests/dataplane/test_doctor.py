@@ -288,7 +288,7 @@ def test_cpu_lists():
 def flowcheck(*words):
     root = Path(__file__).resolve().parents[2]
     return subprocess.run(
-        [sys.executable, "-m", "flowcheck", *words], cwd=root, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "flowcheck", *words], cwd=root, capture_output=True, text=True, timeout=280
     )
 
 

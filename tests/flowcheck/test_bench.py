@@ -19,7 +19,7 @@ FIELDS = {"name", "value", "unit", "limit", "ratio", "target", "p10", "p90", "ro
 
 def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-P", "-m", "flowcheck", "bench", *arguments], capture_output=True, text=True, timeout=200
+        [sys.executable, "-P", "-m", "flowcheck", "bench", *arguments], capture_output=True, text=True, timeout=280
     )
 
 

@@ -23,7 +23,7 @@ COMMAND = [sys.executable, "-P", "-c", "from flowcheck.cli import main; main()",
 
 def inspect(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=280, check=False
     )
 
 

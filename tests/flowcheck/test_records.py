@@ -286,7 +286,7 @@ def test_a_connection_that_is_reset(host: str) -> None:
         assert host == "::1"
         pytest.skip(f"no IPv6 here: {error}")
     with server:
-        far = socket.create_connection(server.getsockname()[:2], timeout=10)
+        far = socket.create_connection(server.getsockname()[:2], timeout=60)
         link = Link(server.accept()[0])
     peer = f"{host}:{far.getsockname()[1]}"
     assert link.peer == peer

@@ -45,7 +45,7 @@ def run_apart(*words: str, status: int | None = 0, netns: str = "") -> str:
     prefix = ["ip", "netns", "exec", netns] if netns else []
     done = subprocess.run(
         [*prefix, sys.executable, "-P", "-m", "flowcheck", *words], cwd=ROOT, capture_output=True, text=True,
-        check=False, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False, timeout=280, env=os.environ | {"PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert status is None or done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stderr

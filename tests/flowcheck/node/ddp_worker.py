@@ -88,7 +88,7 @@ def main() -> None:
             print(json.dumps({"node": node, "step": step, "state": attachment.state, "why": attachment.why,
                               "took": took, "hashes": state}), flush=True)  # fmt: skip
             step += 1
-        attachment.close(1.0)
+        attachment.close(float(wait))
         print(json.dumps({"node": node, "closed": attachment.state}), flush=True)
     dist.destroy_process_group()
 

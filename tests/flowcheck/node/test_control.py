@@ -88,7 +88,7 @@ class NotedGroup:
         self.said.put((letter.message, {name: tensor.tolist() for name, tensor in letter.tensors.items()}))
 
     def next(self) -> Any:
-        return self.said.get(timeout=10)
+        return self.said.get(timeout=60)
 
 
 def framed(message: Any, size: int = 0) -> bytes:

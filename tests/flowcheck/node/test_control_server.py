@@ -56,7 +56,7 @@ class Port:
 
     def connect(self) -> Link:
         host, _, port = self.server.address.rpartition(":")
-        self.links.append(Link(socket.create_connection((host.strip("[]"), int(port)), timeout=10)))
+        self.links.append(Link(socket.create_connection((host.strip("[]"), int(port)), timeout=60)))
         return self.links[-1]
 
     def attach(self, rank: int = 0, token: bytes = TOKEN, group: str = "") -> Link:
@@ -105,11 +105,11 @@ def test_a_trainer_with_the_token_reaches_its_group(port: Callable[..., Port]) -
     one = port()
     link = one.attach(rank=2)
     assert link.receive(wait=10)[0] == Wanted([], "welcome")
-    assert one.group.said.get(timeout=10) == (("run", 3, 4), 2, "first")
+    assert one.group.said.get(timeout=60) == (("run", 3, 4), 2, "first")
     link.send(Flows([]))
-    assert one.group.said.get(timeout=10) == Flows([])
+    assert one.group.said.get(timeout=60) == Flows([])
     link.send(Bye())
-    assert one.group.said.get(timeout=10) == Bye() and one.group.said.get(timeout=10) == ("left", 2)
+    assert one.group.said.get(timeout=60) == Bye() and one.group.said.get(timeout=60) == ("left", 2)
     assert one.ended(link) and one.events.empty()
 
 
@@ -123,7 +123,7 @@ def test_a_trainer_that_is_not_let_in_is_told_why(port: Callable[..., Port], opt
     with pytest.raises(RecordsError, match="connection closed"):
         link.receive(wait=10)
     peer = "{}:{}".format(*link._socket.getsockname())
-    assert one.events.get(timeout=10) == ("connection", {"peer": peer, "why": why})
+    assert one.events.get(timeout=60) == ("connection", {"peer": peer, "why": why})
     assert one.group.said.empty()
 
 
@@ -131,7 +131,7 @@ def test_a_wrong_token_is_told_and_noted(port: Callable[..., Port]) -> None:
     one = port()
     with pytest.raises(RecordsError, match="refused: the token is wrong"):
         one.attach(token=b"another token of the tests")
-    event, fields = one.events.get(timeout=10)
+    event, fields = one.events.get(timeout=60)
     assert (event, fields["why"]) == ("connection", "the token is wrong")
     assert one.group.said.empty()
 
@@ -142,9 +142,9 @@ def test_a_rule_broken_by_one_is_noted_and_the_others_go_on(port: Callable[..., 
     bad.receive(wait=10)
     bad.send(Wanted([], ""))
     assert bad.receive(wait=10)[0] == Refused("a Wanted from a trainer")
-    assert one.events.get(timeout=10)[1]["why"] == "a Wanted from a trainer"
+    assert one.events.get(timeout=60)[1]["why"] == "a Wanted from a trainer"
     good.send(Flows([]))
-    while one.group.said.get(timeout=10) != Flows([]):
+    while one.group.said.get(timeout=60) != Flows([]):
         pass
 
 
@@ -154,7 +154,7 @@ def test_as_many_connections_as_the_settings_allow_known_or_not(port: Callable[.
     assert silent._socket.recv(1) == b"F"  # its challenge: it is counted
     assert one.ended(one.connect())  # without a challenge
     known.send(Bye())
-    assert one.group.said.get(timeout=10)[1:] == (0, "first")
+    assert one.group.said.get(timeout=60)[1:] == (0, "first")
     one.challenged()
 
 
@@ -162,7 +162,7 @@ def test_a_connection_that_came_to_nothing_gives_its_place_back(port: Callable[.
     one = port(connections=1)
     for _ in range(3):
         one.challenged().close()
-        assert "connection" in one.events.get(timeout=10)[1]["why"]
+        assert "connection" in one.events.get(timeout=60)[1]["why"]
 
 
 def test_sockets_and_threads_of_a_connection(port: Callable[..., Port], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from .group_scene import FakeReplica, Scene, fake_sessions, small_job
 MODEL = {"model.layer0.weight": torch.zeros(2), "optimizer.layer0.weight.exp_avg": torch.ones(2),
          "optimizer.layer0.weight.step": torch.ones(()), "optimizer.layer0.bias.step": torch.ones(()),
          "model.layer0.bias": torch.zeros(1)}  # fmt: skip
-SECONDS = 30.0  # until a thread must have done something
+SECONDS = 120.0  # until a thread must have done something
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import output
 from flowcheck.node.output import Events, Hashes, Writer
 
-SECONDS = 30.0  # until a thread must have done something
+SECONDS = 120.0  # until a thread must have done something
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -94,17 +95,12 @@ def test_a_start_that_is_interrupted_is_taken_down(lan: Any, tmp_path: Path, num
 # -- the control port ------------------------------------------------------------------------------------------
 
 
-def _raw(node: Any, sent: bytes, seconds: float = 20.0) -> float:
-    """Send bytes that are no protocol; seconds until the node closes."""
-    begin = time.monotonic()
-    with socket.create_connection(node.address, timeout=seconds) as sock:
+def _raw(node: Any, sent: bytes) -> None:
+    """Send bytes that are no protocol; returns when the node has closed."""
+    with socket.create_connection(node.address, timeout=LONGEST) as sock, contextlib.suppress(ConnectionResetError):
         sock.sendall(sent)
-        while True:
-            try:
-                if not sock.recv(4096):
-                    return time.monotonic() - begin
-            except ConnectionResetError:
-                return time.monotonic() - begin
+        while sock.recv(4096):
+            pass
 
 
 def test_attacks_on_the_port_end_the_connection_and_nothing_else(start_node, attach, truth, lan) -> None:
@@ -123,7 +119,7 @@ def test_attacks_on_the_port_end_the_connection_and_nothing_else(start_node, att
         head(b"FCR1", 7, 0) + b"\xff\xfe\xfd{}[]",
         head(b"FCR1", 15, 0) + b'{"type": ["x"]}',
     ):
-        assert _raw(node, sent) < 15
+        _raw(node, sent)
     with pytest.raises(RecordsError, match="token"):
         attach(node, job, 1, token=b"sixteen letters and more")
     for fields, what in (
@@ -141,21 +137,22 @@ def test_attacks_on_the_port_end_the_connection_and_nothing_else(start_node, att
             other.expect(Wanted)
             raise AssertionError("it was let in")
         assert what in refused.value.what or "closed" in refused.value.what
-        node.wait("connection")
-        assert what in node.said("connection")[-1]["why"]
+        while what not in node.wait("connection")["why"]:
+            pass  # of those before
     _iteration(run, lan, good)
     assert node.wait("iteration", iteration=2)["published"]  # and the good one was not disturbed
 
 
 def test_slow_and_half_messages_have_a_deadline(start_node, attach, truth, lan) -> None:
-    """Slow-loris: six connections that drip fill the node for five seconds and not longer."""
+    """Slow-loris: six connections that drip do not fill the node for ever."""
     job = _job()
     node = start_node(extra="connections = 6")
-    begin = time.monotonic()
-    drips = [socket.create_connection(node.address, timeout=20) for _ in range(6)]
+    end = time.monotonic() + LONGEST
+    drips = [socket.create_connection(node.address, timeout=LONGEST) for _ in range(6)]
     try:
         ended = 0
-        while ended < len(drips) and time.monotonic() - begin < 30:
+        while ended < len(drips):
+            assert time.monotonic() < end, "they still fill the node"
             ended = 0
             for sock in drips:
                 try:
@@ -163,7 +160,6 @@ def test_slow_and_half_messages_have_a_deadline(start_node, attach, truth, lan) 
                 except OSError:
                     ended += 1
             time.sleep(0.2)
-        assert ended == 6 and time.monotonic() - begin < 30
     finally:
         for sock in drips:
             sock.close()
@@ -178,23 +174,25 @@ def test_messages_that_do_not_fit_the_job_are_refused(start_node, attach, truth,
     job = _job()
     node, run = start_node(), _run(truth, job, 2)
 
-    def ended() -> list[dict[str, Any]]:
-        return [line for line in node.lines if line["event"] in ("connection", "refused")]
-
     def refused(send: Any, rank: int = 1) -> str:
         """What the node says of the one who sends this."""
-        before = len(ended())
         trainer = attach(node, job, rank)
         trainer.expect(Wanted)
+        before = len(node.lines)
         send(trainer)
-        deadline = time.monotonic() + 30
-        while len(ended()) == before and time.monotonic() < deadline:
-            time.sleep(0.02)
         with pytest.raises(RecordsError):  # it is out
             while True:
-                trainer.link.receive(wait=30)
+                trainer.link.receive(wait=LONGEST)
         trainer.close()
-        return str(ended()[before]["why"])
+        end = time.monotonic() + LONGEST
+        while True:  # the one before may still be spoken of: its connection has ended
+            for line in node.lines[before:]:
+                if {"refused": line.get("rank") == rank, "connection": line.get("peer") == trainer.name}.get(
+                    line["event"], False
+                ):
+                    return str(line["why"])
+            assert time.monotonic() < end, node.lines[before:]
+            time.sleep(0.01)
 
     assert "rank 0" in refused(lambda t: t.manifest())
     other = Job.from_dict(job.to_dict() | {"run_id": "another"})
@@ -207,9 +205,10 @@ def test_messages_that_do_not_fit_the_job_are_refused(start_node, attach, truth,
     assert "Hello from a trainer" in refused(lambda t: t.link.send(Hello("", 0, 0, 2, "", "", "")))
     assert "Challenge from a trainer" in refused(lambda t: t.link.send(Challenge("00")))
     assert "payload" in refused(lambda t: t.send(Record(2), {"buffer.x": torch.zeros(1)}))
-    assert "different step records" in refused(
-        lambda t: (good.record(2, groups=[{"lr": 0.5}]), time.sleep(0.5), t.record(2, groups=[{"lr": 0.25}]))
-    )
+    good.record(2, groups=[{"lr": 0.5}])
+    good.record(400)
+    assert "iteration 400" in node.wait("waiting")["why"]  # so the record before it has been read
+    assert "different step records" in refused(lambda t: t.record(2, groups=[{"lr": 0.25}]))
     assert "checksum" in refused(lambda t: t.record(3, checksums={"no such tensor": "0" * 16}))
     other_flows = attach(node, job, 1)
     other_flows.link.send(Flows([{"src": 0, "dst": 1, "channel": 0}] * 3))  # its manifest has its own: not looked at
@@ -282,17 +281,17 @@ def test_a_withheld_record_makes_the_node_wait_and_say_so(start_node, attach, tr
 def test_a_record_is_waited_for_from_when_the_traffic_is_complete(start_node, attach, truth, lan) -> None:
     """An iteration may take longer than a record is waited for: gradients come while the backward pass goes on."""
     job = _job()
-    node, run = start_node(record_seconds=1.0), _run(truth, job, 2)
+    node, run = start_node(record_seconds=2.0), _run(truth, job, 2)
     trainer = attach(node, job)
     _join(trainer, run)
     made = run.traffic(2)
+    run.advance(made)
     frames = [frame for _, frame in made.packets]
     lan.send(frames[: len(frames) // 2])
-    time.sleep(2.5)  # the first half is there, and nothing waits for a record yet
+    time.sleep(3.0)  # the first half is there, and nothing waits for a record yet
     assert not node.said("waiting")
     lan.send(frames[len(frames) // 2 :])
     assert node.wait("waiting")["iteration"] == 2
-    run.advance(made)
     trainer.record(2, groups=[{}])
     assert node.wait("iteration", iteration=2)["published"]
     lan.send([frame for _, frame in run.traffic(3).packets])  # and without one it is given up
@@ -353,7 +352,7 @@ def test_a_job_started_again_as_the_same_run_takes_over_nothing(start_node, atta
 
 def _until_let_in(connect: Any) -> Any:
     """The node sees the end of a connection when it sees it."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LONGEST
     while True:
         try:
             trainer = connect()
