@@ -263,6 +263,17 @@ def test_an_update_that_is_thrown_away_leaves_the_version_before() -> None:
     assert replica.publish() == 1
 
 
+@pytest.mark.parametrize("end", ["publish", "discard"])
+def test_a_version_ends_once(end: str) -> None:
+    replica = started()
+    with pytest.raises(AssertionError):
+        getattr(replica, end)()
+    replica.build(0, gradients(replica, 0, weights()))
+    getattr(replica, end)()
+    with pytest.raises(AssertionError):
+        getattr(replica, end)()
+
+
 def test_values_of_the_step_count() -> None:
     replica = started()
     replica.build(0, gradients(replica, 0, weights()), StepValues(groups=({"lr": 0.25},)))
