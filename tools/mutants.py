@@ -53,7 +53,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/attachment_job.py": [f"{FLOW}/test_attachment_job.py"],
     "flowcheck/node/control.py": [f"{NODE}/test_control.py", f"{NODE}/test_control_server.py"],
     "flowcheck/node/config.py": [f"{NODE}/test_config.py"],
-    "flowcheck/node/cli.py": [f"{NODE}/test_cli.py"],
+    "flowcheck/node/cli.py": [f"{NODE}/test_cli.py", f"{NODE}/test_cli_command.py"],
     "flowcheck/node/group.py": [f"{NODE}/test_group.py", f"{NODE}/test_group_session.py"],
     "flowcheck/node/live.py": [f"{NODE}/test_live_session.py"],
     "flowcheck/node/output.py": [f"{NODE}/test_output.py"],

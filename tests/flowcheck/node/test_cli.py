@@ -1,16 +1,14 @@
 """One node process: what starts in which order, which group is made or refused, and how it ends.
 
 The capture is a ring in memory and the groups only note what happens to them. Control port, taps and settings are real.
+test_cli_command.py has the command itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,108 +20,19 @@ import pytest
 pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
 
 from dataplane.pydpdk.errors import DpdkError
-from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.interrupts import handled
+from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import cli
 from flowcheck.node.config import NodeConfig
-from tests.flowcheck.memory_ring import MemoryRing
+
+from ..memory_ring import MemoryRing
+from .node_scene import World, put_in
 
 TOKEN = "a token that only tests have"
 
 
-class World:
-    """What a node does to the parts that are not real here, in order."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-        self.said: list[tuple[str, dict[str, Any]]] = []
-        self.live: Any = None
-        self.huge: Any = "not asked"
-        self.rings: list[MemoryRing] = []
-        self.error: Exception | None = None
-        self.groups: list[Any] = []
-        self.port: tuple[str, int] | None = None
-
-    def start_eal(self, *configs: Any, huge: Any) -> Any:
-        (self.live,), self.huge = configs, huge
-        return _noting(self, "eal")
-
-    def source(self, eal: Any, config: Any) -> Any:
-        assert config is self.live
-        self.rings = [MemoryRing(64) for _ in range(config.queues)]
-        world = self
-
-        class Capture:
-            ring_addresses = [ring.ring_address for ring in self.rings]
-
-            def __enter__(self) -> Any:
-                world.done.append("open capture")
-                return self
-
-            def __exit__(self, *_: object) -> None:
-                world.done.append("close capture")
-
-            def start(self) -> None:
-                world.done.append("start capture")
-
-            def stop(self) -> None:
-                world.done.append("stop capture")
-
-            def summary(self) -> str:
-                return "3 arrived"
-
-            @property
-            def error(self) -> Exception | None:
-                return world.error
-
-        return Capture()
-
-    def group(self, name: str, config: Any, sources: Any, say: Any, writer: Any, hashes: Any) -> Any:
-        self.groups.append(NotedGroup(self, name, config, sources, say, writer, hashes))
-        return self.groups[-1]
-
-    def say(self, event: str, **fields: Any) -> None:
-        self.done.append(f"say {event}")
-        self.said.append((event, fields))
-
-
-def _noting(world: World, name: str) -> Any:
-    class Part:
-        def __enter__(self) -> Any:
-            world.done.append(f"open {name}")
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            world.done.append(f"close {name}")
-
-    return Part()
-
-
-class NotedGroup:
-    def __init__(self, world: World, name: str, *given: Any) -> None:
-        self.world, self.name, self.given = world, name, given
-        self.sources = given[1]
-        self.members: dict[int, Any] = {}
-        self.plan: Any = None
-        self.failure: BaseException | None = None
-
-    def start(self) -> None:
-        self.world.done.append(f"start group {self.name!r}")
-
-    def stop(self) -> None:
-        self.world.done.append(f"stop group {self.name!r}")
-        if self.world.port is not None:
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(self.world.port)
-
-
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    one = World()
-    monkeypatch.setattr(cli, "start_eal", one.start_eal)
-    monkeypatch.setattr(cli, "LiveSource", one.source)
-    monkeypatch.setattr(cli, "Group", one.group)
-    return one
+    return put_in(World(), monkeypatch)
 
 
 def settings(folder: Path, **parts: dict[str, Any] | Any) -> dict[str, Any]:
@@ -409,134 +318,3 @@ def test_a_capture_that_cannot_go_on_ends_the_wait(
     node._group("a")
     with pytest.raises(DpdkError, match="the interface is gone"):
         node.wait()
-
-
-# -- the command -----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
-    """command(device=...) -> exit status of `flowcheck-node --config node.toml`."""
-
-    def run(*options: str, device: str = "af_packet:lo", directory: str = "", text: str = "") -> int:
-        path = tmp_path / "node.toml"
-        (tmp_path / "token").write_text(TOKEN)
-        path.write_text(text or (
-            f'[control]\nlisten = "127.0.0.1:0"\ntoken_file = "{tmp_path}/token"\n[capture]\nhuge = false\n'
-            f'device = "{device}"\n[replica]\ndirectory = "{directory or tmp_path}"\n'
-            f'[output]\nstatus_file = "{tmp_path}/status.json"\n'
-        ))
-        config = () if options == ("--json",) else ("--config", str(path))
-        monkeypatch.setattr(sys, "argv", ["flowcheck-node", *config, *options])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0)
-
-    with handled(signal.default_int_handler, signal.SIGINT, signal.SIGTERM):
-        yield run
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_command_in_order(
-    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any, number: signal.Signals
-) -> None:
-    def kill(seconds: float) -> None:
-        try:
-            os.kill(os.getpid(), number)
-        except KeyboardInterrupt:
-            raise AssertionError("the signal has not been taken over") from None
-
-    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=kill))
-    assert command() == 0
-    out = capsys.readouterr().out
-    assert "listening: control 127.0.0.1:" in out and "groups 1" in out
-    assert out.rstrip().endswith("stopped") and "capture: 3 arrived" in out
-    assert world.done[-1] == "close eal"
-
-
-def test_options_of_the_command(
-    command: Callable[..., int], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=lambda _: os.kill(os.getpid(), signal.SIGTERM)))
-    assert command("--json", "--keep-hashes", str(tmp_path / "hashes")) == 0
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["event"] for line in said] == ["listening", "capture", "stopped"]
-    assert set(json.loads((tmp_path / "status.json").read_text())) == {"listening", "capture", "stopped"}
-    assert (tmp_path / "hashes").exists()
-
-
-def test_sigterm_while_it_starts_ends_it_as_ctrl_c_does(
-    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What has started is taken down, and the shell's status is that of an interrupt."""
-    source = world.source
-
-    def interrupted(*given: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return source(*given)
-
-    signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the command has not taken the signal over"))
-    monkeypatch.setattr(cli, "LiveSource", interrupted)
-    assert command() == 130
-    assert world.done == ["open eal", "close eal"]
-
-
-def test_settings_that_are_wrong_end_it_with_2(command: Callable[..., int], world: World, capsys: Any) -> None:
-    assert command(text="[control]\n") == 2
-    said = capsys.readouterr().err
-    assert said.startswith("flowcheck-node: error: ") and "control.listen: Field required" in said
-    assert "\n  remedy: " in said and world.done == []
-
-
-def test_a_device_that_is_not_one_ends_it_with_2(command: Callable[..., int], world: World, capsys: Any) -> None:
-    assert command(device="no such kind:0") == 2
-    said = capsys.readouterr().err
-    assert said.startswith("flowcheck-node: error: capture: ") and "remedy: docs/node.md has every key" in said
-    assert world.done == []
-
-
-def test_a_machine_that_says_no_ends_it_with_3(command: Callable[..., int], world: World, capsys: Any) -> None:
-    assert command(directory="/none such") == 3
-    said = capsys.readouterr().err
-    assert said == (
-        "flowcheck-node: error: replica.directory /none such: replica files cannot be made there\n"
-        "  remedy: an existing directory on tmpfs or hugetlbfs that the node may write to\n"
-    )
-
-
-def test_a_refusal_of_dpdk_ends_it_with_3(
-    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise DpdkError(12, "no memory", "more of it")
-
-    monkeypatch.setattr(cli, "start_eal", refuse)
-    assert command() == 3
-    assert "no memory" in (said := capsys.readouterr().err) and said.endswith("  remedy: more of it\n")
-
-
-def test_what_is_said_of_the_settings_is_not_said_of_the_capture(
-    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    """A UserError is a ValueError, too."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise UserError("odd", where="somewhere", remedy="another")
-
-    monkeypatch.setattr(cli, "start_eal", refuse)
-    assert command() == 2
-    assert capsys.readouterr().err == "flowcheck-node: error: somewhere: odd\n  remedy: another\n"
-
-
-def test_a_fault_of_ours_ends_it_with_70_and_its_lines(
-    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(cli, "start_eal", lambda *_, **__: 1 // 0)
-    assert command() == 70
-    said = capsys.readouterr().err
-    assert said.startswith("Traceback") and "flowcheck-node: error: ZeroDivisionError: " in said
-    assert "remedy: this is a bug: report the lines above" in said
-
-
-def test_without_settings_it_says_what_is_missing(command: Callable[..., int], world: World) -> None:
-    assert command("--json") == 2 and world.done == []

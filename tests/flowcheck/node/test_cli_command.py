@@ -1,0 +1,158 @@
+"""`flowcheck-node`: signals, options and exit statuses. The parts of the machine are those of node_scene.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
+
+from dataplane.pydpdk.errors import DpdkError
+from flowcheck.errors import UserError
+from flowcheck.interrupts import handled
+from flowcheck.node import cli
+
+from .node_scene import World, put_in
+
+TOKEN = "a token that only tests have"
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return put_in(World(), monkeypatch)
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """command(device=...) -> exit status of `flowcheck-node --config node.toml`."""
+
+    def run(*options: str, device: str = "af_packet:lo", directory: str = "", text: str = "") -> int:
+        path = tmp_path / "node.toml"
+        (tmp_path / "token").write_text(TOKEN)
+        path.write_text(text or (
+            f'[control]\nlisten = "127.0.0.1:0"\ntoken_file = "{tmp_path}/token"\n[capture]\nhuge = false\n'
+            f'device = "{device}"\n[replica]\ndirectory = "{directory or tmp_path}"\n'
+            f'[output]\nstatus_file = "{tmp_path}/status.json"\n'
+        ))
+        config = () if options == ("--json",) else ("--config", str(path))
+        monkeypatch.setattr(sys, "argv", ["flowcheck-node", *config, *options])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0)
+
+    with handled(signal.default_int_handler, signal.SIGINT, signal.SIGTERM):
+        yield run
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_command_in_order(
+    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any, number: signal.Signals
+) -> None:
+    def kill(seconds: float) -> None:
+        try:
+            os.kill(os.getpid(), number)
+        except KeyboardInterrupt:
+            raise AssertionError("the signal has not been taken over") from None
+
+    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=kill))
+    assert command() == 0
+    out = capsys.readouterr().out
+    assert "listening: control 127.0.0.1:" in out and "groups 1" in out
+    assert out.rstrip().endswith("stopped") and "capture: 3 arrived" in out
+    assert world.done[-1] == "close eal"
+
+
+def test_options_of_the_command(
+    command: Callable[..., int], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=lambda _: os.kill(os.getpid(), signal.SIGTERM)))
+    assert command("--json", "--keep-hashes", str(tmp_path / "hashes")) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["event"] for line in said] == ["listening", "capture", "stopped"]
+    assert set(json.loads((tmp_path / "status.json").read_text())) == {"listening", "capture", "stopped"}
+    assert (tmp_path / "hashes").exists()
+
+
+def test_sigterm_while_it_starts_ends_it_as_ctrl_c_does(
+    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has started is taken down, and the shell's status is that of an interrupt."""
+    source = world.source
+
+    def interrupted(*given: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return source(*given)
+
+    signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the command has not taken the signal over"))
+    monkeypatch.setattr(cli, "LiveSource", interrupted)
+    assert command() == 130
+    assert world.done == ["open eal", "close eal"]
+
+
+def test_settings_that_are_wrong_end_it_with_2(command: Callable[..., int], world: World, capsys: Any) -> None:
+    assert command(text="[control]\n") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("flowcheck-node: error: ") and "control.listen: Field required" in said
+    assert "\n  remedy: " in said and world.done == []
+
+
+def test_a_device_that_is_not_one_ends_it_with_2(command: Callable[..., int], world: World, capsys: Any) -> None:
+    assert command(device="no such kind:0") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("flowcheck-node: error: capture: ") and "remedy: docs/node.md has every key" in said
+    assert world.done == []
+
+
+def test_a_machine_that_says_no_ends_it_with_3(command: Callable[..., int], world: World, capsys: Any) -> None:
+    assert command(directory="/none such") == 3
+    said = capsys.readouterr().err
+    assert said == (
+        "flowcheck-node: error: replica.directory /none such: replica files cannot be made there\n"
+        "  remedy: an existing directory on tmpfs or hugetlbfs that the node may write to\n"
+    )
+
+
+def test_a_refusal_of_dpdk_ends_it_with_3(
+    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise DpdkError(12, "no memory", "more of it")
+
+    monkeypatch.setattr(cli, "start_eal", refuse)
+    assert command() == 3
+    assert "no memory" in (said := capsys.readouterr().err) and said.endswith("  remedy: more of it\n")
+
+
+def test_what_is_said_of_the_settings_is_not_said_of_the_capture(
+    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """A UserError is a ValueError, too."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise UserError("odd", where="somewhere", remedy="another")
+
+    monkeypatch.setattr(cli, "start_eal", refuse)
+    assert command() == 2
+    assert capsys.readouterr().err == "flowcheck-node: error: somewhere: odd\n  remedy: another\n"
+
+
+def test_a_fault_of_ours_ends_it_with_70_and_its_lines(
+    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(cli, "start_eal", lambda *_, **__: 1 // 0)
+    assert command() == 70
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback") and "flowcheck-node: error: ZeroDivisionError: " in said
+    assert "remedy: this is a bug: report the lines above" in said
+
+
+def test_without_settings_it_says_what_is_missing(command: Callable[..., int], world: World) -> None:
+    assert command("--json") == 2 and world.done == []
