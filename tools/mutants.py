@@ -48,6 +48,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/checkpoint.py": [f"{FLOW}/test_checkpoint.py", f"{FLOW}/test_checkpoint_reading.py"],
     "flowcheck/durable.py": [f"{FLOW}/test_durable.py"],
     "flowcheck/checksum.py": [f"{FLOW}/test_checksum.py"],
+    "flowcheck/tensors.py": [f"{FLOW}/test_tensors.py"],
     "flowcheck/attachment.py": [f"{FLOW}/test_attachment.py"],
     "flowcheck/attachment_link.py": [f"{FLOW}/test_attachment_link.py"],
     "flowcheck/attachment_job.py": [f"{FLOW}/test_attachment_job.py"],
