@@ -19,7 +19,7 @@ RUNS = {"decoder": 100_000, "machine": 3_000, "survey": 1_500, "scan": 15_000, "
 pytestmark = pytest.mark.timeout(900)
 
 
-def run(script: str, *arguments: str, timeout: int = 280) -> subprocess.CompletedProcess[str]:
+def run(script: str, *arguments: str, timeout: int = 880) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", str(FUZZ / script), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT)
 

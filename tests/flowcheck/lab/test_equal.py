@@ -80,7 +80,6 @@ def test_equal_pairwise(lab_run: tuple[str, LabRun], index: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", list(itertools.product(PROTOCOLS, SHAPES, CHANNELS)), ids=str)
 def test_equal_all(lab_run: tuple[str, LabRun], case: tuple[str, tuple[str, int], int]) -> None:
     _, run = lab_run

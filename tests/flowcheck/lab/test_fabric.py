@@ -49,7 +49,7 @@ def send(fabric: Fabric, source: int, target: int, count: int = 20) -> tuple[lis
     ):
         for psn in range(count):
             here.send(roce_frame(source, target, psn))
-        arrived = there.roce(count)
+        arrived = there.roce(count, quiet=20)  # a switch copies before it forwards: no copy comes much later
         assert {len(frame) for frame in arrived} <= {4158}
         return [psn_of(frame) for frame in arrived], [psn_of(frame) for frame in copies.roce(2 * count)]
 
@@ -103,7 +103,7 @@ def test_a_living_lab_is_refused_and_a_killed_one_is_cleared(lab_name: str) -> N
     owner.wait()
     owner.stdin.close()
     owner.stdout.close()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while os.path.exists(f"/proc/{inside}"):  # its children die with it
         assert time.monotonic() < end
         time.sleep(0.01)
