@@ -330,29 +330,31 @@ def test_what_was_queued_for_a_connection_goes_with_it(hand_node, post, no_pause
 
 
 def test_a_full_queue_gives_the_connection_up(hand_node, post, no_pause) -> None:
-    """1024 messages may wait. With the next one all of them are lost, which is said, and the next connection begins
-    anew."""
-    held, holds = threading.Event(), threading.Event()
+    """1024 messages may wait. With the next one all of them are lost, which is said and counted, and the next
+    connection begins anew."""
+    entered, leave = threading.Semaphore(0), threading.Semaphore(0)
 
     def opening() -> list[Any]:
-        if not holds.is_set():
-            holds.set()
-            assert held.wait(LONGEST)
+        entered.release()
+        assert leave.acquire(timeout=LONGEST)
         return []
 
+    why = "the node is more than 1024 iterations behind"
     mine = post(opening)
+    for lost in (1, 2):
+        peer = hand_node.welcome()
+        assert entered.acquire(timeout=LONGEST)
+        assert all(mine.put(Record(number)) for number in range(1024)) and mine.connected and mine.lost == lost - 1
+        assert mine.put(Record(1024)) is False
+        assert (mine.lost, mine.connected) == (lost, False) and not mine.put(Record(1025)) and mine.lost == lost
+        assert mine.told == [why] * lost and mine.why == why
+        assert peer.ended()
+        leave.release()
     peer = hand_node.welcome()
-    assert holds.wait(LONGEST)
-    assert all(mine.put(Record(number)) for number in range(1024)) and mine.connected and mine.lost == 0
-    assert mine.put(Record(1024)) is False
-    assert (mine.lost, mine.connected) == (1, False) and not mine.put(Record(1025)) and mine.lost == 1
-    assert mine.told == ["the node is more than 1024 iterations behind"] == [mine.why]
-    assert peer.ended()
-    held.set()
-    peer = hand_node.welcome()
-    until(lambda: mine.connected)
-    assert mine.told == ["the node is more than 1024 iterations behind"]  # no other reason came after it
-    assert mine.put(Record(2000)) and peer.expect("record")["iteration"] == 2000 and mine.lost == 1
+    assert entered.acquire(timeout=LONGEST)
+    leave.release()
+    assert mine.told == [why, why]  # no other reason came after it
+    assert mine.put(Record(2000)) and peer.expect("record")["iteration"] == 2000 and mine.lost == 2
 
 
 # -- again and again -----------------------------------------------------------------------------------------
