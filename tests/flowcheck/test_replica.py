@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,15 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 # -- none at all ----------------------------------------------------------------------------------------
 
 
+def test_an_option_that_says_fused_must_agree_with_the_rounding() -> None:
+    described = job(options={"lr": 0.5, "fused": True})
+    assert JobReplica(plan_job(described), None).absent == ""
+    assert described.optimizer is not None
+    described.optimizer.rounding = "torch-cpu"
+    with pytest.raises(UserError, match="fused"):
+        JobReplica(plan_job(described), None)
+
+
 def test_without_an_optimizer_there_is_no_replica(tmp_path: Path) -> None:
     described = job()
     described.optimizer = None
@@ -109,6 +119,8 @@ def test_without_an_optimizer_there_is_no_replica(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("change", "words"), [
     (lambda j: j.optimizer.groups[0].options.update(lr=-1.0), "lr"),
     (lambda j: setattr(j.optimizer, "rounding", "torch-tpu"), "torch-tpu"),
+    (lambda j: setattr(j.optimizer, "rounding", "torch-cuda-fused"), "fused SGD on CUDA"),
+    (lambda j: setattr(j.collectives.steady[0], "count", 23), "bucket 0"),  # of 24 described elements
     (lambda j: j.buckets.steady[1].slices.pop(), "layer0"),
     (lambda j: j.buckets.iteration_0[0].slices.pop(), "layer1"),
 ])  # fmt: skip
@@ -236,6 +248,13 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"layer1\.bias") as refused:
         replica.start(few, {}, 0)
     assert refused.value.where == str(path)
+
+
+def test_a_replica_starts_once() -> None:
+    replica = started()
+    with pytest.raises(AssertionError):
+        replica.start(weights(100), {}, 9)
+    assert replica.step == 0 and same(parameters(replica), weights())
 
 
 # -- updates --------------------------------------------------------------------------------------------
@@ -383,7 +402,16 @@ def test_a_file_outlives_the_replica(tmp_path: Path) -> None:
     replica.close()
     again = Replica.attach(tmp_path / "replica", run_id="a-run", epoch=3)
     assert again.current.step == 1
+    assert (again.dialect.name, again.dialect.torch_version) == ("torch-cpu-fused", "2.13.0")
     again.close()
+
+
+def test_workers_end_with_the_replica() -> None:
+    before = len(os.listdir("/proc/self/task"))
+    replica = started(threads=2)
+    assert len(os.listdir("/proc/self/task")) == before + 2
+    replica.close()
+    assert len(os.listdir("/proc/self/task")) == before
 
 
 def buffered() -> Job:
@@ -417,3 +445,7 @@ def test_what_nothing_has_shown_is_a_mark() -> None:
     )
     assert JobReplica(plan_job(described), None).unproven == ["buffers are as at the start: mean, steps", doubt]
     assert JobReplica(plan_job(described), None, ReplicaOptions(buffers=True)).unproven == [doubt]
+    described.optimizer.rounding, described.optimizer.torch_version = "torch-cpu-fused", "2.6.0+cu126"
+    assert JobReplica(plan_job(described), None, ReplicaOptions(buffers=True)).unproven == [
+        "dialect torch-cpu-fused is proven for torch 2.13, not for 2.6"
+    ]
