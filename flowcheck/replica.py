@@ -58,7 +58,7 @@ class JobReplica:
         self._dialect: Dialect | None = None
         self._layouts: dict[bool, Layout] = {}
         self.absent = ""
-        self._unsent = "the model"  # the first entry that no broadcast brought
+        self._unsent = "the model is in no complete broadcast"  # why the captures bring no weights
         if plan.job.optimizer is None:
             self.absent = "the manifest names no optimizer"
             if init:
@@ -104,7 +104,7 @@ class JobReplica:
             return
         broadcast = self._broadcast(engine)
         if self._loaded is None and broadcast is None:
-            self.absent = f"no initial weights: no --init, and {self._unsent} is in no complete broadcast"
+            self.absent = f"no initial weights: no --init, and {self._unsent}"
             return
         if self._loaded is not None and broadcast is not None:
             self._compare(self._loaded.parameters, broadcast)
@@ -130,12 +130,16 @@ class JobReplica:
             raise UserError(str(error), where=str(self._init_path or "job manifest")) from None
 
     def _broadcast(self, engine: Engine) -> dict[str, torch.Tensor] | None:
+        differ, offset, _ = engine.copies(None)
+        if differ:
+            self._unsent = f"copies of the broadcast parameters differ, first at byte {offset}"
+            return None
         found = parameter_bytes(self._plan, engine)
         tensors = {}
         for entry in self._plan.job.model:
             data, complete = found.get(entry.tied or entry.name, (np.zeros(0, np.uint8), False))
             if not complete:
-                self._unsent = repr(entry.name)
+                self._unsent = f"{entry.name!r} is in no complete broadcast"
                 return None
             dtype: torch.dtype = getattr(torch, entry.dtype)
             tensors[entry.name] = torch.frombuffer(bytearray(data.tobytes()), dtype=dtype).reshape(entry.shape)

@@ -15,7 +15,7 @@ import pytest
 from flowcheck.manifest import Job
 from flowcheck.synth import Synthesis, example_job, generate
 from flowcheck.synth.writer import write_capture
-from tests.flowcheck.altered import MIDDLE, Packet, altered, opcode, spots
+from tests.flowcheck.altered import MIDDLE, Packet, altered, messages, opcode, sealed, spots
 
 COUNTS, BASE = [3001, 9000], 12032  # bucket 1 begins on the next 64 bytes after 3001 fp32 elements
 TIME = 2  # the iteration in which copies differ
@@ -111,3 +111,23 @@ def test_copies_that_differ_in_the_first_iterations_leave_no_checkpoint(replayed
     assert [entry["clause"] for entry in failing] == ["copies_agree"] and f"byte {offset} " in failing[0]["reason"]
     assert failure == "1 of 4 iterations are incomplete, the first is 0"
     assert report["checkpoint"] is None and not list(out.glob("step-*")) and not (out / ".unconfirmed").exists()
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_copies_of_the_weights_that_differ_are_no_weights(protocol: str, turn: int, replayed, tmp_path: Path) -> None:
+    """The broadcast of all parameters: which mirror is right nobody knows. The gradients are whole all the same."""
+    job, made = traffic(protocol)
+    broadcast = messages(made.packets, job.flows[0].qpns[0])[2]
+    time, frame = made.packets[broadcast[1]]
+    assert opcode(frame) == MIDDLE
+    wrong = sealed(frame[:62] + bytes([frame[62] ^ 1]) + frame[63:])  # byte 8: data in every protocol
+    other = [*made.packets[: broadcast[1]], (time, wrong), *made.packets[broadcast[1] + 1 :]]
+    report, failure, out = replayed(write(tmp_path, protocol, made.packets, other)[::turn], tmp_path / "job.json")
+    first = {"ll": 512, "ll128": 968, "simple": 1032}[protocol]
+    assert failure == (
+        "no checkpoint: no initial weights: no --init, and copies of the broadcast parameters differ, first at byte"
+        f" {first}"
+    )
+    assert [iteration["verdict"]["complete"] for iteration in report["iterations"]] == [True] * 4
+    assert report["checkpoint"] is None and not list(out.glob("step-*"))

@@ -161,6 +161,22 @@ def test_a_broadcast_with_a_gap_gives_no_weights(cell: int, name: str) -> None:
     assert replica.unproven == []
 
 
+def test_a_broadcast_whose_copies_differ_gives_no_weights(tmp_path: Path) -> None:
+    """Which of two mirrors is right nobody knows; weights that are given need neither."""
+    plan = plan_job(job())
+    engine = broadcast(FakeEngine(plan.engine), weights(50))
+    engine.copied[None] = (1, 24, 132)
+    replica = JobReplica(plan, None)
+    replica.learn(engine)
+    assert not replica.ready
+    assert replica.absent == (
+        "no initial weights: no --init, and copies of the broadcast parameters differ, first at byte 24"
+    )
+    given = JobReplica(plan, saved(tmp_path / "init.safetensors", weights(7)))
+    given.learn(engine)
+    assert given.ready and same(parameters(given), weights(7))
+
+
 def test_a_job_without_a_broadcast_has_no_weights_but_those_given(tmp_path: Path) -> None:
     plan = plan_job(job(startup=False))
     replica = JobReplica(plan, None)
