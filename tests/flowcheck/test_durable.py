@@ -243,6 +243,25 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path):
     assert caught.value.where == str(partial_name(tmp_path / "no" / "a"))
 
 
+def test_a_folder_that_is_a_file_is_reported(tmp_path):
+    """Nothing can be removed there either, and the first error is the one that is told."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentProblem, match="cannot be written: Not a directory"):
+        write_atomic(tmp_path / "file" / "a", b"")
+
+
+@pytest.mark.parametrize("write", [by_write_atomic, by_adopt])
+def test_a_disk_that_fails_is_reported_with_the_name_that_was_asked_for(tmp_path, monkeypatch, write):
+    """fsync tells no name."""
+    def fails(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(EnvironmentProblem, match="cannot be written: Input/output error") as caught:
+        write(tmp_path)
+    assert caught.value.where == str(tmp_path / "thing")
+
+
 # -- the parts ---------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,194 @@
+"""One slot of a replica: what a bucket updates, what is copied, and which constants each piece is given."""
+import pytest
+import torch
+
+from flowcheck.manifest import BucketSlice as S
+from updater.dialects import Dialect
+from updater.layout import Layout
+from updater.optimizers import OptimizerSpec
+from updater.replica import Replica
+from updater.step import StepValues
+
+DIALECT = Dialect("torch-cuda-foreach", "2.13.0")
+SHAPES = {"a": (4,), "b": (2, 3), "s": (), "e": (0, 2)}
+
+
+def replica(groups=((("a", "b", "s", "e"), {"lr": 1.0}),), name="sgd", dtype=torch.float32, **kwargs):
+    tensors = {n: torch.zeros(shape, dtype=dtype) for n, shape in SHAPES.items()}
+    kwargs.setdefault("dialect", DIALECT)
+    return Replica({**tensors, "k": torch.arange(2)}, OptimizerSpec.check(name, groups), **kwargs)
+
+
+def layout(without=()):
+    """Two buckets: b and the end of a; the rest of a, padding, and the scalar."""
+    pieces = [[S("b", 0, 6), S("a", 6, 1, 3)], [S("a", 0, 3), S("s", 5, 1), S("e", 6, 0)]]
+    return Layout([[p for p in bucket if p.name not in without] for bucket in pieces], SHAPES, [7, 6], without=without)
+
+
+FIRST, SECOND = torch.arange(1.0, 8.0), torch.arange(11.0, 17.0)
+
+
+def advance(made, values=None, where=None, buckets=(0, 1), data=(FIRST, SECOND)):
+    slot = made.build(made.current.step + 1, where or layout(), values)
+    for index in buckets:
+        slot.apply(index, data[index])
+    made.publish(slot)
+    return slot
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.parametrize("buckets", [(0, 1), (1, 0)])
+def test_each_element_gets_the_gradient_that_the_layout_says(buckets, threads):
+    made = replica(threads=threads)
+    now = advance(made, buckets=buckets).parameters
+    assert now["a"].tolist() == [-11, -12, -13, -7] and now["b"].tolist() == [[-1, -2, -3], [-4, -5, -6]]
+    assert now["s"].item() == -16 and now["e"].shape == (0, 2) and now["k"].tolist() == [0, 1]
+    assert list(now) == ["a", "b", "s", "e", "k"]
+    made.close()
+
+
+def test_a_tensor_is_missing_until_its_last_bucket_came():
+    made = replica()
+    slot = made.build(1, layout())
+    assert slot.missing == ["a", "b", "s"], "what has no elements is awaited by nobody"
+    slot.apply(1, SECOND)
+    assert slot.missing == ["a", "b"]
+    slot.apply(0, FIRST)
+    assert slot.missing == []
+
+
+def test_each_group_has_its_own_options_and_values():
+    made = replica(((("a",), {"lr": 1.0}), (("b", "s", "e"), {"lr": 0.5})))
+    assert advance(made).parameters["b"].tolist() == [[-0.5, -1, -1.5], [-2, -2.5, -3]]
+    slot = advance(made, StepValues(groups=({"lr": 0.0}, {"lr": 2.0})))
+    assert slot.parameters["a"].tolist() == [-11, -12, -13, -7] and slot.parameters["s"].item() == -40
+    assert advance(made).parameters["s"].item() == -48, "the values were of one step"
+
+
+@pytest.mark.parametrize("how", ["layout", "values"])
+def test_tensors_without_a_gradient_keep_value_state_and_step(how):
+    made = replica(((("a", "b", "s", "e"), {"lr": 1.0, "momentum": 0.5}),), buffers=frozenset(["k"]))
+    advance(made)
+    if how == "layout":
+        slot = advance(made, where=layout(without=("b",)))
+    else:
+        slot = made.build(2, layout(), StepValues(without_gradient=frozenset(["b"])))
+        assert slot.missing == ["a", "s"]
+        slot.apply(0, FIRST)
+        slot.apply(1, SECOND)
+        made.publish(slot)
+    before = made.slots[1]
+    assert before.step == 1 and slot.parameters["k"].tolist() == [0, 1]
+    assert torch.equal(slot.parameters["b"], before.parameters["b"])
+    assert torch.equal(
+        slot.optimizer_state["b"]["momentum_buffer"], before.optimizer_state["b"]["momentum_buffer"]
+    )
+    assert slot.parameters["s"].item() == -16 - 24
+    assert slot._steps.tolist() == [2, 1, 2, 2]
+
+
+def test_a_tensor_begins_its_own_count_when_it_first_has_a_gradient():
+    """The first step of momentum takes the gradient as it is, whatever the others' count."""
+    made = replica(((("a", "b", "s", "e"), {"lr": 1.0, "momentum": 0.5, "dampening": 0.5}),))
+    advance(made, where=layout(without=("b",)))
+    assert "b" not in made.current.optimizer_state and "a" in made.current.optimizer_state
+    slot = advance(made)
+    assert slot.optimizer_state["b"]["momentum_buffer"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert slot.optimizer_state["s"]["momentum_buffer"].item() == 0.5 * 16 + 0.5 * 16
+
+
+def test_a_skipped_step_changes_nothing_and_counts():
+    made = replica(name="adam", buffers=frozenset(["k"]))
+    first = advance(made)
+    values = StepValues(skip=True, buffers={"k": torch.tensor([5, 6])})
+    slot = advance(made, values, data=(torch.full((7,), float("nan")), torch.full((6,), float("inf"))))
+    assert made.current.step == 2 and slot.parameters["k"].tolist() == [5, 6]
+    for name in SHAPES:
+        assert torch.equal(slot.parameters[name], first.parameters[name])
+        for key, value in first.optimizer_state[name].items():
+            assert torch.equal(slot.optimizer_state[name][key], value)
+    assert float(slot.optimizer_state["a"]["step"]) == 1
+
+
+def test_clip_loss_scale_and_divisor_come_before_the_optimizer():
+    made = replica(divisor=2)
+    slot = advance(made, StepValues(clip=0.25, loss_scale=4.0))
+    assert slot.parameters["s"].item() == -16 / 2 / 4 * 0.25
+    assert slot.parameters["b"].tolist() == [[-1 / 32, -2 / 32, -3 / 32], [-4 / 32, -5 / 32, -6 / 32]]
+
+
+@pytest.mark.parametrize("order", ["torch-cpu", "torch-cuda-foreach"])
+def test_parts_of_a_step_are_divided_once_each_and_added(order):
+    made = replica(divisor=4, dialect=Dialect(order, root="ieee"))
+    slot = made.build(1, layout())
+    for factor in (1, 2):
+        slot.accumulate(0, FIRST * factor)
+    assert slot.missing == ["a", "b", "s"]
+    slot.apply(0, FIRST * 4)
+    slot.apply(1, SECOND)
+    made.publish(slot)
+    assert slot.parameters["b"].tolist() == [[-1.75, -3.5, -5.25], [-7, -8.75, -10.5]]
+    assert slot.parameters["s"].item() == -4
+    advance(made)
+    assert made.current.parameters["s"].item() == -8, "sums are of one step"
+
+
+def test_parts_may_be_changed_after_they_were_given():
+    made = replica()
+    slot = made.build(1, layout())
+    part = FIRST.clone()
+    slot.accumulate(0, part)
+    part.zero_()
+    slot.apply(0, FIRST)
+    slot.apply(1, SECOND)
+    made.publish(slot)
+    assert slot.parameters["b"].tolist() == [[-2, -4, -6], [-8, -10, -12]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bits_have_masters_beside_them(dtype):
+    made = replica(dtype=dtype)
+    first = made.current
+    assert list(first.masters) == list(SHAPES) and set(first.optimizer_state) == set(SHAPES)
+    data = (FIRST + 0.0001, SECOND)
+    slot = made.build(1, layout())
+    for index in (0, 1):
+        slot.apply(index, data[index])
+    slot.flush()
+    made.publish(slot)
+    assert slot.parameters["b"].dtype == dtype and slot.parameters["b"].tolist() == [[-1, -2, -3], [-4, -5, -6]]
+    assert torch.equal(slot.masters["b"].reshape(-1), -(FIRST + 0.0001)[:6])
+    assert slot.optimizer_state["b"]["master"] is slot.masters["b"]
+    assert slot.masters["a"].tolist() == [-11, -12, -13, float(-data[0][6])]
+    assert replica().current.masters == {} and replica().current.optimizer_state == {}
+
+
+def test_gradients_may_be_raw_bits_of_the_wires_type():
+    made = replica()
+    slot = made.build(1, layout())
+    slot.accumulate(0, FIRST.bfloat16().view(torch.int16), torch.bfloat16)
+    slot.apply(0, FIRST.bfloat16().view(torch.uint8).numpy(), torch.bfloat16)
+    slot.apply(1, SECOND)
+    made.publish(slot)
+    assert slot.parameters["b"].tolist() == [[-2, -4, -6], [-8, -10, -12]]
+
+
+@pytest.mark.parametrize("size", [7, 8, 9, 16, 19])
+@pytest.mark.parametrize("cut", [0, 1, 5, 6])
+def test_the_scalar_tail_of_the_fused_order_is_of_the_whole_tensor(size, cut):
+    """A tensor that is cut over two buckets has its last elements where torch has them: equal to one that is not."""
+    generator = torch.Generator().manual_seed(size)
+    spec = OptimizerSpec.check("adam", [(["w"], {"lr": 0.1})], fused=True)
+    found = []
+    start, g = torch.randn(size, generator=generator), torch.randn(3, size, generator=generator)
+    for pieces in ([[S("w", 0, size)]], [[S("w", 0, size - cut, cut)], [S("w", 0, cut)]]):
+        made = Replica({"w": start}, spec, dialect=Dialect("torch-cpu-fused"))
+        for step in range(3):
+            where = Layout(pieces, {"w": (size,)})
+            slot = made.build(step + 1, where)
+            for index, (piece,) in enumerate(pieces):
+                slot.apply(index, g[step, piece.start : piece.start + piece.length])
+            made.publish(slot)
+        found.append((made.current.parameters["w"], made.current.optimizer_state["w"]["exp_avg_sq"]))
+    for straight, apart in zip(*found, strict=True):
+        assert torch.equal(straight, apart)
