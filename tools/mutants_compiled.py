@@ -14,22 +14,26 @@ from __future__ import annotations
 
 import argparse
 import os
+import queue
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
 BUILT = ("parser", "updater", "dataplane")  # packages whose extensions are compiled anew
 AT_ONCE = 2
+T = TypeVar("T")
 
 HEADER = """\
 extern char *getenv(const char *name);
@@ -53,6 +57,28 @@ def pytest_configure(config):
     hypothesis.settings.load_profile("mutants")
 """
 
+# What takes long to import and has nothing compiled of ours is imported once; every run is a fork of that process.
+SERVER = """\
+import os, sys
+import numpy, pytest, torch
+
+for line in sys.stdin:
+    number, said, *arguments = line.rstrip("\\n").split("\\t")
+    if child := os.fork():
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    os.setsid()
+    os.environ["FLOWCHECK_MUTANT"] = number
+    out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0), os.dup2(out, 1), os.dup2(out, 2)
+    status = 99
+    try:
+        status = int(pytest.main(arguments))
+    finally:
+        sys.stdout.flush(), sys.stderr.flush(), os._exit(status)
+"""
+
 
 class TableError(Exception):
     """An entry of the table does not fit the sources."""
@@ -70,6 +96,7 @@ class Mutant:
     about: str
     tests: tuple[str, ...]
     equivalent: str = ""
+    needs: str = ""  # a flag of /proc/cpuinfo
 
 
 @dataclass(frozen=True)
@@ -84,10 +111,10 @@ def load(table: Path = TABLE) -> list[Mutant]:
     """The mistakes of a table, numbered from 1."""
     found: list[Mutant] = []
     for source in tomllib.loads(table.read_text(encoding="utf-8"))["source"]:
+        shared = {"path": source["file"], "tests": source["tests"], "needs": source.get("needs", "")}
         for entry in source["mutant"]:
-            fields = {"path": source["file"], "tests": source["tests"], **entry}
-            fields["tests"] = tuple(fields["tests"])
-            found.append(Mutant(number=len(found) + 1, **fields))
+            fields = {**shared, **entry}
+            found.append(Mutant(number=len(found) + 1, **{**fields, "tests": tuple(fields["tests"])}))
     names = [mutant.name for mutant in found]
     for name in names:
         if names.count(name) > 1:
@@ -196,41 +223,80 @@ def build(tree: Path) -> None:
     subprocess.run(command, cwd=tree, env=environment, check=True)
 
 
-def run_tests(tree: Path, number: int, tests: Sequence[str], limit: float | None) -> tuple[int | None, str]:
-    """Exit status of pytest (None: it took longer than `limit` seconds) and what it said."""
-    command = ["nice", sys.executable, "-P", "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider",
-               "-p", "mutant_examples", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(tree), "FLOWCHECK_MUTANT": str(number)}
-    process = subprocess.Popen(
-        command, cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )
-    try:
-        said = process.communicate(timeout=limit)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return None, process.communicate()[0]
-    return process.returncode, said
+class Runner:
+    """A process that forks one run of pytest after another. Several threads may use several of them."""
+
+    def __init__(self, tree: Path, name: str) -> None:
+        self._said = tree / f"said-{name}.txt"
+        self._process = subprocess.Popen(
+            ["nice", sys.executable, "-P", "-c", SERVER], cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+
+    def run(self, number: int, tests: Sequence[str], limit: float | None) -> tuple[int | None, str]:
+        """Exit status of pytest (None: it took longer than `limit` seconds) and what it said."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        options = ("-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "-p", "mutant_examples")
+        print(number, self._said, *options, *tests, sep="\t", file=self._process.stdin, flush=True)
+        child, late = int(self._process.stdout.readline()), False
+
+        def end() -> None:
+            nonlocal late
+            late = True
+            os.killpg(child, signal.SIGKILL)
+
+        timer = threading.Timer(limit or threading.TIMEOUT_MAX, end)
+        timer.start()
+        status = int(self._process.stdout.readline())
+        timer.cancel()
+        return None if late else status, self._said.read_text(errors="replace")
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
-def without(tree: Path, tests: tuple[str, ...]) -> float:
+def without(runner: Runner, tests: tuple[str, ...]) -> float:
     """Seconds that tests take where no mistake is chosen. They must pass."""
     began = time.monotonic()
-    status, said = run_tests(tree, 0, tests, None)
+    status, said = runner.run(0, tests, None)
     if status != 0:
         raise TableError(f"without a mistake, {' '.join(tests)} must pass:\n{said[-3000:]}")
     return time.monotonic() - began
 
 
-def attempt(tree: Path, mutant: Mutant, usual: float) -> Result:
+def attempt(runner: Runner, mutant: Mutant, usual: float) -> Result:
     began = time.monotonic()
-    status, said = run_tests(tree, mutant.number, mutant.tests, 60 + 5 * usual)
+    status, said = runner.run(mutant.number, mutant.tests, 60 + 5 * usual)
     fate = "timeout" if status is None else "survived" if status == 0 else "killed"
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
-    by = failed[1] if failed else "" if status == 0 else said.strip().rpartition("\n")[2][:100]
+    by = failed[1] if failed else "" if status == 0 else f"exit status {status}"
     result = Result(mutant, fate, time.monotonic() - began, by)
     print(f"{fate:9}{result.seconds:5.0f} s  {mutant.name}  {by}", flush=True)
     return result
+
+
+def run_all(tree: Path, wanted: Sequence[Mutant]) -> list[Result]:
+    began = time.monotonic()
+    runners: queue.SimpleQueue[Runner] = queue.SimpleQueue()
+    for name in range(AT_ONCE):
+        runners.put(Runner(tree, str(name)))
+
+    def lent(call: Callable[[Runner], T]) -> T:
+        runner = runners.get()
+        try:
+            return call(runner)
+        finally:
+            runners.put(runner)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        selections = list(dict.fromkeys(m.tests for m in wanted))
+        seconds = pool.map(lambda tests: lent(lambda runner: without(runner, tests)), selections)
+        usual = dict(zip(selections, seconds, strict=True))
+        print(f"without a mistake all tests pass ({time.monotonic() - began:.0f} s)", flush=True)
+        results = list(pool.map(lambda m: lent(lambda runner: attempt(runner, m, usual[m.tests])), wanted))
+    for _ in range(AT_ONCE):
+        runners.get().close()
+    return results
 
 
 def report(results: Sequence[Result]) -> int:
@@ -266,16 +332,15 @@ def main() -> int:
         for m in wanted:
             print(f"{m.path}: {m.name}: {m.about}")
         return 0
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    for m in wanted:
+        if m.needs and m.needs not in flags:
+            print(f"not run: {m.name}: this processor has no {m.needs}")
+    wanted = [m for m in wanted if not m.needs or m.needs in flags]
     tree = ROOT / "build" / "mutants" / "compiled"
     copy_tree(tree, sources(mutants))
     build(tree)
-    began = time.monotonic()
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        selections = list(dict.fromkeys(m.tests for m in wanted))
-        usual = dict(zip(selections, pool.map(lambda tests: without(tree, tests), selections), strict=True))
-        print(f"without a mistake all tests pass ({time.monotonic() - began:.0f} s)", flush=True)
-        results = list(pool.map(lambda m: attempt(tree, m, usual[m.tests]), wanted))
-    return report(results)
+    return report(run_all(tree, wanted))
 
 
 if __name__ == "__main__":

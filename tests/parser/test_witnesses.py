@@ -1,15 +1,10 @@
-"""What every packet is held against: a witness that says something else ends its flow, and nothing of it is placed.
-
-Packets come from flowcheck.synth. One of them is changed, with the ICRC made right again where it should be right.
-"""
+"""What every packet is held against: a witness that says something else ends its flow, and nothing of it is placed."""
 
 from __future__ import annotations
 
-import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +12,6 @@ import pytest
 from parser.machine import Engine
 
 from flowcheck.jobplan import JobPlan, plan_job
-from flowcheck.manifest import Job
 from flowcheck.synth import Synthesis, example_job, generate
 from parser.plan import Phase
 from tests.flowcheck.altered import (
@@ -26,71 +20,27 @@ from tests.flowcheck.altered import (
     LAST_IMM,
     MIDDLE,
     PAYLOAD_AT,
-    Packet,
     destination,
     messages,
     opcode,
-    psn,
     sealed,
     spots,
 )
-from tests.flowcheck.memory_ring import MemoryRing
-
-COUNT = 12_000
-PROTOCOLS = ["ll", "ll128", "simple"]
-Change = Callable[[bytes], bytes]
-
-
-@functools.cache
-def traffic(protocol: str, iterations: int = 2) -> tuple[Job, JobPlan, Synthesis]:
-    job = example_job(count=COUNT, protocol=protocol, mtu=1024, startup=False, rebuild=False, seed=4)
-    return job, plan_job(job), generate(job, iterations=iterations, seed=4)
-
-
-def feed(engine: Engine, packets: list[Packet], stream: int = 0) -> None:
-    for _, frame in packets:
-        assert engine.feed(stream, frame)
-
-
-def writes(packets: list[Packet], qpn: int) -> list[Packet]:
-    """The data packets to a QP, without acknowledgements."""
-    return [packet for packet in packets if destination(packet[1]) == qpn and opcode(packet[1]) in PAYLOAD_AT]
-
-
-def kinds(engine: Engine) -> list[str]:
-    return [entry["kind"] for entry in engine.disagreements()]
-
-
-def patched(at: int, data: bytes) -> Change:
-    """Bytes of the frame replaced; negative places count from the payload's end."""
-
-    def change(frame: bytes) -> bytes:
-        where = at if at >= 0 else len(frame) - 4 + at
-        return sealed(frame[:where] + data + frame[where + len(data) :])
-
-    return change
-
-
-def added(at: int, size: int, value: int) -> Change:
-    """A value added to a big-endian number of the headers."""
-
-    def change(frame: bytes) -> bytes:
-        number = int.from_bytes(frame[at : at + size], "big") + value
-        return sealed(frame[:at] + (number % 256**size).to_bytes(size, "big") + frame[at + size :])
-
-    return change
-
-
-def shortened(by: int) -> Change:
-    """The last bytes of the payload are not there, and all lengths say so."""
-
-    def change(frame: bytes) -> bytes:
-        body = bytearray(frame[: -4 - by] + bytes(4))
-        for at in (16, 38):
-            body[at : at + 2] = (int.from_bytes(body[at : at + 2], "big") - by).to_bytes(2, "big")
-        return sealed(bytes(body))
-
-    return change
+from tests.parser.odd_packets import (
+    COUNT,
+    DMA_LENGTH,
+    IMMEDIATE,
+    PROTOCOLS,
+    VA,
+    Change,
+    added,
+    feed,
+    kinds,
+    patched,
+    shortened,
+    traffic,
+    writes,
+)
 
 
 def without_immediate(frame: bytes) -> bytes:
@@ -100,9 +50,6 @@ def without_immediate(frame: bytes) -> bytes:
     for at in (16, 38):
         body[at : at + 2] = (int.from_bytes(body[at : at + 2], "big") - 4).to_bytes(2, "big")
     return sealed(bytes(body))
-
-
-VA, DMA_LENGTH, IMMEDIATE, SLOT = 54, 66, 54, {"ll": 4 << 16, "ll128": 0, "simple": 512 << 10}
 
 
 @pytest.mark.parametrize(
@@ -383,186 +330,3 @@ def test_a_loop_that_begins_with_the_chunk_before_ends_the_flow(protocol: str) -
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_zeros_repeat_by_honest_means(protocol: str) -> None:
     assert repeated(True, protocol) == []
-
-
-# -- the count -----------------------------------------------------------------------------------------
-
-
-def numbers(engine: Engine, plan: JobPlan, qpn: int) -> dict:
-    return engine.flow_counters(0)[[spec.qpn for spec in plan.engine.flows].index(qpn)]
-
-
-def test_second_copies_and_retransmissions_are_told_apart() -> None:
-    job, plan, made = traffic("ll")
-    qpn = job.flows[0].qpns[0]
-    data = writes(made.packets, qpn)[:20]
-    engine = Engine(plan.engine)
-    for packet in data:  # a mirror that delivers everything twice
-        feed(engine, [packet, packet])
-    found = numbers(engine, plan, qpn)
-    assert (found["duplicates"], found["retransmissions"], found["out_of_order"]) == (20, 0, 0)
-    feed(engine, data[8:])  # a sender that goes back 12 packets
-    found = numbers(engine, plan, qpn)
-    assert (found["duplicates"], found["retransmissions"], found["missing"]) == (20, 12, 0)
-
-
-@pytest.mark.parametrize("order", ["in-order", "swapped"])
-def test_what_never_came_is_counted_for_good(order: str) -> None:
-    """Three PSNs, of which 16,384 others come after: too far back to come again. Both ways through the engine."""
-    job = example_job(count=1 << 20, protocol="simple", mtu=256, startup=False, rebuild=False)
-    plan, made = plan_job(job), generate(job, iterations=3)
-    qpn = job.flows[0].qpns[0]
-    data = writes(made.packets, qpn)
-    assert len(data) > 18_000
-    wanted = [packet for at, packet in enumerate(data) if at not in (5, 70, 71)]
-    if order == "swapped":
-        wanted[200:] = [packet for at in range(200, len(wanted) - 1, 2) for packet in (wanted[at + 1], wanted[at])]
-    engine = Engine(plan.engine)
-    feed(engine, wanted[:100])
-    assert numbers(engine, plan, qpn)["missing"] == 0 and engine.gaps(0) == 3  # they may still come
-    feed(engine, wanted[100:17_000])
-    assert numbers(engine, plan, qpn)["missing"] == 3
-
-
-def test_a_gap_longer_than_the_history_is_counted() -> None:
-    job = example_job(count=1 << 20, protocol="simple", mtu=256, startup=False, rebuild=False)
-    plan, made = plan_job(job), generate(job, iterations=3)
-    qpn = job.flows[0].qpns[0]
-    data = writes(made.packets, qpn)
-    engine = Engine(plan.engine)
-    feed(engine, [*data[:100], *data[17_100:17_200]])
-    engine.finish()
-    assert numbers(engine, plan, qpn)["missing"] == 17_000
-
-
-def test_a_later_lap_of_the_psn_is_not_the_beginning() -> None:
-    """LL in mid-stream: its flags say where it is, though its PSN is as small as that of a young connection."""
-    job = example_job(count=30_000, mtu=256, startup=False, rebuild=False)
-    each = len(writes(generate(job, iterations=1).packets, job.flows[0].qpns[0]))
-    first = 2**24 // each + 1
-    made = generate(job, iterations=2, first_iteration=first)
-    data = writes(made.packets, job.flows[0].qpns[0])
-    assert 0 < psn(data[0][1]) < 1 << 16
-    engine = Engine(plan_job(job).engine)
-    feed(engine, made.packets)
-    assert kinds(engine) == [] and engine.oldest == first
-    assert engine.region(first)[:120_000].tobytes() == made.reduced[first, 0].tobytes()
-
-
-def test_a_damaged_packet_does_not_say_where_a_flow_is() -> None:
-    job = example_job(count=30_000, mtu=1024, startup=False, rebuild=False)
-    made = generate(job, iterations=1, first_iteration=900)
-    damaged = made.packets[0][1][:-1] + bytes([made.packets[0][1][-1] ^ 1])
-    engine = Engine(plan_job(job).engine)
-    assert engine.feed(0, damaged)
-    assert not any(flow["packets"] or flow["anchored"] for flow in engine.flow_counters(0))
-
-
-@pytest.mark.parametrize("change", [shortened(16), added(50, 4, 4096)], ids=["length", "psn"])
-def test_a_step_alone_does_not_say_where_a_flow_is(change: Change) -> None:
-    """The flags name a message; its length and PSN must be this packet's."""
-    job = example_job(count=30_000, mtu=1024, startup=False, rebuild=False)
-    made = generate(job, iterations=1, first_iteration=900)
-    qpn = job.flows[0].qpns[0]
-    frame = next(f for _, f in made.packets if destination(f) == qpn and opcode(f) == FIRST)
-    engine = Engine(plan_job(job).engine)
-    assert engine.feed(0, change(frame))
-    assert engine.outcomes(0)["unanchored"][0] == 1
-    engine = Engine(plan_job(job).engine)
-    assert engine.feed(0, frame)
-    assert engine.outcomes(0)["unanchored"][0] == 0
-
-
-def test_losing_the_first_iteration_is_not_a_start_in_mid_stream() -> None:
-    """The job's beginning was seen, its first gradients were not: they are missing, not before the capture."""
-    job = example_job(count=COUNT, mtu=1024)
-    plan, made = plan_job(job), generate(job, iterations=2)
-    later = generate(job, iterations=1, first_iteration=1)
-    engine = Engine(plan.engine)
-    begun = [packet for packet in made.packets if packet[0] < later.packets[0][0]]
-    feed(engine, begun[:5])
-    feed(engine, later.packets)
-    assert engine.oldest == 0 and engine.begun == 1
-
-
-# -- iterations ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("streams", [1, 2])
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_an_arena_begins_its_next_iteration_empty(protocol: str, streams: int) -> None:
-    """Two arenas, the third iteration lost packets: what the first one left is not taken for it."""
-    job = example_job(count=COUNT, protocol=protocol, mtu=1024, startup=False, rebuild=False)
-    plan, made = plan_job(job, streams=streams, arenas=2), generate(job, iterations=3)
-    qpn = job.flows[0].qpns[0]
-    spot = spots(made, protocol, qpn, 2)[0]
-    start = spots(made, protocol, qpn, 0)[0]
-    engine = Engine(plan.engine)
-    odd = list(made.packets)  # differs from the other mirror's copy, in iteration 0 only
-    if streams == 2:
-        frame = odd[start.packets[0]][1]
-        at = PAYLOAD_AT[opcode(frame)]
-        odd[start.packets[0]] = (0, patched(at, bytes([frame[at] ^ 1]))(frame))
-    lost = set(spot.packets[1:4])
-    for at in range(len(made.packets)):
-        for stream in range(streams):
-            frame = (odd if stream == 0 else made.packets)[at][1]
-            if at not in lost and not engine.feed(stream, frame):
-                assert engine.copies(0)[0] == streams - 1
-                engine.retire()
-                assert engine.feed(stream, frame)
-    engine.finish()
-    missing = ~engine.cells(2)[: COUNT // 2]
-    assert 0 < missing.sum() * 8 <= 3 * 1024
-    first = int(np.flatnonzero(missing)[0]) * 8
-    assert spot.start < first < spot.start + 2048
-    assert engine.copies(2)[0] == 0
-
-
-def test_the_slowest_flow_says_what_is_past() -> None:
-    """A flow that ended holds nothing up."""
-    job, plan, made = traffic("ll")
-    fast, slow = (flow.qpns[0] for flow in job.flows)
-    engine = Engine(plan.engine)
-    feed(engine, writes(made.packets, slow)[:2])
-    assert engine.past(0) == 0
-    ahead = writes(made.packets, fast)
-    feed(engine, ahead[:-2])
-    assert engine.past(0) == 0
-    odd = next(f for _, f in made.packets if destination(f) == slow and opcode(f) == LAST_IMM)
-    assert engine.feed(0, added(IMMEDIATE, 4, 1)(odd)) and len(kinds(engine)) == 1
-    assert engine.past(0) == 1
-
-
-def test_disagreements_of_open_iterations_are_kept() -> None:
-    job, plan, made = traffic("ll")
-    spot = spots(made, "ll", job.flows[0].qpns[0], 1)[0]
-    engine = Engine(plan.engine)
-    feed(engine, made.packets[: spot.packets[0]])
-    assert engine.feed(0, added(DMA_LENGTH, 4, 16)(made.packets[spot.packets[0]][1]))
-    engine.retire()
-    engine.forget()
-    assert [entry["iteration"] for entry in engine.disagreements()] == [1]
-    engine.retire()
-    engine.forget()
-    assert engine.disagreements() == []
-
-
-@pytest.mark.parametrize("size", [64, 256])
-def test_a_ring_goes_round_and_a_blocked_packet_stays_in_it(size: int) -> None:
-    job = example_job(count=COUNT, mtu=1024, startup=False, rebuild=False)
-    plan, made = plan_job(job, arenas=2), generate(job, iterations=4)
-    ring, engine, at, truth = MemoryRing(size), Engine(plan.engine), 0, made.reduced
-    while at < len(made.packets) or ring.waiting:
-        room = min(size - ring.waiting, len(made.packets) - at)
-        ring.put(made.packets[at : at + room])
-        at += room
-        _, blocked = engine.run(0, ring.ring_address, 1 << 20)
-        if blocked:
-            assert engine.wanted(0) == engine.oldest + 2
-            assert engine.region(engine.oldest)[: 4 * COUNT].tobytes() == truth[engine.oldest, 0].tobytes()
-            engine.retire()
-    assert engine.oldest == 2 and sum(n for n, _ in engine.outcomes(0).values()) == len(made.packets)
-    for iteration in (2, 3):
-        assert engine.region(iteration)[: 4 * COUNT].tobytes() == truth[iteration, 0].tobytes()
-    assert engine.gaps(0) == 0
