@@ -45,7 +45,7 @@ from flowcheck.lab.shape import BRIDGE, CONTROL, MIRROR_MTU, MTU, NAME, PREFIX, 
 __all__ = ["Fabric", "Leftover", "clear", "leftovers"]
 
 ROLE = re.compile(rf"{PREFIX}-([a-z][a-z0-9]{{0,15}})-(r\d+|leaf|node\d*)")
-SETTLE_SECONDS = 10.0
+SETTLE_SECONDS = 60.0
 
 
 class Fabric:

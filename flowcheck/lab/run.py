@@ -40,7 +40,7 @@ CONTROL_PORT = 7070
 START_SECONDS = 120.0  # four imports of torch on one core that others use too
 ATTACHING = 4  # attach watches three, and sends manifest and connections behind the next
 QUIET_SECONDS = 90.0  # softroce gives a dead peer up after 60
-END_SECONDS = 30.0
+END_SECONDS = 120.0
 OUTPUTS = ("rank[0-9]*.jsonl", "rank[0-9]*.log", "node[0-9]*-[0-9]*", "token")
 MARK = ".flowcheck-lab"  # such a folder's outputs are ours to remove
 

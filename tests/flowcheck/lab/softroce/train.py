@@ -113,7 +113,7 @@ def main() -> None:
         answer = "done"
         try:
             dist.init_process_group(
-                "softroce", rank=rank, world_size=case["ranks"], timeout=timedelta(seconds=30))
+                "softroce", rank=rank, world_size=case["ranks"], timeout=timedelta(seconds=240))
             if "calls" in case["options"]:
                 calls.run(rank, case["ranks"], Settings.from_environment())
             else:
