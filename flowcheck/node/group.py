@@ -333,9 +333,10 @@ class Group:
 
     def _lost(self, why: str) -> None:
         session = self._session
-        if session is not None and session.replica is None:
+        assert session is not None
+        if session.replica is None:
             self.served.remove()
-        self._say("lost", why=why, serves=session.serves if session is not None else -1)
+        self._say("lost", why=why, serves=session.serves)
         self._tell(Wanted(["state"], f"checkpoint wanted: {why}"))
 
     def _waiting(self, iteration: int, why: str) -> None:

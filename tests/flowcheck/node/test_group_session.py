@@ -6,11 +6,13 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import flowcheck.node.group
 from flowcheck.node.live import Closed
 from flowcheck.records import Bye, Joined, Manifest, Progress, Record, State, Wanted
 
@@ -327,6 +329,27 @@ def test_without_a_job_the_rings_are_emptied(scene) -> None:
     at.group.stop()
     assert [ring.waiting for ring in at.rings] == [0, 0] and at.group.failure is None
     at.group.stop()
+
+
+@pytest.mark.parametrize("job", [False, True])
+def test_the_thread_sleeps_when_nothing_moves_and_not_before(scene, monkeypatch, job: bool) -> None:
+    at, left = scene(rings=2), []
+    if job:
+        peer = at.follow()
+        for t in range(3):
+            at.post(peer, Record(t))
+        at.session.moves = 5
+    else:
+        at.rings[0].put([(0, b"x")] * 9000)
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 0.0005
+        left.append((at.group._inbox.qsize(), at.rings[0].waiting, at.session.moves if job else -1))
+        at.group._stop.set()
+
+    monkeypatch.setattr(flowcheck.node.group, "time", SimpleNamespace(sleep=sleep))
+    at.group._main()
+    assert left == [(0, 0, -1)] and at.group.failure is None
 
 
 def test_a_group_that_was_never_started_can_be_stopped(scene) -> None:

@@ -23,6 +23,8 @@ from flowcheck.manifest import Job, ModelEntry
 from flowcheck.node.live import Closed, Hooks, LiveSession
 from flowcheck.records import Record
 from flowcheck.synth import example_job
+from updater.errors import ReplicaError
+from updater.replica import Replica
 
 from ..fake_engine import FakeEngine, FakeSource, Packet, whole
 
@@ -124,6 +126,14 @@ def test_versions_are_verified_from_the_first_checksum_on(live) -> None:
     assert at.values() == alike(-0.5) and at.lost == []
 
 
+def test_a_job_is_followed_from_its_first_iteration(live) -> None:
+    """Its buckets are others there: all of the model is one."""
+    at = live()
+    at.state(0)
+    assert at.step(0, checksums=at.sums(0.5)).status == "verified"
+    assert at.step(1, checksums=at.sums(0.0)).status == "verified" and at.lost == []
+
+
 @pytest.mark.parametrize("odd", NAMES)
 @pytest.mark.parametrize("matched", [0, 1, 3])
 def test_one_tensor_that_differs_ends_it_however_many_matched(live, matched: int, odd: str) -> None:
@@ -131,6 +141,7 @@ def test_one_tensor_that_differs_ends_it_however_many_matched(live, matched: int
     at.state(2)
     for t in range(2, 2 + matched):
         assert at.step(t, checksums=at.sums(0.0 - 0.5 * (t - 3))).status == "verified"
+    assert at.session.matched == matched
     t = 2 + matched
     right = at.sums(0.5 - 0.5 * matched)
     line = at.step(t, checksums=right | {odd: f"{int(right[odd], 16) ^ 1:016x}"})
@@ -298,6 +309,8 @@ def test_buffers_are_those_of_rank_0(live) -> None:
     at.poll()
     assert at.ended == [(2, True, [])]
     assert at.values() == alike(0.5) | {"mean": {9.0}}
+    assert at.session.replica is not None
+    assert not any("buffers" in mark for mark in at.session.replica.unproven)  # each step brings them
 
 
 def test_a_rank_other_than_0_may_be_the_first_where_there_are_no_buffers(live) -> None:
@@ -370,6 +383,7 @@ def test_where_nothing_is_built_nothing_waits(live) -> None:
     at = live()
     at.traffic(2)
     at.poll()
+    assert at.closed[0].lag == 0 and at.closed[0].status == "waiting"
     assert at.ended == [(2, False, ["previous"])]  # that its record is not here is of no interest
     at.state(4)
     at.traffic(3)
@@ -404,6 +418,9 @@ def test_a_state_that_will_not_come_holds_nothing(live, end: str) -> None:
     getattr(at.session, end)()
     at.poll()
     assert at.ended == [(2, False, ["previous"])]
+    at.traffic(3)
+    at.poll()
+    assert [t for t, _, _ in at.ended] == [2, 3]
 
 
 def test_a_state_that_is_too_late_is_refused(live) -> None:
@@ -457,8 +474,11 @@ def test_a_state_replaces_the_replica(live, tmp_path) -> None:
     at.step(3)
     assert at.ended[-1] == (3, False, ["previous"]) and at.lost == []
     assert at.step(4).published and at.values() == alike(2.5)
+    with pytest.raises(ReplicaError):
+        Replica.attach(tmp_path / "2.replica")  # it is being written
     at.session.close()
     at.session.close()
+    Replica.attach(tmp_path / "2.replica").close()
 
 
 # -- what ends the chain -----------------------------------------------------------------------------------------------
