@@ -227,7 +227,7 @@ class Runner:
     """A process that forks one run of pytest after another. Several threads may use several of them."""
 
     def __init__(self, tree: Path, name: str) -> None:
-        self._said = tree / f"said-{name}.txt"
+        self._said = tree / f"said-{os.getpid()}-{name}.txt"
         self._process = subprocess.Popen(
             ["nice", sys.executable, "-P", "-c", SERVER], cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -253,6 +253,7 @@ class Runner:
 
     def close(self) -> None:
         self._process.communicate()
+        self._said.unlink(missing_ok=True)
 
 
 def without(runner: Runner, tests: tuple[str, ...]) -> float:

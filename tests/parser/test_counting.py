@@ -16,6 +16,7 @@ from tests.flowcheck.altered import (
     MIDDLE,
     PAYLOAD_AT,
     Packet,
+    altered,
     destination,
     messages,
     opcode,
@@ -274,3 +275,39 @@ def test_packets_aside_are_given_up_when_their_message_is_too_long_ago() -> None
         truth = np.frombuffer(made.reduced[iteration, 0].tobytes(), np.uint8)
         assert (region[np.repeat(cells, 8)] == truth[np.repeat(cells, 8)]).all()
     assert engine.outcomes(0)["unanchored"][0] > 0
+
+
+def test_an_earlier_capture_read_second_opens_its_iterations() -> None:
+    """Both begin in mid-stream. While nothing is closed the earlier one's iterations are taken; then they are named."""
+    job = example_job(count=30_000, mtu=1024, startup=False, rebuild=False)
+    made, later = generate(job, iterations=1, first_iteration=900), generate(job, iterations=1, first_iteration=901)
+    engine = Engine(plan_job(job, streams=2).engine)
+    feed(engine, later.packets, stream=1)
+    assert engine.oldest == 901
+    feed(engine, made.packets, stream=0)
+    assert (engine.oldest, engine.unopened) == (900, -1) and engine.outcomes(0)["late"] == (0, 0)
+    for iteration, one in ((900, made), (901, later)):
+        assert engine.region(iteration)[:120_000].tobytes() == one.reduced[iteration, 0].tobytes()
+    engine = Engine(plan_job(job, streams=2).engine)
+    feed(engine, later.packets, stream=1)
+    engine.retire()
+    feed(engine, made.packets, stream=0)
+    assert (engine.oldest, engine.unopened) == (902, 900) and engine.outcomes(0)["late"][0] > 0
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_two_connections_of_one_mirror_compare(protocol: str) -> None:
+    """Three ranks in a ring: the same reduced bytes go by on two connections, with one byte changed on the second."""
+    job = example_job(ranks=3, count=COUNT, protocol=protocol, mtu=1024, startup=False, rebuild=False, seed=4)
+    made = generate(job, iterations=1, seed=4)
+    known = [spot for flow in job.flows for spot in spots(made, protocol, flow.qpns[0], 0)]
+    one, two = next(
+        (a, b) for a in known for b in known if a.start == b.start and a.packets[-1] < b.packets[0]
+    )  # fmt: skip
+    assert destination(made.packets[one.packets[0]][1]) != destination(made.packets[two.packets[0]][1])
+    for packet in (0, 1, 2):
+        other, offset = altered(made.packets, two, packet, byte=6)
+        engine = Engine(plan_job(job).engine)
+        feed(engine, other)
+        assert engine.copies(0)[:2] == (1, offset)
+        assert engine.region(0)[: 4 * COUNT].tobytes() == made.reduced[0, 0].tobytes()
