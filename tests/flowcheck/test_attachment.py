@@ -501,17 +501,45 @@ def test_a_state_has_every_entry_and_every_tensor_of_the_optimizer(training, han
 
 def test_a_state_is_the_one_of_its_boundary(training, hand_node) -> None:
     """It is copied before it is queued: training goes on while it is sent."""
-    one = training()
+    one = training(make=lambda p: torch.optim.AdamW(p, lr=0.5))
+    queued: list[dict[str, torch.Tensor]] = []
+    peer = joined(one, hand_node)
+    peer.send("wanted", what=["state"], why="a state")
+    until(lambda: one.attachment._post.wanted)
+    one.attachment._post.put = lambda message, tensors: queued.append(tensors)
+    one.iterate()
+    del one.attachment._post.put
+    _, state = queued
+    then = {name: value.clone() for name, value in state.items()}
+    one.train()
+    assert len(state) == 8 and all(torch.equal(state[name], value) for name, value in then.items())
+    assert not torch.equal(one.values["weight"], then["model.weight"])
+
+
+def test_what_is_not_in_the_manifest_is_not_in_a_state(training, hand_node) -> None:
+    """An optimizer may keep something of a tensor that it does not step, and things that are no tensors."""
+    one = training(layer=Every())
+    one.optimizer.state[one.model.module.frozen]["momentum_buffer"] = torch.ones(1)
+    one.optimizer.state[one.model.module.weight]["note"] = 7
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="a state")
     until(lambda: one.attachment._post.wanted)
     one.iterate()
-    then = one.values
-    one.train()
     peer.receive()
-    state = safetensors.torch.load(peer.receive()[1])
-    assert torch.equal(state["model.weight"], then["weight"])
-    assert not torch.equal(one.values["weight"], then["weight"])
+    assert safetensors.torch.load(peer.receive()[1]).keys() == {"model.weight", "model.frozen", "model.count"}
+
+
+def test_a_node_that_says_nothing_is_not_waited_for_for_ever(training, hand_node, script) -> None:
+    """Neither for its first word nor for its answer to a state."""
+    one = training(wait=0.3)
+    peer = connected(one, hand_node)
+    one.iterate(3)
+    assert one.attachment.state == "attaching"
+    peer.send("wanted", what=["state"], why="a state")
+    until(lambda: one.attachment._post.wanted)
+    one.attachment._post.answered.clear()
+    one.iterate()
+    assert one.attachment.state == "attaching" and one.attachment._post.wanted == frozenset()
 
 
 # -- records -------------------------------------------------------------------------------------------------
