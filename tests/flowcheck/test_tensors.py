@@ -142,6 +142,19 @@ def test_tensors_that_are_not_aligned_are_read_too(blank: int) -> None:
     assert unpack(_file({}, VALUES, text=text), SPEC, "here")["x"].tolist() == [1.0, 2.0]
 
 
+@pytest.mark.parametrize("blank", range(4))
+def test_every_tensor_that_is_read_is_aligned(blank: int) -> None:
+    text = json.dumps({"y": _entry("U8", [1], 0, 1), "x": _entry("F32", [2], 1, 9)}).encode() + b" " * blank
+    found = unpack(_file({}, b"!" + VALUES, text=text), SPEC, "here")
+    assert found["x"].tolist() == [1.0, 2.0] and found["x"].data_ptr() % 4 == 0 and found["y"].tolist() == [33]
+
+
+def test_an_empty_tensor_has_its_type_and_shape() -> None:
+    spec = {"e": TensorSpec("int64", (3, 0))}
+    found = unpack(_file({"e": _entry("I64", [3, 0], 0, 0)}, b""), spec, "here")["e"]
+    assert (found.dtype, found.shape) == (torch.int64, (3, 0))
+
+
 def test_an_aligned_tensor_lies_over_the_data() -> None:
     text = json.dumps({"x": _entry("F32", [2], 0, 8)}).encode()
     data = _file({}, VALUES, text=text + b" " * (-len(text) % 4))
