@@ -4,6 +4,7 @@ import pytest
 
 from flowcheck.jobplan import JobPlan, plan_job
 from flowcheck.labels import contradiction, on_trust, other_version
+from flowcheck.manifest import Collective
 from flowcheck.synth import example_job
 
 RANKS = "ranks of the flows: as the manifest says, nothing in the captures confirms them"
@@ -187,8 +188,16 @@ def test_channels_that_carry_nothing_are_not_alike() -> None:
 
 
 @pytest.mark.parametrize(("count", "marks"), [
-    ((1 << 27) + 1, []),  # 32772 messages, and the last ones differ
-    ((1 << 31) + 1, [RANKS]),  # 524292 of them are not listed: likeness is assumed
+    (409_597_953, []),  # 50000 messages in a call, and the last ones differ
+    ((1 << 31) + 1, [RANKS]),  # more are not listed: likeness is assumed
 ])  # fmt: skip
 def test_an_edge_of_very_many_messages_counts_as_alike(count: int, marks: list[str]) -> None:
     assert on_trust(plan(count=count, protocol="ll"), [0, 1], {}) == marks
+
+
+@pytest.mark.parametrize(("count", "marks"), [(1 << 20, []), (1 << 31, [RANKS])])
+def test_one_edge_of_very_many_messages_is_enough(count: int, marks: list[str]) -> None:
+    """A broadcast that leads away from rank 0 alone: 128 messages, or 262144."""
+    described = example_job(ranks=2, count=4096, protocol="ll", rebuild=False)
+    described.collectives.startup = [Collective("Broadcast", count, "float32", carries="other")]
+    assert on_trust(plan_job(described), [0, 1], {}) == marks
