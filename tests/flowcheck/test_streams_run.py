@@ -76,9 +76,9 @@ def test_it_rests_only_while_nothing_happens(monkeypatch: pytest.MonkeyPatch) ->
         one.end()
         return made.close(iteration)
 
-    monkeypatch.setattr("flowcheck.streams.time.sleep", naps.append)
+    monkeypatch.setattr("flowcheck.streams.time.sleep", lambda seconds: naps.append((len(made.progress), seconds)))
     made.streams.run(close, made.progress.append)
-    assert naps == [0.0005] and len(made.progress) == 4 and list(made.closed) == [0]
+    assert naps == [(2, 0.0005)] and len(made.progress) == 4 and list(made.closed) == [0]
 
 
 # -- the order in which captures are opened -------------------------------------------------------------
