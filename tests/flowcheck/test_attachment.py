@@ -620,8 +620,11 @@ def test_the_norm_of_an_overflow_does_not_matter(training, hand_node, clip: Any)
     assert (record["clip"], record["skipped"], record["scale"]) == (1.0, True, None)
 
 
-def test_checksums_each_kth_iteration_are_of_every_entry_after_the_step(training, hand_node) -> None:
-    one = training(layer=Every(), every=3, rank=1)
+@pytest.mark.parametrize(("layer", "names"), [
+    (Every, {"weight", "frozen", "count"}), (lambda: torch.nn.Linear(2, 2), {"weight", "bias"}),
+], ids=["with buffers", "without"])  # fmt: skip
+def test_checksums_each_kth_iteration_are_of_every_entry_after_the_step(training, hand_node, layer, names) -> None:
+    one = training(layer=layer(), every=3, rank=1)
     peer = joined(one, hand_node, manifest=False)
     after = []
     for _ in range(4):
@@ -629,7 +632,7 @@ def test_checksums_each_kth_iteration_are_of_every_entry_after_the_step(training
         after.append({name: f"{checksum(value):016x}" for name, value in one.values.items()})
     sums = [peer.expect("record")["checksums"] for _ in range(4)]
     assert [bool(found) for found in sums] == [False, False, True, False]  # iterations 3, 4, 5, 6
-    assert sums[2] == after[2] and sums[2].keys() == {"weight", "frozen", "count"}
+    assert sums[2] == after[2] and sums[2].keys() == names
     assert all(len(value) == 16 for value in sums[2].values())
 
 
