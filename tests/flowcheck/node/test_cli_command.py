@@ -156,3 +156,10 @@ def test_a_fault_of_ours_ends_it_with_70_and_its_lines(
 
 def test_without_settings_it_says_what_is_missing(command: Callable[..., int], world: World) -> None:
     assert command("--json") == 2 and world.done == []
+
+
+def test_its_help_has_its_own_options_only(command: Callable[..., int], capsys: Any) -> None:
+    """It installs nothing into a shell."""
+    assert command("--help") == 0
+    said = capsys.readouterr().out
+    assert "--keep-hashes" in said and "--install-completion" not in said

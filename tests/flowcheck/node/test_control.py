@@ -437,6 +437,17 @@ def test_a_trainer_that_does_not_read_is_closed_after_256_messages(enter: Enter)
     known.end()
 
 
+def test_a_trainer_that_takes_nothing_more_is_closed(enter: Enter) -> None:
+    """It could still send: the end comes from the writer."""
+    known = enter()
+    known.send(Flows([]))
+    known.group.next()
+    known.link._socket.shutdown(socket.SHUT_RD)
+    known.group.member.send(Joined(1))
+    assert known.group.next() == ("left", True)
+    known.end()
+
+
 def test_a_full_outbox_does_not_hold_up_the_end(enter: Enter) -> None:
     known = _does_not_read(enter, 256)
     known.send(Bye())
