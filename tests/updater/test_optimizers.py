@@ -173,6 +173,14 @@ def test_foreach_and_what_makes_adamw_say_nothing():
     assert check("adam", {"lr": 1, "decoupled_weight_decay": True})["decoupled_weight_decay"] is True
 
 
+@pytest.mark.parametrize("key", ["foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"])
+def test_what_says_nothing_may_come_first(key):
+    """What follows it is read and checked all the same."""
+    first = {key: key == "decoupled_weight_decay"}
+    assert check("adamw", {**first, "lr": 1, "eps": 2}) == {"lr": 1, "eps": 2}
+    assert refusal("adamw", {**first, "lr": -1}) == "adamw group 0: lr is not negative, found -1"
+
+
 # -- states and the values of one step ---------------------------------------------------------------------
 
 
