@@ -189,6 +189,8 @@ def test_losses_of_something_else_do_not_count(noted: dict) -> None:
     plan, engine = example([20, 9])
     engine.lost = [noted]
     assert missing(plan, engine) == {"lost": 20}
+    engine.lost = [noted, loss("icrc", 8, 8)]
+    assert missing(plan, engine) == {"icrc": 2, "lost": 18}
 
 
 def test_a_loss_before_the_bucket_is_not_its_own() -> None:
