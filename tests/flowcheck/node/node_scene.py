@@ -23,6 +23,7 @@ class World:
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.live: Any = None
         self.huge: Any = "not asked"
+        self.eal: Any = None
         self.rings: list[MemoryRing] = []
         self.error: Exception | None = None
         self.groups: list[Any] = []
@@ -30,10 +31,11 @@ class World:
 
     def start_eal(self, *configs: Any, huge: Any) -> Any:
         (self.live,), self.huge = configs, huge
-        return _noting(self, "eal")
+        self.eal = _noting(self, "eal")
+        return self.eal
 
     def source(self, eal: Any, config: Any) -> Any:
-        assert config is self.live
+        assert config is self.live and eal is self.eal
         self.rings = [MemoryRing(64) for _ in range(config.queues)]
         world = self
 
@@ -90,6 +92,9 @@ class NotedGroup:
         self.members: dict[int, Any] = {}
         self.plan: Any = None
         self.failure: BaseException | None = None
+
+    def join(self, run: tuple[str, int, int], member: Any, instance: str) -> str:
+        return f"{run} has come to group {self.name!r}"
 
     def start(self) -> None:
         self.world.done.append(f"start group {self.name!r}")

@@ -23,6 +23,7 @@ from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import cli
 from flowcheck.node.config import NodeConfig
+from flowcheck.records import Link, RecordsError, Refused, greet
 
 from ..memory_ring import MemoryRing
 from .node_scene import World, put_in
@@ -127,6 +128,27 @@ def test_the_control_port_is_as_the_settings_say(begin: Begin) -> None:
             assert second.recv(4) == b""
         except ConnectionResetError:
             pass
+
+
+def test_a_trainer_with_the_settings_token_reaches_the_group_that_it_names(begin: Begin, world: World) -> None:
+    host, _, port = begin().control.address.rpartition(":")
+    for token, told in (
+        (b"a token that only tests have", "('run', 3, 4) has come to group 'main'"),
+        (b"another token of the tests", "refused: the token is wrong"),
+    ):
+        link = Link(socket.create_connection((host, int(port)), 10))
+        try:
+            greet(link, token, run_id="run", epoch=3, rank=0, ranks=4, group="main")
+            answer = link.receive(wait=10)[0]
+            assert answer == Refused(told)
+        except RecordsError as error:
+            assert error.what == told
+        finally:
+            link.close()
+    assert [group.name for group in world.groups] == ["main"]
+    assert [fields["why"] for event, fields in world.said] == [
+        "('run', 3, 4) has come to group 'main'", "the token is wrong",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("directory", ["none such", "token"])
