@@ -46,6 +46,7 @@ fuzz: build   ## ten million inputs and ten thousand capture files (docs/fuzzing
 
 mutants: build .venv/.mutants   ## deliberate mistakes, and whether a test notices (docs/testing.md); ONLY="MODULE ..." for some
 	nice $(BIN)/python -P tools/mutants.py $(ONLY)
+	$(if $(ONLY),,nice $(BIN)/python -P tools/mutants_compiled.py)
 
 .venv/.mutants: .venv/.installed
 	FLOWCHECK_BUILD=none $(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[mutants]'

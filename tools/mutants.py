@@ -2,7 +2,6 @@
 
     python tools/mutants.py                                  every module below (hours on two cores)
     python tools/mutants.py flowcheck/records.py ...         some of them
-    python tools/mutants.py --again flowcheck/records.py     only the mistakes that survived the last time
 
 mutmut makes the mistakes, one at a time, in a copy of the tree below build/mutants, and runs the unit tests that reach
 the function. MODULES says which test files have to notice. Wording is left out: arguments of `raise`, lines of prose,
@@ -23,7 +22,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -111,7 +109,6 @@ class Result:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Deliberate mistakes, and whether a test notices each.")
     parser.add_argument("modules", nargs="*", metavar="MODULE", help="such as flowcheck/records.py; all if none")
-    parser.add_argument("--again", action="store_true", help="only the mistakes that survived the last time")
     parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="mistakes tried at a time")
     arguments = parser.parse_args()
     unknown = [module for module in arguments.modules if module not in MODULES]
@@ -119,7 +116,7 @@ def main() -> int:
         parser.error(f"{unknown[0]} is not one of: {', '.join(MODULES)}")
     results = []
     for module in arguments.modules or MODULES:
-        results.append(run(module, again=arguments.again, jobs=arguments.jobs))
+        results.append(run(module, jobs=arguments.jobs))
         for name, change in results[-1].survivors:
             print(f"  survived {name}\n    {change}")
         print(results[-1], flush=True)
@@ -128,14 +125,10 @@ def main() -> int:
     return 1 if any(result.rate < LEAST for result in results) else 0
 
 
-def run(module: str, *, again: bool, jobs: int) -> Result:
+def run(module: str, *, jobs: int) -> Result:
     """Try the mistakes of one module. Raises SystemExit where its tests fail without any."""
     scratch = SCRATCH / module.removesuffix(".py").replace("/", ".")
-    survived = list(_survived(scratch, module)) if again else []
-    if again and not survived:
-        return report(scratch, module)
-    if not again:
-        shutil.rmtree(scratch, ignore_errors=True)
+    shutil.rmtree(scratch, ignore_errors=True)
     _copy_tree(scratch)
     missing = [test for test in MODULES[module] if not (scratch / test).exists()]
     if missing:
@@ -144,7 +137,7 @@ def run(module: str, *, again: bool, jobs: int) -> Result:
     environment = os.environ | {"PYTHONPATH": str(scratch / "mutants"), "OMP_NUM_THREADS": "1"}
     # What takes seconds to import is imported once, and not anew for every mistake.
     start = "import numpy, torch, torch._dynamo; from mutmut.__main__ import cli; cli()"
-    command = [sys.executable, "-P", "-c", start, "run", "--max-children", str(jobs), *survived]
+    command = [sys.executable, "-P", "-c", start, "run", "--max-children", str(jobs)]
     log = scratch / "log"
     with log.open("w") as out:
         done = subprocess.run(command, cwd=scratch, env=environment, stdout=out, stderr=subprocess.STDOUT, check=False)
@@ -162,6 +155,8 @@ def report(scratch: Path, module: str) -> Result:
     }
     result = Result(module)
     for name, status in _statuses(scratch, module).items():
+        if status is None:
+            raise SystemExit(f"{module}: {name} was not tried; see {scratch / 'log'}")
         if status in KILLED:
             result.killed += 1
         elif status in TIMED_OUT:
@@ -182,10 +177,6 @@ def _statuses(scratch: Path, module: str) -> dict[str, int | None]:
     return found
 
 
-def _survived(scratch: Path, module: str) -> Iterator[str]:
-    return (name for name, code in _statuses(scratch, module).items() if code not in KILLED | TIMED_OUT)
-
-
 def _change(scratch: Path, module: str, name: str) -> tuple[str, str]:
     """The lines that a mistake changes, joined by spaces: (before, after)."""
     from mutmut.mutation.diff_apply import get_diff_for_mutant
@@ -198,7 +189,7 @@ def _change(scratch: Path, module: str, name: str) -> tuple[str, str]:
 
 
 def _copy_tree(scratch: Path) -> None:
-    """What git knows and what was built, as it is now; times kept, so that unchanged modules keep their results."""
+    """What git knows and what was built, as it is now."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True,
         check=True,
