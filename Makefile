@@ -4,7 +4,7 @@ SHELL   := /bin/bash
 PYTHON  ?= /usr/bin/python3
 BIN     := .venv/bin
 # Files of tests side by side, one worker for each core; those that use the machine as a whole stay on one of them.
-PYTEST  := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup
+PYTEST  := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadscope
 # What the caller has set for himself must not reach pip, setup.py or pytest.
 export PYTHONPATH :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
