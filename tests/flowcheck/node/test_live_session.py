@@ -36,7 +36,7 @@ def alike(value: float) -> dict[str, set[float]]:
 
 
 def small_job(*, buffers: bool = False, records: bool = True, **options: Any) -> Job:
-    job = example_job(count=[40, 20], startup=False, rebuild=False, options={"lr": 0.5}, **options)
+    job = example_job(**{"count": [40, 20], "startup": False, "rebuild": False, "options": {"lr": 0.5}, **options})
     assert job.optimizer is not None
     job.optimizer.rounding = "torch-cuda-foreach"  # needs no look at this machine's processor; all values are exact
     job.step_values = ["lr"] if records else []
@@ -120,7 +120,8 @@ def test_versions_are_verified_from_the_first_checksum_on(live) -> None:
     assert (at.session.status, at.session.serves, at.session.published, at.session.next) == ("unverified", 1, 1, 2)
     assert at.step(2) == Closed(2, True, "unverified", 1, 1, {}, 0, 0, 0, [])
     assert at.values() == alike(0.5)
-    assert at.step(3, checksums=at.sums(0.0)).status == "verified" and at.session.matched == 1
+    assert at.step(3, checksums=at.sums(0.0)) == Closed(3, True, "verified", 1, 1, {}, 0, 0, 0, [])
+    assert at.session.matched == 1
     assert at.step(4).status == "verified"
     assert (at.session.serves, at.session.published, at.session.next) == (4, 4, 5)
     assert at.values() == alike(-0.5) and at.lost == []
@@ -455,6 +456,23 @@ def test_a_state_that_does_not_fit_changes_nothing(live) -> None:
     with pytest.raises(UserError):
         at.session.state(3, {"layer0.weight": torch.zeros(1)}, {})
     assert at.step(3).published and at.values() == alike(0.0)
+
+
+def test_the_optimizer_goes_on_from_the_trainers_state(live) -> None:
+    """Momentum 0.5 and a buffer of 2: 0.5 * 2 + 1 = 2, and half of it is taken away; without the buffer, half of 1."""
+    at = live(small_job(optimizer="sgd", options={"lr": 0.5, "momentum": 0.5}))
+    buffers = {name: {"momentum_buffer": tensor} for name, tensor in at.tensors(2.0).items()}
+    at.session.state(2, at.tensors(1.0), buffers)
+    assert at.step(2).published and at.values() == alike(0.0)
+
+
+@pytest.mark.parametrize("iteration", [0, 1])
+def test_a_state_is_too_late_after_the_very_first_iteration(live, iteration: int) -> None:
+    at = live()
+    at.traffic(*range(iteration + 1))
+    at.poll()
+    with pytest.raises(UserError, match=f"before iteration {iteration} is here, and {iteration} has passed"):
+        at.state(iteration)
 
 
 def test_a_state_replaces_the_replica(live, tmp_path) -> None:
