@@ -3,7 +3,6 @@
 SHELL   := /bin/bash
 PYTHON  ?= /usr/bin/python3
 BIN     := .venv/bin
-# Files of tests side by side, one worker for each core; those that use the machine as a whole stay on one of them.
 PYTEST  := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadscope
 # What the caller has set for himself must not reach pip, setup.py or pytest.
 export PYTHONPATH :=
@@ -12,8 +11,7 @@ export FLOWCHECK_BUILD :=
 
 SOURCES := setup.py $(wildcard parser/*.p[yx][xdi] updater/*.p[yx][xd] flowcheck/bench/*.pyx flowcheck/lab/*.pyx \
            flowcheck/lab/*/*.p[yx][xd] */include/*.h */src/*.[ch] flowcheck/bench/*/*.[ch] flowcheck/lab/*/*.[ch] \
-           flowcheck/lab/*/*/*.[ch] \
-           dataplane/pydpdk/_build.py dataplane/pydpdk/shim.[ch] dataplane/pydpdk/decl/*.h)
+           flowcheck/lab/*/*/*.[ch] dataplane/pydpdk/_build.py dataplane/pydpdk/shim.[ch] dataplane/pydpdk/decl/*.h)
 MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)
 
 .DELETE_ON_ERROR:
@@ -29,28 +27,20 @@ test: build hugepages   ## everything a merge needs: lint, types, layers, tests 
 	$(PYTEST) -m "not slow"
 
 test-sanitizers: build   ## dataplane and parser under AddressSanitizer and ThreadSanitizer (compiles both: 10 minutes)
-	@tools/sanitize.sh address
-	@tools/sanitize.sh thread
+	@tools/sanitize.sh address && tools/sanitize.sh thread
 
 test-all: build hugepages   ## the same and the slow tests
 	$(PYTEST)
 
 lint: build   ## ruff, mypy and the layer rules
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python -P tools/layers.py
+	$(BIN)/python -m pytest tests/project/test_lint.py tests/project/test_layers.py
 
 fuzz: build   ## ten million inputs and ten thousand capture files (docs/fuzzing.md), a good half hour
-	nice $(BIN)/python -P fuzz/run.py
-	nice $(BIN)/python -P fuzz/captures.py
+	nice $(BIN)/python -P fuzz/run.py && nice $(BIN)/python -P fuzz/captures.py
 
-mutants: build .venv/.mutants   ## deliberate mistakes, and whether a test notices (docs/testing.md); ONLY="MODULE ..." for some
+mutants: build   ## deliberate mistakes, and whether a test notices (docs/testing.md); ONLY="MODULE ..." for some
+	$(BIN)/python -m pip install -q -c constraints.txt mutmut
 	nice $(BIN)/python -P tools/mutants.py $(ONLY)
-	$(if $(ONLY),,nice $(BIN)/python -P tools/mutants_compiled.py)
-
-.venv/.mutants: .venv/.installed
-	FLOWCHECK_BUILD=none $(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[mutants]'
-	touch $@
 
 build: .venv/.built-$(MODE)   ## Debian packages, .venv and the extensions, in place
 

@@ -30,12 +30,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("untimed")
 
 
-# What uses the machine as a whole (labs, namespaces, ports, huge pages, lists of processes) stays on one worker of
-# pytest-xdist, one test after another. Every other file is a unit that any worker may take.
-WHOLE_MACHINE = (
-    "tests/dataplane", "tests/flowcheck/lab", "tests/flowcheck/node", "tests/switch_configs",
-    "tests/project/test_demo.py",
-)
+# `make test` gives each core a worker of pytest-xdist, and a worker takes whole files. What uses the machine itself
+# (namespaces, ports, huge pages, lists of processes) stays on one worker, one test after another: labs on one, all that
+# feeds ports on another.
+TOGETHER = {
+    "tests/flowcheck/lab": "labs", "tests/project/test_demo.py": "labs", "tests/flowcheck/test_interrupt.py": "labs",
+    "tests/dataplane": "ports", "tests/flowcheck/node": "ports", "tests/switch_configs": "ports",
+}
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -46,7 +47,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.split("::")[0]
-            return "machine" if path.startswith(WHOLE_MACHINE) else path
+            return next((group for start, group in TOGETHER.items() if path.startswith(start)), path)
 
     return ByFile(config, log)
 

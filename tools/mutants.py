@@ -1,6 +1,6 @@
 """`make mutants`: deliberate mistakes in the modules where silence is dangerous, and whether a test notices each.
 
-    python tools/mutants.py                                  every module below (hours on two cores)
+    python tools/mutants.py                                  every module below, then the compiled sources
     python tools/mutants.py flowcheck/records.py ...         some of them
 
 mutmut makes the mistakes, one at a time, in a copy of the tree below build/mutants, and runs the unit tests that reach
@@ -28,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SCRATCH = ROOT / "build" / "mutants"
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.toml"
+COMPILED = ROOT / "tools" / "mutants_compiled.py"
 LEAST = 0.9
 NODE, FLOW, UPDATER = "tests/flowcheck/node", "tests/flowcheck", "tests/updater"
 
@@ -121,8 +122,11 @@ def main() -> int:
             print(f"  survived {name}\n    {change}")
         print(results[-1], flush=True)
     if len(results) > 1:
-        print("\n".join(["", *map(str, results)]))
-    return 1 if any(result.rate < LEAST for result in results) else 0
+        print("\n".join(["", *map(str, results)]), flush=True)
+    few = any(result.rate < LEAST for result in results)
+    if not arguments.modules:  # the compiled sources, too
+        few |= subprocess.run([sys.executable, "-P", str(COMPILED)], check=False).returncode != 0
+    return 1 if few else 0
 
 
 def run(module: str, *, jobs: int) -> Result:
