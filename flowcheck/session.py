@@ -77,6 +77,7 @@ class ReplaySession:
     begins: int = 0  # the first iteration of the captures
     written: int = -1  # step of the newest checkpoint on disk
     confirmed: bool = False  # one steady iteration went through: the manifest describes this traffic
+    placed: set[Path] = field(default_factory=set)  # checkpoints of this replay that are where people look for them
     learnt_labels: bool = False  # ranks and channels come from the captures themselves
     marks: list[str] = field(default_factory=list)  # what else rests on trust
     paused: float = 0.0  # seconds spent closing iterations
@@ -193,14 +194,17 @@ class ReplaySession:
         return self.options.out if self.confirmed else self.options.out / UNCONFIRMED
 
     def _confirm(self, sound: bool) -> None:
-        """Move what was written aside into place, or throw it away."""
+        """Move what was written aside into place; or throw it away, and what is in place already as well."""
         aside = self.options.out / UNCONFIRMED
+        self.confirmed = sound
         if sound:
-            self.confirmed = True
             for path in sorted(aside.glob("*-*")) if aside.is_dir() else ():
                 adopt(path, self.options.out / path.name)
+                self.placed.add(self.options.out / path.name)
         else:
             self.report.checkpoint = self.report.parameter_checkpoint = None
+            for path in self.placed:
+                remove_tree(path)
         remove_tree(aside)
 
     def _adrift(self) -> str:
@@ -217,14 +221,20 @@ class ReplaySession:
         with self.replica.pinned() as version:
             path = self.replica.write(self._place, self.report.unproven, version)
         self.written = self.replica.step
-        path = self.options.out / path.name
+        path = self._final(path)
         self.report.checkpoint = CheckpointReport(self.written, str(path), "unverified")
 
     def _write_gathered(self) -> None:
-        path = self.options.out / self.gathered.write(self._place, self.report.unproven).name
+        path = self._final(self.gathered.write(self._place, self.report.unproven))
         self.report.parameter_checkpoint = CheckpointReport(
             self.gathered.step, str(path), "unverified", self.gathered.dtype
         )
+
+    def _final(self, path: Path) -> Path:
+        """Where a checkpoint that was written in `_place` is found in the end."""
+        if self.confirmed:
+            self.placed.add(path)
+        return self.options.out / path.name
 
     # -- the end --
 

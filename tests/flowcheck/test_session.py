@@ -172,6 +172,38 @@ def test_refused_at_the_end(begin: Begin) -> None:
     assert replayed.steps() == [] and replayed.aside() == []
 
 
+@pytest.mark.parametrize("every", [0, 1])
+def test_what_was_written_before_the_traffic_was_refused_is_withdrawn(begin: Begin, every: int) -> None:
+    """The manifest was confirmed by then; what refutes it refutes every version that was built with it."""
+    replayed = begin(every=every)
+    replayed.close(0, 1, 2)
+    assert replayed.steps() == ([1, 2, 3] if every else [])
+    replayed.engine.tags = {0: 1, 1: 0}
+    replayed.close(3)
+    report, failure = replayed.finish()
+    assert "calls its sender rank 1" in failure and report["checkpoint"] is None
+    assert replayed.steps() == [] and replayed.aside() == []
+
+
+def test_only_what_this_replay_has_written_is_withdrawn(begin: Begin) -> None:
+    replayed = begin(every=2)
+    other = replayed.out / "step-000007"
+    other.mkdir(parents=True)
+    replayed.close(0, 1, 2)
+    replayed.engine.tags = {0: 1, 1: 0}
+    replayed.finish()
+    assert replayed.steps() == [7]
+
+
+def test_gathered_parameters_of_refused_traffic_are_withdrawn(begin: Begin) -> None:
+    replayed = begin(sharded_job(count=[20, 9]), every=1, weights=False)
+    replayed.close(0, 1, 2)
+    assert len(list(replayed.out.glob("parameters-*"))) == 3
+    replayed.engine.disagree(5, "extra message")
+    report, _ = replayed.finish()
+    assert list(replayed.out.glob("parameters-*")) == [] and report["parameter_checkpoint"] is None
+
+
 def test_at_most_eight_disagreements_are_told(begin: Begin) -> None:
     replayed = begin()
     replayed.close(0)
