@@ -270,6 +270,17 @@ def test_an_iteration_is_full_with_every_cell_of_every_bucket(iteration: int, ab
     assert Judge(plan, engine).full(iteration) is full
 
 
+@pytest.mark.parametrize("absent", [12, 16, 18])
+def test_an_iteration_is_not_full_without_its_gathered_parameters(absent: int) -> None:
+    """Cells of both blocks of the second group. Late packets may still bring them."""
+    plan = plan_job(sharded_job(count=(25, 6), dtype="float32"), streams=1)
+    engine = FakeEngine(plan.engine)
+    engine.cells(1)[:] = True
+    assert Judge(plan, engine).full(1)
+    engine.cells(1)[absent] = False
+    assert not Judge(plan, engine).full(1)
+
+
 # -- afterwards -----------------------------------------------------------------------------------------
 
 

@@ -232,6 +232,14 @@ def test_the_payload_may_be_as_long_as_its_messages_limit(pair: Any, text: bytes
     assert refused.value.where == "host:1"
 
 
+def test_limits_are_asked_when_a_message_begins_and_not_before(pair: Any) -> None:
+    """A reader may wait for long. What it learns meanwhile holds for the message that comes then."""
+    link, _ = pair
+    link.limits = lambda: pytest.fail("limits were asked before anything had arrived")
+    with pytest.raises(TimeoutError):
+        link.receive(wait=0.01)
+
+
 def test_limits_are_asked_anew_for_each_message(pair: Any) -> None:
     link, far = pair
     far.sendall(frame(BYE) * 2)

@@ -114,10 +114,14 @@ def test_one_iteration_alone_is_confirmed_by_the_end(begin: Begin) -> None:
     assert failure == "" and replayed.steps() == [1] and report["checkpoint"]["step"] == 1
 
 
+@pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize(("iteration", "kept"), [(0, False), (1, False), (2, True)])
-def test_a_disagreement_before_the_manifest_is_confirmed_throws_away(begin: Begin, iteration: int, kept: bool) -> None:
-    """Until one steady iteration is over it is the manifest that is wrong, and what agreed before agreed by chance."""
-    replayed = begin(every=1)
+def test_a_disagreement_before_the_manifest_is_confirmed_throws_away(
+    begin: Begin, iteration: int, kept: bool, every: int
+) -> None:
+    """Until one steady iteration is over it is the manifest that is wrong, and what agreed before agreed by chance.
+    With every=0 nothing waits aside, and nothing is written at the end either."""
+    replayed = begin(every=every)
     replayed.close(0)
     replayed.engine.disagree(iteration)
     report, failure = replayed.finish()
@@ -319,13 +323,16 @@ def test_gathered_parameters_need_no_iteration_before_them(begin: Begin, every: 
     assert {flow["role"] for flow in report["flows"]} == {"parameters", "control"}
 
 
-def test_gathered_parameters_wait_aside_as_well(begin: Begin) -> None:
-    replayed = begin(sharded_job(), every=1)
+@pytest.mark.parametrize(("every", "aside"), [(0, []), (1, ["parameters-000000"])])
+def test_gathered_parameters_wait_aside_as_well(begin: Begin, every: int, aside: list[str]) -> None:
+    """With every=0 nothing waits aside, and nothing is written at the end either."""
+    replayed = begin(sharded_job(), every=every)
     replayed.close(0)
-    assert replayed.aside() == ["parameters-000000"]
+    assert replayed.aside() == aside
     replayed.engine.disagree(0)
     report, _ = replayed.finish()
-    assert report["parameter_checkpoint"] is None and not list(replayed.out.glob("parameters-*"))
+    assert report["parameter_checkpoint"] is None and replayed.aside() == []
+    assert not list(replayed.out.glob("parameters-*"))
 
 
 def test_iterations_that_passed_unseen_take_nothing_from_gathered_parameters(begin: Begin) -> None:

@@ -252,6 +252,20 @@ def test_a_checkpoint_carries_the_marks(begin: Begin) -> None:
     assert "the job: learnt" in manifest["unproven"] and manifest["status"] == "unverified"
 
 
+def test_a_rounding_order_that_was_never_compared_is_a_mark(begin: Begin) -> None:
+    """In the report and in the checkpoint."""
+    job = example_job(count=[20, 9])
+    job.optimizer.rounding, job.optimizer.torch_version = "torch-cuda-foreach", "2.13.0"
+    replayed = begin(job)
+    replayed.close(0)
+    mark = (
+        "dialect torch-cuda-foreach is unproven: its order of roundings was read in the sources of torch 2.13 and was"
+        " never compared with a GPU"
+    )
+    assert mark in replayed.finish()[0]["unproven"]
+    assert mark in json.loads((replayed.out / "step-000001" / "manifest.json").read_text())["unproven"]
+
+
 def test_connections_that_nobody_saw_are_not_on_trust(begin: Begin) -> None:
     job = example_job(count=[4000, 9001], channels=2, startup=False, rebuild=False)
     replayed = begin(job)
