@@ -32,7 +32,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from flowcheck import __version__
-from flowcheck.durable import exchange, fsync_directory, partial_name, remove_tree, reporting, write_synced
+from flowcheck.durable import (
+    exchange,
+    fsync_directory,
+    make_directory,
+    partial_name,
+    remove_tree,
+    reporting,
+    write_synced,
+)
 from flowcheck.errors import UserError
 from flowcheck.manifest import ModelEntry
 from flowcheck.tensors import CHUNK, DTYPES, header, packed_bytes, pieces
@@ -152,9 +160,7 @@ def _write_directory(
                 remedy="move it away, or give another --out",
             )
         try:
-            if not out.is_dir():
-                out.mkdir(parents=True)
-                fsync_directory(out.parent)
+            make_directory(out)
             remove_tree(aside)  # of an earlier process that had our pid
             os.mkdir(aside)
             written = {name: _write_safetensors(aside / name, tensors) for name, tensors in files.items()}

@@ -18,7 +18,8 @@ from pathlib import Path
 from flowcheck.errors import EnvironmentProblem
 
 __all__ = [
-    "adopt", "exchange", "fsync_directory", "partial_name", "remove_tree", "reporting", "write_atomic", "write_synced",
+    "adopt", "exchange", "fsync_directory", "make_directory", "partial_name", "remove_tree", "reporting",
+    "write_atomic", "write_synced",
 ]
 
 _RENAME_EXCHANGE = 2
@@ -62,6 +63,14 @@ def fsync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it that are missing; each name is durable on return."""
+    missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in reversed(missing):
+        fsync_directory(folder.parent)
 
 
 def write_atomic(path: Path, data: bytes) -> None:

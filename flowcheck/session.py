@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dataplane.capture import PcapSource, memory_needed
 from dataplane.pcapfile import PcapInfo
 from dataplane.pydpdk.eal import Eal
-from flowcheck.durable import adopt, remove_tree, reporting
+from flowcheck.durable import adopt, make_directory, remove_tree, reporting
 from flowcheck.errors import UserError
 from flowcheck.evidence import data_flows, describe_disagreement, flow_name, parameter_bytes
 from flowcheck.gathered import GatheredParameters
@@ -249,7 +249,7 @@ class ReplaySession:
         self._note_trust()
         failure = self.report.failure = self._failure(refused)
         with reporting(self.options.out):
-            self.options.out.mkdir(parents=True, exist_ok=True)
+            make_directory(self.options.out)
         self._confirm(not refused and not self._refuted(disagreements))
         updated = self.replica.ready and self.replica.step > self.replica.first_step
         if updated and self.confirmed and self.written != self.replica.step:

@@ -84,6 +84,19 @@ def test_a_long_tensor_is_summed_in_parts_and_the_blocks_count_on(monkeypatch, c
     assert checksum(tensor) == modelled(tensor)
 
 
+def test_a_tensor_of_more_than_one_part() -> None:
+    """Of 2^24 elements and more, nearly all of them zeros: the others count with the weights of their places."""
+    tensor = torch.zeros((1 << 24) + 65536 + 9, dtype=torch.uint8)
+    places = [5, (1 << 24) - 1, 1 << 24, (1 << 24) + 9, (1 << 24) + 65536, (1 << 24) + 65536 + 8]
+    tensor[places] = torch.tensor([1, 2, 3, 4, 5, 6], dtype=torch.uint8)
+    place = np.array(places, dtype=np.uint64)
+    inner = mix(place & np.uint64(0xFFFF)) | np.uint64(1)
+    outer = mix((place >> np.uint64(16)) + np.uint64(65536)) | np.uint64(1)
+    words = np.array([1, 2, 3, 4, 5, 6], dtype=np.uint64)
+    expected = (inner * outer * words).sum(dtype=np.uint64) + mix(np.array([tensor.numel()]))[0]
+    assert checksum(tensor) == int(expected)
+
+
 def test_elements_are_taken_in_row_major_order_whatever_the_strides() -> None:
     tensor = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     assert not tensor.T.is_contiguous()

@@ -14,6 +14,7 @@ from flowcheck.durable import (
     adopt,
     exchange,
     fsync_directory,
+    make_directory,
     partial_name,
     remove_tree,
     reporting,
@@ -59,8 +60,9 @@ def by_write_atomic(folder):
 
 
 def by_adopt(folder):
-    (folder / "source").mkdir()
-    adopt(folder / "source", folder / "thing")
+    """From a directory of another parent, as a replay does with what waits aside."""
+    (folder / "aside" / "source").mkdir(parents=True, exist_ok=True)
+    adopt(folder / "aside" / "source", folder / "thing")
     return folder / "thing"
 
 
@@ -90,6 +92,23 @@ def test_the_directory_is_synced_after_the_rename(tmp_path, synced, write, name,
     assert path == tmp_path / name and after != before and (before is None) == (not replacing)
     assert synced[-1] == (str(tmp_path), None, after)
     assert [moment for _, _, moment in synced[:-1]] == [before] * (len(synced) - 1)
+
+
+@pytest.mark.parametrize("write", [by_write_step, by_write_parameters])
+def test_every_directory_that_is_made_has_a_durable_name(tmp_path, synced, write):
+    """A checkpoint in a directory whose own name is lost in a power cut is lost as well."""
+    write(tmp_path / "runs" / "today")
+    assert [path for path, _, _ in synced[:2]] == [str(tmp_path), str(tmp_path / "runs")]
+    synced.clear()
+    write(tmp_path / "runs" / "today")
+    assert str(tmp_path) not in [path for path, _, _ in synced]
+
+
+def test_make_directory_leaves_one_that_is_there_as_it_is(tmp_path, synced):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    make_directory(tmp_path / "there")
+    assert synced == [] and (tmp_path / "there" / "file").exists()
 
 
 @pytest.mark.parametrize("replacing", [False, True])
