@@ -15,8 +15,10 @@ import torch
 
 import flowcheck
 from flowcheck import attachment as module
+from flowcheck import attachment_link
 from flowcheck.checksum import checksum
 from flowcheck.errors import UserError
+from flowcheck.records import Limits
 
 from .hand_node import LONGEST, TOKEN, HandNode, Peer, until
 
@@ -256,7 +258,7 @@ def test_states_from_watching_to_closed(training, hand_node) -> None:
     assert (attachment.state, attachment.why) == ("attaching", "nothing is known of the job yet")
     assert attachment.published == (-1, "")
     peer.send("joined", iteration=3)
-    until(lambda: attachment._post.joined == 3)
+    until(lambda: attachment._post.joined == 3 and not attachment._post.why)
     assert (attachment.state, attachment.why, attachment.iteration) == ("attached", "", 3)
     peer.send("progress", iteration=3, status="unverified")
     until(lambda: attachment.published == (3, "unverified"))
@@ -266,6 +268,33 @@ def test_states_from_watching_to_closed(training, hand_node) -> None:
     attachment.close(LONGEST)
     assert attachment.state == "closed"
     assert attachment.published == (3, "unverified")
+
+
+def test_a_node_that_is_not_connected_yet_is_waited_for(training, hand_node, script, monkeypatch) -> None:
+    """At the boundary where the job is known. A rank that went on would hold up no other, but the node would join with
+    traffic in flight."""
+    monkeypatch.setattr(attachment_link, "Limits", lambda text: Limits(text, seconds=LONGEST))
+    waits = threading.Event()
+
+    class Tried(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.set()
+            return super().wait(timeout)
+
+    def node() -> None:
+        assert waits.wait(LONGEST)
+        peer = hand_node.welcome()
+        peer.expect("flows")
+        peer.send("joined", iteration=3)
+
+    one = training(rank=1, wait=LONGEST)
+    one.attachment._post.tried = Tried()  # nobody has answered the connection so far
+    one.iterate(2)
+    script(node)
+    one.iterate()
+    waited = waits.is_set()
+    waits.set()
+    assert waited and one.attachment.state == "attached"
 
 
 def test_a_job_that_is_known_and_a_node_that_says_nothing(training, hand_node) -> None:

@@ -385,6 +385,22 @@ def test_pauses_grow_to_half_a_minute() -> None:
     assert mine.told == ["no connection: Connection refused"] and mine.tried.is_set() and not mine.connected
 
 
+def test_an_attempt_to_connect_has_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node whose machine is off answers nothing; without a limit the kernel would try for minutes."""
+    asked: list[Any] = []
+
+    def connect(address: tuple[str, int], timeout: float | None = None) -> socket.socket:
+        asked.append((address, timeout))
+        raise TimeoutError(110, "Connection timed out")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    mine = Made(("192.0.2.1", 7070), Who("run", 0, 0, 2, ""), list)
+    mine._stop = Pauses(1)
+    mine.start()
+    mine._thread.join(LONGEST)
+    assert asked == [(("192.0.2.1", 7070), 5.0)] and mine.told == ["no connection: Connection timed out"]
+
+
 def test_a_connection_that_was_there_is_looked_for_again_after_a_second(hand_node) -> None:
     mine = Made(hand_node.address, Who("run", 0, 0, 2, ""), list)
     mine._stop = pauses = Pauses(5)

@@ -113,6 +113,13 @@ def test_tensors_lie_over_the_memory_of_their_slot(path):
     assert {**store.tensors(0)}.keys() == {("w", "p"), ("", "steps")} and store.tensors(None).keys() == {("k", "fixed")}
 
 
+def test_each_of_four_slots_has_memory_of_its_own():
+    store = Store.create(a_layout(slots=4), None)
+    for slot in range(4):
+        store.tensors(slot)["w", "p"].fill_(slot)
+    assert [store.tensors(slot)["w", "p"].tolist() for slot in range(4)] == [[slot] * 5 for slot in range(4)]
+
+
 def test_empty_and_scalar_tensors_keep_their_shape():
     store = Store.create(a_layout(arrays=arrays(("e", "p", "float32", (0, 4)), ("s", "p", "bfloat16", ()))), None)
     assert store.tensors(1)["e", "p"].shape == (0, 4) and store.tensors(1)["s", "p"].shape == ()
@@ -360,7 +367,7 @@ def test_one_writer_at_a_time_and_any_number_of_readers(path):
     opened = open_descriptors()
     assert refusal(path, Store.attach) == f"{path}: another process is writing to this replica"
     assert open_descriptors() == opened
-    pins = [reader.pin(1) for reader in readers]
+    pins = [reader.pin(slot) for reader in readers for slot in (0, 1)]
     assert None not in pins
     writer.close()
     Store.attach(path).close()

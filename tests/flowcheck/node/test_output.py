@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,9 +121,10 @@ class Version:
 
 
 class FakeReplica:
-    """A replica with one version. hold: what `write` waits for. error: what it raises."""
+    """A replica with one version. hold: what `write` waits for. error: what it raises. late: seconds until pinned."""
 
     unproven = ["icrc off"]
+    late = 0.0
 
     def __init__(self, *, hold: threading.Event | None = None, error: Exception | None = None, step: int = 7) -> None:
         self.hold, self.error, self.step = hold, error, step
@@ -130,6 +132,7 @@ class FakeReplica:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[Version]:
+        time.sleep(self.late)
         self.pins += 1
         yield Version()
         self.pins -= 1
@@ -188,6 +191,7 @@ def test_one_checkpoint_at_a_time(tmp_path) -> None:
     said: list[tuple[str, dict[str, Any]]] = []
     writer, hold = Writer(lambda event, **fields: said.append((event, fields))), threading.Event()
     slow, due = FakeReplica(hold=hold), FakeReplica(step=9)
+    slow.late = 0.1  # whoever does not wait for the pin would be seen to go on without it
     try:
         writer.write("a", slow, tmp_path, "verified")  # type: ignore[arg-type]
         assert slow.pins == 1  # when the caller goes on the version is held
