@@ -374,6 +374,11 @@ def test_other_ranks_tell_their_flows_only(training, hand_node) -> None:
     until(lambda: one.attachment.state == "attached")
     one.iterate()
     assert peer.expect("record")["iteration"] == 3  # and nothing before it
+    peer.send("wanted", what=["state"], why="iteration 3 is lost")
+    until(lambda: one.attachment.state == "attaching")
+    one.attachment._post.joined = 3  # so that records go on
+    one.iterate(2)
+    assert [peer.expect("record")["iteration"] for _ in range(2)] == [4, 5]  # the state is for rank 0 to send
 
 
 # -- the one boundary that waits -----------------------------------------------------------------------------

@@ -328,11 +328,13 @@ def call(op: str, count: int, dtype: str = "float32", **more: Any) -> dict[str, 
 
 
 class Training:
-    """A DDP job of one bucket of 12, whose communicator's calls the test makes up."""
+    """A DDP job of one bucket of 12 (or of another model), whose communicator's calls the test makes up."""
 
-    def __init__(self, wrap: Any, said: list[dict[str, Any]], **options: Any) -> None:
+    def __init__(
+        self, wrap: Any, said: list[dict[str, Any]], model: torch.nn.Module | None = None, **options: Any
+    ) -> None:
         self.said, self.asked = said, list[int]()
-        self.model = wrap(net(), **options)
+        self.model = wrap(model or net(), **options)
         self.optimizer = SGD(self.model.parameters(), lr=0.5)
         self.watch = Watch(
             self.model, self.optimizer, entries(self.model, self.optimizer), self.calls,
@@ -429,6 +431,23 @@ def test_buckets_that_were_built_anew_are_watched_once_more(wrapped) -> None:
         (count, number, "gradient") for number, count in enumerate(counts)
     ]
     assert [one.count for one in job.collectives.startup] == [12, 12, *counts]
+
+
+def test_buckets_that_are_reduced_in_another_order_are_waited_past(wrapped) -> None:
+    """The n-th gradient call of an iteration is taken for bucket n."""
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    training = Training(wrapped, [], layers, bucket_cap_mb=1e-5)
+    assert training.look() is None and training.look() is None
+    for _ in range(2):
+        training.model(torch.ones(1, 2)).sum().backward()
+    counts = [bucket.buffer().numel() for bucket in training.model.reducer._get_zeros_like_grad_buckets()]
+    steady = [call("AllReduce", count) for count in counts]
+    assert counts != counts[::-1] and training.look(*steady) is None
+    assert training.look(*steady[::-1]) is None
+    assert training.watch.why == (
+        f"an iteration reduced {counts[::-1]} elements where DDP has buckets of {counts}; waiting for one that agrees"
+    )
+    assert training.look(*steady) is not None
 
 
 @pytest.mark.parametrize(("calls", "found"), [

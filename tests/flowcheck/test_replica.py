@@ -20,9 +20,10 @@ from flowcheck.manifest import Job, ModelEntry
 from flowcheck.replica import JobReplica, ReplicaOptions
 from flowcheck.synth import example_job
 from updater.errors import NoFreeSlot, OptimizerError
-from updater.replica import Replica
+from updater.replica import Replica, Slot
 from updater.step import StepValues
 
+from ..updater.idle_pool import IdlePool
 from .fake_engine import FakeEngine
 
 NAMES = ["layer0.weight", "layer0.bias", "layer1.weight", "layer1.bias"]
@@ -289,6 +290,28 @@ def test_an_update_takes_every_bucket_of_its_iteration(iteration: int, divisor: 
     assert same(parameters(replica), {name: first[name] - 0.5 * gradient[name] / divisor for name in first})
 
 
+def test_buckets_are_known_by_their_numbers_whatever_their_order() -> None:
+    replica = started()
+    replica.build(1, gradients(replica, 1, weights(2))[::-1])
+    replica.publish()
+    first, gradient = weights(), weights(2)
+    assert same(parameters(replica), {name: first[name] - 0.5 * gradient[name] for name in first})
+
+
+def test_a_checksum_is_of_what_the_workers_have_done() -> None:
+    replica = started()
+    build = replica._replica.build  # type: ignore[union-attr]
+
+    def idle(*given: object) -> Slot:
+        made = build(*given)  # type: ignore[arg-type]
+        made._pool = IdlePool(made._pool)
+        return made
+
+    replica._replica.build = idle  # type: ignore[union-attr, method-assign]
+    replica.build(0, gradients(replica, 0, weights()))
+    assert replica.differing({name: checksum(0.5 * tensor) for name, tensor in weights().items()}) == ""
+
+
 def test_an_update_that_is_thrown_away_leaves_the_version_before() -> None:
     replica = started()
     replica.build(0, gradients(replica, 0, weights()))
@@ -392,6 +415,15 @@ def test_every_tensor_is_compared_with_the_trainers_checksum(wrong: str | None) 
 
 
 # -- files, and what is said ----------------------------------------------------------------------------
+
+
+def test_a_version_that_is_written_has_its_own_step_and_not_the_newest(tmp_path: Path) -> None:
+    replica = started(slots=3)
+    with replica.pinned() as version:
+        replica.build(0, gradients(replica, 0, weights()))
+        replica.publish()
+        path = replica.write(tmp_path, [], version)
+    assert path == tmp_path / "step-000000" and same(load_step(path).parameters, weights())
 
 
 @pytest.mark.parametrize("status", [None, "verified"])

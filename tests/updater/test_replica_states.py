@@ -1,6 +1,10 @@
 """The states of the replica's slots: every edge that is legal, every one that is not, and who is served when."""
+import gc
 import itertools
+import os
+import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +17,8 @@ from updater.reader import Reader
 from updater.replica import Replica
 from updater.slot import SlotState
 from updater.step import StepValues
+
+from .idle_pool import IdlePool
 
 FREE, BUILDING, COMPLETE, PINNED = SlotState.FREE, SlotState.BUILDING, SlotState.COMPLETE, SlotState.PINNED
 DIALECT = Dialect("torch-cuda-foreach", "2.13.0")  # its root needs no search
@@ -365,3 +371,72 @@ def test_a_file_without_a_complete_version(shm):
     made._store.set_word(0, 1, 0)
     made.close()
     assert refusal(Replica.attach, shm / "r") == f"{shm}/r: no complete version in it"
+
+
+# -- workers that are not done yet ---------------------------------------------------------------------------
+
+
+def building(made):
+    """(a slot with all its buckets applied and nothing of them done, its pool, what is noted of its words)."""
+    slot, moments = made.build(1, WHOLE), []
+    slot._pool = pool = IdlePool(slot._pool)
+    write = made._store.set_word
+
+    def set_word(index, state, step):
+        moments.append((state, len(pool.queued)))
+        write(index, state, step)
+
+    made._store.set_word = set_word
+    slot.apply(0, torch.full((3,), 1.0))
+    slot.apply(1, torch.full((1,), 2.0))
+    assert len(pool.queued) == 2
+    return slot, pool, moments
+
+
+def test_a_version_is_complete_when_its_workers_are_done_and_not_before():
+    """Its word is what readers in other processes go by."""
+    made = replica()
+    slot, _, moments = building(made)
+    made.publish(slot)
+    assert moments == [(2, 0)]  # complete, and nothing is queued
+    assert made.current.parameters["w"].tolist() == [-1, -1, -1, -2]
+
+
+def test_a_slot_is_free_when_its_workers_are_done_and_not_before():
+    """They would write into the version that is built there next."""
+    made = replica()
+    slot, _, moments = building(made)
+    made.discard(slot)
+    assert moments == [(0, 0)]
+
+
+def test_gradients_stay_until_the_workers_are_done():
+    made = replica()
+    slot, pool = made.build(1, WHOLE), IdlePool(made._pool)
+    slot._pool = pool
+    data = np.ones(3, np.float32)
+    kept = weakref.ref(data)
+    slot.apply(0, data)
+    del data
+    gc.collect()
+    assert kept() is not None
+    slot.flush()
+    gc.collect()
+    assert kept() is None and slot.parameters["w"].tolist()[:3] == [-1, -1, -1]
+
+
+def test_a_file_gets_its_name_when_it_can_be_read_and_not_before(shm, monkeypatch):
+    found, link = [], os.link
+
+    def linked(*given, **named):
+        link(*given, **named)
+        reader = Reader(shm / "replica")
+        with reader.pinned() as version:
+            found.append((version.step, version.parameters["w"].tolist()))
+        reader.close()
+
+    monkeypatch.setattr(os, "link", linked)
+    spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 1.0})])
+    made = Replica({"w": torch.tensor([1.0, 2.0])}, spec, path=shm / "replica", dialect=DIALECT, step=9)
+    assert found == [(9, [1.0, 2.0])]
+    made.close()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flowcheck.errors import UserError
 from flowcheck.manifest import Job
 from flowcheck.records import Bye, Flows, Manifest, Record, State, Wanted
 
@@ -92,6 +93,8 @@ def test_a_rank_that_comes_back_as_another_instance_is_a_new_start(scene) -> Non
     assert at.group.members == {0: again.member} and again.member.start == first.member.start + 1
     at.turn()
     assert at.session.calls[-1] == ("close",) and at.group.plan is None
+    at.give(again, Flows([]))
+    assert len(at.sessions) == 1 and again.ended == []  # the manifest of the start before is forgotten
     third = at.join(1, instance="of rank 1, again")  # the instances of the start before are forgotten
     assert third.member.start == again.member.start and at.group.members == {0: again.member, 1: third.member}
 
@@ -435,3 +438,29 @@ def test_a_job_that_does_not_fit_is_refused(scene, job: Job, settings: dict[str,
         "replica.memory_mb: the job may take {} MiB ({} slots of parameters and optimizer state, {} iterations of"
         " gradients)\n  remedy: raise memory_mb, or use fewer slots or arenas"
     ).format(*said))
+
+
+def test_a_job_that_does_not_fit_takes_nothing_from_the_one_that_is_followed(scene) -> None:
+    at = scene(memory_mb=1)
+    peer = at.follow()
+    at.give(peer, Manifest(_job(40000).to_dict()))
+    assert len(peer.ended) == 1 and "memory_mb" in peer.ended[0]
+    assert len(at.sessions) == 1 and ("close",) not in at.session.calls
+
+
+def test_a_manifest_that_is_refused_while_the_job_starts_again_leaves_none(scene, monkeypatch) -> None:
+    """The one before it was of the earlier start, too."""
+    at = scene()
+    peer = at.follow(instance="a")
+    again: list[Peer] = []
+
+    def refuse(*args: Any, **options: Any) -> None:
+        at.group.leave(peer.member)
+        again.append(at.join(0, instance="b"))
+        raise UserError("of the earlier start")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flowcheck.node.group.plan_job", refuse)
+        at.give(peer, Manifest(_job(90).to_dict()))
+    at.give(again[0], Flows([]))
+    assert len(at.sessions) == 1 and again[0].told == [NOTHING_KNOWN] and again[0].ended == []

@@ -1,0 +1,24 @@
+"""Workers that begin only when they are waited for: whoever does not wait sees that nothing was done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class IdlePool:
+    """Give it to a slot in place of its pool: slot._pool = IdlePool(slot._pool), which has no threads.
+
+    queued: what was submitted and is not done yet, as (rules, pieces, what is kept alive).
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+        self.queued: list[tuple[list[Any], list[Any], object]] = []
+
+    def submit(self, rules: list[Any], pieces: list[Any], keep: object = None) -> int:
+        self.queued.append((rules, pieces, keep))
+        return len(self.queued)
+
+    def wait(self, ticket: int) -> None:
+        while self.queued:
+            self._pool.wait(self._pool.submit(*self.queued.pop(0)))
