@@ -2,7 +2,15 @@
 
 import pytest
 
-from parser.layout import WireError, family_of
+from parser.layout import (
+    Family,
+    UnsupportedCall,
+    WireError,
+    channel_split,
+    family_of,
+    segments,
+    threads_and_channels,
+)
 from parser.wire import CallPlan, Protocol, Topology, plan_call
 
 
@@ -68,3 +76,36 @@ def test_chunks_of_ll128_trees_depend_on_the_depth(version: str, step: int, rank
 @pytest.mark.parametrize("ranks", DEPTHS)
 def test_chunks_of_simple_trees_of_later_versions_do_not(ranks: int) -> None:
     assert chunk(tree("2.27.7", ranks, 1, Protocol.SIMPLE, 1 << 20)) == 524288
+
+
+@pytest.mark.parametrize(("version", "threads"), [("2.19.4", 640), ("2.21.5", 640), ("2.22.3", 640), ("2.27.7", 640)])
+@pytest.mark.parametrize("protocol", [Protocol.LL128, Protocol.SIMPLE])
+def test_threads_of_large_trees(version: str, threads: int, protocol: Protocol) -> None:
+    assert threads_and_channels(Topology(version, 4, 2, ((0, 1, 2, 3),)), "tree", protocol, 1 << 28) == (2, threads)
+
+
+@pytest.mark.parametrize(("version", "threads"), [("2.19.4", 512), ("2.21.5", 512), ("2.22.3", 640), ("2.27.7", 640)])
+def test_threads_of_ll_trees_are_640_from_2_22_on(version: str, threads: int) -> None:
+    topology = Topology(version, 4, 2, ((0, 1, 2, 3),))
+    assert threads_and_channels(topology, "tree", Protocol.LL, 1 << 28) == (2, threads)
+
+
+# -- rings --------------------------------------------------------------------------------------------
+
+
+def test_each_channel_has_its_own_ring_or_all_have_one() -> None:
+    rings = ((0, 1, 2), (0, 2, 1))
+    assert [Topology("2.27.7", 3, 2, rings).ring(channel) for channel in range(2)] == [(0, 1, 2), (0, 2, 1)]
+    assert [Topology("2.27.7", 3, 2, rings[1:]).ring(channel) for channel in range(2)] == [(0, 2, 1), (0, 2, 1)]
+
+
+def test_the_first_channel_is_skipped_where_its_part_would_be_less_than_a_cell() -> None:
+    """2.22 alone: an AllGather of 64 ranks. A cell is 16 bytes; its traffic of 1024 is more than a channel's 960."""
+    assert channel_split(Family.V2_22, Protocol.SIMPLE, 30, 1, 2, 4, 64) == [(0, 0), (0, 16), (16, 14), (0, 0)]
+
+
+def test_a_last_chunk_that_would_not_fit_into_its_step_is_refused() -> None:
+    """Before 2.22 it is rounded up to what the threads take at once; buffers far below their defaults are too small."""
+    topology = Topology("2.20.5", 2, 1, ((0, 1),), slot_bytes=(64, 614400, 524288))
+    with pytest.raises(UnsupportedCall, match="would not fit into a step's buffer of 8"):
+        segments(topology, "AllReduce", "ring", Protocol.LL, 4, 4, 1, 512)

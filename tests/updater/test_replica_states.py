@@ -1,10 +1,7 @@
 """The states of the replica's slots: every edge that is legal, every one that is not, and who is served when."""
-import gc
 import itertools
 import os
-import weakref
 
-import numpy as np
 import pytest
 import torch
 
@@ -408,21 +405,6 @@ def test_a_slot_is_free_when_its_workers_are_done_and_not_before():
     slot, _, moments = building(made)
     made.discard(slot)
     assert moments == [(0, 0)]
-
-
-def test_gradients_stay_until_the_workers_are_done():
-    made = replica()
-    slot, pool = made.build(1, WHOLE), IdlePool(made._pool)
-    slot._pool = pool
-    data = np.ones(3, np.float32)
-    kept = weakref.ref(data)
-    slot.apply(0, data)
-    del data
-    gc.collect()
-    assert kept() is not None
-    slot.flush()
-    gc.collect()
-    assert kept() is None and slot.parameters["w"].tolist()[:3] == [-1, -1, -1]
 
 
 def test_a_file_gets_its_name_when_it_can_be_read_and_not_before(shm, monkeypatch):

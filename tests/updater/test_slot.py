@@ -1,4 +1,7 @@
 """One slot of a replica: what a bucket updates, what is copied, and which constants each piece is given."""
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -8,6 +11,8 @@ from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 from updater.step import StepValues
+
+from .idle_pool import IdlePool
 
 DIALECT = Dialect("torch-cuda-foreach", "2.13.0")
 SHAPES = {"a": (4,), "b": (2, 3), "s": (), "e": (0, 2)}
@@ -192,3 +197,19 @@ def test_the_scalar_tail_of_the_fused_order_is_of_the_whole_tensor(size, cut):
         found.append((made.current.parameters["w"], made.current.optimizer_state["w"]["exp_avg_sq"]))
     for straight, apart in zip(*found, strict=True):
         assert torch.equal(straight, apart)
+
+
+def test_gradients_stay_until_the_workers_are_done():
+    """The caller may let go of them at once."""
+    made = replica()
+    slot = made.build(1, layout())
+    slot._pool = IdlePool(slot._pool)
+    data = FIRST.numpy().copy()
+    kept = weakref.ref(data)
+    slot.apply(0, data)
+    del data
+    gc.collect()
+    assert kept() is not None
+    slot.flush()
+    gc.collect()
+    assert kept() is None and slot.parameters["b"].tolist() == [[-1, -2, -3], [-4, -5, -6]]

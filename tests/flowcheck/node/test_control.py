@@ -428,7 +428,10 @@ def _does_not_read(enter: Enter, queued: int) -> Known:
     return known
 
 
-def test_a_trainer_that_does_not_read_is_closed_after_256_messages(enter: Enter) -> None:
+def test_a_trainer_that_does_not_read_is_closed_after_256_messages(enter: Enter, monkeypatch) -> None:
+    """Whatever time its message would still have: the node would keep all that is to be said to it."""
+    send = Link.send
+    monkeypatch.setattr(Link, "send", lambda link, *given, **named: send(link, *given, **named | {"seconds": 3600.0}))
     known = _does_not_read(enter, 256)
     known.send(Flows([]))
     assert known.group.next() == (Flows([]), {})  # still there

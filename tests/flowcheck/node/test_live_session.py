@@ -494,6 +494,7 @@ def test_a_state_replaces_the_replica(live, tmp_path) -> None:
     assert at.step(4).published and at.values() == alike(2.5)
     with pytest.raises(ReplicaError):
         Replica.attach(tmp_path / "2.replica")  # it is being written
+    Replica.attach(tmp_path / "1.replica").close()  # its predecessor was let go of
     at.session.close()
     at.session.close()
     Replica.attach(tmp_path / "2.replica").close()

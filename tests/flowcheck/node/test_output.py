@@ -179,7 +179,7 @@ def test_a_version_is_written_while_it_is_pinned(tmp_path) -> None:
     said: list[tuple[str, dict[str, Any]]] = []
     writer = Writer(lambda event, **fields: said.append((event, fields)))
     for _ in range(2):
-        replica = FakeReplica()
+        replica = FakeReplica(step=8)  # it has gone on since
         writer.write("a", replica, tmp_path, "verified")  # type: ignore[arg-type]
         writer.close()
         assert replica.written == [(tmp_path, ["icrc off"], 7, "verified")] and replica.pins == 0
