@@ -38,6 +38,12 @@ def test_the_region_holds_the_largest_iteration(count: list[int], size: int) -> 
     assert plan_job(job(count=count)).engine.gradient_bytes == size
 
 
+def test_the_region_holds_iteration_0_as_well() -> None:
+    described = job()
+    described.collectives.steady.pop()  # 24 elements are left, and iteration 0 has 33
+    assert plan_job(described).engine.gradient_bytes == 192
+
+
 def test_gathered_groups_lie_after_the_buckets() -> None:
     described = job()
     gather = replace(sharded_job(count=(25,), dtype="float32").collectives.steady[0], bucket=0)
