@@ -77,7 +77,7 @@ class ReplaySession:
     begins: int = 0  # the first iteration of the captures
     written: int = -1  # step of the newest checkpoint on disk
     confirmed: bool = False  # one steady iteration went through: the manifest describes this traffic
-    placed: set[Path] = field(default_factory=set)  # checkpoints of this replay that are where people look for them
+    offered: set[Path] = field(default_factory=set)  # checkpoints of this replay that lie where people look for them
     learnt_labels: bool = False  # ranks and channels come from the captures themselves
     marks: list[str] = field(default_factory=list)  # what else rests on trust
     paused: float = 0.0  # seconds spent closing iterations
@@ -200,10 +200,10 @@ class ReplaySession:
         if sound:
             for path in sorted(aside.glob("*-*")) if aside.is_dir() else ():
                 adopt(path, self.options.out / path.name)
-                self.placed.add(self.options.out / path.name)
+                self.offered.add(self.options.out / path.name)
         else:
             self.report.checkpoint = self.report.parameter_checkpoint = None
-            for path in self.placed:
+            for path in self.offered:
                 remove_tree(path)
         remove_tree(aside)
 
@@ -233,7 +233,7 @@ class ReplaySession:
     def _final(self, path: Path) -> Path:
         """Where a checkpoint that was written in `_place` is found in the end."""
         if self.confirmed:
-            self.placed.add(path)
+            self.offered.add(path)
         return self.options.out / path.name
 
     # -- the end --
