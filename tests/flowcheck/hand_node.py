@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import json
@@ -57,6 +58,11 @@ class Peer:
         message, payload = self.receive()
         assert message.pop("type") == kind and not payload
         return message
+
+    def says_no_more(self) -> None:
+        """The end of what this side says. The trainer may have ended the connection already."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
 
     def ended(self) -> bool:
         """True once the trainer has closed the connection, having said nothing more before that."""

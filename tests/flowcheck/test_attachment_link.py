@@ -194,7 +194,7 @@ def test_what_ends_a_connection(hand_node, post, send: Callable[[Any], None], wh
     until(lambda: mine.wanted)
     mine.answered.clear()
     send(peer)
-    peer.socket.shutdown(socket.SHUT_WR)
+    peer.says_no_more()
     assert peer.ended()
     assert mine.answered.wait(LONGEST)
     until(lambda: not mine.connected and not mine.wanted)
@@ -233,7 +233,7 @@ def test_what_is_said_together_with_the_welcome_is_heard(hand_node, no_pause) ->
     peer = hand_node.welcome()
     peer.send("wanted", what=["state"], why="a state")
     peer.send("refused", why="rank 0 is there already")
-    peer.socket.shutdown(socket.SHUT_WR)
+    peer.says_no_more()
     hand_node.welcome()  # it was seen that the first had ended
     assert mine.told == ["a state", "refused: rank 0 is there already"]
     mine.close(Bye(), 0.0)

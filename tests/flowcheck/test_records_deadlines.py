@@ -187,7 +187,7 @@ def test_much_is_taken_and_given_in_steps(noted: Any) -> None:
     assert kind.asked == [STEP, STEP]  # one byte has come
     kind.asked.clear()
     with pytest.raises(RecordsError, match="too slow"):  # nobody reads
-        link.send(State(1), [bytes(STEP + 1)], STEP + 1, seconds=0.01)
+        link.send(State(1), [bytes(STEP + 1)], STEP + 1, seconds=0.5)
     assert kind.asked[1] == STEP and max(kind.asked) == STEP
 
 
