@@ -4,7 +4,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from dataplane import counters
-from flowcheck.interrupts import handled
+from flowcheck.interrupts import deferred, handled
 
 ROOT = Path(__file__).resolve().parents[1]
 CAPTURES = ROOT.parent / "shared" / "captures"
@@ -52,34 +51,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """An interrupt waits until the block is done; a second one does not."""
-    came: list[int] = []
-
-    def wait(number: int, frame: object) -> None:
-        if came:
-            raise KeyboardInterrupt
-        came.append(number)
-
-    with handled(wait, signal.SIGINT, signal.SIGTERM):
-        yield
-    if came:
-        raise KeyboardInterrupt
-
-
 # pytest drops the finalizers that are left when one of them is interrupted, and what they would have removed stays.
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Generator[None]:
-    with undisturbed():
+    with deferred():
         return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_sessionfinish() -> Generator[None]:
-    with undisturbed():
+    with deferred():
         return (yield)
 
 

@@ -133,7 +133,7 @@ def run(module: str, *, jobs: int) -> Result:
     """Try the mistakes of one module. Raises SystemExit where its tests fail without any."""
     scratch = SCRATCH / module.removesuffix(".py").replace("/", ".")
     shutil.rmtree(scratch, ignore_errors=True)
-    _copy_tree(scratch)
+    _copy_tree(scratch, module.split("/")[0])
     missing = [test for test in MODULES[module] if not (scratch / test).exists()]
     if missing:
         raise SystemExit(f"{module}: its tests {', '.join(missing)} are not there")
@@ -192,8 +192,8 @@ def _change(scratch: Path, module: str, name: str) -> tuple[str, str]:
     return was, now
 
 
-def _copy_tree(scratch: Path) -> None:
-    """What git knows and what was built, as it is now."""
+def _copy_tree(scratch: Path, package: str) -> None:
+    """What git knows and what was built, as it is now. Below mutants/ the module's package is mutmut's business."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True,
         check=True,
@@ -202,8 +202,8 @@ def _copy_tree(scratch: Path) -> None:
     built = [path.relative_to(ROOT) for top in _tops() for path in (ROOT / top).rglob("*.so")]
     for name in [*names, *built]:
         for target in (scratch / name, scratch / "mutants" / name):
-            if name.parts[0] in ("flowcheck", "updater") and target.is_relative_to(scratch / "mutants"):
-                continue  # mutmut's own business
+            if name.parts[0] == package and target.is_relative_to(scratch / "mutants"):
+                continue
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target)
 

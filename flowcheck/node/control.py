@@ -111,7 +111,7 @@ class ControlServer:
     def _serve(self, link: Link) -> None:
         try:
             hello = accept(link, self._token)
-            _Connection(link, hello, self._group_of, self._say).run()
+            _Connection(link, hello, self._group_of).run()
         except RecordsError as error:
             self._say("connection", peer=link.peer, why=error.what)
             _part(link, error.what)
@@ -132,9 +132,9 @@ class _Connection:
     """One known rank."""
 
     def __init__(
-        self, link: Link, hello: Hello, group_of: Callable[[str], Group | str], say: Callable[..., None]
+        self, link: Link, hello: Hello, group_of: Callable[[str], Group | str]
     ) -> None:
-        self._link, self._hello, self._group_of, self._say = link, hello, group_of, say
+        self._link, self._hello, self._group_of = link, hello, group_of
         self._outbox: queue.Queue[Any] = queue.Queue(OUTBOX)
         self._group: Group | None = None
 

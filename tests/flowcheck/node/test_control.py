@@ -150,7 +150,7 @@ def enter() -> Iterator[Enter]:
 
         def run() -> None:
             try:
-                control._Connection(near, hello, group_of, lambda *_, **__: None).run()
+                control._Connection(near, hello, group_of).run()
                 ended.append(None)
             except RecordsError as error:
                 ended.append(error)
@@ -190,7 +190,7 @@ def test_without_a_group_there_is_nothing_to_join() -> None:
     near.peer = "host:1"
     hello = Hello("run", 3, 0, 4, "second", "", "")
     with pytest.raises(RecordsError) as refused:
-        control._Connection(near, hello, lambda name: f"no {name}", lambda *_, **__: None).run()
+        control._Connection(near, hello, lambda name: f"no {name}").run()
     assert (refused.value.what, refused.value.where) == ("no second", "host:1")
     near.close()
     far.close()
