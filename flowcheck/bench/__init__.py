@@ -3,8 +3,13 @@
     rows.py      a Row, and contenders measured in alternating rounds
     traffic.py   packets of one communicator's life in a ring in memory, with the bytes they must become
     limits.pyx   the limits in C that shares nothing with the parser: copies past the cache, the least a parser does
+    feed.py      a job's packets without an end, from one window in memory, for benches of the live node
     parse.py     Engine on packets that carry nothing to keep, against the minimal parse
     place.py     Engine and kernels placing gradients, against the copy limit
+    ingest.py    packets from a DPDK port to placed gradients
+    loss.py      the live node's loop with losses, against without
+    closing.py   evidence and verdict of an iteration that closes
+    adam.py      a step of the optimizer, against its memory traffic and torch's
 
 docs/performance.md says what the rows mean. Timing is never a test: tests only run a round or two for the form.
 """

@@ -44,40 +44,63 @@ def copy(uintptr_t dst, uintptr_t src, size_t nbytes):
 
 
 cdef class PacketRing:
-    """References to packets, as an rx thread would have published them. `address` is what Engine.run takes."""
+    """References to packets, as an rx thread would have published them. `address` is what Engine.run takes.
 
-    cdef fc_packetref *refs
+    closed: nothing follows them, as after a file; otherwise show() may bring more, as on a live queue. A consumer on
+    another thread is none of its business: all of it happens between runs."""
+
+    cdef fc_packetref *packet_refs  # every packet, in the order in which they were given
+    cdef fc_packetref *refs         # what the ring shows
     cdef fc_ring ring
     cdef readonly uint64_t packets
 
-    def __cinit__(self, const uint64_t[::1] addresses, const uint32_t[::1] lengths):
+    def __cinit__(self, const uint64_t[::1] addresses, const uint32_t[::1] lengths, bint closed=True):
         cdef uint64_t i, size = 1
         self.packets = addresses.shape[0]
         if lengths.shape[0] != addresses.shape[0]:
             raise ValueError(f"{addresses.shape[0]} addresses, {lengths.shape[0]} lengths")
         while size < self.packets:
             size *= 2
+        self.packet_refs = <fc_packetref *>calloc(size, sizeof(fc_packetref))
         self.refs = <fc_packetref *>calloc(size, sizeof(fc_packetref))
-        if self.refs == NULL:
+        if self.packet_refs == NULL or self.refs == NULL:
             raise MemoryError("packet references")
         for i in range(self.packets):
-            self.refs[i].data = <const uint8_t *><uintptr_t>addresses[i]
-            self.refs[i].length = lengths[i]
+            self.packet_refs[i].data = <const uint8_t *><uintptr_t>addresses[i]
+            self.packet_refs[i].length = lengths[i]
+        memcpy(self.refs, self.packet_refs, self.packets * sizeof(fc_packetref))
         fc_ring_init(&self.ring, self.refs, size)
         self.rewind()
-        fc_ring_close(&self.ring)
+        if closed:
+            fc_ring_close(&self.ring)
 
     def __dealloc__(self):
+        free(self.packet_refs)
         free(self.refs)
 
     @property
     def address(self):
         return <uintptr_t>&self.ring
 
+    @property
+    def waiting(self):
+        """Packets that nobody has taken yet."""
+        return self.ring.head - self.ring.tail
+
     def rewind(self):
-        """All packets are there again. No other thread may be reading."""
+        """What is shown is there again, all of it."""
         self.ring.tail = 0
         self.ring.head = self.packets
+
+    def show(self, const uint32_t[::1] which):
+        """These packets are there, in this order, in place of what was."""
+        cdef uint64_t i, n = which.shape[0]
+        if n > self.packets or (n and np.max(which) >= self.packets):
+            raise ValueError(f"{n} packets of {self.packets}")
+        for i in range(n):
+            self.refs[i] = self.packet_refs[which[i]]
+        self.ring.tail = 0
+        self.ring.head = n
 
 
 cdef class MinimalParser:

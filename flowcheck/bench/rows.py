@@ -55,7 +55,7 @@ class Row:
 
     @property
     def less_is_better(self) -> bool:
-        return self.unit.startswith("ns/")
+        return self.unit.startswith(("ns/", "ms/"))
 
     @property
     def reached(self) -> bool | None:
