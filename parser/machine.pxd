@@ -210,6 +210,7 @@ cdef struct Count:       # of packets with one outcome
 cdef struct Machine:
     uint32_t mtu, streams, flows, arenas, table_mask
     uint8_t check_icrc, from_start  # from_start: a connection's first packet was seen
+    uint8_t placing                 # protocol of the message that was begun last: how to fetch what comes
     uint32_t cts_index_at, cts_tag_at  # bytes of idx and tag in a 64-byte CTS element (5.4)
     int64_t base_iteration, begun   # oldest open iteration; highest with a gradient packet seen
     int64_t wanted[64]              # by stream: iteration that its blocked packet belongs to

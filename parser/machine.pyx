@@ -53,6 +53,19 @@ cdef extern from "place.h" nogil:
         uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t nbytes, uint64_t flag, const uint8_t *next)
     void fc_copy_place(uint8_t *dst, const uint8_t *src, uint64_t nbytes, const uint8_t *next)
     void fc_place_fence()
+    void fc_place_fetch(int protocol, const uint8_t *next, uint64_t nbytes)
+    uint64_t fc_place_ahead(int protocol, uint64_t mtu, uint64_t most)
+    void fc_place_choose(int protocol, int way, uint32_t ahead)
+    enum:
+        FC_WAYS
+    ctypedef struct fc_place_kernels:
+        const char *name
+    ctypedef struct fc_place_choice:
+        const fc_place_kernels *kernels
+        int way[3]
+        uint32_t ahead[3]
+    const char *fc_way_names[FC_WAYS]
+    fc_place_choice fc_placing
 
 
 cdef extern from "middle.h" nogil:
@@ -72,7 +85,6 @@ cdef extern from "stdlib.h" nogil:
 
 cdef extern from "prefetch.h" nogil:
     void fc_prefetch(const void *at)
-    void fc_prefetch_bytes(const uint8_t *at, int nbytes)
 
 
 cdef extern from *:
@@ -393,7 +405,7 @@ cdef void lay_track(Machine *M, uint32_t stream, FlowState *f, const Message *m)
     f.track_cell = (<uint64_t>m.offset + from_byte) // 8
     f.track_cover = slot.cover + stream * M.words[m.target]
     f.track_flag = m.step + 1
-    f.track_protocol = <uint8_t>protocol
+    f.track_protocol = M.placing = <uint8_t>protocol
 
 
 cdef int place_ahead(Machine *M, uint32_t stream, FlowState *f, const uint8_t *wire, uint64_t psn) noexcept nogil:
@@ -687,9 +699,10 @@ cdef int64_t drive(Machine *M, uint32_t stream, fc_ring *ring, int64_t limit, in
     cdef int64_t done = 0
     cdef const fc_packetref *refs
     cdef uint64_t i, n, seen
-    cdef uint64_t ahead = max(2, 8192 // M.mtu) - 1  # payloads under way: up to 8 KB, measured: benchmarks/README.md
+    cdef uint64_t ahead  # payloads under way
     cdef int wide_headers = M.header_lines > 1
     while done < limit and not blocked[0]:
+        ahead = fc_place_ahead(M.placing, M.mtu, HEADERS_AHEAD - 1)
         # up to where the ring begins again: references one behind the other are cheap to walk
         refs = fc_ring_at(ring, 0)
         seen = min(fc_ring_peek(ring, BURST + HEADERS_AHEAD), ring.mask + 1 - (ring.tail & ring.mask))
@@ -708,7 +721,7 @@ cdef int64_t drive(Machine *M, uint32_t stream, fc_ring *ring, int64_t limit, in
                 n = i
                 break
             if M.next != NULL:  # nobody placed anything meanwhile
-                fc_prefetch_bytes(M.next, <int>M.mtu)
+                fc_place_fetch(M.placing, M.next, M.mtu)
         fc_place_fence()  # before anybody may read what this burst placed
         fc_ring_release(ring, n)
         done += n
@@ -716,6 +729,22 @@ cdef int64_t drive(Machine *M, uint32_t stream, fc_ring *ring, int64_t limit, in
 
 
 # -- the Python side ------------------------------------------------------------------------------
+
+
+def placing():
+    """(instructions, [(way, payload bytes fetched ahead) of LL, LL128 and SIMPLE]): how every engine places."""
+    return fc_placing.kernels.name.decode(), [
+        (fc_way_names[fc_placing.way[i]].decode(), fc_placing.ahead[i]) for i in range(3)
+    ]
+
+
+def choose_placing(int protocol, str way, uint32_t ahead):
+    """From now on every engine places packets of a protocol (parser.wire.Protocol) in this way, all of which give the same
+    bytes. Before engines run. See flowcheck.calibration."""
+    names = [fc_way_names[i].decode() for i in range(FC_WAYS)]
+    if way not in names or not 0 <= protocol <= 2:
+        raise ValueError(f"protocol {protocol}, way {way!r}: 0 to 2 and {', '.join(names)} are possible")
+    fc_place_choose(protocol, names.index(way), ahead)
 
 
 cdef void *zeroed(size_t count, size_t size) except NULL:

@@ -10,13 +10,18 @@
  *   - Non-temporal stores are ordered by nothing but a fence. fc_place_fence() comes after a burst of packets
  *     and before anything that tells another thread about them (once per burst: one per packet costs 2x).
  * `next` is where as many bytes lie that will be placed soon (any address at all; the packet's own for none):
- * they are fetched while these are placed, line by line. Fetched in one go beforehand they delay the loads of the
- * packet that is being placed (measured: benchmarks/README.md).
- * The kernels are chosen once, when the library is loaded: AVX-512, AVX2 or portable C. FLOWCHECK_SIMD=avx2 or
- * =portable takes a lesser one (tests; a machine whose AVX-512 lowers the clock).
+ * they are fetched while these are placed.
+ *
+ * Which instructions: AVX-512, AVX2 or portable C is chosen when the library is loaded, FLOWCHECK_SIMD=avx2 or
+ * =portable takes a lesser one (tests; a machine whose AVX-512 lowers the clock). How the bytes are fetched and stored
+ * is a *way*, one for each protocol, and how far ahead goes with it. Processors disagree about which is best
+ * (docs/performance.md), so whoever starts engines may measure and call fc_place_choose() before the first of them;
+ * FC_WAY_DEFAULT is sane everywhere. All ways and all instructions give the same bytes and the same answers.
  */
 #ifndef FLOWCHECK_PLACE_H
 #define FLOWCHECK_PLACE_H
+
+#include "prefetch.h"
 
 #include <stddef.h>
 #include <stdint.h>
@@ -85,24 +90,50 @@ static inline uint32_t fc_ll128_offset(uint32_t line, uint32_t word)
 
 /* -- placing: check and write in one pass -------------------------------------------------------- */
 
+/* How a payload that is placed soon is fetched: not at all; into every cache (prefetcht0); past the outer ones
+ * (prefetchnta); line by line while the packet before is placed, or whole in front of it. `+ FC_REGULAR`: stored
+ * through the cache instead of past it. */
+enum fc_way { FC_NO_FETCH, FC_T0, FC_NTA, FC_T0_WHOLE, FC_NTA_WHOLE, FC_FETCHES, FC_REGULAR = FC_FETCHES };
+enum { FC_WAYS = 2 * FC_FETCHES, FC_WAY_DEFAULT = FC_T0, FC_AHEAD_DEFAULT = 8192 };
+/* To be raised when a kernel changes: choices measured of another version are worth nothing. */
+#define FC_PLACE_VERSION 1
+
+typedef int64_t fc_ll_kernel(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag, const uint8_t *next);
+typedef int64_t fc_ll128_kernel(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag,
+                                const uint8_t *next);
+typedef void fc_copy_kernel(uint8_t *dst, const uint8_t *src, uint64_t bytes, const uint8_t *next);
+
 typedef struct fc_place_kernels {
     const char *name;
-    int64_t (*ll)(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag, const uint8_t *next);
-    int64_t (*ll128)(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag,
-                     const uint8_t *next);
-    void (*copy)(uint8_t *dst, const uint8_t *src, uint64_t bytes, const uint8_t *next);
+    fc_ll_kernel *ll[FC_WAYS];
+    fc_ll128_kernel *ll128[FC_WAYS];
+    fc_copy_kernel *copy[FC_WAYS];
 } fc_place_kernels;
 
 /* Best first, ended by a null pointer; those this processor cannot run are left out. */
 extern const fc_place_kernels *fc_place_all[4];
-/* The one in use. Written by the library's constructor, read-only afterwards. */
-extern const fc_place_kernels *fc_place_best;
+/* Of each fc_way. */
+extern const char *const fc_way_names[FC_WAYS];
+
+/* What is in use. Written by the library's constructor and by fc_place_choose(), read-only while engines run. */
+typedef struct fc_place_choice {
+    fc_ll_kernel *ll;
+    fc_ll128_kernel *ll128;
+    fc_copy_kernel *copy;
+    const fc_place_kernels *kernels;
+    int way[3];        /* by protocol: 0 LL, 1 LL128, 2 SIMPLE (lane.h) */
+    uint32_t ahead[3]; /* payload bytes under way to the cache          */
+} fc_place_choice;
+extern fc_place_choice fc_placing;
+
+/* From now on packets of this protocol are placed so. Before engines start; not while one runs. */
+void fc_place_choose(int protocol, int way, uint32_t ahead);
 
 /* `bytes` data bytes of LL lines to dst (a multiple of 8). Both flags of every line used are checked.
  * Returns -1, or the first wrong line; then dst[0..bytes) is undefined. Never writes elsewhere. */
 static inline int64_t fc_ll_place(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag, const uint8_t *next)
 {
-    return fc_place_best->ll(dst, wire, bytes, flag, next);
+    return fc_placing.ll(dst, wire, bytes, flag, next);
 }
 
 /* `halves` whole half-slices of LL128 (1024 wire bytes each) to dst: the first `bytes` of their 960 * halves
@@ -110,13 +141,30 @@ static inline int64_t fc_ll_place(uint8_t *dst, const uint8_t *wire, uint64_t by
 static inline int64_t fc_ll128_place(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag,
                                      const uint8_t *next)
 {
-    return fc_place_best->ll128(dst, wire, halves, bytes, flag, next);
+    return fc_placing.ll128(dst, wire, halves, bytes, flag, next);
 }
 
 /* SIMPLE (4.3): plain bytes. */
 static inline void fc_copy_place(uint8_t *dst, const uint8_t *src, uint64_t bytes, const uint8_t *next)
 {
-    fc_place_best->copy(dst, src, bytes, next);
+    fc_placing.copy(dst, src, bytes, next);
+}
+
+/* `next` of a packet that was not placed: fetched all the same, as the protocol's way is. */
+static inline void fc_place_fetch(int protocol, const uint8_t *next, uint64_t bytes)
+{
+    int fetch = fc_placing.way[protocol] % FC_FETCHES;
+    if (fetch == FC_T0 || fetch == FC_T0_WHOLE)
+        fc_prefetch_bytes(next, bytes);
+    else if (fetch != FC_NO_FETCH)
+        fc_prefetch_bytes_once(next, bytes);
+}
+
+/* How many packets ahead of the one that is placed the one to be fetched is; at most `most`. */
+static inline uint64_t fc_place_ahead(int protocol, uint64_t mtu, uint64_t most)
+{
+    uint64_t n = fc_placing.ahead[protocol] / mtu;
+    return n < 1 ? 1 : n > most ? most : n;
 }
 
 /* Orders what was placed before whatever the caller publishes next. */
@@ -128,6 +176,16 @@ static inline void fc_place_fence(void)
     __atomic_thread_fence(__ATOMIC_RELEASE);
 #endif
 }
+
+/* -- measuring (parser/src/sweep.c) -------------------------------------------------------------- */
+
+/* n payloads of `length` wire bytes at addresses `payloads` to addresses `to`, each fetched `ahead` packets before.
+ * Returns packets with a wrong flag. */
+uint64_t fc_place_sweep(const fc_place_kernels *kernels, int protocol, int way, const uint64_t *to,
+                        const uint64_t *payloads, const uint64_t *flags, uint64_t n, uint32_t length, uint64_t ahead);
+
+/* `bytes` from each of n addresses out of every cache. */
+void fc_place_flush(const uint64_t *at, uint64_t n, uint64_t bytes);
 
 /* The kernel tables, one per source file; avx2 and avx512 exist on x86-64 only. */
 extern const fc_place_kernels fc_place_portable, fc_place_avx2, fc_place_avx512;

@@ -6,7 +6,7 @@
 #ifndef FLOWCHECK_PREFETCH_H
 #define FLOWCHECK_PREFETCH_H
 
-#include <stddef.h>
+#include <stdint.h>
 
 #if defined(__x86_64__)
 
@@ -27,12 +27,20 @@ static inline void fc_prefetch_once(const void *at)
 #define fc_prefetch_once(at) __builtin_prefetch(at, 0, 0)
 #endif
 
-/* `bytes` from `at`, each line read once. Plainly one line a turn, upwards: unrolled or downwards it is measurably
- * worse (benchmarks/README.md). */
-static inline void fc_prefetch_bytes(const unsigned char *at, int bytes)
+/* `bytes` from `at`, wherever they begin on a line. Plainly one line a turn, upwards: unrolled or downwards it is
+ * measurably worse (benchmarks/README.md). */
+static inline void fc_prefetch_bytes(const uint8_t *at, uint64_t bytes)
 {
-    for (int i = 0; i < bytes; i += 64)
+    for (uint64_t i = 0; i < bytes; i += 64)
+        fc_prefetch(at + i);
+    fc_prefetch(at + bytes - 1);
+}
+
+static inline void fc_prefetch_bytes_once(const uint8_t *at, uint64_t bytes)
+{
+    for (uint64_t i = 0; i < bytes; i += 64)
         fc_prefetch_once(at + i);
+    fc_prefetch_once(at + bytes - 1);
 }
 
 #endif

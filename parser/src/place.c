@@ -83,12 +83,31 @@ static void copy_portable(uint8_t *dst, const uint8_t *src, uint64_t bytes, cons
     memcpy(dst, src, bytes);
 }
 
-const fc_place_kernels fc_place_portable = {"portable", ll_portable, ll128_portable, copy_portable};
+#define EVERY_WAY 0 ... FC_WAYS - 1 /* the compiler's loads and stores, whatever way is asked for */
+const fc_place_kernels fc_place_portable = {
+    "portable", {[EVERY_WAY] = ll_portable}, {[EVERY_WAY] = ll128_portable}, {[EVERY_WAY] = copy_portable},
+};
 
 /* -- choice --------------------------------------------------------------------------------------- */
 
+const char *const fc_way_names[FC_WAYS] = {
+    "none",         "t0",         "nta",         "t0-whole",         "nta-whole",
+    "none-regular", "t0-regular", "nta-regular", "t0-whole-regular", "nta-whole-regular",
+};
 const fc_place_kernels *fc_place_all[4] = {&fc_place_portable};
-const fc_place_kernels *fc_place_best = &fc_place_portable;
+fc_place_choice fc_placing;
+
+void fc_place_choose(int protocol, int way, uint32_t ahead)
+{
+    if (protocol == 0)
+        fc_placing.ll = fc_placing.kernels->ll[way];
+    else if (protocol == 1)
+        fc_placing.ll128 = fc_placing.kernels->ll128[way];
+    else
+        fc_placing.copy = fc_placing.kernels->copy[way];
+    fc_placing.way[protocol] = way;
+    fc_placing.ahead[protocol] = ahead;
+}
 
 /* Every extension carries its own copy of this file, so each makes the same choice for itself. */
 __attribute__((constructor)) static void choose(void)
@@ -104,8 +123,10 @@ __attribute__((constructor)) static void choose(void)
 #endif
     fc_place_all[n++] = &fc_place_portable;
     fc_place_all[n] = NULL;
-    fc_place_best = fc_place_all[0];
+    fc_placing.kernels = fc_place_all[0];
     for (int i = 0; wanted && i < n; i++)
         if (strcmp(wanted, fc_place_all[i]->name) == 0)
-            fc_place_best = fc_place_all[i];
+            fc_placing.kernels = fc_place_all[i];
+    for (int protocol = 0; protocol < 3; protocol++)
+        fc_place_choose(protocol, FC_WAY_DEFAULT, FC_AHEAD_DEFAULT);
 }

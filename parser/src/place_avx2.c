@@ -2,8 +2,7 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx2,bmi,bmi2")
 
-#include "place.h"
-#include "prefetch.h"
+#include "ways.h"
 
 #include <immintrin.h>
 
@@ -12,12 +11,16 @@ static inline __m256i load(const uint8_t *at)
     return _mm256_loadu_si256((const __m256i *)at);
 }
 
-static inline void stream(uint8_t *at, __m256i v)
+FC_ONE_WAY void put(uint8_t *at, __m256i v, const int regular)
 {
-    _mm256_stream_si256((__m256i *)at, v);
+    if (regular)
+        _mm256_store_si256((__m256i *)at, v);
+    else
+        _mm256_stream_si256((__m256i *)at, v);
 }
 
-static void copy(uint8_t *dst, const uint8_t *src, uint64_t bytes, const uint8_t *next)
+FC_ONE_WAY void copy(uint8_t *dst, const uint8_t *src, uint64_t bytes, const uint8_t *next, const int fetch,
+                     const int regular)
 {
     uint64_t head = -(uintptr_t)dst & 63;
     if (head > bytes)
@@ -27,11 +30,11 @@ static void copy(uint8_t *dst, const uint8_t *src, uint64_t bytes, const uint8_t
     /* Two stores complete a line: the write-combining buffer leaves as one burst. */
     for (; bytes >= 64; dst += 64, src += 64, bytes -= 64, next += 64) {
         __m256i a = load(src), b = load(src + 32);
-        fc_prefetch_once(next);
-        stream(dst, a);
-        stream(dst + 32, b);
+        fc_fetch(next, fetch);
+        put(dst, a, regular);
+        put(dst + 32, b, regular);
     }
-    fc_prefetch_once(next); /* the line in which the next payload ends, as it need not begin on one */
+    fc_fetch(next, fetch); /* the line in which the next payload ends, as it need not begin on one */
     memcpy(dst, src, bytes);
 }
 
@@ -42,7 +45,8 @@ static inline __m256i ll_data(__m256i a, __m256i b)
     return _mm256_permute4x64_epi64(_mm256_castps_si256(even), 0xd8);
 }
 
-static int64_t ll(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag, const uint8_t *next)
+FC_ONE_WAY int64_t ll(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag, const uint8_t *next,
+                      const int fetch, const int regular)
 {
     const __m256i want = _mm256_set1_epi32((int)flag), odd = _mm256_set1_epi64x(0xffffffff00000000);
     const uint8_t *from = wire;
@@ -52,26 +56,26 @@ static int64_t ll(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t fl
     if (head > left || (head & 7))
         head = left;
     if (head) {
-        int64_t bad = fc_place_portable.ll(dst, from, head, flag, next);
+        int64_t bad = fc_place_portable.ll[0](dst, from, head, flag, next);
         if (bad >= 0)
             return bad;
         dst += head, from += 2 * head, left -= head;
     }
     for (; left >= 64; dst += 64, from += 128, left -= 64, next += 128) {
-        fc_prefetch_once(next);
-        fc_prefetch_once(next + 64);
+        fc_fetch(next, fetch);
+        fc_fetch(next + 64, fetch);
         __m256i a = load(from), b = load(from + 32), c = load(from + 64), d = load(from + 96);
         __m256i ab = _mm256_or_si256(_mm256_xor_si256(a, want), _mm256_xor_si256(b, want));
         __m256i cd = _mm256_or_si256(_mm256_xor_si256(c, want), _mm256_xor_si256(d, want));
         wrong = _mm256_or_si256(wrong, _mm256_or_si256(ab, cd));
-        stream(dst, ll_data(a, b));
-        stream(dst + 32, ll_data(c, d));
+        put(dst, ll_data(a, b), regular);
+        put(dst + 32, ll_data(c, d), regular);
     }
-    fc_prefetch_once(next); /* see copy() */
+    fc_fetch(next, fetch); /* see copy() */
     if (__builtin_expect(!_mm256_testz_si256(wrong, odd), 0))
         return fc_ll_bad_line(wire, (bytes + 7) / 8, flag);
     if (left) {
-        int64_t bad = fc_place_portable.ll(dst, from, left, flag, next);
+        int64_t bad = fc_place_portable.ll[0](dst, from, left, flag, next);
         if (bad >= 0)
             return (from - wire) / 16 + bad;
     }
@@ -92,8 +96,8 @@ static inline void ll128_half(uint8_t *near, const uint8_t *half)
         memcpy(near + fc_ll128_offset(line, 14), half + FC_LL128_LINE * line + 112, 8);
 }
 
-static int64_t ll128(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag,
-                     const uint8_t *next)
+FC_ONE_WAY int64_t ll128(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag,
+                         const uint8_t *next, const int fetch, const int regular)
 {
     uint8_t near[FC_LL128_DATA + 64] __attribute__((aligned(64)));
     const uint8_t *half = wire;
@@ -107,7 +111,7 @@ static int64_t ll128(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_
             wrong |= found ^ flag;
         }
         ll128_half(near, half);
-        copy(dst, near, n, next);
+        copy(dst, near, n, next, fetch, regular);
         bytes -= n;
     }
     if (__builtin_expect(wrong != 0, 0))
@@ -115,6 +119,6 @@ static int64_t ll128(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_
     return -1;
 }
 
-const fc_place_kernels fc_place_avx2 = {"avx2", ll, ll128, copy};
+FC_KERNELS(fc_place_avx2, "avx2")
 
 #endif
