@@ -7,6 +7,7 @@
     parse.py     Engine on packets that carry nothing to keep, against the minimal parse
     place.py     Engine and kernels placing gradients, against the copy limit
     ingest.py    packets from a DPDK port to placed gradients
+    streams.py   the same packets over 1, 2, 4, 8 and 16 streams
     loss.py      the live node's loop with losses, against without
     closing.py   evidence and verdict of an iteration that closes
     adam.py      a step of the optimizer, against its memory traffic and torch's

@@ -18,6 +18,7 @@ BENCHES = {
     "parse": ("flowcheck.bench.parse", "packets that carry nothing to keep, against a minimal parse"),
     "ingest": ("flowcheck.bench.ingest", "packets from a DPDK port to placed gradients, against a bare rx loop"),
     "place": ("flowcheck.bench.place", "gradients into the arena, against a copy past the cache"),
+    "streams": ("flowcheck.bench.streams", "the same packets over 1 to 16 streams, against over one"),
     "loss": ("flowcheck.bench.loss", "the live node with one packet lost in 10^5, against none lost"),
     "closing": ("flowcheck.bench.closing", "evidence and verdict of an iteration that closes, per GB"),
     "adam": ("flowcheck.bench.adam", "one step of the optimizer, against its memory traffic and torch's"),

@@ -49,15 +49,12 @@ class Window:
         message = MESSAGE[Protocol.SIMPLE]
         made = make(Protocol.SIMPLE, MTU, flows, flows * MESSAGES * message)
         slot = made.frames.shape[1]
-        base = made.frames.ctypes.data
         self.flows, self.gradient_bytes, self.packets = made.flows, made.wire_bytes, made.packets
         self.expected = made.expected
         self.each = made.packets // flows
         self._frames = made.frames
         self._psn = made.frames.reshape(self.each, flows, slot)[:, :, PSN_AT : PSN_AT + 4].view(">u4")[:, :, 0]
-        starts = base + np.arange(made.packets, dtype=np.uint64) * np.uint64(slot)
-        lengths = (made.payloads - starts + np.uint64(MTU + 4)).astype(np.uint32)
-        self.ring = PacketRing(starts, lengths, closed=False)
+        self.ring = PacketRing(made.addresses, made.lengths, closed=False)
         self.ring.show(np.zeros(0, np.uint32))
 
     def plan(self, laps: int, arenas: int = 2) -> JobPlan:

@@ -104,11 +104,10 @@ def _cold_row(eal: Eal, mtu: int, rounds: int, ring_bytes: int) -> Row:
 def _port(eal: Eal, traffic: Traffic) -> Iterator[Port]:
     """The packets as a file that never ends. The driver keeps them in buffers of the pool."""
     slot = traffic.frames.shape[1]
-    lengths = (traffic.payloads - traffic.frames.ctypes.data) % slot + traffic.mtu + 4
     # A file without a name: nothing of it is left, however the bench ends.
     with os.fdopen(os.memfd_create("flowcheck-bench"), "wb") as file:
         file.write(struct.pack("<IHHIIII", 0xA1B2C3D4, 2, 4, 0, 0, 65535, 1))
-        for frame, length in zip(traffic.frames, lengths.tolist(), strict=True):
+        for frame, length in zip(traffic.frames, traffic.lengths.tolist(), strict=True):
             file.write(struct.pack("<IIII", 0, 0, length, length))
             file.write(frame[:length].tobytes())
         file.flush()

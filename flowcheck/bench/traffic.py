@@ -38,7 +38,8 @@ _REMOTE = 0x7F00_0000_0000
 @dataclass(frozen=True)
 class Traffic:
     """ring: the packets. expected: the gradient region they must become, empty if none is kept. payloads, flags: of
-    each packet, its payload's address and the flag of its lines. wire_bytes: all payloads together."""
+    each packet, its payload's address and the flag of its lines. addresses, lengths: of the packets; packet i is of
+    flow i modulo the flows. wire_bytes: all payloads together."""
 
     ring: PacketRing
     config: EngineConfig
@@ -47,6 +48,8 @@ class Traffic:
     expected: Bytes
     payloads: NDArray[np.uint64]
     flags: NDArray[np.uint64]
+    addresses: NDArray[np.uint64]
+    lengths: NDArray[np.uint32]
     wire_bytes: int
     mtu: int
 
@@ -102,6 +105,8 @@ def make(
         expected=region if final else region[:0],
         payloads=starts + offsets,
         flags=np.repeat(np.arange(messages, dtype=np.uint64) + 1, message // mtu * flows),
+        addresses=starts,
+        lengths=lengths,
         wire_bytes=message * messages * flows,
         mtu=mtu,
     )
