@@ -21,7 +21,6 @@ import torch
 from parser.machine import Engine
 
 from flowcheck.checkpoint import Loaded, Meta, load_init, write_step
-from flowcheck.checksum import checksum
 from flowcheck.errors import UserError
 from flowcheck.evidence import BucketCoverage, parameter_bytes
 from flowcheck.jobplan import JobPlan
@@ -31,6 +30,7 @@ from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica, Slot
 from updater.step import StepValues
+from updater.verify import Comparison
 
 __all__ = ["JobReplica", "ReplicaOptions"]
 
@@ -176,12 +176,10 @@ class JobReplica:
         self._replica.discard(self._slot)
         self._slot = None
 
-    def differing(self, checksums: Mapping[str, int]) -> str:
-        """The first entry of the version being built that has another checksum, or ""."""
-        assert self._slot is not None
-        self._slot.flush()
-        mine = self._slot.parameters
-        return next((name for name, value in checksums.items() if checksum(mine[name]) != value), "")
+    def compare(self, checksums: Mapping[str, int]) -> Comparison:
+        """Compare the version being built with a trainer's checksums, on other threads; do not end it meanwhile."""
+        assert self._replica is not None and self._slot is not None
+        return self._replica.compare(self._slot, checksums)
 
     @contextmanager
     def pinned(self) -> Iterator[Slot]:

@@ -1,15 +1,15 @@
 """The optimizer kernels (include/update.h): constants in, pieces of tensors in, versions out.
 
 Model: a `Rule` holds the constants of one step of one parameter group. A `Pool` applies rules to pieces, in the
-order given, on worker threads of its own (0: on the caller's thread). Addresses are plain integers: the caller
-keeps the memory alive, large enough and unchanged until `wait` says that the batch is done.
-Legal calls of a Pool: submit* wait* close; all from one thread. The workers never take the GIL.
+order given, on worker threads of its own (0: on the caller's thread); it also sums tensors up (`checksums`). Addresses are
+plain integers: the caller keeps the memory alive, large enough and unchanged until `wait` says that the batch is done.
+Legal calls of a Pool: (submit | checksums)* wait* close; all from one thread. The workers never take the GIL.
 """
 
-from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
-__all__ = ["Pool", "Rule", "checksum", "copy", "in_use", "names", "narrow", "set_root", "sqrt_ex"]
+__all__ = ["Pool", "Rule", "Sums", "checksum", "copy", "in_use", "names", "narrow", "set_root", "sqrt_ex"]
 
 
 cdef extern from "update.h" nogil:
@@ -48,11 +48,17 @@ cdef extern from "update.h" nogil:
     const fcu_kernels *fcu_all[4]
     const fcu_kernels *fcu_best
     void fcu_copy(void *dst, const void *src, size_t nbytes)
-    uint64_t fcu_checksum(const void *data, uint64_t n, int size)
+    ctypedef struct fcu_sum:
+        const void *data
+        uint64_t n, sum
+        int size
+    uint64_t fcu_sum_begin(uint64_t n)
+    uint64_t fcu_sum_part(const fcu_kernels *kernels, const void *data, uint64_t first, uint64_t n, int size)
     fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels)
     uint64_t fcu_submit(
         fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_of, const fcu_piece *pieces, uint32_t count)
-    void fcu_wait(fcu_pool *pool, uint64_t ticket)
+    uint64_t fcu_submit_sums(fcu_pool *pool, fcu_sum *sums, uint32_t count)
+    int fcu_wait(fcu_pool *pool, uint64_t ticket, int64_t nanoseconds)
     void fcu_pool_stop(fcu_pool *pool)
 
 
@@ -131,13 +137,19 @@ def copy(uintptr_t dst, uintptr_t src, size_t nbytes):
         fcu_copy(<void *>dst, <const void *>src, nbytes)
 
 
-def checksum(uintptr_t data, uint64_t n, int size):
-    """The checksum of flowcheck/checksum.py over n elements of 1, 2, 4 or 8 bytes."""
-    cdef uint64_t found
+cdef int check_size(int size) except -1:
     if size not in (1, 2, 4, 8):
         raise ValueError(f"elements of {size} bytes have no checksum")
+    return 0
+
+
+def checksum(uintptr_t data, uint64_t n, int size, str name=""):
+    """The checksum of flowcheck/checksum.py over n elements of 1, 2, 4 or 8 bytes, on this thread."""
+    cdef const fcu_kernels *k = kernels(name)
+    cdef uint64_t found
+    check_size(size)
     with nogil:
-        found = fcu_checksum(<const void *>data, n, size)
+        found = fcu_sum_begin(n) + fcu_sum_part(k, <const void *>data, 0, n, size)
     return found
 
 
@@ -188,11 +200,13 @@ cdef class _Batch:
     cdef fcu_rule *rules
     cdef uint32_t *rule_of
     cdef fcu_piece *pieces
+    cdef fcu_sum *sums
     cdef uint32_t count
     cdef object keep
     cdef readonly uint64_t ticket
 
     def __dealloc__(self):
+        free(self.sums)
         free(self.rules)
         free(self.rule_of)
         free(self.pieces)
@@ -273,10 +287,58 @@ cdef class Pool:
         self.batches.append(batch)
         return ticket
 
-    def wait(self, uint64_t ticket):
-        """Return when this batch and all before it are done."""
+    def checksums(self, list tensors, object keep=None):
+        """Queue the checksums of tensors, (address, elements, bytes of an element) each; returns Sums.
+
+        What was submitted before need not be done when the summing begins.
+        """
+        cdef _Batch batch = _Batch()
+        cdef fcu_sum *sum
+        cdef uint64_t ticket
         if self.pool == NULL:
-            return
+            raise ValueError("the pool is closed")
+        batch.sums = <fcu_sum *>calloc(max(len(tensors), 1), sizeof(fcu_sum))
+        if batch.sums == NULL:
+            raise MemoryError("a batch of checksums")
+        for address, elements, size in tensors:
+            check_size(size)
+            sum = &batch.sums[batch.count]
+            sum.data, sum.n, sum.size = <const void *><uintptr_t>address, elements, size
+            batch.count += 1
+        batch.keep = keep
         with nogil:
-            fcu_wait(self.pool, ticket)
-        self.batches = [batch for batch in self.batches if (<_Batch>batch).ticket > ticket]
+            ticket = fcu_submit_sums(self.pool, batch.sums, batch.count)
+        if not ticket:
+            raise MemoryError("a batch of checksums")
+        batch.ticket = ticket
+        self.batches.append(batch)
+        return Sums(self, batch)
+
+    def wait(self, uint64_t ticket, double seconds=-1):
+        """Return when this batch and all before it are done, or, if seconds are given, after that time at the latest.
+        Says whether they are done."""
+        cdef int64_t nanoseconds = -1 if seconds < 0 else <int64_t>(1e9 * seconds)
+        cdef bint done = True
+        if self.pool != NULL:
+            with nogil:
+                done = fcu_wait(self.pool, ticket, nanoseconds)
+        if done:
+            self.batches = [batch for batch in self.batches if (<_Batch>batch).ticket > ticket]
+        return done
+
+
+cdef class Sums:
+    """Checksums that a pool forms; those of a pool that was closed are there."""
+
+    cdef Pool pool
+    cdef _Batch batch
+
+    def __cinit__(self, Pool pool, _Batch batch):
+        self.pool, self.batch = pool, batch
+
+    def get(self, double seconds=-1):
+        """The checksums in the order of the tensors; None if they are not there within so many seconds."""
+        cdef uint32_t i
+        if not self.pool.wait(self.batch.ticket, seconds):
+            return None
+        return [self.batch.sums[i].sum for i in range(self.batch.count)]

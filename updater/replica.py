@@ -17,7 +17,7 @@ Legal calls: `build(step, layout, values)`, then `slot.apply(bucket, data)` once
 `publish(slot)` or `discard(slot)`. Publishing is the caller's, after the verdict; the replica itself only insists
 that every optimized tensor has been updated. One slot is built at a time.
 
-Threads: build, apply, publish and discard belong to one thread. `pinned()` and `current` may be used from any
+Threads: build, apply, compare, publish and discard belong to one thread. `pinned()` and `current` may be used from any
 thread; a version that is pinned does not change. With a path the slots lie in a file of tmpfs or hugetlbfs that
 outlives the process: `Replica.attach` goes on with the newest complete version, other processes read with
 updater/reader.py.
@@ -29,6 +29,7 @@ of a job that starts at step 0 has step i+1, also if the trainer skipped its opt
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ from updater.optimizers import OptimizerSpec
 from updater.slot import STATES, Slot, SlotState
 from updater.step import StepValues
 from updater.store import BUILDING, COMPLETE, FREE, Store, plan_arrays
+from updater.verify import Comparison
 
 __all__ = ["Replica", "Slot", "SlotState"]
 
@@ -164,11 +166,14 @@ class Replica:
         self._common: int | None = None
         self._lock = threading.Lock()
         self._pool = kernels.Pool(threads)
+        self._comparers: kernels.Pool | None = None
         self.slots = [Slot(store, i, spec, dialect, self._pool, divisor) for i in range(store.slots)]
         self._shapes = {a.name: a.shape for a in store.arrays if a.role == "p"}
 
     def close(self) -> None:
         """End the workers and let another process write; a file stays. May be called twice."""
+        if self._comparers is not None:
+            self._comparers.close()
         self._pool.close()
         self._store.close()
 
@@ -237,6 +242,17 @@ class Replica:
         slot.end()
         with self._lock:
             self._set_state(slot, SlotState.FREE)
+
+    def compare(self, slot: Slot, checksums: Mapping[str, int]) -> Comparison:
+        """Compare what has been applied to a slot with a trainer's checksums; do not publish or discard it meanwhile.
+
+        The workers of the replica do it; one without workers starts one per processor for this, and keeps them.
+        """
+        slot.flush()
+        if self._comparers is None:
+            cores = len(os.sched_getaffinity(0))
+            self._comparers = self._pool if self._pool.threads else kernels.Pool(cores)
+        return Comparison(self._comparers, slot.parameters, checksums)
 
     @contextmanager
     def pinned(self) -> Iterator[Slot]:

@@ -1,66 +1,48 @@
-"""Is the replica the trainer's? Checksums of parameter bits, the trainer's against ours (design section 6).
-
-    UNVERIFIED --N steps matched--> VERIFIED          any mismatch --> DIVERGED, for good: not served
+"""Is the replica the trainer's? Checksums of parameter bits, the trainer's against ours.
 
 The checksum is defined in flowcheck/checksum.py, where trainers get it from; this is the same in C.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping
 
 import torch
 
 from updater import kernels
-from updater.errors import ReplicaError
 
-__all__ = ["Status", "Verification", "checksum"]
-
-
-class Status(enum.Enum):
-    UNVERIFIED = "unverified"
-    VERIFIED = "verified"
-    DIVERGED = "diverged"
+__all__ = ["Comparison", "checksum"]
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """64-bit position-weighted checksum of a CPU tensor's bits in row-major order."""
-    flat = tensor.detach().contiguous()
-    return kernels.checksum(flat.data_ptr(), flat.numel(), flat.element_size())
+    """64-bit position-weighted checksum of a CPU tensor's bits in row-major order, formed on this thread."""
+    flat = tensor.detach().contiguous()  # kept until the sum is formed
+    return kernels.checksum(*_place(flat))
 
 
-class Verification:
-    """Counts matches. needed: steps whose checksums must have agreed. One thread."""
+def _place(flat: torch.Tensor) -> tuple[int, int, int]:
+    return flat.data_ptr(), flat.numel(), flat.element_size()
 
-    def __init__(self, needed: int = 1) -> None:
-        if needed < 1:
-            raise ReplicaError(f"{needed} matching steps asked for; at least 1 says anything")
-        self.needed, self.matched = needed, 0
-        self.status = Status.UNVERIFIED
-        self.first: tuple[int, str] | None = None  # step and tensor of the first mismatch
 
-    def compare(self, step: int, parameters: Mapping[str, torch.Tensor], theirs: Mapping[str, int]) -> Status:
-        """Compare a published version with what the trainer says of the same step.
+class Comparison:
+    """A trainer's checksums, compared by the workers of a pool with CPU tensors, which stay as they are meanwhile.
 
-        parameters: of that version, in state_dict order; the first that differs is named. A tensor that only one
-        side has is a mismatch too. Steps may come in any order and not all of them.
-        """
-        for name, tensor in parameters.items():
-            if self.first is None and theirs.get(name) != checksum(tensor):
-                self.first = (step, name)
-        for name in theirs:
-            if self.first is None and name not in parameters:
-                self.first = (step, name)
-        if self.first is None:
-            self.matched += 1
-        if self.first is not None:
-            self.status = Status.DIVERGED
-        elif self.matched >= self.needed:
-            self.status = Status.VERIFIED
-        return self.status
+    parameters: of the version, by name. theirs: of some or all of them; a tensor that is not there differs.
+    One thread, the pool's.
+    """
 
-    @property
-    def reason(self) -> str:
-        """Why it is not served, or ""."""
-        return f"{self.first[1]!r} differs from the trainer's at step {self.first[0]}" if self.first else ""
+    def __init__(
+        self, pool: kernels.Pool, parameters: Mapping[str, torch.Tensor], theirs: Mapping[str, int]
+    ) -> None:
+        self._theirs = theirs
+        self._names = [name for name in theirs if name in parameters]
+        flat = [parameters[name].detach().contiguous() for name in self._names]
+        self._sums = pool.checksums([_place(tensor) for tensor in flat], keep=flat)
+
+    def differing(self, seconds: float = -1) -> str | None:
+        """The first name of `theirs` whose tensor differs, "" if none does; None: not known after so many seconds."""
+        found = self._sums.get(seconds)
+        if found is None:
+            return None
+        mine = dict(zip(self._names, found, strict=True))
+        return next((name for name, value in self._theirs.items() if mine.get(name) != value), "")

@@ -13,6 +13,9 @@ ask for a state to go on from.
 Iterations are counted as the manifest does, from 0; what is said to people, and the steps of versions, as the trainer
 does: `first` later.
 
+Where a record brings checksums, the version is built and its iteration's memory is free again while workers compare
+them; the rings are drained meanwhile, and no other iteration closes before the result is heeded.
+
 One thread. Memory: `arenas` iterations of gradients, V slots, and as many step records as iterations can be open.
 """
 
@@ -37,10 +40,12 @@ from flowcheck.streams import Source, Streams
 from flowcheck.verdict import Clause, StreamEvidence
 from updater.errors import UpdaterError
 from updater.step import StepValues
+from updater.verify import Comparison
 
 __all__ = ["Closed", "Hooks", "LiveSession"]
 
 RECORDS_AHEAD = 256  # records kept of iterations whose traffic has not closed yet
+LOOK_SECONDS = 0.001  # that an idle poll waits for a comparison
 WAIT_SAID = 0.5  # seconds that a record may be later than its traffic before that is said
 
 
@@ -83,6 +88,15 @@ class _Kept:
     disputed: bool = False
 
 
+@dataclass(frozen=True)
+class _Compared:
+    """A version that is built, while its checksums are compared. counts: what `_count` said when it closed."""
+
+    judged: Judged
+    counts: dict[str, int]
+    comparison: Comparison
+
+
 class LiveSession:
     """sources[i]: ring of stream i. first: the trainer's number of iteration 0. replica_path(iteration): a file for a
     new replica. record_seconds: how long an iteration that could close waits for its record before that counts as
@@ -112,6 +126,7 @@ class LiveSession:
         self._ahead = False  # records run ahead of the traffic, and that was said
         self._counted = (0, 0, 0, 0)
         self._begins = -1  # first iteration that closed
+        self._compared: _Compared | None = None
 
     # -- from trainers --
 
@@ -158,6 +173,7 @@ class LiveSession:
     def state(self, iteration: int, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
         """Go on from a trainer's state. Raises UserError if it does not fit the job, or is too late."""
         self._coming = None
+        self._heed()
         if iteration < self.engine.oldest and self.engine.begun >= 0:
             passed = self.engine.oldest - 1 + self._first
             raise UserError(f"the state before iteration {iteration + self._first} is here, and {passed} has passed")
@@ -177,18 +193,21 @@ class LiveSession:
     # -- driving --
 
     def poll(self) -> bool:
-        """One look at the rings; closes what may close. True if anything moved."""
+        """One look at the rings; closes what may close. True if anything moved, or a comparison is under way."""
         moved = self.streams.poll()
+        moved |= self._heed(0 if moved else LOOK_SECONDS)
         closed, _ = self.streams.advance(self._close)
-        return moved or closed
+        return moved or closed or self._compared is not None
 
     def finish(self) -> None:
         """No more traffic: judge what is still open."""
         self.engine.finish()
         self._coming = None
+        self._heed()
         while self.engine.oldest <= self.engine.begun:
             self._close(self.engine.oldest)
             self.engine.retire()
+            self._heed()
 
     def close(self) -> None:
         if self.replica is not None:
@@ -201,6 +220,8 @@ class LiveSession:
 
     def _hold(self, iteration: int) -> bool:
         """Must this iteration stay open for something that does not come over the wire?"""
+        if self._compared is not None:
+            return True
         if self._coming is not None and iteration >= self._coming:
             return True
         if iteration != self.next or not self.plan.job.step_values or iteration in self._records:
@@ -229,41 +250,65 @@ class LiveSession:
         if kept is not None and kept.disputed:
             kept = None
         judged = self.judge.look(iteration, streams, record=kept is not None, follows=iteration == self.next)
-        published = False
+        counts = self._count()
+        comparison, built = None, False
         if judged.verdict.publishable:
-            judged, published = self._apply(judged, kept)
-        self._tell(judged, published)
-        if self.next is not None and iteration >= self.next and not published:
-            clause, reason = judged.verdict.failing[0]
-            self._lose(f"iteration {iteration + self._first} is not published: {clause.value}: {reason}")
+            comparison, built = self._build(judged, kept)
+        if comparison is not None:
+            self._compared = _Compared(judged, counts, comparison)
+        else:
+            self._end(judged, counts, built)
         for old in [t for t in self._records if t <= iteration]:
             del self._records[old]
         if iteration > self._begins + 1:
             self.engine.forget()  # but what may refute the manifest as a whole stays for the first two
         return True
 
-    def _apply(self, judged: Judged, kept: _Kept | None) -> tuple[Judged, bool]:
-        """Build the next version; publish it if the trainer's checksums agree."""
-        assert self.replica is not None and self.next is not None
+    def _build(self, judged: Judged, kept: _Kept | None) -> tuple[Comparison | None, bool]:
+        """Build the next version; (its comparison with the trainer's checksums, if there are any, is it built?)."""
+        assert self.replica is not None
         iteration = judged.verdict.iteration
         try:
             self.replica.build(iteration, judged.buckets, _values(kept))
         except UpdaterError as error:
             self._lose(f"iteration {iteration + self._first} cannot be applied: {error}")
-            return judged, False
-        if kept is not None and kept.record.checksums:
-            odd = self.replica.differing({name: int(text, 16) for name, text in kept.record.checksums.items()})
-            judged = judged.with_checksum("mismatch" if odd else "match")
-            if odd:
-                self.replica.discard()
-                number = iteration + self._first
-                self._lose(f"tensor {odd!r} of iteration {number} differs from the trainer's", "diverged")
-                return judged, False
+            return None, False
+        if kept is None or not kept.record.checksums:
+            return None, True
+        return self.replica.compare({name: int(text, 16) for name, text in kept.record.checksums.items()}), True
+
+    def _heed(self, seconds: float = -1) -> bool:
+        """Act on the comparison under way once its result is there, for which this waits so long (negative: until it
+        is). True if it did."""
+        if self._compared is None:
+            return False
+        differs = self._compared.comparison.differing(seconds)
+        if differs is None:
+            return False
+        compared, self._compared = self._compared, None
+        judged = compared.judged.with_checksum("mismatch" if differs else "match")
+        if differs:
+            assert self.replica is not None
+            self.replica.discard()
+            number = judged.verdict.iteration + self._first
+            self._lose(f"tensor {differs!r} of iteration {number} differs from the trainer's", "diverged")
+        else:
             self.matched += 1
-        self.replica.publish()
-        self.next = iteration + 1
-        self.status = "verified" if self.matched else "unverified"
-        return judged, True
+        self._end(judged, compared.counts, not differs)
+        return True
+
+    def _end(self, judged: Judged, counts: dict[str, int], built: bool) -> None:
+        """Publish the version that was built for this iteration, or give the chain up; say what became of it."""
+        iteration = judged.verdict.iteration
+        if built:
+            assert self.replica is not None
+            self.replica.publish()
+            self.next = iteration + 1
+            self.status = "verified" if self.matched else "unverified"
+        self._tell(judged, counts, built)
+        if self.next is not None and iteration >= self.next and not built:
+            clause, reason = judged.verdict.failing[0]
+            self._lose(f"iteration {iteration + self._first} is not published: {clause.value}: {reason}")
 
     def _lose(self, why: str, status: str = "lost") -> None:
         if self.next is None:
@@ -274,7 +319,8 @@ class LiveSession:
             self.replica = None
         self._hooks.lost(why)
 
-    def _tell(self, judged: Judged, published: bool) -> None:
+    def _count(self) -> dict[str, int]:
+        """Counts of packets since the iteration before closed."""
         streams = range(self.plan.engine.streams)
         outcomes = [self.engine.outcomes(stream) for stream in streams]
         flows = [counters for stream in streams for counters in self.engine.flow_counters(stream)]
@@ -284,8 +330,11 @@ class LiveSession:
             sum(self.engine.gaps(stream) for stream in streams),
             sum(c["duplicates"] for c in flows),
         )
-        packets, placed, gaps, duplicates = (new - old for new, old in zip(now, self._counted, strict=True))
+        grown = (new - old for new, old in zip(now, self._counted, strict=True))
         self._counted = now
+        return dict(zip(("packets", "placed", "gaps", "duplicates"), grown, strict=True))
+
+    def _tell(self, judged: Judged, counts: dict[str, int], published: bool) -> None:
         missing: dict[str, int] = {}
         for bucket in judged.buckets:
             for cause, count in bucket.missing.items():
@@ -293,10 +342,10 @@ class LiveSession:
         clauses = [(clause.value, reason) for clause, reason in judged.verdict.failing]
         if self.next is None and not published:
             clauses = [(name, reason) for name, reason in clauses if name != Clause.STEP_RECORD.value]
-        iteration = judged.verdict.iteration
+        healed = max(counts["gaps"], 0) if judged.verdict.complete else 0
         self._hooks.closed(Closed(
-            iteration, published, self.status, packets, placed, missing,
-            max(gaps, 0) if judged.verdict.complete else 0, duplicates, max(self._newest - self.published, 0), clauses,
+            judged.verdict.iteration, published, self.status, counts["packets"], counts["placed"], missing, healed,
+            counts["duplicates"], max(self._newest - self.published, 0), clauses,
         ))
 
 

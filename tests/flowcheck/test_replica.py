@@ -309,7 +309,7 @@ def test_a_checksum_is_of_what_the_workers_have_done() -> None:
 
     replica._replica.build = idle  # type: ignore[union-attr, method-assign]
     replica.build(0, gradients(replica, 0, weights()))
-    assert replica.differing({name: checksum(0.5 * tensor) for name, tensor in weights().items()}) == ""
+    assert replica.compare({name: checksum(0.5 * tensor) for name, tensor in weights().items()}).differing() == ""
 
 
 def test_an_update_that_is_thrown_away_leaves_the_version_before() -> None:
@@ -409,9 +409,10 @@ def test_every_tensor_is_compared_with_the_trainers_checksum(wrong: str | None) 
     sums = {name: checksum(0.5 * tensor) for name, tensor in weights().items()}
     if wrong:
         sums[wrong] ^= 1 << 63
-    assert replica.differing(sums) == (wrong or "")
-    assert replica.differing({}) == ""
-    assert replica.differing({name: checksum(tensor) for name, tensor in weights().items()}) == "layer0.weight"
+    assert replica.compare(sums).differing() == (wrong or "")
+    assert replica.compare({}).differing() == ""
+    before = {name: checksum(tensor) for name, tensor in weights().items()}
+    assert replica.compare(before).differing() == "layer0.weight"
 
 
 # -- files, and what is said ----------------------------------------------------------------------------

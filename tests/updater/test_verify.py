@@ -2,6 +2,7 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 
 from flowcheck.checksum import checksum as trainers
 from flowcheck.checksum import checksums
-from updater.errors import ReplicaError
-from updater.verify import Status, Verification, checksum
+from updater import kernels
+from updater.verify import Comparison, checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]
 M64 = (1 << 64) - 1
@@ -69,21 +70,96 @@ def test_one_bit_an_exchange_a_shift_and_cancelling_errors_show():
     assert checksum(torch.zeros(3)) != checksum(torch.zeros(4))
 
 
-def test_verified_after_n_matches_and_diverged_for_good():
-    state = {"a": torch.randn(5), "b": torch.randn(7)}
-    check = Verification(needed=2)
-    assert check.status is Status.UNVERIFIED
-    assert check.compare(1, state, checksums(state)) is Status.UNVERIFIED
-    assert check.compare(3, state, checksums(state)) is Status.VERIFIED
+# -- kernels -----------------------------------------------------------------------------------------------------
+
+EVERY = pytest.mark.parametrize("kernel", kernels.names())
+SIZES = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+BLOCK = 1 << 16
+
+
+def bits(size, n, seed=1):
+    """n elements that are full of ones, where products are longest, and of noise; one element into their memory."""
+    generator = np.random.default_rng(seed)
+    found = generator.integers(0, 2 ** (8 * size), n + 1, SIZES[size], endpoint=False)
+    found[generator.random(n + 1) < 0.3] = 2 ** (8 * size) - 1
+    return found[1:]
+
+
+@EVERY
+@pytest.mark.parametrize("size", SIZES)
+@given(n=st.integers(1, 200), seed=st.integers(0, 2**31))
+def test_every_kernel_sums_as_the_definition_does(kernel, size, n, seed):
+    values = bits(size, n, seed)
+    assert kernels.checksum(values.ctypes.data, n, size, kernel) == by_hand(torch.from_numpy(values.copy()))
+
+
+@EVERY
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("n", [BLOCK - 1, BLOCK + 17, 4 * BLOCK, 4 * BLOCK + 1, 9 * BLOCK - 3, 8 * BLOCK])
+def test_every_kernel_sums_blocks_alone_and_abreast(kernel, size, n):
+    values = bits(size, n)
+    assert kernels.checksum(values.ctypes.data, n, size, kernel) == trainers(torch.from_numpy(values.copy()))
+
+
+def test_other_elements_have_no_checksum():
+    for size in (0, 3, 16):
+        with pytest.raises(ValueError, match=f"elements of {size} bytes have no checksum"):
+            kernels.checksum(0, 0, size)
+        with pytest.raises(ValueError, match=f"elements of {size} bytes have no checksum"):
+            kernels.Pool(0).checksums([(0, 0, size)])
+
+
+# -- workers -----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_workers_give_the_sums_of_all_tensors_in_order(threads):
+    tensors = [torch.from_numpy(bits(4, n, n).view(np.int32).copy()) for n in (5, 0, 20 * BLOCK + 7, BLOCK, 1)]
+    pool = kernels.Pool(threads)
+    places = [(t.data_ptr(), t.numel(), t.element_size()) for t in tensors]
+    sums, none, again = pool.checksums(places, tensors), pool.checksums([]), pool.checksums(places[::-1])
+    right = [trainers(tensor) for tensor in tensors]
+    assert (sums.get(), none.get(), again.get()) == (right, [], right[::-1])
+    assert sums.get(0) == right
+    pool.close()
+    assert sums.get() == right
+    with pytest.raises(ValueError, match="closed"):
+        pool.checksums(places)
+
+
+def test_sums_of_a_pool_that_was_closed_are_there():
+    tensor = torch.arange(10 * BLOCK)
+    pool = kernels.Pool(2)
+    sums = pool.checksums([(tensor.data_ptr(), tensor.numel(), 8)] * 3, tensor)
+    pool.close()
+    assert sums.get() == [trainers(tensor)] * 3
+
+
+def test_a_sum_that_is_not_there_yet_is_none():
+    """Behind so much work that a look without waiting comes before its end."""
+    tensor = torch.ones(64 * BLOCK)
+    pool = kernels.Pool(1)
+    sums = pool.checksums([(tensor.data_ptr(), tensor.numel(), 4)] * 50, tensor)
+    assert sums.get(0) is None
+    assert set(sums.get()) == {trainers(tensor)}
+
+
+# -- comparison --------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("threads", [0, 2])
+def test_the_first_tensor_that_differs_is_named(threads):
+    pool = kernels.Pool(threads)
+    state = {"a": torch.randn(5), "b": torch.randn(70_000).view(7, -1).T, "c": torch.tensor(True)}
     theirs = checksums(state)
-    state["b"].view(torch.int32)[6] ^= 1
-    assert check.compare(4, state, theirs) is Status.DIVERGED
-    assert check.reason == "'b' differs from the trainer's at step 4"
-    assert check.compare(5, state, checksums(state)) is Status.DIVERGED and check.first == (4, "b")
-    for wrong in ({"a": theirs["a"]}, {**checksums(state), "c": 1}):
-        assert Verification().compare(1, state, wrong) is Status.DIVERGED
-    with pytest.raises(ReplicaError, match="at least 1"):
-        Verification(0)
+    assert Comparison(pool, state, theirs).differing() == ""
+    assert Comparison(pool, state, {}).differing() == ""
+    assert Comparison(pool, state, {"c": theirs["c"]}).differing() == ""
+    assert Comparison(pool, state, {"d": 0, **theirs}).differing() == "d"
+    for name in state:
+        assert Comparison(pool, state, theirs | {name: theirs[name] ^ 1 << 63}).differing() == name
+    state["b"].view(torch.int32)[3, 6] ^= 1
+    assert Comparison(pool, state, theirs).differing() == "b"
+    wrong = {name: value ^ 1 for name, value in theirs.items()}
+    assert Comparison(pool, state, dict(reversed(wrong.items()))).differing() == "c"
 
 
 def test_the_trainers_side_needs_torch_alone():

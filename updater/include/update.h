@@ -76,6 +76,8 @@ typedef struct fcu_kernels {
     void (*sqrt_ex)(float *out, const float *in, uint64_t n);
     /* fp32 to bf16 or fp16, to nearest even, regular stores. */
     void (*narrow)(uint16_t *out, const float *in, uint64_t n, int type);
+    /* Weighted sums of the first k elements of so many blocks that follow each other (sums.c). */
+    void (*sums)(const void *data, int abreast, uint64_t k, int size, uint64_t *sums);
 } fcu_kernels;
 
 extern const fcu_kernels fcu_avx512, fcu_avx2, fcu_portable;
@@ -88,8 +90,17 @@ fcu_piece fcu_part(const fcu_piece *piece, uint64_t from, uint64_t n, size_t gra
 void fcu_fence(void);
 void fcu_copy(void *dst, const void *src, size_t bytes);  /* non-temporal; any alignment */
 
-/* Position-weighted checksum of `n` elements of `size` (1, 2, 4, 8) bytes; flowcheck/checksum.py defines it. */
-uint64_t fcu_checksum(const void *data, uint64_t n, int size);
+/* Position-weighted checksum of n elements of `size` (1, 2, 4, 8) bytes, as flowcheck/checksum.py defines it:
+ * fcu_sum_begin(n) plus, modulo 2^64, the parts; `from` is a multiple of FCU_BLOCK, and so is n but in the last. */
+enum { FCU_BLOCK = 1 << 16 };
+uint64_t fcu_sum_begin(uint64_t n);
+uint64_t fcu_sum_part(const fcu_kernels *kernels, const void *data, uint64_t from, uint64_t n, int size);
+void fcu_sums_avx512(const void *data, int abreast, uint64_t k, int size, uint64_t *sums);
+void fcu_sums_avx2(const void *data, int abreast, uint64_t k, int size, uint64_t *sums);
+void fcu_sums_portable(const void *data, int abreast, uint64_t k, int size, uint64_t *sums);
+
+/* One tensor to sum: its memory stays as it is until fcu_wait says the batch is done; then `sum` is its checksum. */
+typedef struct fcu_sum { const void *data; uint64_t n, sum; int size; } fcu_sum;
 
 /* -- workers ---------------------------------------------------------------------------------------------------
  * Batches are done in the order they were submitted, their pieces in order, cut into chunks. A worker that finds
@@ -99,7 +110,9 @@ fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels);   /* NULL: no
 /* rules[rule_of[i]] is applied to pieces[i]; everything stays where it is until fcu_wait says the batch is done. */
 uint64_t fcu_submit(fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_of, const fcu_piece *pieces,
                     uint32_t count);
-void fcu_wait(fcu_pool *pool, uint64_t ticket);                      /* this batch and all before it are done */
+uint64_t fcu_submit_sums(fcu_pool *pool, fcu_sum *sums, uint32_t count); /* 0: no memory, as above */
+/* This batch and all before it are done? Waits for it so many nanoseconds, without end if negative. */
+int fcu_wait(fcu_pool *pool, uint64_t ticket, int64_t nanoseconds);
 void fcu_pool_stop(fcu_pool *pool);                                  /* finishes what was submitted          */
 
 #endif

@@ -1,9 +1,10 @@
-/* The choice of kernels, copies, checksums and the workers. */
+/* The choice of kernels, copies and the workers. */
 #include "update.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -74,67 +75,29 @@ fcu_piece fcu_part(const fcu_piece *c, uint64_t from, uint64_t n, size_t grad_si
     return part;
 }
 
-/* -- checksum ---------------------------------------------------------------------------------------------- */
-
-enum { BLOCK = 1 << 16 };
-static uint64_t weights[BLOCK];
-static pthread_once_t weights_once = PTHREAD_ONCE_INIT;
-
-static uint64_t mix(uint64_t i)
-{
-    uint64_t h = (i + 1) * 0x9e3779b97f4a7c15u;
-    h = (h ^ h >> 32) * 0xd6e8feb86659fd93u;
-    return h ^ h >> 32;
-}
-
-static void fill_weights(void)
-{
-    for (uint64_t i = 0; i < BLOCK; i++)
-        weights[i] = mix(i) | 1;
-}
-
-#define SUM(type)                                                   \
-    for (uint64_t i = 0; i < k; i++)                                \
-        sum += (uint64_t)((const type *)data)[from + i] * weights[i];
-
-#if defined(__x86_64__)
-__attribute__((target_clones("arch=x86-64-v4", "avx2", "default")))
-#endif
-static uint64_t block_sum(const void *data, uint64_t from, uint64_t k, int size)
-{
-    uint64_t sum = 0;
-    if (size == 4)
-        SUM(uint32_t)
-    else if (size == 2)
-        SUM(uint16_t)
-    else if (size == 8)
-        SUM(uint64_t)
-    else
-        SUM(uint8_t)
-    return sum;
-}
-
-uint64_t fcu_checksum(const void *data, uint64_t n, int size)
-{
-    uint64_t sum = mix(n);
-    pthread_once(&weights_once, fill_weights);
-    for (uint64_t from = 0; from < n; from += BLOCK)
-        sum += (mix(from / BLOCK + BLOCK) | 1) * block_sum(data, from, n - from < BLOCK ? n - from : BLOCK, size);
-    return sum;
-}
-
 /* -- workers ----------------------------------------------------------------------------------------------- */
 
-enum { CHUNK = 1 << 16 };
+enum { CHUNK = 1 << 16, SUM_CHUNK = 8 * FCU_BLOCK };
 
+/* Updates (rules, rule_of, pieces), or sums. */
 typedef struct batch {
     struct batch *next;
     const fcu_rule *rules;
     const uint32_t *rule_of;
     const fcu_piece *pieces;
+    fcu_sum *sums;
     uint32_t count, piece; /* next piece and element to hand out */
     uint64_t element, ticket, open;
 } batch;
+
+/* What a worker does next: a part of a piece by a rule, or n elements of a sum. */
+typedef struct task {
+    batch *of;
+    const fcu_rule *rule;
+    fcu_piece part;
+    fcu_sum *sum;
+    uint64_t from, n;
+} task;
 
 struct fcu_pool {
     pthread_mutex_t lock;
@@ -150,7 +113,7 @@ struct fcu_pool {
 static size_t grad_size(const fcu_rule *rule) { return rule->grad == FCU_F32 ? 4 : 2; }
 
 /* The next chunk of the batch in hand; lock held. */
-static int take(fcu_pool *pool, fcu_piece *part, const fcu_rule **rule, batch **from)
+static int take(fcu_pool *pool, task *next)
 {
     for (;;) {
         batch *b = pool->hand;
@@ -160,14 +123,18 @@ static int take(fcu_pool *pool, fcu_piece *part, const fcu_rule **rule, batch **
             pool->hand = b->next;
             continue;
         }
-        const fcu_piece *piece = &b->pieces[b->piece];
-        uint64_t left = piece->n - b->element, n = left < CHUNK ? left : CHUNK;
-        *rule = &b->rules[b->rule_of[b->piece]];
-        *part = fcu_part(piece, b->element, n, grad_size(*rule));
-        *from = b;
+        uint64_t whole = b->sums ? b->sums[b->piece].n : b->pieces[b->piece].n, most = b->sums ? SUM_CHUNK : CHUNK;
+        uint64_t left = whole - b->element, n = left < most ? left : most;
+        *next = (task){ .of = b, .from = b->element, .n = n };
+        if (b->sums) {
+            next->sum = &b->sums[b->piece];
+        } else {
+            next->rule = &b->rules[b->rule_of[b->piece]];
+            next->part = fcu_part(&b->pieces[b->piece], b->element, n, grad_size(next->rule));
+        }
         b->open++;
         b->element += n;
-        if (b->element == piece->n)
+        if (b->element == whole)
             b->piece++, b->element = 0;
         return 1;
     }
@@ -195,12 +162,10 @@ static void retire(fcu_pool *pool)
 static void *worker(void *argument)
 {
     fcu_pool *pool = argument;
-    fcu_piece part;
-    const fcu_rule *rule;
-    batch *b;
+    task next;
     pthread_mutex_lock(&pool->lock);
     for (;;) {
-        while (!take(pool, &part, &rule, &b)) {
+        while (!take(pool, &next)) {
             if (pool->stop) {
                 pthread_mutex_unlock(&pool->lock);
                 return NULL;
@@ -208,10 +173,16 @@ static void *worker(void *argument)
             pthread_cond_wait(&pool->work, &pool->lock);
         }
         pthread_mutex_unlock(&pool->lock);
-        pool->kernels->update(rule, &part);
+        uint64_t found = 0;
+        if (next.sum)
+            found = fcu_sum_part(pool->kernels, next.sum->data, next.from, next.n, next.sum->size);
+        else
+            pool->kernels->update(next.rule, &next.part);
         fcu_fence(); /* before the count below says that it is there */
         pthread_mutex_lock(&pool->lock);
-        b->open--;
+        if (next.sum)
+            next.sum->sum += found;
+        next.of->open--;
         retire(pool);
     }
 }
@@ -224,7 +195,11 @@ fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels)
     pool->kernels = kernels;
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->work, NULL);
-    pthread_cond_init(&pool->done, NULL);
+    pthread_condattr_t monotonic; /* the clock of fcu_wait */
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&pool->done, &monotonic);
+    pthread_condattr_destroy(&monotonic);
     for (; pool->threads < threads; pool->threads++)
         if (pthread_create(&pool->thread[pool->threads], NULL, worker, pool)) {
             fcu_pool_stop(pool);
@@ -233,24 +208,13 @@ fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels)
     return pool;
 }
 
-uint64_t fcu_submit(fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_of, const fcu_piece *pieces,
-                    uint32_t count)
+/* Queue a batch, of which a copy is taken; 0: no memory. */
+static uint64_t queue(fcu_pool *pool, const batch *given)
 {
-    if (!pool->threads) { /* nobody to wait for: here and now, in the same chunks */
-        for (uint32_t i = 0; i < count; i++)
-            for (uint64_t from = 0; from < pieces[i].n; from += CHUNK) {
-                const fcu_rule *rule = &rules[rule_of[i]];
-                uint64_t left = pieces[i].n - from;
-                fcu_piece part = fcu_part(&pieces[i], from, left < CHUNK ? left : CHUNK, grad_size(rule));
-                pool->kernels->update(rule, &part);
-            }
-        fcu_fence();
-        return pool->finished = ++pool->tickets;
-    }
-    batch *b = calloc(1, sizeof *b);
+    batch *b = malloc(sizeof *b);
     if (!b)
         return 0;
-    b->rules = rules, b->rule_of = rule_of, b->pieces = pieces, b->count = count;
+    *b = *given;
     pthread_mutex_lock(&pool->lock);
     b->ticket = ++pool->tickets;
     if (pool->last)
@@ -267,12 +231,52 @@ uint64_t fcu_submit(fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_
     return ticket;
 }
 
-void fcu_wait(fcu_pool *pool, uint64_t ticket)
+uint64_t fcu_submit(fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_of, const fcu_piece *pieces,
+                    uint32_t count)
 {
+    if (pool->threads)
+        return queue(pool, &(batch){ .rules = rules, .rule_of = rule_of, .pieces = pieces, .count = count });
+    /* Nobody to wait for: here and now, in the same chunks. */
+    for (uint32_t i = 0; i < count; i++)
+        for (uint64_t from = 0; from < pieces[i].n; from += CHUNK) {
+            const fcu_rule *rule = &rules[rule_of[i]];
+            uint64_t left = pieces[i].n - from;
+            fcu_piece part = fcu_part(&pieces[i], from, left < CHUNK ? left : CHUNK, grad_size(rule));
+            pool->kernels->update(rule, &part);
+        }
+    fcu_fence();
+    return pool->finished = ++pool->tickets;
+}
+
+uint64_t fcu_submit_sums(fcu_pool *pool, fcu_sum *sums, uint32_t count)
+{
+    for (uint32_t i = 0; i < count; i++)
+        sums[i].sum = fcu_sum_begin(sums[i].n);
+    if (pool->threads)
+        return queue(pool, &(batch){ .sums = sums, .count = count });
+    for (uint32_t i = 0; i < count; i++)
+        sums[i].sum += fcu_sum_part(pool->kernels, sums[i].data, 0, sums[i].n, sums[i].size);
+    return pool->finished = ++pool->tickets;
+}
+
+int fcu_wait(fcu_pool *pool, uint64_t ticket, int64_t nanoseconds)
+{
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    if (nanoseconds > 0) {
+        until.tv_sec += (until.tv_nsec + nanoseconds) / 1000000000;
+        until.tv_nsec = (until.tv_nsec + nanoseconds) % 1000000000;
+    }
     pthread_mutex_lock(&pool->lock);
-    while (pool->finished < ticket)
-        pthread_cond_wait(&pool->done, &pool->lock);
+    while (pool->finished < ticket) {
+        if (nanoseconds < 0)
+            pthread_cond_wait(&pool->done, &pool->lock);
+        else if (pthread_cond_timedwait(&pool->done, &pool->lock, &until))
+            break;
+    }
+    int done = pool->finished >= ticket;
     pthread_mutex_unlock(&pool->lock);
+    return done;
 }
 
 void fcu_pool_stop(fcu_pool *pool)

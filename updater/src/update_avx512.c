@@ -64,7 +64,7 @@ OP void st_f16(uint16_t *p, V x, int nt) { st_16(p, _mm512_cvtps_ph(x, _MM_FROUN
 
 #include "update_body.h"
 
-const fcu_kernels fcu_avx512 = { "avx512", update, sqrt_ex, narrow };
+const fcu_kernels fcu_avx512 = { "avx512", update, sqrt_ex, narrow, fcu_sums_avx512 };
 #else
 typedef int fcu_not_here;
 #endif

@@ -59,7 +59,7 @@ OP void st_f16(uint16_t *p, V x, int nt) { (void)nt; *p = to_f16(x); }
 #include "update_body.h"
 
 #if defined(__SSE__)
-const fcu_kernels fcu_portable = { "portable", update, sqrt_ex, narrow };
+const fcu_kernels fcu_portable = { "portable", update, sqrt_ex, narrow, fcu_sums_portable };
 #else
-const fcu_kernels fcu_portable = { "portable", update, NULL, narrow };
+const fcu_kernels fcu_portable = { "portable", update, NULL, narrow, fcu_sums_portable };
 #endif

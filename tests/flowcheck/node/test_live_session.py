@@ -7,6 +7,7 @@ begins as 1.0, every gradient is 1.0 and the learning rate is 0.5, so a version 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from flowcheck.jobplan import plan_job
 from flowcheck.manifest import Job, ModelEntry
 from flowcheck.node.live import Closed, Hooks, LiveSession
 from flowcheck.records import Record
+from flowcheck.replica import JobReplica
 from flowcheck.synth import example_job
 from updater.errors import ReplicaError
 from updater.replica import Replica
@@ -180,6 +182,83 @@ def test_a_new_state_after_divergence_begins_unverified(live, tmp_path) -> None:
     assert (at.session.status, at.session.matched, at.session.serves) == ("unverified", 0, 8)
     assert at.step(4).status == "unverified" and at.values() == alike(6.5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2.replica", "4.replica"]
+
+
+class Gate:
+    """Keeps the results of real comparisons back until it is opened. asked: how long each look would wait."""
+
+    def __init__(self, replica: JobReplica) -> None:
+        self.open, self.asked, self._compare = False, list[float](), replica.compare
+        replica.compare = self._gated  # type: ignore[method-assign, assignment]
+
+    def _gated(self, checksums: Any) -> Any:
+        comparison = self._compare(checksums)
+
+        def differing(seconds: float = -1) -> str | None:
+            self.asked.append(seconds)
+            return comparison.differing() if self.open or seconds < 0 else None
+
+        return SimpleNamespace(differing=differing)
+
+
+def gated(at: Live) -> Gate:
+    at.state(2)
+    assert at.session.replica is not None
+    gate = Gate(at.session.replica)
+    at.traffic(2)
+    at.record(2, checksums=at.sums(0.5))
+    for _ in range(3):
+        assert at.session.poll()
+    return gate
+
+
+def test_rings_are_drained_while_checksums_are_compared_and_nothing_else_closes(live) -> None:
+    at = live()
+    gate = gated(at)
+    at.traffic(3)
+    at.record(3)
+    for _ in range(5):
+        assert at.session.poll()
+    assert not at.sources[0].packets and at.closed == [] and at.session.serves == 1
+    assert at.engine.oldest == 3, "the arena of 2 is free"
+    assert set(gate.asked[1:]) == {0, flowcheck.node.live.LOOK_SECONDS}, "waits only if there was nothing to do"
+    gate.open = True
+    at.poll()
+    assert at.ended == [(2, True, []), (3, True, [])] and at.values() == alike(0.0)
+    assert [(one.packets, one.status) for one in at.closed] == [(1, "verified"), (1, "verified")]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_the_end_waits_for_the_comparison(live, right: bool) -> None:
+    at = live()
+    at.state(2)
+    gate = Gate(at.session.replica)
+    at.traffic(2, 3)
+    at.record(2, checksums=at.sums(0.5 if right else 0.25))
+    at.record(3, checksums=at.sums(0.0))
+    for _ in range(3):
+        at.session.poll()
+    assert at.closed == []
+    at.session.finish()
+    assert not gate.open and [one.published for one in at.closed] == [right, right]
+    assert at.session.status == ("verified" if right else "diverged")
+
+
+def test_a_new_state_is_taken_after_the_comparison_was_heeded(live) -> None:
+    at = live()
+    gated(at)
+    at.state(3, 7.0)
+    assert at.ended == [(2, True, [])] and at.session.next == 3 and at.session.status == "unverified"
+    assert at.values() == alike(7.0)
+
+
+def test_a_session_that_is_closed_publishes_nothing_more(live, tmp_path) -> None:
+    at = live(path=lambda iteration: tmp_path / "replica")
+    gated(at)
+    at.session.close()
+    assert at.closed == []
+    with closing(Replica.attach(tmp_path / "replica")) as left:
+        assert left.current.step == 2
 
 
 # -- records -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,232 @@
+/* Position-weighted checksums (flowcheck/checksum.py defines them): blocks of elements times the weights of their places.
+ *
+ *     sum over c: (mix(c + BLOCK) | 1) * sum over i: w[i] * b[c][i]            w[i] = mix(i) | 1, all modulo 2^64
+ *
+ * A weight is 64 bits and an element up to 32, so a product is  lo(w) * b + (hi(w) * b << 32):  one multiplication of
+ * 32 by 32 bits to 64, and one of which 32 bits matter. The halves of the weights are kept apart for that. FCU_ABREAST
+ * blocks are summed side by side, so that a weight (512 KiB of them, in the second cache) is loaded once for all.
+ */
+#include "update.h"
+
+#include <pthread.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+enum { BLOCK = FCU_BLOCK, ABREAST = 4 };
+
+static _Alignas(64) uint32_t low[BLOCK], high[BLOCK]; /* of the weights */
+static pthread_once_t filled = PTHREAD_ONCE_INIT;
+
+static uint64_t mix(uint64_t i)
+{
+    uint64_t h = (i + 1) * 0x9e3779b97f4a7c15u;
+    h = (h ^ h >> 32) * 0xd6e8feb86659fd93u;
+    return h ^ h >> 32;
+}
+
+static void fill(void)
+{
+    for (uint64_t i = 0; i < BLOCK; i++) {
+        uint64_t w = mix(i) | 1;
+        low[i] = (uint32_t)w, high[i] = (uint32_t)(w >> 32);
+    }
+}
+
+static uint64_t element(const uint8_t *at, int size)
+{
+    uint8_t b;
+    uint16_t h;
+    uint32_t w;
+    uint64_t q;
+    switch (size) {
+    case 1: memcpy(&b, at, 1); return b;
+    case 2: memcpy(&h, at, 2); return h;
+    case 4: memcpy(&w, at, 4); return w;
+    default: memcpy(&q, at, 8); return q;
+    }
+}
+
+/* Elements [from, to) of one block. The reference, and what is left of a block whose length fits no vector. */
+static inline __attribute__((always_inline)) uint64_t plain(const uint8_t *block, uint64_t from, uint64_t to,
+                                                            const int size)
+{
+    uint64_t sum = 0;
+    for (uint64_t i = from; i < to; i++)
+        sum += element(block + i * size, size) * ((uint64_t)high[i] << 32 | low[i]);
+    return sum;
+}
+
+#define BY_SIZE(function, ...)                                 \
+    switch (size) {                                            \
+    case 1: function(__VA_ARGS__, 1); return;                  \
+    case 2: function(__VA_ARGS__, 2); return;                  \
+    case 4: function(__VA_ARGS__, 4); return;                  \
+    default: function(__VA_ARGS__, 8); return;                 \
+    }
+
+static inline __attribute__((always_inline)) void plain_blocks(const uint8_t *data, int abreast, uint64_t k,
+                                                               uint64_t *sums, const int size)
+{
+    for (int b = 0; b < abreast; b++)
+        sums[b] = plain(data + (uint64_t)b * BLOCK * size, 0, k, size);
+}
+
+void fcu_sums_portable(const void *data, int abreast, uint64_t k, int size, uint64_t *sums)
+{
+    BY_SIZE(plain_blocks, data, abreast, k, sums)
+}
+
+#if defined(__x86_64__)
+/* -- 16 elements at a time ----------------------------------------------------------------------------------- */
+#define WIDE static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512vl,avx512dq,avx2")))
+
+WIDE __m512i wide_load(const uint8_t *at, const int size)
+{
+    if (size == 1)
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
+    if (size == 2)
+        return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at));
+    return _mm512_loadu_si512(at);
+}
+
+WIDE void wide_blocks(const uint8_t *data, const int abreast, uint64_t k, uint64_t *sums, const int size)
+{
+    const uint64_t stride = (uint64_t)BLOCK * size;
+    __m512i whole[ABREAST], upper[ABREAST]; /* sums of 64 bits, and of the 32 that belong 32 higher */
+    uint64_t i = 0;
+    for (int b = 0; b < abreast; b++)
+        whole[b] = upper[b] = _mm512_setzero_si512();
+    for (; size == 8 && i + 8 <= k; i += 8) {
+        __m512i w = _mm512_or_si512(_mm512_cvtepu32_epi64(_mm256_load_si256((const __m256i *)(low + i))),
+            _mm512_slli_epi64(_mm512_cvtepu32_epi64(_mm256_load_si256((const __m256i *)(high + i))), 32));
+        for (int b = 0; b < abreast; b++)
+            whole[b] = _mm512_add_epi64(
+                whole[b], _mm512_mullo_epi64(w, _mm512_loadu_si512(data + b * stride + 8 * i)));
+    }
+    for (; size != 8 && i + 16 <= k; i += 16) {
+        __m512i lo = _mm512_load_si512(low + i), hi = _mm512_load_si512(high + i), odd = _mm512_srli_epi64(lo, 32);
+#pragma GCC unroll 4
+        for (int b = 0; b < abreast; b++) {
+            const uint8_t *at = data + b * stride + i * size;
+            _mm_prefetch((const char *)at + 1024, _MM_HINT_T0);
+            __m512i x = wide_load(at, size);
+            whole[b] = _mm512_add_epi64(whole[b], _mm512_mul_epu32(x, lo));
+            whole[b] = _mm512_add_epi64(whole[b], _mm512_mul_epu32(_mm512_srli_epi64(x, 32), odd));
+            upper[b] = _mm512_add_epi32(upper[b], _mm512_mullo_epi32(x, hi));
+        }
+    }
+    for (int b = 0; b < abreast; b++) {
+        uint64_t above = (uint32_t)_mm512_reduce_add_epi32(upper[b]);
+        sums[b] = (uint64_t)_mm512_reduce_add_epi64(whole[b]) + (above << 32) + plain(data + b * stride, i, k, size);
+    }
+}
+
+WIDE void wide_any(const uint8_t *data, int abreast, uint64_t k, uint64_t *sums, const int size)
+{
+    if (abreast == ABREAST)
+        wide_blocks(data, ABREAST, k, sums, size);
+    else
+        for (int b = 0; b < abreast; b++)
+            wide_blocks(data + (uint64_t)b * BLOCK * size, 1, k, sums + b, size);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2"))) void fcu_sums_avx512(
+    const void *data, int abreast, uint64_t k, int size, uint64_t *sums)
+{
+    BY_SIZE(wide_any, data, abreast, k, sums)
+}
+
+/* -- 8 elements at a time ------------------------------------------------------------------------------------ */
+#define HALF static inline __attribute__((always_inline, target("avx2")))
+
+HALF __m256i half_load(const uint8_t *at, const int size)
+{
+    if (size == 1)
+        return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at));
+    if (size == 2)
+        return _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)at));
+    return _mm256_loadu_si256((const __m256i *)at);
+}
+
+HALF uint64_t half_sum(__m256i whole, __m256i upper)
+{
+    uint64_t q[4], sum = 0, above = 0;
+    uint32_t d[8];
+    _mm256_storeu_si256((__m256i *)q, whole), _mm256_storeu_si256((__m256i *)d, upper);
+    for (int i = 0; i < 8; i++)
+        above += d[i];
+    for (int i = 0; i < 4; i++)
+        sum += q[i];
+    return sum + (above << 32);
+}
+
+HALF void half_blocks(const uint8_t *data, const int abreast, uint64_t k, uint64_t *sums, const int size)
+{
+    const uint64_t stride = (uint64_t)BLOCK * size;
+    __m256i whole[ABREAST], upper[ABREAST];
+    uint64_t i = 0;
+    for (int b = 0; b < abreast; b++)
+        whole[b] = upper[b] = _mm256_setzero_si256();
+    for (; size == 8 && i + 4 <= k; i += 4) { /* (xlo, xhi) * (lo, hi): the crossed products belong 32 higher */
+        __m256i lo = _mm256_cvtepu32_epi64(_mm_load_si128((const __m128i *)(low + i)));
+        __m256i hi = _mm256_cvtepu32_epi64(_mm_load_si128((const __m128i *)(high + i)));
+        for (int b = 0; b < abreast; b++) {
+            __m256i x = _mm256_loadu_si256((const __m256i *)(data + b * stride + 8 * i));
+            __m256i crossed = _mm256_add_epi64(
+                _mm256_mul_epu32(x, hi), _mm256_mul_epu32(_mm256_srli_epi64(x, 32), lo));
+            whole[b] = _mm256_add_epi64(whole[b], _mm256_mul_epu32(x, lo));
+            whole[b] = _mm256_add_epi64(whole[b], _mm256_slli_epi64(crossed, 32));
+        }
+    }
+    for (; size != 8 && i + 8 <= k; i += 8) {
+        __m256i lo = _mm256_load_si256((const __m256i *)(low + i)), hi = _mm256_load_si256((const __m256i *)(high + i));
+        __m256i odd = _mm256_srli_epi64(lo, 32);
+#pragma GCC unroll 4
+        for (int b = 0; b < abreast; b++) {
+            const uint8_t *at = data + b * stride + i * size;
+            _mm_prefetch((const char *)at + 1024, _MM_HINT_T0);
+            __m256i x = half_load(at, size);
+            whole[b] = _mm256_add_epi64(whole[b], _mm256_mul_epu32(x, lo));
+            whole[b] = _mm256_add_epi64(whole[b], _mm256_mul_epu32(_mm256_srli_epi64(x, 32), odd));
+            upper[b] = _mm256_add_epi32(upper[b], _mm256_mullo_epi32(x, hi));
+        }
+    }
+    for (int b = 0; b < abreast; b++)
+        sums[b] = half_sum(whole[b], upper[b]) + plain(data + b * stride, i, k, size);
+}
+
+HALF void half_any(const uint8_t *data, int abreast, uint64_t k, uint64_t *sums, const int size)
+{
+    if (abreast == ABREAST)
+        half_blocks(data, ABREAST, k, sums, size);
+    else
+        for (int b = 0; b < abreast; b++)
+            half_blocks(data + (uint64_t)b * BLOCK * size, 1, k, sums + b, size);
+}
+
+__attribute__((target("avx2"))) void fcu_sums_avx2(const void *data, int abreast, uint64_t k, int size, uint64_t *sums)
+{
+    BY_SIZE(half_any, data, abreast, k, sums)
+}
+#endif
+
+/* -- a tensor ------------------------------------------------------------------------------------------------ */
+
+uint64_t fcu_sum_part(const fcu_kernels *kernels, const void *data, uint64_t from, uint64_t n, int size)
+{
+    uint64_t sum = 0, first = from / BLOCK, whole = n / BLOCK, blocks = (n + BLOCK - 1) / BLOCK, sums[ABREAST];
+    const uint8_t *at = (const uint8_t *)data + from * (uint64_t)size;
+    pthread_once(&filled, fill);
+    for (uint64_t c = 0, together; c < blocks; c += together) {
+        together = whole - c >= ABREAST && c < whole ? ABREAST : 1;
+        uint64_t k = n - c * BLOCK < BLOCK ? n - c * BLOCK : BLOCK;
+        kernels->sums(at + c * BLOCK * (uint64_t)size, (int)together, k, size, sums);
+        for (uint64_t b = 0; b < together; b++)
+            sum += (mix(first + c + b + BLOCK) | 1) * sums[b];
+    }
+    return sum;
+}
+
+uint64_t fcu_sum_begin(uint64_t n) { return mix(n); }
