@@ -50,4 +50,4 @@ def bench(
         print()
     else:
         console = Console()
-        print_rows(rows, console if console.is_terminal else Console(width=120))
+        print_rows(rows, console if console.is_terminal else Console(width=80))

@@ -10,11 +10,11 @@ from flowcheck.bench.limits import MinimalParser, copy
 from parser.machine import Engine
 
 from flowcheck.bench import parse
-from flowcheck.bench.rows import Row, alternate, quantile
 from flowcheck.bench.traffic import aligned, make
 from parser.wire import Protocol
 
 FIELDS = {"name", "value", "unit", "limit", "ratio", "target", "p10", "p90", "rounds"}
+SETTING = {"processor", "pages", "kernels", "choices"}
 
 
 def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -28,7 +28,8 @@ def well_formed(row: dict[str, object]) -> bool:
     assert all(isinstance(n, float) and n > 0 for n in numbers), row
     assert row["target"] is None or isinstance(row["target"], float)
     assert row["p10"] <= row["ratio"] <= row["p90"]  # type: ignore[operator]
-    return set(row) == FIELDS
+    assert all(row[key] for key in SETTING), row
+    return set(row) == FIELDS | SETTING
 
 
 def test_rows_of_the_command() -> None:
@@ -106,23 +107,3 @@ def test_copy_limit() -> None:
     assert (target == source).all()
     with pytest.raises(ValueError, match="cache lines"):
         copy(target.ctypes.data + 8, source.ctypes.data, 256)
-
-
-def test_ratios_are_taken_inside_a_round() -> None:
-    row = Row.of("x", "GB/s", [10.0, 20.0, 40.0], [20.0, 40.0, 80.0], 0.5)
-    assert (row.ratio, row.p10, row.p90, row.value, row.rounds) == (0.5, 0.5, 0.5, 20.0, 3)
-    assert row.reached and not Row.of("x", "ns/packet", [2.0], [1.0], 1.2).reached
-    assert Row.of("x", "GB/s", [1.0], [1.0], None).reached is None
-    assert quantile([1.0, 2.0, 3.0], 0.1) == pytest.approx(1.2)
-
-
-def test_rounds_alternate_and_the_first_is_thrown_away() -> None:
-    order: list[str] = []
-
-    def contender(name: str) -> float:
-        order.append(name)
-        return float(len(order))
-
-    samples = alternate({"a": lambda: contender("a"), "b": lambda: contender("b")}, 3)
-    assert "".join(order) == "baabbaab"
-    assert samples == {"a": [3.0, 6.0, 7.0], "b": [4.0, 5.0, 8.0]}

@@ -46,12 +46,12 @@ def test_the_bytes_are_those_of_the_window() -> None:
 def test_packet_sequence_numbers_begin_again() -> None:
     window = Window(1)
     engine, feed = Engine(window.plan(1).engine), Feed(window)
-    for lap in range(2**24 // window.each + 2):
+    laps = 2**24 // window.each + 2
+    for _ in range(laps):
         feed.fill()
         taken(engine, feed)
-        assert engine.oldest == lap and engine.cells(lap).all()
         engine.retire()
-    assert not engine.disagreements()
+    assert engine.outcomes(0)["placed"][0] == laps * window.packets and not engine.disagreements()
 
 
 def test_what_is_lost_is_missing() -> None:
