@@ -1,6 +1,7 @@
 """What is known about one iteration when it closes: coverage, placed ranges, every missing byte by cause.
 
-Pure reading of the engine; the verdict (flowcheck.verdict) decides, nobody else.
+Pure reading of the engine; the verdict (flowcheck.verdict) decides, nobody else. A bucket that is complete costs a look
+at its bits, one for 8 bytes, by words; what is missing is known as runs (flowcheck.intervals), never by elements.
 
 Causes of missing elements, the first that applies:
 
@@ -14,13 +15,14 @@ Causes of missing elements, the first that applies:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from parser.lane import messages
 from parser.machine import Engine
 
+from flowcheck.intervals import both, intervals, total, without
 from flowcheck.jobplan import BucketPlace, JobPlan
 from flowcheck.manifest import Job
 from parser.plan import EdgeSpec, FlowSpec, Phase, Target
@@ -28,16 +30,14 @@ from parser.wire import Lane, Protocol, edge_lane
 
 __all__ = [
     "BucketCoverage",
+    "Carried",
     "bucket_coverage",
     "data_flows",
     "describe_disagreement",
     "flow_name",
     "parameter_bytes",
-    "ranges",
     "refusal",
 ]
-
-CAUSES = ("not_mirrored", "icrc", "unanchored", "disagreement", "lost")
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,6 @@ class BucketCoverage:
         return self.covered == self.place.elements
 
 
-def ranges(mask: np.ndarray) -> list[tuple[int, int]]:
-    """[start, end) of the runs of True in a 1-D bool array."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
-    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
-
-
 def data_flows(plan: JobPlan, engine: Engine) -> Iterator[tuple[FlowSpec, dict]]:
     """(flow, its counters) of every flow that carries data, once for each capture."""
     for stream in range(plan.engine.streams):
@@ -74,27 +68,40 @@ def data_flows(plan: JobPlan, engine: Engine) -> Iterator[tuple[FlowSpec, dict]]
                 yield spec, counters
 
 
-def bucket_coverage(plan: JobPlan, engine: Engine, iteration: int) -> list[BucketCoverage]:
-    """Coverage of every bucket and parameter group of an iteration that is about to close."""
-    cells = engine.cells(iteration)
+def bucket_coverage(
+    plan: JobPlan, engine: Engine, iteration: int, flows: Sequence[tuple[FlowSpec, dict]] | None = None,
+    carried: Carried | None = None,
+) -> list[BucketCoverage]:
+    """Coverage of every bucket and parameter group of an iteration that is about to close.
+
+    flows: data_flows() as of now, if they are known. carried: of this plan, from whoever closes many iterations."""
     region = engine.region(iteration)
+    losses: list[dict] | None = None  # read once, if at all
     out = []
     for place in plan.iteration_places(iteration):
-        mask = _elements(cells, place)
-        covered = int(mask.sum())
-        missing = {} if covered == place.elements else _causes(plan, engine, iteration, place, mask)
-        data = _bytes(region, place)
-        out.append(BucketCoverage(place, data, covered, tuple(ranges(mask)), missing))
+        gaps = engine.missing(iteration, place.cells.start, place.cells.stop)
+        causes: dict[str, int] = {}
+        missing = intervals(_elements(gaps - place.cells.start, place))
+        if len(missing):
+            losses = engine.losses() if losses is None else losses
+            flows = list(data_flows(plan, engine)) if flows is None else flows
+            carried = carried or Carried(plan)
+            causes = _causes(iteration, place, missing, flows, carried, losses)
+        placed = without(intervals([(0, place.elements)]), missing)
+        out.append(BucketCoverage(
+            place, _bytes(region, place), total(placed), tuple((int(a), int(b)) for a, b in placed), causes
+        ))
     return out
 
 
 def _elements(cells: np.ndarray, place: BucketPlace) -> np.ndarray:
-    """Element mask of a bucket from the region's cell mask (a cell is 8 bytes, blocks begin on one)."""
+    """The place's elements before each of its cells: a cell is 8 bytes, and blocks begin on one."""
     if not place.elements:
-        return np.zeros(0, dtype=bool)
-    per_cell = 8 // (place.nbytes // place.elements)
-    blocks = cells[place.cells].reshape(place.blocks, -1)
-    return np.repeat(blocks, per_cell, axis=1)[:, : place.elements // place.blocks].reshape(-1)
+        return cells
+    each = place.elements // place.blocks
+    per_block = place.stride // 8 if place.blocks > 1 else place.cells.stop - place.cells.start
+    per_cell = 8 * place.elements // place.nbytes
+    return cells // per_block * each + np.minimum(cells % per_block * per_cell, each)
 
 
 def _bytes(region: np.ndarray, place: BucketPlace) -> np.ndarray:
@@ -106,38 +113,42 @@ def _bytes(region: np.ndarray, place: BucketPlace) -> np.ndarray:
     return gapped.reshape(place.blocks, place.stride)[:, :block].reshape(-1)
 
 
-def _causes(plan: JobPlan, engine: Engine, iteration: int, place: BucketPlace, mask: np.ndarray) -> dict[str, int]:
+def _causes(
+    iteration: int, place: BucketPlace, missing: np.ndarray, flows: Sequence[tuple[FlowSpec, dict]], carried: Carried,
+    losses: Sequence[dict],
+) -> dict[str, int]:
+    """Missing elements by cause."""
     seen: dict[int, set[int]] = {}  # edge -> its QPs that are in the captures
     lost_flows, adrift = set(), set()
-    for spec, counters in data_flows(plan, engine):
+    for spec, counters in flows:
         if counters["packets"]:
             seen.setdefault(spec.edge, set()).add(spec.qp)
             if iteration in counters["ignored"]:
                 lost_flows.add(spec.edge)
             if counters["adrift"]:
                 adrift.add(spec.edge)
-    carried, sound, unplaced = (np.zeros(place.elements, dtype=bool) for _ in range(3))
-    for edge, queues in seen.items():
-        for start, end in _final_ranges(plan, iteration, place, edge, queues):
-            carried[start:end] = True
-            if edge not in lost_flows:
-                sound[start:end] = True
-            if edge in adrift:
-                unplaced[start:end] = True
-    by_cause = {"not_mirrored": ~carried, "icrc": np.zeros(place.elements, dtype=bool), "unanchored": unplaced}
-    for loss in engine.losses():
-        if loss["target"] != Target.GRADIENT or loss["iteration"] != iteration or loss["cause"] not in by_cause:
-            continue
-        start, end = _element_range(place, loss["offset"] - place.offset, loss["bytes"])
-        by_cause[loss["cause"]][start:end] = True
-    by_cause["disagreement"] = ~sound
-    by_cause["lost"] = np.ones(place.elements, dtype=bool)
-    left, out = ~mask, {}
-    for cause in CAUSES:
-        hit = left & by_cause[cause]
-        if hit.any():
-            out[cause] = int(hit.sum())
-        left &= ~hit
+    brought = {edge: carried.by(edge, queues, iteration, place) for edge, queues in seen.items()}
+    said: dict[str, list[tuple[int, int]]] = {"icrc": [], "unanchored": []}
+    for loss in losses:
+        if loss["target"] == Target.GRADIENT and loss["iteration"] == iteration and loss["cause"] in said:
+            said[loss["cause"]].append(_element_range(place, loss["offset"] - place.offset, loss["bytes"]))
+
+    def of(edges: Iterable[int]) -> np.ndarray:
+        return intervals(np.concatenate([np.empty((0, 2), np.int64), *(brought[edge] for edge in edges)]))
+
+    by_cause = {  # the first that applies
+        "not_mirrored": without(missing, of(brought)),
+        "icrc": both(missing, intervals(said["icrc"])),
+        "unanchored": both(missing, intervals([*said["unanchored"], *of(adrift)])),
+        "disagreement": without(missing, of(brought.keys() - lost_flows)),
+        "lost": missing,
+    }
+    left, out = missing, {}
+    for cause, runs in by_cause.items():
+        found = both(left, runs)
+        if len(found):
+            out[cause] = total(found)
+            left = without(left, found)
     return out
 
 
@@ -150,16 +161,32 @@ def _element_range(place: BucketPlace, offset: int, nbytes: int) -> tuple[int, i
     return block * each + within // size, block * each + min((within + nbytes) // size, each)
 
 
+class Carried:
+    """Which elements of a bucket a connection carries final, as runs. A walk over the connection's messages: done once
+    for iteration 0 and once for all steady ones, and only of a bucket of which something is missing."""
+
+    def __init__(self, plan: JobPlan) -> None:
+        self._plan = plan
+        self._known: dict[tuple[int, int, BucketPlace], np.ndarray] = {}
+
+    def by(self, edge: int, queues: set[int], iteration: int, place: BucketPlace) -> np.ndarray:
+        """queues: the QPs of the connection that were seen."""
+        if len(queues) < self._plan.engine.edges[edge].qps:  # who carries what goes on from iteration to iteration
+            return intervals(_final_ranges(self._plan, iteration, place, edge, queues))
+        key = (edge, min(iteration, 1), place)
+        if key not in self._known:
+            self._known[key] = intervals(_final_ranges(self._plan, iteration, place, edge, queues))
+        return self._known[key]
+
+
 def _final_ranges(
     plan: JobPlan, iteration: int, place: BucketPlace, edge: int, queues: set[int]
 ) -> Iterator[tuple[int, int]]:
     """Element ranges of a bucket that some of an edge's QPs carry final in an iteration."""
-    phases = (
-        (Phase.ITERATION_0,) if iteration == 0 else (Phase.REBUILD, Phase.STEADY) if iteration == 1 else (Phase.STEADY,)
-    )
+    phase_of_it = Phase.ITERATION_0 if iteration == 0 else Phase.STEADY  # between the two no call brings gradients
     spec = plan.engine.edges[edge]
     for i, ((phase, _, call_plan, base), call) in enumerate(zip(plan.calls, spec.calls, strict=True)):
-        if phase not in phases or call.target != Target.GRADIENT or base != place.offset:
+        if phase != phase_of_it or call.target != Target.GRADIENT or base != place.offset:
             continue
         lane = edge_lane(call_plan, spec.channel, spec.src, spec.dst)
         if lane is None:
@@ -206,11 +233,13 @@ def _pieces(
 
 def parameter_bytes(plan: JobPlan, engine: Engine) -> dict[str, tuple[np.ndarray, bool]]:
     """{model entry: (its bytes in the parameter region, is every cell there)}."""
-    cells, region = engine.cells(None), engine.region(None)
+    region = engine.region(None)
     out = {}
     for place in plan.parameters:
         first, end = place.offset // 8, -(-(place.offset + place.nbytes) // 8)
-        out[place.name] = (region[place.offset : place.offset + place.nbytes], bool(cells[first:end].all()))
+        out[place.name] = (
+            region[place.offset : place.offset + place.nbytes], not len(engine.missing(None, first, end))
+        )
     return out
 
 

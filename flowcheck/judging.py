@@ -9,16 +9,25 @@ Reads the engine between runs, on the thread that runs it; decides nothing itsel
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from parser.machine import Engine
 
-from flowcheck.evidence import BucketCoverage, bucket_coverage, data_flows, describe_disagreement, flow_name, refusal
+from flowcheck.evidence import (
+    BucketCoverage,
+    Carried,
+    bucket_coverage,
+    data_flows,
+    describe_disagreement,
+    flow_name,
+    refusal,
+)
 from flowcheck.jobplan import JobPlan
 from flowcheck.labels import contradiction, other_version
 from flowcheck.verdict import BucketEvidence, Evidence, StreamEvidence, Verdict, judge
+from parser.plan import FlowSpec
 
 __all__ = ["Judge", "Judged"]
 
@@ -39,12 +48,17 @@ class Judged:
 
 class Judge:
     def __init__(self, plan: JobPlan, engine: Engine) -> None:
-        self._plan, self._engine = plan, engine
+        self._plan, self._engine, self._carried = plan, engine, Carried(plan)
+        # cells of iteration 0, and of every later one
+        self._cells = [
+            sum(place.cells.stop - place.cells.start for place in plan.iteration_places(i)) for i in (0, 1)
+        ]
 
     def look(self, iteration: int, streams: tuple[StreamEvidence, ...], *, record: bool, follows: bool) -> Judged:
         """record: the step record of the iteration is here. follows: the version before it was published."""
         plan, engine = self._plan, self._engine
-        found = bucket_coverage(plan, engine, iteration)
+        flows = list(data_flows(plan, engine))
+        found = bucket_coverage(plan, engine, iteration, flows, self._carried)
         buckets = [b for b in found if b.place.carries == "gradient"]
         groups = [b for b in found if b.place.carries == "parameters"]
         disagreements = engine.disagreements()
@@ -59,9 +73,9 @@ class Judge:
                 for what, part in (("bucket", buckets), ("parameter group", groups))
                 for b in part
             ),
-            unanchored=tuple(self.unanchored()),
+            unanchored=tuple(self._unanchored(flows)),
             disagreements=tuple(sentences),
-            recovered=tuple(self.recovered(iteration)),
+            recovered=tuple(self._recovered(flows, iteration)),
             icrc="all" if plan.engine.check_icrc else "off",
             icrc_wrong_placed=0,
             streams=streams,
@@ -76,9 +90,9 @@ class Judge:
         return Judged(evidence, judge(evidence), buckets, groups)
 
     def full(self, iteration: int) -> bool:
-        """Is every cell of the iteration there?"""
-        cells = self._engine.cells(iteration)
-        return all(bool(cells[place.cells].all()) for place in self._plan.iteration_places(iteration))
+        """Is every cell of the iteration there? By their count, which the engine keeps: asked at every look at the
+        rings. look() goes by the cells themselves."""
+        return self._engine.covered(iteration) == self._cells[min(iteration, 1)]
 
     def refused(self, disagreements: list[dict]) -> str:
         """Why the traffic as a whole is not what the manifest describes, or ""."""
@@ -89,16 +103,16 @@ class Judge:
             or other_version(plan, engine.cts_forms())
         )
 
-    def recovered(self, iteration: int) -> Iterator[str]:
+    def _recovered(self, flows: Sequence[tuple[FlowSpec, dict]], iteration: int) -> Iterator[str]:
         """Calls that the manifest does not list and that fill whole iterations agree with the count as well as the
-        manifest's own do: what comes behind a disagreement is right only if no such call was its cause."""
-        for spec, counters in data_flows(self._plan, self._engine):
+        manifest's own do: what comes after a disagreement is right only if no such call was its cause."""
+        for spec, counters in flows:
             ignored = counters["ignored"]
             if ignored and ignored.stop <= iteration:
                 name = flow_name(self._plan.job, spec.edge)
                 yield f"{name}: disagreed in iteration {ignored.start}, trusted again from {ignored.stop} on"
 
-    def unanchored(self) -> Iterator[str]:
-        for spec, counters in data_flows(self._plan, self._engine):
+    def _unanchored(self, flows: Sequence[tuple[FlowSpec, dict]]) -> Iterator[str]:
+        for spec, counters in flows:
             if counters["packets"] and not counters["anchored"] and counters["state"] != "LOST":
                 yield flow_name(self._plan.job, spec.edge)

@@ -363,12 +363,8 @@ class ReplaySession:
         found = parameter_bytes(self.plan, self.engine)
         if not found:
             return []
-        first = self.plan.parameters[0].offset
-        last = self.plan.parameters[-1]
-        cells = self.engine.cells(None)
-        names = [place.name for place in self.plan.parameters]
-        placed = sum(
-            min(8, last.offset + last.nbytes - 8 * int(cell))
-            for cell in cells[first // 8 : -(-(last.offset + last.nbytes) // 8)].nonzero()[0]
-        )
-        return [broadcast_report(names, self.engine.region(None)[first : last.offset + last.nbytes], placed)]
+        first, last = self.plan.parameters[0].offset, self.plan.parameters[-1]
+        names, end = [place.name for place in self.plan.parameters], last.offset + last.nbytes
+        gaps = self.engine.missing(None, first // 8, -(-end // 8))
+        placed = end - first - sum(min(8 * int(stop), end) - 8 * int(start) for start, stop in gaps)
+        return [broadcast_report(names, self.engine.region(None)[first:end], placed)]

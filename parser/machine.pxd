@@ -136,6 +136,14 @@ cdef struct Cursor:      # a place in an edge's schedule: the next message
     uint64_t step, number, psn
 
 
+cdef struct Slot:        # one live buffer: an iteration's gradients, or the parameters
+    int64_t iteration
+    uint8_t *data
+    uint64_t *cover      # which cells are there, whichever stream brought them: cover.h
+    uint64_t covered     # how many
+    uint64_t copies_differ, differ_offset, compared_bytes
+
+
 cdef struct FlowState:   # one flow as one stream sees it
     # the cache line that every packet needs
     uint64_t next_psn    # one past the highest seen
@@ -151,7 +159,7 @@ cdef struct FlowState:   # one flow as one stream sees it
     uint64_t track_psn   # its first packet goes to
     uint8_t *track_to    # ... these bytes,
     uint64_t track_cell  # which are these cells of
-    uint64_t *track_cover  # ... this stream's bitmap
+    Slot *track_slot     # ... this slot
     uint64_t track_flag
     uint32_t track_bytes # data bytes of a packet; whole cells
     uint8_t track_protocol, unused_too[3]
@@ -176,13 +184,6 @@ cdef struct FlowState:   # one flow as one stream sees it
     Message window[WINDOW]
     uint32_t first_icrc  # of PSN 0; 0: it was not seen
     uint8_t unused_tail[36]  # whole cache lines, so that every flow's first two are its own: checked in _build_flows()
-
-
-cdef struct Slot:        # one live buffer: an iteration's gradients, or the parameters
-    int64_t iteration
-    uint8_t *data
-    uint64_t *cover      # streams bitmaps of `words` each
-    uint64_t copies_differ, differ_offset, compared_bytes
 
 
 cdef struct SidePacket:

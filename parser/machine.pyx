@@ -40,10 +40,14 @@ from parser.roce cimport (
 from parser.roce import REFUSAL_NAMES
 
 
-cdef extern from "place.h" nogil:
+cdef extern from "cover.h" nogil:
     int fc_cover_any(const uint64_t *cover, uint64_t first, uint64_t end)
     void fc_cover_set(uint64_t *cover, uint64_t first, uint64_t end)
     int fc_cover_bit(const uint64_t *cover, uint64_t cell)
+    uint64_t fc_cover_gaps(const uint64_t *cover, uint64_t *first, uint64_t end, int64_t (*out)[2], uint64_t room)
+
+
+cdef extern from "place.h" nogil:
     int64_t fc_ll_bad_line(const uint8_t *wire, uint64_t lines, uint32_t flag)
     void fc_ll_unpack(uint8_t *dst, const uint8_t *wire, uint64_t nbytes)
     int64_t fc_ll128_bad_line(const uint8_t *wire, uint64_t lines, uint64_t flag)
@@ -95,6 +99,7 @@ cdef extern from *:
     #define CYTHON_INLINE inline __attribute__((always_inline))
     """
     bint likely_so(bint x) nogil
+    int popcount "__builtin_popcountll"(uint64_t x) nogil
 
 
 PHASES = ("SYNCING", "NON_ALLREDUCE", "REDUCE_SCATTER", "ALLGATHER", "LOST")
@@ -196,9 +201,12 @@ cdef inline const FlowKey *find_flow(const Machine *M, const uint8_t *addresses,
 
 cdef uint64_t unseen(const FlowState *f) noexcept nogil:
     """PSNs of the history that never came."""
-    cdef uint64_t p, n = 0
-    for p in range(max(f.start_psn, f.next_psn - HISTORY if f.next_psn > HISTORY else 0), f.next_psn):
-        n += not (f.seen[p // 64 % SEEN_WORDS] >> (p % 64)) & 1
+    cdef uint64_t p = max(f.start_psn, f.next_psn - HISTORY if f.next_psn > HISTORY else 0), n = 0, here, word
+    while p < f.next_psn:
+        here = min(64 - p % 64, f.next_psn - p)
+        word = ~f.seen[p // 64 % SEEN_WORDS] >> (p % 64)
+        n += popcount(word if here == 64 else word & ((<uint64_t>1 << here) - 1))
+        p += here
     return n
 
 
@@ -366,10 +374,10 @@ cdef int place_flagged(Machine *M, uint32_t stream, FlowState *f, Message *m, ui
     first = <uint64_t>(m.offset + offset) // 8
     end = <uint64_t>(m.offset + offset + n + 7) // 8
     if (slot == NULL or n <= 0 or (at | length) % (16 if is_ll else 1024) or (is_ll and lines != end - first)
-            or not fresh(M, slot, m.target, first, end)):
+            or fc_cover_any(slot.cover, first, end)):
         if not check_flags(M, stream, f, m, index, wire, length, psn):
             return DISAGREED
-        return place(M, stream, m, index, wire, length)
+        return place(M, m, index, wire, length)
     if is_ll:
         bad = fc_ll_place(slot.data + m.offset + offset, wire, n, <uint32_t>(m.step + 1), take_next(M, wire))
     else:
@@ -377,12 +385,12 @@ cdef int place_flagged(Machine *M, uint32_t stream, FlowState *f, Message *m, ui
     if bad >= 0:
         wrong_flag(M, stream, f, m, wire, psn, bad)
         return DISAGREED
-    cover(slot.cover + stream * M.words[m.target], first, end)
+    cover(slot, first, end)
     agree(M, stream, f, psn)
     return PLACED
 
 
-cdef void lay_track(Machine *M, uint32_t stream, FlowState *f, const Message *m) noexcept nogil:
+cdef void lay_track(Machine *M, FlowState *f, const Message *m) noexcept nogil:
     """Where the full packets of message `m` go, computed once for all of them: place_on_track(). What is special -
     bytes behind the last element, pieces that are not whole lines or cells, a closed iteration - is left to place()."""
     cdef Slot *slot = slot_of(M, m)
@@ -403,7 +411,7 @@ cdef void lay_track(Machine *M, uint32_t stream, FlowState *f, const Message *m)
     f.track_end = m.psn + (<uint64_t>m.data_bytes - from_byte) // f.track_bytes
     f.track_to = slot.data + m.offset + from_byte
     f.track_cell = (<uint64_t>m.offset + from_byte) // 8
-    f.track_cover = slot.cover + stream * M.words[m.target]
+    f.track_slot = slot
     f.track_flag = m.step + 1
     f.track_protocol = M.placing = <uint8_t>protocol
 
@@ -413,7 +421,7 @@ cdef int place_ahead(Machine *M, uint32_t stream, FlowState *f, const uint8_t *w
     cdef Message *m = f.ahead
     cdef uint32_t index = <uint32_t>(psn - m.psn)
     if m.call.lane.protocol == FC_SIMPLE:
-        return place(M, stream, m, index, wire, M.mtu)
+        return place(M, m, index, wire, M.mtu)
     return place_flagged(M, stream, f, m, index, wire, M.mtu, psn)
 
 
@@ -425,9 +433,9 @@ cdef int place_on_track(Machine *M, uint32_t stream, FlowState *f, const uint8_t
     cdef uint64_t index = psn - f.track_psn, nbytes = f.track_bytes, first = f.track_cell + index * (nbytes // 8)
     cdef uint64_t end = first + nbytes // 8
     cdef uint8_t *to = f.track_to + index * nbytes
-    cdef uint64_t *mine = f.track_cover
+    cdef Slot *slot = f.track_slot
     cdef int64_t bad = -1
-    if fc_cover_any(mine, first, end) or (M.streams > 1 and not fresh(M, slot_of(M, m), m.target, first, end)):
+    if fc_cover_any(slot.cover, first, end):
         return place_ahead(M, stream, f, wire, psn)
     if f.track_protocol == FC_LL:
         bad = fc_ll_place(to, wire, nbytes, <uint32_t>f.track_flag, take_next(M, wire))
@@ -438,7 +446,7 @@ cdef int place_on_track(Machine *M, uint32_t stream, FlowState *f, const uint8_t
     if bad >= 0:
         wrong_flag(M, stream, f, m, wire, psn, bad)
         return DISAGREED
-    cover(mine, first, end)
+    cover(slot, first, end)
     if f.track_protocol != FC_SIMPLE:
         agree(M, stream, f, psn)
     return PLACED
@@ -578,7 +586,7 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
     if psn + 1 == f.next_psn and (not final or is_flagged or m.agreed):
         f.express, f.ahead = m.psn + m.packets - 1, m
         if final:
-            lay_track(M, stream, f, m)
+            lay_track(M, f, m)
         if f.keeps != final:
             f.keeps = final
             M.keepers += 2 * final - 1
@@ -588,7 +596,7 @@ cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p
     if is_flagged:
         return place_flagged(M, stream, f, m, index, p.payload, p.payload_len, psn)
     if m.agreed or witness == 2:
-        return place(M, stream, m, index, p.payload, p.payload_len)
+        return place(M, m, index, p.payload, p.payload_len)
     if repeated:
         return REPEATED  # its first copy is aside
     return keep_aside(M, f, f.current, index, p.payload, p.payload_len)
@@ -793,7 +801,6 @@ cdef class Engine:
 
     def __cinit__(self, config):
         cdef uint32_t i
-        cdef uint64_t words
         self.config = config
         self.arrays, self.orders = [], []
         self.M = <Machine *>zeroed(1, sizeof(Machine))
@@ -815,9 +822,8 @@ cdef class Engine:
         M.slots = <Slot *>zeroed(M.arenas + 1, sizeof(Slot))
         for i in range(M.arenas + 1):
             target = GRADIENT if i < M.arenas else PARAMETERS
-            words = M.words[target]
             data = _aligned(M.region_bytes[target])
-            cover = np.zeros(M.streams * words, dtype=np.uint64)
+            cover = np.zeros(M.words[target], dtype=np.uint64)
             self.arrays += [(data, cover)]
             M.slots[i].data = <uint8_t *><uintptr_t>data.ctypes.data
             M.slots[i].cover = <uint64_t *><uintptr_t>cover.ctypes.data
@@ -1127,21 +1133,45 @@ cdef class Engine:
         """uint8 array of an iteration's gradient region (None: of the parameters), not a copy."""
         return self.arrays[self._slot(iteration)][0]
 
-    def cells(self, iteration=None):
-        """bool array, one per 8-byte cell of the region: does any stream have it?"""
+    def covered(self, iteration=None):
+        """How many cells of 8 bytes of an iteration (None: of the parameters) are there. Counted as they come: O(1)."""
         cdef int64_t i = self._slot(iteration)
-        target = PARAMETERS if iteration is None else GRADIENT
-        size = (self.M.region_bytes[target] + 7) // 8
-        if iteration is not None and self.M.slots[i].iteration != iteration:
+        return self.M.slots[i].covered if self._holds(i, iteration) else 0
+
+    def missing(self, iteration, int64_t first, int64_t end):
+        """int64 array (n, 2): the runs [start, end) of cells within [first, end) that are not there, in order.
+
+        Reads the bitmap by words: a region that is complete costs 16 MB of reading for each GB of it."""
+        cdef int64_t i = self._slot(iteration)
+        cdef int64_t room = 256
+        cdef int64_t[:, ::1] out
+        cdef uint64_t at = first, n
+        if not 0 <= first <= end <= <int64_t>self.M.words[PARAMETERS if iteration is None else GRADIENT] * 64:
+            raise IndexError(f"cells {first} to {end} are not all in the region")
+        if not self._holds(i, iteration):
+            return np.array([(first, end)] if first < end else [], dtype=np.int64).reshape(-1, 2)
+        parts = []
+        while at < <uint64_t>end or not parts:
+            found = np.empty((room, 2), dtype=np.int64)
+            out = found
+            with nogil:
+                n = fc_cover_gaps(self.M.slots[i].cover, &at, end, <int64_t (*)[2]>&out[0, 0], room)
+            parts.append(found[:n])
+            room = min(4 * room, 1 << 20)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def cells(self, iteration=None):
+        """bool array, one per cell of the region: is it there? For tests and tools: a byte for every 8 of the region."""
+        cdef int64_t i = self._slot(iteration)
+        size = (self.M.region_bytes[PARAMETERS if iteration is None else GRADIENT] + 7) // 8
+        if not self._holds(i, iteration):
             return np.zeros(size, dtype=bool)
-        cover = self.arrays[i][1].reshape(self.M.streams, -1)
-        union = np.bitwise_or.reduce(cover, axis=0)
-        return np.unpackbits(union.view(np.uint8), bitorder="little", count=size).astype(bool)
+        return np.unpackbits(self.arrays[i][1].view(np.uint8), bitorder="little", count=size).astype(bool)
 
     def copies(self, iteration=None):
         """(cells whose copies differed, region byte of the first such, bytes compared)."""
         cdef int64_t i = self._slot(iteration)
-        if iteration is not None and self.M.slots[i].iteration != iteration:
+        if not self._holds(i, iteration):
             return 0, 0, 0
         return self.M.slots[i].copies_differ, self.M.slots[i].differ_offset, self.M.slots[i].compared_bytes
 
@@ -1219,6 +1249,10 @@ cdef class Engine:
 
     cdef int64_t _slot(self, iteration) except -1:
         return self.M.arenas if iteration is None else <int64_t>iteration % self.M.arenas
+
+    cdef bint _holds(self, int64_t slot, iteration) noexcept:
+        """Has anything of the iteration come? Before that its slot is still an older one's."""
+        return iteration is None or self.M.slots[slot].iteration == iteration
 
     cdef int _stream(self, uint32_t stream) except -1:
         if stream >= self.M.streams:

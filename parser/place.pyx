@@ -29,8 +29,6 @@ cdef extern from "place.h" nogil:
         const fc_place_kernels *kernels, int protocol, int way, const uint64_t *to, const uint64_t *payloads,
         const uint64_t *flags, uint64_t n, uint32_t length, uint64_t ahead)
     void fc_place_flush(const uint64_t *at, uint64_t n, uint64_t nbytes)
-    void fc_cover_set(uint64_t *cover, uint64_t first, uint64_t end)
-    int fc_cover_any(const uint64_t *cover, uint64_t first, uint64_t end)
 
 
 cdef extern from "middle.h" nogil:
@@ -131,17 +129,3 @@ def middle(const uint8_t[::1] frame, uint32_t mtu):
     if frame.shape[0] == 0 or not fc_middle_decode(&frame[0], frame.shape[0], mtu, &p):
         return None
     return p.version, p.ends[:8 if p.version == 4 else 32], p.dest_qp, p.psn & 0xffffff
-
-
-def cover_set(uint64_t[::1] bitmap, uint64_t first, uint64_t end):
-    """fc_cover_set on cells [first, end); IndexError outside the bitmap."""
-    if end > 64 * <uint64_t>bitmap.shape[0]:
-        raise IndexError(f"cell {end} of {64 * bitmap.shape[0]}")
-    fc_cover_set(&bitmap[0], first, end)
-
-
-def cover_any(const uint64_t[::1] bitmap, uint64_t first, uint64_t end):
-    """fc_cover_any on cells [first, end); IndexError outside the bitmap."""
-    if end > 64 * <uint64_t>bitmap.shape[0]:
-        raise IndexError(f"cell {end} of {64 * bitmap.shape[0]}")
-    return bool(fc_cover_any(&bitmap[0], first, end))

@@ -1,7 +1,7 @@
 # Bytes into the gradient arena, as machine.pyx does it (included there: one unit for the compiler, so that it inlines).
 #
-# A cell is 8 bytes and each stream has a coverage bitmap of its own: the first copy of a cell is placed, later ones
-# are compared. Flags were checked before anything here is called. Packets that nothing vouches for yet are kept
+# A cell is 8 bytes. A slot has one coverage bitmap (cover.h), whatever the number of streams: one thread places. The
+# first copy of a cell is placed, later ones are compared, whichever stream they come over. Flags were checked before anything here is called. Packets that nothing vouches for yet are kept
 # aside until an anchor behind them agrees. Data is stored past the cache: drive() fences once per burst.
 
 
@@ -17,30 +17,16 @@ cdef Slot *slot_of(Machine *M, const Message *m) noexcept nogil:
         slot.iteration = m.iteration
         slot.copies_differ = 0
         slot.compared_bytes = 0
-        memset(slot.cover, 0, M.streams * M.words[GRADIENT] * sizeof(uint64_t))
+        slot.covered = 0
+        memset(slot.cover, 0, M.words[GRADIENT] * sizeof(uint64_t))
     return slot
 
 
-cdef int covered(Machine *M, const Slot *slot, int target, uint64_t cell) noexcept nogil:
-    cdef uint32_t s
-    for s in range(M.streams):
-        if fc_cover_bit(slot.cover + s * M.words[target], cell):
-            return 1
-    return 0
-
-
-cdef int fresh(Machine *M, const Slot *slot, int target, uint64_t first, uint64_t end) noexcept nogil:
-    cdef uint32_t s
-    for s in range(M.streams):
-        if fc_cover_any(slot.cover + s * M.words[target], first, end):
-            return 0
-    return 1
-
-
-cdef inline void cover(uint64_t *mine, uint64_t first, uint64_t end) noexcept nogil:
-    """mine: the bitmap of the stream that the cells came over."""
-    fc_cover_set(mine, first, end)
-    fc_prefetch(mine + end // 64 + 8)  # the line that the packets to come will set
+cdef inline void cover(Slot *slot, uint64_t first, uint64_t end) noexcept nogil:
+    """Cells of which none was there."""
+    fc_cover_set(slot.cover, first, end)
+    slot.covered += end - first
+    fc_prefetch(slot.cover + end // 64 + 8)  # the line that the packets to come will set
 
 
 cdef inline const uint8_t *take_next(Machine *M, const uint8_t *none) noexcept nogil:
@@ -50,26 +36,25 @@ cdef inline const uint8_t *take_next(Machine *M, const uint8_t *none) noexcept n
     return next if next != NULL else none
 
 
-cdef int put(Machine *M, uint32_t stream, Slot *slot, int target, int64_t offset, const uint8_t *data, int64_t nbytes) noexcept nogil:
+cdef int put(Machine *M, Slot *slot, int64_t offset, const uint8_t *data, int64_t nbytes) noexcept nogil:
     """Place contiguous bytes; cells already there are compared instead. 1 if any cell was new.
 
     offset is a multiple of a cell; only the end of a tensor is not, and nothing else lives in that cell.
     """
-    cdef uint64_t *mine = slot.cover + stream * M.words[target]
     cdef uint64_t first = <uint64_t>offset // 8, end = <uint64_t>(offset + nbytes + 7) // 8, cell
     cdef int64_t here, n
     cdef int new = 0
-    if fresh(M, slot, target, first, end):
+    if not fc_cover_any(slot.cover, first, end):
         if nbytes >= WORTH_STREAMING:
             fc_copy_place(slot.data + offset, data, nbytes, take_next(M, data))
         else:
             memcpy(slot.data + offset, data, nbytes)
-        cover(mine, first, end)
+        cover(slot, first, end)
         return 1
     for cell in range(first, end):
         here = <int64_t>(cell - first) * 8
         n = min(8, nbytes - here)
-        if covered(M, slot, target, cell):
+        if fc_cover_bit(slot.cover, cell):
             slot.compared_bytes += n
             if memcmp(slot.data + offset + here, data + here, n) != 0:
                 if slot.copies_differ == 0:
@@ -77,12 +62,13 @@ cdef int put(Machine *M, uint32_t stream, Slot *slot, int target, int64_t offset
                 slot.copies_differ += 1
         else:
             memcpy(slot.data + offset + here, data + here, n)
-            fc_cover_set(mine, cell, cell + 1)
+            fc_cover_set(slot.cover, cell, cell + 1)
+            slot.covered += 1
             new = 1
     return new
 
 
-cdef int put_ll128(Machine *M, uint32_t stream, Slot *slot, const Message *m, uint64_t at, const uint8_t *wire, uint32_t length) noexcept nogil:
+cdef int put_ll128(Machine *M, Slot *slot, const Message *m, uint64_t at, const uint8_t *wire, uint32_t length) noexcept nogil:
     """Lines of a LL128 message beginning at wire byte `at` of the message (a multiple of 128). 1 if any cell
     was new, 0 if none, -1 if there are only lines behind the last element."""
     cdef uint32_t line, word, i
@@ -95,16 +81,16 @@ cdef int put_ll128(Machine *M, uint32_t stream, Slot *slot, const Message *m, ui
         offset = half + fc_ll128_offset(line, 0)
         n = min(<int64_t>(120 if line < 4 else 112), m.data_bytes - offset)
         if n > 0:
-            new = max(new, put(M, stream, slot, m.target, m.offset + offset, wire + 128 * i, n))
+            new = max(new, put(M, slot, m.offset + offset, wire + 128 * i, n))
         if line >= 4:
             offset = half + fc_ll128_offset(line, 14)
             n = min(<int64_t>8, m.data_bytes - offset)
             if n > 0:
-                new = max(new, put(M, stream, slot, m.target, m.offset + offset, wire + 128 * i + 112, n))
+                new = max(new, put(M, slot, m.offset + offset, wire + 128 * i + 112, n))
     return new
 
 
-cdef int place(Machine *M, uint32_t stream, const Message *m, uint32_t index, const uint8_t *wire, uint32_t length) noexcept nogil:
+cdef int place(Machine *M, const Message *m, uint32_t index, const uint8_t *wire, uint32_t length) noexcept nogil:
     """Final bytes of packet `index` of a message into its region. Flags were checked by the caller."""
     cdef Slot *slot = slot_of(M, m)
     cdef uint64_t at = m.piece + <uint64_t>index * M.mtu
@@ -115,7 +101,7 @@ cdef int place(Machine *M, uint32_t stream, const Message *m, uint32_t index, co
     if slot == NULL:
         return LATE
     if m.call.lane.protocol == FC_LL128:
-        new = put_ll128(M, stream, slot, m, at, wire, length)
+        new = put_ll128(M, slot, m, at, wire, length)
         return PLACED if new > 0 else COMPARED if new == 0 else RELEASED
     if m.call.lane.protocol == FC_LL:
         offset = <int64_t>(at // 2)
@@ -124,9 +110,9 @@ cdef int place(Machine *M, uint32_t stream, const Message *m, uint32_t index, co
             return RELEASED
         first = <uint64_t>(m.offset + offset) // 8
         end = <uint64_t>(m.offset + offset + n + 7) // 8
-        if fresh(M, slot, m.target, first, end):
+        if not fc_cover_any(slot.cover, first, end):
             fc_ll_unpack(slot.data + m.offset + offset, wire, n)
-            fc_cover_set(slot.cover + stream * M.words[m.target], first, end)
+            cover(slot, first, end)
             return PLACED
         fc_ll_unpack(unpacked, wire, n)
         wire = unpacked
@@ -135,7 +121,7 @@ cdef int place(Machine *M, uint32_t stream, const Message *m, uint32_t index, co
         n = min(<int64_t>length, m.data_bytes - offset)
         if n <= 0:
             return RELEASED
-    new = put(M, stream, slot, m.target, m.offset + offset, wire, n)
+    new = put(M, slot, m.offset + offset, wire, n)
     return PLACED if new else COMPARED
 
 
@@ -193,9 +179,9 @@ cdef void settle_aside(Machine *M, uint32_t stream, FlowState *f, uint64_t befor
         elif before_psn == 0:
             outcome = UNANCHORED
         elif m.agreed:
-            outcome = place(M, stream, m, packet.index, packet.bytes, packet.length)
+            outcome = place(M, m, packet.index, packet.bytes, packet.length)
         elif trusted and m.psn + packet.index < before_psn:
-            outcome = place(M, stream, m, packet.index, packet.bytes, packet.length)
+            outcome = place(M, m, packet.index, packet.bytes, packet.length)
         else:
             if kept_tail < 0:
                 kept_head = i
@@ -306,6 +292,6 @@ cdef int repeats_previous(Machine *M, const FlowState *f, const Message *m, cons
         n = min(n, <int64_t>length)
         memcpy(data, wire, n)
     for i in range(offset // 8, (offset + n) // 8):
-        if not covered(M, slot, GRADIENT, <uint64_t>i):
+        if not fc_cover_bit(slot.cover, <uint64_t>i):
             return 0
     return nontrivial(data, n) and memcmp(data, slot.data + offset, n) == 0

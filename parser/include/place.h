@@ -1,12 +1,9 @@
-/* Bytes of a packet into the gradient arena: payload codecs and coverage bitmaps.
- *
- * A cell is 8 bytes; bit c of a bitmap says that cell c holds valid bytes. Each stream owns its bitmap
- * (single writer); readers may look at the others'. All functions are pure on their arguments.
+/* Bytes of a packet into the gradient arena: payload codecs. All functions are pure on their arguments.
  *
  * Placing is one pass over a packet: fc_*_place checks every flag while it writes the data, with
  * non-temporal stores where the processor has them. Two rules follow for the caller:
  *   - When a flag was wrong the destination holds anything. So it may only be called for cells that are not
- *     covered yet, and coverage is set only after it said that all flags were right.
+ *     covered yet (cover.h), and coverage is set only after it said that all flags were right.
  *   - Non-temporal stores are ordered by nothing but a fence. fc_place_fence() comes after a burst of packets
  *     and before anything that tells another thread about them (once per burst: one per packet costs 2x).
  * `next` is where as many bytes lie that will be placed soon (any address at all; the packet's own for none):
@@ -26,42 +23,6 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
-
-#define FC_CELL 8
-
-/* -- coverage -------------------------------------------------------------------------------- */
-
-/* Any bit set in cells [first, end)? */
-static inline int fc_cover_any(const uint64_t *map, uint64_t first, uint64_t end)
-{
-    while (first < end) {
-        uint64_t bit = first & 63, n = 64 - bit;
-        if (n > end - first)
-            n = end - first;
-        uint64_t mask = (n == 64 ? ~0ull : ((1ull << n) - 1)) << bit;
-        if (map[first >> 6] & mask)
-            return 1;
-        first += n;
-    }
-    return 0;
-}
-
-static inline void fc_cover_set(uint64_t *map, uint64_t first, uint64_t end)
-{
-    while (first < end) {
-        uint64_t bit = first & 63, n = 64 - bit;
-        if (n > end - first)
-            n = end - first;
-        uint64_t mask = (n == 64 ? ~0ull : ((1ull << n) - 1)) << bit;
-        map[first >> 6] |= mask;
-        first += n;
-    }
-}
-
-static inline int fc_cover_bit(const uint64_t *map, uint64_t cell)
-{
-    return (int)(map[cell >> 6] >> (cell & 63) & 1);
-}
 
 /* -- LL (4.1): 16-byte lines of data4 flag4 data4 flag4 ---------------------------------------- */
 

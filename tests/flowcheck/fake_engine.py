@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from parser.plan import EngineConfig
+from parser.plan import EngineConfig, Phase, Target
+from parser.wire import Kind
 
 OUTCOMES = ("placed", "late", "icrc", "unanchored")
 
@@ -189,6 +190,22 @@ class FakeEngine:
     def cells(self, iteration: int | None = None) -> np.ndarray:
         size = self.config.parameter_bytes if iteration is None else self.config.gradient_bytes
         return self.filled.setdefault(iteration, np.zeros((size + 7) // 8, bool))
+
+    def covered(self, iteration: int) -> int:
+        """Only what a call brings counts: a test may set cells between the buckets, too."""
+        brought = np.zeros_like(self.cells(iteration))
+        phase = Phase.ITERATION_0 if iteration == 0 else Phase.STEADY
+        for call in (call for edge in self.config.edges for call in edge.calls):
+            if call.lane and call.target == Target.GRADIENT and call.phase == phase:
+                end = max(segment.limit for segment in call.lane.segments)
+                if call.lane.kind == Kind.RING_ALLGATHER:  # segments are of one rank's block
+                    end += (call.lane.ranks - 1) * call.lane.block
+                brought[call.base // 8 : -(-(call.base + end * call.lane.elem_bytes) // 8)] = True
+        return int((self.cells(iteration) & brought).sum())
+
+    def missing(self, iteration: int | None, first: int, end: int) -> np.ndarray:
+        there = np.concatenate(([True], self.cells(iteration)[first:end], [True])).astype(np.int8)
+        return np.flatnonzero(np.diff(there)).reshape(-1, 2) + first
 
     def region(self, iteration: int | None = None) -> np.ndarray:
         size = self.config.parameter_bytes if iteration is None else self.config.gradient_bytes

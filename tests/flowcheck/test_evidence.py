@@ -12,7 +12,6 @@ from flowcheck.evidence import (
     describe_disagreement,
     flow_name,
     parameter_bytes,
-    ranges,
     refusal,
 )
 from flowcheck.jobplan import JobPlan, plan_job
@@ -22,20 +21,6 @@ from tests.flowcheck.altered import Packet, destination, messages
 from tests.flowcheck.fake_engine import FakeEngine
 
 GRADIENT, PARAMETERS = 1, 2
-
-
-# -- ranges -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mask", "found"),
-    [
-        ("", []), ("0", []), ("000", []), ("1", [(0, 1)]), ("111", [(0, 3)]), ("01", [(1, 2)]), ("10", [(0, 1)]),
-        ("0110", [(1, 3)]), ("1011", [(0, 1), (2, 4)]), ("0101001", [(1, 2), (3, 4), (6, 7)]),
-    ],
-)  # fmt: skip
-def test_ranges_of_a_mask(mask: str, found: list[tuple[int, int]]) -> None:
-    assert ranges(np.array([bit == "1" for bit in mask], bool)) == found
 
 
 # -- coverage, by a fake engine -----------------------------------------------------------------------

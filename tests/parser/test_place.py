@@ -147,18 +147,6 @@ def test_data_equal_to_the_flag_is_data(name: str) -> None:
     assert place.ll(name, raw.ctypes.data + at, wire.ctypes.data, data.size, FLAG + 1) == 0
 
 
-@settings(max_examples=300)
-@given(st.lists(st.tuples(st.integers(0, 700), st.integers(0, 700)), max_size=20))
-def test_coverage(ranges: list[tuple[int, int]]) -> None:
-    bitmap, truth = np.zeros(11, np.uint64), np.zeros(704, bool)
-    for a, b in ranges:
-        first, end = min(a, b), max(a, b)
-        assert place.cover_any(bitmap, first, end) == truth[first:end].any()
-        place.cover_set(bitmap, first, end)
-        truth[first:end] = True
-        assert (np.unpackbits(bitmap.view(np.uint8), bitorder="little").astype(bool) == truth).all()
-
-
 def test_the_environment_chooses_a_lesser_kernel() -> None:
     for name in KERNELS:
         out = subprocess.run(
