@@ -104,13 +104,19 @@ def test_a_later_lap_of_the_psn_is_not_the_beginning() -> None:
     assert engine.region(first)[:120_000].tobytes() == made.reduced[first, 0].tobytes()
 
 
-def test_a_damaged_packet_does_not_say_where_a_flow_is() -> None:
-    job = example_job(count=30_000, mtu=1024, startup=False, rebuild=False)
-    made = generate(job, iterations=1, first_iteration=900)
-    damaged = made.packets[0][1][:-1] + bytes([made.packets[0][1][-1] ^ 1])
-    engine = Engine(plan_job(job).engine)
-    assert engine.feed(0, damaged)
-    assert not any(flow["packets"] or flow["anchored"] for flow in engine.flow_counters(0))
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_damaged_packet_does_not_say_where_a_flow_is(protocol: str) -> None:
+    """Its flags, its PSN and its announced address are right. So is the undamaged one after it, which is believed."""
+    job = example_job(count=30_000, protocol=protocol, mtu=1024, startup=False, rebuild=False)
+    made, flow = generate(job, iterations=1, first_iteration=900), job.flows[0]
+    plan, (_, frame) = plan_job(job), writes(made.packets, flow.qpns[0])[0]
+    engine = Engine(plan.engine)
+    feed(engine, writes(made.packets, flow.cts_qpns[0])[:1])
+    for last, anchored in ((frame[-1] ^ 1, 0), (frame[-1], 1)):
+        assert engine.feed(0, frame[:-1] + bytes([last]))
+        found = numbers(engine, plan, flow.qpns[0])
+        assert (found["packets"], found["anchored"]) == (anchored, anchored)
+        assert engine.outcomes(0)["unanchored"][0] == 1
 
 
 @pytest.mark.parametrize("change", [shortened(16), added(50, 4, 4096)], ids=["length", "psn"])
@@ -234,6 +240,23 @@ def test_an_announced_address_says_where_a_flow_is(shift: int) -> None:
     before = engine.outcomes(0)["unanchored"][0]
     assert engine.feed(0, added(VA, 8, shift)(made.packets[at][1]))
     assert engine.outcomes(0)["unanchored"][0] == before + (shift != 0)
+
+
+@pytest.mark.parametrize("announced", [2**31 - 4, 2**31], ids=["before", "after"])
+@pytest.mark.parametrize("first", [2**31 - 2, 2**31], ids=["before", "after"])
+def test_a_step_is_of_the_lap_that_was_announced(first: int, announced: int) -> None:
+    """An LL flag has 32 bits of its step. The newest clear-to-send, a few steps from it, says which lap they are of.
+
+    Two steps are an iteration here. A lap earlier or later the same flags are of messages at other PSNs.
+    """
+    job = example_job(count=3000, startup=False, rebuild=False)
+    before, made = (generate(job, iterations=2, first_iteration=iteration) for iteration in (announced, first))
+    engine = Engine(plan_job(job).engine)
+    feed(engine, [packet for flow in job.flows for packet in writes(before.packets, flow.cts_qpns[0])])
+    feed(engine, [packet for flow in job.flows for packet in writes(made.packets, flow.qpns[0])])
+    assert kinds(engine) == [] and engine.oldest == first and engine.outcomes(0)["unanchored"] == (0, 0)
+    for iteration in (first, first + 1):
+        assert engine.region(iteration)[:12_000].tobytes() == made.reduced[iteration, 0].tobytes()
 
 
 # -- packets aside -------------------------------------------------------------------------------------

@@ -147,6 +147,34 @@ def test_data_equal_to_the_flag_is_data(name: str) -> None:
     assert place.ll(name, raw.ctypes.data + at, wire.ctypes.data, data.size, FLAG + 1) == 0
 
 
+@kernel
+@pytest.mark.parametrize("align", [0, 8])
+def test_data_equal_to_the_flag_hides_no_wrong_flag_of_ll(name: str, align: int) -> None:
+    """One wrong flag in lines whose data words all equal the right one."""
+    data = np.full(256, FLAG, np.uint32).view(np.uint8)
+    wire = ll_wire(data)
+    words = wire.view(np.uint32)
+    for at_flag in range(1, words.size, 2):
+        raw, at = arena(data.size, align)
+        words[at_flag] ^= 1
+        assert place.ll(name, raw.ctypes.data + at, wire.ctypes.data, data.size, FLAG) == at_flag // 4
+        words[at_flag] = FLAG
+
+
+@kernel
+@pytest.mark.parametrize("bytes_short", [0, 1000])
+@pytest.mark.parametrize("align", [0, 8])
+def test_data_equal_to_the_flag_hides_no_wrong_flag_of_ll128(name: str, bytes_short: int, align: int) -> None:
+    """One wrong flag in lines whose data words all equal the right one."""
+    size = 4 * 960 - bytes_short
+    words = np.full(4 * 128, FLAG128, np.uint64)
+    for line in range(32):
+        raw, at = arena(size, align)
+        words[16 * line + 15] ^= np.uint64(1)
+        assert place.ll128(name, raw.ctypes.data + at, words.ctypes.data, 4, size, FLAG128) == line
+        words[16 * line + 15] = FLAG128
+
+
 def test_the_environment_chooses_a_lesser_kernel() -> None:
     for name in KERNELS:
         out = subprocess.run(
