@@ -51,7 +51,8 @@ def foreach(p, m, v, x, g, step, o):
         g = fma(p, rn(decay), g)
     w = rn(1 - b1)
     m = fma(w, rn(g - m), m) if abs(w) < Fraction(1, 2) else fma(-rn(1 - w), rn(g - m), g)
-    v = fma(rn(1 - b2), rn(g * g), rn(v * rn(b2)))
+    w = rn(1 - b2)  # a factor of one has a case of its own in addcmul: the square is not rounded before it is added
+    v = fma(g, g, rn(v * rn(b2))) if w == 1 else fma(w, rn(g * g), rn(v * rn(b2)))
     x = max(x, v)
     d = rn(rn(root(x if o["amsgrad"] else v) / rn((1 - b2**step) ** 0.5)) + eps)
     return fma(rn(-(lr / (1 - b1**step))), rn(m / d), p), m, v, x
@@ -81,6 +82,7 @@ OPTIONS = [
     {"lr": 0.1, "betas": (0.3, 0.7), "eps": 1e-3, "weight_decay": 0.01},
     {"lr": 0.1, "betas": (0.5, 0.9), "eps": 0.25, "weight_decay": 0.5},
     {"lr": 3e-2, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1, "amsgrad": True, "maximize": True},
+    {"lr": 1e-3, "betas": (0.9, 1e-9), "eps": 1e-8, "weight_decay": 0.0},  # 1 - 1e-9 is 1 in fp32
 ]
 
 

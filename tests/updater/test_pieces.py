@@ -94,6 +94,23 @@ def test_a_step_writes_its_piece_and_nothing_else(kernel: str, low: str, shift: 
 
 
 @EVERY
+@pytest.mark.parametrize("odd", range(5), ids=["p", "m", "v", "x", "low"])
+def test_arrays_need_not_be_aligned_alike(kernel: str, odd: int) -> None:
+    """One of them lies three elements off: the same is written, and nothing else."""
+    n = 300  # vectors that are stored eight together, one by one, and a rest
+    state, g = [torch.rand(n) for _ in range(4)], torch.randn(n)
+    constants = rule(Dialect("torch-cpu", root="ieee"), "adam", {"lr": 0.1, "amsgrad": True}, 3, low="bfloat16")
+    pool, found = kernels.Pool(0, kernel), []
+    for which in (None, odd):
+        made = [guarded(n, torch.bfloat16 if k == 4 else torch.float32, 3 if k == which else 0) for k in range(5)]
+        arrays = [*state, *(part for part, _ in made[:4])]
+        pool.wait(pool.submit([constants], [piece(0, n, g, arrays, made[4][0])]))
+        found.append(made)
+    for (right, _), (part, whole) in zip(*found, strict=True):
+        assert torch.equal(part, right) and untouched(part, whole)
+
+
+@EVERY
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("grad", ["float32", "bfloat16", "float16"])
 def test_large_pieces_are_cut_into_parts(kernel: str, grad: str, threads: int) -> None:
