@@ -10,6 +10,7 @@ from updater.dialects import Dialect
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
+from updater.slot import SlotState
 from updater.step import StepValues
 
 from .idle_pool import IdlePool
@@ -39,6 +40,46 @@ def advance(made, values=None, where=None, buckets=(0, 1), data=(FIRST, SECOND))
         slot.apply(index, data[index])
     made.publish(slot)
     return slot
+
+
+def test_a_slot_that_was_never_built_is_of_no_step():
+    slot = replica().slots[1]
+    assert (slot.step, slot.state, slot.pins, slot.missing) == (-1, SlotState.FREE, 0, [])
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_there_is_nothing_to_wait_for_before_the_first_bucket(threads):
+    made = replica(threads=threads)
+    made.slots[1].flush()
+    slot = made.build(1, layout())
+    made.discard(slot)
+    assert slot.state is SlotState.FREE
+    made.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_version_is_what_was_given(dtype):
+    """Without a master in the state a tensor begins at its own value; with a state but no step it has had one step."""
+    tensors = {name: torch.full((3,), value, dtype=dtype) for name, value in (("a", 1.5), ("b", 2.5), ("c", 3.5))}
+    state = {"a": {"step": 7.0, "exp_avg": torch.full((3,), 0.25), "exp_avg_sq": torch.full((3,), 0.5)},
+             "b": {"exp_avg": torch.full((3,), 0.75)}}
+    if dtype == torch.bfloat16:
+        state["a"]["master"] = torch.full((3,), 1.5001)
+    spec = OptimizerSpec.check("adam", [(["a", "b", "c"], {"lr": 1.0})])
+    made = Replica({**tensors, "k": torch.tensor([8, 9])}, spec, dialect=DIALECT, optimizer_state=state,
+                   buffers=frozenset(["k"]), step=7)
+    now = made.current
+    assert now.step == 7 and now._steps.tolist() == [7, 1, 0]
+    assert {name: value.tolist() for name, value in now.parameters.items()} == {
+        "a": [1.5] * 3, "b": [2.5] * 3, "c": [3.5] * 3, "k": [8, 9]
+    }
+    if dtype == torch.bfloat16:
+        assert now.masters["a"].tolist() == torch.full((3,), 1.5001).tolist()
+        assert now.masters["b"].tolist() == [2.5] * 3 and now.masters["c"].tolist() == [3.5] * 3
+    found = now.optimizer_state
+    assert found["a"]["exp_avg"].tolist() == [0.25] * 3 and found["a"]["exp_avg_sq"].tolist() == [0.5] * 3
+    assert found["b"]["exp_avg"].tolist() == [0.75] * 3 and found["b"]["exp_avg_sq"].tolist() == [0] * 3
+    assert "step" not in found.get("c", {})
 
 
 @pytest.mark.parametrize("threads", [0, 1])
@@ -89,6 +130,7 @@ def test_tensors_without_a_gradient_keep_value_state_and_step(how):
         slot.optimizer_state["b"]["momentum_buffer"], before.optimizer_state["b"]["momentum_buffer"]
     )
     assert slot.parameters["s"].item() == -16 - 24
+    assert slot.parameters["a"].tolist() == [-27.5, -30, -32.5, -17.5], "what lies after it in the bucket has one"
     assert slot._steps.tolist() == [2, 1, 2, 2]
 
 
@@ -123,8 +165,9 @@ def test_clip_loss_scale_and_divisor_come_before_the_optimizer():
 
 
 @pytest.mark.parametrize("order", ["torch-cpu", "torch-cuda-foreach"])
-def test_parts_of_a_step_are_divided_once_each_and_added(order):
-    made = replica(divisor=4, dialect=Dialect(order, root="ieee"))
+@pytest.mark.parametrize("divisor", [2, 4])
+def test_parts_of_a_step_are_divided_once_each_and_added(order, divisor):
+    made = replica(divisor=divisor, dialect=Dialect(order, root="ieee"))
     slot = made.build(1, layout())
     for factor in (1, 2):
         slot.accumulate(0, FIRST * factor)
@@ -132,10 +175,23 @@ def test_parts_of_a_step_are_divided_once_each_and_added(order):
     slot.apply(0, FIRST * 4)
     slot.apply(1, SECOND)
     made.publish(slot)
-    assert slot.parameters["b"].tolist() == [[-1.75, -3.5, -5.25], [-7, -8.75, -10.5]]
-    assert slot.parameters["s"].item() == -4
+    wanted = {2: [[-3.5, -7, -10.5], [-14, -17.5, -21]], 4: [[-1.75, -3.5, -5.25], [-7, -8.75, -10.5]]}[divisor]
+    assert slot.parameters["b"].tolist() == wanted
+    assert slot.parameters["s"].item() == {2: -8, 4: -4}[divisor]
     advance(made)
-    assert made.current.parameters["s"].item() == -8, "sums are of one step"
+    assert made.current.parameters["s"].item() == {2: -16, 4: -8}[divisor], "sums are of one step"
+
+
+@pytest.mark.parametrize("order", ["torch-cpu", "torch-cuda-foreach"])
+def test_parts_in_sixteen_bits_are_divided_and_added_in_sixteen_bits(order):
+    """One half and 2^-10: bfloat16 has no number between 0.5 and 0.5 + 2^-8."""
+    made = replica(divisor=2, dialect=Dialect(order, root="ieee"))
+    slot = made.build(1, layout())
+    slot.accumulate(1, torch.full((6,), 1.0, dtype=torch.bfloat16))
+    slot.apply(1, torch.full((6,), 2.0**-9, dtype=torch.bfloat16))
+    slot.apply(0, FIRST)
+    made.publish(slot)
+    assert slot.parameters["s"].item() == -0.5
 
 
 def test_parts_may_be_changed_after_they_were_given():
@@ -165,6 +221,7 @@ def test_sixteen_bits_have_masters_beside_them(dtype):
     assert torch.equal(slot.masters["b"].reshape(-1), -(FIRST + 0.0001)[:6])
     assert slot.optimizer_state["b"]["master"] is slot.masters["b"]
     assert slot.masters["a"].tolist() == [-11, -12, -13, float(-data[0][6])]
+    assert slot.parameters["a"].tolist() == [-11, -12, -13, -7], "each piece is narrowed to its own place"
     assert replica().current.masters == {} and replica().current.optimizer_state == {}
 
 
@@ -181,7 +238,7 @@ def test_gradients_may_be_raw_bits_of_the_wires_type():
 @pytest.mark.parametrize("size", [7, 8, 9, 16, 19])
 @pytest.mark.parametrize("cut", [0, 1, 5, 6])
 def test_the_scalar_tail_of_the_fused_order_is_of_the_whole_tensor(size, cut):
-    """A tensor that is cut over two buckets has its last elements where torch has them: equal to one that is not."""
+    """A tensor that is cut over two buckets has its last elements where torch has them: torch's bits, cut or not."""
     generator = torch.Generator().manual_seed(size)
     spec = OptimizerSpec.check("adam", [(["w"], {"lr": 0.1})], fused=True)
     found = []
@@ -195,8 +252,39 @@ def test_the_scalar_tail_of_the_fused_order_is_of_the_whole_tensor(size, cut):
                 slot.apply(index, g[step, piece.start : piece.start + piece.length])
             made.publish(slot)
         found.append((made.current.parameters["w"], made.current.optimizer_state["w"]["exp_avg_sq"]))
-    for straight, apart in zip(*found, strict=True):
-        assert torch.equal(straight, apart)
+    theirs = start.clone().requires_grad_(True)
+    optimizer = torch.optim.Adam([theirs], lr=0.1, fused=True)
+    for gradient in g:
+        theirs.grad = gradient.clone()
+        optimizer.step()
+    wanted = theirs.detach(), optimizer.state[theirs]["exp_avg_sq"]
+    for straight, apart, right in zip(*found, wanted, strict=True):
+        assert torch.equal(straight, right) and torch.equal(apart, right)
+
+
+def test_a_piece_is_given_the_places_of_both_versions():
+    """Elements, gradient, the arrays that are read, those that are written, the narrow copy; 0 where there is none."""
+    made = replica(groups=((("a", "b", "s", "e"), {"lr": 1.0, "momentum": 0.5}),), dtype=torch.bfloat16)
+    slot, source = made.build(1, layout()), made.current
+    slot._pool = pool = IdlePool(slot._pool)
+    slot.apply(0, FIRST)
+    ((_, pieces, kept),) = pool.queued
+    places = []
+    for name, begin in (("b", 0), ("a", 3)):
+        for version in (source, slot):
+            master, momentum = version.masters[name], version._tensors[name, "m"]
+            places += [master.data_ptr() + 4 * begin, momentum.data_ptr() + 4 * begin, 0, 0]
+        places.append(slot.parameters[name].data_ptr() + 2 * begin)
+    assert pieces == [
+        (0, 6, kept.data_ptr(), *places[:9], 0),
+        (0, 1, kept.data_ptr() + 4 * 6, *places[9:], 0),
+    ]
+    plain = replica()
+    slot = plain.build(1, layout())
+    slot._pool = pool = IdlePool(slot._pool)
+    slot.apply(0, FIRST)
+    ((_, pieces, _),) = pool.queued
+    assert [piece[4:7] + piece[8:] for piece in pieces] == [(0, 0, 0, 0, 0, 0, 0, 0)] * 2
 
 
 def test_gradients_stay_until_the_workers_are_done():
