@@ -84,8 +84,10 @@ void fc_rx_stop(fc_rx *rx);
 /* At most `bursts` bursts on this thread, ending early when nothing came or there is no room. Returns packets
  * taken. A source whose `expected` is reached closes the ring; so does fc_rx_stop. */
 uint64_t fc_rx_poll(fc_rx *rx, uint64_t bursts);
-/* For measurements: takes at least `packets` from a started port and frees them, nothing else. Returns how many. */
-uint64_t fc_rx_bare(uint16_t port, uint16_t queue, uint16_t burst, uint64_t packets);
+/* For measurements: takes at least `packets` from a started port, shows each burst to `take` (NULL: to nobody) and
+ * frees it, nothing else. Returns how many. */
+typedef void (*fc_rx_taker)(void *arg, const uint8_t *const *packets, const uint32_t *lengths, uint16_t n);
+uint64_t fc_rx_bare(uint16_t port, uint16_t queue, uint16_t burst, uint64_t packets, fc_rx_taker take, void *arg);
 int fc_rx_state(const fc_rx *rx);
 /* errno behind FC_RX_FAILED. */
 int fc_rx_error(const fc_rx *rx);

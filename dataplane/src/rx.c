@@ -383,14 +383,23 @@ uint64_t fc_rx_poll(fc_rx *rx, uint64_t bursts)
     return taken;
 }
 
-uint64_t fc_rx_bare(uint16_t port, uint16_t queue, uint16_t burst, uint64_t packets)
+uint64_t fc_rx_bare(uint16_t port, uint16_t queue, uint16_t burst, uint64_t packets, fc_rx_taker take, void *arg)
 {
     struct rte_mbuf *mbufs[FC_RX_BURST_MAX];
+    const uint8_t *at[FC_RX_BURST_MAX];
+    uint32_t lengths[FC_RX_BURST_MAX];
     uint64_t taken = 0;
     uint16_t n;
 
     burst = burst < FC_RX_BURST_MAX ? burst : FC_RX_BURST_MAX;
     while (taken < packets && (n = rte_eth_rx_burst(port, queue, mbufs, burst)) != 0) {
+        if (take != NULL) {
+            for (uint16_t i = 0; i < n; i++) {
+                at[i] = rte_pktmbuf_mtod(mbufs[i], const uint8_t *);
+                lengths[i] = mbufs[i]->data_len;
+            }
+            take(arg, at, lengths, n);
+        }
         rte_pktmbuf_free_bulk(mbufs, n);
         taken += n;
     }

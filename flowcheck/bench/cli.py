@@ -16,7 +16,7 @@ __all__ = ["BENCHES", "bench"]
 #: Name, module and what it measures.
 BENCHES = {
     "parse": ("flowcheck.bench.parse", "packets that carry nothing to keep, against a minimal parse"),
-    "ingest": ("flowcheck.bench.ingest", "packets from a DPDK port to placed gradients, against a bare rx loop"),
+    "ingest": ("flowcheck.bench.ingest", "packets from a DPDK port to placed gradients, against a minimal loop"),
     "place": ("flowcheck.bench.place", "gradients into the arena, against a copy past the cache"),
     "streams": ("flowcheck.bench.streams", "the same packets over 1 to 16 streams, against over one"),
     "loss": ("flowcheck.bench.loss", "the live node with one packet lost in 10^5, against none lost"),

@@ -1,4 +1,9 @@
-"""bench ingest: packets through DPDK, from a port to placed gradients, against the bare rx loop and the copy limit.
+"""bench ingest: packets through DPDK, from a port to placed gradients, against a minimal loop on the same port.
+
+The limit is C of the bench's own (src/minimal.c): rx burst, parse, PSN, flags, placing, coverage, free, and nothing
+that a product has to find out. It takes the same packets from the same port in the same rounds, into arenas of the same
+size; its payload is fetched ahead or not, whichever was faster in the round. The bare loop (take a burst, free it) is
+only reported: writing the gradient's bytes alone takes longer than it.
 
 The source is `net_pcap,infinite_rx=1`: the only software source here that outruns the node. Its file holds one
 communicator's life from PSN 0 and comes round again and again, so at each lap the flows are armed anew: the timed
@@ -9,15 +14,18 @@ the bottleneck itself and flatters what is compared with it. The cold ring is fi
 arena is larger than any cache. All packet memory lies in huge pages where so many are free; without them the
 driver's random walk over 4 KB pages is most of what is measured.
 
-    ingest.MTU.STRATEGY                   rx and dump, the consumer only releases      limit: bare loop, Mpkt/s
-    ingest.MTU.STRATEGY.place             ... and state machine and placement behind   limit: bare loop, Mpkt/s
-    ingest.MTU.STRATEGY.place.icrc        ... and every ICRC checked                   limit: bare loop, Mpkt/s
-    ingest.MTU.STRATEGY.place.threads     rx thread and placing thread                 limit: bare loop, Mpkt/s
-    ingest.MTU.cold                       state machine and placement over a dense     limit: copy past the cache
-                                          ring that `copy` filled before, GB/s read and written
+    ingest.MTU.PROTOCOL              `hold`, state machine and placement            limit: minimal loop, Mpkt/s
+    ingest.MTU.PROTOCOL.bare         the bare loop                                  limit: minimal loop, Mpkt/s
+    ingest.MTU.STRATEGY              rx and dump, the consumer only releases        limit: bare loop, Mpkt/s
+    ingest.MTU.STRATEGY.place        ... and state machine and placement after it   limit: bare loop, Mpkt/s
+    ingest.MTU.STRATEGY.place.icrc   ... and every ICRC checked                     limit: bare loop, Mpkt/s
+    ingest.MTU.STRATEGY.place.threads  rx thread and placing thread                 limit: bare loop, Mpkt/s
+    ingest.MTU.cold                  state machine and placement over a dense       limit: copy past the cache
+                                     ring that `copy` filled before, GB/s read and written
 
-All but `threads` share one thread and so one core: a burst is placed while it is in its cache. `dma` is moved by
-dma_skeleton, a thread that copies: a functional stand-in for an engine, and reported as no more than that.
+Rows of a STRATEGY are of LL. All but `threads` share one thread and so one core: a burst is placed while it is in its
+cache. `dma` is moved by dma_skeleton, a thread that copies: a functional stand-in for an engine, and reported as no
+more than that.
 """
 
 from __future__ import annotations
@@ -35,14 +43,15 @@ from dataplane.pydpdk import DmaDevice, DpdkError, Eal, Mempool, Port
 from dataplane.pydpdk.ffi import ffi, lib
 from dataplane.rx import RingMemory, RxConfig, RxThread, slot_for
 from flowcheck.bench import limits
-from flowcheck.bench.rows import Row, alternate
+from flowcheck.bench.minimal import MinimalLoop
+from flowcheck.bench.rows import Row, Setting, alternate, here
 from flowcheck.bench.traffic import Traffic, aligned, make
 from flowcheck.errors import EnvironmentProblem
 from parser.wire import Protocol
 
 __all__ = ["run"]
 
-FLOWS = 16
+FLOWS = {Protocol.LL: 16, Protocol.LL128: 16, Protocol.SIMPLE: 8}  # a message of each makes no longer life than 4 MB
 LAP_BYTES = 4 << 20
 LAPS = 32
 COLD_LAP_BYTES = 32 << 20
@@ -51,7 +60,8 @@ ROUND = {1024: 4, 4096: 2}  # bursts between two visits of the engine, on one th
 HOT_RING = 256
 CACHE = 512  # buffers that a thread keeps for itself: the pool behind it would hand out its coldest
 COLD_TARGETS = {1024: 0.70, 4096: 0.72}
-BARE_TARGET = 0.65
+MINIMAL_TARGET = 0.85
+MINIMAL_AHEAD = (0, 2)  # packets whose payload the minimal loop fetches ahead
 STRATEGIES = ("hold", "copy", "dma")
 MEMORY_MB = 416
 
@@ -60,44 +70,59 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
     """Rows for both MTUs. ring_bytes: of the cold ring."""
     try:
         with Eal.start(memory_mb=MEMORY_MB) as eal:
-            return [row for mtu in COLD_TARGETS for row in _rows(eal, mtu, rounds, ring_bytes)]
+            setting = here("2 MB" if eal.huge else None)
+            rows = []
+            for mtu in COLD_TARGETS:
+                for protocol in Protocol:
+                    rows += _rows(eal, protocol, mtu, rounds, setting)
+                rows.append(_cold_row(eal, mtu, rounds, ring_bytes, setting))
+            return rows
     except DpdkError as exc:
         raise EnvironmentProblem(exc.what, where="bench ingest", remedy=exc.remedy) from exc
 
 
-def _rows(eal: Eal, mtu: int, rounds: int, ring_bytes: int) -> list[Row]:
+def _rows(eal: Eal, protocol: Protocol, mtu: int, rounds: int, setting: Setting) -> list[Row]:
     with ExitStack() as stack:
-        traffic = make(Protocol.LL, mtu, FLOWS, LAP_BYTES, icrc=True)
+        traffic = make(protocol, mtu, FLOWS[protocol], LAP_BYTES, icrc=protocol == Protocol.LL)
         port = stack.enter_context(_port(eal, traffic))
-        engine = stack.enter_context(DmaDevice(eal, f"dma_skeleton_bench{mtu}"))
+        engine = None
+        if protocol == Protocol.LL:
+            engine = stack.enter_context(DmaDevice(eal, f"dma_skeleton_bench{mtu}"))
         bench = _Bench(eal, port, traffic, engine)
+        minimal = bench.minimal(protocol)
         contenders: dict[str, Callable[[], float]] = {"bare": bench.bare}
-        for dump in STRATEGIES:
-            contenders[dump] = bench.alone(dump)
+        contenders |= {f"minimal {ahead}": minimal(ahead) for ahead in MINIMAL_AHEAD}
+        strategies = STRATEGIES if protocol == Protocol.LL else STRATEGIES[:1]
+        for dump in strategies:
             contenders[f"{dump}.place"] = bench.placing(dump, icrc=False)
-            contenders[f"{dump}.place.icrc"] = bench.placing(dump, icrc=True)
-            contenders[f"{dump}.place.threads"] = bench.threads(dump)
+            if protocol == Protocol.LL:
+                contenders[dump] = bench.alone(dump)
+                contenders[f"{dump}.place.icrc"] = bench.placing(dump, icrc=True)
+                contenders[f"{dump}.place.threads"] = bench.threads(dump)
         seconds = alternate(contenders, rounds)
     packets = LAPS * traffic.packets
     rate = {name: [1e-6 * packets / s for s in taken] for name, taken in seconds.items()}
+    limit = [max(of_round) for of_round in zip(*(rate[f"minimal {ahead}"] for ahead in MINIMAL_AHEAD), strict=True)]
+    name = f"ingest.{mtu}.{protocol.name.lower()}"
     rows = [
-        Row.of(
-            f"ingest.{mtu}.{name}", "Mpkt/s", rate[name], rate["bare"], BARE_TARGET if name == "hold.place" else None
-        )
-        for name in contenders
-        if name != "bare"
+        Row.of(name, "Mpkt/s", rate["hold.place"], limit, MINIMAL_TARGET, setting),
+        Row.of(f"{name}.bare", "Mpkt/s", rate["bare"], limit, None, setting),
     ]
-    return [*rows, _cold_row(eal, mtu, rounds, ring_bytes)]
+    if protocol == Protocol.LL:
+        for contender in sorted(key for key in rate if key.startswith(STRATEGIES)):
+            rows.append(Row.of(f"ingest.{mtu}.{contender}", "Mpkt/s", rate[contender], rate["bare"], None, setting))
+    return rows
 
 
-def _cold_row(eal: Eal, mtu: int, rounds: int, ring_bytes: int) -> Row:
-    traffic = make(Protocol.LL, mtu, FLOWS, COLD_LAP_BYTES, icrc=True)
+def _cold_row(eal: Eal, mtu: int, rounds: int, ring_bytes: int, setting: Setting) -> Row:
+    traffic = make(Protocol.LL, mtu, FLOWS[Protocol.LL], COLD_LAP_BYTES, icrc=True)
     with _port(eal, traffic) as port:
         cold = _Cold(_Bench(eal, port, traffic, None), ring_bytes)
         seconds = alternate({"limit": cold.limit, "place": cold.place}, rounds)
     moved = 1e-9 * cold.laps * (traffic.wire_bytes + traffic.expected.size)
     limit = [2e-9 * cold.copied / s for s in seconds["limit"]]
-    return Row.of(f"ingest.{mtu}.cold", "GB/s", [moved / s for s in seconds["place"]], limit, COLD_TARGETS[mtu])
+    values = [moved / s for s in seconds["place"]]
+    return Row.of(f"ingest.{mtu}.cold", "GB/s", values, limit, COLD_TARGETS[mtu], setting)
 
 
 @contextmanager
@@ -133,10 +158,30 @@ class _Bench:
     def bare(self) -> float:
         want = LAPS * self.traffic.packets
         begin = time.perf_counter()
-        taken = lib.fc_rx_bare(self.port.number, 0, BURST, want)
+        taken = lib.fc_rx_bare(self.port.number, 0, BURST, want, ffi.NULL, ffi.NULL)
         seconds = time.perf_counter() - begin
         assert taken == want
         return seconds
+
+    def minimal(self, protocol: Protocol) -> Callable[[int], Callable[[], float]]:
+        """The limit: a contender for each number of packets whose payload is fetched ahead; they share their arenas."""
+        traffic, want = self.traffic, LAPS * self.traffic.packets
+        loop = MinimalLoop(traffic.flows, int(protocol), traffic.mtu, traffic.expected.size, traffic.packets, LAPS)
+        take, itself = ffi.cast("fc_rx_taker", loop.take), ffi.cast("void *", loop.address)
+
+        def contender(ahead: int) -> Callable[[], float]:
+            def measure() -> float:
+                loop.reset(ahead)
+                begin = time.perf_counter()
+                taken = lib.fc_rx_bare(self.port.number, 0, BURST, want, take, itself)
+                seconds = time.perf_counter() - begin
+                assert taken == want == loop.counts["placed"], loop.counts
+                assert all((loop.arenas[lap] == traffic.expected).all() for lap in (0, LAPS - 1))
+                return seconds
+
+            return measure
+
+        return contender
 
     @contextmanager
     def queue(self, dump: str, entries: int, laps: int) -> Iterator[tuple[RingMemory, RxThread]]:

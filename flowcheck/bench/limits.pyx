@@ -21,6 +21,9 @@ cdef extern from "packetref.h" nogil:
     void fc_ring_init(fc_ring *ring, fc_packetref *entries, uint64_t size)
     void fc_ring_close(fc_ring *ring)
 
+cdef extern from "decode.h" nogil:
+    uint32_t fcb_hash(const uint8_t *src, const uint8_t *dst, uint32_t width, uint32_t qpn)
+
 cdef extern from "baseline.h" nogil:
     ctypedef struct fcb_flow:
         uint8_t src[16]
@@ -28,7 +31,6 @@ cdef extern from "baseline.h" nogil:
         uint32_t qpn, version, next_psn
         uint64_t packets, bytes, gaps, address
     void fcb_copy(uint8_t *dst, const uint8_t *src, size_t n)
-    uint32_t fcb_hash(const uint8_t *src, const uint8_t *dst, uint32_t width, uint32_t qpn)
     uint64_t fcb_parse(const fc_packetref *refs, uint64_t n, fcb_flow *table, uint32_t mask, uint64_t ahead)
     uint64_t fcb_place(
         int protocol, const uint64_t *to, const uint64_t *payloads, const uint64_t *flags, uint64_t n, uint32_t length,

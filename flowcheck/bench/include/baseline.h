@@ -14,11 +14,11 @@ void fcb_copy(uint8_t *dst, const uint8_t *src, size_t n);
 /* A flow of the minimal parser; version 0 marks an empty place of the table. */
 typedef struct fcb_flow {
     uint8_t src[16], dst[16];
-    uint32_t qpn, version, next_psn, spare;
-    uint64_t packets, bytes, gaps, address;
+    uint32_t qpn, version, next_psn;
+    uint32_t messages; /* begun; of the minimal loop */
+    uint64_t packets, bytes, gaps;
+    uint64_t address; /* of the newest RETH; of the minimal loop: where its part of the region begins */
 } fcb_flow;
-
-uint32_t fcb_hash(const uint8_t *src, const uint8_t *dst, uint32_t width, uint32_t qpn);
 
 /* The least that anything which tells flows apart and notices loss has to do: Ethernet, IPv4 or IPv6, UDP, BTH,
  * RETH, the QP's entry in a hash table, PSN against the expected one, counters. Prefetches `ahead` packets.

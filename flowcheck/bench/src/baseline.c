@@ -1,5 +1,7 @@
 #include "baseline.h"
 
+#include "decode.h"
+
 #include "place.h"
 
 #include <string.h>
@@ -47,75 +49,20 @@ void fcb_copy(uint8_t *dst, const uint8_t *src, size_t n)
     memcpy(dst, src, n);
 }
 
-static uint32_t be16(const uint8_t *p)
-{
-    uint16_t v;
-    memcpy(&v, p, 2);
-    return __builtin_bswap16(v);
-}
-
-static uint32_t be32(const uint8_t *p)
-{
-    uint32_t v;
-    memcpy(&v, p, 4);
-    return __builtin_bswap32(v);
-}
-
-uint32_t fcb_hash(const uint8_t *src, const uint8_t *dst, uint32_t width, uint32_t qpn)
-{
-    return (be32(src + width - 4) * 31 + be32(dst + width - 4)) * 0x9e3779b1u ^ qpn * 0x85ebca6bu;
-}
-
-/* Words, not memcmp: its wide loads would wait for the counters stored beside the addresses a packet ago. */
-static int is_flow(const fcb_flow *f, const uint8_t *src, const uint8_t *dst, uint32_t qpn, uint32_t version)
-{
-    uint64_t wrong = (f->qpn ^ qpn) | (f->version ^ version);
-    for (uint32_t i = 0; i < (version == 4 ? 4 : 16); i += 4) {
-        uint32_t a, b, c, d;
-        memcpy(&a, f->src + i, 4);
-        memcpy(&b, src + i, 4);
-        memcpy(&c, f->dst + i, 4);
-        memcpy(&d, dst + i, 4);
-        wrong |= (a ^ b) | (c ^ d);
-    }
-    return wrong == 0;
-}
-
 uint64_t fcb_parse(const fc_packetref *refs, uint64_t n, fcb_flow *table, uint32_t mask, uint64_t ahead)
 {
     uint64_t known = 0;
     for (uint64_t i = 0; i < n; i++) {
-        const uint8_t *p = refs[i].data;
-        uint32_t length = refs[i].length, type, width, version;
-        const uint8_t *src, *dst, *udp;
+        const uint8_t *bth;
+        uint32_t udp_length;
         if (ahead && i + ahead < n)
             __builtin_prefetch(refs[i + ahead].data);
-        if (length < 14 + 20 + 8 + 12 + 4)
+        fcb_flow *flow = fcb_decode(refs[i].data, refs[i].length, table, mask, &bth, &udp_length);
+        if (!flow)
             continue;
-        type = be16(p + 12);
-        if (type == 0x0800 && p[14] == 0x45 && p[23] == 17) {
-            version = 4, width = 4, src = p + 26, dst = p + 30, udp = p + 34;
-        } else if (type == 0x86dd && p[20] == 17 && length >= 14 + 40 + 8 + 12 + 4) {
-            version = 6, width = 16, src = p + 22, dst = p + 38, udp = p + 54;
-        } else {
-            continue;
-        }
-        if (be16(udp + 2) != 4791 || (size_t)(udp - p) + be16(udp + 4) > length)
-            continue;
-        const uint8_t *bth = udp + 8;
-        uint32_t opcode = bth[0], qpn = be32(bth + 4) & 0xffffff, psn = be32(bth + 8) & 0xffffff;
-        uint32_t at = fcb_hash(src, dst, width, qpn) & mask;
-        while (table[at].version && !is_flow(&table[at], src, dst, qpn, version))
-            at = (at + 1) & mask;
-        fcb_flow *flow = &table[at];
-        if (!flow->version)
-            continue;
-        if (opcode == 0x06 || opcode == 0x0a || opcode == 0x0b)
-            flow->address = (uint64_t)be32(bth + 12) << 32 | be32(bth + 16);
-        flow->gaps += psn != flow->next_psn;
-        flow->next_psn = (psn + 1) & 0xffffff;
-        flow->packets++;
-        flow->bytes += be16(udp + 4);
+        if (bth[0] == 0x06 || bth[0] == 0x0a || bth[0] == 0x0b)
+            flow->address = (uint64_t)fcb_be32(bth + 12) << 32 | fcb_be32(bth + 16);
+        fcb_count(flow, fcb_be32(bth + 8) & 0xffffff, udp_length);
         known++;
     }
     return known;
