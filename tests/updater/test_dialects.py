@@ -1,5 +1,7 @@
 """What a dialect is, what is known about it, and the constants of one step as each order forms them."""
+import ctypes
 import math
+import os
 
 import numpy as np
 import pytest
@@ -294,6 +296,22 @@ def test_the_first_way_that_gives_torchs_bits_is_taken(search, monkeypatch, exac
     assert given == [address]
 
 
+def test_every_mantissa_and_the_borders_of_the_exponent_are_compared(monkeypatch):
+    """A range of fp32 bits each: (first, how many). The last is all mantissas with an even and an odd exponent."""
+    compared = []
+
+    def exact(how, values):
+        compared.append((int(values[:1].view(torch.int32)), values.numel()))
+        return torch.sqrt(values)
+
+    monkeypatch.setattr(dialects, "_root", exact)
+    assert dialects._find_root() == "ieee"
+    assert sorted(compared) == [
+        (0x00000000, 65536), (0x00010000, 65536), (0x00800000, 65536), (0x01000000, 65536), (0x3F800000, 65536),
+        (0x3F800000, 16777216), (0x7F000000, 65536), (0x7F7EF000, 65536),
+    ]
+
+
 def test_each_way_to_a_root_is_its_own():
     values = torch.tensor([0.0, 1.0, 2.25, 4.0, 1e-40, 3e38])
     exact = np.sqrt(values.numpy())
@@ -303,6 +321,12 @@ def test_each_way_to_a_root_is_its_own():
     if address := dialects._vendor_address():
         kernels.set_root(address)
         assert dialects._root("call", values).tolist() == torch.sqrt(values).tolist()
+
+
+def test_torchs_own_root_is_found_in_its_library():
+    library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
+    wanted = ctypes.cast(library.vmsSqrt, ctypes.c_void_p).value if hasattr(library, "vmsSqrt") else 0
+    assert dialects._vendor_address() == wanted
 
 
 def test_a_torch_without_mkl_has_no_root_to_call(monkeypatch):
