@@ -18,7 +18,7 @@ from flowcheck import attachment as module
 from flowcheck import attachment_link
 from flowcheck.checksum import checksum
 from flowcheck.errors import UserError
-from flowcheck.records import Limits
+from flowcheck.records import Bye, Limits
 
 from .hand_node import LONGEST, TOKEN, HandNode, Peer, until
 
@@ -166,8 +166,9 @@ def test_the_defaults() -> None:
     assert (attachment.iteration, attachment._every, attachment._wait) == (0, 0, 10.0)
 
 
-@pytest.mark.parametrize(("node", "address"), [("10.0.0.2:7070", ("10.0.0.2", 7070)), ("[::1]:1", ("::1", 1))])
-def test_the_address_of_the_node(wrapped, monkeypatch, node: str, address: tuple[str, int]) -> None:
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The address of a connection that is never begun, and (last words, seconds for them) of each end of it."""
     made: list[Any] = []
 
     class Kept(module.Post):
@@ -175,15 +176,26 @@ def test_the_address_of_the_node(wrapped, monkeypatch, node: str, address: tuple
             made.append(self._address)
 
         def close(self, last: Any, seconds: float) -> None:
-            """It was never started."""
+            made.append((last, seconds))
 
     monkeypatch.setattr(module, "Post", Kept)
-    model = wrapped(torch.nn.Linear(1, 1))
-    flowcheck.attach(
-        model, torch.optim.SGD(model.parameters()), node=node, token=TOKEN.decode(), describe=dict,
-        calls=lambda since: [],
-    ).close()
-    assert made == [address]
+    return made
+
+
+@pytest.mark.parametrize(("node", "address"), [
+    ("10.0.0.2:7070", ("10.0.0.2", 7070)), ("[::1]:1", ("::1", 1)), ("XBOX:2", ("XBOX", 2)),
+])  # fmt: skip
+def test_the_address_of_the_node(wrapped, kept, node: str, address: tuple[str, int]) -> None:
+    Training(wrapped, (node.rpartition(":")[0], address[1])).attachment.close()
+    assert kept == [address, (Bye(), 5.0)], "goodbye has five seconds"
+
+
+def test_a_refusal_does_not_wait_for_the_node(wrapped, kept) -> None:
+    one = Training(wrapped, ("host", 1))
+    one.iterate()
+    one.optimizer.param_groups[0]["lr"] = float("nan")
+    one.iterate()
+    assert one.attachment.state == "refused" and kept == [("host", 1), (Bye(), 0.0)]
 
 
 # -- who it is -----------------------------------------------------------------------------------------------
@@ -206,6 +218,16 @@ def test_a_job_of_one_rank_is_refused(wrapped) -> None:
     attachment = flowcheck.attach(model, torch.optim.SGD(model.parameters()), node="127.0.0.1:9",
                                   token=TOKEN.decode(), describe=dict, calls=lambda since: [])  # fmt: skip
     assert attachment.state == "refused" and "a job of one rank sends no gradients" in attachment.why
+
+
+def test_rank_and_ranks_are_those_of_the_models_group(wrapped) -> None:
+    """The process is rank 1 of 2, and the model's group is this process alone."""
+    wrapped(torch.nn.Linear(1, 1), rank=1)
+    group = torch.distributed.new_group([1], use_local_synchronization=True)
+    model = wrapped(torch.nn.Linear(1, 1), rank=1, process_group=group)
+    attachment = flowcheck.attach(model, torch.optim.SGD(model.parameters()), node="127.0.0.1:9",
+                                  token=TOKEN.decode(), describe=dict, calls=lambda since: [])  # fmt: skip
+    assert attachment.rank == 0 and "a job of one rank sends no gradients" in attachment.why
 
 
 def test_what_is_no_ddp_model_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -407,6 +429,53 @@ def test_the_boundary_waits_until_the_node_has_joined_and_has_the_state(training
     assert {name: value.tolist() for name, value in state.items()} == {
         f"model.{name}": value.tolist() for name, value in one.values.items()
     }
+
+
+def test_the_first_attempt_is_waited_for_as_long_as_told(training) -> None:
+    told: list[float | None] = []
+
+    class Tried(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            told.append(timeout)
+            return False
+
+    one = training(wait=0.25)
+    one.attachment._post.tried = Tried()
+    one.iterate(4)
+    assert told == [0.25] and one.attachment.iteration == 4
+
+
+@pytest.mark.parametrize("state", [False, True], ids=["no state", "a state"])
+def test_less_than_a_second_is_waited_too(training, hand_node, script, monkeypatch, state: bool) -> None:
+    """The clock stands still, so that half a second is never over: what ends the wait is the node's answer."""
+    one = training(wait=0.5)
+    peer = connected(one, hand_node)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+
+    def node() -> None:
+        peer.expect("flows")
+        peer.expect("manifest")
+        if state:
+            peer.send("wanted", what=["state"], why="a state to begin with")
+            assert peer.receive()[0] == {"type": "state", "iteration": 3}
+        peer.send("joined", iteration=3)
+
+    script(node)
+    one.iterate(3)
+    assert one.attachment.state == "attached"
+
+
+def test_without_any_time_nothing_is_waited_for(training, hand_node, monkeypatch) -> None:
+    """Neither for the node nor for its answer to a state: the clock stands still at the deadline."""
+    one = training(wait=0.0)
+    peer = connected(one, hand_node)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    one.iterate(3)
+    assert one.attachment.state == "attaching"
+    peer.send("wanted", what=["state"], why="a state")
+    until(lambda: one.attachment._post.wanted)
+    one.iterate()
+    assert (one.attachment.state, one.attachment.iteration) == ("attaching", 4)
 
 
 def test_other_ranks_wait_at_that_boundary_too(training, hand_node, script) -> None:
