@@ -25,6 +25,7 @@ from typing import Literal
 from rich.console import Console
 
 from dataplane.engines import find_engines
+from flowcheck.errors import UserError
 
 __all__ = ["Finding", "Machine", "Wanted", "examine", "run"]
 
@@ -195,6 +196,19 @@ def check_cores(machine: Machine, wanted: Wanted) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def check_placing(machine: Machine, wanted: Wanted) -> Iterator[Finding]:
+    try:
+        from flowcheck.calibration import settle
+    except ImportError as exc:
+        yield Finding("placing", "unusable", str(exc), "make build")
+        return
+    huge, here = bool(machine.meminfo("HugePages_Free")), machine.root == Path("/")
+    try:
+        yield Finding("placing", "ok", str(settle(wanted.path_mtu, huge, measure=here, remember=False)))
+    except UserError as exc:
+        yield Finding("placing", "unusable", f"{exc.where}: {exc.what}", exc.remedy)
+
+
 def check_engines(machine: Machine, wanted: Wanted) -> Iterator[Finding]:
     engines = find_engines(machine.root)
     usable = [engine for engine in engines if not engine.usable]
@@ -362,7 +376,8 @@ def _interface(machine: Machine, wanted: Wanted, kind: str, interface: str) -> I
 
 
 CHECKS: tuple[Callable[[Machine, Wanted], Iterator[Finding]], ...] = (
-    check_dpdk, check_drivers, check_privileges, check_huge_pages, check_cores, check_engines, check_devices,
+    check_dpdk, check_drivers, check_privileges, check_huge_pages, check_cores, check_placing, check_engines,
+    check_devices,
 )  # fmt: skip
 
 

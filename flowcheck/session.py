@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dataplane.capture import PcapSource, memory_needed
 from dataplane.pcapfile import PcapInfo
 from dataplane.pydpdk.eal import Eal
+from flowcheck.calibration import settle
 from flowcheck.durable import adopt, make_directory, remove_tree, reporting
 from flowcheck.errors import UserError
 from flowcheck.evidence import data_flows, describe_disagreement, flow_name, parameter_bytes
@@ -83,6 +84,7 @@ class ReplaySession:
     paused: float = 0.0  # seconds spent closing iterations
 
     def __post_init__(self) -> None:
+        settle(self.plan.engine.mtu, measure=False)  # what is known: a replay does not pay for a measurement
         self.engine = Engine(self.plan.engine)
         self.judge = Judge(self.plan, self.engine)
         self.gathered = GatheredParameters(self.plan)

@@ -1,5 +1,6 @@
 """Fixtures that every folder shares. Capabilities decide what is skipped, and the skip says why."""
 
+import os
 import signal
 import threading
 import time
@@ -27,6 +28,9 @@ hypothesis.settings.register_profile(
     "untimed", deadline=None, report_multiple_bugs=False, phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )
 hypothesis.settings.load_profile("untimed")
+
+# No node that a test starts measures this machine, or leaves what it measured with the user.
+os.environ["FLOWCHECK_PLACING"] = "default"
 
 
 # `make test` gives each core a worker of pytest-xdist, and a worker takes whole files. What uses the machine itself

@@ -23,6 +23,7 @@ import typer
 
 from dataplane.live import LiveConfig, LiveSource, start_eal
 from dataplane.pydpdk.errors import DpdkError
+from flowcheck.calibration import settle
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
 from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.control import ControlServer
@@ -103,6 +104,7 @@ class Node:
                 cores=capture.cores,
             )  # fmt: skip
             eal = undo.enter_context(start_eal(live, huge=capture.huge))
+            say("placing", text=str(settle(capture.path_mtu or 1024, eal.huge)))
             self._capture = undo.enter_context(LiveSource(eal, live))
             self._shared = Shared(self._capture, config.groups)
             path = config.output.keep_hashes

@@ -76,8 +76,9 @@ def test_options_of_the_command(
     monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=lambda _: os.kill(os.getpid(), signal.SIGTERM)))
     assert command("--json", "--keep-hashes", str(tmp_path / "hashes")) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["event"] for line in said] == ["listening", "capture", "stopped"]
-    assert set(json.loads((tmp_path / "status.json").read_text())) == {"listening", "capture", "stopped"}
+    assert [line["event"] for line in said] == ["placing", "listening", "capture", "stopped"]
+    assert set(json.loads((tmp_path / "status.json").read_text())) == {"placing", "listening", "capture", "stopped"}
+    assert "ll=t0@8192" in said[0]["text"] and "FLOWCHECK_PLACING=default" in said[0]["text"]
     assert (tmp_path / "hashes").exists()
 
 
