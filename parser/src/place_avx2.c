@@ -97,7 +97,7 @@ static inline void ll128_half(uint8_t *near, const uint8_t *half)
 }
 
 FC_ONE_WAY int64_t ll128(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag,
-                         const uint8_t *next, const int fetch, const int regular)
+                         const uint8_t *next, const int fetch, const int regular, const int whole)
 {
     uint8_t near[FC_LL128_DATA + 64] __attribute__((aligned(64)));
     const uint8_t *half = wire;

@@ -135,62 +135,112 @@ FC_ONE_WAY int64_t ll(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_
 
 /* -- LL128 ----------------------------------------------------------------------------------------- */
 
-/* The 15 cache lines that a half-slice becomes. All its 16 lines are loaded before the first store, each once and
- * upwards, which is what processors fetch ahead best. Lines 0..3 lie together with word 14 of lines 4..7 between
- * them; then come the other 14 words of lines 4..7. Returns `wrong` with what is wrong in their flags. */
-FC_ONE_WAY __m512i ll128_half(uint8_t *dst, const uint8_t *half, __m512i want, __m512i wrong, const uint8_t *next,
-                              const int fetch, const int regular)
+/* The 15 cache lines that a half-slice becomes: lines 0..3 lie together with word 14 of lines 4..7 between them; then
+ * come the other 14 words of lines 4..7. Line by line, or all loaded first, each line once and upwards, before the first
+ * is stored: processors disagree, so the whole ways do the latter. Both return `wrong` with what is wrong in the flags,
+ * which are word 15; in other words it has no meaning. */
+#define LOW8(i) _mm512_loadu_si512(half + FC_LL128_LINE * (i))
+#define HIGH8(i) _mm512_loadu_si512(half + FC_LL128_LINE * (i) + 64)
+#define NINE _mm512_set_epi64(9, 8, 5, 4, 3, 2, 1, 0)
+#define ELEVEN _mm512_set_epi64(11, 10, 9, 8, 5, 4, 3, 2)
+#define THIRTEEN _mm512_set_epi64(13, 12, 11, 10, 9, 8, 5, 4)
+#define WITH(flags) wrong = _mm512_ternarylogic_epi64(wrong, flags, want, OR_XOR)
+#define PUT(i, v) put(dst + 64 * (i), v, regular), fc_fetch(next + 64 * (i), fetch)
+
+FC_ONE_WAY __m512i ll128_lines(uint8_t *dst, const uint8_t *half, __m512i want, __m512i wrong, const uint8_t *next,
+                               const int fetch, const int regular)
+{
+    for (int i = 0; i < 4; i++) {
+        __m512i high = HIGH8(i);
+        WITH(high);
+        PUT(2 * i, LOW8(i));
+        PUT(2 * i + 1, _mm512_mask_loadu_epi64(high, 0x80, half + FC_LL128_LINE * (4 + i) + 8 * (14 - 7)));
+    }
+    __m512i high = HIGH8(4), low = LOW8(5);
+    WITH(high);
+    PUT(8, LOW8(4));
+    PUT(9, _mm512_permutex2var_epi64(high, NINE, low));
+    high = HIGH8(5);
+    WITH(high);
+    PUT(10, _mm512_alignr_epi64(high, low, 2));
+    low = LOW8(6);
+    PUT(11, _mm512_permutex2var_epi64(high, ELEVEN, low));
+    high = HIGH8(6);
+    WITH(high);
+    PUT(12, _mm512_alignr_epi64(high, low, 4));
+    low = LOW8(7);
+    PUT(13, _mm512_permutex2var_epi64(high, THIRTEEN, low));
+    high = HIGH8(7);
+    WITH(high);
+    PUT(14, _mm512_alignr_epi64(high, low, 6));
+    fc_fetch(next + 64 * 15, fetch);
+    return wrong;
+}
+
+FC_ONE_WAY __m512i ll128_whole(uint8_t *dst, const uint8_t *half, __m512i want, __m512i wrong, const uint8_t *next,
+                               const int fetch, const int regular)
 {
     const __m512i sixth = _mm512_set1_epi64(6);
-    __m512i a[8], b[8]; /* words 0..7 and 8..15 of each line: registers, as every index is a constant */
+    __m512i low[8], high[8]; /* words 0..7 and 8..15 of each line: registers, as every index is a constant */
+/* The empty assembly keeps the compiler from loading in an order of its own. */
 #define LOAD(i)                                                                                                      \
-    a[i] = _mm512_loadu_si512(half + FC_LL128_LINE * (i)), b[i] = _mm512_loadu_si512(half + FC_LL128_LINE * (i) + 64), \
-    fc_fetch(next + FC_LL128_LINE * (i), fetch), fc_fetch(next + FC_LL128_LINE * (i) + 64, fetch)
-    LOAD(0), LOAD(1), LOAD(2), LOAD(3), LOAD(4), LOAD(5), LOAD(6), LOAD(7);
+    low[i] = LOW8(i), high[i] = HIGH8(i);                                                                            \
+    __asm__ volatile("" : "+v"(low[i]), "+v"(high[i]));                                                              \
+    WITH(high[i])
+    LOAD(0);
+    LOAD(1);
+    LOAD(2);
+    LOAD(3);
+    LOAD(4);
+    LOAD(5);
+    LOAD(6);
+    LOAD(7);
 #undef LOAD
-    __m512i x = _mm512_ternarylogic_epi64(wrong, b[0], want, OR_XOR);
-    __m512i y = _mm512_ternarylogic_epi64(_mm512_xor_si512(b[4], want), b[1], want, OR_XOR);
-    x = _mm512_ternarylogic_epi64(x, b[2], want, OR_XOR);
-    y = _mm512_ternarylogic_epi64(y, b[5], want, OR_XOR);
-    x = _mm512_ternarylogic_epi64(x, b[3], want, OR_XOR);
-    y = _mm512_ternarylogic_epi64(y, b[6], want, OR_XOR);
-    x = _mm512_ternarylogic_epi64(x, b[7], want, OR_XOR);
-    put(dst + 64 * 0, a[0], regular);
-    put(dst + 64 * 1, _mm512_mask_permutexvar_epi64(b[0], 0x80, sixth, b[4]), regular);
-    put(dst + 64 * 2, a[1], regular);
-    put(dst + 64 * 3, _mm512_mask_permutexvar_epi64(b[1], 0x80, sixth, b[5]), regular);
-    put(dst + 64 * 4, a[2], regular);
-    put(dst + 64 * 5, _mm512_mask_permutexvar_epi64(b[2], 0x80, sixth, b[6]), regular);
-    put(dst + 64 * 6, a[3], regular);
-    put(dst + 64 * 7, _mm512_mask_permutexvar_epi64(b[3], 0x80, sixth, b[7]), regular);
-    put(dst + 64 * 8, a[4], regular);
-    put(dst + 64 * 9, _mm512_permutex2var_epi64(b[4], _mm512_set_epi64(9, 8, 5, 4, 3, 2, 1, 0), a[5]), regular);
-    put(dst + 64 * 10, _mm512_alignr_epi64(b[5], a[5], 2), regular);
-    put(dst + 64 * 11, _mm512_permutex2var_epi64(b[5], _mm512_set_epi64(11, 10, 9, 8, 5, 4, 3, 2), a[6]), regular);
-    put(dst + 64 * 12, _mm512_alignr_epi64(b[6], a[6], 4), regular);
-    put(dst + 64 * 13, _mm512_permutex2var_epi64(b[6], _mm512_set_epi64(13, 12, 11, 10, 9, 8, 5, 4), a[7]), regular);
-    put(dst + 64 * 14, _mm512_alignr_epi64(b[7], a[7], 6), regular);
-    return _mm512_or_si512(x, y);
+    for (int i = 0; i < 4; i++) {
+        PUT(2 * i, low[i]);
+        PUT(2 * i + 1, _mm512_mask_permutexvar_epi64(high[i], 0x80, sixth, high[4 + i]));
+    }
+    PUT(8, low[4]);
+    PUT(9, _mm512_permutex2var_epi64(high[4], NINE, low[5]));
+    PUT(10, _mm512_alignr_epi64(high[5], low[5], 2));
+    PUT(11, _mm512_permutex2var_epi64(high[5], ELEVEN, low[6]));
+    PUT(12, _mm512_alignr_epi64(high[6], low[6], 4));
+    PUT(13, _mm512_permutex2var_epi64(high[6], THIRTEEN, low[7]));
+    PUT(14, _mm512_alignr_epi64(high[7], low[7], 6));
+    return wrong;
+}
+
+/* A half-slice off a cache line, or cut by the end of the tensor: through a buffer that stays in the cache. Apart,
+ * because the loop beside it would lose registers and its plain addresses. */
+static __attribute__((noinline)) __m512i ll128_edge(uint8_t *dst, const uint8_t *half, uint64_t bytes, __m512i want,
+                                                    __m512i wrong, const uint8_t *next, int fetch, int regular)
+{
+    uint8_t near[FC_LL128_DATA] __attribute__((aligned(64)));
+    for (int line = 0; line < FC_LL128_WIRE; line += 64)
+        fc_fetch(next + line, fetch);
+    wrong = ll128_lines(near, half, want, wrong, half, FC_NO_FETCH, 1);
+    if (regular)
+        copy(dst, near, bytes, near, FC_NO_FETCH, 1);
+    else
+        copy(dst, near, bytes, near, FC_NO_FETCH, 0);
+    return wrong;
 }
 
 FC_ONE_WAY int64_t ll128(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag,
-                         const uint8_t *next, const int fetch, const int regular)
+                         const uint8_t *next, const int fetch, const int regular, const int whole)
 {
     const __m512i want = _mm512_set1_epi64((long long)flag);
     const uint8_t *half = wire;
-    uint8_t near[FC_LL128_DATA] __attribute__((aligned(64)));
     __m512i wrong = _mm512_setzero_si512();
 
     for (uint64_t i = 0; i < halves; i++, half += FC_LL128_WIRE, dst += FC_LL128_DATA, next += FC_LL128_WIRE) {
-        if (bytes >= FC_LL128_DATA && ((uintptr_t)dst & 63) == 0) {
-            wrong = ll128_half(dst, half, want, wrong, next, fetch, regular);
-            bytes -= FC_LL128_DATA;
-        } else { /* off a cache line, or the end of the tensor: through a buffer that stays in the cache */
-            uint64_t n = bytes < FC_LL128_DATA ? bytes : FC_LL128_DATA;
-            wrong = ll128_half(near, half, want, wrong, next, fetch, 1);
-            copy(dst, near, n, next, FC_NO_FETCH, regular);
-            bytes -= n;
-        }
+        uint64_t n = bytes < FC_LL128_DATA ? bytes : FC_LL128_DATA;
+        if (__builtin_expect(n == FC_LL128_DATA && ((uintptr_t)dst & 63) == 0, 1))
+            wrong = whole ? ll128_whole(dst, half, want, wrong, next, fetch, regular)
+                          : ll128_lines(dst, half, want, wrong, next, fetch, regular);
+        else
+            wrong = ll128_edge(dst, half, n, want, wrong, next, fetch, regular);
+        bytes -= n;
     }
     fc_fetch(next, fetch); /* see copy() */
     if (__builtin_expect(_mm512_test_epi64_mask(wrong, wrong) & 0x80, 0)) /* word 15 is the flag */
