@@ -34,7 +34,7 @@ from parser.lane cimport (
 from parser.roce cimport (
     FC_ENCAPSULATED, FC_FRAGMENT, FC_HAS_IMM, FC_HAS_RETH, FC_NOT_ROCE, FC_RC_ACK, FC_RC_WRITE_FIRST,
     FC_RC_WRITE_LAST, FC_RC_WRITE_LAST_IMM, FC_RC_WRITE_MIDDLE, FC_RC_WRITE_ONLY, FC_RC_WRITE_ONLY_IMM, FC_ROCE,
-    FC_REFUSALS, FC_TRUNCATED, fc_icrc, fc_icrc_ok, fc_roce, fc_roce_decode,
+    FC_REFUSALS, FC_TRUNCATED, fc_icrc, fc_icrc_all, fc_icrc_choose, fc_icrc_ok, fc_roce, fc_roce_decode,
 )
 
 from parser.roce import REFUSAL_NAMES
@@ -744,6 +744,22 @@ def placing():
     return fc_placing.kernels.name.decode(), [
         (fc_way_names[fc_placing.way[i]].decode(), fc_placing.ahead[i]) for i in range(3)
     ]
+
+
+def icrc_kernels():
+    """The ways to compute an ICRC that this processor has; the first is used, unless FLOWCHECK_SIMD takes a lesser one."""
+    out = []
+    cdef int i = 0
+    while fc_icrc_all[i] != NULL:
+        out.append(fc_icrc_all[i].decode())
+        i += 1
+    return out
+
+
+def choose_icrc(str name):
+    """From now on every engine computes ICRCs so. Before engines run; benchmarks and tests."""
+    if not fc_icrc_choose(name.encode()):
+        raise ValueError(f"{name!r} is no ICRC of this processor: {', '.join(icrc_kernels())}")
 
 
 def choose_placing(int protocol, str way, uint32_t ahead):

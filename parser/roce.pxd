@@ -79,6 +79,8 @@ cdef extern from "roce.h" nogil:
     int fc_roce_decode(const uint8_t *frame, size_t len, fc_roce *out)
     int fc_icrc_ok(const fc_roce *p)
     uint32_t fc_icrc(const fc_roce *p)
+    const char *fc_icrc_all[4]
+    int fc_icrc_choose(const char *name)
 
 
 cdef extern from "tunnel.h" nogil:

@@ -32,9 +32,9 @@ cdef extern from "baseline.h" nogil:
         uint64_t packets, bytes, gaps, address
     void fcb_copy(uint8_t *dst, const uint8_t *src, size_t n)
     uint64_t fcb_parse(const fc_packetref *refs, uint64_t n, fcb_flow *table, uint32_t mask, uint64_t ahead)
-    uint64_t fcb_place(
-        int protocol, const uint64_t *to, const uint64_t *payloads, const uint64_t *flags, uint64_t n, uint32_t length,
-        uint64_t ahead)
+    void fcb_traffic(
+        const uint64_t *to, const uint64_t *payloads, uint64_t n, uint32_t length, uint32_t nbytes, uint64_t ahead)
+    uint32_t fcb_crc_hot(const uint8_t *at, uint64_t nbytes, uint64_t times)
 
 
 def copy(uintptr_t dst, uintptr_t src, size_t nbytes):
@@ -156,15 +156,26 @@ cdef class MinimalParser:
         return known, gaps
 
 
-def place(
-    int protocol, const uint64_t[::1] to, const uint64_t[::1] payloads, const uint64_t[::1] flags, uint32_t length,
-    uint32_t ahead,
+def traffic(
+    const uint64_t[::1] to, const uint64_t[::1] payloads, uint32_t length, uint32_t nbytes, uint64_t ahead,
 ):
-    """The bare kernels: payloads of `length` wire bytes to the addresses `to`, prefetching `ahead` packets.
-    protocol: 0 LL, 1 LL128, 2 SIMPLE. Returns the number of packets with a wrong flag."""
+    """The memory traffic of placing without its work: every line of the payloads (`length` bytes each) is loaded, `nbytes`
+    are stored at each address, in that order. Prefetches `ahead` packets, 0: nothing. Every address on a cache line: that is
+    the caller's promise, as looking would take time that is measured."""
     cdef uint64_t n = to.shape[0]
-    if n == 0 or <uint64_t>payloads.shape[0] != n or <uint64_t>flags.shape[0] != n:
-        raise ValueError("one payload and one flag for every place")
+    if n == 0 or <uint64_t>payloads.shape[0] != n or nbytes % 64 or to[0] % 64:
+        raise ValueError("one payload for every place, and whole cache lines")
+    if not 64 <= nbytes <= length:
+        raise ValueError(f"{nbytes} bytes stored of {length}: at least a line, and not more than came")
     with nogil:
-        n = fcb_place(protocol, &to[0], &payloads[0], &flags[0], n, length, ahead)
-    return n
+        fcb_traffic(&to[0], &payloads[0], n, length, nbytes, ahead)
+
+
+def crc_hot(const uint8_t[::1] data, uint64_t times):
+    """isa-l's CRC-32 over the same bytes, again and again."""
+    cdef uint32_t out
+    if data.shape[0] == 0:
+        raise ValueError("a sum of nothing")
+    with nogil:
+        out = fcb_crc_hot(&data[0], data.shape[0], times)
+    return out

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flowcheck.bench.traffic import aligned
+from flowcheck.calibration import processor
 from parser.wire import Protocol
 
 __all__ = ["Row", "Samples", "Setting", "alternate", "here", "page_kind", "print_rows", "quantile"]
@@ -31,7 +32,7 @@ Samples = dict[str, list[float]]
 class Setting:
     """Where a row was taken, and with what.
 
-    processor: its model. pages: of the memory in which packets or parameters lie. kernels: the instructions that were
+    processor: its model, with family, model number and stepping. pages: of the memory in which packets or parameters lie. kernels: the instructions that were
     chosen, which FLOWCHECK_SIMD may lower. choices: what else was chosen, by name: how each protocol is placed.
     """
 
@@ -45,14 +46,7 @@ def here(pages: str | None = None, **choices: str) -> Setting:
     """The setting of a bench in this process, as it is at the moment. pages: if not those of ordinary memory."""
     kernels, ways = placing()
     placed = {p.name.lower(): f"{way}@{ahead}" for p, (way, ahead) in zip(Protocol, ways, strict=True)}
-    return Setting(_processor(), pages or _ordinary_pages(), kernels, {**placed, **choices})
-
-
-@functools.cache
-def _processor() -> str:
-    with open("/proc/cpuinfo") as file:
-        names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
-    return names[0] if names else "unknown"
+    return Setting(processor(), pages or _ordinary_pages(), kernels, {**placed, **choices})
 
 
 @functools.cache

@@ -76,4 +76,9 @@ int fc_icrc_ok(const fc_roce *p);
 /* The invariant CRC the packet should carry, as the integer whose little-endian bytes end the frame. */
 uint32_t fc_icrc(const fc_roce *p);
 
+/* The ways to compute it that this processor has, best first, ended by a null pointer, and the choice of one: 0 if
+ * there is none of that name. Of this library; before threads use it. */
+extern const char *fc_icrc_all[4];
+int fc_icrc_choose(const char *name);
+
 #endif

@@ -25,21 +25,7 @@
 #define XOR3 0x96 /* vpternlog: a ^ b ^ c */
 #define LIKELY(x) __builtin_expect(!!(x), 1)
 
-enum { LRH_LEFT = 4, FRONT = 128 };
-
-/* Ones over the variant fields, by offset from the IP header; FRONT zeros before and 64 behind, because blocks
- * are loaded wherever they lie. IPv4: DSCP/ECN 1, TTL 8, checksum 10, UDP checksum 26, BTH reserved 32. */
-static const uint8_t ones4[FRONT + 40 + 64] = {
-    [FRONT - 4] = 0xff, [FRONT - 3] = 0xff, [FRONT - 2] = 0xff, [FRONT - 1] = 0xff,
-    [FRONT + 1] = 0xff, [FRONT + 8] = 0xff, [FRONT + 10] = 0xff, [FRONT + 11] = 0xff,
-    [FRONT + 26] = 0xff, [FRONT + 27] = 0xff, [FRONT + 32] = 0xff,
-};
-/* IPv6: traffic class and flow label 0..3 (all but the version), hop limit 7, UDP checksum 46, BTH reserved 52. */
-static const uint8_t ones6[FRONT + 60 + 64] = {
-    [FRONT - 4] = 0xff, [FRONT - 3] = 0xff, [FRONT - 2] = 0xff, [FRONT - 1] = 0xff,
-    [FRONT + 0] = 0x0f, [FRONT + 1] = 0xff, [FRONT + 2] = 0xff, [FRONT + 3] = 0xff, [FRONT + 7] = 0xff,
-    [FRONT + 46] = 0xff, [FRONT + 47] = 0xff, [FRONT + 52] = 0xff,
-};
+enum { LRH_LEFT = 4 };
 
 static inline __m512i both(uint64_t near, uint64_t far)
 {
@@ -63,7 +49,7 @@ static inline __m512i fold(__m512i x, __m512i by, __m512i next)
 static inline __m512i front(const uint8_t *ip, const uint8_t *ones, int64_t at)
 {
     __mmask64 real = at >= 0 ? ~0ull : at <= -64 ? 0 : ~0ull << -at;
-    return _mm512_or_si512(_mm512_maskz_loadu_epi8(real, ip + at), _mm512_loadu_si512(ones + FRONT + at));
+    return _mm512_or_si512(_mm512_maskz_loadu_epi8(real, ip + at), _mm512_loadu_si512(ones + at));
 }
 
 /* 512 bits to the 32 of the sum. */
@@ -88,7 +74,7 @@ static inline uint32_t reduce(__m512i x)
 
 uint32_t fc_icrc_avx512(const uint8_t *ip, const uint8_t *bth, uint32_t version, uint32_t ib_len)
 {
-    const uint8_t *ones = version == 4 ? ones4 : ones6;
+    const uint8_t *ones = fc_icrc_ones(version);
     const int64_t headers = version == 4 ? 40 : 60;
     const int64_t rest = (int64_t)ib_len - 12 - 4, over = rest & 63;
     const uint8_t *block = bth + 12 + over;

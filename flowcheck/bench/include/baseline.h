@@ -1,5 +1,4 @@
-/* What the machine can do, in C that shares no line with the parser (but for fcb_place, which times its kernels).
- * Any thread, no state but the arguments. */
+/* What the machine can do, in C that shares no line with the parser. Any thread, no state but the arguments. */
 #ifndef FLOWCHECK_BENCH_BASELINE_H
 #define FLOWCHECK_BENCH_BASELINE_H
 
@@ -25,9 +24,13 @@ typedef struct fcb_flow {
  * table: mask + 1 entries. Returns packets whose flow is known. */
 uint64_t fcb_parse(const fc_packetref *refs, uint64_t n, fcb_flow *table, uint32_t mask, uint64_t ahead);
 
-/* The parser's placing kernels (place.h) without the parser: n payloads of `length` wire bytes at addresses `payloads`
- * to addresses `to`. protocol: 0 LL, 1 LL128, 2 SIMPLE. Returns packets with a wrong flag. */
-uint64_t fcb_place(int protocol, const uint64_t *to, const uint64_t *payloads, const uint64_t *flags, uint64_t n,
-                   uint32_t length, uint64_t ahead);
+/* The least that placing packets costs the memory: every cache line of n payloads of `length` bytes is loaded, and
+ * `bytes` (whole lines) are stored past the cache at each of the addresses `to` (on a cache line), in that order. What
+ * is stored comes from the loads and means nothing. Payloads are prefetched `ahead` packets before, 0: not at all. */
+void fcb_traffic(const uint64_t *to, const uint64_t *payloads, uint64_t n, uint32_t length, uint32_t bytes,
+                 uint64_t ahead);
+
+/* isa-l's CRC-32 over the same `bytes`, `times` over: they are in the nearest cache. Returns something of all of them. */
+uint32_t fcb_crc_hot(const uint8_t *at, uint64_t bytes, uint64_t times);
 
 #endif

@@ -2,8 +2,7 @@
 
 #include "decode.h"
 
-#include "place.h"
-
+#include <isa-l/crc.h>
 #include <string.h>
 
 #if defined(__x86_64__)
@@ -68,22 +67,102 @@ uint64_t fcb_parse(const fc_packetref *refs, uint64_t n, fcb_flow *table, uint32
     return known;
 }
 
-uint64_t fcb_place(int protocol, const uint64_t *to, const uint64_t *payloads, const uint64_t *flags, uint64_t n,
-                   uint32_t length, uint64_t ahead)
+/* -- the traffic of placing ------------------------------------------------------------------------ */
+
+#if defined(__x86_64__)
+#define TRAFFIC(name) name##_512
+#define TARGET __attribute__((target("avx512f")))
+#define LINE __m512i
+#define load(at) _mm512_load_si512(at)
+#define mix(x, y) _mm512_xor_si512(x, y)
+#define store(at, line) _mm512_stream_si512((void *)(at), line)
+#include "traffic_body.h"
+#undef TRAFFIC
+#undef TARGET
+#undef LINE
+#undef load
+#undef mix
+#undef store
+
+typedef struct two {
+    __m256i a, b;
+} two;
+
+__attribute__((target("avx2"), always_inline)) static inline two load256(const uint8_t *at)
 {
-    uint64_t wrong = 0;
-    for (uint64_t i = 0; i < n; i++) {
-        const uint8_t *wire = (const uint8_t *)payloads[i], *next = (const uint8_t *)payloads[i + ahead < n ? i + ahead : i];
-        uint8_t *dst = (uint8_t *)to[i];
-        if (protocol == 0)
-            wrong += fc_ll_place(dst, wire, length / 2, (uint32_t)flags[i], next) >= 0;
-        else if (protocol == 1)
-            wrong += fc_ll128_place(dst, wire, length / 1024, length / 1024 * 960, flags[i], next) >= 0;
-        else
-            fc_copy_place(dst, wire, length, next);
-        if ((i & 31) == 31)
-            fc_place_fence();
+    two line = {_mm256_load_si256((const __m256i *)at), _mm256_load_si256((const __m256i *)(at + 32))};
+    return line;
+}
+
+__attribute__((target("avx2"), always_inline)) static inline two mix256(two x, two y)
+{
+    two line = {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)};
+    return line;
+}
+
+#define TRAFFIC(name) name##_256
+#define TARGET __attribute__((target("avx2")))
+#define LINE two
+#define load load256
+#define mix mix256
+#define store(at, line) _mm256_stream_si256((__m256i *)(at), (line).a), _mm256_stream_si256((__m256i *)((at) + 32), (line).b)
+#include "traffic_body.h"
+#undef TRAFFIC
+#undef TARGET
+#undef LINE
+#undef load
+#undef mix
+#undef store
+#endif
+
+typedef struct eight {
+    uint64_t word[8];
+} eight;
+
+static inline eight load_plain(const uint8_t *at)
+{
+    eight line;
+    memcpy(&line, at, sizeof line);
+    return line;
+}
+
+static inline eight mix_plain(eight x, eight y)
+{
+    for (int i = 0; i < 8; i++)
+        x.word[i] ^= y.word[i];
+    return x;
+}
+
+#define TRAFFIC(name) name##_plain
+#define TARGET
+#define LINE eight
+#define load load_plain
+#define mix mix_plain
+#define store(at, line) memcpy(at, &(line), sizeof(line))
+#include "traffic_body.h"
+
+void fcb_traffic(const uint64_t *to, const uint64_t *payloads, uint64_t n, uint32_t length, uint32_t bytes,
+                 uint64_t ahead)
+{
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f")) {
+        choose_512(to, payloads, n, length, bytes, ahead);
+        _mm_sfence();
+        return;
     }
-    fc_place_fence();
-    return wrong;
+    if (__builtin_cpu_supports("avx2")) {
+        choose_256(to, payloads, n, length, bytes, ahead);
+        _mm_sfence();
+        return;
+    }
+#endif
+    choose_plain(to, payloads, n, length, bytes, ahead);
+}
+
+uint32_t fcb_crc_hot(const uint8_t *at, uint64_t bytes, uint64_t times)
+{
+    uint32_t sum = 0;
+    for (uint64_t i = 0; i < times; i++)
+        sum ^= crc32_gzip_refl((uint32_t)i, at, bytes);
+    return sum;
 }
