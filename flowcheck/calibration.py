@@ -43,8 +43,8 @@ DISTANCES = (2048, 4096, 8192, 16384)
 MOST_AHEAD = 1 << 20
 MEMORY = 16 << 20  # each of the packets and of where they go: more pages than a processor has addresses at hand
 SAMPLE = 256 << 10
-ROUNDS = 7
-WORTH = 0.97  # of the time of what is used without a measurement: less is noise
+ROUNDS = 9
+WORTH = 0.95  # of the time of what is used without a measurement: less is noise
 MAP_HUGETLB = 0x40000
 
 
@@ -79,11 +79,13 @@ class Choice:
         return f"{self.kernels}, {self.placing} ({self.how})"
 
 
-def settle(mtu: int = 1024, huge: bool = False, *, measure: bool = True, remember: bool = True) -> Choice:
+def settle(
+    mtu: int = 1024, huge: bool = False, *, measure: bool = True, recall: bool = True, remember: bool = True
+) -> Choice:
     """Decide, and let every engine of this process do it: call before engines run.
 
     huge: packets lie in huge pages. measure: measure where nothing is remembered; else take the default then.
-    remember: write what was measured. Raises UserError if the setting is no setting.
+    recall: use what is remembered. remember: write what was measured. Raises UserError if the setting is no setting.
     """
     wanted = os.environ.get(SETTING, "").strip()
     mode = wanted if wanted in ("", "default", "measure") else ""
@@ -92,7 +94,7 @@ def settle(mtu: int = 1024, huge: bool = False, *, measure: bool = True, remembe
     ways, how = dict.fromkeys(NAMES, DEFAULT), f"{SETTING}=default" if mode else "not measured"
     if len(set_ways) < len(NAMES) and mode != "default":
         path, key = cache_file(mtu, huge), _key(mtu, huge)
-        known = _read(path, key) if mode != "measure" else None
+        known = _read(path, key) if recall and mode != "measure" else None
         if known is not None:
             ways, how = known, f"measured before: {path}"
         elif measure or mode == "measure":

@@ -5,7 +5,7 @@
     limits.pyx   the limits in C that shares nothing with the parser: copies past the cache, the least a parser does
     feed.py      a job's packets without an end, from one window in memory, for benches of the live node
     parse.py     Engine on packets that carry nothing to keep, against the minimal parse
-    place.py     Engine and kernels placing gradients, against the copy limit
+    place.py     Engine and kernels placing gradients, against a roof of the same traffic
     ingest.py    packets from a DPDK port to placed gradients, against minimal.pyx: a loop that does the least
     streams.py   the same packets over 1, 2, 4, 8 and 16 streams
     loss.py      the live node's loop with losses, against without

@@ -17,7 +17,7 @@ __all__ = ["BENCHES", "bench"]
 BENCHES = {
     "parse": ("flowcheck.bench.parse", "packets that carry nothing to keep, against a minimal parse"),
     "ingest": ("flowcheck.bench.ingest", "packets from a DPDK port to placed gradients, against a minimal loop"),
-    "place": ("flowcheck.bench.place", "gradients into the arena, against a copy past the cache"),
+    "place": ("flowcheck.bench.place", "gradients into the arena, against a roof of the same traffic"),
     "streams": ("flowcheck.bench.streams", "the same packets over 1 to 16 streams, against over one"),
     "loss": ("flowcheck.bench.loss", "the live node with one packet lost in 10^5, against none lost"),
     "closing": ("flowcheck.bench.closing", "evidence and verdict of an iteration that closes, per GB"),

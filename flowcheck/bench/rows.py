@@ -32,8 +32,9 @@ Samples = dict[str, list[float]]
 class Setting:
     """Where a row was taken, and with what.
 
-    processor: its model, with family, model number and stepping. pages: of the memory in which packets or parameters lie. kernels: the instructions that were
-    chosen, which FLOWCHECK_SIMD may lower. choices: what else was chosen, by name: how each protocol is placed.
+    processor: its model, with family, model number and stepping. pages: of the memory in which packets or parameters
+    lie. kernels: the instructions that were chosen, which FLOWCHECK_SIMD may lower. choices: what else was chosen, by
+    name: how each protocol is placed.
     """
 
     processor: str

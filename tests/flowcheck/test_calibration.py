@@ -61,7 +61,7 @@ def test_noise_changes_nothing() -> None:
     def seldom(protocol: Protocol, way: Way, written: bool) -> float:
         nonlocal count
         count += way.name == "nta"
-        return 0.5 if way.name == "nta" and count % 7 == 0 else 1.0 if way == DEFAULT else 1.1
+        return 0.5 if way.name == "nta" and count % 9 == 0 else 1.0 if way == DEFAULT else 1.1
 
     assert calibrate(seldom, 1024) == dict.fromkeys(Protocol, DEFAULT)
 
@@ -109,6 +109,7 @@ def test_what_was_measured_is_remembered() -> None:
     assert again.ways == {p: calibration._way(str(w)) for p, w in first.ways.items()}
     assert again.how == f"measured before: {cache_file(1024, False)}"
     assert settle(4096, measure=False).how == "not measured", "another MTU is another question"
+    assert settle(1024, measure=False, recall=False).how == "not measured"
     assert [path.name for path in cache_file(1024, False).parent.iterdir()] == ["placing-1024-normal.json"]
 
 

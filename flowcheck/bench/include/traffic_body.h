@@ -4,7 +4,7 @@ TARGET __attribute__((always_inline)) static inline void TRAFFIC(loop)(const uin
                                                                        uint64_t n, uint32_t length, uint32_t bytes,
                                                                        uint64_t ahead, const int per, const int fetch)
 {
-    LINE sum = load((const uint8_t *)(payloads[0] & ~63ull));
+    LINE sum = load((const uint8_t *)(payloads[n - 1] & ~63ull));
     for (uint64_t i = 0; i < n; i++) {
         const uint8_t *at = (const uint8_t *)(payloads[i] & ~63ull), *end = (const uint8_t *)payloads[i] + length;
         const uint8_t *next = (const uint8_t *)payloads[i + ahead < n ? i + ahead : i];
