@@ -7,8 +7,8 @@ bytes: a bad choice is slow and nothing else. No processor is known here by its 
 remembered choice is no longer about this machine.
 
     chosen = settle(mtu, huge)                     before engines run; says what is used from now on
-    FLOWCHECK_PLACING=t0-whole@4096                everything this way, fetched 4096 payload bytes ahead
-    FLOWCHECK_PLACING=ll=t0@8192,simple=none       these protocols so, the rest as without it
+    FLOWCHECK_PLACING=t0-whole@2048                everything this way, fetched 2048 payload bytes ahead
+    FLOWCHECK_PLACING=ll=t0@4096,simple=none       these protocols so, the rest as without it
     FLOWCHECK_PLACING=default | measure            nothing measured, nor remembered | measured, whatever is remembered
 
 What was measured is kept in the user's cache directory, a file for each path MTU and page kind. A file that cannot be
@@ -39,7 +39,7 @@ __all__ = ["DEFAULT", "NAMES", "SETTING", "Choice", "Ground", "Way", "cache_file
 SETTING = "FLOWCHECK_PLACING"
 SCHEMA = "flowcheck-placing/1"
 NAMES = {Protocol.LL: "ll", Protocol.LL128: "ll128", Protocol.SIMPLE: "simple"}
-DISTANCES = (2048, 4096, 8192, 16384)
+DISTANCES = (1024, 2048, 4096, 8192)
 MOST_AHEAD = 1 << 20
 MEMORY = 16 << 20  # each of the packets and of where they go: more pages than a processor has addresses at hand
 SAMPLE = 256 << 10
@@ -59,7 +59,7 @@ class Way:
         return self.name if self.name.startswith("none") else f"{self.name}@{self.ahead}"
 
 
-DEFAULT = Way("t0", 8192)
+DEFAULT = Way("t0", 4096)
 Ways = Mapping[Protocol, Way]
 
 
@@ -121,7 +121,7 @@ def _parse(text: str) -> dict[Protocol, Way]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, way = part.rpartition("=")
         if equals and name not in by_name:
-            raise _refused(f"{name!r} is no protocol", f"{', '.join(by_name)}, as in ll=t0@8192")
+            raise _refused(f"{name!r} is no protocol", f"{', '.join(by_name)}, as in ll=t0@4096")
         found.update(dict.fromkeys([by_name[name]] if equals else NAMES, _way(way)))
     return found
 
@@ -131,7 +131,7 @@ def _way(text: str) -> Way:
     if name not in place.ways():
         raise _refused(f"{name!r} is no way of placing", f"default, measure or one of {', '.join(place.ways())}")
     if at and not (ahead.isascii() and ahead.isdigit() and 0 < int(ahead) <= MOST_AHEAD):
-        raise _refused(f"{ahead!r} is no distance", f"payload bytes, 1 to {MOST_AHEAD}, as in t0@8192")
+        raise _refused(f"{ahead!r} is no distance", f"payload bytes, 1 to {MOST_AHEAD}, as in t0@4096")
     return Way(name, int(ahead) if at else DEFAULT.ahead)
 
 
@@ -199,9 +199,11 @@ def calibrate(seconds: Seconds, mtu: int) -> dict[Protocol, Way]:
     memory, which is what a way that stores through the cache leaves for later."""
     fetches = [name for name in place.ways() if not name.endswith("-regular")]
     distances = sorted({max(mtu, distance) for distance in DISTANCES})
+    near_and_far = [Way(name, ahead) for name in fetches for ahead in dict.fromkeys((distances[0], DEFAULT.ahead))]
+    candidates = [DEFAULT, *(way for way in near_and_far if way.name != "none" or way.ahead == DEFAULT.ahead)]
     best: dict[Protocol, Way] = {}
     for protocol in NAMES:
-        way = _best([DEFAULT, *(Way(name, DEFAULT.ahead) for name in fetches)], protocol, seconds, False)
+        way = _best(candidates, protocol, seconds, False)
         if way.name != "none":
             way = _best([way, *(Way(way.name, distance) for distance in distances)], protocol, seconds, False)
         best[protocol] = _best([way, Way(f"{way.name}-regular", way.ahead)], protocol, seconds, True)

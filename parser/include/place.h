@@ -55,7 +55,7 @@ static inline uint32_t fc_ll128_offset(uint32_t line, uint32_t word)
  * (prefetchnta); line by line while the packet before is placed, or whole in front of it. `+ FC_REGULAR`: stored
  * through the cache instead of past it. */
 enum fc_way { FC_NO_FETCH, FC_T0, FC_NTA, FC_T0_WHOLE, FC_NTA_WHOLE, FC_FETCHES, FC_REGULAR = FC_FETCHES };
-enum { FC_WAYS = 2 * FC_FETCHES, FC_WAY_DEFAULT = FC_T0, FC_AHEAD_DEFAULT = 8192 };
+enum { FC_WAYS = 2 * FC_FETCHES, FC_WAY_DEFAULT = FC_T0, FC_AHEAD_DEFAULT = 4096 };
 /* To be raised when a kernel changes: choices measured of another version are worth nothing. */
 #define FC_PLACE_VERSION 1
 

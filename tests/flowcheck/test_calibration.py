@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from parser.machine import Engine, choose_placing, placing
+from parser.machine import Engine, choose_icrc, choose_placing, icrc_kernels, placing
 
 from flowcheck import calibration, doctor
 from flowcheck.bench.traffic import make
@@ -29,6 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for protocol in Protocol:
         choose_placing(protocol, DEFAULT.name, DEFAULT.ahead)
+    choose_icrc(icrc_kernels()[0])
 
 
 def used() -> list[Way]:
@@ -44,18 +45,18 @@ def times(**least: float):  # type: ignore[no-untyped-def]
 
 
 def test_the_quickest_way_wins_step_by_step() -> None:
-    ways = calibrate(times(t0_whole_at_8192=0.8, t0_whole_at_4096=0.7, t0_whole_regular_at_4096=0.5), 1024)
-    assert ways == dict.fromkeys(Protocol, Way("t0-whole-regular", 4096))
+    ways = calibrate(times(t0_whole_at_4096=0.8, t0_whole_at_2048=0.7, t0_whole_regular_at_2048=0.5), 1024)
+    assert ways == dict.fromkeys(Protocol, Way("t0-whole-regular", 2048))
 
 
 def test_no_fetching_has_no_distance() -> None:
     assert calibrate(times(none=0.9), 1024) == dict.fromkeys(Protocol, Way("none", DEFAULT.ahead))
-    assert str(Way("none", 8192)) == "none" and str(Way("nta", 2048)) == "nta@2048"
+    assert str(Way("none", DEFAULT.ahead)) == "none" and str(Way("nta", 2048)) == "nta@2048"
 
 
 def test_noise_changes_nothing() -> None:
     """A little quicker, or much quicker but seldom, is not better."""
-    assert calibrate(times(nta_at_8192=0.98), 1024) == dict.fromkeys(Protocol, DEFAULT)
+    assert calibrate(times(nta_at_4096=0.98), 1024) == dict.fromkeys(Protocol, DEFAULT)
     count = 0
 
     def seldom(protocol: Protocol, way: Way, written: bool) -> float:
@@ -74,7 +75,7 @@ def test_a_distance_is_at_least_one_packet() -> None:
         return 1.0
 
     calibrate(seconds, 4096)
-    assert seen == {4096, 8192, 16384}
+    assert seen == {4096, 8192}
 
 
 def test_stores_are_compared_until_they_are_in_memory() -> None:
@@ -127,8 +128,8 @@ def remembered(**changes: object) -> None:
 
 def test_a_remembered_choice_is_used() -> None:
     remembered()
-    assert list(settle(1024).ways.values()) == [Way("nta", 2048), Way("t0-whole", 4096), Way("none", 8192)]
-    assert used() == [Way("nta", 2048), Way("t0-whole", 4096), Way("none", 8192)]
+    assert list(settle(1024).ways.values()) == [Way("nta", 2048), Way("t0-whole", 4096), Way("none", DEFAULT.ahead)]
+    assert used() == [Way("nta", 2048), Way("t0-whole", 4096), Way("none", DEFAULT.ahead)]
 
 
 @pytest.mark.parametrize(
@@ -173,10 +174,10 @@ def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 @pytest.mark.parametrize(
     ("text", "ways"),
     [
-        ("nta", [Way("nta", 8192)] * 3),
+        ("nta", [Way("nta", DEFAULT.ahead)] * 3),
         ("t0-whole@4096", [Way("t0-whole", 4096)] * 3),
-        ("ll=none, simple=nta-regular@2048", [Way("none", 8192), DEFAULT, Way("nta-regular", 2048)]),
-        ("nta@1024,ll128=t0-whole", [Way("nta", 1024), Way("t0-whole", 8192), Way("nta", 1024)]),
+        ("ll=none, simple=nta-regular@2048", [Way("none", DEFAULT.ahead), DEFAULT, Way("nta-regular", 2048)]),
+        ("nta@1024,ll128=t0-whole", [Way("nta", 1024), Way("t0-whole", DEFAULT.ahead), Way("nta", 1024)]),
         ("default", [DEFAULT] * 3),
     ],
 )
@@ -192,7 +193,7 @@ def test_the_setting_goes_before_what_is_remembered(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(SETTING, "default")
     assert settle(1024).ways == dict.fromkeys(Protocol, DEFAULT)
     monkeypatch.setenv(SETTING, "ll=t0")
-    assert list(settle(1024).ways.values()) == [Way("t0", 8192), Way("t0-whole", 4096), Way("none", 8192)]
+    assert list(settle(1024).ways.values()) == [DEFAULT, Way("t0-whole", 4096), Way("none", DEFAULT.ahead)]
     monkeypatch.setenv(SETTING, "measure")
     assert "measured in" in settle(1024, measure=False).how
 
@@ -236,7 +237,20 @@ def test_every_choice_gives_the_same_bytes(protocol: Protocol, mtu: int) -> None
             assert np.array_equal(engine.region(0), traffic.expected), (name, ahead)
 
 
+@pytest.mark.parametrize("name", icrc_kernels())
+def test_every_icrc_finds_the_one_wrong_packet(name: str) -> None:
+    traffic = make(Protocol.LL, 1024, 3, 1 << 20, icrc=True)
+    traffic.frames[70, 100] ^= 1
+    choose_icrc(name)
+    engine = Engine(traffic.config)
+    assert engine.run(0, traffic.ring.address, traffic.packets) == (traffic.packets, False)
+    outcomes = engine.outcomes(0)
+    assert (outcomes["placed"][0], outcomes["icrc"][0]) == (traffic.packets - 1, 1)
+
+
 def test_an_unknown_way_is_refused() -> None:
+    with pytest.raises(ValueError, match="isal"):
+        choose_icrc("table")
     with pytest.raises(ValueError, match="t0-whole"):
         choose_placing(0, "t9", 1)
     with pytest.raises(ValueError, match="protocol 3"):

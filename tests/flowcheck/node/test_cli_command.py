@@ -78,7 +78,7 @@ def test_options_of_the_command(
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["event"] for line in said] == ["placing", "listening", "capture", "stopped"]
     assert set(json.loads((tmp_path / "status.json").read_text())) == {"placing", "listening", "capture", "stopped"}
-    assert "ll=t0@8192" in said[0]["text"] and "FLOWCHECK_PLACING=default" in said[0]["text"]
+    assert "ll=t0@4096" in said[0]["text"] and "FLOWCHECK_PLACING=default" in said[0]["text"]
     assert (tmp_path / "hashes").exists()
 
 
