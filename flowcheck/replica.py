@@ -203,6 +203,12 @@ class JobReplica:
         return marks + ([self._dialect.unproven] if self._dialect.unproven else [])
 
     @property
+    def kernels(self) -> str:
+        """What computes versions, and what was chosen for this processor."""
+        assert self._replica is not None
+        return self._replica.kernels
+
+    @property
     def ready(self) -> bool:
         return self._replica is not None
 

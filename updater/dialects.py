@@ -5,11 +5,11 @@ A dialect is (torch version, mode). Modes: `torch-cpu` (single-tensor and foreac
 for a version by a test that compares bits with that torch; anything else works and is marked unproven wherever a
 result is shown.
 
-The trap of `torch-cpu` is the square root. torch built with MKL takes vmsSqrt, which on processors other than Intel's
-is wrong by one ulp for 17 % of all floats. `cpu_root` decides once per process how to be exact by construction: it
-compares, over every mantissa and both parities of the exponent, torch.sqrt with IEEE and with our own form of
-MKL's sequence, and falls back to calling torch's vmsSqrt on blocks in cache. A replica therefore equals a trainer on
-the same kind of processor; for another vendor's, ask for the root by name.
+The trap of `torch-cpu` is the square root. torch built with MKL takes vmsSqrt, which is correctly rounded on no
+processor met so far, and not the same on AMD's (17 % of all floats are off by one ulp) and Intel's (0.6 %). `cpu_root`
+decides once per process how to be exact by construction: it compares torch.sqrt, over every mantissa and both parities
+of the exponent, with IEEE and with textbook sequences, and falls back to calling torch's vmsSqrt on blocks in cache.
+A replica therefore equals a trainer on the same kind of processor; for another one's, ask for the root by name.
 
 `constants` is pure; `cpu_root` may be called from any thread.
 """
@@ -29,7 +29,7 @@ import torch
 from updater import kernels
 from updater.errors import OptimizerError
 
-__all__ = ["DIALECTS", "Dialect", "cpu_root", "rule"]
+__all__ = ["DIALECTS", "Dialect", "cpu_root", "find_root", "root_of", "rule"]
 
 DIALECTS = ("torch-cpu", "torch-cpu-fused", "torch-cuda-foreach", "torch-cuda-fused")
 
@@ -170,45 +170,44 @@ _found: list[str] = []
 
 
 def cpu_root() -> str:
-    """How to get torch.sqrt's bits here: "ieee", "mkl-ex" or "call". Raises OptimizerError if nothing does.
-
-    Compares 2^24 values once per process (every mantissa with an even and an odd exponent: the sequence is
-    invariant under a factor of four) and those next to the borders of the exponent.
-    """
+    """How to get torch.sqrt's bits here, one of kernels.ROOTS. Raises OptimizerError if nothing does."""
     with _lock:
         if not _found:
-            _found.append(_find_root())
+            kernels.set_root(_vendor_address())
+            _found.append(find_root(torch.sqrt))
         return _found[0]
 
 
-def _find_root() -> str:
-    rows = [torch.arange(0x3F800000, 0x3F800000 + (1 << 24), dtype=torch.int32)]
-    edges = [0x3F800000, 0x00800000, 0x01000000, 0x7F000000, 0x7F7FF000 - (1 << 16), 0x00000000, 0x00010000]
-    rows = [torch.arange(edge, edge + (1 << 16), dtype=torch.int32) for edge in edges] + rows
-    address = _vendor_address()
-    candidates = ["ieee", *(["mkl-ex"] if kernels.has_sqrt_ex() else []), *(["call"] if address else [])]
-    kernels.set_root(address)
-    for row in rows:
-        values = row.view(torch.float32)
-        theirs = torch.sqrt(values).view(torch.int32)
-        while candidates and not torch.equal(_root(candidates[0], values).view(torch.int32), theirs):
-            candidates.pop(0)
-        # A candidate that comes in late has not seen the rows before; they are few and it is the vendor's own.
-    if not candidates:
-        raise OptimizerError(
-            "torch.sqrt on this machine is neither IEEE nor MKL's: dialect torch-cpu cannot be exact here"
-        )
-    return candidates[0]
+#: Bit patterns near which exponents, denormals or ranges of the sequences end.
+_EDGES = (0, 0x00010000, 0x00800000, 0x01000000, 0x0F800000, 0x3F800000, 0x7F000000, 0x7F7FF000, 0x7F800000)
+_INFINITY = 0x7F800000
 
 
-def _root(how: str, values: torch.Tensor) -> torch.Tensor:
+def find_root(library: Callable[[torch.Tensor], torch.Tensor]) -> str:
+    """The first of kernels.ROOTS that gives a library's square roots; "call" is the last of them.
+
+    Compares 2^24 values (every mantissa with an even and an odd exponent: the sequences are invariant under a factor of
+    four) and those next to _EDGES.
+    """
+    spans = [(max(0, edge - (1 << 15)), min(edge + (1 << 15), _INFINITY + 1)) for edge in _EDGES]
+    spans += [(first, first + (1 << 20)) for first in range(0x3F800000, 0x40800000, 1 << 20)]
+    for root in kernels.ROOTS:
+        if kernels.has_root(root) and all(_same(library, root, *span) for span in spans):
+            return root
+    raise OptimizerError(
+        "torch.sqrt on this machine is none of the known sequences: dialect torch-cpu cannot be exact here"
+    )
+
+
+def _same(library: Callable[[torch.Tensor], torch.Tensor], root: str, first: int, end: int) -> bool:
+    values = torch.arange(first, end, dtype=torch.int32).view(torch.float32)
+    return torch.equal(root_of(values, root).view(torch.int32), library(values).view(torch.int32))
+
+
+def root_of(values: torch.Tensor, root: str, kernel: str = "") -> torch.Tensor:
+    """Square roots of contiguous fp32 values by one of kernels.ROOTS."""
     out = torch.empty_like(values)
-    if how == "ieee":
-        return torch.from_numpy(np.sqrt(values.numpy()))
-    if how == "mkl-ex":
-        kernels.sqrt_ex(out.data_ptr(), values.data_ptr(), values.numel())
-    else:
-        kernels.vendor_sqrt(out.data_ptr(), values.data_ptr(), values.numel())
+    kernels.roots(out.data_ptr(), values.data_ptr(), values.numel(), root, kernel)
     return out
 
 

@@ -9,12 +9,13 @@ Legal calls of a Pool: (submit | checksums)* wait* close; all from one thread. T
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 
-__all__ = ["Pool", "Rule", "Sums", "checksum", "copy", "in_use", "names", "narrow", "set_root", "sqrt_ex"]
+__all__ = ["Pool", "Rule", "Sums", "checksum", "copy", "in_use", "names", "narrow", "roots", "set_root"]
 
 
 cdef extern from "update.h" nogil:
     enum: FCU_TORCH_CPU, FCU_CUDA_FOREACH, FCU_CUDA_FUSED
-    enum: FCU_SQRT_IEEE, FCU_SQRT_MKL_EX, FCU_SQRT_CALL
+    enum: FCU_SQRT_IEEE, FCU_SQRT_CALL, FCU_SQRT_RSQRT
+    enum: FCU_SQRT_RSQRT14, FCU_SQRT_RSQRT14_COUPLED, FCU_SQRT_RSQRT14_NEWTON
     enum: FCU_F32, FCU_BF16, FCU_F16
     enum: FCU_DIVIDE, FCU_TIMES, FCU_UNSCALE, FCU_UNSCALE_DIV, FCU_CLIP, FCU_NEGATE
     ctypedef void (*fcu_sqrt_call)(long long n, const float *src, float *out, long long mode) noexcept nogil
@@ -38,15 +39,19 @@ cdef extern from "update.h" nogil:
         float *x1
         uint16_t *low
         uint64_t odd
+    ctypedef struct fcu_tuning:
+        int together
+        uint32_t ahead
     ctypedef struct fcu_kernels:
         const char *name
-        void (*update)(const fcu_rule *rule, const fcu_piece *piece) noexcept nogil
-        void (*sqrt_ex)(float *out, const float *src, uint64_t n) noexcept nogil
+        void (*update)(const fcu_rule *rule, const fcu_piece *piece, const fcu_tuning *tuning) noexcept nogil
+        void (*roots)(float *out, const float *src, uint64_t n, int how) noexcept nogil
         void (*narrow)(uint16_t *out, const float *src, uint64_t n, int type) noexcept nogil
     ctypedef struct fcu_pool:
         pass
     const fcu_kernels *fcu_all[4]
     const fcu_kernels *fcu_best
+    bint fcu_has_root(int how)
     void fcu_copy(void *dst, const void *src, size_t nbytes)
     ctypedef struct fcu_sum:
         const void *data
@@ -54,7 +59,7 @@ cdef extern from "update.h" nogil:
         int size
     uint64_t fcu_sum_begin(uint64_t n)
     uint64_t fcu_sum_part(const fcu_kernels *kernels, const void *data, uint64_t first, uint64_t n, int size)
-    fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels)
+    fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels, fcu_tuning tuning)
     uint64_t fcu_submit(
         fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_of, const fcu_piece *pieces, uint32_t count)
     uint64_t fcu_submit_sums(fcu_pool *pool, fcu_sum *sums, uint32_t count)
@@ -64,7 +69,9 @@ cdef extern from "update.h" nogil:
 
 ORDERS = {"torch-cpu": FCU_TORCH_CPU, "torch-cpu-fused": FCU_TORCH_CPU, "torch-cuda-foreach": FCU_CUDA_FOREACH,
           "torch-cuda-fused": FCU_CUDA_FUSED}
-ROOTS = {"ieee": FCU_SQRT_IEEE, "mkl-ex": FCU_SQRT_MKL_EX, "call": FCU_SQRT_CALL}
+ROOTS = {"ieee": FCU_SQRT_IEEE, "rsqrt": FCU_SQRT_RSQRT, "rsqrt14": FCU_SQRT_RSQRT14,
+         "rsqrt14-coupled": FCU_SQRT_RSQRT14_COUPLED, "rsqrt14-newton": FCU_SQRT_RSQRT14_NEWTON, "call": FCU_SQRT_CALL}
+TOGETHER = (1, 2, 4, 8)
 GRADIENTS = {"float32": FCU_F32, "bfloat16": FCU_BF16, "float16": FCU_F16}
 
 cdef fcu_sqrt_call vendor_root = NULL
@@ -102,25 +109,27 @@ def set_root(uintptr_t address):
     vendor_root = <fcu_sqrt_call>address
 
 
-def has_sqrt_ex(str name=""):
-    return kernels(name).sqrt_ex != NULL
+def has_root(str root):
+    """Can this processor take square roots so? "call": is there something to call?"""
+    return vendor_root != NULL if root == "call" else fcu_has_root(ROOTS[root])
 
 
-def sqrt_ex(uintptr_t out, uintptr_t src, uint64_t n, str name=""):
-    """n square roots of fp32 by the sequence of MKL's kernel for processors that are not Intel's."""
+cdef int check_root(str root) except -1:
+    if not has_root(root):
+        raise ValueError("no vendor's square root was set" if root == "call" else f"no square root {root!r} here")
+    return 0
+
+
+def roots(uintptr_t out, uintptr_t src, uint64_t n, str root, str name=""):
+    """n square roots of fp32 by one of ROOTS."""
     cdef const fcu_kernels *k = kernels(name)
-    if k.sqrt_ex == NULL:
-        raise ValueError("this processor has no rsqrtps")
+    cdef int how = ROOTS[root]
+    check_root(root)
     with nogil:
-        k.sqrt_ex(<float *>out, <const float *>src, n)
-
-
-def vendor_sqrt(uintptr_t out, uintptr_t src, uint64_t n):
-    """n square roots by what set_root named."""
-    if vendor_root == NULL:
-        raise ValueError("no vendor square root was set")
-    with nogil:
-        vendor_root(<long long>n, <const float *>src, <float *>out, 0x2 | 0x140000 | 0x100)
+        if how == FCU_SQRT_CALL:
+            vendor_root(<long long>n, <const float *>src, <float *>out, 0x2 | 0x140000 | 0x100)
+        else:
+            k.roots(<float *>out, <const float *>src, n, how)
 
 
 def narrow(uintptr_t out, uintptr_t src, uint64_t n, str dtype, str name=""):
@@ -190,8 +199,7 @@ cdef class Rule:
         r.step, r.momentum, r.undamped = <float>step, <float>momentum, <float>undamped
         r.momentum_state, r.nesterov = momentum_state, nesterov
         r.call = vendor_root
-        if r.sqrt_mode == FCU_SQRT_CALL and vendor_root == NULL:
-            raise ValueError("a rule that calls the vendor's square root needs set_root first")
+        check_root(root)
 
 
 cdef class _Batch:
@@ -213,21 +221,29 @@ cdef class _Batch:
 
 
 cdef class Pool:
-    """threads: 0 (work is done inside submit) or the number of workers. kernel: a name of names(), "" the best."""
+    """threads: 0 (work is done inside submit) or the number of workers. kernel: a name of names(), "" the best.
+
+    together, ahead: vectors of an array that are stored in a row (one of TOGETHER), and bytes by which each array is
+    fetched ahead; they change the time and no bit.
+    """
 
     cdef fcu_pool *pool
     cdef list batches
     cdef readonly int threads
     cdef readonly str kernel
+    cdef readonly int together, ahead
 
-    def __cinit__(self, int threads=0, str kernel=""):
+    def __cinit__(self, int threads=0, str kernel="", int together=8, int ahead=0):
+        if together not in TOGETHER or not 0 <= ahead <= 1 << 16:
+            raise ValueError(f"{together} vectors together, {ahead} bytes ahead: {TOGETHER}, 0 to 65536")
         if not 0 <= threads <= 256:
             raise ValueError(f"{threads} threads asked for; 0 to 256")
         cdef const fcu_kernels *k = kernels(kernel)
-        self.pool = fcu_pool_start(threads, k)
+        self.pool = fcu_pool_start(threads, k, fcu_tuning(together, ahead))
         if self.pool == NULL:
             raise MemoryError(f"{threads} worker threads could not be started")
         self.threads, self.kernel, self.batches = threads, k.name.decode(), []
+        self.together, self.ahead = together, ahead
 
     def __dealloc__(self):
         if self.pool != NULL:

@@ -46,6 +46,7 @@ from updater.optimizers import OptimizerSpec
 from updater.slot import STATES, Slot, SlotState
 from updater.step import StepValues
 from updater.store import BUILDING, COMPLETE, FREE, Store, plan_arrays
+from updater.tuning import chosen
 from updater.verify import Comparison
 
 __all__ = ["Replica", "Slot", "SlotState"]
@@ -165,7 +166,8 @@ class Replica:
         self._store = store
         self._common: int | None = None
         self._lock = threading.Lock()
-        self._pool = kernels.Pool(threads)
+        self._tuning = chosen()
+        self._pool = kernels.Pool(threads, "", *self._tuning)
         self._comparers: kernels.Pool | None = None
         self.slots = [Slot(store, i, spec, dialect, self._pool, divisor) for i in range(store.slots)]
         self._shapes = {a.name: a.shape for a in store.arrays if a.role == "p"}
@@ -181,6 +183,12 @@ class Replica:
     def nbytes(self) -> int:
         """Bytes of memory, all slots and constants together."""
         return len(self._store.memory)
+
+    @property
+    def kernels(self) -> str:
+        """What computes it, and what was chosen for this processor."""
+        root = f", root {self.dialect.root or cpu_root()}" if self.dialect.name == "torch-cpu" else ""
+        return f"{self._pool.kernel}, {self._tuning}{root}"
 
     @property
     def current(self) -> Slot:

@@ -305,7 +305,8 @@ class Group:
             self._tell(Wanted(["state"], error.what))
             return
         self.served.keep_only(session.replica)
-        self._say("state", iteration=number)
+        assert session.replica is not None
+        self._say("state", iteration=number, kernels=session.replica.kernels)
         with self._lock:
             self._wanted = Wanted([], "")
         self._tell(Joined(number))

@@ -7,9 +7,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from updater import kernels
-from updater.dialects import Dialect, cpu_root, rule
+from updater.dialects import DIALECTS, Dialect, cpu_root, rule
 from updater.errors import OptimizerError
 
 CLASSES = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -184,6 +186,43 @@ def test_the_vendors_own_square_root_gives_the_same(kernel):
     cpu_root()
     for options in ADAM:
         compare("adam", "single", options, [1, 7, 16, 33, 2048, 2049, 5000], 4, kernel, root="call")
+
+
+@pytest.mark.parametrize("kernel", kernels.names())
+@given(
+    n=st.integers(1, 700), shift=st.integers(0, 15), together=st.sampled_from(kernels.TOGETHER),
+    ahead=st.sampled_from([0, 64, 1024, 4096]), options=st.sampled_from(ADAM), dialect=st.sampled_from(DIALECTS),
+    root=st.sampled_from(list(kernels.ROOTS)), grad=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_tuning_and_place_change_no_bit(kernel, n, shift, together, ahead, options, root, grad, dialect):
+    """Against the portable kernel with its parameters where they are by default."""
+    cpu_root()  # sets what "call" calls
+    if dialect != "torch-cpu" or not kernels.has_root(root):
+        root = "ieee"
+    generator = torch.Generator().manual_seed(n)
+    initial = torch.randn(n, generator=generator)
+    tuned, plain = (Ours(initial, "adam", options, Dialect(dialect, root=root), k) for k in (kernel, "portable"))
+    tuned.pool = kernels.Pool(0, kernel, together, ahead)
+    assert (tuned.pool.together, tuned.pool.ahead) == (together, ahead)
+    tuned.now, tuned.next = ([moved(t, shift) for t in version] for version in (tuned.now, tuned.next))
+    for step in (1, 2):
+        g = gradients(n, generator, step).to(grad)
+        tuned.update(g), plain.update(g)
+        for a, b in zip(tuned.now, plain.now, strict=True):
+            assert_equal(a, b, f"{kernel} {together} {ahead} step {step}")
+
+
+def moved(tensor, shift):
+    """The same values, so many elements off a cache line."""
+    out = aligned(tensor.numel() + 16)[shift : shift + tensor.numel()]
+    out.copy_(tensor)
+    return out
+
+
+@pytest.mark.parametrize(("together", "ahead"), [(0, 0), (3, 0), (16, 0), (8, -1), (8, 65537)])
+def test_other_tunings_are_refused(together, ahead):
+    with pytest.raises(ValueError, match=f"{together} vectors together, {ahead} bytes ahead"):
+        kernels.Pool(0, "", together, ahead)
 
 
 def test_ieee_roots_differ_where_mkl_is_not_exact():

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from updater import kernels
-from updater.dialects import Dialect, rule
+from updater.dialects import Dialect, root_of, rule
 
 EVERY = pytest.mark.parametrize("kernel", kernels.names())
 GUARD = 7.25
@@ -167,33 +169,71 @@ def test_the_checksum_sees_length_place_and_block(kind: type) -> None:
     assert elements(blocks, kind) != elements(blocks[::-1], kind)
 
 
-ROOTS = [0.0, -0.0, 1e-45, 1e-40, 1.1754942e-38, 1.1754944e-38, 1.0, 4.0, 3.4e38, float("inf")]
+# -- square roots --------------------------------------------------------------------------------------------------
+
+SEQUENCES = [root for root in kernels.ROOTS if root != "call" and kernels.has_root(root)]
+BY_SEQUENCE = pytest.mark.parametrize("root", SEQUENCES)
+SPECIAL = [0.0, -0.0, 1e-45, 1e-40, 1.1754942e-38, 1.1754944e-38, 1e-29, 1.3e-29, 1.0, 4.0, 3.4e38, float("inf")]
 
 
 @EVERY
-def test_square_roots_where_the_estimate_fails(kernel: str) -> None:
-    """MKL's sequence is for ordinary numbers: zero, denormals and infinity have IEEE's roots."""
-    if not kernels.has_sqrt_ex(kernel):
-        pytest.skip("this processor has no rsqrtps")
+@BY_SEQUENCE
+def test_square_roots_where_the_estimate_fails(kernel: str, root: str) -> None:
+    """The sequences are for ordinary numbers: zero and infinity have IEEE's roots, and small ones as many bits."""
     for at in range(16):
         source = torch.full((16,), 2.25)
-        for value in ROOTS:
+        for value in SPECIAL:
             source[at] = value
-            out = torch.zeros(16)
-            kernels.sqrt_ex(out.data_ptr(), source.data_ptr(), 16, kernel)
+            out = root_of(source, root, kernel)
             right = source.double().sqrt().float()
             assert torch.equal(out.signbit(), right.signbit())
             assert torch.allclose(out, right, rtol=2e-7, atol=0)
 
 
 @EVERY
-def test_every_element_has_its_own_root(kernel: str) -> None:
-    if not kernels.has_sqrt_ex(kernel):
-        pytest.skip("this processor has no rsqrtps")
+@BY_SEQUENCE
+def test_every_element_has_its_own_root(kernel: str, root: str) -> None:
     source = 10.0 ** torch.linspace(-30, 30, 1000)
-    out = torch.zeros(1000)
-    kernels.sqrt_ex(out.data_ptr(), source.data_ptr(), 1000, kernel)
-    assert torch.allclose(out, source.double().sqrt().float(), rtol=2e-7, atol=0)
+    assert torch.allclose(root_of(source, root, kernel), source.double().sqrt().float(), rtol=2e-7, atol=0)
+
+
+@EVERY
+@BY_SEQUENCE
+@pytest.mark.parametrize("value", [-1.0, -1e-40, float("-inf"), float("nan")])
+def test_what_has_no_root_is_nan(kernel: str, root: str, value: float) -> None:
+    assert root_of(torch.tensor([value, 4.0]), root, kernel).isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("kernel", kernels.names()[:-1])
+@BY_SEQUENCE
+@given(st.lists(st.integers(0, 0x7F800000), min_size=1, max_size=40))
+def test_every_kernel_takes_the_same_roots(kernel: str, root: str, bits: list[int]) -> None:
+    values = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    found, plain = root_of(values, root, kernel), root_of(values, root, "portable")
+    assert torch.equal(found.view(torch.int32), plain.view(torch.int32))
+
+
+@pytest.mark.skipif("rsqrt14" not in SEQUENCES, reason="this processor has no vrsqrt14ps")
+def test_the_residual_step_gives_the_ieee_root_or_seldom_the_number_below() -> None:
+    """From an estimate of 14 bits; that is what makes Intel's library differ. The other steps err to both sides."""
+    values = torch.arange(0x3F800000, 0x40800000, 977, dtype=torch.int32).view(torch.float32)
+    ieee = values.double().sqrt().float().view(torch.int32)
+    below = ieee - root_of(values, "rsqrt14").view(torch.int32)
+    assert set(below.tolist()) == {0, 1} and 0.003 < below.float().mean() < 0.009
+    for other in ("rsqrt14-coupled", "rsqrt14-newton"):
+        assert set((ieee - root_of(values, other).view(torch.int32)).tolist()) >= {-1, 0, 1}
+
+
+@BY_SEQUENCE
+def test_a_factor_of_four_changes_no_digit_of_a_root(root: str) -> None:
+    """What makes it enough to compare two exponents: down to denormal results of the residual, up to the largest."""
+    values = torch.arange(0x3F800000, 0x40800000, 4099, dtype=torch.int32).view(torch.float32)
+    middle = root_of(values, root)
+    for power in range(-124, 126, 2):
+        if root == "rsqrt" and not -98 <= power <= 124:
+            continue  # its single operations reach the ends of the range
+        found = root_of(values * 2.0**power, root)
+        assert torch.equal(found, middle * 2.0 ** (power // 2)), power
 
 
 @EVERY

@@ -23,8 +23,12 @@
 
 /* Whose order of roundings (docs/updater.md has them as formulas). */
 enum { FCU_TORCH_CPU, FCU_CUDA_FOREACH, FCU_CUDA_FUSED, FCU_ORDERS };
-/* The square root of torch-cpu: IEEE; the sequence of MKL's kernel for other processors than Intel's; or a call. */
-enum { FCU_SQRT_IEEE, FCU_SQRT_MKL_EX, FCU_SQRT_CALL };
+/* The square root of torch-cpu: IEEE; a call of the library's; or a textbook sequence behind an estimate of the
+ * reciprocal root: of 12 bits (rsqrtps), a coupled and a residual step with single operations; of 14 bits (vrsqrt14ps),
+ * a residual step, a coupled step or a Newton step, fused. update_body.h has them. */
+enum {
+    FCU_SQRT_IEEE, FCU_SQRT_CALL, FCU_SQRT_RSQRT, FCU_SQRT_RSQRT14, FCU_SQRT_RSQRT14_COUPLED, FCU_SQRT_RSQRT14_NEWTON,
+};
 enum { FCU_F32, FCU_BF16, FCU_F16, FCU_GRADS };
 
 /* What happens to a gradient before the optimizer sees it, in this order. */
@@ -69,11 +73,15 @@ typedef struct fcu_piece {
     uint64_t odd;           /* of the n, the last ones that torch-cpu-fused computes in a scalar loop           */
 } fcu_piece;
 
+/* What makes no difference to a bit, but to time. together: vectors (1, 2, 4, 8) of an array that are stored in a row.
+ * ahead: bytes by which each array is fetched ahead, 0 for not at all. */
+typedef struct fcu_tuning { int together; uint32_t ahead; } fcu_tuning;
+
 typedef struct fcu_kernels {
     const char *name;
-    void (*update)(const fcu_rule *rule, const fcu_piece *piece);
-    /* As torch.sqrt does it under MKL on other processors than Intel's. NULL where there is no rsqrtps. */
-    void (*sqrt_ex)(float *out, const float *in, uint64_t n);
+    void (*update)(const fcu_rule *rule, const fcu_piece *piece, const fcu_tuning *tuning);
+    /* Square roots by one of the sequences; only those that fcu_has_root() says this processor has. */
+    void (*roots)(float *out, const float *in, uint64_t n, int how);
     /* fp32 to bf16 or fp16, to nearest even, regular stores. */
     void (*narrow)(uint16_t *out, const float *in, uint64_t n, int type);
     /* Weighted sums of the first k elements of so many blocks that follow each other (sums.c). */
@@ -87,6 +95,7 @@ extern const fcu_kernels *fcu_best;
 /* Elements [from, from+n) of a piece as a piece of their own. grad_size: bytes of a gradient element. */
 fcu_piece fcu_part(const fcu_piece *piece, uint64_t from, uint64_t n, size_t grad_size);
 
+int fcu_has_root(int how); /* FCU_SQRT_CALL aside */
 void fcu_fence(void);
 void fcu_copy(void *dst, const void *src, size_t bytes);  /* non-temporal; any alignment */
 
@@ -106,7 +115,7 @@ typedef struct fcu_sum { const void *data; uint64_t n, sum; int size; } fcu_sum;
  * Batches are done in the order they were submitted, their pieces in order, cut into chunks. A worker that finds
  * no chunk left in one batch goes on with the next: nobody waits for the slowest. One thread submits and waits. */
 typedef struct fcu_pool fcu_pool;
-fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels);   /* NULL: no memory or no thread */
+fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels, fcu_tuning tuning); /* NULL: no memory, no thread */
 /* rules[rule_of[i]] is applied to pieces[i]; everything stays where it is until fcu_wait says the batch is done. */
 uint64_t fcu_submit(fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_of, const fcu_piece *pieces,
                     uint32_t count);

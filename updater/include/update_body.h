@@ -5,7 +5,9 @@
  *   add sub mul dvd fma neg root      IEEE single; fma(a, b, c) = a*b + c in one rounding
  *   larger                            torch.maximum: NaN wins
  *   std_max                           std::max(x, v) of torch's scalar tails: v if it is larger, x if one is NaN
- *   root_ex                           MKL's sequence (see below)
+ *   rsqrt rsqrt14                     estimates of 1/sqrt(x) of 12 and of 14 bits
+ *   rare                              which lanes are not among the n numbers from float(first) on, by their bits
+ *   any pick small special            of such lanes: is there one, blend; x < 2^-96; zero, infinity, NaN or negative
  *   ld_bf16 ld_f16 stream_bf16 ...    N 16-bit elements from and to memory, to nearest even
  *   round_bf16 round_f16              to the narrower type and back
  *
@@ -22,6 +24,55 @@ typedef struct at {
     float *p1, *m1, *v1, *x1;
     uint16_t *low;
 } at;
+
+/* -- square roots that a vendor's library forms by textbook sequences from an estimate (docs/updater.md) -------- */
+
+/* s and h approach sqrt(a) and 1 / (2 sqrt(a)) together (Goldschmidt), then a residual step, with single operations. */
+INLINE V root_rsqrt(V a)
+{
+    V y = rsqrt(a), half = set1(0.5f), s = mul(a, y), h = mul(y, half), e = sub(half, mul(s, h));
+    s = add(mul(s, e), s), h = add(mul(e, h), h);
+    s = add(mul(sub(a, mul(s, s)), h), s);
+    M other = rare(a, 0x00800000, 0x7f7ff000 - 0x00800000 + 1);
+    return __builtin_expect(any(other), 0) ? pick(other, root(a), s) : s;
+}
+
+/* One fused step from an estimate that is better by two bits: s = s + h (a - s s), s + s (1/2 - s h), s/2 (3 - s y). */
+INLINE V estimated(V a, const int how)
+{
+    V y = rsqrt14(a), half = set1(0.5f), s = mul(a, y), h = mul(y, half);
+    if (how == FCU_SQRT_RSQRT14_COUPLED)
+        return fma_(s, fma_(neg(s), h, half), s);
+    if (how == FCU_SQRT_RSQRT14_NEWTON)
+        return mul(mul(half, s), fma_(neg(s), y, set1(3.0f)));
+    return fma_(fma_(neg(s), s, a), h, s);
+}
+
+/* Arguments whose residual would be a denormal number are scaled. */
+INLINE V root_rsqrt14(V a, const int how)
+{
+    V s = estimated(a, how);
+    M other = rare(a, 0x0f800000, 0x7f800000 - 0x0f800000);
+    if (__builtin_expect(any(other), 0)) {
+        V scaled = mul(estimated(mul(a, set1(0x1p96f)), how), set1(0x1p-48f));
+        s = pick(small(a), scaled, s);
+        s = pick(special(a), root(a), s);
+    }
+    return s;
+}
+
+INLINE V root_by(V a, const int how)
+{
+    switch (how) {
+    case FCU_SQRT_RSQRT: return root_rsqrt(a);
+    case FCU_SQRT_RSQRT14: return root_rsqrt14(a, FCU_SQRT_RSQRT14);
+    case FCU_SQRT_RSQRT14_COUPLED: return root_rsqrt14(a, FCU_SQRT_RSQRT14_COUPLED);
+    case FCU_SQRT_RSQRT14_NEWTON: return root_rsqrt14(a, FCU_SQRT_RSQRT14_NEWTON);
+    default: return root(a);
+    }
+}
+
+/* -- a step ------------------------------------------------------------------------------------------------ */
 
 /* What a step computes. All of it is stored at the end: the memory is faster when the stores come together. */
 typedef struct next { V p, m, v, x; } next;
@@ -89,10 +140,7 @@ INLINE next adam_at(const fcu_rule *r, const at *a, const int order, const int h
         m = fma_(set1(r->w1), sub(g, m), r->lerp_far ? g : m);
     v = second(r, v, g, order, odd);
     V x = s = !r->amsgrad ? v : odd ? std_max(ld(a->x), v) : larger(ld(a->x), v);
-    if (how == FCU_SQRT_CALL)
-        s = ld(a->root);
-    else
-        s = how == FCU_SQRT_MKL_EX ? root_ex(s) : root(s);
+    s = how == FCU_SQRT_CALL ? ld(a->root) : root_by(s, how);
     d = add(dvd(s, set1(r->bc2_sqrt)), set1(r->eps));
     if (order == FCU_TORCH_CPU)
         p = add(p, dvd(mul(set1(r->step), m), d));
@@ -148,27 +196,53 @@ INLINE at where(const fcu_piece *c, uint64_t i, const float *roots, const int gr
                  .low = c->low ? c->low + i : NULL };
 }
 
-/* Vectors that are computed before any is stored: the stores of one array then follow each other, which memory takes
- * 1 to 3 % faster than stores that change between three arrays every cache line. */
-enum { TOGETHER = 8 };
+/* `together` vectors are computed before any is stored: the stores of one array then follow each other. How many
+ * suit a memory, and whether it wants its lines fetched ahead, differs by processor: fcu_tuning. */
+enum { TOGETHER = 8 }; /* at most */
 
-INLINE void stream_together(const fcu_rule *r, const fcu_piece *c, uint64_t i, const next *n, const int sgd)
+INLINE void fetch(const fcu_rule *r, const at *a, uint64_t bytes, const int sgd, const int grad)
 {
-    for (int k = 0; k < TOGETHER; k++)
-        stream(c->p1 + i + k * N, n[k].p);
-    for (int k = 0; k < TOGETHER && (!sgd || r->momentum_state); k++)
-        stream(c->m1 + i + k * N, n[k].m);
-    for (int k = 0; k < TOGETHER && !sgd; k++)
-        stream(c->v1 + i + k * N, n[k].v);
-    for (int k = 0; k < TOGETHER && !sgd && r->amsgrad; k++)
-        stream(c->x1 + i + k * N, n[k].x);
-    for (int k = 0; k < TOGETHER && c->low; k++)
-        put_low(r, n[k].p, c->low + i + k * N, 1);
+    FETCH((const char *)a->p + bytes);
+    FETCH((const char *)a->g + (grad == FCU_F32 ? bytes : bytes / 2));
+    if (!sgd || r->momentum_state == 2)
+        FETCH((const char *)a->m + bytes);
+    if (!sgd)
+        FETCH((const char *)a->v + bytes);
+    if (!sgd && r->amsgrad)
+        FETCH((const char *)a->x + bytes);
 }
 
-/* Fewer elements than a vector, or a place where non-temporal stores cannot go: through buffers on the stack. */
-INLINE void few(const fcu_rule *r, const fcu_piece *c, uint64_t from, uint64_t n, const float *roots, const int sgd,
-                const int order, const int how, const int grad, const int odd)
+INLINE uint64_t blocks(const fcu_rule *r, const fcu_piece *c, uint64_t i, uint64_t end, const float *roots,
+                       uint64_t ahead, const int together, const int sgd, const int order, const int how,
+                       const int grad)
+{
+    for (; i + together * N <= end; i += together * N) {
+        next n[TOGETHER];
+#pragma GCC unroll 1
+        for (int k = 0; k < together; k++) {
+            at a = where(c, i + k * N, roots, grad);
+            if (ahead)
+                fetch(r, &a, ahead, sgd, grad);
+            n[k] = one(r, &a, sgd, order, how, grad, 0);
+        }
+        for (int k = 0; k < together; k++)
+            stream(c->p1 + i + k * N, n[k].p);
+        for (int k = 0; k < together && (!sgd || r->momentum_state); k++)
+            stream(c->m1 + i + k * N, n[k].m);
+        for (int k = 0; k < together && !sgd; k++)
+            stream(c->v1 + i + k * N, n[k].v);
+        for (int k = 0; k < together && !sgd && r->amsgrad; k++)
+            stream(c->x1 + i + k * N, n[k].x);
+        for (int k = 0; k < together && c->low; k++)
+            put_low(r, n[k].p, c->low + i + k * N, 1);
+    }
+    return i;
+}
+
+/* Fewer elements than a vector, or a place where non-temporal stores cannot go: through buffers on the stack. One
+ * function for all orders: it is rare, and 18 copies of it take a minute to compile. */
+static __attribute__((noinline, noclone)) void few(const fcu_rule *r, const fcu_piece *c, uint64_t from, uint64_t n,
+                                                   const float *roots, int sgd, int order, int how, int grad, int odd)
 {
     float p[N] = { 0 }, m[N] = { 0 }, v[N] = { 0 }, x[N] = { 0 }, s[N] = { 0 }, g[N] = { 0 };
     float p1[N] = { 0 }, m1[N] = { 0 }, v1[N] = { 0 }, x1[N] = { 0 };
@@ -213,42 +287,51 @@ INLINE int aligned_alike(const fcu_rule *r, const fcu_piece *c)
     return !(differ & (4 * N - 1) & (c->low ? 2 * N - 1 : ~0u)) && !(base & 3);
 }
 
-/* One call of the vendor's square root for so many elements: they stay in the first cache. */
-enum { ROOTS = 2048 };
+/* One call of the vendor's square root for so many elements: they and what they come from stay in the first cache. */
+enum { ROOTS = 1024 };
 
-/* The roots of [from, from+n) for FCU_SQRT_CALL: everything up to the second moment, and the call. */
+/* What the root is taken of. */
+INLINE V radicand(const fcu_rule *r, const at *a, const int grad)
+{
+    V g = gradient(r, a->g, grad);
+    if (r->decay == 1)
+        g = fma_(ld(a->p), set1(r->weight_decay), g);
+    V s = second(r, ld(a->v), g, FCU_TORCH_CPU, 0);
+    return r->amsgrad ? larger(ld(a->x), s) : s;
+}
+
+/* The roots of [from, from+n) for FCU_SQRT_CALL. */
 INLINE void call_roots(const fcu_rule *r, const fcu_piece *c, uint64_t from, uint64_t n, float *roots, const int grad)
 {
-    float in[ROOTS], g[N], v[N], x[N], p[N];
-    for (uint64_t i = 0; i < n; i += N) {
-        uint64_t k = n - i < N ? n - i : N;
+    uint64_t i = 0;
+    for (; i + N <= n; i += N) {
         at a = where(c, from + i, NULL, grad);
-        memset(g, 0, sizeof g), memset(v, 0, sizeof v), memset(x, 0, sizeof x), memset(p, 0, sizeof p);
+        st(roots + i, radicand(r, &a, grad));
+    }
+    if (i < n) {
+        float g[N] = { 0 }, v[N] = { 0 }, x[N] = { 0 }, p[N] = { 0 };
+        uint64_t k = n - i;
+        at a = where(c, from + i, NULL, grad), b = { .p = p, .v = v, .x = x, .g = g };
         memcpy(g, a.g, (grad == FCU_F32 ? 4 : 2) * k);
         memcpy(v, a.v, 4 * k);
         if (r->decay == 1)
             memcpy(p, a.p, 4 * k);
-        V gg = gradient(r, g, grad);
-        if (r->decay == 1)
-            gg = fma_(ld(p), set1(r->weight_decay), gg);
-        V s = second(r, ld(v), gg, FCU_TORCH_CPU, 0);
-        if (r->amsgrad) {
+        if (r->amsgrad)
             memcpy(x, a.x, 4 * k);
-            s = larger(ld(x), s);
-        }
-        st(v, s);
-        memcpy(in + i, v, 4 * k);
+        st(v, radicand(r, &b, grad));
+        memcpy(roots + i, v, 4 * k);
     }
-    r->call((long long)n, in, roots, 0x2 | 0x140000 | 0x100); /* VML_HA, FTZDAZ_OFF, ERRMODE_IGNORE: ATen's mode */
+    r->call((long long)n, roots, roots, 0x2 | 0x140000 | 0x100); /* VML_HA, FTZDAZ_OFF, ERRMODE_IGNORE: ATen's mode */
 }
 
-INLINE void run(const fcu_rule *rule, const fcu_piece *piece, const int sgd, const int order, const int how,
-                const int grad)
+INLINE void run(const fcu_rule *rule, const fcu_piece *piece, const fcu_tuning *tuning, const int sgd,
+                const int order, const int how, const int grad)
 {
     /* Copies, or every store might have changed them and they would be read again for every vector. */
     const fcu_rule own_rule = *rule, *r = &own_rule;
     const fcu_piece own_piece = *piece, *c = &own_piece;
-    float roots[how == FCU_SQRT_CALL ? ROOTS : 1];
+    const fcu_tuning t = *tuning;
+    float roots[ROOTS];
     uint64_t i = 0, whole = c->n - c->odd, k;
     int fast = aligned_alike(r, c);
     while (i < whole) {
@@ -265,20 +348,13 @@ INLINE void run(const fcu_rule *rule, const fcu_piece *piece, const int sgd, con
             i += k;
         }
         if (fast) {
-            for (; i + TOGETHER * N <= end; i += TOGETHER * N) {
-                next n[TOGETHER];
-#pragma GCC unroll 1
-                for (int k = 0; k < TOGETHER; k++) {
-                    at a = where(c, i + k * N, s, grad);
-                    n[k] = one(r, &a, sgd, order, how, grad, 0);
-                }
-                stream_together(r, c, i, n, sgd);
-            }
-            for (; i + N <= end; i += N) {
-                at a = where(c, i, s, grad);
-                next n = one(r, &a, sgd, order, how, grad, 0);
-                store(r, &a, &n, sgd, 1);
-            }
+            if (t.together >= 8)
+                i = blocks(r, c, i, end, s, t.ahead, 8, sgd, order, how, grad);
+            else if (t.together >= 4)
+                i = blocks(r, c, i, end, s, t.ahead, 4, sgd, order, how, grad);
+            else if (t.together >= 2)
+                i = blocks(r, c, i, end, s, t.ahead, 2, sgd, order, how, grad);
+            i = blocks(r, c, i, end, s, t.ahead, 1, sgd, order, how, grad);
         }
         for (; i < end; i += k) {
             k = end - i < N ? end - i : N;
@@ -291,44 +367,41 @@ INLINE void run(const fcu_rule *rule, const fcu_piece *piece, const int sgd, con
     }
 }
 
-#define FOR(order, how)                                                                        \
+#define FOR(sgd, order, how)                                                                   \
     do {                                                                                       \
         if (r->grad == FCU_F32)                                                                \
-            run(r, c, 0, order, how, FCU_F32);                                                 \
+            run(r, c, t, sgd, order, how, FCU_F32);                                            \
         else if (r->grad == FCU_BF16)                                                          \
-            run(r, c, 0, order, how, FCU_BF16);                                                \
+            run(r, c, t, sgd, order, how, FCU_BF16);                                           \
         else                                                                                   \
-            run(r, c, 0, order, how, FCU_F16);                                                 \
+            run(r, c, t, sgd, order, how, FCU_F16);                                            \
     } while (0)
 
-static void update(const fcu_rule *r, const fcu_piece *c)
+static void update(const fcu_rule *r, const fcu_piece *c, const fcu_tuning *t)
 {
-    if (r->sgd) {
-        if (r->grad == FCU_F32)
-            run(r, c, 1, 0, 0, FCU_F32);
-        else if (r->grad == FCU_BF16)
-            run(r, c, 1, 0, 0, FCU_BF16);
-        else
-            run(r, c, 1, 0, 0, FCU_F16);
-    } else if (r->order == FCU_CUDA_FOREACH)
-        FOR(FCU_CUDA_FOREACH, FCU_SQRT_IEEE);
+    if (r->sgd)
+        FOR(1, 0, 0);
+    else if (r->order == FCU_CUDA_FOREACH)
+        FOR(0, FCU_CUDA_FOREACH, FCU_SQRT_IEEE);
     else if (r->order == FCU_CUDA_FUSED)
-        FOR(FCU_CUDA_FUSED, FCU_SQRT_IEEE);
-    else if (r->sqrt_mode == FCU_SQRT_MKL_EX)
-        FOR(FCU_TORCH_CPU, FCU_SQRT_MKL_EX);
+        FOR(0, FCU_CUDA_FUSED, FCU_SQRT_IEEE);
     else if (r->sqrt_mode == FCU_SQRT_CALL)
-        FOR(FCU_TORCH_CPU, FCU_SQRT_CALL);
-    else
-        FOR(FCU_TORCH_CPU, FCU_SQRT_IEEE);
+        FOR(0, FCU_TORCH_CPU, FCU_SQRT_CALL);
+    else if (r->sqrt_mode == FCU_SQRT_RSQRT)
+        FOR(0, FCU_TORCH_CPU, FCU_SQRT_RSQRT);
+    else if (r->sqrt_mode == FCU_SQRT_RSQRT14)
+        FOR(0, FCU_TORCH_CPU, FCU_SQRT_RSQRT14);
+    else /* IEEE, and what was never met: chosen anew for every vector */
+        FOR(0, FCU_TORCH_CPU, r->sqrt_mode);
 }
 
-static void sqrt_ex(float *out, const float *in, uint64_t n)
+static void roots(float *out, const float *in, uint64_t n, int how)
 {
     for (uint64_t i = 0; i < n; i += N) {
         float buffer[N] = { 0 };
         uint64_t k = n - i < N ? n - i : N;
         memcpy(buffer, in + i, 4 * k);
-        st(buffer, root_ex(ld(buffer)));
+        st(buffer, root_by(ld(buffer), how));
         memcpy(out + i, buffer, 4 * k);
     }
 }

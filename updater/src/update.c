@@ -32,6 +32,16 @@ __attribute__((constructor)) static void choose(void)
             fcu_best = fcu_all[i];
 }
 
+int fcu_has_root(int how)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return how < FCU_SQRT_RSQRT14 || (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl"));
+#else
+    return how == FCU_SQRT_IEEE;
+#endif
+}
+
 void fcu_fence(void)
 {
 #if defined(__x86_64__)
@@ -103,6 +113,7 @@ struct fcu_pool {
     pthread_mutex_t lock;
     pthread_cond_t work, done;
     const fcu_kernels *kernels;
+    fcu_tuning tuning;
     batch *first, *last;  /* not done yet, oldest first */
     batch *hand;          /* the one that chunks are taken from */
     uint64_t tickets, finished;
@@ -177,7 +188,7 @@ static void *worker(void *argument)
         if (next.sum)
             found = fcu_sum_part(pool->kernels, next.sum->data, next.from, next.n, next.sum->size);
         else
-            pool->kernels->update(next.rule, &next.part);
+            pool->kernels->update(next.rule, &next.part, &pool->tuning);
         fcu_fence(); /* before the count below says that it is there */
         pthread_mutex_lock(&pool->lock);
         if (next.sum)
@@ -187,12 +198,12 @@ static void *worker(void *argument)
     }
 }
 
-fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels)
+fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels, fcu_tuning tuning)
 {
     fcu_pool *pool = calloc(1, sizeof *pool + (size_t)threads * sizeof(pthread_t));
     if (!pool)
         return NULL;
-    pool->kernels = kernels;
+    pool->kernels = kernels, pool->tuning = tuning;
     pthread_mutex_init(&pool->lock, NULL);
     pthread_cond_init(&pool->work, NULL);
     pthread_condattr_t monotonic; /* the clock of fcu_wait */
@@ -242,7 +253,7 @@ uint64_t fcu_submit(fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_
             const fcu_rule *rule = &rules[rule_of[i]];
             uint64_t left = pieces[i].n - from;
             fcu_piece part = fcu_part(&pieces[i], from, left < CHUNK ? left : CHUNK, grad_size(rule));
-            pool->kernels->update(rule, &part);
+            pool->kernels->update(rule, &part, &pool->tuning);
         }
     fcu_fence();
     return pool->finished = ++pool->tickets;

@@ -27,16 +27,23 @@ OP V larger(V x, V v)
     __m256 keep = _mm256_or_ps(_mm256_cmp_ps(x, v, _CMP_GT_OQ), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     return _mm256_blendv_ps(v, x, keep);
 }
-OP V root_ex(V a)
+typedef __m256 M;
+OP V rsqrt(V a) { return _mm256_rsqrt_ps(a); }
+/* On a processor with AVX-512 that was told to use this file: the same estimate as there. */
+static __attribute__((noinline, target("avx512f,avx512vl"))) V rsqrt14(V a) { return _mm256_rsqrt14_ps(a); }
+OP M rare(V a, uint32_t first, uint32_t n)
 {
-    V y = _mm256_rsqrt_ps(a), half = set1(0.5f), s = mul(a, y), h = mul(y, half), e = sub(half, mul(s, h));
-    s = add(mul(s, e), s), h = add(mul(e, h), h);
-    s = add(mul(sub(a, mul(s, s)), h), s);
-    __m256i at = _mm256_add_epi32(_mm256_castps_si256(a), _mm256_set1_epi32(0x7f800000));
-    __m256i rare = _mm256_cmpgt_epi32(at, _mm256_set1_epi32((int)0xfefff000));
-    if (__builtin_expect(!_mm256_testz_si256(rare, rare), 0))
-        s = _mm256_blendv_ps(s, root(a), _mm256_castsi256_ps(rare));
-    return s;
+    __m256i at = _mm256_sub_epi32(_mm256_castps_si256(a), _mm256_set1_epi32((int)first));
+    __m256i flip = _mm256_set1_epi32(INT32_MIN), last = _mm256_set1_epi32((int)(n - 1 + 0x80000000u));
+    return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_xor_si256(at, flip), last)); /* there is no unsigned one */
+}
+OP int any(M m) { return !_mm256_testz_si256(_mm256_castps_si256(m), _mm256_castps_si256(m)); }
+OP V pick(M m, V yes, V no) { return _mm256_blendv_ps(no, yes, m); }
+OP M small(V a) { return _mm256_cmp_ps(a, set1(0x1p-96f), _CMP_LT_OQ); }
+OP M special(V a)
+{
+    return _mm256_or_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_NGT_UQ),
+                        _mm256_cmp_ps(a, set1(__builtin_inff()), _CMP_NLT_UQ));
 }
 OP V widen_bf16(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
 OP __m128i to_bf16(V x)
@@ -62,9 +69,10 @@ OP void st_16(uint16_t *p, __m128i x, int nt)
 OP void st_bf16(uint16_t *p, V x, int nt) { st_16(p, to_bf16(x), nt); }
 OP void st_f16(uint16_t *p, V x, int nt) { st_16(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), nt); }
 
+#define FETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
 #include "update_body.h"
 
-const fcu_kernels fcu_avx2 = { "avx2", update, sqrt_ex, narrow, fcu_sums_avx2 };
+const fcu_kernels fcu_avx2 = { "avx2", update, roots, narrow, fcu_sums_avx2 };
 #else
 typedef int fcu_not_here;
 #endif

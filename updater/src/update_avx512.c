@@ -27,17 +27,25 @@ OP V larger(V x, V v)
     __mmask16 keep = _mm512_cmp_ps_mask(x, v, _CMP_GT_OQ) | _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     return _mm512_mask_blend_ps(keep, v, x);
 }
-/* vrsqrt14ps has another table than rsqrtps: the 256-bit instruction, twice. */
-OP V root_ex(V a)
+typedef __mmask16 M;
+OP V rsqrt14(V a) { return _mm512_rsqrt14_ps(a); }
+OP V rsqrt(V a) /* another table than vrsqrt14ps: the 256-bit instruction, twice */
 {
     __m256 lo = _mm256_rsqrt_ps(_mm512_castps512_ps256(a)), hi = _mm256_rsqrt_ps(_mm512_extractf32x8_ps(a, 1));
-    V y = _mm512_insertf32x8(_mm512_castps256_ps512(lo), hi, 1), half = set1(0.5f);
-    V s = mul(a, y), h = mul(y, half), e = sub(half, mul(s, h));
-    s = add(mul(s, e), s), h = add(mul(e, h), h);
-    s = add(mul(sub(a, mul(s, s)), h), s);
-    __m512i at = _mm512_add_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(0x7f800000));
-    __mmask16 rare = _mm512_cmpgt_epi32_mask(at, _mm512_set1_epi32((int)0xfefff000));
-    return __builtin_expect(rare != 0, 0) ? _mm512_mask_sqrt_ps(s, rare, a) : s;
+    return _mm512_insertf32x8(_mm512_castps256_ps512(lo), hi, 1);
+}
+OP M rare(V a, uint32_t first, uint32_t n)
+{
+    __m512i at = _mm512_sub_epi32(_mm512_castps_si512(a), _mm512_set1_epi32((int)first));
+    return _mm512_cmpge_epu32_mask(at, _mm512_set1_epi32((int)n));
+}
+OP int any(M m) { return m != 0; }
+OP V pick(M m, V yes, V no) { return _mm512_mask_blend_ps(m, no, yes); }
+OP M small(V a) { return _mm512_cmp_ps_mask(a, set1(0x1p-96f), _CMP_LT_OQ); }
+OP M special(V a) /* neither above zero nor finite */
+{
+    return ~(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GT_OQ) &
+             _mm512_cmp_ps_mask(a, set1(__builtin_inff()), _CMP_LT_OQ));
 }
 OP V widen_bf16(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 OP __m256i to_bf16(V x)
@@ -62,9 +70,10 @@ OP void st_16(uint16_t *p, __m256i x, int nt)
 OP void st_bf16(uint16_t *p, V x, int nt) { st_16(p, to_bf16(x), nt); }
 OP void st_f16(uint16_t *p, V x, int nt) { st_16(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), nt); }
 
+#define FETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
 #include "update_body.h"
 
-const fcu_kernels fcu_avx512 = { "avx512", update, sqrt_ex, narrow, fcu_sums_avx512 };
+const fcu_kernels fcu_avx512 = { "avx512", update, roots, narrow, fcu_sums_avx512 };
 #else
 typedef int fcu_not_here;
 #endif

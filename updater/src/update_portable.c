@@ -1,13 +1,12 @@
 /* Optimizer steps in plain C, one float at a time: the reference that the vector versions must equal bit for bit.
  *
- * fmaf is exact on every processor (in software where there is no instruction, then slow). rsqrtps exists in
- * every x86-64; elsewhere root_ex is IEEE and fcu_portable.sqrt_ex is NULL, so that nobody takes it for MKL's.
+ * fmaf is exact on every processor (in software where there is no instruction, then slow).
  */
 #include "update.h"
 
 #include <math.h>
 #include <string.h>
-#if defined(__SSE__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -29,18 +28,22 @@ OP V std_max(V x, V v) { return x < v ? v : x; }
 OP V larger(V x, V v) { return x > v || x != x ? x : v; }
 OP uint32_t bits_of(V x) { uint32_t b; memcpy(&b, &x, 4); return b; }
 OP V of_bits(uint32_t b) { V x; memcpy(&x, &b, 4); return x; }
-OP V root_ex(V a)
+typedef int M;
+#if defined(__x86_64__)
+OP V rsqrt(V a) { return _mm_cvtss_f32(_mm_rsqrt_ss(_mm_set_ss(a))); }
+static __attribute__((noinline, target("avx512f"))) V rsqrt14(V a)
 {
-#if defined(__SSE__)
-    if ((int32_t)(bits_of(a) + 0x7f800000u) > (int32_t)0xfefff000u)
-        return root(a);
-    V y = _mm_cvtss_f32(_mm_rsqrt_ss(_mm_set_ss(a))), s = a * y, h = y * 0.5f, e = 0.5f - s * h;
-    s = s * e + s, h = e * h + h;
-    return (a - s * s) * h + s;
-#else
-    return root(a);
-#endif
+    return _mm_cvtss_f32(_mm_rsqrt14_ss(_mm_set_ss(a), _mm_set_ss(a)));
 }
+#else /* nobody asks: fcu_has_root() */
+OP V rsqrt(V a) { return 1 / sqrtf(a); }
+OP V rsqrt14(V a) { return 1 / sqrtf(a); }
+#endif
+OP M rare(V a, uint32_t first, uint32_t n) { return bits_of(a) - first >= n; }
+OP int any(M m) { return m; }
+OP V pick(M m, V yes, V no) { return m ? yes : no; }
+OP M small(V a) { return a < 0x1p-96f; }
+OP M special(V a) { return !(a > 0 && a < __builtin_inff()); }
 OP uint16_t to_bf16(V x)
 {
     uint32_t b = bits_of(x);
@@ -56,10 +59,7 @@ OP V round_f16(V x) { return widen_f16(to_f16(x)); }
 OP void st_bf16(uint16_t *p, V x, int nt) { (void)nt; *p = to_bf16(x); }
 OP void st_f16(uint16_t *p, V x, int nt) { (void)nt; *p = to_f16(x); }
 
+#define FETCH(p) ((void)(p)) /* it is not there for its speed */
 #include "update_body.h"
 
-#if defined(__SSE__)
-const fcu_kernels fcu_portable = { "portable", update, sqrt_ex, narrow, fcu_sums_portable };
-#else
-const fcu_kernels fcu_portable = { "portable", update, NULL, narrow, fcu_sums_portable };
-#endif
+const fcu_kernels fcu_portable = { "portable", update, roots, narrow, fcu_sums_portable };

@@ -30,7 +30,7 @@ def small_job(**options: Any) -> Job:
 
 class FakeReplica:
     def __init__(self, step: int = 0) -> None:
-        self.step = step
+        self.step, self.kernels = step, "avx2, and so on"
 
 
 class FakeSession:

@@ -60,7 +60,7 @@ def test_a_state_is_announced_and_taken(scene, tmp_path) -> None:
         "layer0.weight": ["exp_avg", "step"], "layer0.bias": ["step"]
     }
     assert call[3]["layer0.weight"]["exp_avg"] is MODEL["optimizer.layer0.weight.exp_avg"]
-    assert at.events("state") == [{"name": "a", "iteration": 7}]
+    assert at.events("state") == [{"name": "a", "iteration": 7, "kernels": "avx2, and so on"}]
     assert peer.told[-1] == other.told[-1] == Joined(7)
     assert path.exists() and not old.exists()  # its successor holds a version
     assert at.join(2, ("synth-0", 0, 2)).told == [Wanted([], "")]  # nothing is wanted any more
