@@ -10,6 +10,7 @@
     streams.py   the same packets over 1, 2, 4, 8 and 16 streams
     loss.py      the live node's loop with losses, against without
     closing.py   evidence and verdict of an iteration that closes
+    sums.py      checksums of a version's parameters, against reading them
     adam.py      a step of the optimizer, against its memory traffic and torch's
 
 docs/performance.md says what the rows mean. Timing is never a test: tests only run a round or two for the form.

@@ -21,6 +21,7 @@ BENCHES = {
     "streams": ("flowcheck.bench.streams", "the same packets over 1 to 16 streams, against over one"),
     "loss": ("flowcheck.bench.loss", "the live node with one packet lost in 10^5, against none lost"),
     "closing": ("flowcheck.bench.closing", "evidence and verdict of an iteration that closes, per GB"),
+    "checksum": ("flowcheck.bench.sums", "checksums of a version's parameters, against reading them"),
     "adam": ("flowcheck.bench.adam", "one step of the optimizer, against its memory traffic and torch's"),
 }
 _ITEMS = BENCHES.items()

@@ -13,6 +13,7 @@ from parser.machine import Engine, icrc_kernels
 from flowcheck.bench import parse
 from flowcheck.bench.traffic import aligned, make
 from parser.wire import Protocol
+from updater.dialects import DIALECTS
 
 FIELDS = {"name", "value", "unit", "limit", "ratio", "target", "p10", "p90", "rounds"}
 SETTING = {"processor", "pages", "kernels", "choices"}
@@ -58,13 +59,22 @@ def test_rows_of_adam() -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert all(well_formed(row) for row in rows)
-    kinds = {"torch-cpu", "torch-cpu.bf16", "torch-cuda-foreach", "torch-cuda-foreach.bf16", "in-place"}
-    kinds |= {"torch-single", "torch-foreach", "torch-fused"}
+    modes = [f"{name}{width}" for name in DIALECTS for width in ("", ".bf16")]
+    kinds = {*modes, *(f"{mode}.torch-single" for mode in modes), "in-place", "torch-foreach", "torch-fused"}
     wanted = {f"adam.{shape}.{threads}t.{kind}" for shape in ("flat", "200") for threads in (1, 2) for kind in kinds}
     assert {row["name"] for row in rows} == wanted
     targets = {row["name"]: row["target"] for row in rows if row["target"] is not None}
-    assert targets["adam.flat.1t.torch-cpu"] == 0.95 and targets["adam.200.1t.torch-cpu.bf16"] == 0.93
-    assert targets["adam.flat.2t.torch-single"] == 2.5
+    assert targets["adam.flat.1t.torch-cpu"] == 0.95 and targets["adam.200.1t.torch-cuda-fused.bf16"] == 0.93
+    assert targets["adam.200.2t.torch-cpu-fused.bf16.torch-single"] == 1.0 and "adam.flat.2t.torch-cpu" not in targets
+
+
+def test_rows_of_checksums() -> None:
+    done = bench("checksum", "--json", "--rounds", "2", "--megabytes", "4")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert all(well_formed(row) for row in rows)
+    assert [row["name"] for row in rows] == [f"checksum.{w}.{threads}t" for w in ("fp32", "bf16") for threads in (1, 2)]
+    assert {row["target"] for row in rows} == {0.6}
 
 
 def test_an_unknown_name_is_refused() -> None:

@@ -46,6 +46,31 @@ static void plain(const void *g, int narrow, float **t, float **t1, uint64_t n)
     }
 }
 
+__attribute__((target("avx512f"))) static uint64_t read_wide(const char *at, uint64_t bytes)
+{
+    __m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;
+    for (uint64_t i = 0; i < bytes; i += 256) {
+        a = _mm512_or_si512(a, _mm512_load_si512(at + i)), b = _mm512_or_si512(b, _mm512_load_si512(at + i + 64));
+        c = _mm512_or_si512(c, _mm512_load_si512(at + i + 128)), d = _mm512_or_si512(d, _mm512_load_si512(at + i + 192));
+    }
+    return (uint64_t)_mm512_reduce_or_epi64(_mm512_or_si512(_mm512_or_si512(a, b), _mm512_or_si512(c, d)));
+}
+
+static uint64_t read_plain(const char *at, uint64_t bytes)
+{
+    __m128i a = _mm_setzero_si128(), b = a;
+    for (uint64_t i = 0; i < bytes; i += 32) {
+        a = _mm_or_si128(a, _mm_load_si128((const __m128i *)(at + i)));
+        b = _mm_or_si128(b, _mm_load_si128((const __m128i *)(at + i + 16)));
+    }
+    return (uint64_t)_mm_cvtsi128_si64(_mm_or_si128(a, b));
+}
+
+uint64_t fcb_read(const void *data, uint64_t bytes)
+{
+    return __builtin_cpu_supports("avx512f") ? read_wide(data, bytes) : read_plain(data, bytes);
+}
+
 void fcb_roof(const void *g, int narrow, float **t, float **t1, uint64_t n)
 {
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw"))
@@ -60,5 +85,13 @@ void fcb_roof(const void *g, int narrow, float **t, float **t1, uint64_t n)
     for (uint64_t i = 0; i < n; i++)
         for (int k = 0; k < 3; k++)
             t1[k][i] = t[k][i] + (narrow ? (float)((const uint16_t *)g)[i] : ((const float *)g)[i]);
+}
+
+uint64_t fcb_read(const void *data, uint64_t bytes)
+{
+    uint64_t found = 0;
+    for (uint64_t i = 0; i < bytes / 8; i++)
+        found |= ((const uint64_t *)data)[i];
+    return found;
 }
 #endif
