@@ -181,7 +181,11 @@ class Attachment:
                 self._flows = self._describe()["flows"]
                 self._meet(post)
                 return
-        if post.connected and post.joined is not None:
+        # A node may take longer to take a state in than ranks wait for that: the records of what follows it are
+        # queued after it all the same, or it would lose its place at once and ask for a state again, without end.
+        if post.connected and (
+            post.joined is not None or (post.pledged is not None and "state" not in post.wanted)
+        ):
             self._send_record(post, groups, clip, scale, skipped)
         if self.rank == 0 and self._job is not None and "state" in post.wanted:
             self._send_state(post, time.monotonic() + self._wait)
@@ -234,6 +238,7 @@ class Attachment:
         """Model and optimizer as they are now, before the next iteration; waits until the node has them."""
         number = self.iteration + 1
         post.wanted, post.joined = post.wanted - {"state"}, None
+        post.pledged = number
         tensors = {
             f"model.{name}": tensor.detach().to("cpu", copy=True)
             for name, tensor in self._model.module.state_dict().items()
@@ -246,6 +251,7 @@ class Attachment:
                         tensors[f"optimizer.{name}.{key}"] = value.detach().to("cpu", copy=True)
         post.answered.clear()
         if not post.put(State(number), tensors):
+            post.pledged = None
             return
         while post.connected and post.joined != number and (left := deadline - time.monotonic()) > 0:
             post.answered.wait(left)

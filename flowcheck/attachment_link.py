@@ -3,6 +3,7 @@
     post = Post(address, token, who, opening)     opening(): messages that every connection begins with
     post.put(message, tensors)                    from the training thread: never waits
     post.wanted, post.joined                      what the node has asked for, and answered
+    post.pledged                                  the caller's: iteration of the state that it has put, and records follow
 
 The queue is bounded. When it is full nothing is dropped silently: the whole queue is given up, the connection ends,
 `lost` counts it, and the next connection starts anew (the node then misses records, and asks for a state). A node
@@ -59,6 +60,7 @@ class Post:
         self._again = threading.Event()  # the opening has more to say
         self.wanted: frozenset[str] = frozenset()
         self.joined: int | None = None
+        self.pledged: int | None = None  # None again when the connection ends
         self.tried = threading.Event()  # the first attempt to connect is over
         self.answered = threading.Event()  # something came, or the connection ended
         self.why = "not connected yet"
@@ -132,7 +134,7 @@ class Post:
                 link.close()
                 listener.join()
                 self._drain()
-                self.wanted, self.joined = frozenset(), None
+                self.wanted, self.joined, self.pledged = frozenset(), None, None
                 self.answered.set()
             self._stop.wait(pause)
 

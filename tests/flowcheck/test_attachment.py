@@ -552,11 +552,30 @@ def test_a_state_without_time_is_sent_and_not_waited_for(training, hand_node) ->
     assert peer.expect("record")["iteration"] == 3
     assert peer.receive()[0] == {"type": "state", "iteration": 4}
     assert (one.attachment.state, one.attachment._post.wanted) == ("attaching", frozenset())
-    one.iterate()  # no record as long as the node has not joined
+    one.iterate(2)  # the node is still busy with the state: what it will need next is on its way all the same
+    assert [peer.expect("record")["iteration"] for _ in range(2)] == [4, 5]
     peer.send("joined", iteration=4)
     until(lambda: one.attachment.state == "attached")
     one.iterate()
-    assert peer.expect("record")["iteration"] == 5
+    assert peer.expect("record")["iteration"] == 6
+
+
+def test_a_state_ends_with_its_connection_and_so_do_the_records_after_it(training, hand_node) -> None:
+    one = training()
+    peer = joined(one, hand_node)
+    peer.send("wanted", what=["state"], why="iteration 2 is lost")
+    until(lambda: one.attachment._post.wanted)
+    one.iterate()
+    assert peer.expect("record")["iteration"] == 3 and peer.receive()[0]["type"] == "state"
+    peer.close()
+    peer = connected(one, hand_node)
+    one.iterate()  # no record: nobody has the state that it would follow
+    peer.expect("flows")
+    peer.expect("manifest")
+    peer.send("wanted", what=["state"], why="a state to begin with")
+    until(lambda: one.attachment._post.wanted)
+    one.iterate()
+    assert peer.receive()[0] == {"type": "state", "iteration": 6}
 
 
 def test_a_state_that_is_not_wanted_is_not_sent(training, hand_node) -> None:
