@@ -3,7 +3,7 @@
     post = Post(address, token, who, opening)     opening(): messages that every connection begins with
     post.put(message, tensors)                    from the training thread: never waits
     post.wanted, post.joined                      what the node has asked for, and answered
-    post.pledged                                  the caller's: iteration of the state that it has put, and records follow
+    post.pledged                                  iteration of the state that the caller has put: records follow it
 
 The queue is bounded. When it is full nothing is dropped silently: the whole queue is given up, the connection ends,
 `lost` counts it, and the next connection starts anew (the node then misses records, and asks for a state). A node
