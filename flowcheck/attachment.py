@@ -127,7 +127,7 @@ class Attachment:
             return "lost" if post.tried.is_set() else "watching"  # the first attempt may still be under way
         if self._job is None:
             return "watching"
-        return "attached" if post.joined is not None and "state" not in post.wanted else "attaching"
+        return "attached" if post.joined is not None and "state" not in post.wanted and not post.notice else "attaching"
 
     @property
     def why(self) -> str:

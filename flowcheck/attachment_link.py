@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from flowcheck.errors import FlowcheckError
-from flowcheck.records import Joined, Limits, Link, Progress, RecordsError, Refused, Wanted, greet
+from flowcheck.records import Joined, Limits, Link, Notice, Progress, RecordsError, Refused, Wanted, greet
 from flowcheck.tensors import header, packed_bytes, pieces
 
 __all__ = ["Post", "Who"]
@@ -46,8 +46,9 @@ class Who:
 
 
 class Post:
-    """why: the last reason for not being connected, "" while connected. iteration, status: of the node's newest
-    version, -1: none yet."""
+    """why: the last reason for not being connected, or what the node has noticed; "" while all is well. notice: what
+    keeps the node from making versions although it wants nothing, "": nothing does. iteration, status: of the node's
+    newest version, -1: none yet."""
 
     def __init__(
         self, address: tuple[str, int], token: bytes, who: Who, opening: Callable[[], list[Any]],
@@ -61,6 +62,7 @@ class Post:
         self.wanted: frozenset[str] = frozenset()
         self.joined: int | None = None
         self.pledged: int | None = None  # None again when the connection ends
+        self.notice = ""
         self.tried = threading.Event()  # the first attempt to connect is over
         self.answered = threading.Event()  # something came, or the connection ended
         self.why = "not connected yet"
@@ -134,7 +136,7 @@ class Post:
                 link.close()
                 listener.join()
                 self._drain()
-                self.wanted, self.joined, self.pledged = frozenset(), None, None
+                self.wanted, self.joined, self.pledged, self.notice = frozenset(), None, None, ""
                 self.answered.set()
             self._stop.wait(pause)
 
@@ -196,6 +198,12 @@ class Post:
                     # Nothing is wanted any more, of no rank: those that have no state to send hear it only here.
                     self.wanted, self.joined = frozenset(), message.iteration
                     if self._link is link:
+                        self.why = self.notice
+                elif isinstance(message, Notice):
+                    self.notice = message.why
+                    if message.why:
+                        self._say(message.why)
+                    elif self._link is link:
                         self.why = ""
                 elif isinstance(message, Progress):
                     self.iteration, self.status = message.iteration, message.status

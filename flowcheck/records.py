@@ -2,7 +2,7 @@
 
     frame      magic 4 | JSON bytes 4 | payload bytes 8 | JSON object with "type" | payload (raw safetensors)
     opening    node: Challenge    trainer: Hello (proof over both nonces)    node: Welcome (proof) or Refused
-    then       trainer: Flows, Manifest, State, Record, Bye               node: Wanted, Joined, Progress, Refused
+    then       trainer: Flows, Manifest, State, Record, Bye           node: Wanted, Joined, Progress, Notice, Refused
 
 Both sides prove that they know the token (HMAC-SHA256 over both nonces and who is speaking); the token itself never
 travels. Nothing is encrypted: the connection belongs on the control network. Every length is checked before
@@ -30,8 +30,8 @@ from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.manifest_form import Place, build, parse
 
 __all__ = [
-    "MESSAGES", "PROTOCOL", "Bye", "Challenge", "Flows", "Hello", "Joined", "Limits", "Link", "Manifest", "Progress",
-    "Record", "RecordsError", "Refused", "State", "Wanted", "Welcome", "accept", "greet", "token_bytes",
+    "MESSAGES", "PROTOCOL", "Bye", "Challenge", "Flows", "Hello", "Joined", "Limits", "Link", "Manifest", "Notice",
+    "Progress", "Record", "RecordsError", "Refused", "State", "Wanted", "Welcome", "accept", "greet", "token_bytes",
 ]
 
 PROTOCOL = "flowcheck/records/1"
@@ -157,9 +157,18 @@ class Progress:
     status: str
 
 
+@dataclass
+class Notice:
+    """Node: why there are no versions at the moment, although nothing is wanted of a trainer; "": that is over."""
+
+    why: str
+
+
 MESSAGES: dict[str, type] = {
     kind.__name__.lower(): kind
-    for kind in (Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Bye, Wanted, Joined, Progress)
+    for kind in (
+        Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Bye, Wanted, Joined, Progress, Notice,
+    )
 }
 
 

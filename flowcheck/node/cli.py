@@ -15,7 +15,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -29,56 +28,11 @@ from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.control import ControlServer
 from flowcheck.node.group import Group
 from flowcheck.node.output import Events, Hashes, Writer
-from flowcheck.node.tap import Tap
+from flowcheck.node.port import Port
 
 __all__ = ["Node", "main"]
 
 GROUP_NAME = r"[A-Za-z0-9_.]{0,32}"  # no hyphen: in the names of replica files it ends the group's name
-
-
-class Shared:
-    """The node's capture, read by all groups: each of them sees every packet."""
-
-    def __init__(self, source: LiveSource, groups: int) -> None:
-        self._source = source
-        self._lock = threading.Lock()
-        self._taps = [Tap(address, groups) for address in source.ring_addresses]
-
-    def open(self, reader: int) -> list[Queue]:
-        with self._lock:
-            return [Queue(self, i, tap.open(reader)) for i, tap in enumerate(self._taps)]
-
-    def close(self, reader: int) -> None:
-        with self._lock:
-            for tap in self._taps:
-                tap.close(reader)
-
-    def pump(self, queue: int) -> None:
-        with self._lock:
-            self._taps[queue].pump()
-
-    @property
-    def error(self) -> Exception | None:
-        return self._source.error
-
-
-@dataclass(frozen=True)
-class Queue:
-    """One rx queue as a group's source of packets."""
-
-    shared: Shared
-    index: int
-    address: int
-
-    @property
-    def ring_address(self) -> int:
-        """Asked before each look: what has come meanwhile is shown now."""
-        self.shared.pump(self.index)
-        return self.address
-
-    @property
-    def error(self) -> Exception | None:
-        return self.shared.error
 
 
 class Node:
@@ -106,7 +60,7 @@ class Node:
             eal = undo.enter_context(start_eal(live, huge=capture.huge))
             say("placing", text=str(settle(capture.path_mtu or 1024, eal.huge)))
             self._capture = undo.enter_context(LiveSource(eal, live))
-            self._shared = Shared(self._capture, config.groups)
+            self._port = Port(self._capture, config.groups, capture.device)
             path = config.output.keep_hashes
             self._hashes = undo.enter_context(closing(Hashes(path))) if path else None
             self._writer = undo.enter_context(closing(Writer(say)))
@@ -136,13 +90,13 @@ class Node:
                 if not idle:
                     return f"{len(self._groups)} groups are attached, this node has room for no more"
                 self._groups.pop(idle[0]).stop()
-                self._shared.close(self._readers.pop(idle[0]))
+                self._port.close(self._readers.pop(idle[0]))
             reader = next(i for i in range(self.config.groups) if i not in self._readers.values())
             if not self._started:
                 self._capture.start()
                 self._started = True
-            sources = self._shared.open(reader)
-            group = Group(name, self.config, sources, self._say, self._writer, self._hashes)
+            sources = self._port.open(reader)
+            group = Group(name, self.config, sources, self._port, self._say, self._writer, self._hashes)
             group.start()
             self._groups[name], self._readers[name] = group, reader
             return group

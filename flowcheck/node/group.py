@@ -28,7 +28,8 @@ from flowcheck.node.config import NodeConfig
 from flowcheck.node.live import Closed, Hooks, LiveSession
 from flowcheck.node.output import Hashes, Writer
 from flowcheck.node.served import Served
-from flowcheck.records import Bye, Flows, Joined, Manifest, Progress, Record, State, Wanted
+from flowcheck.node.silence import Arrivals
+from flowcheck.records import Bye, Flows, Joined, Manifest, Notice, Progress, Record, State, Wanted
 from flowcheck.streams import IDLE_SECONDS, Source
 from parser.plan import EngineConfig
 
@@ -61,13 +62,14 @@ class Letter:
 
 
 class Group:
-    """name: what trainers call it. sources: rings of its capture. say: events. See the module for threads."""
+    """name: what trainers call it. sources: rings of its capture, port: where they come from. say: events. See the
+    module for threads."""
 
     def __init__(
-        self, name: str, config: NodeConfig, sources: Sequence[Source], say: Callable[..., None], writer: Writer,
-        hashes: Hashes | None,
+        self, name: str, config: NodeConfig, sources: Sequence[Source], port: Arrivals, say: Callable[..., None],
+        writer: Writer, hashes: Hashes | None,
     ) -> None:
-        self.name, self._config, self._sources = name, config, sources
+        self.name, self._config, self._sources, self._port = name, config, sources, port
         self._say_all, self._writer, self._hashes = say, writer, hashes
         self._inbox: queue.Queue[Letter] = queue.Queue(INBOX)
         self._lock = threading.Lock()
@@ -81,6 +83,7 @@ class Group:
         self._job: dict[str, Any] | None = None  # what the session was planned from
         self._offset = 0  # the trainers' number of the manifest's iteration 0
         self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
+        self._notice = Notice("")
         self.served = Served(config.replica.directory, config.name, name)
         self._idle = Engine(EngineConfig(4096, (), (), 0, streams=len(sources)))
         self._gone: list[Member] = []  # connections that ended; a list, because an inbox may be full
@@ -112,6 +115,8 @@ class Group:
             member.start = self._start
             self.members[member.rank] = member
             member.send(self._wanted)
+            if self._notice.why:
+                member.send(self._notice)
         for one in before:
             one.end("the job was started again")
         return ""
@@ -270,8 +275,9 @@ class Group:
         settings = self._config.replica
         self._job, self._offset = body, manifest.first
         self._session = LiveSession(
-            plan, self._sources, Hooks(self._closed, self._lost, self._waiting), self._offset, slots=settings.slots,
-            threads=settings.threads, replica_path=self.served.path, record_seconds=self._config.record_seconds,
+            plan, self._sources, Hooks(self._closed, self._lost, self._waiting, self._silent), self._offset,
+            slots=settings.slots, threads=settings.threads, replica_path=self.served.path,
+            record_seconds=self._config.record_seconds, port=self._port,
         )
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows))
         self._tell(Wanted(["state"], "the job is known; a state to begin with is not here"))
@@ -343,10 +349,19 @@ class Group:
     def _waiting(self, iteration: int, why: str) -> None:
         self._say("waiting", iteration=iteration + self._offset, why=why)
 
+    def _silent(self, why: str) -> None:
+        if why:
+            self._say("silent", why=why)
+        else:
+            self._say("heard", why="the mirror brings the job's packets again")
+        self._tell(Notice(why))
+
     def _tell(self, message: Any) -> None:
         with self._lock:
             if isinstance(message, Wanted):
                 self._wanted = message
+            elif isinstance(message, Notice):
+                self._notice = message
             members = list(self.members.values())
         for member in members:
             member.send(message)
@@ -355,6 +370,8 @@ class Group:
         if self._session is not None:
             self._session.close()
         self._session = None
+        with self._lock:
+            self._notice = Notice("")
 
 
 def _union(sent: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

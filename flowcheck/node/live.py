@@ -34,6 +34,7 @@ from parser.machine import Engine
 from flowcheck.errors import UserError
 from flowcheck.jobplan import JobPlan
 from flowcheck.judging import Judge, Judged
+from flowcheck.node.silence import Arrivals, Silence
 from flowcheck.records import Record
 from flowcheck.replica import JobReplica, ReplicaOptions
 from flowcheck.streams import Source, Streams
@@ -72,11 +73,13 @@ class Closed:
 @dataclass
 class Hooks:
     """What the session tells its owner. closed: after each iteration. lost(why): a state is wanted.
-    waiting(iteration, why): a complete iteration has no record yet, or records run far ahead of the traffic."""
+    waiting(iteration, why): a complete iteration has no record yet, or records run far ahead of the traffic.
+    silent(why): the mirror brings nothing of the job; "": it does again."""
 
     closed: Callable[[Closed], None]
     lost: Callable[[str], None]
     waiting: Callable[[int, str], None]
+    silent: Callable[[str], None] = lambda why: None
 
 
 @dataclass
@@ -100,11 +103,11 @@ class _Compared:
 class LiveSession:
     """sources[i]: ring of stream i. first: the trainer's number of iteration 0. replica_path(iteration): a file for a
     new replica. record_seconds: how long an iteration that could close waits for its record before that counts as
-    one that will not come."""
+    one that will not come. port: what the sources belong to."""
 
     def __init__(
         self, plan: JobPlan, sources: Sequence[Source], hooks: Hooks, first: int = 0, *, slots: int, threads: int,
-        replica_path: Callable[[int], Path | None], record_seconds: float,
+        replica_path: Callable[[int], Path | None], record_seconds: float, port: Arrivals | None = None,
     ) -> None:
         self.plan, self._hooks, self._first = plan, hooks, first
         self._slots, self._threads, self._path = slots, threads, replica_path
@@ -127,12 +130,14 @@ class LiveSession:
         self._counted = (0, 0, 0, 0)
         self._begins = -1  # first iteration that closed
         self._compared: _Compared | None = None
+        self._silence = Silence(plan, self.engine, port or Arrivals(), first, hooks.silent, time.monotonic)
 
     # -- from trainers --
 
     def record(self, record: Record, buffers: Mapping[str, torch.Tensor], rank: int) -> str:
         """Keep a step record; returns why it is refused, or "". Every rank sends one: the first that has all that
         is declared counts, and later ones must say the same."""
+        self._silence.over(record.iteration)
         awaited = max(self.engine.oldest, self.next or 0)  # a state may be far ahead of what still has to close
         if record.iteration > awaited + RECORDS_AHEAD:
             if not self._ahead:  # a mirror that is down; what these belong to will not be complete either
@@ -197,6 +202,7 @@ class LiveSession:
         moved = self.streams.poll()
         moved |= self._heed(0 if moved else LOOK_SECONDS)
         closed, _ = self.streams.advance(self._close)
+        self._silence.look(self.streams.blocked)
         return moved or closed or self._compared is not None
 
     def finish(self) -> None:
@@ -237,12 +243,14 @@ class LiveSession:
 
     def _skipped(self, first: int, last: int) -> None:
         if self.next is not None and self.next <= last:
-            said = f"{first + self._first} to {last + self._first}"
-            self._lose(f"iterations {said} passed while no packet came")
+            said = f"iterations {first + self._first} to {last + self._first}"
+            self._lose(f"{said if first < last else f'iteration {last + self._first}'} passed while no packet came")
 
     def _close(self, iteration: int) -> bool:
         if self._begins < 0:
             self._begins = iteration
+            if self.next is not None and iteration > self.next:  # the mirror began after the trainer's state
+                self._skipped(self.next, iteration - 1)
         streams = tuple(
             StreamEvidence(f"queue {i}", self.streams.state(i, iteration)) for i in range(self.plan.engine.streams)
         )

@@ -165,6 +165,24 @@ def test_progress_is_the_newest_version(hand_node, post) -> None:
     assert mine.status == "verified" and mine.wanted == frozenset() and mine.joined is None and mine.answered.is_set()
 
 
+def test_what_the_node_has_noticed_is_told_until_it_is_over(hand_node, post) -> None:
+    mine = post()
+    peer = hand_node.welcome()
+    peer.send("notice", why="no packet has come")
+    until(lambda: mine.notice)
+    until(lambda: mine.told)
+    assert mine.why == mine.told[0] == "no packet has come" and mine.wanted == frozenset()
+    peer.send("joined", iteration=7)
+    until(lambda: mine.joined == 7)
+    peer.send("progress", iteration=0, status="")
+    until(lambda: mine.iteration == 0)
+    assert mine.why == "no packet has come"  # a state does not make a mirror speak
+    peer.send("notice", why="")
+    peer.send("progress", iteration=1, status="")
+    until(lambda: mine.iteration == 1)
+    assert (mine.why, mine.notice, len(mine.told)) == ("", "", 1)
+
+
 def test_the_same_reason_is_told_once(hand_node, post) -> None:
     mine = post()
     peer = hand_node.welcome()

@@ -17,6 +17,7 @@ from flowcheck.errors import UserError
 from flowcheck.manifest import Job
 from flowcheck.node.config import Capture, Control, NodeConfig, Output, ReplicaSettings
 from flowcheck.node.group import Group, Letter, Member
+from flowcheck.node.silence import Arrivals
 from flowcheck.records import Manifest
 from flowcheck.synth import example_job
 
@@ -102,6 +103,19 @@ class Written:
         self.hashes.append(said)
 
 
+class FakePort(Arrivals):
+    """A port whose counters a test sets."""
+
+    name = "af_packet:eth1"
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @property
+    def arrived(self) -> int:
+        return self.count
+
+
 class Scene:
     """group, what it said, and the sessions that it began."""
 
@@ -115,9 +129,10 @@ class Scene:
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.written = Written()
         self.rings = [MemoryRing() for _ in range(rings)]
+        self.port = FakePort()
         self.sessions: list[FakeSession] = []
         self.group = Group(
-            name, config, self.rings, say or (lambda event, **fields: self.said.append((event, fields))),
+            name, config, self.rings, self.port, say or (lambda event, **fields: self.said.append((event, fields))),
             self.written, self.written if hashes else None,  # type: ignore[arg-type]
         )
 

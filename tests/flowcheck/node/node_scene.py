@@ -26,6 +26,7 @@ class World:
         self.eal: Any = None
         self.rings: list[MemoryRing] = []
         self.error: Exception | None = None
+        self.counters: dict[str, int] = {}
         self.groups: list[Any] = []
         self.port: tuple[str, int] | None = None
 
@@ -55,6 +56,9 @@ class World:
             def stop(self) -> None:
                 world.done.append("stop capture")
 
+            def counters(self) -> dict[str, int]:
+                return {"received": 0} | world.counters
+
             def summary(self) -> str:
                 return "3 arrived"
 
@@ -64,8 +68,8 @@ class World:
 
         return Capture()
 
-    def group(self, name: str, config: Any, sources: Any, say: Any, writer: Any, hashes: Any) -> Any:
-        self.groups.append(NotedGroup(self, name, config, sources, say, writer, hashes))
+    def group(self, name: str, config: Any, sources: Any, port: Any, say: Any, writer: Any, hashes: Any) -> Any:
+        self.groups.append(NotedGroup(self, name, config, sources, port, say, writer, hashes))
         return self.groups[-1]
 
     def say(self, event: str, **fields: Any) -> None:

@@ -87,7 +87,7 @@ def test_order_of_start_and_end(begin: Begin, world: World, tmp_path: Path) -> N
 def test_a_checkpoint_that_is_being_written_is_waited_for(begin: Begin, world: World, tmp_path: Path) -> None:
     node = begin()
     node._group("a")
-    _, _, say, writer, _ = world.groups[0].given
+    _, _, _, say, writer, _ = world.groups[0].given
     assert say == world.say
     stopped = threading.Event()
     world.groups[0].stop = stopped.set

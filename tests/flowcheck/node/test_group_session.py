@@ -14,7 +14,7 @@ import torch
 
 import flowcheck.node.group
 from flowcheck.node.live import Closed
-from flowcheck.records import Bye, Joined, Manifest, Progress, Record, State, Wanted
+from flowcheck.records import Bye, Joined, Manifest, Notice, Progress, Record, State, Wanted
 
 from .group_scene import FakeReplica, Scene, fake_sessions, small_job
 
@@ -245,6 +245,20 @@ def test_waiting_is_said_in_the_trainers_numbers(scene) -> None:
     at.follow(first=5)
     at.session.hooks.waiting(2, "its step record is not here")
     assert at.events("waiting") == [{"name": "", "iteration": 7, "why": "its step record is not here"}]
+
+
+def test_a_silent_mirror_is_told_to_every_rank_also_those_that_come_later(scene) -> None:
+    at = scene(name="a")
+    peer, other = at.follow(first=5), at.join(1)
+    at.session.hooks.silent("no packet has come")
+    assert at.events("silent") == [{"name": "a", "why": "no packet has come"}]
+    assert peer.told[-1] == other.told[-1] == Notice("no packet has come")
+    at.group.leave(other.member)
+    assert at.join(1).told[-1] == Notice("no packet has come")
+    at.session.hooks.silent("")
+    assert at.events("heard") == [{"name": "a", "why": "the mirror brings the job's packets again"}]
+    assert peer.told[-1] == Notice("")
+    assert not any(isinstance(message, Notice) for message in at.join(2, ("synth-0", 0, 2)).told)
 
 
 def test_progress_leaves_what_is_wanted_as_it_is(scene) -> None:

@@ -29,6 +29,7 @@ from updater.errors import ReplicaError
 from updater.replica import Replica
 
 from ..fake_engine import FakeEngine, FakeSource, Packet, whole
+from .group_scene import FakePort
 
 NAMES = ["layer0.weight", "layer0.bias", "layer1.weight", "layer1.bias"]
 
@@ -61,9 +62,14 @@ class Live:
         self.closed: list[Closed] = []
         self.lost: list[str] = []
         self.waiting: list[tuple[int, str]] = []
-        hooks = Hooks(self.closed.append, self.lost.append, lambda *said: self.waiting.append(said))
+        self.silent: list[str] = []
+        self.port = FakePort()
+        hooks = Hooks(
+            self.closed.append, self.lost.append, lambda *said: self.waiting.append(said), self.silent.append,
+        )
         self.session = LiveSession(
             plan, self.sources, hooks, first, slots=2, threads=0, replica_path=path, record_seconds=record_seconds,
+            port=self.port,
         )
 
     def tensors(self, value: float) -> dict[str, torch.Tensor]:
@@ -644,6 +650,114 @@ def test_iterations_that_passed_unseen_end_the_chain(live) -> None:
     at.poll()
     assert at.lost == ["iterations 8 to 2000 passed while no packet came"]  # the last four are judged one by one
     assert at.session.next is None and at.session.status == "lost" and at.session.serves == 7
+
+
+def test_packets_that_begin_after_the_state_end_the_chain_for_that_reason(live) -> None:
+    """What the mirror missed is the reason, and not that the record of the first iteration it brings is not here."""
+    at = live(first=5)
+    at.state(2)
+    for t in (2, 3):
+        at.record(t)
+    at.engine.oldest = 4  # as an engine that finds its place in mid-stream
+    at.traffic(4)
+    at.poll()
+    assert at.lost == ["iterations 7 to 8 passed while no packet came"]
+    assert at.ended == [(4, False, ["previous"])]
+    at = live(first=5)
+    at.state(2)
+    at.engine.oldest = 3
+    at.traffic(3)
+    at.poll()
+    assert at.lost == ["iteration 7 passed while no packet came"]
+
+
+# -- a mirror that brings nothing --------------------------------------------------------------------------------
+
+
+def test_a_mirror_that_delivers_nothing_is_named_within_seconds(live) -> None:
+    at = live(first=5)
+    at.state(2)
+    at.poll()
+    at.now += 100
+    at.poll()
+    assert at.silent == []  # nothing says that the job is training
+    at.record(2)
+    at.now += 2.9
+    at.poll()
+    assert at.silent == []
+    at.record(3)
+    at.now += 0.2
+    at.poll()
+    assert at.silent == [
+        "no packet has come to af_packet:eth1 for 3 s, and iteration 8 is over: is the mirror session on, and does it"
+        " end at this port? (flowcheck switch verify)"
+    ]
+    at.now += 60
+    at.record(4)
+    at.poll()
+    assert len(at.silent) == 1  # once
+
+
+def test_packets_that_are_not_of_the_job_are_counted_and_its_connections_named(live) -> None:
+    at = live()
+    at.port.count = 50
+    at.engine.counts[0]["unanchored"] = (50, 1)
+    for number in range(len(at.engine.config.flows)):
+        at.engine.flow(number)["packets"] = 0
+    at.state(2)
+    at.record(2)
+    at.port.count, at.engine.counts[0]["unanchored"] = 90, (60, 1)
+    at.engine.counts[0]["icrc"] = (30, 1)
+    at.now += 3
+    at.poll()
+    (why,) = at.silent
+    assert why.startswith(
+        "nothing that af_packet:eth1 brings is of iterations that are over, and iteration 2 is over; 40 packets in 3 s:"
+        " icrc 30, unanchored 10; no packet ever of channel 0, rank 0 -> 1 (QP "
+    )
+    assert why.endswith("Mirror them unchanged")  # of what most of them suffer from
+
+
+def test_a_mirror_that_is_back_is_said(live) -> None:
+    at = live()
+    at.state(2)
+    at.record(2)
+    at.now += 3
+    at.poll()
+    at.traffic(2)
+    at.now += 3
+    at.poll()
+    at.now += 3
+    at.poll()
+    assert at.silent[1:] == [""] and at.closed[-1].published
+    at.record(3)
+    at.now += 3
+    at.poll()
+    assert len(at.silent) == 3 and at.silent[2]
+
+
+@pytest.mark.parametrize("progress", ["begun", "placed", "blocked"])
+def test_a_node_that_is_behind_is_not_a_silent_mirror(live, progress: str) -> None:
+    at = live()
+    at.state(2)
+    for t in range(2, 9):
+        at.record(t)
+    for t in range(2, 6):
+        at.now += 2
+        if progress == "begun":
+            at.engine.begun = t
+        elif progress == "placed":
+            at.engine.counts[0]["placed"] = (t, 1)
+        else:
+            at.session.streams._blocked = [True]
+            at.engine.sources[0].late = 1000
+            at.session.streams.poll = lambda: False
+        at.session._silence.look(at.session.streams.blocked)
+    assert at.silent == []
+    at.session._silence.look(False)
+    at.now += 3
+    at.session._silence.look(False)
+    assert len(at.silent) == 1
 
 
 @pytest.mark.parametrize(("last", "lost"), [(8, 0), (9, 1), (10, 1)])

@@ -1,0 +1,66 @@
+"""The node's mirror port: one capture that all groups read, and what its counters say of it.
+
+    port = Port(source, groups, name)       name: as the settings call the device
+    port.open(reader)                       rings of its own for one group: every group sees every packet
+    port.arrived, port.drops                packets so far, and those that the node itself has lost, by cause
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from dataplane.live import LiveSource
+from flowcheck.node.silence import Arrivals
+from flowcheck.node.tap import Tap
+
+__all__ = ["Port", "Queue"]
+
+
+class Port(Arrivals):
+    """A source's queues, each read by up to `groups` readers."""
+
+    def __init__(self, source: LiveSource, groups: int, name: str) -> None:
+        self._source, self.name = source, name
+        self._lock = threading.Lock()
+        self._taps = [Tap(address, groups) for address in source.ring_addresses]
+
+    def open(self, reader: int) -> list[Queue]:
+        with self._lock:
+            return [Queue(self, i, tap.open(reader)) for i, tap in enumerate(self._taps)]
+
+    def close(self, reader: int) -> None:
+        with self._lock:
+            for tap in self._taps:
+                tap.close(reader)
+
+    def pump(self, queue: int) -> None:
+        with self._lock:
+            self._taps[queue].pump()
+
+    @property
+    def error(self) -> Exception | None:
+        return self._source.error
+
+    @property
+    def arrived(self) -> int:
+        return self._source.counters()["received"]
+
+
+@dataclass(frozen=True)
+class Queue:
+    """One rx queue as a group's source of packets."""
+
+    port: Port
+    index: int
+    address: int
+
+    @property
+    def ring_address(self) -> int:
+        """Asked before each look: what has come meanwhile is shown now."""
+        self.port.pump(self.index)
+        return self.address
+
+    @property
+    def error(self) -> Exception | None:
+        return self.port.error

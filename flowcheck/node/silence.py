@@ -1,0 +1,113 @@
+"""Does the mirror bring what the job sends? Told within seconds, by port; not when 256 iterations have passed.
+
+The clock is the trainers': a record says that an iteration is over, so its gradients have been on the wire. If no
+packet of it, or of a later one, has come SECONDS after that, the mirror is silent, and this says which of two it is:
+nothing arrives at the port, or what arrives is not of the job. A job that pauses has no records and is not suspected;
+a node that is still busy with earlier iterations is not silent, either.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from parser.machine import Engine
+
+from flowcheck.evidence import data_flows, flow_name
+from flowcheck.jobplan import JobPlan
+from flowcheck.unread import remedy_of
+
+__all__ = ["SECONDS", "Arrivals", "Silence"]
+
+SECONDS = 3.0  # between a record and packets of its iteration, which a mirror delivers within microseconds
+LOOK_SECONDS = 0.1  # between two looks at the counters
+NAMED = 4  # connections that one sentence names
+
+
+class Arrivals:
+    """What is known of a port. name: as the settings call the device. arrived: packets so far. This one has none."""
+
+    name = ""
+
+    @property
+    def arrived(self) -> int:
+        return 0
+
+
+class Silence:
+    """tell(why): the mirror is silent, or, with "", is not any more. first: the trainer's number of iteration 0."""
+
+    def __init__(
+        self, plan: JobPlan, engine: Engine, port: Arrivals, first: int, tell: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan, self._engine, self._port, self._first = plan, engine, port, first
+        self._tell, self._clock = tell, clock
+        self._over = -1  # the newest iteration that a record says is over
+        self._begun = engine.begun
+        self._since = 0.0  # when a record was first ahead of the packets
+        self._base = (0, dict[str, int]())  # what had arrived by then, and what had become of it
+        self._ahead = self._said = False
+        self._looked = 0.0
+
+    def over(self, iteration: int) -> None:
+        """A record says that an iteration is over."""
+        self._over = max(self._over, iteration)
+        if not self._ahead and self._over > self._engine.begun:
+            self._ahead, self._begun = True, self._engine.begun
+            self._since, self._base = self._clock(), self._counts()
+
+    def look(self, busy: bool) -> None:
+        """busy: iterations that have come wait for something else than packets."""
+        if not self._ahead or (now := self._clock()) - self._looked < LOOK_SECONDS:
+            return
+        self._looked, begun = now, self._engine.begun
+        if begun >= self._over or begun > self._begun or self._placed() > self._base[1].get("placed", 0) or busy:
+            self._ahead, self._begun = False, begun
+            if self._said:
+                self._said = False
+                self._tell("")
+            self.over(self._over)  # further ahead than what has come: from now on
+        elif not self._said and now - self._since >= SECONDS:
+            self._said = True
+            self._tell(self._why(now - self._since))
+
+    def _counts(self) -> tuple[int, dict[str, int]]:
+        became: dict[str, int] = {}
+        for stream in range(self._plan.engine.streams):
+            for cause, (packets, _) in self._engine.outcomes(stream).items():
+                became[cause] = became.get(cause, 0) + packets
+        return self._port.arrived, became
+
+    def _placed(self) -> int:
+        return sum(self._engine.outcomes(stream)["placed"][0] for stream in range(self._plan.engine.streams))
+
+    def _why(self, seconds: float) -> str:
+        (arrived, became), (before, already) = self._counts(), self._base
+        came = {cause: count - already.get(cause, 0) for cause, count in became.items()}
+        came = {cause: count for cause, count in came.items() if count > 0}
+        over = f"iteration {self._over + self._first} is over"
+        if arrived == before and not came:
+            return (
+                f"no packet has come to {self._port.name or 'the port'} for {seconds:.0f} s, and {over}: is the mirror"
+                " session on, and does it end at this port? (flowcheck switch verify)"
+            )
+        said = ", ".join(f"{cause} {count}" for cause, count in sorted(came.items()))
+        text = f"nothing that {self._port.name or 'the port'} brings is of iterations that are over, and {over};"
+        text += f" {max(arrived - before, sum(came.values()))} packets in {seconds:.0f} s{f': {said}' if said else ''}"
+        silent = self._never_seen()
+        if silent:
+            text += f"; no packet ever of {'; '.join(silent[:NAMED])}"
+            text += f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
+        remedy = remedy_of(_readable(came))
+        return f"{text}. {remedy}" if remedy else text
+
+    def _never_seen(self) -> list[str]:
+        packets = dict.fromkeys(range(len(self._plan.job.flows)), 0)
+        for spec, counters in data_flows(self._plan, self._engine):
+            packets[spec.edge] += counters["packets"]
+        return [flow_name(self._plan.job, edge) for edge, count in packets.items() if not count]
+
+
+def _readable(came: Mapping[str, int]) -> dict[str, int]:
+    return {cause: count for cause, count in came.items() if cause not in ("not_roce", "control", "other_roce")}
