@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from switch_configs.errors import DeviceError
+from switch_configs.errors import DeviceError, PlanError
 from switch_configs.model import MirrorSession
 
 __all__ = ["Credentials", "LocalTransport", "SshTransport", "Transport", "answer", "is_local", "typed"]
@@ -50,7 +50,7 @@ def is_local(vendor: str) -> bool:
 
 @dataclass(frozen=True)
 class Credentials:
-    """password None: keys from the agent or key_file. known_hosts None: the user's own file."""
+    """password None: key_file, then the keys of the SSH agent. known_hosts None: the user's own file."""
 
     username: str
     password: str | None = field(default=None, repr=False)
@@ -158,21 +158,33 @@ def _connect(session: MirrorSession, credentials: Credentials, where: str) -> An
         "device_type": DRIVERS[session.vendor], "host": session.address, "port": session.ssh_port,
         "username": credentials.username, "ssh_strict": True, "system_host_keys": credentials.known_hosts is None,
         "conn_timeout": CONNECT_SECONDS, "read_timeout_override": SECONDS,
-        "allow_agent": credentials.password is None, "use_keys": credentials.password is None, "fast_cli": True,
+        # use_keys would also offer what lies in ~/.ssh, and netmiko refuses it without a key_file
+        "allow_agent": credentials.password is None, "use_keys": False, "fast_cli": True,
     }  # fmt: skip
     if credentials.known_hosts is not None:
         options |= {"alt_host_keys": True, "alt_key_file": str(credentials.known_hosts)}
     if credentials.key_file is not None:
+        if not credentials.key_file.is_file():
+            raise PlanError("there is no such key file", where=str(credentials.key_file), remedy="check --key")
         options["key_file"] = str(credentials.key_file)
     if credentials.password is not None:
         options["password"] = credentials.password
     try:
         return ConnectHandler(**options)
     except Exception as error:
-        text = (str(error).strip().splitlines() or [""])[0]
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        text = " ".join(lines[: 1 + lines[0].rstrip().endswith(":")])  # some begin with an announcement
         if credentials.password:
             text = text.replace(credentials.password, "***")
         raise DeviceError(
             f"cannot log in: {type(error).__name__}: {text}", where=where,
-            remedy="check address, user, credentials and known_hosts (docs/switch.md)",
+            remedy=f"check address, user, known_hosts and {_means(credentials)} (docs/switch.md)",
         ) from None
+
+
+def _means(credentials: Credentials) -> str:
+    """What the login was tried with."""
+    if credentials.password is not None:
+        return "the password"
+    agent = "the keys of the SSH agent (`ssh-add -l` lists them)"
+    return f"{credentials.key_file} or {agent}" if credentials.key_file is not None else agent

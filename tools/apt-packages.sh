@@ -1,11 +1,12 @@
 #!/bin/sh
 # Install the Debian packages FlowCheck needs; does nothing, and asks for nothing, when all are present.
 # libisal: invariant CRC; libpcap: link-type tables of captures; tshark: second opinion in one test; clang: fuzzing;
-# openvswitch-switch: a real switch for tests/switch_configs (userspace datapath, no kernel module).
+# for tests/switch_configs openssh-client: an SSH agent, and openvswitch-switch: a real switch (userspace datapath, no
+# kernel module).
 set -eu
 
 PACKAGES="build-essential pkg-config python3 python3-dev python3-venv libdpdk-dev libpcap-dev libisal-dev
-          tshark iproute2 openvswitch-switch clang-14 libclang-rt-14-dev"
+          tshark iproute2 openssh-client openvswitch-switch clang-14 libclang-rt-14-dev"
 
 missing=""
 for package in $PACKAGES; do

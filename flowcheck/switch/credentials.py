@@ -2,7 +2,7 @@
 
     user       --user, or FLOWCHECK_SWITCH_USER_<LEAF>, FLOWCHECK_SWITCH_USER, or the login name
     password   FLOWCHECK_SWITCH_PASSWORD_<LEAF>, FLOWCHECK_SWITCH_PASSWORD, or the keyring's entry
-               "flowcheck-switch" of user@leaf (package keyring, if installed); none: keys of the SSH agent
+               "flowcheck-switch" of user@leaf (package keyring, if installed); none: --key, then keys of the SSH agent
 """
 
 from __future__ import annotations

@@ -489,8 +489,14 @@ DEVICES: dict[str, type[Device]] = {
 
 
 class _Login(paramiko.ServerInterface):
-    def __init__(self, password: str) -> None:
-        self.password = password
+    def __init__(self, password: str, keys: list[paramiko.PKey]) -> None:
+        self.password, self.keys = password, keys
+
+    def get_allowed_auths(self, username: str) -> str:
+        return "publickey,password" if self.keys else "password"
+
+    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+        return paramiko.AUTH_SUCCESSFUL if username == "admin" and key in self.keys else paramiko.AUTH_FAILED
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
         return paramiko.OPEN_SUCCEEDED
@@ -511,6 +517,7 @@ class SshSwitch:
 
     def __init__(self, device: Device, folder: Path, password: str = "s3cret-Pa55") -> None:
         self.device, self.password = device, password
+        self.authorized: list[paramiko.PKey] = []  # keys of users, besides the password
         self.key = paramiko.ECDSAKey.generate()
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.listener.getsockname()[1]
@@ -534,7 +541,7 @@ class SshSwitch:
         self.transports.append(transport)
         transport.add_server_key(self.key)
         with contextlib.suppress(paramiko.SSHException, EOFError, OSError):
-            transport.start_server(server=_Login(self.password))
+            transport.start_server(server=_Login(self.password, self.authorized))
             channel = None
             while channel is None and transport.is_active():
                 channel = transport.accept(0.1)

@@ -6,6 +6,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +20,8 @@ from switch_configs.model import MirrorPlan, MirrorSession, Source
 from switch_configs.transport import Credentials, SshTransport
 
 pytest.importorskip("netmiko", reason="netmiko (extra `switch`) is not installed")
+import paramiko
+
 from . import devices
 
 PORT = {"comware": "HundredGigE1/0/{}", "nxos": "Ethernet1/{}", "cumulus": "swp{}", "junos": "et-0/0/{}"}
@@ -36,7 +41,7 @@ class Lab:
         self.server = devices.SshSwitch(self.device, folder)
         self.managers: list[Manager] = []
 
-    def manager(self, direction="both", ports=(1, 2), password=None, **changes) -> Manager:
+    def manager(self, direction="both", ports=(1, 2), password=None, login=None, **changes) -> Manager:
         port = PORT.get(self.vendor, "Ethernet{}")
         fields = {
             "leaf": "leaf1", "vendor": self.vendor, "direction": direction, "destination": port.format(48),
@@ -44,7 +49,7 @@ class Lab:
             "sources": [Source(port=port.format(n), rank=n, speed_gbps=100) for n in ports],
         }  # fmt: skip
         session = MirrorSession.model_validate(fields | changes)
-        login = Credentials("admin", password or self.server.password, known_hosts=self.server.known_hosts)
+        login = login or Credentials("admin", password or self.server.password, known_hosts=self.server.known_hosts)
         self.managers.append(Manager(session, lambda: SshTransport(session, login)))
         return self.managers[-1]
 
@@ -212,3 +217,77 @@ def test_wrong_password_unknown_host_key_and_no_server(one: Lab, tmp_path: Path)
     with pytest.raises(DeviceError, match="cannot log in"):
         one.manager().show()
     assert "s3cret" not in repr(Credentials("admin", "s3cret"))
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The user's SSH agent, a real one, without keys yet; yields a folder for keys. No keys in the home directory."""
+    if shutil.which("ssh-agent") is None:
+        pytest.skip("ssh-agent (package openssh-client) is not installed")
+    with tempfile.TemporaryDirectory(prefix="fc") as folder:  # the name of a socket is at most 107 characters long
+        words = ["ssh-agent", "-D", "-s", "-a", f"{folder}/agent"]
+        with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None and "SSH_AUTH_SOCK" in process.stdout.readline()  # it listens now
+                monkeypatch.setenv("SSH_AUTH_SOCK", f"{folder}/agent")
+                monkeypatch.setenv("HOME", folder)
+                yield Path(folder)
+            finally:
+                process.kill()
+
+
+def key_file(folder: Path) -> tuple[Path, paramiko.PKey]:
+    key = paramiko.ECDSAKey.generate()
+    path = folder / "key"
+    key.write_private_key_file(str(path))
+    return path, key
+
+
+def test_login_by_the_agents_keys(one: Lab, agent: Path) -> None:
+    path, key = key_file(agent)
+    subprocess.run(["ssh-add", str(path)], capture_output=True, check=True)
+    path.unlink()
+    one.server.authorized.append(key)
+    m = one.manager(login=Credentials("admin", known_hosts=one.server.known_hosts))
+    assert m.apply(m.difference()).active
+
+
+def test_the_command_logs_in_by_the_agents_keys(
+    one: Lab, agent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No password anywhere, no --key: what docs/switch.md calls the keys of the SSH agent."""
+    from flowcheck.cli import app
+
+    path, key = key_file(agent)
+    subprocess.run(["ssh-add", str(path)], capture_output=True, check=True)
+    one.server.authorized.append(key)
+    plan = MirrorPlan(sessions=[one.manager().session], groups=[], nodes_per_leaf={"leaf1": 1})
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    for name in ("FLOWCHECK_SWITCH_PASSWORD", "FLOWCHECK_SWITCH_PASSWORD_LEAF1"):
+        monkeypatch.delenv(name, raising=False)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        app(["switch", "diff", str(tmp_path / "plan.json"), "--user", "admin", "--known-hosts",
+             str(one.server.known_hosts)], standalone_mode=False)  # fmt: skip
+    assert "leaf1 session flowcheck (eos): changes" in said.getvalue()
+
+
+def test_login_by_a_key_file(one: Lab, agent: Path) -> None:
+    path, key = key_file(agent)
+    one.server.authorized.append(key)
+    login = Credentials("admin", key_file=path, known_hosts=one.server.known_hosts)
+    assert not one.manager(login=login).show().mine.exists
+
+
+def test_a_key_file_that_is_not_there_is_named(one: Lab, tmp_path: Path) -> None:
+    login = Credentials("admin", key_file=tmp_path / "key", known_hosts=one.server.known_hosts)
+    with pytest.raises(PlanError, match="no such key file") as caught:
+        one.manager(login=login).show()
+    assert caught.value.where == str(tmp_path / "key")
+
+
+def test_an_agent_without_the_right_key_is_refused_by_the_switch(one: Lab, agent: Path) -> None:
+    one.server.authorized.append(paramiko.ECDSAKey.generate())
+    with pytest.raises(DeviceError, match=r"cannot log in: .*[Aa]uthentication") as caught:
+        one.manager(login=Credentials("admin", known_hosts=one.server.known_hosts)).show()
+    assert "ssh-add -l" in caught.value.remedy
