@@ -2,11 +2,13 @@
 
     ledger = Ledger(stages)
     ledger.trainer(line)      a line of rankR.jsonl        ledger.node(line)     a line of the node's keep_hashes
-    ledger.status(stage, event)                            ledger.row(stage, iteration) -> Row;  ledger.summary()
+    ledger.status(event)      ledger.state(event)          ledger.row(stage, iteration) -> Row;  ledger.summary()
+    ledger.over = True        nothing more will be known: what nobody has said anything of is not published
 
 Equal means: every rank of the stage has the same parameters and optimizer state, the node has published a version for
 that iteration, and each of its tensors (parameters, buffers, optimizer state) has the first rank's SHA-256, with none
-missing on either side. A version that is not there is "not published", never equal. Lines may come in any order.
+missing on either side. A version that is not there is "not published", never equal; only before the node's first
+state there is nothing to publish. The summary counts rows, so that it says what they say. Lines may come in any order.
 One thread.
 """
 
@@ -24,8 +26,8 @@ Hashes = Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Row:
-    """One iteration of one stage. verdict: equal | differs | not published | waiting | no state yet (the first version
-    is a later one). why: names or clauses."""
+    """One iteration of one stage. verdict: equal | differs | not published | waiting | no state yet (the node's first
+    state is of a later one). why: names or clauses."""
 
     stage: int
     iteration: int
@@ -38,13 +40,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """All iterations that trainers finished from the first version that a node published on."""
+    """All iterations that trainers finished, by the verdict of their rows."""
 
     published: int
     equal: int
     differing: list[Row]
     unpublished: list[Row]
-    before: int  # iterations before the first version: manifest and state were on their way
+    before: int  # iterations before the node's first state: manifest and state were on their way
     tensors: int
 
     @property
@@ -60,6 +62,8 @@ class Ledger:
         self._trainers: dict[tuple[int, int], dict[int, Mapping[str, Any]]] = defaultdict(dict)
         self._nodes: dict[tuple[int, int], Hashes] = {}
         self._status: dict[tuple[int, int], Mapping[str, Any]] = {}
+        self._states: dict[int, int] = {}  # stage -> iteration that its first state precedes
+        self.over = False
 
     def trainer(self, line: Mapping[str, Any]) -> None:
         self._trainers[line["stage"], line["iteration"]][line["rank"]] = line
@@ -70,6 +74,11 @@ class Ledger:
     def status(self, event: Mapping[str, Any]) -> None:
         self._status[self._stage(event), event["iteration"]] = event
 
+    def state(self, event: Mapping[str, Any]) -> None:
+        """The node has taken a state: versions begin with this iteration."""
+        stage = self._stage(event)
+        self._states[stage] = min(event["iteration"], self._states.get(stage, event["iteration"]))
+
     def _stage(self, line: Mapping[str, Any]) -> int:
         return self.names.index(line["name"]) if len(self.names) > 1 else 0
 
@@ -77,9 +86,10 @@ class Ledger:
         """Iterations of which anything is known."""
         return sorted({i for s, i in (*self._trainers, *self._nodes, *self._status) if s == stage})
 
-    def _first(self, stage: int) -> int:
-        """Iteration of a stage's first version; 0 as long as there is none."""
-        return min((i for s, i in self._nodes if s == stage), default=0)
+    def _first(self, stage: int) -> int | None:
+        """The first iteration that the node could publish; None: it has no state yet."""
+        return min([i for s, i in self._nodes if s == stage] + [i for s, i in self._states.items() if s == stage],
+                   default=None)  # fmt: skip
 
     def row(self, stage: int, iteration: int) -> Row:
         ranks = self._trainers.get((stage, iteration), {})
@@ -97,32 +107,31 @@ class Ledger:
             if wrong := _differences(line, first, line["buffers"]):
                 return row("differs", f"rank {rank} is not as rank {min(ranks)}: {wrong}")
         if version is None:
+            begins = self._first(stage)
+            if begins is None:
+                return row("no state yet" if self.over else "waiting", "" if self.over else "node")
+            if iteration < begins:
+                return row("no state yet")
             if status and not status.get("published"):
                 return row("not published", _clauses(status))
-            return row("waiting", "node") if iteration >= self._first(stage) else row("no state yet")
+            return row("not published", "the node has not said why") if self.over else row("waiting", "node")
         if wrong := _differences(version, first):
             return row("differs", wrong)
         return row("equal", tensors=len(first["tensors"]) + len(first["optimizer"]))
 
     def summary(self) -> Summary:
-        """As of now: what a node has not said anything about counts as not published."""
-        equal: list[Row] = []
-        differing: list[Row] = []
-        missing: list[Row] = []
-        before = 0
+        """As of now: what the node has not said anything about counts as not published, if it has had a state."""
+        found: dict[str, list[Row]] = defaultdict(list)
         for stage in range(len(self.names)):
-            first = self._first(stage)
-            versions = any(s == stage for s, _ in self._nodes)
             for iteration in self.iterations(stage):
                 row = self.row(stage, iteration)
-                if row.verdict == "waiting" and row.why == "trainers":
-                    continue
-                if not versions or iteration < first:
-                    before += 1
-                else:
-                    {"equal": equal, "differs": differing}.get(row.verdict, missing).append(row)
-        tensors = sum(row.tensors for row in equal)
-        return Summary(len(self._nodes), len(equal), differing, missing, before, tensors)
+                verdict = row.verdict
+                if verdict == "waiting" and row.why == "node":
+                    verdict = "no state yet" if self._first(stage) is None else "not published"
+                found[verdict].append(row)
+        tensors = sum(row.tensors for row in found["equal"])
+        return Summary(len(self._nodes), len(found["equal"]), found["differs"], found["not published"],
+                       len(found["no state yet"]), tensors)  # fmt: skip
 
 
 def _differences(one: Hashes, other: Hashes, ignored: Sequence[str] = ()) -> str:

@@ -317,6 +317,8 @@ class LabRun:
             self.events.append((name, event))
             if event.get("event") == "iteration":
                 self.ledger.status(event)
+            elif event.get("event") == "state":
+                self.ledger.state(event)
         elif event.get("event") == "iteration" and self._job and event["rank"] % self._job.data_ranks == 0:
             self.iterations.append(event)
         elif event.get("event") == "communicator":

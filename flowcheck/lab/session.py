@@ -2,8 +2,8 @@
 
     run_lab(options, console) -> exit status: 0 every version equal, 1 anything else
 
-Exit 0 means: from the first version on, the node has published one for every iteration, and every tensor of each is bit
-for bit the trainers' own. Iterations whose gradients were lost on purpose (impairments) are not published; then the
+Exit 0 means: from its first state on, the node has published a version for every iteration, and every tensor of each is
+bit for bit the trainers' own. Iterations whose gradients were lost on purpose (impairments) are not published; then the
 status is 1, as for a replay of a capture with gaps.
 """
 
@@ -26,7 +26,7 @@ from flowcheck.lab.run import Cores, LabRun, nobody
 from flowcheck.lab.shape import FabricConfig
 from flowcheck.lab.view import Screen
 
-__all__ = ["LabOptions", "run_lab", "step_times"]
+__all__ = ["LabOptions", "report", "run_lab", "step_times"]
 
 SETTLING = 5  # first iterations of an arm without node: DDP's second bucket layout; attach takes as many
 DEEP = {"capture": {"ring_size": 1 << 16}}  # some iterations of packets: a node that shares its core must not lose any
@@ -60,6 +60,7 @@ def run_lab(options: LabOptions, console: Console) -> int:
             run.end()
             run.wait_for_nodes(first + options.iterations - 1)
             run.finish_nodes()
+            run.ledger.over = True
             run.watch(run.ledger, last=True)
             summary, events = run.ledger.summary(), [event for _, event in run.events]
             trained = time.monotonic() - begin - started
@@ -67,7 +68,7 @@ def run_lab(options: LabOptions, console: Console) -> int:
         if options.arm:
             _say_step_times(step_times(run, options.job, options.arm), console)
         run.finish_trainers()
-    return _say(options, summary, events, (started, trained), console)
+    return report(options, summary, events, (started, trained), console)
 
 
 def step_times(run: LabRun, job: Training, iterations: int) -> dict[bool, list[float]]:
@@ -124,9 +125,10 @@ def _say_step_times(times: dict[bool, list[float]], console: Console) -> None:
     console.print("\n             ".join(lines), highlight=False)
 
 
-def _say(
+def report(
     options: LabOptions, summary: Summary, events: list[dict[str, Any]], seconds: tuple[float, float], console: Console
 ) -> int:
+    """The last words of a run. Returns its exit status."""
     job = options.job
     lines = [event for event in events if event.get("event") == "iteration"]
     packets, placed, twice = (sum(line[key] for line in lines) for key in ("packets", "placed", "duplicates"))
@@ -137,7 +139,7 @@ def _say(
     for row in [*summary.differing, *summary.unpublished][:20]:
         console.print(f"iteration {row.iteration} {row.verdict}: {row.why}", highlight=False)
     console.print(f"files        {options.out}", highlight=False)
-    total = summary.published + len(summary.unpublished)
+    total = summary.equal + len(summary.differing) + len(summary.unpublished)
     wanted = options.iterations * job.stages
     if summary.all_equal and summary.published >= wanted:
         console.print(
@@ -150,7 +152,8 @@ def _say(
         )  # fmt: skip
         return 0
     console.print(
-        f"NOT ALL EQUAL: of {total} iterations from the first version on {summary.equal} are equal,\n"
+        f"before       {summary.before} iterations, until the node had manifest and state\n"
+        f"NOT ALL EQUAL: of {total} iterations from the first state on {summary.equal} are equal,\n"
         f"{len(summary.differing)} differ, {len(summary.unpublished)} were not published ({wanted} versions were"
         " wanted);\nthe node offers only what it has published.", highlight=False,
     )  # fmt: skip

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import io
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
 
 from flowcheck.lab.compare import Ledger
+from flowcheck.lab.jobs import Training
+from flowcheck.lab.session import LabOptions, report
+from flowcheck.lab.shape import FabricConfig
 
 
 def trainer(iteration: int, rank: int = 0, stage: int = 0, **changes: Any) -> dict[str, Any]:
@@ -83,3 +92,59 @@ def test_two_stages_are_kept_apart() -> None:
     ledger.node(node(0, "stage1", tensors={"w": "other", "mean": "m0"}))
     ledger.node(node(0, "stage0"))
     assert [ledger.row(stage, 0).verdict for stage in (0, 1)] == ["equal", "differs"]
+
+
+def lossy() -> Ledger:
+    """State before iteration 2; 2 to 7 are lost with every copy of something, versions from 8 on: what `lab run --model
+    mlp --protocol SIMPLE --mirror-loss 0.01 --seed 1` gives."""
+    ledger = Ledger(2, [""])
+    ledger.state({"event": "state", "iteration": 2, "name": ""})
+    for iteration in range(33):
+        ledger.trainer(trainer(iteration))
+        ledger.trainer(trainer(iteration, 1))
+        ledger.status(status(iteration, iteration >= 8, [] if iteration >= 8 else ["coverage"]))
+        if iteration >= 8:
+            ledger.node(node(iteration))
+    ledger.over = True
+    return ledger
+
+
+def test_iterations_lost_before_the_first_version_are_not_published() -> None:
+    ledger = lossy()
+    assert [ledger.row(0, i).verdict for i in (0, 1, 2, 7, 8)] == [
+        "no state yet", "no state yet", "not published", "not published", "equal"
+    ]  # fmt: skip
+    summary = ledger.summary()
+    assert [row.iteration for row in summary.unpublished] == [2, 3, 4, 5, 6, 7]
+    assert (summary.equal, summary.before, summary.all_equal) == (25, 2, False)
+
+
+def test_the_last_words_of_a_run_are_those_of_its_table(tmp_path: Path) -> None:
+    options = LabOptions(FabricConfig(ranks=2, mirrored=((0, 1),)), Training(model="mlp", ranks=2), tmp_path, 25)
+    out = io.StringIO()
+    assert report(options, lossy().summary(), [], (1.0, 2.0), Console(file=out, width=110)) == 1
+    said = " ".join(out.getvalue().split())
+    assert "of 31 iterations from the first state on 25 are equal, 0 differ, 6 were not published" in said
+    assert said.count("not published: coverage") == 6
+
+
+@given(st.data())
+def test_the_summary_counts_the_rows_of_the_table(data: st.DataObject) -> None:
+    """Whatever came and whatever did not, in whatever order: once it is over no row is left out of the count."""
+    ledger = Ledger(1, [""])
+    for iteration in range(data.draw(st.integers(1, 8))):
+        ledger.trainer(trainer(iteration))
+        said = data.draw(st.sampled_from(["", "published", "not published", "differs"]))
+        if said:
+            ledger.status(status(iteration, said != "not published", ["coverage"]))
+        if said in ("published", "differs"):
+            changes = {"optimizer": {}} if said == "differs" else {}
+            ledger.node(node(iteration, **changes))
+    for first in data.draw(st.lists(st.integers(0, 8), max_size=2)):
+        ledger.state({"event": "state", "iteration": first, "name": ""})
+    ledger.over = True
+    rows = Counter(ledger.row(0, iteration).verdict for iteration in ledger.iterations(0))
+    summary = ledger.summary()
+    counted = Counter({"equal": summary.equal, "differs": len(summary.differing),
+                       "not published": len(summary.unpublished), "no state yet": summary.before})  # fmt: skip
+    assert +counted == rows
