@@ -256,8 +256,8 @@ class Attachment:
         while post.connected and post.joined != number and (left := deadline - time.monotonic()) > 0:
             post.answered.wait(left)
             post.answered.clear()
-            if "state" in post.wanted:
-                return  # it came too late for the node: again at the next boundary
+            if "state" in post.wanted or post.notice:
+                return  # it came too late for the node: again at the next boundary, or when it asks for one
 
     def close(self, seconds: float = 5.0) -> None:
         """Say goodbye, if the node listens within `seconds`; idempotent."""

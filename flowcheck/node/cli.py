@@ -26,6 +26,7 @@ from flowcheck.calibration import settle
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
 from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.control import ControlServer
+from flowcheck.node.drops import Drops
 from flowcheck.node.group import Group
 from flowcheck.node.output import Events, Hashes, Writer
 from flowcheck.node.port import Port
@@ -61,6 +62,7 @@ class Node:
             say("placing", text=str(settle(capture.path_mtu or 1024, eal.huge)))
             self._capture = undo.enter_context(LiveSource(eal, live))
             self._port = Port(self._capture, config.groups, capture.device)
+            self._drops = Drops(capture, lambda: self._port.drops, say)
             path = config.output.keep_hashes
             self._hashes = undo.enter_context(closing(Hashes(path))) if path else None
             self._writer = undo.enter_context(closing(Writer(say)))
@@ -106,6 +108,7 @@ class Node:
         interface is gone)."""
         while not self._stopping:
             time.sleep(0.1)
+            self._drops.look()
             if self._started and self._capture.error is not None:
                 raise self._capture.error
             failed = next((g.failure for g in self._groups.values() if g.failure is not None), None)

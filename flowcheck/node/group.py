@@ -25,10 +25,12 @@ from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.jobplan import JobPlan, plan_job
 from flowcheck.manifest import Job
 from flowcheck.node.config import NodeConfig
+from flowcheck.node.drops import describe
 from flowcheck.node.live import Closed, Hooks, LiveSession
 from flowcheck.node.output import Hashes, Writer
 from flowcheck.node.served import Served
 from flowcheck.node.silence import Arrivals
+from flowcheck.node.uploads import Uploads
 from flowcheck.records import Bye, Flows, Joined, Manifest, Notice, Progress, Record, State, Wanted
 from flowcheck.streams import IDLE_SECONDS, Source
 from parser.plan import EngineConfig
@@ -84,6 +86,11 @@ class Group:
         self._offset = 0  # the trainers' number of the manifest's iteration 0
         self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
         self._notice = Notice("")
+        self._silence = ""  # why the mirror is silent
+        self._asking = ""  # why a state is to be asked for, as soon as uploads allow it
+        self._uploads = Uploads(self._dropped)
+        self._base: dict[str, int] = {}  # drops of the node when the state came
+        self._told: dict[str, int] = {}  # of those, what lines about iterations have said
         self.served = Served(config.replica.directory, config.name, name)
         self._idle = Engine(EngineConfig(4096, (), (), 0, streams=len(sources)))
         self._gone: list[Member] = []  # connections that ended; a list, because an inbox may be full
@@ -163,6 +170,7 @@ class Group:
             while not self._stop.is_set():
                 self._follow(self._start)
                 moved = self._handle_one()
+                self._ask_again()
                 if self._session is not None:
                     moved |= self._session.poll()
                 else:
@@ -259,7 +267,7 @@ class Group:
                 return
             body["flows"] = _union([flows for flows in sent if flows is not None])
         if self._session is not None and self._job == body and self._offset == manifest.first:
-            self._tell(Wanted(["state"], "the trainer has come back"))
+            self._ask("the trainer has come back")
             return
         job = Job.from_dict(body, where="manifest")
         if (job.run_id, job.epoch, job.communicator.ranks) != run:
@@ -279,6 +287,7 @@ class Group:
             slots=settings.slots, threads=settings.threads, replica_path=self.served.path,
             record_seconds=self._config.record_seconds, port=self._port,
         )
+        self._uploads = Uploads(self._dropped)
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows))
         self._tell(Wanted(["state"], "the job is known; a state to begin with is not here"))
 
@@ -301,20 +310,25 @@ class Group:
             raise UserError(f"a state before iteration {number}; the manifest begins at {self._offset}", where="state")
         if not tensors:
             session.announce(iteration)
+            self._uploads.announced()
+            self._base = self._port.drops
             return
+        self._uploads.taken()
         parameters, state = _split(tensors)
         try:
             session.state(iteration, parameters, state)
         except UserError as error:
             if "has passed" not in error.what:
                 raise
-            self._tell(Wanted(["state"], error.what))
+            self._ask(error.what)
             return
         self.served.keep_only(session.replica)
         assert session.replica is not None
         self._say("state", iteration=number, kernels=session.replica.kernels)
         with self._lock:
             self._wanted = Wanted([], "")
+        self._asking = ""
+        self._note()
         self._tell(Joined(number))
 
     # -- what the session says --
@@ -331,10 +345,12 @@ class Group:
                 out = output.directory / self.name if self.name else output.directory
                 self._writer.write(self.name, session.replica, out, closed.status)
             self._tell(Progress(number, closed.status))
+        drops = self._port.drops
+        dropped, self._told = _grown(self._told, drops), drops
         self._say(
             "iteration", iteration=number, published=closed.published, status=closed.status, packets=closed.packets,
             placed=closed.placed, missing=closed.missing, healed=closed.healed, duplicates=closed.duplicates,
-            lag=closed.lag, failed=[clause for clause, _ in closed.why],
+            dropped=dropped, lag=closed.lag, failed=[clause for clause, _ in closed.why],
             why=closed.why if session.next is not None else closed.why[:1],
         )
 
@@ -343,8 +359,34 @@ class Group:
         assert session is not None
         if session.replica is None:
             self.served.remove()
-        self._say("lost", why=why, serves=session.serves)
-        self._tell(Wanted(["state"], f"checkpoint wanted: {why}"))
+        drops = _grown(self._base, self._port.drops)
+        if drops:
+            why += f"; since its state the node itself has dropped {describe(drops, self._config.capture)}"
+        self._say("lost", why=why, serves=session.serves, dropped=drops)
+        self._ask(f"checkpoint wanted: {why}")
+
+    def _ask(self, why: str) -> None:
+        """Ask for a state: now, or as soon as an upload is worth what it costs the trainer."""
+        self._asking, seconds = why, self._uploads.lost()
+        if seconds <= 0 and self._uploads.due():
+            self._question()
+            return
+        self._say("deferred", seconds=round(seconds, 1), why="uploads would follow each other too fast: the next one is"
+                  " asked for after this time, and not while the node itself drops packets")
+        self._tell(Wanted([], ""))
+        self._note()
+
+    def _ask_again(self) -> None:
+        if self._asking and self._uploads.due():
+            self._question()
+
+    def _question(self) -> None:
+        why, self._asking = self._asking, ""
+        self._note()
+        self._tell(Wanted(["state"], why))
+
+    def _dropped(self) -> int:
+        return sum(self._port.drops.values())
 
     def _waiting(self, iteration: int, why: str) -> None:
         self._say("waiting", iteration=iteration + self._offset, why=why)
@@ -354,7 +396,15 @@ class Group:
             self._say("silent", why=why)
         else:
             self._say("heard", why="the mirror brings the job's packets again")
-        self._tell(Notice(why))
+        self._silence = why
+        self._note()
+
+    def _note(self) -> None:
+        """Tell why there are no versions although nothing is wanted, if that has changed."""
+        later = f"{self._asking}; a state is asked for later" if self._asking else ""
+        notice = Notice("; ".join(why for why in (self._silence, later) if why))
+        if notice != self._notice:
+            self._tell(notice)
 
     def _tell(self, message: Any) -> None:
         with self._lock:
@@ -370,8 +420,13 @@ class Group:
         if self._session is not None:
             self._session.close()
         self._session = None
+        self._silence = self._asking = ""
         with self._lock:
             self._notice = Notice("")
+
+
+def _grown(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    return {cause: count - before.get(cause, 0) for cause, count in now.items() if count > before.get(cause, 0)}
 
 
 def _union(sent: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

@@ -50,12 +50,14 @@ def _text(line: dict[str, Any]) -> str:
         said = ", ".join(str(value) if key == "text" else f"{key} {value}" for key, value in fields.items())
         return f"{line['event']}: {said}" if said else line["event"]
     missing = " ".join(f"{cause} {count}" for cause, count in line["missing"].items())
+    dropped = " ".join(f"{cause} {count}" for cause, count in line["dropped"].items())
     name = f"{line['name']} " if line["name"] else ""
     failed = f", {'; '.join(f'{clause}: {reason}' for clause, reason in line['why'])}" if line["why"] else ""
     return (
         f"{name}iteration {line['iteration']}: {'published' if line['published'] else 'NOT published'}"
         f" {line['status']}, {line['packets']} packets, {line['placed']} placed, missing {missing or 0},"
-        f" healed {line['healed']}, duplicates {line['duplicates']}, lag {line['lag']}{failed}"
+        f" healed {line['healed']}, duplicates {line['duplicates']}"
+        f"{f', the node itself dropped {dropped}' if dropped else ''}, lag {line['lag']}{failed}"
     )
 
 

@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass
 
 from dataplane.live import LiveSource
+from flowcheck.node.drops import OWN
 from flowcheck.node.silence import Arrivals
 from flowcheck.node.tap import Tap
 
@@ -45,6 +46,11 @@ class Port(Arrivals):
     @property
     def arrived(self) -> int:
         return self._source.counters()["received"]
+
+    @property
+    def drops(self) -> dict[str, int]:
+        counters = self._source.counters()
+        return {cause: counters[cause] for cause in OWN if counters[cause]}
 
 
 @dataclass(frozen=True)

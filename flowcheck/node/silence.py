@@ -25,13 +25,18 @@ NAMED = 4  # connections that one sentence names
 
 
 class Arrivals:
-    """What is known of a port. name: as the settings call the device. arrived: packets so far. This one has none."""
+    """What is known of a port. name: as the settings call the device. arrived: packets so far. drops: those that the
+    node itself has lost, by cause (drops.py), without causes that did not occur. This one has none."""
 
     name = ""
 
     @property
     def arrived(self) -> int:
         return 0
+
+    @property
+    def drops(self) -> dict[str, int]:
+        return {}
 
 
 class Silence:

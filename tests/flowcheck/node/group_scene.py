@@ -110,10 +110,15 @@ class FakePort(Arrivals):
 
     def __init__(self) -> None:
         self.count = 0
+        self.dropped: dict[str, int] = {}
 
     @property
     def arrived(self) -> int:
         return self.count
+
+    @property
+    def drops(self) -> dict[str, int]:
+        return dict(self.dropped)
 
 
 class Scene:
@@ -153,6 +158,7 @@ class Scene:
         self.group._follow(self.group._start)
         while self.group._handle_one():
             self.group._follow(self.group._start)
+        self.group._ask_again()
 
     def give(self, peer: Peer, message: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.post(peer, message, tensors)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from flowcheck.node import cli
+from flowcheck.node.drops import OWN
 
 from ..memory_ring import MemoryRing
 
@@ -57,7 +58,7 @@ class World:
                 world.done.append("stop capture")
 
             def counters(self) -> dict[str, int]:
-                return {"received": 0} | world.counters
+                return dict.fromkeys(("received", *OWN), 0) | world.counters
 
             def summary(self) -> str:
                 return "3 arrived"

@@ -320,6 +320,22 @@ def test_a_node_waits_until_it_is_stopped(begin: Begin, monkeypatch: pytest.Monk
     assert naps == [0.1, 0.1, 0.1]
 
 
+def test_drops_of_the_node_itself_are_named_while_it_runs(
+    begin: Begin, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = begin(capture={"ring_size": 64})
+
+    def sleep(seconds: float) -> None:
+        node._stopping = bool(world.counters)
+        world.counters["ring_full"] = 3
+
+    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=sleep))
+    node.wait()
+    ((event, fields),) = world.said
+    assert (event, fields["port"], fields["drops"]) == ("dropped", "af_packet:lo", {"ring_full": 3})
+    assert "raise capture.ring_size (now 64" in fields["why"]
+
+
 def test_a_fault_of_a_groups_thread_ends_the_wait(begin: Begin, world: World) -> None:
     node = begin(groups=2)
     node._group("a")

@@ -243,7 +243,7 @@ def test_a_whole_manifest_begins_a_session(scene, tmp_path) -> None:
     assert (session.plan.engine.streams, session.plan.engine.arenas) == (2, 5)
     assert session.sources == at.rings and session.first == 5
     assert session.options.pop("replica_path")(7) == tmp_path / "flowcheck-node-a-1.replica"
-    assert session.options == {"slots": 4, "threads": 2, "record_seconds": 7.5}
+    assert session.options == {"slots": 4, "threads": 2, "record_seconds": 7.5, "port": at.port}
     assert at.said == [
         ("attached", {"name": "a", "run_id": "synth-0", "epoch": 0, "ranks": 2, "flows": 2})
     ]

@@ -14,6 +14,7 @@ import torch
 
 import flowcheck.node.group
 from flowcheck.node.live import Closed
+from flowcheck.node.uploads import Uploads
 from flowcheck.records import Bye, Joined, Manifest, Notice, Progress, Record, State, Wanted
 
 from .group_scene import FakeReplica, Scene, fake_sessions, small_job
@@ -167,7 +168,7 @@ def test_the_end_is_said_by_rank_0(scene) -> None:
 
 LINE = Closed(2, True, "verified", 100, 60, {"lost": 4}, 3, 5, 7, [])
 SAID = {"status": "verified", "packets": 100, "placed": 60, "missing": {"lost": 4}, "healed": 3, "duplicates": 5,
-        "lag": 7}  # fmt: skip
+        "dropped": {}, "lag": 7}  # fmt: skip
 
 
 def test_a_published_iteration_is_told_to_everybody(scene, tmp_path) -> None:
@@ -231,7 +232,7 @@ def test_when_the_chain_ends_a_state_is_asked_for(scene, tmp_path) -> None:
     at.session.replica, at.session.serves = FakeReplica(3), 2
     at.session.hooks.lost("iteration 3 is not published")
     wanted = Wanted(["state"], "checkpoint wanted: iteration 3 is not published")
-    assert at.events("lost") == [{"name": "a", "why": "iteration 3 is not published", "serves": 2}]
+    assert at.events("lost") == [{"name": "a", "why": "iteration 3 is not published", "serves": 2, "dropped": {}}]
     assert peer.told[-1] == other.told[-1] == wanted and path.exists()
     at.session.replica, at.session.serves = None, -1  # it diverged
     at.session.hooks.lost("tensor differs")
@@ -245,6 +246,47 @@ def test_waiting_is_said_in_the_trainers_numbers(scene) -> None:
     at.follow(first=5)
     at.session.hooks.waiting(2, "its step record is not here")
     assert at.events("waiting") == [{"name": "", "iteration": 7, "why": "its step record is not here"}]
+
+
+def test_a_node_too_slow_for_its_traffic_names_its_own_drops_and_makes_no_storm_of_uploads(scene, monkeypatch) -> None:
+    """Each chain is lost to a full ring as soon as its state is here; what rank 0 is asked for stays bounded."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(flowcheck.node.group, "Uploads", lambda drops: Uploads(drops, lambda: clock.now))
+    at = scene(name="a")
+    peer, end = at.follow(), clock.now + 600
+    states = 0
+    while clock.now < end:
+        if peer.told[-1] == Wanted(["state"], peer.told[-1].why if isinstance(peer.told[-1], Wanted) else ""):
+            at.group.announce(peer.member, states)
+            at.give(peer, State(states), MODEL)
+            states += 1
+            at.port.dropped["ring_full"] = at.port.dropped.get("ring_full", 0) + 9
+            at.session.hooks.closed(LINE)
+            assert at.said[-1][1]["dropped"] == {"ring_full": 9}
+            at.session.hooks.lost("iteration 2 is not published: covered")
+            why = at.events("lost")[-1]["why"]
+            assert "the node itself has dropped ring_full 9: raise capture.ring_size (now 16384" in why
+            assert peer.told[-2] == Wanted([], "") and why in peer.told[-1].why and isinstance(peer.told[-1], Notice)
+            assert at.join(1).told == peer.told[-2:]
+            at.group.leave(at.group.members[1])
+        clock.now += 0.5
+        at.turn()
+    assert 2 <= states <= 7
+    assert [line["seconds"] for line in at.events("deferred")][:3] == [10.0, 20.0, 40.0]
+
+
+def test_a_state_that_comes_too_late_again_and_again_makes_no_storm(scene, monkeypatch) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(flowcheck.node.group, "Uploads", lambda drops: Uploads(drops, lambda: clock.now))
+    at = scene()
+    peer = at.follow()
+    at.session.state_error = "the state before iteration 3 is here, and 4 has passed"
+    for _ in range(3):
+        at.group.announce(peer.member, 3)
+        at.give(peer, State(3), MODEL)
+    assert [line["seconds"] for line in at.events("deferred")] == [1.0, 2.0]
+    (notice,) = (message for message in peer.told if isinstance(message, Notice) and message.why)
+    assert "4 has passed; a state is asked for later" in notice.why and at.join(1).told[-1] == notice
 
 
 def test_a_silent_mirror_is_told_to_every_rank_also_those_that_come_later(scene) -> None:

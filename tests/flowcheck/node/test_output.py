@@ -33,7 +33,7 @@ def clock(monkeypatch) -> None:
 
 ITERATION = {
     "name": "a", "iteration": 7, "published": True, "status": "verified", "packets": 100, "placed": 60, "missing": {},
-    "healed": 3, "duplicates": 5, "lag": 2, "failed": [], "why": [],
+    "healed": 3, "duplicates": 5, "dropped": {}, "lag": 2, "failed": [], "why": [],
 }  # fmt: skip
 
 

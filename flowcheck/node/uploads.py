@@ -1,0 +1,74 @@
+"""When a trainer may be asked for its state again: an upload stops training for as long as it takes.
+
+    uploads.announced(), taken()     a state has begun to come, is here (or came too late)
+    uploads.lost()                   the chain of versions has ended: seconds until the next question, at least
+    uploads.due()                    may the question go out now?
+
+The first question goes out at once. After that an upload has to be worth its price: the pause doubles each time a
+chain ended soon after its state, up to MOST seconds, and uploads take at most one part in SHARE of the time. Where the
+node itself dropped packets the cause is still there after the next upload: that waits at least OWN seconds, and
+until the node has dropped nothing for QUIET seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+__all__ = ["Uploads"]
+
+FIRST, MOST = 1.0, 300.0
+SOON = 8  # times the pause: a chain that lasted longer begins anew
+SHARE = 20
+OWN = 10.0
+QUIET = 5.0
+LOOK_SECONDS = 0.1
+
+
+class Uploads:
+    """drops(): packets that the node itself has dropped so far. Of one job; one thread."""
+
+    def __init__(self, drops: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._drops, self._clock = drops, clock
+        self._since = self._earliest = self._looked = 0.0
+        self._began: float | None = None
+        self._cost = self._pause = 0.0
+        self._any = False  # a state has come
+        self._base = self._count = drops()
+        self._own = False
+        self._quiet_since = 0.0
+
+    def announced(self) -> None:
+        self._began, self._base = self._clock(), self._drops()
+
+    def taken(self) -> None:
+        self._any, self._since = True, self._clock()
+        self._cost = 0.0 if self._began is None else self._since - self._began
+        self._began = None
+
+    def lost(self) -> float:
+        now = self._clock()
+        self._count, self._quiet_since, self._looked = self._drops(), now, now
+        self._own = self._count > self._base
+        if not self._any:
+            self._earliest = now
+            return 0.0
+        lasted = now - self._since
+        if lasted > SOON * max(self._pause, FIRST):
+            self._pause = 0.0
+        wait = max(self._pause, OWN) if self._own else self._pause
+        self._pause = min(max(2 * wait, FIRST), MOST)
+        self._earliest = max(now + min(wait, MOST), self._since + SHARE * self._cost)
+        return self._earliest - now
+
+    def due(self) -> bool:
+        now = self._clock()
+        if now < self._earliest:
+            return False
+        if not self._own:
+            return True
+        if now - self._looked >= LOOK_SECONDS:
+            self._looked, count = now, self._drops()
+            if count != self._count:
+                self._count, self._quiet_since = count, now
+        return now - self._quiet_since >= QUIET
