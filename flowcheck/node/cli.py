@@ -65,7 +65,7 @@ class Node:
             self._drops = Drops(capture, lambda: self._port.drops, say)
             path = config.output.keep_hashes
             self._hashes = undo.enter_context(closing(Hashes(path))) if path else None
-            self._writer = undo.enter_context(closing(Writer(say)))
+            self._writer = undo.enter_context(closing(Writer(say, config.output.every)))
             undo.callback(self._stop_groups)
             for name in self._left_behind():
                 self._group(name)

@@ -1,8 +1,8 @@
 """What people and programs see of a node: one line per event, hashes of every version, checkpoints on disk.
 
 Lines go to standard output, as text or as JSON; a reader that has gone ends nothing. Hashes are written on the thread
-that publishes (they are a harness for the lab), checkpoints by a thread of their own: while one is being written the
-next ones that are due are skipped and said so. Files are appended or written aside; nothing is half.
+that publishes (they are a harness for the lab), checkpoints by a thread for each group: while one is being written the
+next ones of that group that are due are skipped and said so. Files are appended or written aside; nothing is half.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from flowcheck.errors import FlowcheckError
 from flowcheck.replica import JobReplica
 
 __all__ = ["Events", "Hashes", "Writer"]
+
+MARGIN = 1.25  # a checkpoint has to be done before the next one is due by this factor
+MOST_LEFT_OUT = 1 << 20
 
 
 class Events:
@@ -87,30 +91,52 @@ class Hashes:
 
 
 class Writer:
-    """One checkpoint at a time to disk, on its own thread. `close` waits for the one under way."""
+    """One checkpoint of each group at a time to disk, on a thread of its own. `close` waits for those under way.
 
-    def __init__(self, say: Callable[..., None]) -> None:
-        self._say = say
-        self._thread: threading.Thread | None = None
+    Groups that move in lockstep (the stages of a pipeline, on this node or on others) must share steps on disk. Where
+    writing is slower than versions become due, a group therefore leaves out by the number of the step and not by
+    chance: it writes multiples of 2, 4, 8, ... times `every`, and those of the slower group are among the faster one's.
+    """
+
+    def __init__(self, say: Callable[..., None], every: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
+        self._say, self._every, self._clock = say, max(every, 1), clock
+        self._lock = threading.Lock()
+        self._lanes: dict[str, _Lane] = {}
 
     def write(self, name: str, replica: JobReplica, out: Path, status: str) -> None:
-        """Begin to write the current version, unless an older one is still being written."""
-        if self._thread is not None and self._thread.is_alive():
+        """Begin to write the current version of a group, unless it is one that is left out."""
+        with self._lock:
+            lane = self._lanes.setdefault(name, _Lane())
+        stride, now = 1, self._clock()
+        if lane.due is not None:
+            while stride < MOST_LEFT_OUT and stride * (now - lane.due) < MARGIN * lane.seconds:
+                stride *= 2
+        lane.due = now
+        if lane.thread is not None and lane.thread.is_alive():
+            lane.seconds = max(lane.seconds, now - lane.began)
             self._say("skipped", name=name, step=replica.step, why="an older checkpoint is still being written")
             return
+        if replica.step // self._every % stride:
+            self._say("skipped", name=name, step=replica.step, why=f"a checkpoint takes {lane.seconds:.1f} s, so each"
+                      f" {stride * self._every}th step is written; raise output.every")
+            return
         ready = threading.Event()
-        self._thread = threading.Thread(
-            target=self._work, args=(name, replica, out, status, ready), name="flowcheck writer"
+        lane.began = now
+        lane.thread = threading.Thread(
+            target=self._work, args=(lane, name, replica, out, status, ready), name=f"flowcheck writer {name}"
         )
-        self._thread.start()
+        lane.thread.start()
         ready.wait()  # until the version is pinned
 
-    def _work(self, name: str, replica: JobReplica, out: Path, status: str, ready: threading.Event) -> None:
+    def _work(
+        self, lane: _Lane, name: str, replica: JobReplica, out: Path, status: str, ready: threading.Event
+    ) -> None:
         try:
             with replica.pinned() as version:
                 ready.set()  # from here on the replica may go on: this version stays
                 path = replica.write(out, replica.unproven, version, status)
                 step = version.step
+            lane.seconds = self._clock() - lane.began
             self._say("written", name=name, step=step, path=str(path))
         except FlowcheckError as error:
             self._say("problem", name=name, why=error.message())
@@ -118,5 +144,18 @@ class Writer:
             ready.set()
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+        with self._lock:
+            lanes = list(self._lanes.values())
+        for lane in lanes:
+            if lane.thread is not None:
+                lane.thread.join()
+
+
+@dataclass
+class _Lane:
+    """Of one group. seconds: that a checkpoint takes. due: when one was due last. began: when one was begun."""
+
+    thread: threading.Thread | None = None
+    seconds: float = 0.0
+    due: float | None = None
+    began: float = 0.0

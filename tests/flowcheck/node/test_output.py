@@ -12,10 +12,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import output
@@ -187,24 +190,77 @@ def test_a_version_is_written_while_it_is_pinned(tmp_path) -> None:
     writer.close()
 
 
-def test_one_checkpoint_at_a_time(tmp_path) -> None:
+def test_one_checkpoint_of_a_group_at_a_time(tmp_path) -> None:
     said: list[tuple[str, dict[str, Any]]] = []
-    writer, hold = Writer(lambda event, **fields: said.append((event, fields))), threading.Event()
+    now = [10.0]
+    writer, hold = Writer(lambda event, **fields: said.append((event, fields)), 1, lambda: now[0]), threading.Event()
     slow, due = FakeReplica(hold=hold), FakeReplica(step=9)
     slow.late = 0.1  # whoever does not wait for the pin would be seen to go on without it
     try:
         writer.write("a", slow, tmp_path, "verified")  # type: ignore[arg-type]
         assert slow.pins == 1  # when the caller goes on the version is held
-        writer.write("b", due, tmp_path, "verified")  # type: ignore[arg-type]
+        writer.write("a", due, tmp_path, "verified")  # type: ignore[arg-type]
         why = "an older checkpoint is still being written"
-        assert said == [("skipped", {"name": "b", "step": 9, "why": why})] and due.written == []
+        assert said == [("skipped", {"name": "a", "step": 9, "why": why})] and due.written == []
     finally:
         hold.set()
         writer.close()
     assert said[1][0] == "written" and slow.pins == 0
-    writer.write("b", due, tmp_path, "verified")  # type: ignore[arg-type]
+    writer.write("a", due, tmp_path, "verified")  # type: ignore[arg-type]
     writer.close()
     assert len(due.written) == 1
+
+
+def test_groups_do_not_push_out_each_others_checkpoints(tmp_path) -> None:
+    said: list[tuple[str, dict[str, Any]]] = []
+    writer, hold = Writer(lambda event, **fields: said.append((event, fields))), threading.Event()
+    stages = {name: FakeReplica(hold=hold) for name in ("a", "b", "c")}
+    try:
+        for name, replica in stages.items():
+            writer.write(name, replica, tmp_path / name, "verified")  # type: ignore[arg-type]
+        assert said == [] and all(replica.pins == 1 for replica in stages.values())
+    finally:
+        hold.set()
+        writer.close()
+    assert sorted(fields["name"] for event, fields in said if event == "written") == ["a", "b", "c"]
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.floats(0.0, 9.0), min_size=2, max_size=3), st.sampled_from([1, 5]))
+def test_stages_in_lockstep_share_steps_on_disk(tmp_path, seconds: list[float], every: int) -> None:
+    """One version a second is due, a checkpoint of each stage takes its own time: the slowest one's steps are all's."""
+    now, written = [0.0], [set[int]() for _ in seconds]
+    writers = [Writer(lambda event, **fields: None, every, lambda: now[0]) for _ in seconds]
+    ends = [0.0 for _ in seconds]
+    for due in range(1, 129):
+        now[0] = float(due)
+        for stage, (writer, takes) in enumerate(zip(writers, seconds, strict=True)):
+            lane = writer._lanes.setdefault("", output._Lane())
+            alive = now[0] < ends[stage]
+            lane.thread = SimpleNamespace(is_alive=lambda alive=alive: alive, join=lambda: None)  # type: ignore
+            before, replica = lane.thread, FakeReplica(step=due * every)
+            writer.write("", replica, tmp_path, "")  # type: ignore[arg-type]
+            writer.close()
+            if lane.thread is not before:
+                ends[stage], lane.seconds = now[0] + takes, takes
+                written[stage].add(due * every)
+    late = [{step for step in steps if step > 64 * every} for steps in written]
+    fewest = min(late, key=len)
+    assert len(fewest) >= 4 and all(fewest <= steps for steps in late)
+
+
+def test_what_is_left_out_is_said(tmp_path) -> None:
+    said: list[tuple[str, dict[str, Any]]] = []
+    now = [0.0]
+    writer = Writer(lambda event, **fields: said.append((event, fields)), 10, lambda: now[0])
+    writer._lanes["a"] = output._Lane(seconds=2.5, due=-1.0)
+    writer.write("a", FakeReplica(step=70), tmp_path, "")  # type: ignore[arg-type]
+    why = "a checkpoint takes 2.5 s, so each 40th step is written; raise output.every"
+    assert said == [("skipped", {"name": "a", "step": 70, "why": why})]
+    now[0] = 1.0
+    writer.write("a", FakeReplica(step=80), tmp_path, "")  # type: ignore[arg-type]
+    writer.close()
+    assert said[-1][0] == "written"
 
 
 def test_a_checkpoint_that_cannot_be_written_is_said(tmp_path) -> None:
