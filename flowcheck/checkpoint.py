@@ -157,7 +157,7 @@ def _write_directory(
         if path.exists() and not (path / MANIFEST).is_file():
             raise UserError(
                 "exists and is not a checkpoint of this project; it is left alone", where=str(path),
-                remedy="move it away, or give another --out",
+                remedy="move it away, or use another directory",
             )
         try:
             make_directory(out)

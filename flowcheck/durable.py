@@ -18,8 +18,8 @@ from pathlib import Path
 from flowcheck.errors import EnvironmentProblem
 
 __all__ = [
-    "adopt", "exchange", "fsync_directory", "make_directory", "partial_name", "remove_tree", "reporting",
-    "write_atomic", "write_synced",
+    "adopt", "check_writable", "exchange", "fsync_directory", "make_directory", "partial_name", "remove_tree",
+    "reporting", "write_atomic", "write_synced",
 ]
 
 _RENAME_EXCHANGE = 2
@@ -32,14 +32,14 @@ def partial_name(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def reporting(path: Path) -> Iterator[None]:
+def reporting(path: Path, remedy: str = "free space on that file system, or another directory") -> Iterator[None]:
     """Turn an OSError into EnvironmentProblem naming the file."""
     try:
         yield
     except OSError as error:
         raise EnvironmentProblem(
             f"cannot be written: {error.strerror or error}", where=str(error.filename or path),
-            remedy="free space on that file system, or give a writable directory with --out",
+            remedy=remedy,
         ) from None
 
 
@@ -73,6 +73,19 @@ def make_directory(path: Path) -> None:
         fsync_directory(folder.parent)
 
 
+def check_writable(directory: Path, remedy: str) -> None:
+    """Make a directory if it is missing, and a file in it, which goes again. Raises EnvironmentProblem with `remedy`:
+    who starts something that writes for weeks wants to know now."""
+    with reporting(directory, remedy):
+        make_directory(directory)
+        probe = partial_name(directory / "probe")
+        probe.unlink(missing_ok=True)
+        try:
+            write_synced(probe, [b"flowcheck"])
+        finally:
+            probe.unlink(missing_ok=True)
+
+
 def write_atomic(path: Path, data: bytes) -> None:
     """Replace or create one file. Raises EnvironmentProblem; the old content then still stands.
 
@@ -104,7 +117,7 @@ def exchange(one: Path, other: Path) -> None:
         if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
             raise EnvironmentProblem(
                 "exists, and this file system cannot swap two directories in one step", where=str(other),
-                remedy="move the old directory away, or give another --out",
+                remedy="move the old directory away, or use another one",
             )
         raise OSError(code, os.strerror(code), str(other))
 

@@ -28,7 +28,7 @@ from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.control import ControlServer
 from flowcheck.node.drops import Drops
 from flowcheck.node.group import Group
-from flowcheck.node.output import Events, Hashes, Writer
+from flowcheck.node.output import Events, Hashes, Writer, check_places
 from flowcheck.node.port import Port
 
 __all__ = ["Node", "main"]
@@ -52,6 +52,7 @@ class Node:
                 "replica files cannot be made there", where=f"replica.directory {config.replica.directory}",
                 remedy="an existing directory on tmpfs or hugetlbfs that the node may write to",
             )
+        check_places(config.output)
         with ExitStack() as undo:
             capture = config.capture
             live = LiveConfig(

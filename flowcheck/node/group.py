@@ -339,7 +339,10 @@ class Group:
         number = closed.iteration + self._offset
         if closed.published and session.replica is not None:
             if self._hashes is not None:
-                self._hashes.add(number, self.name, session.replica)
+                try:
+                    self._hashes.add(number, self.name, session.replica)
+                except FlowcheckError as error:
+                    self._say("problem", why=error.message())
             output = self._config.output
             if output.every and session.replica.step % output.every == 0:
                 out = output.directory / self.name if self.name else output.directory

@@ -18,14 +18,29 @@ from pathlib import Path
 from typing import Any
 
 from flowcheck.checkpoint import tensor_sha256
-from flowcheck.durable import reporting, write_atomic
-from flowcheck.errors import FlowcheckError
+from flowcheck.durable import check_writable, reporting, write_atomic
+from flowcheck.errors import EnvironmentProblem, FlowcheckError
+from flowcheck.node.config import Output
 from flowcheck.replica import JobReplica
 
-__all__ = ["Events", "Hashes", "Writer"]
+__all__ = ["Events", "Hashes", "Writer", "check_places"]
 
 MARGIN = 1.25  # a checkpoint has to be done before the next one is due by this factor
 MOST_LEFT_OUT = 1 << 20
+
+
+def check_places(output: Output) -> None:
+    """Whether everything can be written that the settings ask for. Raises EnvironmentProblem naming the setting."""
+    if output.every:
+        check_writable(output.directory, "a directory that the node may write to as output.directory, and free space")
+    for setting, path in (("keep_hashes", output.keep_hashes), ("status_file", output.status_file)):
+        if path is None:
+            continue
+        check_writable(path.parent, f"a directory that the node may write to in output.{setting}, and free space")
+        if path.exists() and not path.is_file():
+            raise EnvironmentProblem(
+                "is no regular file", where=str(path), remedy=f"the name of a file in output.{setting}"
+            )
 
 
 class Events:
@@ -35,23 +50,38 @@ class Events:
         self._json, self._file = as_json, status_file
         self._lock = threading.Lock()
         self._last: dict[str, dict[str, Any]] = {}
+        self._unwritable = False  # the status file was, when it was tried last
 
     def __call__(self, event: str, **fields: Any) -> None:
         line = {"event": event, "time": round(time.time(), 3), **fields}
         with self._lock:
-            try:
-                print(json.dumps(line) if self._json else _text(line), flush=True)
-            except (BrokenPipeError, ValueError):
-                sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # nobody reads; the node goes on
+            self._print(line)
             self._last[f"{event} {fields.get('name', '')}".strip()] = line
             if self._file is not None:
-                write_atomic(self._file, (json.dumps(self._last, indent=1) + "\n").encode())
+                self._write(self._file)
+
+    def _print(self, line: dict[str, Any]) -> None:
+        try:
+            print(json.dumps(line) if self._json else _text(line), flush=True)
+        except (BrokenPipeError, ValueError):
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # nobody reads; the node goes on
+
+    def _write(self, path: Path) -> None:
+        """A full disk ends nothing, either: versions are made all the same."""
+        try:
+            write_atomic(path, (json.dumps(self._last, indent=1) + "\n").encode())
+            self._unwritable = False
+        except EnvironmentProblem as error:
+            if not self._unwritable:
+                self._print({"event": "problem", "time": round(time.time(), 3), "why": error.message()})
+            self._unwritable = True
 
 
 def _text(line: dict[str, Any]) -> str:
     fields = {key: value for key, value in line.items() if key not in ("event", "time") and value not in ("", [], {})}
     if line["event"] != "iteration":
         said = ", ".join(str(value) if key == "text" else f"{key} {value}" for key, value in fields.items())
+        said = "; ".join(part.strip() for part in said.splitlines())  # an event is one line, its remedy too
         return f"{line['event']}: {said}" if said else line["event"]
     missing = " ".join(f"{cause} {count}" for cause, count in line["missing"].items())
     dropped = " ".join(f"{cause} {count}" for cause, count in line["dropped"].items())
@@ -68,8 +98,11 @@ def _text(line: dict[str, Any]) -> str:
 class Hashes:
     """SHA-256 of all tensors of a version, one JSON line each."""
 
+    _REMEDY = "free space on that file system, or another file as output.keep_hashes"
+
     def __init__(self, path: Path) -> None:
-        with reporting(path):
+        self._path = path
+        with reporting(path, self._REMEDY):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
         self._lock = threading.Lock()
@@ -82,7 +115,7 @@ class Hashes:
                 for key, states in slot.optimizer_state.items() for what, tensor in states.items() if what != "step"
             }
         line = {"iteration": iteration, "name": name, "tensors": tensors, "optimizer": state}
-        with self._lock:
+        with self._lock, reporting(self._path, self._REMEDY):
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
 

@@ -142,7 +142,7 @@ def test_what_is_not_a_checkpoint_of_ours_is_left_alone(tmp_path, make):
     make(tmp_path / "step-000001")
     assert refused(write_step, tmp_path, 1, {"w": WEIGHT}, {}, Meta()) == (
         str(tmp_path / "step-000001"), "exists and is not a checkpoint of this project; it is left alone",
-        "move it away, or give another --out",
+        "move it away, or use another directory",
     )
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 

@@ -190,7 +190,7 @@ def test_a_file_system_that_cannot_swap_is_told_from_other_failures(tmp_path, mo
     if cannot:
         assert str(caught.value) == (
             f"{tmp_path}/other: exists, and this file system cannot swap two directories in one step\n"
-            "  remedy: move the old directory away, or give another --out"
+            "  remedy: move the old directory away, or use another one"
         )
     else:
         assert caught.value.errno == number
@@ -237,7 +237,7 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_aside(tmp_path):
         write_atomic(tmp_path / "a", bytes(101))
     assert str(caught.value) == (
         f"{tmp_path}/a: cannot be written: File too large\n"
-        "  remedy: free space on that file system, or give a writable directory with --out"
+        "  remedy: free space on that file system, or another directory"
     )
     assert (tmp_path / "a").read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["a"]
     assert open_descriptors() == opened
@@ -297,7 +297,7 @@ def test_reporting_names_the_file_and_the_reason(tmp_path, error, what, where):
         with reporting(Path("/asked/for")):
             raise error
     assert (caught.value.what, caught.value.where) == (what, where)
-    assert caught.value.remedy == "free space on that file system, or give a writable directory with --out"
+    assert caught.value.remedy == "free space on that file system, or another directory"
     assert caught.value.__suppress_context__
 
 

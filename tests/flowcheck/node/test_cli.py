@@ -161,6 +161,30 @@ def test_a_replica_directory_that_is_not_one_is_found_before_dpdk_starts(
     assert world.done == []
 
 
+@pytest.mark.parametrize(("key", "value"), [
+    ("directory", "file/out"), ("keep_hashes", "file/hashes"), ("status_file", "file/status"),
+    ("keep_hashes", "."), ("status_file", "."), ("directory", "/proc/out"), ("status_file", "/proc/none/status"),
+])  # fmt: skip
+def test_a_place_that_cannot_be_written_is_found_before_dpdk_starts(
+    begin: Begin, world: World, tmp_path: Path, key: str, value: str
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentProblem) as refused:
+        begin(output={"every": 10, key: str(tmp_path / value)})
+    assert f"output.{key}" in refused.value.remedy and "--out" not in refused.value.message()
+    assert world.done == []
+
+
+def test_places_that_can_be_written_are_made_and_left_empty(begin: Begin, tmp_path: Path) -> None:
+    begin(output={"every": 10, "directory": str(tmp_path / "a" / "out"), "status_file": str(tmp_path / "b" / "s")})
+    assert list((tmp_path / "a" / "out").iterdir()) == list((tmp_path / "b").iterdir()) == []
+
+
+def test_a_directory_for_checkpoints_is_not_made_where_none_are_written(begin: Begin, tmp_path: Path) -> None:
+    begin(output={"directory": str(tmp_path / "out")})
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("mode", [os.W_OK, os.X_OK])
 def test_a_replica_directory_needs_both_rights(
     begin: Begin, world: World, monkeypatch: pytest.MonkeyPatch, mode: int

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import flowcheck.node.group
+from flowcheck.errors import UserError
 from flowcheck.node.live import Closed
 from flowcheck.node.uploads import Uploads
 from flowcheck.records import Bye, Joined, Manifest, Notice, Progress, Record, State, Wanted
@@ -185,6 +186,20 @@ def test_a_published_iteration_is_told_to_everybody(scene, tmp_path) -> None:
     session.hooks.closed(LINE)
     assert at.written.checkpoints == [("a", replica, tmp_path / "out" / "a", "verified")]
     assert len(at.written.hashes) == 2
+
+
+def test_hashes_that_cannot_be_written_are_said_and_end_nothing(scene) -> None:
+    at = scene(name="a")
+    at.follow()
+    at.session.replica = FakeReplica(8)
+
+    def add(*_: Any) -> None:
+        raise UserError("no space", where="hashes")
+
+    at.written.add = add
+    at.session.hooks.closed(LINE)
+    assert at.events("problem") == [{"name": "a", "why": "hashes: no space"}]
+    assert at.said[-1][0] == "iteration"
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4])])

@@ -46,6 +46,7 @@ ITERATION = {
     ("lost", {"name": "", "why": "x", "flows": [], "missing": {}, "ranks": 0}, "lost: why x, ranks 0"),
     ("note", {"text": "as it is", "name": "a"}, "note: as it is, name a"),
     ("note", {"name": "", "flows": []}, "note"),
+    ("refused", {"rank": 1, "why": "too much\n  remedy: less"}, "refused: rank 1, why too much; remedy: less"),
     ("iteration", ITERATION, "a iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3,"
                              " duplicates 5, lag 2"),
     ("iteration", ITERATION | {"name": "", "published": False, "missing": {"lost": 4, "icrc": 2},
@@ -114,6 +115,23 @@ def test_a_reader_that_has_gone_ends_nothing(monkeypatch, tmp_path, closed: bool
         gone.close()
 
 
+def test_a_status_file_that_can_no_longer_be_written_ends_nothing_and_is_said_once(capsys, tmp_path) -> None:
+    folder = tmp_path / "status"
+    folder.mkdir()
+    say = Events(False, folder / "status.json")
+    say("lost", why="one")
+    (folder / "status.json").unlink()
+    folder.rmdir()
+    say("lost", why="two")
+    say("lost", why="three")
+    first, second, problem, third = capsys.readouterr().out.splitlines()
+    assert (first, second, third) == ("lost: why one", "lost: why two", "lost: why three")
+    assert problem.startswith("problem: why ") and "cannot be written: No such file or directory" in problem
+    folder.mkdir()
+    say("stopped")
+    assert json.loads((folder / "status.json").read_text())["lost"]["why"] == "three"
+
+
 # -- hashes --------------------------------------------------------------------------------------------------------
 
 
@@ -173,6 +191,15 @@ def test_hashes_that_cannot_be_written_are_a_problem_of_the_machine(tmp_path) ->
     (tmp_path / "file").touch()
     with pytest.raises(EnvironmentProblem, match="hashes"):
         Hashes(tmp_path / "file" / "hashes")
+
+
+def test_a_full_disk_under_the_hashes_is_a_problem_with_its_setting() -> None:
+    hashes = Hashes(Path("/dev/full"))
+    with pytest.raises(EnvironmentProblem, match="No space left") as refused:
+        hashes.add(6, "a", FakeReplica())  # type: ignore[arg-type]
+    assert "output.keep_hashes" in refused.value.remedy
+    with contextlib.suppress(OSError):
+        hashes.close()
 
 
 # -- checkpoints -----------------------------------------------------------------------------------------------------
