@@ -7,8 +7,9 @@
 
 The queue is bounded. When it is full nothing is dropped silently: the whole queue is given up, the connection ends,
 `lost` counts it, and the next connection starts anew (the node then misses records, and asks for a state). A node
-that is gone is tried again after a second, then after longer pauses, for ever; threads are daemons, so that nothing
-here keeps a process alive.
+that is gone is tried again after a second, then after longer pauses, for ever. So is one that welcomes a rank and then
+refuses what it sends; what it says each time again is told once. Threads are daemons, so that nothing here keeps a
+process alive.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ __all__ = ["Post", "Who"]
 QUEUE = 1024  # messages: that many iterations the node may be behind
 PAUSE = (1.0, 30.0)
 CONNECT_SECONDS = 5.0
+REASONS = 64  # remembered, so that a refusal that is repeated is told once
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ class Post:
         self.tried = threading.Event()  # the first attempt to connect is over
         self.answered = threading.Event()  # something came, or the connection ended
         self.why = "not connected yet"
+        self._refused = False  # this connection, by the node
+        self._refusing = False  # the connection before this one was refused
+        self._told: set[str] = set()  # reasons, since the last connection that was not refused
         self.lost = 0
         self.iteration, self.status = -1, ""
         self._thread = threading.Thread(target=self._main, name="flowcheck attachment", daemon=True)
@@ -123,7 +128,7 @@ class Post:
                 self._stop.wait(pause)
                 pause = min(2 * pause, PAUSE[1])
                 continue
-            pause = PAUSE[0]
+            began, self._refused = time.monotonic(), False
             self._link, self.why = link, ""  # before anything is heard on it
             listener = threading.Thread(target=self._listen, args=(link,), name="flowcheck listener", daemon=True)
             listener.start()
@@ -138,12 +143,22 @@ class Post:
                 self._drain()
                 self.wanted, self.joined, self.pledged, self.notice = frozenset(), None, None, ""
                 self.answered.set()
+            self._refusing = self._refused
+            if not self._refused or time.monotonic() - began > PAUSE[1]:
+                pause = PAUSE[0]
+                self._told.clear()
             self._stop.wait(pause)
+            if self._refused:
+                pause = min(2 * pause, PAUSE[1])
 
     def _say(self, why: str) -> None:
-        if why != self.why:
-            self.why = why
+        if why == self.why:
+            return
+        self.why = why
+        if not self._refusing or why not in self._told:
             self._tell(why)
+        if len(self._told) < REASONS:
+            self._told.add(why)
 
     def _connect(self) -> Link:
         sock = socket.create_connection(self._address, timeout=CONNECT_SECONDS)
@@ -208,6 +223,7 @@ class Post:
                 elif isinstance(message, Progress):
                     self.iteration, self.status = message.iteration, message.status
                 elif isinstance(message, Refused):
+                    self._refused = True
                     raise RecordsError(f"refused: {message.why}", where=link.peer)
                 else:
                     raise RecordsError(f"a {type(message).__name__} from a node", where=link.peer)

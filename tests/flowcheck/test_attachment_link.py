@@ -431,6 +431,37 @@ def test_a_connection_that_was_there_is_looked_for_again_after_a_second(hand_nod
     assert pauses.asked == [1.0, 2.0, 4.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_node_that_refuses_again_and_again_is_tried_ever_more_rarely_and_its_reason_told_once(
+    hand_node, joined: bool
+) -> None:
+    mine = Made(hand_node.address, Who("run", 0, 0, 2, ""), list)
+    mine._stop = pauses = Pauses(8)
+    mine.start()
+    why = "replica.memory_mb: the job may take 7 MiB; remedy: raise memory_mb, or use fewer slots or arenas"
+    for _ in range(7):
+        peer = hand_node.welcome()
+        peer.send("wanted", what=["manifest", "flows"], why="nothing is known of the job yet")
+        if joined:
+            peer.send("joined", iteration=3)  # it took the state, and refused what came after it
+        peer.send("refused", why=why)
+        assert peer.ended()
+    hand_node.welcome().close()  # not refused: this may be a node that begins anew
+    mine._thread.join(LONGEST)
+    assert pauses.asked == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 1.0]
+    assert mine.told == ["nothing is known of the job yet", f"refused: {why}", "connection closed"]
+
+
+def test_another_reason_of_a_node_that_refuses_is_told(hand_node) -> None:
+    mine = Made(hand_node.address, Who("run", 0, 0, 2, ""), list)
+    mine._stop = Pauses(5)
+    mine.start()
+    for why in ("one", "one", "other", "one", "other"):
+        hand_node.welcome().send("refused", why=why)
+    mine._thread.join(LONGEST)
+    assert mine.told == ["refused: one", "refused: other"]
+
+
 # -- the end -------------------------------------------------------------------------------------------------
 
 
