@@ -22,6 +22,7 @@ import typer
 
 from dataplane.live import LiveConfig, LiveSource, start_eal
 from dataplane.pydpdk.errors import DpdkError
+from flowcheck import __version__
 from flowcheck.calibration import settle
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
 from flowcheck.node.config import NodeConfig, load
@@ -147,12 +148,21 @@ def _dpdk_errors() -> Iterator[None]:
         raise UserError(str(error), where="capture", remedy="docs/node.md has every key") from None
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"flowcheck-node {__version__}")
+        raise typer.Exit
+
+
 def run(
     config: Annotated[Path, typer.Option("--config", help="Settings: node.toml (docs/node.md).")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line for machines.")] = False,
     keep_hashes: Annotated[
         Path | None, typer.Option("--keep-hashes", help="Append the SHA-256 of every version's tensors here.")
     ] = None,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Follow training jobs on a mirror port: a checkpoint after every iteration, or a reason why not."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also a start that is cut short is taken down in order
@@ -162,11 +172,23 @@ def run(
             update={"output": settings.output.model_copy(update={"keep_hashes": keep_hashes})}
         )
     say = Events(as_json, settings.output.status_file)
-    with _dpdk_errors(), Node(settings, say) as node:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: node.stop())
-        say("listening", control=node.control.address, groups=settings.groups)
-        node.wait()
+    try:
+        with _dpdk_errors(), Node(settings, say) as node:
+            came: list[int] = []
+
+            def stop(number: int, _: object) -> None:
+                came.append(number)
+                node.stop()
+
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, stop)
+            say("listening", control=node.control.address, groups=settings.groups)
+            node.wait()
+            why = signal.Signals(came[0]).name if came else "asked to"
+            say("stopping", why=f"{why}: what is in the rings is judged and published first")
+    except KeyboardInterrupt:
+        print("flowcheck-node: interrupted before it was listening; nothing is left behind", file=sys.stderr)
+        raise typer.Exit(130) from None
     say("stopped")
 
 

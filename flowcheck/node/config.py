@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -118,6 +120,22 @@ def load(path: Path) -> NodeConfig:
     try:
         return NodeConfig.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        raise UserError(first["msg"], where=f"{path}: {field}", remedy="docs/node.md has every key") from None
+        found = error.errors(include_url=False)
+        found.sort(key=lambda one: one["type"] != "extra_forbidden")  # a key that is misspelt is missing, too
+        first, *others = ((".".join(map(str, one["loc"])), _said(one)) for one in found)
+        also = "".join(f"; {field}: {said}" for field, said in others[:4])
+        raise UserError(first[1] + also, where=f"{path}: {first[0]}", remedy="docs/node.md has every key") from None
+
+
+def _said(error: Mapping[str, Any]) -> str:
+    """What is wrong with one key; of one that does not exist, which one is meant."""
+    if error["type"] != "extra_forbidden":
+        return str(error["msg"])
+    *table, key = map(str, error["loc"])
+    part: Any = NodeConfig.model_fields[table[0]].annotation if table else NodeConfig
+    close = difflib.get_close_matches(key, part.model_fields, 1)
+    elsewhere = [name for name, field in NodeConfig.model_fields.items()
+                 if key in getattr(field.annotation, "model_fields", ())]  # fmt: skip
+    if close and close[0] != key:
+        return f"is not a key: did you mean {close[0]}?"
+    return f"is not a key here, it is one of [{elsewhere[0]}]" if elsewhere else "is not a key"

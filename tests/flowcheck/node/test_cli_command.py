@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
 
 from dataplane.pydpdk.errors import DpdkError
+from flowcheck import __version__
 from flowcheck.errors import UserError
 from flowcheck.interrupts import handled
 from flowcheck.node import cli
@@ -67,6 +68,8 @@ def test_a_signal_ends_the_command_in_order(
     out = capsys.readouterr().out
     assert "listening: control 127.0.0.1:" in out and "groups 1" in out
     assert out.rstrip().endswith("stopped") and "capture: 3 arrived" in out
+    stopping = f"stopping: why {number.name}: what is in the rings is judged and published first\n"
+    assert out.index("listening") < out.index(stopping) < out.index("capture: 3")
     assert world.done[-1] == "close eal"
 
 
@@ -76,14 +79,15 @@ def test_options_of_the_command(
     monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=lambda _: os.kill(os.getpid(), signal.SIGTERM)))
     assert command("--json", "--keep-hashes", str(tmp_path / "hashes")) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["event"] for line in said] == ["placing", "listening", "capture", "stopped"]
-    assert set(json.loads((tmp_path / "status.json").read_text())) == {"placing", "listening", "capture", "stopped"}
+    events = ["placing", "listening", "stopping", "capture", "stopped"]
+    assert [line["event"] for line in said] == events
+    assert set(json.loads((tmp_path / "status.json").read_text())) == set(events)
     assert "ll=t0@4096" in said[0]["text"] and "FLOWCHECK_PLACING=default" in said[0]["text"]
     assert (tmp_path / "hashes").exists()
 
 
 def test_sigterm_while_it_starts_ends_it_as_ctrl_c_does(
-    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch
+    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """What has started is taken down, and the shell's status is that of an interrupt."""
     source = world.source
@@ -96,6 +100,8 @@ def test_sigterm_while_it_starts_ends_it_as_ctrl_c_does(
     monkeypatch.setattr(cli, "LiveSource", interrupted)
     assert command() == 130
     assert world.done == ["open eal", "close eal"]
+    said = "flowcheck-node: interrupted before it was listening; nothing is left behind\n"
+    assert capsys.readouterr().err == said
 
 
 def test_settings_that_are_wrong_end_it_with_2(command: Callable[..., int], world: World, capsys: Any) -> None:
@@ -157,6 +163,11 @@ def test_a_fault_of_ours_ends_it_with_70_and_its_lines(
 
 def test_without_settings_it_says_what_is_missing(command: Callable[..., int], world: World) -> None:
     assert command("--json") == 2 and world.done == []
+
+
+def test_its_version(command: Callable[..., int], world: World, capsys: Any) -> None:
+    assert command("--version") == 0
+    assert capsys.readouterr().out == f"flowcheck-node {__version__}\n" and world.done == []
 
 
 def test_its_help_has_its_own_options_only(command: Callable[..., int], capsys: Any) -> None:

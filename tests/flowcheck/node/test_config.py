@@ -38,7 +38,7 @@ def test_a_good_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("old", "new", "where", "what"), [
-    ('name = "n"', 'nmae = "n"', "nmae", "not permitted"),
+    ('name = "n"', 'nmae = "n"', "nmae", "is not a key"),
     ('name = "n"', 'name = "a/b"', "name", "pattern"),
     ('name = "n"', 'groups = "two"', "groups", "integer"),
     ('name = "n"', "record_seconds = nan", "record_seconds", "less than or equal to 86400"),
@@ -85,6 +85,40 @@ def test_what_may_not_be_left_out(tmp_path: Path, table: str, key: str) -> None:
     assert refused.value.where == f"{path}: {f'{table}.{key}' if table else key}"
 
 
+LEAST = {"control": {"listen": '"h:1"', "token_file": '"t"'}, "capture": {"device": '"d"'}}
+
+
+@pytest.mark.parametrize(("table", "typo", "instead", "where", "what"), [
+    ("control", 'listne = "h:1"', "listen", "control.listne", "is not a key: did you mean listen?; control.listen: Fi"),
+    ("capture", 'devise = "d"', "device", "capture.devise", "is not a key: did you mean device?; capture.device: Fie"),
+    ("capture", "ringsize = 64", "", "capture.ringsize", "is not a key: did you mean ring_size?"),
+    ("capture", "arenas = 3", "", "capture.arenas", "is not a key here, it is one of [replica]"),
+    ("", "group = 2", "", "group", "is not a key: did you mean groups?"),
+    ("", "xyzzy = 2", "", "xyzzy", "is not a key"),
+])  # fmt: skip
+def test_a_misspelt_key_is_named_and_not_what_is_missing_for_it(
+    tmp_path: Path, table: str, typo: str, instead: str, where: str, what: str
+) -> None:
+    tables = {name: [f"{k} = {v}" for k, v in keys.items() if k != instead] for name, keys in LEAST.items()}
+    tables.setdefault(table, []).append(typo)
+    path = tmp_path / "node.toml"
+    path.write_text("\n".join(tables.pop("", [])) + "".join(
+        f"\n[{name}]\n" + "\n".join(lines) for name, lines in tables.items()
+    ))
+    with pytest.raises(UserError) as refused:
+        load(path)
+    assert refused.value.where == f"{path}: {where}" and refused.value.what.startswith(what)
+
+
+def test_a_misspelt_table_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text('[controll]\nlisten = "h:1"\n')
+    with pytest.raises(UserError, match="did you mean control") as refused:
+        load(path)
+    assert refused.value.where == f"{path}: controll"
+    assert "; control: Field required; capture: Field required" in refused.value.what
+
+
 # table, key, the least and the most value, the first that is too small and the first that is too large ("": none)
 BOUNDS = [
     ("control", "connections", "1", "65536", "0", "65537"),
@@ -127,7 +161,7 @@ def test_bounds(tmp_path: Path, table: str, key: str, least: str, most: str, bel
 
 @pytest.mark.parametrize("table", ["", "control", "capture", "replica", "output"])
 def test_keys_that_do_not_exist(tmp_path: Path, table: str) -> None:
-    with pytest.raises(UserError, match="not permitted") as refused:
+    with pytest.raises(UserError, match="is not a key") as refused:
         load(_with(tmp_path, table, "nonesuch", "1"))
     assert refused.value.where == f"{tmp_path}/node.toml: {f'{table}.nonesuch' if table else 'nonesuch'}"
     assert refused.value.remedy == "docs/node.md has every key"
