@@ -215,11 +215,11 @@ class Post:
                     if self._link is link:
                         self.why = self.notice
                 elif isinstance(message, Notice):
-                    self.notice = message.why
+                    before, self.notice = self.notice, message.why
                     if message.why:
                         self._say(message.why)
-                    elif self._link is link:
-                        self.why = ""
+                    elif self._link is link and self.why == before:
+                        self.why = ""  # what else has been said meanwhile stays
                 elif isinstance(message, Progress):
                     self.iteration, self.status = message.iteration, message.status
                 elif isinstance(message, Refused):

@@ -28,9 +28,10 @@ from flowcheck.node.config import NodeConfig
 from flowcheck.node.drops import describe
 from flowcheck.node.live import Closed, Hooks, LiveSession
 from flowcheck.node.output import Hashes, Writer
+from flowcheck.node.parts import grown, split, union
 from flowcheck.node.served import Served
 from flowcheck.node.silence import Arrivals
-from flowcheck.node.uploads import Uploads
+from flowcheck.node.uploads import Asking
 from flowcheck.records import Bye, Flows, Joined, Manifest, Notice, Progress, Record, State, Wanted
 from flowcheck.streams import IDLE_SECONDS, Source
 from parser.plan import EngineConfig
@@ -86,9 +87,7 @@ class Group:
         self._offset = 0  # the trainers' number of the manifest's iteration 0
         self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
         self._notice = Notice("")
-        self._silence = ""  # why the mirror is silent
-        self._asking = ""  # why a state is to be asked for, as soon as uploads allow it
-        self._uploads = Uploads(self._dropped)
+        self._asking = Asking(self._tell, self._say, self._dropped)
         self._base: dict[str, int] = {}  # drops of the node when the state came
         self._told: dict[str, int] = {}  # of those, what lines about iterations have said
         self.served = Served(config.replica.directory, config.name, name)
@@ -170,7 +169,7 @@ class Group:
             while not self._stop.is_set():
                 self._follow(self._start)
                 moved = self._handle_one()
-                self._ask_again()
+                self._asking.again()
                 if self._session is not None:
                     moved |= self._session.poll()
                 else:
@@ -265,9 +264,9 @@ class Group:
             if missing:
                 self._tell(Wanted(["flows"], f"connections of rank {', '.join(map(str, missing[:8]))} are not here"))
                 return
-            body["flows"] = _union([flows for flows in sent if flows is not None])
+            body["flows"] = union([flows for flows in sent if flows is not None])
         if self._session is not None and self._job == body and self._offset == manifest.first:
-            self._ask("the trainer has come back")
+            self._asking.ask("the trainer has come back")
             return
         job = Job.from_dict(body, where="manifest")
         if (job.run_id, job.epoch, job.communicator.ranks) != run:
@@ -287,7 +286,6 @@ class Group:
             slots=settings.slots, threads=settings.threads, replica_path=self.served.path,
             record_seconds=self._config.record_seconds, port=self._port,
         )
-        self._uploads = Uploads(self._dropped)
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows))
         self._tell(Wanted(["state"], "the job is known; a state to begin with is not here"))
 
@@ -310,25 +308,24 @@ class Group:
             raise UserError(f"a state before iteration {number}; the manifest begins at {self._offset}", where="state")
         if not tensors:
             session.announce(iteration)
-            self._uploads.announced()
+            self._asking.uploads.announced()
             self._base = self._port.drops
             return
-        self._uploads.taken()
-        parameters, state = _split(tensors)
+        self._asking.uploads.taken()
+        parameters, state = split(tensors)
         try:
             session.state(iteration, parameters, state)
         except UserError as error:
             if "has passed" not in error.what:
                 raise
-            self._ask(error.what)
+            self._asking.ask(error.what)
             return
         self.served.keep_only(session.replica)
         assert session.replica is not None
         self._say("state", iteration=number, kernels=session.replica.kernels)
         with self._lock:
             self._wanted = Wanted([], "")
-        self._asking = ""
-        self._note()
+        self._asking.answered()
         self._tell(Joined(number))
 
     # -- what the session says --
@@ -349,7 +346,7 @@ class Group:
                 self._writer.write(self.name, session.replica, out, closed.status)
             self._tell(Progress(number, closed.status))
         drops = self._port.drops
-        dropped, self._told = _grown(self._told, drops), drops
+        dropped, self._told = grown(self._told, drops), drops
         self._say(
             "iteration", iteration=number, published=closed.published, status=closed.status, packets=closed.packets,
             placed=closed.placed, missing=closed.missing, healed=closed.healed, duplicates=closed.duplicates,
@@ -362,31 +359,11 @@ class Group:
         assert session is not None
         if session.replica is None:
             self.served.remove()
-        drops = _grown(self._base, self._port.drops)
+        drops = grown(self._base, self._port.drops)
         if drops:
             why += f"; since its state the node itself has dropped {describe(drops, self._config.capture)}"
         self._say("lost", why=why, serves=session.serves, dropped=drops)
-        self._ask(f"checkpoint wanted: {why}")
-
-    def _ask(self, why: str) -> None:
-        """Ask for a state: now, or as soon as an upload is worth what it costs the trainer."""
-        self._asking, seconds = why, self._uploads.lost()
-        if seconds <= 0 and self._uploads.due():
-            self._question()
-            return
-        self._say("deferred", seconds=round(seconds, 1), why="uploads would follow each other too fast: the next one is"
-                  " asked for after this time, and not while the node itself drops packets")
-        self._tell(Wanted([], ""))
-        self._note()
-
-    def _ask_again(self) -> None:
-        if self._asking and self._uploads.due():
-            self._question()
-
-    def _question(self) -> None:
-        why, self._asking = self._asking, ""
-        self._note()
-        self._tell(Wanted(["state"], why))
+        self._asking.ask(f"checkpoint wanted: {why}")
 
     def _dropped(self) -> int:
         return sum(self._port.drops.values())
@@ -399,15 +376,7 @@ class Group:
             self._say("silent", why=why)
         else:
             self._say("heard", why="the mirror brings the job's packets again")
-        self._silence = why
-        self._note()
-
-    def _note(self) -> None:
-        """Tell why there are no versions although nothing is wanted, if that has changed."""
-        later = f"{self._asking}; a state is asked for later" if self._asking else ""
-        notice = Notice("; ".join(why for why in (self._silence, later) if why))
-        if notice != self._notice:
-            self._tell(notice)
+        self._asking.silent(why)
 
     def _tell(self, message: Any) -> None:
         with self._lock:
@@ -423,39 +392,6 @@ class Group:
         if self._session is not None:
             self._session.close()
         self._session = None
-        self._silence = self._asking = ""
+        self._asking = Asking(self._tell, self._say, self._dropped)
         with self._lock:
             self._notice = Notice("")
-
-
-def _grown(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    return {cause: count - before.get(cause, 0) for cause, count in now.items() if count > before.get(cause, 0)}
-
-
-def _union(sent: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Flows of all ranks: both ends of a connection name it, and must say the same."""
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for flow in (flow for flows in sent for flow in flows):
-        key = tuple(str(flow.get(part)) for part in ("channel", "src", "dst"))
-        held = found.setdefault(key, {})
-        for name, value in flow.items():
-            if held.setdefault(name, value) != value and value:
-                if held[name]:
-                    raise UserError(f"the ends of connection {', '.join(key)} say different {name}", where="flows")
-                held[name] = value
-    return [found[key] for key in sorted(found)]
-
-
-def _split(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
-    """State payload -> parameters by name, optimizer state by name and key."""
-    parameters: dict[str, torch.Tensor] = {}
-    state: dict[str, dict[str, torch.Tensor]] = {}
-    for name, tensor in tensors.items():
-        part, _, rest = name.partition(".")
-        if part == "model":
-            parameters[rest] = tensor
-        else:
-            owner, _, key = rest.rpartition(".")
-            state.setdefault(owner, {})[key] = tensor
-    return parameters, state
-

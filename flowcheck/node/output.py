@@ -37,7 +37,8 @@ def check_places(output: Output) -> None:
         if path is None:
             continue
         check_writable(path.parent, f"a directory that the node may write to in output.{setting}, and free space")
-        if path.exists() and not path.is_file():
+        replaced = setting == "status_file"  # hashes are appended, and may go into a pipe
+        if path.is_dir() or (replaced and path.exists() and not path.is_file()):
             raise EnvironmentProblem(
                 "is no regular file", where=str(path), remedy=f"the name of a file in output.{setting}"
             )

@@ -1,8 +1,8 @@
 """When a trainer may be asked for its state again: an upload stops training for as long as it takes.
 
-    uploads.announced(), taken()     a state has begun to come, is here (or came too late)
-    uploads.lost()                   the chain of versions has ended: seconds until the next question, at least
-    uploads.due()                    may the question go out now?
+    asking = Asking(tell, say, drops)       of one job
+    asking.ask(why)                         now, or later: then trainers are told why, and `again` asks
+    asking.uploads.announced(), taken()     a state has begun to come, is here (or came too late)
 
 The first question goes out at once. After that an upload has to be worth its price: the pause doubles each time a
 chain ended soon after its state, up to MOST seconds, and uploads take at most one part in SHARE of the time. Where the
@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
-__all__ = ["Uploads"]
+from flowcheck.records import Notice, Wanted
+
+__all__ = ["Asking", "Uploads"]
 
 FIRST, MOST = 1.0, 300.0
 SOON = 8  # times the pause: a chain that lasted longer begins anew
@@ -25,8 +28,59 @@ QUIET = 5.0
 LOOK_SECONDS = 0.1
 
 
+class Asking:
+    """What trainers hear while there are no versions: what is wanted of them, or why nothing is. tell: sends a message
+    to all of them. say: events. drops(): packets that the node itself has dropped so far. One thread."""
+
+    def __init__(self, tell: Callable[[Any], None], say: Callable[..., None], drops: Callable[[], int]) -> None:
+        self.uploads = Uploads(drops)
+        self._tell, self._say = tell, say
+        self._later = ""  # why a state is to be asked for, as soon as uploads allow it
+        self._silence = ""
+        self._notice = Notice("")
+
+    def ask(self, why: str) -> None:
+        """Ask for a state: now, or as soon as an upload is worth what it costs the trainer."""
+        self._later, seconds = why, self.uploads.lost()
+        if self.uploads.due():
+            self._question()
+            return
+        self._say("deferred", seconds=round(seconds, 1), why="uploads would follow each other too fast: the next one is"
+                  " asked for after this time, and not while the node itself drops packets")
+        self._tell(Wanted([], ""))
+        self._note()
+
+    def again(self) -> None:
+        """Ask for what had to wait, if its time has come."""
+        if self._later and self.uploads.due():
+            self._question()
+
+    def answered(self) -> None:
+        """A state is here."""
+        self._later = ""
+        self._note()
+
+    def silent(self, why: str) -> None:
+        """The mirror brings nothing; "": it does again."""
+        self._silence = why
+        self._note()
+
+    def _question(self) -> None:
+        why, self._later = self._later, ""
+        self._note()
+        self._tell(Wanted(["state"], why))
+
+    def _note(self) -> None:
+        later = f"{self._later}; a state is asked for later" if self._later else ""
+        notice = Notice("; ".join(why for why in (self._silence, later) if why))
+        if notice != self._notice:
+            self._notice = notice
+            self._tell(notice)
+
+
 class Uploads:
-    """drops(): packets that the node itself has dropped so far. Of one job; one thread."""
+    """announced, taken: see above. lost(): the chain of versions has ended; seconds until the next question, at least.
+    due(): may it go out now? drops(): packets that the node itself has dropped so far. Of one job; one thread."""
 
     def __init__(self, drops: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
         self._drops, self._clock = drops, clock

@@ -181,6 +181,12 @@ def test_what_the_node_has_noticed_is_told_until_it_is_over(hand_node, post) -> 
     peer.send("progress", iteration=1, status="")
     until(lambda: mine.iteration == 1)
     assert (mine.why, mine.notice, len(mine.told)) == ("", "", 1)
+    peer.send("notice", why="nothing again")
+    peer.send("wanted", what=["state"], why="it comes again: a state")
+    peer.send("notice", why="")
+    peer.send("progress", iteration=2, status="")
+    until(lambda: mine.iteration == 2)
+    assert (mine.why, mine.notice) == ("it comes again: a state", "")  # the later reason stays
 
 
 def test_the_same_reason_is_told_once(hand_node, post) -> None:

@@ -158,7 +158,7 @@ class Scene:
         self.group._follow(self.group._start)
         while self.group._handle_one():
             self.group._follow(self.group._start)
-        self.group._ask_again()
+        self.group._asking.again()
 
     def give(self, peer: Peer, message: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.post(peer, message, tensors)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import flowcheck.node.group
+import flowcheck.node.uploads
 from flowcheck.errors import UserError
 from flowcheck.node.live import Closed
 from flowcheck.node.uploads import Uploads
@@ -266,7 +267,7 @@ def test_waiting_is_said_in_the_trainers_numbers(scene) -> None:
 def test_a_node_too_slow_for_its_traffic_names_its_own_drops_and_makes_no_storm_of_uploads(scene, monkeypatch) -> None:
     """Each chain is lost to a full ring as soon as its state is here; what rank 0 is asked for stays bounded."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(flowcheck.node.group, "Uploads", lambda drops: Uploads(drops, lambda: clock.now))
+    monkeypatch.setattr(flowcheck.node.uploads, "Uploads", lambda drops: Uploads(drops, lambda: clock.now))
     at = scene(name="a")
     peer, end = at.follow(), clock.now + 600
     states = 0
@@ -292,7 +293,7 @@ def test_a_node_too_slow_for_its_traffic_names_its_own_drops_and_makes_no_storm_
 
 def test_a_state_that_comes_too_late_again_and_again_makes_no_storm(scene, monkeypatch) -> None:
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(flowcheck.node.group, "Uploads", lambda drops: Uploads(drops, lambda: clock.now))
+    monkeypatch.setattr(flowcheck.node.uploads, "Uploads", lambda drops: Uploads(drops, lambda: clock.now))
     at = scene()
     peer = at.follow()
     at.session.state_error = "the state before iteration 3 is here, and 4 has passed"

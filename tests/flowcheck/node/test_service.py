@@ -21,7 +21,7 @@ from dataplane.counters import read_counters
 from flowcheck.checkpoint import tensor_sha256
 from flowcheck.checksum import checksums
 from flowcheck.manifest import Job
-from flowcheck.records import Challenge, Flows, Hello, Joined, Progress, Record, RecordsError, State, Wanted
+from flowcheck.records import Challenge, Flows, Hello, Joined, Notice, Progress, Record, RecordsError, State, Wanted
 from flowcheck.synth import example_job
 from updater.reader import Reader
 
@@ -296,6 +296,27 @@ def test_a_record_is_waited_for_from_when_the_traffic_is_complete(start_node, at
     assert node.wait("iteration", iteration=2)["published"]
     lan.send([frame for _, frame in run.traffic(3).packets])  # and without one it is given up
     assert node.wait("iteration", iteration=3)["failed"] == ["step_record"]
+
+
+def test_a_mirror_that_delivers_nothing_is_said_to_node_and_trainer_and_is_the_reason_later(
+    start_node, attach, truth, lan
+) -> None:
+    job = _job()
+    node, run = start_node(), _run(truth, job, 2)
+    trainer = attach(node, job)
+    _join(trainer, run)
+    for t in range(2, 5):
+        trainer.record(t, groups=[{}])
+    line = node.wait("silent")
+    assert f"no packet has come to af_packet:{lan.near} for 3 s, and iteration " in line["why"]
+    assert trainer.expect(Notice).why == line["why"]
+    for _ in range(2, 5):
+        run.advance(run.traffic(run.step))
+    _iteration(run, lan, trainer)  # it is back, and what it did not deliver is why there is no version
+    assert node.wait("lost")["why"].startswith("iterations 2 to 4 passed while no packet came")
+    assert "iterations 2 to 4 passed" in trainer.expect(Wanted, what=["state"]).why
+    node.wait("heard")
+    assert trainer.expect(Notice).why == ""
 
 
 def test_records_far_ahead_of_a_silent_mirror_end_no_connection(start_node, attach, truth, lan) -> None:
