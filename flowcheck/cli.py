@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from flowcheck import __version__
 from flowcheck.bench.cli import bench
@@ -33,6 +32,7 @@ from flowcheck.learn.cli import (
 )
 from flowcheck.switch.cli import switch
 from flowcheck.synth.cli import synth, synth_job
+from flowcheck.tables import screen
 
 __all__ = ["app", "main"]
 
@@ -100,7 +100,7 @@ def replay(
 
     hints = hints_of(optimizer, dtype, buckets, rank, nccl_version, algorithm)
     options = ReplayOptions(captures, job, out, init, every, iterations, arenas, icrc, hints, nccl_log or [])
-    raise typer.Exit(run(options, _console()))
+    raise typer.Exit(run(options, screen()))
 
 
 @app.command()
@@ -130,7 +130,7 @@ def doctor(
     """Can this machine capture? Says what is wrong and which command mends it; exit 0 ok, 1 warnings, 2 unusable."""
     from flowcheck.doctor import Wanted, run
 
-    raise typer.Exit(run(Wanted(tuple(device or ()), path_mtu, memory, tuple(core or ())), as_json, _console()))
+    raise typer.Exit(run(Wanted(tuple(device or ()), path_mtu, memory, tuple(core or ())), as_json, screen()))
 
 
 app.command()(learn)
@@ -139,12 +139,6 @@ app.command()(bench)
 app.command("synth-job")(synth_job)
 app.add_typer(switch, name="switch")
 app.add_typer(lab, name="lab")
-
-
-def _console() -> Console:
-    """Standard output; 100 columns where it is no terminal, so that logs read well."""
-    console = Console()
-    return console if console.is_terminal else Console(width=100)
 
 
 def main() -> None:

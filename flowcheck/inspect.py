@@ -14,13 +14,11 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from parser.survey import Survey
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from dataplane.capture import PcapSource, memory_needed
 from dataplane.live import LiveConfig, LiveSource, start_eal
@@ -28,12 +26,12 @@ from dataplane.pcapfile import CaptureFileError, PcapInfo, scan
 from dataplane.pydpdk.eal import Eal
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.tables import Column, print_table, screen
 from parser.findings import interpret, ranks_of
 
 __all__ = ["SCHEMA", "render", "run", "survey_captures", "survey_interface"]
 
 SCHEMA = "flowcheck-inspect/1"
-WIDTH = 110
 ROWS = 64  # a human reads no more; --json has all
 IDLE_SECONDS = 0.0005
 
@@ -52,7 +50,7 @@ def run(captures: list[Path], as_json: bool, interface: str | None = None, secon
         json.dump(found, sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
-        render(found)
+        render(found, screen())
     return 0
 
 
@@ -149,9 +147,8 @@ def _document(infos: list[PcapInfo], observed: dict[str, Any]) -> dict[str, Any]
 # -- for people -------------------------------------------------------------------------------------------
 
 
-def render(found: dict[str, Any], out: TextIO | None = None) -> None:
-    """The document as text, at most WIDTH columns: connections, then other flows, noise, drops, notes."""
-    console = Console(file=out, width=WIDTH, highlight=False, soft_wrap=False)
+def render(found: dict[str, Any], console: Console) -> None:
+    """The document as text: connections, then other flows, noise, drops, notes."""
     flows, connections = found["flows"], found["connections"]
     names = _endpoints(connections, flows)
     _print_captures(console, found)
@@ -198,27 +195,18 @@ def _print_captures(console: Console, found: dict[str, Any]) -> None:
     console.print(line)
 
 
-def _table(title: str, *columns: tuple[str, bool]) -> Table:
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0)
-    )
-    for name, number in columns:
-        folds = name in ("carries", "messages", "what", "address")
-        table.add_column(name, justify="right" if number else "left", overflow="fold", no_wrap=not folds)
-    return table
-
-
 def _print_endpoints(
     console: Console, names: dict[str, str], flows: list[dict[str, Any]], ranks: dict[str, list[int]]
 ) -> None:
-    table = _table("Addresses", ("", False), ("address", False), ("rank (CTS tag)", False), ("sent", True),
-                   ("received", True))  # fmt: skip
+    columns = [Column(""), Column("address"), Column("rank (CTS tag)", folds=True), Column("sent", number=True),
+               Column("received", number=True)]  # fmt: skip
+    rows = []
     for address, name in list(names.items())[:ROWS]:
         sent = sum(flow["packets"] for flow in flows if flow["src"] == address)
         received = sum(flow["packets"] for flow in flows if flow["dst"] == address)
         rank = ", ".join(map(str, ranks.get(address, []))) or "unknown"
-        table.add_row(name, address, rank, str(sent), str(received))
-    console.print(table)
+        rows.append((name, address, rank, str(sent), str(received)))
+    print_table(console, columns, rows, "Addresses")
     _print_rest(console, len(names))
 
 
@@ -230,20 +218,21 @@ def _print_rest(console: Console, rows: int) -> None:
 def _print_connections(
     console: Console, connections: list[dict[str, Any]], flows: list[dict[str, Any]], names: dict[str, str]
 ) -> None:
-    table = _table(
-        "Connections (both directions captured)", ("", True), ("way", False), ("QP to/back", False),
-        ("carries", False), ("messages", False), ("MTU", True), ("packets", True), ("back", True),
-        ("missing", True), ("again", True), ("NAK", True),
-    )  # fmt: skip
+    columns = [
+        Column("", number=True), Column("way"), Column("QP to/back"), Column("carries", folds=True),
+        Column("messages", folds=True),
+        *(Column(name, number=True) for name in ("MTU", "packets", "back", "missing", "again", "NAK")),
+    ]  # fmt: skip
+    rows = []
     for number, c in enumerate(connections[:ROWS], 1):
         data, back = flows[c["data_flow"]], flows[c["back_flow"]]
-        table.add_row(
+        rows.append((
             str(number), f"{names[c['source']]}>{names[c['destination']]}",
             f"{c['data_qp']:#x}/{c['back_qp']:#x}", _carries(c, data), _messages(data),
             str(data["mtu"] or back["mtu"] or "?"), str(data["packets"]), str(back["packets"]),
             *_sequence(data, back), str(_naks(back) + _naks(data)),
-        )  # fmt: skip
-    console.print(table)
+        ))  # fmt: skip
+    print_table(console, columns, rows, "Connections (both directions captured)")
     _print_rest(console, len(connections))
     _print_reasons(console, connections[:ROWS], flows)
 
@@ -303,20 +292,21 @@ def _naks(flow: dict[str, Any]) -> int:
 
 
 def _print_alone(console: Console, alone: list[dict[str, Any]], names: dict[str, str]) -> None:
-    table = _table(
-        "Flows with no partner in the capture", ("way", False), ("QP to", False), ("what", False),
-        ("messages", False), ("packets", True), ("missing", True), ("again", True), ("ICRC wrong", True),
-    )  # fmt: skip
+    columns = [
+        Column("way"), Column("QP to"), Column("what", folds=True), Column("messages", folds=True),
+        *(Column(name, number=True) for name in ("packets", "missing", "again", "ICRC wrong")),
+    ]  # fmt: skip
+    rows = []
     for flow in alone[:ROWS]:
         protocol = flow["protocol"]
         kind = flow["kind"]
         if kind == "NCCL data" and protocol is not None:
             kind += f" {protocol['name']}{'' if protocol['certainty'] == 'sure' else '?'}"
-        table.add_row(
+        rows.append((
             f"{names[flow['src']]}>{names[flow['dst']]}", f"{flow['dest_qp']:#x}", kind, _messages(flow),
             str(flow["packets"]), *_sequence(flow), str(flow["icrc"]["wrong"]),
-        )  # fmt: skip
-    console.print(table)
+        ))  # fmt: skip
+    print_table(console, columns, rows, "Flows with no partner in the capture")
     _print_rest(console, len(alone))
 
 

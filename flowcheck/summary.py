@@ -1,7 +1,7 @@
 """The report as a person reads it on a terminal: one verdict first, then only what needs attention.
 
-Nothing here is computed or decided; report.json has it all. Lines fit in 100 columns, long lists are cut
-with a count of what was left out, and file names are printed as they are (rich markup switched off).
+Nothing here is computed or decided; report.json has it all. Long lists are cut with a count of what was left out, and
+file names are printed as they are (rich markup switched off).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from flowcheck.report import FlowReport, IterationReport, Report
+from flowcheck.tables import Column, print_table, width_of
 
 __all__ = ["print_summary"]
 
-WIDTH = 100
 FLOWS, ITERATIONS, REASON = 12, 6, 300
 
 
@@ -50,15 +50,13 @@ def _headline(report: Report, console: Console) -> None:
         text.append(f", {unseen} never seen", style="not bold default")
     if report.unproven:
         text.append(f"  UNPROVEN ({', '.join(report.unproven)})", style="bold yellow")
-    console.print(text, width=_width(console), overflow="fold")
+    console.print(text, width=width_of(console), overflow="fold")
 
 
 def _flows(flows: list[FlowReport], console: Console) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("flow", "channel", "QP", "role", "state"):
-        table.add_column(name, overflow="fold")
-    for name in ("packets", "missing", "dup", "retrans", "bad icrc"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = [Column(name, folds=True) for name in ("flow", "channel", "QP", "role", "state")]
+    columns += [Column(name, number=True) for name in ("packets", "missing", "dup", "retrans", "bad icrc")]
+    rows = []
     seen = [flow for flow in flows if flow.packets]
     for flow in seen[:FLOWS]:
         ranks = f"rank {flow.src} > {flow.dst}"
@@ -70,8 +68,8 @@ def _flows(flows: list[FlowReport], console: Console) -> None:
         counts = (flow.packets, flow.missing, flow.duplicates, flow.retransmissions, flow.icrc_wrong)
         channel = "" if flow.channel is None else str(flow.channel)
         cells = (ranks, channel, qpns, flow.role, flow.state, *(f"{count:,}" for count in counts))
-        table.add_row(*(Text(cell) for cell in cells))
-    console.print(table, width=_width(console))
+        rows.append(cells)
+    print_table(console, columns, rows)
     for flow in [flow for flow in seen if flow.detail][:FLOWS]:
         _line(console, "flow", f"{flow.src_addr} > {flow.dst_addr}: {flow.detail}")
     if len(seen) > FLOWS:
@@ -123,17 +121,13 @@ def _checkpoint(report: Report, console: Console) -> None:
 # -- small parts ------------------------------------------------------------------------------------
 
 
-def _width(console: Console) -> int:
-    return min(console.width, WIDTH)
-
-
 def _line(console: Console, label: str, text: str) -> None:
     """A labelled line; wrapped text stays clear of the label column."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=12, no_wrap=True, style="bold")
     grid.add_column(overflow="fold")
     grid.add_row(Text(label), Text(text))
-    console.print(grid, width=_width(console))
+    console.print(grid, width=width_of(console))
 
 
 def _counts(counts: dict[str, int]) -> str:

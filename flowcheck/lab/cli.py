@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from flowcheck.errors import UserError
 from flowcheck.interrupts import handled
+from flowcheck.tables import screen
 
 __all__ = ["lab"]
 
@@ -137,9 +137,7 @@ def run(
         mirrored=tuple(nodes), groups=tuple(tuple(job.group(stage)) for stage in range(stages)),
         impairments=tuple(wires),
     )  # fmt: skip
-    console = Console()
-    console = console if console.is_terminal else Console(width=110)
-    raise typer.Exit(run_lab(LabOptions(config, job, out, iterations, step_time), console))
+    raise typer.Exit(run_lab(LabOptions(config, job, out, iterations, step_time), screen()))
 
 
 @lab.command()

@@ -10,13 +10,12 @@ import time
 from types import TracebackType
 from typing import Any, Self
 
-from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from flowcheck.lab.compare import Ledger, Row
+from flowcheck.tables import Column, table, width_of
 
 __all__ = ["Screen", "columns"]
 
@@ -61,14 +60,13 @@ class Screen:
                 self._said.add(key)
                 self._console.print(line_of(columns(row, ledger)), highlight=False, soft_wrap=True)
 
-    def _table(self, ledger: Ledger) -> Table:
-        table = Table(title=self._title, title_justify="left", expand=False, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for head in HEADS:
-            table.add_column(head, justify="left" if head == "replica" else "right", no_wrap=True)
+    def _table(self, ledger: Ledger) -> RenderableType:
+        rows: list[list[str | Text]] = []
         for row in _rows(ledger)[-ROWS:]:
             *cells, last = columns(row, ledger)
-            table.add_row(*cells, Text(last, style=COLORS[row.verdict]))
-        return table
+            rows.append([*cells, Text(last, style=COLORS[row.verdict])])
+        heads = [Column(head, number=head != "replica", folds=head == "replica") for head in HEADS]
+        return table(heads, rows, width_of(self._console), self._title)
 
 
 def _rows(ledger: Ledger) -> list[Row]:
@@ -94,5 +92,5 @@ def columns(row: Row, ledger: Ledger) -> tuple[str, ...]:
 
 
 def line_of(cells: tuple[str, ...]) -> str:
-    widths = (16 if " " in cells[0] else 9, 8, 9, 9, 9, 8, 9, 5)
+    widths = (14 if " " in cells[0] else 5, 6, 8, 8, 7, 7, 8, 4)
     return " ".join(f"{cell:>{width}}" for cell, width in zip(cells[:-1], widths, strict=True)) + f"  {cells[-1]}"

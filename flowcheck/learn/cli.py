@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from flowcheck.durable import write_atomic
 from flowcheck.errors import UserError
 from flowcheck.learn.hints import Hints, parse_optimizer, parse_ranks
 from flowcheck.manifest import Job
+from flowcheck.tables import Column, print_table, screen
 
 __all__ = [
     "AlgorithmOption", "BucketsOption", "DtypeOption", "LogOption", "OptimizerOption", "RankOption", "VersionOption",
@@ -83,13 +82,9 @@ def learn(
     with watching() as progress:
         learnt: Learnt = learn_captures(captures, hints, nccl_log or [], progress)
     write_atomic(out, learnt.job.to_json().encode())
-    console = Console(width=None if Console().is_terminal else 110, highlight=False)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0))
-    for name in ("learnt", "value", "confidence", "because"):
-        table.add_column(name, overflow="fold")
-    for item in learnt.items:
-        table.add_row(item.what, escape(item.value), item.confidence, escape(item.reason))
-    console.print(table)
+    console = screen()
+    columns = [Column(name, folds=True) for name in ("learnt", "value", "confidence", "because")]
+    print_table(console, columns, [(item.what, item.value, item.confidence, item.reason) for item in learnt.items])
     for text in learnt.doubts:
         console.print(f"doubt: {escape(text)}", soft_wrap=True)
     for text in learnt.missing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flowcheck.inspect import SCHEMA, WIDTH
+from flowcheck.inspect import SCHEMA
 
 pytest.importorskip("dataplane.pydpdk.ffi", reason="built without libdpdk", exc_type=ImportError)
 
@@ -21,10 +22,11 @@ OWN = sorted((ROOT / "pcaps").glob("*.pcap*"))
 COMMAND = [sys.executable, "-P", "-c", "from flowcheck.cli import main; main()", "inspect"]
 
 
-def inspect(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def inspect(*arguments: str | Path, width: int = 100) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=280, check=False
-    )
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=280, check=False,
+        env={**os.environ, "COLUMNS": str(width)},
+    )  # fmt: skip
 
 
 def machine(*captures: Path) -> dict[str, Any]:
@@ -84,11 +86,15 @@ def test_both_directions_of_a_ring_in_text() -> None:
 @pytest.mark.parametrize(
     "name", ["01_", "05_", "20_", "40_", "allreduce+p2p", "iter_40000", "iter_80000", "rdma32"]
 )
-def test_text_fits_its_width(name: str) -> None:
-    done = inspect(shared(name))
+def test_text_fits_80_columns_with_a_line_for_each_connection(name: str) -> None:
+    """No row is broken in two and no word folded, whatever stands in it."""
+    done = inspect(shared(name), width=80)
     assert done.returncode == 0, done.stderr
-    file_lines = {line for line in done.stdout.splitlines() if line.startswith(str(CAPTURES))}
-    assert max(len(line) for line in set(done.stdout.splitlines()) - file_lines) <= WIDTH
+    lines = [line for line in done.stdout.splitlines() if str(CAPTURES)[:20] not in line]
+    assert max(map(len, lines)) <= 80
+    wide = inspect(shared(name), width=160)
+    words = {word for line in wide.stdout.splitlines() for word in line.split() if "─" not in word and "/" not in word}
+    assert words <= set(done.stdout.split()) | {""}
 
 
 @pytest.mark.captures
@@ -146,8 +152,9 @@ def test_one_direction_alone(tmp_path: Path) -> None:
 
 
 def test_long_queue_pair_numbers_fit() -> None:
-    done = inspect(ROOT / "pcaps" / "ring4-simple.pcapng")
-    assert max(map(len, done.stdout.splitlines())) <= WIDTH
+    for width in (60, 80, 100, 160):
+        done = inspect(ROOT / "pcaps" / "ring4-simple.pcapng", width=width)
+        assert max(map(len, done.stdout.splitlines())) <= width
 
 
 @pytest.mark.parametrize("path", OWN, ids=lambda p: p.name)

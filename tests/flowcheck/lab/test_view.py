@@ -1,0 +1,33 @@
+"""What a run shows: on 80 columns every row is one line, on a terminal and in a file."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from flowcheck.lab.compare import Ledger
+from flowcheck.lab.view import Screen
+
+
+def ledger() -> Ledger:
+    made = Ledger(1, [""])
+    hashes = {"tensors": {"w": "x"}, "optimizer": {}, "buffers": []}
+    counts = {"packets": 13_312, "placed": 1_388, "missing": {}, "healed": 153, "duplicates": 4_152, "lag": 0}
+    for iteration in (24, 25):
+        made.trainer({"iteration": iteration, "rank": 0, "stage": 0, "loss": 3.532, **hashes})
+        made.node({"iteration": iteration, "name": "", **hashes})
+        made.status({"iteration": iteration, "name": "", "published": True, "status": "verified", **counts})
+    return made
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_row_is_one_line_of_80_columns(terminal: bool) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, force_terminal=terminal, color_system=None, _environ={})
+    with Screen(console, "a lab") as screen:
+        screen(ledger(), last=True)
+    rows = [line.rstrip() for line in out.getvalue().splitlines() if line.rstrip().endswith("equal, verified")]
+    assert len(rows) >= 2 and all(len(row) <= 80 for row in rows)
+    assert {"13,312", "1,388", "153", "4,152"} <= set(rows[0].split())
