@@ -23,6 +23,7 @@ from itertools import takewhile
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from flowcheck.errors import UserError
@@ -45,6 +46,7 @@ from flowcheck.tensors import DTYPES
 
 __all__ = ["Model", "Watch", "check_gradients", "entries", "group_options"]
 
+SHARDED = "torch.distributed.fsdp"  # FSDP and, by a class made for each module, FSDP2
 _CLASSES: dict[type, str] = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
 _OPTIONS = {
     "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
@@ -80,7 +82,7 @@ def entries(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) ->
     if kind is None:
         raise _refuse(f"{type(optimizer).__name__} is not followed", "optimizer", "torch.optim's SGD, Adam or AdamW")
     if not isinstance(model, DistributedDataParallel):
-        raise _refuse(f"is a {type(model).__name__}", "model", "the DistributedDataParallel object, not what it wraps")
+        raise _refuse(*_not_ddp(model))
     _check_ddp(model)
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     out: list[ModelEntry] = []
@@ -112,6 +114,18 @@ def entries(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) ->
                           "one optimizer for all; requires_grad_(False) before DDP for what stays as it is")
     groups = [[names[id(p)] for p in group["params"] if id(p) in names] or None for group in optimizer.param_groups]
     return Model(out, names, groups, kind, rounding_of(optimizer))
+
+
+def _not_ddp(model: torch.nn.Module) -> tuple[str, str, str]:
+    """What, where and remedy of a model that is something else. FSDP2 changes a model in place: its class is one that
+    fully_shard made, which another wrapper would not help."""
+    if any(base.__module__.startswith(SHARDED) for base in type(model).__mro__):
+        by = "FullyShardedDataParallel" if isinstance(model, FullyShardedDataParallel) else "fully_shard"
+        return (
+            f"is sharded by {by}: ReduceScatter puts no reduced gradient on the wire", "model",
+            "DistributedDataParallel; what replay can rebuild of FSDP and ZeRO: docs/qualify.md",
+        )
+    return f"is a {type(model).__name__}", "model", "the DistributedDataParallel object, not what it wraps"
 
 
 def _check_ddp(model: DistributedDataParallel) -> None:

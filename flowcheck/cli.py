@@ -1,7 +1,8 @@
 """The `flowcheck` command: options in, one exit status out. No logic lives here.
 
 Exit status: 0 done and complete (what that rests on besides the wire is marked `unproven` in the report); 1 done, but
-something asked for is incomplete; 2 the request is wrong; 3 the environment said no; 70 a bug of ours; 130 interrupted.
+something asked for is incomplete; 2 the request is wrong, or names a file that cannot be read; 3 the environment said
+no; 70 a bug of ours; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ __all__ = ["app", "main"]
 app = typer.Typer(
     name="flowcheck",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Checkpoints rebuilt from mirrored RoCEv2 allreduce traffic.",
 )

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import UserError
 from flowcheck.manifest_check import (
     ALGORITHMS,
     BUFFER_BYTES,
@@ -277,7 +277,7 @@ class Job:
 
     @classmethod
     def load(cls, path: str | Path) -> Job:
-        """Read and validate a manifest. Raises UserError (content) or EnvironmentProblem (unreadable)."""
+        """Read and validate a manifest. Raises UserError."""
         file = str(path)
         try:
             if Path(path).is_fifo():  # would be waited for
@@ -285,7 +285,7 @@ class Job:
             with Path(path).open("rb") as stream:
                 raw = stream.read(FILE_LIMIT + 1)
         except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-            raise EnvironmentProblem(
+            raise UserError(
                 f"cannot read the job manifest: {getattr(error, 'strerror', None) or error}", where=file,
                 remedy="give the path of an existing, readable JSON file with --job",
             ) from None

@@ -162,7 +162,7 @@ class Topology(_Strict):
 
     @classmethod
     def load(cls, path: Path) -> Topology:
-        """Read YAML or JSON. Raises PlanError naming the field, DeviceError if unreadable."""
+        """Read YAML or JSON. Raises PlanError naming the file or the field."""
         return validated(cls, read_document(path), str(path))
 
 
@@ -302,7 +302,7 @@ def read_document(path: Path) -> Any:
             raw = stream.read(FILE_LIMIT + 1)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise DeviceError(f"cannot read it: {reason}", where=str(path), remedy="name an existing file") from None
+        raise PlanError(f"cannot read it: {reason}", where=str(path), remedy="name an existing file") from None
     if len(raw) > FILE_LIMIT:
         raise PlanError(f"larger than {FILE_LIMIT >> 20} MiB", where=str(path), remedy="check the file name")
     try:

@@ -130,14 +130,14 @@ def streams_of(trace: Trace) -> list[Stream]:
 
 
 def read_logs(paths: Sequence[Path]) -> LogFacts:
-    """All logs as one. Raises EnvironmentProblem, or UserError for a file that is no log of NCCL's."""
+    """All logs as one. Raises UserError, also for a file that is no log of NCCL's."""
     parts = []
     for path in paths:
         try:
             with path.open("rb") as stream:
                 raw = stream.read(LOG_LIMIT + 1)
         except (OSError, ValueError) as error:
-            raise EnvironmentProblem(
+            raise UserError(
                 f"cannot read the log: {getattr(error, 'strerror', None) or error}", where=str(path),
                 remedy="give an existing, readable text file with --nccl-log",
             ) from None

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from flowcheck.durable import write_atomic
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import UserError
 from flowcheck.manifest import Collective, Job, carries, dtype_size
 from flowcheck.synth.values import Array, generate_values, storage
 
@@ -43,11 +43,11 @@ def initial_parameters(job: Job, seed: int) -> dict[str, Array]:
 
 
 def load_parameters(job: Job, path: str | Path) -> dict[str, Array]:
-    """Model entries from a safetensors file, flattened. Raises UserError or EnvironmentProblem."""
+    """Model entries from a safetensors file, flattened. Raises UserError."""
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
-        raise EnvironmentProblem(
+        raise UserError(
             f"cannot read the initial weights: {error.strerror}", where=str(path),
             remedy="give an existing safetensors file with --init",
         ) from None

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -89,6 +91,20 @@ def test_other_optimizers_are_refused(wrapped, make: Any, what: str) -> None:
 def test_only_the_ddp_object_knows_the_buckets() -> None:
     model = net()
     assert refusal(lambda: entries(model, SGD(model.parameters(), lr=0.1))) == ("model", "is a Sequential")
+
+
+def test_a_sharded_model_is_told_what_sharding_means() -> None:
+    """FSDP2 makes a class of its own for each module: "not what it wraps" would be no remedy."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(net())
+        where, what = refusal(lambda: entries(model, SGD(model.parameters(), lr=0.1)))  # type: ignore[arg-type]
+        with pytest.raises(UserError) as caught:
+            entries(model, SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+    finally:
+        dist.destroy_process_group()
+    assert where == "model" and what.startswith("is sharded by fully_shard: ReduceScatter")
+    assert "docs/qualify.md" in caught.value.remedy and "wraps" not in caught.value.remedy
 
 
 def _hooked(wrap: Any) -> DistributedDataParallel:

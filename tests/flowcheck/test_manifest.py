@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
+from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.manifest import (
     Bucket,
     Buckets,
@@ -292,10 +292,10 @@ def test_bad_file_is_named(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["absent.json", ".", "a\0b"])
-def test_unreadable_file_is_the_machines_fault(tmp_path: Path, path: str) -> None:
-    with pytest.raises(EnvironmentProblem, match="cannot read the job manifest") as caught:
+def test_a_file_that_cannot_be_read_is_a_wrong_request(tmp_path: Path, path: str) -> None:
+    with pytest.raises(UserError, match="cannot read the job manifest") as caught:
         Job.load(tmp_path / path)
-    assert caught.value.exit_code == 3
+    assert caught.value.exit_code == 2
 
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no /dev/zero here")

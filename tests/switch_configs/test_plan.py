@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from switch_configs.arithmetic import duplicates, missing, survives, tree_parents
-from switch_configs.errors import DeviceError, PlanError
+from switch_configs.errors import PlanError
 from switch_configs.model import MirrorPlan, Topology, frame_bytes
 from switch_configs.plan import make_plan
 from switch_configs.refusals import check_plan
@@ -346,9 +346,9 @@ def test_bad_files_are_refused_by_field(tmp_path: Path, text: str, why: str) -> 
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match="cannot read"):
+    with pytest.raises(PlanError, match="cannot read"):
         Topology.load(tmp_path)
-    with pytest.raises(DeviceError, match="cannot read"):
+    with pytest.raises(PlanError, match="cannot read"):
         Topology.load(tmp_path / "none")
 
 

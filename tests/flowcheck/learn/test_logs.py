@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import UserError
 from flowcheck.learn.captures import read_logs
 from flowcheck.learn.logs import merge, parse_log
 
@@ -84,7 +84,7 @@ def test_any_text(lines: list[str]) -> None:
 
 
 def test_files_that_are_no_logs(tmp_path) -> None:
-    with pytest.raises(EnvironmentProblem):
+    with pytest.raises(UserError, match="cannot read the log"):
         read_logs([tmp_path / "none"])
     (tmp_path / "other").write_bytes(bytes(range(256)))
     with pytest.raises(UserError, match="no line of NCCL"):

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import UserError
 from flowcheck.manifest import Collective, Collectives, Job
 from flowcheck.synth import Synthesis, TransportOptions, example_job, generate
 from flowcheck.synth.contents import load_parameters, save_parameters
@@ -317,7 +317,7 @@ def test_bad_parameters_are_refused(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"init\.safetensors"):
         load_parameters(example_job(), path)
-    with pytest.raises(EnvironmentProblem):
+    with pytest.raises(UserError, match="cannot read"):
         load_parameters(example_job(), tmp_path / "absent")
 
 

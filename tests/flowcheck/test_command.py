@@ -1,0 +1,57 @@
+"""What holds of every command: one exit status for a file that is not there, and completion in the shell."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flowcheck.cli import app
+from flowcheck.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+CAPTURE, JOB = str(ROOT / "pcaps" / "ring2-ll.pcap"), str(ROOT / "pcaps" / "ring2-ll.job.json")
+MISSING = [
+    "inspect ABSENT",
+    "replay ABSENT --job JOB --out OUT",
+    "replay CAPTURE --job ABSENT --out OUT",
+    "replay CAPTURE --job JOB --init ABSENT --out OUT",
+    "learn ABSENT --out OUT",
+    "learn CAPTURE --nccl-log ABSENT --out OUT",
+    "learn CAPTURE --job ABSENT --out OUT",
+    "synth ABSENT --out OUT",
+    "synth JOB --init ABSENT --out OUT",
+    "switch plan ABSENT --out OUT",
+    "switch diff ABSENT",
+    "switch apply ABSENT",
+    "switch show ABSENT",
+    "switch remove ABSENT",
+    "switch verify ABSENT CAPTURE",
+]
+
+
+@pytest.mark.parametrize("line", MISSING)
+def test_a_file_that_is_not_there_is_a_wrong_request_of_every_command(line: str, tmp_path: Path) -> None:
+    absent = tmp_path / "absent.pcap"
+    words = {"ABSENT": str(absent), "CAPTURE": CAPTURE, "JOB": JOB, "OUT": str(tmp_path / "out")}
+    with pytest.raises(UserError) as caught:
+        app([words.get(word, word) for word in line.split()], standalone_mode=False)
+    assert caught.value.exit_code == 2 and str(absent) in caught.value.message()
+
+
+def test_every_state_of_a_flow_is_documented() -> None:
+    from parser.machine import PHASES
+
+    text = (ROOT / "docs" / "report.md").read_text()
+    assert all(f"| `{phase}` |" in text for phase in PHASES)
+
+
+def test_the_shell_completes_commands() -> None:
+    asked = {"_FLOWCHECK_COMPLETE": "complete_bash", "COMP_WORDS": "flowcheck re", "COMP_CWORD": "1"}
+    code = "import sys; sys.argv = ['flowcheck']; from flowcheck.cli import main; main()"
+    done = subprocess.run([sys.executable, "-P", "-c", code], env={**os.environ, **asked},
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.stdout.split() == ["replay"], done.stderr
