@@ -25,14 +25,18 @@ LINK = Ether(src=MAC, dst=MAC)
 BTH = struct.pack(">BBHII", 0x0B, 0x40, 0xFFFF, 0x1234, 9) + bytes(20) + bytes(range(64)) + bytes(4)
 INNER = LINK / IP(src="10.0.0.1", dst="10.0.0.2") / UDP(sport=49152, dport=4791, chksum=0) / Raw(BTH)
 V4, V6 = IP(src="172.16.0.1", dst="172.16.0.2"), IPv6(src="fd00::1", dst="fd00::2")
+# Numbers of sessions with high bits set: GRE's key has 32 bits, ERSPAN's session 10, VXLAN's network 24.
+SESSIONS = {"GRE key": 0xA1B2C3D4, "GRE all": 0x5E4D3C2B, "ERSPAN II": 0x255, "ERSPAN III": 0x3AA, "VXLAN": 0xABCDEF}
 TUNNELS: dict[str, Packet] = {
     "GRE": GRE(proto=0x6558),
-    "GRE key": GRE(proto=0x6558, key_present=1, key=77),
-    "GRE all": GRE(proto=0x6558, chksum_present=1, key_present=1, key=77, seqnum_present=1, seqence_number=3),
+    "GRE key": GRE(proto=0x6558, key_present=1, key=SESSIONS["GRE key"]),
+    "GRE all": GRE(
+        proto=0x6558, chksum_present=1, key_present=1, key=SESSIONS["GRE all"], seqnum_present=1, seqence_number=3
+    ),
     "ERSPAN I": GRE(proto=0x88BE, seqnum_present=0),
-    "ERSPAN II": GRE(proto=0x88BE, seqnum_present=1, seqence_number=3) / ERSPAN_II(session_id=77),
-    "ERSPAN III": GRE(proto=0x22EB, seqnum_present=1, seqence_number=3) / ERSPAN_III(session_id=77),
-    "VXLAN": UDP(sport=50000, dport=4789, chksum=0) / VXLAN(vni=77, flags=8),
+    "ERSPAN II": GRE(proto=0x88BE, seqnum_present=1, seqence_number=3) / ERSPAN_II(session_id=SESSIONS["ERSPAN II"]),
+    "ERSPAN III": GRE(proto=0x22EB, seqnum_present=1, seqence_number=3) / ERSPAN_III(session_id=SESSIONS["ERSPAN III"]),
+    "VXLAN": UDP(sport=50000, dport=4789, chksum=0) / VXLAN(vni=SESSIONS["VXLAN"], flags=8),
 }
 
 
@@ -79,7 +83,7 @@ def test_unpacked_and_cut_at_every_byte(name: str, below: Packet) -> None:
         assert (found.src, found.dest_qp, found.psn, found.payload_len) == ("10.0.0.1", 0x1234, 9, plain.payload_len)
         assert (found.icrc, found.payload_offset) == (plain.icrc, plain.payload_offset)
         assert found.tunnel == " ".join(name.split()[:2] if "ERSPAN" in name else name.split()[:1])
-        assert found.session == (0 if name in ("GRE", "ERSPAN I") else 77)
+        assert found.session == SESSIONS.get(name, 0)
         assert frame[found.frame_offset :] == bytes(INNER)
         for length in range(len(frame)):
             assert GUARDED.decode(frame[:length]) == "truncated", length
@@ -164,7 +168,7 @@ def test_other_traffic_inside_is_noise_of_its_own_kind() -> None:
         report = survey_of(wrap(name, inner=LINK / IP(src="1.1.1.1", dst="2.2.2.2") / UDP(dport=53)))
         assert report["noise"] == {"udp": 1} and report["packets"]["not_roce"] == 1
     report = survey_of(wrap("ERSPAN II"))
-    assert report["flows"][0]["mirrors"] == {"ERSPAN II session 77": 1}
+    assert report["flows"][0]["mirrors"] == {"ERSPAN II session 597": 1}
 
 
 @settings(max_examples=4000)
