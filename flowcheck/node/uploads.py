@@ -4,10 +4,10 @@
     asking.ask(why)                         now, or later: then trainers are told why, and `again` asks
     asking.uploads.announced(), taken()     a state has begun to come, is here (or came too late)
 
-The first question goes out at once. After that an upload has to be worth its price: the pause doubles each time a
-chain ended soon after its state, up to MOST seconds, and uploads take at most one part in SHARE of the time. Where the
-node itself dropped packets the cause is still there after the next upload: that waits at least OWN seconds, and
-until the node has dropped nothing for QUIET seconds.
+The first question goes out at once. After that uploads take at most one part in SHARE of the time, whatever the
+losses were. Where the node itself dropped packets their cause is still there after the next upload: that waits for
+OWN seconds, twice as long each time a chain ended so soon after its state, up to MOST seconds, and in any case until
+the node has dropped nothing for QUIET seconds.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from flowcheck.records import Notice, Wanted
 
 __all__ = ["Asking", "Uploads"]
 
-FIRST, MOST = 1.0, 300.0
-SOON = 8  # times the pause: a chain that lasted longer begins anew
 SHARE = 20
-OWN = 10.0
+OWN, MOST = 10.0, 300.0
+SOON = 8  # times the pause: a chain that lasted longer begins anew
 QUIET = 5.0
 LOOK_SECONDS = 0.1
 
@@ -86,7 +85,7 @@ class Uploads:
         self._drops, self._clock = drops, clock
         self._since = self._earliest = self._looked = 0.0
         self._began: float | None = None
-        self._cost = self._pause = 0.0
+        self._cost, self._pause = 0.0, OWN
         self._any = False  # a state has come
         self._base = self._count = drops()
         self._own = False
@@ -107,12 +106,12 @@ class Uploads:
         if not self._any:
             self._earliest = now
             return 0.0
-        lasted = now - self._since
-        if lasted > SOON * max(self._pause, FIRST):
-            self._pause = 0.0
-        wait = max(self._pause, OWN) if self._own else self._pause
-        self._pause = min(max(2 * wait, FIRST), MOST)
-        self._earliest = max(now + min(wait, MOST), self._since + SHARE * self._cost)
+        self._earliest = max(now, self._since + SHARE * self._cost)
+        if self._own:
+            if now - self._since > SOON * self._pause:
+                self._pause = OWN
+            self._earliest = max(self._earliest, now + self._pause)
+            self._pause = min(2 * self._pause, MOST)
         return self._earliest - now
 
     def due(self) -> bool:

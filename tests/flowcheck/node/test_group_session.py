@@ -299,8 +299,10 @@ def test_a_state_that_comes_too_late_again_and_again_makes_no_storm(scene, monke
     at.session.state_error = "the state before iteration 3 is here, and 4 has passed"
     for _ in range(3):
         at.group.announce(peer.member, 3)
+        at.turn()
+        clock.now += 2  # seconds that the upload takes
         at.give(peer, State(3), MODEL)
-    assert [line["seconds"] for line in at.events("deferred")] == [1.0, 2.0]
+    assert [line["seconds"] for line in at.events("deferred")] == [40.0, 40.0, 40.0]
     (notice,) = (message for message in peer.told if isinstance(message, Notice) and message.why)
     assert "4 has passed; a state is asked for later" in notice.why and at.join(1).told[-1] == notice
 
