@@ -179,7 +179,7 @@ class Attachment:
             self._job, self._first = watch.look(), self.iteration
             if self._job is not None:
                 self._flows = self._describe()["flows"]
-                self._meet(post)
+                self._meet(post, groups)
                 return
         # A node may take longer to take a state in than ranks wait for that: the records of what follows it are
         # queued after it all the same, or it would lose its place at once and ask for a state again, without end.
@@ -188,9 +188,9 @@ class Attachment:
         ):
             self._send_record(post, groups, clip, scale, skipped)
         if self.rank == 0 and self._job is not None and "state" in post.wanted:
-            self._send_state(post, time.monotonic() + self._wait)
+            self._send_state(post, time.monotonic() + self._wait, groups)
 
-    def _meet(self, post: Post) -> None:
+    def _meet(self, post: Post, groups: list[dict[str, Any]] | None) -> None:
         """The one time that all ranks wait, at most `wait` seconds: until the node has joined the wire, with nothing
         in flight, and has the state. All of them know the job at the same boundary; what they wait for at rank 0
         would else hold them up in the next call."""
@@ -199,7 +199,7 @@ class Attachment:
         post.open_again()
         while post.connected and post.joined is None and (left := deadline - time.monotonic()) > 0:
             if self.rank == 0 and "state" in post.wanted:
-                self._send_state(post, deadline)
+                self._send_state(post, deadline, groups)
                 return
             post.answered.wait(left)
             post.answered.clear()
@@ -234,8 +234,9 @@ class Attachment:
                 held = {f"buffer.{name}": state[name].detach().to("cpu", copy=True) for name in buffers}
         post.put(record, held)
 
-    def _send_state(self, post: Post, deadline: float) -> None:
-        """Model and optimizer as they are now, before the next iteration; waits until the node has them."""
+    def _send_state(self, post: Post, deadline: float, groups: list[dict[str, Any]] | None) -> None:
+        """Model and optimizer as they are now, before the next iteration; waits until the node has them. groups: as the
+        step used them that made this state; None: it made none."""
         number = self.iteration + 1
         post.wanted, post.joined = post.wanted - {"state"}, None
         post.pledged = number
@@ -250,7 +251,7 @@ class Attachment:
                     if name is not None and isinstance(value, torch.Tensor):
                         tensors[f"optimizer.{name}.{key}"] = value.detach().to("cpu", copy=True)
         post.answered.clear()
-        if not post.put(State(number), tensors):
+        if not post.put(State(number, groups or group_options(self._described, self._optimizer)), tensors):
             post.pledged = None
             return
         while post.connected and post.joined != number and (left := deadline - time.monotonic()) > 0:

@@ -108,9 +108,11 @@ class Manifest:
 @dataclass
 class State:
     """Rank 0: the model and the optimizer before iteration `iteration`. Payload: `model.NAME` for every entry,
-    `optimizer.NAME.KEY` for every tensor of the optimizer's state."""
+    `optimizer.NAME.KEY` for every tensor of the optimizer's state. groups: hyper-parameters by parameter group of the
+    step that made it, or of the optimizer as it is."""
 
     iteration: int
+    groups: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass

@@ -114,9 +114,11 @@ class JobReplica:
             self.start(broadcast, {}, 0)
 
     def start(
-        self, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Mapping[str, Any]], step: int
+        self, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Mapping[str, Any]], step: int,
+        values: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Make the first version, `step`. Raises UserError if it does not fit the manifest's model and optimizer."""
+        """Make the first version, `step`. values: hyper-parameters that it was made with, per group, where they are not
+        the manifest's. Raises UserError if it does not fit the manifest's model and optimizer."""
         assert self._spec is not None and self._replica is None
         job, options = self._plan.job, self._options
         try:
@@ -125,6 +127,7 @@ class JobReplica:
                 optimizer_state=state, dialect=self._dialect, path=options.path, run_id=job.run_id, epoch=job.epoch,
                 buffers=frozenset(entry.name for entry in job.model if entry.kind == "buffer"),
                 tied={entry.name: entry.tied for entry in job.model if entry.tied}, threads=options.threads,
+                values=values,
             )
         except UpdaterError as error:
             raise UserError(str(error), where=str(self._init_path or "job manifest")) from None
@@ -214,8 +217,7 @@ class JobReplica:
 
     def write(self, out: Path, unproven: Sequence[str], version: Slot, status: str = "unverified") -> Path:
         """Write a version that the caller has pinned as a checkpoint; returns its directory. Any thread."""
-        assert self._spec is not None and self._dialect is not None
+        assert self._dialect is not None
         job = self._plan.job
-        optimizer: dict[str, Any] = self._spec.to_dict()
-        meta = Meta(job.run_id, job.epoch, status, tuple(unproven), optimizer, self._dialect.name)
+        meta = Meta(job.run_id, job.epoch, status, tuple(unproven), version.optimizer, self._dialect.name)
         return write_step(out, version.step, version.parameters, version.optimizer_state, meta)

@@ -17,7 +17,7 @@ import torch
 
 from updater.errors import OptimizerError
 
-__all__ = ["Group", "OptimizerSpec"]
+__all__ = ["Group", "OptimizerSpec", "pack", "packed", "unpack"]
 
 _CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
@@ -116,6 +116,30 @@ class OptimizerSpec:
         """Plain JSON: name and groups with their options, in the manifest's form."""
         groups = [{"params": list(group.params), "options": dict(group.options)} for group in self.groups]
         return {"name": self.name, "groups": groups}
+
+
+def packed(name: str) -> int:
+    """How many numbers hold the options of one group of this optimizer."""
+    return sum(2 if kind == "betas" else 1 for kind in _OPTIONS[name].values())
+
+
+def pack(name: str, options: Mapping[str, Any]) -> list[float]:
+    """Checked options of one group as numbers, NaN for what is not given: so that a version can carry its own."""
+    out: list[float] = []
+    for key, kind in _OPTIONS[name].items():
+        given = options.get(key, (math.nan, math.nan) if kind == "betas" else math.nan)
+        out += map(float, given if kind == "betas" else [given])
+    return out
+
+
+def unpack(name: str, numbers: Sequence[float]) -> dict[str, Any]:
+    """The options that `pack` was given."""
+    rest, out = list(numbers), {}
+    for key, kind in _OPTIONS[name].items():
+        values = [rest.pop(0) for _ in range(2 if kind == "betas" else 1)]
+        if not math.isnan(values[0]):
+            out[key] = tuple(values) if kind == "betas" else bool(values[0]) if kind == "flag" else values[0]
+    return out
 
 
 def _check_options(name: str, options: Mapping[str, Any], where: str, fused: bool) -> dict[str, Any]:

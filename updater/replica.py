@@ -31,7 +31,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from updater import kernels
 from updater.dialects import Dialect, cpu_root
 from updater.errors import NoFreeSlot, ReplicaError
 from updater.layout import Layout
-from updater.optimizers import OptimizerSpec
+from updater.optimizers import OptimizerSpec, packed
 from updater.slot import STATES, Slot, SlotState
 from updater.step import StepValues
 from updater.store import BUILDING, COMPLETE, FREE, Store, plan_arrays
@@ -68,7 +68,8 @@ class Replica:
     with fp32 masters (a "master" in optimizer_state, else the widened parameter). buffers: entries that a step may
     replace; all other entries are constants and kept once. tied: name -> the optimized tensor whose memory it shares.
     slots: 2 to 4. divisor: gradients are divided by it. step, optimizer_state: where a checkpoint was taken.
-    path: a file to create (tmpfs, hugetlbfs); None: memory of this process. threads: workers, 0 for none.
+    path: a file to create (tmpfs, hugetlbfs); None: memory of this process. threads: workers, 0 for none. values: per group
+    the options of the step that made these tensors, where they are not the optimizer's (a schedule).
 
     Memory: V * (bytes per parameter: 12 for Adam in fp32, 16 with amsgrad, 8 for SGD with momentum, 4 without, and
     2 more for a 16-bit copy) plus constants once; every array begins on a cache line.
@@ -90,6 +91,7 @@ class Replica:
         buffers: frozenset[str] = frozenset(),
         tied: Mapping[str, str] | None = None,
         threads: int = 0,
+        values: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         dialect, state = dialect or Dialect(), optimizer_state or {}
         if not 2 <= slots <= 4:
@@ -97,6 +99,7 @@ class Replica:
         if divisor < 1 or step < 0:
             raise ReplicaError(f"divisor {divisor} or step {step} is out of range")
         dialect.check(optimizer.name)
+        optimizer.with_values(values)
         _check_tensors(tensors, optimizer, state, tied or {})
         identity = {
             "run_id": run_id, "epoch": epoch, "slots": slots, "divisor": divisor, "dialect": dialect.name,
@@ -110,7 +113,7 @@ class Replica:
         first = self.slots[0]
         first.step = step
         self._set_state(first, SlotState.BUILDING)
-        first.load(tensors, state, step)
+        first.load(tensors, state, step, values)
         self._set_state(first, SlotState.COMPLETE)
         self._current = first
         store.name_it()
@@ -397,6 +400,7 @@ def _plan(
             fixed.append((name, role, dtype, shape))
         entries.append({"name": name, "role": role, "tied": tied.get(name, "")})
     wanted.append(("", "steps", "float32", (len(optimizer.params),)))
+    wanted.append(("", "options", "float64", (len(optimizer.groups), packed(optimizer.name))))
     return {
         "entries": entries,
         "states": {name: list(optimizer.states(group[name])) for name in optimizer.params},

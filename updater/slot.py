@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from updater import kernels
 from updater.dialects import Dialect, rule
 from updater.errors import ReplicaError
 from updater.layout import Layout
-from updater.optimizers import OptimizerSpec
+from updater.optimizers import OptimizerSpec, pack, unpack
 from updater.step import StepValues
 from updater.store import Store
 
@@ -56,9 +56,18 @@ class Version:
             role = entry["role"]
             self.parameters[name] = fixed[owner, role] if role == "fixed" else self._tensors[owner, role]
         self.masters = {n: self._tensors[n, "p"] for n in self._states if (n, "low") in self._tensors}
-        self._steps = self._tensors["", "steps"]
+        self._steps, self._packed = self._tensors["", "steps"], self._tensors["", "options"]
+        self._optimizer: dict[str, Any] = store.layout["optimizer"]
         self._order = {name: i for i, name in enumerate(self._states)}
-        self._adam = store.layout["optimizer"]["name"] != "sgd"
+        self._adam = self._optimizer["name"] != "sgd"
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """Name and groups in the manifest's form, with the options of the step that made this version: a schedule's
+        learning rate is here, not the one that the job began with."""
+        name, rows = self._optimizer["name"], self._packed.tolist()
+        groups = zip(self._optimizer["groups"], rows, strict=True)
+        return {"name": name, "groups": [{"params": g["params"], "options": unpack(name, row)} for g, row in groups]}
 
     @property
     def optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -197,7 +206,7 @@ class Slot(Version):
     def begin(self, source: Slot, step: int, layout: Layout, values: StepValues) -> None:
         """Await the buckets of `layout`; what has no gradient is copied from `source` now."""
         self._layout, self._source, self._values, self.step = layout, source, values, step
-        self._options = self._spec.with_values(values.groups)
+        self._set_options(values.groups)
         self._applied, self._sums = set(), {}
         self._absent = layout.without | values.without_gradient
         self._awaited = {name: 0 for name in layout.shapes if name not in self._absent}
@@ -215,9 +224,18 @@ class Slot(Version):
             elif name in stay and tensor.numel():
                 kernels.copy(tensor.data_ptr(), source._where[name, role], tensor.numel() * tensor.element_size())
 
-    def load(self, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Mapping[str, Any]], step: int) -> None:
-        """Become the first version."""
+    def _set_options(self, values: Sequence[Mapping[str, Any]]) -> None:
+        self._options = self._spec.with_values(values)
+        rows = [pack(self._spec.name, options) for options in self._options]
+        self._packed.copy_(torch.tensor(rows, dtype=torch.float64))
+
+    def load(
+        self, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Mapping[str, Any]], step: int,
+        values: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Become the first version. values: per group what differs from the optimizer's options."""
         self.step = step
+        self._set_options(values)
         for (name, role), tensor in self._tensors.items():
             if role == "raw" or role == "low":
                 tensor.copy_(parameters[name])

@@ -36,7 +36,7 @@ from updater.errors import ReplicaError
 
 __all__ = ["BUILDING", "COMPLETE", "FREE", "Array", "Store", "plan_arrays"]
 
-MAGIC, FORMAT = b"FCREPLIC", 1
+MAGIC, FORMAT = b"FCREPLIC", 2
 _HEADER = struct.Struct("<8sIIQQQQI4x32s")  # magic, format, slots, size, json bytes, first slot, stride, pad, hash
 _CRC = struct.Struct("<I")
 _CRC_AT = 120
@@ -47,7 +47,8 @@ _WRITER = 64  # byte of the writer's lock; a slot's is its index
 
 @dataclass(frozen=True)
 class Array:
-    """One array: `role` p (parameter or fp32 master), m, v, x (states), low (bf16/fp16 copy), raw, fixed, steps."""
+    """One array: `role` p (parameter or fp32 master), m, v, x (states), low (bf16/fp16 copy), raw, fixed, steps,
+    options (of the groups, in the step that made the version)."""
 
     name: str
     role: str

@@ -236,7 +236,7 @@ class Group:
                             self._manifest = before  # other ranks must not be refused for what rank 0 has sent
                     raise
         elif isinstance(message, State):
-            self._state(member, message.iteration, letter.tensors)
+            self._state(member, message, letter.tensors)
         elif isinstance(message, Record) and self._session is not None and self._manifest is not None:
             message.iteration -= self._offset
             why = self._session.record(message, letter.tensors, member.rank)
@@ -299,8 +299,9 @@ class Group:
                 remedy="raise memory_mb, or use fewer slots or arenas",
             )
 
-    def _state(self, member: Member, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _state(self, member: Member, message: State, tensors: Mapping[str, torch.Tensor]) -> None:
         """A state: announced (no tensors yet), then here."""
+        number = message.iteration
         iteration, session = number - self._offset, self._session
         if session is None or self._manifest is None or member.rank != 0:
             raise UserError("a state comes from rank 0, and after its manifest", where=f"rank {member.rank}")
@@ -314,7 +315,7 @@ class Group:
         self._asking.uploads.taken()
         parameters, state = split(tensors)
         try:
-            session.state(iteration, parameters, state)
+            session.state(iteration, parameters, state, message.groups)
         except UserError as error:
             if "has passed" not in error.what:
                 raise

@@ -175,8 +175,12 @@ class LiveSession:
         """The state that was announced will not come."""
         self._coming = None
 
-    def state(self, iteration: int, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Any]) -> None:
-        """Go on from a trainer's state. Raises UserError if it does not fit the job, or is too late."""
+    def state(
+        self, iteration: int, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Any],
+        groups: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Go on from a trainer's state. groups: hyper-parameters of the step before it. Raises UserError if it does not
+        fit the job, or is too late."""
         self._coming = None
         self._heed()
         if iteration < self.engine.oldest and self.engine.begun >= 0:
@@ -184,7 +188,7 @@ class LiveSession:
             raise UserError(f"the state before iteration {iteration + self._first} is here, and {passed} has passed")
         options = ReplicaOptions(self._slots, self._path(iteration), self._threads, True)
         fresh = JobReplica(self.plan, None, options)
-        fresh.start(parameters, state, iteration + self._first)
+        fresh.start(parameters, state, iteration + self._first, groups)
         if self.replica is not None:
             self.replica.close()
         self.replica, self.next, self.status, self.matched = fresh, iteration, "unverified", 0

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
+from ..updater.conftest import shm
 from . import pair
 from .hand_node import HandNode
+
+__all__ = ["hand_node", "shm", "wrapped"]
 
 
 @pytest.fixture

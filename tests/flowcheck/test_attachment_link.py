@@ -284,7 +284,7 @@ def test_tensors_follow_their_message_as_safetensors(hand_node, post) -> None:
     tensors = {"model.a": torch.tensor([1, 2], dtype=torch.uint8), "model.b": torch.tensor([1.5, -2.0])}
     assert mine.put(State(9), tensors) and mine.put(Bye())
     message, payload = peer.receive()
-    assert message == {"type": "state", "iteration": 9}
+    assert message == {"type": "state", "iteration": 9, "groups": []}
     (length,) = struct.unpack("<Q", payload[:8])
     assert payload[8 + length :] == struct.pack("<ff", 1.5, -2.0) + b"\x01\x02"  # the widest elements first
     assert b'"model.a":{"dtype":"U8","shape":[2],"data_offsets":[8,10]}' in payload[: 8 + length]

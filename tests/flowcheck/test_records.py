@@ -62,7 +62,7 @@ FORMS: list[tuple[Any, bytes]] = [
     (Refused("no"), b'{"type":"refused","why":"no"}'),
     (Flows([{"src": 0}]), b'{"type":"flows","flows":[{"src":0}]}'),
     (Manifest({"epoch": 1}, 7), b'{"type":"manifest","job":{"epoch":1},"first":7}'),
-    (State(4), b'{"type":"state","iteration":4}'),
+    (State(4, [{"lr": 0.5}]), b'{"type":"state","iteration":4,"groups":[{"lr":0.5}]}'),
     (
         Record(5, [{"lr": 0.5}], 0.25, 8.0, True, {"w": "0123456789abcdef"}),
         b'{"type":"record","iteration":5,"groups":[{"lr":0.5}],"clip":0.25,"scale":8.0,"skipped":true,'
@@ -167,7 +167,8 @@ def test_a_payload_is_sent_in_pieces(pair: Any) -> None:
     link.send(State(1), [b"ab", memoryview(b"cde"), b""], 5)
     link.close()
     came = b"".join(iter(lambda: far.recv(4096), b""))
-    assert came == b"FCR1\x00\x00\x00\x1e" + bytes(7) + b"\x05" + b'{"type":"state","iteration":1}' + b"abcde"
+    text = b'{"type":"state","iteration":1,"groups":[]}'
+    assert came == b"FCR1\x00\x00\x00" + bytes([len(text)]) + bytes(7) + b"\x05" + text + b"abcde"
 
 
 @pytest.mark.parametrize(("pieces", "size", "what"), [

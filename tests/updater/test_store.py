@@ -87,7 +87,7 @@ def test_sizes_at_the_boundaries_of_pages(shm, text, constants, slot, first, siz
     store = Store.create(wanted, shm / "replica" if in_file else None)
     assert len(store.memory) == size and store.slots == 2
     head = dict(zip(FIELDS, HEADER.unpack(store.memory[:88]), strict=True))
-    assert (head["magic"], head["format"], head["slots"]) == (b"FCREPLIC", 1, 2)
+    assert (head["magic"], head["format"], head["slots"]) == (b"FCREPLIC", 2, 2)
     assert (head["size"], head["length"], head["first"], head["stride"]) == (size, text, first, (size - first) // 2)
     assert json.loads(store.memory[4096 : 4096 + text]) == wanted
     for slot_index in range(2):  # every byte of every array can be written, and none is another's
@@ -186,7 +186,7 @@ def header(path):
 
 WHY = {
     "magic": [(b"FCREPLIX", "another kind of file")],
-    "format": [(0, "format 0, this is 1"), (2, "format 2, this is 1")],
+    "format": [(1, "format 1, this is 2"), (3, "format 3, this is 2")],
     "slots": [(1, "16384 bytes do not fit the header's 16384"), (5, "16384 bytes do not fit the header's 16384"),
               (3, "16384 bytes do not fit the header's 16384")],
     "size": [(16383, "16384 bytes do not fit the header's 16383"),
@@ -305,7 +305,7 @@ def open_descriptors():
 
 def test_what_is_refused_is_let_go_of(path):
     opened = open_descriptors()
-    changed(path, format=2)
+    changed(path, format=1)
     for how in (Store.read, Store.attach):
         refusal(path, how)
     assert open_descriptors() == opened

@@ -66,8 +66,8 @@ class FakeSession:
     def withdraw(self) -> None:
         self.calls.append(("withdraw",))
 
-    def state(self, iteration: int, parameters: Any, state: Any) -> None:
-        self.calls.append(("state", iteration, parameters, state))
+    def state(self, iteration: int, parameters: Any, state: Any, groups: Any) -> None:
+        self.calls.append(("state", iteration, parameters, state, groups))
         if self.state_error is not None:
             raise UserError(self.state_error)
         self.replica = FakeReplica()

@@ -54,9 +54,9 @@ def test_a_state_is_announced_and_taken(scene, tmp_path) -> None:
     old, path = tmp_path / "flowcheck-node-a-8.replica", at.session.options["replica_path"](0)
     old.touch()
     path.touch()
-    at.give(peer, State(7), MODEL)
+    at.give(peer, State(7, [{"lr": 0.25}]), MODEL)
     (_, call) = at.session.calls
-    assert call[:2] == ("state", 2)
+    assert call[:2] == ("state", 2) and call[4] == [{"lr": 0.25}]
     assert list(call[2]) == ["layer0.weight", "layer0.bias"]
     assert call[2]["layer0.weight"] is MODEL["model.layer0.weight"]
     assert {name: list(keys) for name, keys in call[3].items()} == {
