@@ -85,14 +85,14 @@ class Loaded:
     manifest: dict[str, Any]
 
 
-def step_path(out: Path, step: int) -> Path:
+def step_path(out: str | os.PathLike[str], step: int) -> Path:
     """Where the checkpoint of a step lies."""
-    return out / f"step-{step:06d}"
+    return Path(out) / f"step-{step:06d}"
 
 
-def parameters_path(out: Path, step: int) -> Path:
+def parameters_path(out: str | os.PathLike[str], step: int) -> Path:
     """Where the parameters of a step lie that were gathered without their optimizer state."""
-    return out / f"parameters-{step:06d}"
+    return Path(out) / f"parameters-{step:06d}"
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
@@ -104,7 +104,7 @@ def tensor_sha256(tensor: torch.Tensor) -> str:
 
 
 def write_step(
-    out: Path,
+    out: str | os.PathLike[str],
     step: int,
     parameters: Mapping[str, torch.Tensor],
     optimizer_state: Mapping[str, Mapping[str, torch.Tensor | float | int]],
@@ -124,11 +124,12 @@ def write_step(
         "rounding": meta.rounding,
     }
     files = {MODEL: dict(parameters), OPTIMIZER: flat}
-    return _write_directory(out, step_path(out, step), files, _head(SCHEMA, step, meta) | about)
+    return _write_directory(Path(out), step_path(out, step), files, _head(SCHEMA, step, meta) | about)
 
 
 def write_parameters(
-    out: Path, step: int, parameters: Mapping[str, torch.Tensor], absent: Sequence[str], meta: Meta
+    out: str | os.PathLike[str], step: int, parameters: Mapping[str, torch.Tensor], absent: Sequence[str],
+    meta: Meta,
 ) -> Path:
     """Write gathered parameters and return their directory; atomic and replaced as a step is.
 
@@ -141,7 +142,7 @@ def write_parameters(
         "status": meta.status, "unproven": list(meta.unproven),
     }
     head = _head(PARAMETERS_SCHEMA, step, meta) | about
-    return _write_directory(out, parameters_path(out, step), {PARAMETERS: dict(parameters)}, head)
+    return _write_directory(Path(out), parameters_path(out, step), {PARAMETERS: dict(parameters)}, head)
 
 
 def _write_directory(
@@ -178,8 +179,9 @@ def _write_directory(
     return path
 
 
-def load_step(path: Path) -> Loaded:
+def load_step(path: str | os.PathLike[str]) -> Loaded:
     """Read a step directory, checking every hash. Raises UserError naming file and tensor."""
+    path = Path(path)
     manifest = _read_manifest(path, SCHEMA, "step", (MODEL, OPTIMIZER))
     found = {name: _load_file(path / name, manifest["files"][name]) for name in (MODEL, OPTIMIZER)}
     state: dict[str, dict[str, torch.Tensor]] = {}
@@ -189,18 +191,20 @@ def load_step(path: Path) -> Loaded:
     return Loaded(manifest["step"], found[MODEL], state, manifest)
 
 
-def load_parameters(path: Path) -> Loaded:
+def load_parameters(path: str | os.PathLike[str]) -> Loaded:
     """Read a directory of gathered parameters, checking every hash; no optimizer state. Raises UserError."""
+    path = Path(path)
     manifest = _read_manifest(path, PARAMETERS_SCHEMA, "parameters", (PARAMETERS,))
     return Loaded(manifest["step"], _load_file(path / PARAMETERS, manifest["files"][PARAMETERS]), {}, manifest)
 
 
-def load_init(path: Path, model: Sequence[ModelEntry]) -> Loaded:
+def load_init(path: str | os.PathLike[str], model: Sequence[ModelEntry]) -> Loaded:
     """Initial weights from FILE.safetensors or a step directory, checked against the manifest's model.
 
     Raises UserError naming the file and the tensor if anything is missing, extra, or of another dtype or
     shape: a replica that starts from other weights than the trainer's is wrong for ever.
     """
+    path = Path(path)
     loaded = load_step(path) if path.is_dir() else Loaded(0, _load_file(path, None), {}, {})
     wrong = _differences(loaded.parameters, model)
     if wrong:

@@ -10,6 +10,7 @@ brings the state of as many updates as its own number. One thread.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -60,7 +61,7 @@ class GatheredParameters:
             self._tensors = {entry.name: tensors[entry.name] for entry in self._job.model if entry.name in tensors}
             self.step = iteration + any(call.after_update for call in calls.values())
 
-    def write(self, out: Path, unproven: Sequence[str]) -> Path:
+    def write(self, out: str | os.PathLike[str], unproven: Sequence[str]) -> Path:
         """Write the newest set; returns its directory. Raises EnvironmentProblem."""
         job = self._job
         absent = [entry.name for entry in job.model if entry.name not in self._tensors]

@@ -10,6 +10,7 @@ The JSON's keys are listed in docs/inspect.md and belong to SCHEMA.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -54,7 +55,7 @@ def run(captures: list[Path], as_json: bool, interface: str | None = None, secon
     return 0
 
 
-def survey_captures(captures: Sequence[Path]) -> dict[str, Any]:
+def survey_captures(captures: Sequence[str | os.PathLike[str]]) -> dict[str, Any]:
     """Everything found, as the dictionary that --json prints. Errors as run()."""
     if not captures:
         raise UserError("no capture was given", remedy="name one or more pcap or pcapng files")

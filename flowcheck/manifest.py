@@ -26,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -276,9 +277,9 @@ class Job:
     # -- reading and writing ------------------------------------------------------------------
 
     @classmethod
-    def load(cls, path: str | Path) -> Job:
+    def load(cls, path: str | os.PathLike[str]) -> Job:
         """Read and validate a manifest. Raises UserError."""
-        file = str(path)
+        file = os.fsdecode(path)
         try:
             if Path(path).is_fifo():  # would be waited for
                 raise OSError(errno.EINVAL, "it is a FIFO")

@@ -10,6 +10,7 @@ must be equal, bit for bit: a replica that starts from other weights than the tr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class ReplicaOptions:
     """slots, path, threads: as updater.replica.Replica takes them. buffers: whether each step brings them anew."""
 
     slots: int = 2
-    path: Path | None = None
+    path: str | os.PathLike[str] | None = None
     threads: int = 0
     buffers: bool = False
 
@@ -48,7 +49,9 @@ class ReplicaOptions:
 class JobReplica:
     """Versions of the job's model. `absent` says why there is none ("" if there is one)."""
 
-    def __init__(self, plan: JobPlan, init: Path | None, options: ReplicaOptions | None = None) -> None:
+    def __init__(
+        self, plan: JobPlan, init: str | os.PathLike[str] | None, options: ReplicaOptions | None = None
+    ) -> None:
         self._plan, self._init_path = plan, init
         self._options = options or ReplicaOptions()
         self._replica: Replica | None = None
@@ -215,7 +218,9 @@ class JobReplica:
     def ready(self) -> bool:
         return self._replica is not None
 
-    def write(self, out: Path, unproven: Sequence[str], version: Slot, status: str = "unverified") -> Path:
+    def write(
+        self, out: str | os.PathLike[str], unproven: Sequence[str], version: Slot, status: str = "unverified"
+    ) -> Path:
         """Write a version that the caller has pinned as a checkpoint; returns its directory. Any thread."""
         assert self._dialect is not None
         job = self._plan.job

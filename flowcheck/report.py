@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -287,8 +288,9 @@ def broadcast_report(names: Sequence[str], data: np.ndarray, placed_bytes: int) 
     return BroadcastReport(list(names), len(raw), placed_bytes, complete, digest)
 
 
-def write_report(report: Report, path: Path) -> Path:
+def write_report(report: Report, path: str | os.PathLike[str]) -> Path:
     """Write the JSON so that a reader sees the old file or the new one. Raises EnvironmentProblem."""
+    path = Path(path)
     write_atomic(path, json.dumps(report.to_dict(), indent=1).encode() + b"\n")
     return path
 

@@ -7,6 +7,7 @@ Every name that reaches a command line is checked against a pattern here, so no 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -161,9 +162,9 @@ class Topology(_Strict):
         return self
 
     @classmethod
-    def load(cls, path: Path) -> Topology:
+    def load(cls, path: str | os.PathLike[str]) -> Topology:
         """Read YAML or JSON. Raises PlanError naming the file or the field."""
-        return validated(cls, read_document(path), str(path))
+        return validated(cls, read_document(path), os.fspath(path))
 
 
 # -- what to mirror ---------------------------------------------------------------------------------------
@@ -235,8 +236,8 @@ class MirrorPlan(_Strict):
     model_config = ConfigDict(extra="forbid", populate_by_name=True, allow_inf_nan=False)
 
     @classmethod
-    def load(cls, path: Path) -> MirrorPlan:
-        return validated(cls, read_document(path), str(path))
+    def load(cls, path: str | os.PathLike[str]) -> MirrorPlan:
+        return validated(cls, read_document(path), os.fspath(path))
 
     def to_json(self) -> str:
         return self.model_dump_json(by_alias=True, indent=1) + "\n"
@@ -295,8 +296,9 @@ class SessionState(_Strict):
 # -- reading ----------------------------------------------------------------------------------------------
 
 
-def read_document(path: Path) -> Any:
+def read_document(path: str | os.PathLike[str]) -> Any:
     """Plain data of a YAML or JSON file. YAML needs the `switch` extra; JSON does not."""
+    path = Path(path)
     try:
         with path.open("rb") as stream:
             raw = stream.read(FILE_LIMIT + 1)

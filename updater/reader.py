@@ -33,7 +33,8 @@ class PinnedVersion(Version):
 class Reader:
     """An existing replica file. Raises ReplicaError if it is torn, foreign, or another job's."""
 
-    def __init__(self, path: Path, *, run_id: str | None = None, epoch: int | None = None) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, run_id: str | None = None, epoch: int | None = None) -> None:
+        path = Path(path)
         self._store, self._path = Store.read(path), path
         for what, wanted in (("run_id", run_id), ("epoch", epoch)):
             if wanted is not None and self._store.layout[what] != wanted:

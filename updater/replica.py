@@ -85,7 +85,7 @@ class Replica:
         step: int = 0,
         optimizer_state: Mapping[str, Mapping[str, Any]] | None = None,
         dialect: Dialect | None = None,
-        path: Path | None = None,
+        path: str | os.PathLike[str] | None = None,
         run_id: str = "",
         epoch: int = 0,
         buffers: frozenset[str] = frozenset(),
@@ -105,6 +105,7 @@ class Replica:
             "run_id": run_id, "epoch": epoch, "slots": slots, "divisor": divisor, "dialect": dialect.name,
             "torch_version": dialect.torch_version, "optimizer": optimizer.to_dict(),
         }
+        path = None if path is None else Path(path)
         store = Store.create(identity | _plan(tensors, optimizer, buffers, tied or {}), path)
         store.lock_writer(path)
         for (name, _), constant in store.tensors(None).items():
@@ -120,14 +121,15 @@ class Replica:
 
     @classmethod
     def attach(
-        cls, path: Path, *, run_id: str | None = None, epoch: int | None = None, dialect: Dialect | None = None,
-        threads: int = 0,
+        cls, path: str | os.PathLike[str], *, run_id: str | None = None, epoch: int | None = None,
+        dialect: Dialect | None = None, threads: int = 0,
     ) -> Replica:
         """Go on with the replica in a file, from its newest complete version; what was being built is gone.
 
         run_id, epoch: refuse another job's. dialect: only to name a root or device powers again; it has to be the
         one of the file. Raises ReplicaError if the file is torn, foreign, or being written to.
         """
+        path = Path(path)
         store = Store.attach(path)
         try:
             return cls._over(store, path, run_id, epoch, dialect, threads)

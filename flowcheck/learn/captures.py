@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,8 @@ PIECE_LIMIT = 64 << 20  # of one announcement
 
 
 def learn(
-    captures: Sequence[Path], hints: Hints, logs: Sequence[Path] = (), progress: Progress | None = None
+    captures: Sequence[str | os.PathLike[str]], hints: Hints, logs: Sequence[str | os.PathLike[str]] = (),
+    progress: Progress | None = None,
 ) -> Learnt:
     """Learn the job of these captures. progress: told (hypotheses tried, of how many) now and then.
 
@@ -129,10 +131,10 @@ def streams_of(trace: Trace) -> list[Stream]:
     return out
 
 
-def read_logs(paths: Sequence[Path]) -> LogFacts:
+def read_logs(paths: Sequence[str | os.PathLike[str]]) -> LogFacts:
     """All logs as one. Raises UserError, also for a file that is no log of NCCL's."""
     parts = []
-    for path in paths:
+    for path in map(Path, paths):
         try:
             with path.open("rb") as stream:
                 raw = stream.read(LOG_LIMIT + 1)

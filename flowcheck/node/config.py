@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -107,8 +108,9 @@ def _text(path: Path) -> str:
     return data.decode()
 
 
-def load(path: Path) -> NodeConfig:
+def load(path: str | os.PathLike[str]) -> NodeConfig:
     """Raises UserError (content) or EnvironmentProblem (unreadable)."""
+    path = Path(path)
     try:
         data = tomllib.loads(_text(path))
     except OSError as error:

@@ -8,6 +8,7 @@ Any thread.
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -42,13 +43,13 @@ def initial_parameters(job: Job, seed: int) -> dict[str, Array]:
     }
 
 
-def load_parameters(job: Job, path: str | Path) -> dict[str, Array]:
+def load_parameters(job: Job, path: str | os.PathLike[str]) -> dict[str, Array]:
     """Model entries from a safetensors file, flattened. Raises UserError."""
     try:
         raw = Path(path).read_bytes()
     except OSError as error:
         raise UserError(
-            f"cannot read the initial weights: {error.strerror}", where=str(path),
+            f"cannot read the initial weights: {error.strerror}", where=os.fspath(path),
             remedy="give an existing safetensors file with --init",
         ) from None
     try:
@@ -76,7 +77,7 @@ def load_parameters(job: Job, path: str | Path) -> dict[str, Array]:
     return found
 
 
-def save_parameters(job: Job, parameters: dict[str, Array], path: str | Path) -> None:
+def save_parameters(job: Job, parameters: dict[str, Array], path: str | os.PathLike[str]) -> None:
     """Write model entries as safetensors, for a reader's --init. Raises EnvironmentProblem."""
     names = {dtype: name for name, dtype in _SAFETENSORS.items()}
     header, data = {}, b""

@@ -11,9 +11,9 @@ One thread; memory is that of the captured frames plus the stages of one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,11 +64,11 @@ class Synthesis:
         everything = [packet for port in self.ports.values() for packet in port]
         return sorted(everything, key=lambda packet: packet[0])
 
-    def write(self, path: str | Path) -> None:
+    def write(self, path: str | os.PathLike[str]) -> None:
         """One capture of all ports; pcapng if the name says so."""
         write_capture(path, self.packets)
 
-    def write_ports(self, paths: dict[int, str | Path]) -> None:
+    def write_ports(self, paths: Mapping[int, str | os.PathLike[str]]) -> None:
         """One capture per mirrored rank."""
         for rank, path in paths.items():
             write_capture(path, self.ports[rank])

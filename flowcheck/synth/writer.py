@@ -5,6 +5,7 @@ Any thread; one writer per path.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,9 +17,9 @@ __all__ = ["write_capture"]
 _ETHERNET = 1
 
 
-def write_capture(path: str | Path, packets: Iterable[tuple[int, bytes]]) -> None:
+def write_capture(path: str | os.PathLike[str], packets: Iterable[tuple[int, bytes]]) -> None:
     """Write (nanoseconds since 1970, frame) pairs. Raises EnvironmentProblem if that cannot be done."""
-    form = _pcapng if str(path).endswith(".pcapng") else _pcap
+    form = _pcapng if os.fspath(path).endswith(".pcapng") else _pcap
     write_atomic(Path(path), b"".join(form(packets)))
 
 
