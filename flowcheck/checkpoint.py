@@ -46,8 +46,8 @@ from flowcheck.manifest import ModelEntry
 from flowcheck.tensors import CHUNK, DTYPES, header, packed_bytes, pieces
 
 __all__ = [
-    "PARAMETERS_SCHEMA", "SCHEMA", "Loaded", "Meta", "load_init", "load_parameters", "load_step", "parameters_path",
-    "step_path", "tensor_sha256", "write_parameters", "write_step",
+    "PARAMETERS_SCHEMA", "SCHEMA", "Loaded", "Meta", "check_replaceable", "load_init", "load_parameters", "load_step",
+    "parameters_path", "step_path", "tensor_sha256", "write_parameters", "write_step",
 ]
 
 SCHEMA, PARAMETERS_SCHEMA = "flowcheck/checkpoint/1", "flowcheck/parameters/1"
@@ -145,6 +145,16 @@ def write_parameters(
     return _write_directory(Path(out), parameters_path(out, step), {PARAMETERS: dict(parameters)}, head)
 
 
+def check_replaceable(path: str | os.PathLike[str]) -> None:
+    """Raises UserError if what lies there, if anything, is not a checkpoint."""
+    path = Path(path)
+    if path.exists() and not (path / MANIFEST).is_file():
+        raise UserError(
+            "exists and is not a checkpoint of this project; it is left alone", where=str(path),
+            remedy="move it away, or use another directory",
+        )
+
+
 def _write_directory(
     out: Path, path: Path, files: Mapping[str, Mapping[str, torch.Tensor]], about: dict[str, Any]
 ) -> Path:
@@ -155,11 +165,7 @@ def _write_directory(
             if tensor.dtype not in DTYPES:
                 raise UserError(f"tensor {name!r} is {tensor.dtype}, which no checkpoint holds", where=str(path))
     with reporting(path):
-        if path.exists() and not (path / MANIFEST).is_file():
-            raise UserError(
-                "exists and is not a checkpoint of this project; it is left alone", where=str(path),
-                remedy="move it away, or use another directory",
-            )
+        check_replaceable(path)
         try:
             make_directory(out)
             remove_tree(aside)  # of an earlier process that had our pid

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from dataplane.pcapfile import CaptureFileError, PcapInfo, scan
 from dataplane.pydpdk.errors import DpdkError
-from flowcheck.durable import remove_tree, reporting
+from flowcheck.durable import remove_tree
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.jobplan import plan_job
 from flowcheck.learn.captures import learn
@@ -27,7 +27,7 @@ from flowcheck.learn.job import Learnt
 from flowcheck.manifest import Job
 from flowcheck.replica import JobReplica
 from flowcheck.report import Report
-from flowcheck.session import UNCONFIRMED, ReplayOptions, ReplaySession
+from flowcheck.session import REPLACED, UNCONFIRMED, ReplayOptions, ReplaySession
 from flowcheck.summary import print_summary
 
 __all__ = ["ReplayOptions", "replay", "run"]
@@ -83,7 +83,8 @@ def _job(options: ReplayOptions) -> tuple[Job, Learnt | None]:
 
 
 def _claim(out: Path, job: Job) -> None:
-    """Refuse a directory that holds another run's checkpoints; the report of an earlier replay goes."""
+    """Refuse a directory that holds another run's checkpoints. What an earlier replay offers there stays until this
+    one has something to offer instead."""
     for manifest in sorted(out.glob("*-[0-9]*/manifest.json")):
         try:
             held = json.loads(manifest.read_bytes())
@@ -96,11 +97,8 @@ def _claim(out: Path, job: Job) -> None:
                 where=str(out),
                 remedy="give every run a directory of its own with --out",
             )
-    with reporting(out / "report.json"):
-        if (out / "report.json").is_file():
-            (out / "report.json").unlink()
-        if out.is_dir():
-            remove_tree(out / UNCONFIRMED)
+    for aside in (UNCONFIRMED, REPLACED):  # of a replay that was killed
+        remove_tree(out / aside)
 
 
 def _scan(paths: list[Path]) -> list[PcapInfo]:

@@ -3,7 +3,8 @@
     session = ReplaySession(plan, replica, options, infos); session.drive(console); report, failure = session.finish()
 
 Checkpoints wait aside in DIR/.unconfirmed until one steady iteration has gone through: before that, a
-manifest that is wrong may still have agreed by chance. Main thread only.
+manifest that is wrong may still have agreed by chance. What they replace waits in DIR/.replaced until the end: traffic
+that refutes the manifest later takes them back. Main thread only.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataplane.capture import PcapSource, memory_needed
 from dataplane.pcapfile import PcapInfo
 from dataplane.pydpdk.eal import Eal
 from flowcheck.calibration import settle
+from flowcheck.checkpoint import check_replaceable
 from flowcheck.durable import adopt, make_directory, remove_tree, reporting
 from flowcheck.errors import UserError
 from flowcheck.evidence import data_flows, describe_disagreement, flow_name, parameter_bytes
@@ -44,9 +46,10 @@ from flowcheck.streams import Streams
 from flowcheck.unread import remedy_of
 from flowcheck.verdict import StreamEvidence
 
-__all__ = ["UNCONFIRMED", "ReplayOptions", "ReplaySession"]
+__all__ = ["REPLACED", "UNCONFIRMED", "ReplayOptions", "ReplaySession"]
 
 UNCONFIRMED = ".unconfirmed"  # checkpoints wait here until the manifest is confirmed by the traffic
+REPLACED = ".replaced"  # and those of an earlier replay of the run that have given way to them, until the end
 
 
 @dataclass(frozen=True)
@@ -191,23 +194,36 @@ class ReplaySession:
         return sorted({spec.edge for spec, counters in data_flows(self.plan, self.engine) if counters["packets"]})
 
     @property
-    def _place(self) -> Path:
-        """Where checkpoints go: aside until the manifest is confirmed."""
-        return self.options.out if self.confirmed else self.options.out / UNCONFIRMED
+    def _aside(self) -> Path:
+        """Where checkpoints are written."""
+        return self.options.out / UNCONFIRMED
 
     def _confirm(self, sound: bool) -> None:
         """Move what was written aside into place; or throw it away, and what is in place already as well."""
-        aside = self.options.out / UNCONFIRMED
         self.confirmed = sound
         if sound:
-            for path in sorted(aside.glob("*-*")) if aside.is_dir() else ():
-                adopt(path, self.options.out / path.name)
-                self.offered.add(self.options.out / path.name)
+            for path in sorted(self._aside.glob("*-*")) if self._aside.is_dir() else ():
+                self._offer(path)
         else:
             self.report.checkpoint = self.report.parameter_checkpoint = None
             for path in self.offered:
-                remove_tree(path)
-        remove_tree(aside)
+                held = self.options.out / REPLACED / path.name
+                if held.is_dir():
+                    adopt(held, path)
+                else:
+                    remove_tree(path)
+        remove_tree(self._aside)
+
+    def _offer(self, path: Path) -> None:
+        """Give a checkpoint that was written aside its place; what an earlier replay has put there is kept for now."""
+        final = self.options.out / path.name
+        check_replaceable(final)
+        adopt(path, final)
+        if path.exists() and final not in self.offered:
+            with reporting(path):
+                make_directory(self.options.out / REPLACED)
+            adopt(path, self.options.out / REPLACED / path.name)
+        self.offered.add(final)
 
     def _adrift(self) -> str:
         """Connections whose packets came after an outage and could not be placed any more."""
@@ -221,21 +237,22 @@ class ReplaySession:
     def _write(self) -> None:
         self._note_trust()
         with self.replica.pinned() as version:
-            path = self.replica.write(self._place, self.report.unproven, version)
+            path = self.replica.write(self._aside, self.report.unproven, version)
         self.written = self.replica.step
         path = self._final(path)
         self.report.checkpoint = CheckpointReport(self.written, str(path), "unverified")
 
     def _write_gathered(self) -> None:
-        path = self._final(self.gathered.write(self._place, self.report.unproven))
+        path = self._final(self.gathered.write(self._aside, self.report.unproven))
         self.report.parameter_checkpoint = CheckpointReport(
             self.gathered.step, str(path), "unverified", self.gathered.dtype
         )
 
     def _final(self, path: Path) -> Path:
-        """Where a checkpoint that was written in `_place` is found in the end."""
+        """Where a checkpoint that was written aside is found in the end."""
         if self.confirmed:
-            self.offered.add(path)
+            self._offer(path)
+            remove_tree(self._aside)
         return self.options.out / path.name
 
     # -- the end --
@@ -259,6 +276,8 @@ class ReplaySession:
         if self.gathered.due and self.confirmed:
             self._write_gathered()
         write_report(self.report, self.options.out / "report.json")
+        for aside in (UNCONFIRMED, REPLACED):
+            remove_tree(self.options.out / aside)
         return self.report, failure
 
     def _failure(self, refused: str) -> str:

@@ -16,6 +16,8 @@ from parser.machine import Engine
 from rich.console import Console
 
 from dataplane.pcapfile import PcapInfo
+from flowcheck.checkpoint import load_step
+from flowcheck.errors import UserError
 from flowcheck.jobplan import plan_job
 from flowcheck.manifest import Job
 from flowcheck.replica import JobReplica
@@ -197,6 +199,34 @@ def test_only_what_this_replay_has_written_is_withdrawn(begin: Begin) -> None:
     replayed.engine.tags = {0: 1, 1: 0}
     replayed.finish()
     assert replayed.steps() == [7]
+
+
+def test_what_a_refused_replay_had_replaced_is_offered_again(begin: Begin) -> None:
+    """An earlier replay of the same run has written the same steps."""
+    earlier = begin(every=1)
+    earlier.close(0, 1, 2)
+    assert earlier.finish()[1] == "" and earlier.steps() == [1, 2, 3]
+    held = {path.name: load_step(path).manifest["manifest_sha256"] for path in earlier.out.glob("step-*")}
+    job = example_job(count=[20, 9], options={"lr": 0.125})
+    job.run_id = earlier.session.plan.job.run_id
+    replayed = begin(job, every=1)
+    replayed.close(0, 1, 2)
+    changed = {path.name: load_step(path).manifest["manifest_sha256"] for path in replayed.out.glob("step-*")}
+    assert changed.keys() == held.keys() and not set(changed.values()) & set(held.values())
+    replayed.engine.tags = {0: 1, 1: 0}
+    report, failure = replayed.finish()
+    assert failure and report["checkpoint"] is None
+    assert {path.name: load_step(path).manifest["manifest_sha256"] for path in replayed.out.glob("step-*")} == held
+    assert sorted(path.name for path in replayed.out.iterdir()) == ["report.json", *sorted(held)]
+
+
+def test_a_directory_of_somebody_else_stays_where_a_step_would_lie(begin: Begin) -> None:
+    replayed = begin(every=1)
+    (replayed.out / "step-000001").mkdir(parents=True)
+    (replayed.out / "step-000001" / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match="left alone"):
+        replayed.close(0, 1, 2)
+    assert (replayed.out / "step-000001" / "thesis.txt").read_text() == "mine"
 
 
 def test_gathered_parameters_of_refused_traffic_are_withdrawn(begin: Begin) -> None:
