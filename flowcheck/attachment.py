@@ -91,7 +91,7 @@ class Attachment:
         self._watch: Watch | None = None
         self._hook: Any = None
         try:
-            self._begin(model, optimizer, address, token, name, run_id or "run", epoch, describe, calls)
+            self._begin(model, optimizer, address, token, name, run_id, epoch, describe, calls)
         except Exception as error:  # whatever it is, training goes on without us
             self._refuse(error)
 

@@ -171,9 +171,12 @@ class JobReplica:
             data = torch.frombuffer(bucket.data, dtype=dtype) if bucket.data.size else torch.zeros(0, dtype=dtype)
             self._slot.apply(bucket.place.index, data, dtype)
 
-    def publish(self) -> int:
+    def publish(self, verified: bool = False) -> int:
+        """verified: it was compared with the trainer's checksums and is equal."""
         assert self._replica is not None and self._slot is not None
         self._replica.publish(self._slot)
+        if verified:
+            self._replica.mark_verified()
         self._slot = None
         return self._replica.current.step
 

@@ -46,6 +46,15 @@ class Reader:
         return str(self._store.layout["run_id"])
 
     @property
+    def epoch(self) -> int:
+        return int(self._store.layout["epoch"])
+
+    @property
+    def verified(self) -> int | None:
+        """The newest step that was found equal to the trainer's own state; None: none was compared."""
+        return self._store.verified
+
+    @property
     def steps(self) -> list[int]:
         """Steps of the complete versions at this moment, newest last."""
         return sorted(self._store.complete())

@@ -68,8 +68,8 @@ class Replica:
     with fp32 masters (a "master" in optimizer_state, else the widened parameter). buffers: entries that a step may
     replace; all other entries are constants and kept once. tied: name -> the optimized tensor whose memory it shares.
     slots: 2 to 4. divisor: gradients are divided by it. step, optimizer_state: where a checkpoint was taken.
-    path: a file to create (tmpfs, hugetlbfs); None: memory of this process. threads: workers, 0 for none. values: per group
-    the options of the step that made these tensors, where they are not the optimizer's (a schedule).
+    path: a file to create (tmpfs, hugetlbfs); None: memory of this process. threads: workers, 0 for none.
+    values: per group the options of the step that made these tensors, where they are not the optimizer's (a schedule).
 
     Memory: V * (bytes per parameter: 12 for Adam in fp32, 16 with amsgrad, 8 for SGD with momentum, 4 without, and
     2 more for a 16-bit copy) plus constants once; every array begins on a cache line.
@@ -248,6 +248,10 @@ class Replica:
         with self._lock:
             self._set_state(slot, SlotState.COMPLETE)
             self._current = slot
+
+    def mark_verified(self) -> None:
+        """Say in the file, for those who find it later, that the current version is equal to the trainer's."""
+        self._store.mark_verified(self._current.step)
 
     def discard(self, slot: Slot) -> None:
         """Throw a half-built version away. The current version was never touched."""

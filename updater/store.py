@@ -2,6 +2,7 @@
 
     0       magic, format, sizes, hash of the layout, CRC of all that       (written once, before the file has its name)
     128     one word per slot, each on a cache line of its own             (state, check, step: one 8-byte store)
+    512     the newest step that was verified, as a word                    (0: none)
     4096    the layout as JSON: run, epoch, entries, arrays of a slot      (so that a reader needs nothing else)
     ...     constants, once; then V slots of equal size, arrays on cache lines
 
@@ -40,7 +41,7 @@ MAGIC, FORMAT = b"FCREPLIC", 2
 _HEADER = struct.Struct("<8sIIQQQQI4x32s")  # magic, format, slots, size, json bytes, first slot, stride, pad, hash
 _CRC = struct.Struct("<I")
 _CRC_AT = 120
-_WORDS, _LINE, _TEXT = 128, 64, 4096
+_WORDS, _VERIFIED, _LINE, _TEXT = 128, 512, 64, 4096
 FREE, BUILDING, COMPLETE = 0, 1, 2
 _WRITER = 64  # byte of the writer's lock; a slot's is its index
 
@@ -85,6 +86,7 @@ class Store:
         self.constants = [_array(item) for item in layout["constants"]]
         self.arrays = [_array(item) for item in layout["arrays"]]
         self._words = np.frombuffer(memory, np.uint64, count=8 * self.slots, offset=_WORDS)[::8]
+        self._mark = np.frombuffer(memory, np.uint64, count=1, offset=_VERIFIED)
 
     # -- making one --
 
@@ -216,13 +218,21 @@ class Store:
 
     def set_word(self, slot: int, state: int, step: int) -> None:
         """One aligned 8-byte store; all data of the slot must have been fenced before."""
-        self._words[slot] = np.uint64(step << 16 | _check(state, step) << 8 | state)
+        self._words[slot] = _word(state, step)
 
     def word(self, slot: int) -> tuple[int, int] | None:
         """(state, step), or None if the word is not one that was written."""
-        value = int(self._words[slot])
-        state, step = value & 0xFF, value >> 16
-        return (state, step) if state <= COMPLETE and value >> 8 & 0xFF == _check(state, step) else None
+        return _read(int(self._words[slot]))
+
+    def mark_verified(self, step: int) -> None:
+        """This step was compared with the trainer's own state, and is equal."""
+        self._mark[0] = _word(COMPLETE, step)
+
+    @property
+    def verified(self) -> int | None:
+        """The newest step that was marked so, None: none."""
+        found = _read(int(self._mark[0]))
+        return found[1] if found is not None and found[0] == COMPLETE else None
 
     def newest(self) -> int | None:
         """The complete slot with the highest step."""
@@ -285,6 +295,15 @@ def lock(fd: int, byte: int, kind: int) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     return True
+
+
+def _word(state: int, step: int) -> np.uint64:
+    return np.uint64(step << 16 | _check(state, step) << 8 | state)
+
+
+def _read(value: int) -> tuple[int, int] | None:
+    state, step = value & 0xFF, value >> 16
+    return (state, step) if state <= COMPLETE and value >> 8 & 0xFF == _check(state, step) else None
 
 
 def _check(state: int, step: int) -> int:

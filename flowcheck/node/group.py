@@ -29,7 +29,8 @@ from flowcheck.node.drops import describe
 from flowcheck.node.live import Closed, Hooks, LiveSession
 from flowcheck.node.output import Hashes, Writer
 from flowcheck.node.parts import grown, split, union
-from flowcheck.node.served import Served
+from flowcheck.node.runs import new_run_id, run_folder
+from flowcheck.node.served import Kept, Served
 from flowcheck.node.silence import Arrivals
 from flowcheck.node.uploads import Asking
 from flowcheck.records import Bye, Flows, Joined, Manifest, Notice, Progress, Record, State, Wanted
@@ -81,6 +82,9 @@ class Group:
         self._start = 0  # counts runs, and starts of the same one
         self._followed = 0  # the start that the session belongs to
         self._instances: dict[int, str] = {}  # of this start, by rank
+        self._own_id = ""  # of this start, for a job that says none
+        self._settled = False  # this run has a version that may be relied on: those of others are gone
+        self._persisted = threading.Event()  # a verified version of this run is on disk
         self._manifest: Manifest | None = None
         self._session: LiveSession | None = None
         self._job: dict[str, Any] | None = None  # what the session was planned from
@@ -115,6 +119,7 @@ class Group:
                 before = list(self.members.values())
                 self.run, self._manifest, self._instances = run, None, {}
                 self._start += 1
+                self._own_id = new_run_id()
                 self.members.clear()
                 self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
             self._instances[member.rank] = instance
@@ -189,7 +194,7 @@ class Group:
         finally:
             self._drop_session()
             if not self._config.replica.keep:
-                self.served.remove()
+                self.served.discard()
 
     def _follow(self, start: int) -> None:
         """A newer start of a job: what the session holds, packets and records, is of the one before."""
@@ -252,7 +257,7 @@ class Group:
     def _plan(self) -> None:
         """Begin to follow the job, as soon as manifest and flows are here."""
         with self._lock:
-            run, manifest = self.run, self._manifest
+            run, manifest, own_id = self.run, self._manifest, self._own_id
         if run is None or manifest is None:
             return
         body = dict(manifest.job)
@@ -274,6 +279,7 @@ class Group:
                 f"the manifest is of run {job.run_id!r}, epoch {job.epoch}, {job.communicator.ranks} ranks; this is"
                 f" {run[0]!r}, {run[1]}, {run[2]}", where="manifest",
             )
+        job.run_id = job.run_id or own_id
         if job.optimizer is None:
             raise UserError("the manifest names no optimizer: there is nothing to keep versions of", where="manifest")
         plan = plan_job(job, streams=len(self._sources), arenas=self._config.replica.arenas)
@@ -281,6 +287,7 @@ class Group:
         self._drop_session()
         settings = self._config.replica
         self._job, self._offset = body, manifest.first
+        self._settled, self._persisted = False, threading.Event()
         self._session = LiveSession(
             plan, self._sources, Hooks(self._closed, self._lost, self._waiting, self._silent), self._offset,
             slots=settings.slots, threads=settings.threads, replica_path=self.served.path,
@@ -317,17 +324,28 @@ class Group:
         try:
             session.state(iteration, parameters, state, message.groups)
         except UserError as error:
+            if "cannot be reserved" in error.what:
+                raise self._no_room(error) from None
             if "has passed" not in error.what:
                 raise
             self._asking.ask(error.what)
             return
-        self.served.keep_only(session.replica)
         assert session.replica is not None
+        for kept in self.served.stands(session.plan.job.run_id, session.plan.job.epoch, session.replica.step):
+            self._removed(kept, "it was never verified, and a better or newer one is kept")
         self._say("state", iteration=number, kernels=session.replica.kernels)
         with self._lock:
             self._wanted = Wanted([], "")
         self._asking.answered()
         self._tell(Joined(number))
+
+    def _no_room(self, error: UserError) -> UserError:
+        held = ", ".join(f"{kept.path} (run {kept.run_id}, step {kept.step})" for kept in self.served.found())
+        remedy = f"more room on tmpfs, or fewer slots; kept there until this run is verified: {held}" if held else ""
+        return UserError(error.what, where=error.where, remedy=remedy or error.remedy)
+
+    def _removed(self, kept: Kept, why: str) -> None:
+        self._say("removed", run_id=kept.run_id, step=kept.step, path=str(kept.path), why=why)
 
     # -- what the session says --
 
@@ -343,8 +361,13 @@ class Group:
                     self._say("problem", why=error.message())
             output = self._config.output
             if output.every and session.replica.step % output.every == 0:
-                out = output.directory / self.name if self.name else output.directory
-                self._writer.write(self.name, session.replica, out, closed.status)
+                out = output.directory / self.name / run_folder(session.plan.job.run_id, session.plan.job.epoch)
+                done = self._persisted.set if closed.status == "verified" else None
+                self._writer.write(self.name, session.replica, out, closed.status, done)
+            if closed.status == "verified" and not self._settled and (not output.every or self._persisted.is_set()):
+                self._settled = True
+                for kept in self.served.settle():
+                    self._removed(kept, f"run {session.plan.job.run_id} has a verified version of its own")
             self._tell(Progress(number, closed.status))
         drops = self._port.drops
         dropped, self._told = grown(self._told, drops), drops
@@ -359,7 +382,7 @@ class Group:
         session = self._session
         assert session is not None
         if session.replica is None:
-            self.served.remove()
+            self.served.discard()
         drops = grown(self._base, self._port.drops)
         if drops:
             why += f"; since its state the node itself has dropped {describe(drops, self._config.capture)}"

@@ -306,15 +306,15 @@ class LiveSession:
             self._lose(f"tensor {differs!r} of iteration {number} differs from the trainer's", "diverged")
         else:
             self.matched += 1
-        self._end(judged, compared.counts, not differs)
+        self._end(judged, compared.counts, not differs, verified=not differs)
         return True
 
-    def _end(self, judged: Judged, counts: dict[str, int], built: bool) -> None:
+    def _end(self, judged: Judged, counts: dict[str, int], built: bool, *, verified: bool = False) -> None:
         """Publish the version that was built for this iteration, or give the chain up; say what became of it."""
         iteration = judged.verdict.iteration
         if built:
             assert self.replica is not None
-            self.replica.publish()
+            self.replica.publish(verified)
             self.next = iteration + 1
             self.status = "verified" if self.matched else "unverified"
         self._tell(judged, counts, built)

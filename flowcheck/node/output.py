@@ -137,8 +137,11 @@ class Writer:
         self._lock = threading.Lock()
         self._lanes: dict[str, _Lane] = {}
 
-    def write(self, name: str, replica: JobReplica, out: Path, status: str) -> None:
-        """Begin to write the current version of a group, unless it is one that is left out."""
+    def write(
+        self, name: str, replica: JobReplica, out: Path, status: str, done: Callable[[], None] | None = None
+    ) -> None:
+        """Begin to write the current version of a group, unless it is one that is left out. done: called on the
+        writer's thread when it is on disk."""
         with self._lock:
             lane = self._lanes.setdefault(name, _Lane())
         stride, now = 1, self._clock()
@@ -157,13 +160,14 @@ class Writer:
         ready = threading.Event()
         lane.began = now
         lane.thread = threading.Thread(
-            target=self._work, args=(lane, name, replica, out, status, ready), name=f"flowcheck writer {name}"
+            target=self._work, args=(lane, name, replica, out, status, ready, done), name=f"flowcheck writer {name}"
         )
         lane.thread.start()
         ready.wait()  # until the version is pinned
 
     def _work(
-        self, lane: _Lane, name: str, replica: JobReplica, out: Path, status: str, ready: threading.Event
+        self, lane: _Lane, name: str, replica: JobReplica, out: Path, status: str, ready: threading.Event,
+        done: Callable[[], None] | None,
     ) -> None:
         try:
             with replica.pinned() as version:
@@ -171,6 +175,8 @@ class Writer:
                 path = replica.write(out, replica.unproven, version, status)
                 step = version.step
             lane.seconds = self._clock() - lane.began
+            if done is not None:
+                done()
             self._say("written", name=name, step=step, path=str(path))
         except FlowcheckError as error:
             self._say("problem", name=name, why=error.message())

@@ -1,17 +1,20 @@
-"""Replica files of a group: which one is served, what an earlier process left, what may go.
+"""Replica files of a group: which one is served, what earlier runs left, what may go and when.
 
-Names are flowcheck-NODE-GROUP-NUMBER.replica. A new state gets a file of its own, and its predecessor goes when the new
-one holds a complete version: at no instant is there none. Files that an earlier process left (kill -9) stay
-readable (updater/reader.py) and are removed when a new state is here.
+Names are flowcheck-NODE-GROUP-NUMBER.replica. A new state gets a file of its own; once it holds a complete version
+(`stands`) its predecessors of the same run go, at no instant is there none. Files of other runs (a process that was
+killed, a job that was started again) stay readable (updater/reader.py): the good ones until this run has a version of
+its own that is verified, and on disk if the settings ask for that (`settle`). Good is what was verified; where
+nothing was, the newest file and the one that is furthest. So a job that dies over and over before its first
+verification takes the memory of three replicas and not of one per start.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from flowcheck.replica import JobReplica
 from updater.errors import UpdaterError
 from updater.reader import Reader
 
@@ -20,11 +23,13 @@ __all__ = ["Kept", "Served"]
 
 @dataclass(frozen=True)
 class Kept:
-    """What a file of an earlier process holds."""
+    """What a file holds. step: of its newest version. verified: of the newest that was compared with the trainer's."""
 
     path: Path
     run_id: str
     step: int
+    epoch: int = 0
+    verified: int | None = None
 
 
 class Served:
@@ -32,34 +37,62 @@ class Served:
         self._directory, self._prefix = directory, f"flowcheck-{node}-{group}-"
         taken = [int(p.name.removeprefix(self._prefix).split(".")[0]) for p in self._files()]
         self._number = max(taken, default=0)
-        self._newest: Path | None = None
+        self._named: Path | None = None  # given out; whether it holds a version is not known yet
+        self._served: Path | None = None
 
     def _files(self) -> list[Path]:
-        rest = lambda path: path.name.removeprefix(self._prefix).removesuffix(".replica")  # noqa: E731
-        return sorted(p for p in self._directory.glob(f"{self._prefix}*.replica") if rest(p).isdigit())
+        """Oldest first."""
+        number = lambda path: path.name.removeprefix(self._prefix).removesuffix(".replica")  # noqa: E731
+        found = (p for p in self._directory.glob(f"{self._prefix}*.replica") if number(p).isdigit())
+        return sorted(found, key=lambda path: int(number(path)))
 
     def found(self) -> list[Kept]:
-        """What earlier processes left and is whole."""
+        """What is there and whole, oldest first."""
         out = []
         for path in self._files():
             try:
                 with closing(Reader(path)) as reader, reader.pinned() as version:
-                    out.append(Kept(path, reader.run_id, version.step))
+                    out.append(Kept(path, reader.run_id, version.step, reader.epoch, reader.verified))
             except UpdaterError:
-                continue  # torn while it was made: it never had a complete version
+                continue  # torn, or of another format: it holds nothing that could be used
         return out
 
     def path(self, iteration: int) -> Path:
         """A name for a new replica."""
         self._number += 1
-        self._newest = self._directory / f"{self._prefix}{self._number}.replica"
-        return self._newest
+        self._named = self._directory / f"{self._prefix}{self._number}.replica"
+        return self._named
 
-    def keep_only(self, replica: JobReplica | None) -> None:
-        """The newest file holds `replica`; all older ones may go."""
-        for path in self._files():
-            if path != self._newest or replica is None:
+    def stands(self, run_id: str, epoch: int, step: int) -> list[Kept]:
+        """The file named last holds a version of this run, `step`. Removes what this run has no more use for, and of
+        other runs what is not good; returns what went of those."""
+        self._served = self._named
+        found = [kept for kept in self.found() if kept.path != self._served]
+        mine = {kept.path for kept in found if (kept.run_id, kept.epoch) == (run_id, epoch) and kept.step <= step}
+        others = [kept for kept in found if kept.path not in mine]
+        good = _good(others)
+        self._remove(path for path in self._files() if path not in good)
+        return [kept for kept in others if kept.path not in good]
+
+    def settle(self) -> list[Kept]:
+        """This run has a version that may be relied on: all other files go. Returns what they held."""
+        gone = [kept for kept in self.found() if kept.path != self._served]
+        self._remove(self._files())
+        return gone
+
+    def discard(self) -> None:
+        """The file that is served must not be, or need not be any more. Those of other runs stay."""
+        served, self._served = self._served, None
+        if served is not None:
+            served.unlink(missing_ok=True)
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            if path != self._served:
                 path.unlink(missing_ok=True)
 
-    def remove(self) -> None:
-        self.keep_only(None)
+
+def _good(kept: list[Kept]) -> set[Path]:
+    """Files that stay until there is something better."""
+    sound = [one for one in kept if one.verified is not None] or kept
+    return {sound[-1].path, max(sound, key=lambda one: one.step).path} if sound else set()

@@ -18,6 +18,8 @@ from flowcheck.errors import UserError
 from flowcheck.node.live import Closed
 from flowcheck.node.uploads import Uploads
 from flowcheck.records import Bye, Joined, Manifest, Notice, Progress, Record, State, Wanted
+from updater.optimizers import OptimizerSpec
+from updater.replica import Replica
 
 from .group_scene import FakeReplica, Scene, fake_sessions, small_job
 
@@ -185,7 +187,8 @@ def test_a_published_iteration_is_told_to_everybody(scene, tmp_path) -> None:
     assert at.written.hashes == [(7, "a", replica)] and at.written.checkpoints == []
     replica.step = 9
     session.hooks.closed(LINE)
-    assert at.written.checkpoints == [("a", replica, tmp_path / "out" / "a", "verified")]
+    ((*said, _),) = at.written.checkpoints
+    assert said == ["a", replica, tmp_path / "out" / "a" / "synth-0" / "epoch-0", "verified"]
     assert len(at.written.hashes) == 2
 
 
@@ -212,7 +215,7 @@ def test_each_kth_version_is_written(scene, tmp_path, every: int, steps: list[in
         at.session.replica = FakeReplica(step)
         at.session.hooks.closed(LINE)
         found += [step] * len(at.written.checkpoints)
-        assert all(out == tmp_path / "out" for _, _, out, _ in at.written.checkpoints)
+        assert all(out == tmp_path / "out" / "synth-0" / "epoch-0" for _, _, out, _, _ in at.written.checkpoints)
         at.written.checkpoints.clear()
     assert found == steps and at.written.hashes == []
 
@@ -245,6 +248,7 @@ def test_when_the_chain_ends_a_state_is_asked_for(scene, tmp_path) -> None:
     peer, other = at.follow(), at.join(1)
     path = at.session.options["replica_path"](0)
     path.touch()
+    at.group.served.stands("synth-0", 0, 3)
     at.session.replica, at.session.serves = FakeReplica(3), 2
     at.session.hooks.lost("iteration 3 is not published")
     wanted = Wanted(["state"], "checkpoint wanted: iteration 3 is not published")
@@ -328,6 +332,94 @@ def test_progress_leaves_what_is_wanted_as_it_is(scene) -> None:
     at.session.hooks.closed(LINE)
     at.group.leave(peer.member)
     assert at.join(0).told == [Wanted(["state"], "the job is known; a state to begin with is not here")]
+
+
+# -- runs that follow each other -------------------------------------------------------------------------------------
+
+
+def left_behind(path: Path, run_id: str, step: int, verified: bool = False) -> Path:
+    """A replica file of an earlier run."""
+    replica = Replica(
+        {"w": torch.ones(3)}, OptimizerSpec.check("sgd", [(["w"], {"lr": 0.5})]), path=path, run_id=run_id, step=step
+    )
+    if verified:
+        replica.mark_verified()
+    replica.close()
+    return path
+
+
+def test_a_run_that_starts_from_step_0_keeps_the_replica_of_the_one_before(scene, tmp_path) -> None:
+    """Until its own is verified; and it says what it removes."""
+    before = left_behind(tmp_path / "flowcheck-node--4.replica", "before", 400)
+    at = scene(hashes=False)
+    at.give(at.follow(), State(3), MODEL)
+    at.session.replica = FakeReplica(4)
+    at.session.hooks.closed(Closed(3, True, "unverified", 1, 1, {}, 0, 0, 0, []))
+    assert before.exists() and at.events("removed") == []
+    at.session.hooks.closed(LINE)
+    assert not before.exists()
+    (said,) = at.events("removed")
+    assert (said["run_id"], said["step"], said["path"]) == ("before", 400, str(before)) and "synth-0" in said["why"]
+
+
+def test_and_until_that_is_on_disk_where_the_settings_ask_for_it(scene, tmp_path) -> None:
+    before = left_behind(tmp_path / "flowcheck-node--4.replica", "before", 400)
+    at = scene(hashes=False, every=5)
+    at.give(at.follow(), State(3), MODEL)
+    at.session.replica = FakeReplica(4)
+    at.session.hooks.closed(LINE)
+    at.session.replica.step = 5
+    at.session.hooks.closed(Closed(2, True, "unverified", 1, 1, {}, 0, 0, 0, []))
+    assert at.written.checkpoints[0][4] is None  # an unverified one is on disk: not what is waited for
+    at.session.replica.step = 10
+    at.session.hooks.closed(LINE)
+    assert before.exists()  # it is being written
+    at.written.checkpoints[1][4]()
+    at.session.replica.step = 11
+    at.session.hooks.closed(LINE)
+    assert not before.exists()
+
+
+def test_the_same_run_from_step_0_again_keeps_its_own_replica_too(scene, tmp_path) -> None:
+    """Somebody gives a run id and starts from the beginning: step 400 is not superseded by step 3."""
+    before = left_behind(tmp_path / "flowcheck-node--4.replica", "synth-0", 400)
+    passed = left_behind(tmp_path / "flowcheck-node--5.replica", "synth-0", 0)
+    at = scene()
+    at.give(at.follow(), State(3), MODEL)  # a FakeReplica has step 0
+    assert before.exists() and not passed.exists() and at.events("removed") == []
+
+
+def test_a_version_that_diverged_takes_no_other_runs_replica_with_it(scene, tmp_path) -> None:
+    before = left_behind(tmp_path / "flowcheck-node--4.replica", "before", 400)
+    at = scene()
+    peer = at.follow()
+    own = at.session.options["replica_path"](0)
+    own.touch()
+    at.give(peer, State(3), MODEL)
+    at.session.replica = None
+    at.session.hooks.lost("tensor differs")
+    assert before.exists() and not own.exists()
+
+
+def test_a_run_without_an_id_gets_one_that_nobody_else_has(scene) -> None:
+    ids = []
+    for instance in ("first", "second"):
+        at = scene()
+        job = small_job()
+        job.run_id = ""
+        at.give(at.follow(job, run=("", 0, 2), instance=instance), Bye())
+        ids.append(at.session.plan.job.run_id)
+        assert at.events("attached")[0]["run_id"] == ids[-1]
+    assert all(ids) and ids[0] != ids[1]
+
+
+def test_a_replica_without_room_names_those_that_are_kept(scene, tmp_path) -> None:
+    before = left_behind(tmp_path / "flowcheck-node--4.replica", "before", 400)
+    at = scene()
+    peer = at.follow()
+    at.session.state_error = "/dev/shm/x: 512 MiB cannot be reserved: No space left on device"
+    at.give(peer, State(3), MODEL)
+    assert str(before) in peer.ended[0] and "run before, step 400" in peer.ended[0] and before.exists()
 
 
 # -- a real session --------------------------------------------------------------------------------------------------
@@ -478,12 +570,16 @@ def test_a_new_start_ends_the_session_before_anything_of_it_is_here(scene) -> No
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_replica_files_stay_at_an_orderly_end_if_they_shall(scene, tmp_path, keep: bool) -> None:
+    """This run's own. Those that other runs have left stay."""
     at = scene(keep=keep)
-    path = tmp_path / "flowcheck-node--3.replica"
-    path.touch()
+    other = left_behind(tmp_path / "flowcheck-node--3.replica", "before", 12)
+    peer = at.follow()
+    own = at.session.options["replica_path"](0)
+    own.touch()
+    at.give(peer, State(2), MODEL)
     at.group.start()
     at.group.stop()
-    assert path.exists() == keep
+    assert own.exists() == keep and other.exists()
 
 
 def test_a_fault_of_ours_ends_the_thread_and_is_kept(scene) -> None:
@@ -501,12 +597,7 @@ def test_a_fault_of_ours_ends_the_thread_and_is_kept(scene) -> None:
 
 
 def test_what_an_earlier_process_left_is_said_at_the_start(scene, tmp_path: Path) -> None:
-    from updater.optimizers import OptimizerSpec
-    from updater.replica import Replica
-
-    path = tmp_path / "flowcheck-node-a-4.replica"
-    spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 0.5})])
-    Replica({"w": torch.ones(3)}, spec, path=path, run_id="before", step=12).close()
+    path = left_behind(tmp_path / "flowcheck-node-a-4.replica", "before", 12)
     at = scene(name="a")
     at.group.start()
     at.group.stop()

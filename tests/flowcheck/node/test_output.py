@@ -312,3 +312,12 @@ def test_a_version_that_cannot_be_pinned_holds_nobody_up(tmp_path) -> None:
 
 def test_a_writer_that_has_written_nothing_can_be_closed() -> None:
     Writer(lambda event, **fields: None).close()
+
+
+def test_who_waits_for_a_checkpoint_is_told_once_it_is_there(tmp_path) -> None:
+    told: list[str] = []
+    writer = Writer(lambda event, **fields: told.append(event))
+    for error in (UserError("no space"), None):
+        writer.write("a", FakeReplica(error=error), tmp_path, "verified", lambda: told.append("done"))  # type: ignore[arg-type]
+        writer.close()
+    assert told == ["problem", "done", "written"]

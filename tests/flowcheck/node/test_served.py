@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flowcheck.node.served import Kept, Served
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
-ANY: Any = object()  # a replica: only whether there is one counts
 
-
-def replica(path: Path, run_id: str, step: int) -> None:
+def replica(path: Path, run_id: str, step: int, verified: bool = False) -> Path:
     spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 0.5})])
-    Replica({"w": torch.ones(3)}, spec, path=path, run_id=run_id, step=step).close()
+    made = Replica({"w": torch.ones(3)}, spec, path=path, run_id=run_id, step=step)
+    if verified:
+        made.mark_verified()
+    made.close()
+    return path
 
 
 def names(folder: Path) -> list[str]:
@@ -42,41 +46,68 @@ def test_numbers_go_on_after_those_of_earlier_processes(tmp_path, there: list[st
 
 
 def test_what_earlier_processes_left_is_found(tmp_path) -> None:
-    for number, (run, step) in enumerate([("first", 5), ("second", 9)], 3):
-        replica(tmp_path / f"flowcheck-n-g-{number}.replica", run, step)
+    replica(tmp_path / "flowcheck-n-g-9.replica", "first", 5)
+    replica(tmp_path / "flowcheck-n-g-10.replica", "second", 9, verified=True)
     replica(tmp_path / "flowcheck-n-other-5.replica", "not ours", 1)
     (tmp_path / "flowcheck-n-g-1.replica").write_bytes(b"torn")
     assert Served(tmp_path, "n", "g").found() == [
-        Kept(tmp_path / "flowcheck-n-g-3.replica", "first", 5), Kept(tmp_path / "flowcheck-n-g-4.replica", "second", 9),
+        Kept(tmp_path / "flowcheck-n-g-9.replica", "first", 5),
+        Kept(tmp_path / "flowcheck-n-g-10.replica", "second", 9, 0, 9),
     ]  # fmt: skip
 
 
-def test_when_the_newest_file_holds_a_version_older_ones_go(tmp_path) -> None:
+def test_when_the_newest_file_holds_a_version_older_ones_of_the_run_go(tmp_path) -> None:
     others = ["flowcheck-n-g-x.replica", "flowcheck-n-h-1.replica", "flowcheck-n-g-1.replica.new"]
-    for name in ["flowcheck-n-g-1.replica", "flowcheck-n-g-7.replica", *others]:
+    for name in ["flowcheck-n-g-1.replica", *others]:  # the first is torn: it holds nothing
         (tmp_path / name).touch()
+    replica(tmp_path / "flowcheck-n-g-7.replica", "run", 5)
     served = Served(tmp_path, "n", "g")
-    served.path(0).touch()
-    newest = served.path(0)
-    newest.touch()
-    served.keep_only(ANY)
+    replica(served.path(0), "run", 6)
+    newest = replica(served.path(0), "run", 6)
+    assert served.stands("run", 0, 6) == []
     assert names(tmp_path) == sorted([*others, "flowcheck-n-g-9.replica"])
-    served.keep_only(ANY)
-    assert newest.exists()
+    assert served.stands("run", 0, 6) == [] and newest.exists()
 
 
-@pytest.mark.parametrize("end", [lambda served: served.remove(), lambda served: served.keep_only(None)])
-def test_without_a_replica_nothing_is_served(tmp_path, end: Any) -> None:
-    (tmp_path / "flowcheck-n-g-1.replica").touch()
+RUNS = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9), st.booleans()), max_size=5)
+
+
+@settings(deadline=None, max_examples=60)
+@given(runs=RUNS, step=st.integers(0, 9))
+def test_good_versions_of_other_runs_stay_until_it_is_settled(runs: list[tuple[str, int, bool]], step: int) -> None:
+    """Whatever earlier runs left, of at most two of them; the newest verified one is always among those."""
+    with tempfile.TemporaryDirectory() as folder:
+        left = [
+            replica(Path(folder) / f"flowcheck-n-g-{number}.replica", *run) for number, run in enumerate(runs, 1)
+        ]
+        served = Served(Path(folder), "n", "g")
+        own = replica(served.path(0), "a", step)
+        gone = served.stands("a", 0, step)
+        others = [i for i, run in enumerate(runs) if run[0] != "a" or run[1] > step]
+        sound = [i for i in others if runs[i][2]] or others
+        stay = {i for i, path in enumerate(left) if path.exists()}
+        assert stay <= set(sound) and own.exists() and len(stay) <= 2
+        if sound:
+            assert sound[-1] in stay and max(runs[i][1] for i in sound) == max(runs[i][1] for i in stay)
+        assert [kept.path for kept in gone] == [left[i] for i in others if i not in stay]
+        assert [kept.path for kept in served.settle()] == [left[i] for i in sorted(stay)]
+        assert names(Path(folder)) == [own.name]
+
+
+def test_what_is_discarded_is_the_served_file_alone(tmp_path) -> None:
     (tmp_path / "flowcheck-n-h-1.replica").touch()
+    other = replica(tmp_path / "flowcheck-n-g-1.replica", "other", 3)
     served = Served(tmp_path, "n", "g")
-    served.path(0).touch()
-    end(served)
-    assert names(tmp_path) == ["flowcheck-n-h-1.replica"]
+    served.discard()
+    replica(served.path(0), "run", 0)
+    served.stands("run", 0, 0)
+    served.discard()
+    served.discard()
+    assert names(tmp_path) == [other.name, "flowcheck-n-h-1.replica"]
 
 
 def test_a_file_that_somebody_else_removed_is_no_matter(tmp_path, monkeypatch) -> None:
     served = Served(tmp_path, "n", "g")
     gone = tmp_path / "flowcheck-n-g-1.replica"
     monkeypatch.setattr(served, "_files", lambda: [gone])  # it was there a moment ago
-    served.remove()
+    assert served.settle() == []

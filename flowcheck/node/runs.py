@@ -1,0 +1,28 @@
+"""Names of runs: one for a run that has none, and the folder of its checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import quote
+
+__all__ = ["new_run_id", "run_folder"]
+
+LONGEST_NAME = 200  # of a run's folder; file systems take 255
+
+
+def new_run_id() -> str:
+    """A name for a run that has none: when it began, and what nobody else has."""
+    return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+
+
+def run_folder(run_id: str, epoch: int) -> Path:
+    """Where a run's checkpoints lie in the output directory: names of runs are any text, those of files are not."""
+    name = quote(run_id, safe="+@=,:")
+    if name.startswith("."):
+        name = f"%2E{name[1:]}"  # neither hidden nor this directory nor the one above
+    if len(name) > LONGEST_NAME:
+        name = f"{name[:64]}-{hashlib.sha256(run_id.encode()).hexdigest()[:32]}"
+    return Path(name or "%") / f"epoch-{epoch}"
