@@ -118,7 +118,7 @@ def test_plan_dry_run_apply_show_diff_remove(bridged, tmp_path: Path, topology: 
 def test_errors_are_sentences(tmp_path: Path, topology: Path) -> None:
     topology.write_text(topology.read_text().replace("speed_gbps: 100", "speed_gbps: 1"))
     assert "cannot carry" in run("plan", str(topology), "--out", str(tmp_path / "p"), status=2)
-    assert "cannot read" in run("show", str(tmp_path / "none"), status=3)
+    assert "cannot read" in run("show", str(tmp_path / "none"), status=2)
     (tmp_path / "bad").write_text("{}")
     assert "sessions" in run("show", str(tmp_path / "bad"), status=2)
 
