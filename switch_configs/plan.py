@@ -3,13 +3,15 @@
 1. Units. A unit is a host with all its NICs of the group: which of them a ring or tree uses is NCCL's affair.
    One GPU per host and group makes it one GPU.
 2. So many units that the group is complete with any `redundancy` - 1 mirrored GPUs lost: as many as that where a
-   unit is complete by itself (both directions), more in one direction. Spread over leaves and away from ring
-   neighbours (two neighbours in both directions see the same packets twice). Refused if the arithmetic says that
-   the set can never be complete, or that the wanted loss is not survived; only with the default redundancy a
-   group too small for it is taken whole, and a note says what it survives.
+   unit is complete by itself (both directions), more in one direction. On one leaf where that is possible, because a
+   node captures on one port and a job attaches to one node, and away from ring neighbours (two neighbours in both
+   directions see the same packets twice). Refused if the arithmetic says that the set can never be complete, that no
+   node port has such a set, or that the wanted loss is not survived; only with the default redundancy a group too
+   small for it is taken whole, and a note says what it survives.
 3. Both directions where the node ports can carry them, because acknowledgements and clear-to-sends are witnesses;
    else one direction, if that survives the wanted loss too; else refused with the sums.
-4. Sources are dealt to the leaf's node ports, the fullest source first into the emptiest port; one session each.
+4. Sources are dealt to the leaf's node ports host by host, the fullest first, into the port already begun if it has
+   room; one session each.
 """
 
 from __future__ import annotations
@@ -51,12 +53,13 @@ class _Unit:
 
 
 def make_plan(
-    topology: Topology, *, redundancy: int | None = None, direction: Direction | None = None
+    topology: Topology, *, redundancy: int | None = None, direction: Direction | None = None, joined: bool = False
 ) -> MirrorPlan:
     """Choose ports and sessions. Raises PlanError with the reason and what would help.
 
     redundancy: every group stays complete with any redundancy - 1 of its mirrored GPUs lost. None: 3, or as much as
-    a group has hosts for. direction: None chooses.
+    a group has hosts for. direction: None chooses. joined: captures of all nodes are replayed together; else every
+    group must be complete at one node port, because a node captures on one and a job attaches to one node.
     """
     if redundancy is not None and redundancy < 1:
         raise PlanError("redundancy counts GPUs per group and is at least 1", remedy="give --redundancy 1 or more")
@@ -78,7 +81,7 @@ def make_plan(
 
     for way in ways:
         try:
-            plan = _plan(topology, cables, wanted, way, strict=redundancy is not None)
+            plan = _plan(topology, cables, wanted, way, strict=redundancy is not None, joined=joined)
         except _Overload as error:
             tried.append(f"{way}: {error}")
             overloaded = True
@@ -109,16 +112,17 @@ class _Overload(Exception):
     """The node ports of a leaf are too slow for a direction."""
 
 
-def _plan(topology: Topology, cables: _Cables, redundancy: int, way: Direction, *, strict: bool) -> MirrorPlan:
+def _plan(
+    topology: Topology, cables: _Cables, redundancy: int, way: Direction, *, strict: bool, joined: bool
+) -> MirrorPlan:
     reasons: dict[tuple[str, str], list[str]] = {}
     wanted: dict[tuple[str, str], tuple[Leaf, NicPort]] = {}
     choices, copies, notes = [], 1.0, []
+    chosen = []
     for group in topology.groups:
         choice, units, ratio = _choose(group, cables, redundancy, way, strict=strict)
-        if choice.survives < redundancy - 1 and group.mirror is None:
-            notes.append(f"group {group.name} survives {choice.survives} lost GPUs, not {redundancy - 1}: all of its "
-                         "hosts with a node port are mirrored already")  # fmt: skip
         choices.append(choice)
+        chosen.append((group, choice, units))
         copies = max(copies, ratio)
         for unit in units:
             for leaf, nic in unit.nics:
@@ -130,6 +134,12 @@ def _plan(topology: Topology, cables: _Cables, redundancy: int, way: Direction, 
         if nics:
             groups = {nic.port: reasons[leaf.name, nic.port] for nic in nics}
             sessions += list(_sessions(topology, leaf, nics, groups, way, copies))
+    for group, choice, units in chosen:
+        if not joined:
+            _at_one_node(group, choice, units, cables, sessions, redundancy if strict else 0)
+        if choice.survives < redundancy - 1 and group.mirror is None:
+            notes.append(f"group {group.name} survives {choice.survives} lost GPUs, not {redundancy - 1}: no more of "
+                         f"its hosts reach {'a node port' if joined else 'the same node port'}")  # fmt: skip
     nodes: dict[str, set[str]] = {}
     for session in sessions:
         nodes.setdefault(session.leaf, set()).add(session.node)
@@ -193,6 +203,50 @@ def _choose(
     return choice, chosen, copied / seen if seen else 1.0
 
 
+def _at_one_node(
+    group: Group, choice: GroupChoice, units: list[_Unit], cables: _Cables, sessions: list[MirrorSession],
+    redundancy: int,
+) -> None:  # fmt: skip
+    """What the best of the node ports has by itself goes into `choice`. Raises PlanError if none is complete, or if
+    none survives the loss of `redundancy` - 1 GPUs."""
+    where = f"group {group.name}"
+    to = {(session.leaf, port): session for session in sessions for port in session.ports}
+    hosts = {rank: cables[rank][0][1].host for rank in group.ranks}
+    whole: dict[tuple[str, str], list[_Unit]] = {}
+    split = ""
+    for unit in units:
+        ends = {(s.leaf, s.destination): s for s in (to[leaf.name, nic.port] for leaf, nic in unit.nics)}
+        if len(ends) == 1:
+            whole.setdefault(next(iter(ends)), []).append(unit)
+        elif not split:
+            names = [f"{s.node} ({s.leaf} {s.destination})" for s in ends.values()]
+            split = f"host {unit.host} is copied to {', '.join(names[:-1])} and {names[-1]}"
+    best, at = -1, ("", "")
+    for end, some in whole.items():
+        views: dict[str, Direction] = {unit.host: choice.direction for unit in some}
+        losses = survives(group.algorithm, group.rings, hosts, group.ranks, views)
+        if losses > best:
+            best, at = losses, end
+    if best < 0:
+        few = split or f"its {len(units)} hosts are copied to {len(whole)} node ports, and none of those has enough"
+        raise PlanError(
+            f"no node can be complete: {few}; a node captures on one port, and a job attaches to one node", where=where,
+            remedy="bring all ports of a host to one leaf and one node port, or make a group per leaf; --joined plans "
+            "for a replay of the captures of all nodes together",
+        )
+    if best < redundancy - 1:
+        raise PlanError(
+            f"no node port is complete with any {redundancy - 1} mirrored GPUs lost; the best, {at[0]} {at[1]}, "
+            f"survives {best}", where=where, remedy=f"give --redundancy {best + 1}, or a faster node port",
+        )  # fmt: skip
+    node = next(s.node for s in sessions if (s.leaf, s.destination) == at)
+    mirrored = sum(len(unit.ranks) for unit in whole[at])
+    choice.survives = best
+    choice.why[1] = f"node {node} ({at[0]} {at[1]}) is complete with any {best} of {mirrored} mirrored GPUs lost"
+    if len(whole[at]) < len(units):
+        choice.why.append("what goes to other node ports does not help it: a job attaches to one node")
+
+
 def _units(group: Group, cables: _Cables, hosts: dict[int, str]) -> list[_Unit]:
     members: dict[str, list[int]] = {}
     for rank in group.ranks:
@@ -237,7 +291,8 @@ def _pick(group: Group, units: list[_Unit], hosts: dict[int, str], redundancy: i
                 [u for u in units if u.host not in taken][:CANDIDATES],
                 key=lambda u: (
                     -tolerance([*chosen, u]),
-                    sum(used.count(leaf) for leaf in u.leaves),
+                    -sum(used.count(leaf) for leaf in u.leaves),  # one node should see them all
+                    -sum(v.leaves == u.leaves for v in units),
                     len(neighbours.get(u.host, set()) & taken),
                     units.index(u),
                 ),
@@ -284,17 +339,29 @@ def _sessions(
     factor = 2 if way == "both" else 1
     load: dict[str, float] = {port.port: 0.0 for port in leaf.monitor_ports}
     dealt: dict[str, list[NicPort]] = {port.port: [] for port in leaf.monitor_ports}
+    hosts: dict[str, list[NicPort]] = {}
     for nic in sorted(nics, key=lambda n: -n.load_gbps):
+        hosts.setdefault(nic.host, []).append(nic)
+
+    def deal(some: list[NicPort]) -> bool:
+        """All of them to one port, if one has room."""
+        rate = factor * sum(nic.load_gbps for nic in some)
         fits = [
             port for port in leaf.monitor_ports
-            if port.asic == nic.asic and load[port.port] + factor * nic.load_gbps <= port.speed_gbps
+            if {port.asic} == {nic.asic for nic in some} and load[port.port] + rate <= port.speed_gbps
         ]  # fmt: skip
-        if not fits:
-            _refuse_load(leaf, nics, nic, factor)
-        # the port already begun first: fewer sessions and fewer nodes
-        best = min(fits, key=lambda port: (not dealt[port.port], leaf.monitor_ports.index(port)))
-        load[best.port] += factor * nic.load_gbps
-        dealt[best.port].append(nic)
+        if fits:
+            # the port already begun first: fewer sessions and fewer nodes
+            best = min(fits, key=lambda port: (not dealt[port.port], leaf.monitor_ports.index(port)))
+            load[best.port] += rate
+            dealt[best.port] += some
+        return bool(fits)
+
+    for some in hosts.values():
+        if not deal(some):
+            for nic in some:
+                if not deal([nic]):
+                    _refuse_load(leaf, nics, nic, factor)
     step = 2 if leaf.vendor == "cumulus" and way == "both" else 1
     used = [port for port in leaf.monitor_ports if dealt[port.port]]
     for index, port in enumerate(used):

@@ -75,6 +75,9 @@ def plan(
         Literal["ingress", "egress", "both"] | None,
         typer.Option("--direction", help="Default: both if the node ports can carry it, else ingress."),
     ] = None,
+    joined: Annotated[
+        bool, typer.Option("--joined", help="For a replay of all nodes' captures together; no node need be complete.")
+    ] = False,
 ) -> None:
     """Choose which ports to mirror, with the reason of every choice; no switch is asked."""
     from switch_configs.lldp import fill, neighbours
@@ -91,7 +94,7 @@ def plan(
                 raise UserError(f"--lldp {entry}: no host is named", remedy="write --lldp HOST=FILE")
             dumps[host] = neighbours(read_document(Path(file)), file)
         wanted = fill(wanted, dumps)
-    made = make_plan(wanted, redundancy=redundancy, direction=direction)
+    made = make_plan(wanted, redundancy=redundancy, direction=direction, joined=joined)
     out.parent.mkdir(parents=True, exist_ok=True)
     _write(out, made.to_json())
     for choice in made.groups:

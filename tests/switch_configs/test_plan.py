@@ -129,19 +129,55 @@ def test_three_gpus_of_every_group_by_default_each_with_its_reason() -> None:
 def test_a_group_over_all_rails_takes_whole_hosts() -> None:
     data = document(hosts=4, rails=2)
     data["groups"] = [{"name": "dp", "ranks": list(range(8))}]
-    plan = planned(data, redundancy=1)
+    plan = planned(data, redundancy=1, joined=True)
     assert sorted(r for c in plan.groups for r in c.ranks) == [0, 1]
     assert [len(s.sources) for s in plan.sessions] == [1, 1]
 
 
-def test_units_are_spread_over_leaves_and_away_from_ring_neighbours() -> None:
+def test_a_rail_fabric_where_no_node_can_be_complete_is_refused_by_name() -> None:
+    """Each host's ports lie on two leaves: every node would lack half of every host."""
+    data = document(hosts=4, rails=2)
+    data["groups"] = [{"name": "dp", "ranks": list(range(8))}]
+    with pytest.raises(PlanError, match=r"no node can be complete: host gpu0 is copied to ck0 .* and ck1") as caught:
+        planned(data)
+    assert "--joined" in caught.value.remedy
+    together = planned(data, joined=True)
+    assert together.groups[0].survives == 2 and len(together.sessions) == 2
+
+
+def test_survival_is_that_of_one_node() -> None:
+    """Three node ports with a host each: a job attaches to one of them, and its one host must not be lost."""
+    data = document()
+    data["leaves"][0]["monitor_ports"] = [
+        {"port": f"Ethernet{60 + n}", "node": f"ck{n}", "speed_gbps": 200} for n in range(3)
+    ]
+    plan = planned(data, direction="both")
+    assert plan.groups[0].survives == 0 and "node ck0 (leaf0 Ethernet60)" in plan.groups[0].why[1]
+    assert any("survives 0 lost GPUs, not 2" in note for note in plan.notes)
+    assert planned(data, direction="both", joined=True).groups[0].survives == 2
+    with pytest.raises(PlanError, match="the best, leaf0 Ethernet60, survives 0"):
+        planned(data, direction="both", redundancy=3)
+
+
+def test_the_ports_of_a_host_go_to_one_node_port() -> None:
+    leaf = {
+        "name": "leaf0", "vendor": "eos",
+        "ports": [{"port": f"Ethernet{r}", "rank": r, "host": f"gpu{r // 2}", "speed_gbps": 100} for r in range(6)],
+        "monitor_ports": [{"port": f"Ethernet{60 + n}", "node": f"ck{n}", "speed_gbps": 600} for n in range(2)],
+    }  # fmt: skip
+    group = {"name": "dp", "ranks": list(range(6)), "mirror": [0, 1, 2, 3]}
+    plan = planned({"leaves": [leaf], "groups": [group]}, direction="both")
+    assert [sorted(source.rank for source in session.sources) for session in plan.sessions] == [[0, 1], [2, 3]]
+
+
+def test_units_are_on_one_leaf_and_away_from_ring_neighbours() -> None:
     data = document(hosts=4)
     data["groups"][0]["rings"] = [[0, 1, 2, 3]]
     assert planned(data, redundancy=2).groups[0].ranks == [0, 2]
     other = {**data["leaves"][0], "name": "leafB", "ports": data["leaves"][0]["ports"][2:]}
     data["leaves"][0]["ports"] = data["leaves"][0]["ports"][:2]
     data["leaves"].append(other)
-    assert {s.leaf for s in planned(data, redundancy=2).sessions} == {"leaf0", "leafB"}
+    assert len({s.leaf for s in planned(data, redundancy=2).sessions}) == 1
 
 
 def test_one_direction_where_both_do_not_fit() -> None:
