@@ -7,6 +7,7 @@
  *   - fields a router may rewrite do not change the ICRC, any other bit under the ICRC does;
  *   - the short decode (middle.h) takes a frame for some MTU only if all that it says is what roce.h says.
  */
+#include "cover.h"
 #include "middle.h"
 #include "place.h"
 #include "roce.h"
@@ -127,13 +128,14 @@ static void icrc(uint8_t *frame, size_t size, const fc_roce *p, uint32_t pick)
     }
 }
 
-/* Every placing kernel of this machine on the payload, against the plain ones: same verdict, same bytes, and not
- * a byte beyond the destination (of exact size; it begins at any cell, as regions of the arena do). */
+/* Every placing kernel of this machine, in one of its ways, on the payload, against the plain ones: same verdict, same
+ * bytes, and not a byte beyond the destination (of exact size; it begins at any cell, as regions of the arena do). */
 static void kernels(const fc_roce *p, uint32_t pick)
 {
     uint64_t lines = p->payload_len / 16, halves = p->payload_len / FC_LL128_WIRE, bytes, skip = pick % 8 * FC_CELL;
     uint32_t flag = 0;
     uint64_t flag128 = 0;
+    int way = (int)(pick >> 16) % FC_WAYS;
     uint8_t *wire = exact(p->payload, p->payload_len), *want, *out;
 
     if (lines)
@@ -151,14 +153,14 @@ static void kernels(const fc_roce *p, uint32_t pick)
             if (!want || !out)
                 abort();
             if (form == 0) {
-                expected = fc_place_portable.ll(want, wire, bytes, flag, wire);
-                found = k->ll(out + skip, wire, bytes, flag, wire);
+                expected = fc_place_portable.ll[0](want, wire, bytes, flag, wire);
+                found = k->ll[way](out + skip, wire, bytes, flag, wire);
             } else if (form == 1) {
-                expected = fc_place_portable.ll128(want, wire, halves, bytes, flag128, wire);
-                found = k->ll128(out + skip, wire, halves, bytes, flag128, wire);
+                expected = fc_place_portable.ll128[0](want, wire, halves, bytes, flag128, wire);
+                found = k->ll128[way](out + skip, wire, halves, bytes, flag128, wire);
             } else {
-                fc_place_portable.copy(want, wire, bytes, wire);
-                k->copy(out + skip, wire, bytes, wire);
+                fc_place_portable.copy[0](want, wire, bytes, wire);
+                k->copy[way](out + skip, wire, bytes, wire);
             }
             REQUIRE(found == expected && (found >= 0 || !bytes || memcmp(want, out + skip, bytes) == 0));
             free(want);

@@ -11,11 +11,12 @@ def test_rows(eal, monkeypatch):
     monkeypatch.setattr(ingest, "COLD_LAP_BYTES", 1 << 20)
     monkeypatch.setattr(ingest, "MEMORY_MB", 64)
     rows = ingest.run(1, 4 << 20)
-    ways = [
-        f"{dump}{more}" for dump in ("hold", "copy", "dma") for more in ("", ".place", ".place.icrc", ".place.threads")
+    dumps = [
+        f"{dump}{more}" for dump in ("copy", "dma", "hold") for more in ("", ".place", ".place.icrc", ".place.threads")
     ]
-    assert [row.name for row in rows] == [f"ingest.{mtu}.{way}" for mtu in (1024, 4096) for way in [*ways, "cold"]]
+    ways = ["ll", "ll.bare", *dumps, "ll128", "ll128.bare", "simple", "simple.bare", "cold"]
+    assert [row.name for row in rows] == [f"ingest.{mtu}.{way}" for mtu in (1024, 4096) for way in ways]
     assert {row.name for row in rows if row.target} == {
-        f"ingest.{m}.{w}" for m in (1024, 4096) for w in ("hold.place", "cold")
+        f"ingest.{m}.{w}" for m in (1024, 4096) for w in ("ll", "ll128", "simple", "cold")
     }
     assert all(row.value > 0 and row.limit > 0 for row in rows)
