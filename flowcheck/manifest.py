@@ -39,8 +39,10 @@ from flowcheck.manifest_check import (
     CARRIES,
     DTYPE_BYTES,
     KINDS,
+    MASTERS,
     MAX_THREADS,
     MTUS,
+    NARROW,
     OPERATIONS,
     OPTIMIZERS,
     PROTOCOLS,
@@ -252,12 +254,16 @@ class Optimizer:
 
     rounding: in which order the trainer rounds (docs/updater.md): on a GPU torch takes foreach unless told otherwise.
     torch_version: the trainer's; empty: as the one that applies the updates.
+    masters: what the trainer's optimizer updates where parameters have 16 bits: "none" (those, in 16 bits alone),
+        "upcast" (fp32 masters that begin as the first parameters widened) or "state" (fp32 masters that come with the
+        first weights, as optimizer state `master`). Empty: nobody says; "upcast" is taken and marked unproven.
     """
 
     name: str = field(metadata=_one_of(OPTIMIZERS))
     groups: list[ParameterGroup]
     rounding: str = field(default="torch-cuda-foreach", metadata=_one_of(ROUNDINGS))
     torch_version: str = ""
+    masters: str = field(default="", metadata=_one_of(MASTERS))
 
 
 @dataclass
@@ -319,6 +325,11 @@ class Job:
         return json.dumps(self.to_dict(), indent=1) + "\n"
 
     # -- derived ------------------------------------------------------------------------------
+
+    @property
+    def narrow(self) -> list[str]:
+        """Optimized entries of 16 bits: what the optimizer holds of them has to be said."""
+        return [e.name for e in self.model if e.kind == "optimized" and not e.tied and e.dtype in NARROW]
 
     def iteration_collectives(self, iteration: int) -> list[Collective]:
         """The calls of one iteration in issue order, with the one-off ones that precede it."""

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from flowcheck.manifest import Bucket, Collective, Communicator, Flow, Job, ModelEntry
 
 __all__ = [
-    "ALGORITHMS", "BUFFER_BYTES", "CARRIES", "DTYPE_BYTES", "KINDS", "MAX_THREADS", "MTUS", "OPERATIONS",
-    "OPTIMIZERS", "PROTOCOLS", "ROUNDINGS", "SCHEMA", "check",
+    "ALGORITHMS", "BUFFER_BYTES", "CARRIES", "DTYPE_BYTES", "KINDS", "MASTERS", "MAX_THREADS", "MTUS", "NARROW",
+    "OPERATIONS", "OPTIMIZERS", "PROTOCOLS", "ROUNDINGS", "SCHEMA", "check",
 ]
 
 SCHEMA = "flowcheck/job/1"
@@ -36,6 +36,8 @@ ALGORITHMS = ("ring", "tree")
 KINDS = ("optimized", "constant", "buffer")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 ROUNDINGS = ("torch-cuda-foreach", "torch-cuda-fused", "torch-cpu", "torch-cpu-fused")
+MASTERS = ("", "none", "upcast", "state")
+NARROW = ("bfloat16", "float16")
 MTUS = (256, 512, 1024, 2048, 4096)
 BUFFER_BYTES = {"ll": 524288, "ll128": 4915200, "simple": 4194304}
 MAX_THREADS = {"ll": 512, "ll128": 640, "simple": 512}
@@ -290,6 +292,9 @@ def _check_optimizer(job: Job, place: Place) -> None:
         return
     _choice(place / "name", job.optimizer.name, OPTIMIZERS)
     _choice(place / "rounding", job.optimizer.rounding, ROUNDINGS)
+    _choice(place / "masters", job.optimizer.masters, MASTERS)
+    if job.optimizer.masters in ("upcast", "state") and not job.narrow:
+        (place / "masters").fail("no optimized entry has 16 bits: there is nothing to keep fp32 masters of")
     version = job.optimizer.torch_version
     if version and not re.fullmatch(r"[0-9]+\.[0-9]+[0-9A-Za-z.+-]*", version):
         (place / "torch_version").fail(f"{shown(version)} is no torch version such as 2.13.0")

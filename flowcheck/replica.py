@@ -70,6 +70,11 @@ class JobReplica:
                     remedy="add model, buckets and optimizer to the manifest, or drop --init",
                 )
             return
+        if plan.job.optimizer.masters == "none" and plan.job.narrow:
+            raise UserError(
+                f"{plan.job.narrow[0]!r} is updated in 16 bits alone, which rounds in an order that has no kernel yet",
+                where="job manifest: optimizer.masters", remedy="keep fp32 masters, or leave optimizer out",
+            )
         try:
             self._dialect = Dialect(plan.job.optimizer.rounding, plan.job.optimizer.torch_version)
             self._dialect.check(plan.job.optimizer.name)
@@ -124,6 +129,14 @@ class JobReplica:
         the manifest's. Raises UserError if it does not fit the manifest's model and optimizer."""
         assert self._spec is not None and self._replica is None
         job, options = self._plan.job, self._options
+        assert job.optimizer is not None
+        absent = [name for name in job.narrow if state.get(name, {}).get("master") is None]
+        if job.optimizer.masters == "state" and absent:
+            raise UserError(
+                f"no fp32 master of {absent[0]!r} came with the first weights, and the manifest says that it began"
+                " earlier", where=str(self._init_path or "job manifest: optimizer.masters"),
+                remedy="--init with a step directory that has them as optimizer state `master`",
+            )
         try:
             self._replica = Replica(
                 parameters, self._spec, slots=options.slots, divisor=job.gradients.divisor, step=step,
@@ -208,7 +221,13 @@ class JobReplica:
         if self.absent or self._dialect is None:
             return []
         buffers = [entry.name for entry in self._plan.job.model if entry.kind == "buffer"]
-        marks = [f"buffers are as at the start: {', '.join(buffers)}"] if buffers and not self._options.buffers else []
+        marks = []
+        if self._plan.job.narrow and self._plan.job.optimizer is not None and not self._plan.job.optimizer.masters:
+            marks.append(
+                "masters: the manifest does not say what the optimizer holds of 16-bit parameters; fp32 masters that"
+                " begin as the first parameters were taken"
+            )
+        marks += [f"buffers are as at the start: {', '.join(buffers)}"] if buffers and not self._options.buffers else []
         return marks + ([self._dialect.unproven] if self._dialect.unproven else [])
 
     @property

@@ -119,6 +119,9 @@ def synth_job(
     startup: Annotated[bool, typer.Option(help="with DDP's start-up broadcasts")] = True,
     optimizer: Annotated[str, typer.Option(help="sgd, adam or adamw")] = "sgd",
     lr: Annotated[float, typer.Option()] = 0.001,
+    masters: Annotated[
+        str, typer.Option(help="what the optimizer updates where --dtype has 16 bits: none, upcast or state")
+    ] = "",
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Write a complete manifest of a made-up DDP job to synthesise from, or to edit by hand."""
@@ -128,6 +131,6 @@ def synth_job(
     job = example_job(
         ranks=ranks, channels=channels, count=counts, protocol=protocol, algorithm=algorithm, version=version,
         dtype=dtype, mtu=mtu, qps=qps, split_data_on_qps=split_data_on_qps, adaptive_routing=adaptive_routing,
-        ipv6=ipv6, startup=startup, optimizer=optimizer, options={"lr": lr}, seed=seed,
+        ipv6=ipv6, startup=startup, optimizer=optimizer, options={"lr": lr}, seed=seed, masters=masters,
     )
     write_atomic(out, job.to_json().encode())

@@ -37,7 +37,7 @@ def example_job(
     adaptive_routing: bool = False, ipv6: bool = False, startup: bool = True, rebuild: bool = True,
     optimizer: str = "sgd", options: dict[str, object] | None = None,
     buffer_bytes: dict[str, int] | None = None, max_threads: dict[str, int] | None = None, seed: int = 0,
-    devices: int = 1,
+    devices: int = 1, masters: str = "",
 ) -> Job:
     """A manifest of a DDP job.
 
@@ -45,7 +45,7 @@ def example_job(
     of them in model order, as DDP does; the steady buckets hold the model in reverse. startup: the start-up
     calls, among them the broadcast of all parameters; without it the initial weights come from elsewhere.
     options: the optimizer's hyper-parameters (default lr=0.001). Parameters have the gradients' dtype.
-    devices: ports of each rank's merged NIC, with an address each.
+    devices: ports of each rank's merged NIC, with an address each. masters: of the optimizer, where dtype has 16 bits.
     """
     counts = [count] if isinstance(count, int) else list(count)
     communicator = Communicator(
@@ -74,7 +74,10 @@ def example_job(
     job = Job(
         communicator=communicator, flows=_flows(communicator, ipv6, seed), collectives=calls,
         buckets=Buckets(iteration_0=[whole], steady=steady), model=model, gradients=Gradients(dtype),
-        optimizer=Optimizer(optimizer, [ParameterGroup(names, dict(options or {"lr": 0.001}))], rounding="torch-cpu"),
+        optimizer=Optimizer(
+            optimizer, [ParameterGroup(names, dict(options or {"lr": 0.001}))], rounding="torch-cpu",
+            masters=masters,
+        ),
         run_id=f"synth-{seed}",
     )
     return Job.from_dict(job.to_dict(), where="example_job")
