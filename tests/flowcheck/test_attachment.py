@@ -208,9 +208,10 @@ def test_the_hello_says_run_epoch_rank_and_group(training, hand_node) -> None:
 
 
 def test_a_run_without_a_name(training, hand_node) -> None:
+    """The node makes one up."""
     training()
     hello = hand_node.accept().welcome()
-    assert [hello[key] for key in ("run_id", "epoch", "rank", "ranks", "group")] == ["", 0, 0, 2, ""]  # the node makes one up
+    assert [hello[key] for key in ("run_id", "epoch", "rank", "ranks", "group")] == ["", 0, 0, 2, ""]
 
 
 def test_a_job_of_one_rank_is_refused(wrapped) -> None:
