@@ -248,7 +248,7 @@ def test_torn_and_foreign_files_are_refused(shm):
     refused(whole + bytes(4096), "do not fit the header")
     refused(bytes(len(whole)), "another kind of file")
     refused(os.urandom(len(whole)), "another kind of file")
-    refused(patched(8, b"\x09"), "format 9, this is 1")
+    refused(patched(8, b"\x09"), "format 9, this is 2")
     refused(patched(40, b"\x01"), "the header is damaged")
     refused(patched(4200, b"\x00\x00"), "the layout's hash")
     refused(patched(128, b"\x02\x00\x07"), "the word of slot 0 is damaged")
