@@ -22,6 +22,8 @@
 
 #include <immintrin.h>
 
+#include "icrc_reduce.h"
+
 #define XOR3 0x96 /* vpternlog: a ^ b ^ c */
 #define LIKELY(x) __builtin_expect(!!(x), 1)
 
@@ -57,19 +59,11 @@ static inline uint32_t reduce(__m512i x)
 {
     /* lanes by 384, 256, 128 and 0 bits */
     const __m512i by = _mm512_set_epi64(0, 0, 0xccaa009e, 0x1751997d0, 0x15a546366, 0xf1da05aa, 0x174359406, 0x3db1ecdc);
-    const __m128i low32 = _mm_set_epi32(0, 0, 0, -1);
     __m512i y = _mm512_xor_si512(_mm512_clmulepi64_epi128(x, by, 0x00), _mm512_clmulepi64_epi128(x, by, 0x11));
     __m256i z = _mm256_xor_si256(_mm512_castsi512_si256(y), _mm512_extracti64x4_epi64(y, 1));
     __m128i v = _mm_xor_si128(_mm256_castsi256_si128(z), _mm256_extracti128_si256(z, 1));
     v = _mm_xor_si128(v, _mm512_extracti32x4_epi32(x, 3));
-    /* 128 -> 96 -> 64 bits (x^96, x^64), then Barrett's division by P */
-    v = _mm_xor_si128(_mm_srli_si128(v, 8), _mm_clmulepi64_si128(v, _mm_set_epi64x(0, 0xccaa009e), 0x00));
-    v = _mm_xor_si128(_mm_srli_si128(v, 4),
-                      _mm_clmulepi64_si128(_mm_and_si128(v, low32), _mm_set_epi64x(0, 0x163cd6124), 0x00));
-    const __m128i mu_p = _mm_set_epi64x(0x1db710641, 0x1f7011641);
-    __m128i q = _mm_clmulepi64_si128(_mm_and_si128(v, low32), mu_p, 0x00);
-    q = _mm_clmulepi64_si128(_mm_and_si128(q, low32), mu_p, 0x10);
-    return (uint32_t)_mm_extract_epi32(_mm_xor_si128(v, q), 1);
+    return fc_icrc_reduce(v);
 }
 
 uint32_t fc_icrc_avx512(const uint8_t *ip, const uint8_t *bth, uint32_t version, uint32_t ib_len)

@@ -11,6 +11,8 @@
 
 #include <immintrin.h>
 
+#include "icrc_reduce.h"
+
 #define LIKELY(x) __builtin_expect(!!(x), 1)
 
 enum { LRH_LEFT = 4, BLOCK = 64 };
@@ -68,15 +70,9 @@ static inline __attribute__((always_inline)) block front(const uint8_t *ip, cons
 
 static inline uint32_t reduce(block x)
 {
-    const __m128i low32 = _mm_set_epi32(0, 0, 0, -1);
     __m128i v = _mm_xor_si128(times(x.lane[0], by(0x3db1ecdc, 0x174359406)), times(x.lane[1], by(0xf1da05aa, 0x15a546366)));
     v = _mm_xor_si128(v, _mm_xor_si128(times(x.lane[2], by(0x1751997d0, 0xccaa009e)), x.lane[3]));
-    v = _mm_xor_si128(_mm_srli_si128(v, 8), _mm_clmulepi64_si128(v, by(0xccaa009e, 0), 0x00));
-    v = _mm_xor_si128(_mm_srli_si128(v, 4), _mm_clmulepi64_si128(_mm_and_si128(v, low32), by(0x163cd6124, 0), 0x00));
-    const __m128i mu_p = by(0x1f7011641, 0x1db710641);
-    __m128i q = _mm_clmulepi64_si128(_mm_and_si128(v, low32), mu_p, 0x00);
-    q = _mm_clmulepi64_si128(_mm_and_si128(q, low32), mu_p, 0x10);
-    return (uint32_t)_mm_extract_epi32(_mm_xor_si128(v, q), 1);
+    return fc_icrc_reduce(v);
 }
 
 uint32_t fc_icrc_pclmul(const uint8_t *ip, const uint8_t *bth, uint32_t version, uint32_t ib_len)
