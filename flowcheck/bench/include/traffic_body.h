@@ -1,5 +1,5 @@
 /* fcb_traffic, written once over one cache line of the including file (baseline.c): TRAFFIC its name, TARGET its
- * attributes, LINE a line in registers, load(at), mix(x, y), store(at, line). */
+ * attributes, LINE a line in registers, load(at), mix(x, y), store(at, line). It undefines all of them at its end. */
 TARGET __attribute__((always_inline)) static inline void TRAFFIC(loop)(const uint64_t *to, const uint64_t *payloads,
                                                                        uint64_t n, uint32_t length, uint32_t bytes,
                                                                        uint64_t ahead, const int per, const int fetch)
@@ -39,3 +39,10 @@ TARGET static void TRAFFIC(choose)(const uint64_t *to, const uint64_t *payloads,
     else
         TRAFFIC(loop)(to, payloads, n, length, bytes, ahead, 1, 0);
 }
+
+#undef TRAFFIC
+#undef TARGET
+#undef LINE
+#undef load
+#undef mix
+#undef store

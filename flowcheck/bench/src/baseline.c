@@ -77,12 +77,6 @@ uint64_t fcb_parse(const fc_packetref *refs, uint64_t n, fcb_flow *table, uint32
 #define mix(x, y) _mm512_xor_si512(x, y)
 #define store(at, line) _mm512_stream_si512((void *)(at), line)
 #include "traffic_body.h"
-#undef TRAFFIC
-#undef TARGET
-#undef LINE
-#undef load
-#undef mix
-#undef store
 
 typedef struct two {
     __m256i a, b;
@@ -107,12 +101,6 @@ __attribute__((target("avx2"), always_inline)) static inline two mix256(two x, t
 #define mix mix256
 #define store(at, line) _mm256_stream_si256((__m256i *)(at), (line).a), _mm256_stream_si256((__m256i *)((at) + 32), (line).b)
 #include "traffic_body.h"
-#undef TRAFFIC
-#undef TARGET
-#undef LINE
-#undef load
-#undef mix
-#undef store
 #endif
 
 typedef struct eight {
