@@ -77,17 +77,18 @@ def bucket_coverage(
     flows: data_flows() as of now, if they are known. carried: of this plan, from whoever closes many iterations."""
     region = engine.region(iteration)
     losses: list[dict] | None = None  # read once, if at all
+    causes: dict[str, int]
     out = []
     for place in plan.iteration_places(iteration):
         gaps = engine.missing(iteration, place.cells.start, place.cells.stop)
-        causes: dict[str, int] = {}
-        missing = intervals(_elements(gaps - place.cells.start, place))
-        if len(missing):
+        placed, causes = intervals([(0, place.elements)]), {}
+        if len(gaps):
+            missing = intervals(_elements(gaps - place.cells.start, place))
+            placed = without(placed, missing)
             losses = engine.losses() if losses is None else losses
             flows = list(data_flows(plan, engine)) if flows is None else flows
             carried = carried or Carried(plan)
             causes = _causes(iteration, place, missing, flows, carried, losses)
-        placed = without(intervals([(0, place.elements)]), missing)
         out.append(BucketCoverage(
             place, _bytes(region, place), total(placed), tuple((int(a), int(b)) for a, b in placed), causes
         ))

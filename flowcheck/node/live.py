@@ -247,8 +247,9 @@ class LiveSession:
 
     def _skipped(self, first: int, last: int) -> None:
         if self.next is not None and self.next <= last:
-            said = f"iterations {first + self._first} to {last + self._first}"
-            self._lose(f"{said if first < last else f'iteration {last + self._first}'} passed while no packet came")
+            one, other = first + self._first, last + self._first
+            said = f"iterations {one} to {other}" if first < last else f"iteration {other}"
+            self._lose(f"{said} passed while no packet came")
 
     def _close(self, iteration: int) -> bool:
         if self._begins < 0:
