@@ -68,7 +68,9 @@ def train(rank: int, ranks: int, options: dict[str, Any], out: Path) -> None:
     """One training by unmodified DistributedDataParallel on the default group."""
     import flowcheck.lab.softroce as softroce
 
-    (out / f"describe-{rank}.json").write_text(json.dumps(softroce.describe()))
+    said = out / f"describe-{rank}.json"  # a test may read it while ranks train: whole or not at all
+    said.with_suffix(".part").write_text(json.dumps(softroce.describe()))
+    said.with_suffix(".part").rename(said)
     model = model_of(options)
     if rank:  # DDP must bring rank 0's parameters here
         with torch.no_grad():
