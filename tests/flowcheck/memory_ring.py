@@ -31,6 +31,14 @@ class _Ring(ctypes.Structure):
 assert (_Ring.tail.offset, _Ring.mask.offset, ctypes.sizeof(_Reference)) == (64, 128, 24)
 
 
+def unread(ring_address: int) -> list[bytes]:
+    """The bytes of every packet that was published and not released, oldest first. Releases nothing."""
+    ring = _Ring.from_address(ring_address)
+    entries = (_Reference * (ring.mask + 1)).from_address(ring.entries)
+    waiting = (entries[number & ring.mask] for number in range(ring.tail, ring.head))
+    return [ctypes.string_at(reference.data, reference.length) for reference in waiting]
+
+
 class MemoryRing:
     """A source of one stream. The frames stay in memory for as long as the ring."""
 

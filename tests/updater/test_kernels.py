@@ -214,7 +214,7 @@ def test_tuning_and_place_change_no_bit(kernel, n, shift, together, ahead, optio
 
 def moved(tensor, shift):
     """The same values, so many elements off a cache line."""
-    out = aligned(tensor.numel() + 16)[shift : shift + tensor.numel()]
+    out = aligned(tensor.numel() + 16, tensor.dtype)[shift : shift + tensor.numel()]
     out.copy_(tensor)
     return out
 
@@ -300,17 +300,27 @@ def test_divisor_unscale_and_clip_as_torch_does_them(kernel, grad):
         assert_equal(mine.now[0], twin.detach(), "parameters")
 
 
-def test_arrays_that_are_not_aligned_alike_take_the_slow_way_to_the_same_bits():
+@pytest.mark.parametrize("shift", [1, 2, 4, 8])
+@pytest.mark.parametrize(("low", "which"), [*(("", k) for k in "pmvx"), *(("bfloat16", k) for k in (*"pmvx", "low"))])
+@pytest.mark.parametrize("kernel", kernels.names())
+def test_arrays_that_are_not_aligned_alike_take_the_slow_way_to_the_same_bits(kernel, low, which, shift):
+    """One array so many elements off the others: 4 and 8 are half a vector, where a store past the cache traps."""
     generator = torch.Generator().manual_seed(4)
     initial = torch.randn(500, generator=generator)
-    straight, odd = (Ours(initial, "adam", {"lr": 0.1, "amsgrad": True}, Dialect("torch-cpu"), "") for _ in range(2))
-    odd.next = [aligned(510)[i : i + 500] for i in range(4)]
+    straight, odd = (
+        Ours(initial, "adam", {"lr": 0.1, "amsgrad": True}, Dialect("torch-cpu"), kernel, low=low) for _ in range(2)
+    )
+    for version in (odd.now, odd.next):
+        version[:] = [moved(t, shift if name == which else 0) for name, t in zip("pmvx", version, strict=True)]
+    if which == "low":
+        odd.low = moved(odd.low, shift)
     for step in range(3):
         g = gradients(501, generator, step)[1:]
         straight.update(g)
         odd.update(g)
         for a, b in zip(straight.now, odd.now, strict=True):
             assert_equal(a, b, f"step {step}")
+        assert not low or torch.equal(straight.low, odd.low)
 
 
 def test_batches_and_their_pieces_are_done_in_order_by_any_number_of_workers():

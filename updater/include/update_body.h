@@ -273,9 +273,10 @@ static __attribute__((noinline, noclone)) void few(const fcu_rule *r, const fcu_
         memcpy(a.low, low, 2 * n);
 }
 
+/* Is everything that is written on a boundary of whole vectors at the same elements, `low` of vectors half as long? */
 INLINE int aligned_alike(const fcu_rule *r, const fcu_piece *c)
 {
-    uintptr_t differ = 0, base = (uintptr_t)c->p1;
+    uintptr_t base = (uintptr_t)c->p1, differ = base & 3, low_differs = 0;
     if (!r->sgd || r->momentum_state)
         differ |= base ^ (uintptr_t)c->m1;
     if (!r->sgd)
@@ -283,8 +284,8 @@ INLINE int aligned_alike(const fcu_rule *r, const fcu_piece *c)
     if (!r->sgd && r->amsgrad)
         differ |= base ^ (uintptr_t)c->x1;
     if (c->low)
-        differ |= (base >> 1) ^ (uintptr_t)c->low;
-    return !(differ & (4 * N - 1) & (c->low ? 2 * N - 1 : ~0u)) && !(base & 3);
+        low_differs = (base >> 1) ^ (uintptr_t)c->low;
+    return !(differ & (4 * N - 1)) && !(low_differs & (2 * N - 1));
 }
 
 /* One call of the vendor's square root for so many elements: they and what they come from stay in the first cache. */

@@ -79,10 +79,19 @@ void fcu_sums_portable(const void *data, int abreast, uint64_t k, int size, uint
 }
 
 #if defined(__x86_64__)
-/* -- 16 elements at a time ----------------------------------------------------------------------------------- */
-#define WIDE static inline __attribute__((always_inline, target("avx512f,avx512bw,avx512vl,avx512dq,avx2")))
+#define OP static inline __attribute__((always_inline, target(TARGET)))
+#define JOINED(x, width) x##_##width
+#define JOIN(x, width) JOINED(x, width)
+#define NAME(x) JOIN(x, WIDTH)
 
-WIDE __m512i wide_load(const uint8_t *at, const int size)
+/* -- 16 elements at a time ----------------------------------------------------------------------------------- */
+#define WIDTH avx512
+#define TARGET "avx512f,avx512bw,avx512vl,avx512dq,avx2"
+#define MM(operation) _mm512_##operation
+#define V __m512i
+enum { NAME(N) = 16 };
+
+OP V NAME(load)(const uint8_t *at, const int size)
 {
     if (size == 1)
         return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)at));
@@ -91,57 +100,22 @@ WIDE __m512i wide_load(const uint8_t *at, const int size)
     return _mm512_loadu_si512(at);
 }
 
-WIDE void wide_blocks(const uint8_t *data, const int abreast, uint64_t k, uint64_t *sums, const int size)
-{
-    const uint64_t stride = (uint64_t)BLOCK * size;
-    __m512i whole[ABREAST], upper[ABREAST]; /* sums of 64 bits, and of the 32 that belong 32 higher */
-    uint64_t i = 0;
-    for (int b = 0; b < abreast; b++)
-        whole[b] = upper[b] = _mm512_setzero_si512();
-    for (; size == 8 && i + 8 <= k; i += 8) {
-        __m512i w = _mm512_or_si512(_mm512_cvtepu32_epi64(_mm256_load_si256((const __m256i *)(low + i))),
-            _mm512_slli_epi64(_mm512_cvtepu32_epi64(_mm256_load_si256((const __m256i *)(high + i))), 32));
-        for (int b = 0; b < abreast; b++)
-            whole[b] = _mm512_add_epi64(
-                whole[b], _mm512_mullo_epi64(w, _mm512_loadu_si512(data + b * stride + 8 * i)));
-    }
-    for (; size != 8 && i + 16 <= k; i += 16) {
-        __m512i lo = _mm512_load_si512(low + i), hi = _mm512_load_si512(high + i), odd = _mm512_srli_epi64(lo, 32);
-#pragma GCC unroll 4
-        for (int b = 0; b < abreast; b++) {
-            const uint8_t *at = data + b * stride + i * size;
-            _mm_prefetch((const char *)at + 1024, _MM_HINT_T0);
-            __m512i x = wide_load(at, size);
-            whole[b] = _mm512_add_epi64(whole[b], _mm512_mul_epu32(x, lo));
-            whole[b] = _mm512_add_epi64(whole[b], _mm512_mul_epu32(_mm512_srli_epi64(x, 32), odd));
-            upper[b] = _mm512_add_epi32(upper[b], _mm512_mullo_epi32(x, hi));
-        }
-    }
-    for (int b = 0; b < abreast; b++) {
-        uint64_t above = (uint32_t)_mm512_reduce_add_epi32(upper[b]);
-        sums[b] = (uint64_t)_mm512_reduce_add_epi64(whole[b]) + (above << 32) + plain(data + b * stride, i, k, size);
-    }
-}
+OP V NAME(weights)(const uint32_t *at) { return _mm512_load_si512(at); }
+OP V NAME(widened)(const uint32_t *at) { return _mm512_cvtepu32_epi64(_mm256_load_si256((const __m256i *)at)); }
+OP V NAME(product)(V x, V lo, V hi) { return _mm512_mullo_epi64(x, _mm512_or_si512(lo, _mm512_slli_epi64(hi, 32))); }
+OP uint64_t NAME(sum_64)(V x) { return (uint64_t)_mm512_reduce_add_epi64(x); }
+OP uint32_t NAME(sum_32)(V x) { return (uint32_t)_mm512_reduce_add_epi32(x); }
 
-WIDE void wide_any(const uint8_t *data, int abreast, uint64_t k, uint64_t *sums, const int size)
-{
-    if (abreast == ABREAST)
-        wide_blocks(data, ABREAST, k, sums, size);
-    else
-        for (int b = 0; b < abreast; b++)
-            wide_blocks(data + (uint64_t)b * BLOCK * size, 1, k, sums + b, size);
-}
-
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx2"))) void fcu_sums_avx512(
-    const void *data, int abreast, uint64_t k, int size, uint64_t *sums)
-{
-    BY_SIZE(wide_any, data, abreast, k, sums)
-}
+#include "sums_body.h"
 
 /* -- 8 elements at a time ------------------------------------------------------------------------------------ */
-#define HALF static inline __attribute__((always_inline, target("avx2")))
+#define WIDTH avx2
+#define TARGET "avx2"
+#define MM(operation) _mm256_##operation
+#define V __m256i
+enum { NAME(N) = 8 };
 
-HALF __m256i half_load(const uint8_t *at, const int size)
+OP V NAME(load)(const uint8_t *at, const int size)
 {
     if (size == 1)
         return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)at));
@@ -150,66 +124,32 @@ HALF __m256i half_load(const uint8_t *at, const int size)
     return _mm256_loadu_si256((const __m256i *)at);
 }
 
-HALF uint64_t half_sum(__m256i whole, __m256i upper)
+OP V NAME(weights)(const uint32_t *at) { return _mm256_load_si256((const __m256i *)at); }
+OP V NAME(widened)(const uint32_t *at) { return _mm256_cvtepu32_epi64(_mm_load_si128((const __m128i *)at)); }
+
+OP V NAME(product)(V x, V lo, V hi) /* (xlo, xhi) * (lo, hi): the crossed products belong 32 higher */
 {
-    uint64_t q[4], sum = 0, above = 0;
-    uint32_t d[8];
-    _mm256_storeu_si256((__m256i *)q, whole), _mm256_storeu_si256((__m256i *)d, upper);
+    __m256i crossed = _mm256_add_epi64(_mm256_mul_epu32(x, hi), _mm256_mul_epu32(_mm256_srli_epi64(x, 32), lo));
+    return _mm256_add_epi64(_mm256_mul_epu32(x, lo), _mm256_slli_epi64(crossed, 32));
+}
+
+OP uint64_t NAME(sum_64)(V x)
+{
+    uint64_t lanes[4];
+    _mm256_storeu_si256((__m256i *)lanes, x);
+    return lanes[0] + lanes[1] + lanes[2] + lanes[3];
+}
+
+OP uint32_t NAME(sum_32)(V x)
+{
+    uint32_t lanes[8], sum = 0;
+    _mm256_storeu_si256((__m256i *)lanes, x);
     for (int i = 0; i < 8; i++)
-        above += d[i];
-    for (int i = 0; i < 4; i++)
-        sum += q[i];
-    return sum + (above << 32);
+        sum += lanes[i];
+    return sum;
 }
 
-HALF void half_blocks(const uint8_t *data, const int abreast, uint64_t k, uint64_t *sums, const int size)
-{
-    const uint64_t stride = (uint64_t)BLOCK * size;
-    __m256i whole[ABREAST], upper[ABREAST];
-    uint64_t i = 0;
-    for (int b = 0; b < abreast; b++)
-        whole[b] = upper[b] = _mm256_setzero_si256();
-    for (; size == 8 && i + 4 <= k; i += 4) { /* (xlo, xhi) * (lo, hi): the crossed products belong 32 higher */
-        __m256i lo = _mm256_cvtepu32_epi64(_mm_load_si128((const __m128i *)(low + i)));
-        __m256i hi = _mm256_cvtepu32_epi64(_mm_load_si128((const __m128i *)(high + i)));
-        for (int b = 0; b < abreast; b++) {
-            __m256i x = _mm256_loadu_si256((const __m256i *)(data + b * stride + 8 * i));
-            __m256i crossed = _mm256_add_epi64(
-                _mm256_mul_epu32(x, hi), _mm256_mul_epu32(_mm256_srli_epi64(x, 32), lo));
-            whole[b] = _mm256_add_epi64(whole[b], _mm256_mul_epu32(x, lo));
-            whole[b] = _mm256_add_epi64(whole[b], _mm256_slli_epi64(crossed, 32));
-        }
-    }
-    for (; size != 8 && i + 8 <= k; i += 8) {
-        __m256i lo = _mm256_load_si256((const __m256i *)(low + i)), hi = _mm256_load_si256((const __m256i *)(high + i));
-        __m256i odd = _mm256_srli_epi64(lo, 32);
-#pragma GCC unroll 4
-        for (int b = 0; b < abreast; b++) {
-            const uint8_t *at = data + b * stride + i * size;
-            _mm_prefetch((const char *)at + 1024, _MM_HINT_T0);
-            __m256i x = half_load(at, size);
-            whole[b] = _mm256_add_epi64(whole[b], _mm256_mul_epu32(x, lo));
-            whole[b] = _mm256_add_epi64(whole[b], _mm256_mul_epu32(_mm256_srli_epi64(x, 32), odd));
-            upper[b] = _mm256_add_epi32(upper[b], _mm256_mullo_epi32(x, hi));
-        }
-    }
-    for (int b = 0; b < abreast; b++)
-        sums[b] = half_sum(whole[b], upper[b]) + plain(data + b * stride, i, k, size);
-}
-
-HALF void half_any(const uint8_t *data, int abreast, uint64_t k, uint64_t *sums, const int size)
-{
-    if (abreast == ABREAST)
-        half_blocks(data, ABREAST, k, sums, size);
-    else
-        for (int b = 0; b < abreast; b++)
-            half_blocks(data + (uint64_t)b * BLOCK * size, 1, k, sums + b, size);
-}
-
-__attribute__((target("avx2"))) void fcu_sums_avx2(const void *data, int abreast, uint64_t k, int size, uint64_t *sums)
-{
-    BY_SIZE(half_any, data, abreast, k, sums)
-}
+#include "sums_body.h"
 #endif
 
 /* -- a tensor ------------------------------------------------------------------------------------------------ */
