@@ -140,6 +140,9 @@ def _plan(
         if choice.survives < redundancy - 1 and group.mirror is None:
             notes.append(f"group {group.name} survives {choice.survives} lost GPUs, not {redundancy - 1}: no more of "
                          f"its hosts reach {'a node port' if joined else 'the same node port'}")  # fmt: skip
+    if way != "both":
+        notes.append("one direction: a running job can be joined in LL and LL128, but in SIMPLE only by its "
+                     "clear-to-sends, which go the other way")  # fmt: skip
     nodes: dict[str, set[str]] = {}
     for session in sessions:
         nodes.setdefault(session.leaf, set()).add(session.node)

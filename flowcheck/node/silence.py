@@ -104,14 +104,21 @@ class Silence:
         if silent:
             text += f"; no packet ever of {'; '.join(silent[:NAMED])}"
             text += f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
-        remedy = remedy_of(_readable(came))
+        remedy = remedy_of(_readable(came)) or self._entry(came)
         return f"{text}. {remedy}" if remedy else text
 
     def _never_seen(self) -> list[str]:
-        packets = dict.fromkeys(range(len(self._plan.job.flows)), 0)
-        for spec, counters in data_flows(self._plan, self._engine):
-            packets[spec.edge] += counters["packets"]
-        return [flow_name(self._plan.job, edge) for edge, count in packets.items() if not count]
+        seen = {spec.edge for spec, counters in data_flows(self._plan, self._engine) if counters["seen"]}
+        return [flow_name(self._plan.job, edge) for edge in range(len(self._plan.job.flows)) if edge not in seen]
+
+    def _entry(self, came: Mapping[str, int]) -> str:
+        """What a connection that found no place in the job's traffic may lack."""
+        if "unanchored" not in came or self._plan.job.communicator.protocol != "simple":
+            return ""
+        return (
+            "SIMPLE finds its place by clear-to-sends, which go the other way (unanchored: packets that have none):"
+            " mirror both directions of each port"
+        )
 
 
 def _readable(came: Mapping[str, int]) -> dict[str, int]:

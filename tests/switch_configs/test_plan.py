@@ -187,6 +187,8 @@ def test_one_direction_where_both_do_not_fit() -> None:
     # Results come down a tree: what hosts receive survives more losses than what they send.
     assert plan.sessions[0].direction == "egress" and plan.sessions[0].load_gbps == 400
     assert any("600 Gb/s" in note for note in plan.notes) and plan.groups[0].survives == 2
+    assert any("in SIMPLE only by its clear-to-sends" in note for note in plan.notes)
+    assert not any("SIMPLE" in note for note in planned(data, direction="both", redundancy=1).notes)
     data["groups"][0]["algorithm"] = "ring"
     plan = planned(data)
     assert plan.sessions[0].direction == "ingress" and plan.groups[0].survives == 2

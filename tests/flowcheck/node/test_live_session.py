@@ -703,7 +703,7 @@ def test_packets_that_are_not_of_the_job_are_counted_and_its_connections_named(l
     at.port.count = 50
     at.engine.counts[0]["unanchored"] = (50, 1)
     for number in range(len(at.engine.config.flows)):
-        at.engine.flow(number)["packets"] = 0
+        at.engine.flow(number)["seen"] = False
     at.state(2)
     at.record(2)
     at.port.count, at.engine.counts[0]["unanchored"] = 90, (60, 1)
@@ -716,6 +716,23 @@ def test_packets_that_are_not_of_the_job_are_counted_and_its_connections_named(l
         " icrc 30, unanchored 10; no packet ever of channel 0, rank 0 -> 1 (QP "
     )
     assert why.endswith("Mirror them unchanged")  # of what most of them suffer from
+
+
+def test_connections_that_found_no_place_are_not_called_absent(live) -> None:
+    """One direction of a job in SIMPLE: its packets come, and the clear-to-sends that say where they belong do not."""
+    job = small_job()
+    job.communicator.protocol = "simple"
+    at = live(job)
+    for number, spec in enumerate(at.engine.config.flows):
+        at.engine.flow(number).update(seen=spec.data and spec.edge == 0, packets=0)
+    at.state(2)
+    at.record(2)
+    at.port.count, at.engine.counts[0]["unanchored"] = 40, (40, 1)
+    at.now += 3
+    at.poll()
+    (why,) = at.silent
+    assert "no packet ever of channel 0, rank 1 -> 0 (QP " in why and "rank 0 -> 1" not in why
+    assert why.endswith("mirror both directions of each port")
 
 
 def test_a_mirror_that_is_back_is_said(live) -> None:
