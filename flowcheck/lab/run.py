@@ -77,6 +77,7 @@ class LabRun:
         self._checksums, self._node_settings = checksums, node_settings or {}
         self._children = Children()
         self._tails: dict[str, _Tail] = {}
+        self._said: dict[str, Path] = {}  # where what a node says is kept
         self._token = secrets.token_hex(16)
         self._job: Training | None = None
         self._nodes: list[str] = []
@@ -240,7 +241,7 @@ class LabRun:
             command = [sys.executable, "-P", "-m", "flowcheck.node", "--config", str(toml), "--json"]
             role = config.roles[1 + config.ranks + node]
             self._start(name, role, command, directory / "log", self._cores.rest, {"OMP_NUM_THREADS": "1"})
-            self._tails[name] = _Tail(hashes)
+            self._tails[name], self._said[name] = _Tail(hashes), directory / "events.jsonl"
             self._nodes.append(name)
         listening: set[str] = set()
         for name, event in self._events(lambda: len(listening) == len(self._nodes), START_SECONDS):
@@ -315,6 +316,8 @@ class LabRun:
     def _take(self, name: str, event: dict[str, Any]) -> None:
         if name.startswith("node"):
             self.events.append((name, event))
+            with self._said[name].open("a", encoding="utf-8") as file:
+                file.write(json.dumps(event) + "\n")
             if event.get("event") == "iteration":
                 self.ledger.status(event)
             elif event.get("event") == "state":

@@ -29,6 +29,7 @@ from flowcheck.lab.view import Screen
 __all__ = ["LabOptions", "report", "run_lab", "step_times"]
 
 SETTLING = 5  # first iterations of an arm without node: DDP's second bucket layout; attach takes as many
+TROUBLE = ("silent", "dropped", "lost", "deferred", "waiting", "refused", "problem")  # what a node says of itself
 DEEP = {"capture": {"ring_size": 1 << 16}}  # some iterations of packets: a node that shares its core must not lose any
 ARMS = (True, False, False, True)  # with and without mirror and node, interleaved
 
@@ -125,6 +126,17 @@ def _say_step_times(times: dict[bool, list[float]], console: Console) -> None:
     console.print("\n             ".join(lines), highlight=False)
 
 
+def _say_trouble(events: list[dict[str, Any]], console: Console) -> None:
+    """What the nodes said last of what is in their way, and where all packets went: a node that follows nothing has
+    no iterations to count them in."""
+    last = {(event.get("name", ""), event["event"]): event for event in events if event["event"] in TROUBLE}
+    for (name, kind), event in last.items():
+        console.print(f"a node said  {f'{name} ' if name else ''}{kind}: {event.get('why', '')}", highlight=False)
+    for event in events:
+        if event["event"] == "capture":
+            console.print(f"a node had   {event['text']}", highlight=False)
+
+
 def report(
     options: LabOptions, summary: Summary, events: list[dict[str, Any]], seconds: tuple[float, float], console: Console
 ) -> int:
@@ -134,11 +146,13 @@ def report(
     packets, placed, twice = (sum(line[key] for line in lines) for key in ("packets", "placed", "duplicates"))
     console.print(f"time         {seconds[0]:.0f} s to build and start, {seconds[1]:.0f} s to train and follow",
                   highlight=False)  # fmt: skip
-    console.print(f"captured     {packets:,} mirrored packets, {placed:,} placed, {twice:,} seen twice",
-                  highlight=False)  # fmt: skip
+    counted = f"{packets:,} mirrored packets, {placed:,} placed, {twice:,} seen twice"
+    console.print("captured     " + (counted if lines else "no iteration that could be judged"), highlight=False)
     for row in [*summary.differing, *summary.unpublished][:20]:
         console.print(f"iteration {row.iteration} {row.verdict}: {row.why}", highlight=False)
     console.print(f"files        {options.out}", highlight=False)
+    if not summary.all_equal:
+        _say_trouble(events, console)
     total = summary.equal + len(summary.differing) + len(summary.unpublished)
     wanted = options.iterations * job.stages
     if summary.all_equal and summary.published >= wanted:

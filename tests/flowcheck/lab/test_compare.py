@@ -128,6 +128,27 @@ def test_the_last_words_of_a_run_are_those_of_its_table(tmp_path: Path) -> None:
     assert said.count("not published: coverage") == 6
 
 
+def test_a_run_whose_node_followed_nothing_says_what_stood_in_its_way(tmp_path: Path) -> None:
+    """As `lab run --protocol SIMPLE --direction ingress --mirror 0,2` gives: not "0 mirrored packets" alone."""
+    options = LabOptions(FabricConfig(ranks=2, mirrored=((0,),)), Training(model="mlp", ranks=2), tmp_path, 2)
+    ledger = Ledger(2, [""])
+    ledger.state({"event": "state", "iteration": 0, "name": ""})
+    for rank in range(2):
+        ledger.trainer(trainer(0, rank))
+    ledger.over = True
+    events = [
+        {"event": "silent", "name": "", "why": "an older reason"},
+        {"event": "silent", "name": "", "why": "mirror both directions"},
+        {"event": "heard", "name": "", "why": "never mind"},
+        {"event": "capture", "text": "af_packet:mir0: 1509 arrived"},
+    ]
+    out = io.StringIO()
+    assert report(options, ledger.summary(), events, (1.0, 2.0), Console(file=out, width=110)) == 1
+    said = out.getvalue()
+    assert "a node said  silent: mirror both directions\n" in said and "older" not in said and "never" not in said
+    assert "a node had   af_packet:mir0: 1509 arrived\n" in said and "0 mirrored packets" not in said
+
+
 @given(st.data())
 def test_the_summary_counts_the_rows_of_the_table(data: st.DataObject) -> None:
     """Whatever came and whatever did not, in whatever order: once it is over no row is left out of the count."""
