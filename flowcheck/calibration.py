@@ -1,50 +1,49 @@
-"""How this machine places best: measured when a node starts, remembered, overridden by one setting.
+"""How this machine places and updates best: measured when a node starts, remembered, overridden by a setting each.
 
 Processors disagree about how payload should be fetched and stored (docs/performance.md), and about the next one
 nobody knows. So whoever captures from a live port measures the ways of parser/include/place.h for some 50 ms on memory
-like its own, each protocol for itself, and the best is used by every engine of the process. All ways give the same
-bytes: a bad choice is slow and nothing else. No processor is known here by its name; its name only says when a
-remembered choice is no longer about this machine.
+like its own, each protocol for itself, and the best is used by every engine of the process. updater/choosing.py
+decides, remembers and reads the setting; updater/tuning.py asks it in the same way about the update.
 
     chosen = settle(mtu, huge)                     before engines run; says what is used from now on
     FLOWCHECK_PLACING=t0-whole@2048                everything this way, fetched 2048 payload bytes ahead
     FLOWCHECK_PLACING=ll=t0@4096,simple=none       these protocols so, the rest as without it
     FLOWCHECK_PLACING=default | measure            nothing measured, nor remembered | measured, whatever is remembered
 
-What was measured is kept in the user's cache directory, a file for each path MTU and page kind. A file that cannot be
-read, or is about something else, is measured anew; one that cannot be written is not. Neither is an error.
+    chosen = settle_updates()                      before replicas begin; FLOWCHECK_UPDATING is its setting
 """
 
 from __future__ import annotations
 
-import json
 import mmap
-import os
-import platform
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import parser.place as place
 from parser.machine import choose_placing
 
-from flowcheck.durable import write_atomic
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import UserError
 from parser.wire import Protocol
+from updater import choosing, tuning
+from updater.choosing import Choice, Measured, Question, SettingError, quickest
+from updater.tuning import Tuning
 
-__all__ = ["DEFAULT", "NAMES", "SETTING", "Choice", "Ground", "Way", "cache_file", "calibrate", "processor", "settle"]
+__all__ = [
+    "DEFAULT", "NAMES", "SETTING", "Ground", "Way", "calibrate", "look_at_updates", "question", "settle",
+    "settle_updates",
+]
 
 SETTING = "FLOWCHECK_PLACING"
-SCHEMA = "flowcheck-placing/1"
 NAMES = {Protocol.LL: "ll", Protocol.LL128: "ll128", Protocol.SIMPLE: "simple"}
 DISTANCES = (1024, 2048, 4096, 8192)
 MOST_AHEAD = 1 << 20
 MEMORY = 16 << 20  # each of the packets and of where they go: more pages than a processor has addresses at hand
 SAMPLE = 256 << 10
 ROUNDS = 9
-WORTH = 0.95  # of the time of what is used without a measurement: less is noise
 MAP_HUGETLB = 0x40000
 
 
@@ -60,142 +59,77 @@ class Way:
 
 
 DEFAULT = Way("t0", 4096)
-Ways = Mapping[Protocol, Way]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What the engines of this process do. how: why it is that, for people."""
-
-    ways: Ways
-    how: str
-    kernels: str = field(default_factory=place.in_use)
-
-    @property
-    def placing(self) -> str:
-        return ", ".join(f"{NAMES[protocol]}={way}" for protocol, way in self.ways.items())
-
-    def __str__(self) -> str:
-        return f"{self.kernels}, {self.placing} ({self.how})"
 
 
 def settle(
     mtu: int = 1024, huge: bool = False, *, measure: bool = True, recall: bool = True, remember: bool = True
-) -> Choice:
-    """Decide, and let every engine of this process do it: call before engines run.
+) -> Choice[Way]:
+    """Decide how packets are placed, and let every engine of this process do it: call before engines run.
 
     huge: packets lie in huge pages. measure: measure where nothing is remembered; else take the default then.
-    recall: use what is remembered. remember: write what was measured. Raises UserError if the setting is no setting.
+    recall, remember: as in choosing.settle. Raises UserError if the setting is not a setting.
     """
-    wanted = os.environ.get(SETTING, "").strip()
-    mode = wanted if wanted in ("", "default", "measure") else ""
-    set_ways = {} if wanted == mode else _parse(wanted)
-    ways: Ways
-    ways, how = dict.fromkeys(NAMES, DEFAULT), f"{SETTING}=default" if mode else "not measured"
-    if len(set_ways) < len(NAMES) and mode != "default":
-        path, key = cache_file(mtu, huge), _key(mtu, huge)
-        known = _read(path, key) if recall and mode != "measure" else None
-        if known is not None:
-            ways, how = known, f"measured before: {path}"
-        elif measure or mode == "measure":
-            begin = time.perf_counter()
-            with Ground(mtu, huge) as ground:
-                ways, pages = calibrate(ground.seconds, mtu), "huge" if ground.huge else "normal"
-            how = f"measured in {1e3 * (time.perf_counter() - begin):.0f} ms on {pages} pages"
-            if remember and ground.huge == huge:
-                _write(path, key, ways)
-    if set_ways:
-        how = SETTING if len(set_ways) == len(NAMES) else f"{SETTING}, the rest {how}"
-    choice = Choice({**ways, **set_ways}, how)
-    for protocol, way in choice.ways.items():
-        choose_placing(protocol, way.name, way.ahead)
+
+    def measured() -> Measured[Way]:
+        with Ground(mtu, huge) as ground:
+            ways = {NAMES[protocol]: way for protocol, way in calibrate(ground.seconds, mtu).items()}
+            return Measured(ways, f"on {'huge' if ground.huge else 'normal'} pages", keep=ground.huge == huge)
+
+    with _settings():
+        choice = choosing.settle(
+            question(mtu, huge), measured, measuring=measure, recall=recall, remember=remember
+        )
+    for protocol, name in NAMES.items():
+        choose_placing(protocol, choice.ways[name].name, choice.ways[name].ahead)
     return choice
 
 
-# -- the setting -------------------------------------------------------------------------------------------
+def settle_updates() -> Choice[Tuning]:
+    """Decide how the replicas of this process are updated, once. Raises UserError if the setting is not a setting."""
+    with _settings():
+        return tuning.settled()
 
 
-def _parse(text: str) -> dict[Protocol, Way]:
-    found: dict[Protocol, Way] = {}
-    by_name = {name: protocol for protocol, name in NAMES.items()}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, way = part.rpartition("=")
-        if equals and name not in by_name:
-            raise _refused(f"{name!r} is no protocol", f"{', '.join(by_name)}, as in ll=t0@4096")
-        found.update(dict.fromkeys([by_name[name]] if equals else NAMES, _way(way)))
-    return found
+def look_at_updates(measure: bool) -> Choice[Tuning]:
+    """What settle_updates would say: nothing is decided or remembered. measure: may it measure? Raises the same."""
+    with _settings():
+        return tuning.settle(measuring=measure, remember=False)
 
 
-def _way(text: str) -> Way:
+@contextmanager
+def _settings() -> Iterator[None]:
+    try:
+        yield
+    except SettingError as error:
+        raise UserError(error.what, where=error.where, remedy=error.remedy) from None
+
+
+def question(mtu: int, huge: bool) -> Question[Way]:
+    pages = "huge" if huge else "normal"
+    facts = {"version": place.version(), "pages": pages, "mtu": mtu}
+    name = f"placing-{mtu}-{pages}"
+    return Question(name, SETTING, tuple(NAMES.values()), DEFAULT, _parse, place.in_use(), facts)
+
+
+def _parse(text: str) -> Way:
     name, at, ahead = text.partition("@")
     if name not in place.ways():
-        raise _refused(f"{name!r} is no way of placing", f"default, measure or one of {', '.join(place.ways())}")
+        remedy = f"default, measure or one of {', '.join(place.ways())}"
+        raise SettingError(f"{name!r} is not a way of placing", SETTING, remedy)
     if at and not (ahead.isascii() and ahead.isdigit() and 0 < int(ahead) <= MOST_AHEAD):
-        raise _refused(f"{ahead!r} is no distance", f"payload bytes, 1 to {MOST_AHEAD}, as in t0@4096")
+        remedy = f"payload bytes, 1 to {MOST_AHEAD}, as in t0@4096"
+        raise SettingError(f"{ahead!r} is not a distance", SETTING, remedy)
     return Way(name, int(ahead) if at else DEFAULT.ahead)
-
-
-def _refused(what: str, remedy: str) -> UserError:
-    return UserError(what, where=f"environment variable {SETTING}", remedy=remedy)
-
-
-# -- what is remembered ------------------------------------------------------------------------------------
-
-
-def processor() -> str:
-    """Name, family, model and stepping, as the kernel tells them."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
-    except OSError:
-        text = ""
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
-    numbers = [fields[key] for key in ("cpu family", "model", "stepping") if key in fields]
-    name = " ".join((fields.get("model name") or platform.machine()).split())
-    return f"{name} ({'/'.join(numbers)})" if numbers else name
-
-
-def cache_file(mtu: int, huge: bool) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    folder = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".cache"
-    return folder / "flowcheck" / f"placing-{mtu}-{'huge' if huge else 'normal'}.json"
-
-
-def _key(mtu: int, huge: bool) -> dict[str, object]:
-    return {
-        "schema": SCHEMA, "processor": processor(), "kernels": place.in_use(), "version": place.version(),
-        "pages": "huge" if huge else "normal", "mtu": mtu,
-    }  # fmt: skip
-
-
-def _read(path: Path, key: dict[str, object]) -> dict[Protocol, Way] | None:
-    """None: nothing that can be used."""
-    try:
-        with path.open("rb") as file:
-            data = json.loads(file.read(1 << 16))
-        if {name: data[name] for name in key} != key:
-            return None
-        return {protocol: _way(data["ways"][name]) for protocol, name in NAMES.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
-
-
-def _write(path: Path, key: dict[str, object], ways: Ways) -> None:
-    text = json.dumps({**key, "ways": {NAMES[protocol]: str(way) for protocol, way in ways.items()}}, indent=1)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, text.encode() + b"\n")
-    except (OSError, EnvironmentProblem):
-        pass  # measured again at the next start
 
 
 # -- measuring ---------------------------------------------------------------------------------------------
 
 
-Seconds = Callable[[Protocol, Way, bool], float]
+Seconds = Callable[[Protocol, bool, Way], float]
 
 
 def calibrate(seconds: Seconds, mtu: int) -> dict[Protocol, Way]:
-    """The best way of each protocol. seconds(protocol, way, written): a short sample; written: until the bytes are in
+    """The best way of each protocol. seconds(protocol, written, way): a short sample; written: until the bytes are in
     memory, which is what a way that stores through the cache leaves for later."""
     fetches = [name for name in place.ways() if not name.endswith("-regular")]
     distances = sorted({max(mtu, distance) for distance in DISTANCES})
@@ -203,22 +137,12 @@ def calibrate(seconds: Seconds, mtu: int) -> dict[Protocol, Way]:
     candidates = [DEFAULT, *(way for way in near_and_far if way.name != "none" or way.ahead == DEFAULT.ahead)]
     best: dict[Protocol, Way] = {}
     for protocol in NAMES:
-        way = _best(candidates, protocol, seconds, False)
+        read, written = partial(seconds, protocol, False), partial(seconds, protocol, True)
+        way = quickest(candidates, read, ROUNDS)
         if way.name != "none":
-            way = _best([way, *(Way(way.name, distance) for distance in distances)], protocol, seconds, False)
-        best[protocol] = _best([way, Way(f"{way.name}-regular", way.ahead)], protocol, seconds, True)
+            way = quickest([way, *(Way(way.name, distance) for distance in distances)], read, ROUNDS)
+        best[protocol] = quickest([way, Way(f"{way.name}-regular", way.ahead)], written, ROUNDS)
     return best
-
-
-def _best(ways: list[Way], protocol: Protocol, seconds: Seconds, written: bool) -> Way:
-    """The quickest, judged by each way's best sample: what disturbs one only adds to it. The first, unless another is
-    clearly better, and was in most rounds. Samples alternate."""
-    ways = list(dict.fromkeys(ways))
-    taken = [[seconds(protocol, way, written) for way in ways] for _ in range(ROUNDS)]
-    least = [min(column) for column in zip(*taken, strict=True)]
-    won = [sum(row[i] < row[0] for row in taken) for i in range(len(ways))]
-    good = [i for i in range(1, len(ways)) if least[i] < WORTH * least[0] and won[i] > 0.7 * ROUNDS]
-    return ways[min(good, key=least.__getitem__, default=0)]
 
 
 class Ground:
@@ -243,7 +167,7 @@ class Ground:
         self._flags = np.zeros(SAMPLE // self.mtu, np.uint64)
         self._next = 0
 
-    def seconds(self, protocol: Protocol, way: Way, written: bool) -> float:
+    def seconds(self, protocol: Protocol, written: bool, way: Way) -> float:
         """One sample: another stretch of packets each time, none of it in any cache."""
         n = self._flags.size
         if self._next + n > self._payloads.size:

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from dataplane.capture import PcapSource, memory_needed
 from dataplane.pcapfile import PcapInfo
 from dataplane.pydpdk.eal import Eal
-from flowcheck.calibration import settle
+from flowcheck.calibration import settle, settle_updates
 from flowcheck.checkpoint import check_replaceable
 from flowcheck.durable import adopt, make_directory, remove_tree, reporting
 from flowcheck.errors import UserError
@@ -88,6 +88,8 @@ class ReplaySession:
 
     def __post_init__(self) -> None:
         settle(self.plan.engine.mtu, measure=False)  # what is known: a replay does not pay for a measurement
+        if self.plan.job.optimizer is not None:
+            settle_updates()
         self.engine = Engine(self.plan.engine)
         self.judge = Judge(self.plan, self.engine)
         self.gathered = GatheredParameters(self.plan)

@@ -29,8 +29,8 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("untimed")
 
-# No node that a test starts measures this machine, or leaves what it measured with the user.
-os.environ["FLOWCHECK_PLACING"] = "default"
+# No node and no replica of a test measures this machine, or leaves what it measured with the user.
+os.environ["FLOWCHECK_PLACING"] = os.environ["FLOWCHECK_UPDATING"] = "default"
 
 
 # `make test` gives each core a worker of pytest-xdist, and a worker takes whole files. What uses the machine itself

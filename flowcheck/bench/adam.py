@@ -13,7 +13,8 @@ As one tensor and as 200, on one and on two threads. All sides use the same memo
     adam.SHAPE.THREADS.in-place          ours against a roof that stores through the cache where it has just read, which
                                          a replica cannot do (it would overwrite the version it serves); for information
 
-MODE is one of the rounding modes (docs/updater.md).
+MODE is one of the rounding modes (docs/updater.md). How this machine updates is measured first, and is part of every
+row.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from flowcheck.bench.rows import Row, alternate, here
 from flowcheck.bench.traffic import aligned
 from updater import kernels
 from updater.dialects import DIALECTS, Dialect, cpu_root, rule
-from updater.tuning import chosen
+from updater.tuning import PART, Tuning, settle
 
 __all__ = ["run"]
 
@@ -50,12 +51,13 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
     count = min(PARAMETERS, ring_bytes * 2 // 5) // (200 * LINE) * (200 * LINE)
     arena = _Arena(count)
     before = torch.get_num_threads()
+    tuning = settle(recall=False, remember=False).ways[PART]
     rows = []
     try:
         for shape, tensors in SHAPES.items():
             for threads in (1, 2):
                 torch.set_num_threads(threads)
-                rows += _rows(arena, shape, tensors, threads, rounds)
+                rows += _rows(arena, shape, tensors, threads, rounds, tuning)
     finally:
         torch.set_num_threads(before)
     return rows
@@ -79,9 +81,9 @@ class _Arena:
             tensor.zero_()
 
 
-def _rows(arena: _Arena, shape: str, tensors: int, threads: int, rounds: int) -> list[Row]:
-    pool = kernels.Pool(threads, "", *chosen())
-    setting = here(adam=str(chosen()), root=cpu_root())
+def _rows(arena: _Arena, shape: str, tensors: int, threads: int, rounds: int, tuning: Tuning) -> list[Row]:
+    pool = kernels.Pool(threads, "", *tuning)
+    setting = here(adam=str(tuning), root=cpu_root())
     contenders: dict[str, Callable[[], float]] = {
         "roof": _roof(arena, arena.g, threads), "roof.bf16": _roof(arena, arena.narrow, threads),
         "in-place": _roof(arena, arena.g, threads, in_place=True),

@@ -29,7 +29,7 @@ from parser.machine import Engine, choose_icrc, icrc_kernels
 from flowcheck.bench import limits
 from flowcheck.bench.rows import Row, alternate, here
 from flowcheck.bench.traffic import Traffic, aligned, data_bytes, make
-from flowcheck.calibration import Way, settle
+from flowcheck.calibration import NAMES, Way, settle
 from parser.wire import Protocol
 
 __all__ = ["run"]
@@ -50,7 +50,7 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
     for mtu in ENGINE_TARGETS:
         ways = settle(mtu, recall=False, remember=False).ways
         for protocol in Protocol:
-            rows += _rows(protocol, mtu, ways[protocol], rounds, ring_bytes)
+            rows += _rows(protocol, mtu, ways[NAMES[protocol]], rounds, ring_bytes)
     return rows
 
 

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from flowcheck.bench.traffic import aligned
-from flowcheck.calibration import processor
+from flowcheck.calibration import NAMES, Way
 from parser.wire import Protocol
+from updater.choosing import processor
 
 __all__ = ["Row", "Samples", "Setting", "alternate", "here", "page_kind", "print_rows", "quantile"]
 
@@ -46,7 +47,7 @@ class Setting:
 def here(pages: str | None = None, **choices: str) -> Setting:
     """The setting of a bench in this process, as it is at the moment. pages: if not those of ordinary memory."""
     kernels, ways = placing()
-    placed = {p.name.lower(): f"{way}@{ahead}" for p, (way, ahead) in zip(Protocol, ways, strict=True)}
+    placed = {NAMES[protocol]: str(Way(*way)) for protocol, way in zip(Protocol, ways, strict=True)}
     return Setting(processor(), pages or _ordinary_pages(), kernels, {**placed, **choices})
 
 

@@ -23,7 +23,7 @@ import typer
 from dataplane.live import LiveConfig, LiveSource, start_eal
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck import __version__
-from flowcheck.calibration import settle
+from flowcheck.calibration import settle, settle_updates
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
 from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.control import ControlServer
@@ -62,6 +62,7 @@ class Node:
             )  # fmt: skip
             eal = undo.enter_context(start_eal(live, huge=capture.huge))
             say("placing", text=str(settle(capture.path_mtu or 1024, eal.huge)))
+            say("updating", text=str(settle_updates()))
             self._capture = undo.enter_context(LiveSource(eal, live))
             self._port = Port(self._capture, config.groups, capture.device)
             self._drops = Drops(capture, lambda: self._port.drops, say)

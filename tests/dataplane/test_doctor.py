@@ -16,8 +16,8 @@ import pytest
 
 from dataplane.engines import EngineDevice, choose, find_engines
 from dataplane.pydpdk import ffi as ffi_module
-from flowcheck import doctor
-from flowcheck.doctor import Machine, Wanted, cpu_list, examine
+from flowcheck.doctor import Machine, Wanted, devices, examine
+from flowcheck.doctor.machine import cpu_list
 
 NIC = "0000:81:00.0"
 CHECKED = ("dpdk", "privileges", "huge pages", "cores", "dma engines", "devices")
@@ -198,14 +198,14 @@ def test_version(tree, monkeypatch, version, level):
 
 def test_offloads(tree, veth, monkeypatch):
     pair = veth(1500)
-    values = {doctor.ETHTOOL_GGRO: 0, doctor.ETHTOOL_GFLAGS: 0}
-    monkeypatch.setattr(doctor, "_ethtool", lambda interface, command: values[command])
+    values = {devices.ETHTOOL_GGRO: 0, devices.ETHTOOL_GFLAGS: 0}
+    monkeypatch.setattr(devices, "_ethtool", lambda interface, command: values[command])
     assert wrong(tree.find(f"af_packet:{pair.near}")) == []
-    values[doctor.ETHTOOL_GGRO], values[doctor.ETHTOOL_GFLAGS] = 1, doctor.FLAG_LRO
+    values[devices.ETHTOOL_GGRO], values[devices.ETHTOOL_GFLAGS] = 1, devices.FLAG_LRO
     assert [f.remedy for f in wrong(tree.find(f"af_packet:{pair.near}"))] == [
         f"ethtool -K {pair.near} gro off", f"ethtool -K {pair.near} lro off",
     ]  # fmt: skip
-    values[doctor.ETHTOOL_GGRO] = values[doctor.ETHTOOL_GFLAGS] = 0
+    values[devices.ETHTOOL_GGRO] = values[devices.ETHTOOL_GFLAGS] = 0
     shutil.rmtree(tree.root / "sys/fs/bpf")
     (bpf,) = wrong(tree.find(f"af_xdp:{pair.near}"))
     assert bpf.level == "warning" and bpf.remedy == "mount -t bpf bpf /sys/fs/bpf"
@@ -223,7 +223,7 @@ def doctor_set_gro(interface, on):
     value = array.array("B", struct.pack("II", 0x2C, on))
     request = struct.pack("16sP16x", interface.encode(), value.buffer_info()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        fcntl.ioctl(asked, doctor.SIOCETHTOOL, request)
+        fcntl.ioctl(asked, devices.SIOCETHTOOL, request)
 
 
 @pytest.mark.parametrize("name", ["eth0:1", "a" * 40, "../../x", "\udcff", "a b"])

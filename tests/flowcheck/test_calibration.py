@@ -1,4 +1,5 @@
-"""How a machine's way of placing is decided, remembered and overridden. What is quicker here is no test's business."""
+"""How a machine's way of placing is decided, by the rule of tests/updater/test_choosing.py. What is quicker here is no
+test's business."""
 
 from __future__ import annotations
 
@@ -13,12 +14,17 @@ import numpy as np
 import pytest
 from parser.machine import Engine, choose_icrc, choose_placing, icrc_kernels, placing
 
-from flowcheck import calibration, doctor
+from flowcheck import calibration
 from flowcheck.bench.traffic import make
-from flowcheck.calibration import DEFAULT, SETTING, Ground, Way, cache_file, calibrate, settle
+from flowcheck.calibration import DEFAULT, NAMES, SETTING, Ground, Way, calibrate, question, settle
+from flowcheck.doctor import Machine, Wanted, host
 from flowcheck.errors import UserError
 from parser import place
 from parser.wire import Protocol
+from updater import kernels, tuning
+from updater.choosing import cache_file, key
+
+ALL_DEFAULT = dict.fromkeys(NAMES.values(), DEFAULT)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +44,7 @@ def used() -> list[Way]:
 
 def times(**least: float):  # type: ignore[no-untyped-def]
     """Seconds by the way's text, 1.0 for the others."""
-    return lambda protocol, way, written: least.get(str(way).replace("-", "_").replace("@", "_at_"), 1.0)
+    return lambda protocol, written, way: least.get(str(way).replace("-", "_").replace("@", "_at_"), 1.0)
 
 
 # -- what is decided -----------------------------------------------------------------------------------------
@@ -59,7 +65,7 @@ def test_noise_changes_nothing() -> None:
     assert calibrate(times(nta_at_4096=0.98), 1024) == dict.fromkeys(Protocol, DEFAULT)
     count = 0
 
-    def seldom(protocol: Protocol, way: Way, written: bool) -> float:
+    def seldom(protocol: Protocol, written: bool, way: Way) -> float:
         nonlocal count
         count += way.name == "nta"
         return 0.5 if way.name == "nta" and count % 9 == 0 else 1.0 if way == DEFAULT else 1.1
@@ -70,7 +76,7 @@ def test_noise_changes_nothing() -> None:
 def test_a_distance_is_at_least_one_packet() -> None:
     seen = set()
 
-    def seconds(protocol: Protocol, way: Way, written: bool) -> float:
+    def seconds(protocol: Protocol, written: bool, way: Way) -> float:
         seen.add(way.ahead)
         return 1.0
 
@@ -81,7 +87,7 @@ def test_a_distance_is_at_least_one_packet() -> None:
 def test_stores_are_compared_until_they_are_in_memory() -> None:
     asked = {}
 
-    def seconds(protocol: Protocol, way: Way, written: bool) -> float:
+    def seconds(protocol: Protocol, written: bool, way: Way) -> float:
         asked.setdefault(way.name, set()).add(written)
         return 1.0
 
@@ -95,7 +101,7 @@ def test_every_way_can_be_measured(mtu: int, huge: bool) -> None:
     with Ground(mtu, huge) as ground:
         for protocol in Protocol:
             for name in place.ways():
-                assert all(ground.seconds(protocol, Way(name, 16384), written) > 0 for written in (False, True))
+                assert all(ground.seconds(protocol, written, Way(name, 16384)) > 0 for written in (False, True))
         assert not ground.huge or huge
 
 
@@ -107,23 +113,25 @@ def test_what_was_measured_is_remembered() -> None:
     assert "measured in" in first.how and "normal pages" in first.how
     assert used() == list(first.ways.values())
     again = settle(1024, measure=False)
-    assert again.ways == {p: calibration._way(str(w)) for p, w in first.ways.items()}
-    assert again.how == f"measured before: {cache_file(1024, False)}"
+    assert again.ways == {part: question(1024, False).parse(str(way)) for part, way in first.ways.items()}
+    assert again.how == f"measured before: {cache_file(question(1024, False))}"
     assert settle(4096, measure=False).how == "not measured", "another MTU is another question"
     assert settle(1024, measure=False, recall=False).how == "not measured"
-    assert [path.name for path in cache_file(1024, False).parent.iterdir()] == ["placing-1024-normal.json"]
+    assert [path.name for path in cache_file(question(1024, False)).parent.iterdir()] == ["placing-1024-normal.json"]
 
 
-def test_without_a_measurement_the_default() -> None:
-    assert settle(1024, measure=False).ways == dict.fromkeys(Protocol, DEFAULT)
-    assert not cache_file(1024, False).exists()
+def test_huge_pages_that_are_not_free_are_not_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = calibration._pages
+    monkeypatch.setattr(calibration, "_pages", lambda size, huge: pages(size, False))
+    assert settle(1024, True).how.endswith("on normal pages")
+    assert not cache_file(question(1024, True)).exists() and not cache_file(question(1024, False)).exists()
 
 
 def remembered(**changes: object) -> None:
     ways = {"ll": "nta@2048", "ll128": "t0-whole@4096", "simple": "none"}
-    path = cache_file(1024, False)
+    path = cache_file(question(1024, False))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**calibration._key(1024, False), "ways": ways, **changes}))
+    path.write_text(json.dumps({**key(question(1024, False)), "ways": ways, **changes}))
 
 
 def test_a_remembered_choice_is_used() -> None:
@@ -135,37 +143,14 @@ def test_a_remembered_choice_is_used() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"processor": "another"}, {"version": place.version() + 1}, {"kernels": "mmx"}, {"schema": "x/2"}, {"mtu": 512},
-        {"pages": "huge"}, {"ways": {"ll": "nta@2048"}}, {"ways": {"ll": "t9", "ll128": "t0", "simple": "t0"}},
-        {"ways": {"ll": "t0@0", "ll128": "t0", "simple": "t0"}}, {"ways": {"ll": 7, "ll128": 7, "simple": 7}},
-        {"ways": []}, {"ways": None},
+        {"version": place.version() + 1}, {"mtu": 512}, {"pages": "huge"},
+        {"ways": {"ll": "t9", "ll128": "t0", "simple": "t0"}}, {"ways": {"ll": "t0@0", "ll128": "t0", "simple": "t0"}},
     ],
 )  # fmt: skip
-def test_a_stale_memory_is_none(changes: dict[str, object]) -> None:
+def test_what_is_about_something_else_is_not(changes: dict[str, object]) -> None:
     remembered(**changes)
-    assert settle(1024, measure=False).ways == dict.fromkeys(Protocol, DEFAULT)
-    assert "measured in" in settle(1024).how
-    assert "measured before" in settle(1024, measure=False).how, "it was written anew"
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 60000, b'{"a": 1' + b" " * 70000])
-def test_an_unreadable_memory_is_none(content: bytes) -> None:
-    path = cache_file(1024, False)
-    path.parent.mkdir(parents=True)
-    path.write_bytes(content)
-    assert settle(1024, measure=False).how == "not measured"
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(cache: Path) -> None:
-    (cache / "flowcheck").write_text("a file where the folder should be")
-    assert "measured in" in settle(1024).how
-    assert settle(1024, measure=False).how == "not measured"
-
-
-def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_file(1024, True) == tmp_path / ".cache/flowcheck/placing-1024-huge.json"
+    assert settle(1024, measure=False).ways == ALL_DEFAULT
+    assert used() == [DEFAULT] * 3
 
 
 # -- the setting ---------------------------------------------------------------------------------------------
@@ -191,7 +176,7 @@ def test_the_setting_decides(monkeypatch: pytest.MonkeyPatch, text: str, ways: l
 def test_the_setting_goes_before_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     remembered()
     monkeypatch.setenv(SETTING, "default")
-    assert settle(1024).ways == dict.fromkeys(Protocol, DEFAULT)
+    assert settle(1024).ways == ALL_DEFAULT
     monkeypatch.setenv(SETTING, "ll=t0")
     assert list(settle(1024).ways.values()) == [DEFAULT, Way("t0-whole", 4096), Way("none", DEFAULT.ahead)]
     monkeypatch.setenv(SETTING, "measure")
@@ -205,18 +190,28 @@ def test_a_wrong_setting_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) 
     with pytest.raises(UserError, match=SETTING):
         settle(1024)
     assert used() == before
-    finding = next(doctor.check_placing(doctor.Machine(), doctor.Wanted()))
+    finding = next(host.check_placing(Machine(), Wanted()))
     assert finding.level == "unusable" and SETTING in finding.text and finding.remedy
 
 
-def test_the_doctor_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_setting_of_the_update_is_refused_in_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(tuning.SETTING, "9-vectors")
+    with pytest.raises(UserError, match=tuning.SETTING):
+        calibration.look_at_updates(measure=False)
+    finding = next(host.check_updating(Machine(), Wanted()))
+    assert finding.level == "unusable" and tuning.SETTING in finding.text and finding.remedy
+
+
+def test_the_doctor_says_both(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     monkeypatch.setenv(SETTING, "ll=t0-whole@2048")
+    monkeypatch.setenv(tuning.SETTING, "2-vectors@1024")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-P", "-m", "flowcheck", "doctor", "--json"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    found = [f for f in json.loads(done.stdout)["findings"] if f["check"] == "placing"]
-    assert len(found) == 1 and "ll=t0-whole@2048" in found[0]["text"] and place.in_use() in found[0]["text"]
-    assert not cache_file(1024, False).exists(), "the doctor changes nothing"
+    found = {f["check"]: f["text"] for f in json.loads(done.stdout)["findings"]}
+    assert "ll=t0-whole@2048" in found["placing"] and place.in_use() in found["placing"]
+    assert found["updating"] == f"{kernels.in_use()}, 2-vectors@1024 ({tuning.SETTING})"
+    assert not list(cache.iterdir()), "the doctor changes nothing"
 
 
 # -- the bytes -----------------------------------------------------------------------------------------------

@@ -1,40 +1,81 @@
-"""Which way of storing and fetching is chosen, from samples that a test makes up; and the form of real samples."""
+"""How versions are stored is chosen: what is measured, the text of a choice, and that a process keeps it."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 
-from updater import kernels, tuning
-from updater.tuning import CHOICES, MARGIN, Tuning, measure, pick
-
-FIRST, OTHER, THIRD = CHOICES[:3]
-
-
-def test_the_first_choice_stays_unless_it_is_beaten_by_more_than_the_margin() -> None:
-    assert pick({FIRST: [1.0], OTHER: [0.99 - MARGIN]}) == OTHER
-    assert pick({FIRST: [1.0], OTHER: [1.01 - MARGIN]}) == FIRST
-    assert pick({FIRST: [1.0], OTHER: [0.9], THIRD: [0.8]}) == THIRD
-    assert pick({FIRST: [1.0], OTHER: [1.0]}) == FIRST
+from updater import choosing, kernels, tuning
+from updater.choosing import SettingError, cache_file
+from updater.optimizers import OptimizerSpec
+from updater.replica import Replica
+from updater.tuning import CHOICES, PART, SETTING, Ground, Tuning, chosen, question, settle, settled
 
 
-def test_a_round_that_was_disturbed_decides_nothing() -> None:
-    assert pick({FIRST: [1.0, 9.0, 1.0], OTHER: [1.1, 1.1, 0.1]}) == FIRST
-    assert pick({FIRST: [1.0, 0.1, 1.0], OTHER: [0.9, 9.0, 0.9]}) == OTHER
-
-
-@given(st.dictionaries(st.sampled_from(CHOICES), st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=9), min_size=1))
-def test_what_is_picked_was_measured(seconds: dict[Tuning, list[float]]) -> None:
-    assert pick(seconds) in seconds
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache of this test's own, small pieces, and a process that has not chosen; afterwards it has not either."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(SETTING, raising=False)
+    monkeypatch.setattr(tuning, "PIECE", 1 << 12)
+    settled.cache_clear()
+    yield tmp_path
+    settled.cache_clear()
 
 
 @pytest.mark.parametrize("kernel", kernels.names()[:-1])
-def test_every_choice_is_one_that_a_pool_takes_and_is_measured_each_round(
-    kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tuning, "PIECE", 1 << 12)
-    seconds = measure(3, kernel)
-    assert list(seconds) == list(CHOICES) and len(set(CHOICES)) == len(CHOICES)
-    assert all(len(taken) == 3 and min(taken) > 0 for taken in seconds.values())
-    assert str(Tuning(2, 1024)) == "2 vectors, 1024 bytes ahead" and str(FIRST) == "8 vectors, nothing fetched"
+def test_every_choice_is_one_that_a_pool_takes_and_can_be_measured(kernel: str) -> None:
+    ground = Ground(kernel)
+    assert all(ground.seconds(choice) > 0 for choice in CHOICES for _ in range(8))
+    assert len(set(CHOICES)) == len(CHOICES)
+
+
+def test_a_choice_is_read_from_its_text() -> None:
+    for choice in (*CHOICES, Tuning(1, 1 << 16)):
+        assert question().parse(str(choice)) == choice
+    assert [str(choice) for choice in CHOICES[:4]] == ["8-vectors", "4-vectors", "2-vectors", "2-vectors@1024"]
+
+
+@pytest.mark.parametrize(
+    "text", ["8", "3-vectors", "16-vectors", "2-vectors@", "2-vectors@65537", "2-vectors@-1", "update=", "８-vectors"]
+)
+def test_a_wrong_setting_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(SETTING, text)
+    with pytest.raises(SettingError, match=f"environment variable {SETTING}: .* is not a way of updating"):
+        chosen()
+
+
+def test_what_was_measured_is_remembered_and_says_for_which_kernels() -> None:
+    first = settle()
+    assert first.how.startswith("measured in ") and first.kernels == kernels.in_use() and first.ways[PART] in CHOICES
+    again = settle()
+    assert again.ways == first.ways and again.how == f"measured before: {cache_file(question())}"
+    kept = json.loads(cache_file(question()).read_text())
+    assert kept["ways"] == {PART: str(first.ways[PART])} and kept["kernels"] == kernels.in_use()
+
+
+def test_the_quickest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ground, "seconds", lambda self, choice: 0.9 if choice == CHOICES[3] else 1.0)
+    assert settle().ways == {PART: CHOICES[3]}
+
+
+def test_a_process_chooses_once_and_its_replicas_do_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTING, "4-vectors@64")
+    assert chosen() == Tuning(4, 64)
+    monkeypatch.setenv(SETTING, "2-vectors")
+    assert chosen() == Tuning(4, 64) and settle().ways[PART] == Tuning(2, 0)
+    replica = Replica({"w": torch.zeros(8)}, OptimizerSpec.check("adam", [(["w"], {"lr": 0.1})]))
+    assert "4-vectors@64" in replica.kernels
+    replica.close()
+
+
+def test_both_questions_are_put_in_one_form() -> None:
+    from flowcheck import calibration
+
+    for asked in (question(), calibration.question(1024, False)):
+        assert set(choosing.key(asked)) >= {"schema", "processor", "kernels", "version"}
+        assert asked.parse(str(asked.default)) == asked.default and asked.setting.startswith("FLOWCHECK_")

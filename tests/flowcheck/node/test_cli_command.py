@@ -79,10 +79,11 @@ def test_options_of_the_command(
     monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=lambda _: os.kill(os.getpid(), signal.SIGTERM)))
     assert command("--json", "--keep-hashes", str(tmp_path / "hashes")) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    events = ["placing", "listening", "stopping", "capture", "stopped"]
+    events = ["placing", "updating", "listening", "stopping", "capture", "stopped"]
     assert [line["event"] for line in said] == events
     assert set(json.loads((tmp_path / "status.json").read_text())) == set(events)
     assert "ll=t0@4096" in said[0]["text"] and "FLOWCHECK_PLACING=default" in said[0]["text"]
+    assert said[1]["text"].endswith(", 8-vectors (FLOWCHECK_UPDATING=default)")
     assert (tmp_path / "hashes").exists()
 
 

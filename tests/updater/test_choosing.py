@@ -1,0 +1,244 @@
+"""The one rule by which ways are chosen, with samples that a test makes up; what is remembered; the setting."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from updater import choosing
+from updater.choosing import Choice, Measured, Question, SettingError, cache_file, key, processor, quickest, settle
+
+SETTING = "FLOWCHECK_TESTED_WAY"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache of this test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(SETTING, raising=False)
+    yield tmp_path
+
+
+# -- the rule ------------------------------------------------------------------------------------------------
+
+
+def from_rounds(*rounds: Mapping[str, float]) -> Callable[[str], float]:
+    """seconds(way) that gives the way's sample of the next round."""
+    left = {way: iter([row[way] for row in rounds]) for way in rounds[0]}
+    return lambda way: next(left[way])
+
+
+def test_the_first_way_stays_unless_another_is_clearly_quicker() -> None:
+    for other, chosen in ((0.94, "b"), (0.96, "a"), (1.0, "a"), (2.0, "a")):
+        assert quickest(["a", "b"], {"a": 1.0, "b": other}.__getitem__, 9) == chosen
+    assert quickest(["a", "b", "c"], {"a": 1.0, "b": 0.9, "c": 0.8}.__getitem__, 9) == "c"
+    assert quickest(["a"], {"a": 1.0}.__getitem__, 9) == "a"
+
+
+def test_a_lucky_sample_decides_nothing() -> None:
+    """Two samples of nine at half the time, of a way that is else a little slower."""
+    rounds = [{"a": 1.0, "b": 0.5 if number in (2, 5) else 1.1} for number in range(9)]
+    assert quickest(["a", "b"], from_rounds(*rounds), 9) == "a"
+
+
+def test_disturbed_samples_decide_nothing() -> None:
+    """The better way is disturbed in two rounds, however much; or the first is, which makes nobody better."""
+    quick = [{"a": 1.0, "b": 90.0 if number in (0, 8) else 0.9} for number in range(9)]
+    assert quickest(["a", "b"], from_rounds(*quick), 9) == "b"
+    equal = [{"a": 90.0 if number in (0, 8) else 1.0, "b": 1.0} for number in range(9)]
+    assert quickest(["a", "b"], from_rounds(*equal), 9) == "a"
+
+
+def test_what_won_few_rounds_is_not_chosen() -> None:
+    """Its quartile is the best, and yet the first was quicker in four of nine rounds."""
+    rounds = [{"a": 1.0, "b": 0.9 if number < 5 else 1.2} for number in range(9)]
+    assert sorted(row["b"] for row in rounds)[9 // 4] < choosing.WORTH
+    assert quickest(["a", "b"], from_rounds(*rounds), 9) == "a"
+
+
+def test_a_way_that_is_slower_is_not_chosen_on_a_busy_machine() -> None:
+    """Half of all samples take up to twice as long. By their medians a wrong one would win one time in six."""
+    chance = random.Random(1)
+    true = {"a": 1.0, "b": 1.2, "c": 1.3, "d": 1.1, "e": 1.25}
+
+    def seconds(way: str) -> float:
+        return true[way] * (chance.uniform(1, 2) if chance.random() < 0.5 else 1)
+
+    chosen = [quickest(list(true), seconds, 25) for _ in range(200)]
+    assert chosen == ["a"] * 200
+
+
+def test_rounds_alternate() -> None:
+    asked: list[str] = []
+
+    def seconds(way: str) -> float:
+        asked.append(way)
+        return 1.0
+
+    quickest(["a", "b", "a", "c"], seconds, 3)
+    assert "".join(asked) == "cbaabccba", "each way once a round, and nobody always after the same other"
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=12, max_size=12), st.integers(1, 4))
+def test_what_is_chosen_was_measured(samples: list[float], rounds: int) -> None:
+    left = iter(samples)
+    assert quickest(["a", "b", "c"], lambda way: next(left), rounds) in ("a", "b", "c")
+
+
+# -- deciding ------------------------------------------------------------------------------------------------
+
+
+def parse(text: str) -> str:
+    if text not in ("slow", "fast", "odd"):
+        raise SettingError(f"{text!r} is not a way", SETTING, "slow, fast or odd")
+    return text
+
+
+def question(parts: tuple[str, ...] = ("left", "right"), **facts: object) -> Question[str]:
+    return Question("tested", SETTING, parts, "slow", parse, "avx", {"version": 1, **facts})
+
+
+class Measure:
+    """Finds `fast` for all parts, and counts how often it was asked."""
+
+    def __init__(self, keep: bool = True) -> None:
+        self.asked, self.keep = 0, keep
+
+    def __call__(self) -> Measured[str]:
+        self.asked += 1
+        return Measured({"left": "fast", "right": "fast"}, "on no pages", self.keep)
+
+
+FAST = {"left": "fast", "right": "fast"}
+SLOW = {"left": "slow", "right": "slow"}
+
+
+def test_what_was_measured_is_remembered() -> None:
+    measure = Measure()
+    first = settle(question(), measure)
+    assert first.ways == FAST and first.how.startswith("measured in ") and first.how.endswith(" ms on no pages")
+    again = settle(question(), measure)
+    assert again == Choice(FAST, f"measured before: {cache_file(question())}", "avx") and measure.asked == 1
+    assert settle(question(), measure, recall=False, remember=False).ways == FAST and measure.asked == 2
+    assert settle(question(), measure, measuring=False, recall=False).how == "not measured"
+    assert [path.name for path in cache_file(question()).parent.iterdir()] == ["tested.json"]
+
+
+def test_what_must_not_be_kept_is_not_written() -> None:
+    settle(question(), Measure(), remember=False)
+    settle(question(), Measure(keep=False))
+    assert not cache_file(question()).exists()
+
+
+def test_without_a_measurement_the_default() -> None:
+    assert settle(question(), Measure(), measuring=False) == Choice(SLOW, "not measured", "avx")
+    assert not cache_file(question()).exists()
+
+
+def test_a_choice_says_itself() -> None:
+    assert str(Choice(FAST, "why", "avx")) == "avx, left=fast, right=fast (why)"
+    assert str(Choice({"all": "fast"}, "why", "avx")) == "avx, fast (why)"
+
+
+# -- what is remembered --------------------------------------------------------------------------------------
+
+
+def remembered(**changes: object) -> None:
+    path = cache_file(question())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**key(question()), "ways": FAST, **changes}))
+
+
+def test_the_file_says_what_it_is_about() -> None:
+    settle(question(), Measure())
+    assert json.loads(cache_file(question()).read_text()) == {
+        "schema": "flowcheck-choice/1", "processor": processor(), "kernels": "avx", "version": 1, "ways": FAST,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"processor": "another"}, {"version": 2}, {"kernels": "mmx"}, {"schema": "x/2"}, {"ways": {"left": "fast"}},
+        {"ways": {"left": "fast", "right": "faster"}}, {"ways": {"left": 7, "right": 7}}, {"ways": []}, {"ways": None},
+    ],
+)  # fmt: skip
+def test_a_stale_memory_is_none(changes: dict[str, object]) -> None:
+    remembered()
+    assert settle(question(), Measure(), measuring=False).ways == FAST
+    remembered(**changes)
+    assert settle(question(), Measure(), measuring=False).ways == SLOW
+    assert "measured in" in settle(question(), Measure()).how
+    assert "measured before" in settle(question(), Measure(), measuring=False).how, "it was written anew"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 60000, b'{"a": 1' + b" " * 70000])
+def test_an_unreadable_memory_is_none(content: bytes) -> None:
+    path = cache_file(question())
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    assert settle(question(), Measure(), measuring=False).how == "not measured"
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(cache: Path) -> None:
+    (cache / "flowcheck").write_text("a file where the folder should be")
+    assert settle(question(), Measure()).ways == FAST
+    assert settle(question(), Measure(), measuring=False).how == "not measured"
+
+
+def test_a_place_that_is_taken_leaves_nothing_aside() -> None:
+    cache_file(question()).mkdir(parents=True)
+    assert settle(question(), Measure()).ways == FAST
+    assert [path.name for path in cache_file(question()).parent.iterdir()] == ["tested.json"]
+
+
+def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_file(question()) == tmp_path / ".cache/flowcheck/tested.json"
+
+
+# -- the setting ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "left", "right", "how", "asked"),
+    [
+        ("odd", "odd", "odd", SETTING, 0), ("left=odd", "odd", "fast", f"{SETTING}, the rest measured in", 1),
+        (" left=odd , right=slow,", "odd", "slow", SETTING, 0), ("odd,right=slow", "odd", "slow", SETTING, 0),
+        ("left=slow,odd", "odd", "odd", SETTING, 0), ("default", "slow", "slow", f"{SETTING}=default", 0),
+        ("measure", "fast", "fast", "measured in", 1), (" ", "fast", "fast", "measured in", 1),
+    ],
+)  # fmt: skip
+def test_the_setting_decides(
+    monkeypatch: pytest.MonkeyPatch, text: str, left: str, right: str, how: str, asked: int
+) -> None:
+    monkeypatch.setenv(SETTING, text)
+    measure = Measure()
+    chosen = settle(question(), measure)
+    assert chosen.ways == {"left": left, "right": right} and chosen.how.startswith(how) and measure.asked == asked
+
+
+def test_the_setting_goes_before_what_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    remembered()
+    monkeypatch.setenv(SETTING, "default")
+    assert settle(question(), Measure()).ways == SLOW
+    monkeypatch.setenv(SETTING, "left=odd")
+    assert settle(question(), Measure(), measuring=False).ways == {"left": "odd", "right": "fast"}
+    monkeypatch.setenv(SETTING, "measure")
+    measure = Measure()
+    assert settle(question(), measure, measuring=False).ways == FAST and measure.asked == 1
+
+
+@pytest.mark.parametrize("text", ["faster", "left=", "up=odd", "left:odd", "left=odd=odd", "default,odd", "=odd"])
+def test_a_wrong_setting_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(SETTING, text)
+    with pytest.raises(SettingError, match=f"environment variable {SETTING}: .* is not") as raised:
+        settle(question(), Measure())
+    assert raised.value.remedy
