@@ -11,27 +11,27 @@
 a directory named step-* is always whole; a step that exists is swapped for the new one. `load_step`
 believes nothing: it checks every hash, and refuses a directory that is still written aside, or that holds
 parameters alone. `write_parameters` and `load_parameters` do the same for those.
-docs/checkpoint.md describes the format and how to load it without this project.
+docs/checkpoint.md describes the format and how to load it without this project. checkpoint_files.py has the single
+files.
 
 Threads: any; two writers of the same DIR must be two processes or take turns.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from flowcheck import __version__
+from flowcheck.checkpoint_files import load_file, readable, refuse, tensor_sha256, write_file
 from flowcheck.durable import (
     exchange,
     fsync_directory,
@@ -43,7 +43,7 @@ from flowcheck.durable import (
 )
 from flowcheck.errors import UserError
 from flowcheck.manifest import ModelEntry
-from flowcheck.tensors import CHUNK, DTYPES, header, packed_bytes, pieces
+from flowcheck.tensors import DTYPES
 
 __all__ = [
     "PARAMETERS_SCHEMA", "SCHEMA", "Loaded", "Meta", "check_replaceable", "load_init", "load_parameters", "load_step",
@@ -93,14 +93,6 @@ def step_path(out: str | os.PathLike[str], step: int) -> Path:
 def parameters_path(out: str | os.PathLike[str], step: int) -> Path:
     """Where the parameters of a step lie that were gathered without their optimizer state."""
     return Path(out) / f"parameters-{step:06d}"
-
-
-def tensor_sha256(tensor: torch.Tensor) -> str:
-    """SHA-256 over the elements' little-endian bytes in row-major order."""
-    digest = hashlib.sha256()
-    for piece in pieces(tensor):
-        digest.update(piece)
-    return digest.hexdigest()
 
 
 def write_step(
@@ -170,7 +162,7 @@ def _write_directory(
             make_directory(out)
             remove_tree(aside)  # of an earlier process that had our pid
             os.mkdir(aside)
-            written = {name: _write_safetensors(aside / name, tensors) for name, tensors in files.items()}
+            written = {name: write_file(aside / name, tensors) for name, tensors in files.items()}
             manifest = _manifest(about, written)
             write_synced(aside / MANIFEST, [json.dumps(manifest, indent=1).encode() + b"\n"])
             fsync_directory(aside)
@@ -189,7 +181,7 @@ def load_step(path: str | os.PathLike[str]) -> Loaded:
     """Read a step directory, checking every hash. Raises UserError naming file and tensor."""
     path = Path(path)
     manifest = _read_manifest(path, SCHEMA, "step", (MODEL, OPTIMIZER))
-    found = {name: _load_file(path / name, manifest["files"][name]) for name in (MODEL, OPTIMIZER)}
+    found = {name: load_file(path / name, manifest["files"][name]) for name in (MODEL, OPTIMIZER)}
     state: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in found[OPTIMIZER].items():
         parameter, _, key = name.removeprefix("state.").rpartition(".")
@@ -201,7 +193,7 @@ def load_parameters(path: str | os.PathLike[str]) -> Loaded:
     """Read a directory of gathered parameters, checking every hash; no optimizer state. Raises UserError."""
     path = Path(path)
     manifest = _read_manifest(path, PARAMETERS_SCHEMA, "parameters", (PARAMETERS,))
-    return Loaded(manifest["step"], _load_file(path / PARAMETERS, manifest["files"][PARAMETERS]), {}, manifest)
+    return Loaded(manifest["step"], load_file(path / PARAMETERS, manifest["files"][PARAMETERS]), {}, manifest)
 
 
 def load_init(path: str | os.PathLike[str], model: Sequence[ModelEntry]) -> Loaded:
@@ -211,7 +203,7 @@ def load_init(path: str | os.PathLike[str], model: Sequence[ModelEntry]) -> Load
     shape: a replica that starts from other weights than the trainer's is wrong for ever.
     """
     path = Path(path)
-    loaded = load_step(path) if path.is_dir() else Loaded(0, _load_file(path, None), {}, {})
+    loaded = load_step(path) if path.is_dir() else Loaded(0, load_file(path, None), {}, {})
     wrong = _differences(loaded.parameters, model)
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
@@ -230,37 +222,6 @@ def _as_tensor(value: torch.Tensor | float | int) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         return value
     return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
-
-
-def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Write one file and return its manifest entry; every byte is read from memory once.
-
-    The library's own writer would need the file read again for its hash.
-    """
-    head, order = header(tensors)
-    whole = hashlib.sha256()
-    hashes: dict[str, str] = {}
-
-    def stream() -> Iterator[bytes | memoryview]:
-        whole.update(head)
-        yield head
-        for name in order:
-            single = hashlib.sha256()
-            for piece in pieces(tensors[name]):
-                single.update(piece)
-                whole.update(piece)
-                yield piece
-            hashes[name] = single.hexdigest()
-
-    write_synced(path, stream())
-    return {
-        "bytes": packed_bytes(tensors),
-        "sha256": whole.hexdigest(),
-        "tensors": {
-            name: {"dtype": DTYPES[tensor.dtype][0], "shape": list(tensor.shape), "sha256": hashes[name]}
-            for name, tensor in tensors.items()
-        },
-    }
 
 
 def _head(schema: str, step: int, meta: Meta) -> dict[str, Any]:
@@ -286,42 +247,28 @@ def _self_hash(manifest: Mapping[str, Any]) -> str:
 # -- reading ----------------------------------------------------------------------------------------
 
 
-def _refuse(path: Path, what: str, remedy: str = "") -> UserError:
-    remedy = remedy or "use another step of the same run; this one is damaged"
-    return UserError(what, where=str(path), remedy=remedy)
-
-
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = f"cannot be read: {error.strerror or error}"
-        raise _refuse(path, what, "give an existing, readable path") from None
-
-
 def _read_manifest(path: Path, schema: str, name: str, files: tuple[str, ...]) -> dict[str, Any]:
     foreign = f"give a directory named {name}-NNNNNN that this project wrote"
     if ".partial-" in path.name:
-        raise _refuse(path, "is a step that was not finished or was replaced", foreign)
-    with _readable(path / MANIFEST):
+        raise refuse(path, "is a step that was not finished or was replaced", foreign)
+    with readable(path / MANIFEST):
         text = (path / MANIFEST).read_bytes()
     try:
         manifest = json.loads(text)
     except (ValueError, RecursionError):
-        raise _refuse(path / MANIFEST, "is not JSON") from None
+        raise refuse(path / MANIFEST, "is not JSON") from None
     found = manifest.get("schema") if isinstance(manifest, dict) else None
     if found != schema and found == PARAMETERS_SCHEMA:
-        raise _refuse(path, "holds gathered parameters alone, in compute precision, and no optimizer state", foreign)
+        raise refuse(path, "holds gathered parameters alone, in compute precision, and no optimizer state", foreign)
     if not isinstance(manifest, dict) or found != schema:
-        raise _refuse(path / MANIFEST, f"is not a {schema} manifest", foreign)
+        raise refuse(path / MANIFEST, f"is not a {schema} manifest", foreign)
     if manifest.get("manifest_sha256") != _self_hash(manifest):
-        raise _refuse(path / MANIFEST, "was changed after it was written (its own hash does not match)")
+        raise refuse(path / MANIFEST, "was changed after it was written (its own hash does not match)")
     if not _well_formed(manifest, files):
-        raise _refuse(path / MANIFEST, "lacks a field that every checkpoint has", foreign)
+        raise refuse(path / MANIFEST, "lacks a field that every checkpoint has", foreign)
     named = re.fullmatch(rf"{name}-(\d+)", path.name)
     if named and int(named[1]) != manifest["step"]:
-        raise _refuse(path, f"holds step {manifest['step']}", "give the directory its own name back")
+        raise refuse(path, f"holds step {manifest['step']}", "give the directory its own name back")
     return manifest
 
 
@@ -340,57 +287,6 @@ def _well_formed(manifest: Mapping[str, Any], names: tuple[str, ...]) -> bool:
         if not all(isinstance(tensor, dict) and "sha256" in tensor for tensor in tensors.values()):
             return False
     return True
-
-
-def _load_file(path: Path, expected: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file, owned by us; checked against its manifest entry if it has one."""
-    with _readable(path):
-        if path.exists() and not (path.is_file() or path.is_dir()):  # a FIFO would be waited for
-            raise _refuse(path, "is no regular file", "give FILE.safetensors or a step directory")
-        with path.open("rb") as file:
-            magic = file.read(4)
-            file.seek(0)
-            if expected is not None:
-                _check_file(path, file.read, expected)
-    try:
-        with _readable(path), safe_open(str(path), framework="pt") as opened:
-            # Cloned, because the library's tensors are the mapped file, which can change under us.
-            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        # Asked only now: the first bytes of a good file are a length and can be anything.
-        if magic == b"PK\x03\x04" or (magic[:1] == b"\x80" and magic[1:2] <= b"\x05"):
-            raise _refuse(
-                path, "is a pickle (torch.save), which can run code when it is loaded and is never read",
-                "convert it where you trust it: safetensors.torch.save_file(torch.load(FILE), NEW)",
-            ) from None
-        what = f"is not a whole safetensors file: {error}"
-        raise _refuse(path, what, "copy or write the file again") from None
-    if expected is None:
-        return tensors
-    return _check_tensors(path, tensors, expected["tensors"])
-
-
-def _check_file(path: Path, read: Callable[[int], bytes], expected: Mapping[str, Any]) -> None:
-    digest, size = hashlib.sha256(), 0
-    while piece := read(CHUNK):
-        digest.update(piece)
-        size += len(piece)
-    if size != expected["bytes"]:
-        raise _refuse(path, f"has {size} bytes, its manifest says {expected['bytes']}")
-    if digest.hexdigest() != expected["sha256"]:
-        raise _refuse(path, "has other bytes than those written (SHA-256 does not match its manifest)")
-
-
-def _check_tensors(
-    path: Path, tensors: dict[str, torch.Tensor], expected: Mapping[str, Mapping[str, Any]]
-) -> dict[str, torch.Tensor]:
-    if set(tensors) != set(expected):
-        odd = sorted(set(tensors) ^ set(expected))[0]
-        raise _refuse(path, f"and its manifest do not list the same tensors ({odd!r})")
-    for name, entry in expected.items():
-        if tensor_sha256(tensors[name]) != entry["sha256"]:
-            raise _refuse(path, f"tensor {name!r} has other bytes than those written (SHA-256 differs)")
-    return {name: tensors[name] for name in expected}
 
 
 def _differences(tensors: Mapping[str, torch.Tensor], model: Sequence[ModelEntry]) -> list[str]:

@@ -45,6 +45,7 @@ MODULES: dict[str, list[str]] = {
         f"{FLOW}/test_records.py", f"{FLOW}/test_records_deadlines.py", f"{FLOW}/test_records_opening.py",
     ],
     "flowcheck/checkpoint.py": [f"{FLOW}/test_checkpoint.py", f"{FLOW}/test_checkpoint_reading.py"],
+    "flowcheck/checkpoint_files.py": [f"{FLOW}/test_checkpoint.py", f"{FLOW}/test_checkpoint_reading.py"],
     "flowcheck/durable.py": [f"{FLOW}/test_durable.py"],
     "flowcheck/checksum.py": [f"{FLOW}/test_checksum.py"],
     "flowcheck/tensors.py": [f"{FLOW}/test_tensors.py"],

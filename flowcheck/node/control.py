@@ -17,7 +17,8 @@ import torch
 
 from flowcheck.errors import EnvironmentProblem, FlowcheckError
 from flowcheck.jobplan import JobPlan
-from flowcheck.node.group import Group, Letter, Member
+from flowcheck.node.group import Group
+from flowcheck.node.members import Letter, Member
 from flowcheck.records import (
     Bye,
     Flows,

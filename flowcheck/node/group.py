@@ -15,7 +15,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from flowcheck.manifest import Job
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.drops import describe
 from flowcheck.node.live import Closed, Hooks, LiveSession
+from flowcheck.node.members import Letter, Member
 from flowcheck.node.output import Hashes, Writer
 from flowcheck.node.parts import grown, split, union
 from flowcheck.node.runs import new_run_id, run_folder
@@ -37,32 +37,10 @@ from flowcheck.records import Bye, Flows, Joined, Manifest, Notice, Progress, Re
 from flowcheck.streams import IDLE_SECONDS, Source
 from parser.plan import EngineConfig
 
-__all__ = ["Group", "Member"]
+__all__ = ["Group"]
 
 LAST_LOOKS = 4096  # batches that are still taken from the rings when an end was asked for
 INBOX = 4096  # messages; a connection that finds it full is too fast for anything honest
-
-
-@dataclass
-class Member:
-    """One rank that is connected. send: gives a message to its connection, never waits. end: closes it.
-    start: which start of a job it belongs to, counted by the group. manifest, flows: the last that it has sent."""
-
-    rank: int
-    send: Callable[[Any], None]
-    end: Callable[[str], None]
-    flows: list[dict[str, Any]] | None = None
-    manifest: Manifest | None = None
-    start: int = 0
-
-
-@dataclass(frozen=True)
-class Letter:
-    """A message of a member; tensors: its payload."""
-
-    member: Member
-    message: Any
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Group:

@@ -16,7 +16,8 @@ import flowcheck.node.group
 from flowcheck.errors import UserError
 from flowcheck.manifest import Job
 from flowcheck.node.config import Capture, Control, NodeConfig, Output, ReplicaSettings
-from flowcheck.node.group import Group, Letter, Member
+from flowcheck.node.group import Group
+from flowcheck.node.members import Letter, Member
 from flowcheck.node.silence import Arrivals
 from flowcheck.records import Manifest
 from flowcheck.synth import example_job

@@ -1,0 +1,35 @@
+"""Who is connected to a group, and what they send: what passes between its connections and its thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flowcheck.records import Manifest
+
+__all__ = ["Letter", "Member"]
+
+
+@dataclass
+class Member:
+    """One rank that is connected. send: gives a message to its connection, never waits. end: closes it.
+    start: which start of a job it belongs to, counted by the group. manifest, flows: the last that it has sent."""
+
+    rank: int
+    send: Callable[[Any], None]
+    end: Callable[[str], None]
+    flows: list[dict[str, Any]] | None = None
+    manifest: Manifest | None = None
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Letter:
+    """A message of a member; tensors: its payload."""
+
+    member: Member
+    message: Any
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
