@@ -9,8 +9,8 @@ export PYTHONPATH :=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export FLOWCHECK_BUILD :=
 
-SOURCES := setup.py $(wildcard parser/*.p[yx][xdi] updater/*.p[yx][xd] flowcheck/bench/*.pyx flowcheck/lab/*.pyx \
-           flowcheck/lab/*/*.p[yx][xd] */include/*.h */src/*.[ch] flowcheck/bench/*/*.[ch] flowcheck/lab/*/*.[ch] \
+SOURCES := setup.py $(wildcard parser/*.p[yx][xdi] updater/*.p[yx][xd] flowcheck/lab/bench/*.pyx flowcheck/lab/*.pyx \
+           flowcheck/lab/*/*.p[yx][xd] */include/*.h */src/*.[ch] flowcheck/lab/bench/*/*.[ch] flowcheck/lab/*/*.[ch] \
            flowcheck/lab/*/*/*.[ch] dataplane/pydpdk/_build.py dataplane/pydpdk/shim.[ch] dataplane/pydpdk/decl/*.h)
 MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)
 

@@ -42,7 +42,7 @@ EXACT = {"updater": ["-ffp-contract=off"]}
 PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "parser": (["isal"], []),
     "updater": ([], []),
-    "flowcheck/bench": (["isal"], ["parser"]),
+    "flowcheck/lab/bench": (["isal"], ["parser"]),
     "flowcheck/lab": ([], []),
     "flowcheck/node": ([], []),
     "flowcheck/lab/softroce": (["isal"], []),

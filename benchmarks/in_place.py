@@ -17,9 +17,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from flowcheck.bench import roof
-from flowcheck.bench.rows import alternate
-from flowcheck.bench.traffic import aligned
+from flowcheck.lab.bench import roof
+from flowcheck.lab.bench.rows import alternate
+from flowcheck.lab.bench.traffic import aligned
 from updater import kernels
 
 COUNT = 20_000_000 // 32 * 32

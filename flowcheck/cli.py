@@ -17,9 +17,10 @@ from typing import Annotated
 import typer
 
 from flowcheck import __version__
-from flowcheck.bench.cli import bench
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError
+from flowcheck.lab.bench.cli import bench
 from flowcheck.lab.cli import lab
+from flowcheck.lab.synth.cli import synth, synth_job
 from flowcheck.learn.cli import (
     AlgorithmOption,
     BucketsOption,
@@ -32,7 +33,6 @@ from flowcheck.learn.cli import (
     learn,
 )
 from flowcheck.switch.cli import switch
-from flowcheck.synth.cli import synth, synth_job
 from flowcheck.tables import screen
 
 __all__ = ["app", "main"]
@@ -96,7 +96,7 @@ def replay(
     nccl_log: LogOption = None,
 ) -> None:
     """Replay captures into checkpoints: every gradient placed is proven, every missing byte is counted."""
-    from flowcheck.replay import ReplayOptions, run
+    from flowcheck.offline.replay import ReplayOptions, run
 
     hints = hints_of(optimizer, dtype, buckets, rank, nccl_version, algorithm)
     options = ReplayOptions(captures, job, out, init, every, iterations, arenas, icrc, hints, nccl_log or [])
@@ -111,7 +111,7 @@ def inspect(
     seconds: Annotated[float, typer.Option("--seconds", min=0.1, max=3600, help="With --interface: how long.")] = 5.0,
 ) -> None:
     """Say what is in captures, or arrives at an interface, without a job: connections, protocol, gaps, ICRC, noise."""
-    from flowcheck.inspect import run
+    from flowcheck.diagnose.inspect import run
 
     raise typer.Exit(run(captures or [], as_json, interface, seconds))
 
@@ -128,7 +128,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for machines (docs/doctor.md).")] = False,
 ) -> None:
     """Can this machine capture? Says what is wrong and which command mends it; exit 0 ok, 1 warnings, 2 unusable."""
-    from flowcheck.doctor import Wanted, run
+    from flowcheck.diagnose.doctor import Wanted, run
 
     raise typer.Exit(run(Wanted(tuple(device or ()), path_mtu, memory, tuple(core or ())), as_json, screen()))
 

@@ -10,7 +10,7 @@ import random
 import struct
 from pathlib import Path
 
-from flowcheck.synth import example_job, generate
+from flowcheck.lab.synth import example_job, generate
 
 __all__ = ["block", "captures", "corpus", "seeds"]
 

@@ -764,7 +764,7 @@ def choose_icrc(str name):
 
 def choose_placing(int protocol, str way, uint32_t ahead):
     """From now on every engine places packets of a protocol (parser.wire.Protocol) in this way, all of which give the same
-    bytes. Before engines run. See flowcheck.calibration."""
+    bytes. Before engines run. See flowcheck.rebuild.calibration."""
     names = [fc_way_names[i].decode() for i in range(FC_WAYS)]
     if way not in names or not 0 <= protocol <= 2:
         raise ValueError(f"protocol {protocol}, way {way!r}: 0 to 2 and {', '.join(names)} are possible")

@@ -37,7 +37,8 @@ os.environ["FLOWCHECK_PLACING"] = os.environ["FLOWCHECK_UPDATING"] = "default"
 # (namespaces, ports, huge pages, lists of processes) stays on one worker, one test after another: labs on one, all that
 # feeds ports on another.
 TOGETHER = {
-    "tests/flowcheck/lab": "labs", "tests/project/test_demo.py": "labs", "tests/flowcheck/test_interrupt.py": "labs",
+    "tests/flowcheck/lab/test_": "labs", "tests/flowcheck/lab/softroce": "labs", "tests/project/test_demo.py": "labs",
+    "tests/flowcheck/test_interrupt.py": "labs",
     "tests/dataplane": "ports", "tests/flowcheck/node": "ports", "tests/switch_configs": "ports",
 }
 
@@ -123,7 +124,7 @@ def eal() -> Iterator[None]:
 @pytest.fixture
 def replayed(eal: None, tmp_path: Path):  # type: ignore[no-untyped-def]
     """replayed(captures, job, **options) -> (report as a dict, why it failed or "", output directory)."""
-    from flowcheck.replay import ReplayOptions, replay
+    from flowcheck.offline.replay import ReplayOptions, replay
 
     def go(captures: Path | list[Path], job: Path | str, **options: object):  # type: ignore[no-untyped-def]
         files = captures if isinstance(captures, list) else [captures]

@@ -27,9 +27,9 @@ import torch
 from safetensors.torch import load_file
 
 from flowcheck.errors import EnvironmentProblem
+from flowcheck.job.manifest import Job
 from flowcheck.lab import netns
-from flowcheck.manifest import Job
-from flowcheck.synth import Synthesis, generate
+from flowcheck.lab.synth import Synthesis, generate
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}

@@ -45,12 +45,13 @@ THIRD_PARTY: dict[str, set[str] | None] = {
 }
 # Imported by training environments. Prefixes: manifest covers manifest_check, trainer covers trainer.hooks.
 TRAINER_SIDE = (
-    "flowcheck.manifest", "flowcheck.errors", "flowcheck.checksum", "flowcheck.tensors", "flowcheck.records",
-    "flowcheck.rounding", "flowcheck.attachment", "flowcheck.trainer", "flowcheck.client",
+    "flowcheck.job.manifest", "flowcheck.errors", "flowcheck.control.checksum", "flowcheck.control.tensors",
+    "flowcheck.control.protocol",
+    "flowcheck.trainer.rounding", "flowcheck.trainer.attachment", "flowcheck.trainer", "flowcheck.client",
 )
 TRAINER_THIRD_PARTY = {"torch"}
 # Written from the reference alone, so that they and the parser can prove each other wrong.
-INDEPENDENT = ("flowcheck.synth", "flowcheck.lab.softroce")
+INDEPENDENT = ("flowcheck.lab.synth", "flowcheck.lab.softroce")
 
 SUFFIXES = {".py", ".pyx", ".pxd", ".pxi", ".h", ".c"}
 C_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)

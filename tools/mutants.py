@@ -1,7 +1,7 @@
 """`make mutants`: deliberate mistakes in the modules where silence is dangerous, and whether a test notices each.
 
     python tools/mutants.py                                  every module below, then the compiled sources
-    python tools/mutants.py flowcheck/records.py ...         some of them
+    python tools/mutants.py flowcheck/control/protocol.py ...         some of them
 
 mutmut makes the mistakes, one at a time, in a copy of the tree below build/mutants, and runs the unit tests that reach
 the function. MODULES says which test files have to notice. Wording is left out: arguments of `raise`, lines of prose,
@@ -34,24 +34,25 @@ NODE, FLOW, UPDATER = "tests/flowcheck/node", "tests/flowcheck", "tests/updater"
 
 # module -> the test files that have to notice a mistake in it. None of them needs root or DPDK.
 MODULES: dict[str, list[str]] = {
-    "flowcheck/verdict.py": [f"{FLOW}/test_verdict.py"],
-    "flowcheck/judging.py": [f"{FLOW}/test_judging.py"],
-    "flowcheck/labels.py": [f"{FLOW}/test_labels.py"],
-    "flowcheck/streams.py": [f"{FLOW}/test_streams.py", f"{FLOW}/test_streams_run.py"],
-    "flowcheck/evidence.py": [f"{FLOW}/test_evidence.py"],
-    "flowcheck/replica.py": [f"{FLOW}/test_replica.py"],
-    "flowcheck/session.py": [f"{FLOW}/test_session.py", f"{FLOW}/test_session_report.py"],
-    "flowcheck/records.py": [
-        f"{FLOW}/test_records.py", f"{FLOW}/test_records_deadlines.py", f"{FLOW}/test_records_opening.py",
+    "flowcheck/rebuild/verdict.py": [f"{FLOW}/rebuild/test_verdict.py"],
+    "flowcheck/rebuild/collector.py": [f"{FLOW}/rebuild/test_collector.py"],
+    "flowcheck/rebuild/rank_confirmation.py": [f"{FLOW}/rebuild/test_rank_confirmation.py"],
+    "flowcheck/rebuild/scheduler.py": [f"{FLOW}/rebuild/test_scheduler.py", f"{FLOW}/rebuild/test_scheduler_run.py"],
+    "flowcheck/rebuild/evidence.py": [f"{FLOW}/rebuild/test_evidence.py"],
+    "flowcheck/rebuild/replica.py": [f"{FLOW}/rebuild/test_replica.py"],
+    "flowcheck/offline/session.py": [f"{FLOW}/offline/test_session.py", f"{FLOW}/offline/test_session_report.py"],
+    "flowcheck/control/protocol.py": [
+        f"{FLOW}/control/test_protocol.py", f"{FLOW}/control/test_protocol_deadlines.py",
+        f"{FLOW}/control/test_protocol_opening.py",
     ],
-    "flowcheck/checkpoint.py": [f"{FLOW}/test_checkpoint.py", f"{FLOW}/test_checkpoint_reading.py"],
-    "flowcheck/checkpoint_files.py": [f"{FLOW}/test_checkpoint.py", f"{FLOW}/test_checkpoint_reading.py"],
+    "flowcheck/checkpoint/directory.py": [f"{FLOW}/checkpoint/test_directory.py", f"{FLOW}/checkpoint/test_reading.py"],
+    "flowcheck/checkpoint/files.py": [f"{FLOW}/checkpoint/test_directory.py", f"{FLOW}/checkpoint/test_reading.py"],
     "flowcheck/durable.py": [f"{FLOW}/test_durable.py"],
-    "flowcheck/checksum.py": [f"{FLOW}/test_checksum.py"],
-    "flowcheck/tensors.py": [f"{FLOW}/test_tensors.py"],
-    "flowcheck/attachment.py": [f"{FLOW}/test_attachment.py"],
-    "flowcheck/attachment_link.py": [f"{FLOW}/test_attachment_link.py"],
-    "flowcheck/attachment_job.py": [f"{FLOW}/test_attachment_job.py"],
+    "flowcheck/control/checksum.py": [f"{FLOW}/control/test_checksum.py"],
+    "flowcheck/control/tensors.py": [f"{FLOW}/control/test_tensors.py"],
+    "flowcheck/trainer/attachment.py": [f"{FLOW}/trainer/test_attachment.py"],
+    "flowcheck/trainer/link.py": [f"{FLOW}/trainer/test_link.py"],
+    "flowcheck/trainer/description.py": [f"{FLOW}/trainer/test_description.py"],
     "flowcheck/node/control.py": [f"{NODE}/test_control.py", f"{NODE}/test_control_server.py"],
     "flowcheck/node/config.py": [f"{NODE}/test_config.py"],
     "flowcheck/node/cli.py": [f"{NODE}/test_cli.py", f"{NODE}/test_cli_command.py"],
@@ -113,7 +114,7 @@ class Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Deliberate mistakes, and whether a test notices each.")
-    parser.add_argument("modules", nargs="*", metavar="MODULE", help="such as flowcheck/records.py; all if none")
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help="such as updater/slot.py; all if none")
     parser.add_argument("--jobs", type=int, default=2 * (os.cpu_count() or 1), help="mistakes tried at a time")
     arguments = parser.parse_args()
     unknown = [module for module in arguments.modules if module not in MODULES]

@@ -1,8 +1,8 @@
 """How the quickest of several ways that give the same bytes is decided, remembered and overridden.
 
-Two things are chosen so, each a Question: how packets are placed (flowcheck/calibration.py) and how versions are stored
-(updater/tuning.py). An answer has a way for each part of its question. A bad one is slow and nothing else. No processor
-is known here by its name; its name only says when a remembered answer is no longer about this machine.
+Two things are chosen so, each a Question: how packets are placed (flowcheck/rebuild/calibration.py) and how versions
+are stored (updater/tuning.py). An answer has a way for each part of its question. A bad one is slow and nothing else.
+No processor is known here by its name; its name only says when a remembered answer is no longer about this machine.
 
     choice = settle(question, measure)       the setting, or what is remembered, or measured, or the default
     quickest(ways, seconds, rounds)          the rule by which `measure` decides

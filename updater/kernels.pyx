@@ -153,7 +153,7 @@ cdef int check_size(int size) except -1:
 
 
 def checksum(uintptr_t data, uint64_t n, int size, str name=""):
-    """The checksum of flowcheck/checksum.py over n elements of 1, 2, 4 or 8 bytes, on this thread."""
+    """The checksum of flowcheck/control/checksum.py over n elements of 1, 2, 4 or 8 bytes, on this thread."""
     cdef const fcu_kernels *k = kernels(name)
     cdef uint64_t found
     check_size(size)

@@ -1,6 +1,6 @@
 """Is the replica the trainer's? Checksums of parameter bits, the trainer's against ours.
 
-The checksum is defined in flowcheck/checksum.py, where trainers get it from; this is the same in C.
+The checksum is defined in flowcheck/control/checksum.py, where trainers get it from; this is the same in C.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import flowcheck
-from flowcheck.checkpoint import tensor_sha256
+from flowcheck.checkpoint.directory import tensor_sha256
 from flowcheck.lab.jobs import BACKENDS, Text, Training, loss_of, make_optimizer, make_schedule, stage_of
 
 __all__ = ["Groups", "Rank", "Worker", "hashes", "main"]

@@ -14,12 +14,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from flowcheck.job.manifest import Bucket, Buckets, BucketSlice, Collective, Collectives, ModelEntry, dtype_size
 from flowcheck.learn import ddp
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.program import Failure, Program, Said, Stage, repeat
 from flowcheck.learn.traffic import Message
 from flowcheck.learn.walk import Mismatch, Reader, Seen, Walk, decode
-from flowcheck.manifest import Bucket, Buckets, BucketSlice, Collective, Collectives, ModelEntry, dtype_size
 from parser.wire import Protocol
 
 __all__ = ["announced", "begins"]

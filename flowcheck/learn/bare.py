@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flowcheck.errors import UserError
+from flowcheck.job.manifest import Collective, Collectives, dtype_size
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.program import Failure, Program, Stage, repeat
 from flowcheck.learn.walk import Mismatch, Reader, Walk
-from flowcheck.manifest import Collective, Collectives, dtype_size
 from parser.wire import Protocol
 
 __all__ = ["bare"]

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from parser.lane import messages
 
 from flowcheck.errors import InternalError
-from flowcheck.jobplan import JobPlan
 from flowcheck.learn.layout import Layout
 from flowcheck.learn.queuepairs import pieces
 from flowcheck.learn.traffic import Message, head_flags
 from flowcheck.learn.walk import Wire
+from flowcheck.rebuild.plan import JobPlan
 from parser.plan import EdgeSpec, Phase
 
 __all__ = ["check_plan", "modified_nccl"]

@@ -16,8 +16,8 @@ from rich.markup import escape
 
 from flowcheck.durable import write_atomic
 from flowcheck.errors import UserError
+from flowcheck.job.manifest import Job
 from flowcheck.learn.hints import Hints, parse_optimizer, parse_ranks
-from flowcheck.manifest import Job
 from flowcheck.tables import Column, print_table, screen
 
 __all__ = [

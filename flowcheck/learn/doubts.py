@@ -17,9 +17,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from flowcheck.job.manifest import Collective, dtype_size
 from flowcheck.learn.connections import Connection
 from flowcheck.learn.explain import Found
-from flowcheck.manifest import Collective, dtype_size
 
 __all__ = ["Doubt", "doubts_of"]
 

@@ -9,8 +9,8 @@ from ipaddress import ip_address
 from typing import Any
 
 from flowcheck.errors import UserError
-from flowcheck.manifest import Job, Optimizer, ParameterGroup
-from flowcheck.manifest_check import ALGORITHMS, DTYPE_BYTES, OPTIMIZERS
+from flowcheck.job.check import ALGORITHMS, DTYPE_BYTES, OPTIMIZERS
+from flowcheck.job.manifest import Job, Optimizer, ParameterGroup
 from parser.wire import WireError, family_of
 from updater.errors import OptimizerError
 from updater.optimizers import OptimizerSpec

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowcheck.errors import UserError
-from flowcheck.jobplan import JobPlan, plan_job
+from flowcheck.job.manifest import Collective, Communicator, Flow, Gradients, Job, dtype_size
 from flowcheck.learn.announced import announced, begins
 from flowcheck.learn.bare import bare
 from flowcheck.learn.bootstrap import Bootstrap, BootstrapFlow
@@ -41,7 +41,7 @@ from flowcheck.learn.topology import layouts
 from flowcheck.learn.traffic import head_flags
 from flowcheck.learn.versions import versions_of
 from flowcheck.learn.walk import Budget, Reader, Spent, Walk, Wire, tree_number
-from flowcheck.manifest import Collective, Communicator, Flow, Gradients, Job, dtype_size
+from flowcheck.rebuild.plan import JobPlan, plan_job
 from parser.wire import Protocol, Topology, WireError, plan_call
 
 __all__ = ["Facts", "Item", "Learnt", "Progress", "learn_from"]

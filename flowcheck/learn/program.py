@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from flowcheck.job.manifest import Buckets, Collective, Collectives, ModelEntry
 from flowcheck.learn.walk import Mismatch, Walk
-from flowcheck.manifest import Buckets, Collective, Collectives, ModelEntry
 
 __all__ = ["Failure", "Program", "Said", "Stage", "repeat", "replayed"]
 

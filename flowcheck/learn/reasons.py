@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flowcheck.job.manifest import Job
 from flowcheck.learn.doubts import Doubt
 from flowcheck.learn.explain import Found
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.logs import LogFacts
 from flowcheck.learn.traffic import head_flags
 from flowcheck.learn.walk import Wire
-from flowcheck.manifest import Job
 
 __all__ = ["DEFAULT_SLOTS", "Item", "items_of", "missing_of"]
 

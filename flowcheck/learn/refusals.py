@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flowcheck.diagnose.remedies import remedy_of
 from flowcheck.errors import UserError
 from flowcheck.learn.bootstrap import Bootstrap
 from flowcheck.learn.check import modified_nccl
 from flowcheck.learn.layout import Layout
 from flowcheck.learn.logs import LogFacts
-from flowcheck.unread import remedy_of
 
 __all__ = ["check_connections", "refuse_modified", "refuse_unread", "refuse_unseen_ring", "refuse_unsupported"]
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from ipaddress import ip_address
 
 from flowcheck.errors import UserError
+from flowcheck.job.manifest import Job
 from flowcheck.learn.bootstrap import Bootstrap
 from flowcheck.learn.connections import Connection
 from flowcheck.learn.hints import Hints
@@ -25,7 +26,6 @@ from flowcheck.learn.ranks import Labels, from_zero, labels_of, rankings
 from flowcheck.learn.traffic import Queue
 from flowcheck.learn.treeshape import tree_layouts
 from flowcheck.learn.walk import Wire
-from flowcheck.manifest import Job
 
 __all__ = ["layouts"]
 

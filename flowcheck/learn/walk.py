@@ -19,10 +19,10 @@ from functools import cached_property
 import numpy as np
 from parser.lane import messages
 
+from flowcheck.job.manifest import Collective, dtype_size
 from flowcheck.learn.connections import Connection
 from flowcheck.learn.position import Misfit, Mismatch, Position
 from flowcheck.learn.traffic import Message, Queue, head_flags
-from flowcheck.manifest import Collective, dtype_size
 from parser.trees import tree_of, tree_parent
 from parser.wire import CallPlan, Lane, Protocol, Topology, WireError, edge_lane, plan_call
 

@@ -23,7 +23,6 @@ import typer
 from dataplane.live import LiveConfig, LiveSource, start_eal
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck import __version__
-from flowcheck.calibration import settle, settle_updates
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
 from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.control import ControlServer
@@ -31,6 +30,7 @@ from flowcheck.node.drops import Drops
 from flowcheck.node.group import Group
 from flowcheck.node.output import Events, Hashes, Writer, check_places
 from flowcheck.node.port import Port
+from flowcheck.rebuild.calibration import settle, settle_updates
 
 __all__ = ["Node", "main"]
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from flowcheck.control.protocol import token_bytes
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.records import token_bytes
 
 __all__ = ["Capture", "Control", "NodeConfig", "Output", "ReplicaSettings", "load"]
 

@@ -15,11 +15,7 @@ from typing import Any
 
 import torch
 
-from flowcheck.errors import EnvironmentProblem, FlowcheckError
-from flowcheck.jobplan import JobPlan
-from flowcheck.node.group import Group
-from flowcheck.node.members import Letter, Member
-from flowcheck.records import (
+from flowcheck.control.protocol import (
     Bye,
     Flows,
     Hello,
@@ -32,7 +28,11 @@ from flowcheck.records import (
     State,
     accept,
 )
-from flowcheck.tensors import TensorSpec, unpack
+from flowcheck.control.tensors import TensorSpec, unpack
+from flowcheck.errors import EnvironmentProblem, FlowcheckError
+from flowcheck.node.group import Group
+from flowcheck.node.members import Letter, Member
+from flowcheck.rebuild.plan import JobPlan
 
 __all__ = ["ControlServer"]
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from parser.machine import Engine
 
+from flowcheck.control.protocol import Bye, Flows, Joined, Manifest, Notice, Progress, Record, State, Wanted
 from flowcheck.errors import FlowcheckError, UserError
-from flowcheck.jobplan import JobPlan, plan_job
-from flowcheck.manifest import Job
+from flowcheck.job.manifest import Job
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.drops import describe
 from flowcheck.node.live import Closed, Hooks, LiveSession
@@ -33,8 +33,8 @@ from flowcheck.node.runs import new_run_id, run_folder
 from flowcheck.node.served import Kept, Served
 from flowcheck.node.silence import Arrivals
 from flowcheck.node.uploads import Asking
-from flowcheck.records import Bye, Flows, Joined, Manifest, Notice, Progress, Record, State, Wanted
-from flowcheck.streams import IDLE_SECONDS, Source
+from flowcheck.rebuild.plan import JobPlan, plan_job
+from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
 from parser.plan import EngineConfig
 
 __all__ = ["Group"]

@@ -31,14 +31,14 @@ from typing import Any
 import torch
 from parser.machine import Engine
 
+from flowcheck.control.protocol import Record
 from flowcheck.errors import UserError
-from flowcheck.jobplan import JobPlan
-from flowcheck.judging import Judge, Judged
 from flowcheck.node.silence import Arrivals, Silence
-from flowcheck.records import Record
-from flowcheck.replica import JobReplica, ReplicaOptions
-from flowcheck.streams import Source, Streams
-from flowcheck.verdict import Clause, StreamEvidence
+from flowcheck.rebuild.collector import Judge, Judged
+from flowcheck.rebuild.plan import JobPlan
+from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
+from flowcheck.rebuild.scheduler import Source, Streams
+from flowcheck.rebuild.verdict import Clause, StreamEvidence
 from updater.errors import UpdaterError
 from updater.step import StepValues
 from updater.verify import Comparison

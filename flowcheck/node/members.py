@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flowcheck.records import Manifest
+from flowcheck.control.protocol import Manifest
 
 __all__ = ["Letter", "Member"]
 

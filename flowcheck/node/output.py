@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowcheck.checkpoint import tensor_sha256
+from flowcheck.checkpoint.directory import tensor_sha256
 from flowcheck.durable import check_writable, reporting, write_atomic
 from flowcheck.errors import EnvironmentProblem, FlowcheckError
 from flowcheck.node.config import Output
-from flowcheck.replica import JobReplica
+from flowcheck.rebuild.replica import JobReplica
 
 __all__ = ["Events", "Hashes", "Writer", "check_places"]
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 
 from parser.machine import Engine
 
-from flowcheck.evidence import data_flows, flow_name
-from flowcheck.jobplan import JobPlan
-from flowcheck.unread import remedy_of
+from flowcheck.diagnose.remedies import remedy_of
+from flowcheck.rebuild.evidence import data_flows, flow_name
+from flowcheck.rebuild.plan import JobPlan
 
 __all__ = ["SECONDS", "Arrivals", "Silence"]
 

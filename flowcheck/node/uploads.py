@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from flowcheck.records import Notice, Wanted
+from flowcheck.control.protocol import Notice, Wanted
 
 __all__ = ["Asking", "Uploads"]
 

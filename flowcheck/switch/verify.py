@@ -1,6 +1,6 @@
 """Does the mirror deliver? Judge what a survey of the mirror port found against the plan.
 
-    judge(document of flowcheck.inspect, plan) -> Check per question, in the order in which to mend them
+    judge(document of flowcheck.diagnose.inspect, plan) -> Check per question, in the order in which to mend them
 
 Counters of the switch cannot answer this: several count lost copies as sent. Only the packets at the port can.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from flowcheck.inspect import survey_captures, survey_interface
+from flowcheck.diagnose.inspect import survey_captures, survey_interface
 from parser.findings import ranks_of
 from switch_configs.model import MirrorPlan
 
@@ -40,7 +40,7 @@ class Check:
 def run(
     captures: Sequence[Path], interface: str | None, seconds: float, plan: MirrorPlan, as_json: bool, console: Console
 ) -> int:
-    """0 if every check is good, 1 if not. Errors as flowcheck.inspect.survey_captures and survey_interface."""
+    """0 if every check is good, 1 if not. Errors as flowcheck.diagnose.inspect.survey_captures and survey_interface."""
     found = survey_interface(interface, seconds) if interface else survey_captures(captures)
     checks = list(judge(found, plan))
     bad = [check for check in checks if not check.good]

@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from flowcheck.errors import UserError
-from flowcheck.manifest import Job
-from flowcheck.replay import ReplayOptions, replay
-from flowcheck.synth import example_job, generate
-from flowcheck.synth.contents import save_parameters
-from flowcheck.synth.writer import write_capture
+from flowcheck.job.manifest import Job
+from flowcheck.lab.synth import example_job, generate
+from flowcheck.lab.synth.contents import save_parameters
+from flowcheck.lab.synth.writer import write_capture
+from flowcheck.offline.replay import ReplayOptions, replay
 
 pytestmark = pytest.mark.usefixtures("eal")
 

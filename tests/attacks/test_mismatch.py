@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from flowcheck.cli import main
-from flowcheck.manifest import Collective
-from flowcheck.synth import example_job, generate
-from flowcheck.synth.contents import save_parameters
+from flowcheck.job.manifest import Collective
+from flowcheck.lab.synth import example_job, generate
+from flowcheck.lab.synth.contents import save_parameters
 
 Edit = Callable[[dict], None]
 pytestmark = pytest.mark.usefixtures("eal")

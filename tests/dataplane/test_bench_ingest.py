@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flowcheck.bench import ingest
+from flowcheck.lab.bench import ingest
 
 
 def test_rows(eal, monkeypatch):

@@ -16,8 +16,8 @@ import pytest
 
 from dataplane.engines import EngineDevice, choose, find_engines
 from dataplane.pydpdk import ffi as ffi_module
-from flowcheck.doctor import Machine, Wanted, devices, examine
-from flowcheck.doctor.machine import cpu_list
+from flowcheck.diagnose.doctor import Machine, Wanted, devices, examine
+from flowcheck.diagnose.doctor.machine import cpu_list
 
 NIC = "0000:81:00.0"
 CHECKED = ("dpdk", "privileges", "huge pages", "cores", "dma engines", "devices")

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowcheck.synth import Synthesis
-from flowcheck.synth.encode import positions
+from flowcheck.lab.synth import Synthesis
+from flowcheck.lab.synth.encode import positions
 
 Packet = tuple[int, bytes]
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from dataplane.pcapfile import PcapInfo
-from flowcheck.jobplan import plan_job
-from flowcheck.manifest import Job
-from flowcheck.replica import JobReplica
-from flowcheck.session import ReplayOptions, ReplaySession
-from flowcheck.synth import example_job
+from flowcheck.job.manifest import Job
+from flowcheck.lab.synth import example_job
+from flowcheck.offline.session import ReplayOptions, ReplaySession
+from flowcheck.rebuild.plan import plan_job
+from flowcheck.rebuild.replica import JobReplica
 from tests.flowcheck.fake_engine import FakeEngine
 
 
@@ -70,7 +70,7 @@ def begin_session(
     engine = FakeEngine(plan.engine)
     if weights and plan.parameters:
         engine.cells(None)[:] = True
-    monkeypatch.setattr("flowcheck.session.Engine", lambda config: engine)
+    monkeypatch.setattr("flowcheck.offline.session.Engine", lambda config: engine)
     chosen = ReplayOptions([], folder / "job.json", folder / into, **options)
     infos = [info(f"{name}.pcapng") for name in "abcd"[:streams]]
     session = ReplaySession(plan, JobReplica(plan, chosen.init), chosen, infos)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from flowcheck.streams import Streams
+from flowcheck.rebuild.scheduler import Streams
 
 from .fake_engine import FakeEngine, FakeSource, Packet
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowcheck.checkpoint import Meta, load_parameters, load_step, write_parameters, write_step
+from flowcheck.checkpoint.directory import Meta, load_parameters, load_step, write_parameters, write_step
 from flowcheck.durable import (
     adopt,
     exchange,

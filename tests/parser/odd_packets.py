@@ -1,4 +1,4 @@
-"""Packets of flowcheck.synth with one thing changed, and what tests of the engine alone do with them.
+"""Packets of flowcheck.lab.synth with one thing changed, and what tests of the engine alone do with them.
 
 Frames are IPv4 without a VLAN tag. Changes make the ICRC right again.
 """
@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from parser.machine import Engine
 
-from flowcheck.jobplan import JobPlan, plan_job
-from flowcheck.manifest import Job
-from flowcheck.synth import Synthesis, example_job, generate
+from flowcheck.job.manifest import Job
+from flowcheck.lab.synth import Synthesis, example_job, generate
+from flowcheck.rebuild.plan import JobPlan, plan_job
 from tests.flowcheck.altered import PAYLOAD_AT, Packet, destination, opcode, sealed
 
 COUNT = 12_000

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from parser.machine import Engine
 
-from flowcheck.jobplan import plan_job
-from flowcheck.manifest import dtype_size
-from flowcheck.synth import TransportOptions, example_job, generate
+from flowcheck.job.manifest import dtype_size
+from flowcheck.lab.synth import TransportOptions, example_job, generate
+from flowcheck.rebuild.plan import plan_job
 
 SHAPES: dict[str, dict] = {
     "plain": {"count": [5000]},

@@ -8,9 +8,9 @@ import functools
 import pytest
 from parser.machine import Engine
 
-from flowcheck.jobplan import JobPlan, plan_job
-from flowcheck.manifest import Job
-from flowcheck.synth import Synthesis, example_job, generate
+from flowcheck.job.manifest import Job
+from flowcheck.lab.synth import Synthesis, example_job, generate
+from flowcheck.rebuild.plan import JobPlan, plan_job
 from tests.flowcheck.altered import Packet, altered, opcode, spots
 
 COUNT, TIME = 12_000, 1  # elements, iteration looked at

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from parser.machine import Engine
 
-from flowcheck.jobplan import JobPlan, plan_job
-from flowcheck.synth import Synthesis, example_job, generate
+from flowcheck.lab.synth import Synthesis, example_job, generate
+from flowcheck.rebuild.plan import JobPlan, plan_job
 from tests.flowcheck.altered import (
     FIRST,
     LAST_IMM,

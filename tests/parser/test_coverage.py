@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from parser.machine import Engine
 
-from flowcheck.jobplan import plan_job
+from flowcheck.rebuild.plan import plan_job
 
 from .test_copies import COUNT, PROTOCOLS, shuffled, traffic
 

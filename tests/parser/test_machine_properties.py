@@ -1,7 +1,7 @@
 """The state machine over the whole cross product that the wire model covers, against synth's truth.
 
 Packets are fed from memory (Engine.feed is the function the ring loop calls); the same stages behind DPDK
-are exercised in tests/flowcheck/test_synth_replay.py.
+are exercised in tests/flowcheck/offline/test_synth_replay.py.
 """
 
 import numpy as np
@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parser.machine import Engine
 
-from flowcheck.jobplan import JobPlan, plan_job
-from flowcheck.manifest import Job, dtype_size
-from flowcheck.synth import TransportOptions, example_job, generate
+from flowcheck.job.manifest import Job, dtype_size
+from flowcheck.lab.synth import TransportOptions, example_job, generate
+from flowcheck.rebuild.plan import JobPlan, plan_job
 
 VERSIONS = [
     "2.12.12",

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from parser.machine import Engine
 
-from flowcheck.jobplan import JobPlan, plan_job
-from flowcheck.synth import Synthesis, example_job, generate
+from flowcheck.lab.synth import Synthesis, example_job, generate
+from flowcheck.rebuild.plan import JobPlan, plan_job
 from parser.plan import Phase
 from tests.flowcheck.altered import (
     FIRST,

@@ -35,10 +35,10 @@ def tree(tmp_path: Path) -> Path:
         "updater/__init__.py": "import torch\nfrom parser import wire\n",
         "flowcheck/__init__.py": "",
         "flowcheck/errors.py": "",
-        "flowcheck/manifest.py": "import json\nfrom flowcheck.errors import UserError\nimport torch\n",
+        "flowcheck/job/manifest.py": "import json\nfrom flowcheck.errors import UserError\nimport torch\n",
         "flowcheck/cli.py": "import typer\nimport parser.wire, updater\nimport switch_configs\n",
-        "flowcheck/synth/__init__.py": "from flowcheck.manifest import Job\nfrom . import frames\n",
-        "flowcheck/synth/frames.py": "import struct\n",
+        "flowcheck/lab/synth/__init__.py": "from flowcheck.job.manifest import Job\nfrom . import frames\n",
+        "flowcheck/lab/synth/frames.py": "import struct\n",
         "switch_configs/__init__.py": "import jinja2\n",
     }
     for name, text in files.items():
@@ -95,20 +95,20 @@ FORBIDDEN = {
     ),
     "alone": ("switch_configs/bad.py", "import flowcheck\n", "switch_configs may use nothing of ours"),
     "third party": ("parser/bad.py", "import torch\n", "parser may depend on"),
-    "trainer side": ("flowcheck/manifest_check.py", "import numpy\n", "training environments"),
+    "trainer side": ("flowcheck/job/check.py", "import numpy\n", "training environments"),
     "trainer side, ours": (
         "flowcheck/trainer/hooks.py",
         "from flowcheck import cli\n",
         "training environments",
     ),
-    "synth": ("flowcheck/synth/bad.py", "from parser import wire\n", "flowcheck.synth.bad: reaches parser"),
+    "synth": ("flowcheck/lab/synth/bad.py", "from parser import wire\n", "flowcheck.lab.synth.bad: reaches parser"),
     "softroce": (
         "flowcheck/lab/softroce/bad.py", "from parser import wire\n", "flowcheck.lab.softroce.bad: reaches parser",
     ),
     "synth by a detour": (
-        "flowcheck/synth/bad.py",
+        "flowcheck/lab/synth/bad.py",
         "from flowcheck.cli import x\n",
-        "flowcheck.synth.bad -> flowcheck.cli -> parser.wire",
+        "flowcheck.lab.synth.bad -> flowcheck.cli -> parser.wire",
     ),
 }
 

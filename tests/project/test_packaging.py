@@ -74,7 +74,7 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 sys.path.insert(0, sys.argv[1])
 from flowcheck.errors import UserError
-from flowcheck.manifest import Job, json_schema
+from flowcheck.job.manifest import Job, json_schema
 try:
     Job.from_dict({})
 except UserError as error:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.checkpoint import (
+from flowcheck.checkpoint.directory import (
     Meta,
     load_init,
     load_parameters,
@@ -21,9 +21,9 @@ from flowcheck.checkpoint import (
     write_parameters,
     write_step,
 )
-from flowcheck.manifest import Job, ModelEntry
-from flowcheck.report import Report, write_report
-from flowcheck.synth import example_job
+from flowcheck.job.manifest import Job, ModelEntry
+from flowcheck.lab.synth import example_job
+from flowcheck.offline.report import Report, write_report
 from updater.optimizers import OptimizerSpec
 from updater.reader import Reader
 from updater.replica import Replica
@@ -34,9 +34,11 @@ __all__ = ["shm"]
 
 #: What people call from Python. Not here: commands (typer makes their paths) and helpers between modules.
 PUBLIC = [
-    "dataplane.capture", "dataplane.pcapfile", "flowcheck", "flowcheck.checkpoint", "flowcheck.gathered",
-    "flowcheck.inspect", "flowcheck.learn.captures", "flowcheck.manifest", "flowcheck.node.config", "flowcheck.replica",
-    "flowcheck.report", "flowcheck.synth", "switch_configs.model", "updater.reader", "updater.replica",
+    "dataplane.capture", "dataplane.pcapfile", "flowcheck", "flowcheck.checkpoint.directory",
+    "flowcheck.rebuild.sharded", "flowcheck.diagnose.inspect", "flowcheck.learn.captures", "flowcheck.job.manifest",
+    "flowcheck.node.config",
+    "flowcheck.rebuild.replica",
+    "flowcheck.offline.report", "flowcheck.lab.synth", "switch_configs.model", "updater.reader", "updater.replica",
 ]
 
 
@@ -70,7 +72,7 @@ def functions(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:
 def test_public_functions_take_strings_for_paths(module: str) -> None:
     odd = [
         f"{name}({parameter})"
-        for name, function in functions(module) if name != "flowcheck.inspect.run"  # the command
+        for name, function in functions(module) if name != "flowcheck.diagnose.inspect.run"  # the command
         for parameter, kind in getattr(function, "__annotations__", {}).items()
         if parameter != "return" and "Path" in str(kind) and "PathLike" not in str(kind)
     ]

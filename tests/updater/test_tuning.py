@@ -74,7 +74,7 @@ def test_a_process_chooses_once_and_its_replicas_do_that(monkeypatch: pytest.Mon
 
 
 def test_both_questions_are_put_in_one_form() -> None:
-    from flowcheck import calibration
+    from flowcheck.rebuild import calibration
 
     for asked in (question(), calibration.question(1024, False)):
         assert set(choosing.key(asked)) >= {"schema", "processor", "kernels", "version"}

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowcheck.checksum import checksum as trainers
-from flowcheck.checksum import checksums
+from flowcheck.control.checksum import checksum as trainers
+from flowcheck.control.checksum import checksums
 from updater import kernels
 from updater.verify import Comparison, checksum
 
@@ -164,7 +164,7 @@ def test_the_first_tensor_that_differs_is_named(threads):
 
 def test_the_trainers_side_needs_torch_alone():
     code = (
-        "import sys\nsys.modules['numpy'] = None\nimport flowcheck.checksum\n"
+        "import sys\nsys.modules['numpy'] = None\nimport flowcheck.control.checksum\n"
         "bad = [m for m in sys.modules if m.split('.')[0] in ('updater', 'parser', 'dataplane')]\nassert not bad, bad"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

@@ -99,7 +99,7 @@ int fcu_has_root(int how); /* FCU_SQRT_CALL aside */
 void fcu_fence(void);
 void fcu_copy(void *dst, const void *src, size_t bytes);  /* non-temporal; any alignment */
 
-/* Position-weighted checksum of n elements of `size` (1, 2, 4, 8) bytes, as flowcheck/checksum.py defines it:
+/* Position-weighted checksum of n elements of `size` (1, 2, 4, 8) bytes, as flowcheck/control/checksum.py defines it:
  * fcu_sum_begin(n) plus, modulo 2^64, the parts; `from` is a multiple of FCU_BLOCK, and so is n but in the last. */
 enum { FCU_BLOCK = 1 << 16 };
 uint64_t fcu_sum_begin(uint64_t n);

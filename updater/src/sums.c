@@ -1,4 +1,4 @@
-/* Position-weighted checksums (flowcheck/checksum.py defines them): blocks of elements times the weights of their places.
+/* Position-weighted checksums (flowcheck/control/checksum.py defines them): blocks of elements times the weights of their places.
  *
  *     sum over c: (mix(c + BLOCK) | 1) * sum over i: w[i] * b[c][i]            w[i] = mix(i) | 1, all modulo 2^64
  *

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from flowcheck.synth.families import Family
+from flowcheck.lab.synth.families import Family
 
 __all__ = ["Bootstrap", "listen", "read", "socket_address"]
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from flowcheck.job.manifest import dtype_size
 from flowcheck.lab.softroce._engine import MAX_FAN, PART, PRIMITIVE, USE, Plan
 from flowcheck.lab.softroce.settings import P2P_SLOT, Settings
-from flowcheck.manifest import dtype_size
-from flowcheck.synth.layout import Chunk, Operation, chunks, steps_per_chunk
-from flowcheck.synth.schedule import tree_of
+from flowcheck.lab.synth.layout import Chunk, Operation, chunks, steps_per_chunk
+from flowcheck.lab.synth.schedule import tree_of
 
 __all__ = ["DTYPES", "Planner", "edges"]
 

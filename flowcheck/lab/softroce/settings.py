@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowcheck.errors import UserError
-from flowcheck.manifest_check import BUFFER_BYTES, MAX_THREADS
-from flowcheck.manifest_form import Place, build, parse
-from flowcheck.synth.families import Family, family_of
+from flowcheck.job.check import BUFFER_BYTES, MAX_THREADS
+from flowcheck.job.form import Place, build, parse
+from flowcheck.lab.synth.families import Family, family_of
 
 __all__ = ["VARIABLE", "Settings"]
 

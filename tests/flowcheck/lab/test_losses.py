@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from flowcheck.job.manifest import Collective, Collectives, Communicator, Job, dtype_size
 from flowcheck.lab.impair import Event, Impairment
 from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import LabRun
-from flowcheck.manifest import Collective, Collectives, Communicator, Job, dtype_size
-from flowcheck.synth.encode import positions
-from flowcheck.synth.generate import operation_of
-from flowcheck.synth.schedule import message_bytes, messages
+from flowcheck.lab.synth.encode import positions
+from flowcheck.lab.synth.generate import operation_of
+from flowcheck.lab.synth.schedule import message_bytes, messages
 
 from .conftest import lab_of
 

@@ -5,13 +5,13 @@ from parser.lane import messages
 from parser.trace import Trace
 
 from flowcheck.errors import UserError
-from flowcheck.jobplan import plan_job
+from flowcheck.job.manifest import Job
+from flowcheck.lab.synth import Synthesis, example_job
 from flowcheck.learn.captures import facts_of
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.job import Learnt, Progress, learn_from
 from flowcheck.learn.logs import LogFacts
-from flowcheck.manifest import Job
-from flowcheck.synth import Synthesis, example_job
+from flowcheck.rebuild.plan import plan_job
 
 NO_HINTS = Hints()
 # One of each family of layouts and forms (docs/wire.md).

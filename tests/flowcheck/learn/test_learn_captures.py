@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from flowcheck.errors import UserError
+from flowcheck.job.manifest import Job
 from flowcheck.learn.captures import learn
 from flowcheck.learn.hints import Hints
-from flowcheck.manifest import Job
-from flowcheck.replay import ReplayOptions, replay
+from flowcheck.offline.replay import ReplayOptions, replay
 
 JOBS = Path(__file__).parents[2] / "data" / "jobs"
 HARDWARE = "nccl-hardware/{}.pcapng"

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.errors import UserError
+from flowcheck.job.manifest import Job
+from flowcheck.lab.synth import example_job, generate
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.logs import parse_log
-from flowcheck.manifest import Job
-from flowcheck.synth import example_job, generate
 
 from .oracle import VERSIONS, ddp_job, learnt, placement, refusal, same
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from flowcheck.errors import UserError
+from flowcheck.job.manifest import Collective, Job
+from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.learn import job as learning
 from flowcheck.learn.hints import Hints, parse_optimizer, parse_ranks
 from flowcheck.learn.job import Learnt
 from flowcheck.learn.logs import parse_log
-from flowcheck.manifest import Collective, Job
-from flowcheck.synth import Synthesis, example_job, generate
 
 from .oracle import ddp_job, doubts, learnt, placement, refusal, same
 

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from parser.trace import Trace
 from rich.console import Console
 
+from flowcheck.job.manifest import Job
+from flowcheck.lab.synth import Synthesis, generate
+from flowcheck.lab.synth.packets import WRITE_ONLY_IMM, Endpoint
+from flowcheck.lab.synth.packets import Path as Path_
+from flowcheck.lab.synth.transport import TransportOptions
 from flowcheck.learn.captures import learn
 from flowcheck.learn.connections import connections
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.queuepairs import arrange, byte_order, pieces
 from flowcheck.learn.traffic import Message, Queue
-from flowcheck.manifest import Job
-from flowcheck.replay import ReplayOptions, replay
-from flowcheck.synth import Synthesis, generate
-from flowcheck.synth.packets import WRITE_ONLY_IMM, Endpoint
-from flowcheck.synth.packets import Path as Path_
-from flowcheck.synth.transport import TransportOptions
+from flowcheck.offline.replay import ReplayOptions, replay
 
 from .oracle import VERSIONS, ddp_job, doubts, learnt, placement, refusal, same, unless_refused
 

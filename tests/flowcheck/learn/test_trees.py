@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.logs import parse_log
-from flowcheck.synth import Synthesis, example_job, generate
 
 from .oracle import VERSIONS, ddp_job, doubts, learnt, placement, refusal, same, unless_refused
 

@@ -1,4 +1,4 @@
-"""A node as its own process on a veth pair, traffic of flowcheck.synth, and a small trainer that speaks records."""
+"""A node as its own process on a veth pair, traffic of flowcheck.lab.synth, and a small trainer that speaks records."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.manifest import Job
-from flowcheck.records import Flows, Link, Manifest, Record, State, greet
-from flowcheck.synth import Synthesis, generate
-from flowcheck.tensors import header, packed_bytes, pieces
+from flowcheck.control.protocol import Flows, Link, Manifest, Record, State, greet
+from flowcheck.control.tensors import header, packed_bytes, pieces
+from flowcheck.job.manifest import Job
+from flowcheck.lab.synth import Synthesis, generate
 
 from ...links import wait_for_links
 

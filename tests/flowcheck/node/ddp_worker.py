@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import flowcheck
-from flowcheck.checkpoint import tensor_sha256
+from flowcheck.checkpoint.directory import tensor_sha256
 
 
 class Net(torch.nn.Module):

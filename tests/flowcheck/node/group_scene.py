@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import flowcheck.node.group
+from flowcheck.control.protocol import Manifest
 from flowcheck.errors import UserError
-from flowcheck.manifest import Job
+from flowcheck.job.manifest import Job
+from flowcheck.lab.synth import example_job
 from flowcheck.node.config import Capture, Control, NodeConfig, Output, ReplicaSettings
 from flowcheck.node.group import Group
 from flowcheck.node.members import Letter, Member
 from flowcheck.node.silence import Arrivals
-from flowcheck.records import Manifest
-from flowcheck.synth import example_job
 
 from ..memory_ring import MemoryRing
 

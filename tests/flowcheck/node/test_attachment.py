@@ -16,9 +16,20 @@ import pytest
 import torch
 
 import flowcheck
-from flowcheck.checkpoint import tensor_sha256
-from flowcheck.records import Flows, Joined, Limits, Link, Manifest, Record, RecordsError, State, Wanted, accept
-from flowcheck.synth import example_job
+from flowcheck.checkpoint.directory import tensor_sha256
+from flowcheck.control.protocol import (
+    Flows,
+    Joined,
+    Limits,
+    Link,
+    Manifest,
+    Record,
+    RecordsError,
+    State,
+    Wanted,
+    accept,
+)
+from flowcheck.lab.synth import example_job
 from updater.reader import Reader
 
 from .conftest import LONGEST

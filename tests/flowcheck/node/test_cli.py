@@ -20,10 +20,10 @@ import pytest
 pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
 
 from dataplane.pydpdk.errors import DpdkError
+from flowcheck.control.protocol import Link, RecordsError, Refused, greet
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import cli
 from flowcheck.node.config import NodeConfig
-from flowcheck.records import Link, RecordsError, Refused, greet
 
 from ..memory_ring import MemoryRing
 from .node_scene import World, put_in

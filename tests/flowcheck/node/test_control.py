@@ -18,10 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.errors import UserError
-from flowcheck.manifest import ModelEntry
-from flowcheck.node import control
-from flowcheck.records import (
+from flowcheck.control.protocol import (
     Bye,
     Challenge,
     Flows,
@@ -38,7 +35,10 @@ from flowcheck.records import (
     Wanted,
     Welcome,
 )
-from flowcheck.tensors import header, packed_bytes, pieces
+from flowcheck.control.tensors import header, packed_bytes, pieces
+from flowcheck.errors import UserError
+from flowcheck.job.manifest import ModelEntry
+from flowcheck.node import control
 
 TOKEN = b"a token that only tests have"
 MODEL = [

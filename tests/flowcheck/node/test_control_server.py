@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from flowcheck.control.protocol import Bye, Flows, Link, RecordsError, Refused, Wanted, greet
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.control import ControlServer
-from flowcheck.records import Bye, Flows, Link, RecordsError, Refused, Wanted, greet
 
 TOKEN = b"a token that only tests have"
 TCP = socket.IPPROTO_TCP

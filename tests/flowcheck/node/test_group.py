@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from flowcheck.control.protocol import Bye, Flows, Manifest, Record, State, Wanted
 from flowcheck.errors import UserError
-from flowcheck.manifest import Job
-from flowcheck.records import Bye, Flows, Manifest, Record, State, Wanted
+from flowcheck.job.manifest import Job
 
 from .group_scene import Peer, Scene, fake_sessions, small_job
 

@@ -14,10 +14,10 @@ import torch
 
 import flowcheck.node.group
 import flowcheck.node.uploads
+from flowcheck.control.protocol import Bye, Joined, Manifest, Notice, Progress, Record, State, Wanted
 from flowcheck.errors import UserError
 from flowcheck.node.live import Closed
 from flowcheck.node.uploads import Uploads
-from flowcheck.records import Bye, Joined, Manifest, Notice, Progress, Record, State, Wanted
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
@@ -427,8 +427,8 @@ def test_a_replica_without_room_names_those_that_are_kept(scene, tmp_path) -> No
 
 def test_a_group_follows_a_job_with_real_packets(tmp_path, truth) -> None:
     """Manifest, state, traffic and record, all through the inbox; the version is torch's."""
-    from flowcheck.checksum import checksums
-    from flowcheck.jobplan import plan_job
+    from flowcheck.control.checksum import checksums
+    from flowcheck.rebuild.plan import plan_job
 
     job = small_job(optimizer="adamw", options={"lr": 0.5})
     job.step_values = ["lr"]

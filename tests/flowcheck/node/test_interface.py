@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from flowcheck.records import Wanted
-from flowcheck.synth import example_job
+from flowcheck.control.protocol import Wanted
+from flowcheck.lab.synth import example_job
 
 pytestmark = pytest.mark.root
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from flowcheck.checkpoint import tensor_sha256
-from flowcheck.checksum import checksums
-from flowcheck.manifest import Job
-from flowcheck.records import Bye, Joined, Wanted
-from flowcheck.synth import example_job
+from flowcheck.checkpoint.directory import tensor_sha256
+from flowcheck.control.checksum import checksums
+from flowcheck.control.protocol import Bye, Joined, Wanted
+from flowcheck.job.manifest import Job
+from flowcheck.lab.synth import example_job
 
 pytestmark = pytest.mark.root
 

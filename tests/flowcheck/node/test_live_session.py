@@ -17,14 +17,14 @@ import pytest
 import torch
 
 import flowcheck.node.live
-from flowcheck.checksum import checksums
+from flowcheck.control.checksum import checksums
+from flowcheck.control.protocol import Record
 from flowcheck.errors import UserError
-from flowcheck.jobplan import plan_job
-from flowcheck.manifest import Job, ModelEntry
+from flowcheck.job.manifest import Job, ModelEntry
+from flowcheck.lab.synth import example_job
 from flowcheck.node.live import Closed, Hooks, LiveSession
-from flowcheck.records import Record
-from flowcheck.replica import JobReplica
-from flowcheck.synth import example_job
+from flowcheck.rebuild.plan import plan_job
+from flowcheck.rebuild.replica import JobReplica
 from updater.errors import ReplicaError
 from updater.replica import Replica
 

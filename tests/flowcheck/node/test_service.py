@@ -18,11 +18,22 @@ import pytest
 import torch
 
 from dataplane.counters import read_counters
-from flowcheck.checkpoint import tensor_sha256
-from flowcheck.checksum import checksums
-from flowcheck.manifest import Job
-from flowcheck.records import Challenge, Flows, Hello, Joined, Notice, Progress, Record, RecordsError, State, Wanted
-from flowcheck.synth import example_job
+from flowcheck.checkpoint.directory import tensor_sha256
+from flowcheck.control.checksum import checksums
+from flowcheck.control.protocol import (
+    Challenge,
+    Flows,
+    Hello,
+    Joined,
+    Notice,
+    Progress,
+    Record,
+    RecordsError,
+    State,
+    Wanted,
+)
+from flowcheck.job.manifest import Job
+from flowcheck.lab.synth import example_job
 from updater.reader import Reader
 
 from .conftest import LONGEST

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from flowcheck.lab.softroce.settings import Settings
-from flowcheck.synth.layout import Operation
-from flowcheck.synth.values import Stages, generate_values
+from flowcheck.lab.synth.layout import Operation
+from flowcheck.lab.synth.values import Stages, generate_values
 
 DTYPES = {
     torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16",

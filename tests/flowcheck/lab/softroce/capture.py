@@ -12,8 +12,7 @@ from typing import Self
 
 from torch import nn
 
-from flowcheck.lab import netns
-from flowcheck.manifest import (
+from flowcheck.job.manifest import (
     Bucket,
     Buckets,
     BucketSlice,
@@ -26,6 +25,7 @@ from flowcheck.manifest import (
     Optimizer,
     ParameterGroup,
 )
+from flowcheck.lab import netns
 
 __all__ = ["Capture", "job_of"]
 

@@ -10,8 +10,8 @@ import train
 from torch import nn
 
 from flowcheck.lab.softroce.settings import Settings
-from flowcheck.synth.layout import Operation
-from flowcheck.synth.values import Stages
+from flowcheck.lab.synth.layout import Operation
+from flowcheck.lab.synth.values import Stages
 
 
 def reduce(settings: Settings, ranks: int, parts: list[torch.Tensor]) -> torch.Tensor:

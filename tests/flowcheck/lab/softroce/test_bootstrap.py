@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from flowcheck.lab.softroce.bootstrap import Bootstrap
-from flowcheck.synth.families import family_of
+from flowcheck.lab.synth.families import family_of
 
 FAMILY = family_of("2.19")
 

@@ -21,8 +21,8 @@ from flowcheck.lab import netns
 from flowcheck.lab.fabric import Fabric
 from flowcheck.lab.impair import Impairment
 from flowcheck.lab.softroce.settings import Settings
-from flowcheck.synth.packets import Endpoint
-from flowcheck.synth.packets import Path as Path_
+from flowcheck.lab.synth.packets import Endpoint
+from flowcheck.lab.synth.packets import Path as Path_
 
 pytestmark = pytest.mark.root
 

@@ -14,10 +14,10 @@ from flowcheck.lab.softroce import _engine
 from flowcheck.lab.softroce.communicator import Calls
 from flowcheck.lab.softroce.plan import DTYPES, PROTOCOLS, STORE, USE_INPUT, Planner, edges
 from flowcheck.lab.softroce.settings import Settings
-from flowcheck.synth.encode import encode, positions
-from flowcheck.synth.layout import Operation
-from flowcheck.synth.schedule import Message, messages
-from flowcheck.synth.values import add, generate_values
+from flowcheck.lab.synth.encode import encode, positions
+from flowcheck.lab.synth.layout import Operation
+from flowcheck.lab.synth.schedule import Message, messages
+from flowcheck.lab.synth.values import add, generate_values
 
 
 @given(st.sampled_from(sorted(PROTOCOLS)), st.integers(0, 9000), st.integers(0, 1 << 20), st.integers(0, 99))

@@ -21,8 +21,8 @@ from scapy.contrib.roce import BTH
 from scapy.layers.l2 import Ether
 
 from flowcheck.lab.softroce.settings import Settings
+from flowcheck.lab.synth.writer import write_capture
 from flowcheck.learn.bootstrap import Stream, parse_bootstrap, reassemble
-from flowcheck.synth.writer import write_capture
 
 pytestmark = pytest.mark.root
 

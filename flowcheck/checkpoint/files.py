@@ -1,0 +1,128 @@
+"""One safetensors file of a checkpoint: written with the hashes of what it holds, and read back against them.
+
+A file's entry in the checkpoint's manifest: {"bytes", "sha256", "tensors": {name: {"dtype", "shape", "sha256"}}}. Every
+error of reading is a UserError that names the file, and the tensor where it is one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from flowcheck.control.tensors import CHUNK, DTYPES, header, packed_bytes, pieces
+from flowcheck.durable import write_synced
+from flowcheck.errors import UserError
+
+__all__ = ["load_file", "readable", "refuse", "tensor_sha256", "write_file"]
+
+
+def tensor_sha256(tensor: torch.Tensor) -> str:
+    """SHA-256 over the elements' little-endian bytes in row-major order."""
+    digest = hashlib.sha256()
+    for piece in pieces(tensor):
+        digest.update(piece)
+    return digest.hexdigest()
+
+
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Write one file and return its manifest entry; every byte is read from memory once.
+
+    The library's own writer would need the file read again for its hash.
+    """
+    head, order = header(tensors)
+    whole = hashlib.sha256()
+    hashes: dict[str, str] = {}
+
+    def stream() -> Iterator[bytes | memoryview]:
+        whole.update(head)
+        yield head
+        for name in order:
+            single = hashlib.sha256()
+            for piece in pieces(tensors[name]):
+                single.update(piece)
+                whole.update(piece)
+                yield piece
+            hashes[name] = single.hexdigest()
+
+    write_synced(path, stream())
+    return {
+        "bytes": packed_bytes(tensors),
+        "sha256": whole.hexdigest(),
+        "tensors": {
+            name: {"dtype": DTYPES[tensor.dtype][0], "shape": list(tensor.shape), "sha256": hashes[name]}
+            for name, tensor in tensors.items()
+        },
+    }
+
+
+def refuse(path: Path, what: str, remedy: str = "") -> UserError:
+    """The error to raise about a path."""
+    remedy = remedy or "use another step of the same run; this one is damaged"
+    return UserError(what, where=str(path), remedy=remedy)
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn an OSError of reading into a UserError."""
+    try:
+        yield
+    except OSError as error:
+        what = f"cannot be read: {error.strerror or error}"
+        raise refuse(path, what, "give an existing, readable path") from None
+
+
+def load_file(path: Path, expected: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file, owned by us; checked against its manifest entry if it has one."""
+    with readable(path):
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a FIFO would be waited for
+            raise refuse(path, "is no regular file", "give FILE.safetensors or a step directory")
+        with path.open("rb") as file:
+            magic = file.read(4)
+            file.seek(0)
+            if expected is not None:
+                _check_file(path, file.read, expected)
+    try:
+        with readable(path), safe_open(str(path), framework="pt") as opened:
+            # Cloned, because the library's tensors are the mapped file, which can change under us.
+            tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        # Asked only now: the first bytes of a good file are a length and can be anything.
+        if magic == b"PK\x03\x04" or (magic[:1] == b"\x80" and magic[1:2] <= b"\x05"):
+            raise refuse(
+                path, "is a pickle (torch.save), which can run code when it is loaded and is never read",
+                "convert it where you trust it: safetensors.torch.save_file(torch.load(FILE), NEW)",
+            ) from None
+        what = f"is not a whole safetensors file: {error}"
+        raise refuse(path, what, "copy or write the file again") from None
+    if expected is None:
+        return tensors
+    return _check_tensors(path, tensors, expected["tensors"])
+
+
+def _check_file(path: Path, read: Callable[[int], bytes], expected: Mapping[str, Any]) -> None:
+    digest, size = hashlib.sha256(), 0
+    while piece := read(CHUNK):
+        digest.update(piece)
+        size += len(piece)
+    if size != expected["bytes"]:
+        raise refuse(path, f"has {size} bytes, its manifest says {expected['bytes']}")
+    if digest.hexdigest() != expected["sha256"]:
+        raise refuse(path, "has other bytes than those written (SHA-256 does not match its manifest)")
+
+
+def _check_tensors(
+    path: Path, tensors: dict[str, torch.Tensor], expected: Mapping[str, Mapping[str, Any]]
+) -> dict[str, torch.Tensor]:
+    if set(tensors) != set(expected):
+        odd = sorted(set(tensors) ^ set(expected))[0]
+        raise refuse(path, f"and its manifest do not list the same tensors ({odd!r})")
+    for name, entry in expected.items():
+        if tensor_sha256(tensors[name]) != entry["sha256"]:
+            raise refuse(path, f"tensor {name!r} has other bytes than those written (SHA-256 differs)")
+    return {name: tensors[name] for name in expected}

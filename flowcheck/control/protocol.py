@@ -1,0 +1,371 @@
+"""What trainers and a checkpoint node say to each other: messages, their framing, and who may speak.
+
+    frame      magic 4 | JSON bytes 4 | payload bytes 8 | JSON object with "type" | payload (raw safetensors)
+    opening    node: Challenge    trainer: Hello (proof over both nonces)    node: Welcome (proof) or Refused
+    then       trainer: Flows, Manifest, State, Record, Bye           node: Wanted, Joined, Progress, Notice, Refused
+
+Both sides prove that they know the token (HMAC-SHA256 over both nonces and who is speaking); the token itself never
+travels. Nothing is encrypted: the connection belongs on the control network. Every length is checked before
+memory is taken, every wait has a deadline, and a frame that is not exactly one of the messages below ends the
+connection with RecordsError. docs/node.md describes every field; this schema is that of the later HTTP API too.
+
+A Link is used by one reader and one writer thread at most. Standard library, and torch for payloads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.job.form import Place, build, parse
+
+__all__ = [
+    "MESSAGES", "PROTOCOL", "Bye", "Challenge", "Flows", "Hello", "Joined", "Limits", "Link", "Manifest", "Notice",
+    "Progress", "Record", "RecordsError", "Refused", "State", "Wanted", "Welcome", "accept", "greet", "token_bytes",
+]
+
+PROTOCOL = "flowcheck/records/1"
+MAGIC = b"FCR1"
+_HEAD = struct.Struct(">4sIQ")
+TOKEN_BYTES = (16, 4096)
+_STEP = 8 << 20  # of a payload taken at once
+_LONG = 1e6  # seconds; a socket without a timeout would be one for its writer too
+
+
+class RecordsError(FlowcheckError):
+    """The other side is gone, slow, not who it should be, or does not speak this protocol."""
+
+    exit_code = 3
+
+
+# -- messages ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Challenge:
+    """Node, first. nonce: 32 random bytes, hexadecimal."""
+
+    nonce: str
+    protocol: str = PROTOCOL
+
+
+@dataclass
+class Hello:
+    """Trainer, answering: one rank of one run. group: which of a node's groups, "" if it has one. instance: of this
+    attachment, so that a job that was started again is known even if it says the same run and epoch."""
+
+    run_id: str
+    epoch: int
+    rank: int
+    ranks: int
+    group: str
+    nonce: str
+    proof: str
+    protocol: str = PROTOCOL
+    instance: str = ""
+
+
+@dataclass
+class Welcome:
+    """Node: it knows the token too."""
+
+    proof: str
+
+
+@dataclass
+class Refused:
+    """Node: why this connection ends."""
+
+    why: str
+
+
+@dataclass
+class Flows:
+    """Every rank: the connections it has, in the manifest's form; a later one replaces an earlier one."""
+
+    flows: list[dict[str, Any]]
+
+
+@dataclass
+class Manifest:
+    """Rank 0: the job. Its flows may be empty: those that every rank has sent are put in. first: the trainer's own
+    number of the manifest's iteration 0; State, Record, Joined and Progress count as the trainer does."""
+
+    job: dict[str, Any]
+    first: int = 0
+
+
+@dataclass
+class State:
+    """Rank 0: the model and the optimizer before iteration `iteration`. Payload: `model.NAME` for every entry,
+    `optimizer.NAME.KEY` for every tensor of the optimizer's state. groups: hyper-parameters by parameter group of the
+    step that made it, or of the optimizer as it is."""
+
+    iteration: int
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Record:
+    """Every rank, once per iteration: what the wire does not carry. Payload: `buffer.NAME`.
+
+    groups: hyper-parameters of this step by parameter group. clip: factor that gradients were multiplied with. scale:
+    loss scale. skipped: the optimizer did nothing. checksums: 16 hexadecimal digits per model entry, after the step.
+    """
+
+    iteration: int
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    clip: float | None = None
+    scale: float | None = None
+    skipped: bool = False
+    checksums: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Bye:
+    """Trainer: training ends here; nothing more will come."""
+
+
+@dataclass
+class Wanted:
+    """Node: what it needs ("flows", "manifest", "state") to have versions again, and why."""
+
+    what: list[str]
+    why: str
+
+
+@dataclass
+class Joined:
+    """Node: it has the state before `iteration` and builds on it."""
+
+    iteration: int
+
+
+@dataclass
+class Progress:
+    """Node: version after `iteration` is published. status: unverified, verified or diverged."""
+
+    iteration: int
+    status: str
+
+
+@dataclass
+class Notice:
+    """Node: why there are no versions at the moment, although nothing is wanted of a trainer; "": that is over."""
+
+    why: str
+
+
+MESSAGES: dict[str, type] = {
+    kind.__name__.lower(): kind
+    for kind in (
+        Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Bye, Wanted, Joined, Progress, Notice,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest frame that is read. text: bytes of JSON; payload: by message type, others carry none.
+    seconds: for a whole frame once its first byte is here; rate: bytes per second that a payload must have."""
+
+    text: int = 4096
+    payload: dict[str, int] = field(default_factory=dict)
+    seconds: float = 5.0
+    rate: float = 1e6
+
+
+# -- frames ------------------------------------------------------------------------------------------------
+
+
+class Link:
+    """One connection: whole messages in and out, each within a deadline."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._out = sock.dup()  # timeouts belong to the object, and the reader's is not the writer's
+        self.peer = _peer(sock)
+        self.limits: Callable[[], Limits] = Limits  # asked anew for each message
+
+    def send(self, message: Any, payload: Iterable[bytes | memoryview] = (), size: int = 0, *,
+             seconds: float = 10.0) -> None:
+        """size: of the payload. seconds: for all of it, and as long again per 10 MB."""
+        deadline = time.monotonic() + seconds * (1 + size / 1e7)
+        body = {"type": type(message).__name__.lower(), **dataclasses.asdict(message)}
+        text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+        self._write(_HEAD.pack(MAGIC, len(text), size) + text, deadline)
+        sent = 0
+        for piece in payload:
+            sent += len(piece)
+            self._write(piece, deadline)
+        if sent != size:
+            raise RecordsError(f"a payload of {sent} bytes was announced as {size}", where=self.peer)
+
+    def receive(self, *, wait: float | None = None) -> tuple[Any, int]:
+        """(message, bytes of the payload that follows: take them with `payload`).
+
+        wait: seconds until the first byte, None for ever. Raises RecordsError; TimeoutError if nothing came in time.
+        """
+        first = self._first(_LONG if wait is None else wait)
+        limits = self.limits()
+        deadline = time.monotonic() + limits.seconds
+        magic, length, size = _HEAD.unpack(first + self._read(_HEAD.size - 1, deadline))
+        if magic != MAGIC:
+            raise RecordsError("does not speak this protocol", where=self.peer)
+        if length > limits.text:
+            raise RecordsError(f"a message of {length} bytes, at most {limits.text} are read", where=self.peer)
+        message = _message(bytes(self._read(length, deadline)), self.peer)
+        most = limits.payload.get(type(message).__name__.lower(), 0)
+        if size > most:
+            raise RecordsError(f"a payload of {size} bytes, at most {most} are read here", where=self.peer)
+        return message, size
+
+    def payload(self, size: int) -> bytearray:
+        limits = self.limits()
+        return self._read(size, time.monotonic() + limits.seconds + size / limits.rate)
+
+    def close(self) -> None:
+        """Idempotent; a thread that waits in `receive` gets RecordsError."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._socket.close()
+        self._out.close()
+
+    def _first(self, wait: float) -> bytes:
+        try:
+            self._socket.settimeout(wait)
+            first = self._socket.recv(1)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise RecordsError(f"connection lost: {error.strerror or error}", where=self.peer) from None
+        if not first:
+            raise RecordsError("connection closed", where=self.peer)
+        return first
+
+    def _read(self, size: int, deadline: float) -> bytearray:
+        data = bytearray()
+        try:
+            while len(data) < size:
+                self._socket.settimeout(_left(deadline))
+                piece = self._socket.recv(min(size - len(data), _STEP))
+                if not piece:
+                    raise RecordsError(f"connection closed within a message, {size - len(data)} bytes before its end",
+                                       where=self.peer)
+                data += piece
+        except TimeoutError:
+            raise RecordsError(f"too slow: {size - len(data)} bytes of a message still missing", where=self.peer
+                               ) from None
+        except OSError as error:
+            raise RecordsError(f"connection lost: {error.strerror or error}", where=self.peer) from None
+        return data
+
+    def _write(self, data: bytes | memoryview, deadline: float) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                self._out.settimeout(_left(deadline))
+                view = view[self._out.send(view[:_STEP]) :]
+        except TimeoutError:
+            raise RecordsError("too slow: it does not take what is sent", where=self.peer) from None
+        except OSError as error:
+            raise RecordsError(f"connection lost: {error.strerror or error}", where=self.peer) from None
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _peer(sock: socket.socket) -> str:
+    try:
+        host, port = sock.getpeername()[:2]
+    except (OSError, ValueError):
+        return "somebody"
+    return f"{host}:{port}"
+
+
+def _message(text: bytes, where: str) -> Any:
+    try:
+        body = parse(text.decode(), where)
+        kind = MESSAGES.get(body.pop("type", None)) if isinstance(body, dict) else None
+        if kind is None:
+            raise RecordsError("not one of the messages of this protocol", where=where)
+        return build(kind, body, Place(where))
+    except (UnicodeDecodeError, TypeError, UserError) as error:
+        raise RecordsError(f"not a message: {getattr(error, 'what', 'no UTF-8')}", where=where) from None
+
+
+# -- who may speak -----------------------------------------------------------------------------------------
+
+
+def token_bytes(text: str) -> bytes:
+    """The shared secret from an option or a file. Raises UserError if it is too short to be one."""
+    token = text.strip().encode()
+    if not TOKEN_BYTES[0] <= len(token) <= TOKEN_BYTES[1]:
+        raise UserError(
+            f"a token of {len(token)} characters; {TOKEN_BYTES[0]} to {TOKEN_BYTES[1]} are usable", where="token",
+            remedy="python -c 'import secrets; print(secrets.token_hex(32))'",
+        )
+    return token
+
+
+def _proof(token: bytes, side: str, challenge: str, hello: Hello) -> str:
+    said = [side, challenge, hello.nonce, hello.run_id, hello.epoch, hello.rank, hello.ranks, hello.group,
+            hello.instance]
+    return hmac.new(token, json.dumps(said).encode(), hashlib.sha256).hexdigest()
+
+
+def greet(
+    link: Link, token: bytes, *, run_id: str, epoch: int, rank: int, ranks: int, group: str, instance: str = ""
+) -> None:
+    """The trainer's opening. Raises RecordsError: refused, or the node does not know the token."""
+    challenge = _expect(link, Challenge)
+    hello = Hello(run_id, epoch, rank, ranks, group, secrets.token_hex(32), "", instance=instance)
+    hello.proof = _proof(token, "trainer", challenge.nonce, hello)
+    link.send(hello)
+    answer = _expect(link, Welcome)
+    if not hmac.compare_digest(answer.proof.encode(), _proof(token, "node", challenge.nonce, hello).encode()):
+        raise RecordsError("the node does not know the token", where=link.peer)
+
+
+def accept(link: Link, token: bytes) -> Hello:
+    """The node's opening: who speaks. The caller still has to `welcome` or refuse. Raises RecordsError."""
+    challenge = Challenge(secrets.token_hex(32))
+    link.send(challenge, seconds=link.limits().seconds)
+    hello: Hello = _expect(link, Hello)
+    if not hmac.compare_digest(hello.proof.encode(), _proof(token, "trainer", challenge.nonce, hello).encode()):
+        raise RecordsError("the token is wrong", where=link.peer)
+    if not 0 <= hello.rank < hello.ranks <= 65536:
+        raise RecordsError(f"rank {hello.rank} of {hello.ranks}", where=link.peer)
+    link.send(Welcome(_proof(token, "node", challenge.nonce, hello)))
+    return hello
+
+
+def _expect(link: Link, kind: type) -> Any:
+    try:
+        message, size = link.receive(wait=link.limits().seconds)
+    except TimeoutError:
+        raise RecordsError("no answer", where=link.peer) from None
+    if isinstance(message, Refused):
+        raise RecordsError(f"refused: {message.why}", where=link.peer)
+    if not isinstance(message, kind) or size:
+        raise RecordsError(f"a {type(message).__name__} where a {kind.__name__} was due", where=link.peer)
+    protocol = getattr(message, "protocol", PROTOCOL)
+    if protocol != PROTOCOL:
+        raise RecordsError(f"speaks {protocol[:40]!r}, this is {PROTOCOL}", where=link.peer)
+    return message

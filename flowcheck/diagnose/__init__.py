@@ -1,0 +1,1 @@
+"""What is on this wire, and can this machine capture: inspect, doctor, remedies."""

@@ -1,0 +1,391 @@
+"""What a type cannot express: ranges, references between parts of a job manifest, contradictions.
+
+`check(job, place)` raises UserError at the first field that cannot be right; it changes nothing but the
+buffer and thread tables, which it completes with NCCL's defaults. Values that would make the wire model
+divide by zero or loop for ever are refused here, so that no later stage has to. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from flowcheck.job.form import Place, shown
+from flowcheck.job.groups import check_groups
+
+if TYPE_CHECKING:
+    from flowcheck.job.manifest import Bucket, Collective, Communicator, Flow, Job, ModelEntry
+
+__all__ = [
+    "ALGORITHMS", "BUFFER_BYTES", "CARRIES", "DTYPE_BYTES", "KINDS", "MASTERS", "MAX_THREADS", "MTUS", "NARROW",
+    "OPERATIONS", "OPTIMIZERS", "PROTOCOLS", "ROUNDINGS", "SCHEMA", "check",
+]
+
+SCHEMA = "flowcheck/job/1"
+DTYPE_BYTES = {
+    "int8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4,
+    "int64": 8, "uint64": 8, "float64": 8,
+}
+OPERATIONS = ("AllReduce", "Broadcast", "AllGather", "ReduceScatter")
+CARRIES = ("", "gradient", "parameters", "other")
+PROTOCOLS = ("ll", "ll128", "simple")
+ALGORITHMS = ("ring", "tree")
+KINDS = ("optimized", "constant", "buffer")
+OPTIMIZERS = ("sgd", "adam", "adamw")
+ROUNDINGS = ("torch-cuda-foreach", "torch-cuda-fused", "torch-cpu", "torch-cpu-fused")
+MASTERS = ("", "none", "upcast", "state")
+NARROW = ("bfloat16", "float16")
+MTUS = (256, 512, 1024, 2048, 4096)
+BUFFER_BYTES = {"ll": 524288, "ll128": 4915200, "simple": 4194304}
+MAX_THREADS = {"ll": 512, "ll128": 640, "simple": 512}
+
+# Eight steps of one grain each (nccl-wire 2.6): below this a full chunk has no element and a loop no end.
+MINIMUM_BUFFER = {"ll": 8 * 32, "ll128": 8 * 2048, "simple": 8 * 512}
+# No tensor, bucket or message sequence of a real job comes near; products of two stay below 2**63 bytes.
+ELEMENTS = 1 << 48
+
+
+def _choice(place: Place, value: str, allowed: Iterable[str]) -> None:
+    if value not in allowed:
+        place.fail(f"{shown(value)} is not one of {', '.join(a for a in allowed if a)}")
+
+
+def _between(place: Place, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        place.fail(f"{value} is not between {low} and {high}")
+
+
+def check(job: Job, place: Place) -> None:
+    """Raise UserError naming the first field of `job` that cannot be right."""
+    if job.schema != SCHEMA:
+        (place / "schema").fail(f"{shown(job.schema)} is not {SCHEMA!r}")
+    _between(place / "epoch", job.epoch, 0, (1 << 32) - 1)
+    _check_communicator(job.communicator, place / "communicator")
+    _check_flows(job, place / "flows")
+    for part in ("startup", "iteration_0", "rebuild", "steady"):
+        for i, call in enumerate(getattr(job.collectives, part)):
+            _check_collective(job, call, part, place / "collectives" / part / i)
+    if job.collectives.steady and job.gradient_calls(0) and not job.gradient_calls(1):
+        (place / "collectives" / "steady").fail("the first iteration reduces gradients, steady none")
+    if job.gradient_calls(1) and not job.gradient_calls(0):
+        (place / "collectives" / "iteration_0").fail("steady reduces gradients, the first iteration none")
+    if job.parameter_calls(1) and not job.parameter_calls(0):
+        (place / "collectives" / "iteration_0").fail("steady gathers parameters, the first iteration none")
+    for i, call in enumerate(job.collectives.rebuild):
+        if call.op == "AllReduce" and call.carries != "other":
+            (place / "collectives" / "rebuild" / i / "carries").fail(
+                'gradients are reduced in steady; an AllReduce here carries "other"'
+            )
+    _check_model(job.model, place / "model")
+    _check_parameter_names(job, place / "collectives")
+    _check_optimizer(job, place / "optimizer")
+    _choice(place / "gradients" / "dtype", job.gradients.dtype, DTYPE_BYTES)
+    _between(place / "gradients" / "divisor", job.gradients.divisor, 1, (1 << 31) - 1)
+    if len(set(job.step_values)) != len(job.step_values) or "" in job.step_values:
+        (place / "step_values").fail("names must be given once each and not be empty")
+    for iteration in (0, 1):
+        _check_buckets(job, iteration, place)
+        check_groups(job, iteration, place)
+
+
+# -- communicator and flows ----------------------------------------------------------------------------------
+
+
+def _check_communicator(c: Communicator, place: Place) -> None:
+    _between(place / "ranks", c.ranks, 2, 65536)
+    if not re.fullmatch(r"[0-9]{1,3}\.[0-9]{1,3}(\.[0-9]{1,3})?", c.nccl_version, re.ASCII):
+        (place / "nccl_version").fail(f"{shown(c.nccl_version)} is not a version like 2.19 or 2.27.7")
+    _between(place / "channels", c.channels, 1, 64)
+    _choice(place / "protocol", c.protocol, PROTOCOLS)
+    _choice(place / "algorithm", c.algorithm, ALGORITHMS)
+    if c.mtu not in MTUS:
+        (place / "mtu").fail(f"{c.mtu} is not an RDMA path MTU ({', '.join(map(str, MTUS))})")
+    _between(place / "ar_threshold", c.ar_threshold, 0, 1 << 40)
+    _between(place / "qps_per_connection", c.qps_per_connection, 1, 128)
+    minor = int(c.nccl_version.split(".")[1])
+    most = 1 if minor < 20 else 2 if minor < 24 else 4 if minor < 30 else 8
+    if not 1 <= c.devices <= most:
+        (place / "devices").fail(f"NCCL {c.nccl_version} merges at most {most} devices, not {c.devices}")
+    parents = set(c.parent_ranks)
+    if parents and (len(c.parent_ranks) != c.ranks or len(parents) != c.ranks or min(parents) < 0):
+        (place / "parent_ranks").fail(f"not {c.ranks} different ranks of a larger communicator")
+    if len(c.rings) not in (0, 1, c.channels):
+        (place / "rings").fail(
+            f"{len(c.rings)} rings for {c.channels} channels; give none, one, or one per channel"
+        )
+    for i, ring in enumerate(c.rings):
+        if sorted(ring) != list(range(c.ranks)):
+            (place / "rings" / i).fail(f"not an ordering of the ranks 0..{c.ranks - 1}")
+    for name, defaults in (("buffer_bytes", BUFFER_BYTES), ("max_threads", MAX_THREADS)):
+        table: dict[str, int] = getattr(c, name)
+        for key, value in table.items():
+            _choice(place / name, key, PROTOCOLS)
+            if name == "buffer_bytes":
+                _between(place / name / key, value, MINIMUM_BUFFER[key], 1 << 30)
+            elif value % 32 or not 64 <= value <= 1024:
+                (place / name / key).fail(f"{value} threads: NCCL takes multiples of 32 from 64 to 1024")
+        for key, value in defaults.items():
+            table.setdefault(key, value)
+
+
+def _check_flows(job: Job, place: Place) -> None:
+    connections: dict[tuple[int, int, int], int] = {}
+    receivers: dict[tuple[Any, int], int] = {}
+    follower = _followers(job)
+    for i, flow in enumerate(job.flows):
+        here = place / i
+        _check_flow(job.communicator, flow, here)
+        connection = (flow.channel, flow.src, flow.dst)
+        if connection in connections:
+            here.fail(
+                f"channel {flow.channel} from rank {flow.src} to rank {flow.dst} is already"
+                f" flows[{connections[connection]}]"
+            )
+        connections[connection] = i
+        if follower is not None and follower[flow.channel % len(follower)][flow.src] != flow.dst:
+            (here / "dst").fail(
+                f"rank {flow.dst} does not follow rank {flow.src} in the ring of channel {flow.channel}"
+            )
+        for queue, qpn in enumerate(flow.qpns):
+            address = ipaddress.ip_address(flow.addresses(queue)[1])
+            if (address, qpn) in receivers:
+                first = receivers[address, qpn]
+                (here / "qpns").fail(f"QP {qpn} of {address} is already in flows[{first}]")
+            receivers[address, qpn] = i
+
+
+def _followers(job: Job) -> list[dict[int, int]] | None:
+    """Per channel (or once for all) the rank each rank sends to; None if some call may use a tree."""
+    calls = job.collectives
+    for call in (*calls.startup, *calls.iteration_0, *calls.rebuild, *calls.steady):
+        if (call.algorithm or job.communicator.algorithm) == "tree":
+            return None
+    rings = [job.communicator.ring(channel) for channel in range(max(1, len(job.communicator.rings)))]
+    return [dict(zip(ring, ring[1:] + ring[:1], strict=True)) for ring in rings]
+
+
+def _check_flow(c: Communicator, flow: Flow, place: Place) -> None:
+    for name in ("src", "dst"):
+        _between(place / name, getattr(flow, name), 0, c.ranks - 1)
+    if flow.src == flow.dst:
+        (place / "dst").fail(f"rank {flow.dst} does not send to itself over the network")
+    _between(place / "channel", flow.channel, 0, c.channels - 1)
+    first = _address(flow.src_addr, place / "src_addr")
+    if _address(flow.dst_addr, place / "dst_addr").version != first.version:
+        (place / "dst_addr").fail("one address is IPv4 and the other IPv6")
+    over = f" on {c.devices} devices" if c.devices > 1 else ""
+    if len(flow.qpns) != c.queue_pairs:
+        (place / "qpns").fail(
+            f"{len(flow.qpns)} QP numbers for {c.qps_per_connection} QPs per connection{over}"
+        )
+    if len(flow.cts_qpns) not in (0, c.devices, c.queue_pairs):  # clear-to-send comes on the first of each device
+        (place / "cts_qpns").fail(
+            f"{len(flow.cts_qpns)} QP numbers for {c.qps_per_connection} QPs per connection{over};"
+            " leave it empty if unknown"
+        )
+    for name in ("src_addrs", "dst_addrs"):
+        texts = getattr(flow, name)
+        if len(texts) not in (0, len(flow.qpns)):
+            (place / name).fail(f"{len(texts)} addresses for {len(flow.qpns)} QPs; give one for each, or none")
+        for i, text in enumerate(texts):
+            if _address(text, place / name / i).version != first.version:
+                (place / name / i).fail("IPv4 and IPv6 in one connection")
+    for name in ("qpns", "cts_qpns"):
+        for i, qpn in enumerate(getattr(flow, name)):
+            _between(place / name / i, qpn, 0, (1 << 24) - 1)
+
+
+def _address(text: str, place: Place) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    try:
+        # A zone (fe80::1%eth0) belongs to one machine; on the wire there is none.
+        return ipaddress.ip_address("" if "%" in text else text)
+    except ValueError:
+        place.fail(f"{shown(text)} is not an IPv4 or IPv6 address")
+
+
+# -- collectives ---------------------------------------------------------------------------------------------
+
+
+def _check_collective(job: Job, call: Collective, part: str, place: Place) -> None:
+    _choice(place / "op", call.op, OPERATIONS)
+    _choice(place / "dtype", call.dtype, DTYPE_BYTES)
+    _choice(place / "carries", call.carries, CARRIES)
+    _between(place / "count", call.count, 0, ELEMENTS)
+    _between(place / "root", call.root, 0, job.communicator.ranks - 1)
+    if call.protocol is not None:
+        _choice(place / "protocol", call.protocol, PROTOCOLS)
+    if call.algorithm is not None:
+        _choice(place / "algorithm", call.algorithm, ALGORITHMS)
+    if call.channels is not None:
+        _between(place / "channels", call.channels, 1, job.communicator.channels)
+    if call.bucket is not None:
+        _between(place / "bucket", call.bucket, 0, (1 << 31) - 1)
+    if call.carries == "gradient" and call.op == "ReduceScatter":
+        (place / "carries").fail(
+            "a ReduceScatter adds the last contribution in local memory: no fully reduced gradient is on the wire",
+            'call it "other" and let the AllGather of the updated parameters carry "parameters"',
+        )
+    if call.carries == "gradient" and call.op != "AllReduce":
+        (place / "carries").fail(f"a {call.op} puts no fully reduced gradient on the wire")
+    if call.carries == "parameters" and call.op not in ("Broadcast", "AllGather"):
+        (place / "carries").fail("parameters are read from a Broadcast or from an AllGather")
+    gathers = call.carries == "parameters" and call.op == "AllGather"
+    if gathers and part not in ("iteration_0", "steady"):
+        (place / "carries").fail("an AllGather of parameters belongs to iteration_0 or steady")
+    if call.tensors and call.carries != "parameters":
+        (place / "tensors").fail('only a call that carries "parameters" names tensors')
+    for name in ("layout", "after_update"):
+        if getattr(call, name) and not gathers:
+            (place / name).fail('only an AllGather that carries "parameters" has this')
+    if call.layout and call.tensors:
+        (place / "layout").fail("give tensors or layout, not both")
+
+
+def _check_parameter_names(job: Job, place: Place) -> None:
+    names = {entry.name for entry in job.model}
+    for part in ("startup", "iteration_0", "rebuild", "steady"):
+        for i, call in enumerate(getattr(job.collectives, part)):
+            for t, name in enumerate(call.tensors):
+                if name not in names:
+                    (place / part / i / "tensors" / t).fail(f"{shown(name)} is not in model")
+            for s, piece in enumerate(call.layout):
+                if piece.name not in names:
+                    (place / part / i / "layout" / s / "name").fail(f"{shown(piece.name)} is not in model")
+
+
+# -- model and optimizer -------------------------------------------------------------------------------------
+
+
+def _check_model(model: list[ModelEntry], place: Place) -> None:
+    seen: dict[str, int] = {}
+    for i, entry in enumerate(model):
+        here = place / i
+        if not entry.name:
+            (here / "name").fail("the name is empty")
+        if entry.name in seen:
+            (here / "name").fail(f"{shown(entry.name)} is already the name of model[{seen[entry.name]}]")
+        seen[entry.name] = i
+        _choice(here / "dtype", entry.dtype, DTYPE_BYTES)
+        _choice(here / "kind", entry.kind, KINDS)
+        if len(entry.shape) > 64:
+            (here / "shape").fail(f"{len(entry.shape)} dimensions; a tensor has at most 64")
+        for axis, extent in enumerate(entry.shape):
+            _between(here / "shape" / axis, extent, 0, ELEMENTS)
+        if entry.elements > ELEMENTS:
+            (here / "shape").fail("more elements than any machine holds")
+    owners = {entry.name: entry for entry in model if entry.kind == "optimized" and not entry.tied}
+    for i, entry in enumerate(model):
+        if not entry.tied:
+            continue
+        owner = owners.get(entry.tied)
+        if owner is None or entry.kind != "optimized":
+            (place / i / "tied").fail(f"{shown(entry.tied)} is not an optimized entry that this one could be tied to")
+        if (entry.shape, entry.dtype) != (owner.shape, owner.dtype):
+            (place / i / "tied").fail(f"{shown(entry.name)} and {shown(entry.tied)} differ in shape or dtype")
+
+
+def _check_optimizer(job: Job, place: Place) -> None:
+    if job.optimizer is None:
+        return
+    _choice(place / "name", job.optimizer.name, OPTIMIZERS)
+    _choice(place / "rounding", job.optimizer.rounding, ROUNDINGS)
+    _choice(place / "masters", job.optimizer.masters, MASTERS)
+    if job.optimizer.masters in ("upcast", "state") and not job.narrow:
+        (place / "masters").fail("no optimized entry has 16 bits: there is nothing to keep fp32 masters of")
+    version = job.optimizer.torch_version
+    if version and not re.fullmatch(r"[0-9]+\.[0-9]+[0-9A-Za-z.+-]*", version):
+        (place / "torch_version").fail(f"{shown(version)} is no torch version such as 2.13.0")
+    if job.parameter_calls(0) and not job.gradient_calls(0):
+        place.fail(
+            "the iterations gather parameters and reduce no gradients: nothing would feed an optimizer",
+            "leave optimizer out: what is gathered becomes a parameter checkpoint",
+        )
+    missing = {entry.name for entry in job.model if entry.kind == "optimized" and not entry.tied}
+    optimized = frozenset(missing)
+    for g, group in enumerate(job.optimizer.groups):
+        for p, name in enumerate(group.params):
+            here = place / "groups" / g / "params" / p
+            if name not in optimized:
+                here.fail(f"{shown(name)} is not an optimized model entry")
+            if name not in missing:
+                here.fail(f"{shown(name)} is in two groups, or twice in one")
+            missing.discard(name)
+        for key, value in group.options.items():
+            _check_option(place / "groups" / g / "options" / key, value)
+    for entry in job.model:
+        if entry.name in missing:
+            (place / "groups").fail(
+                f"{shown(entry.name)} is in no group; give it one, or class the entry \"constant\""
+            )
+
+
+def _check_option(place: Place, value: Any) -> None:
+    """A plain value or a pair of numbers (betas). Names and ranges are the optimizer's own business."""
+    if isinstance(value, list):
+        if len(value) > 8:
+            place.fail(f"a list of {len(value)} values is no optimizer option")
+        for i, item in enumerate(value):
+            if isinstance(item, list | dict):
+                place.fail("nested values are no optimizer option")
+            _check_option(place / i, item)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            place.fail(f"{value!r} is not a finite number")
+    elif isinstance(value, int):
+        if abs(value) >= 1 << 63:
+            place.fail(f"{shown(value)} is out of range")
+    elif isinstance(value, str):
+        if not value.isprintable():
+            place.fail(f"{shown(value)} has unprintable characters")
+    elif value is not None:
+        place.fail(f"{shown(value)} is no optimizer option")
+
+
+# -- buckets -------------------------------------------------------------------------------------------------
+
+
+def _check_buckets(job: Job, iteration: int, place: Place) -> None:
+    part = "steady" if iteration else "iteration_0"
+    calls = job.gradient_calls(iteration)
+    indices = sorted(index for index, _ in calls)
+    if indices != list(range(len(indices))):
+        (place / "collectives" / part).fail(
+            f"the buckets of an iteration must be 0..{len(indices) - 1}, each once; found {_some(indices)}"
+        )
+    for index, call in calls:
+        if call.dtype != job.gradients.dtype:
+            (place / "collectives" / part).fail(
+                f"bucket {index} is reduced as {call.dtype}, gradients.dtype says {job.gradients.dtype}"
+            )
+    layout = job.bucket_layout(iteration)
+    if layout and calls:
+        named = part if iteration or job.buckets.iteration_0 else "steady"
+        _check_layout(job, layout, dict(calls), place / "buckets" / named)
+
+
+def _some(numbers: list[int]) -> str:
+    text = ", ".join(map(str, numbers[:16]))
+    return f"{text}, ..." if len(numbers) > 16 else text
+
+
+def _check_layout(job: Job, layout: list[Bucket], counts: dict[int, Collective], place: Place) -> None:
+    if len(layout) != len(counts):
+        place.fail(f"{len(layout)} buckets described, {len(counts)} AllReduce calls carry gradients")
+    entries = {entry.name: entry for entry in job.model}
+    for b, bucket in enumerate(layout):
+        for s, piece in enumerate(bucket.slices):
+            here = place / b / "slices" / s
+            if piece.name not in entries:
+                (here / "name").fail(f"{shown(piece.name)} is not in model")
+            elements = entries[piece.name].elements
+            end = piece.start + piece.length
+            if piece.length < 0 or piece.start < 0 or end > elements:
+                here.fail(f"elements {piece.start}..{end} are outside {shown(piece.name)} ({elements})")
+            if piece.offset < 0 or piece.offset + piece.length > counts[b].count:
+                here.fail(
+                    f"elements {piece.offset}..{piece.offset + piece.length} are outside a bucket of"
+                    f" {counts[b].count}"
+                )

@@ -1,0 +1,75 @@
+"""bench checksum: parameters summed up as a live node does it, beside reading the same memory.
+
+    checksum.WIDTH.THREADS     GB/s of a version of 200 tensors compared with a trainer's checksums, as the node does it
+                               (updater/verify.py), against loads of the same memory by as many threads
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from flowcheck.lab.bench import roof
+from flowcheck.lab.bench.rows import Row, alternate
+from flowcheck.lab.bench.traffic import aligned
+from updater import kernels
+from updater.verify import Comparison, checksum
+
+__all__ = ["run"]
+
+TENSORS = 200
+TARGET = 0.6
+WIDTHS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LINES = 256  # bytes that the read limit takes at a time
+
+
+def run(rounds: int, ring_bytes: int) -> list[Row]:
+    """Rows for both widths on one and two threads, over `ring_bytes` of parameters."""
+    size = ring_bytes // TENSORS // LINES * LINES
+    memory = torch.from_numpy(aligned(TENSORS * size))
+    memory.copy_(torch.from_numpy(np.random.default_rng(1).integers(0, 256, TENSORS * size, np.uint8)))
+    rows = []
+    for width, dtype in WIDTHS.items():
+        version = {str(i): memory[i * size : (i + 1) * size].view(dtype) for i in range(TENSORS)}
+        theirs = {name: checksum(tensor) for name, tensor in version.items()}
+        for threads in (1, 2):
+            pool = kernels.Pool(threads)
+            seconds = alternate({"ours": _ours(pool, version, theirs), "read": _read(memory, threads)}, rounds)
+            pool.close()
+            speed = {name: [1e-9 * TENSORS * size / s for s in taken] for name, taken in seconds.items()}
+            rows.append(Row.of(f"checksum.{width}.{threads}t", "GB/s", speed["ours"], speed["read"], TARGET))
+    return rows
+
+
+def _ours(pool: kernels.Pool, version: dict[str, torch.Tensor], theirs: dict[str, int]) -> Callable[[], float]:
+    def measure() -> float:
+        begin = time.perf_counter()
+        differs = Comparison(pool, version, theirs).differing()
+        seconds = time.perf_counter() - begin
+        if differs != "":
+            raise AssertionError(f"a checksum of tensor {differs} is wrong")
+        return seconds
+
+    return measure
+
+
+def _read(memory: torch.Tensor, threads: int) -> Callable[[], float]:
+    cuts = [memory.numel() * i // threads // LINES * LINES for i in range(threads + 1)]
+
+    def measure() -> float:
+        parts = [(memory.data_ptr() + first, end - first) for first, end in itertools.pairwise(cuts)]
+        workers = [threading.Thread(target=roof.read, args=part) for part in parts[1:]]
+        begin = time.perf_counter()
+        for worker in workers:
+            worker.start()
+        roof.read(*parts[0])
+        for worker in workers:
+            worker.join()
+        return time.perf_counter() - begin
+
+    return measure

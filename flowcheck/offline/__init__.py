@@ -1,0 +1,1 @@
+"""Captures in, checkpoints and a report out."""

@@ -1,0 +1,122 @@
+"""`flowcheck replay`: captures in, checkpoints and a report out. Offline is a runtime, not a mock.
+
+    scan files -> EAL -> one PcapSource per file -> rings -> Engine -> verdict -> Replica -> step-NNNNNN/
+
+The order in `run` is the way of a gradient (design section 2). The main thread drives the engine, each
+file has an rx thread. One replay per process, because DPDK's EAL can be started only once.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from dataplane.pcapfile import CaptureFileError, PcapInfo, scan
+from dataplane.pydpdk.errors import DpdkError
+from flowcheck.durable import remove_tree
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.job.manifest import Job
+from flowcheck.learn.captures import learn
+from flowcheck.learn.cli import watching
+from flowcheck.learn.hints import Hints
+from flowcheck.learn.job import Learnt
+from flowcheck.offline.report import Report
+from flowcheck.offline.session import REPLACED, UNCONFIRMED, ReplayOptions, ReplaySession
+from flowcheck.offline.summary import print_summary
+from flowcheck.rebuild.plan import plan_job
+from flowcheck.rebuild.replica import JobReplica
+
+__all__ = ["ReplayOptions", "replay", "run"]
+
+MOST_CAPTURES = 32  # ports that DPDK is compiled for
+
+
+def run(options: ReplayOptions, console: Console) -> int:
+    """Replay and print the summary. Exit status 0 only if every iteration asked for is complete."""
+    report, failure = replay(options, console)
+    print_summary(report, console)
+    console.print(f"report: {options.out / 'report.json'}", highlight=False, markup=False, soft_wrap=True)
+    if failure:
+        console.print(f"NOT DONE: {failure}", highlight=False, markup=False, soft_wrap=True)
+    return 0 if report.ok else 1
+
+
+def replay(options: ReplayOptions, console: Console) -> tuple[Report, str]:
+    """The replay itself: (report, why it did not do all that was asked, or "").
+
+    Raises UserError and EnvironmentProblem; then no checkpoint and no report was written.
+    """
+    job, learnt = _job(options)
+    infos = _scan(options.captures)
+    _claim(options.out, job)
+    plan = plan_job(job, streams=len(infos), arenas=options.arenas, check_icrc=options.icrc)
+    session = ReplaySession(plan, JobReplica(plan, options.init), options, infos)
+    if learnt:
+        session.report.learnt = learnt.to_dict()
+        said = [item.confidence for item in learnt.items if item.what == "flows"]  # only a bootstrap names them
+        session.learnt_labels = bool(said) and set(said) == {"certain"}
+        session.marks.append("the job: learnt from the traffic, no manifest confirms it (docs/learn.md)")
+        session.marks += learnt.doubts
+    with _dpdk_errors():
+        session.drive(console)
+    return session.finish()
+
+
+def _job(options: ReplayOptions) -> tuple[Job, Learnt | None]:
+    """The manifest given, or the one that the captures tell."""
+    if options.job is None:
+        with watching() as progress:
+            learnt = learn(options.captures, options.hints, options.logs, progress)
+        return learnt.job, learnt
+    if options.hints != Hints() or options.logs:
+        raise UserError(
+            "a manifest is given, so nothing is learnt: --optimizer, --dtype, --buckets, --rank, --nccl-version,"
+            " --algorithm and --nccl-log have no meaning",
+            where=str(options.job),
+            remedy="put them into the manifest, or leave --job out",
+        )
+    return Job.load(options.job), None
+
+
+def _claim(out: Path, job: Job) -> None:
+    """Refuse a directory that holds another run's checkpoints. What an earlier replay offers there stays until this
+    one has something to offer instead."""
+    for manifest in sorted(out.glob("*-[0-9]*/manifest.json")):
+        try:
+            held = json.loads(manifest.read_bytes())
+            run = str(held["run_id"]), int(held["epoch"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # not ours: write_step refuses to touch it
+        if run != (job.run_id, job.epoch):
+            raise UserError(
+                f"holds {manifest.parent.name} of run {run[0]!r}, epoch {run[1]}; this is run {job.run_id!r}",
+                where=str(out),
+                remedy="give every run a directory of its own with --out",
+            )
+    for aside in (UNCONFIRMED, REPLACED):  # of a replay that was killed
+        remove_tree(out / aside)
+
+
+def _scan(paths: list[Path]) -> list[PcapInfo]:
+    if len(paths) > MOST_CAPTURES:
+        raise UserError(
+            f"{len(paths)} captures, at most {MOST_CAPTURES} at once", where="captures", remedy="mergecap -w OUT IN...",
+        )
+    try:
+        return [scan(path) for path in paths]
+    except CaptureFileError as error:
+        raise UserError(error.what, where=f"{error.path}: at byte {error.offset}", remedy=error.remedy) from None
+
+
+@contextmanager
+def _dpdk_errors() -> Iterator[None]:
+    try:
+        yield
+    except CaptureFileError as error:
+        raise UserError(error.what, where=f"{error.path}: at byte {error.offset}", remedy=error.remedy) from None
+    except DpdkError as error:
+        raise EnvironmentProblem(error.what, remedy=error.remedy) from None

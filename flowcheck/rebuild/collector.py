@@ -1,0 +1,118 @@
+"""What an engine knows about an iteration, put before the verdict: one way, for replays and for the live node.
+
+    judge = Judge(plan, engine)
+    judged = judge.look(iteration, streams, record=..., follows=...)     when the iteration closes
+    judged = judged.with_checksum("mismatch")                            if the trainer's checksum was compared later
+
+Reads the engine between runs, on the thread that runs it; decides nothing itself (flowcheck.rebuild.verdict does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from parser.machine import Engine
+
+from flowcheck.rebuild.evidence import (
+    BucketCoverage,
+    Carried,
+    bucket_coverage,
+    data_flows,
+    describe_disagreement,
+    flow_name,
+    refusal,
+)
+from flowcheck.rebuild.plan import JobPlan
+from flowcheck.rebuild.rank_confirmation import contradiction, other_version
+from flowcheck.rebuild.verdict import BucketEvidence, Evidence, StreamEvidence, Verdict, judge
+from parser.plan import FlowSpec
+
+__all__ = ["Judge", "Judged"]
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One iteration as it closed. buckets: of gradients; groups: of gathered parameters."""
+
+    evidence: Evidence
+    verdict: Verdict
+    buckets: list[BucketCoverage]
+    groups: list[BucketCoverage]
+
+    def with_checksum(self, found: Literal["match", "mismatch"]) -> Judged:
+        evidence = replace(self.evidence, checksum=found)
+        return replace(self, evidence=evidence, verdict=judge(evidence))
+
+
+class Judge:
+    def __init__(self, plan: JobPlan, engine: Engine) -> None:
+        self._plan, self._engine, self._carried = plan, engine, Carried(plan)
+        # cells of iteration 0, and of every later one
+        self._cells = [
+            sum(place.cells.stop - place.cells.start for place in plan.iteration_places(i)) for i in (0, 1)
+        ]
+
+    def look(self, iteration: int, streams: tuple[StreamEvidence, ...], *, record: bool, follows: bool) -> Judged:
+        """record: the step record of the iteration is here. follows: the version before it was published."""
+        plan, engine = self._plan, self._engine
+        flows = list(data_flows(plan, engine))
+        found = bucket_coverage(plan, engine, iteration, flows, self._carried)
+        buckets = [b for b in found if b.place.carries == "gradient"]
+        groups = [b for b in found if b.place.carries == "parameters"]
+        disagreements = engine.disagreements()
+        sentences = [describe_disagreement(plan, d) for d in disagreements if d["iteration"] == iteration]
+        if iteration in engine.unlogged:
+            sentences.append("more disagreements than the log holds")
+        differ, offset, _ = engine.copies(iteration)
+        evidence = Evidence(
+            iteration=iteration,
+            buckets=tuple(
+                BucketEvidence(b.place.index, b.place.elements, b.covered, b.missing, what)
+                for what, part in (("bucket", buckets), ("parameter group", groups))
+                for b in part
+            ),
+            unanchored=tuple(self._unanchored(flows)),
+            disagreements=tuple(sentences),
+            recovered=tuple(self._recovered(flows, iteration)),
+            icrc="all" if plan.engine.check_icrc else "off",
+            icrc_wrong_placed=0,
+            streams=streams,
+            copies_disagreed=differ * 8,
+            copies_first=f"byte {offset} of the iteration's region" if differ else "",
+            step_record_declared=bool(plan.job.step_values),
+            step_record_present=record,
+            checksum=None,
+            refused=self.refused(disagreements),
+            previous_published=follows,
+        )
+        return Judged(evidence, judge(evidence), buckets, groups)
+
+    def full(self, iteration: int) -> bool:
+        """Is every cell of the iteration there? By their count, which the engine keeps: asked at every look at the
+        rings. look() goes by the cells themselves."""
+        return self._engine.covered(iteration) == self._cells[min(iteration, 1)]
+
+    def refused(self, disagreements: list[dict]) -> str:
+        """Why the traffic as a whole is not what the manifest describes, or ""."""
+        plan, engine = self._plan, self._engine
+        return (
+            refusal(plan, disagreements)
+            or contradiction(plan, engine.cts_tags())
+            or other_version(plan, engine.cts_forms())
+        )
+
+    def _recovered(self, flows: Sequence[tuple[FlowSpec, dict]], iteration: int) -> Iterator[str]:
+        """Calls that the manifest does not list and that fill whole iterations agree with the count as well as the
+        manifest's own do: what comes after a disagreement is right only if no such call was its cause."""
+        for spec, counters in flows:
+            ignored = counters["ignored"]
+            if ignored and ignored.stop <= iteration:
+                name = flow_name(self._plan.job, spec.edge)
+                yield f"{name}: disagreed in iteration {ignored.start}, trusted again from {ignored.stop} on"
+
+    def _unanchored(self, flows: Sequence[tuple[FlowSpec, dict]]) -> Iterator[str]:
+        for spec, counters in flows:
+            if counters["packets"] and not counters["anchored"] and counters["state"] != "LOST":
+                yield flow_name(self._plan.job, spec.edge)

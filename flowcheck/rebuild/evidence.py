@@ -1,0 +1,294 @@
+"""What is known about one iteration when it closes: coverage, placed ranges, every missing byte by cause.
+
+Pure reading of the engine; the verdict (verdict.py) decides, nobody else. A bucket that is complete costs a look at its
+bits, one for 8 bytes, by words; what is missing is known as runs (intervals.py), never by elements.
+
+Causes of missing elements, the first that applies:
+
+    not_mirrored   no connection seen in the captures carries them reduced
+    icrc           their packet came with a wrong ICRC
+    unanchored     their packet came, but no anchors before and after it agreed, or its connection lost its place
+                   in an outage and nothing said it again
+    disagreement   the connections that carry them are LOST after a disagreement
+    lost           their packet never came (lost by the mirror, truncated, or after the capture's end)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from parser.lane import messages
+from parser.machine import Engine
+
+from flowcheck.job.manifest import Job
+from flowcheck.rebuild.intervals import both, intervals, total, without
+from flowcheck.rebuild.plan import BucketPlace, JobPlan
+from parser.plan import EdgeSpec, FlowSpec, Phase, Target
+from parser.wire import Lane, Protocol, edge_lane
+
+__all__ = [
+    "BucketCoverage",
+    "Carried",
+    "bucket_coverage",
+    "data_flows",
+    "describe_disagreement",
+    "flow_name",
+    "parameter_bytes",
+    "refusal",
+]
+
+
+@dataclass(frozen=True)
+class BucketCoverage:
+    """One bucket or parameter group of a closed iteration.
+
+    data: its bytes in the arena (a copy if there are gaps between its blocks), meaningful only inside placed.
+    placed: [start, end) element ranges that
+    are there. missing: elements by cause, only causes that occur.
+    """
+
+    place: BucketPlace
+    data: np.ndarray
+    covered: int
+    placed: tuple[tuple[int, int], ...]
+    missing: dict[str, int]
+
+    @property
+    def complete(self) -> bool:
+        return self.covered == self.place.elements
+
+
+def data_flows(plan: JobPlan, engine: Engine) -> Iterator[tuple[FlowSpec, dict]]:
+    """(flow, its counters) of every flow that carries data, once for each capture."""
+    for stream in range(plan.engine.streams):
+        for spec, counters in zip(plan.engine.flows, engine.flow_counters(stream), strict=True):
+            if spec.data:
+                yield spec, counters
+
+
+def bucket_coverage(
+    plan: JobPlan, engine: Engine, iteration: int, flows: Sequence[tuple[FlowSpec, dict]] | None = None,
+    carried: Carried | None = None,
+) -> list[BucketCoverage]:
+    """Coverage of every bucket and parameter group of an iteration that is about to close.
+
+    flows: data_flows() as of now, if they are known. carried: of this plan, from whoever closes many iterations."""
+    region = engine.region(iteration)
+    losses: list[dict] | None = None  # read once, if at all
+    causes: dict[str, int]
+    out = []
+    for place in plan.iteration_places(iteration):
+        gaps = engine.missing(iteration, place.cells.start, place.cells.stop)
+        placed, causes = intervals([(0, place.elements)]), {}
+        if len(gaps):
+            missing = intervals(_elements(gaps - place.cells.start, place))
+            placed = without(placed, missing)
+            losses = engine.losses() if losses is None else losses
+            flows = list(data_flows(plan, engine)) if flows is None else flows
+            carried = carried or Carried(plan)
+            causes = _causes(iteration, place, missing, flows, carried, losses)
+        out.append(BucketCoverage(
+            place, _bytes(region, place), total(placed), tuple((int(a), int(b)) for a, b in placed), causes
+        ))
+    return out
+
+
+def _elements(cells: np.ndarray, place: BucketPlace) -> np.ndarray:
+    """The place's elements before each of its cells: a cell is 8 bytes, and blocks begin on one."""
+    if not place.elements:
+        return cells
+    each = place.elements // place.blocks
+    per_block = place.stride // 8 if place.blocks > 1 else place.cells.stop - place.cells.start
+    per_cell = 8 * place.elements // place.nbytes
+    return cells // per_block * each + np.minimum(cells % per_block * per_cell, each)
+
+
+def _bytes(region: np.ndarray, place: BucketPlace) -> np.ndarray:
+    """The place's bytes without the gaps behind its blocks; a view where there are none."""
+    block = place.nbytes // place.blocks
+    if place.blocks == 1 or place.stride == block:
+        return region[place.offset : place.offset + place.nbytes]
+    gapped = region[place.offset : place.offset + place.blocks * place.stride]
+    return gapped.reshape(place.blocks, place.stride)[:, :block].reshape(-1)
+
+
+def _causes(
+    iteration: int, place: BucketPlace, missing: np.ndarray, flows: Sequence[tuple[FlowSpec, dict]], carried: Carried,
+    losses: Sequence[dict],
+) -> dict[str, int]:
+    """Missing elements by cause."""
+    seen: dict[int, set[int]] = {}  # edge -> its QPs that are in the captures
+    lost_flows, adrift = set(), set()
+    for spec, counters in flows:
+        if counters["packets"]:
+            seen.setdefault(spec.edge, set()).add(spec.qp)
+            if iteration in counters["ignored"]:
+                lost_flows.add(spec.edge)
+            if counters["adrift"]:
+                adrift.add(spec.edge)
+    brought = {edge: carried.by(edge, queues, iteration, place) for edge, queues in seen.items()}
+    said: dict[str, list[tuple[int, int]]] = {"icrc": [], "unanchored": []}
+    for loss in losses:
+        if loss["target"] == Target.GRADIENT and loss["iteration"] == iteration and loss["cause"] in said:
+            said[loss["cause"]].append(_element_range(place, loss["offset"] - place.offset, loss["bytes"]))
+
+    def of(edges: Iterable[int]) -> np.ndarray:
+        return intervals(np.concatenate([np.empty((0, 2), np.int64), *(brought[edge] for edge in edges)]))
+
+    by_cause = {  # the first that applies
+        "not_mirrored": without(missing, of(brought)),
+        "icrc": both(missing, intervals(said["icrc"])),
+        "unanchored": both(missing, intervals([*said["unanchored"], *of(adrift)])),
+        "disagreement": without(missing, of(brought.keys() - lost_flows)),
+        "lost": missing,
+    }
+    left, out = missing, {}
+    for cause, runs in by_cause.items():
+        found = both(left, runs)
+        if len(found):
+            out[cause] = total(found)
+            left = without(left, found)
+    return out
+
+
+def _element_range(place: BucketPlace, offset: int, nbytes: int) -> tuple[int, int]:
+    """[start, end) of the place's elements at its region bytes from `offset` on; they are of one block."""
+    if not 0 <= offset < place.end - place.offset:
+        return 0, 0  # of another place
+    size, each = place.nbytes // place.elements, place.elements // place.blocks
+    block, within = divmod(offset, place.stride) if place.blocks > 1 else (0, offset)
+    return block * each + within // size, block * each + min((within + nbytes) // size, each)
+
+
+class Carried:
+    """Which elements of a bucket a connection carries final, as runs. A walk over the connection's messages: done once
+    for iteration 0 and once for all steady ones, and only of a bucket of which something is missing."""
+
+    def __init__(self, plan: JobPlan) -> None:
+        self._plan = plan
+        self._known: dict[tuple[int, int, BucketPlace], np.ndarray] = {}
+
+    def by(self, edge: int, queues: set[int], iteration: int, place: BucketPlace) -> np.ndarray:
+        """queues: the QPs of the connection that were seen."""
+        if len(queues) < self._plan.engine.edges[edge].qps:  # who carries what goes on from iteration to iteration
+            return intervals(_final_ranges(self._plan, iteration, place, edge, queues))
+        key = (edge, min(iteration, 1), place)
+        if key not in self._known:
+            self._known[key] = intervals(_final_ranges(self._plan, iteration, place, edge, queues))
+        return self._known[key]
+
+
+def _final_ranges(
+    plan: JobPlan, iteration: int, place: BucketPlace, edge: int, queues: set[int]
+) -> Iterator[tuple[int, int]]:
+    """Element ranges of a bucket that some of an edge's QPs carry final in an iteration."""
+    phase_of_it = Phase.ITERATION_0 if iteration == 0 else Phase.STEADY  # between the two no call brings gradients
+    spec = plan.engine.edges[edge]
+    for i, ((phase, _, call_plan, base), call) in enumerate(zip(plan.calls, spec.calls, strict=True)):
+        if phase != phase_of_it or call.target != Target.GRADIENT or base != place.offset:
+            continue
+        lane = edge_lane(call_plan, spec.channel, spec.src, spec.dst)
+        if lane is None:
+            continue
+        step = place.nbytes // place.elements // lane.elem_bytes  # an AllGather's lane counts bytes
+        whole = len(queues) == spec.qps
+        number = 0 if whole else _messages_before(spec, i, iteration)
+        for k, (first, count, wire, final, _) in enumerate(messages(lane)):
+            if final and count and whole:
+                yield first // step, (first + count) // step
+            elif final and count:
+                for start, end in _pieces(spec, lane, number + k, wire, count * lane.elem_bytes, queues):
+                    yield (first + start // lane.elem_bytes) // step, (first + end // lane.elem_bytes) // step
+
+
+def _messages_before(spec: EdgeSpec, index: int, iteration: int) -> int:
+    """Messages of an edge before its call number `index` in an iteration, since the connection was made."""
+    counts = [call.lane.messages if call.lane else 0 for call in spec.calls]
+    once = [n for n, call in zip(counts, spec.calls, strict=True) if call.phase != Phase.STEADY]
+    if spec.calls[index].phase != Phase.STEADY:
+        return sum(counts[:index])
+    return sum(once) + (iteration - 1) * (sum(counts) - sum(once)) + sum(counts[len(once) : index])
+
+
+def _pieces(
+    spec: EdgeSpec, lane: Lane, number: int, wire: int, nbytes: int, queues: set[int]
+) -> Iterator[tuple[int, int]]:
+    """Byte ranges of a message's data that some of the edge's QPs carry (5.3)."""
+    piece = (wire + 128 * spec.used - 1) // (128 * spec.used) * 128
+    for i in range(spec.used):
+        if (number * spec.used + i) % spec.qps not in queues:
+            continue
+        start, end = min(i * piece, wire), min((i + 1) * piece, wire)
+        if lane.protocol == Protocol.LL128:
+            for at in range(start, end, 128):  # one line: 120 or 112 bytes that lie together, perhaps 8 more
+                half, line = at // 1024 * 960, at // 128 % 8
+                parts = [(128 * line, 120)] if line < 4 else [(64 + 112 * line, 112), (128 * line - 392, 8)]
+                for offset, length in parts:
+                    yield min(half + offset, nbytes), min(half + offset + length, nbytes)
+        else:
+            scale = 2 if lane.protocol == Protocol.LL else 1
+            yield min(start // scale, nbytes), min(end // scale, nbytes)
+
+
+def parameter_bytes(plan: JobPlan, engine: Engine) -> dict[str, tuple[np.ndarray, bool]]:
+    """{model entry: (its bytes in the parameter region, is every cell there)}."""
+    region = engine.region(None)
+    out = {}
+    for place in plan.parameters:
+        first, end = place.offset // 8, -(-(place.offset + place.nbytes) // 8)
+        out[place.name] = (
+            region[place.offset : place.offset + place.nbytes], not len(engine.missing(None, first, end))
+        )
+    return out
+
+
+def flow_name(job: Job, edge: int) -> str:
+    """How messages to people name a connection."""
+    flow = job.flows[edge]
+    return f"channel {flow.channel}, rank {flow.src} -> {flow.dst} (QP {', '.join(f'{q:#x}' for q in flow.qpns)})"
+
+
+_MEANING = {
+    "payload length": "a packet of {expected} payload bytes was due and {found} came",
+    "opcode": "packet {expected} of the message cannot have opcode {found:#x}",
+    "RETH length": "a write of {expected} bytes was due and one of {found} came",
+    "RETH address": "the write was due at address {expected:#x} and went to {found:#x}",
+    "immediate": "the immediate should say {expected} bytes and says {found}",
+    "flag": "the payload's flags should say {expected} and say {found}",
+    "CTS address": "the receiver announced address {expected:#x} and the write went to {found:#x}",
+    "extra message": "the sender sent one message too many: the manifest's last call has ended",
+    "repeated chunk": (
+        "one message too many: this message repeats the reduced chunk that its sender received last, where "
+        "NCCL sends its own contribution to the next loop"
+    ),
+    "made anew": (
+        "a first packet of other contents came behind it: the connection was made anew, by another run on the same "
+        "queue pairs; give each run a capture and a manifest of its own"
+    ),
+}
+_REFUSAL = {"extra message", "repeated chunk"}
+
+
+def describe_disagreement(plan: JobPlan, entry: dict) -> str:
+    """One logged disagreement as a sentence with its values."""
+    edge = plan.engine.flows[entry["flow"]].edge
+    text = _MEANING[entry["kind"]].format(**entry)
+    return (
+        f"{flow_name(plan.job, edge)}, iteration {entry['iteration']}, message {entry['message']}, "
+        f"PSN {entry['psn']}: {text}"
+    )
+
+
+def refusal(plan: JobPlan, entries: list[dict]) -> str:
+    """Why the traffic is refused as a whole, or ""."""
+    extra = [e for e in entries if e["kind"] in _REFUSAL]
+    if not extra:
+        return ""
+    edges = sorted({plan.engine.flows[e["flow"]].edge for e in extra})
+    where = "; ".join(flow_name(plan.job, edge) for edge in edges)
+    return (
+        f"one message too many per operation on {where}: a modified NCCL (2n-1 sends per loop instead of 2n-2), "
+        f"or calls that the manifest does not list"
+    )

@@ -1,0 +1,250 @@
+"""The job's replica: where its weights come from, one update per published iteration.
+
+    JobReplica(plan, init)  ->  learn(engine) once, before the first update (replay)
+                            or  start(parameters, state, step): what the trainer uploaded (live)
+                            ->  build(iteration, buckets), then publish() or discard()
+
+In a replay weights come from --init, else from the parameter broadcast in the capture; where both are there they
+must be equal, bit for bit: a replica that starts from other weights than the trainer's is wrong for ever.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from parser.machine import Engine
+
+from flowcheck.checkpoint.directory import Loaded, Meta, load_init, write_step
+from flowcheck.errors import UserError
+from flowcheck.rebuild.evidence import BucketCoverage, parameter_bytes
+from flowcheck.rebuild.plan import JobPlan
+from updater.dialects import Dialect
+from updater.errors import UpdaterError
+from updater.layout import Layout
+from updater.optimizers import OptimizerSpec
+from updater.replica import Replica, Slot
+from updater.step import StepValues
+from updater.verify import Comparison
+
+__all__ = ["JobReplica", "ReplicaOptions"]
+
+
+@dataclass(frozen=True)
+class ReplicaOptions:
+    """slots, path, threads: as updater.replica.Replica takes them. buffers: whether each step brings them anew."""
+
+    slots: int = 2
+    path: str | os.PathLike[str] | None = None
+    threads: int = 0
+    buffers: bool = False
+
+
+class JobReplica:
+    """Versions of the job's model. `absent` says why there is none ("" if there is one)."""
+
+    def __init__(
+        self, plan: JobPlan, init: str | os.PathLike[str] | None, options: ReplicaOptions | None = None
+    ) -> None:
+        self._plan, self._init_path = plan, init
+        self._options = options or ReplicaOptions()
+        self._replica: Replica | None = None
+        self._slot: Slot | None = None
+        self._loaded: Loaded | None = load_init(init, plan.job.model) if init else None
+        self._spec: OptimizerSpec | None = None
+        self._dialect: Dialect | None = None
+        self._layouts: dict[bool, Layout] = {}
+        self.absent = ""
+        self._unsent = "the model is in no complete broadcast"  # why the captures bring no weights
+        if plan.job.optimizer is None:
+            self.absent = "the manifest names no optimizer"
+            if init:
+                raise UserError(
+                    "--init given, but the job manifest has no optimizer to apply", where=str(init),
+                    remedy="add model, buckets and optimizer to the manifest, or drop --init",
+                )
+            return
+        if plan.job.optimizer.masters == "none" and plan.job.narrow:
+            raise UserError(
+                f"{plan.job.narrow[0]!r} is updated in 16 bits alone, which rounds in an order that has no kernel yet",
+                where="job manifest: optimizer.masters", remedy="keep fp32 masters, or leave optimizer out",
+            )
+        try:
+            self._dialect = Dialect(plan.job.optimizer.rounding, plan.job.optimizer.torch_version)
+            self._dialect.check(plan.job.optimizer.name)
+            self._spec = OptimizerSpec.check(
+                plan.job.optimizer.name, [(group.params, group.options) for group in plan.job.optimizer.groups],
+                fused=self._dialect.fused,
+            )
+            for first in (True, False):
+                self._layouts[first] = self._layout(0 if first else 1)
+        except UpdaterError as error:
+            raise UserError(str(error), where="job manifest", remedy="correct optimizer, model or buckets") from None
+
+    def _layout(self, iteration: int) -> Layout:
+        """An absent bucket description is allowed where it is obvious: one bucket, one tensor."""
+        assert self._spec is not None
+        places = self._plan.iteration_buckets(iteration)
+        shapes = {e.name: e.shape for e in self._plan.job.model if e.name in self._spec.params}
+        described = [bucket.slices for bucket in self._plan.job.bucket_layout(iteration)]
+        if iteration and not places:  # the job has no later iteration
+            return self._layouts[True]
+        return Layout(described, shapes, [place.elements for place in places])
+
+    @property
+    def step(self) -> int:
+        return self._replica.current.step if self._replica else 0
+
+    @property
+    def first_step(self) -> int:
+        """The step that the initial weights had."""
+        return self._loaded.step if self._loaded else 0
+
+    def learn(self, engine: Engine) -> None:
+        """Take the initial weights; call when the first iteration closes, after the broadcasts."""
+        if self._spec is None or self._replica is not None:
+            return
+        broadcast = self._broadcast(engine)
+        if self._loaded is None and broadcast is None:
+            self.absent = f"no initial weights: no --init, and {self._unsent}"
+            return
+        if self._loaded is not None and broadcast is not None:
+            self._compare(self._loaded.parameters, broadcast)
+        if self._loaded:
+            self.start(self._loaded.parameters, self._loaded.optimizer_state, self._loaded.step)
+        elif broadcast is not None:
+            self.start(broadcast, {}, 0)
+
+    def start(
+        self, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Mapping[str, Any]], step: int,
+        values: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Make the first version, `step`. values: hyper-parameters that it was made with, per group, where they are not
+        the manifest's. Raises UserError if it does not fit the manifest's model and optimizer."""
+        assert self._spec is not None and self._replica is None
+        job, options = self._plan.job, self._options
+        assert job.optimizer is not None
+        absent = [name for name in job.narrow if state.get(name, {}).get("master") is None]
+        if job.optimizer.masters == "state" and absent:
+            raise UserError(
+                f"no fp32 master of {absent[0]!r} came with the first weights, and the manifest says that it began"
+                " earlier", where=str(self._init_path or "job manifest: optimizer.masters"),
+                remedy="--init with a step directory that has them as optimizer state `master`",
+            )
+        try:
+            self._replica = Replica(
+                parameters, self._spec, slots=options.slots, divisor=job.gradients.divisor, step=step,
+                optimizer_state=state, dialect=self._dialect, path=options.path, run_id=job.run_id, epoch=job.epoch,
+                buffers=frozenset(entry.name for entry in job.model if entry.kind == "buffer"),
+                tied={entry.name: entry.tied for entry in job.model if entry.tied}, threads=options.threads,
+                values=values,
+            )
+        except UpdaterError as error:
+            raise UserError(str(error), where=str(self._init_path or "job manifest")) from None
+
+    def _broadcast(self, engine: Engine) -> dict[str, torch.Tensor] | None:
+        differ, offset, _ = engine.copies(None)
+        if differ:
+            self._unsent = f"copies of the broadcast parameters differ, first at byte {offset}"
+            return None
+        found = parameter_bytes(self._plan, engine)
+        tensors = {}
+        for entry in self._plan.job.model:
+            data, complete = found.get(entry.tied or entry.name, (np.zeros(0, np.uint8), False))
+            if not complete:
+                self._unsent = f"{entry.name!r} is in no complete broadcast"
+                return None
+            dtype: torch.dtype = getattr(torch, entry.dtype)
+            tensors[entry.name] = torch.frombuffer(bytearray(data.tobytes()), dtype=dtype).reshape(entry.shape)
+        return tensors
+
+    def _compare(self, given: dict[str, torch.Tensor], broadcast: dict[str, torch.Tensor]) -> None:
+        for name, tensor in broadcast.items():
+            mine = given[name].contiguous().reshape(-1).view(torch.uint8)
+            if not torch.equal(mine, tensor.reshape(-1).view(torch.uint8)):
+                raise UserError(
+                    f"tensor {name!r} differs from the parameters that rank 0 broadcast in the capture",
+                    where=str(self._init_path),
+                    remedy="give the weights this run started from, or leave --init out: the broadcast has them",
+                )
+
+    def build(self, iteration: int, buckets: Sequence[BucketCoverage], values: StepValues | None = None) -> None:
+        """Apply an iteration's complete buckets to a copy of the current version. Raises UpdaterError: no free slot,
+        or values that the optimizer cannot use; then nothing is being built."""
+        assert self._replica is not None
+        dtype: torch.dtype = getattr(torch, self._plan.job.gradients.dtype)
+        self._slot = self._replica.build(self._replica.current.step + 1, self._layouts[iteration == 0], values)
+        for bucket in buckets:
+            data = torch.frombuffer(bucket.data, dtype=dtype) if bucket.data.size else torch.zeros(0, dtype=dtype)
+            self._slot.apply(bucket.place.index, data, dtype)
+
+    def publish(self, verified: bool = False) -> int:
+        """verified: it was compared with the trainer's checksums and is equal."""
+        assert self._replica is not None and self._slot is not None
+        self._replica.publish(self._slot)
+        if verified:
+            self._replica.mark_verified()
+        self._slot = None
+        return self._replica.current.step
+
+    def discard(self) -> None:
+        assert self._replica is not None and self._slot is not None
+        self._replica.discard(self._slot)
+        self._slot = None
+
+    def compare(self, checksums: Mapping[str, int]) -> Comparison:
+        """Compare the version being built with a trainer's checksums, on other threads; do not end it meanwhile."""
+        assert self._replica is not None and self._slot is not None
+        return self._replica.compare(self._slot, checksums)
+
+    @contextmanager
+    def pinned(self) -> Iterator[Slot]:
+        """The current version, kept as it is until the block is left."""
+        assert self._replica is not None
+        with self._replica.pinned() as slot:
+            yield slot
+
+    def close(self) -> None:
+        """Let go of the replica; its file, if it has one, stays."""
+        if self._replica is not None:
+            self._replica.close()
+
+    @property
+    def unproven(self) -> list[str]:
+        """Marks of what the replica rests on and nothing has shown: old buffers, an order of roundings."""
+        if self.absent or self._dialect is None:
+            return []
+        buffers = [entry.name for entry in self._plan.job.model if entry.kind == "buffer"]
+        marks = []
+        if self._plan.job.narrow and self._plan.job.optimizer is not None and not self._plan.job.optimizer.masters:
+            marks.append(
+                "masters: the manifest does not say what the optimizer holds of 16-bit parameters; fp32 masters that"
+                " begin as the first parameters were taken"
+            )
+        marks += [f"buffers are as at the start: {', '.join(buffers)}"] if buffers and not self._options.buffers else []
+        return marks + ([self._dialect.unproven] if self._dialect.unproven else [])
+
+    @property
+    def kernels(self) -> str:
+        """What computes versions, and what was chosen for this processor."""
+        assert self._replica is not None
+        return self._replica.kernels
+
+    @property
+    def ready(self) -> bool:
+        return self._replica is not None
+
+    def write(
+        self, out: str | os.PathLike[str], unproven: Sequence[str], version: Slot, status: str = "unverified"
+    ) -> Path:
+        """Write a version that the caller has pinned as a checkpoint; returns its directory. Any thread."""
+        assert self._dialect is not None
+        job = self._plan.job
+        meta = Meta(job.run_id, job.epoch, status, tuple(unproven), version.optimizer, self._dialect.name)
+        return write_step(out, version.step, version.parameters, version.optimizer_state, meta)

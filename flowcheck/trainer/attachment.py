@@ -1,0 +1,325 @@
+"""Trainer hook: what a checkpoint node has to know of a running DDP job, sent from a background thread.
+
+    attachment = flowcheck.attach(ddp_model, optimizer, node="10.0.0.2:7070", token=..., every=100)
+    ...  optimizer.step(); attachment.step()          once per iteration, also when the optimizer was skipped
+    attachment.close()
+
+What happens: three iterations are watched (DDP rebuilds its buckets in the second). At the boundary behind them rank 0
+sends the manifest and every rank its connections, the node joins the wire and asks for a state, and rank 0 uploads
+model and optimizer; all ranks wait for that, at most `wait` seconds and this once. From then on a record per iteration
+goes out, and versions come into being. If the node loses an iteration it asks again, and rank 0 uploads at the next
+boundary, waiting as long.
+
+Training comes first: `step` never raises and, but for those uploads, never blocks. A node that is gone, slow or speaks
+nonsense makes the attachment say so (`state`, `why`, logger "flowcheck") and be tried again later. torch and the
+standard library only. `attach`, `step` and `close` belong to the training thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from flowcheck.control.checksum import checksums
+from flowcheck.control.protocol import Bye, Flows, Manifest, Record, State, token_bytes
+from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.job.manifest import Job
+from flowcheck.trainer.description import Model, Watch, check_gradients, entries, group_options
+from flowcheck.trainer.link import Post, Who
+
+__all__ = ["Attachment", "attach"]
+
+_log = logging.getLogger("flowcheck")
+
+
+def attach(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, node: str, token: str, every: int = 0,
+    name: str = "", run_id: str = "", epoch: int = 0, iteration: int = 0, wait: float = 10.0,
+    describe: Callable[[], dict[str, Any]] | None = None, calls: Callable[[int], list[dict[str, Any]]] | None = None,
+) -> Attachment:
+    """Attach a training job to a checkpoint node; on every rank, best right after DDP was made.
+
+    node: HOST:PORT of its control port. token: the shared secret. every: send parameter checksums each K-th iteration,
+    0 never (the replica then stays unverified). name: of the group, where a node follows several. iteration: the
+    trainer's number of the next iteration. wait: seconds that a boundary may take at which a state goes up, 0: none.
+    describe, calls: what the communicator is, and its calls since a number (docs/node.md); backends that say so
+    themselves need neither. Raises UserError for arguments that cannot be; all else is said by the attachment.
+    """
+    host, _, port = node.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(f"{node!r} is no address", where="node", remedy="HOST:PORT of the node's control port")
+    secret = token_bytes(token)
+    for what, number in (("every", every), ("epoch", epoch), ("iteration", iteration)):
+        if not isinstance(number, int) or number < 0:
+            raise UserError(f"{number!r} is no count", where=what, remedy="a whole number, 0 or more")
+    if not 0 <= wait <= threading.TIMEOUT_MAX:
+        raise UserError(f"{wait!r} is no time", where="wait", remedy="seconds, 0 or more")
+    return Attachment(
+        model, optimizer, (host.strip("[]"), int(port)), secret, every, name, run_id, epoch, iteration, wait,
+        describe, calls,
+    )
+
+
+class Attachment:
+    """Made by `attach`. state: watching, attaching, attached, lost (tried again), refused (never), closed."""
+
+    def __init__(
+        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, address: tuple[str, int], token: bytes,
+        every: int, name: str, run_id: str, epoch: int, iteration: int, wait: float,
+        describe: Callable[[], dict[str, Any]] | None, calls: Callable[[int], list[dict[str, Any]]] | None,
+    ) -> None:
+        self.iteration = iteration
+        self._every, self._wait, self._optimizer, self._model = every, wait, optimizer, model
+        self._refused = ""
+        self._unsaid = ""  # why the newest iteration has no record
+        self._closed = False
+        self._stepped = -1  # of the optimizer since the last boundary; -1: its hook has not been heard of yet
+        self._job: Job | None = None
+        self._first = 0
+        self._flows: list[dict[str, Any]] | None = None
+        self._groups: list[dict[str, Any]] | None = None
+        self._post: Post | None = None
+        self._watch: Watch | None = None
+        self._hook: Any = None
+        try:
+            self._begin(model, optimizer, address, token, name, run_id, epoch, describe, calls)
+        except Exception as error:  # whatever it is, training goes on without us
+            self._refuse(error)
+
+    def _begin(
+        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, address: tuple[str, int], token: bytes,
+        name: str, run_id: str, epoch: int, describe: Callable[[], dict[str, Any]] | None,
+        calls: Callable[[int], list[dict[str, Any]]] | None,
+    ) -> None:
+        self._described: Model = entries(model, optimizer)
+        group = model.process_group
+        self._describe, listed = _communicator(group, describe, calls)
+        self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        if ranks < 2:
+            raise UserError("a job of one rank sends no gradients", where="attach", remedy="leave attach out")
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        self._watch = Watch(
+            model, optimizer, self._described, listed, lambda: self._describe()["communicator"], run_id, epoch
+        )
+        who = Who(run_id, epoch, self.rank, ranks, name)
+        self._post = Post(address, token, who, self._opening, self._say)
+        self._post.start()
+
+    # -- what it is --
+
+    @property
+    def state(self) -> str:
+        post = self._post
+        if self._closed:
+            return "closed"
+        if self._refused or post is None:
+            return "refused"
+        if not post.connected:
+            return "lost" if post.tried.is_set() else "watching"  # the first attempt may still be under way
+        if self._job is None:
+            return "watching"
+        return "attached" if post.joined is not None and "state" not in post.wanted and not post.notice else "attaching"
+
+    @property
+    def why(self) -> str:
+        """Why the state is not "attached", or why the last iteration had no record, or ""."""
+        if self._refused or self._unsaid:
+            return self._refused or self._unsaid
+        post = self._post
+        if self._watch is not None and self._job is None and (post is None or post.connected):
+            return self._watch.why  # whatever the node says meanwhile: it is waiting for the job
+        if post is not None and post.why:
+            return post.why
+        return "" if self.state in ("attached", "closed") else "the node has not joined yet"
+
+    @property
+    def published(self) -> tuple[int, str]:
+        """(iteration, status) of the node's newest version; (-1, "") if there is none."""
+        return (self._post.iteration, self._post.status) if self._post is not None else (-1, "")
+
+    # -- the training thread --
+
+    def step(self, clip: float | None = None, scale: float | None = None, skipped: bool = False) -> None:
+        """The iteration is over, its optimizer step done (or skipped). Never raises.
+
+        clip: the factor that gradients were multiplied with, as torch formed it in fp32. scale: AMP's loss scale of
+        this iteration. skipped: an overflow was found and the optimizer did nothing.
+        """
+        if self._refused or self._closed:
+            return
+        try:
+            self._step(clip, scale, skipped)
+        except Exception as error:  # whatever it is, training goes on without us
+            self._refuse(error)
+        self.iteration += 1
+
+    def _step(self, clip: float | None, scale: float | None, skipped: bool) -> None:
+        post, watch = self._post, self._watch
+        assert post is not None and watch is not None
+        groups, self._groups = self._groups, None
+        stepped, self._stepped = self._stepped, min(self._stepped, 0)
+        if self._job is not None and (stepped > 1 or (stepped == 0 and not skipped)):
+            raise UserError(  # records and traffic would be counted differently from here on
+                f"the optimizer stepped {stepped} times since the last call of step()",
+                where=f"iteration {self.iteration}",
+                remedy="step() once per iteration, behind optimizer.step(); skipped=True if that did nothing",
+            )
+        if self._job is not None:
+            watch.again(self.iteration)
+        else:
+            self._job, self._first = watch.look(), self.iteration
+            if self._job is not None:
+                self._flows = self._describe()["flows"]
+                self._meet(post, groups)
+                return
+        # A node may take longer to take a state in than ranks wait for that: the records of what follows it are
+        # queued after it all the same, or it would lose its place at once and ask for a state again, without end.
+        if post.connected and (
+            post.joined is not None or (post.pledged is not None and "state" not in post.wanted)
+        ):
+            self._send_record(post, groups, clip, scale, skipped)
+        if self.rank == 0 and self._job is not None and "state" in post.wanted:
+            self._send_state(post, time.monotonic() + self._wait, groups)
+
+    def _meet(self, post: Post, groups: list[dict[str, Any]] | None) -> None:
+        """The one time that all ranks wait, at most `wait` seconds: until the node has joined the wire, with nothing
+        in flight, and has the state. All of them know the job at the same boundary; what they wait for at rank 0
+        would else hold them up in the next call."""
+        deadline = time.monotonic() + self._wait
+        post.tried.wait(self._wait)
+        post.open_again()
+        while post.connected and post.joined is None and (left := deadline - time.monotonic()) > 0:
+            if self.rank == 0 and "state" in post.wanted:
+                self._send_state(post, deadline, groups)
+                return
+            post.answered.wait(left)
+            post.answered.clear()
+
+    def _send_record(
+        self, post: Post, groups: list[dict[str, Any]] | None, clip: float | None, scale: float | None, skipped: bool
+    ) -> None:
+        module = self._model.module
+        if skipped and clip is not None and not math.isfinite(clip):
+            clip = 1.0  # no gradient was used, whatever it was multiplied with: the norm of an overflow is no number
+        for what, value in (("clip", clip), ("scale", scale)):
+            if value is not None and not math.isfinite(value):
+                # What such a step leaves behind is NaN of no defined sign: no record, so the node asks for a state.
+                why = f"no record of iteration {self.iteration}: {what} is {float(value)}"
+                if not self._unsaid:
+                    self._say(why)
+                self._unsaid = why
+                return
+        self._unsaid = ""
+        record = Record(
+            self.iteration, groups or group_options(self._described, self._optimizer),
+            None if clip is None else float(clip), None if scale is None else float(scale), bool(skipped),
+        )
+        held: Mapping[str, torch.Tensor] = {}
+        buffers = self._described.buffers
+        if buffers or (self._every and (self.iteration + 1) % self._every == 0):
+            state = module.state_dict()
+            if self._every and (self.iteration + 1) % self._every == 0:
+                sums = checksums({entry.name: state[entry.name] for entry in self._described.entries})
+                record.checksums = {name: f"{value:016x}" for name, value in sums.items()}
+            if self.rank == 0:
+                held = {f"buffer.{name}": state[name].detach().to("cpu", copy=True) for name in buffers}
+        post.put(record, held)
+
+    def _send_state(self, post: Post, deadline: float, groups: list[dict[str, Any]] | None) -> None:
+        """Model and optimizer as they are now, before the next iteration; waits until the node has them. groups: as the
+        step used them that made this state; None: it made none."""
+        number = self.iteration + 1
+        post.wanted, post.joined = post.wanted - {"state"}, None
+        post.pledged = number
+        tensors = {
+            f"model.{name}": tensor.detach().to("cpu", copy=True)
+            for name, tensor in self._model.module.state_dict().items()
+        }
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._described.names.get(id(parameter))
+                for key, value in self._optimizer.state.get(parameter, {}).items():
+                    if name is not None and isinstance(value, torch.Tensor):
+                        tensors[f"optimizer.{name}.{key}"] = value.detach().to("cpu", copy=True)
+        post.answered.clear()
+        if not post.put(State(number, groups or group_options(self._described, self._optimizer)), tensors):
+            post.pledged = None
+            return
+        while post.connected and post.joined != number and (left := deadline - time.monotonic()) > 0:
+            post.answered.wait(left)
+            post.answered.clear()
+            if "state" in post.wanted or post.notice:
+                return  # it came too late for the node: again at the next boundary, or when it asks for one
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Say goodbye, if the node listens within `seconds`; idempotent."""
+        if self._closed:
+            return
+        try:
+            if self._post is not None:
+                self._post.close(Bye(), seconds)
+            if self._hook is not None:
+                self._hook.remove()
+        except Exception as error:
+            self._refuse(error)
+        self._closed = True
+
+    # -- other threads --
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Hyper-parameters as this step uses them: a scheduler may change them before `step` is called."""
+        self._stepped = max(self._stepped, 0) + 1
+        try:
+            self._groups = group_options(self._described, optimizer)
+            check_gradients(self._described, optimizer)
+        except Exception as error:
+            self._refuse(error)
+
+    def _opening(self) -> list[Any]:
+        """What a new connection begins with, as far as it is known."""
+        out: list[Any] = []
+        if self._flows is not None:
+            out.append(Flows(self._flows))
+        if self._job is not None and self.rank == 0:
+            out.append(Manifest(self._job.to_dict(), self._first))
+        return out
+
+    def _say(self, why: str) -> None:
+        _log.warning("flowcheck: rank %d: %s", getattr(self, "rank", -1), why)
+
+    def _refuse(self, error: Exception) -> None:
+        """Nothing more is tried. The reason stays; a fault of ours is logged with its place."""
+        if isinstance(error, FlowcheckError):
+            self._refused = error.message()
+            _log.warning("flowcheck: not attached: %s", self._refused)
+        else:
+            self._refused = f"{type(error).__name__}: {error}"
+            _log.warning("flowcheck: not attached: %s", self._refused, exc_info=error)
+        if self._post is not None:
+            self._post.close(Bye(), 0.0)
+
+
+def _communicator(
+    group: dist.ProcessGroup, describe: Callable[[], dict[str, Any]] | None,
+    calls: Callable[[int], list[dict[str, Any]]] | None,
+) -> tuple[Callable[[], dict[str, Any]], Callable[[int], list[dict[str, Any]]]]:
+    """Who says what the communicator is: the caller, or the backend itself."""
+    if describe is not None and calls is not None:
+        return describe, calls
+    backend = dist.get_backend(group)
+    if backend == "softroce":
+        softroce: Any = sys.modules["flowcheck.lab.softroce"]  # it is running, so it is there
+        return lambda: softroce.describe(group), lambda since: softroce.calls(group, since)
+    raise UserError(
+        f"the {backend} backend does not tell torch its connections (addresses, queue pairs) and past calls",
+        where="attach", remedy="give describe= and calls=; docs/node.md shows what of an NCCL_DEBUG log goes where",
+    )

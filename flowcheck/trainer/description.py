@@ -1,0 +1,286 @@
+"""The job manifest from live objects: a DistributedDataParallel model, its optimizer, its communicator.
+
+    entries(model, optimizer)       what is optimized, constant, a buffer or tied, in state_dict order
+    layout(model, names)            what lies where in DDP's buckets: asked from DDP's own reducer
+    Watch(...).look()               at each boundary of iterations: the manifest, once the calls repeat
+    Watch(...).again(iteration)     at each boundary after that: they still do
+    check_gradients(model, ...)     before each optimizer step: it steps what the manifest says
+
+DDP announces its final buckets in the second forward, so the first iterations are only watched. What one iteration
+calls is the difference between two looks at the communicator's list of calls; the iteration is the steady one when
+the bucket layout is the one of the iteration before and the calls reduce just these buckets, in this order.
+Everything before is the manifest's `startup`: a connection's place is counted from its birth.
+
+torch and the standard library. Raises UserError for what no replica could follow; see attachment.py for who catches it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from flowcheck.control.tensors import DTYPES
+from flowcheck.errors import UserError
+from flowcheck.job.manifest import (
+    Bucket,
+    Buckets,
+    BucketSlice,
+    Collective,
+    Collectives,
+    Communicator,
+    Gradients,
+    Job,
+    ModelEntry,
+    Optimizer,
+    ParameterGroup,
+    carries,
+)
+from flowcheck.trainer.rounding import rounding_of
+
+__all__ = ["Model", "Watch", "check_gradients", "entries", "group_options"]
+
+SHARDED = "torch.distributed.fsdp"  # FSDP and, by a class made for each module, FSDP2
+_CLASSES: dict[type, str] = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
+_OPTIONS = {
+    "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    "adam": ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay"),
+    "adamw": ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"),
+}
+CALLS = 65536  # a longer history is not kept: attach earlier
+
+
+def _refuse(what: str, where: str, remedy: str) -> UserError:
+    return UserError(what, where=where, remedy=remedy)
+
+
+@dataclass(frozen=True)
+class Model:
+    """entries: of the state_dict. names: id of an optimized parameter -> its entry. groups: per parameter group the
+    entries that are optimized, None for one without any."""
+
+    entries: list[ModelEntry]
+    names: Mapping[int, str]
+    groups: list[list[str] | None]
+    optimizer: str
+    rounding: tuple[str, str]
+
+    @property
+    def buffers(self) -> list[str]:
+        return [entry.name for entry in self.entries if entry.kind == "buffer"]
+
+
+def entries(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Model:
+    """Class every entry. Raises UserError naming the entry that cannot be followed bit for bit."""
+    kind = _CLASSES.get(type(optimizer))
+    if kind is None:
+        raise _refuse(f"{type(optimizer).__name__} is not followed", "optimizer", "torch.optim's SGD, Adam or AdamW")
+    if not isinstance(model, DistributedDataParallel):
+        raise _refuse(*_not_ddp(model))
+    _check_ddp(model)
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    out: list[ModelEntry] = []
+    names: dict[int, str] = {}
+    for name, value in model.module.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES or value.dtype in (
+            torch.bool, torch.int16, torch.uint16
+        ):
+            raise _refuse(f"is {getattr(value, 'dtype', type(value).__name__)}", f"state_dict: {name}", "leave it out")
+        dtype, shape = DTYPES[value.dtype][0], list(value.shape)
+        if not isinstance(value, torch.nn.Parameter):
+            out.append(ModelEntry(name, shape, dtype, "buffer"))
+        elif id(value) not in stepped:
+            out.append(ModelEntry(name, shape, dtype, "constant"))
+        elif id(value) in names:
+            out.append(ModelEntry(name, shape, dtype, "optimized", names[id(value)]))
+        else:
+            _check_parameter(name, value)
+            names[id(value)] = name
+            out.append(ModelEntry(name, shape, dtype))
+    lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) in stepped and id(p) not in names]
+    if lost:
+        raise _refuse(f"has a parameter of shape {tuple(lost[0].shape)} that is not in the model's state_dict",
+                      "optimizer", "give it the parameters of the model that DDP wraps")
+    ignored = set(getattr(model, "parameters_to_ignore", ()))
+    for name, value in model.module.named_parameters():
+        if value.requires_grad and name not in ignored and id(value) not in stepped:  # who steps it would not be seen
+            raise _refuse(f"has no {name}, whose gradient DDP reduces", "optimizer",
+                          "one optimizer for all; requires_grad_(False) before DDP for what stays as it is")
+    groups = [[names[id(p)] for p in group["params"] if id(p) in names] or None for group in optimizer.param_groups]
+    return Model(out, names, groups, kind, rounding_of(optimizer))
+
+
+def _not_ddp(model: torch.nn.Module) -> tuple[str, str, str]:
+    """What, where and remedy of a model that is something else. FSDP2 changes a model in place: its class is one that
+    fully_shard made, which another wrapper would not help."""
+    if any(base.__module__.startswith(SHARDED) for base in type(model).__mro__):
+        by = "FullyShardedDataParallel" if isinstance(model, FullyShardedDataParallel) else "fully_shard"
+        return (
+            f"is sharded by {by}: ReduceScatter puts no reduced gradient on the wire", "model",
+            "DistributedDataParallel; what replay can rebuild of FSDP and ZeRO: docs/qualify.md",
+        )
+    return f"is a {type(model).__name__}", "model", "the DistributedDataParallel object, not what it wraps"
+
+
+def _check_ddp(model: DistributedDataParallel) -> None:
+    for odd, what in (
+        (getattr(model, "mixed_precision", None) is not None, "DDP's own mixed precision"),  # which is a hook, too
+        (bool(getattr(model, "_comm_hooks", ())), "a communication hook: what it sends is its own"),
+        (bool(model.find_unused_parameters), "find_unused_parameters: which gradients are absent is not said"),
+        (bool(getattr(model, "_delay_all_reduce_params", ())), "delay_all_reduce_named_params"),
+    ):
+        if odd:
+            raise _refuse(f"uses {what}", "DistributedDataParallel", "leave it out for this job")
+
+
+def _check_parameter(name: str, value: torch.nn.Parameter) -> None:
+    where = f"state_dict: {name}"
+    if value.dtype != torch.float32:
+        raise _refuse(f"is optimized in {value.dtype}", where, "keep parameters in float32 and use autocast")
+    if not value.is_contiguous():
+        raise _refuse("is not in row-major order, and so is its gradient", where, "do not use channels_last")
+
+
+def group_options(model: Model, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Hyper-parameters of every group that optimizes something, as plain numbers. Raises UserError if they are none,
+    or if the groups are no longer those that the job was described with."""
+    if len(optimizer.param_groups) != len(model.groups):
+        raise _refuse(f"has {len(optimizer.param_groups)} parameter groups, and had {len(model.groups)}", "optimizer",
+                      "attach anew after changing them")
+    return [
+        {key: _plain(group[key], key) for key in _OPTIONS[model.optimizer] if key in group}
+        for group, names in zip(optimizer.param_groups, model.groups, strict=True) if names is not None
+    ]
+
+
+def check_gradients(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Call before an optimizer step. Raises UserError if it would leave a parameter alone that the manifest has as
+    optimized (torch skips one without a gradient, although DDP's bucket carries zeros for it: static_graph), or step
+    one that the manifest has as constant."""
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if (parameter.grad is None) == (id(parameter) in model.names):
+                name = model.names.get(id(parameter), f"one of shape {tuple(parameter.shape)}, group {number}")
+                what = "has no gradient" if parameter.grad is None else "has a gradient and had requires_grad off"
+                raise _refuse(f"parameter {name} {what}", "optimizer",
+                              "give the optimizer the parameters that every iteration trains, and attach anew")
+
+
+def _plain(value: Any, key: str) -> Any:
+    """Python's own numbers: a float32 or a tensor would be rounded otherwise by the trainer than here."""
+    numbers = list(value) if isinstance(value, tuple) else [value]
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise _refuse(f"{key} is {value!r}", "optimizer", "finite Python numbers")
+    return numbers if isinstance(value, tuple) else value
+
+
+def layout(model: DistributedDataParallel, names: Mapping[int, str]) -> tuple[list[Bucket], list[int], str]:
+    """(buckets as they are now, their element counts, dtype). Asked from the reducer, not computed again."""
+    buckets, counts, dtypes = [], [], set()
+    for found in model.reducer._get_zeros_like_grad_buckets():
+        slices, offset = [], 0
+        for parameter in found.parameters():
+            if id(parameter) in names:  # others are reduced and never stepped: padding to a replica
+                slices.append(BucketSlice(names[id(parameter)], offset, parameter.numel()))
+            offset += parameter.numel()
+        buckets.append(Bucket(slices))
+        counts.append(found.buffer().numel())
+        dtypes.add(DTYPES[found.buffer().dtype][0])
+        if offset != counts[-1]:
+            raise _refuse(f"bucket {found.index()} has {counts[-1]} elements, its tensors {offset}", "DDP", "report it")
+    if len(dtypes) != 1:
+        raise _refuse(f"reduces gradients in {', '.join(sorted(dtypes))}", "DDP", "one type for all parameters")
+    return buckets, counts, dtypes.pop()
+
+
+class Watch:
+    """A rank's look at what its iterations call. calls(n): what the communicator has been asked for since its birth,
+    without the first n."""
+
+    def __init__(
+        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, described: Model,
+        calls: Callable[[int], list[dict[str, Any]]], communicator: Callable[[], dict[str, Any]], run_id: str,
+        epoch: int,
+    ) -> None:
+        self._model, self._optimizer, self._described = model, optimizer, described
+        self._calls, self._communicator = calls, communicator
+        self._identity = (run_id, epoch)
+        self._seen = calls(0)  # until the job is known; it begins with them
+        self._count = len(self._seen)
+        self._steady: list[dict[str, Any]] = []
+        self._layout: tuple[list[Bucket], list[int], str] | None = None
+        self.looks = 0
+        self.why = "the job's iterations are being watched"
+
+    def look(self) -> Job | None:
+        """Call when an iteration is over. The manifest, whose iteration 0 is the one that has just ended."""
+        startup, mine = self._seen, self._new()
+        if self._count > CALLS:
+            raise _refuse(f"{self._count} calls have passed on the communicator", "attach", "attach at the start")
+        self._seen = [*startup, *mine]
+        before, self._layout = self._layout, layout(self._model, self._described.names)
+        self.looks += 1
+        if before is None or self.looks < 3 or before != self._layout:
+            return None
+        counts, dtype = self._layout[1:]
+        steady = [Collective(**call) for call in mine]
+        reduced = [call for call in steady if carries(call) == "gradient"]
+        for bucket, call in enumerate(call for call in reduced if call.dtype == dtype and call.count in counts):
+            call.carries, call.bucket = "gradient", bucket
+        for call in reduced:
+            call.carries = call.carries or "other"
+        found = [call.count for call in steady if call.carries == "gradient"]
+        if found != counts:
+            self.why = (
+                f"an iteration reduced {found} elements where DDP has buckets of {counts}; waiting for one that agrees"
+            )
+            return None
+        self._steady, self._seen = mine, []
+        return self._job(startup, steady, self._layout[0], dtype)
+
+    def again(self, iteration: int) -> None:
+        """Call when an iteration after those is over. Raises UserError if it called anything else than they did: the
+        wire has no names, and a call of a bucket's size would be taken for a gradient."""
+        mine = self._new()
+        if mine != self._steady:
+            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(mine, self._steady, strict=False)))
+            odd = mine[same] if same < len(mine) else "missing"
+            raise _refuse(
+                f"{len(mine)} calls on DDP's communicator where {len(self._steady)} are an iteration's; number {same}"
+                f" is {odd}", f"iteration {iteration}", "give DDP a process group of its own, and attach anew",
+            )
+
+    def _new(self) -> list[dict[str, Any]]:
+        new = self._calls(self._count)
+        self._count += len(new)
+        return new
+
+    def _job(
+        self, startup: list[dict[str, Any]], steady: list[Collective], buckets: list[Bucket], dtype: str
+    ) -> Job:
+        described = self._described
+        rounding, version = described.rounding
+        options = group_options(described, self._optimizer)
+        groups = [names for names in described.groups if names is not None]
+        before = [Collective(**call) for call in startup]
+        for call in before:
+            call.carries = "other"
+        once = [Collective(**vars(call)) for call in steady]
+        job = Job(
+            run_id=self._identity[0], epoch=self._identity[1],
+            communicator=Communicator(**self._communicator()), flows=[],
+            collectives=Collectives(before, once, [], steady), buckets=Buckets([], buckets),
+            model=described.entries, gradients=Gradients(dtype),
+            optimizer=Optimizer(
+                described.optimizer, [ParameterGroup(n, o) for n, o in zip(groups, options, strict=True)], rounding,
+                version,
+            ),
+            step_values=["lr", *(["buffers"] if described.buffers else [])],
+        )
+        return Job.from_dict(job.to_dict(), where="the live job")
