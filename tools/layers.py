@@ -6,10 +6,10 @@ Read are `import`, `from`, `cimport`, `include` and `cdef extern from` in .py, .
 in .h and .c and in C text inside strings (cffi set_source, Cython verbatim blocks), import_module("name").
 Import checkers for Python alone are blind to all but the first two.
 
-Beyond the layers: parser sees of dataplane only the plain C headers packetref.h and tunnel.h; the modules
-that a training environment imports need torch and the standard library and nothing else; synth and the
-lab's softroce never reach parser, not even through another module, because each has to be able to prove the other
-wrong.
+Beyond the layers: parser sees of dataplane only the plain C headers packetref.h and tunnel.h. A room of flowcheck/
+imports the rooms that ROOMS lists, and what a training environment imports needs torch and the standard library and
+nothing else. synth and the lab's softroce never reach parser, not even through another module, because each has to be
+able to prove the other wrong.
 
     python tools/layers.py [ROOT]        exit status 1 and one line per violation
 """
@@ -35,7 +35,7 @@ LEFT_OF = {
 SHARED_FILES = {("parser", "dataplane/include/packetref.h"), ("parser", "dataplane/include/tunnel.h")}
 
 CYTHON = {"cython", "Cython", "cpython", "libc", "libcpp", "posix"}
-# None: anything. flowcheck's own rule is by module, below.
+# None: anything. flowcheck's own rules are by room, below.
 THIRD_PARTY: dict[str, set[str] | None] = {
     "dataplane": {"cffi", "numpy", *CYTHON},
     "parser": {"numpy", *CYTHON},
@@ -43,12 +43,28 @@ THIRD_PARTY: dict[str, set[str] | None] = {
     "flowcheck": None,
     "switch_configs": {"jinja2", "netmiko", "pydantic", "yaml"},
 }
-# Imported by training environments. Prefixes: manifest covers manifest_check, trainer covers trainer.hooks.
-TRAINER_SIDE = (
-    "flowcheck.job.manifest", "flowcheck.errors", "flowcheck.control.checksum", "flowcheck.control.tensors",
-    "flowcheck.control.protocol",
-    "flowcheck.trainer.rounding", "flowcheck.trainer.attachment", "flowcheck.trainer", "flowcheck.client",
-)
+# Rooms of flowcheck/, folders and single modules, and the rooms that each may import: what stands further down.
+BASE = {"errors", "durable", "interrupts", "tables"}
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "interrupts": set(),
+    "tables": set(),
+    "durable": {"errors"},
+    "job": {"errors"},
+    "control": {"errors", "job"},
+    "trainer": {"errors", "job", "control"},
+    "checkpoint": {*BASE, "job", "control"},
+    "rebuild": {*BASE, "job", "checkpoint"},
+    "diagnose": {*BASE, "job", "rebuild"},
+    "switch": {*BASE, "diagnose"},
+    "learn": {*BASE, "job", "rebuild", "diagnose"},
+    "offline": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "learn"},
+    "node": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "control"},
+    "lab": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "learn", "offline", "node", "control", "trainer"},
+    "cli": {*BASE, "diagnose", "learn", "offline", "switch", "lab"},
+}
+# What somebody's training job imports: these need torch and the standard library and nothing else.
+TRAINER_ROOMS = {"errors", "job", "control", "trainer"}
 TRAINER_THIRD_PARTY = {"torch"}
 # Written from the reference alone, so that they and the parser can prove each other wrong.
 INDEPENDENT = ("flowcheck.lab.synth", "flowcheck.lab.softroce")
@@ -186,12 +202,18 @@ def module_of(path: str) -> str:
 
 
 def _under(module: str, prefix: str) -> bool:
-    """manifest covers manifest, manifest_check and manifest.x; client does not cover clientele."""
-    return module == prefix or module.startswith((prefix + ".", prefix + "_"))
+    """synth covers synth and synth.x, and not synthesis."""
+    return module == prefix or module.startswith(prefix + ".")
+
+
+def room_of(module: str) -> str:
+    """flowcheck.job.check -> job; "" for flowcheck itself, for how it is started, and for other packages."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "flowcheck" and len(parts) > 1 and parts[1] != "__main__" else ""
 
 
 def _trainer_side(module: str) -> bool:
-    return module == "flowcheck" or any(_under(module, prefix) for prefix in TRAINER_SIDE)
+    return module == "flowcheck" or room_of(module) in TRAINER_ROOMS
 
 
 def _say(reference: Reference, why: str) -> str:
@@ -223,6 +245,17 @@ def _trainer_rule(reference: Reference, modules: set[str]) -> Iterator[str]:
     if top == "flowcheck" and _trainer_side(_module_in(reference.target, modules)):
         return
     yield _say(reference, "training environments have torch and the standard library only")
+
+
+def _room_rule(reference: Reference, modules: set[str]) -> Iterator[str]:
+    room = room_of(module_of(reference.source))
+    target = module_of(reference.target) if reference.is_file else _module_in(reference.target, modules)
+    if not room or not room_of(target) or room_of(target) == room:
+        return
+    if room not in ROOMS:
+        yield _say(reference, f"{room} is not a room that tools/layers.py knows")
+    elif room_of(target) not in ROOMS[room]:
+        yield _say(reference, f"{room} may import {', '.join(sorted(ROOMS[room])) or 'no other room'}")
 
 
 def _module_in(target: str, modules: set[str]) -> str:
@@ -267,6 +300,7 @@ def violations(root: Path) -> list[str]:
     for reference in found:
         out += _layer_rules(reference)
         out += _trainer_rule(reference, modules)
+        out += _room_rule(reference, modules)
     return [*out, *_synth_rule(found, modules)]
 
 

@@ -35,6 +35,7 @@ def tree(tmp_path: Path) -> Path:
         "updater/__init__.py": "import torch\nfrom parser import wire\n",
         "flowcheck/__init__.py": "",
         "flowcheck/errors.py": "",
+        "flowcheck/control/protocol.py": "",
         "flowcheck/job/manifest.py": "import json\nfrom flowcheck.errors import UserError\nimport torch\n",
         "flowcheck/cli.py": "import typer\nimport parser.wire, updater\nimport switch_configs\n",
         "flowcheck/lab/synth/__init__.py": "from flowcheck.job.manifest import Job\nfrom . import frames\n",
@@ -100,6 +101,12 @@ FORBIDDEN = {
         "flowcheck/trainer/hooks.py",
         "from flowcheck import cli\n",
         "training environments",
+    ),
+    "a room further up": (
+        "flowcheck/job/bad.py", "from flowcheck.control import protocol\n", "job may import errors",
+    ),
+    "a room nobody knows": (
+        "flowcheck/attic/bad.py", "from flowcheck.errors import UserError\n", "attic is not a room",
     ),
     "synth": ("flowcheck/lab/synth/bad.py", "from parser import wire\n", "flowcheck.lab.synth.bad: reaches parser"),
     "softroce": (
