@@ -10,6 +10,7 @@ aarch64) are little-endian, as the format is. Any thread.
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -74,8 +75,13 @@ def packed_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The tensor's bytes in row-major order."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    data = flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
-    for start in range(0, len(data), CHUNK):
+    size = flat.numel() * flat.element_size()
+    if not size:
+        return
+    memory = (ctypes.c_char * size).from_address(flat.data_ptr())  # not Tensor.numpy(): trainers need not have numpy
+    memory.tensor = flat  # type: ignore[attr-defined]  # lives as long as any piece of it
+    data = memoryview(memory).cast("B")
+    for start in range(0, size, CHUNK):
         yield data[start : start + CHUNK]
 
 
