@@ -27,7 +27,8 @@ import torch
 from safetensors.torch import load_file
 
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.job.manifest import Job
+from flowcheck.job.manifest import load_job
+from flowcheck.job.model import Job
 from flowcheck.lab import netns
 from flowcheck.lab.synth import Synthesis, generate
 
@@ -84,7 +85,7 @@ def prove(name: Path, out: Path) -> bool:
     """Replay one capture and compare its checkpoint with training; prints the outcome."""
     replay(name, out)
 
-    job = Job.load(name.with_suffix(".job.json"))
+    job = load_job(name.with_suffix(".job.json"))
     truth = json.loads(name.with_suffix(".truth.json").read_text())
     iterations = len(truth["iterations"])
     made = generate(job, iterations=iterations, seed=truth["seed"], ports=[])

@@ -43,7 +43,7 @@ from flowcheck.durable import (
     write_synced,
 )
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import ModelEntry
+from flowcheck.job.model import ModelEntry
 
 __all__ = [
     "PARAMETERS_SCHEMA", "SCHEMA", "Loaded", "Meta", "check_replaceable", "load_init", "load_parameters", "load_step",

@@ -11,36 +11,33 @@ import ipaddress
 import math
 import re
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flowcheck.job.form import Place, shown
 from flowcheck.job.groups import check_groups
+from flowcheck.job.model import (
+    ALGORITHMS,
+    BUFFER_BYTES,
+    CARRIES,
+    DTYPE_BYTES,
+    KINDS,
+    MASTERS,
+    MAX_THREADS,
+    MTUS,
+    OPERATIONS,
+    OPTIMIZERS,
+    PROTOCOLS,
+    ROUNDINGS,
+    SCHEMA,
+    Bucket,
+    Collective,
+    Communicator,
+    Flow,
+    Job,
+    ModelEntry,
+)
 
-if TYPE_CHECKING:
-    from flowcheck.job.manifest import Bucket, Collective, Communicator, Flow, Job, ModelEntry
-
-__all__ = [
-    "ALGORITHMS", "BUFFER_BYTES", "CARRIES", "DTYPE_BYTES", "KINDS", "MASTERS", "MAX_THREADS", "MTUS", "NARROW",
-    "OPERATIONS", "OPTIMIZERS", "PROTOCOLS", "ROUNDINGS", "SCHEMA", "check",
-]
-
-SCHEMA = "flowcheck/job/1"
-DTYPE_BYTES = {
-    "int8": 1, "uint8": 1, "float16": 2, "bfloat16": 2, "int32": 4, "uint32": 4, "float32": 4,
-    "int64": 8, "uint64": 8, "float64": 8,
-}
-OPERATIONS = ("AllReduce", "Broadcast", "AllGather", "ReduceScatter")
-CARRIES = ("", "gradient", "parameters", "other")
-PROTOCOLS = ("ll", "ll128", "simple")
-ALGORITHMS = ("ring", "tree")
-KINDS = ("optimized", "constant", "buffer")
-OPTIMIZERS = ("sgd", "adam", "adamw")
-ROUNDINGS = ("torch-cuda-foreach", "torch-cuda-fused", "torch-cpu", "torch-cpu-fused")
-MASTERS = ("", "none", "upcast", "state")
-NARROW = ("bfloat16", "float16")
-MTUS = (256, 512, 1024, 2048, 4096)
-BUFFER_BYTES = {"ll": 524288, "ll128": 4915200, "simple": 4194304}
-MAX_THREADS = {"ll": 512, "ll128": 640, "simple": 512}
+__all__ = ["check"]
 
 # Eight steps of one grain each (nccl-wire 2.6): below this a full chunk has no element and a loop no end.
 MINIMUM_BUFFER = {"ll": 8 * 32, "ll128": 8 * 2048, "simple": 8 * 512}

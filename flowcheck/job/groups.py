@@ -2,17 +2,13 @@
 
 `check_groups(job, iteration, place)` raises UserError at the first contradiction: groups not numbered 0..n-1,
 two calls of one group that differ, slices outside the gathered tensor or over one another, an entry of which
-a part is never gathered. Called by manifest_check; standard library only.
+a part is never gathered. Called by check.py; standard library only.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flowcheck.job.form import Place, shown
-
-if TYPE_CHECKING:
-    from flowcheck.job.manifest import Collective, Job
+from flowcheck.job.model import Collective, Job
 
 __all__ = ["check_groups"]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from flowcheck.job.manifest import Bucket, Buckets, BucketSlice, Collective, Collectives, ModelEntry, dtype_size
+from flowcheck.job.model import Bucket, Buckets, BucketSlice, Collective, Collectives, ModelEntry, dtype_size
 from flowcheck.learn import ddp
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.program import Failure, Program, Said, Stage, repeat

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Collective, Collectives, dtype_size
+from flowcheck.job.model import Collective, Collectives, dtype_size
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.program import Failure, Program, Stage, repeat
 from flowcheck.learn.walk import Mismatch, Reader, Walk

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from flowcheck.durable import write_atomic
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.manifest import load_job
 from flowcheck.learn.hints import Hints, parse_optimizer, parse_ranks
 from flowcheck.tables import Column, print_table, screen
 
@@ -56,7 +56,7 @@ def hints_of(
         ) from None
     return Hints(
         parse_optimizer(optimizer) if optimizer else None, dtype, counts, parse_ranks(ranks or []), version, algorithm,
-        given=None if given is None else Job.load(given),
+        given=None if given is None else load_job(given),
     )  # fmt: skip
 
 

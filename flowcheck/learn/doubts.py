@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from flowcheck.job.manifest import Collective, dtype_size
+from flowcheck.job.model import Collective, dtype_size
 from flowcheck.learn.connections import Connection
 from flowcheck.learn.explain import Found
 

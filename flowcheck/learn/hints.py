@@ -9,8 +9,7 @@ from ipaddress import ip_address
 from typing import Any
 
 from flowcheck.errors import UserError
-from flowcheck.job.check import ALGORITHMS, DTYPE_BYTES, OPTIMIZERS
-from flowcheck.job.manifest import Job, Optimizer, ParameterGroup
+from flowcheck.job.model import ALGORITHMS, DTYPE_BYTES, OPTIMIZERS, Job, Optimizer, ParameterGroup
 from parser.wire import WireError, family_of
 from updater.errors import OptimizerError
 from updater.optimizers import OptimizerSpec

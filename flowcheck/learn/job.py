@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Collective, Communicator, Flow, Gradients, Job, dtype_size
+from flowcheck.job.manifest import job_from_dict
+from flowcheck.job.model import Collective, Communicator, Flow, Gradients, Job, dtype_size
 from flowcheck.learn.announced import announced, begins
 from flowcheck.learn.bare import bare
 from flowcheck.learn.bootstrap import Bootstrap, BootstrapFlow
@@ -331,7 +332,7 @@ def _job(found: Found, facts: Facts, hints: Hints) -> Job:
             "--optimizer given, but the parameters were not announced in the captures", where="--optimizer",
             remedy="capture from the job's start (DDP broadcasts shapes and parameters), or give a manifest with --job",
         )
-    return Job.from_dict(job.to_dict(), where="the learnt job")
+    return job_from_dict(job.to_dict(), where="the learnt job")
 
 
 def _most(named: list[str], otherwise: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from flowcheck.job.manifest import Buckets, Collective, Collectives, ModelEntry
+from flowcheck.job.model import Buckets, Collective, Collectives, ModelEntry
 from flowcheck.learn.walk import Mismatch, Walk
 
 __all__ = ["Failure", "Program", "Said", "Stage", "repeat", "replayed"]

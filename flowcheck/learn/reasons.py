@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.learn.doubts import Doubt
 from flowcheck.learn.explain import Found
 from flowcheck.learn.hints import Hints

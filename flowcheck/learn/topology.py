@@ -15,7 +15,7 @@ from dataclasses import replace
 from ipaddress import ip_address
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.learn.bootstrap import Bootstrap
 from flowcheck.learn.connections import Connection
 from flowcheck.learn.hints import Hints

@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 from parser.lane import messages
 
-from flowcheck.job.manifest import Collective, dtype_size
+from flowcheck.job.model import Collective, dtype_size
 from flowcheck.learn.connections import Connection
 from flowcheck.learn.position import Misfit, Mismatch, Position
 from flowcheck.learn.traffic import Message, Queue, head_flags

@@ -22,7 +22,7 @@ from parser.machine import Engine
 
 from flowcheck.control.protocol import Bye, Flows, Joined, Manifest, Notice, Progress, Record, State, Wanted
 from flowcheck.errors import FlowcheckError, UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.manifest import job_from_dict
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.drops import describe
 from flowcheck.node.live import Closed, Hooks, LiveSession
@@ -251,7 +251,7 @@ class Group:
         if self._session is not None and self._job == body and self._offset == manifest.first:
             self._asking.ask("the trainer has come back")
             return
-        job = Job.from_dict(body, where="manifest")
+        job = job_from_dict(body, where="manifest")
         if (job.run_id, job.epoch, job.communicator.ranks) != run:
             raise UserError(
                 f"the manifest is of run {job.run_id!r}, epoch {job.epoch}, {job.communicator.ranks} ranks; this is"

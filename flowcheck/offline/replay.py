@@ -19,7 +19,8 @@ from dataplane.pcapfile import CaptureFileError, PcapInfo, scan
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.durable import remove_tree
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.manifest import load_job
+from flowcheck.job.model import Job
 from flowcheck.learn.captures import learn
 from flowcheck.learn.cli import watching
 from flowcheck.learn.hints import Hints
@@ -79,7 +80,7 @@ def _job(options: ReplayOptions) -> tuple[Job, Learnt | None]:
             where=str(options.job),
             remedy="put them into the manifest, or leave --job out",
         )
-    return Job.load(options.job), None
+    return load_job(options.job), None
 
 
 def _claim(out: Path, job: Job) -> None:

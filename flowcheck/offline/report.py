@@ -24,7 +24,7 @@ import numpy as np
 
 from flowcheck.durable import write_atomic
 from flowcheck.errors import InternalError
-from flowcheck.job.manifest import dtype_size
+from flowcheck.job.model import dtype_size
 from flowcheck.rebuild.verdict import Verdict
 
 __all__ = [

@@ -22,7 +22,7 @@ import numpy as np
 from parser.lane import messages
 from parser.machine import Engine
 
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.rebuild.intervals import both, intervals, total, without
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
 from parser.plan import EdgeSpec, FlowSpec, Phase, Target

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Collective, Job, carries, dtype_size
+from flowcheck.job.model import Collective, Job, carries, dtype_size
 from parser.plan import CallSpec, EdgeSpec, EngineConfig, FlowSpec, Phase, Target
 from parser.wire import CallPlan, Lane, Protocol, Topology, WireError, edge_lane, family_of, plan_call
 

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flowcheck.control.checksum import checksums
 from flowcheck.control.protocol import Bye, Flows, Manifest, Record, State, token_bytes
 from flowcheck.errors import FlowcheckError, UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.trainer.description import Model, Watch, check_gradients, entries, group_options
 from flowcheck.trainer.link import Post, Who
 

@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import (
+from flowcheck.job.manifest import job_from_dict
+from flowcheck.job.model import (
     Bucket,
     Buckets,
     BucketSlice,
@@ -283,4 +284,4 @@ class Watch:
             ),
             step_values=["lr", *(["buffers"] if described.buffers else [])],
         )
-        return Job.from_dict(job.to_dict(), where="the live job")
+        return job_from_dict(job.to_dict(), where="the live job")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flowcheck.job.manifest import dtype_size
+from flowcheck.job.model import dtype_size
 from flowcheck.lab.synth import Synthesis, TransportOptions, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job, generate
 from flowcheck.lab.synth.contents import save_parameters
 from flowcheck.lab.synth.writer import write_capture

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flowcheck.cli import main
-from flowcheck.job.manifest import Collective
+from flowcheck.job.model import Collective
 from flowcheck.lab.synth import example_job, generate
 from flowcheck.lab.synth.contents import save_parameters
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from dataplane.pcapfile import PcapInfo
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
 from flowcheck.offline.session import ReplayOptions, ReplaySession
 from flowcheck.rebuild.plan import plan_job

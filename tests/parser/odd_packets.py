@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from parser.machine import Engine
 
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from tests.flowcheck.altered import PAYLOAD_AT, Packet, destination, opcode, sealed

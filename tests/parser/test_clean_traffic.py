@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from parser.machine import Engine
 
-from flowcheck.job.manifest import dtype_size
+from flowcheck.job.model import dtype_size
 from flowcheck.lab.synth import TransportOptions, example_job, generate
 from flowcheck.rebuild.plan import plan_job
 

@@ -8,7 +8,7 @@ import functools
 import pytest
 from parser.machine import Engine
 
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from tests.flowcheck.altered import Packet, altered, opcode, spots

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from parser.machine import Engine
 
-from flowcheck.job.manifest import Job, dtype_size
+from flowcheck.job.model import Job, dtype_size
 from flowcheck.lab.synth import TransportOptions, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
 

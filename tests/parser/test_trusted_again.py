@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from parser.machine import Engine
 
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from tests.flowcheck.altered import FIRST, ONLY_IMM, PAYLOAD_AT, Packet, destination, opcode, payload, sealed

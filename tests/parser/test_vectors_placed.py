@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from parser.machine import Engine
 
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import TransportOptions, example_job
 from flowcheck.lab.synth.encode import encode, positions
 from flowcheck.lab.synth.families import family_of

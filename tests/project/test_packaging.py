@@ -74,9 +74,11 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 sys.path.insert(0, sys.argv[1])
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job, json_schema
+from flowcheck.job.manifest import job_from_dict
+from flowcheck.job.model import Job
+from flowcheck.job.manifest import json_schema
 try:
-    Job.from_dict({})
+    job_from_dict({})
 except UserError as error:
     assert "communicator" in str(error)
 json_schema()

@@ -21,7 +21,8 @@ from flowcheck.checkpoint.directory import (
     write_parameters,
     write_step,
 )
-from flowcheck.job.manifest import Job, ModelEntry
+from flowcheck.job.manifest import load_job
+from flowcheck.job.model import ModelEntry
 from flowcheck.lab.synth import example_job
 from flowcheck.offline.report import Report, write_report
 from updater.optimizers import OptimizerSpec
@@ -91,7 +92,7 @@ def test_checkpoints_are_written_and_read_by_any_form_of_path(tmp_path: Path, fo
     assert load_parameters(form(path)).step == 2
     assert write_report(Report(), form(tmp_path / "report.json")) == tmp_path / "report.json"
     (tmp_path / "job.json").write_text(example_job().to_json())
-    assert Job.load(form(tmp_path / "job.json")).run_id == example_job().run_id
+    assert load_job(form(tmp_path / "job.json")).run_id == example_job().run_id
 
 
 @pytest.mark.parametrize("form", FORMS, ids=["str", "Path", "PathLike"])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowcheck.job.manifest import BucketSlice
+from flowcheck.job.model import BucketSlice
 from updater import kernels
 from updater.dialects import Dialect
 from updater.layout import Layout

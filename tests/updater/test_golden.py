@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from flowcheck.job.manifest import BucketSlice
+from flowcheck.job.model import BucketSlice
 from updater.dialects import Dialect
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowcheck.job.manifest import BucketSlice
+from flowcheck.job.model import BucketSlice
 from updater.errors import LayoutError
 from updater.layout import Layout
 

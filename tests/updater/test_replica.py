@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowcheck.job.manifest import BucketSlice
+from flowcheck.job.model import BucketSlice
 from updater.dialects import Dialect
 from updater.errors import LayoutError, NoFreeSlot, OptimizerError, ReplicaError
 from updater.layout import Layout

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from flowcheck.job.manifest import BucketSlice
+from flowcheck.job.model import BucketSlice
 from updater.dialects import Dialect
 from updater.errors import LayoutError, NoFreeSlot, OptimizerError, ReplicaError
 from updater.layout import Layout

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowcheck.job.manifest import BucketSlice
+from flowcheck.job.model import BucketSlice
 from updater.dialects import Dialect
 from updater.errors import NoFreeSlot, ReplicaError
 from updater.layout import Layout

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from flowcheck.job.manifest import BucketSlice as S
+from flowcheck.job.model import BucketSlice as S
 from updater.dialects import Dialect
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from flowcheck.job.manifest import BucketSlice
+from flowcheck.job.model import BucketSlice
 from updater.dialects import Dialect
 from updater.errors import OptimizerError, ReplicaError
 from updater.layout import Layout

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from flowcheck.job.manifest import Flow
+from flowcheck.job.model import Flow
 from flowcheck.lab.bench.limits import PacketRing
 from flowcheck.lab.bench.traffic import MESSAGE, make
 from flowcheck.lab.synth import example_job

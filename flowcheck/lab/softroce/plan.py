@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flowcheck.job.manifest import dtype_size
+from flowcheck.job.model import dtype_size
 from flowcheck.lab.softroce._engine import MAX_FAN, PART, PRIMITIVE, USE, Plan
 from flowcheck.lab.softroce.settings import P2P_SLOT, Settings
 from flowcheck.lab.synth.layout import Chunk, Operation, chunks, steps_per_chunk

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowcheck.errors import UserError
-from flowcheck.job.check import BUFFER_BYTES, MAX_THREADS
 from flowcheck.job.form import Place, build, parse
+from flowcheck.job.model import BUFFER_BYTES, MAX_THREADS
 from flowcheck.lab.synth.families import Family, family_of
 
 __all__ = ["VARIABLE", "Settings"]

@@ -15,7 +15,7 @@ import typer
 
 from flowcheck.durable import write_atomic
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.manifest import load_job
 from flowcheck.lab.synth.contents import load_parameters, save_parameters
 from flowcheck.lab.synth.example import example_job
 from flowcheck.lab.synth.generate import Synthesis, generate
@@ -65,7 +65,7 @@ def synth(
         raise UserError(
             f"{encapsulate!r} is no encapsulation", where="--encapsulate", remedy=f"one of {', '.join(WRAPS[1:])}",
         )
-    manifest = Job.load(job)
+    manifest = load_job(job)
     made = generate(
         manifest, iterations=iterations, ports=_numbers(ports, "--ports"), directions=direction, seed=seed,
         loss=loss, reorder=reorder, duplicate=duplicate, corrupt=corrupt, first_iteration=first_iteration,

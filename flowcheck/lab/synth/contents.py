@@ -16,7 +16,7 @@ import numpy as np
 
 from flowcheck.durable import write_atomic
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Collective, Job, carries, dtype_size
+from flowcheck.job.model import Collective, Job, carries, dtype_size
 from flowcheck.lab.synth.values import Array, generate_values, storage
 
 __all__ = [

@@ -11,7 +11,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from flowcheck.job.manifest import (
+from flowcheck.job.manifest import job_from_dict
+from flowcheck.job.model import (
     Bucket,
     Buckets,
     BucketSlice,
@@ -80,7 +81,7 @@ def example_job(
         ),
         run_id=f"synth-{seed}",
     )
-    return Job.from_dict(job.to_dict(), where="example_job")
+    return job_from_dict(job.to_dict(), where="example_job")
 
 
 def sharded_job(
@@ -125,7 +126,7 @@ def sharded_job(
         communicator=communicator, flows=_flows(communicator, ipv6, seed), run_id=f"synth-{seed}", model=model,
         collectives=Collectives([Collective("AllGather", 1, "int64")], calls, [], calls),
     )
-    return Job.from_dict(job.to_dict(), where="sharded_job")
+    return job_from_dict(job.to_dict(), where="sharded_job")
 
 
 def _model(counts: list[int], dtype: str) -> tuple[list[ModelEntry], list[Bucket]]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Collective, Job, dtype_size
+from flowcheck.job.model import Collective, Job, dtype_size
 from flowcheck.lab.synth import contents
 from flowcheck.lab.synth.encode import encode
 from flowcheck.lab.synth.families import family_of

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from flowcheck.job.manifest import Communicator, Flow
+from flowcheck.job.model import Communicator, Flow
 from flowcheck.lab.synth.families import Family
 from flowcheck.lab.synth.packets import (
     ACK,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flowcheck.job.manifest import Collective, dtype_size
+from flowcheck.job.model import Collective, dtype_size
 from flowcheck.lab.synth.encode import positions
 from flowcheck.lab.synth.values import Array
 

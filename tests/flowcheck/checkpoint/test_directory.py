@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from flowcheck.checkpoint.directory import Meta, load_init, load_step, tensor_sha256, write_step
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
-from flowcheck.job.manifest import ModelEntry
+from flowcheck.job.model import ModelEntry
 from updater.dialects import Dialect
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica

@@ -21,7 +21,7 @@ from flowcheck.checkpoint.directory import (
     write_step,
 )
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import ModelEntry
+from flowcheck.job.model import ModelEntry
 
 WEIGHT = torch.tensor([[1.5, -2.0], [0.25, 3.0]])
 SUM = hashlib.sha256(WEIGHT.numpy().tobytes()).hexdigest()

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flowcheck.errors import FlowcheckError, UserError
-from flowcheck.job.manifest import (
+from flowcheck.job.manifest import job_from_dict, json_schema, load_job
+from flowcheck.job.model import (
     Bucket,
     Buckets,
     BucketSlice,
@@ -28,7 +29,6 @@ from flowcheck.job.manifest import (
     ParameterGroup,
     carries,
     dtype_size,
-    json_schema,
 )
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -111,20 +111,20 @@ def jobs(draw: st.DrawFn) -> Job:
 @given(jobs())
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_round_trip(job: Job) -> None:
-    again = Job.from_dict(json.loads(job.to_json()))
+    again = job_from_dict(json.loads(job.to_json()))
     assert again == job
     jsonschema.validate(json.loads(job.to_json()), json_schema())
 
 
 def test_file_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "job: one,two.json"  # separators of our own messages and of DPDK must not matter
-    job = Job.from_dict(small())
+    job = job_from_dict(small())
     path.write_text("\ufeff" + job.to_json(), encoding="utf-8")
-    assert Job.load(path) == job
+    assert load_job(path) == job
 
 
 def test_defaults_are_complete() -> None:
-    job = Job.from_dict({**small(), "communicator": {
+    job = job_from_dict({**small(), "communicator": {
         "ranks": 2, "nccl_version": "2.19", "buffer_bytes": {"ll": 262144},
     }})
     assert job.communicator.buffer_bytes == {"ll": 262144, "ll128": 4915200, "simple": 4194304}
@@ -136,7 +136,7 @@ def test_defaults_are_complete() -> None:
 
 
 def test_order_of_calls() -> None:
-    job = Job.from_dict(small())
+    job = job_from_dict(small())
     assert [c.op for c in job.iteration_collectives(0)] == ["AllReduce"]
     assert [c.op for c in job.iteration_collectives(1)] == ["Broadcast", "AllReduce"]
     assert [c.op for c in job.iteration_collectives(2)] == ["AllReduce"]
@@ -232,7 +232,7 @@ def test_wrong_field_is_named(path: str, value: Any, expected: str) -> None:
         target = target[int(step)] if isinstance(target, list) else target.setdefault(step, {})
     target[int(last) if isinstance(target, list) else last] = value
     with pytest.raises(UserError) as caught:
-        Job.from_dict(data, where="job.json")
+        job_from_dict(data, where="job.json")
     message = str(caught.value)
     assert message.startswith("job.json: ") and expected in message, message
     assert "remedy: " in message
@@ -243,24 +243,24 @@ def test_flow_beside_the_ring_is_named() -> None:
     data = small()
     data["communicator"].update(ranks=3, channels=2, rings=[[0, 1, 2], [0, 2, 1]])
     data["flows"][1].update(src=2, dst=1, channel=1)
-    Job.from_dict(data)
+    job_from_dict(data)
     data["flows"][1]["channel"] = 0
     with pytest.raises(UserError, match=r"flows\[1\].dst: rank 1 does not follow rank 2"):
-        Job.from_dict(data)
+        job_from_dict(data)
     data["communicator"]["algorithm"] = "tree"
-    Job.from_dict(data)
+    job_from_dict(data)
 
 
 def test_doubled_flow_is_named() -> None:
     data = small()
     data["flows"].append({**data["flows"][0], "qpns": [18]})
     with pytest.raises(UserError, match=r"flows\[2\]: channel 0 from rank 0 to rank 1 is already flows\[0\]"):
-        Job.from_dict(data)
+        job_from_dict(data)
     data = small()
     data["communicator"]["channels"] = 2
     data["flows"].append({**data["flows"][0], "channel": 1})
     with pytest.raises(UserError, match=r"flows\[2\].qpns: QP 17 of 10.0.0.2 is already in flows\[0\]"):
-        Job.from_dict(data)
+        job_from_dict(data)
 
 
 # -- files -----------------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ def test_bad_file_is_named(tmp_path: Path, case: str) -> None:
     path = tmp_path / "job.json"
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
-        Job.load(path)
+        load_job(path)
     assert str(path) in str(caught.value) and expected in str(caught.value), str(caught.value)
     assert caught.value.exit_code == 2
 
@@ -294,14 +294,14 @@ def test_bad_file_is_named(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize("path", ["absent.json", ".", "a\0b"])
 def test_a_file_that_cannot_be_read_is_a_wrong_request(tmp_path: Path, path: str) -> None:
     with pytest.raises(UserError, match="cannot read the job manifest") as caught:
-        Job.load(tmp_path / path)
+        load_job(tmp_path / path)
     assert caught.value.exit_code == 2
 
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="no /dev/zero here")
 def test_endless_file_ends() -> None:
     with pytest.raises(UserError, match="larger than 256 MiB"):
-        Job.load("/dev/zero")
+        load_job("/dev/zero")
 
 
 def test_message_with_a_hostile_file_name_can_be_printed() -> None:
@@ -322,7 +322,7 @@ anything = st.recursive(
 @given(anything)
 def test_arbitrary_json_is_refused_politely(data: Any) -> None:
     with pytest.raises(FlowcheckError):
-        Job.from_dict(data)
+        job_from_dict(data)
 
 
 def places(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -345,11 +345,11 @@ def test_arbitrary_json_at_any_place(data: st.DataObject) -> None:
     else:
         target[last] = data.draw(anything)
     try:
-        job = Job.from_dict(manifest)
+        job = job_from_dict(manifest)
     except FlowcheckError as error:
         str(error).encode()
         return
-    assert Job.from_dict(json.loads(job.to_json())) == job
+    assert job_from_dict(json.loads(job.to_json())) == job
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(lambda t: t.encode("utf-8", "surrogatepass")))
@@ -358,7 +358,7 @@ def test_arbitrary_bytes(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "job.json"
     path.write_bytes(content)
     with pytest.raises(FlowcheckError):
-        Job.load(path)
+        load_job(path)
 
 
 @given(st.integers(0, 2000))
@@ -368,7 +368,7 @@ def test_truncated_at_any_byte(tmp_path: Path, length: int) -> None:
     path = tmp_path / "job.json"
     path.write_bytes(whole[: length % len(whole)])
     with pytest.raises(FlowcheckError):
-        Job.load(path)
+        load_job(path)
 
 
 # -- documentation ---------------------------------------------------------------------------------------
@@ -383,7 +383,7 @@ def test_examples_can_be_loaded(tmp_path: Path) -> None:
         path = tmp_path / "job.json"
         path.write_text(text)
         jsonschema.validate(json.loads(text), json_schema())
-        loaded.append(Job.load(path))
+        loaded.append(load_job(path))
     forms = [(job.communicator.ranks, job.communicator.protocol) for job in loaded]
     assert forms == [(2, "ll"), (4, "simple")]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowcheck.job.manifest import Collective, Collectives, Communicator, Job, dtype_size
+from flowcheck.job.model import Collective, Collectives, Communicator, Job, dtype_size
 from flowcheck.lab.impair import Event, Impairment
 from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import LabRun

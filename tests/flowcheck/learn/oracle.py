@@ -5,7 +5,7 @@ from parser.lane import messages
 from parser.trace import Trace
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, example_job
 from flowcheck.learn.captures import facts_of
 from flowcheck.learn.hints import Hints

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.manifest import load_job
+from flowcheck.job.model import Job
 from flowcheck.learn.captures import learn
 from flowcheck.learn.hints import Hints
 from flowcheck.offline.replay import ReplayOptions, replay
@@ -62,7 +63,7 @@ def test_one_direction_shows_no_announcements_and_point_to_point_is_left_out(cap
 
 def test_learnt_manifest_is_the_hand_written_one(capture) -> None:
     found = learn([capture(HARDWARE.format("iter_40000_p2p_iter10_2"))], Hints(optimizer=SGD)).job
-    true = Job.load(JOBS / "iter_40000_p2p_iter10_2.json")
+    true = load_job(JOBS / "iter_40000_p2p_iter10_2.json")
     assert sorted(_flows(found)) == sorted(_flows(true))
     assert found.communicator == true.communicator
 
@@ -116,7 +117,7 @@ def test_two_channels(capture, tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match=r"AllReduce 4999 int32.*AllReduce 5000 int32"):
         learn([path], Hints(dtype="int32"))
     hints = Hints(dtype="int32", buckets=(5000,))
-    found, true = learn([path], hints).job, Job.load(JOBS / f"{name}.json")
+    found, true = learn([path], hints).job, load_job(JOBS / f"{name}.json")
     assert {*map(str, _flows(true))} <= {*map(str, _flows(found))}
     assert found.communicator.channels == true.communicator.channels
     report, failure = _replay(path, tmp_path, hints=hints)
@@ -139,7 +140,7 @@ def test_two_soft_roce_hosts(capture, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"place 0 of the ring.*place 1 of the ring"):
         learn([path], Hints(dtype="float32", buckets=(131072,)))
     hints = Hints(dtype="float32", buckets=(131072,), ranks={"10.77.0.1": 0, "10.77.0.2": 1})
-    found, true = learn([path], hints).job, Job.load(JOBS / "02_nccl_ring2.json")
+    found, true = learn([path], hints).job, load_job(JOBS / "02_nccl_ring2.json")
     assert sorted(_flows(found)) == sorted(_flows(true))
     assert found.communicator.buffer_bytes == true.communicator.buffer_bytes
     report, failure = _replay(path, tmp_path / "a", hints=hints)
@@ -153,7 +154,7 @@ def test_four_soft_roce_hosts_need_their_ranks(capture) -> None:
         learn([path], Hints(dtype="float32", buckets=(131072,)))
     ranks = {f"10.77.0.{i + 1}": i for i in range(4)}
     found = learn([path], Hints(dtype="float32", buckets=(131072,), ranks=ranks)).job
-    assert sorted(_flows(found)) == sorted(_flows(Job.load(JOBS / "03_nccl_ring4.json")))
+    assert sorted(_flows(found)) == sorted(_flows(load_job(JOBS / "03_nccl_ring4.json")))
 
 
 def test_capture_that_is_nothing(tmp_path: Path) -> None:

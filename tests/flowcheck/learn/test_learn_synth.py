@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.manifest import job_from_dict
 from flowcheck.lab.synth import example_job, generate
 from flowcheck.learn.hints import Hints
 from flowcheck.learn.logs import parse_log
@@ -194,7 +194,7 @@ def test_what_the_log_says_is_refused(word: str) -> None:
 def test_given_manifest_names_flows_and_parameters() -> None:
     job = ddp_job(ranks=3, count=[5000, 301], protocol="ll")
     made = generate(job, iterations=2, ports=[1])
-    given_job = Job.from_dict({**job.to_dict(), "collectives": {}, "buckets": {}, "optimizer": None})
+    given_job = job_from_dict({**job.to_dict(), "collectives": {}, "buckets": {}, "optimizer": None})
     found = learnt(made, Hints(given=given_job)).job
     same(found, job, 2)
     assert [e.name for e in found.model] == [e.name for e in job.model]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Collective, Job
+from flowcheck.job.model import Collective, Job
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.learn import job as learning
 from flowcheck.learn.hints import Hints, parse_optimizer, parse_ranks

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from parser.trace import Trace
 from rich.console import Console
 
-from flowcheck.job.manifest import Job
+from flowcheck.job.manifest import job_from_dict, load_job
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, generate
 from flowcheck.lab.synth.packets import WRITE_ONLY_IMM, Endpoint
 from flowcheck.lab.synth.packets import Path as Path_
@@ -110,10 +111,10 @@ def test_a_manifest_with_the_flows_in_another_order_is_refused() -> None:
     job = ddp_job(count=[20_000], qps=4, split_data_on_qps=True, protocol="simple")
     made = generate(job, iterations=2)
     same(learnt(made, Hints(given=job)).job, job, 2)
-    wrong = Job.from_dict(job.to_dict())
+    wrong = job_from_dict(job.to_dict())
     wrong.flows[0].qpns.reverse()
     assert "QP" in refusal(made, Hints(given=wrong))
-    unsplit = Job.from_dict(job.to_dict())
+    unsplit = job_from_dict(job.to_dict())
     unsplit.communicator.split_data_on_qps = False
     assert "do not go round" in refusal(made, Hints(given=unsplit))
 
@@ -199,7 +200,7 @@ def test_four_split_queue_pairs_of_soft_roce(capture, tmp_path: Path, mirrored: 
     """Real NCCL transport: what is learnt places the bytes that the hand-written manifest places."""
     path = capture("soft-roce/05_nccl_ring4_ar_qps4.pcap")
     found = learn([path], Hints(dtype="float32", buckets=(100003,))).job
-    true = Job.load(Path(__file__).parents[2] / "data" / "jobs" / "05_nccl_ring4_ar_qps4.json")
+    true = load_job(Path(__file__).parents[2] / "data" / "jobs" / "05_nccl_ring4_ar_qps4.json")
     assert sorted((f.src, f.dst, f.qpns) for f in found.flows) == sorted((f.src, f.dst, f.qpns) for f in true.flows)
     assert all(f.cts_qpns in ([], [g.cts_qpns[0]]) for f in found.flows for g in true.flows if f.qpns == g.qpns
                and (f.src, f.dst) == (g.src, g.dst))  # fmt: skip

@@ -21,7 +21,7 @@ import torch
 
 from flowcheck.control.protocol import Flows, Link, Manifest, Record, State, greet
 from flowcheck.control.tensors import header, packed_bytes, pieces
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, generate
 
 from ...links import wait_for_links

@@ -15,7 +15,7 @@ import torch
 import flowcheck.node.group
 from flowcheck.control.protocol import Manifest
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
 from flowcheck.node.config import Capture, Control, NodeConfig, Output, ReplicaSettings
 from flowcheck.node.group import Group

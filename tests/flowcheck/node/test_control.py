@@ -37,7 +37,7 @@ from flowcheck.control.protocol import (
 )
 from flowcheck.control.tensors import header, packed_bytes, pieces
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import ModelEntry
+from flowcheck.job.model import ModelEntry
 from flowcheck.node import control
 
 TOKEN = b"a token that only tests have"

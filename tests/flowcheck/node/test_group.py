@@ -11,7 +11,7 @@ import torch
 
 from flowcheck.control.protocol import Bye, Flows, Manifest, Record, State, Wanted
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 
 from .group_scene import Peer, Scene, fake_sessions, small_job
 

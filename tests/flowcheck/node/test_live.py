@@ -11,7 +11,8 @@ import pytest
 from flowcheck.checkpoint.directory import tensor_sha256
 from flowcheck.control.checksum import checksums
 from flowcheck.control.protocol import Bye, Joined, Wanted
-from flowcheck.job.manifest import Job
+from flowcheck.job.manifest import job_from_dict
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
 
 pytestmark = pytest.mark.root
@@ -38,7 +39,7 @@ def _begin(node: Any, trainers: list[Any], truth: Any, at: int) -> None:
     for trainer in trainers:
         trainer.flows()
     body = trainers[0].job.to_dict() | {"flows": []}
-    trainers[0].job = Job.from_dict(body)
+    trainers[0].job = job_from_dict(body)
     trainers[0].manifest()
     trainers[0].expect(Wanted, what=["state"])
     assert truth.step == at

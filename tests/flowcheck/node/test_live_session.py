@@ -20,7 +20,7 @@ import flowcheck.node.live
 from flowcheck.control.checksum import checksums
 from flowcheck.control.protocol import Record
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job, ModelEntry
+from flowcheck.job.model import Job, ModelEntry
 from flowcheck.lab.synth import example_job
 from flowcheck.node.live import Closed, Hooks, LiveSession
 from flowcheck.rebuild.plan import plan_job

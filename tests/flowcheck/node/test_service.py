@@ -32,7 +32,8 @@ from flowcheck.control.protocol import (
     State,
     Wanted,
 )
-from flowcheck.job.manifest import Job
+from flowcheck.job.manifest import job_from_dict
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
 from updater.reader import Reader
 
@@ -206,9 +207,9 @@ def test_messages_that_do_not_fit_the_job_are_refused(start_node, attach, truth,
             time.sleep(0.01)
 
     assert "rank 0" in refused(lambda t: t.manifest())
-    other = Job.from_dict(job.to_dict() | {"run_id": "another"})
+    other = job_from_dict(job.to_dict() | {"run_id": "another"})
     assert "another" in refused(lambda t: (setattr(t, "job", other), t.manifest()), 0)
-    tree = Job.from_dict(job.to_dict() | {"optimizer": None})
+    tree = job_from_dict(job.to_dict() | {"optimizer": None})
     assert "no optimizer" in refused(lambda t: (setattr(t, "job", tree), t.manifest()), 0)
     assert "without tensors" in refused(lambda t: t.link.send(State(0)), 0)
     good = attach(node, job)

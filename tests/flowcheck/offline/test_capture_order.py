@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.lab.synth.writer import write_capture
 

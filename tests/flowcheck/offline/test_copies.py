@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.lab.synth.writer import write_capture
 from tests.flowcheck.altered import MIDDLE, Packet, altered, messages, opcode, sealed, spots

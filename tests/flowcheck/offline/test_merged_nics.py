@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job, dtype_size
+from flowcheck.job.manifest import job_from_dict
+from flowcheck.job.model import Job, dtype_size
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.offline.replay import ReplayOptions, replay
 
@@ -117,8 +118,8 @@ def test_addresses_of_each_queue_pair_are_checked() -> None:
         data = example_job(devices=2).to_dict()
         data["flows"][0][name] = value
         with pytest.raises(UserError, match=message):
-            Job.from_dict(data)
+            job_from_dict(data)
     data = example_job(devices=2).to_dict()
     data["flows"][0]["qpns"] = data["flows"][0]["qpns"][:1]
     with pytest.raises(UserError, match="on 2 devices"):
-        Job.from_dict(data)
+        job_from_dict(data)

@@ -14,7 +14,7 @@ import pytest
 from parser.machine import Engine
 from rich.console import Console
 
-from flowcheck.job.manifest import Collective, Job, dtype_size
+from flowcheck.job.model import Collective, Job, dtype_size
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.lab.synth.writer import write_capture
 from flowcheck.offline.replay import ReplayOptions, replay

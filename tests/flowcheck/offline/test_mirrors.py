@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import Mirror, Synthesis, example_job, generate
 from flowcheck.lab.synth.mirror import WRAPS
 from flowcheck.lab.synth.writer import write_capture

@@ -20,7 +20,8 @@ from rich.console import Console
 from scapy.utils import RawPcapNgReader, RawPcapReader
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job, dtype_size
+from flowcheck.job.manifest import load_job
+from flowcheck.job.model import dtype_size
 from flowcheck.lab.synth.writer import write_capture
 from flowcheck.offline.replay import ReplayOptions, replay
 from flowcheck.rebuild.evidence import bucket_coverage
@@ -86,7 +87,7 @@ def manifest(name: str, seen: str, folder: Path) -> Path:
 @functools.cache
 def whole(name: str, seen: str, out: Path) -> Whole:
     job = manifest(name, seen, out)
-    plan = plan_job(Job.load(job))
+    plan = plan_job(load_job(job))
     engine, buckets = Engine(plan.engine), {}
 
     def close() -> None:

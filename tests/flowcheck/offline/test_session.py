@@ -18,7 +18,7 @@ from rich.console import Console
 from dataplane.pcapfile import PcapInfo
 from flowcheck.checkpoint.directory import load_step
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, example_job, generate, sharded_job
 from flowcheck.offline.session import ReplayOptions, ReplaySession
 from flowcheck.rebuild.plan import plan_job

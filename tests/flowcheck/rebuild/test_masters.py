@@ -9,7 +9,7 @@ import torch
 
 from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.manifest import job_from_dict
 from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.replica import JobReplica
@@ -86,10 +86,10 @@ def test_what_the_manifest_says_of_masters_must_make_sense(dtype: str, said: str
     described = job(dtype=dtype).to_dict()
     described["optimizer"]["masters"] = said
     with pytest.raises(UserError, match=words) as refused:
-        Job.from_dict(described)
+        job_from_dict(described)
     assert "optimizer.masters" in str(refused.value.where)
     described["optimizer"]["masters"] = ""
-    assert Job.from_dict(described).narrow == ([] if dtype == "float32" else list(weights()))
+    assert job_from_dict(described).narrow == ([] if dtype == "float32" else list(weights()))
 
 
 def broadcast16(engine: FakeEngine) -> FakeEngine:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.rebuild.plan import plan_job
 

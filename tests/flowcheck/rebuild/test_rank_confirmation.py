@@ -2,7 +2,7 @@
 
 import pytest
 
-from flowcheck.job.manifest import Collective
+from flowcheck.job.model import Collective
 from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.rank_confirmation import contradiction, on_trust, other_version

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from flowcheck.checkpoint.directory import load_step
 from flowcheck.control.checksum import checksum
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job, ModelEntry
+from flowcheck.job.model import Job, ModelEntry
 from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.evidence import bucket_coverage
 from flowcheck.rebuild.plan import plan_job

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from flowcheck.checkpoint.directory import load_init, load_parameters, load_step
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Collective, Job, Optimizer, ParameterGroup, dtype_size
+from flowcheck.job.manifest import job_from_dict
+from flowcheck.job.model import Collective, Job, Optimizer, ParameterGroup, dtype_size
 from flowcheck.lab.synth import Synthesis, generate, sharded_job
 from flowcheck.offline.replay import ReplayOptions, replay
 from flowcheck.rebuild.plan import plan_job
@@ -180,7 +181,7 @@ def test_entries_without_layout_are_hashed_and_absent_ones_named(tmp_path: Path)
 
 def _refused(job: Job, match: str) -> UserError:
     with pytest.raises(UserError, match=match) as refused:
-        Job.from_dict(job.to_dict())
+        job_from_dict(job.to_dict())
     return refused.value
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Job
+from flowcheck.job.manifest import job_from_dict
 from flowcheck.trainer.rounding import rounding_of
 
 PCAPS = Path(__file__).resolve().parents[3] / "pcaps"
@@ -83,4 +83,4 @@ def test_a_version_that_is_none_is_refused() -> None:
     data = json.loads((PCAPS / "ring2-ll.job.json").read_text())
     for key, value, message in (("torch_version", "new", "no torch version"), ("rounding", "apex", "is not one of")):
         with pytest.raises(UserError, match=message):
-            Job.from_dict(data | {"optimizer": data["optimizer"] | {key: value}})
+            job_from_dict(data | {"optimizer": data["optimizer"] | {key: value}})

@@ -12,7 +12,8 @@ from typing import Self
 
 from torch import nn
 
-from flowcheck.job.manifest import (
+from flowcheck.job.manifest import job_from_dict
+from flowcheck.job.model import (
     Bucket,
     Buckets,
     BucketSlice,
@@ -103,4 +104,4 @@ def job_of(out: Path, ranks: int, model: nn.Module, layouts: list[list[list[str]
         model=[ModelEntry(name, shape) for name, shape in shapes.items()],
         optimizer=Optimizer("sgd", [ParameterGroup(names, {"lr": lr, "momentum": momentum})]),
     )  # fmt: skip
-    return Job.from_dict(made.to_dict(), where="the training")
+    return job_from_dict(made.to_dict(), where="the training")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowcheck.job.manifest import Collective, Collectives, Communicator, Flow, Job
+from flowcheck.job.model import Collective, Collectives, Communicator, Flow, Job
 from flowcheck.lab.synth import TransportOptions, generate
 from flowcheck.lab.synth.families import Family, family_of
 from flowcheck.lab.synth.values import generate_values

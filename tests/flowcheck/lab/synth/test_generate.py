@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.errors import UserError
-from flowcheck.job.manifest import Collective, Collectives, Job
+from flowcheck.job.model import Collective, Collectives, Job
 from flowcheck.lab.synth import Synthesis, TransportOptions, example_job, generate
 from flowcheck.lab.synth.contents import load_parameters, save_parameters
 from flowcheck.lab.synth.families import FAMILIES, family_of

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowcheck.job.manifest import Communicator
+from flowcheck.job.model import Communicator
 from flowcheck.lab.synth.encode import encode
 from flowcheck.lab.synth.families import family_of
 from flowcheck.lab.synth.layout import Operation, steps_per_chunk
