@@ -15,7 +15,7 @@ SOURCES := setup.py $(wildcard parser/*.p[yx][xdi] updater/*.p[yx][xd] flowcheck
 MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-sanitizers lint fuzz mutants build debug packages hugepages clean
+.PHONY: help demo test test-all test-sanitizers lint fuzz mutants build debug dev packages hugepages clean
 
 help:   ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -23,22 +23,22 @@ help:   ## this list
 demo: build hugepages   ## train, mirror, follow on this machine (needs root; else: replay captures)
 	$(BIN)/python -P tools/demo.py --lab pcaps/ring2-ll pcaps/ring4-simple
 
-test: build hugepages   ## everything a merge needs: lint, types, layers, tests (skips say why)
+test: build dev hugepages   ## everything a merge needs: lint, types, layers, tests (skips say why)
 	$(PYTEST) -m "not slow"
 
-test-sanitizers: build   ## dataplane and parser under AddressSanitizer and ThreadSanitizer (compiles both: 10 minutes)
+test-sanitizers: build dev   ## dataplane and parser under AddressSanitizer and ThreadSanitizer (compiles both: 10 minutes)
 	@tools/sanitize.sh address && tools/sanitize.sh thread
 
-test-all: build hugepages   ## the same and the slow tests
+test-all: build dev hugepages   ## the same and the slow tests
 	$(PYTEST)
 
-lint: build   ## ruff, mypy and the layer rules
+lint: build dev   ## ruff, mypy and the layer rules
 	$(BIN)/python -m pytest tests/project/test_lint.py tests/project/test_layers.py
 
-fuzz: build   ## ten million inputs and ten thousand capture files (docs/fuzzing.md), a good half hour
+fuzz: build dev   ## ten million inputs and ten thousand capture files (docs/fuzzing.md), a good half hour
 	nice $(BIN)/python -P fuzz/run.py && nice $(BIN)/python -P fuzz/captures.py
 
-mutants: build   ## deliberate mistakes, and whether a test notices (docs/testing.md); ONLY="MODULE ..." for some
+mutants: build dev   ## deliberate mistakes, and whether a test notices (docs/testing.md); ONLY="MODULE ..." for some
 	$(BIN)/python -m pip install -q -c constraints.txt mutmut
 	nice $(BIN)/python -P tools/mutants.py $(ONLY)
 
@@ -47,20 +47,32 @@ build: .venv/.built-$(MODE)   ## Debian packages, .venv and the extensions, in p
 debug:   ## extensions with C assertions, bounds checks and line tracing for coverage
 	$(MAKE) build FLOWCHECK_DEBUG=1
 
+dev: .venv/.installed-dev   ## what tests need more: compilers, a switch, second opinions, Python packages
+
 packages:
-	@tools/apt-packages.sh
+	@tools/apt-packages.sh run
 
 hugepages:
 	@tools/hugepages.sh 256
 
-# FLOWCHECK_BUILD=none: the editable install records the packages, the next rule compiles.
+# FLOWCHECK_BUILD=none: the editable install records the packages, another rule compiles.
+INSTALL := FLOWCHECK_BUILD=none $(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation
+
 .venv/.installed: constraints.txt pyproject.toml | packages
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "flowcheck: installing Python packages, usually two or three minutes (most of it is torch)"
 	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel Cython cffi numpy
-	FLOWCHECK_BUILD=none $(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[node,switch,lab,dev]'
+	$(INSTALL) -e '.[node,switch,lab]'
+	touch $@
+
+.venv/.installed-dev: .venv/.installed
+	@tools/apt-packages.sh test
+	@echo "flowcheck: installing the Python packages of the tests, usually half a minute"
+	$(INSTALL) -e '.[node,switch,lab,dev]'
 	touch $@
 
 .venv/.built-$(MODE): .venv/.installed $(SOURCES)
+	@echo "flowcheck: compiling, usually one or two minutes"
 	FLOWCHECK_DEBUG=$(FLOWCHECK_DEBUG) $(BIN)/python setup.py -q build_ext --inplace -j 2 $(if $(wildcard .venv/.built-$(MODE)),,--force)
 	rm -f .venv/.built-*
 	touch $@

@@ -1,12 +1,18 @@
 #!/bin/sh
 # Install the Debian packages FlowCheck needs; does nothing, and asks for nothing, when all are present.
-# libisal: invariant CRC; libpcap: link-type tables of captures; tshark: second opinion in one test; clang: fuzzing;
-# for tests/switch_configs openssh-client: an SSH agent, and openvswitch-switch: a real switch (userspace datapath, no
-# kernel module).
+#
+#   tools/apt-packages.sh run     to build and run it. libisal: invariant CRC; libpcap: link-type tables of captures
+#   tools/apt-packages.sh test    what tests need more. tshark: second opinion; clang: fuzzing; openssh-client: an SSH
+#                                 agent; openvswitch-switch: a real switch (userspace datapath, no kernel module)
 set -eu
 
-PACKAGES="build-essential pkg-config python3 python3-dev python3-venv libdpdk-dev libpcap-dev libisal-dev
-          tshark iproute2 openssh-client openvswitch-switch clang-14 libclang-rt-14-dev"
+RUN="build-essential pkg-config python3 python3-dev python3-venv libdpdk-dev libpcap-dev libisal-dev iproute2"
+TEST="tshark openssh-client openvswitch-switch clang-14 libclang-rt-14-dev"
+case "${1:-}" in
+    run) PACKAGES=$RUN ;;
+    test) PACKAGES=$TEST ;;
+    *) echo "usage: $0 run|test" >&2; exit 2 ;;
+esac
 
 missing=""
 for package in $PACKAGES; do
@@ -24,7 +30,7 @@ else
     echo "  remedy: run as root:  apt-get update && apt-get install --no-install-recommends$missing" >&2
     exit 1
 fi
-echo "flowcheck: installing Debian packages:$missing"
+echo "flowcheck: installing Debian packages, usually one or two minutes:$missing"
 $as_root apt-get update -qq
 # env: sudo drops the variable otherwise, and tshark's package asks a question.
 # shellcheck disable=SC2086  # a list of words
