@@ -35,10 +35,10 @@ test-all: build dev hugepages   ## the same and the slow tests
 lint: build dev   ## ruff, mypy and the layer rules
 	$(BIN)/python -m pytest tests/project/test_lint.py tests/project/test_layers.py
 
-fuzz: build dev   ## ten million inputs and ten thousand capture files (docs/fuzzing.md), a good half hour
+fuzz: build dev   ## ten million inputs and ten thousand capture files (docs/understand/fuzzing.md), a good half hour
 	nice $(BIN)/python -P fuzz/run.py && nice $(BIN)/python -P fuzz/captures.py
 
-mutants: build dev   ## deliberate mistakes, and whether a test notices (docs/testing.md); ONLY="MODULE ..." for some
+mutants: build dev   ## deliberate mistakes, and whether a test notices (docs/understand/testing.md); ONLY="MODULE ..." for some
 	$(BIN)/python -m pip install -q -c constraints.txt mutmut
 	nice $(BIN)/python -P tools/mutants.py $(ONLY)
 

@@ -10,7 +10,7 @@
 A live source does not wait: what finds a ring full is dropped and counted, by cause, in counters that other
 processes read (counters.py). The port has no tx queue and never transmits.
 
-Several queues: RSS by UDP source port where the port can (docs/dataplane.md), so that both directions of a
+Several queues: RSS by UDP source port where the port can (docs/understand/dataplane.md), so that both directions of a
 connection come to one queue, and so to one thread. net_af_packet spreads by the kernel's symmetric flow hash.
 """
 

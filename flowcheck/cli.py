@@ -67,7 +67,8 @@ def replay(
     captures: Captures,
     out: Annotated[Path, typer.Option("--out", help="Directory for step-NNNNNN/ and report.json.")],
     job: Annotated[
-        Path | None, typer.Option("--job", help="Job manifest (docs/manifest.md). Default: learnt from the captures.")
+        Path | None,
+        typer.Option("--job", help="Job manifest (docs/reference/manifest.md). Default: learnt from the captures."),
     ] = None,
     init: Annotated[
         Path | None,
@@ -106,7 +107,7 @@ def replay(
 @app.command()
 def inspect(
     captures: Annotated[list[Path] | None, typer.Argument(help="pcap or pcapng files.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for machines (docs/inspect.md).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object for machines (docs/use/inspect.md).")] = False,
     interface: Annotated[str | None, typer.Option("--interface", help="Look at a live interface instead.")] = None,
     seconds: Annotated[float, typer.Option("--seconds", min=0.1, max=3600, help="With --interface: how long.")] = 5.0,
 ) -> None:
@@ -125,7 +126,7 @@ def doctor(
     path_mtu: Annotated[int, typer.Option("--path-mtu", min=256, max=4096, help="RoCE path MTU.")] = 1024,
     memory: Annotated[int, typer.Option("--memory", min=64, help="MB of packet buffers and rings.")] = 512,
     core: Annotated[list[int] | None, typer.Option("--core", min=0, help="Core of an rx thread.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for machines (docs/doctor.md).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for machines (docs/use/doctor.md).")] = False,
 ) -> None:
     """Can this machine capture? Says what is wrong and which command mends it; exit 0 ok, 1 warnings, 2 unusable."""
     from flowcheck.diagnose.doctor import Wanted, run

@@ -5,7 +5,7 @@
 Builds (fuzz/build.py), then runs every target from its seeds, its past finds and what earlier runs have learnt
 (build/fuzz/corpus), N inputs in all, dealt by SHARE. Prints one line per target; the exit status is 1 if anything
 was found, and the input is then in build/fuzz/finds. The same seed and --fresh give the same inputs. See
-docs/fuzzing.md for the targets and for what to do with a find.
+docs/understand/fuzzing.md for the targets and for what to do with a find.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 Here too: the NCCL families, and what a communicator fixes for all its calls. Pure functions, any thread.
 
 Sources: reference nccl-wire.md, section numbers in the comments; NCCL files are named there. What is
-proven by what: docs/wire.md. Units: elements of the call's dtype unless a name says bytes.
+proven by what: docs/understand/wire.md. Units: elements of the call's dtype unless a name says bytes.
 """
 
 from __future__ import annotations

@@ -697,7 +697,7 @@ cdef class Survey:
         return bool(fc_ring_drained(<fc_ring *><size_t>ring_address))
 
     def report(self) -> dict:
-        """Observations as plain dictionaries, keys as in docs/inspect.md. Flows in order of appearance."""
+        """Observations as plain dictionaries, keys as in docs/use/inspect.md. Flows in order of appearance."""
         cdef int i
         return {
             "packets": {

@@ -9,7 +9,7 @@ and contents state; memory never grows with the number of messages.
 
 Chunk layouts are in layout.py, trees in trees.py; their public names are importable from here.
 Sources: reference nccl-wire.md, section numbers in the comments; NCCL files are named there. What is
-proven by what: docs/wire.md. Units: elements of the call's dtype unless a name says bytes.
+proven by what: docs/understand/wire.md. Units: elements of the call's dtype unless a name says bytes.
 """
 
 from __future__ import annotations

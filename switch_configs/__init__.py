@@ -4,5 +4,5 @@
                                                     |
                                                     `->  Manager(session, transport): diff, apply, show, remove
 
-Imports nothing else of this project. `flowcheck switch` is the command over it; docs/switch.md the manual.
+Imports nothing else of this project. `flowcheck switch` is the command over it; docs/use/switch.md the manual.
 """

@@ -335,5 +335,5 @@ def validated(kind: type[Any], data: Any, where: str) -> Any:
         field = ".".join(str(part) for part in first["loc"])
         more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
         raise PlanError(
-            f"{field or 'the document'}: {first['msg']}{more}", where=where, remedy="docs/switch.md lists the fields"
+            f"{field or 'the document'}: {first['msg']}{more}", where=where, remedy="docs/use/switch.md lists fields"
         ) from None

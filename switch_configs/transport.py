@@ -178,7 +178,7 @@ def _connect(session: MirrorSession, credentials: Credentials, where: str) -> An
             text = text.replace(credentials.password, "***")
         raise DeviceError(
             f"cannot log in: {type(error).__name__}: {text}", where=where,
-            remedy=f"check address, user, known_hosts and {_means(credentials)} (docs/switch.md)",
+            remedy=f"check address, user, known_hosts and {_means(credentials)} (docs/use/switch.md)",
         ) from None
 
 

@@ -1,6 +1,6 @@
 """`make demo`: a live training job is followed by a checkpoint node; or a small capture becomes a checkpoint.
 
-With --lab, as root: `flowcheck lab run` (docs/lab.md). Four ranks train over RoCEv2 in network namespaces, three of
+With --lab, as root: `flowcheck lab run` (docs/use/lab.md). Four ranks train over RoCEv2 in network namespaces, three of
 their switch ports are mirrored to a node, and the replica of every iteration is compared with the trainers' own state.
 Where that cannot be done the demo says why and shows the following instead, whose last line claims no more than it is:
 

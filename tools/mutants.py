@@ -9,7 +9,7 @@ log lines. A mistake that no test can notice, because the product does the same 
 tools/mutants_equivalent.toml with the reason. The exit status is 1 where a module has less than 90 % of the others
 killed.
 
-docs/testing.md explains the output, and the compiled modules (tools/mutants_compiled.py).
+docs/understand/testing.md explains the output, and the compiled modules (tools/mutants_compiled.py).
 """
 
 from __future__ import annotations

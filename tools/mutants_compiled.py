@@ -1,4 +1,4 @@
-"""Deliberate mistakes in the compiled sources, one at a time: does a test notice? (docs/testing.md)
+"""Deliberate mistakes in the compiled sources, one at a time: does a test notice? (docs/understand/testing.md)
 
     tools/mutants_compiled.py [--list] [NAME or FILE ...]
 

@@ -32,7 +32,7 @@ typedef struct fc_port_facts {
 int fc_port_facts_get(uint16_t port, fc_port_facts *facts);
 
 /* How packets spread over queues. Both directions of a connection come to one queue if their UDP source
- * ports are equal, which is how RoCE senders choose them (docs/dataplane.md); by address in any case. */
+ * ports are equal, which is how RoCE senders choose them (docs/understand/dataplane.md); by address in any case. */
 enum fc_rss {
     FC_RSS_NONE = 0,
     FC_RSS_SOURCE_PORT = 1,

@@ -11,8 +11,7 @@
 a directory named step-* is always whole; a step that exists is swapped for the new one. `load_step`
 believes nothing: it checks every hash, and refuses a directory that is still written aside, or that holds
 parameters alone. `write_parameters` and `load_parameters` do the same for those.
-docs/checkpoint.md describes the format and how to load it without this project. checkpoint_files.py has the single
-files.
+docs/reference/checkpoint.md describes the format and how to load it without this project. files.py: the single files.
 
 Threads: any; two writers of the same DIR must be two processes or take turns.
 """

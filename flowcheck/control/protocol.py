@@ -7,7 +7,7 @@
 Both sides prove that they know the token (HMAC-SHA256 over both nonces and who is speaking); the token itself never
 travels. Nothing is encrypted: the connection belongs on the control network. Every length is checked before
 memory is taken, every wait has a deadline, and a frame that is not exactly one of the messages below ends the
-connection with RecordsError. docs/node.md describes every field; this schema is that of the later HTTP API too.
+connection with RecordsError. docs/use/node.md describes every field; this schema is that of the later HTTP API too.
 
 A Link is used by one reader and one writer thread at most. Standard library, and torch for payloads.
 """

@@ -4,7 +4,7 @@
 
 The packets take the same way as in replay. Files are read in the order given, so the parts of a rotated
 capture count as one stream; captures of several ports may be mixed, a flow shows in which of them it was.
-The JSON's keys are listed in docs/inspect.md and belong to SCHEMA.
+The JSON's keys are listed in docs/use/inspect.md and belong to SCHEMA.
 """
 
 from __future__ import annotations

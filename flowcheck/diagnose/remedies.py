@@ -2,7 +2,7 @@
 
     remedy_of({"truncated": 1223, "not_roce": 411}) -> "the packets are cut: ..."     of what most packets suffer from
 
-Causes are the words of the report's `drops` (docs/report.md). Pure.
+Causes are the words of the report's `drops` (docs/reference/report.md). Pure.
 """
 
 from __future__ import annotations

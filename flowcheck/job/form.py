@@ -61,7 +61,7 @@ class Place:
         return f"{self.file}: {self.path}" if self.path else self.file
 
     def fail(self, what: str, remedy: str = "") -> typing.NoReturn:
-        remedy = remedy or "correct this field; docs/manifest.md describes each one"
+        remedy = remedy or "correct this field; docs/reference/manifest.md describes each one"
         raise UserError(what, where=str(self), remedy=remedy)
 
 
@@ -70,7 +70,7 @@ class Place:
 
 def parse(text: str, file: str) -> Any:
     """Strict JSON. Raises UserError with line and column where Python's parser knows them."""
-    remedy = "docs/manifest.md shows the form; a half-written file must be written again"
+    remedy = "docs/reference/manifest.md shows the form; a half-written file must be written again"
 
     def constant(name: str) -> typing.NoReturn:
         raise UserError(f"{name} is not JSON", where=file, remedy=remedy)

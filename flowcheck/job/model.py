@@ -242,7 +242,8 @@ class ParameterGroup:
 class Optimizer:
     """name: sgd | adam | adamw (torch.optim of that name).
 
-    rounding: in which order the trainer rounds (docs/updater.md): on a GPU torch takes foreach unless told otherwise.
+    rounding: in which order the trainer rounds (docs/understand/updater.md). On a GPU torch takes foreach unless told
+        otherwise.
     torch_version: the trainer's; empty: as the one that applies the updates.
     masters: what the trainer's optimizer updates where parameters have 16 bits: "none" (those, in 16 bits alone),
         "upcast" (fp32 masters that begin as the first parameters widened) or "state" (fp32 masters that come with the

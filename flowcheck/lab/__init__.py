@@ -7,5 +7,5 @@
     run.py       fabric + node + trainers of one run;  compare.py: the replica against the trainers, bit for bit
     view.py      the live screen;  cli.py: `flowcheck lab up|run|status|down`
 
-docs/lab.md is the manual. Importing this package imports none of it.
+docs/use/lab.md is the manual. Importing this package imports none of it.
 """

@@ -16,7 +16,7 @@ from flowcheck.tables import screen
 __all__ = ["lab"]
 
 lab = typer.Typer(
-    no_args_is_help=True, help="Real training over mirrored RoCEv2 on this machine, no RDMA hardware (docs/lab.md)."
+    no_args_is_help=True, help="Real training over mirrored RoCEv2 on this machine, no RDMA hardware (docs/use/lab.md)."
 )
 
 NameOption = Annotated[str, typer.Option("--name", help="Labs with different names do not meet.")]

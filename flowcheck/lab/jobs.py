@@ -102,7 +102,7 @@ class Training:
             self._refuse("overflow_at", "only a loss scale skips steps")
 
     def _refuse(self, name: str, what: str) -> None:
-        raise UserError(what, where=f"lab job, {name}", remedy="docs/lab.md lists the settings")
+        raise UserError(what, where=f"lab job, {name}", remedy="docs/use/lab.md lists the settings")
 
     @property
     def data_ranks(self) -> int:
@@ -123,7 +123,7 @@ class Training:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         known = {entry.name for entry in dataclasses.fields(cls)}
         if unknown := sorted(data.keys() - known):
-            raise UserError(f"unknown field {unknown[0]}", where="lab job", remedy="docs/lab.md lists the settings")
+            raise UserError(f"unknown field {unknown[0]}", where="lab job", remedy="docs/use/lab.md lists the settings")
         return cls(**{**data, "overflow_at": tuple(data.get("overflow_at", ()))})
 
 
@@ -233,7 +233,7 @@ def stage_of(job: Training, stage: int) -> tuple[nn.Sequential, tuple[int, ...]]
 
 def _corpus() -> bytes:
     root = Path(__file__).resolve().parents[2]
-    files = [root / "LICENSE", root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    files = [root / "LICENSE", root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     found = [path for path in files if path.is_file()]
     if not found:
         found = sorted(Path(__file__).resolve().parents[1].glob("*.py"))

@@ -105,7 +105,7 @@ class FabricConfig:
     def from_dict(cls, data: dict[str, Any]) -> Self:
         known = {entry.name for entry in dataclasses.fields(cls)}
         if unknown := sorted(data.keys() - known):
-            raise UserError(f"unknown field {unknown[0]}", where="fabric", remedy="docs/lab.md lists the fields")
+            raise UserError(f"unknown field {unknown[0]}", where="fabric", remedy="docs/use/lab.md lists the fields")
         fields = dict(data)
         for key in ("mirrored", "groups"):
             fields[key] = tuple(tuple(one) for one in data.get(key, ()))

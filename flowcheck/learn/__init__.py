@@ -1,1 +1,1 @@
-"""Learning a job from its traffic, its logs and its bootstrap; docs/learn.md says what proves what."""
+"""Learning a job from its traffic, its logs and its bootstrap; docs/use/learn.md says what proves what."""

@@ -5,7 +5,7 @@
 Pure functions over bytes that anybody may have sent: every length is checked against what is there, every loop
 runs over a bounded number of items, and nothing raises. A stream that does not fit is not NCCL's and is left
 out. Source: nccl-wire.md 6.1 (NCCL's bootstrap.cc, transport.cc, net_ib); layouts and what proved them are
-listed in docs/learn.md.
+listed in docs/use/learn.md.
 
 Three kinds of stream are used:
 

@@ -130,7 +130,7 @@ def unexplained(failure: Failure, several: bool, tried: int) -> UserError:
     return UserError(
         f"no program of calls explains all messages ({said}); the best attempt stops here: "
         f"{failure.text or 'nothing fits'}{beside}",
-        remedy="give a manifest with --job (docs/manifest.md), or hints: --dtype, --buckets, --rank, --nccl-log",
+        remedy="give --job (docs/reference/manifest.md), or hints: --dtype, --buckets, --rank, --nccl-log",
     )
 
 

@@ -1,6 +1,6 @@
 """A sequence of calls that explains a capture, and what searching for one leaves behind.
 
-Two kinds are looked for, and only these (docs/learn.md):
+Two kinds are looked for, and only these (docs/use/learn.md):
 
     announced.py    PyTorch DDP: shapes, parameters, iteration 0, bucket layout, steady iterations; sizes are read
     bare.py         AllReduce calls alone; sizes are those that the messages admit, or given by hints

@@ -1,4 +1,4 @@
-"""What cannot be supported or followed, refused by name and with a remedy (docs/learn.md lists it).
+"""What cannot be supported or followed, refused by name and with a remedy (docs/use/learn.md lists it).
 
     refuse_unsupported(...)      by NCCL's log or its bootstrap
     refuse_unread(...)           because what is there cannot be read

@@ -1,4 +1,4 @@
-"""The checkpoint node as a service: `flowcheck-node --config node.toml` (docs/node.md).
+"""The checkpoint node as a service: `flowcheck-node --config node.toml` (docs/use/node.md).
 
     cli       one process: settings, DPDK, control server, one thread per group; ends with SIGTERM or Ctrl-C
     config    the settings file

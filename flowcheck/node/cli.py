@@ -146,7 +146,7 @@ def _dpdk_errors() -> Iterator[None]:
     except ValueError as error:
         if isinstance(error, FlowcheckError):
             raise
-        raise UserError(str(error), where="capture", remedy="docs/node.md has every key") from None
+        raise UserError(str(error), where="capture", remedy="docs/use/node.md has every key") from None
 
 
 def _version(asked: bool) -> None:
@@ -156,7 +156,7 @@ def _version(asked: bool) -> None:
 
 
 def run(
-    config: Annotated[Path, typer.Option("--config", help="Settings: node.toml (docs/node.md).")],
+    config: Annotated[Path, typer.Option("--config", help="Settings: node.toml (docs/use/node.md).")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line for machines.")] = False,
     keep_hashes: Annotated[
         Path | None, typer.Option("--keep-hashes", help="Append the SHA-256 of every version's tensors here.")

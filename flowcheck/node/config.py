@@ -1,4 +1,4 @@
-"""Settings of a node: node.toml, checked before anything is started (docs/node.md has every key)."""
+"""Settings of a node: node.toml, checked before anything is started (docs/use/node.md has every key)."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def load(path: str | os.PathLike[str]) -> NodeConfig:
             f"cannot be read: {error.strerror}", where=str(path), remedy="give the node's settings with --config",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"is not TOML: {error}", where=str(path), remedy="docs/node.md shows the form") from None
+        raise UserError(f"is not TOML: {error}", where=str(path), remedy="docs/use/node.md shows the form") from None
     try:
         return NodeConfig.model_validate(data)
     except ValidationError as error:
@@ -126,7 +126,7 @@ def load(path: str | os.PathLike[str]) -> NodeConfig:
         found.sort(key=lambda one: one["type"] != "extra_forbidden")  # a key that is misspelt is missing, too
         first, *others = ((".".join(map(str, one["loc"])), _said(one)) for one in found)
         also = "".join(f"; {field}: {said}" for field, said in others[:4])
-        raise UserError(first[1] + also, where=f"{path}: {first[0]}", remedy="docs/node.md has every key") from None
+        raise UserError(first[1] + also, where=f"{path}: {first[0]}", remedy="docs/use/node.md has every key") from None
 
 
 def _said(error: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 Legal use: make one `Report`, call `add_iteration` once per iteration in order as it is judged (it hashes
 the bucket bytes, so the arena may be reused afterwards), fill the other fields whenever they are known,
-then `write_report` and `print_summary`. docs/report.md describes every key of the JSON. One thread at a
+then `write_report` and `print_summary`. docs/reference/report.md describes every key of the JSON. One thread at a
 time.
 
 Honesty rules: a bucket's hash is given only if every element was placed; otherwise each placed range has
@@ -147,7 +147,7 @@ class Report:
     """Everything about one run. iterations_asked: how many the user asked for, None: as many as there are.
 
     drops: packets that carried nothing into the arena, by cause. stages: seconds by stage. seconds: wall
-    clock of the whole run. learnt: docs/learn.md, None with a manifest. trust: marks for what
+    clock of the whole run. learnt: docs/use/learn.md, None with a manifest. trust: marks for what
     rests on the manifest's word. failure: why not all that was asked is done. notes: sentences for the reader that fit
     nowhere else.
     """
@@ -210,7 +210,7 @@ class Report:
         return sorted(marks | set(self.trust))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; docs/report.md describes each key."""
+        """Plain JSON values; docs/reference/report.md describes each key."""
         packets = sum(capture.packets for capture in self.captures)
         size = sum(capture.bytes for capture in self.captures)
         seconds = self.seconds or None

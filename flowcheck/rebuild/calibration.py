@@ -1,8 +1,8 @@
 """How this machine places and updates best: measured when a node starts, remembered, overridden by a setting each.
 
-Processors disagree about how payload should be fetched and stored (docs/performance.md), and about the next one
-nobody knows. So whoever captures from a live port measures the ways of parser/include/place.h for some 50 ms on memory
-like its own, each protocol for itself, and the best is used by every engine of the process. updater/choosing.py
+Processors disagree about how payload should be fetched and stored (docs/understand/performance.md), and about the next
+one nobody knows. So whoever captures from a live port measures the ways of parser/include/place.h for some 50 ms on
+memory like its own, each protocol for itself, and the best is used by every engine of the process. updater/choosing.py
 decides, remembers and reads the setting; updater/tuning.py asks it in the same way about the update.
 
     chosen = settle(mtu, huge)                     before engines run; says what is used from now on

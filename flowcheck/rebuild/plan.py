@@ -119,7 +119,7 @@ def plan_job(job: Job, *, streams: int = 1, arenas: int = 4, check_icrc: bool = 
         raise UserError(
             str(error),
             where="communicator",
-            remedy="docs/wire.md lists what is supported; correct nccl_version, algorithm or protocol",
+            remedy="docs/understand/wire.md lists what is supported; correct nccl_version, algorithm or protocol",
         ) from None
     minor = nccl_minor(job)
     engine = EngineConfig(

@@ -29,7 +29,7 @@ switch = typer.Typer(no_args_is_help=True, help="Port mirroring on leaf switches
 
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="Plan that `flowcheck switch plan` wrote.")]
 LeafOption = Annotated[list[str] | None, typer.Option("--leaf", help="Only this switch; may be repeated.")]
-UserOption = Annotated[str | None, typer.Option("--user", help="Login name. Passwords: docs/switch.md.")]
+UserOption = Annotated[str | None, typer.Option("--user", help="Login name. Passwords: docs/use/switch.md.")]
 KnownOption = Annotated[Path | None, typer.Option("--known-hosts", help="Host keys. Default: ~/.ssh/known_hosts.")]
 KeyOption = Annotated[Path | None, typer.Option("--key", help="Private key file. Default: the SSH agent's keys.")]
 CommitOption = Annotated[bool, typer.Option("--commit", help="Change the switch. Default: only say what would be.")]
@@ -61,7 +61,7 @@ def _mapped(function: Callable[..., None]) -> Callable[..., None]:
 @switch.command()
 @_mapped
 def plan(
-    topology: Annotated[Path, typer.Argument(help="Topology, YAML or JSON (docs/switch.md).")],
+    topology: Annotated[Path, typer.Argument(help="Topology, YAML or JSON (docs/use/switch.md).")],
     out: Annotated[Path, typer.Option("--out", help="The plan, JSON.")],
     text: Annotated[Path | None, typer.Option("--text", help="Directory for one command file per session.")] = None,
     lldp: Annotated[

@@ -51,7 +51,7 @@ def attach(
     node: HOST:PORT of its control port. token: the shared secret. every: send parameter checksums each K-th iteration,
     0 never (the replica then stays unverified). name: of the group, where a node follows several. iteration: the
     trainer's number of the next iteration. wait: seconds that a boundary may take at which a state goes up, 0: none.
-    describe, calls: what the communicator is, and its calls since a number (docs/node.md); backends that say so
+    describe, calls: what the communicator is, and its calls since a number (docs/use/node.md); backends that say so
     themselves need neither. Raises UserError for arguments that cannot be; all else is said by the attachment.
     """
     host, _, port = node.rpartition(":")
@@ -321,5 +321,5 @@ def _communicator(
         return lambda: softroce.describe(group), lambda since: softroce.calls(group, since)
     raise UserError(
         f"the {backend} backend does not tell torch its connections (addresses, queue pairs) and past calls",
-        where="attach", remedy="give describe= and calls=; docs/node.md shows what of an NCCL_DEBUG log goes where",
+        where="attach", remedy="give describe= and calls=; docs/use/node.md shows what of an NCCL_DEBUG log goes where",
     )

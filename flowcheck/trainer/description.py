@@ -124,7 +124,7 @@ def _not_ddp(model: torch.nn.Module) -> tuple[str, str, str]:
         by = "FullyShardedDataParallel" if isinstance(model, FullyShardedDataParallel) else "fully_shard"
         return (
             f"is sharded by {by}: ReduceScatter puts no reduced gradient on the wire", "model",
-            "DistributedDataParallel; what replay can rebuild of FSDP and ZeRO: docs/qualify.md",
+            "DistributedDataParallel; what replay can rebuild of FSDP and ZeRO: docs/use/qualify.md",
         )
     return f"is a {type(model).__name__}", "model", "the DistributedDataParallel object, not what it wraps"
 

@@ -1,1 +1,1 @@
-"""What the fuzzer calls: one module per target, each with one(bytes). See docs/fuzzing.md."""
+"""What the fuzzer calls: one module per target, each with one(bytes). See docs/understand/fuzzing.md."""

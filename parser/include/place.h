@@ -12,8 +12,8 @@
  * Which instructions: AVX-512, AVX2 or portable C is chosen when the library is loaded, FLOWCHECK_SIMD=avx2 or
  * =portable takes a lesser one (tests; a machine whose AVX-512 lowers the clock). How the bytes are fetched and stored
  * is a *way*, one for each protocol, and how far ahead goes with it. Processors disagree about which is best
- * (docs/performance.md), so whoever starts engines may measure and call fc_place_choose() before the first of them;
- * FC_WAY_DEFAULT is sane everywhere. All ways and all instructions give the same bytes and the same answers.
+ * (docs/understand/performance.md), so whoever starts engines may measure and call fc_place_choose() before the first
+ * of them; FC_WAY_DEFAULT is sane everywhere. All ways and all instructions give the same bytes and the same answers.
  */
 #ifndef FLOWCHECK_PLACE_H
 #define FLOWCHECK_PLACE_H

@@ -25,7 +25,7 @@ def until(true: Callable[[], Any]) -> None:
 
 
 class Peer:
-    """One connection of a node: frames as docs/node.md has them."""
+    """One connection of a node: frames as docs/use/node.md has them."""
 
     HEAD = struct.Struct(">4sIQ")
     NONCE = "ab" * 32

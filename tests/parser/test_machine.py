@@ -105,7 +105,7 @@ def test_packets_with_an_anchor_after_them_only_stay_missing() -> None:
 # -- outages ------------------------------------------------------------------------------------------
 
 
-OUTAGE = {256: 21_474_836, 1024: 85_899_345, 4096: 343_597_383}  # ns of 2^23 packets at 800 Gb/s: docs/wire.md, 0.34 s
+OUTAGE = {256: 21_474_836, 1024: 85_899_345, 4096: 343_597_383}  # ns of 2^23 packets: docs/understand/wire.md, 0.34 s
 
 
 @pytest.mark.parametrize("mtu", OUTAGE)

@@ -1,4 +1,4 @@
-"""The layer rules of docs/architecture.md hold, and the checker sees each forbidden way to break them."""
+"""The layer rules of docs/understand/architecture.md hold, and the checker sees each forbidden way to break them."""
 
 import importlib.util
 import sys

@@ -277,7 +277,7 @@ def test_lldp_dumps_that_are_incomplete_or_ambiguous() -> None:
 
 
 def test_no_value_in_a_topology_makes_a_traceback() -> None:
-    text = (ROOT / "docs" / "switch.md").read_text().split("```yaml\n")[1].split("```")[0]
+    text = (ROOT / "docs" / "use" / "switch.md").read_text().split("```yaml\n")[1].split("```")[0]
     import yaml
 
     document = yaml.safe_load(text)
@@ -389,7 +389,7 @@ def test_an_account_without_a_name_is_a_sentence(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_example_in_the_manual_makes_a_plan(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "switch.md").read_text().split("```yaml\n")[1].split("```")[0]
+    text = (ROOT / "docs" / "use" / "switch.md").read_text().split("```yaml\n")[1].split("```")[0]
     (tmp_path / "t.yaml").write_text(text)
     assert read_document(tmp_path / "t.yaml")["leaves"]
     run("plan", str(tmp_path / "t.yaml"), "--out", str(tmp_path / "plan.json"))

@@ -255,7 +255,7 @@ def test_login_by_the_agents_keys(one: Lab, agent: Path) -> None:
 def test_the_command_logs_in_by_the_agents_keys(
     one: Lab, agent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No password anywhere, no --key: what docs/switch.md calls the keys of the SSH agent."""
+    """No password anywhere, no --key: what docs/use/switch.md calls the keys of the SSH agent."""
     from flowcheck.cli import app
 
     path, key = key_file(agent)

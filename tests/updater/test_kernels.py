@@ -125,7 +125,7 @@ def compare(name, mode, options, sizes, steps, kernel, seed=0, threads=0, grad=t
             where = f"{name} {mode} {options} {kernel} n={twin.numel()} step {step}"
             for key, value in mine.state().items():
                 if key == "exp_avg" and options.get("betas") == (0.0, 0.999):
-                    # torch's own sign of a zero depends here on how many threads share the tensor (docs/updater.md).
+                    # torch's own sign of a zero depends on how many threads share it (docs/understand/updater.md).
                     assert_equal(value + 0.0, optimizer.state[twin][key] + 0.0, f"{where} {key}")
                 else:
                     assert_equal(value, optimizer.state[twin][key], f"{where} {key}")

@@ -13,8 +13,8 @@ import torch
 from updater.errors import ReplicaError
 from updater.store import Array, Store, lock, plan_arrays
 
-#: The header as docs/updater.md tells it: magic, format, slots, size, bytes of JSON, first slot, stride, a word of
-#: padding, hash of the JSON; its CRC-32 at byte 120, the slots' words from byte 128 on, the JSON at 4096.
+#: The header as docs/understand/updater.md tells it: magic, format, slots, size, bytes of JSON, first slot, stride, a
+#: word of padding, hash of the JSON; its CRC-32 at byte 120, the slots' words from byte 128 on, the JSON at 4096.
 HEADER = struct.Struct("<8sIIQQQQI4x32s")
 FIELDS = ("magic", "format", "slots", "size", "length", "first", "stride", "padding", "digest")
 

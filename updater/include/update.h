@@ -21,7 +21,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Whose order of roundings (docs/updater.md has them as formulas). */
+/* Whose order of roundings (docs/understand/updater.md has them as formulas). */
 enum { FCU_TORCH_CPU, FCU_CUDA_FOREACH, FCU_CUDA_FUSED, FCU_ORDERS };
 /* The square root of torch-cpu: IEEE; a call of the library's; or a textbook sequence behind an estimate of the
  * reciprocal root: of 12 bits (rsqrtps), a coupled and a residual step with single operations; of 14 bits (vrsqrt14ps),

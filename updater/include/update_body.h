@@ -11,8 +11,8 @@
  *   ld_bf16 ld_f16 stream_bf16 ...    N 16-bit elements from and to memory, to nearest even
  *   round_bf16 round_f16              to the narrower type and back
  *
- * Orders of roundings are explained in docs/updater.md; each line that looks as if it could be written shorter
- * is as it is because torch rounds there.
+ * Orders of roundings are explained in docs/understand/updater.md; each line that looks as if it could be written
+ * shorter is as it is because torch rounds there.
  */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -25,7 +25,7 @@ typedef struct at {
     uint16_t *low;
 } at;
 
-/* -- square roots that a vendor's library forms by textbook sequences from an estimate (docs/updater.md) -------- */
+/* -- square roots that a vendor's library forms from an estimate (docs/understand/updater.md) ---------------- */
 
 /* s and h approach sqrt(a) and 1 / (2 sqrt(a)) together (Goldschmidt), then a residual step, with single operations. */
 INLINE V root_rsqrt(V a)

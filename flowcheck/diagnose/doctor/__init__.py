@@ -2,7 +2,7 @@
 
 Every check reads (/proc, /sys, ioctl), changes nothing, and gives findings: ok, warning (it runs, but slower or
 with a risk that is named) or unusable. What depends on a device is checked for the devices named: --device
-af_packet:eth1, af_xdp:eth1, or a PCI address. docs/doctor.md lists the checks.
+af_packet:eth1, af_xdp:eth1, or a PCI address. docs/use/doctor.md lists the checks.
 
 Exit status: 0 all ok, 1 warnings, 2 unusable.
 """

@@ -149,7 +149,7 @@ def check_engines(machine: Machine, wanted: Wanted) -> Iterator[Finding]:
     for engine in engines:
         if engine.usable:
             text = f"{engine.name} ({engine.kind}) is not usable: {engine.usable}"
-            yield Finding("dma engines", "warning", text, "docs/dataplane.md, DMA engines; or dump copy or hold")
+            yield Finding("dma engines", "warning", text, "docs/understand/dataplane.md; or dump copy or hold")
     if usable:
         names = ", ".join(f"{engine.name} ({engine.kind}, NUMA {engine.node})" for engine in usable)
         yield Finding("dma engines", "ok", f"usable: {names}")

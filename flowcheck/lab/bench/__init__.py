@@ -13,5 +13,6 @@
     sums.py      checksums of a version's parameters, against reading them
     adam.py      a step of the optimizer, against its memory traffic and torch's
 
-docs/performance.md says what the rows mean. Timing is never a test: tests only run a round or two for the form.
+docs/understand/performance.md says what the rows mean. Timing is never a test: tests only run a round or two, for the
+form.
 """

@@ -13,8 +13,8 @@ As one tensor and as 200, on one and on two threads. All sides use the same memo
     adam.SHAPE.THREADS.in-place          ours against a roof that stores through the cache where it has just read, which
                                          a replica cannot do (it would overwrite the version it serves); for information
 
-MODE is one of the rounding modes (docs/updater.md). How this machine updates is measured first, and is part of every
-row.
+MODE is one of the rounding modes (docs/understand/updater.md). How this machine updates is measured first, and is part
+of every row.
 """
 
 from __future__ import annotations

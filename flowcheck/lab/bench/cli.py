@@ -29,7 +29,7 @@ _ITEMS = BENCHES.items()
 
 def bench(
     names: Annotated[list[str], typer.Argument(help=" ".join(f"{name}: {what}." for name, (_, what) in _ITEMS))],
-    as_json: Annotated[bool, typer.Option("--json", help="A list of rows for machines (docs/performance.md).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines (docs/understand/performance.md).")] = False,
     rounds: Annotated[
         int, typer.Option("--rounds", min=1, max=1001, help="Alternating rounds; figures to quote need at least 21.")
     ] = 21,

@@ -76,7 +76,7 @@ def test_the_library_reads_it_and_the_hashes_are_those_of_the_bytes(tmp_path):
 
 
 def test_a_step_directory_resumes_a_replica_and_a_torch_optimizer(tmp_path):
-    """The recipe of docs/checkpoint.md, taken from there."""
+    """The recipe of docs/reference/checkpoint.md, taken from there."""
     weight = torch.nn.Parameter(torch.ones(5))
     optimizer = torch.optim.AdamW([weight], lr=0.1)
     weight.grad = torch.arange(5.0)
@@ -92,7 +92,7 @@ def test_a_step_directory_resumes_a_replica_and_a_torch_optimizer(tmp_path):
     model = torch.nn.Module()
     model.w = torch.nn.Parameter(torch.zeros(5))
     names = {"torch": torch, "load_step": load_step, "path": path, "model": model}
-    page = (Path(__file__).parents[3] / "docs" / "checkpoint.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "checkpoint.md").read_text()
     exec(page.split("```python\n")[1].split("```")[0], names)
     for p, o in ((weight, optimizer), (model.w, names["optimizer"])):
         p.grad = torch.ones(5)

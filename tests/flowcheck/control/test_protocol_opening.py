@@ -1,7 +1,7 @@
 """The opening of a connection: who is let in, and whom a trainer trusts.
 
-One side is the product's. The other is made by hand from frames, and computes its proofs as docs/node.md says, on its
-own. Two openings have both sides of the product.
+One side is the product's. The other is made by hand from frames, and computes its proofs as docs/use/node.md says, on
+its own. Two openings have both sides of the product.
 """
 
 from __future__ import annotations

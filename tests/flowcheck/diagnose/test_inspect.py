@@ -66,7 +66,7 @@ def write_pcap(path: Path, frames: list[tuple[bytes, bytes]], snaplen: int = 0) 
 def test_json_has_the_documented_keys() -> None:
     found = machine(shared("02_"))
     assert found["schema"] == SCHEMA
-    text = (ROOT / "docs" / "inspect.md").read_text()
+    text = (ROOT / "docs" / "use" / "inspect.md").read_text()
     connection, flow = found["connections"][0], found["flows"][0]
     for key in (*found, *connection, *flow, *flow["messages"], *flow["payload"], *flow["requests"]):
         assert f"`{key}`" in text, f"{key} is not documented"

@@ -373,7 +373,7 @@ def test_truncated_at_any_byte(tmp_path: Path, length: int) -> None:
 
 # -- documentation ---------------------------------------------------------------------------------------
 
-DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "manifest.md").read_text()
+DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "reference" / "manifest.md").read_text()
 EXAMPLES = re.findall(r"^```json\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
 
 
@@ -399,9 +399,9 @@ def test_every_field_is_described() -> None:
 
 def test_published_schema_is_current() -> None:
     root = Path(__file__).resolve().parents[3]
-    published = json.loads((root / "docs" / "job.schema.json").read_text())
+    published = json.loads((root / "docs" / "reference" / "job.schema.json").read_text())
     assert published == json.loads(json.dumps(json_schema())), (
-        "run: python -m flowcheck.job.manifest > docs/job.schema.json"
+        "run: python -m flowcheck.job.manifest > docs/reference/job.schema.json"
     )
     printed = subprocess.run(
         [sys.executable, "-m", "flowcheck.job.manifest"], cwd=root, capture_output=True, text=True, check=True

@@ -115,7 +115,7 @@ def test_settings_that_are_wrong_end_it_with_2(command: Callable[..., int], worl
 def test_a_device_that_is_not_one_ends_it_with_2(command: Callable[..., int], world: World, capsys: Any) -> None:
     assert command(device="no such kind:0") == 2
     said = capsys.readouterr().err
-    assert said.startswith("flowcheck-node: error: capture: ") and "remedy: docs/node.md has every key" in said
+    assert said.startswith("flowcheck-node: error: capture: ") and "remedy: docs/use/node.md has every key" in said
     assert world.done == []
 
 

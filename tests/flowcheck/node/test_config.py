@@ -164,7 +164,7 @@ def test_keys_that_do_not_exist(tmp_path: Path, table: str) -> None:
     with pytest.raises(UserError, match="is not a key") as refused:
         load(_with(tmp_path, table, "nonesuch", "1"))
     assert refused.value.where == f"{tmp_path}/node.toml: {f'{table}.nonesuch' if table else 'nonesuch'}"
-    assert refused.value.remedy == "docs/node.md has every key"
+    assert refused.value.remedy == "docs/use/node.md has every key"
 
 
 def test_settings_do_not_change_after_they_were_checked(tmp_path: Path) -> None:

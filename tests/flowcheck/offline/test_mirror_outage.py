@@ -187,7 +187,7 @@ def test_a_call_that_the_manifest_does_not_list(protocol: str, position: int, co
     job = example_job(ranks=3, count=[4000, 9001], protocol=protocol, seed=5)
     made = generate(surprised(job, position, count), iterations=8, ports=[0], seed=5)
     truth = dict(made.reduced)
-    if (position, count) == (1, 9001):  # docs/assumptions.md: the last call of an iteration, sent twice
+    if (position, count) == (1, 9001):  # docs/understand/assumptions.md: the last call of an iteration, sent twice
         last = made.reduced[3, 1]
         report, failure = go(job, made.packets, tmp_path)
         bucket = report["iterations"][3]["buckets"][1]

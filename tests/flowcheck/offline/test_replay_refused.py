@@ -1,4 +1,4 @@
-"""A replay that is refused leaves what an earlier one has offered in its directory: docs/report.md."""
+"""A replay that is refused leaves what an earlier one has offered in its directory: docs/reference/report.md."""
 
 from __future__ import annotations
 

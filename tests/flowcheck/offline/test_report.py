@@ -143,7 +143,7 @@ def test_every_key_is_documented():
     report, _, _ = full()
     data = report.to_dict()
     counted_by_name = {*data["drops"], *data["stages"], "psn_gap"}
-    documented = set(re.findall(r"`([a-z_0-9]+)`", (ROOT / "docs" / "report.md").read_text()))
+    documented = set(re.findall(r"`([a-z_0-9]+)`", (ROOT / "docs" / "reference" / "report.md").read_text()))
     assert keys(data) - counted_by_name <= documented
 
 

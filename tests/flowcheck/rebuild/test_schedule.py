@@ -62,8 +62,8 @@ def options(optimizer: dict) -> list[dict]:
 
 
 def test_a_checkpoint_carries_the_hyper_parameters_of_the_step_that_made_it(shm: Path, tmp_path: Path) -> None:
-    """The restore snippet of docs/checkpoint.md, taken from there, where a schedule has moved the learning rate: torch
-    goes on from the checkpoint as the trainer does."""
+    """The restore snippet of docs/reference/checkpoint.md, taken from there, where a schedule has moved the learning
+    rate: torch goes on from the checkpoint as the trainer does."""
     replica, model, optimizer = scheduled(shm / "replica")
     with replica.pinned() as version:
         path = replica.write(tmp_path, [], version)
@@ -73,7 +73,7 @@ def test_a_checkpoint_carries_the_hyper_parameters_of_the_step_that_made_it(shm:
         for part, parameter in child.named_parameters():
             getattr(fresh, name).register_parameter(part, torch.nn.Parameter(torch.zeros_like(parameter)))
     names = {"torch": torch, "load_step": load_step, "path": path, "model": fresh}
-    page = (Path(__file__).parents[3] / "docs" / "checkpoint.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "checkpoint.md").read_text()
     exec(page.split("```python\n")[1].split("```")[0], names)
     restored = names["optimizer"]
     assert all(group["lr"] == RATES[-1] for group in restored.param_groups)

@@ -107,7 +107,7 @@ def test_a_sharded_model_is_told_what_sharding_means() -> None:
     finally:
         dist.destroy_process_group()
     assert where == "model" and what.startswith("is sharded by fully_shard: ReduceScatter")
-    assert "docs/qualify.md" in caught.value.remedy and "wraps" not in caught.value.remedy
+    assert "docs/use/qualify.md" in caught.value.remedy and "wraps" not in caught.value.remedy
 
 
 def _hooked(wrap: Any) -> DistributedDataParallel:
