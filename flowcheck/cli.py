@@ -21,7 +21,7 @@ from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError
 from flowcheck.lab.bench.cli import bench
 from flowcheck.lab.cli import lab
 from flowcheck.lab.synth.cli import synth, synth_job
-from flowcheck.learn.cli import (
+from flowcheck.learning.cli import (
     AlgorithmOption,
     BucketsOption,
     DtypeOption,

@@ -5,7 +5,7 @@
                   `- TCP segment: its payload (NCCL's bootstrap is plaintext)
 
 Two passes are usual: the first knows nothing and collects starts; when it is known which messages carry
-announcements, the second (`wanted`) fetches their bytes. Nothing is interpreted here: flowcheck.learn does.
+announcements, the second (`wanted`) fetches their bytes. Nothing is interpreted here: flowcheck.learning does.
 
 All memory is bounded by the constants below; what does not fit is counted (`dropped`, `unlisted`), and the
 reader of report() must treat a flow that dropped something as known only up to there. Packets with a wrong

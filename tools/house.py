@@ -55,7 +55,7 @@ def circles(graph: Graph) -> list[list[str]]:
 
 
 def room_of(module: str) -> str | None:
-    """flowcheck.learn.walk -> learn; None for other packages and for what only hands names on."""
+    """flowcheck.learning.walk -> learning; None for other packages and for what only hands names on."""
     parts = module.split(".")
     return None if parts[0] != "flowcheck" or module in FACES else parts[1]
 

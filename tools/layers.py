@@ -57,11 +57,11 @@ ROOMS: dict[str, set[str]] = {
     "rebuild": {*BASE, "job", "checkpoint"},
     "diagnose": {*BASE, "job", "rebuild"},
     "switch": {*BASE, "diagnose"},
-    "learn": {*BASE, "job", "rebuild", "diagnose"},
-    "offline": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "learn"},
+    "learning": {*BASE, "job", "rebuild", "diagnose"},
+    "offline": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "learning"},
     "node": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "control"},
-    "lab": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "learn", "offline", "node", "control", "trainer"},
-    "cli": {*BASE, "diagnose", "learn", "offline", "switch", "lab"},
+    "lab": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "learning", "offline", "node", "control", "trainer"},
+    "cli": {*BASE, "diagnose", "learning", "offline", "switch", "lab"},
 }
 # What somebody's training job imports: these need torch and the standard library and nothing else.
 TRAINER_ROOMS = {"errors", "job", "control", "trainer"}

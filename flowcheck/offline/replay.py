@@ -21,10 +21,10 @@ from flowcheck.durable import remove_tree
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.manifest import load_job
 from flowcheck.job.model import Job
-from flowcheck.learn.captures import learn
-from flowcheck.learn.cli import watching
-from flowcheck.learn.hints import Hints
-from flowcheck.learn.job import Learnt
+from flowcheck.learning.captures import learn
+from flowcheck.learning.cli import watching
+from flowcheck.learning.hints import Hints
+from flowcheck.learning.job import Learnt
 from flowcheck.offline.report import Report
 from flowcheck.offline.session import REPLACED, UNCONFIRMED, ReplayOptions, ReplaySession
 from flowcheck.offline.summary import print_summary

@@ -26,7 +26,7 @@ from flowcheck.checkpoint.directory import check_replaceable
 from flowcheck.diagnose.remedies import remedy_of
 from flowcheck.durable import adopt, make_directory, remove_tree, reporting
 from flowcheck.errors import UserError
-from flowcheck.learn.hints import Hints
+from flowcheck.learning.hints import Hints
 from flowcheck.offline.report import (
     BucketData,
     CaptureReport,

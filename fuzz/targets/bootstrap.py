@@ -1,4 +1,4 @@
-"""Target: NCCL's bootstrap as strangers may send it, through flowcheck.learn.bootstrap (compiled by Cython).
+"""Target: NCCL's bootstrap as strangers may send it, through flowcheck.learning.bootstrap (compiled by Cython).
 
     input: { how, source, destination, length (2) | body }*
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 
-from flowcheck.learn.bootstrap import STREAM_BYTES, Stream, parse_bootstrap, parse_qp_info, reassemble
+from flowcheck.learning.bootstrap import STREAM_BYTES, Stream, parse_bootstrap, parse_qp_info, reassemble
 
 __all__ = ["one"]
 

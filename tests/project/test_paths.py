@@ -36,7 +36,7 @@ __all__ = ["shm"]
 #: What people call from Python. Not here: commands (typer makes their paths) and helpers between modules.
 PUBLIC = [
     "dataplane.capture", "dataplane.pcapfile", "flowcheck", "flowcheck.checkpoint.directory",
-    "flowcheck.rebuild.sharded", "flowcheck.diagnose.inspect", "flowcheck.learn.captures", "flowcheck.job.manifest",
+    "flowcheck.rebuild.sharded", "flowcheck.diagnose.inspect", "flowcheck.learning.captures", "flowcheck.job.manifest",
     "flowcheck.node.config",
     "flowcheck.rebuild.replica",
     "flowcheck.offline.report", "flowcheck.lab.synth", "switch_configs.model", "updater.reader", "updater.replica",

@@ -22,7 +22,7 @@ from scapy.layers.l2 import Ether
 
 from flowcheck.lab.softroce.settings import Settings
 from flowcheck.lab.synth.writer import write_capture
-from flowcheck.learn.bootstrap import Stream, parse_bootstrap, reassemble
+from flowcheck.learning.bootstrap import Stream, parse_bootstrap, reassemble
 
 pytestmark = pytest.mark.root
 

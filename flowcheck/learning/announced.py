@@ -1,0 +1,301 @@
+"""PyTorch DDP as it announces itself: every size of the job is read from the wire, then checked against it.
+
+    announced(walk, hints, read, failure) -> programs that explain everything observed
+
+DDP's own order (nccl-wire.md 9.1): AllGather of the number of parameters, broadcast of shapes, of parameters, the
+gradients of iteration 0, the rebuilt bucket layout, the gradients of all later iterations. Whoever compares shapes
+broadcasts the parameters too (torch/nn/parallel/distributed.py, `init_sync` governs both), so a reading without that
+broadcast is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from flowcheck.job.model import Bucket, Buckets, BucketSlice, Collective, Collectives, ModelEntry, dtype_size
+from flowcheck.learning import ddp
+from flowcheck.learning.hints import Hints
+from flowcheck.learning.program import Failure, Program, Said, Stage, repeat
+from flowcheck.learning.traffic import Message
+from flowcheck.learning.walk import Mismatch, Reader, Seen, Walk, decode
+from parser.wire import Protocol
+
+__all__ = ["announced", "begins"]
+
+MESSAGES_MAX = 64  # of a broadcast of shapes: 2 MiB in LL
+FLOAT_DTYPES = ("float32", "float16", "bfloat16", "float64")
+
+
+def _content(seen: list[Seen], read: Reader, nbytes: int) -> bytes | None:
+    """The bytes of a call whose messages are final on these wires; None if some are missing."""
+    out, have = bytearray(nbytes), np.zeros(nbytes, bool)
+    whole = [s for s in seen if s.count and s.whole]
+    far = [(s, queue, m) for s in whole for queue, m in s.parts if m.size > len(m.head)]
+    fetched = iter(read([(queue, m.psn, m.psn + _span(s, m)) for s, queue, m in far]))
+    for s in whole:
+        parts = [m.head[: m.size] if m.size <= len(m.head) else (next(fetched) or b"")[: m.size] for _, m in s.parts]
+        wire = b"".join(parts)
+        if any(len(part) < m.size for part, (_, m) in zip(parts, s.parts, strict=True)):
+            continue
+        data = decode(s.protocol, wire, s.count)
+        known = have[s.first : s.first + s.count]
+        before = bytes(out[s.first : s.first + s.count])
+        if known.all() and before != data:
+            return None  # two copies of one broadcast differ: believe neither
+        out[s.first : s.first + s.count] = data
+        have[s.first : s.first + s.count] = True
+    return bytes(out) if have.all() else None
+
+
+def _span(s: Seen, message: Message) -> int:
+    """Packets of a message, or of its piece on one QP."""
+    mtu = max(s.wire.connection.mtus, default=4096)
+    return max(1, -(-message.size // mtu))
+
+
+def _broadcast_sizes(walk: Walk, step: int, possible: range) -> Iterator[int]:
+    """Bytes that a Broadcast at this place could have, multiples of `step`, likeliest first."""
+    protocol = walk.protocol()
+    data_of = {Protocol.LL: (1, 2), Protocol.LL128: (15, 16), Protocol.SIMPLE: (1, 1)}[protocol]
+    slack = {Protocol.LL: 7, Protocol.LL128: 1919, Protocol.SIMPLE: 0}[protocol]
+    full = walk.topology.slot_bytes[protocol]
+    edges: dict[tuple[int, int], list[list[int]]] = {}  # by channel, of one pair of ranks: sums of the next messages
+    for wire, ahead in walk.ahead(MESSAGES_MAX):
+        run: list[int] = []
+        for message in ahead:
+            run.append((run[-1] if run else 0) + message.size * data_of[0] // data_of[1])
+            if message.size < full or run[-1] > possible.stop + slack:
+                break  # a call ends with its first message that is not full
+        edges.setdefault((wire.src, wire.dst), []).append(run)
+    tried: set[int] = set()
+    for runs in edges.values():
+        for used in range(1, len(runs) + 1):
+            for depth in range(1, 1 + max(map(len, runs[:used]))):
+                total = sum(run[min(depth, len(run)) - 1] for run in runs[:used] if run)
+                if total > possible.stop + slack * used:
+                    break
+                for nbytes in range(total // step * step, max(0, total - slack * used - 1), -step):
+                    if nbytes in possible and nbytes not in tried:
+                        tried.add(nbytes)
+                        yield nbytes
+
+
+def begins(walk: Walk, failure: Failure) -> bool:
+    """Do the first messages have the sizes of DDP's first call, with something larger behind it? Moves `walk`."""
+    failure.stage = Stage.NOTHING
+    try:
+        walk.take(Collective("AllGather", 1, "int64"))
+    except Mismatch as error:
+        failure.note(f"no start-up of DDP: {error}", error.progress)
+        return False
+    following = [m.size for _, ahead in walk.ahead(1) for m in ahead]
+    block = {Protocol.LL: 16, Protocol.LL128: 0, Protocol.SIMPLE: 8}[walk.protocol()]
+    if following and max(following) <= block:
+        failure.note("no start-up of DDP: an AllGather of 8 bytes from more ranks")
+        return False
+    return True
+
+
+def announced(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Iterator[Program]:
+    """Programs of DDP that explain everything observed. What fails is noted with how far DDP's order was followed."""
+    failure.stage = Stage.NOTHING
+    start = walk.fork()
+    count_call = Collective("AllGather", 1, "int64")
+    try:
+        seen = start.take(count_call)
+    except Mismatch as error:
+        failure.note(error)
+        return
+    counts = set()
+    for s in (s for s in seen if s.count == 8):
+        data = _content([Seen(s.wire, s.parts, 0, 8, s.protocol, s.wire_bytes)], read, 8)
+        if data is not None:
+            counts.add(int.from_bytes(data, "little", signed=True))
+    if len(counts) != 1 or not 0 < (parameters := counts.pop()) < 1 << 24:
+        failure.stage = Stage.GATHERED
+        failure.note(
+            "the capture begins with an AllGather of 8 bytes, as DDP does, but what is gathered is not one number of "
+            "parameters: the start-up is not DDP's", start.explained,
+        )  # fmt: skip
+        return
+    for nbytes in _broadcast_sizes(start, 16, range(16 * parameters, 16 * ddp.MAX_DIMENSIONS * parameters + 1)):
+        after = start.fork()
+        shapes_call = Collective("Broadcast", nbytes // 8, "int64")
+        failure.stage = Stage.NOTHING
+        try:
+            seen = after.take(shapes_call)
+        except Mismatch as error:
+            failure.note(error)
+            continue
+        failure.stage = Stage.GATHERED
+        data = _content(seen, read, nbytes)
+        if data is None:
+            failure.note("DDP's broadcast of shapes is not complete in the capture", after.explained)
+            continue
+        try:
+            readings = ddp.parse_shapes(np.frombuffer(data, "<i8").tolist(), parameters)
+        except ddp.BadAnnouncement as error:
+            failure.note(f"DDP's broadcast of shapes: {error}", after.explained)
+            continue
+        failure.stage = Stage.SHAPES
+        for shapes in readings:
+            yield from _training(after, [count_call, shapes_call], shapes, hints, read, failure)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    n = 1
+    for extent in shape:
+        n *= extent
+    return n
+
+
+def _training(
+    walk: Walk, startup: list[Collective], shapes: list[tuple[int, ...]], hints: Hints, read: Reader, failure: Failure
+) -> Iterator[Program]:
+    """Behind the shapes: parameters broadcast or not, then iterations, for every element type that fits."""
+    names = hints.names(shapes)
+    for dtype in [hints.dtype] if hints.dtype else FLOAT_DTYPES:
+        size = dtype_size(dtype)
+        elements = [_numel(shape) for shape in shapes]
+        model = [ModelEntry(name, list(shape), dtype) for name, shape in zip(names, shapes, strict=True)]
+        here, calls = walk.fork(), list(startup)
+        said: list[Said] = [
+            (f"{len(shapes)} parameters", "their shapes: DDP's AllGather of the number and broadcast of sizes and "
+             "strides, read from the wire"),
+        ]  # fmt: skip
+        try:
+            for group in ddp.broadcast_groups([n * size for n in elements]):
+                call = Collective(
+                    "Broadcast", sum(elements[i] for i in group), dtype, carries="parameters",
+                    tensors=[names[i] for i in group],
+                )  # fmt: skip
+                if not here.take(call) and here.done:
+                    raise Mismatch("the capture ends before the parameters are broadcast", here.explained)
+                calls.append(call)
+            said.append((f"{sum(elements)} {dtype}", "initial parameters: broadcast by rank 0, all bytes explained"))
+        except Mismatch as error:
+            failure.note(f"with parameters of {dtype}: {error}", error.progress)
+            continue
+        for layout in ddp.initial_buckets([n * size for n in elements]):
+            yield from _iterations(here.fork(), calls, model, layout, said, read, failure)
+
+
+def _iterations(
+    walk: Walk, startup: list[Collective], model: list[ModelEntry], layout: list[list[int]], said: list[Said],
+    read: Reader, failure: Failure,
+) -> Iterator[Program]:  # fmt: skip
+    failure.stage = Stage.SHAPES
+    dtype = model[0].dtype
+    first = _calls(model, layout)
+    before = walk.fork()
+    try:
+        seen = [walk.take(call) for call in first]
+        if not any(seen):
+            failure.note("the capture ends before the first gradients are reduced", walk.explained)
+            return
+    except Mismatch as error:
+        failure.note(error)
+        _suspect_hook(before, model, layout, failure)
+        return
+    number = f"{len(layout)} bucket{'s' * (len(layout) > 1)}"
+    said = [*said, (f"iteration 0: {number}", "as DDP makes them before its rebuild; every size on the wire agrees")]
+    program = Program(
+        Collectives(startup, first), dtype, Buckets(steady=_layout(model, layout)), model, 1, said,
+    )  # fmt: skip
+    if walk.done:
+        program.said.append(("steady: none", "no later iteration is in the capture: its buckets are not known"))
+        program.signature = tuple(walk.signature)
+        yield program
+        return
+    order = Collective("Broadcast", len(model) + 1, "int32")
+    found = _rebuilt(walk, order, len(model), read, failure)
+    if found is None:
+        return  # there may have been a new layout: without it the later calls have no meaning
+    # without a rebuild (find_unused_parameters, static graph off): iteration 0 for ever
+    yield from _steady(walk.fork(), program, [], layout, failure, "no new layout was broadcast")
+    for rebuilt, sizes_call, after in found:
+        yield from _steady(
+            after, program, [order, sizes_call], rebuilt, failure,
+            "DDP's broadcast of the rebuilt bucket layout, read from the wire",
+        )  # fmt: skip
+
+
+def _suspect_hook(walk: Walk, model: list[ModelEntry], layout: list[list[int]], failure: Failure) -> None:
+    """Gradients in fewer bytes than the parameters: name the cause instead of a size that does not fit."""
+    if dtype_size(model[0].dtype) <= 2:
+        return
+    try:
+        for call in _calls(model, layout):
+            walk.take(Collective("AllReduce", call.count, "float16"))
+    except Mismatch:
+        return
+    failure.note(
+        f"gradients of {model[0].dtype} parameters are reduced in 2-byte elements: a compressing communication hook "
+        "(fp16 or bf16). What the optimizer sees is decompressed outside NCCL; remove the hook", walk.explained + 1,
+    )  # fmt: skip
+
+
+def _rebuilt(
+    walk: Walk, order: Collective, parameters: int, read: Reader, failure: Failure
+) -> list[tuple[list[list[int]], Collective, Walk]] | None:
+    """Layouts that were broadcast here; None if one may have been and cannot be read."""
+    after = walk.fork()
+    try:
+        data = _content(after.take(order), read, order.count * 4)
+        if data is None and parameters > 1:
+            failure.note("DDP's broadcast of the rebuilt bucket layout is not complete in the capture", after.explained)
+            return None
+        indices = [0, 1] if data is None else np.frombuffer(data, "<i4").tolist()  # one parameter has one layout
+        if not 0 < indices[-1] <= parameters:
+            failure.note(f"a bucket layout of {indices[-1]} buckets was broadcast", walk.explained)
+            return []
+        sizes_call = Collective("Broadcast", indices[-1], "int32")
+        data = _content(after.take(sizes_call), read, sizes_call.count * 4)
+        if data is None and indices[-1] > 1:
+            failure.note("DDP's broadcast of the rebuilt bucket sizes is not complete in the capture", after.explained)
+            return None
+        sizes = [parameters] if data is None or indices[-1] == 1 else np.frombuffer(data, "<i4").tolist()
+        return [(ddp.parse_buckets(indices, sizes, parameters), sizes_call, after)]
+    except Mismatch as error:
+        failure.note(error)
+    except ddp.BadAnnouncement as error:
+        failure.note(f"DDP's broadcast of the bucket layout: {error}", after.explained)
+    return []
+
+
+def _steady(
+    walk: Walk, program: Program, rebuild: list[Collective], layout: list[list[int]], failure: Failure, said: str
+) -> Iterator[Program]:
+    calls = _calls(program.model, layout)
+    iterations = program.iterations
+    try:
+        iterations += repeat(walk, calls)
+    except Mismatch as error:
+        failure.note(error)
+        return
+    buckets = Buckets(steady=_layout(program.model, layout))
+    if buckets.steady != program.buckets.steady:
+        buckets.iteration_0 = program.buckets.steady
+    first = program.collectives
+    yield Program(
+        Collectives(first.startup, first.iteration_0, rebuild, calls), program.dtype, buckets, program.model,
+        iterations, [*program.said, (f"steady: {len(layout)} bucket{'s' * (len(layout) > 1)}", said)],
+        tuple(walk.signature),
+    )  # fmt: skip
+
+
+def _calls(model: list[ModelEntry], layout: list[list[int]]) -> list[Collective]:
+    return [Collective("AllReduce", sum(model[i].elements for i in bucket), model[0].dtype) for bucket in layout]
+
+
+def _layout(model: list[ModelEntry], layout: list[list[int]]) -> list[Bucket]:
+    out = []
+    for bucket in layout:
+        offset, slices = 0, []
+        for i in bucket:
+            slices.append(BucketSlice(model[i].name, offset, model[i].elements))
+            offset += model[i].elements
+        out.append(Bucket(slices))
+    return out
