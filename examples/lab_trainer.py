@@ -35,7 +35,9 @@ def main() -> int:
     # A group of its own: whatever else the script reduces must not come between the gradients.
     ddp = DistributedDataParallel(model, process_group=dist.new_group())
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
-    attachment = flowcheck.attach(ddp, optimizer, node="10.78.0.2:7070", token=Path("token").read_text(), every=5)
+    attachment = flowcheck.attach(
+        ddp, optimizer, node="10.78.0.2:7070", token=Path("token").read_text(), checksum_every=5
+    )
     torch.manual_seed(RANK)
     for _ in range(ITERATIONS):
         x = torch.randn(32, 20)

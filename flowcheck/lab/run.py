@@ -207,7 +207,7 @@ class LabRun:
         return {
             str(stage): {
                 "node": f"10.78.0.{2 + (stage if self.fabric.config.nodes > 1 else 0)}:{CONTROL_PORT}",
-                "token": self._token, "every": self._checksums, "name": name,
+                "token": self._token, "checksum_every": self._checksums, "group": name,
             }
             for stage, name in enumerate(_names(job))
         }  # fmt: skip

@@ -1,14 +1,14 @@
 """Trainer hook: what a checkpoint node has to know of a running DDP job, sent from a background thread.
 
-    attachment = flowcheck.attach(ddp_model, optimizer, node="10.0.0.2:7070", token=..., every=100)
+    attachment = flowcheck.attach(ddp_model, optimizer, node="10.0.0.2:7070", token=..., checksum_every=100)
     ...  optimizer.step(); attachment.step()          once per iteration, also when the optimizer was skipped
     attachment.close()
 
 What happens: three iterations are watched (DDP rebuilds its buckets in the second). At the boundary behind them rank 0
 sends the manifest and every rank its connections, the node joins the wire and asks for a state, and rank 0 uploads
-model and optimizer; all ranks wait for that, at most `wait` seconds and this once. From then on a record per iteration
-goes out, and versions come into being. If the node loses an iteration it asks again, and rank 0 uploads at the next
-boundary, waiting as long.
+model and optimizer; all ranks wait for that, at most `max_stall_s` seconds and this once. From then on a record per
+iteration goes out, and versions come into being. If the node loses an iteration it asks again, and rank 0 uploads at
+the next boundary, waiting as long.
 
 Training comes first: `step` never raises and, but for those uploads, never blocks. A node that is gone, slow or speaks
 nonsense makes the attachment say so (`state`, `why`, logger "flowcheck") and be tried again later. torch and the
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -42,30 +41,37 @@ _log = logging.getLogger("flowcheck")
 
 
 def attach(
-    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, node: str, token: str, every: int = 0,
-    name: str = "", run_id: str = "", epoch: int = 0, iteration: int = 0, wait: float = 10.0,
-    describe: Callable[[], dict[str, Any]] | None = None, calls: Callable[[int], list[dict[str, Any]]] | None = None,
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, node: str, token: str,
+    checksum_every: int = 0, group: str = "", run_id: str = "", epoch: int = 0, iteration: int = 0,
+    max_stall_s: float = 10.0, topology: Callable[[], dict[str, Any]] | None = None,
+    collectives: Callable[[int], list[dict[str, Any]]] | None = None,
 ) -> Attachment:
     """Attach a training job to a checkpoint node; on every rank, best right after DDP was made.
 
-    node: HOST:PORT of its control port. token: the shared secret. every: send parameter checksums each K-th iteration,
-    0 never (the replica then stays unverified). name: of the group, where a node follows several. iteration: the
-    trainer's number of the next iteration. wait: seconds that a boundary may take at which a state goes up, 0: none.
-    describe, calls: what the communicator is, and its calls since a number (docs/use/node.md); backends that say so
-    themselves need neither. Raises UserError for arguments that cannot be; all else is said by the attachment.
+    node: HOST:PORT of its control port.
+    token: the shared secret, 16 characters or more.
+    checksum_every: send parameter checksums each K-th iteration; 0: never, and the replica stays unverified.
+    group: name of this group of ranks, where a node follows several.
+    run_id, epoch: who this run is; a restarted job has another epoch.
+    iteration: the trainer's number of the next iteration.
+    max_stall_s: seconds that a boundary may take at which a state goes up; 0: none.
+    topology, collectives: what the communicator is, and its calls since a number (docs/use/node.md). A process group
+        that offers both as attributes, `flowcheck_topology` and `flowcheck_collectives`, needs neither.
+
+    Raises UserError for arguments that cannot be; all else is said by the attachment.
     """
     host, _, port = node.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"{node!r} is no address", where="node", remedy="HOST:PORT of the node's control port")
+        raise UserError(f"{node!r} is not an address", where="node", remedy="HOST:PORT of the node's control port")
     secret = token_bytes(token)
-    for what, number in (("every", every), ("epoch", epoch), ("iteration", iteration)):
+    for what, number in (("checksum_every", checksum_every), ("epoch", epoch), ("iteration", iteration)):
         if not isinstance(number, int) or number < 0:
-            raise UserError(f"{number!r} is no count", where=what, remedy="a whole number, 0 or more")
-    if not 0 <= wait <= threading.TIMEOUT_MAX:
-        raise UserError(f"{wait!r} is no time", where="wait", remedy="seconds, 0 or more")
+            raise UserError(f"{number!r} is not a count", where=what, remedy="a whole number, 0 or more")
+    if not 0 <= max_stall_s <= threading.TIMEOUT_MAX:
+        raise UserError(f"{max_stall_s!r} is not a time", where="max_stall_s", remedy="seconds, 0 or more")
     return Attachment(
-        model, optimizer, (host.strip("[]"), int(port)), secret, every, name, run_id, epoch, iteration, wait,
-        describe, calls,
+        model, optimizer, (host.strip("[]"), int(port)), secret, checksum_every, group, run_id, epoch, iteration,
+        max_stall_s, topology, collectives,
     )
 
 
@@ -74,11 +80,12 @@ class Attachment:
 
     def __init__(
         self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, address: tuple[str, int], token: bytes,
-        every: int, name: str, run_id: str, epoch: int, iteration: int, wait: float,
-        describe: Callable[[], dict[str, Any]] | None, calls: Callable[[int], list[dict[str, Any]]] | None,
+        checksum_every: int, name: str, run_id: str, epoch: int, iteration: int, max_stall_s: float,
+        topology: Callable[[], dict[str, Any]] | None, collectives: Callable[[int], list[dict[str, Any]]] | None,
     ) -> None:
         self.iteration = iteration
-        self._every, self._wait, self._optimizer, self._model = every, wait, optimizer, model
+        self._checksum_every, self._max_stall = checksum_every, max_stall_s
+        self._optimizer, self._model = optimizer, model
         self._refused = ""
         self._unsaid = ""  # why the newest iteration has no record
         self._closed = False
@@ -91,24 +98,24 @@ class Attachment:
         self._watch: Watch | None = None
         self._hook: Any = None
         try:
-            self._begin(model, optimizer, address, token, name, run_id, epoch, describe, calls)
+            self._begin(model, optimizer, address, token, name, run_id, epoch, topology, collectives)
         except Exception as error:  # whatever it is, training goes on without us
             self._refuse(error)
 
     def _begin(
         self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, address: tuple[str, int], token: bytes,
-        name: str, run_id: str, epoch: int, describe: Callable[[], dict[str, Any]] | None,
-        calls: Callable[[int], list[dict[str, Any]]] | None,
+        name: str, run_id: str, epoch: int, topology: Callable[[], dict[str, Any]] | None,
+        collectives: Callable[[int], list[dict[str, Any]]] | None,
     ) -> None:
         self._described: Model = entries(model, optimizer)
         group = model.process_group
-        self._describe, listed = _communicator(group, describe, calls)
+        self._topology, listed = _communicator(group, topology, collectives)
         self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         if ranks < 2:
             raise UserError("a job of one rank sends no gradients", where="attach", remedy="leave attach out")
         self._hook = optimizer.register_step_pre_hook(self._before_step)
         self._watch = Watch(
-            model, optimizer, self._described, listed, lambda: self._describe()["communicator"], run_id, epoch
+            model, optimizer, self._described, listed, lambda: self._topology()["communicator"], run_id, epoch
         )
         who = Who(run_id, epoch, self.rank, ranks, name)
         self._post = Post(address, token, who, self._opening, self._say)
@@ -178,7 +185,7 @@ class Attachment:
         else:
             self._job, self._first = watch.look(), self.iteration
             if self._job is not None:
-                self._flows = self._describe()["flows"]
+                self._flows = self._topology()["flows"]
                 self._meet(post, groups)
                 return
         # A node may take longer to take a state in than ranks wait for that: the records of what follows it are
@@ -188,14 +195,14 @@ class Attachment:
         ):
             self._send_record(post, groups, clip, scale, skipped)
         if self.rank == 0 and self._job is not None and "state" in post.wanted:
-            self._send_state(post, time.monotonic() + self._wait, groups)
+            self._send_state(post, time.monotonic() + self._max_stall, groups)
 
     def _meet(self, post: Post, groups: list[dict[str, Any]] | None) -> None:
-        """The one time that all ranks wait, at most `wait` seconds: until the node has joined the wire, with nothing
-        in flight, and has the state. All of them know the job at the same boundary; what they wait for at rank 0
-        would else hold them up in the next call."""
-        deadline = time.monotonic() + self._wait
-        post.tried.wait(self._wait)
+        """The one time that all ranks wait, at most `max_stall_s` seconds: until the node has joined the wire, with
+        nothing in flight, and has the state. All of them know the job at the same boundary; what they wait for at
+        rank 0 would otherwise hold them up in the next call."""
+        deadline = time.monotonic() + self._max_stall
+        post.tried.wait(self._max_stall)
         post.open_again()
         while post.connected and post.joined is None and (left := deadline - time.monotonic()) > 0:
             if self.rank == 0 and "state" in post.wanted:
@@ -225,9 +232,9 @@ class Attachment:
         )
         held: Mapping[str, torch.Tensor] = {}
         buffers = self._described.buffers
-        if buffers or (self._every and (self.iteration + 1) % self._every == 0):
+        if buffers or (self._checksum_every and (self.iteration + 1) % self._checksum_every == 0):
             state = module.state_dict()
-            if self._every and (self.iteration + 1) % self._every == 0:
+            if self._checksum_every and (self.iteration + 1) % self._checksum_every == 0:
                 sums = checksums({entry.name: state[entry.name] for entry in self._described.entries})
                 record.checksums = {name: f"{value:016x}" for name, value in sums.items()}
             if self.rank == 0:
@@ -309,17 +316,17 @@ class Attachment:
 
 
 def _communicator(
-    group: dist.ProcessGroup, describe: Callable[[], dict[str, Any]] | None,
-    calls: Callable[[int], list[dict[str, Any]]] | None,
+    group: dist.ProcessGroup, topology: Callable[[], dict[str, Any]] | None,
+    collectives: Callable[[int], list[dict[str, Any]]] | None,
 ) -> tuple[Callable[[], dict[str, Any]], Callable[[int], list[dict[str, Any]]]]:
-    """Who says what the communicator is: the caller, or the backend itself."""
-    if describe is not None and calls is not None:
-        return describe, calls
-    backend = dist.get_backend(group)
-    if backend == "softroce":
-        softroce: Any = sys.modules["flowcheck.lab.softroce"]  # it is running, so it is there
-        return lambda: softroce.describe(group), lambda since: softroce.calls(group, since)
+    """Who says what the communicator is: the caller, or the process group itself."""
+    topology = topology or getattr(group, "flowcheck_topology", None)
+    collectives = collectives or getattr(group, "flowcheck_collectives", None)
+    if topology is not None and collectives is not None:
+        return topology, collectives
     raise UserError(
-        f"the {backend} backend does not tell torch its connections (addresses, queue pairs) and past calls",
-        where="attach", remedy="give describe= and calls=; docs/use/node.md shows what of an NCCL_DEBUG log goes where",
+        f"the {dist.get_backend(group)} backend does not tell torch its connections (addresses, queue pairs) and past"
+        " calls",
+        where="attach",
+        remedy="give topology= and collectives=; docs/use/node.md shows what of an NCCL_DEBUG log goes where",
     )

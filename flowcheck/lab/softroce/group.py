@@ -70,6 +70,13 @@ class SoftRoceGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._name
 
+    # What flowcheck.attach asks a process group for; docs/use/node.md.
+    def flowcheck_topology(self) -> dict[str, Any]:
+        return describe(self)
+
+    def flowcheck_collectives(self, since: int) -> list[dict[str, Any]]:
+        return calls(self, since)
+
     # -- collectives ------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> SoftRoceWork:

@@ -56,8 +56,9 @@ def main() -> None:
     step = 0
     for node in nodes.split(","):
         attachment = flowcheck.attach(
-            model, optimizer, node=node, token=token, every=2, run_id="gloo", wait=float(wait), iteration=step,
-            describe=lambda: {"communicator": job["communicator"], "flows": mine}, calls=lambda since: said[since:],
+            model, optimizer, node=node, token=token, checksum_every=2, run_id="gloo", iteration=step,
+            max_stall_s=float(wait), topology=lambda: {"communicator": job["communicator"], "flows": mine},
+            collectives=lambda since: said[since:],
         )
         for _ in range(int(steps)):
             loss = model(torch.randint(50, (8, 4))).square().mean()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -38,8 +37,8 @@ class Training:
         self.said: list[dict[str, Any]] = []
         self.attachment = flowcheck.attach(
             self.model, self.optimizer, node=f"{address[0]}:{address[1]}", token=TOKEN.decode(),
-            **{"wait": 0.0, "describe": lambda: {"communicator": COMMUNICATOR, "flows": [FLOW]},
-               "calls": lambda since: self.said[since:]} | options,
+            **{"max_stall_s": 0.0, "topology": lambda: {"communicator": COMMUNICATOR, "flows": [FLOW]},
+               "collectives": lambda since: self.said[since:]} | options,
         )  # fmt: skip
 
     def train(self, *, step: int = 1, calls: int = 1) -> None:
@@ -135,27 +134,30 @@ def attach(**options: Any) -> flowcheck.Attachment:
 
 
 @pytest.mark.parametrize(("node", "token", "what"), [
-    ("nowhere", TOKEN.decode(), "node: 'nowhere' is no address"), ("host:0", TOKEN.decode(), "no address"),
-    ("host:65536", TOKEN.decode(), "no address"), ("host:-1", TOKEN.decode(), "no address"),
-    (":7070", TOKEN.decode(), "no address"), ("host:", TOKEN.decode(), "no address"),
-    ("host:http", TOKEN.decode(), "no address"), ("host:1", "short", "token of 5 characters"),
+    ("nowhere", TOKEN.decode(), "node: 'nowhere' is not an address"), ("host:0", TOKEN.decode(), "not an address"),
+    ("host:65536", TOKEN.decode(), "not an address"), ("host:-1", TOKEN.decode(), "not an address"),
+    (":7070", TOKEN.decode(), "not an address"), ("host:", TOKEN.decode(), "not an address"),
+    ("host:http", TOKEN.decode(), "not an address"), ("host:1", "short", "token of 5 characters"),
 ])  # fmt: skip
 def test_arguments_that_cannot_be_are_refused_at_once(node: str, token: str, what: str) -> None:
     with pytest.raises(UserError, match=what):
         attach(node=node, token=token)
 
 
-@pytest.mark.parametrize("odd", [{"every": -1}, {"every": "100"}, {"epoch": 1.5}, {"epoch": -1}, {"iteration": -3},
-                                 {"wait": -1.0}, {"wait": float("inf")}, {"wait": float("nan")},
-                                 {"wait": 2 * threading.TIMEOUT_MAX}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("odd", [
+    {"checksum_every": -1}, {"checksum_every": "100"}, {"epoch": 1.5}, {"epoch": -1}, {"iteration": -3},
+    {"max_stall_s": -1.0}, {"max_stall_s": float("inf")}, {"max_stall_s": float("nan")},
+    {"max_stall_s": 2 * threading.TIMEOUT_MAX},
+], ids=str)  # fmt: skip
 def test_numbers_that_cannot_be_are_refused_at_once(odd: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"^{next(iter(odd))}: .* is no "):
+    with pytest.raises(UserError, match=f"^{next(iter(odd))}: .* is not a "):
         attach(**odd)
 
 
 @pytest.mark.parametrize("good", [
-    {"every": 0, "epoch": 0, "iteration": 0, "wait": 0}, {"every": 1, "epoch": 1, "iteration": 1, "wait": 1},
-    {"wait": threading.TIMEOUT_MAX}, {"node": "host:65535"}, {"node": "[::1]:7070"},
+    {"checksum_every": 0, "epoch": 0, "iteration": 0, "max_stall_s": 0},
+    {"checksum_every": 1, "epoch": 1, "iteration": 1, "max_stall_s": 1},
+    {"max_stall_s": threading.TIMEOUT_MAX}, {"node": "host:65535"}, {"node": "[::1]:7070"},
 ], ids=str)  # fmt: skip
 def test_numbers_at_their_bounds_are_taken(good: dict[str, Any]) -> None:
     assert "model: is a Linear" in attach(**good).why
@@ -163,7 +165,7 @@ def test_numbers_at_their_bounds_are_taken(good: dict[str, Any]) -> None:
 
 def test_the_defaults() -> None:
     attachment = attach()
-    assert (attachment.iteration, attachment._every, attachment._wait) == (0, 0, 10.0)
+    assert (attachment.iteration, attachment._checksum_every, attachment._max_stall) == (0, 0, 10.0)
 
 
 @pytest.fixture
@@ -202,7 +204,7 @@ def test_a_refusal_does_not_wait_for_the_node(wrapped, kept) -> None:
 
 
 def test_the_hello_says_run_epoch_rank_and_group(training, hand_node) -> None:
-    training(rank=1, run_id="a run", epoch=4, name="a group")
+    training(rank=1, run_id="a run", epoch=4, group="a group")
     hello = hand_node.accept().welcome()
     assert [hello[key] for key in ("run_id", "epoch", "rank", "ranks", "group")] == ["a run", 4, 1, 2, "a group"]
 
@@ -217,7 +219,7 @@ def test_a_run_without_a_name(training, hand_node) -> None:
 def test_a_job_of_one_rank_is_refused(wrapped) -> None:
     model = wrapped(torch.nn.Linear(1, 1), ranks=1)
     attachment = flowcheck.attach(model, torch.optim.SGD(model.parameters()), node="127.0.0.1:9",
-                                  token=TOKEN.decode(), describe=dict, calls=lambda since: [])  # fmt: skip
+                                  token=TOKEN.decode(), topology=dict, collectives=lambda since: [])  # fmt: skip
     assert attachment.state == "refused" and "a job of one rank sends no gradients" in attachment.why
 
 
@@ -227,7 +229,7 @@ def test_rank_and_ranks_are_those_of_the_models_group(wrapped) -> None:
     group = torch.distributed.new_group([1], use_local_synchronization=True)
     model = wrapped(torch.nn.Linear(1, 1), rank=1, process_group=group)
     attachment = flowcheck.attach(model, torch.optim.SGD(model.parameters()), node="127.0.0.1:9",
-                                  token=TOKEN.decode(), describe=dict, calls=lambda since: [])  # fmt: skip
+                                  token=TOKEN.decode(), topology=dict, collectives=lambda since: [])  # fmt: skip
     assert attachment.rank == 0 and "a job of one rank sends no gradients" in attachment.why
 
 
@@ -244,7 +246,7 @@ def test_what_is_no_ddp_model_is_named(caplog: pytest.LogCaptureFixture) -> None
     assert "not attached: model: is a Linear" in line.getMessage()
 
 
-@pytest.mark.parametrize("given", [{}, {"describe": dict}, {"calls": list}], ids=["nothing", "describe", "calls"])
+@pytest.mark.parametrize("given", [{}, {"topology": dict}, {"collectives": list}], ids=lambda given: [*given, ""][0])
 def test_a_backend_that_does_not_tell_its_calls_is_refused(wrapped, given: dict[str, Any]) -> None:
     model = wrapped(torch.nn.Linear(1, 1))
     attachment = flowcheck.attach(
@@ -254,13 +256,13 @@ def test_a_backend_that_does_not_tell_its_calls_is_refused(wrapped, given: dict[
     assert "attach: the pair backend does not tell torch its connections" in attachment.why
 
 
-def test_the_backend_of_the_lab_tells_them_itself(wrapped, monkeypatch) -> None:
+def test_a_process_group_may_tell_them_itself(wrapped) -> None:
+    """By two documented attributes; what the caller gives goes before them."""
     group = wrapped(torch.nn.Linear(1, 1)).process_group
-    lab = SimpleNamespace(describe=lambda group: ("of", group), calls=lambda group, since: ("since", group, since))
-    monkeypatch.setitem(sys.modules, "flowcheck.lab.softroce", lab)
-    monkeypatch.setattr(torch.distributed, "get_backend", lambda one: "softroce" if one is group else "another")
-    describe, calls = module._communicator(group, None, None)
-    assert describe() == ("of", group) and calls(7) == ("since", group, 7)
+    group.flowcheck_topology, group.flowcheck_collectives = lambda: "topology", lambda since: ("since", since)
+    topology, collectives = module._communicator(group, None, None)
+    assert topology() == "topology" and collectives(7) == ("since", 7)
+    assert module._communicator(group, dict, None) == (dict, group.flowcheck_collectives)
 
 
 # -- from watching to attached -------------------------------------------------------------------------------
@@ -310,7 +312,7 @@ def test_a_node_that_is_not_connected_yet_is_waited_for(training, hand_node, scr
         peer.expect("flows")
         peer.send("joined", iteration=3)
 
-    one = training(rank=1, wait=LONGEST)
+    one = training(rank=1, max_stall_s=LONGEST)
     one.attachment._post.tried = Tried()  # nobody has answered the connection so far
     one.iterate(2)
     script(node)
@@ -408,7 +410,7 @@ def test_other_ranks_tell_their_flows_only(training, hand_node) -> None:
 
 
 def test_the_boundary_waits_until_the_node_has_joined_and_has_the_state(training, hand_node, script) -> None:
-    one = training(wait=LONGEST)
+    one = training(max_stall_s=LONGEST)
     peer = connected(one, hand_node)
     states: list[dict[str, torch.Tensor]] = []
 
@@ -441,7 +443,7 @@ def test_the_first_attempt_is_waited_for_as_long_as_told(training) -> None:
             told.append(timeout)
             return False
 
-    one = training(wait=0.25)
+    one = training(max_stall_s=0.25)
     one.attachment._post.tried = Tried()
     one.iterate(4)
     assert told == [0.25] and one.attachment.iteration == 4
@@ -450,7 +452,7 @@ def test_the_first_attempt_is_waited_for_as_long_as_told(training) -> None:
 @pytest.mark.parametrize("state", [False, True], ids=["no state", "a state"])
 def test_less_than_a_second_is_waited_too(training, hand_node, script, monkeypatch, state: bool) -> None:
     """The clock stands still, so that half a second is never over: what ends the wait is the node's answer."""
-    one = training(wait=0.5)
+    one = training(max_stall_s=0.5)
     peer = connected(one, hand_node)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
 
@@ -469,7 +471,7 @@ def test_less_than_a_second_is_waited_too(training, hand_node, script, monkeypat
 
 def test_without_any_time_nothing_is_waited_for(training, hand_node, monkeypatch) -> None:
     """Neither for the node nor for its answer to a state: the clock stands still at the deadline."""
-    one = training(wait=0.0)
+    one = training(max_stall_s=0.0)
     peer = connected(one, hand_node)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     one.iterate(3)
@@ -481,7 +483,7 @@ def test_without_any_time_nothing_is_waited_for(training, hand_node, monkeypatch
 
 
 def test_other_ranks_wait_at_that_boundary_too(training, hand_node, script) -> None:
-    one = training(wait=LONGEST, rank=1)
+    one = training(max_stall_s=LONGEST, rank=1)
     peer = connected(one, hand_node)
 
     def node() -> None:
@@ -498,7 +500,7 @@ def test_other_ranks_wait_at_that_boundary_too(training, hand_node, script) -> N
 
 
 def test_the_wait_ends_with_the_connection(training, hand_node, script) -> None:
-    one = training(wait=3600.0)
+    one = training(max_stall_s=3600.0)
     peer = connected(one, hand_node)
 
     def node() -> None:
@@ -514,14 +516,14 @@ def test_the_wait_for_the_first_attempt_ends_with_it(wrapped, hand_node) -> None
     """A node that does not listen costs nothing."""
     address = hand_node.address
     hand_node.close()
-    one = Training(wrapped, address, wait=3600.0)
+    one = Training(wrapped, address, max_stall_s=3600.0)
     one.iterate(3)
     assert one.attachment.state == "lost"
     one.attachment.close(0.0)
 
 
 def test_a_state_that_came_too_late_is_sent_again_at_the_next_boundary(training, hand_node, script) -> None:
-    one = training(wait=3600.0)
+    one = training(max_stall_s=3600.0)
     peer = connected(one, hand_node)
 
     def node() -> None:
@@ -655,7 +657,7 @@ def test_what_is_not_in_the_manifest_is_not_in_a_state(training, hand_node) -> N
 
 def test_a_node_that_says_nothing_is_not_waited_for_for_ever(training, hand_node, script) -> None:
     """Neither for its first word nor for its answer to a state."""
-    one = training(wait=0.3)
+    one = training(max_stall_s=0.3)
     peer = connected(one, hand_node)
     one.iterate(3)
     assert one.attachment.state == "attaching"
@@ -748,7 +750,7 @@ def test_the_norm_of_an_overflow_does_not_matter(training, hand_node, clip: Any)
     (Every, {"weight", "frozen", "count"}), (lambda: torch.nn.Linear(2, 2), {"weight", "bias"}),
 ], ids=["with buffers", "without"])  # fmt: skip
 def test_checksums_each_kth_iteration_are_of_every_entry_after_the_step(training, hand_node, layer, names) -> None:
-    one = training(layer=layer(), every=3, rank=1)
+    one = training(layer=layer(), checksum_every=3, rank=1)
     peer = joined(one, hand_node, manifest=False)
     after = []
     for _ in range(4):
@@ -772,7 +774,7 @@ def test_buffers_go_with_the_records_of_rank_0(training, hand_node) -> None:
 
 def test_buffers_are_those_of_their_iteration(training, hand_node) -> None:
     """Training goes on while they are sent."""
-    one = training(layer=Every(), every=1)
+    one = training(layer=Every(), checksum_every=1)
     queued: list[Any] = []
     peer = joined(one, hand_node)
     one.attachment._post.put = lambda message, tensors: queued.append((message, tensors))
@@ -877,7 +879,7 @@ def test_a_parameter_without_a_gradient_ends_it(training, hand_node) -> None:
 
 
 def test_a_fault_of_ours_is_logged_with_its_place_and_training_goes_on(training, hand_node, caplog) -> None:
-    one = training(describe=lambda: {"communicator": COMMUNICATOR})  # without flows
+    one = training(topology=lambda: {"communicator": COMMUNICATOR})  # without flows
     connected(one, hand_node)
     caplog.clear()
     one.iterate(4)
