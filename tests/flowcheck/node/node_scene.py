@@ -74,7 +74,7 @@ class World:
         return self.groups[-1]
 
     def say(self, event: str, **fields: Any) -> None:
-        if event == "placing":  # of the machine, before anything of the node
+        if event in ("placing", "updating"):  # of the machine, before anything of the node
             return
         self.done.append(f"say {event}")
         self.said.append((event, fields))
