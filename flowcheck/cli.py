@@ -12,12 +12,13 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
 from flowcheck import __version__
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError
+from flowcheck.interrupts import Heard
 from flowcheck.lab.bench.cli import bench
 from flowcheck.lab.cli import lab
 from flowcheck.lab.synth.cli import synth, synth_job
@@ -147,13 +148,17 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # a name that the terminal cannot show must not end the run
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+    heard = Heard()
     try:
         app(standalone_mode=True)
     except FlowcheckError as error:
         _fail(error)
+    except SystemExit as ended:  # typer ends with 130 after an interrupt
+        if ended.code == 130:
+            _interrupted()
+        raise
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more, while the interpreter ends, would show a traceback
-        sys.exit(130)
+        _interrupted()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -165,6 +170,8 @@ def main() -> None:
             )
         )
     except Exception as error:
+        if heard.interrupted:  # libraries swallow it while they are loaded, and are then not whole
+            _interrupted()
         if os.environ.get("FLOWCHECK_DEBUG"):
             traceback.print_exc()
         last = traceback.extract_tb(error.__traceback__)[-1]
@@ -175,6 +182,12 @@ def main() -> None:
                 remedy="this is a bug in flowcheck; run again with FLOWCHECK_DEBUG=1 and report what it prints",
             )
         )
+
+
+def _interrupted() -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # one more, while the interpreter ends, would show a traceback
+    print("flowcheck: interrupted before it was done", file=sys.stderr)
+    sys.exit(130)
 
 
 def _fail(error: FlowcheckError) -> None:

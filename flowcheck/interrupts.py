@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["command", "deferred", "handled"]
+__all__ = ["Heard", "command", "deferred", "handled"]
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -56,6 +56,19 @@ def deferred() -> Iterator[None]:
             signal.signal(number, old)
         if came:
             before[came[0]](came[0], None)
+
+
+class Heard:
+    """Notes that Ctrl-C came, and lets it do what it did. interrupted: it came since this was made. Main thread."""
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, or somebody else's
+            signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.interrupted = True
+        signal.default_int_handler(number, frame)
 
 
 def command(module: str) -> None:

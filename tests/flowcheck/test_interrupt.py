@@ -1,4 +1,4 @@
-"""Ctrl-C ends the commands in silence, also while they are only being imported; blocks that an interrupt waits for."""
+"""Ctrl-C ends the commands, also while they are only being imported, and they say so; blocks that it waits for."""
 
 import signal
 import subprocess
@@ -19,6 +19,22 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
         env={"PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("lines", [
+    ["signal.raise_signal(signal.SIGINT)"],
+    ["sys.exit(130)  # what typer makes of it"],
+    ["try:", "    signal.raise_signal(signal.SIGINT)", "except KeyboardInterrupt:", "    raise AttributeError('half')"],
+], ids=["heard", "typer", "swallowed"])  # fmt: skip
+def test_a_command_that_was_interrupted_says_so(lines: list[str]) -> None:
+    """Also where a library that was being loaded has swallowed it: nothing that fails afterwards is a bug of ours."""
+    body = "\n    ".join(lines)
+    code = (
+        "import signal, sys\nfrom flowcheck import cli\n"
+        f"def app(standalone_mode):\n    {body}\ncli.app = app\ncli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False, timeout=280)
+    assert (done.returncode, done.stderr) == (130, "flowcheck: interrupted before it was done\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
