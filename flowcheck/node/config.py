@@ -95,7 +95,8 @@ class NodeConfig(_Part):
             text = _text(path).splitlines()[0]
         except (OSError, UnicodeDecodeError, IndexError) as error:
             reason = getattr(error, "strerror", None) or "is empty or no text"
-            raise EnvironmentProblem(reason, where=str(path), remedy="a readable file with one line") from None
+            kind = UserError if isinstance(error, FileNotFoundError) else EnvironmentProblem
+            raise kind(reason, where=str(path), remedy="a readable file with one line") from None
         return token_bytes(text)
 
 
@@ -114,7 +115,8 @@ def load(path: str | os.PathLike[str]) -> NodeConfig:
     try:
         data = tomllib.loads(_text(path))
     except OSError as error:
-        raise EnvironmentProblem(
+        kind = UserError if isinstance(error, FileNotFoundError) else EnvironmentProblem
+        raise kind(
             f"cannot be read: {error.strerror}", where=str(path), remedy="give the node's settings with --config",
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

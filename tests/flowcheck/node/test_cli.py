@@ -21,7 +21,7 @@ pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built
 
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.control.protocol import Link, RecordsError, Refused, greet
-from flowcheck.errors import EnvironmentProblem
+from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import cli
 from flowcheck.node.config import NodeConfig
 
@@ -197,7 +197,7 @@ def test_a_replica_directory_needs_both_rights(
 
 
 def test_a_token_that_is_not_one_is_found_before_dpdk_starts(begin: Begin, world: World, tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match="No such file"):
+    with pytest.raises(UserError, match="No such file"):
         begin(control={"token_file": str(tmp_path / "none such")})
     assert world.done == []
 

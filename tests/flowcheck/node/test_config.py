@@ -277,7 +277,9 @@ def test_files_without_an_end(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match=r"node\.toml: cannot be read"):
+    with pytest.raises(UserError, match=r"node\.toml: cannot be read") as refused:
         load(tmp_path / "node.toml")
-    with pytest.raises(EnvironmentProblem, match="No such file"):
+    assert refused.value.exit_code == 2  # as of every command
+    with pytest.raises(UserError, match="No such file") as refused:
         load(settings(tmp_path, "/token", "/tokens")).token()
+    assert refused.value.where == f"{tmp_path}/tokens"
