@@ -269,6 +269,7 @@ class Job:
     step_values: list[str] = field(default_factory=list)
     run_id: str = ""
     epoch: int = 0
+    unproven: list[str] = field(default_factory=list)  # what nothing confirms, said by whoever wrote it
     schema: str = field(default=SCHEMA, metadata=_one_of([SCHEMA]))
 
     def to_dict(self) -> dict[str, Any]:

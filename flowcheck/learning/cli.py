@@ -81,14 +81,15 @@ def learn(
     hints = hints_of(optimizer, dtype, buckets, rank, nccl_version, algorithm, job)
     with watching() as progress:
         learnt: Learnt = learn_captures(captures, hints, nccl_log or [], progress)
+    learnt.job.unproven = learnt.marks  # a file confirms no more than what was learnt
     write_atomic(out, learnt.job.to_json().encode())
     console = screen()
     columns = [Column(name, folds=True) for name in ("learnt", "value", "confidence", "because")]
     print_table(console, columns, [(item.what, item.value, item.confidence, item.reason) for item in learnt.items])
     for text in learnt.doubts:
-        console.print(f"doubt: {escape(text)}", soft_wrap=True)
+        console.print(f"doubt: {escape(text)}", highlight=False)
     for text in learnt.missing:
-        console.print(f"not known: {escape(text)}", soft_wrap=True)
+        console.print(f"not known: {escape(text)}", highlight=False)
     console.print(f"manifest: {escape(str(out))}", soft_wrap=True)
 
 

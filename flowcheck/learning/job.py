@@ -77,6 +77,11 @@ class Learnt:
     missing: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
 
+    @property
+    def marks(self) -> list[str]:
+        """What a result rests on that was learnt, for its `unproven` list."""
+        return ["the job: learnt from the traffic, no manifest confirms it (docs/use/learn.md)", *self.doubts]
+
     def to_dict(self) -> dict[str, Any]:
         return {
             "items": [vars(item) for item in self.items], "missing": list(self.missing), "doubts": list(self.doubts),

@@ -60,8 +60,7 @@ def replay(options: ReplayOptions, console: Console) -> tuple[Report, str]:
         session.report.learnt = learnt.to_dict()
         said = [item.confidence for item in learnt.items if item.what == "flows"]  # only a bootstrap names them
         session.learnt_labels = bool(said) and set(said) == {"certain"}
-        session.marks.append("the job: learnt from the traffic, no manifest confirms it (docs/use/learn.md)")
-        session.marks += learnt.doubts
+        session.marks += learnt.marks
     with _dpdk_errors():
         session.drive(console)
     return session.finish()

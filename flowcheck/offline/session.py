@@ -267,6 +267,8 @@ class ReplaySession:
         refused = self.judge.refused(disagreements)
         if refused:
             self.report.notes.append(f"refused: {refused}; nothing is offered as a checkpoint")
+        if self.plan.job.optimizer is None and self.reduces:
+            self.report.notes.append(f"no checkpoint: {self.replica.absent}")
         self._note_trust()
         failure = self.report.failure = self._failure(refused)
         with reporting(self.options.out):
@@ -318,7 +320,7 @@ class ReplaySession:
         entries = self.engine.disagreements()
         packets = dict.fromkeys(range(len(self.plan.job.flows)), 0)
         for spec, counters in data_flows(self.plan, self.engine):
-            packets[spec.edge] += counters["packets"]
+            packets[spec.edge] += counters["seen"]  # also those that found no place in the traffic
         captures = ", ".join(info.path for info in self.infos)
         if entries:
             return UserError(

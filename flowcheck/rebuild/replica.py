@@ -217,11 +217,12 @@ class JobReplica:
 
     @property
     def unproven(self) -> list[str]:
-        """Marks of what the replica rests on and nothing has shown: old buffers, an order of roundings."""
+        """Marks of what the replica rests on and nothing has shown: the manifest's own, old buffers, an order of
+        roundings."""
         if self.absent or self._dialect is None:
-            return []
+            return list(self._plan.job.unproven)
         buffers = [entry.name for entry in self._plan.job.model if entry.kind == "buffer"]
-        marks = []
+        marks = list(self._plan.job.unproven)
         if self._plan.job.narrow and self._plan.job.optimizer is not None and not self._plan.job.optimizer.masters:
             marks.append(
                 "masters: the manifest does not say what the optimizer holds of 16-bit parameters; fp32 masters that"

@@ -88,6 +88,9 @@ def test_command_line_writes_a_manifest_that_replays_the_same(capture, tmp_path:
     subprocess.run(replayed, check=True, capture_output=True)
     written = json.loads((tmp_path / "out" / "step-000020" / "manifest.json").read_text())
     assert written["files"]["model.safetensors"]["tensors"]["parameter.0"]["sha256"] == WEIGHT
+    # A file confirms no more than what was learnt: as a replay without --job says it.
+    assert [mark for mark in written["unproven"] if mark.startswith("the job: learnt from the traffic")]
+    assert [mark for mark in written["unproven"] if mark.startswith("iterations: counted by sizes alone")]
     refused = subprocess.run(
         [*command, "learn", str(capture(HARDWARE.format("rdma32"))), "--out", str(tmp_path / "none.json")],
         capture_output=True, text=True,

@@ -101,9 +101,9 @@ def test_nothing_seen_says_what_was_there(begin: Begin) -> None:
     replayed = begin(streams=2)
     for stream in range(2):
         for number in (DATA, BACK):
-            replayed.engine.flow(number, stream)["packets"] = 0
-    replayed.engine.flow(DATA, 1)["packets"] = 3
-    replayed.engine.flow(CONTROL)["packets"] = 5
+            replayed.engine.flow(number, stream).update(packets=0, seen=False)
+    replayed.engine.flow(DATA, 1)["seen"] = True  # and its packets found no place
+    replayed.engine.flow(CONTROL).update(packets=5, seen=True)
     replayed.engine.counts = [
         {"placed": (4, 1), "compared": (2, 1), "encapsulated": (9, 9), "late": (2, 9), "icrc": (0, 0),
          "control": (8, 9)},
@@ -116,6 +116,22 @@ def test_nothing_seen_says_what_was_there(begin: Begin) -> None:
     assert "by what became of the packets: late 7, control 8, other_roce 1, encapsulated: MPLS 9" in str(error)
     assert "a.pcapng, b.pcapng" in str(error)
     assert error.remedy == "mirror with SPAN, or with ERSPAN or GRE that carry whole Ethernet frames"
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_what_the_manifest_itself_calls_unproven_is_in_the_report(begin: Begin, optimizer: bool) -> None:
+    job = example_job(count=[20, 9])
+    job.unproven = ["learnt: counted by sizes alone"]
+    if not optimizer:
+        job.optimizer = None
+    replayed = begin(job)
+    replayed.close(0, 1)
+    report, _ = replayed.finish()
+    assert report["unproven"].count("learnt: counted by sizes alone") == 1
+    assert ("no checkpoint: the manifest names no optimizer" in report["notes"]) != optimizer
+    if optimizer:
+        written = json.loads((replayed.out / "step-000002" / "manifest.json").read_text())
+        assert "learnt: counted by sizes alone" in written["unproven"]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +156,7 @@ def test_what_to_do_goes_by_what_most_packets_suffered(begin: Begin, counts: dic
 def test_at_most_four_silent_connections_are_named(begin: Begin) -> None:
     replayed = begin(example_job(ranks=3, channels=2, count=[20, 9]))
     for number in range(len(replayed.session.plan.engine.flows)):
-        replayed.engine.flow(number)["packets"] = 0
+        replayed.engine.flow(number)["seen"] = False
     assert str(nothing(replayed)).count("channel") == 4  # of six
 
 
