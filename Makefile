@@ -1,17 +1,15 @@
 # Two commands on a fresh Debian 12: `make demo` and `make test`. Each sets up what is missing (Debian packages,
 # .venv, pinned Python packages, compiled extensions) and is fast when nothing is. `make help` lists the rest.
 SHELL   := /bin/bash
-PYTHON  ?= /usr/bin/python3
 BIN     := .venv/bin
 PYTEST  := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadscope
 # What the caller has set for himself must not reach pip, setup.py or pytest.
 export PYTHONPATH :=
-export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export FLOWCHECK_BUILD :=
 
-SOURCES := setup.py $(wildcard parser/*.p[yx][xdi] updater/*.p[yx][xd] flowcheck/lab/bench/*.pyx flowcheck/lab/*.pyx \
-           flowcheck/lab/*/*.p[yx][xd] */include/*.h */src/*.[ch] flowcheck/lab/bench/*/*.[ch] flowcheck/lab/*/*.[ch] \
-           flowcheck/lab/*/*/*.[ch] dataplane/pydpdk/_build.py dataplane/pydpdk/shim.[ch] dataplane/pydpdk/decl/*.h)
+SOURCES := setup.py $(wildcard parser/*.p[yx][xdi] updater/*.p[yx][xd] flowcheck/*/*.p[yx][xd] flowcheck/*/*/*.p[yx][xd] \
+           */include/*.h */src/*.[ch] flowcheck/lab/*/*.[ch] flowcheck/lab/*/*/*.[ch] \
+           dataplane/pydpdk/_build.py dataplane/pydpdk/shim.[ch] dataplane/pydpdk/decl/*.h)
 MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)
 
 .DELETE_ON_ERROR:
@@ -49,26 +47,15 @@ debug:   ## extensions with C assertions, bounds checks and line tracing for cov
 
 dev: .venv/.installed-dev   ## what tests need more: compilers, a switch, second opinions, Python packages
 
-packages:
-	@tools/apt-packages.sh run
-
-hugepages:
-	@tools/hugepages.sh 256
-
-# FLOWCHECK_BUILD=none: the editable install records the packages, another rule compiles.
-INSTALL := FLOWCHECK_BUILD=none $(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation
+packages:; @tools/apt-packages.sh run
+hugepages:; @tools/hugepages.sh 256
 
 .venv/.installed: constraints.txt pyproject.toml | packages
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "flowcheck: installing Python packages, usually two or three minutes (most of it is torch)"
-	$(BIN)/python -m pip install -q -c constraints.txt setuptools wheel Cython cffi numpy
-	$(INSTALL) -e '.[node,switch,lab]'
+	@tools/python-packages.sh node,switch,lab "two or three minutes, most of it torch"
 	touch $@
 
 .venv/.installed-dev: .venv/.installed
-	@tools/apt-packages.sh test
-	@echo "flowcheck: installing the Python packages of the tests, usually half a minute"
-	$(INSTALL) -e '.[node,switch,lab,dev]'
+	@tools/apt-packages.sh test && tools/python-packages.sh node,switch,lab,dev "half a minute"
 	touch $@
 
 .venv/.built-$(MODE): .venv/.installed $(SOURCES)
