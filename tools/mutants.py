@@ -66,6 +66,8 @@ MODULES: dict[str, list[str]] = {
     "updater/layout.py": [f"{UPDATER}/test_layout.py"],
     "updater/optimizers.py": [f"{UPDATER}/test_optimizers.py"],
     "updater/dialects.py": [f"{UPDATER}/test_dialects.py"],
+    "updater/sixteen.py": [f"{UPDATER}/test_sixteen.py"],
+    "updater/arrays.py": [f"{UPDATER}/test_replica_states.py", f"{UPDATER}/test_sixteen.py"],
     "updater/replica.py": [f"{UPDATER}/test_replica.py", f"{UPDATER}/test_replica_states.py"],
     "updater/slot.py": [f"{UPDATER}/test_slot.py", f"{UPDATER}/test_replica.py"],
     "updater/store.py": [f"{UPDATER}/test_store.py"],

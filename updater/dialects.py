@@ -5,6 +5,9 @@ A dialect is (torch version, mode). Modes: `torch-cpu` (single-tensor and foreac
 for a version by a test that compares bits with that torch; anything else works and is marked unproven wherever a
 result is shown.
 
+Parameters of 16 bits that are updated without fp32 masters have roundings of their own within `torch-cpu`
+(updater/sixteen.py); no other order has a kernel for them.
+
 The trap of `torch-cpu` is the square root. torch built with MKL takes vmsSqrt, which is correctly rounded on no
 processor met so far, and not the same on AMD's (17 % of all floats are off by one ulp) and Intel's (0.6 %). `cpu_root`
 decides once per process how to be exact by construction: it compares torch.sqrt, over every mantissa and both parities
@@ -29,7 +32,7 @@ import torch
 from updater import kernels
 from updater.errors import OptimizerError
 
-__all__ = ["DIALECTS", "Dialect", "cpu_root", "find_root", "root_of", "rule"]
+__all__ = ["DIALECTS", "GRAIN", "Dialect", "cpu_root", "find_root", "root_of", "rule"]
 
 DIALECTS = ("torch-cpu", "torch-cpu-fused", "torch-cuda-foreach", "torch-cuda-fused")
 
@@ -37,6 +40,10 @@ DIALECTS = ("torch-cpu", "torch-cpu-fused", "torch-cuda-foreach", "torch-cuda-fu
 _PROVEN: dict[str, tuple[str, ...]] = {"torch-cpu": ("2.13",), "torch-cpu-fused": ("2.13",)}
 #: Versions whose sources the order was read from, where nothing was run.
 _READ = {"torch-cuda-foreach": "2.13", "torch-cuda-fused": "2.13"}
+
+#: torch's CPU operators: elements that one thread takes before a second helps, and those of one turn of the vector
+#: loop over 16-bit elements (two vectors of AVX2; the additions have no kernel for AVX-512).
+GRAIN, LANES = 32768, 32
 
 #: (beta, step) -> 1 - powf(beta, step) of a GPU, as fp32.
 DevicePow = Callable[[float, int], float]
@@ -47,13 +54,15 @@ class Dialect:
     """Whose roundings. torch_version: of the trainer ("2.13.0+cu130"); "" means the one installed here.
 
     root: how torch-cpu takes square roots, "" to find out (see cpu_root). device_powf: beta**step as a GPU computes
-    it in fp32, for torch-cuda-fused; without it the correctly rounded power stands in.
+    it in fp32, for torch-cuda-fused; without it the correctly rounded power stands in. threads: the trainer's
+    torch.get_num_threads(), which tells bits apart where parameters have 16 bits alone (see `parts`); 0: as 1.
     """
 
     name: str = "torch-cuda-foreach"
     torch_version: str = ""
     root: str = ""
     device_powf: DevicePow | None = None
+    threads: int = 0
 
     def __post_init__(self) -> None:
         if self.name not in DIALECTS:
@@ -89,8 +98,24 @@ class Dialect:
         """How many last elements of a tensor torch computes in a scalar loop that rounds differently."""
         return size % 8 if self.name == "torch-cpu-fused" else 0
 
-    def check(self, optimizer: str) -> None:
+    def parts(self, size: int, held: str = "float32") -> list[tuple[int, int, int]]:
+        """(begin, end, odd) of the parts of a tensor whose last `odd` elements torch rounds differently.
+
+        held: what parameters and states are held in. In 16 bits alone every thread's part ends in a scalar loop, in
+        which additions with a factor round the product, too (c10's parallel_for shares more than GRAIN elements).
+        """
+        if held == "float32":
+            return [(0, size, self.odd(size))]
+        sharing = max(1, min(self.threads, -(-size // GRAIN)))
+        each = max(1, -(-size // sharing))
+        return [(a, min(a + each, size), (min(a + each, size) - a) % LANES) for a in range(0, size, each)]
+
+    def check(self, optimizer: str, held: str = "float32") -> None:
         """Refuse what has no kernel in this order."""
+        if held != "float32" and self.name != "torch-cpu":
+            raise OptimizerError(
+                f"{held} parameters without fp32 masters have no kernel in the order {self.name}, only in torch-cpu"
+            )
         if optimizer == "sgd" and self.name == "torch-cuda-fused":
             raise OptimizerError("fused SGD on CUDA multiplies in double precision; there is no kernel for that")
 
@@ -98,15 +123,18 @@ class Dialect:
 def rule(
     dialect: Dialect, name: str, options: Mapping[str, Any], step: int, *, grad: str = "float32", low: str = "",
     divisor: int = 1, loss_scale: float | None = None, clip: float | None = None, first: bool = False,
+    held: str = "float32",
 ) -> kernels.Rule:
-    """Constants of one group. step counts from 1. grad: the gradient's type; low: of the low-precision copy.
+    """Constants of one group. step counts from 1. grad: the gradient's type; low: of the low-precision copy; held: of
+    parameters and states.
 
     first: SGD with momentum whose buffer does not exist yet. loss_scale: gradients are unscaled by it.
     """
-    dialect.check(name)
+    dialect.check(name, held)
     common = {
-        "order": dialect.name, "grad": grad, "low": low, "divisor": divisor, "divisor_times": dialect.cuda,
-        "clip": clip, "maximize": bool(options.get("maximize", False)), **_unscale(dialect, loss_scale),
+        "order": dialect.name, "grad": grad, "low": low, "held": held,
+        "divisor": divisor, "divisor_times": dialect.cuda, "clip": clip,
+        "maximize": bool(options.get("maximize", False)), **_unscale(dialect, loss_scale),
     }
     lr, decay = float(options["lr"]), float(options.get("weight_decay", 0.0 if name != "adamw" else 1e-2))
     if name == "sgd":
@@ -126,7 +154,7 @@ def rule(
     far = abs(_f32(weight)) >= 0.5
     omb2, negative = 1 - beta2, -(lr / (1 - beta1**step))
     return kernels.Rule(
-        root=(dialect.root or cpu_root()) if dialect.name == "torch-cpu" else "ieee",
+        root=(dialect.root or cpu_root()) if dialect.name == "torch-cpu" and held == "float32" else "ieee",
         weight_decay=1 - lr * decay if kind == 2 else decay,
         # With beta1 = 0 the sign of the zero decides the sign of a moment whose gradient is zero.
         lerp_far=far, w1=weight if not far else -(1 - _f32(weight)) if dialect.cuda else _f32(weight) - 1,

@@ -20,7 +20,7 @@ cdef extern from "update.h" nogil:
     enum: FCU_DIVIDE, FCU_TIMES, FCU_UNSCALE, FCU_UNSCALE_DIV, FCU_CLIP, FCU_NEGATE
     ctypedef void (*fcu_sqrt_call)(long long n, const float *src, float *out, long long mode) noexcept nogil
     ctypedef struct fcu_rule:
-        int sgd, order, sqrt_mode, grad, ops, amsgrad, decay, lerp_far, omb2_is_one
+        int sgd, held, order, sqrt_mode, grad, ops, amsgrad, decay, lerp_far, omb2_is_one
         float divisor, scale, clip, weight_decay, beta1, w1, beta2, omb2, bc2_sqrt, eps, step
         int momentum_state, nesterov
         float momentum, undamped
@@ -165,14 +165,15 @@ def checksum(uintptr_t data, uint64_t n, int size, str name=""):
 cdef class Rule:
     """Constants of one step of one group. Keywords are the fields of fcu_rule; floats are rounded to fp32 here.
 
-    order, root, grad, low: names of ORDERS, ROOTS, GRADIENTS ("" low: no low-precision copy).
+    order, root, grad, low: names of ORDERS, ROOTS, GRADIENTS ("" low: no low-precision copy). held: of GRADIENTS, what
+    parameters and states are held in; where that has 16 bits, the gradient has the same type.
     """
 
     cdef fcu_rule rule
 
     def __cinit__(
-        self, *, bint sgd=False, str order="torch-cpu", str root="ieee", str grad="float32", str low="", int decay=0,
-        bint amsgrad=False, bint lerp_far=False, bint omb2_is_one=False,
+        self, *, bint sgd=False, str order="torch-cpu", str root="ieee", str grad="float32", str low="",
+        str held="float32", int decay=0, bint amsgrad=False, bint lerp_far=False, bint omb2_is_one=False,
         double divisor=1, bint divisor_times=False, double scale=1, bint scale_divides=False, object clip=None,
         bint unscale=False, bint maximize=False, double weight_decay=0, double beta1=0, double w1=0,
         double beta2=0, double omb2=0, double bc2_sqrt=1, double eps=0, double step=0,
@@ -180,7 +181,9 @@ cdef class Rule:
     ):
         cdef fcu_rule *r = &self.rule
         r.sgd, r.order, r.sqrt_mode, r.grad = sgd, ORDERS[order], ROOTS[root], GRADIENTS[grad]
-        r.low = GRADIENTS[low] if low else 0
+        r.low, r.held = GRADIENTS[low] if low else 0, GRADIENTS[held]
+        if r.held != FCU_F32 and (r.held != r.grad or r.order != FCU_TORCH_CPU):
+            raise ValueError(f"parameters held in {held}, a gradient in {grad}, order {order}: there is no kernel")
         r.amsgrad, r.decay, r.lerp_far = amsgrad, decay, lerp_far
         r.omb2_is_one = omb2_is_one
         if divisor != 1:

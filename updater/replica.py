@@ -39,13 +39,14 @@ from typing import Any
 import torch
 
 from updater import kernels
+from updater.arrays import check_alone, check_tensors, plan
 from updater.dialects import Dialect, cpu_root
-from updater.errors import NoFreeSlot, ReplicaError
+from updater.errors import NoFreeSlot, OptimizerError, ReplicaError
 from updater.layout import Layout
-from updater.optimizers import OptimizerSpec, packed
-from updater.slot import STATES, Slot, SlotState
+from updater.optimizers import OptimizerSpec
+from updater.slot import Slot, SlotState
 from updater.step import StepValues
-from updater.store import BUILDING, COMPLETE, FREE, Store, plan_arrays
+from updater.store import BUILDING, COMPLETE, FREE, Store
 from updater.tuning import chosen
 from updater.verify import Comparison
 
@@ -58,21 +59,21 @@ _EDGES = {
     SlotState.PINNED: (SlotState.COMPLETE,),
 }
 _WHOLE = (SlotState.COMPLETE, SlotState.PINNED)
-_LOW = (torch.bfloat16, torch.float16)
 
 
 class Replica:
     """V slots of a model and its optimizer.
 
     tensors: every model entry in state_dict order (copied). optimizer: names what is optimized: fp32, or bf16/fp16
-    with fp32 masters (a "master" in optimizer_state, else the widened parameter). buffers: entries that a step may
-    replace; all other entries are constants and kept once. tied: name -> the optimized tensor whose memory it shares.
+    with fp32 masters (a "master" in optimizer_state, else the widened parameter), or, if `masters` is false, bf16/fp16
+    alone, states included, in dialect torch-cpu. buffers: entries that a step may replace; all other entries are
+    constants and kept once. tied: name -> the optimized tensor whose memory it shares.
     slots: 2 to 4. divisor: gradients are divided by it. step, optimizer_state: where a checkpoint was taken.
     path: a file to create (tmpfs, hugetlbfs); None: memory of this process. threads: workers, 0 for none.
     values: per group the options of the step that made these tensors, where they are not the optimizer's (a schedule).
 
     Memory: V * (bytes per parameter: 12 for Adam in fp32, 16 with amsgrad, 8 for SGD with momentum, 4 without, and
-    2 more for a 16-bit copy) plus constants once; every array begins on a cache line.
+    2 more for a 16-bit copy; half of it in 16 bits alone) plus constants once; every array begins on a cache line.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Replica:
         tied: Mapping[str, str] | None = None,
         threads: int = 0,
         values: Sequence[Mapping[str, Any]] = (),
+        masters: bool = True,
     ) -> None:
         dialect, state = dialect or Dialect(), optimizer_state or {}
         if not 2 <= slots <= 4:
@@ -100,13 +102,15 @@ class Replica:
             raise ReplicaError(f"divisor {divisor} or step {step} is out of range")
         dialect.check(optimizer.name)
         optimizer.with_values(values)
-        _check_tensors(tensors, optimizer, state, tied or {})
+        check_tensors(tensors, optimizer, state, tied or {}, masters)
         identity = {
             "run_id": run_id, "epoch": epoch, "slots": slots, "divisor": divisor, "dialect": dialect.name,
-            "torch_version": dialect.torch_version, "optimizer": optimizer.to_dict(),
+            "torch_version": dialect.torch_version, "threads": dialect.threads, "optimizer": optimizer.to_dict(),
         }
         path = None if path is None else Path(path)
-        store = Store.create(identity | _plan(tensors, optimizer, buffers, tied or {}), path)
+        planned = plan(tensors, optimizer, buffers, tied or {}, masters)
+        check_alone(planned["arrays"], optimizer, dialect)
+        store = Store.create(identity | planned, path)
         store.lock_writer(path)
         for (name, _), constant in store.tensors(None).items():
             constant.copy_(tensors[name])
@@ -146,14 +150,17 @@ class Replica:
         for what, wanted in (("run_id", run_id), ("epoch", epoch)):
             if wanted is not None and layout[what] != wanted:
                 raise ReplicaError(f"{path}: belongs to {what} {layout[what]!r}, not {wanted!r}")
-        dialect = dialect or Dialect(layout["dialect"], layout["torch_version"])
-        if (dialect.name, dialect.torch_version) != (layout["dialect"], layout["torch_version"]):
-            raise ReplicaError(f"{path}: was built with dialect {layout['dialect']} of torch {layout['torch_version']}")
+        said = (layout["dialect"], layout["torch_version"], layout["threads"])
+        dialect = dialect or Dialect(said[0], said[1], threads=said[2])
+        if (dialect.name, dialect.torch_version, dialect.threads) != said:
+            shared = "" if dialect.threads == said[2] else f", with {said[2] or 'an unknown number of'} threads"
+            raise ReplicaError(f"{path}: was built with dialect {said[0]} of torch {said[1]}{shared}")
         newest = store.newest()
         if newest is None:
             raise ReplicaError(f"{path}: no complete version in it")
         groups = [(group["params"], group["options"]) for group in layout["optimizer"]["groups"]]
         spec = OptimizerSpec.check(layout["optimizer"]["name"], groups, fused=dialect.fused)
+        check_alone(layout["arrays"], spec, dialect)
         replica = cls.__new__(cls)
         replica._take_over(store, spec, dialect, int(layout["divisor"]), threads)
         for slot in replica.slots:
@@ -176,6 +183,7 @@ class Replica:
         self._comparers: kernels.Pool | None = None
         self.slots = [Slot(store, i, spec, dialect, self._pool, divisor) for i in range(store.slots)]
         self._shapes = {a.name: a.shape for a in store.arrays if a.role == "p"}
+        self._alone = next((a.name for a in store.arrays if a.role == "p" and a.dtype != "float32"), "")
 
     def close(self) -> None:
         """End the workers and let another process write; a file stays. May be called twice."""
@@ -227,6 +235,10 @@ class Replica:
 
     def _check_values(self, values: StepValues) -> None:
         self.optimizer.with_values(values.groups)
+        if values.loss_scale is not None and self._alone:
+            raise OptimizerError(
+                f"{self._alone!r} is updated in 16 bits alone: there is no kernel for gradients with a loss scale"
+            )
         for name in values.without_gradient - set(self._shapes):
             raise ReplicaError(f"{name!r} is said to have no gradient and is not optimized")
         raw = {array.name: array for array in self._store.arrays if array.role == "raw"}
@@ -353,63 +365,3 @@ class Replica:
         self._store.set_word(slot.index, word, slot.step if state is not SlotState.FREE else 0)
         if before is SlotState.BUILDING:
             self._store.unlock_slot(slot.index)
-
-
-def _check_tensors(
-    tensors: Mapping[str, torch.Tensor], optimizer: OptimizerSpec, state: Mapping[str, Mapping[str, Any]],
-    tied: Mapping[str, str],
-) -> None:
-    for name in optimizer.params:
-        if name not in tensors:
-            raise ReplicaError(f"{name!r} is to be optimized and is not in the model")
-        if tensors[name].dtype is not torch.float32 and tensors[name].dtype not in _LOW:
-            raise ReplicaError(f"{name!r} is to be optimized and is {tensors[name].dtype}; fp32, bf16 or fp16 can be")
-    for name, owner in tied.items():
-        if owner not in optimizer.params or name in optimizer.params or name not in tensors:
-            raise ReplicaError(f"{name!r} cannot be tied to {owner!r}: one model entry, one optimized tensor")
-        if tensors[name].shape != tensors[owner].shape or not torch.equal(tensors[name], tensors[owner]):
-            raise ReplicaError(f"{name!r} is tied to {owner!r} and differs from it")
-    group = {name: group.options for group in optimizer.groups for name in group.params}
-    for name in state:
-        if name not in group:
-            raise ReplicaError(f"optimizer state of {name!r}, which is not optimized")
-        known = {*optimizer.states(group[name]), *(["step"] if optimizer.name != "sgd" else [])}
-        if tensors[name].dtype in _LOW:
-            known.add("master")
-        for key, value in state[name].items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.shape != tensors[name].shape:
-                raise ReplicaError(f"optimizer state {key!r} of {name!r} has shape {tuple(value.shape)}")
-            if key not in known and value is not None:
-                raise ReplicaError(f"optimizer state {key!r} of {name!r} is not one that {optimizer.name} has here")
-
-
-def _plan(
-    tensors: Mapping[str, torch.Tensor], optimizer: OptimizerSpec, buffers: frozenset[str], tied: Mapping[str, str]
-) -> dict[str, Any]:
-    """The part of the layout that the tensors decide."""
-    group = {name: group.options for group in optimizer.groups for name in group.params}
-    wanted, fixed, entries = [], [], []
-    for name, tensor in tensors.items():
-        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        role = "raw" if name in buffers else "fixed"
-        if name in group:
-            role = "low" if tensor.dtype in _LOW else "p"
-            roles = ["p", *(STATES[key] for key in optimizer.states(group[name]))]
-            wanted += [(name, each, "float32", shape) for each in roles]
-            if role == "low":
-                wanted.append((name, "low", dtype, shape))
-        elif name in tied:
-            role = "low" if tensor.dtype in _LOW else "p"
-        elif role == "raw":
-            wanted.append((name, role, dtype, shape))
-        else:
-            fixed.append((name, role, dtype, shape))
-        entries.append({"name": name, "role": role, "tied": tied.get(name, "")})
-    wanted.append(("", "steps", "float32", (len(optimizer.params),)))
-    wanted.append(("", "options", "float64", (len(optimizer.groups), packed(optimizer.name))))
-    return {
-        "entries": entries,
-        "states": {name: list(optimizer.states(group[name])) for name in optimizer.params},
-        "constants": [vars(array) for array in plan_arrays(fixed)[0]],
-        "arrays": [vars(array) for array in plan_arrays(wanted)[0]],
-    }

@@ -41,7 +41,7 @@ class Version:
     """Tensors of one slot, over its memory. Reading is all that this class does.
 
     parameters: every model entry in state_dict order (tied names share memory). masters: fp32 values of the
-    parameters that are kept in 16 bits.
+    parameters that are kept in 16 bits, unless those are updated in 16 bits alone: then there are none.
     """
 
     def __init__(self, store: Store, index: int) -> None:
@@ -100,7 +100,9 @@ class Slot(Version):
         self._spec, self._dialect, self._pool, self._divisor = spec, dialect, pool, divisor
         self._group = {name: g for g, group in enumerate(spec.groups) for name in group.params}
         self._sizes = {name: self._tensors[name, "p"].numel() for name in self._order}
-        self._low = {name: str(self._tensors[name, "low"].dtype).removeprefix("torch.") for name in self.masters}
+        self._low = {name: _type(self._tensors[name, "low"]) for name in self.masters}
+        self._held = {name: _type(self._tensors[name, "p"]) for name in self._order}
+        self._parts = {name: dialect.parts(size, self._held[name]) for name, size in self._sizes.items()}
         self._where = {key: tensor.data_ptr() for key, tensor in self._tensors.items()}
         self._layout: Layout | None = None
         self._source: Slot | None = None
@@ -171,34 +173,40 @@ class Slot(Version):
 
     def _submit(self, bucket: int, data: torch.Tensor, divisor: int, source: Slot) -> None:
         assert self._layout is not None
-        grad = str(data.dtype).removeprefix("torch.")
+        grad = _type(data)
         rules: list[kernels.Rule] = []
-        index: dict[tuple[int, int, str], int] = {}
+        index: dict[tuple[int, int, str, str], int] = {}
         pieces = []
         for piece in self._layout.buckets[bucket]:
             name = piece.name
             if name in self._absent or not piece.length:
                 continue
-            key = (self._group[name], int(source._steps[self._order[name]]) + 1, self._low.get(name, ""))
+            held = self._held[name]
+            if held not in ("float32", grad):
+                raise ReplicaError(f"a {grad} gradient for {name!r}, which is updated in {held} alone")
+            key = (self._group[name], int(source._steps[self._order[name]]) + 1, self._low.get(name, ""), held)
             if key not in index:
                 index[key] = len(rules)
                 rules.append(self._rule(*key, grad, divisor))
-            size = self._sizes[name]
-            begin, end = piece.start, piece.start + piece.length
-            odd = max(0, end - max(begin, size - self._dialect.odd(size)))
-            arrays = [
-                at + 4 * begin if at else 0
-                for where in (source._where, self._where) for at in (where.get((name, role), 0) for role in ROLES)
-            ]
-            low = self._where.get((name, "low"), 0)
-            pieces.append((index[key], piece.length, data.data_ptr() + piece.offset * data.element_size(), *arrays,
-                           low + 2 * begin if low else 0, odd))
+            width = 4 if held == "float32" else 2
+            for first, after, odd in self._parts[name]:
+                begin, end = max(first, piece.start), min(after, piece.start + piece.length)
+                if begin >= end:
+                    continue
+                arrays = [
+                    at + width * begin if at else 0
+                    for where in (source._where, self._where) for at in (where.get((name, role), 0) for role in ROLES)
+                ]
+                low = self._where.get((name, "low"), 0)
+                gradient = data.data_ptr() + (piece.offset + begin - piece.start) * data.element_size()
+                pieces.append((index[key], end - begin, gradient, *arrays, low + 2 * begin if low else 0,
+                               max(0, end - max(begin, after - odd))))
         self._ticket = self._pool.submit(rules, pieces, keep=data)
 
-    def _rule(self, group: int, step: int, low: str, grad: str, divisor: int) -> kernels.Rule:
+    def _rule(self, group: int, step: int, low: str, held: str, grad: str, divisor: int) -> kernels.Rule:
         return rule(
             self._dialect, self._spec.name, self._options[group], step, grad=grad, low=low, divisor=divisor,
-            loss_scale=self._values.loss_scale, clip=self._values.clip, first=step == 1,
+            loss_scale=self._values.loss_scale, clip=self._values.clip, first=step == 1, held=held,
         )
 
     # -- for Replica --
@@ -256,3 +264,7 @@ class Slot(Version):
         """Wait for the workers; the gradients are let go."""
         self.flush()
         self._source, self._layout, self._sums = None, None, {}
+
+
+def _type(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -99,7 +99,8 @@ def test_fused_sgd_on_cuda_has_no_kernel_and_everything_else_has():
 def test_sgds_constants(ruled):
     plain = ruled(Dialect("torch-cpu"), "sgd", {"lr": 0.5}, 3)
     assert plain == {
-        "sgd": True, "order": "torch-cpu", "grad": "float32", "low": "", "divisor": 1, "divisor_times": False,
+        "sgd": True, "order": "torch-cpu", "grad": "float32", "low": "", "held": "float32",
+        "divisor": 1, "divisor_times": False,
         "clip": None, "maximize": False, "step": -0.5, "decay": 0, "weight_decay": 0.0, "momentum": 0.0,
         "momentum_state": 0, "undamped": 1.0, "nesterov": False,
     }
@@ -109,7 +110,8 @@ def test_sgds_constants(ruled):
         grad="bfloat16", low="float16", divisor=4, clip=0.5,
     )
     assert full == {
-        "sgd": True, "order": "torch-cuda-foreach", "grad": "bfloat16", "low": "float16", "divisor": 4,
+        "sgd": True, "order": "torch-cuda-foreach", "grad": "bfloat16", "low": "float16", "held": "float32",
+        "divisor": 4,
         "divisor_times": True, "clip": 0.5, "maximize": True, "step": -0.5, "decay": 1, "weight_decay": 0.1,
         "momentum": 0.9, "momentum_state": 2, "undamped": 0.75, "nesterov": True,
     }
@@ -127,7 +129,8 @@ def test_the_first_step_of_momentum_has_no_buffer_yet(ruled):
 def test_adams_constants_are_formed_in_double_precision(ruled):
     constants = ruled(Dialect("torch-cuda-foreach"), "adam", ADAM, 3)
     assert constants == {
-        "order": "torch-cuda-foreach", "grad": "float32", "low": "", "divisor": 1, "divisor_times": True, "clip": None,
+        "order": "torch-cuda-foreach", "grad": "float32", "low": "", "held": "float32",
+        "divisor": 1, "divisor_times": True, "clip": None,
         "maximize": False, "amsgrad": False, "decay": 0, "eps": 1e-6, "root": "ieee", "weight_decay": 0.0,
         "lerp_far": False, "w1": 1 - 0.9, "beta2": 0.99, "omb2": 1 - 0.99, "omb2_is_one": False,
         "bc2_sqrt": (1 - 0.99**3) ** 0.5, "step": -(0.1 / (1 - 0.9**3)),
@@ -216,7 +219,8 @@ def test_fused_on_a_gpu_forms_its_constants_from_floats(ruled):
     first = one - np.float32(float(b1) ** 3)
     second = np.sqrt(one - np.float32(float(b2) ** 3))
     assert constants == {
-        "order": "torch-cuda-fused", "grad": "float32", "low": "", "divisor": 1, "divisor_times": True, "clip": None,
+        "order": "torch-cuda-fused", "grad": "float32", "low": "", "held": "float32",
+        "divisor": 1, "divisor_times": True, "clip": None,
         "maximize": False, "amsgrad": True, "decay": 0, "eps": 1e-6, "weight_decay": 0.0, "beta1": 0.9, "beta2": 0.99,
         "bc2_sqrt": float(second), "step": float(np.float32(0.1) / first),
     }

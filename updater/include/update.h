@@ -46,6 +46,7 @@ typedef void (*fcu_sqrt_call)(long long n, const float *in, float *out, long lon
 /* Constants of one step of one parameter group, already rounded as torch rounds them. */
 typedef struct fcu_rule {
     int sgd;                /* else Adam                                                                       */
+    int held;               /* element type of parameters and states; in 16 bits the gradient has the same type */
     int order, sqrt_mode, grad, ops;
     int amsgrad;
     int decay;              /* 0 none, 1 into the gradient, 2 decoupled                                         */
@@ -69,9 +70,10 @@ typedef struct fcu_piece {
     const void *g;
     const float *p, *m, *v, *x;
     float *p1, *m1, *v1, *x1;
-    uint16_t *low;          /* NULL: parameters are fp32                                                        */
-    uint64_t odd;           /* of the n, the last ones that torch-cpu-fused computes in a scalar loop           */
-} fcu_piece;
+    uint16_t *low;          /* NULL: there is no 16-bit copy of fp32 parameters                                 */
+    uint64_t odd;           /* of the n, the last ones that torch computes in a scalar loop of other roundings:
+                             * torch-cpu-fused, and 16 bits alone                                               */
+} fcu_piece;                /* held in 16 bits: elements of 2 bytes lie behind these pointers, of any alignment */
 
 /* What makes no difference to a bit, but to time. together: vectors (1, 2, 4, 8) of an array that are stored in a row.
  * ahead: bytes by which each array is fetched ahead, 0 for not at all. */
@@ -92,8 +94,8 @@ extern const fcu_kernels fcu_avx512, fcu_avx2, fcu_portable;
 extern const fcu_kernels *fcu_all[4];  /* those of this processor, best first, NULL at the end */
 extern const fcu_kernels *fcu_best;
 
-/* Elements [from, from+n) of a piece as a piece of their own. grad_size: bytes of a gradient element. */
-fcu_piece fcu_part(const fcu_piece *piece, uint64_t from, uint64_t n, size_t grad_size);
+/* Elements [from, from+n) of a piece of this rule as a piece of their own. */
+fcu_piece fcu_part(const fcu_piece *piece, const fcu_rule *rule, uint64_t from, uint64_t n);
 
 int fcu_has_root(int how); /* FCU_SQRT_CALL aside */
 void fcu_fence(void);

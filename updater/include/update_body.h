@@ -93,9 +93,9 @@ INLINE void put_low(const fcu_rule *r, V x, uint16_t *to, const int nt)
         st_f16(to, x, nt);
 }
 
-INLINE V gradient(const fcu_rule *r, const void *g, const int grad)
+/* What the optimizer sees of a gradient that arrived as x. */
+INLINE V prepared(const fcu_rule *r, V x, const int grad)
 {
-    V x = grad == FCU_F32 ? ld((const float *)g) : grad == FCU_BF16 ? ld_bf16(g) : ld_f16(g);
     if (__builtin_expect(r->ops != 0, 0)) {
         if (r->ops & FCU_DIVIDE)
             x = dvd(x, set1(r->divisor));
@@ -113,6 +113,11 @@ INLINE V gradient(const fcu_rule *r, const void *g, const int grad)
             x = neg(x);
     }
     return x;
+}
+
+INLINE V gradient(const fcu_rule *r, const void *g, const int grad)
+{
+    return prepared(r, grad == FCU_F32 ? ld((const float *)g) : grad == FCU_BF16 ? ld_bf16(g) : ld_f16(g), grad);
 }
 
 /* Second moment after this step; g is final. odd: the scalar tail of torch-cpu-fused. */
@@ -368,6 +373,95 @@ INLINE void run(const fcu_rule *rule, const fcu_piece *piece, const fcu_tuning *
     }
 }
 
+/* -- parameters and states in 16 bits alone --------------------------------------------------------------------
+ * Every operator of torch computes in fp32 and rounds what it stores. `type` is the type of all arrays. */
+
+INLINE V near(V x, const int type) { return type == FCU_BF16 ? round_bf16(x) : round_f16(x); }
+
+INLINE V held(const float *array, uint64_t i, uint64_t n, const int type)
+{
+    const uint16_t *from = (const uint16_t *)array + i;
+    uint16_t last[N] = { 0 };
+    if (n < N)
+        from = memcpy(last, from, 2 * n);
+    return type == FCU_BF16 ? ld_bf16(from) : ld_f16(from);
+}
+
+INLINE void hold(float *array, uint64_t i, uint64_t n, V x, const int type)
+{
+    uint16_t *to = (uint16_t *)array + i, last[N], *whole = n < N ? last : to;
+    if (type == FCU_BF16)
+        st_bf16(whole, x, 0);
+    else
+        st_f16(whole, x, 0);
+    if (n < N)
+        memcpy(to, last, 2 * n);
+}
+
+/* a.add(b, alpha): alpha is rounded, then a fused multiply-add; in the scalar loop the product is rounded, too. */
+INLINE V added(V a, V b, float alpha, const int type, const int odd)
+{
+    V scale = near(set1(alpha), type);
+    return near(odd ? add(a, near(mul(scale, b), type)) : fma_(scale, b, a), type);
+}
+
+INLINE next adam16_at(const fcu_rule *r, next a, V g, const int type, const int odd)
+{
+    V p = a.p, x, d;
+    if (r->decay == 1)
+        g = added(g, p, r->weight_decay, type, odd);
+    else if (r->decay == 2)
+        p = near(mul(p, set1(r->weight_decay)), type);
+    V m = near(fma_(set1(r->w1), sub(g, a.m), r->lerp_far ? g : a.m), type);
+    V v = near(fma_(mul(set1(r->omb2), g), g, near(mul(a.v, set1(r->beta2)), type)), type);
+    x = r->amsgrad ? larger(a.x, v) : v;
+    d = near(dvd(near(root(x), type), set1(r->bc2_sqrt)), type);
+    d = near(add(d, near(set1(r->eps), type)), type);
+    p = near(add(p, dvd(mul(set1(r->step), m), d)), type);
+    return (next){ p, m, v, x };
+}
+
+INLINE next sgd16_at(const fcu_rule *r, next a, V g, const int type, const int odd)
+{
+    V m;
+    if (r->decay)
+        g = added(g, a.p, r->weight_decay, type, odd);
+    m = g;
+    if (r->momentum_state) {
+        if (r->momentum_state == 2)
+            m = added(near(mul(a.m, set1(r->momentum)), type), g, r->undamped, type, odd);
+        g = r->nesterov ? added(g, m, r->momentum, type, odd) : m;
+    }
+    return (next){ added(a.p, g, r->step, type, odd), m, m, m };
+}
+
+INLINE void run16(const fcu_rule *r, const fcu_piece *c, const int type)
+{
+    int first = !r->sgd || r->momentum_state, second = !r->sgd, third = second && r->amsgrad;
+    uint64_t whole = c->n - c->odd, n;
+    for (uint64_t i = 0; i < c->n; i += n) {
+        int odd = i >= whole;
+        uint64_t left = (odd ? c->n : whole) - i;
+        n = left < N ? left : N;
+        V zero = set1(0), g = near(prepared(r, held(c->g, i, n, type), type), type);
+        next a = { held(c->p, i, n, type), zero, zero, zero };
+        if (second || r->momentum_state == 2)
+            a.m = held(c->m, i, n, type);
+        if (second)
+            a.v = held(c->v, i, n, type);
+        if (third)
+            a.x = held(c->x, i, n, type);
+        a = r->sgd ? sgd16_at(r, a, g, type, odd) : adam16_at(r, a, g, type, odd);
+        hold(c->p1, i, n, a.p, type);
+        if (first)
+            hold(c->m1, i, n, a.m, type);
+        if (second)
+            hold(c->v1, i, n, a.v, type);
+        if (third)
+            hold(c->x1, i, n, a.x, type);
+    }
+}
+
 #define FOR(sgd, order, how)                                                                   \
     do {                                                                                       \
         if (r->grad == FCU_F32)                                                                \
@@ -380,7 +474,11 @@ INLINE void run(const fcu_rule *rule, const fcu_piece *piece, const fcu_tuning *
 
 static void update(const fcu_rule *r, const fcu_piece *c, const fcu_tuning *t)
 {
-    if (r->sgd)
+    if (r->held == FCU_BF16)
+        run16(r, c, FCU_BF16);
+    else if (r->held == FCU_F16)
+        run16(r, c, FCU_F16);
+    else if (r->sgd)
         FOR(1, 0, 0);
     else if (r->order == FCU_CUDA_FOREACH)
         FOR(0, FCU_CUDA_FOREACH, FCU_SQRT_IEEE);

@@ -71,14 +71,19 @@ void fcu_copy(void *dst, const void *src, size_t bytes)
     fcu_fence();
 }
 
-fcu_piece fcu_part(const fcu_piece *c, uint64_t from, uint64_t n, size_t grad_size)
+static size_t size_of(int type) { return type == FCU_F32 ? 4 : 2; }
+
+static float *past(const float *at, uint64_t bytes) { return (float *)((uintptr_t)at + bytes); }
+
+fcu_piece fcu_part(const fcu_piece *c, const fcu_rule *rule, uint64_t from, uint64_t n)
 {
     fcu_piece part = *c;
-    uint64_t tail = c->n - c->odd, end = from + n;
+    uint64_t tail = c->n - c->odd, end = from + n, skip = from * size_of(rule->held);
     part.n = n;
-    part.g = (const char *)c->g + from * grad_size;
-    part.p += from, part.m += from, part.v += from, part.x += from;
-    part.p1 += from, part.m1 += from, part.v1 += from, part.x1 += from;
+    part.g = (const char *)c->g + from * size_of(rule->grad);
+    part.p = past(c->p, skip), part.m = past(c->m, skip), part.v = past(c->v, skip), part.x = past(c->x, skip);
+    part.p1 = past(c->p1, skip), part.m1 = past(c->m1, skip);
+    part.v1 = past(c->v1, skip), part.x1 = past(c->x1, skip);
     if (part.low)
         part.low += from;
     part.odd = end <= tail ? 0 : end - (from > tail ? from : tail);
@@ -121,8 +126,6 @@ struct fcu_pool {
     pthread_t thread[];
 };
 
-static size_t grad_size(const fcu_rule *rule) { return rule->grad == FCU_F32 ? 4 : 2; }
-
 /* The next chunk of the batch in hand; lock held. */
 static int take(fcu_pool *pool, task *next)
 {
@@ -141,7 +144,7 @@ static int take(fcu_pool *pool, task *next)
             next->sum = &b->sums[b->piece];
         } else {
             next->rule = &b->rules[b->rule_of[b->piece]];
-            next->part = fcu_part(&b->pieces[b->piece], b->element, n, grad_size(next->rule));
+            next->part = fcu_part(&b->pieces[b->piece], next->rule, b->element, n);
         }
         b->open++;
         b->element += n;
@@ -252,7 +255,7 @@ uint64_t fcu_submit(fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_
         for (uint64_t from = 0; from < pieces[i].n; from += CHUNK) {
             const fcu_rule *rule = &rules[rule_of[i]];
             uint64_t left = pieces[i].n - from;
-            fcu_piece part = fcu_part(&pieces[i], from, left < CHUNK ? left : CHUNK, grad_size(rule));
+            fcu_piece part = fcu_part(&pieces[i], rule, from, left < CHUNK ? left : CHUNK);
             pool->kernels->update(rule, &part, &pool->tuning);
         }
     fcu_fence();
