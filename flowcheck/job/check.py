@@ -292,6 +292,18 @@ def _check_optimizer(job: Job, place: Place) -> None:
     _choice(place / "masters", job.optimizer.masters, MASTERS)
     if job.optimizer.masters in ("upcast", "state") and not job.narrow:
         (place / "masters").fail("no optimized entry has 16 bits: there is nothing to keep fp32 masters of")
+    _between(place / "threads", job.optimizer.threads, 0, 4096)
+    if job.optimizer.masters == "none":
+        for entry in job.model:
+            if entry.name in job.narrow and entry.dtype != job.gradients.dtype:
+                (place / "masters").fail(
+                    f"{shown(entry.name)} is updated in {entry.dtype} alone, and gradients are {job.gradients.dtype}"
+                )
+        for g, group in enumerate(job.optimizer.groups):
+            if job.narrow and group.options.get("foreach"):
+                (place / "groups" / g / "options" / "foreach").fail(
+                    "foreach rounds 16-bit parameters without fp32 masters in an order of its own on a CPU"
+                )
     version = job.optimizer.torch_version
     if version and not re.fullmatch(r"[0-9]+\.[0-9]+[0-9A-Za-z.+-]*", version):
         (place / "torch_version").fail(f"{shown(version)} is no torch version such as 2.13.0")

@@ -248,6 +248,8 @@ class Optimizer:
     masters: what the trainer's optimizer updates where parameters have 16 bits: "none" (those, in 16 bits alone),
         "upcast" (fp32 masters that begin as the first parameters widened) or "state" (fp32 masters that come with the
         first weights, as optimizer state `master`). Empty: nobody says; "upcast" is taken and marked unproven.
+    threads: the trainer's torch.get_num_threads(), of which bits depend where parameters are updated in 16 bits alone;
+        0: nobody says. Then 1 is taken, and marked unproven for tensors that threads may share.
     """
 
     name: str = field(metadata=_one_of(OPTIMIZERS))
@@ -255,6 +257,7 @@ class Optimizer:
     rounding: str = field(default="torch-cuda-foreach", metadata=_one_of(ROUNDINGS))
     torch_version: str = ""
     masters: str = field(default="", metadata=_one_of(MASTERS))
+    threads: int = 0
 
 
 @dataclass

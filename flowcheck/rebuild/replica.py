@@ -25,11 +25,12 @@ from flowcheck.checkpoint.directory import Loaded, Meta, load_init, write_step
 from flowcheck.errors import UserError
 from flowcheck.rebuild.evidence import BucketCoverage, parameter_bytes
 from flowcheck.rebuild.plan import JobPlan
-from updater.dialects import Dialect
+from updater.dialects import GRAIN, Dialect
 from updater.errors import UpdaterError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica, Slot
+from updater.sixteen import threads_matter
 from updater.step import StepValues
 from updater.verify import Comparison
 
@@ -70,14 +71,12 @@ class JobReplica:
                     remedy="add model, buckets and optimizer to the manifest, or drop --init",
                 )
             return
-        if plan.job.optimizer.masters == "none" and plan.job.narrow:
-            raise UserError(
-                f"{plan.job.narrow[0]!r} is updated in 16 bits alone, which rounds in an order that has no kernel yet",
-                where="job manifest: optimizer.masters", remedy="keep fp32 masters, or leave optimizer out",
-            )
         try:
-            self._dialect = Dialect(plan.job.optimizer.rounding, plan.job.optimizer.torch_version)
-            self._dialect.check(plan.job.optimizer.name)
+            self._dialect = Dialect(
+                plan.job.optimizer.rounding, plan.job.optimizer.torch_version, threads=plan.job.optimizer.threads
+            )
+            for held in ("float32", *(self._alone.values())):
+                self._dialect.check(plan.job.optimizer.name, held)
             self._spec = OptimizerSpec.check(
                 plan.job.optimizer.name, [(group.params, group.options) for group in plan.job.optimizer.groups],
                 fused=self._dialect.fused,
@@ -96,6 +95,14 @@ class JobReplica:
         if iteration and not places:  # the job has no later iteration
             return self._layouts[True]
         return Layout(described, shapes, [place.elements for place in places])
+
+    @property
+    def _alone(self) -> dict[str, str]:
+        """Entry -> its type, of those that are updated in 16 bits alone."""
+        job = self._plan.job
+        if job.optimizer is None or job.optimizer.masters != "none":
+            return {}
+        return {entry.name: entry.dtype for entry in job.model if entry.name in job.narrow}
 
     @property
     def step(self) -> int:
@@ -143,7 +150,7 @@ class JobReplica:
                 optimizer_state=state, dialect=self._dialect, path=options.path, run_id=job.run_id, epoch=job.epoch,
                 buffers=frozenset(entry.name for entry in job.model if entry.kind == "buffer"),
                 tied={entry.name: entry.tied for entry in job.model if entry.tied}, threads=options.threads,
-                values=values,
+                values=values, masters=job.optimizer.masters != "none",
             )
         except UpdaterError as error:
             raise UserError(str(error), where=str(self._init_path or "job manifest")) from None
@@ -228,8 +235,27 @@ class JobReplica:
                 "masters: the manifest does not say what the optimizer holds of 16-bit parameters; fp32 masters that"
                 " begin as the first parameters were taken"
             )
+        if shared := self._shared():
+            marks.append(
+                f"threads: {shared!r} is updated in 16 bits alone and may have been shared by threads of the trainer,"
+                " which round other elements; the manifest does not say how many (optimizer.threads), one was taken"
+            )
         marks += [f"buffers are as at the start: {', '.join(buffers)}"] if buffers and not self._options.buffers else []
         return marks + ([self._dialect.unproven] if self._dialect.unproven else [])
+
+    def _shared(self) -> str:
+        """The first entry whose bits depend on a number of threads that nobody said, or ""."""
+        job, alone = self._plan.job, self._alone
+        if job.optimizer is None or job.optimizer.threads:
+            return ""
+        sizes = {entry.name: entry.elements for entry in job.model}
+        for group in job.optimizer.groups:
+            # A record may bring a decay where there was none.
+            options = group.options | ({"weight_decay": 1.0} if job.step_values else {})
+            shared = [name for name in group.params if name in alone and sizes[name] > GRAIN]
+            if shared and threads_matter(job.optimizer.name, options):
+                return shared[0]
+        return ""
 
     @property
     def kernels(self) -> str:

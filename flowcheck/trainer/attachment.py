@@ -172,6 +172,9 @@ class Attachment:
     def _step(self, clip: float | None, scale: float | None, skipped: bool) -> None:
         post, watch = self._post, self._watch
         assert post is not None and watch is not None
+        if scale is not None and self._described.threads:
+            raise UserError("a loss scale with 16-bit parameters, whose gradients are unscaled otherwise",
+                            where=f"iteration {self.iteration}", remedy="parameters in float32 and autocast")
         groups, self._groups = self._groups, None
         stepped, self._stepped = self._stepped, min(self._stepped, 0)
         if self._job is not None and (stepped > 1 or (stepped == 0 and not skipped)):

@@ -30,6 +30,7 @@ from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import (
+    NARROW,
     Bucket,
     Buckets,
     BucketSlice,
@@ -64,13 +65,15 @@ def _refuse(what: str, where: str, remedy: str) -> UserError:
 @dataclass(frozen=True)
 class Model:
     """entries: of the state_dict. names: id of an optimized parameter -> its entry. groups: per parameter group the
-    entries that are optimized, None for one without any."""
+    entries that are optimized, None for one without any. threads: torch's, where parameters have 16 bits (whose bits
+    depend on it), otherwise 0."""
 
     entries: list[ModelEntry]
     names: Mapping[int, str]
     groups: list[list[str] | None]
     optimizer: str
     rounding: tuple[str, str]
+    threads: int = 0
 
     @property
     def buffers(self) -> list[str]:
@@ -114,7 +117,11 @@ def entries(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) ->
             raise _refuse(f"has no {name}, whose gradient DDP reduces", "optimizer",
                           "one optimizer for all; requires_grad_(False) before DDP for what stays as it is")
     groups = [[names[id(p)] for p in group["params"] if id(p) in names] or None for group in optimizer.param_groups]
-    return Model(out, names, groups, kind, rounding_of(optimizer))
+    rounding = rounding_of(optimizer)
+    narrow = [one for one in out if one.kind == "optimized" and one.dtype in NARROW]
+    if narrow:
+        _check_narrow(narrow[0], optimizer, rounding[0])
+    return Model(out, names, groups, kind, rounding, torch.get_num_threads() if narrow else 0)
 
 
 def _not_ddp(model: torch.nn.Module) -> tuple[str, str, str]:
@@ -142,10 +149,26 @@ def _check_ddp(model: DistributedDataParallel) -> None:
 
 def _check_parameter(name: str, value: torch.nn.Parameter) -> None:
     where = f"state_dict: {name}"
-    if value.dtype != torch.float32:
+    if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise _refuse(f"is optimized in {value.dtype}", where, "keep parameters in float32 and use autocast")
     if not value.is_contiguous():
         raise _refuse("is not in row-major order, and so is its gradient", where, "do not use channels_last")
+
+
+def _check_narrow(entry: ModelEntry, optimizer: torch.optim.Optimizer, rounding: str) -> None:
+    """16-bit parameters, which the optimizer steps as they are: that has kernels for torch's loop on a CPU alone."""
+    if rounding != "torch-cpu":
+        raise _refuse(f"is optimized in {entry.dtype} without fp32 masters, in the order {rounding}",
+                      f"state_dict: {entry.name}", "keep parameters in float32 and use autocast")
+    for group in optimizer.param_groups:
+        if group.get("foreach"):
+            raise _refuse(f"has foreach=True, which rounds {entry.dtype} parameters in an order of its own",
+                          "optimizer", "leave foreach out")
+        for parameter in group["params"]:
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if key != "step" and isinstance(value, torch.Tensor) and value.dtype != parameter.dtype:
+                    raise _refuse(f"holds {key} in {value.dtype} of a parameter in {parameter.dtype}", "optimizer",
+                                  "states of the parameters' type, as torch makes them")
 
 
 def group_options(model: Model, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -163,7 +186,10 @@ def group_options(model: Model, optimizer: torch.optim.Optimizer) -> list[dict[s
 def check_gradients(model: Model, optimizer: torch.optim.Optimizer) -> None:
     """Call before an optimizer step. Raises UserError if it would leave a parameter alone that the manifest has as
     optimized (torch skips one without a gradient, although DDP's bucket carries zeros for it: static_graph), or step
-    one that the manifest has as constant."""
+    one that the manifest has as constant. In 16 bits also if its bits would no longer be those of the manifest."""
+    if model.threads and torch.get_num_threads() != model.threads:
+        raise _refuse(f"torch has {torch.get_num_threads()} threads, and had {model.threads}: 16-bit parameters are"
+                      " rounded otherwise", "optimizer", "set_num_threads() before attaching")
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if (parameter.grad is None) == (id(parameter) in model.names):
@@ -171,6 +197,9 @@ def check_gradients(model: Model, optimizer: torch.optim.Optimizer) -> None:
                 what = "has no gradient" if parameter.grad is None else "has a gradient and had requires_grad off"
                 raise _refuse(f"parameter {name} {what}", "optimizer",
                               "give the optimizer the parameters that every iteration trains, and attach anew")
+            if model.threads and parameter.grad is not None and not parameter.grad.is_contiguous():
+                raise _refuse(f"the gradient of {model.names[id(parameter)]} is not in row-major order, which rounds"
+                              " 16-bit parameters otherwise", "optimizer", "gradients in their parameters' order")
 
 
 def _plain(value: Any, key: str) -> Any:
@@ -280,7 +309,7 @@ class Watch:
             model=described.entries, gradients=Gradients(dtype),
             optimizer=Optimizer(
                 described.optimizer, [ParameterGroup(n, o) for n, o in zip(groups, options, strict=True)], rounding,
-                version,
+                version, "none" if described.threads else "", described.threads,
             ),
             step_values=["lr", *(["buffers"] if described.buffers else [])],
         )

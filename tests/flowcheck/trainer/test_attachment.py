@@ -737,6 +737,14 @@ def test_a_step_with_numbers_that_are_none_has_no_record(training, hand_node, ca
     assert len(caplog.records) == 2
 
 
+def test_a_loss_scale_with_16_bit_parameters_is_refused(training, hand_node) -> None:
+    one = training(layer=torch.nn.Linear(2, 2).bfloat16())
+    one.attachment.step()
+    assert one.attachment.state != "refused"
+    one.attachment.step(scale=2.0)
+    assert one.attachment.state == "refused" and "a loss scale with 16-bit parameters" in one.attachment.why
+
+
 @pytest.mark.parametrize("clip", [float("nan"), float("inf"), torch.tensor(float("-inf"))], ids=str)
 def test_the_norm_of_an_overflow_does_not_matter(training, hand_node, clip: Any) -> None:
     one = training()
