@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from flowcheck.checkpoint.directory import Meta, write_parameters
+from flowcheck.job.clock import Clock
 from flowcheck.rebuild.evidence import BucketCoverage
 from flowcheck.rebuild.plan import JobPlan
 
@@ -27,7 +28,7 @@ class GatheredParameters:
     """The newest complete set of gathered parameters. step: updates it has seen, -1 before the first set."""
 
     def __init__(self, plan: JobPlan) -> None:
-        self._job = plan.job
+        self._job, self._clock = plan.job, Clock()
         self._tensors: dict[str, torch.Tensor] = {}
         self._written = -1
         self.step = -1
@@ -59,7 +60,8 @@ class GatheredParameters:
                 target.copy_(flat[piece.offset : piece.offset + piece.length])
         if tensors:
             self._tensors = {entry.name: tensors[entry.name] for entry in self._job.model if entry.name in tensors}
-            self.step = iteration + any(call.after_update for call in calls.values())
+            updated = any(call.after_update for call in calls.values())
+            self.step = self._clock.after(iteration) if updated else self._clock.before(iteration)
 
     def write(self, out: str | os.PathLike[str], unproven: Sequence[str]) -> Path:
         """Write the newest set; returns its directory. Raises EnvironmentProblem."""
