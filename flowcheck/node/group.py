@@ -14,7 +14,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,17 +23,19 @@ from parser.machine import Engine
 
 from flowcheck.control.protocol import Bye, Flows, Joined, Manifest, Notice, Progress, Record, State, Wanted
 from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.drops import describe
-from flowcheck.node.live import Closed, Hooks, LiveSession
+from flowcheck.node.live import LiveSession
 from flowcheck.node.members import Letter, Member
 from flowcheck.node.output import Hashes, Writer
-from flowcheck.node.parts import grown, split, union
+from flowcheck.node.parts import check_job, check_memory, grown, split, union
 from flowcheck.node.runs import new_run_id, run_folder
 from flowcheck.node.served import Kept, Served
-from flowcheck.node.silence import Arrivals
+from flowcheck.node.silence import Arrivals, Silent
 from flowcheck.node.uploads import Asking
+from flowcheck.rebuild.events import Closed, Event, Lost, Waiting
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
 from parser.plan import EngineConfig
@@ -66,7 +69,7 @@ class Group:
         self._manifest: Manifest | None = None
         self._session: LiveSession | None = None
         self._job: dict[str, Any] | None = None  # what the session was planned from
-        self._offset = 0  # the trainers' number of the manifest's iteration 0
+        self._clock = Clock()  # the trainers'
         self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
         self._notice = Notice("")
         self._asking = Asking(self._tell, self._say, self._dropped)
@@ -154,7 +157,8 @@ class Group:
                 moved = self._handle_one()
                 self._asking.again()
                 if self._session is not None:
-                    moved |= self._session.poll()
+                    self._take(self._session.poll())
+                    moved |= self._session.moved
                 else:
                     for i, source in enumerate(self._sources):
                         moved |= self._idle.run(i, source.ring_address, 4096)[0] > 0
@@ -163,10 +167,7 @@ class Group:
             while self._handle_one():
                 pass
             if self._session is not None:
-                for _ in range(LAST_LOOKS):
-                    if not self._session.poll():
-                        break
-                self._session.finish()
+                self._finish(self._session)
         except BaseException as error:  # the node has to end, not to go on without this thread
             self.failure = error
         finally:
@@ -221,16 +222,19 @@ class Group:
         elif isinstance(message, State):
             self._state(member, message, letter.tensors)
         elif isinstance(message, Record) and self._session is not None and self._manifest is not None:
-            message.iteration -= self._offset
-            why = self._session.record(message, letter.tensors, member.rank)
-            if why:
-                raise UserError(why, where=f"rank {member.rank}")
+            message = replace(message, iteration=self._clock.iteration(message.iteration))
+            self._take(self._session.record(message, letter.tensors, member.rank))
         elif isinstance(message, Bye) and self._session is not None and member.rank == 0:
-            for _ in range(LAST_LOOKS):
-                if not self._session.poll():
-                    break
-            self._session.finish()
+            self._finish(self._session)
             self._say("end", run_id=self._session.plan.job.run_id, serves=self._session.serves)
+
+    def _finish(self, session: LiveSession) -> None:
+        """Judge what is there."""
+        for _ in range(LAST_LOOKS):
+            self._take(session.poll())
+            if not session.moved:
+                break
+        self._take(session.finish())
 
     def _plan(self) -> None:
         """Begin to follow the job, as soon as manifest and flows are here."""
@@ -248,50 +252,34 @@ class Group:
                 self._tell(Wanted(["flows"], f"connections of rank {', '.join(map(str, missing[:8]))} are not here"))
                 return
             body["flows"] = union([flows for flows in sent if flows is not None])
-        if self._session is not None and self._job == body and self._offset == manifest.first:
+        if self._session is not None and self._job == body and self._clock.first == manifest.first:
             self._asking.ask("the trainer has come back")
             return
         job = job_from_dict(body, where="manifest")
-        if (job.run_id, job.epoch, job.communicator.ranks) != run:
-            raise UserError(
-                f"the manifest is of run {job.run_id!r}, epoch {job.epoch}, {job.communicator.ranks} ranks; this is"
-                f" {run[0]!r}, {run[1]}, {run[2]}", where="manifest",
-            )
+        check_job(job, run)
         job.run_id = job.run_id or own_id
-        if job.optimizer is None:
-            raise UserError("the manifest names no optimizer: there is nothing to keep versions of", where="manifest")
         plan = plan_job(job, streams=len(self._sources), arenas=self._config.replica.arenas)
-        self._check_memory(plan)
+        check_memory(plan, self._config.replica)
         self._drop_session()
         settings = self._config.replica
-        self._job, self._offset = body, manifest.first
+        self._job, self._clock = body, Clock(manifest.first)
         self._settled, self._persisted = False, threading.Event()
         self._session = LiveSession(
-            plan, self._sources, Hooks(self._closed, self._lost, self._waiting, self._silent), self._offset,
-            slots=settings.slots, threads=settings.threads, replica_path=self.served.path,
+            plan, self._sources, self._clock, slots=settings.slots, threads=settings.threads,
             record_seconds=self._config.record_seconds, port=self._port,
         )
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows))
         self._tell(Wanted(["state"], "the job is known; a state to begin with is not here"))
 
-    def _check_memory(self, plan: JobPlan) -> None:
-        model = sum(entry.elements * getattr(torch, entry.dtype).itemsize for entry in plan.job.model)
-        most = self._config.replica.slots * 4 * model + plan.engine.arenas * plan.engine.gradient_bytes
-        if most > self._config.replica.memory_mb << 20:
-            raise UserError(
-                f"the job may take {most >> 20} MiB ({self._config.replica.slots} slots of parameters and optimizer"
-                f" state, {plan.engine.arenas} iterations of gradients)", where="replica.memory_mb",
-                remedy="raise memory_mb, or use fewer slots or arenas",
-            )
-
     def _state(self, member: Member, message: State, tensors: Mapping[str, torch.Tensor]) -> None:
         """A state: announced (no tensors yet), then here."""
         number = message.iteration
-        iteration, session = number - self._offset, self._session
+        iteration, session = self._clock.iteration(number), self._session
         if session is None or self._manifest is None or member.rank != 0:
             raise UserError("a state comes from rank 0, and after its manifest", where=f"rank {member.rank}")
         if iteration < 0:
-            raise UserError(f"a state before iteration {number}; the manifest begins at {self._offset}", where="state")
+            begins = f"the manifest begins at {self._clock.first}"
+            raise UserError(f"a state before iteration {number}; {begins}", where="state")
         if not tensors:
             session.announce(iteration)
             self._asking.uploads.announced()
@@ -300,7 +288,7 @@ class Group:
         self._asking.uploads.taken()
         parameters, state = split(tensors)
         try:
-            session.state(iteration, parameters, state, message.groups)
+            self._take(session.state(iteration, parameters, state, message.groups, self.served.path()))
         except UserError as error:
             if "cannot be reserved" in error.what:
                 raise self._no_room(error) from None
@@ -327,10 +315,23 @@ class Group:
 
     # -- what the session says --
 
+    def _take(self, events: Iterable[Event]) -> None:
+        """What has happened becomes messages to trainers and lines of the log, one by one."""
+        for event in events:
+            match event:
+                case Closed():
+                    self._closed(event)
+                case Lost():
+                    self._lost(event.why)
+                case Waiting():
+                    self._say("waiting", iteration=self._clock.number(event.iteration), why=event.why)
+                case Silent():
+                    self._silent(event.why)
+
     def _closed(self, closed: Closed) -> None:
         session = self._session
         assert session is not None
-        number = closed.iteration + self._offset
+        number = self._clock.number(closed.iteration)
         if closed.published and session.replica is not None:
             if self._hashes is not None:
                 try:
@@ -369,9 +370,6 @@ class Group:
 
     def _dropped(self) -> int:
         return sum(self._port.drops.values())
-
-    def _waiting(self, iteration: int, why: str) -> None:
-        self._say("waiting", iteration=iteration + self._offset, why=why)
 
     def _silent(self, why: str) -> None:
         if why:

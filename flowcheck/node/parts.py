@@ -1,4 +1,5 @@
-"""Small pure parts of a group: the flows of all ranks together, what a state holds, which counts have grown."""
+"""Small pure parts of a group: the flows of all ranks together, what a state holds, which counts have
+grown, whether a job can be followed."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from typing import Any
 import torch
 
 from flowcheck.errors import UserError
+from flowcheck.job.model import Job
+from flowcheck.node.config import ReplicaSettings
+from flowcheck.rebuild.plan import JobPlan
 
-__all__ = ["grown", "split", "union"]
+__all__ = ["check_job", "check_memory", "grown", "split", "union"]
 
 
 def grown(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
@@ -44,3 +48,25 @@ def split(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor],
             state.setdefault(owner, {})[key] = tensor
     return parameters, state
 
+
+def check_job(job: Job, run: tuple[str, int, int]) -> None:
+    """Raises UserError if the manifest is not of this run (id, epoch, ranks), or leaves nothing to do."""
+    if (job.run_id, job.epoch, job.communicator.ranks) != run:
+        raise UserError(
+            f"the manifest is of run {job.run_id!r}, epoch {job.epoch}, {job.communicator.ranks} ranks; this is"
+            f" {run[0]!r}, {run[1]}, {run[2]}", where="manifest",
+        )
+    if job.optimizer is None:
+        raise UserError("the manifest names no optimizer: there is nothing to keep versions of", where="manifest")
+
+
+def check_memory(plan: JobPlan, settings: ReplicaSettings) -> None:
+    """Raises UserError if a job may take more than the settings allow."""
+    model = sum(entry.elements * getattr(torch, entry.dtype).itemsize for entry in plan.job.model)
+    most = settings.slots * 4 * model + plan.engine.arenas * plan.engine.gradient_bytes
+    if most > settings.memory_mb << 20:
+        raise UserError(
+            f"the job may take {most >> 20} MiB ({settings.slots} slots of parameters and optimizer state,"
+            f" {plan.engine.arenas} iterations of gradients)", where="replica.memory_mb",
+            remedy="raise memory_mb, or use fewer slots or arenas",
+        )

@@ -57,7 +57,7 @@ class Served:
                 continue  # torn, or of another format: it holds nothing that could be used
         return out
 
-    def path(self, iteration: int) -> Path:
+    def path(self) -> Path:
         """A name for a new replica."""
         self._number += 1
         self._named = self._directory / f"{self._prefix}{self._number}.replica"

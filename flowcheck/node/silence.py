@@ -10,18 +10,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from parser.machine import Engine
 
 from flowcheck.diagnose.remedies import remedy_of
+from flowcheck.job.clock import Clock
+from flowcheck.rebuild.events import Event
 from flowcheck.rebuild.evidence import data_flows, flow_name
 from flowcheck.rebuild.plan import JobPlan
 
-__all__ = ["SECONDS", "Arrivals", "Silence"]
+__all__ = ["SECONDS", "Arrivals", "Silence", "Silent"]
 
 SECONDS = 3.0  # between a record and packets of its iteration, which a mirror delivers within microseconds
 LOOK_SECONDS = 0.1  # between two looks at the counters
 NAMED = 4  # connections that one sentence names
+
+
+@dataclass(frozen=True)
+class Silent(Event):
+    """The mirror brings nothing of the job; "": it does again."""
+
+    why: str
 
 
 class Arrivals:
@@ -40,14 +50,12 @@ class Arrivals:
 
 
 class Silence:
-    """tell(why): the mirror is silent, or, with "", is not any more. first: the trainer's number of iteration 0."""
+    """clock: the trainer's. now: seconds of a clock that never goes back."""
 
     def __init__(
-        self, plan: JobPlan, engine: Engine, port: Arrivals, first: int, tell: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
+        self, plan: JobPlan, engine: Engine, port: Arrivals, clock: Clock, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._plan, self._engine, self._port, self._first = plan, engine, port, first
-        self._tell, self._clock = tell, clock
+        self._plan, self._engine, self._port, self._clock, self._now = plan, engine, port, clock, now
         self._over = -1  # the newest iteration that a record says is over
         self._begun = engine.begun
         self._since = 0.0  # when a record was first ahead of the packets
@@ -60,22 +68,21 @@ class Silence:
         self._over = max(self._over, iteration)
         if not self._ahead and self._over > self._engine.begun:
             self._ahead, self._begun = True, self._engine.begun
-            self._since, self._base = self._clock(), self._counts()
+            self._since, self._base = self._now(), self._counts()
 
-    def look(self, busy: bool) -> None:
-        """busy: iterations that have come wait for something else than packets."""
-        if not self._ahead or (now := self._clock()) - self._looked < LOOK_SECONDS:
-            return
-        self._looked, begun = now, self._engine.begun
+    def look(self, busy: bool) -> list[Event]:
+        """Is there anything to say? busy: iterations that have come wait for something else than packets."""
+        if not self._ahead or (now := self._now()) - self._looked < LOOK_SECONDS:
+            return []
+        self._looked, begun, said = now, self._engine.begun, self._said
         if begun >= self._over or begun > self._begun or self._placed() > self._base[1].get("placed", 0) or busy:
-            self._ahead, self._begun = False, begun
-            if self._said:
-                self._said = False
-                self._tell("")
+            self._ahead, self._begun, self._said = False, begun, False
             self.over(self._over)  # further ahead than what has come: from now on
-        elif not self._said and now - self._since >= SECONDS:
-            self._said = True
-            self._tell(self._why(now - self._since))
+            return [Silent("")] if said else []
+        if said or now - self._since < SECONDS:
+            return []
+        self._said = True
+        return [Silent(self._why(now - self._since))]
 
     def _counts(self) -> tuple[int, dict[str, int]]:
         became: dict[str, int] = {}
@@ -91,7 +98,7 @@ class Silence:
         (arrived, became), (before, already) = self._counts(), self._base
         came = {cause: count - already.get(cause, 0) for cause, count in became.items()}
         came = {cause: count for cause, count in came.items() if count > 0}
-        over = f"iteration {self._over + self._first} is over"
+        over = f"iteration {self._clock.number(self._over)} is over"
         if arrived == before and not came:
             return (
                 f"no packet has come to {self._port.name or 'the port'} for {seconds:.0f} s, and {over}: is the mirror"

@@ -1,4 +1,4 @@
-"""One replay from start to end: drive the streams, judge each iteration as it closes, write what stands.
+"""One replay from start to end: a follower's events become a report, and checkpoints of what stands.
 
     session = ReplaySession(plan, replica, options, infos); session.drive(console); report, failure = session.finish()
 
@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from parser.machine import Engine
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -37,14 +36,15 @@ from flowcheck.offline.report import (
     write_report,
 )
 from flowcheck.rebuild.calibration import settle, settle_updates
-from flowcheck.rebuild.collector import Judge
+from flowcheck.rebuild.events import Closed, Event, Lost, Read, Skipped
 from flowcheck.rebuild.evidence import data_flows, describe_disagreement, flow_name, parameter_bytes
+from flowcheck.rebuild.follower import Follower
 from flowcheck.rebuild.plan import JobPlan
+from flowcheck.rebuild.policy import Offline
 from flowcheck.rebuild.rank_confirmation import on_trust
 from flowcheck.rebuild.replica import JobReplica
-from flowcheck.rebuild.scheduler import Streams
+from flowcheck.rebuild.scheduler import Source
 from flowcheck.rebuild.sharded import GatheredParameters
-from flowcheck.rebuild.verdict import StreamEvidence
 
 __all__ = ["REPLACED", "UNCONFIRMED", "ReplayOptions", "ReplaySession"]
 
@@ -70,28 +70,24 @@ class ReplayOptions:
 
 @dataclass
 class ReplaySession:
-    """State of one replay: what `close` needs between iterations."""
+    """State of one replay."""
 
     plan: JobPlan
     replica: JobReplica
     options: ReplayOptions
     infos: list[PcapInfo]
     report: Report = field(default_factory=Report)
-    lost: bool = False  # an iteration was not published: nothing can be built on top of it
-    begins: int = 0  # the first iteration of the captures
     written: int = -1  # step of the newest checkpoint on disk
     confirmed: bool = False  # one steady iteration went through: the manifest describes this traffic
     offered: set[Path] = field(default_factory=set)  # checkpoints of this replay that lie where people look for them
     learnt_labels: bool = False  # ranks and channels come from the captures themselves
     marks: list[str] = field(default_factory=list)  # what else rests on trust
-    paused: float = 0.0  # seconds spent closing iterations
+    ended: str = ""  # why no version was built any more
 
     def __post_init__(self) -> None:
         settle(self.plan.engine.mtu, measure=False)  # what is known: a replay does not pay for a measurement
         if self.plan.job.optimizer is not None:
             settle_updates()
-        self.engine = Engine(self.plan.engine)
-        self.judge = Judge(self.plan, self.engine)
         self.gathered = GatheredParameters(self.plan)
         self.reduces = bool(self.plan.job.gradient_calls(0))  # else all that iterations bring are parameters
         self.report.run_id = self.plan.job.run_id
@@ -111,7 +107,7 @@ class ReplaySession:
                 stack.enter_context(PcapSource(eal, info.path, stream=i, info=info))
                 for i, info in enumerate(self.infos)
             ]
-            self.streams = Streams(self.engine, sources, self.judge.full, self._skipped)
+            self.begin(sources)
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             bar = stack.enter_context(
                 Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
@@ -120,72 +116,67 @@ class ReplaySession:
             started = time.monotonic()
             for source in sources:
                 source.start()
-            self.streams.run(self.close, lambda n: bar.update(task, completed=n))
+            for event in self.follower.run():
+                if isinstance(event, Read):
+                    bar.update(task, completed=event.packets)
+                elif not self.take(event):
+                    break
             self.report.seconds = time.monotonic() - started
             for source in sources:
                 source.stop()
             self.report.notes += [source.summary() for source in sources if source.counters()["oversize"]]
         self.report.stages = {
             "start": started - begin,
-            "receive and place": self.report.seconds - self.paused,
-            "verdict, update, write": self.paused,
+            "receive and place": self.report.seconds - self.follower.closing_seconds,
+            "verdict, update, write": self.follower.closing_seconds,
         }
 
-    def _skipped(self, first: int, last: int) -> None:
-        """A very long outage: nothing of these iterations was captured, and nothing can be built across them."""
-        self.lost |= self.reduces
-        self.report.notes.append(
-            f"iterations {first} to {last} passed while the mirror was down: no packet of them is in the captures"
-        )
+    def begin(self, sources: Sequence[Source]) -> None:
+        """Follow what these bring, one for each capture."""
+        names = [info.path for info in self.infos]
+        self.follower = Follower(self.plan, sources, names, Offline(), self.replica)
+        self.engine = self.follower.engine
 
-    # -- one iteration --
+    # -- what the follower says --
 
-    def close(self, iteration: int) -> bool:
-        """Judge an iteration; publish and write if the verdict stands. False: enough was asked for."""
-        begin = time.monotonic()
-        if not self.report.iterations:
-            self.replica.learn(self.engine)
-            self.begins = iteration
-        streams = tuple(
-            StreamEvidence(info.path, self.streams.state(i, iteration)) for i, info in enumerate(self.infos)
-        )
-        judged = self.judge.look(iteration, streams, record=False, follows=self._follows(iteration))
-        verdict, buckets, groups = judged.verdict, judged.buckets, judged.groups
-        data, gathered = (
-            [BucketData(b.place.index, b.place.dtype, b.data, b.placed, b.missing) for b in part]
-            for part in (buckets, groups)
-        )
-        self.report.add_iteration(data, verdict, gathered)
-        self.lost |= self.reduces and not verdict.publishable  # gathered parameters need no iteration before them
-        if not self.confirmed and verdict.complete and iteration > self.begins:
-            disagreements = self.engine.disagreements()
-            self._confirm(not self.judge.refused(disagreements) and not self._refuted(disagreements))
-        if verdict.complete and groups:
-            self.gathered.take(iteration, groups)
-            if self.options.every and self.gathered.step % self.options.every == 0:
-                self._write_gathered()
-        if verdict.publishable and self.replica.ready:
-            self.replica.build(iteration, buckets)
-            step = self.replica.publish()
-            if self.options.every and step % self.options.every == 0:
-                self._write()
-        self.paused += time.monotonic() - begin
+    def take(self, event: Event) -> bool:
+        """Report what happened, and write the version that is due. False: enough was asked for."""
+        if isinstance(event, Skipped):
+            self.report.notes.append(
+                f"iterations {event.first} to {event.last} passed while the mirror was down: no packet of them is in"
+                " the captures"
+            )
+        if isinstance(event, Lost):
+            self.ended = event.why
+        if not isinstance(event, Closed):
+            return True
+        self._closed(event)
         return self.options.iterations is None or len(self.report.iterations) < self.options.iterations
 
-    def _follows(self, iteration: int) -> bool:
-        """Is the replica where this iteration's gradients belong?
-
-        Iterations count from the communicator's birth. Captures that begin with it continue whatever step
-        the initial weights have; captures that begin later need weights of just that step.
-        """
-        if not self.replica.ready:
-            return not self.lost
-        return self.replica.step == iteration + (self.replica.first_step if self.begins == 0 else 0)
+    def _closed(self, event: Closed) -> None:
+        judged = event.judged
+        assert judged is not None
+        verdict = judged.verdict
+        data, gathered = (
+            [BucketData(b.place.index, b.place.dtype, b.data, b.placed, b.missing) for b in part]
+            for part in (judged.buckets, judged.groups)
+        )
+        self.report.add_iteration(data, verdict, gathered)
+        if not self.confirmed and verdict.complete and event.iteration > self.follower.begins:
+            disagreements = self.engine.disagreements()
+            self._confirm(not self.follower.collector.refused(disagreements) and not self._refuted(disagreements))
+        if verdict.complete and judged.groups:
+            self.gathered.take(event.iteration, judged.groups)
+            if self.options.every and self.gathered.step % self.options.every == 0:
+                self._write_gathered()
+        every = self.options.every
+        if event.published and self.replica.ready and every and self.replica.step % every == 0:
+            self._write()
 
     def _refuted(self, disagreements: list[dict]) -> bool:
         """Did a witness disagree before one steady iteration was over? Then it is the manifest that
         is wrong, and what agreed before may have agreed by chance."""
-        return any(d["iteration"] <= self.begins + 1 for d in disagreements)
+        return any(d["iteration"] <= self.follower.begins + 1 for d in disagreements)
 
     def _note_trust(self) -> None:
         """Put into the report what rests on the manifest's word alone."""
@@ -264,7 +255,7 @@ class ReplaySession:
         disagreements = self.engine.disagreements()
         for entry in disagreements[:8]:
             self.report.notes.append(describe_disagreement(self.plan, entry))
-        refused = self.judge.refused(disagreements)
+        refused = self.follower.collector.refused(disagreements)
         if refused:
             self.report.notes.append(f"refused: {refused}; nothing is offered as a checkpoint")
         if self.plan.job.optimizer is None and self.reduces:
@@ -296,7 +287,8 @@ class ReplaySession:
         if self.engine.unopened >= 0:
             return (
                 f"iterations from {self.engine.unopened} on are in the captures and were read too late: a capture that"
-                f" begins with iteration {self.begins} has earlier times. The clocks of the captures differ: editcap -t"
+                f" begins with iteration {self.follower.begins} has earlier times. The clocks of the captures differ:"
+                " editcap -t"
             )
         incomplete = [i.iteration for i in seen if not i.verdict.complete]
         if incomplete:
@@ -313,7 +305,7 @@ class ReplaySession:
         if unpublished:
             clause, reason = unpublished[0].verdict.failing[0]
             return f"iteration {unpublished[0].iteration} could not be published: {clause.value}: {reason}"
-        return ""
+        return self.ended
 
     def _nothing_seen(self) -> UserError:
         """No packet of the job's iterations in the captures: say what was there instead."""

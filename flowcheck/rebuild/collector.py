@@ -1,8 +1,8 @@
 """What an engine knows about an iteration, put before the verdict: one way, for replays and for the live node.
 
-    judge = Judge(plan, engine)
-    judged = judge.look(iteration, streams, record=..., follows=...)     when the iteration closes
-    judged = judged.with_checksum("mismatch")                            if the trainer's checksum was compared later
+    collector = EvidenceCollector(plan, engine)
+    judged = collector.collect(iteration, streams, record=..., follows=...)     when the iteration closes
+    judged = judged.with_checksum("mismatch")       if the trainer's checksum was compared later
 
 Reads the engine between runs, on the thread that runs it; decides nothing itself (flowcheck.rebuild.verdict does).
 """
@@ -29,7 +29,7 @@ from flowcheck.rebuild.rank_confirmation import contradiction, other_version
 from flowcheck.rebuild.verdict import BucketEvidence, Evidence, StreamEvidence, Verdict, judge
 from parser.plan import FlowSpec
 
-__all__ = ["Judge", "Judged"]
+__all__ = ["EvidenceCollector", "Judged"]
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,13 @@ class Judged:
         return replace(self, evidence=evidence, verdict=judge(evidence))
 
 
-class Judge:
+class EvidenceCollector:
     def __init__(self, plan: JobPlan, engine: Engine) -> None:
         self._plan, self._engine, self._carried = plan, engine, Carried(plan)
-        # cells of iteration 0, and of every later one
-        self._cells = [
-            sum(place.cells.stop - place.cells.start for place in plan.iteration_places(i)) for i in (0, 1)
-        ]
 
-    def look(self, iteration: int, streams: tuple[StreamEvidence, ...], *, record: bool, follows: bool) -> Judged:
+    def collect(
+        self, iteration: int, streams: tuple[StreamEvidence, ...], *, record: bool, follows: bool
+    ) -> Judged:
         """record: the step record of the iteration is here. follows: the version before it was published."""
         plan, engine = self._plan, self._engine
         flows = list(data_flows(plan, engine))
@@ -88,11 +86,6 @@ class Judge:
             previous_published=follows,
         )
         return Judged(evidence, judge(evidence), buckets, groups)
-
-    def full(self, iteration: int) -> bool:
-        """Is every cell of the iteration there? By their count, which the engine keeps: asked at every look at the
-        rings. look() goes by the cells themselves."""
-        return self._engine.covered(iteration) == self._cells[min(iteration, 1)]
 
     def refused(self, disagreements: list[dict]) -> str:
         """Why the traffic as a whole is not what the manifest describes, or ""."""

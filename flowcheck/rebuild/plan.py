@@ -85,6 +85,14 @@ class JobPlan:
         """All that an iteration must bring: gradient buckets, then gathered parameter groups."""
         return self.iteration_buckets(iteration) + (self.groups_0 if iteration == 0 else self.groups)
 
+    @property
+    def cells(self) -> tuple[int, int]:
+        """How many cells of 8 bytes iteration 0 brings, and every later one."""
+        first, later = (
+            sum(place.cells.stop - place.cells.start for place in self.iteration_places(i)) for i in (0, 1)
+        )
+        return first, later
+
 
 def topology_of(job: Job) -> Topology:
     """The communicator as the wire model wants it."""

@@ -1,10 +1,11 @@
-"""Several captures into one engine: who may read on, and when an iteration closes.
+"""Several captures into one engine: who may read on, and which iteration may close.
 
-    Streams.run(close)           a replay: until every capture has ended
-    Streams.poll(), advance(close)   one look at the rings, and whatever may close: the live node's loop
+    scheduler.poll()              one look at the rings
+    scheduler.due()               what may close now; whoever judges it decides when it does
+    scheduler.retire(due)         it has closed: its arena is free
 
 A stream is blocked when its next packet belongs to an iteration that has no arena yet. The oldest
-iteration closes as soon as every stream is past it (or ended) and nothing of it is missing; an iteration
+iteration may close as soon as every stream is past it (or ended) and nothing of it is missing; an iteration
 with gaps stays open for late packets until its arena is needed: then every stream is past it, ended, or
 blocked itself. Iterations that no stream saw anything of, because the mirror was down, close one by one too; after
 a very long outage all but the last of them are skipped. A stream that is ahead waits for the others, so the
@@ -13,15 +14,14 @@ slowest can always go on and nothing dead-locks.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from parser.machine import Engine
 
 from flowcheck.errors import UserError
 
-__all__ = ["IDLE_SECONDS", "Source", "StreamState", "Streams"]
+__all__ = ["IDLE_SECONDS", "ArenaScheduler", "Source", "StreamState"]
 
 BATCH = 2048
 OPENING = 32  # packets at a time, until the first iteration has begun
@@ -40,83 +40,39 @@ class Source(Protocol):
     def error(self) -> Exception | None: ...
 
 
-class Streams:
+class ArenaScheduler:
     """sources[i] feeds stream i of the engine. All sources were started by the caller.
 
-    full: asked before an early close: is everything of this iteration there? skipped(first, last): told of
-    iterations that passed unseen and will not be closed. hold: asked when an iteration could close: must it wait for
-    something that does not come over the wire? Then streams may block, and their sources fill up.
+    cells: how many cells iteration 0 brings, and every later one; with all of them an iteration is complete.
+    in_order: the sources are captures that begin anywhere and can wait. Until the first iteration has begun they are
+    read in the order of their times.
     """
 
     def __init__(
-        self, engine: Engine, sources: Sequence[Source], full: Callable[[int], bool],
-        skipped: Callable[[int, int], None], hold: Callable[[int], bool] = lambda iteration: False,
+        self, engine: Engine, sources: Sequence[Source], cells: tuple[int, int], *, in_order: bool = False
     ) -> None:
-        self._engine, self._sources, self._full, self._skipped = engine, sources, full, skipped
-        self._hold = hold
+        self._engine, self._sources, self._cells = engine, sources, cells
+        self._opening = in_order
+        self._looked = 0  # sources of which the beginning was looked at
         self._known = 0  # disagreements
         self._whole = -1  # the newest iteration that every stream has passed and of which nothing is missing
         self._ended = [False] * len(sources)
         self._blocked = [False] * len(sources)
         self.consumed = 0
 
-    def run(self, close: Callable[[int], bool], progress: Callable[[int], None]) -> None:
-        """Drive until all streams have ended or `close` says False.
-
-        close(iteration): called once per iteration in order, when it closes; returns whether to go on.
-        The engine's arena is retired after it. progress(packets) is called now and then.
-        Raises UserError when a source did not deliver what its file promised.
-        """
-        self._open(progress)
-        while not all(self._ended):
-            moved = self.poll()
-            progress(self.consumed)
-            closed, go_on = self.advance(close)
-            if not go_on:
-                return
-            if not moved and not closed:
-                time.sleep(IDLE_SECONDS)
-        self._engine.finish()
-        while self._engine.oldest <= self._engine.begun:
-            if not self._close_oldest(close):
-                return
-
-    def _open(self, progress: Callable[[int], None]) -> None:
-        """See whether connections begin here; then read in the order of time until the first iteration has begun.
-
-        Where captures begin in mid-stream, the packet that is read first says which iteration is the first: it must
-        not be one of the capture that began last, nor, where none does, one that overtook others on its way."""
-        engine = self._engine
-        for source in self._sources:
-            while engine.look_ahead(source.ring_address) is None:
-                time.sleep(IDLE_SECONDS)
-        while len(self._sources) > 1 and engine.begun < 0 and not any(self._blocked):
-            heads = {}
-            for i, source in enumerate(self._sources):
-                if not self._ended[i]:
-                    heads[i] = engine.next_ns(source.ring_address)
-                    if heads[i] is None and engine.drained(source.ring_address):
-                        del heads[i]
-                        self._end(i)
-            if not heads:
-                return
-            if None in heads.values():
-                time.sleep(IDLE_SECONDS)
-                continue
-            first = min(heads, key=heads.__getitem__)
-            done, self._blocked[first] = engine.run(first, self._sources[first].ring_address, OPENING)
-            self.consumed += done
-            progress(self.consumed)
+    # -- the rings --
 
     def poll(self) -> bool:
-        """Take what is in the rings, a batch of each. True if anything moved."""
+        """Take what is in the rings, a batch of each. True if anything moved.
+
+        Raises UserError when a source did not deliver what its file promised."""
+        if self._opening:
+            return self._open()
         moved = False
         for i, source in enumerate(self._sources):
             if self._ended[i]:
                 continue
-            done, self._blocked[i] = self._engine.run(i, source.ring_address, BATCH)
-            moved |= done > 0
-            self.consumed += done
+            moved |= self._read(i, BATCH)
             if self._engine.drained(source.ring_address):
                 self._end(i)
                 moved = True
@@ -125,14 +81,89 @@ class Streams:
             self._engine.consider_recovery()
         return moved
 
-    def advance(self, close: Callable[[int], bool]) -> tuple[bool, bool]:
-        """Close what may close. (anything closed, go on)."""
-        closed = False
-        while self._may_close():
-            closed = True
-            if not self._close_oldest(close):
-                return closed, False
-        return closed, True
+    def _open(self) -> bool:
+        """See whether connections begin here; then read in the order of time until the first iteration has begun.
+
+        Where captures begin in mid-stream, the packet that is read first says which iteration is the first: it must
+        not be one of the capture that began last, nor, where none does, one that overtook others on its way."""
+        engine, sources = self._engine, self._sources
+        while self._looked < len(sources):
+            if engine.look_ahead(sources[self._looked].ring_address) is None:
+                return False
+            self._looked += 1
+        if len(sources) == 1 or engine.begun >= 0 or any(self._blocked) or self.ended:
+            self._opening = False
+            return self.poll()
+        heads = {}
+        for i, source in enumerate(sources):
+            if not self._ended[i]:
+                heads[i] = engine.next_ns(source.ring_address)
+                if heads[i] is None and engine.drained(source.ring_address):
+                    del heads[i]
+                    self._end(i)
+        if None in heads.values():
+            return False
+        if heads:
+            self._read(min(heads, key=heads.__getitem__), OPENING)
+        return True
+
+    def _read(self, stream: int, most: int) -> bool:
+        done, self._blocked[stream] = self._engine.run(stream, self._sources[stream].ring_address, most)
+        self.consumed += done
+        return done > 0
+
+    def _end(self, stream: int) -> None:
+        self._ended[stream] = True
+        error = self._sources[stream].error
+        if error is not None:
+            raise UserError(str(error))
+
+    # -- the arenas --
+
+    def due(self) -> range:
+        """What may close now: the oldest iteration, or nothing. More than one: iterations that passed unseen and are
+        too many to be judged one by one."""
+        oldest = self._engine.oldest
+        if not self._may_close(oldest):
+            return range(0)
+        if oldest > self._engine.begun:
+            wanted = min(self._engine.wanted(i) for i, blocked in enumerate(self._blocked) if blocked)
+            last = wanted - self._engine.config.arenas
+            if last - oldest > UNSEEN:
+                return range(oldest, last)
+        return range(oldest, oldest + 1)
+
+    @property
+    def open(self) -> range:
+        """Iterations of which packets have come and that have not closed: what closes when the traffic has ended."""
+        return range(self._engine.oldest, self._engine.begun + 1)
+
+    def retire(self, due: range) -> None:
+        """Iterations have closed. Whoever waited for the arena of one may read on."""
+        self._engine.retire(len(due))
+        if len(due) == 1:
+            self._blocked = [False] * len(self._sources)
+
+    def _may_close(self, oldest: int) -> bool:
+        if self._opening or (oldest > self._engine.begun and not any(self._blocked)):
+            return False
+        past = [self._ended[i] or self._engine.past(i) > oldest for i in range(len(self._sources))]
+        if self._whole != oldest and all(past) and not self.ended and self._is_complete(oldest):
+            self._whole = oldest
+        forced = any(self._blocked) and all(p or b for p, b in zip(past, self._blocked, strict=True))
+        return self._whole == oldest or forced
+
+    def _is_complete(self, iteration: int) -> bool:
+        """Is every cell there? By their count, which the engine keeps: asked at every look at the rings. The verdict
+        goes by the cells themselves."""
+        return bool(self._engine.covered(iteration) == self._cells[min(iteration, 1)])
+
+    # -- where streams stand --
+
+    @property
+    def ended(self) -> bool:
+        """Have all sources ended?"""
+        return all(self._ended)
 
     @property
     def blocked(self) -> bool:
@@ -147,33 +178,3 @@ class Streams:
             return "past"
         # its own later packets wait for an arena: what is missing of this iteration will not come
         return "lost" if self._blocked[stream] else "behind"
-
-    def _end(self, stream: int) -> None:
-        self._ended[stream] = True
-        error = self._sources[stream].error
-        if error is not None:
-            raise UserError(str(error))
-
-    def _may_close(self) -> bool:
-        oldest = self._engine.oldest
-        if oldest > self._engine.begun and not any(self._blocked):
-            return False
-        past = [self._ended[i] or self._engine.past(i) > oldest for i in range(len(self._sources))]
-        if self._whole != oldest and all(past) and not all(self._ended) and self._full(oldest):
-            self._whole = oldest
-        forced = any(self._blocked) and all(p or b for p, b in zip(past, self._blocked, strict=True))
-        return (self._whole == oldest or forced) and not self._hold(oldest)
-
-    def _close_oldest(self, close: Callable[[int], bool]) -> bool:
-        oldest = self._engine.oldest
-        if oldest > self._engine.begun and any(self._blocked):
-            wanted = min(self._engine.wanted(i) for i, blocked in enumerate(self._blocked) if blocked)
-            unseen = wanted - self._engine.config.arenas - oldest
-            if unseen > UNSEEN:
-                self._skipped(oldest, oldest + unseen - 1)
-                self._engine.retire(unseen)
-                return True
-        go_on = close(oldest)
-        self._engine.retire()
-        self._blocked = [False] * len(self._sources)
-        return go_on

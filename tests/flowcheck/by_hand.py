@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from dataplane.pcapfile import PcapInfo
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
 from flowcheck.offline.session import ReplayOptions, ReplaySession
+from flowcheck.rebuild.events import Event
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.replica import JobReplica
 from tests.flowcheck.fake_engine import FakeEngine
@@ -40,8 +42,15 @@ class Replayed:
         """Close iterations with all cells there, but for those named. Returns whether to go on after the last."""
         for iteration in iterations:
             self.engine.cells(iteration)[:] = iteration not in without
-            go_on = self.session.close(iteration)
+            go_on = self.take(self.session.follower.judge(iteration))
         return go_on
+
+    def take(self, events: Iterable[Event]) -> bool:
+        return all(self.session.take(event) for event in events)
+
+    def skip(self, first: int, last: int) -> None:
+        """No packet of these came, and they are too many to be judged."""
+        self.take(self.session.follower._skip(first, last))
 
     def steps(self) -> list[int]:
         return sorted(int(path.name[5:]) for path in self.out.glob("step-*"))
@@ -70,9 +79,10 @@ def begin_session(
     engine = FakeEngine(plan.engine)
     if weights and plan.parameters:
         engine.cells(None)[:] = True
-    monkeypatch.setattr("flowcheck.offline.session.Engine", lambda config: engine)
+    monkeypatch.setattr("flowcheck.rebuild.follower.Engine", lambda config: engine)
     chosen = ReplayOptions([], folder / "job.json", folder / into, **options)
     infos = [info(f"{name}.pcapng") for name in "abcd"[:streams]]
     session = ReplaySession(plan, JobReplica(plan, chosen.init), chosen, infos)
-    session.streams = SimpleNamespace(state=lambda stream, iteration: "past")  # type: ignore[assignment]
+    session.begin([])
+    session.follower.scheduler = SimpleNamespace(state=lambda stream, iteration: "past")  # type: ignore[assignment]
     return Replayed(session, engine, chosen.out)

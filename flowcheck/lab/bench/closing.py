@@ -1,6 +1,6 @@
 """bench closing: what an iteration costs when it closes, on the thread that drains the rings.
 
-    closing.complete       Judge.look of an iteration of 1 GB of gradients of which everything is there
+    closing.complete       EvidenceCollector.collect of an iteration of 1 GB of gradients of which everything is there
     closing.lost           ... of which one packet was lost
 
 Milliseconds per GB (10^9 bytes) of gradients; the limit is a constant, the 5 ms that are allowed. Each look is at an
@@ -16,7 +16,7 @@ from parser.machine import Engine
 
 from flowcheck.lab.bench.feed import MTU, Feed, Window, drain, flows_for
 from flowcheck.lab.bench.rows import Row, alternate
-from flowcheck.rebuild.collector import Judge
+from flowcheck.rebuild.collector import EvidenceCollector
 from flowcheck.rebuild.verdict import StreamEvidence
 
 __all__ = ["run"]
@@ -44,7 +44,7 @@ class _Closing:
     def __init__(self, window: Window) -> None:
         self.plan = window.plan(LAPS)
         self._window, self._feed, self._engine = window, Feed(window), Engine(self.plan.engine)
-        self._judge = Judge(self.plan, self._engine)
+        self._collector = EvidenceCollector(self.plan, self._engine)
 
     def of(self, lost: bool) -> Callable[[], float]:
         """A contender: places the next iteration and looks at it."""
@@ -56,7 +56,7 @@ class _Closing:
                 self._feed.fill([self._window.packets // 2 + 5] if lost and lap == LAPS // 2 else [])
                 drain(self._feed, self._take)
             begin = time.perf_counter()
-            judged = self._judge.look(engine.oldest, STREAMS, record=False, follows=True)
+            judged = self._collector.collect(engine.oldest, STREAMS, record=False, follows=True)
             seconds = time.perf_counter() - begin
             assert judged.verdict.complete is not lost, judged.verdict
             found: dict[str, int] = {}

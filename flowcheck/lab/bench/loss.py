@@ -17,7 +17,8 @@ from collections import Counter
 
 from flowcheck.lab.bench.feed import MTU, Feed, Window, drain, flows_for
 from flowcheck.lab.bench.rows import Row, alternate
-from flowcheck.node.live import Closed, Hooks, LiveSession
+from flowcheck.node.live import LiveSession
+from flowcheck.rebuild.events import Closed
 
 __all__ = ["run"]
 
@@ -51,11 +52,11 @@ class Contender:
         self.lost: Counter[int] = Counter()  # packets by iteration
         self.closed: list[Closed] = []
         self.next = 0  # the iteration that closes next
-        hooks = Hooks(self.closed.append, lambda why: None, lambda iteration, why: None)
-        self.session = LiveSession(
-            window.plan(laps), [self.feed], hooks, slots=2, threads=1, replica_path=lambda iteration: None,
-            record_seconds=0.0,
-        )  # fmt: skip
+        self.session = LiveSession(window.plan(laps), [self.feed], slots=2, threads=1, record_seconds=0.0)
+
+    def poll(self) -> bool:
+        self.closed += [event for event in self.session.poll() if isinstance(event, Closed)]
+        return self.session.moved
 
     def measure(self, iterations: int) -> float:
         """Seconds per packet over so many iterations."""
@@ -63,7 +64,7 @@ class Contender:
         for _ in range(iterations * self._laps):
             packets += self.feed.fill(self.next_lost())
             begin = time.perf_counter()
-            drain(self.feed, self.session.poll)
+            drain(self.feed, self.poll)
             seconds += time.perf_counter() - begin
         self.check()
         return seconds / packets

@@ -1,8 +1,8 @@
 """bench streams: what a packet costs when the packets come over N streams, against all of them over one.
 
 Sixteen flows in LL messages, packets of 1 KB, all to be placed; each stream brings its own flows, and no packet comes
-twice. Streams.poll() takes a batch of every stream in turn. The limit is an engine of one stream that is given the
-same packets in exactly that order: same loads, same places, so that nothing differs but the number of streams.
+twice. ArenaScheduler.poll() takes a batch of every stream in turn. The limit is an engine of one stream that is given
+the same packets in exactly that order: same loads, same places, so that nothing differs but the number of streams.
 
     streams.N         ns per packet, N of 1, 2, 4, 8, 16; at 1 both sides are the same, which shows the noise
 """
@@ -20,7 +20,7 @@ from parser.machine import Engine
 from flowcheck.lab.bench.limits import PacketRing
 from flowcheck.lab.bench.rows import Row, alternate
 from flowcheck.lab.bench.traffic import Traffic, make
-from flowcheck.rebuild.scheduler import BATCH, Streams
+from flowcheck.rebuild.scheduler import BATCH, ArenaScheduler
 from parser.wire import Protocol
 
 __all__ = ["run", "shares"]
@@ -83,7 +83,7 @@ def _over(traffic: Traffic, parts: Sequence[NDArray[np.uint32]]) -> Callable[[],
         engine.region(0)[:] = 0
         for ring in rings:
             ring.rewind()
-        streams = Streams(engine, [_Source(ring) for ring in rings], lambda iteration: False, lambda first, last: None)
+        streams = ArenaScheduler(engine, [_Source(ring) for ring in rings], (-1, -1))
         begin = time.perf_counter()
         while streams.poll():
             pass

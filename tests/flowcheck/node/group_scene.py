@@ -21,6 +21,7 @@ from flowcheck.node.config import Capture, Control, NodeConfig, Output, ReplicaS
 from flowcheck.node.group import Group
 from flowcheck.node.members import Letter, Member
 from flowcheck.node.silence import Arrivals
+from flowcheck.rebuild.events import Event
 
 from ..memory_ring import MemoryRing
 
@@ -39,8 +40,8 @@ class FakeSession:
     """calls: what the group asked for. moves: how many polls find something. record_answer, state_error: what the
     session says to a record and to a state."""
 
-    def __init__(self, plan: Any, sources: Any, hooks: Any, first: int = 0, **options: Any) -> None:
-        self.plan, self.sources, self.hooks, self.first, self.options = plan, sources, hooks, first, options
+    def __init__(self, plan: Any, sources: Any, clock: Any, **options: Any) -> None:
+        self.plan, self.sources, self.clock, self.options = plan, sources, clock, options
         self.calls: list[tuple[Any, ...]] = []
         self.moves = 0
         self.poll_error: Exception | None = None
@@ -50,16 +51,22 @@ class FakeSession:
         self.serves = -1
         self.closed = threading.Event()
 
-    def poll(self) -> bool:
+    @property
+    def moved(self) -> bool:
+        return self.moves >= 0
+
+    def poll(self) -> list[Event]:
         self.calls.append(("poll",))
         if self.poll_error is not None:
             raise self.poll_error
         self.moves -= 1
-        return self.moves >= 0
+        return []
 
-    def record(self, record: Any, buffers: Mapping[str, torch.Tensor], rank: int) -> str:
+    def record(self, record: Any, buffers: Mapping[str, torch.Tensor], rank: int) -> list[Event]:
         self.calls.append(("record", record.iteration, dict(buffers), rank))
-        return self.record_answer
+        if self.record_answer:
+            raise UserError(self.record_answer, where=f"rank {rank}")
+        return []
 
     def announce(self, iteration: int) -> None:
         self.calls.append(("announce", iteration))
@@ -67,14 +74,17 @@ class FakeSession:
     def withdraw(self) -> None:
         self.calls.append(("withdraw",))
 
-    def state(self, iteration: int, parameters: Any, state: Any, groups: Any) -> None:
+    def state(self, iteration: int, parameters: Any, state: Any, groups: Any, path: Path) -> list[Event]:
         self.calls.append(("state", iteration, parameters, state, groups))
+        self.path = path
         if self.state_error is not None:
             raise UserError(self.state_error)
         self.replica = FakeReplica()
+        return []
 
-    def finish(self) -> None:
+    def finish(self) -> list[Event]:
         self.calls.append(("finish",))
+        return []
 
     def close(self) -> None:
         self.calls.append(("close",))
@@ -164,6 +174,10 @@ class Scene:
     def give(self, peer: Peer, message: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.post(peer, message, tensors)
         self.turn()
+
+    def happens(self, *events: Event) -> None:
+        """The session returns events."""
+        self.group._take(events)
 
     def follow(self, job: Job | None = None, *, first: int = 0, **join: Any) -> Peer:
         """Rank 0 joins and sends a whole manifest: a session begins."""

@@ -241,8 +241,7 @@ def test_a_whole_manifest_begins_a_session(scene, tmp_path) -> None:
     (session,) = at.sessions
     assert session.plan.job.run_id == "synth-0" and at.group.plan is session.plan
     assert (session.plan.engine.streams, session.plan.engine.arenas) == (2, 5)
-    assert session.sources == at.rings and session.first == 5
-    assert session.options.pop("replica_path")(7) == tmp_path / "flowcheck-node-a-1.replica"
+    assert session.sources == at.rings and session.clock.first == 5
     assert session.options == {"slots": 4, "threads": 2, "record_seconds": 7.5, "port": at.port}
     assert at.said == [
         ("attached", {"name": "a", "run_id": "synth-0", "epoch": 0, "ranks": 2, "flows": 2})
@@ -264,7 +263,7 @@ def test_another_manifest_of_the_run_is_followed_anew(scene, again: Manifest) ->
     at.give(peer, again)
     first, second = at.sessions
     assert first.calls == [("close",)] and second.calls == []
-    assert second.plan.job.step_values == again.job["step_values"] and second.first == again.first
+    assert second.plan.job.step_values == again.job["step_values"] and second.clock.first == again.first
     at.give(peer, Record(9))
     assert second.calls == [("record", 9 - again.first, {}, 0)]
     assert peer.told == [NOTHING_KNOWN, STATE_WANTED, STATE_WANTED]

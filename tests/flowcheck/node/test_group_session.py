@@ -16,8 +16,9 @@ import flowcheck.node.group
 import flowcheck.node.uploads
 from flowcheck.control.protocol import Bye, Joined, Manifest, Notice, Progress, Record, State, Wanted
 from flowcheck.errors import UserError
-from flowcheck.node.live import Closed
+from flowcheck.node.silence import Silent
 from flowcheck.node.uploads import Uploads
+from flowcheck.rebuild.events import Closed, Lost, Waiting
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
@@ -53,7 +54,7 @@ def test_a_state_is_announced_and_taken(scene, tmp_path) -> None:
     at.group.announce(peer.member, 7)
     at.turn()
     assert at.session.calls == [("announce", 2)] and at.events("state") == []
-    old, path = tmp_path / "flowcheck-node-a-8.replica", at.session.options["replica_path"](0)
+    old, path = tmp_path / "flowcheck-node-a-8.replica", tmp_path / "flowcheck-node-a-1.replica"
     old.touch()
     path.touch()
     at.give(peer, State(7, [{"lr": 0.25}]), MODEL)
@@ -180,13 +181,13 @@ def test_a_published_iteration_is_told_to_everybody(scene, tmp_path) -> None:
     peer, other = at.follow(first=5), at.join(1)
     session = at.session
     session.replica = replica = FakeReplica(8)
-    session.hooks.closed(LINE)
+    at.happens(LINE)
     fields = {"name": "a", "iteration": 7, "published": True, "failed": [], "why": [], **SAID}
     assert at.said[-1] == ("iteration", fields)
     assert peer.told[-1] == other.told[-1] == Progress(7, "verified")
     assert at.written.hashes == [(7, "a", replica)] and at.written.checkpoints == []
     replica.step = 9
-    session.hooks.closed(LINE)
+    at.happens(LINE)
     ((*said, _),) = at.written.checkpoints
     assert said == ["a", replica, tmp_path / "out" / "a" / "synth-0" / "epoch-0", "verified"]
     assert len(at.written.hashes) == 2
@@ -201,7 +202,7 @@ def test_hashes_that_cannot_be_written_are_said_and_end_nothing(scene) -> None:
         raise UserError("no space", where="hashes")
 
     at.written.add = add
-    at.session.hooks.closed(LINE)
+    at.happens(LINE)
     assert at.events("problem") == [{"name": "a", "why": "hashes: no space"}]
     assert at.said[-1][0] == "iteration"
 
@@ -213,7 +214,7 @@ def test_each_kth_version_is_written(scene, tmp_path, every: int, steps: list[in
     found = []
     for step in (1, 2, 3, 4):
         at.session.replica = FakeReplica(step)
-        at.session.hooks.closed(LINE)
+        at.happens(LINE)
         found += [step] * len(at.written.checkpoints)
         assert all(out == tmp_path / "out" / "synth-0" / "epoch-0" for _, _, out, _, _ in at.written.checkpoints)
         at.written.checkpoints.clear()
@@ -226,11 +227,11 @@ def test_an_iteration_that_is_not_published_is_said_and_nothing_more(scene) -> N
     at.session.replica, at.session.next = FakeReplica(3), 2
     why = [("covered", "bucket 0"), ("previous", "nothing to build on")]
     line = Closed(2, False, "verified", 100, 60, {"lost": 4}, 3, 5, 7, why)
-    at.session.hooks.closed(line)
+    at.happens(line)
     fields = {"name": "", "iteration": 2, "published": False, "failed": ["covered", "previous"], **SAID}
     assert at.said[-1] == ("iteration", fields | {"why": why})
     at.session.next = None  # while nothing is built the first reason is enough
-    at.session.hooks.closed(line)
+    at.happens(line)
     assert at.said[-1] == ("iteration", fields | {"why": why[:1]})
     assert at.written.hashes == at.written.checkpoints == []
     assert not any(isinstance(message, Progress) for message in peer.told)
@@ -239,23 +240,23 @@ def test_an_iteration_that_is_not_published_is_said_and_nothing_more(scene) -> N
 def test_a_version_without_a_replica_is_not_progress(scene) -> None:
     at = scene(every=1)
     peer = at.follow()
-    at.session.hooks.closed(LINE)
+    at.happens(LINE)
     assert not any(isinstance(message, Progress) for message in peer.told) and at.written.hashes == []
 
 
 def test_when_the_chain_ends_a_state_is_asked_for(scene, tmp_path) -> None:
     at = scene(name="a")
     peer, other = at.follow(), at.join(1)
-    path = at.session.options["replica_path"](0)
+    path = at.group.served.path()
     path.touch()
     at.group.served.stands("synth-0", 0, 3)
     at.session.replica, at.session.serves = FakeReplica(3), 2
-    at.session.hooks.lost("iteration 3 is not published")
+    at.happens(Lost("iteration 3 is not published"))
     wanted = Wanted(["state"], "checkpoint wanted: iteration 3 is not published")
     assert at.events("lost") == [{"name": "a", "why": "iteration 3 is not published", "serves": 2, "dropped": {}}]
     assert peer.told[-1] == other.told[-1] == wanted and path.exists()
     at.session.replica, at.session.serves = None, -1  # it diverged
-    at.session.hooks.lost("tensor differs")
+    at.happens(Lost("tensor differs"))
     assert not path.exists() and at.events("lost")[1]["serves"] == -1
     at.group.leave(peer.member)
     assert at.join(0).told == [Wanted(["state"], "checkpoint wanted: tensor differs")]
@@ -264,7 +265,7 @@ def test_when_the_chain_ends_a_state_is_asked_for(scene, tmp_path) -> None:
 def test_waiting_is_said_in_the_trainers_numbers(scene) -> None:
     at = scene()
     at.follow(first=5)
-    at.session.hooks.waiting(2, "its step record is not here")
+    at.happens(Waiting(2, "its step record is not here"))
     assert at.events("waiting") == [{"name": "", "iteration": 7, "why": "its step record is not here"}]
 
 
@@ -281,9 +282,9 @@ def test_a_node_too_slow_for_its_traffic_names_its_own_drops_and_makes_no_storm_
             at.give(peer, State(states), MODEL)
             states += 1
             at.port.dropped["ring_full"] = at.port.dropped.get("ring_full", 0) + 9
-            at.session.hooks.closed(LINE)
+            at.happens(LINE)
             assert at.said[-1][1]["dropped"] == {"ring_full": 9}
-            at.session.hooks.lost("iteration 2 is not published: covered")
+            at.happens(Lost("iteration 2 is not published: covered"))
             why = at.events("lost")[-1]["why"]
             assert "the node itself has dropped ring_full 9: raise capture.ring_size (now 16384" in why
             assert peer.told[-2] == Wanted([], "") and why in peer.told[-1].why and isinstance(peer.told[-1], Notice)
@@ -314,12 +315,12 @@ def test_a_state_that_comes_too_late_again_and_again_makes_no_storm(scene, monke
 def test_a_silent_mirror_is_told_to_every_rank_also_those_that_come_later(scene) -> None:
     at = scene(name="a")
     peer, other = at.follow(first=5), at.join(1)
-    at.session.hooks.silent("no packet has come")
+    at.happens(Silent("no packet has come"))
     assert at.events("silent") == [{"name": "a", "why": "no packet has come"}]
     assert peer.told[-1] == other.told[-1] == Notice("no packet has come")
     at.group.leave(other.member)
     assert at.join(1).told[-1] == Notice("no packet has come")
-    at.session.hooks.silent("")
+    at.happens(Silent(""))
     assert at.events("heard") == [{"name": "a", "why": "the mirror brings the job's packets again"}]
     assert peer.told[-1] == Notice("")
     assert not any(isinstance(message, Notice) for message in at.join(2, ("synth-0", 0, 2)).told)
@@ -329,7 +330,7 @@ def test_progress_leaves_what_is_wanted_as_it_is(scene) -> None:
     at = scene()
     peer = at.follow()
     at.session.replica = FakeReplica(3)
-    at.session.hooks.closed(LINE)
+    at.happens(LINE)
     at.group.leave(peer.member)
     assert at.join(0).told == [Wanted(["state"], "the job is known; a state to begin with is not here")]
 
@@ -354,9 +355,9 @@ def test_a_run_that_starts_from_step_0_keeps_the_replica_of_the_one_before(scene
     at = scene(hashes=False)
     at.give(at.follow(), State(3), MODEL)
     at.session.replica = FakeReplica(4)
-    at.session.hooks.closed(Closed(3, True, "unverified", 1, 1, {}, 0, 0, 0, []))
+    at.happens(Closed(3, True, "unverified", 1, 1, {}, 0, 0, 0, []))
     assert before.exists() and at.events("removed") == []
-    at.session.hooks.closed(LINE)
+    at.happens(LINE)
     assert not before.exists()
     (said,) = at.events("removed")
     assert (said["run_id"], said["step"], said["path"]) == ("before", 400, str(before)) and "synth-0" in said["why"]
@@ -367,16 +368,16 @@ def test_and_until_that_is_on_disk_where_the_settings_ask_for_it(scene, tmp_path
     at = scene(hashes=False, every=5)
     at.give(at.follow(), State(3), MODEL)
     at.session.replica = FakeReplica(4)
-    at.session.hooks.closed(LINE)
+    at.happens(LINE)
     at.session.replica.step = 5
-    at.session.hooks.closed(Closed(2, True, "unverified", 1, 1, {}, 0, 0, 0, []))
+    at.happens(Closed(2, True, "unverified", 1, 1, {}, 0, 0, 0, []))
     assert at.written.checkpoints[0][4] is None  # an unverified one is on disk: not what is waited for
     at.session.replica.step = 10
-    at.session.hooks.closed(LINE)
+    at.happens(LINE)
     assert before.exists()  # it is being written
     at.written.checkpoints[1][4]()
     at.session.replica.step = 11
-    at.session.hooks.closed(LINE)
+    at.happens(LINE)
     assert not before.exists()
 
 
@@ -393,11 +394,12 @@ def test_a_version_that_diverged_takes_no_other_runs_replica_with_it(scene, tmp_
     before = left_behind(tmp_path / "flowcheck-node--4.replica", "before", 400)
     at = scene()
     peer = at.follow()
-    own = at.session.options["replica_path"](0)
+    own = tmp_path / "flowcheck-node--5.replica"
     own.touch()
     at.give(peer, State(3), MODEL)
+    assert own.exists() and at.session.path == own
     at.session.replica = None
-    at.session.hooks.lost("tensor differs")
+    at.happens(Lost("tensor differs"))
     assert before.exists() and not own.exists()
 
 
@@ -574,7 +576,7 @@ def test_replica_files_stay_at_an_orderly_end_if_they_shall(scene, tmp_path, kee
     at = scene(keep=keep)
     other = left_behind(tmp_path / "flowcheck-node--3.replica", "before", 12)
     peer = at.follow()
-    own = at.session.options["replica_path"](0)
+    own = tmp_path / "flowcheck-node--1.replica"
     own.touch()
     at.give(peer, State(2), MODEL)
     at.group.start()

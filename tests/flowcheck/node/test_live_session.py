@@ -6,7 +6,7 @@ begins as 1.0, every gradient is 1.0 and the learning rate is 0.5, so a version 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +16,17 @@ import numpy as np
 import pytest
 import torch
 
-import flowcheck.node.live
+import flowcheck.rebuild.follower
 from flowcheck.control.checksum import checksums
 from flowcheck.control.protocol import Record
 from flowcheck.errors import UserError
+from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job, ModelEntry
 from flowcheck.lab.synth import example_job
-from flowcheck.node.live import Closed, Hooks, LiveSession
+from flowcheck.node.live import LiveSession
+from flowcheck.node.silence import Silent
+from flowcheck.rebuild.events import Closed, Event, Lost, Waiting
+from flowcheck.rebuild.follower import Follower
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.replica import JobReplica
 from updater.errors import ReplicaError
@@ -49,28 +53,49 @@ def small_job(*, buffers: bool = False, records: bool = True, **options: Any) ->
 
 
 class Live:
-    """A session, and what it told its owner. now: the time of its clock."""
+    """A session, and the events that it returned. now: the time of its clock. folder: for its replicas."""
 
     def __init__(self, patch: pytest.MonkeyPatch, job: Job | None = None, *, first: int = 0, streams: int = 1,
-                 record_seconds: float = 10.0, path: Callable[[int], Path | None] = lambda iteration: None) -> None:
+                 record_seconds: float = 10.0, folder: Path | None = None) -> None:
         self.job, self.now = job or small_job(), 1000.0
         plan = plan_job(self.job, streams=streams)
         self.sources = [FakeSource(open=True) for _ in range(streams)]
         self.engine = FakeEngine(plan.engine, self.sources)
-        patch.setattr(flowcheck.node.live, "Engine", lambda config: self.engine)
-        patch.setattr(flowcheck.node.live, "time", SimpleNamespace(monotonic=lambda: self.now))
+        patch.setattr(flowcheck.rebuild.follower, "Engine", lambda config: self.engine)
         self.closed: list[Closed] = []
         self.lost: list[str] = []
         self.waiting: list[tuple[int, str]] = []
         self.silent: list[str] = []
         self.port = FakePort()
-        hooks = Hooks(
-            self.closed.append, self.lost.append, lambda *said: self.waiting.append(said), self.silent.append,
-        )
+        self.folder = folder
         self.session = LiveSession(
-            plan, self.sources, hooks, first, slots=2, threads=0, replica_path=path, record_seconds=record_seconds,
-            port=self.port,
+            plan, self.sources, Clock(first), slots=2, threads=0, record_seconds=record_seconds, port=self.port,
+            now=lambda: self.now,
         )
+
+    @property
+    def follower(self) -> Follower:
+        return self.session.follower
+
+    def take(self, events: Iterable[Event]) -> None:
+        for event in events:
+            match event:
+                case Closed():
+                    self.closed.append(event)
+                case Lost(why):
+                    self.lost.append(why)
+                case Waiting(iteration, why):
+                    self.waiting.append((iteration, why))
+                case Silent(why):
+                    self.silent.append(why)
+
+    def look(self) -> bool:
+        """One poll; did it find anything to do?"""
+        self.take(self.session.poll())
+        return self.session.moved
+
+    def finish(self) -> None:
+        self.take(self.session.finish())
 
     def tensors(self, value: float) -> dict[str, torch.Tensor]:
         return {entry.name: torch.full(entry.shape, value) for entry in self.job.model}
@@ -79,8 +104,9 @@ class Live:
         """What a trainer whose parameters all have this value says."""
         return {name: f"{found:016x}" for name, found in checksums(self.tensors(value)).items()}
 
-    def state(self, iteration: int, value: float = 1.0) -> None:
-        self.session.state(iteration, self.tensors(value), {})
+    def state(self, iteration: int, value: float = 1.0, **more: Any) -> None:
+        path = self.folder / f"{iteration}.replica" if self.folder else None
+        self.take(self.session.state(iteration, self.tensors(value), more.get("state", {}), path=path))
 
     def traffic(self, *iterations: int) -> None:
         for t in iterations:
@@ -89,10 +115,16 @@ class Live:
             source.packets += whole(*iterations)
 
     def record(self, iteration: int, rank: int = 0, buffers: Any = None, **fields: Any) -> str:
-        return self.session.record(Record(iteration, **fields), buffers or {}, rank)
+        """Why it is refused, or ""."""
+        try:
+            self.take(self.session.record(Record(iteration, **fields), buffers or {}, rank))
+        except UserError as error:
+            assert error.where == f"rank {rank}"
+            return error.what
+        return ""
 
     def poll(self) -> None:
-        while self.session.poll():
+        while self.look():
             pass
 
     def step(self, iteration: int, **fields: Any) -> Closed:
@@ -123,15 +155,15 @@ def live(monkeypatch) -> Callable[..., Live]:
 
 def test_versions_are_verified_from_the_first_checksum_on(live) -> None:
     at = live()
-    assert (at.session.status, at.session.serves, at.session.published) == ("waiting", -1, -1)
+    assert (at.follower.status, at.session.serves, at.follower.published) == ("waiting", -1, -1)
     at.state(2)
-    assert (at.session.status, at.session.serves, at.session.published, at.session.next) == ("unverified", 1, 1, 2)
+    assert (at.follower.status, at.session.serves, at.follower.published, at.session.next) == ("unverified", 1, 1, 2)
     assert at.step(2) == Closed(2, True, "unverified", 1, 1, {}, 0, 0, 0, [])
     assert at.values() == alike(0.5)
     assert at.step(3, checksums=at.sums(0.0)) == Closed(3, True, "verified", 1, 1, {}, 0, 0, 0, [])
-    assert at.session.matched == 1
+    assert at.follower.matched == 1
     assert at.step(4).status == "verified"
-    assert (at.session.serves, at.session.published, at.session.next) == (4, 4, 5)
+    assert (at.session.serves, at.follower.published, at.session.next) == (4, 4, 5)
     assert at.values() == alike(-0.5) and at.lost == []
 
 
@@ -150,7 +182,7 @@ def test_one_tensor_that_differs_ends_it_however_many_matched(live, matched: int
     at.state(2)
     for t in range(2, 2 + matched):
         assert at.step(t, checksums=at.sums(0.0 - 0.5 * (t - 3))).status == "verified"
-    assert at.session.matched == matched
+    assert at.follower.matched == matched
     t = 2 + matched
     right = at.sums(0.5 - 0.5 * matched)
     line = at.step(t, checksums=right | {odd: f"{int(right[odd], 16) ^ 1:016x}"})
@@ -158,7 +190,7 @@ def test_one_tensor_that_differs_ends_it_however_many_matched(live, matched: int
         False, "diverged", [("checksum", "the trainer's checksum of its parameters differs from the replica's")]
     )
     assert at.lost == [f"tensor {odd!r} of iteration {t} differs from the trainer's"]
-    assert at.session.replica is None and at.session.next is None and at.session.serves == at.session.published == -1
+    assert at.session.replica is None and at.session.next is None and at.session.serves == at.follower.published == -1
     assert at.step(t + 1, checksums=at.sums(-0.5 * matched)).published is False
     assert at.ended[-1] == (t + 1, False, ["previous"]) and len(at.lost) == 1
 
@@ -178,14 +210,14 @@ def test_sums_of_some_tensors_are_compared_as_well(live) -> None:
 
 
 def test_a_new_state_after_divergence_begins_unverified(live, tmp_path) -> None:
-    at = live(first=5, path=lambda iteration: tmp_path / f"{iteration}.replica")
+    at = live(first=5, folder=tmp_path)
     at.state(2)
     assert at.step(2, checksums=at.sums(0.5)).status == "verified"
-    assert at.session.serves == 7 and at.session.published == 2  # as the trainer counts, and as the manifest does
+    assert at.session.serves == 7 and at.follower.published == 2  # as the trainer counts, and as the manifest does
     at.step(3, checksums=at.sums(0.5))
     assert at.lost == ["tensor 'layer0.weight' of iteration 8 differs from the trainer's"]
     at.state(4, 7.0)
-    assert (at.session.status, at.session.matched, at.session.serves) == ("unverified", 0, 8)
+    assert (at.follower.status, at.follower.matched, at.session.serves) == ("unverified", 0, 8)
     assert at.step(4).status == "unverified" and at.values() == alike(6.5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2.replica", "4.replica"]
 
@@ -214,7 +246,7 @@ def gated(at: Live) -> Gate:
     at.traffic(2)
     at.record(2, checksums=at.sums(0.5))
     for _ in range(3):
-        assert at.session.poll()
+        assert at.look()
     return gate
 
 
@@ -224,10 +256,10 @@ def test_rings_are_drained_while_checksums_are_compared_and_nothing_else_closes(
     at.traffic(3)
     at.record(3)
     for _ in range(5):
-        assert at.session.poll()
+        assert at.look()
     assert not at.sources[0].packets and at.closed == [] and at.session.serves == 1
     assert at.engine.oldest == 3, "the arena of 2 is free"
-    assert set(gate.asked[1:]) == {0, flowcheck.node.live.LOOK_SECONDS}, "waits only if there was nothing to do"
+    assert set(gate.asked[1:]) == {0, flowcheck.rebuild.follower.LOOK_SECONDS}, "waits only if there was nothing to do"
     gate.open = True
     at.poll()
     assert at.ended == [(2, True, []), (3, True, [])] and at.values() == alike(0.0)
@@ -243,27 +275,27 @@ def test_the_end_waits_for_the_comparison(live, right: bool) -> None:
     at.record(2, checksums=at.sums(0.5 if right else 0.25))
     at.record(3, checksums=at.sums(0.0))
     for _ in range(3):
-        at.session.poll()
+        at.look()
     assert at.closed == []
-    at.session.finish()
+    at.finish()
     assert not gate.open and [one.published for one in at.closed] == [right, right]
-    assert at.session.status == ("verified" if right else "diverged")
+    assert at.follower.status == ("verified" if right else "diverged")
 
 
 def test_a_new_state_is_taken_after_the_comparison_was_heeded(live) -> None:
     at = live()
     gated(at)
     at.state(3, 7.0)
-    assert at.ended == [(2, True, [])] and at.session.next == 3 and at.session.status == "unverified"
+    assert at.ended == [(2, True, [])] and at.session.next == 3 and at.follower.status == "unverified"
     assert at.values() == alike(7.0)
 
 
 def test_a_session_that_is_closed_publishes_nothing_more(live, tmp_path) -> None:
-    at = live(path=lambda iteration: tmp_path / "replica")
+    at = live(folder=tmp_path)
     gated(at)
     at.session.close()
     assert at.closed == []
-    with closing(Replica.attach(tmp_path / "replica")) as left:
+    with closing(Replica.attach(tmp_path / "2.replica")) as left:
         assert left.current.step == 2
 
 
@@ -343,7 +375,7 @@ def test_a_record_of_a_closed_iteration_is_passed_over(live) -> None:
     at.step(3)
     assert at.record(3, groups=[{"lr": 9.0}]) == "" and at.record(2) == ""
     assert at.record(3, checksums={"no such": ""}) == ""
-    assert at.step(4).published and at.session._records == {}
+    assert at.step(4).published and len(at.follower.records) == 0
 
 
 @pytest.mark.parametrize("other", [
@@ -359,7 +391,7 @@ def test_when_two_ranks_disagree_neither_is_believed(live, other: dict[str, Any]
     assert at.record(2, 2, **same) == ""
     at.traffic(2)
     at.poll()
-    assert at.ended == [(2, False, ["step_record"])] and at.session.status == "lost"
+    assert at.ended == [(2, False, ["step_record"])] and at.follower.status == "lost"
     assert at.lost == ["iteration 7 is not published: step_record: the manifest declares per-step values and their"
                        " record is not here"]  # fmt: skip
 
@@ -501,7 +533,7 @@ def test_a_state_that_will_not_come_holds_nothing(live, end: str) -> None:
     at.traffic(2)
     at.poll()
     assert at.closed == []
-    getattr(at.session, end)()
+    at.finish() if end == "finish" else at.session.withdraw()
     at.poll()
     assert at.ended == [(2, False, ["previous"])]
     at.traffic(3)
@@ -519,7 +551,7 @@ def test_a_state_that_is_too_late_is_refused(live) -> None:
         with pytest.raises(UserError) as refused:
             at.state(t)
         assert refused.value.what == why
-        assert (at.session.next, at.session.replica, at.session.status) == (None, None, "waiting")
+        assert (at.session.next, at.session.replica, at.follower.status) == (None, None, "waiting")
     at.traffic(4)
     at.poll()
     assert [t for t, _, _ in at.ended] == [2, 3, 4]  # and what was announced is no longer waited for
@@ -539,7 +571,7 @@ def test_a_state_that_does_not_fit_changes_nothing(live) -> None:
     at.state(2)
     at.step(2)
     with pytest.raises(UserError):
-        at.session.state(3, {"layer0.weight": torch.zeros(1)}, {})
+        at.take(at.session.state(3, {"layer0.weight": torch.zeros(1)}, {}))
     assert at.step(3).published and at.values() == alike(0.0)
 
 
@@ -547,7 +579,7 @@ def test_the_optimizer_goes_on_from_the_trainers_state(live) -> None:
     """Momentum 0.5 and a buffer of 2: 0.5 * 2 + 1 = 2, and half of it is taken away; without the buffer, half of 1."""
     at = live(small_job(optimizer="sgd", options={"lr": 0.5, "momentum": 0.5}))
     buffers = {name: {"momentum_buffer": tensor} for name, tensor in at.tensors(2.0).items()}
-    at.session.state(2, at.tensors(1.0), buffers)
+    at.state(2, 1.0, state=buffers)
     assert at.step(2).published and at.values() == alike(0.0)
 
 
@@ -561,28 +593,22 @@ def test_a_state_is_too_late_after_the_very_first_iteration(live, iteration: int
 
 
 def test_a_state_replaces_the_replica(live, tmp_path) -> None:
-    asked: list[int] = []
-
-    def path(iteration: int) -> Path:
-        asked.append(iteration)
-        return tmp_path / f"{len(asked)}.replica"
-
-    at = live(path=path)
+    at = live(folder=tmp_path)
     at.state(2)
     at.step(2, checksums=at.sums(0.5))
     first = at.session.replica
     at.state(4, 3.0)
-    assert asked == [2, 4] and at.session.replica is not first
-    assert (at.session.status, at.session.next, at.session.serves) == ("unverified", 4, 3)
+    assert at.session.replica is not first
+    assert (at.follower.status, at.session.next, at.session.serves) == ("unverified", 4, 3)
     at.step(3)
     assert at.ended[-1] == (3, False, ["previous"]) and at.lost == []
     assert at.step(4).published and at.values() == alike(2.5)
     with pytest.raises(ReplicaError):
-        Replica.attach(tmp_path / "2.replica")  # it is being written
-    Replica.attach(tmp_path / "1.replica").close()  # its predecessor was let go of
+        Replica.attach(tmp_path / "4.replica")  # it is being written
+    Replica.attach(tmp_path / "2.replica").close()  # its predecessor was let go of
     at.session.close()
     at.session.close()
-    Replica.attach(tmp_path / "2.replica").close()
+    Replica.attach(tmp_path / "4.replica").close()
 
 
 # -- what ends the chain -----------------------------------------------------------------------------------------------
@@ -600,7 +626,7 @@ def test_nothing_is_built_after_an_iteration_with_gaps(live) -> None:
     at.poll()
     assert [(t, published) for t, published, _ in at.ended] == [(2, True)] + [(t, False) for t in (3, 4, 5, 6, 7)]
     assert at.ended[1][2] == ["covered"] and at.ended[2][2] == ["previous"]
-    assert at.closed[1].missing == {"lost": 52} and at.session.status == "lost"  # 8 of 40 and 20 are there
+    assert at.closed[1].missing == {"lost": 52} and at.follower.status == "lost"  # 8 of 40 and 20 are there
     assert len(at.lost) == 1 and at.lost[0].startswith("iteration 8 is not published: covered: bucket 0: 8 of 40")
     assert at.session.serves == 7 and at.values() == alike(0.5)
     at.state(8)
@@ -649,7 +675,7 @@ def test_iterations_that_passed_unseen_end_the_chain(live) -> None:
     at.traffic(2000)
     at.poll()
     assert at.lost == ["iterations 8 to 2000 passed while no packet came"]  # the last four are judged one by one
-    assert at.session.next is None and at.session.status == "lost" and at.session.serves == 7
+    assert at.session.next is None and at.follower.status == "lost" and at.session.serves == 7
 
 
 def test_packets_that_begin_after_the_state_end_the_chain_for_that_reason(live) -> None:
@@ -766,25 +792,23 @@ def test_a_node_that_is_behind_is_not_a_silent_mirror(live, progress: str) -> No
         elif progress == "placed":
             at.engine.counts[0]["placed"] = (t, 1)
         else:
-            at.session.streams._blocked = [True]
-            at.engine.sources[0].late = 1000
-            at.session.streams.poll = lambda: False
-        at.session._silence.look(at.session.streams.blocked)
+            at.follower.scheduler._blocked = [True]
+        at.take(at.session._silence.look(at.follower.scheduler.blocked))
     assert at.silent == []
-    at.session._silence.look(False)
+    at.take(at.session._silence.look(False))
     at.now += 3
-    at.session._silence.look(False)
+    at.take(at.session._silence.look(False))
     assert len(at.silent) == 1
 
 
 @pytest.mark.parametrize(("last", "lost"), [(8, 0), (9, 1), (10, 1)])
 def test_iterations_that_passed_unseen_before_a_state_are_none_of_ours(live, last: int, lost: int) -> None:
     at = live()
-    at.session._skipped(3, last)
+    at.take(at.follower._skip(3, last))
     at.state(9)
-    at.session._skipped(3, last)
+    at.take(at.follower._skip(3, last))
     assert len(at.lost) == lost and (at.session.next is None) == bool(lost)
-    at.session._skipped(3, last)
+    at.take(at.follower._skip(3, last))
     assert len(at.lost) == lost  # once
 
 
@@ -809,21 +833,21 @@ def test_the_end_of_training_judges_what_is_open(live) -> None:
     at.poll()
     assert len(at.closed) == 1
     at.engine.begun = 4
-    at.session.finish()
+    at.finish()
     assert at.engine.finished == 1
     assert [t for t, _, _ in at.ended] == [2, 3, 4] and at.engine.oldest == 5
     assert at.closed[1].why == [("streams_past", "queue 0 is behind")]
-    at.session.finish()
+    at.finish()
     assert len(at.closed) == 3
 
 
 def test_a_poll_says_whether_anything_moved(live) -> None:
     at = live()
-    assert at.session.poll() is False
+    assert at.look() is False
     at.state(2)
     at.traffic(2)
-    assert at.session.poll() is True  # a packet
-    assert at.session.poll() is False
+    assert at.look() is True  # a packet
+    assert at.look() is False
     at.record(2)
-    assert at.session.poll() is True  # an iteration closed
-    assert at.session.poll() is False
+    assert at.look() is True  # an iteration closed
+    assert at.look() is False

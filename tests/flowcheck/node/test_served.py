@@ -30,8 +30,8 @@ def names(folder: Path) -> list[str]:
 
 def test_each_state_gets_a_file_of_its_own(tmp_path) -> None:
     served = Served(tmp_path, "node", "a")
-    assert served.path(5) == tmp_path / "flowcheck-node-a-1.replica"
-    assert served.path(5) == tmp_path / "flowcheck-node-a-2.replica"
+    assert served.path() == tmp_path / "flowcheck-node-a-1.replica"
+    assert served.path() == tmp_path / "flowcheck-node-a-2.replica"
 
 
 @pytest.mark.parametrize(("there", "number"), [
@@ -42,7 +42,7 @@ def test_each_state_gets_a_file_of_its_own(tmp_path) -> None:
 def test_numbers_go_on_after_those_of_earlier_processes(tmp_path, there: list[str], number: int) -> None:
     for name in there:
         (tmp_path / name).touch()
-    assert Served(tmp_path, "n", "g").path(0).name == f"flowcheck-n-g-{number}.replica"
+    assert Served(tmp_path, "n", "g").path().name == f"flowcheck-n-g-{number}.replica"
 
 
 def test_what_earlier_processes_left_is_found(tmp_path) -> None:
@@ -62,8 +62,8 @@ def test_when_the_newest_file_holds_a_version_older_ones_of_the_run_go(tmp_path)
         (tmp_path / name).touch()
     replica(tmp_path / "flowcheck-n-g-7.replica", "run", 5)
     served = Served(tmp_path, "n", "g")
-    replica(served.path(0), "run", 6)
-    newest = replica(served.path(0), "run", 6)
+    replica(served.path(), "run", 6)
+    newest = replica(served.path(), "run", 6)
     assert served.stands("run", 0, 6) == []
     assert names(tmp_path) == sorted([*others, "flowcheck-n-g-9.replica"])
     assert served.stands("run", 0, 6) == [] and newest.exists()
@@ -81,7 +81,7 @@ def test_good_versions_of_other_runs_stay_until_it_is_settled(runs: list[tuple[s
             replica(Path(folder) / f"flowcheck-n-g-{number}.replica", *run) for number, run in enumerate(runs, 1)
         ]
         served = Served(Path(folder), "n", "g")
-        own = replica(served.path(0), "a", step)
+        own = replica(served.path(), "a", step)
         gone = served.stands("a", 0, step)
         others = [i for i, run in enumerate(runs) if run[0] != "a" or run[1] > step]
         sound = [i for i in others if runs[i][2]] or others
@@ -99,7 +99,7 @@ def test_what_is_discarded_is_the_served_file_alone(tmp_path) -> None:
     other = replica(tmp_path / "flowcheck-n-g-1.replica", "other", 3)
     served = Served(tmp_path, "n", "g")
     served.discard()
-    replica(served.path(0), "run", 0)
+    replica(served.path(), "run", 0)
     served.stands("run", 0, 0)
     served.discard()
     served.discard()

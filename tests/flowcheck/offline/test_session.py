@@ -309,7 +309,7 @@ def test_weights_of_step_2(begin: Begin, begins: int, clauses: list[list[str]], 
 def test_iterations_that_passed_unseen_break_the_chain(begin: Begin) -> None:
     replayed = begin(weights=False)
     replayed.close(0)
-    replayed.session._skipped(1, 1500)
+    replayed.skip(1, 1500)
     assert replayed.session.report.notes == [
         "iterations 1 to 1500 passed while the mirror was down: no packet of them is in the captures"
     ]
@@ -320,7 +320,7 @@ def test_iterations_that_passed_unseen_break_the_chain(begin: Begin) -> None:
 def test_the_state_of_each_capture_is_judged(begin: Begin) -> None:
     replayed = begin(streams=3)
     asked = []
-    replayed.session.streams = SimpleNamespace(  # type: ignore[assignment]
+    replayed.session.follower.scheduler = SimpleNamespace(  # type: ignore[assignment]
         state=lambda stream, iteration: asked.append((stream, iteration)) or ["past", "behind", "ended"][stream]
     )
     replayed.close(0)
@@ -368,7 +368,7 @@ def test_gathered_parameters_wait_aside_as_well(begin: Begin, every: int, aside:
 def test_iterations_that_passed_unseen_take_nothing_from_gathered_parameters(begin: Begin) -> None:
     replayed = begin(sharded_job())
     replayed.close(0)
-    replayed.session._skipped(1, 1500)
+    replayed.skip(1, 1500)
     replayed.close(1501)
     assert replayed.clauses() == [[], []]
 
@@ -434,8 +434,8 @@ def drive(job: Job, made: Synthesis, out: Path, **options: Any) -> ReplaySession
     plan = plan_job(job, streams=len(made.ports))
     infos = [info(path, len(packets)) for path, packets in FileInMemory.captures.items()]
     session = ReplaySession(plan, JobReplica(plan, None), ReplayOptions([], None, out, **options), infos)
-    assert isinstance(session.engine, Engine)
     session.drive(Console(quiet=True))
+    assert isinstance(session.engine, Engine)
     return session
 
 

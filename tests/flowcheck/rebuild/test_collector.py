@@ -1,4 +1,4 @@
-"""Judge.look: each thing an engine can say becomes the one clause or mark it belongs to, and nothing else."""
+"""EvidenceCollector: each thing an engine can say becomes the one clause or mark it belongs to, and nothing else."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flowcheck.lab.synth import example_job, sharded_job
-from flowcheck.rebuild.collector import Judge
+from flowcheck.rebuild.collector import EvidenceCollector
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.verdict import BucketEvidence, Clause, Evidence, StreamEvidence
 
@@ -31,7 +31,7 @@ def made(check_icrc: bool = True, step_values: tuple[str, ...] = (), **job: obje
 
 
 def look(plan: JobPlan, engine: FakeEngine, iteration: int = 3, *, streams=STREAMS, record=False, follows=True):
-    return Judge(plan, engine).look(iteration, streams, record=record, follows=follows)
+    return EvidenceCollector(plan, engine).collect(iteration, streams, record=record, follows=follows)
 
 
 def test_an_engine_without_complaints_is_evidence_of_a_publishable_iteration() -> None:
@@ -204,9 +204,9 @@ def test_the_whole_traffic_is_refused_for_the_most_telling_reason() -> None:
     plan, engine = made()
     clear_to_send_of_an_old_version(engine)
     tags_of_other_ranks(engine)
-    assert "calls its sender rank 1" in Judge(plan, engine).refused([])
+    assert "calls its sender rank 1" in EvidenceCollector(plan, engine).refused([])
     one_message_too_many(engine)
-    assert "one message too many" in Judge(plan, engine).refused(engine.disagreements())
+    assert "one message too many" in EvidenceCollector(plan, engine).refused(engine.disagreements())
     assert [clause for clause, _ in look(plan, engine).verdict.failing] == [Clause.SUPPORTED]
 
 
@@ -254,31 +254,6 @@ def test_gathered_parameters_are_groups_and_not_buckets() -> None:
     ]
     assert [clause for clause, _ in judged.verdict.failing] == [Clause.COVERED]
     assert judged.verdict.failing[0][1].startswith("parameter group 1: 4 of 6 elements")
-
-
-@pytest.mark.parametrize(("iteration", "absent", "full"), [
-    (1, [], True),
-    (1, [0], False),
-    (1, [20], False),  # the last cell of the last bucket
-    (1, [12, 15, 21], True),  # between the buckets and after them lies nothing
-    (0, [16], False),  # the only bucket of iteration 0 ends here
-    (0, [17, 20], True),
-])  # fmt: skip
-def test_an_iteration_is_full_with_every_cell_of_every_bucket(iteration: int, absent: list[int], full: bool) -> None:
-    plan, engine = made()
-    engine.cells(iteration)[absent] = False
-    assert Judge(plan, engine).full(iteration) is full
-
-
-@pytest.mark.parametrize("absent", [12, 16, 18])
-def test_an_iteration_is_not_full_without_its_gathered_parameters(absent: int) -> None:
-    """Cells of both blocks of the second group. Late packets may still bring them."""
-    plan = plan_job(sharded_job(count=(25, 6), dtype="float32"), streams=1)
-    engine = FakeEngine(plan.engine)
-    engine.cells(1)[:] = True
-    assert Judge(plan, engine).full(1)
-    engine.cells(1)[absent] = False
-    assert not Judge(plan, engine).full(1)
 
 
 # -- afterwards -----------------------------------------------------------------------------------------

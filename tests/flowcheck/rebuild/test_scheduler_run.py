@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from parser.machine import Engine
 
 from flowcheck.lab.synth import example_job, generate
-from flowcheck.rebuild.collector import Judge
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.scheduler import Streams
+from flowcheck.rebuild.scheduler import ArenaScheduler
 
 from ..fake_engine import FakeSource, Packet, whole
 from ..memory_ring import MemoryRing
@@ -18,15 +17,11 @@ from ..scheduled import Scheduled, at, live
 
 
 def test_a_run_closes_what_is_open_after_the_last_packet() -> None:
-    """What lies aside is given up first: then all is judged, full or not."""
+    """What lies aside is given up first: then all is judged, complete or not."""
     made = Scheduled(FakeSource([*whole(0), Packet(1)]), FakeSource(whole(0)))
     finished = []
-
-    def close(iteration: int) -> bool:
-        finished.append(made.engine.finished)
-        return made.close(iteration)
-
-    made.streams.run(close, made.progress.append)
+    made.when_closed = lambda iteration: finished.append(made.engine.finished)
+    made.run()
     assert made.closed == {0: ["ended", "ended"], 1: ["ended", "ended"]}
     assert finished == [1, 1] and made.asked == []
 
@@ -35,19 +30,19 @@ def test_a_run_closes_what_is_complete_on_its_way() -> None:
     made = Scheduled(FakeSource(whole(0, 1)), live(whole(0)), arenas=4)
     states = []
 
-    def close(iteration: int) -> bool:
-        states.append((iteration, made.engine.finished, [made.streams.state(i, iteration) for i in range(2)]))
+    def when_closed(iteration: int) -> None:
+        states.append((iteration, made.engine.finished, made.closed[iteration]))
         made.engine.sources[1].end()
-        return True
 
-    made.streams.run(close, made.progress.append)
+    made.when_closed = when_closed
+    made.run()
     assert states == [(0, 0, ["ended", "past"]), (1, 1, ["ended", "ended"])]
 
 
 @pytest.mark.parametrize(("last", "closed", "finished"), [(1, [0, 1], 0), (2, [0, 1, 2], 1), (9, [0, 1, 2, 3], 1)])
 def test_a_run_ends_when_close_says_so(last: int, closed: list[int], finished: int) -> None:
     """Iterations 0 and 1 close because an arena is needed, 2 and 3 after the end."""
-    made = Scheduled(FakeSource(whole(0, 1, 2, 3)), arenas=2, full=False, last=last).run()
+    made = Scheduled(FakeSource(whole(0, 1, 2, 3)), arenas=2, complete=False, last=last).run()
     assert (list(made.closed), made.engine.finished) == (closed, finished)
     assert made.engine.retired == [1] * len(closed)
 
@@ -59,27 +54,12 @@ def test_no_capture_brings_anything() -> None:
 
 def test_progress_is_told_in_packets() -> None:
     made = Scheduled(FakeSource([Packet(0)] * 3000, late=2)).run()
-    assert made.progress == [0, 0, 2048, 3000] and made.streams.consumed == 3000
+    assert made.consumed == [0, 0, 2048, 3000] and made.scheduler.consumed == 3000
 
 
 def test_silence_is_waited_out() -> None:
     made = Scheduled(FakeSource(whole(0, 1), late=3), FakeSource(whole(0, 1), late=7)).run()
-    assert list(made.closed) == [0, 1] and made.streams.consumed == 4
-
-
-def test_it_rests_only_while_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four looks: packets come, nothing, an iteration closes, the capture ends."""
-    one, answers, naps = live(whole(0)), [True, True, False], []
-    made = Scheduled(one, hold=lambda iteration: answers.pop(0))
-
-    def close(iteration: int) -> bool:
-        one.end()
-        return made.close(iteration)
-
-    sleep = "flowcheck.rebuild.scheduler.time.sleep"
-    monkeypatch.setattr(sleep, lambda seconds: naps.append((len(made.progress), seconds)))
-    made.streams.run(close, made.progress.append)
-    assert naps == [(2, 0.0005)] and len(made.progress) == 4 and list(made.closed) == [0]
+    assert list(made.closed) == [0, 1] and made.scheduler.consumed == 4
 
 
 # -- the order in which captures are opened -------------------------------------------------------------
@@ -96,7 +76,7 @@ def test_the_earliest_packet_is_read_first_until_an_iteration_has_begun(turn: in
     # 32 of the early one from 100 on; then 120 comes before 132 and brings the first iteration
     assert made.engine.runs[:2] == [(first, 32, 32), (second, 32, 6)]
     assert made.engine.runs[2][1] == 2048
-    assert made.progress[:3] == [32, 38, 39]
+    assert made.consumed[:3] == [32, 38, 39]
 
 
 def test_a_capture_that_begins_in_mid_stream_is_read_when_its_time_has_come() -> None:
@@ -125,12 +105,12 @@ def test_an_empty_capture_is_not_waited_for() -> None:
 def test_captures_without_an_iteration_are_read_to_their_ends() -> None:
     made = Scheduled(at(100, *NOISE * 40), at(110, *NOISE * 3)).run()
     assert made.engine.runs == [(0, 32, 32), (1, 32, 3), (0, 32, 8)]
-    assert made.closed == {} and made.streams.consumed == 43
+    assert made.closed == {} and made.scheduler.consumed == 43
 
 
 def test_a_capture_that_blocks_at_once_ends_the_opening() -> None:
     """Connections begin in these captures, so iteration 9 cannot be the first: who else has packets brings them."""
-    made = Scheduled(at(100, *whole(9)), at(200, *whole(8)), arenas=2, full=False).run()
+    made = Scheduled(at(100, *whole(9)), at(200, *whole(8)), arenas=2, complete=False).run()
     assert made.engine.runs[0] == (0, 32, 0)
     assert list(made.closed) == list(range(10))
 
@@ -167,9 +147,9 @@ def test_every_iteration_closes_once_and_no_packet_comes_too_late(made_up, arena
         sources.append(FakeSource(packets, late=late))
     total = sum(len(source.packets) for source in sources)
     newest = max((packet.iteration for source in sources for packet in source.packets), default=-1)
-    made = Scheduled(*sources, arenas=arenas, full=lambda iteration: iteration not in gaps).run()
+    made = Scheduled(*sources, arenas=arenas, complete=lambda iteration: iteration not in gaps).run()
     assert list(made.closed) == list(range(newest + 1))
-    assert made.streams.consumed == total
+    assert made.scheduler.consumed == total
     assert [counts["late"] for counts in made.engine.counts] == [(0, 0)] * len(sources)
     assert all(state != "behind" for states in made.closed.values() for state in states)
 
@@ -181,22 +161,29 @@ def test_two_captures_of_real_packets_one_far_behind(behind: int) -> None:
     packets = generate(job, iterations=6).packets
     plan = plan_job(job, streams=2, arenas=2)
     engine, rings = Engine(plan.engine), [MemoryRing(), MemoryRing()]
-    judge, closed, compared = Judge(plan, engine), [], []
+    scheduler, closed, compared = ArenaScheduler(engine, rings, plan.cells, in_order=True), [], []
 
-    def close(iteration: int) -> bool:
-        cells = sum(place.nbytes for place in plan.iteration_buckets(iteration))
-        closed.append((iteration, judge.full(iteration)))
-        compared.append(engine.copies(iteration)[2] >= cells)
-        return True
+    def close(due: range) -> None:
+        for iteration in due:
+            closed.append((iteration, engine.covered(iteration) == plan.cells[min(iteration, 1)]))
+            cells = sum(place.nbytes for place in plan.iteration_buckets(iteration))
+            compared.append(engine.copies(iteration)[2] >= cells)
+        scheduler.retire(due)
 
-    streams = Streams(engine, rings, judge.full, lambda first, last: None)
+    def look() -> None:
+        while scheduler.poll():
+            while due := scheduler.due():
+                close(due)
+
     rings[1 - behind].put(packets, 1 - behind)
     rings[1 - behind].end()
     for start in range(0, len(packets), 7):
         rings[behind].put(packets[start : start + 7], behind)
-        while streams.poll():
-            streams.advance(close)
+        look()
     rings[behind].end()
-    streams.run(close, lambda packets: None)
+    look()
+    assert scheduler.ended
+    engine.finish()
+    close(scheduler.open)
     assert closed == [(iteration, True) for iteration in range(6)]
     assert compared == [True] * 6

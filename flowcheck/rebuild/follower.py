@@ -1,0 +1,346 @@
+"""One job's packets into versions: sources -> arena scheduler -> coverage -> evidence -> verdict -> replica.
+
+    follower = Follower(plan, sources, names, Offline(), JobReplica(plan, init))
+    for event in follower.run(): ...                   captures, to their end
+
+    follower = Follower(plan, sources, names, Live(), clock=Clock(first))
+    follower.record(...), announce(iteration), start(replica, iteration)        what trainers send
+    for event in follower.poll(): ...                  again and again, and finish() where training ends
+
+Whoever drives it is told what happened by the events that it is given (events.py), one at a time: the current version
+and the arena are as the event says until the next one is asked for. What a replay and a node do differently is the
+policy's (policy.py).
+
+The wire may be joined in mid-stream: each connection finds its place by what never restarts (LL and LL128 flags, the
+index of a clear-to-send), checked against the manifest's whole history of calls; until then its packets are
+`unanchored`. An iteration that cannot be published ends the chain: its predecessor stays the current version, and later
+ones are refused (clause `previous`) until there is a state to go on from.
+
+Where a record brings checksums, the version is built and its iteration's memory is free again while workers compare
+them; the rings are drained meanwhile, and no other iteration closes before the result is heeded.
+
+One thread. Memory: `arenas` iterations of gradients, a replica, and as many step records as iterations can be open.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+from parser.machine import Engine
+
+from flowcheck.errors import UserError
+from flowcheck.job.clock import Clock
+from flowcheck.rebuild.collector import EvidenceCollector, Judged
+from flowcheck.rebuild.events import Closed, Event, Lost, Read, Skipped, Waiting
+from flowcheck.rebuild.plan import JobPlan
+from flowcheck.rebuild.policy import Policy
+from flowcheck.rebuild.records import RecordWait, StepRecord, StepRecords
+from flowcheck.rebuild.replica import JobReplica
+from flowcheck.rebuild.scheduler import IDLE_SECONDS, ArenaScheduler, Source
+from flowcheck.rebuild.verdict import Clause, StreamEvidence
+from updater.errors import UpdaterError
+from updater.verify import Comparison
+
+__all__ = ["Follower"]
+
+RECORDS_AHEAD = 256  # records kept of iterations whose traffic has not closed yet
+LOOK_SECONDS = 0.001  # that an idle poll waits for a comparison
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """A version that is built, while its checksums are compared. counts: what `_count` said when it closed."""
+
+    judged: Judged
+    counts: dict[str, int]
+    comparison: Comparison
+
+
+class Follower:
+    """sources[i]: the ring of stream i; names[i]: what people call it. replica: of the captures' weights; None: there
+    is no version until `start`. clock: the trainer's; without trainers the first iteration says it. now: seconds of a
+    clock that never goes back.
+
+    next: the iteration that the current version waits for; None: there is no version, or its chain has ended.
+    moved: did the last poll find anything to do? closing_seconds: spent on iterations that closed.
+    """
+
+    def __init__(
+        self, plan: JobPlan, sources: Sequence[Source], names: Sequence[str], policy: Policy,
+        replica: JobReplica | None = None, clock: Clock | None = None, now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.plan, self.policy, self.replica, self.clock = plan, policy, replica, clock or Clock()
+        self._names, self._now = names, now
+        self.engine = Engine(plan.engine)
+        self.collector = EvidenceCollector(plan, self.engine)
+        self.scheduler = ArenaScheduler(self.engine, sources, plan.cells, in_order=policy.sources_wait)
+        self.records = StepRecords(plan.job, self.clock)
+        self._wait = RecordWait(policy.record_seconds)
+        self._gradients = bool(plan.job.gradient_calls(0))  # otherwise all that iterations bring are parameters
+        self.next: int | None = None
+        self.status = "waiting"
+        self.matched = 0
+        self.begins = -1  # the first iteration that closed
+        self.moved = False
+        self.closing_seconds = 0.0
+        self._gap = False  # iterations were skipped
+        self._coming: int | None = None  # a state before this iteration is on its way
+        self._ahead = False  # records run ahead of the traffic, and that was said
+        self._counted = (0, 0, 0, 0)
+        self._compared: _Compared | None = None
+
+    # -- from trainers --
+
+    def record(self, iteration: int, record: StepRecord, rank: int) -> list[Event]:
+        """Keep a step record of an iteration. Raises UserError where it cannot be believed."""
+        awaited = max(self.engine.oldest, self.next or 0)  # a state may be far ahead of what still has to close
+        if iteration > awaited + RECORDS_AHEAD:
+            if self._ahead:
+                return []
+            self._ahead = True  # a mirror that is down; what these belong to will not be complete either
+            return [Waiting(
+                awaited, f"no packets of it, while a record says that iteration {self.clock.number(iteration)} is over;"
+                f" records further than {RECORDS_AHEAD} ahead are not kept",
+            )]
+        self._ahead = False
+        self.records.keep(iteration, record, rank, self.engine.oldest)
+        return []
+
+    def announce(self, iteration: int) -> None:
+        """A state before `iteration` is being sent: keep that iteration and what follows until it is here."""
+        self._coming = iteration
+
+    def withdraw(self) -> None:
+        """The state that was announced will not come."""
+        self._coming = None
+
+    def check(self, iteration: int) -> None:
+        """Raises UserError if a state before `iteration` is too late."""
+        if iteration < self.engine.oldest and self.engine.begun >= 0:
+            number, passed = self.clock.number(iteration), self.clock.number(self.engine.oldest - 1)
+            raise UserError(f"the state before iteration {number} is here, and {passed} has passed")
+
+    def start(self, replica: JobReplica, iteration: int) -> None:
+        """Go on from a version that waits for `iteration`. No comparison may be under way (settle)."""
+        assert self._compared is None
+        if self.replica is not None:
+            self.replica.close()
+        self.replica, self.next, self.status, self.matched = replica, iteration, "unverified", 0
+        self._ahead = False
+
+    # -- driving --
+
+    def run(self) -> Iterator[Event]:
+        """All that happens until every source has ended. Rests while nothing moves."""
+        while not self.scheduler.ended:
+            yield from self.poll()
+            yield Read(self.scheduler.consumed)
+            if not self.moved:
+                time.sleep(IDLE_SECONDS)
+        yield from self.finish()
+
+    def poll(self) -> Iterator[Event]:
+        """One look at the rings, and what may close."""
+        moved = self.scheduler.poll()
+        moved |= yield from self._heed(0 if moved else LOOK_SECONDS)
+        while due := self.scheduler.due():
+            wait, said = self._must_wait(due[0])
+            yield from said
+            if wait:
+                break
+            moved = True
+            yield from self._close(due)
+        self.moved = moved or self._compared is not None
+
+    def finish(self) -> Iterator[Event]:
+        """No more traffic: judge what is still open."""
+        self.engine.finish()
+        self._coming = None
+        yield from self.settle()
+        for iteration in self.scheduler.open:
+            yield from self._close(range(iteration, iteration + 1))
+            yield from self.settle()
+
+    def settle(self) -> Iterator[Event]:
+        """Wait for the comparison under way, if there is one, and act on it."""
+        yield from self._heed(-1)
+
+    def close(self) -> None:
+        """Let go of the replica."""
+        if self.replica is not None:
+            self.replica.close()
+
+    # -- one iteration --
+
+    def _must_wait(self, iteration: int) -> tuple[bool, list[Event]]:
+        """Must this iteration stay open for something that does not come over the wire, and is that to be said?"""
+        if self._compared is not None or (self._coming is not None and iteration >= self._coming):
+            return True, []
+        if iteration != self.next or not self.plan.job.step_values or iteration in self.records:
+            return False, []
+        wait, say = self._wait.look(iteration, self._now())
+        return wait, [Waiting(iteration, "its step record is not here")] if say else []
+
+    def _close(self, due: range) -> Iterator[Event]:
+        begin = self._now()
+        try:
+            yield from self._skip(due[0], due[-1]) if len(due) > 1 else self.judge(due[0])
+        finally:
+            self.scheduler.retire(due)
+            self.closing_seconds += self._now() - begin
+
+    def judge(self, iteration: int) -> Iterator[Event]:
+        """Judge an iteration; build its version if the verdict stands."""
+        if self.begins < 0:
+            self.begins = iteration
+            yield from self._begin(iteration)
+        streams = tuple(
+            StreamEvidence(name, self.scheduler.state(i, iteration)) for i, name in enumerate(self._names)
+        )
+        record = self.records.of(iteration)
+        follows = iteration == self.next or not self._chained
+        judged = self.collector.collect(iteration, streams, record=record is not None, follows=follows)
+        counts = self._count()
+        stands = judged.verdict.publishable
+        if stands and self._ready:
+            stands = yield from self._build(judged, record)
+        if stands and self._ready and record is not None and record.checksums:
+            assert self.replica is not None
+            self._compared = _Compared(judged, counts, self.replica.compare(record.sums()))
+        else:
+            yield from self._end(judged, counts, stands)
+        self.records.forget(iteration)
+        if self.policy.endless and iteration > self.begins + 1:
+            self.engine.forget()  # but what may refute the manifest as a whole stays for the first two
+
+    def _begin(self, iteration: int) -> Iterator[Event]:
+        """The first iteration closes."""
+        if self.policy.trainers:
+            if self.next is not None and iteration > self.next:  # the mirror began after the trainer's state
+                yield from self._miss(self.next, iteration - 1)
+            return
+        assert self.replica is not None
+        self.replica.learn(self.engine)
+        if not self.replica.ready:  # gradients alone are a chain, too
+            self.next = None if self._gap else iteration
+            return
+        # Iterations count from the communicator's birth. Captures that begin with it go on from whatever step the
+        # weights have; captures that begin later need weights of just that step.
+        self.clock = Clock(self.replica.first_step if iteration == 0 else 0)
+        self.next = self.clock.next(self.replica.step)
+
+    def _build(self, judged: Judged, record: StepRecord | None) -> Generator[Event, None, bool]:
+        """Build the next version. Is it built?"""
+        assert self.replica is not None
+        iteration = judged.verdict.iteration
+        try:
+            self.replica.build(iteration, judged.buckets, None if record is None else record.values())
+        except UpdaterError as error:
+            yield from self._lose(f"iteration {self.clock.number(iteration)} cannot be applied: {error}")
+            return False
+        return True
+
+    def _heed(self, seconds: float) -> Generator[Event, None, bool]:
+        """Act on the comparison under way once its result is there, for which this waits so long (negative: until it
+        is). True if it did."""
+        if self._compared is None:
+            return False
+        differs = self._compared.comparison.differing(seconds)
+        if differs is None:
+            return False
+        compared, self._compared = self._compared, None
+        judged = compared.judged.with_checksum("mismatch" if differs else "match")
+        if differs:
+            assert self.replica is not None
+            self.replica.discard()
+            number = self.clock.number(judged.verdict.iteration)
+            yield from self._lose(f"tensor {differs!r} of iteration {number} differs from the trainer's", "diverged")
+        else:
+            self.matched += 1
+        yield from self._end(judged, compared.counts, not differs, verified=not differs)
+        return True
+
+    def _end(
+        self, judged: Judged, counts: dict[str, int], stands: bool, *, verified: bool = False
+    ) -> Iterator[Event]:
+        """Publish the version that was built for this iteration, or give the chain up; say what became of it."""
+        iteration = judged.verdict.iteration
+        if stands:
+            if self._ready:
+                assert self.replica is not None
+                self.replica.publish(verified)
+                self.status = "verified" if self.matched else "unverified"
+            self.next = self.clock.next(self.clock.after(iteration))
+        yield self._closed(judged, counts, stands)
+        if self.next is not None and iteration >= self.next and not stands:
+            clause, reason = judged.verdict.failing[0]
+            number = self.clock.number(iteration)
+            yield from self._lose(f"iteration {number} is not published: {clause.value}: {reason}")
+
+    def _skip(self, first: int, last: int) -> Iterator[Event]:
+        self._gap = True
+        yield Skipped(first, last)
+        yield from self._miss(first, last)
+
+    def _miss(self, first: int, last: int) -> Iterator[Event]:
+        if self.next is not None and self.next <= last:
+            one, other = self.clock.number(first), self.clock.number(last)
+            said = f"iterations {one} to {other}" if first < last else f"iteration {other}"
+            yield from self._lose(f"{said} passed while no packet came")
+
+    def _lose(self, why: str, status: str = "lost") -> Iterator[Event]:
+        if self.next is None or not self._chained:
+            return
+        self.next, self.status = None, status
+        if status == "diverged" and self.replica is not None:
+            self.replica.close()  # what was wrong may have been wrong for some iterations: it is served no more
+            self.replica = None
+        yield Lost(why)
+
+    @property
+    def _ready(self) -> bool:
+        """Is there a version?"""
+        return self.replica is not None and self.replica.ready
+
+    @property
+    def _chained(self) -> bool:
+        """Does an iteration need the one before it? Gathered parameters alone do not."""
+        return self.policy.trainers or self._ready or self._gradients
+
+    # -- what is said of it --
+
+    @property
+    def published(self) -> int:
+        """The iteration whose version is current, -1 and less: none of those that were followed."""
+        return self.clock.made(self.replica.step) if self.replica is not None else -1
+
+    def _count(self) -> dict[str, int]:
+        """Counts of packets since the iteration before closed."""
+        streams = range(self.plan.engine.streams)
+        outcomes = [self.engine.outcomes(stream) for stream in streams]
+        flows = [counters for stream in streams for counters in self.engine.flow_counters(stream)]
+        now = (
+            sum(packets for row in outcomes for packets, _ in row.values()),
+            sum(row["placed"][0] for row in outcomes),
+            sum(self.engine.gaps(stream) for stream in streams),
+            sum(c["duplicates"] for c in flows),
+        )
+        grown = (new - old for new, old in zip(now, self._counted, strict=True))
+        self._counted = now
+        return dict(zip(("packets", "placed", "gaps", "duplicates"), grown, strict=True))
+
+    def _closed(self, judged: Judged, counts: dict[str, int], published: bool) -> Closed:
+        missing: dict[str, int] = {}
+        for bucket in judged.buckets:
+            for cause, count in bucket.missing.items():
+                missing[cause] = missing.get(cause, 0) + count
+        clauses = [(clause.value, reason) for clause, reason in judged.verdict.failing]
+        if self.next is None and not published:
+            clauses = [(name, reason) for name, reason in clauses if name != Clause.STEP_RECORD.value]
+        healed = max(counts["gaps"], 0) if judged.verdict.complete else 0
+        return Closed(
+            judged.verdict.iteration, published, self.status, counts["packets"], counts["placed"], missing, healed,
+            counts["duplicates"], max(self.records.newest - self.published, 0), clauses, judged,
+        )

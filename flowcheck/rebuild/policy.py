@@ -1,0 +1,43 @@
+"""Where following captures and following a live port differ. All else is the follower's (follower.py), for both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Live", "Offline", "Policy"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """sources_wait: sources are files. They wait while a stream is blocked, so nothing is dropped, and until the first
+        iteration has begun they are read in the order of their times. A live port does not wait.
+    trainers: trainers send records and the state that versions begin with. Without them the first weights are those
+        that the captures bring or that somebody gives; nothing says which values a step had.
+    record_seconds: how long an iteration that could close waits for its record, where the manifest declares one,
+        before that counts as one that will not come.
+    endless: no end is in sight, so what is known of closed iterations is dropped."""
+
+    sources_wait: bool
+    trainers: bool
+    record_seconds: float
+    endless: bool
+
+
+@dataclass(frozen=True)
+class Offline(Policy):
+    """Captures: they can wait, and nobody sends a record."""
+
+    sources_wait: bool = True
+    trainers: bool = False
+    record_seconds: float = 0.0
+    endless: bool = False
+
+
+@dataclass(frozen=True)
+class Live(Policy):
+    """A port that mirrors running trainers."""
+
+    sources_wait: bool = False
+    trainers: bool = True
+    record_seconds: float = 30.0
+    endless: bool = True

@@ -1,0 +1,354 @@
+"""The follower: in which order things happen, what is current when they are said, and that nothing waits for ever.
+
+Engine and replica are made up (tests/flowcheck/fake_engine.py, FakeReplica). What becomes of real versions is in
+tests/flowcheck/node/test_live_session.py and tests/flowcheck/offline/test_session.py, which drive the same follower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import flowcheck.rebuild.follower
+from flowcheck.errors import UserError
+from flowcheck.job.clock import Clock
+from flowcheck.job.model import Job
+from flowcheck.lab.synth import example_job, sharded_job
+from flowcheck.rebuild.events import Closed, Event, Lost, Read, Skipped, Waiting
+from flowcheck.rebuild.follower import Follower
+from flowcheck.rebuild.plan import plan_job
+from flowcheck.rebuild.policy import Live, Offline, Policy
+from flowcheck.rebuild.records import StepRecord
+from updater.errors import ReplicaError
+
+from ..fake_engine import FakeEngine, FakeSource, Packet, whole
+
+PARTLY = (0, 4)  # cells of an iteration that is not complete
+
+
+class FakeReplica:
+    """weights: step of the first ones; None: there are none. differs: what a comparison finds; None: not done yet.
+    broken: iterations that cannot be applied."""
+
+    def __init__(self, weights: int | None = 0) -> None:
+        self.step, self.first_step = weights or 0, weights or 0
+        self.ready, self._weights = False, weights
+        self.differs: str | None = ""
+        self.broken: set[int] = set()
+        self.calls: list[str] = []
+
+    def learn(self, engine: Any) -> None:
+        self.ready = self._weights is not None
+
+    def build(self, iteration: int, buckets: Any, values: Any) -> None:
+        if iteration in self.broken:
+            raise ReplicaError("no")
+        self.calls.append(f"build {iteration}")
+
+    def compare(self, sums: dict[str, int]) -> FakeReplica:
+        return self
+
+    def differing(self, seconds: float) -> str | None:
+        return "layer0.weight" if self.differs is None and seconds < 0 else self.differs
+
+    def publish(self, verified: bool) -> None:
+        self.step += 1
+
+    def discard(self) -> None:
+        self.calls.append("discard")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class Followed:
+    """A follower, and its events in order as `said`: "closed 2", "not 3", "lost", "skipped 4-9", "waiting 2"."""
+
+    def __init__(
+        self, patch: pytest.MonkeyPatch, policy: Policy, *sources: FakeSource, job: Job | None = None, arenas: int = 2,
+        replica: FakeReplica | None = None, first: int = 0,
+    ) -> None:
+        self.job, self.now = job or example_job(count=[24, 9], startup=False), 1000.0
+        if job is None and policy.trainers:
+            self.job.step_values = ["lr"]
+        plan = plan_job(self.job, streams=len(sources), arenas=arenas)
+        self.engine = FakeEngine(plan.engine, sources)
+        self.engine.begins_here = not policy.trainers
+        patch.setattr(flowcheck.rebuild.follower, "Engine", lambda config: self.engine)
+        self.replica = replica
+        names = [f"source {i}" for i in range(len(sources))]
+        self.follower = Follower(plan, sources, names, policy, replica, Clock(first), lambda: self.now)  # type: ignore[arg-type]
+        self.said: list[str] = []
+        self.events: list[Event] = []
+        self.when: Callable[[Event], object] = lambda event: None
+
+    def take(self, events: Any) -> None:
+        for event in events:
+            self.events.append(event)
+            match event:
+                case Closed():
+                    self.said.append(f"{'closed' if event.published else 'not'} {event.iteration}")
+                case Lost():
+                    self.said.append("lost")
+                case Skipped(one, other):
+                    self.said.append(f"skipped {one}-{other}")
+                case Waiting(iteration, _):
+                    self.said.append(f"waiting {iteration}")
+            self.when(event)
+
+    def look(self) -> list[str]:
+        """What is said in one poll."""
+        self.said.clear()
+        self.take(self.follower.poll())
+        return list(self.said)
+
+    def start(self, iteration: int) -> FakeReplica:
+        fresh = FakeReplica(self.follower.clock.before(iteration))
+        fresh.ready = True
+        self.follower.start(fresh, iteration)  # type: ignore[arg-type]
+        return fresh
+
+    def record(self, *iterations: int, **fields: Any) -> None:
+        for iteration in iterations:
+            self.take(self.follower.record(iteration, StepRecord(**fields), 0))
+
+
+@pytest.fixture
+def live(monkeypatch) -> Callable[..., Followed]:
+    return lambda *sources, **options: Followed(monkeypatch, Live(record_seconds=10.0), *sources, **options)
+
+
+@pytest.fixture
+def offline(monkeypatch) -> Callable[..., Followed]:
+    return lambda *sources, **options: Followed(
+        monkeypatch, Offline(), *sources, **{"replica": FakeReplica(), **options}
+    )
+
+
+def port(*iterations: int) -> FakeSource:
+    return FakeSource(whole(*iterations), open=True)
+
+
+# -- the order of events --------------------------------------------------------------------------------
+
+
+def test_each_event_is_said_while_its_version_is_current(live) -> None:
+    """Three iterations close in one poll. Whoever handles the first finds its version, and its arena."""
+    at = live(port(2, 3, 4), arenas=4)
+    replica, found = at.start(2), []
+    at.record(2, 3, 4)
+    at.when = lambda event: found.append((event.iteration, replica.step, at.engine.oldest))
+    assert at.look() == ["closed 2", "closed 3", "closed 4"]
+    assert found == [(2, 3, 2), (3, 4, 3), (4, 5, 4)] and at.engine.oldest == 5
+
+
+def test_what_was_not_published_is_said_before_the_chain_is_lost(live) -> None:
+    at = live(FakeSource([*whole(2), Packet(3, past=4, cells=PARTLY), *whole(4, 5)], open=True), first=7)
+    at.start(2)
+    at.record(2, 3, 4, 5)
+    assert at.look() == ["closed 2"]
+    assert at.look() == ["not 3", "lost", "not 4"] and at.look() == ["not 5"]
+    (lost,) = (event for event in at.events if isinstance(event, Lost))
+    assert lost.why.startswith("iteration 10 is not published: covered: bucket 0: 8 of 24 elements")
+
+
+@pytest.mark.parametrize("how", ["differs", "cannot be applied"])
+def test_a_version_that_is_wrong_is_lost_before_its_iteration_is_told(live, how: str) -> None:
+    at = live(port(2))
+    replica = at.start(2)
+    replica.differs, replica.broken = "layer0.weight", {2} if how != "differs" else set()
+    at.record(2, checksums={"layer0.weight": "0" * 16})
+    assert at.look() + at.look() == ["lost", "not 2"]
+    assert (at.follower.replica is None) == (how == "differs") and replica.step == 2
+    assert ("discard" in replica.calls) == ("close" in replica.calls) == (how == "differs")
+
+
+def test_an_outage_is_said_before_the_chain_is_lost(live) -> None:
+    at = live(port(2, 3000))
+    at.start(2)
+    at.record(2)
+    assert at.look() == ["closed 2"] and at.look() == []  # a record of 3 may come
+    at.now += 60
+    assert at.look() == ["waiting 3", "skipped 3-2997", "lost", "not 2998"]
+    assert at.look() == [] and at.follower.next is None
+
+
+def test_an_outage_that_ends_before_the_state_loses_nothing(live) -> None:
+    at = live(port(2))
+    at.look()
+    at.start(2900)
+    at.engine.sources[0].packets += whole(3000)
+    assert at.look()[:2] == ["skipped 3-2997", "lost"]  # but this one does not
+    at = live(port(2))
+    at.look()
+    at.start(2999)
+    at.engine.sources[0].packets += whole(3000)
+    assert at.look()[0] == "skipped 3-2997" and "lost" not in at.said and at.follower.next == 2999
+
+
+def test_who_stops_listening_in_the_middle_has_lost_no_arena(offline) -> None:
+    """A replay that has all the iterations that were asked for."""
+    at = offline(port(0, 1, 2), arenas=4)
+    for event in at.follower.run():
+        if isinstance(event, Closed):
+            break
+    assert at.engine.retired == [1] and at.engine.finished == 0
+
+
+def test_a_run_says_how_far_it_has_read(offline) -> None:
+    at = offline(FakeSource([Packet(0)] * 3000, late=2))
+    at.take(at.follower.run())
+    assert [event.packets for event in at.events if isinstance(event, Read)] == [0, 0, 2048, 3000]
+    assert isinstance(at.events[-1], Closed) and at.engine.finished == 1
+
+
+def test_it_rests_only_while_nothing_happens(live, monkeypatch) -> None:
+    """Four looks: packets come, nothing, an iteration closes, the port ends."""
+    one, naps = port(0), []
+    at = live(one)
+    at.follower.announce(0)
+
+    def sleep(seconds: float) -> None:
+        naps.append((sum(isinstance(event, Read) for event in at.events), seconds))
+        at.follower.withdraw()
+
+    at.when = lambda event: one.end() if isinstance(event, Closed) else None
+    monkeypatch.setattr(flowcheck.rebuild.follower.time, "sleep", sleep)
+    at.take(at.follower.run())
+    assert naps == [(2, 0.0005)] and at.said == ["not 0"]
+
+
+# -- who may close --------------------------------------------------------------------------------------
+
+
+def test_captures_wait_for_no_record(offline) -> None:
+    """And where the manifest declares one, nothing can be published without it."""
+    job = example_job(count=[24, 9], startup=False)
+    job.step_values = ["lr"]
+    at = offline(FakeSource(whole(0, 1)), job=job)
+    at.take(at.follower.run())
+    assert at.said == ["not 0", "lost", "not 1"]
+
+
+def test_a_port_waits_for_the_record_of_what_is_built_alone(live) -> None:
+    at = live(port(2, 3), arenas=4)
+    at.start(3)
+    assert at.look() == ["not 2"]
+    assert at.look() == []
+    at.now += 0.6
+    assert at.look() == ["waiting 3"] and at.look() == []
+    at.record(3)
+    assert at.look() == ["closed 3"]
+
+
+def test_a_wait_that_is_over_is_said_all_the_same(live) -> None:
+    """Nobody looked for a long time."""
+    at = live(port(2))
+    at.start(2)
+    assert at.look() == []
+    at.now += 60
+    assert at.look() == ["waiting 2", "not 2", "lost"]
+
+
+@pytest.mark.parametrize("differs", [None, "", "layer0.weight"])
+def test_nothing_closes_while_a_comparison_is_under_way(live, differs: str | None) -> None:
+    at = live(port(2, 3), arenas=4)
+    replica = at.start(2)
+    replica.differs = None
+    at.record(2, checksums={"layer0.weight": "0" * 16})
+    at.record(3)
+    assert at.look() == [] and at.look() == [] and at.follower.moved and at.engine.oldest == 3
+    replica.differs = differs
+    assert at.look() == {None: [], "": ["closed 2", "closed 3"], "layer0.weight": ["lost", "not 2", "not 3"]}[differs]
+
+
+def test_a_state_is_too_late_once_its_iteration_has_closed(live) -> None:
+    at = live(port(2, 3), first=5)
+    at.look()
+    at.follower.check(4)
+    with pytest.raises(UserError, match="the state before iteration 8 is here, and 8 has passed"):
+        at.follower.check(3)
+
+
+# -- the chain without trainers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("weights", "begins", "said"), [
+    (0, 0, ["closed 0", "closed 1"]), (7, 0, ["closed 0", "closed 1"]), (None, 0, ["closed 0", "closed 1"]),
+    (3, 3, ["closed 3", "closed 4"]), (4, 3, ["not 3", "closed 4"]), (2, 3, ["not 3", "lost", "not 4"]),
+    (None, 3, ["closed 3", "closed 4"]),
+])  # fmt: skip
+def test_where_weights_belong(offline, weights: int | None, begins: int, said: list[str]) -> None:
+    """Captures that begin with the communicator go on from any step; those that begin later need just theirs."""
+    at = offline(FakeSource(whole(begins, begins + 1)), replica=FakeReplica(weights))
+    at.engine.begins_here = begins == 0
+    at.take(at.follower.run())
+    assert at.said == said
+    published = sum(one.startswith("closed") for one in said)
+    assert at.replica.step == (weights or 0) + (published if weights is not None else 0)
+
+
+@pytest.mark.parametrize("weights", [0, None])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_only_gathered_parameters_need_no_iteration_before_them(offline, weights: int | None, sharded: bool) -> None:
+    job = sharded_job(count=(24, 9)) if sharded else None
+    packets = [*whole(0), Packet(1, past=2, cells=PARTLY), *whole(2, 3)]
+    at = offline(FakeSource(packets), job=job, replica=FakeReplica(None if sharded else weights), arenas=4)
+    at.take(at.follower.run())
+    assert at.said == ["closed 0", "not 1", *(["closed 2", "closed 3"] if sharded else ["lost", "not 2", "not 3"])]
+
+
+def test_gradients_that_begin_with_an_outage_are_no_chain(offline) -> None:
+    """Their connections begin here, and the first packet that was captured is of iteration 3000."""
+    at = offline(FakeSource(whole(3000)), replica=FakeReplica(None))
+    at.take(at.follower.run())
+    assert at.said[0] == "skipped 0-2997" and at.said[-1] == "not 3000"
+
+
+# -- nothing waits for ever -----------------------------------------------------------------------------
+
+
+steps = st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.booleans()), max_size=12)
+
+
+@given(
+    st.lists(steps, min_size=1, max_size=3), st.integers(2, 4), st.sets(st.integers(0, 20)),
+    st.one_of(st.none(), st.integers(0, 20)), st.one_of(st.none(), st.integers(0, 20)),
+)
+def test_every_iteration_closes_once_and_in_order(scripts, arenas, records, starts, announced) -> None:
+    """Whatever is missing: packets, records, a state that was announced. Time passes, and nothing is waited for."""
+    sources = []
+    for script in scripts:
+        packets, iteration = [], 0
+        for step, past, everything in script:
+            iteration += step
+            packets.append(Packet(iteration, past=iteration + past, cells=(0, None) if everything else PARTLY))
+        sources.append(FakeSource(packets, open=True))
+    total = sum(len(source.packets) for source in sources)
+    newest = max((packet.iteration for source in sources for packet in source.packets), default=-1)
+    with pytest.MonkeyPatch.context() as patch:
+        at = Followed(patch, Live(record_seconds=5.0), *sources, arenas=arenas)
+        at.engine.begins_here = True
+        if starts is not None:
+            at.start(starts)
+        if announced is not None:
+            at.follower.announce(announced)
+        at.record(*sorted(records))
+        for turn in range(200):
+            at.take(at.follower.poll())
+            at.now += 2
+            if turn == 50:
+                at.follower.withdraw()
+            if turn == 100:
+                for source in sources:
+                    source.end()
+        assert at.follower.scheduler.consumed == total
+        at.take(at.follower.finish())
+    closed = [event.iteration for event in at.events if isinstance(event, Closed)]
+    assert closed == list(range(newest + 1)) and len(at.follower.records) == len({t for t in records if t > newest})
+    assert sum(isinstance(event, Lost) for event in at.events) <= 1
+    assert all(said.count(one) == 1 for said in [at.said] for one in said if one.startswith("waiting"))
