@@ -7,7 +7,6 @@ clause they belong to. Nothing else in the project may decide that an iteration 
     clause         holds when                                                    about
     covered        every element of every bucket is there                       gradients
     anchored       every flow is anchored, no two witnesses disagreed           gradients
-    icrc           no packet with a wrong ICRC was placed                       gradients
     streams_past   every stream is past the last message, ended, or lost        gradients
     copies_agree   no two copies of the same bytes differed                     gradients
     supported      the job is one whose traffic we can place                    gradients
@@ -16,9 +15,10 @@ clause they belong to. Nothing else in the project may decide that an iteration 
     previous       the previous iteration was published                         this update
 
 A verdict is *complete* when the clauses about gradients hold: the reduced gradients are the trainer's.
-It is *publishable* when all hold: then, and only then, the caller may publish the new version. ICRC
-checking switched off or sampled does not fail a clause, nor does a flow that disagreed in an earlier iteration and
-was trusted again; they mark the verdict *unproven*, and the mark goes wherever the result goes.
+It is *publishable* when all hold: then, and only then, the caller may publish the new version. A packet with a wrong
+ICRC is not placed: its elements are missing, and `covered` names the cause. ICRCs that nobody checks fail no clause,
+nor does a flow that disagreed in an earlier iteration and was trusted again; they mark the verdict *unproven*, and the
+mark goes wherever the result goes.
 
 Clause values are stable names: reports, metrics and status use them.
 """
@@ -36,7 +36,6 @@ __all__ = ["BucketEvidence", "Clause", "Evidence", "StreamEvidence", "Verdict", 
 class Clause(enum.Enum):
     COVERED = "covered"
     ANCHORED = "anchored"
-    ICRC = "icrc"
     STREAMS_PAST = "streams_past"
     COPIES_AGREE = "copies_agree"
     SUPPORTED = "supported"
@@ -46,7 +45,7 @@ class Clause(enum.Enum):
 
 
 ABOUT_GRADIENTS = frozenset({
-    Clause.COVERED, Clause.ANCHORED, Clause.ICRC, Clause.STREAMS_PAST, Clause.COPIES_AGREE, Clause.SUPPORTED,
+    Clause.COVERED, Clause.ANCHORED, Clause.STREAMS_PAST, Clause.COPIES_AGREE, Clause.SUPPORTED,
 })
 
 
@@ -78,8 +77,8 @@ class Evidence:
     unanchored: names of flows of this iteration whose packet count no other witness confirmed.
     disagreements: one logged sentence per disagreement between witnesses, values included.
     recovered: one sentence per flow that disagreed before this iteration and has been trusted again since.
-    icrc: which packets were checked. icrc_wrong_placed: packets with a wrong ICRC whose bytes are in the
-        arena. (A wrong packet that was not placed is a loss: it shows as missing elements, cause icrc.)
+    icrc_checked: the ICRC of every packet that was placed was right. (One that was wrong is a loss: it shows as
+        missing elements, cause icrc.)
     copies_disagreed: bytes of later copies that differed from the first; copies_first: the first place.
     step_record_declared, step_record_present: the manifest declares per-step values; the record is here.
     checksum: what the trainer's checksum of this iteration said, None if there was none.
@@ -92,8 +91,7 @@ class Evidence:
     unanchored: tuple[str, ...]
     disagreements: tuple[str, ...]
     recovered: tuple[str, ...]
-    icrc: Literal["all", "sampled", "off"]
-    icrc_wrong_placed: int
+    icrc_checked: bool
     streams: tuple[StreamEvidence, ...]
     copies_disagreed: int
     copies_first: str
@@ -132,7 +130,6 @@ def judge(evidence: Evidence) -> Verdict:
     reasons = {
         Clause.COVERED: _covered(evidence),
         Clause.ANCHORED: _anchored(evidence),
-        Clause.ICRC: _icrc(evidence),
         Clause.STREAMS_PAST: _streams_past(evidence),
         Clause.COPIES_AGREE: _copies_agree(evidence),
         Clause.SUPPORTED: evidence.refused,
@@ -146,7 +143,7 @@ def judge(evidence: Evidence) -> Verdict:
         complete=not any(clause in ABOUT_GRADIENTS for clause, _ in failing),
         publishable=not failing,
         failing=failing,
-        unproven=(() if evidence.icrc == "all" else (f"icrc {evidence.icrc}",)) + evidence.recovered,
+        unproven=(() if evidence.icrc_checked else ("icrc off",)) + evidence.recovered,
     )
 
 
@@ -173,13 +170,6 @@ def _anchored(evidence: Evidence) -> str:
     texts = list(evidence.disagreements)
     texts += [f"{flow}: no witness confirms the packet count" for flow in evidence.unanchored]
     return _some(texts)
-
-
-def _icrc(evidence: Evidence) -> str:
-    if evidence.icrc not in ("all", "sampled", "off"):
-        return f"unknown mode of checking {evidence.icrc!r}"
-    wrong = evidence.icrc_wrong_placed
-    return f"{wrong} packets with a wrong ICRC were placed" if wrong else ""
 
 
 def _streams_past(evidence: Evidence) -> str:

@@ -35,7 +35,7 @@ def verdict(iteration, *failing, marks=()):
     return Verdict(iteration, not failing, not failing, failing, marks)
 
 
-LOST = (Clause.COVERED, "bucket 0: 4 of 10 elements, missing by cause: psn_gap 6")
+LOST = (Clause.COVERED, "bucket 0: 4 of 10 elements, missing by cause: lost 6")
 
 
 @given(st.lists(st.booleans(), max_size=60), st.sampled_from(["float32", "bfloat16", "int8"]))
@@ -45,7 +45,7 @@ def test_ranges_and_hashes_of_a_bucket(present, dtype):
     edges = [i for i in range(len(present) + 1)
              if (i > 0 and present[i - 1]) != (i < len(present) and present[i])]
     ranges = list(zip(edges[::2], edges[1::2], strict=True))
-    report = bucket_report(BucketData(3, dtype, data, ranges, {"psn_gap": present.count(False)}))
+    report = bucket_report(BucketData(3, dtype, data, ranges, {"lost": present.count(False)}))
     assert (report.index, report.elements, report.placed_elements) == (3, len(present), sum(present))
     assert report.complete == all(present)
     assert report.sha256 == (sha(data) if all(present) else None)
@@ -74,7 +74,7 @@ def full():
     report.broadcasts.append(broadcast_report(["w", "b"], np.zeros(5000, np.float32), 4))
     report.add_iteration([BucketData(0, "float32", a, [(0, 10)]), BucketData(1, "float32", b, [(0, 3)])],
                          verdict(0, marks=("icrc off",)))
-    report.add_iteration([BucketData(0, "float32", a, [(0, 1), (7, 10)], {"psn_gap": 6})], verdict(1, LOST))
+    report.add_iteration([BucketData(0, "float32", a, [(0, 1), (7, 10)], {"lost": 6})], verdict(1, LOST))
     report.add_iteration([BucketData(0, "float32", a + 1, [(0, 10)])], verdict(2))
     report.drops.update({"not_roce": 12, "icrc": 3, "late": 0})
     report.stages.update({"receive": 0.5, "place": 1.25})
@@ -98,7 +98,7 @@ def test_totals_and_the_running_hash(tmp_path):
     assert first["buckets"][0]["sha256"] == sha(a.tobytes())
     assert lost["buckets"][0]["sha256"] is None
     assert lost["buckets"][0]["placed"][1] == {"start": 7, "end": 10, "sha256": sha(a[7:].tobytes())}
-    assert lost["buckets"][0]["missing"] == {"psn_gap": 6}
+    assert lost["buckets"][0]["missing"] == {"lost": 6}
     assert lost["verdict"]["failing"] == [{"clause": "covered", "reason": LOST[1]}]
     assert [p["sha256"] for p in data["parameters"]] == [sha(bytes(20000)), None]
     assert data["throughput"] == {"seconds": 2.0, "packets_per_second": 948.0, "bits_per_second": 8e6}
@@ -142,7 +142,7 @@ def keys(value):
 def test_every_key_is_documented():
     report, _, _ = full()
     data = report.to_dict()
-    counted_by_name = {*data["drops"], *data["stages"], "psn_gap"}
+    counted_by_name = {*data["drops"], *data["stages"], "lost"}
     documented = set(re.findall(r"`([a-z_0-9]+)`", (ROOT / "docs" / "reference" / "report.md").read_text()))
     assert keys(data) - counted_by_name <= documented
 
@@ -162,7 +162,7 @@ def test_the_summary_is_short_honest_and_fits(width):
     if width >= 100:
         assert len(text.splitlines()) < 40
         for words in (
-            "[red]odd, name.pcapng", "and 9 more flows", "iteration 1", "psn_gap 6", "not_roce 12",
+            "[red]odd, name.pcapng", "and 9 more flows", "iteration 1", "lost 6", "not_roce 12",
             "20,000 of 20,000 bytes", "4 of 20,000 bytes, INCOMPLETE", "place 1.25 s", "948 packets/s",
             "step 1, unverified", "one retransmission behind a NAK", "the capture ends inside",
         ):

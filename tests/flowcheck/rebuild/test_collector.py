@@ -39,7 +39,7 @@ def test_an_engine_without_complaints_is_evidence_of_a_publishable_iteration() -
     judged = look(plan, engine)
     assert judged.evidence == Evidence(
         iteration=3, buckets=(BucketEvidence(0, 24, 24, {}, "bucket"), BucketEvidence(1, 9, 9, {}, "bucket")),
-        unanchored=(), disagreements=(), recovered=(), icrc="all", icrc_wrong_placed=0, streams=STREAMS,
+        unanchored=(), disagreements=(), recovered=(), icrc_checked=True, streams=STREAMS,
         copies_disagreed=0, copies_first="", step_record_declared=False, step_record_present=False, checksum=None,
         refused="", previous_published=True,
     )
@@ -213,10 +213,10 @@ def test_the_whole_traffic_is_refused_for_the_most_telling_reason() -> None:
 # -- what is a mark -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("checked", "mode", "marks"), [(True, "all", ()), (False, "off", ("icrc off",))])
-def test_icrc_off_is_a_mark_and_no_failure(checked: bool, mode: str, marks: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("checked", "marks"), [(True, ()), (False, ("icrc off",))])
+def test_icrc_off_is_a_mark_and_no_failure(checked: bool, marks: tuple[str, ...]) -> None:
     judged = look(*made(check_icrc=checked))
-    assert judged.evidence.icrc == mode
+    assert judged.evidence.icrc_checked is checked
     assert judged.verdict.publishable and judged.verdict.unproven == marks
 
 

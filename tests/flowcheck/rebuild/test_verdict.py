@@ -11,8 +11,7 @@ GOOD = Evidence(
     unanchored=(),
     disagreements=(),
     recovered=(),
-    icrc="all",
-    icrc_wrong_placed=0,
+    icrc_checked=True,
     streams=(StreamEvidence("a", "past"), StreamEvidence("b", "ended"), StreamEvidence("c", "lost")),
     copies_disagreed=0,
     copies_first="",
@@ -25,7 +24,7 @@ GOOD = Evidence(
 
 # The clauses that say whether the gradients are the trainer's; the other three are about this update alone.
 GRADIENTS = {
-    Clause.COVERED, Clause.ANCHORED, Clause.ICRC, Clause.STREAMS_PAST, Clause.COPIES_AGREE, Clause.SUPPORTED,
+    Clause.COVERED, Clause.ANCHORED, Clause.STREAMS_PAST, Clause.COPIES_AGREE, Clause.SUPPORTED,
 }
 
 # One change each that fails one clause and no other, and the reason that is given.
@@ -50,8 +49,6 @@ FAILS = [
     (Clause.ANCHORED, {"disagreements": ("a", "b"), "unanchored": ("c",)},
      "a; b; c: no witness confirms the packet count"),
     (Clause.ANCHORED, {"disagreements": ("a", "b", "c", "d", "e")}, "a; b; c; and 2 more"),
-    (Clause.ICRC, {"icrc_wrong_placed": 1}, "1 packets with a wrong ICRC were placed"),
-    (Clause.ICRC, {"icrc": "some"}, "unknown mode of checking 'some'"),
     (Clause.STREAMS_PAST, {"streams": (StreamEvidence("a", "past"), StreamEvidence("b", "behind"))}, "b is behind"),
     (Clause.STREAMS_PAST, {"streams": (StreamEvidence("a", "elsewhere"),)}, "a is elsewhere"),
     (Clause.STREAMS_PAST, {"streams": ()}, "no stream was seen"),
@@ -89,8 +86,7 @@ def test_each_clause_fails_alone(clause, change, reason):
 def test_every_clause_has_such_a_test_and_a_stable_name():
     assert {clause for clause, _, _ in FAILS} == set(Clause)
     assert [clause.value for clause in Clause] == [
-        "covered", "anchored", "icrc", "streams_past", "copies_agree", "supported", "step_record", "checksum",
-        "previous",
+        "covered", "anchored", "streams_past", "copies_agree", "supported", "step_record", "checksum", "previous",
     ]
 
 
@@ -106,10 +102,9 @@ def test_nothing_declared_needs_no_record_and_no_checksum():
     assert judge(dataclasses.replace(GOOD, **change)).publishable
 
 
-@pytest.mark.parametrize("mode", ["sampled", "off"])
-def test_icrc_not_checked_on_every_packet_marks_the_result(mode):
-    verdict = judge(dataclasses.replace(GOOD, icrc=mode))
-    assert verdict.publishable and verdict.unproven == (f"icrc {mode}",)
+def test_icrc_that_was_not_checked_marks_the_result():
+    verdict = judge(dataclasses.replace(GOOD, icrc_checked=False))
+    assert verdict.publishable and verdict.unproven == ("icrc off",)
 
 
 def test_evidence_has_no_defaults():
@@ -118,7 +113,7 @@ def test_evidence_has_no_defaults():
 
 
 def test_a_flow_trusted_again_is_a_mark():
-    verdict = judge(dataclasses.replace(GOOD, recovered=("flow a: disagreed in iteration 1",), icrc="off"))
+    verdict = judge(dataclasses.replace(GOOD, recovered=("flow a: disagreed in iteration 1",), icrc_checked=False))
     assert verdict.publishable and verdict.unproven == ("icrc off", "flow a: disagreed in iteration 1")
     assert verdict.to_dict()["unproven"] == ["icrc off", "flow a: disagreed in iteration 1"]
 
@@ -127,8 +122,7 @@ def test_failing_clauses_come_in_the_order_of_the_table():
     everything = {name: value for _, change, _ in reversed(FAILS) for name, value in change.items()}
     verdict = judge(dataclasses.replace(GOOD, **everything))
     assert [clause.value for clause, _ in verdict.failing] == [
-        "covered", "anchored", "icrc", "streams_past", "copies_agree", "supported", "step_record", "checksum",
-        "previous",
+        "covered", "anchored", "streams_past", "copies_agree", "supported", "step_record", "checksum", "previous",
     ]
 
 
