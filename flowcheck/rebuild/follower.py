@@ -7,9 +7,9 @@
     follower.record(...), announce(iteration), start(replica, iteration)        what trainers send
     for event in follower.poll(): ...                  again and again, and finish() where training ends
 
-Whoever drives it is told what happened by the events that it is given (events.py), one at a time: the current version
-and the arena are as the event says until the next one is asked for. What a replay and a node do differently is the
-policy's (policy.py).
+Whoever drives it learns what happened from the events that it returns (events.py), one at a time: the current version
+and the arena are as the event says until the next one is asked for, and nothing goes on before that. What a replay and
+a node do differently is the policy's (policy.py).
 
 The wire may be joined in mid-stream: each connection finds its place by what never restarts (LL and LL128 flags, the
 index of a clear-to-send), checked against the manifest's whole history of calls; until then its packets are

@@ -114,7 +114,7 @@ def test_a_session_that_misses_other_packets_is_refused() -> None:
     window = Window(1)
     whole = loss.Contender(window, 1, every=None)
     whole.feed.fill(lost=[7])
-    drain(whole.feed, whole.session.poll)
+    drain(whole.feed, whole.poll)
     with pytest.raises(AssertionError):
         whole.measure(3)
 
