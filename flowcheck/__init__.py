@@ -1,10 +1,59 @@
-"""FlowCheck: checkpoints rebuilt from mirrored RoCEv2 allreduce traffic."""
+"""FlowCheck: checkpoints rebuilt from mirrored RoCEv2 allreduce traffic.
+
+    attach(ddp_model, optimizer, node=..., token=...)     in a training process: tell a checkpoint node of the job
+    replay(captures, job)        gradients, checkpoints and a report from captures
+    inspect(captures)            what is in captures, with no job given
+    learn(captures)              the job manifest, from the traffic itself
+    load_job(path)               read and check a job manifest
+    load_checkpoint(path)        a checkpoint directory, every hash checked
+    Replica.latest()             the replica of a node on this machine
+
+Names are loaded when they are first used: importing this package imports the standard library alone, and `attach` needs
+torch and nothing else. docs/reference/python.md has an example of each.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowcheck.checkpoint.replica import Replica
+    from flowcheck.checkpoint.state import Checkpoint, load_checkpoint
+    from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
+    from flowcheck.job.manifest import load_job
+    from flowcheck.job.model import Job
+    from flowcheck.offline.calls import inspect, learn, replay
+    from flowcheck.offline.result import Inspection, Iteration, Missing, Result
+    from flowcheck.trainer.attachment import Attachment, attach
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "Attachment", "Checkpoint", "EnvironmentProblem", "FlowcheckError", "Inspection", "InternalError", "Iteration",
+    "Job", "Missing", "Replica", "Result", "UserError", "attach", "inspect", "learn", "load_checkpoint", "load_job",
+    "replay",
+]
 
-def attach(*args, **kwargs):  # type: ignore[no-untyped-def]
-    """Attach a DDP training job to a checkpoint node: trainer.attachment.attach, imported when it is needed."""
-    from flowcheck.trainer.attachment import attach as implementation
+_HOMES = {
+    "flowcheck.checkpoint.replica": ("Replica",),
+    "flowcheck.checkpoint.state": ("Checkpoint", "load_checkpoint"),
+    "flowcheck.errors": ("EnvironmentProblem", "FlowcheckError", "InternalError", "UserError"),
+    "flowcheck.job.manifest": ("load_job",),
+    "flowcheck.job.model": ("Job",),
+    "flowcheck.offline.calls": ("inspect", "learn", "replay"),
+    "flowcheck.offline.result": ("Inspection", "Iteration", "Missing", "Result"),
+    "flowcheck.trainer.attachment": ("Attachment", "attach"),
+}
 
-    return implementation(*args, **kwargs)
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            found = globals()[name] = getattr(importlib.import_module(module), name)
+            return found
+    raise AttributeError(f"module 'flowcheck' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -89,6 +89,9 @@ def replay(
     icrc: Annotated[
         bool, typer.Option("--icrc/--no-icrc", help="Check the ICRC of what is placed; off marks the result unproven.")
     ] = True,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Keep gradients-NNNNNN.safetensors of each iteration in --out.")
+    ] = False,
     optimizer: OptimizerOption = None,
     dtype: DtypeOption = "",
     buckets: BucketsOption = "",
@@ -101,7 +104,9 @@ def replay(
     from flowcheck.offline.replay import ReplayOptions, run
 
     hints = hints_of(optimizer, dtype, buckets, rank, nccl_version, algorithm)
-    options = ReplayOptions(captures, job, out, init, every, iterations, arenas, icrc, hints, nccl_log or [])
+    options = ReplayOptions(
+        captures, job, out, init, every, iterations, arenas, icrc, hints, nccl_log or [], gradients
+    )
     raise typer.Exit(run(options, screen()))
 
 

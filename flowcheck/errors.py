@@ -35,12 +35,18 @@ class FlowcheckError(Exception):
 
 
 class EnvironmentProblem(FlowcheckError):
+    """The machine said no."""
+
     exit_code = 3
 
 
 class UserError(FlowcheckError, ValueError):
+    """What was asked for is wrong: a manifest, an argument, a file."""
+
     exit_code = 2
 
 
 class InternalError(FlowcheckError):
+    """We have a bug."""
+
     exit_code = 70

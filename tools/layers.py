@@ -66,6 +66,8 @@ ROOMS: dict[str, set[str]] = {
 # What somebody's training job imports: these need torch and the standard library and nothing else.
 TRAINER_ROOMS = {"errors", "job", "control", "trainer"}
 TRAINER_THIRD_PARTY = {"torch"}
+# Names the public names for type checkers; at run time each is loaded when it is asked for.
+PUBLIC_NAMES = Path("flowcheck/__init__.py")
 # Written from the reference alone, so that they and the parser can prove each other wrong.
 INDEPENDENT = ("flowcheck.lab.synth", "flowcheck.lab.softroce")
 
@@ -106,8 +108,18 @@ def _absolute(module: str, level: int, source: Path) -> str:
     return ".".join([*base, module] if module else base)
 
 
+def _for_type_checkers(tree: ast.Module) -> set[ast.AST]:
+    """What stands under `if TYPE_CHECKING:`."""
+    blocks = [n for n in tree.body if isinstance(n, ast.If) and getattr(n.test, "id", "") == "TYPE_CHECKING"]
+    return {node for block in blocks for statement in block.body for node in ast.walk(statement)}
+
+
 def _python(text: str, source: Path) -> Iterator[tuple[int, str, bool]]:
-    for node in ast.walk(ast.parse(text, filename=str(source))):
+    tree = ast.parse(text, filename=str(source))
+    skipped = _for_type_checkers(tree) if source == PUBLIC_NAMES else set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name, False

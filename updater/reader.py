@@ -50,6 +50,11 @@ class Reader:
         return int(self._store.layout["epoch"])
 
     @property
+    def rounding(self) -> str:
+        """The order of roundings that versions are computed in, such as torch-cuda-foreach."""
+        return str(self._store.layout["dialect"])
+
+    @property
     def verified(self) -> int | None:
         """The newest step that was found equal to the trainer's own state; None: none was compared."""
         return self._store.verified

@@ -275,6 +275,14 @@ class Job:
     unproven: list[str] = field(default_factory=list)  # what nothing confirms, said by whoever wrote it
     schema: str = field(default=SCHEMA, metadata=_one_of([SCHEMA]))
 
+    def __repr__(self) -> str:
+        """One line; all of it is `to_json()`."""
+        wire, optimizer = self.communicator, self.optimizer.name if self.optimizer else "no optimizer"
+        return (
+            f"Job(run {self.run_id!r}, epoch {self.epoch}: {wire.ranks} ranks, {wire.algorithm} {wire.protocol},"
+            f" {wire.channels} channels, {len(self.flows)} connections, {len(self.model)} tensors, {optimizer})"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

@@ -3,7 +3,8 @@
     scan files -> EAL -> one PcapSource per file -> rings -> Engine -> verdict -> Replica -> step-NNNNNN/
 
 The order in `run` is the way of a gradient (design section 2). The main thread drives the engine, each
-file has an rx thread. One replay per process, because DPDK's EAL can be started only once.
+file has an rx thread. One replay per process, because DPDK's EAL can be started only once: `flowcheck.replay`
+(calls.py) starts a process for each.
 """
 
 from __future__ import annotations
@@ -76,10 +77,10 @@ def _job(options: ReplayOptions) -> tuple[Job, Learnt | None]:
         raise UserError(
             "a manifest is given, so nothing is learnt: --optimizer, --dtype, --buckets, --rank, --nccl-version,"
             " --algorithm and --nccl-log have no meaning",
-            where=str(options.job),
+            where=options.job_name,
             remedy="put them into the manifest, or leave --job out",
         )
-    return load_job(options.job), None
+    return options.job if isinstance(options.job, Job) else load_job(options.job), None
 
 
 def _claim(out: Path, job: Job) -> None:

@@ -25,7 +25,9 @@ from flowcheck.checkpoint.directory import check_replaceable
 from flowcheck.diagnose.remedies import remedy_of
 from flowcheck.durable import adopt, make_directory, remove_tree, reporting
 from flowcheck.errors import UserError
+from flowcheck.job.model import Job
 from flowcheck.learning.hints import Hints
+from flowcheck.offline.gradients import GradientFiles
 from flowcheck.offline.report import (
     BucketData,
     CaptureReport,
@@ -54,10 +56,13 @@ REPLACED = ".replaced"  # and those of an earlier replay of the run that have gi
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """What the command line asked for; see `flowcheck replay --help`."""
+    """What was asked for; see `flowcheck replay --help`.
+
+    job: a manifest, its file, or None: learn it from the captures, with `hints` and `logs`.
+    """
 
     captures: list[Path]
-    job: Path | None  # None: learn it from the captures, with `hints` and `logs`
+    job: Path | Job | None
     out: Path
     init: Path | None = None
     every: int = 0
@@ -66,6 +71,12 @@ class ReplayOptions:
     icrc: bool = True
     hints: Hints = field(default_factory=Hints)
     logs: Sequence[Path] = ()
+    gradients: bool = False  # keep those of each iteration
+
+    @property
+    def job_name(self) -> str:
+        """Of the manifest, for a person."""
+        return "the learnt job" if self.job is None else "the job given" if isinstance(self.job, Job) else str(self.job)
 
 
 @dataclass
@@ -89,6 +100,7 @@ class ReplaySession:
         if self.plan.job.optimizer is not None:
             settle_updates()
         self.gathered = GatheredParameters(self.plan)
+        self.gradients = GradientFiles(self.plan.job, self.options.out) if self.options.gradients else None
         self.reduces = bool(self.plan.job.gradient_calls(0))  # else all that iterations bring are parameters
         self.report.run_id = self.plan.job.run_id
         self.report.iterations_asked = self.options.iterations
@@ -162,6 +174,8 @@ class ReplaySession:
             for part in (judged.buckets, judged.groups)
         )
         self.report.add_iteration(data, verdict, gathered)
+        if self.gradients is not None:
+            self.gradients.take(event.iteration, judged.buckets)
         if not self.confirmed and verdict.complete and event.iteration > self.follower.begins:
             disagreements = self.engine.disagreements()
             self._confirm(not self.follower.collector.refused(disagreements) and not self._refuted(disagreements))
@@ -198,6 +212,8 @@ class ReplaySession:
             for path in sorted(self._aside.glob("*-*")) if self._aside.is_dir() else ():
                 self._offer(path)
         else:
+            if self.gradients is not None:
+                self.gradients.withdraw()
             self.report.checkpoint = self.report.parameter_checkpoint = None
             for path in self.offered:
                 held = self.options.out / REPLACED / path.name
@@ -317,7 +333,7 @@ class ReplaySession:
         if entries:
             return UserError(
                 "the traffic is not what the manifest describes: " + describe_disagreement(self.plan, entries[0]),
-                where=str(self.options.job or "the learnt job"),
+                where=self.options.job_name,
                 remedy="compare ranks, channels, protocol, mtu and collectives with `flowcheck inspect`",
             )
         silent = [flow_name(self.plan.job, edge) for edge, count in packets.items() if not count]

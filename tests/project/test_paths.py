@@ -36,11 +36,16 @@ __all__ = ["shm"]
 #: What people call from Python. Not here: commands (typer makes their paths) and helpers between modules.
 PUBLIC = [
     "dataplane.capture", "dataplane.pcapfile", "flowcheck", "flowcheck.checkpoint.directory",
+    "flowcheck.checkpoint.replica", "flowcheck.checkpoint.state", "flowcheck.offline.gradients",
     "flowcheck.rebuild.sharded", "flowcheck.diagnose.inspect", "flowcheck.learning.captures", "flowcheck.job.manifest",
     "flowcheck.node.config",
     "flowcheck.rebuild.replica",
     "flowcheck.offline.report", "flowcheck.lab.synth", "switch_configs.model", "updater.reader", "updater.replica",
 ]
+
+
+#: Classes whose objects people are given and do not make.
+RETURNED = ("Checkpoint", "Replica", "Result")
 
 
 class Named:
@@ -63,7 +68,8 @@ def functions(module: str) -> Iterator[tuple[str, Callable[..., Any]]]:
         if inspect.isclass(item):
             for key, member in vars(item).items():
                 member = getattr(member, "__func__", member)
-                if inspect.isfunction(member) and (not key.startswith("_") or key == "__init__"):
+                made = key == "__init__" and name not in RETURNED
+                if inspect.isfunction(member) and (not key.startswith("_") or made):
                     yield f"{module}.{name}.{key}", member
         elif inspect.isfunction(item):
             yield f"{module}.{name}", item

@@ -1,0 +1,133 @@
+"""A checkpoint directory as one object, and versions in the form that torch's own loaders take.
+
+    checkpoint = flowcheck.load_checkpoint("out")          the newest step in it; or name a step: "out/step-000020"
+    model.load_state_dict(checkpoint.state_dict())
+    optimizer.load_state_dict(checkpoint.optimizer_state_dict())
+
+Every hash is checked while it is read. replica.py has the same two calls for a replica in shared memory. Any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowcheck.checkpoint.directory import MANIFEST, load_parameters, load_step
+from flowcheck.errors import UserError
+
+__all__ = ["Checkpoint", "load_checkpoint", "torch_state"]
+
+_CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Checkpoint:
+    """One version of a job, read and checked.
+
+    path: the directory it was read from.
+    step: updates applied since the start of the job; step 20 is the state after iterations 0 to 19.
+    run_id, epoch: which run.
+    status: "verified" if a checksum of the trainer matched, else "unverified".
+    unproven: what was not checked when it was rebuilt; empty if nothing is left open.
+    parameters: every entry of the model in `state_dict` order, {name: tensor}.
+    optimizer_state: {parameter: {torch's key: tensor}}.
+    optimizer: name and groups (`params`, `options`) as in the job manifest; empty for parameters alone.
+    rounding: the order of roundings that the updates were computed in.
+    """
+
+    path: Path
+    step: int
+    run_id: str
+    epoch: int
+    status: str
+    unproven: tuple[str, ...]
+    parameters: dict[str, torch.Tensor]
+    optimizer_state: dict[str, dict[str, torch.Tensor]]
+    optimizer: dict[str, Any]
+    rounding: str
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """For `model.load_state_dict`. The tensors are the checkpoint's own, not copies."""
+        return dict(self.parameters)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """For `load_state_dict` of an optimizer made with the same groups in the same order as the trainer's.
+
+        Raises UserError if the checkpoint has no optimizer: parameters alone were on the wire, or the job names none.
+        """
+        return torch_state(self.optimizer, self.optimizer_state, self.rounding, str(self.path))
+
+    def __repr__(self) -> str:
+        size = sum(tensor.numel() * tensor.element_size() for tensor in self.parameters.values())
+        optimizer = self.optimizer.get("name") or "no optimizer state"
+        open_ = f", unproven: {'; '.join(self.unproven)}" if self.unproven else ""
+        return (
+            f"Checkpoint(step {self.step} of run {self.run_id!r}, epoch {self.epoch}, {self.status}{open_}:"
+            f" {len(self.parameters)} tensors, {size:,} bytes, {optimizer}; {self.path})"
+        )
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read a checkpoint and check every hash of it.
+
+    path: a directory `step-NNNNNN` or `parameters-NNNNNN`, or the directory that holds them: then the newest step, or
+    where there is none the newest parameters.
+
+    Raises UserError that names file and tensor.
+    """
+    path = _newest(Path(path))
+    alone = path.name.startswith("parameters-")
+    loaded = load_parameters(path) if alone else load_step(path)
+    about = loaded.manifest
+    return Checkpoint(
+        path, loaded.step, str(about["run_id"]), int(about["epoch"]), str(about["status"]), tuple(about["unproven"]),
+        loaded.parameters, loaded.optimizer_state, dict(about.get("optimizer") or {}), str(about.get("rounding", "")),
+    )
+
+
+def _newest(path: Path) -> Path:
+    """The checkpoint that `path` is or holds."""
+    if (path / MANIFEST).exists() or not path.is_dir():
+        return path
+    for kind in ("step", "parameters"):
+        found = {int(m[1]): child for child in path.iterdir() if (m := re.fullmatch(rf"{kind}-(\d+)", child.name))}
+        if found:
+            return found[max(found)]
+    raise UserError(
+        "holds no checkpoint", where=str(path), remedy="give a directory step-NNNNNN, or one that holds some directly"
+    )
+
+
+def torch_state(
+    optimizer: Mapping[str, Any], state: Mapping[str, Mapping[str, torch.Tensor]], rounding: str, where: str
+) -> dict[str, Any]:
+    """What `torch.optim.Optimizer.state_dict()` of the trainer would have given.
+
+    optimizer: name and groups in the manifest's form. Options that a group does not name have torch's defaults. An
+    optimizer that rounds as `fused` does is said to be fused. Raises UserError if there is no optimizer.
+    """
+    if not optimizer.get("name"):
+        raise UserError(
+            "has no optimizer state", where=where,
+            remedy="name the optimizer in the job manifest; a job that gathers parameters puts none on the wire",
+        )
+    groups: list[dict[str, Any]] = []
+    numbers: dict[str, int] = {}
+    for group in optimizer["groups"]:
+        options = {key: tuple(value) if isinstance(value, list) else value for key, value in group["options"].items()}
+        (complete,) = _CLASSES[optimizer["name"]]([{"params": [torch.zeros(1)], **options}]).param_groups
+        if rounding.endswith("-fused"):
+            complete["fused"] = True
+        first = len(numbers)
+        numbers.update({name: first + i for i, name in enumerate(group["params"])})
+        groups.append({**complete, "params": list(range(first, len(numbers)))})
+    held = {numbers[name]: dict(values) for name, values in state.items() if name in numbers}
+    return {"state": dict(sorted(held.items())), "param_groups": groups}
