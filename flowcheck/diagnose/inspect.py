@@ -21,11 +21,12 @@ from parser.survey import Survey
 from rich.console import Console
 from rich.markup import escape
 
-from dataplane.capture import PcapSource, memory_needed
+from dataplane.capture import memory_needed
 from dataplane.live import LiveConfig, LiveSource, start_eal
 from dataplane.pcapfile import CaptureFileError, PcapInfo, scan
 from dataplane.pydpdk.eal import Eal
 from dataplane.pydpdk.errors import DpdkError
+from flowcheck.diagnose.reading import IDLE_SECONDS, observe
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.tables import Column, print_table, screen
 from parser.findings import interpret, ranks_of
@@ -34,7 +35,6 @@ __all__ = ["SCHEMA", "render", "run", "survey_captures", "survey_interface"]
 
 SCHEMA = "flowcheck-inspect/1"
 ROWS = 64  # a human reads no more; --json has all
-IDLE_SECONDS = 0.0005
 
 
 def run(captures: list[Path], as_json: bool, interface: str | None = None, seconds: float = 5.0) -> int:
@@ -75,14 +75,7 @@ def _through_dpdk(infos: list[PcapInfo]) -> Survey:
     survey = Survey()
     needed = max(memory_needed([info]).total_mb for info in infos)
     with Eal.start(memory_mb=needed) as eal:
-        for number, info in enumerate(infos):
-            with PcapSource(eal, info.path, stream=number, info=info) as source:
-                source.start()
-                while not survey.drained(source.ring_address):
-                    if not survey.drain(source.ring_address):
-                        time.sleep(IDLE_SECONDS)
-                if source.error is not None:
-                    raise source.error
+        observe(eal, infos, survey)
     return survey
 
 

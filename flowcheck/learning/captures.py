@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from parser.trace import Trace
 
-from dataplane.capture import PcapSource, memory_needed
-from dataplane.pcapfile import CaptureFileError, PcapInfo, scan
+from dataplane.capture import memory_needed
+from dataplane.pcapfile import scan
 from dataplane.pydpdk.eal import Eal
-from dataplane.pydpdk.errors import DpdkError
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.diagnose.reading import capture_errors, observe
+from flowcheck.errors import UserError
 from flowcheck.learning.bootstrap import Stream, parse_bootstrap, reassemble
 from flowcheck.learning.connections import connections
 from flowcheck.learning.hints import Hints
@@ -26,7 +25,6 @@ __all__ = ["facts_of", "learn", "read_logs", "streams_of"]
 
 _Wish = tuple[bytes, bytes, int, int, int]  # source, destination, destination QP, first PSN, end PSN
 
-IDLE_SECONDS = 0.0005
 LOG_LIMIT = 1 << 30
 PIECE_LIMIT = 64 << 20  # of one announcement
 
@@ -44,31 +42,16 @@ def learn(
     if not captures:
         raise UserError("no capture was given", remedy="name one or more pcap or pcapng files")
     log = read_logs(logs)
-    try:
+    with capture_errors():
         infos = [scan(path) for path in captures]
         with Eal.start(memory_mb=memory_needed(infos).total_mb) as eal:
 
             def trace(wanted: Sequence[_Wish] = ()) -> Trace:
-                return _trace(eal, infos, wanted)
+                seen = Trace(wanted)
+                observe(eal, infos, seen)
+                return seen
 
             return learn_from(facts_of(trace, log), hints, progress)
-    except CaptureFileError as error:
-        raise UserError(error.what, where=f"{error.path}: at byte {error.offset}", remedy=error.remedy) from None
-    except DpdkError as error:
-        raise EnvironmentProblem(error.what, remedy=error.remedy) from None
-
-
-def _trace(eal: Eal, infos: Sequence[PcapInfo], wanted: Sequence[_Wish]) -> Trace:
-    trace = Trace(wanted)
-    for number, info in enumerate(infos):
-        with PcapSource(eal, info.path, stream=number, info=info) as source:
-            source.start()
-            while not trace.drained(source.ring_address):
-                if not trace.drain(source.ring_address):
-                    time.sleep(IDLE_SECONDS)
-            if source.error is not None:
-                raise source.error
-    return trace
 
 
 def facts_of(trace, log: LogFacts) -> Facts:  # type: ignore[no-untyped-def]

@@ -10,16 +10,14 @@ file has an rx thread. One replay per process, because DPDK's EAL can be started
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
-from dataplane.pcapfile import CaptureFileError, PcapInfo, scan
-from dataplane.pydpdk.errors import DpdkError
+from dataplane.pcapfile import PcapInfo, scan
+from flowcheck.diagnose.reading import capture_errors
 from flowcheck.durable import remove_tree
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import UserError
 from flowcheck.job.manifest import load_job
 from flowcheck.job.model import Job
 from flowcheck.learning.captures import learn
@@ -62,7 +60,7 @@ def replay(options: ReplayOptions, console: Console) -> tuple[Report, str]:
         said = [item.confidence for item in learnt.items if item.what == "flows"]  # only a bootstrap names them
         session.learnt_labels = bool(said) and set(said) == {"certain"}
         session.marks += learnt.marks
-    with _dpdk_errors():
+    with capture_errors():
         session.drive(console)
     return session.finish()
 
@@ -107,17 +105,5 @@ def _scan(paths: list[Path]) -> list[PcapInfo]:
         raise UserError(
             f"{len(paths)} captures, at most {MOST_CAPTURES} at once", where="captures", remedy="mergecap -w OUT IN...",
         )
-    try:
+    with capture_errors():
         return [scan(path) for path in paths]
-    except CaptureFileError as error:
-        raise UserError(error.what, where=f"{error.path}: at byte {error.offset}", remedy=error.remedy) from None
-
-
-@contextmanager
-def _dpdk_errors() -> Iterator[None]:
-    try:
-        yield
-    except CaptureFileError as error:
-        raise UserError(error.what, where=f"{error.path}: at byte {error.offset}", remedy=error.remedy) from None
-    except DpdkError as error:
-        raise EnvironmentProblem(error.what, remedy=error.remedy) from None
