@@ -16,11 +16,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from layers import SUFFIXES, module_of, references
+from layers import SUFFIXES, module_in, module_of, references, room_of
 
 Graph = Mapping[str, set[str]]
-FACES = ("flowcheck", "flowcheck.__main__")
-INSTRUMENTS = ("lab", "synth", "bench")  # in flowcheck/: what proves and measures the product
+INSTRUMENTS = "lab"  # room of what proves and measures the product
 
 
 def circles(graph: Graph) -> list[list[str]]:
@@ -54,12 +53,6 @@ def circles(graph: Graph) -> list[list[str]]:
     return found
 
 
-def room_of(module: str) -> str | None:
-    """flowcheck.learning.walk -> learning; None for other packages and for what only hands names on."""
-    parts = module.split(".")
-    return None if parts[0] != "flowcheck" or module in FACES else parts[1]
-
-
 def module_graph(root: Path) -> dict[str, set[str]]:
     """Modules of flowcheck/ and the modules of flowcheck/ that each imports."""
     modules = {
@@ -69,9 +62,7 @@ def module_graph(root: Path) -> dict[str, set[str]]:
     }
     graph: dict[str, set[str]] = {module: set() for module in modules}
     for reference in references(root):
-        source, target = module_of(reference.source), reference.target
-        while not reference.is_file and target not in modules and "." in target:
-            target = target.rpartition(".")[0]
+        source, target = module_of(reference.source), module_in(reference, modules)
         if source in graph and target in modules and target != source:
             graph[source].add(target)
     return graph
@@ -82,8 +73,8 @@ def between_rooms(graph: Graph) -> dict[str, set[str]]:
     rooms: dict[str, set[str]] = {}
     for module, targets in graph.items():
         room = room_of(module)
-        if room is not None:
-            rooms.setdefault(room, set()).update(r for t in targets if (r := room_of(t)) not in (None, room))
+        if room:
+            rooms.setdefault(room, set()).update(r for t in targets if (r := room_of(t)) not in ("", room))
     return rooms
 
 
@@ -115,8 +106,8 @@ def count(root: Path) -> dict[str, int]:
     """Every figure by its name."""
     graph = module_graph(root)
     rooms = between_rooms(graph)
-    product = [p for p in sources(root / "flowcheck") if p.relative_to(root).parts[1] not in INSTRUMENTS]
-    instruments = [p for p in sources(root / "flowcheck") if p.relative_to(root).parts[1] in INSTRUMENTS]
+    product = [p for p in sources(root / "flowcheck") if p.relative_to(root).parts[1] != INSTRUMENTS]
+    instruments = [p for p in sources(root / "flowcheck") if p.relative_to(root).parts[1] == INSTRUMENTS]
     core = [p for package in ("dataplane", "parser", "updater", "switch_configs") for p in sources(root / package)]
     names = Counter(p.name for p in [*product, *instruments, *core] if not p.name.startswith("__"))
     return {

@@ -254,14 +254,14 @@ def _trainer_rule(reference: Reference, modules: set[str]) -> Iterator[str]:
     top = reference.target.split(".")[0]
     if top in sys.stdlib_module_names or top in TRAINER_THIRD_PARTY:
         return
-    if top == "flowcheck" and _trainer_side(_module_in(reference.target, modules)):
+    if top == "flowcheck" and _trainer_side(module_in(reference, modules)):
         return
     yield _say(reference, "training environments have torch and the standard library only")
 
 
 def _room_rule(reference: Reference, modules: set[str]) -> Iterator[str]:
     room = room_of(module_of(reference.source))
-    target = module_of(reference.target) if reference.is_file else _module_in(reference.target, modules)
+    target = module_in(reference, modules)
     if not room or not room_of(target) or room_of(target) == room:
         return
     if room not in ROOMS:
@@ -270,8 +270,11 @@ def _room_rule(reference: Reference, modules: set[str]) -> Iterator[str]:
         yield _say(reference, f"{room} may import {', '.join(sorted(ROOMS[room])) or 'no other room'}")
 
 
-def _module_in(target: str, modules: set[str]) -> str:
-    """The module that `from a.b import c` imports: a.b.c where that is one, else a.b."""
+def module_in(reference: Reference, modules: set[str]) -> str:
+    """The module that is used: `from a.b import c` uses a.b.c where that is one, else a.b."""
+    if reference.is_file:
+        return module_of(reference.target)
+    target = reference.target
     while target not in modules and "." in target:
         target = target.rpartition(".")[0]
     return target
@@ -281,11 +284,7 @@ def _synth_rule(all_references: list[Reference], modules: set[str]) -> Iterator[
     """Follow imports from every module of INDEPENDENT; reaching parser by any way is a violation."""
     uses: dict[str, set[str]] = {}
     for reference in all_references:
-        if reference.is_file:
-            target = module_of(reference.target)
-        else:
-            target = _module_in(reference.target, modules)
-        uses.setdefault(module_of(reference.source), set()).add(target)
+        uses.setdefault(module_of(reference.source), set()).add(module_in(reference, modules))
     for start in sorted(m for m in modules if any(_under(m, one) for one in INDEPENDENT)):
         ways = {start: [start]}
         queue = [start]

@@ -65,8 +65,7 @@ def gradients_of(job: Job, iteration: int, buckets: Sequence[BucketCoverage]) ->
     parts: dict[str, torch.Tensor] = {}
     left: dict[str, int] = {}  # elements that are not there yet
     for bucket in buckets:
-        index, dtype = bucket.place.index, getattr(torch, bucket.place.dtype)
-        values = torch.frombuffer(bucket.data, dtype=dtype) if bucket.data.size else torch.zeros(0, dtype=dtype)
+        index, values = bucket.place.index, bucket.tensor()
         slices = described[index].slices if index < len(described) else []
         if not slices or any(piece.name not in shapes for piece in slices):
             if bucket.complete:
@@ -75,7 +74,7 @@ def gradients_of(job: Job, iteration: int, buckets: Sequence[BucketCoverage]) ->
         for piece in slices:
             end = piece.offset + piece.length
             if piece.name not in parts:
-                parts[piece.name] = torch.zeros(shapes[piece.name], dtype=dtype).reshape(-1)
+                parts[piece.name] = torch.zeros(shapes[piece.name], dtype=values.dtype).reshape(-1)
                 left[piece.name] = parts[piece.name].numel()
             if any(first <= piece.offset and end <= last for first, last in bucket.placed):
                 parts[piece.name][piece.start : piece.start + piece.length] = values[piece.offset : end]

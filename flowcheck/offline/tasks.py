@@ -22,7 +22,7 @@ __all__ = ["TASKS"]
 
 
 def _hints(given: Mapping[str, Any]) -> Hints:
-    """given: keys of calls.LearningOptions."""
+    """given: what calls.py has made of the arguments of `learn`."""
     return Hints(
         parse_optimizer(given["optimizer"]) if given["optimizer"] else None, given["dtype"], tuple(given["buckets"]),
         {address: int(rank) for address, rank in given["ranks"].items()}, given["nccl_version"], given["algorithm"],

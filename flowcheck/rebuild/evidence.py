@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from parser.lane import messages
 from parser.machine import Engine
 
@@ -58,6 +59,11 @@ class BucketCoverage:
     @property
     def complete(self) -> bool:
         return self.covered == self.place.elements
+
+    def tensor(self) -> torch.Tensor:
+        """`data` as elements: (place.elements,) of place.dtype, over the same memory."""
+        dtype: torch.dtype = getattr(torch, self.place.dtype)
+        return torch.frombuffer(self.data, dtype=dtype) if self.data.size else torch.zeros(0, dtype=dtype)
 
 
 def data_flows(plan: JobPlan, engine: Engine) -> Iterator[tuple[FlowSpec, dict]]:

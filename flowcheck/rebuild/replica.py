@@ -185,11 +185,10 @@ class JobReplica:
         """Apply an iteration's complete buckets to a copy of the current version. Raises UpdaterError: no free slot,
         or values that the optimizer cannot use; then nothing is being built."""
         assert self._replica is not None
-        dtype: torch.dtype = getattr(torch, self._plan.job.gradients.dtype)
         self._slot = self._replica.build(self._replica.current.step + 1, self._layouts[iteration == 0], values)
         for bucket in buckets:
-            data = torch.frombuffer(bucket.data, dtype=dtype) if bucket.data.size else torch.zeros(0, dtype=dtype)
-            self._slot.apply(bucket.place.index, data, dtype)
+            data = bucket.tensor()
+            self._slot.apply(bucket.place.index, data, data.dtype)
 
     def publish(self, verified: bool = False) -> int:
         """verified: it was compared with the trainer's checksums and is equal."""

@@ -51,11 +51,10 @@ class GatheredParameters:
         for group in groups:
             assert group.complete, f"parameter group {group.place.index} of iteration {iteration} has gaps"
             call = calls[group.place.index]
-            dtype: torch.dtype = getattr(torch, call.dtype)
-            flat = torch.frombuffer(group.data, dtype=dtype) if group.data.size else torch.zeros(0, dtype=dtype)
+            flat = group.tensor()
             for piece in self._job.parameter_slices(call):
                 if piece.name not in tensors:
-                    tensors[piece.name] = torch.empty(shapes[piece.name], dtype=dtype)
+                    tensors[piece.name] = torch.empty(shapes[piece.name], dtype=flat.dtype)
                 target = tensors[piece.name].view(-1)[piece.start : piece.start + piece.length]
                 target.copy_(flat[piece.offset : piece.offset + piece.length])
         if tensors:
