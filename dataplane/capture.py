@@ -52,7 +52,7 @@ def _plan(
         return plan_queue(
             dump=dump, ring_size=ring_size, frame=info.max_captured, burst=burst, slot=slot, room=room,
             under_way=under_way,
-        )  # fmt: skip
+        )
     except ValueError as exc:
         raise ValueError(f"{info.path}: {exc}") from None
 

@@ -133,7 +133,7 @@ class LiveConfig:
             dump=self.dump, ring_size=self.entries, frame=frame, burst=self.burst, room=self.port.room,
             descriptors=self.port.descriptors + (2 * self.port.descriptors if self.port.driver == "af_xdp" else 0),
             under_way=engines * DEPTH, kernel_bytes=self.port.kernel_bytes,
-        )  # fmt: skip
+        )
 
 
 def live_memory(configs: Iterable[LiveConfig]) -> MemoryNeed:
@@ -301,11 +301,11 @@ class LiveSource:
         lost = {
             "ring full": c["ring_full"], "oversize": c["oversize"], "not RoCE": c["not_roce"],
             "bad checksum": c["bad_checksum"], "unfinished": c["unfinished"],
-        }  # fmt: skip
+        }
         before = {
             "NIC missed": c["nic_missed"], "errors": c["errors"], "no mbuf": c["no_mbuf"],
             "kernel ring full": c["kernel_ring_full"],
-        }  # fmt: skip
+        }
         if self.config.port.driver == "af_packet":
             # The kernel counts what it offered to the socket; what nobody took is still in its ring.
             before["left in the kernel"] = max(0, c["kernel_seen"] - c["kernel_ring_full"] - c["received"])

@@ -29,7 +29,7 @@ LINK_TYPES: Final = {
     0: "BSD loopback", 12: "raw IP", 14: "raw IP", 101: "raw IP", 105: "IEEE 802.11", 108: "OpenBSD loopback",
     113: "Linux cooked (SLL)", 127: "802.11 with radiotap (RADIOTAP)", 197: "Endace ERF", 228: "raw IPv4",
     229: "raw IPv6", 247: "InfiniBand", 249: "USB", 276: "Linux cooked v2 (SLL2)",
-}  # fmt: skip
+}
 OTHER_MAGIC: Final = {
     b"\x1f\x8b": ("it is compressed with gzip", "gunzip it first"),
     b"\x28\xb5\x2f\xfd": ("it is compressed with zstd", "unzstd it first"),
@@ -223,7 +223,7 @@ def _info(file: _File, kind: str, nanosecond: bool, snaplen: int, totals: _Total
     return PcapInfo(
         file.path, kind, ETHERNET, nanosecond, snaplen, totals.packets, totals.longest, totals.cut,
         totals.octets, file.size, file.mtime_ns,
-    )  # fmt: skip
+    )
 
 
 class _PcapngScan:

@@ -111,7 +111,7 @@ def plan_port(device: str, *, queues: int, path_mtu: int, frames: int = AF_PACKE
         raise DpdkError(
             0, f"interface {interface} has MTU {mtu}, RoCE with path MTU {path_mtu} needs {path_mtu + 80}",
             f"ip link set {interface} mtu 9000",
-        )  # fmt: skip
+        )
     plan = _af_packet if kind == "af_packet" else _af_xdp
     return plan(f"net_{kind}_fc{number}", interface, mtu, queues, frames)
 

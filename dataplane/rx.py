@@ -225,12 +225,12 @@ class RxThread(Resource):
             return DpdkError(
                 code, f"{self._config.source or repr(self._port)}: gone, deleted or moved to another network namespace",
                 "a new capture, once there is an interface again",
-            )  # fmt: skip
+            )
         return DpdkError(
             code,
             f"rx thread{'' if core is None else f' on core {core}'}: start",
             "a core this process may use, and fewer than 127 rx threads",
-        )  # fmt: skip
+        )
 
     def _release(self) -> None:
         lib.fc_rx_stop(self._rx)

@@ -46,7 +46,7 @@ SMALL = {
         "FLOWS_MAX": 8, "STARTS_MAX": 256, "STARTS_PER_FLOW": 64, "SEGMENTS_MAX": 64, "TCP_FLOW_BYTES": 4096,
         "POOL_MAX": 1 << 16,
     },
-}  # fmt: skip
+}
 
 
 class BuildError(RuntimeError):

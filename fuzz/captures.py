@@ -44,7 +44,7 @@ NUMBERS = (0, 1, 15, 16, 60, 65535, 65536, 0x7FFFFFFF, 0xFFFFFFFF)
 
 class _Header(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("fraction", ctypes.c_long), ("caplen", ctypes.c_uint32),
-                ("len", ctypes.c_uint32)]  # fmt: skip
+                ("len", ctypes.c_uint32)]
 
 
 class Libpcap:
@@ -62,7 +62,7 @@ class Libpcap:
         header, data, out = ctypes.POINTER(_Header)(), ctypes.POINTER(ctypes.c_uint8)(), []
         while (rc := self._lib.pcap_next_ex(
             ctypes.c_void_p(handle), ctypes.byref(header), ctypes.byref(data)
-        )) == 1:  # fmt: skip
+        )) == 1:
             out.append(ctypes.string_at(data, header.contents.caplen))
         self._lib.pcap_close(ctypes.c_void_p(handle))
         assert rc == -2, f"libpcap stops at packet {len(out)} of a file the scan accepts"

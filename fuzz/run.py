@@ -81,7 +81,7 @@ def _run(target: str, arguments: list[str]) -> Outcome:
     done = subprocess.run(
         [str(fuzz_build.OUT / program), *arguments], env=fuzz_build.environment(target), capture_output=True,
         text=True, errors="replace", check=False,
-    )  # fmt: skip
+    )
     seconds = time.monotonic() - started  # with the start of Python, about a second
     log = done.stderr + done.stdout
     written = re.findall(r"Test unit written to (\S+)", log)
@@ -92,7 +92,7 @@ def _run(target: str, arguments: list[str]) -> Outcome:
         target, executed, seconds, _last(r"cov: (\d+)", log),
         _last(r"PC tables? +\((\d+) PCs\)", log), _last(r"stat::peak_rss_mb:\s+(\d+)", log),
         Path(written[0]) if written else None, log,
-    )  # fmt: skip
+    )
 
 
 def _last(pattern: str, text: str) -> int:

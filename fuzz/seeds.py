@@ -49,7 +49,7 @@ def _frames() -> list[bytes]:
         (47, b"\x10\0\x22\xeb" + bytes(4) + b"\x20" + bytes(11)),
         (47, b"\x30\0\x22\xeb" + bytes(8) + b"\x20" + bytes(10) + b"\1" + bytes(8)),
         (17, struct.pack(">HHHHII", 7, 4789, 16 + len(plain), 0, 0x08000000, 0x1200)),
-    ):  # fmt: skip
+    ):
         inner = head + plain
         ip = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 20 + len(inner), 0, 0, 64, number, 0, b"\xc0\0\2\1", b"\xc0\0\2\2")
         out.append(bytes(12) + b"\x08\0" + ip + inner)
@@ -91,7 +91,7 @@ def captures() -> list[bytes]:
         interface = block(order, 1, struct.pack(order + "HHI", 1, 0, 65535))
         timed = block(
             order, 1, struct.pack(order + "HHIHHB3xHHQHH", 1, 0, 65535, 9, 1, 9, 14, 8, 0, 0, 0)
-        )  # fmt: skip
+        )
         packets = [
             block(order, 6, struct.pack(order + "IIIII", 0, 0, i, len(f), len(f)) + f) for i, f in enumerate(frames)
         ]
@@ -101,7 +101,7 @@ def captures() -> list[bytes]:
         out += [
             section + interface + b"".join(packets), section + timed + other + packets[0] + simple,
             section + interface + old + section + interface + packets[1],
-        ]  # fmt: skip
+        ]
     return out
 
 

@@ -124,24 +124,24 @@ def _protocol(flow: Flow, announcer: Flow | None) -> dict[str, str]:
             "mixed", "sure",
             f"of {judged} packets {load['ll_packets']} carry LL flags, {load['ll128_packets']} LL128 flags, "
             f"{load['raw_packets']} none",
-        )  # fmt: skip
+        )
     if announcer is not None and load["raw_packets"]:
         sizes = announcer["cts"]["sizes"]
         if set(sizes) == {P2P_SIZE}:
             return _said("unknown", "none", f"no flags; probably point-to-point, because every clear-to-send "
-                         f"announces {P2P_SIZE} bytes, its default chunk")  # fmt: skip
+                         f"announces {P2P_SIZE} bytes, its default chunk")
         named = ", ".join(str(size) for size in sorted(sizes))
         return _said("SIMPLE", "probable", f"no flags in {load['raw_packets']} packets, written where "
-                     f"clear-to-send said (announced size {named})")  # fmt: skip
+                     f"clear-to-send said (announced size {named})")
     if not judged:
         return _said("unknown", "none", "no payload that says anything")
     immediate = flow["messages"]["immediate"]
     sized = immediate["little_endian"] + immediate["big_endian"]
     if sized:
         return _said("unknown", "none", "no flags, immediates equal to the size as NCCL's are; the direction "
-                     "with clear-to-send writes is not in the capture")  # fmt: skip
+                     "with clear-to-send writes is not in the capture")
     return _said("unknown", "none", "no flags, no clear-to-send, no immediate that tells the size: "
-                 "nothing here is NCCL's")  # fmt: skip
+                 "nothing here is NCCL's")
 
 
 def _said(name: str, certainty: str, because: str) -> dict[str, str]:
@@ -242,7 +242,7 @@ def _connection(data: Flow, back: Flow, how: str, announcer: Flow | None) -> dic
         "immediate_order": _order(data),
         "split_over_qps": used.pop() if len(used) == 1 else None,
         "acknowledged_unseen": _unseen(data, back),
-    }  # fmt: skip
+    }
 
 
 def _order(flow: Flow) -> str | None:

@@ -76,11 +76,11 @@ def fill(topology: Topology, dumps: Mapping[str, Ports]) -> Topology:
             raise PlanError("no LLDP dump of this host was given", where=where, remedy=f"add --lldp {host}=FILE")
         if interface not in dumps[host]:
             raise PlanError("its LLDP dump shows no neighbour there", where=where,
-                            remedy="is the link up, and does the switch send LLDP on it?")  # fmt: skip
+                            remedy="is the link up, and does the switch send LLDP on it?")
         switch, port = dumps[host][interface]
         if switch not in leaves:
             raise PlanError(f"is on switch {switch}, which the topology does not have", where=where,
-                            remedy="add it to leaves under the name it has in LLDP")  # fmt: skip
+                            remedy="add it to leaves under the name it has in LLDP")
         return leaves[switch], port
 
     for nic in data.pop("nics", []):
@@ -95,4 +95,4 @@ def fill(topology: Topology, dumps: Mapping[str, Ports]) -> Topology:
         first = error.errors(include_url=False, include_context=False)[0]
         field = ".".join(map(str, first["loc"]))
         raise PlanError(f"{field}: {first['msg']}", where="topology with the LLDP dumps",
-                        remedy="compare the dumps with the topology") from None  # fmt: skip
+                        remedy="compare the dumps with the topology") from None

@@ -95,7 +95,7 @@ class Manager:
         if found.timer:
             raise PlanError(f"the timed undo of an interrupted apply is running ({found.timer})",
                             where=self.session.leaf, remedy="wait for it, or apply the plan that was interrupted: that "
-                            "confirms it")  # fmt: skip
+                            "confirms it")
         if self.session.vendor == "tc":
             self._ready, self._added = self._clsact_ports(), frozenset(mine.added)
         removal = self._take_away(mine) if mine.exists and self.session.vendor not in SWAPPED else ()
@@ -140,10 +140,10 @@ class Manager:
             return False
         if not found.mine.ours:
             raise PlanError(f"session {found.mine.name} is not ours: {_say(found.mine)}", where=self.session.leaf,
-                            remedy="remove it by hand, if it may go")  # fmt: skip
+                            remedy="remove it by hand, if it may go")
         if self.session.vendor == "tc" and any(other.name == self.session.name for other in found.others):
             raise PlanError("somebody else's filter shares our preference, and tc would remove both",
-                            where=self.session.leaf, remedy="remove the other filter first")  # fmt: skip
+                            where=self.session.leaf, remedy="remove the other filter first")
         self._refuse_half_done(found)
         for line in self._take_away(found.mine):
             self._run(line, check=self.session.vendor != "tc")
@@ -164,7 +164,7 @@ class Manager:
 
     def _render(self, *, replace: bool = False, key: str = "") -> Rendering:
         return render(self.session, replace=replace, key=key, nonce=self._nonce, ready=self._ready,
-                      added=self._added)  # fmt: skip
+                      added=self._added)
 
     def _port_before(self) -> tuple[str, ...]:
         asked = port.show_line(self.session)
@@ -256,7 +256,7 @@ class Manager:
             if kinds.get(name) == "ingress" and "egress" in self.session.ways:
                 raise PlanError(f"{name} has somebody's ingress qdisc, which has no place for egress filters",
                                 where=self.session.leaf, remedy="replace it by clsact, or plan --direction ingress"
-                                )  # fmt: skip
+                                )
         return frozenset(kinds)
 
     def _refuse_half_done(self, found: Found) -> None:
@@ -267,32 +267,32 @@ class Manager:
             ours = found.mine.same_as(self.session)
         if found.timer and not ours:
             raise PlanError(f"a change waits for its confirmation: {found.timer}; ours would confirm it", where=where,
-                            remedy="confirm it or let it run out first")  # fmt: skip
+                            remedy="confirm it or let it run out first")
         if found.unapplied:
             first = found.unapplied.splitlines()[0]
             raise PlanError(f"changes are pending that nobody applied ({first} ...), and ours would apply them",
                             where=where, remedy="look with `nv config diff`; apply them, or `nv config detach`"
-                            )  # fmt: skip
+                            )
 
     def _refuse_clash(self, found: Found) -> None:
         where, mine = self.session.leaf, found.mine
         if mine.exists and not mine.ours:
             raise PlanError(f"session {mine.name} is somebody else's: {_say(mine)}", where=where,
-                            remedy="choose another session name or number")  # fmt: skip
+                            remedy="choose another session name or number")
         for other in found.others:
             if other.name == mine.name:
                 raise PlanError(f"the name {other.name} is also used by somebody else: {_say(other)}", where=where,
-                                remedy="choose another session name, or remove the other one")  # fmt: skip
+                                remedy="choose another session name, or remove the other one")
             if other.destination == self.session.destination:
                 raise PlanError(f"destination {other.destination} is used by session {other.name}", where=where,
-                                remedy="choose another node port")  # fmt: skip
+                                remedy="choose another node port")
             shared = {source.port for source in other.sources} & set(self.session.ports)
             if shared and not is_local(self.session.vendor):
                 raise PlanError(f"source {sorted(shared)[0]} is already mirrored by session {other.name}",
-                                where=where, remedy="remove the other session, or choose another GPU")  # fmt: skip
+                                where=where, remedy="remove the other session, or choose another GPU")
             if self.session.destination in {source.port for source in other.sources}:
                 raise PlanError(f"destination {self.session.destination} is a source of session {other.name}",
-                                where=where, remedy="choose another node port")  # fmt: skip
+                                where=where, remedy="choose another node port")
 
     def _undo(self, difference: Difference, section: str, error: DeviceError) -> NoReturn:
         """Raises the error, with what became of the switch."""

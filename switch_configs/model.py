@@ -19,7 +19,7 @@ __all__ = [
     "VENDORS", "Direction", "Group", "GroupChoice", "HostNic", "Leaf", "MirrorPlan", "MirrorSession", "MonitorPort",
     "NicPort", "NodeNic", "SessionState", "Source", "SourceState", "Topology", "Vendor", "frame_bytes", "read_document",
     "validated",
-]  # fmt: skip
+]
 
 Direction = Literal["ingress", "egress", "both"]
 Vendor = Literal["comware", "eos", "nxos", "sonic", "sonic-configdb", "cumulus", "junos", "ovs", "tc"]

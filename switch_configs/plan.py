@@ -139,10 +139,10 @@ def _plan(
             _at_one_node(group, choice, units, cables, sessions, redundancy if strict else 0)
         if choice.survives < redundancy - 1 and group.mirror is None:
             notes.append(f"group {group.name} survives {choice.survives} lost GPUs, not {redundancy - 1}: no more of "
-                         f"its hosts reach {'a node port' if joined else 'the same node port'}")  # fmt: skip
+                         f"its hosts reach {'a node port' if joined else 'the same node port'}")
     if way != "both":
         notes.append("one direction: a running job can be joined in LL and LL128, but in SIMPLE only by its "
-                     "clear-to-sends, which go the other way")  # fmt: skip
+                     "clear-to-sends, which go the other way")
     nodes: dict[str, set[str]] = {}
     for session in sessions:
         nodes.setdefault(session.leaf, set()).add(session.node)
@@ -160,7 +160,7 @@ def _choose(
     for rank in group.ranks:
         if rank not in cables:
             raise PlanError(f"rank {rank} has no port in the topology", where=where,
-                            remedy="add its port, or import an LLDP dump that shows it")  # fmt: skip
+                            remedy="add its port, or import an LLDP dump that shows it")
     hosts = {rank: cables[rank][0][1].host for rank in group.ranks}
     units = _units(group, cables, hosts)
 
@@ -175,7 +175,7 @@ def _choose(
                 raise PlanError(
                     f"ranks {sorted(group.mirror)} can never be complete: host {unit.host} also sends through the NICs "
                     f"of ranks {left}", where=where, remedy=f"add ranks {left} to mirror",
-                )  # fmt: skip
+                )
         for unit in chosen:
             _reachable(unit, where)
     else:
@@ -183,11 +183,11 @@ def _choose(
     why = lacking(chosen)
     if why and not chosen and group.mirror is None and not lacking(units):
         raise PlanError(f"no host of it has all its NICs on leaves with a node port: {_unreachable(units[0])}",
-                        where=where, remedy="add a monitor_ports entry to these leaves")  # fmt: skip
+                        where=where, remedy="add a monitor_ports entry to these leaves")
     if why:
         named = f"ranks {sorted(r for u in chosen for r in u.ranks)}, {way}" if chosen else "the group"
         raise PlanError(f"{named} can never be complete: {why}", where=where,
-                        remedy="mirror both directions, more ranks, or other ranks")  # fmt: skip
+                        remedy="mirror both directions, more ranks, or other ranks")
     views = {unit.host: way for unit in chosen}
     losses = survives(group.algorithm, group.rings, hosts, group.ranks, views)
     seen, copied = duplicates(group.rings, hosts, views)
@@ -196,20 +196,20 @@ def _choose(
             f"mirroring {way} of {len(chosen)} of its {len(units)} hosts survives the loss of any {losses} mirrored "
             f"GPUs, --redundancy {redundancy} wants {redundancy - 1}", where=where,
             remedy=f"give --redundancy {losses + 1}, or another --direction",
-        )  # fmt: skip
+        )
     mirrored = sum(len(u.ranks) for u in chosen)
     text = [_explain(group, chosen, way), f"complete with any {losses} of {mirrored} mirrored GPUs lost"]
     if copied > seen:
         text.append(f"{copied - seen} of {seen} ring edges lie between two mirrored ports: those packets come twice")
     choice = GroupChoice(group=group.name, ranks=[r for u in chosen for r in u.ranks], direction=way,
-                         survives=losses, why=text)  # fmt: skip
+                         survives=losses, why=text)
     return choice, chosen, copied / seen if seen else 1.0
 
 
 def _at_one_node(
     group: Group, choice: GroupChoice, units: list[_Unit], cables: _Cables, sessions: list[MirrorSession],
     redundancy: int,
-) -> None:  # fmt: skip
+) -> None:
     """What the best of the node ports has by itself goes into `choice`. Raises PlanError if none is complete, or if
     none survives the loss of `redundancy` - 1 GPUs."""
     where = f"group {group.name}"
@@ -241,7 +241,7 @@ def _at_one_node(
         raise PlanError(
             f"no node port is complete with any {redundancy - 1} mirrored GPUs lost; the best, {at[0]} {at[1]}, "
             f"survives {best}", where=where, remedy=f"give --redundancy {best + 1}, or a faster node port",
-        )  # fmt: skip
+        )
     node = next(s.node for s in sessions if (s.leaf, s.destination) == at)
     mirrored = sum(len(unit.ranks) for unit in whole[at])
     choice.survives = best
@@ -338,7 +338,7 @@ def _sessions(
     for nic in nics:
         if nic.port_channel and leaf.vendor == "cumulus" and way != "ingress":
             raise PlanError(f"{nic.port} is in {nic.port_channel}: no egress mirror of a bond", where=leaf.name,
-                            remedy="choose --direction ingress")  # fmt: skip
+                            remedy="choose --direction ingress")
     factor = 2 if way == "both" else 1
     load: dict[str, float] = {port.port: 0.0 for port in leaf.monitor_ports}
     dealt: dict[str, list[NicPort]] = {port.port: [] for port in leaf.monitor_ports}
@@ -352,7 +352,7 @@ def _sessions(
         fits = [
             port for port in leaf.monitor_ports
             if {port.asic} == {nic.asic for nic in some} and load[port.port] + rate <= port.speed_gbps
-        ]  # fmt: skip
+        ]
         if fits:
             # the port already begun first: fewer sessions and fewer nodes
             best = min(fits, key=lambda port: (not dealt[port.port], leaf.monitor_ports.index(port)))
@@ -374,7 +374,7 @@ def _sessions(
 def _refuse_load(leaf: Leaf, nics: list[NicPort], nic: NicPort, factor: int) -> None:
     if not any(port.asic == nic.asic for port in leaf.monitor_ports):
         raise PlanError(f"{nic.port} is on ASIC {nic.asic}, which has no node port", where=leaf.name,
-                        remedy="source and destination must be on one ASIC: add a node port there")  # fmt: skip
+                        remedy="source and destination must be on one ASIC: add a node port there")
     total = factor * sum(n.load_gbps for n in nics)
     have = sum(port.speed_gbps for port in leaf.monitor_ports)
     raise _Overload(
@@ -385,13 +385,13 @@ def _refuse_load(leaf: Leaf, nics: list[NicPort], nic: NicPort, factor: int) -> 
 def _session(
     topology: Topology, leaf: Leaf, port: MonitorPort, nics: list[NicPort], groups: dict[str, list[str]],
     way: Direction, index: int, step: int, load: float, copies: float,
-) -> MirrorSession:  # fmt: skip
+) -> MirrorSession:
     nics = sorted(nics, key=lambda n: [int(p) if p.isdigit() else 0 for p in n.port.replace(".", "/").split("/")])
     sources = [
         Source(port=n.port, rank=n.rank, rail=n.rail, speed_gbps=n.speed_gbps, address=n.address,
                why=f"rank {n.rank} (rail {n.rail}) of {n.host}, for {', '.join(groups[n.port])}"[:300])
         for n in nics
-    ]  # fmt: skip
+    ]
     factor = "in both directions" if way == "both" else way
     why = [
         f"{len(sources)} sources {factor} add up to {load:g} Gb/s; {port.port} carries {port.speed_gbps:g} Gb/s to "
@@ -407,4 +407,4 @@ def _session(
         destination_gbps=port.speed_gbps, node=port.node, mtu=port.mtu, load_gbps=load, copies=round(copies, 4),
         why=why, address=leaf.address, ssh_port=leaf.ssh_port, bridge=leaf.bridge, netns=leaf.netns,
         ovs_rundir=leaf.ovs_rundir,
-    )  # fmt: skip
+    )

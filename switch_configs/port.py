@@ -34,7 +34,7 @@ STATEMENTS = {
         (r"(?:undo )?jumboframe enable(?: \d+)?", "jumboframe enable"), (r"undo stp enable", "stp enable"),
         (r"undo lldp enable", "lldp enable"),
     ],
-}  # fmt: skip
+}
 AROUND = {
     "eos": (("configure", "interface {}"), ("end",)),
     "nxos": (("configure terminal", "interface {}"), ("end",)),

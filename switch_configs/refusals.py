@@ -25,21 +25,21 @@ def check_destination(leaf: Leaf, port: MonitorPort, path_mtu: int) -> None:
     where = f"{leaf.name} port {port.port}"
     if port.port_channel:
         raise PlanError(f"a mirror destination cannot be a member of {port.port_channel}", where=where,
-                        remedy="take the port out of it, or name another port")  # fmt: skip
+                        remedy="take the port out of it, or name another port")
     if re.match(r"(?i)^(po|port-?channel|bond|bagg|bridge-aggregation|ae)[-_]?\d", port.port):
         raise PlanError("a mirror destination cannot be a port-channel", where=where, remedy="name a physical port")
     if port.vlans:
         raise PlanError(f"a mirror destination cannot be in VLAN {port.vlans[0]}", where=where,
-                        remedy="take the port out of its VLANs: it must carry nothing but copies")  # fmt: skip
+                        remedy="take the port out of its VLANs: it must carry nothing but copies")
     if port.routed:
         raise PlanError("a mirror destination cannot have an IP address", where=where,
-                        remedy="remove the address: the port must carry nothing but copies")  # fmt: skip
+                        remedy="remove the address: the port must carry nothing but copies")
     if leaf.vendor == "cumulus" and port.port == "eth0":
         raise PlanError("eth0 cannot be a mirror destination", where=where, remedy="name a switch port")
     needed = frame_bytes(path_mtu)
     if port.mtu < needed:
         raise PlanError(f"MTU {port.mtu} is below {needed}, the largest frame at path MTU {path_mtu}: copies would be "
-                        "dropped without an error", where=where, remedy="set its MTU to 9216")  # fmt: skip
+                        "dropped without an error", where=where, remedy="set its MTU to 9216")
 
 
 def check_plan(plan: MirrorPlan) -> None:

@@ -28,7 +28,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from switch_configs.model import Direction, MirrorSession
 
 __all__ = ["OWNER", "PAGES", "SECTIONS", "TC_ADDED", "Rendering", "cookie", "render", "tc_prio", "text",
-           "timed_undo", "verified"]  # fmt: skip
+           "timed_undo", "verified"]
 
 SECTIONS = ("apply", "confirm", "show", "remove", "abort", "rollback", "save")
 OWNER = "flowcheck"  # our mark where a platform has room for one
@@ -84,7 +84,7 @@ class Rendering:
 def render(
     session: MirrorSession, *, replace: bool = False, key: str = "", nonce: str = "", ready: Collection[str] = (),
     added: Collection[str] = (),
-) -> Rendering:  # fmt: skip
+) -> Rendering:
     """Text of one session. replace: a session of ours is there, swapped in one transaction where the platform has one.
 
     key: a platform's own handle for it, where names are not unique (Open vSwitch: the uuid; NVUE: its numbers).
@@ -144,11 +144,11 @@ def _environment() -> Environment:
     env = Environment(
         loader=PackageLoader("switch_configs"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         autoescape=False, keep_trailing_newline=True,
-    )  # fmt: skip
+    )
     env.filters.update(
         comware_lists=comware_lists, config_db=_config_db, junos_port=_junos_port, junos_unit=_junos_unit,
         tc_prio=tc_prio, tc_cookie=cookie,
-    )  # fmt: skip
+    )
     return env
 
 
@@ -172,7 +172,7 @@ def _config_db(s: MirrorSession) -> str:
     direction = {"ingress": "RX", "egress": "TX", "both": "BOTH"}[s.direction]
     entry: dict[str, Any] = {
         "type": "SPAN", "dst_port": s.destination, "src_port": ",".join(s.ports), "direction": direction,
-    }  # fmt: skip
+    }
     return shlex.quote(json.dumps({"MIRROR_SESSION": {s.name: entry}}))
 
 

@@ -34,7 +34,7 @@ PARSERS: dict[str, Callable[[MirrorSession, Sequence[str], Sequence[str]], list[
     "comware": show_cli.comware, "eos": show_cli.eos, "nxos": show_cli.nxos, "junos": show_cli.junos,
     "sonic": show_data.sonic, "sonic-configdb": show_data.sonic, "cumulus": show_data.cumulus,
     "ovs": show_data.ovs, "tc": show_data.tc,
-}  # fmt: skip
+}
 
 PENDING = {"eos": show_cli.eos_pending, "junos": show_cli.junos_pending, "cumulus": show_data.cumulus_pending}
 

@@ -26,7 +26,7 @@ __all__ = ["comware", "eos", "eos_pending", "junos", "junos_pending", "nxos", "s
 WAYS: dict[str, Direction] = {
     "rx": "ingress", "inbound": "ingress", "ingress": "ingress",
     "tx": "egress", "outbound": "egress", "egress": "egress", "both": "both",
-}  # fmt: skip
+}
 
 
 def sources_of(pairs: Iterable[tuple[str, str]]) -> list[SourceState]:
@@ -87,7 +87,7 @@ def comware(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]
                 destination=destination, reason=reason, key=f"sampler {sampler[1]}" if sampler else "",
                 truncation=f"sampler {sampler[1]}" if sampler else cuts.get(number, ""),
             )
-        )  # fmt: skip
+        )
     return out
 
 
@@ -130,7 +130,7 @@ def eos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) ->
         out.append(
             SessionState(name=name, exists=True, active=good, ours=name == session.name, sources=sources_of(pairs),
                          destination=destination, truncation=cut, reason=reason)
-        )  # fmt: skip
+        )
     return out
 
 
@@ -186,7 +186,7 @@ def nxos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) -
             SessionState(name=number, exists=True, active=state == "up", ours=ours,
                          sources=sources_of(pairs), destination=destination, truncation=cut, reason=reason,
                          config=[line.strip() for line in body.splitlines() if NXOS_LINE.fullmatch(line.strip())])
-        )  # fmt: skip
+        )
     if not out and states:
         raise ValueError("sessions without configuration")
     return out
@@ -214,7 +214,7 @@ def junos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) 
     for name, lines in analyzers.items():
         text = "\n".join(lines)
         pairs = [(port.removesuffix(".0"), way) for way, port in
-                 re.findall(r"(?m)^input (ingress|egress) interface (\S+)$", text)]  # fmt: skip
+                 re.findall(r"(?m)^input (ingress|egress) interface (\S+)$", text)]
         output = re.search(r"(?m)^output (?:interface|vlan|ip-address) (\S+)", text)
         state, cut = states.get(name, ("", ""))
         reason = ""
@@ -228,7 +228,7 @@ def junos(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) 
             SessionState(name=name, exists=True, active=not reason, ours=name == session.name,
                          sources=sources_of(pairs), destination=output[1].removesuffix(".0") if output else None,
                          truncation=cut, reason=reason)
-        )  # fmt: skip
+        )
     for name in states.keys() - analyzers.keys():
         raise ValueError(f"analyzer {name} without configuration")
     return out

@@ -41,7 +41,7 @@ def sonic(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) 
         fields = {**row, **(config if mine else {})}
         for key, word in (("Truncate Size", "truncate size"), ("truncate_size", "truncate size"),
                           ("Sample Rate", "sample rate"), ("sample_rate", "sample rate"),
-                          ("Policer", "policer"), ("policer", "policer")):  # fmt: skip
+                          ("Policer", "policer"), ("policer", "policer")):
             if fields.get(key, "") not in ("", "0"):
                 cut = f"{word} {fields[key]}"
         ports = [port for port in row.get("SRC Port", "").split(",") if port]
@@ -55,7 +55,7 @@ def sonic(session: MirrorSession, lines: Sequence[str], outputs: Sequence[str]) 
                 destination=row.get("DST Port") or row.get("DST IP") or None, truncation=cut, reason=reason,
                 config=[json.dumps(config)] if mine and config else [],
             )
-        )  # fmt: skip
+        )
     if config and all(state.name != session.name for state in out):
         raise ValueError("CONFIG_DB has the session and show mirror_session does not")
     return out
@@ -170,7 +170,7 @@ def _nvue_state(numbers: list[str], sessions: dict[str, Any], reason: str) -> Se
     return SessionState(
         name=numbers[0], exists=True, active=not reason, sources=sources_of(pairs),
         destination=destinations[0] if destinations else None, truncation=cut, reason=reason,
-    )  # fmt: skip
+    )
 
 
 # -- Open vSwitch -----------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def _ovs_mirror(
         name=row["name"], exists=True, active=not reason, ours=marks.get("owner") == OWNER, sources=sources_of(pairs),
         destination=destination, truncation=f"snaplen {snap[0]}" if snap else "", reason=reason,
         copies=statistics.get("tx_packets"), key=row["_uuid"], config=[f"snaplen={snap[0]}"] if snap else [],
-    )  # fmt: skip
+    )
 
 
 def _link_problem(destination: str | None, links: dict[str, dict[str, Any]], sources: Sequence[str]) -> str:
@@ -311,7 +311,7 @@ def _foreign(port: str, way: str, pref: int, action: dict[str, Any], session: Mi
         name=session.name if clash else f"{port} {way} prio {pref} ({kind})", exists=True, active=True, ours=False,
         sources=sources_of([(port, way)]), destination=action.get("to_dev"),
         reason=f"somebody else's filter ({kind}) has preference {pref}" if clash else "",
-    )  # fmt: skip
+    )
 
 
 def _tc_problem(

@@ -26,7 +26,7 @@ PROGRAMS = {"tc", "ip", "ovs-vsctl", "ovs-appctl"}
 DRIVERS = {
     "comware": "hp_comware", "eos": "arista_eos", "nxos": "cisco_nxos", "junos": "juniper_junos",
     "sonic": "linux", "sonic-configdb": "linux", "cumulus": "linux",
-}  # fmt: skip
+}
 SHELL = ("sonic", "sonic-configdb", "cumulus")
 # What these command lines print instead of an exit status.
 REFUSED = {
@@ -160,7 +160,7 @@ def _connect(session: MirrorSession, credentials: Credentials, where: str) -> An
         "conn_timeout": CONNECT_SECONDS, "read_timeout_override": SECONDS,
         # use_keys would also offer what lies in ~/.ssh, and netmiko refuses it without a key_file
         "allow_agent": credentials.password is None, "use_keys": False, "fast_cli": True,
-    }  # fmt: skip
+    }
     if credentials.known_hosts is not None:
         options |= {"alt_host_keys": True, "alt_key_file": str(credentials.known_hosts)}
     if credentials.key_file is not None:

@@ -123,7 +123,7 @@ def train_live(name: str, out: Path) -> NoReturn:
     command: list[str | Path] = [
         Path(sys.executable).with_name("flowcheck"), "lab", "run", "--name", name, "--ranks", "4",
         "--mirror", "0,1,2", "--iterations", "30", "--step-time", "8", "--out", out,
-    ]  # fmt: skip
+    ]
     words = [os.path.relpath(word, ROOT) if isinstance(word, Path) else word for word in command]
     print("$", " ".join(words), flush=True)
     os.chdir(ROOT)

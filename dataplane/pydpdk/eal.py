@@ -79,7 +79,7 @@ def eal_arguments(
         # DMA engines are given virtual addresses (src/dump_dma.c); a device that needs physical ones is refused.
         "--iova-mode", "va",
         "--log-level", "*:error",
-    ]  # fmt: skip
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,7 @@ class Port(Resource):
         return PortFacts(
             ffi.string(raw.driver).decode(), raw.max_rx_queues, raw.mtu, raw.max_mtu, raw.socket, bool(raw.scatter),
             bool(raw.rx_timestamp), bool(raw.ip_checksum), bool(raw.rss), bool(raw.rss_source_port),
-        )  # fmt: skip
+        )
 
     def configure(self, *, rx_queues: int = 1, mtu: int = 0, rss: Rss = Rss.SOURCE_PORT) -> None:
         """mtu: bytes of an IP packet, 0 leaves the driver's own. rss: as far as the port can."""

@@ -107,7 +107,7 @@ def survey_interface(interface: str, seconds: float) -> dict[str, Any]:
     document["captures"] = [
         {"path": interface, "format": "live", "packets": count, "bytes": size, "snap_length": 0,
          "cut_packets": document["packets"]["truncated"]}
-    ]  # fmt: skip
+    ]
     return document
 
 
@@ -133,7 +133,7 @@ def _document(infos: list[PcapInfo], observed: dict[str, Any]) -> dict[str, Any]
         "encapsulated": observed["encapsulated"],
         "bootstrap_handshakes": observed["bootstrap_handshakes"],
         "unlisted_flow_packets": observed["unlisted_flow_packets"],
-    }  # fmt: skip
+    }
     found = interpret(observed)
     return {**document, "connections": found["connections"], "flows": found["flows"], "notes": found["notes"]}
 
@@ -193,7 +193,7 @@ def _print_endpoints(
     console: Console, names: dict[str, str], flows: list[dict[str, Any]], ranks: dict[str, list[int]]
 ) -> None:
     columns = [Column(""), Column("address"), Column("rank (CTS tag)", folds=True), Column("sent", number=True),
-               Column("received", number=True)]  # fmt: skip
+               Column("received", number=True)]
     rows = []
     for address, name in list(names.items())[:ROWS]:
         sent = sum(flow["packets"] for flow in flows if flow["src"] == address)
@@ -216,7 +216,7 @@ def _print_connections(
         Column("", number=True), Column("way"), Column("QP to/back"), Column("carries", folds=True),
         Column("messages", folds=True),
         *(Column(name, number=True) for name in ("MTU", "packets", "back", "missing", "again", "NAK")),
-    ]  # fmt: skip
+    ]
     rows = []
     for number, c in enumerate(connections[:ROWS], 1):
         data, back = flows[c["data_flow"]], flows[c["back_flow"]]
@@ -225,7 +225,7 @@ def _print_connections(
             f"{c['data_qp']:#x}/{c['back_qp']:#x}", _carries(c, data), _messages(data),
             str(data["mtu"] or back["mtu"] or "?"), str(data["packets"]), str(back["packets"]),
             *_sequence(data, back), str(_naks(back) + _naks(data)),
-        ))  # fmt: skip
+        ))
     print_table(console, columns, rows, "Connections (both directions captured)")
     _print_rest(console, len(connections))
     _print_reasons(console, connections[:ROWS], flows)
@@ -289,7 +289,7 @@ def _print_alone(console: Console, alone: list[dict[str, Any]], names: dict[str,
     columns = [
         Column("way"), Column("QP to"), Column("what", folds=True), Column("messages", folds=True),
         *(Column(name, number=True) for name in ("packets", "missing", "again", "ICRC wrong")),
-    ]  # fmt: skip
+    ]
     rows = []
     for flow in alone[:ROWS]:
         protocol = flow["protocol"]
@@ -299,7 +299,7 @@ def _print_alone(console: Console, alone: list[dict[str, Any]], names: dict[str,
         rows.append((
             f"{names[flow['src']]}>{names[flow['dst']]}", f"{flow['dest_qp']:#x}", kind, _messages(flow),
             str(flow["packets"]), *_sequence(flow), str(flow["icrc"]["wrong"]),
-        ))  # fmt: skip
+        ))
     print_table(console, columns, rows, "Flows with no partner in the capture")
     _print_rest(console, len(alone))
 

@@ -85,7 +85,7 @@ class Children:
             status = self._children[name].process.wait(seconds)
         except subprocess.TimeoutExpired:
             raise EnvironmentProblem(f"{name} does not end within {seconds:g} s", where="flowcheck lab",
-                                     remedy=f"its log: {self._children[name].log}") from None  # fmt: skip
+                                     remedy=f"its log: {self._children[name].log}") from None
         self._children[name].reader.join(seconds)
         return status
 
@@ -104,7 +104,7 @@ class Children:
                     self._ask()
                     quiet = ", ".join(name for name, child in self._children.items() if not child.ended)
                     raise EnvironmentProblem(f"nothing was heard for {seconds:g} s from {quiet}",
-                                             where="flowcheck lab", remedy=self._logs()) from None  # fmt: skip
+                                             where="flowcheck lab", remedy=self._logs()) from None
                 continue
             last = time.monotonic()
             if event is None:

@@ -57,13 +57,13 @@ DirectionOption = Annotated[Direction, typer.Option("--direction", help="Of the 
 def up(
     name: NameOption = "lab", ranks: RanksOption = 4, mirror: MirrorOption = None, switch: SwitchOption = Switch.tc,
     direction: DirectionOption = Direction.both,
-) -> None:  # fmt: skip
+) -> None:
     """Build the network and leave it there, mirroring; `lab run` of the same name then uses it."""
     from flowcheck.lab.fabric import Fabric
     from flowcheck.lab.shape import FabricConfig
 
     config = FabricConfig(name=name, ranks=ranks, switch=switch.value, mirrored=(_ranks(mirror, ranks),),
-                          direction=direction.value)  # fmt: skip
+                          direction=direction.value)
     fabric = Fabric(config, keep=True)
     with handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):  # taken down as after Ctrl-C
         try:
@@ -118,11 +118,11 @@ def run(
     wires += [Impairment("mirror0", drop=mirror_loss, seed=seed)] if mirror_loss else []
     softroce: dict[str, Any] = {
         "protocol": protocol.value, "algorithm": algorithm.value, "channels": channels, "mtu": mtu,
-    }  # fmt: skip
+    }
     job = Training(
         model=model, ranks=ranks, stages=stages, accumulate=accumulate, optimizer={"name": optimizer, "lr": lr},
         clip=clip, loss_scale=loss_scale, schedule=schedule, softroce=softroce, seed=seed,
-    )  # fmt: skip
+    )
     Settings.from_dict({"interface": "fab0", "address": "10.77.0.10", **softroce})  # before anything is built
     mirrored = _ranks(mirror, ranks)
     nodes = [tuple(r for r in mirrored if r in job.group(stage)) for stage in range(stages)]
@@ -136,7 +136,7 @@ def run(
         name=name, ranks=ranks, switch=switch.value, direction=direction.value, algorithm=algorithm.value, path_mtu=mtu,
         mirrored=tuple(nodes), groups=tuple(tuple(job.group(stage)) for stage in range(stages)),
         impairments=tuple(wires),
-    )  # fmt: skip
+    )
     raise typer.Exit(run_lab(LabOptions(config, job, out, iterations, step_time), screen()))
 
 

@@ -89,7 +89,7 @@ class Ledger:
     def _first(self, stage: int) -> int | None:
         """The first iteration that the node could publish; None: it has no state yet."""
         return min([i for s, i in self._nodes if s == stage] + [i for s, i in self._states.items() if s == stage],
-                   default=None)  # fmt: skip
+                   default=None)
 
     def row(self, stage: int, iteration: int) -> Row:
         ranks = self._trainers.get((stage, iteration), {})
@@ -131,7 +131,7 @@ class Ledger:
                 found[verdict].append(row)
         tensors = sum(row.tensors for row in found["equal"])
         return Summary(len(self._nodes), len(found["equal"]), found["differs"], found["not published"],
-                       len(found["no state yet"]), tensors)  # fmt: skip
+                       len(found["no state yet"]), tensors)
 
 
 def _differences(one: Hashes, other: Hashes, ignored: Sequence[str] = ()) -> str:

@@ -133,12 +133,12 @@ class Fabric:
         netns.batch(leaf, [
             f"link add {CONTROL} type bridge mcast_snooping 0 stp_state 0 forward_delay 0",
             f"link set {CONTROL} up",
-        ])  # fmt: skip
+        ])
         if config.switch == "tc":
             netns.batch(leaf, [
                 f"link add {BRIDGE} mtu {MTU} type bridge mcast_snooping 0 stp_state 0 forward_delay 0",
                 f"link set {BRIDGE} up",
-            ])  # fmt: skip
+            ])
         cut = {impairment.port for impairment in config.impairments}
         wires = []
         for rank in range(config.ranks):
@@ -151,12 +151,12 @@ class Fabric:
             netns.batch(space, [
                 f"addr add 10.77.0.{10 + rank}/24 dev fab0", f"addr add 10.78.0.{10 + rank}/24 dev ctl0",
                 *(f"neigh add 10.77.0.{10 + r} lladdr 02:fc:00:00:00:{10 + r:02x} dev fab0" for r in others),
-            ])  # fmt: skip
+            ])
             netns.plain(space, ["fab0", "ctl0"])
         for node in range(config.nodes):
             space = config.namespace(config.roles[1 + config.ranks + node])
             end = self._cable(f"m{node}", "mir0", space, MIRROR_MTU, f"02:fc:02:00:00:{node:02x}",
-                              cut=f"mirror{node}" in cut)  # fmt: skip
+                              cut=f"mirror{node}" in cut)
             wires += [Wire(f"mirror{node}", *end)] if end else []
             self._cable(f"d{node}", "ctl0", space, MTU, f"02:fc:01:00:00:{2 + node:02x}")
             netns.batch(space, [f"addr add 10.78.0.{2 + node}/24 dev ctl0"])
@@ -177,7 +177,7 @@ class Fabric:
             self._bump.start()
         for rank in range(config.ranks):
             netns.announce(config.namespace(f"r{rank}"), "fab0", f"02:fc:00:00:00:{10 + rank:02x}",
-                           f"10.77.0.{10 + rank}")  # fmt: skip
+                           f"10.77.0.{10 + rank}")
 
     def _wait_for_ports(self, leaf: str) -> None:
         """A bridge port forwards only when the kernel's link watch has been round, up to a second after `up`."""
@@ -190,7 +190,7 @@ class Fabric:
                 return
             if time.monotonic() > end:
                 raise EnvironmentProblem("ports of the leaf's bridge do not come up", where=leaf,
-                                         remedy="see `ip -d link` in that namespace")  # fmt: skip
+                                         remedy="see `ip -d link` in that namespace")
             time.sleep(0.01)
 
     def _cable(
@@ -213,7 +213,7 @@ class Fabric:
         port = self.leaf_port(name)
         # tbf: a bucket of at least one frame; what waits longer than 50 ms is dropped
         netns.run("tc", "-n", self.config.namespace("leaf"), "qdisc", "add", "dev", port, "root", "tbf",
-                  "rate", f"{megabits:g}mbit", "burst", "64k", "latency", "50ms")  # fmt: skip
+                  "rate", f"{megabits:g}mbit", "burst", "64k", "latency", "50ms")
 
     @staticmethod
     def leaf_port(name: str) -> str:
@@ -265,7 +265,7 @@ class Fabric:
             child = subprocess.Popen(
                 [*words, *command], stdin=stdin, stdout=stdout, stderr=stderr, text=text, start_new_session=True,
                 env={**os.environ, **(env or {})},
-            )  # fmt: skip
+            )
             self._children.append(child)
         return child
 

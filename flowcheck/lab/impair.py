@@ -56,10 +56,10 @@ class Impairment:
         for name in ("drop", "duplicate", "reorder", "corrupt"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{getattr(self, name)} is no probability", where=f"impairment {self.port}, {name}",
-                                remedy="a number from 0 to 1")  # fmt: skip
+                                remedy="a number from 0 to 1")
         if not 1 <= self.distance <= 1000:
             raise UserError(f"{self.distance} packets", where=f"impairment {self.port}, distance",
-                            remedy="from 1 to 1000")  # fmt: skip
+                            remedy="from 1 to 1000")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Bump:
         assert self._process.stdout is not None
         if json.loads(self._process.stdout.readline() or "{}").get("event") != "ready":
             raise InternalError("the bump in the wire did not start", where="flowcheck.lab.impair",
-                                remedy="its message is above")  # fmt: skip
+                                remedy="its message is above")
 
     def set_down(self, port: str, down: bool) -> None:
         """Cut or mend both ways of a cable at once; takes effect with the next packet."""
@@ -128,7 +128,7 @@ class Bump:
         """Raises EnvironmentProblem if it has died: nothing passes its cables then."""
         if self._process is not None and (status := self._process.poll()) is not None:
             raise EnvironmentProblem(f"the bump has ended with status {status}; its cables are cut",
-                                     where="flowcheck lab", remedy="run again")  # fmt: skip
+                                     where="flowcheck lab", remedy="run again")
 
     def stop(self) -> None:
         """End it and keep its log in memory: the directory goes with the lab."""
@@ -169,7 +169,7 @@ def read_log(raw: bytes, ways: Sequence[dict[str, Any]]) -> list[Event]:
     for record in RECORD.iter_unpack(raw[: len(raw) // RECORD.size * RECORD.size]):
         ns, src, dst, qpn, psn, length, at, opcode, what, way, bit = record
         out.append(Event(ns, ways[way]["port"], ways[way]["way"], WHAT[what], _address(src), _address(dst), qpn, psn,
-                         opcode, length, at, bit))  # fmt: skip
+                         opcode, length, at, bit))
     return out
 
 
@@ -189,7 +189,7 @@ def main(settings_path: str) -> int:
         with memoryview(down) as switches:
             counters = carry(settings["ways"], log, switches, lambda: print('{"event": "ready"}', flush=True))
     named = [{"port": way["port"], "way": way["way"], **counts}
-             for way, counts in zip(settings["ways"], counters, strict=True)]  # fmt: skip
+             for way, counts in zip(settings["ways"], counters, strict=True)]
     print(json.dumps({"event": "end", "counters": named}), flush=True)
     return 0
 

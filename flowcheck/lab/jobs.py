@@ -84,7 +84,7 @@ class Training:
         for name, value, least in (
             ("optimizer", self.optimizer["lr"], 0.0), ("clip", self.clip, 0.0),
             ("loss_scale", self.loss_scale, 2.0**-126), ("bucket_mb", self.bucket_mb, 1e-6),
-        ):  # fmt: skip
+        ):
             if value is not None and not (isinstance(value, int | float) and least <= value < math.inf):
                 self._refuse(name, f"{value!r} is no finite number of at least {least:g}")
         if not 0 <= self.seed < 1 << 63:
@@ -193,7 +193,7 @@ def _make(job: Training, name: str) -> nn.Module:
             return nn.Sequential(nn.Flatten(), nn.Linear((width << layers - 1) * side * side, VOCABULARY))
         into, out = (1 if index == 0 else width << index - 1), width << index
         return nn.Sequential(nn.Conv2d(into, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU(),
-                             nn.MaxPool2d(2))  # fmt: skip
+                             nn.MaxPool2d(2))
     if name == "first":
         return Numbers()
     if name == "last":

@@ -35,13 +35,13 @@ class Mirror:
             ports=[NicPort(port=f"p{r}", rank=r, host=f"r{r}", speed_gbps=PORT_GBPS) for r in group],
             monitor_ports=[MonitorPort(port=f"m{node}", node=f"node{node or ''}", speed_gbps=400, mtu=MIRROR_MTU)],
             bridge=BRIDGE if config.switch == "ovs" else None, ovs_rundir=ovs_rundir,
-        )  # fmt: skip
+        )
         topology = Topology(
             leaves=[leaf], path_mtu=config.path_mtu,  # type: ignore[arg-type]
             session=f"flowcheck{node or ''}",
             groups=[Group(name=f"dp{node}", ranks=list(group), algorithm=config.algorithm,
                           mirror=list(config.mirrored[node]))],
-        )  # fmt: skip
+        )
         try:
             return cls(make_plan(topology, direction=config.direction))
         except PlanError as error:

@@ -35,7 +35,7 @@ __all__ = [
 
 RUN = Path("/run/netns")
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "setpriv": "util-linux",
-            "taskset": "util-linux"}  # fmt: skip
+            "taskset": "util-linux"}
 SECONDS = 30.0
 T = TypeVar("T")
 
@@ -198,7 +198,7 @@ def announce(name: str, interface: str, mac: str, address: str) -> None:
         with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as sender:
             sender.bind((interface, 0))
             sender.send(b"\xff" * 6 + source + b"\x08\x06" + bytes.fromhex("0001080006040001") + source + ip
-                        + bytes(6) + ip)  # fmt: skip
+                        + bytes(6) + ip)
 
     inside(name, work)
 

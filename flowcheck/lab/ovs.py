@@ -41,15 +41,15 @@ class OpenVSwitch:
         """Daemons up, bridge made, ports added. Raises EnvironmentProblem with the log's last lines."""
         if shutil.which("ovs-vswitchd") is None:
             raise EnvironmentProblem("Open vSwitch is not installed", where="leaf switch",
-                                     remedy="apt-get install openvswitch-switch, or take --switch tc")  # fmt: skip
+                                     remedy="apt-get install openvswitch-switch, or take --switch tc")
         self.rundir.mkdir(parents=True)
         database = self.rundir / "db.sock"
         self._control("ovsdb-tool", "create", str(self.rundir / "conf.db"))
         self._daemon("ovsdb-server", str(self.rundir / "conf.db"), f"--remote=punix:{database}",
-                     f"--pidfile={self.rundir}/ovsdb-server.pid", ready=database.exists)  # fmt: skip
+                     f"--pidfile={self.rundir}/ovsdb-server.pid", ready=database.exists)
         self._control("ovs-vsctl", "--no-wait", "init")
         self._daemon("ovs-vswitchd", f"unix:{database}", f"--pidfile={self.rundir}/ovs-vswitchd.pid",
-                     ready=(self.rundir / "ovs-vswitchd.pid").exists)  # fmt: skip
+                     ready=(self.rundir / "ovs-vswitchd.pid").exists)
         self._control("ovs-vsctl", "add-br", bridge, "--", "set", "bridge", bridge, "datapath_type=netdev")
         words = [word for port in ports for word in ("--", "add-port", bridge, port)]
         self._control("ovs-vsctl", *words[1:])
@@ -61,7 +61,7 @@ class OpenVSwitch:
         for process in self._started:
             if (status := process.poll()) is not None:
                 raise EnvironmentProblem(f"an Open vSwitch daemon has ended with status {status}", where="leaf switch",
-                                         remedy="run again; --switch tc needs no daemons")  # fmt: skip
+                                         remedy="run again; --switch tc needs no daemons")
 
     def stop(self) -> None:
         for process in reversed(self._started):
@@ -95,20 +95,20 @@ class OpenVSwitch:
                         found += 1
         if found < ports:
             raise EnvironmentProblem(f"{found} packet sockets for {ports} ports", where="leaf switch",
-                                     remedy="take --switch tc: this Open vSwitch receives in another way")  # fmt: skip
+                                     remedy="take --switch tc: this Open vSwitch receives in another way")
 
     def _daemon(self, *words: str, ready: Callable[[], bool]) -> None:
         prefix = netns.prefix(self._namespace, self._core)
         with (self.rundir / "log").open("ab") as log, deferred():  # never running without being known
             process = subprocess.Popen([*(prefix[3:] if self._keep else prefix), *words], env=self._env, stdout=log,
-                                       stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+                                       stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
             self._started.append(process)
         end = time.monotonic() + START_SECONDS
         while not ready():
             if process.poll() is not None or time.monotonic() > end:
                 said = (self.rundir / "log").read_text(errors="replace")[-500:]
                 raise EnvironmentProblem(f"{words[0]} did not start: {said}", where="leaf switch",
-                                         remedy="take --switch tc, or see why it does not run here")  # fmt: skip
+                                         remedy="take --switch tc, or see why it does not run here")
             time.sleep(0.01)
 
     def _control(self, *words: str) -> None:
@@ -118,7 +118,7 @@ class OpenVSwitch:
         try:
             with deferred():
                 one = subprocess.Popen(words, env=self._env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-                                       text=True)  # fmt: skip
+                                       text=True)
             while True:
                 try:
                     said = one.communicate(timeout=0.2)[1]

@@ -121,7 +121,7 @@ class LabRun:
         for rank, name in enumerate(self._trainers):
             settings = {"interface": "fab0", "address": f"10.77.0.{10 + rank}"}
             command = [sys.executable, "-P", "-m", "flowcheck.lab.trainer", "--rank", str(rank), "--ranks",
-                       str(self.fabric.config.ranks), "--backend", self._backend, "--out", str(self.out)]  # fmt: skip
+                       str(self.fabric.config.ranks), "--backend", self._backend, "--out", str(self.out)]
             environment = {"FLOWCHECK_SOFTROCE": json.dumps(settings), "OMP_NUM_THREADS": "1"}
             self._start(name, f"r{rank}", command, self.out / f"rank{rank}.log", self._cores.trainers, environment)
             self._tails[name] = _Tail(self.out / f"rank{rank}.jsonl")
@@ -144,14 +144,14 @@ class LabRun:
     ) -> None:
         with log.open("ab") as stderr:
             process = self.fabric.spawn(role, command, core=core, env=env, stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE, stderr=stderr)  # fmt: skip
+                                        stdout=subprocess.PIPE, stderr=stderr)
         self._children.add(name, process, log)
 
     def begin(self, job: Training, *, attach: bool = False) -> None:
         """A job with new communicators, without a step of it. Raises UserError where it does not fit the lab."""
         if job.ranks > len(self._trainers):
             raise UserError(f"the job has {job.ranks} ranks and the lab {len(self._trainers)}", where="flowcheck lab",
-                            remedy="give both the same number")  # fmt: skip
+                            remedy="give both the same number")
         self._follow()  # what is left of the job before
         self._job, self._jobs = job, self._jobs + 1
         self.ledger = Ledger(job.data_ranks, _names(job))
@@ -186,7 +186,7 @@ class LabRun:
 
         def named(event: str) -> dict[str, dict[str, Any]]:
             return {said.get("name", ""): said for name, said in self.events
-                    if name in self._nodes and said["event"] == event}  # fmt: skip
+                    if name in self._nodes and said["event"] == event}
 
         self._quietly(lambda: named("attached").keys() >= wanted, START_SECONDS)
         trained = ATTACHING
@@ -194,7 +194,7 @@ class LabRun:
             if trained >= most:
                 said = "; ".join(str(event) for _, event in self.events[-3:])
                 raise EnvironmentProblem(f"no state was taken in {trained} iterations; the nodes said: {said}",
-                                         where="flowcheck lab", remedy=f"see the logs in {self.out}")  # fmt: skip
+                                         where="flowcheck lab", remedy=f"see the logs in {self.out}")
             self.train(1)
             trained += 1
             self._quietly(lambda: named("state").keys() >= wanted, 0.2)
@@ -210,7 +210,7 @@ class LabRun:
                 "token": self._token, "checksum_every": self._checksums, "group": name,
             }
             for stage, name in enumerate(_names(job))
-        }  # fmt: skip
+        }
 
     def finish_trainers(self) -> None:
         """Trainers end by themselves: their orders are over."""
@@ -219,7 +219,7 @@ class LabRun:
         for name in self._trainers:
             if status := self._children.wait(name, END_SECONDS):
                 raise EnvironmentProblem(f"{name} ended with status {status}", where="flowcheck lab",
-                                         remedy=f"its log: {self.out}/{name.replace(' ', '')}.log")  # fmt: skip
+                                         remedy=f"its log: {self.out}/{name.replace(' ', '')}.log")
 
     # -- nodes ----------------------------------------------------------------------------------------------
 
@@ -279,13 +279,13 @@ class LabRun:
 
         def found() -> dict[str, Any] | None:
             return next((said for _, said in self.events
-                         if said["event"] == event and fields.items() <= said.items()), None)  # fmt: skip
+                         if said["event"] == event and fields.items() <= said.items()), None)
 
         self._quietly(lambda: found() is not None, seconds)
         said = found()
         if said is None:
             raise EnvironmentProblem(f"no node has said {event} {fields}", where="flowcheck lab",
-                                     remedy=f"see the nodes' logs in {self.out}")  # fmt: skip
+                                     remedy=f"see the nodes' logs in {self.out}")
         return said
 
     def _quietly(self, until: Callable[[], bool], seconds: float) -> None:

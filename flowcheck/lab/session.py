@@ -145,7 +145,7 @@ def report(
     lines = [event for event in events if event.get("event") == "iteration"]
     packets, placed, twice = (sum(line[key] for line in lines) for key in ("packets", "placed", "duplicates"))
     console.print(f"time         {seconds[0]:.0f} s to build and start, {seconds[1]:.0f} s to train and follow",
-                  highlight=False)  # fmt: skip
+                  highlight=False)
     counted = f"{packets:,} mirrored packets, {placed:,} placed, {twice:,} seen twice"
     console.print("captured     " + (counted if lines else "no iteration that could be judged"), highlight=False)
     for row in [*summary.differing, *summary.unpublished][:20]:
@@ -163,12 +163,12 @@ def report(
             f"compared by SHA-256, none differs. {job.ranks} ranks trained with torch's\n"
             "DistributedDataParallel; their gradients came to the node in mirrored packets\n"
             "and in no other way.", highlight=False,
-        )  # fmt: skip
+        )
         return 0
     console.print(
         f"before       {summary.before} iterations, until the node had manifest and state\n"
         f"NOT ALL EQUAL: of {total} iterations from the first state on {summary.equal} are equal,\n"
         f"{len(summary.differing)} differ, {len(summary.unpublished)} were not published ({wanted} versions were"
         " wanted);\nthe node offers only what it has published.", highlight=False,
-    )  # fmt: skip
+    )
     return 1

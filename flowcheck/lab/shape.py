@@ -32,7 +32,7 @@ def check_name(name: str) -> None:
     """Raises UserError unless it is the name of a lab: it becomes a part of paths that root makes and removes."""
     if not NAME.fullmatch(name):
         raise UserError(f"{name!r} is no name of a lab", where="name",
-                        remedy="a letter, then at most 15 of a-z and 0-9")  # fmt: skip
+                        remedy="a letter, then at most 15 of a-z and 0-9")
 
 
 @dataclass(frozen=True)
@@ -61,16 +61,16 @@ class FabricConfig:
             raise UserError(f"{self.ranks} ranks", where="ranks", remedy=f"from 2 to {MOST_RANKS}")
         if self.groups and len(self.groups) != len(self.mirrored):
             raise UserError(f"{len(self.groups)} groups for {len(self.mirrored)} nodes", where="groups",
-                            remedy="one group per node")  # fmt: skip
+                            remedy="one group per node")
         for some in (*self.mirrored, *self.groups):
             if not some or len(set(some)) != len(some) or not all(0 <= rank < self.ranks for rank in some):
                 raise UserError(f"{list(some)}: not a set of ranks below {self.ranks}", where="mirrored, groups",
-                                remedy="name each mirrored rank once")  # fmt: skip
+                                remedy="name each mirrored rank once")
         ports = {f"r{rank}" for rank in range(self.ranks)} | {f"mirror{node}" for node in range(self.nodes)}
         for port in [*self.rate_mbit, *(impairment.port for impairment in self.impairments)]:
             if port not in ports:
                 raise UserError(f"there is no port {port}", where="impairments, rate_mbit",
-                                remedy="r0, r1, ... or mirror0, ...")  # fmt: skip
+                                remedy="r0, r1, ... or mirror0, ...")
         if not all(rate > 0 for rate in self.rate_mbit.values()):
             raise UserError("a rate must be above 0", where="rate_mbit", remedy="in megabits per second")
 

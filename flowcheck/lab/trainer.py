@@ -68,7 +68,7 @@ class Groups:
     def make(cls, job: Training) -> Self:
         stages = [dist.new_group(job.group(stage)) for stage in range(job.stages)]
         pairs = [(job.group(stage)[i], job.group(stage + 1)[i])
-                 for stage in range(job.stages - 1) for i in range(job.data_ranks)]  # fmt: skip
+                 for stage in range(job.stages - 1) for i in range(job.data_ranks)]
         return cls(stages, [dist.new_group(list(pair)) for pair in pairs])
 
     def destroy(self) -> None:
@@ -142,7 +142,7 @@ class Rank:
             "seconds": seconds, "loss": loss, "skipped": skipped, "clip": coefficient, "scale": scale,
             "calls": len(self._wire.calls(self._group)) if self._wire is not None else 0,
             "buffers": [name for name, _ in self.model.named_buffers()],
-        }  # fmt: skip
+        }
         self._out.write(json.dumps({**line, **hashes(self.model, self.optimizer)}) + "\n")
         self._out.flush()
         say({"event": "iteration", **line})
@@ -246,7 +246,7 @@ def main() -> int:
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "fab0")
     dist.init_process_group(options.backend, init_method=f"tcp://{options.master}:{PORT}", rank=options.rank,
-                            world_size=options.ranks)  # fmt: skip
+                            world_size=options.ranks)
     with (options.out / f"rank{options.rank}.jsonl").open("w") as out:
         worker = Worker(options.rank, out)
         say({"event": "ready", "rank": options.rank})

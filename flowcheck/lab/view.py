@@ -88,7 +88,7 @@ def columns(row: Row, ledger: Ledger) -> tuple[str, ...]:
             status.get("lag"))),
         row.verdict + (f": {row.why}" if row.why and row.verdict != "waiting" else "")
         + (", verified" if row.verdict == "equal" and status.get("status") == "verified" else ""),
-    )  # fmt: skip
+    )
 
 
 def line_of(cells: tuple[str, ...]) -> str:

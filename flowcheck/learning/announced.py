@@ -118,7 +118,7 @@ def announced(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Itera
         failure.note(
             "the capture begins with an AllGather of 8 bytes, as DDP does, but what is gathered is not one number of "
             "parameters: the start-up is not DDP's", start.explained,
-        )  # fmt: skip
+        )
         return
     for nbytes in _broadcast_sizes(start, 16, range(16 * parameters, 16 * ddp.MAX_DIMENSIONS * parameters + 1)):
         after = start.fork()
@@ -164,13 +164,13 @@ def _training(
         said: list[Said] = [
             (f"{len(shapes)} parameters", "their shapes: DDP's AllGather of the number and broadcast of sizes and "
              "strides, read from the wire"),
-        ]  # fmt: skip
+        ]
         try:
             for group in ddp.broadcast_groups([n * size for n in elements]):
                 call = Collective(
                     "Broadcast", sum(elements[i] for i in group), dtype, carries="parameters",
                     tensors=[names[i] for i in group],
-                )  # fmt: skip
+                )
                 if not here.take(call) and here.done:
                     raise Mismatch("the capture ends before the parameters are broadcast", here.explained)
                 calls.append(call)
@@ -185,7 +185,7 @@ def _training(
 def _iterations(
     walk: Walk, startup: list[Collective], model: list[ModelEntry], layout: list[list[int]], said: list[Said],
     read: Reader, failure: Failure,
-) -> Iterator[Program]:  # fmt: skip
+) -> Iterator[Program]:
     failure.stage = Stage.SHAPES
     dtype = model[0].dtype
     first = _calls(model, layout)
@@ -203,7 +203,7 @@ def _iterations(
     said = [*said, (f"iteration 0: {number}", "as DDP makes them before its rebuild; every size on the wire agrees")]
     program = Program(
         Collectives(startup, first), dtype, Buckets(steady=_layout(model, layout)), model, 1, said,
-    )  # fmt: skip
+    )
     if walk.done:
         program.said.append(("steady: none", "no later iteration is in the capture: its buckets are not known"))
         program.signature = tuple(walk.signature)
@@ -219,7 +219,7 @@ def _iterations(
         yield from _steady(
             after, program, [order, sizes_call], rebuilt, failure,
             "DDP's broadcast of the rebuilt bucket layout, read from the wire",
-        )  # fmt: skip
+        )
 
 
 def _suspect_hook(walk: Walk, model: list[ModelEntry], layout: list[list[int]], failure: Failure) -> None:
@@ -234,7 +234,7 @@ def _suspect_hook(walk: Walk, model: list[ModelEntry], layout: list[list[int]], 
     failure.note(
         f"gradients of {model[0].dtype} parameters are reduced in 2-byte elements: a compressing communication hook "
         "(fp16 or bf16). What the optimizer sees is decompressed outside NCCL; remove the hook", walk.explained + 1,
-    )  # fmt: skip
+    )
 
 
 def _rebuilt(
@@ -283,7 +283,7 @@ def _steady(
         Collectives(first.startup, first.iteration_0, rebuild, calls), program.dtype, buckets, program.model,
         iterations, [*program.said, (f"steady: {len(layout)} bucket{'s' * (len(layout) > 1)}", said)],
         tuple(walk.signature),
-    )  # fmt: skip
+    )
 
 
 def _calls(model: list[ModelEntry], layout: list[list[int]]) -> list[Collective]:

@@ -101,7 +101,7 @@ def _bare_program(
     return Program(
         Collectives(iteration_0=list(calls), steady=list(steady)), calls[0].dtype, iterations=times,
         said=[(f"buckets {counts} {calls[0].dtype}", why)], signature=(times, key, *walk.signature), cut=cut,
-    )  # fmt: skip
+    )
 
 
 def _longer(walk: Walk, calls: list[Collective]) -> Collective | None:

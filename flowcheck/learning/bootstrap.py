@@ -34,7 +34,7 @@ STREAM_BYTES = 1 << 20
 # QP info by size: NCCL versions, where the fields are. 2.29 is not known: its 4448 bytes were read in 2.30.
 QP_INFO = {
     552: "2.12-2.18", 2600: "2.19", 3336: "2.20-2.23", 3576: "2.24-2.25", 3584: "2.26-2.28", 4448: "2.30",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ def _flows(
     out: Bootstrap, listeners: dict[tuple[str, int], _Listener | None],
     handshakes: dict[tuple[tuple[str, int], tuple[str, int]], bytes],
     answers: dict[tuple[tuple[str, int], tuple[str, int]], bytes],
-) -> None:  # fmt: skip
+) -> None:
     for (src, dst), data in handshakes.items():
         listener = listeners.get(dst)
         sender, receiver = _handshake(data), _handshake(answers.get((dst, src), b""))
@@ -358,4 +358,4 @@ def _flows(
             listener.communicator, listener.graph, listener.channel, listener.src, listener.dst, sender.versions,
             Side(sender.versions, sender.qpns[:count], sender.gid, sender.mtu, sender.fifo),
             Side(receiver.versions, receiver.qpns[:count], receiver.gid, receiver.mtu, receiver.fifo),
-        ))  # fmt: skip
+        ))

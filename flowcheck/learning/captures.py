@@ -88,7 +88,7 @@ def facts_of(trace, log: LogFacts) -> Facts:  # type: ignore[no-untyped-def]
     return Facts(
         connections(flows, seen.start_records()), parse_bootstrap(streams_of(seen)), log, read,
         seen.counters()["encrypted"], sum(f["packets"] for f in flows), _unread(seen),
-    )  # fmt: skip
+    )
 
 
 def _unread(seen: Trace) -> dict[str, int]:

@@ -57,7 +57,7 @@ def hints_of(
     return Hints(
         parse_optimizer(optimizer) if optimizer else None, dtype, counts, parse_ranks(ranks or []), version, algorithm,
         given=None if given is None else load_job(given),
-    )  # fmt: skip
+    )
 
 
 def learn(

@@ -44,7 +44,7 @@ class Found:
         return Walk(
             topology, wires, self.mtu, any(w.connection.pairs for w in wires),
             algorithms=("ring", "tree") if topology.ranks == 2 or self.layout.tree else ("ring",),
-        )  # fmt: skip
+        )
 
 
 def _algorithm(f: Found) -> str:
@@ -93,7 +93,7 @@ def only(found: list[Found]) -> Found:
         texts = list(dict.fromkeys(
             f"{_described(f)[:-1]} as NCCL {f.topology.version} lays them out on {f.topology.channels} channels;"
             for f in distinct
-        ))  # fmt: skip
+        ))
     shown = [*texts[: SHOWN - 1], texts[-1]] if len(texts) > SHOWN else texts
     listed = " ".join(f"({i}) {text}" for i, text in enumerate(shown, 1))
     raise UserError(
@@ -102,7 +102,7 @@ def only(found: list[Found]) -> Found:
         + (f" and {len(texts) - len(shown)} more" if len(texts) > len(shown) else ""),
         remedy=f"say which with {', '.join(dict.fromkeys(options)) or '--nccl-log'}, or give a manifest with --job. "
         "NCCL's TCP bootstrap in the capture names ranks, channels and connections",
-    )  # fmt: skip
+    )
 
 
 def key_of(f: Found) -> tuple:
@@ -182,7 +182,7 @@ def only_communicator(chosen: Found, read: Reader, hints: Hints, budget: Budget)
                 f"of {len(parts[0])} channel{'s' * (len(parts[0]) > 1)} each",
                 remedy="say the sizes of whole calls with --buckets, give --nccl-log, or name the flows with --job; "
                 "NCCL's TCP bootstrap in the capture would tell",
-            )  # fmt: skip
+            )
 
 
 def _alone(chosen: Found, part: list[int], read: Reader, hints: Hints, budget: Budget) -> bool:

@@ -77,7 +77,7 @@ def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
         raise UserError(
             f"{name!r} is no optimizer known here", where="--optimizer",
             remedy=f"{' or '.join(OPTIMIZERS)}, with options as in sgd:lr=0.001,momentum=0.9",
-        )  # fmt: skip
+        )
     options: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")

@@ -101,7 +101,7 @@ class _Hypothesis:
         return Walk(
             self.topology, wires, self.mtu, any(w.connection.pairs for w in wires),
             all_channels=not self.layout.channels or self.layout.tree, algorithms=self.algorithms, budget=budget,
-        )  # fmt: skip
+        )
 
 
 def learn_from(facts: Facts, hints: Hints, progress: Progress | None = None) -> Learnt:
@@ -157,7 +157,7 @@ def _check_buckets(chosen: Found, hints: Hints) -> None:
             f"--buckets says {', '.join(map(str, hints.buckets))}, DDP announces "
             f"{', '.join(map(str, announced_sizes[0]))}", where="--buckets",
             remedy="leave it out: DDP announces its buckets on the wire",
-        )  # fmt: skip
+        )
 
 
 # -- hypotheses ------------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def _hypotheses(
 def _bare(
     hypotheses: Sequence[_Hypothesis], facts: Facts, hints: Hints, failure: Failure, budget: Budget,
     progress: Progress | None,
-) -> list[Found]:  # fmt: skip
+) -> list[Found]:
     """Explanations by AllReduce calls alone: with the ranks that are said first, then with others."""
     few = [h for h in hypotheses if not h.layout.several or h.topology.ranks <= RANKS_BARE]
     split = [h for h in few if h.layout.split]
@@ -218,7 +218,7 @@ def _algorithms(layout: Layout, log: LogFacts, hints: Hints) -> list[tuple[str, 
 def _search(
     search: Search, hypotheses: Sequence[_Hypothesis], facts: Facts, hints: Hints, failure: Failure, budget: Budget,
     progress: Progress | None,
-) -> list[Found]:  # fmt: skip
+) -> list[Found]:
     """Every explanation by this kind of program. Raises UserError where the budget ends first."""
     found: list[Found] = []
     distinct: set[tuple] = set()  # many versions may give one explanation: only different ones are a refusal
@@ -325,13 +325,13 @@ def _job(found: Found, facts: Facts, hints: Hints) -> Job:
         devices=first.devices,
         parent_ranks=list(given.parent_ranks) if given else parents_of(layout.ranks, layout.wires),
         buffer_bytes={n: 8 * s for n, s in zip(names, topology.slot_bytes, strict=True)},
-    )  # fmt: skip
+    )
     model = program.model
     job = Job(
         communicator=communicator, flows=_flows(found, facts), collectives=program.collectives,
         buckets=program.buckets, model=model, gradients=Gradients(program.dtype),
         optimizer=optimizer_of(hints, [entry.name for entry in model]), run_id="learnt",
-    )  # fmt: skip
+    )
     if hints.optimizer is not None and not model:
         raise UserError(
             "--optimizer given, but the parameters were not announced in the captures", where="--optimizer",

@@ -39,17 +39,17 @@ _CALL = re.compile(
     r"^(\w+): opCount ([0-9a-f]{1,16}) sendbuff .*? count (\d{1,18}) datatype (\d{1,2}) op (\d) root (\d{1,6})"
 )
 ALGORITHMS = {"0": "tree", "1": "ring", "2": "collnet direct", "3": "collnet chain", "4": "NVLS", "5": "NVLS tree",
-              "6": "PAT"}  # fmt: skip
+              "6": "PAT"}
 PROTOCOLS = {"0": "ll", "1": "ll128", "2": "simple"}
 _WORDS = {"TREE": "tree", "RING": "ring", "COLLNET_DIRECT": "collnet direct", "COLLNET_CHAIN": "collnet chain",
           "NVLS": "NVLS", "NVLS_TREE": "NVLS tree", "PAT": "PAT", "LL": "ll", "LL128": "ll128",
-          "SIMPLE": "simple"}  # fmt: skip
+          "SIMPLE": "simple"}
 
 _SWITCH_OFF = {
     "NVLS": "run the job with NCCL_NVLS_ENABLE=0", "NVLS tree": "run the job with NCCL_NVLS_ENABLE=0",
     "collnet direct": "run the job with NCCL_COLLNET_ENABLE=0",
     "collnet chain": "run the job with NCCL_COLLNET_ENABLE=0", "PAT": "run the job with NCCL_PAT_ENABLE=0",
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -197,7 +197,7 @@ def _settings(facts: LogFacts, said: str) -> None:
         facts.refuse(
             "NCCL registers user buffers for the network: writes then go into tensors, not into the slots that are "
             "followed here", "run the job with NCCL_LOCAL_REGISTER=0 and NCCL_GRAPH_REGISTER=0",
-        )  # fmt: skip
+        )
     if "using network " in lowered:
         name = said.split("etwork", 1)[1].split()[:1]
         if name and name[0].strip(".") not in ("IB", "IBext", "IBext_v7", "IBext_v8", "IBext_v9", "IBext_v10"):
@@ -217,7 +217,7 @@ def _choice(facts: LogFacts, said: str) -> None:
             facts.refuse(
                 f"NCCL chose {algorithm} for {chosen[1] or 'a call'} of {chosen[2]} bytes, which puts no ring or tree "
                 "of this wire model on the network", _SWITCH_OFF[algorithm],
-            )  # fmt: skip
+            )
     call = _CALL.match(said)
     if call and len(facts.calls) < 4096:
         facts.calls[call[1], int(call[3]), int(call[4])] += 1

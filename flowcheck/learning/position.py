@@ -100,7 +100,7 @@ class Position:
     def _check_slot(
         self, queue: Queue, message: Message, offset: int, protocol: Protocol, slot_bytes: int,
         announced: dict[int, int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A message goes to the slot of its step (2.3), which is the one that was announced for its number (5.4), and
         which is written again only when it has been taken."""
         if not message.va or (offset and not message.size):  # where an empty piece is written has not been seen

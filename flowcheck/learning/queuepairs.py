@@ -72,7 +72,7 @@ def arrange(queues: Sequence[Queue], announced: Sequence[Cts]) -> Order:
         return Order(
             tuple(members), imm_order=order,
             unsure=f"{fits} of {fits + other} pieces have the size that NCCL's rule gives them on {len(members)} QPs",
-        )  # fmt: skip
+        )
     return _split(members, announced, order)
 
 
@@ -118,7 +118,7 @@ def _split(members: list[Queue], announced: Sequence[Cts], order: str) -> Order:
     return Order(
         tuple(members[i] for i in found), n, order, "sizes and addresses of the pieces of announced messages",
         doubt=doubt,
-    )  # fmt: skip
+    )
 
 
 def _split_unannounced(members: list[Queue], order: str) -> Order:
@@ -158,7 +158,7 @@ def _indices(queue: Queue, starts: set[tuple[int, int]], n: int, order: str) -> 
         here = {
             i for i, (offset, part) in enumerate(pieces(size, n))
             if part == m.size and (not m.va or (m.rkey, m.va - offset) in starts)
-        }  # fmt: skip
+        }
         possible &= here or possible  # its beginning may be lost
     return possible
 

@@ -43,13 +43,13 @@ def items_of(found: Found, job: Job, log: LogFacts, hints: Hints, doubts: Sequen
     items.append(Item(
         "nccl_version", c.nccl_version, sure,
         f"{found.version_reason}; one version of its family, whose calls have the same layout",
-    ))  # fmt: skip
+    ))
     items.append(Item("protocol", c.protocol, "certain", _protocol_reason(wires, c.protocol)))
     if c.ranks == 2 or c.algorithm != "ring":
         items.append(Item(
             "algorithm", " and ".join(sorted(program.algorithms)) or c.algorithm,
             "given" if hints.algorithm else "certain", "ring and tree were tried, the messages admit this one",
-        ))  # fmt: skip
+        ))
     items += _queue_pairs(wires, "queues" in unsure)
     paired = sorted({w.connection.paired_by for w in wires if w.connection.paired_by})
     if paired:
@@ -59,7 +59,7 @@ def items_of(found: Found, job: Job, log: LogFacts, hints: Hints, doubts: Sequen
     items.append(Item(
         "mtu", str(c.mtu), "certain" if known else "probable",
         "payload of every full packet" if known else "no message has more than one packet: any larger MTU fits too",
-    ))  # fmt: skip
+    ))
     if c.adaptive_routing:
         items.append(Item("adaptive_routing", "true", "certain", "plain WRITE plus empty WRITE_WITH_IMM were seen"))
     changed = {n: b for n, b in c.buffer_bytes.items() if b // 8 not in DEFAULT_SLOTS}
@@ -69,12 +69,12 @@ def items_of(found: Found, job: Job, log: LogFacts, hints: Hints, doubts: Sequen
     items.append(Item(
         "iterations", str(program.iterations), "probable" if "iterations" in unsure else "certain",
         "how often calls of these sizes begin in the captures" + ("; see the doubt" if "iterations" in unsure else ""),
-    ))  # fmt: skip
+    ))
     explained = sum(w.connection.total for w in wires)
     items.append(Item(
         "check", f"{explained} messages", "certain",
         f"all {explained} messages on {len(wires)} connections have the size, place and flags of this job",
-    ))  # fmt: skip
+    ))
     if job.optimizer is not None:
         items.append(Item("optimizer", job.optimizer.name, "given", "it is not on the wire"))
     return items
@@ -119,7 +119,7 @@ def _queue_pairs(wires: Sequence[Wire], open_: bool) -> list[Item]:
     return [Item(
         "queue pairs", f"{len(first.queues)} per connection, {how}", "probable" if open_ else "certain",
         reason + ("; see the doubt" if open_ else "; size, slot and immediate of every message agree"),
-    )]  # fmt: skip
+    )]
 
 
 def _protocol_reason(wires: Sequence[Wire], protocol: str) -> str:

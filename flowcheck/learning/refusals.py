@@ -33,7 +33,7 @@ def refuse_unsupported(bootstrap: Bootstrap, log: LogFacts) -> None:
             raise UserError(
                 f"rank {src} -> {dst}: connections of the {graph} graph, whose data is reduced in the network",
                 where="NCCL's bootstrap", remedy="run the job with NCCL_COLLNET_ENABLE=0 and NCCL_NVLS_ENABLE=0",
-            )  # fmt: skip
+            )
 
 
 def refuse_unread(connections: int, encrypted: int, unread: Mapping[str, int], packets: int) -> None:
@@ -66,7 +66,7 @@ def check_connections(layout: Layout) -> None:
                 f"which queue pairs are one connection is not decided: {c.unsure}", where=c.name(),
                 remedy="mirror all ports of the rank in both directions (clear-to-send writes name the addresses), "
                 "capture the TCP bootstrap, or give a manifest with --job",
-            )  # fmt: skip
+            )
         starting = c.queues[0].messages if c.used > 1 else c.pieces()  # the first QP has every message's beginning
         places = {(m.rkey, m.va) for m in starting if m.size}
         if len(places) > REGIONS_MAX:
@@ -74,7 +74,7 @@ def check_connections(layout: Layout) -> None:
                 f"its writes go to {len(places)} addresses, more than the slots of NCCL's buffers: registered user "
                 "buffers", where=c.name(),
                 remedy="run the job with NCCL_LOCAL_REGISTER=0 and NCCL_GRAPH_REGISTER=0",
-            )  # fmt: skip
+            )
 
 
 def refuse_unseen_ring(layout: Layout, algorithms: set[str], rings_known: bool) -> None:
@@ -102,4 +102,4 @@ def refuse_modified(groups: list[list[Layout]]) -> None:
                 "only if the same gradients repeat and no two ranks contribute to the same elements",
                 where=layout.wires[0].connection.name(),
                 remedy="run the job with NCCL as released; if that is what it ran with, give a manifest with --job",
-            )  # fmt: skip
+            )

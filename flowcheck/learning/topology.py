@@ -106,7 +106,7 @@ def _given(job: Job, found: list[Connection]) -> Layout:
     return Layout(
         c.ranks, rings, tuple(sorted(wires, key=lambda w: (w.channel, w.src))), "job", c.channels, "", said, "", qps,
         "the manifest",
-    )  # fmt: skip
+    )
 
 
 _ByQueue = dict[tuple[str, str, int], tuple[Connection, Queue]]
@@ -167,12 +167,12 @@ def _named(magic: int, found: list[Connection], bootstrap: Bootstrap, log: LogFa
          f"connected channels; {count} of its {len(flows)} ring connections carry data"),
         ("addresses", ", ".join(f"{a} = {r}" for a, r in sorted(_addresses(wires).items(), key=lambda x: x[1])[:8]),
          "certain", "the QP handshakes name the GIDs and QP numbers of both ends"),
-    )  # fmt: skip
+    )
     for rings, about in _complete(following, ranks, channels, log):
         yield Layout(
             ranks, rings, tuple(sorted(wires, key=lambda w: (w.channel, w.src))), "bootstrap", channels,
             flows[0].versions, said, about, qps, "NCCL's bootstrap",
-        )  # fmt: skip
+        )
 
 
 def _addresses(wires: Sequence[Wire]) -> dict[str, int]:
@@ -270,18 +270,18 @@ def _unnamed(found: list[Connection], strangers: int, log: LogFacts, hints: Hint
             )),
             *((f"rank of {a}", f"{order[a]}?", "none", "a placeholder: the rank shows nowhere, no byte depends on it")
               for a in guessed),
-        )  # fmt: skip
+        )
         yield Layout(
             ranks, (ranking.ring,), tuple(sorted(wires, key=lambda w: (w.channel, w.src))), "traffic", log.channels, "",
             said, ranking.about, ranks_by=labels.reason, split=ranking.split, several=not closed and not log.rings,
-        )  # fmt: skip
+        )
     if not proposed:
         raise UserError(
             f"the ranks do not fit: {len(path)} hosts {'form a ring' if closed else 'were seen'}, and by "
             f"{labels.source} they are ranks {', '.join(str(r) for r in sorted(labels.ranks.values()))}",
             where="--rank" if hints.ranks else "NCCL's log",
             remedy="ranks are those of this communicator, from 0 without gaps; a whole ring has a rank 0",
-        )  # fmt: skip
+        )
 
 
 def _in_a_tree(
@@ -298,7 +298,7 @@ def _in_a_tree(
             where=next(iter(edges.values()))[0].name(),
             remedy="say ranks with --rank, capture the TCP bootstrap, give NCCL's log with --nccl-log, or name the "
             "flows in a manifest",
-        )  # fmt: skip
+        )
 
 
 def _path(following: dict[str, str]) -> list[str]:

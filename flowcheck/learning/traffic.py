@@ -120,12 +120,12 @@ def _cts_of(head: bytes, length: int, layout: int) -> Cts | None:
         struct.unpack_from("<Q", head)[0], struct.unpack_from("<I" if width == 4 else "<Q", head, 8)[0],
         struct.unpack_from("<I", head, rkey)[0], struct.unpack_from("<I", head, tag)[0],
         struct.unpack_from("<Q", head, idx)[0], struct.unpack_from(f"<{(nreqs - rkey) // 4}I", head, rkey),
-    )  # fmt: skip
+    )
     requests = struct.unpack_from("<I", head, nreqs)[0]
     plausible = (
         1 <= requests <= 8 and 1 <= found.index < 1 << 48 and 1 <= found.size < 1 << 34 and found.address
         and found.rkey and found.tag < 1 << 24
-    )  # fmt: skip
+    )
     return found if plausible else None
 
 
@@ -161,7 +161,7 @@ def _messages(records: np.ndarray, mtu: int) -> Iterator[tuple[Message, int]]:
         message = Message(
             int(first["psn"]), size, imm, end is not None and end["opcode"] == ONLY_IMM, int(first["va"]),
             int(first["rkey"]), int(first["ns"]), first["head"].tobytes()[: int(first["payload"])],
-        )  # fmt: skip
+        )
         return message, (behind if end is None else int(end["psn"]) + 1)
 
     for r in records:
@@ -185,7 +185,7 @@ def _messages(records: np.ndarray, mtu: int) -> Iterator[tuple[Message, int]]:
             operation == ONLY and plain and psn == behind and int(plain[-1]["opcode"]) == ONLY
             and int(r["va"]) == int(plain[-1]["va"]) + int(plain[-1]["length"])
             and int(plain[-1]["length"]) == int(plain[0]["length"])
-        )  # fmt: skip
+        )
         if plain and not joined:
             yield whole(None)
             plain = []
@@ -209,7 +209,7 @@ def _mtu(records: np.ndarray, largest: int) -> int | None:
         several = (
             (here["opcode"] == ONLY) & (behind["opcode"] == ONLY) & (here["length"] == largest)
             & (behind["psn"] == here["psn"] + 1) & (behind["va"] == here["va"] + here["length"])
-        ).any()  # fmt: skip
+        ).any()
     return largest if several and largest in (256, 512, 1024, 2048, 4096) else None
 
 
@@ -224,7 +224,7 @@ def _queue(flow: dict[str, Any], records: np.ndarray) -> Queue:
     return Queue(
         _address(flow["src"]), _address(flow["dst"]), flow["id"], flow["sport"], mtu, flow["max_payload"],
         [message for message, _ in found], whole, flow["dropped"],
-    )  # fmt: skip
+    )
 
 
 def _address(packed: bytes) -> str:

@@ -42,11 +42,11 @@ def tree_layouts(edges: Edges, labels: Labels, log: LogFacts) -> Iterator[Layout
                     ("flows", f"{len(wires)} connections", "probable", "addresses and QP numbers of the writes"),
                     ("tree", f"{channels} connected channels", "certain",
                      "who talks to whom in both directions, and when: a result follows what it was made of"),
-                )  # fmt: skip
+                )
                 yield Layout(
                     n, (ring,), tuple(sorted(wires, key=lambda w: (w.channel, w.src, w.dst))), "traffic", channels,
                     "", said, about, ranks_by=labels.reason, several=not log.rings, tree=True,
-                )  # fmt: skip
+                )
 
 
 def _ranks(edges: Edges, labels: Labels, ring: tuple[int, ...]) -> dict[str, int] | None:

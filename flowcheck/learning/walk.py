@@ -229,7 +229,7 @@ class Walk:
                     raise Mismatch(
                         f"channel {wire.channel}, rank {wire.src} -> {wire.dst}, {misfit.where}: {self._called(call)} "
                         f"needs {misfit.needs}, {misfit.seen}", self.explained,
-                    ) from None  # fmt: skip
+                    ) from None
                 self.explained += len(parts)
                 if parts:
                     if protocol == Protocol.SIMPLE:
@@ -252,7 +252,7 @@ class Walk:
     def _check_order(
         self, seen: list[Seen], before: dict[int, int], call: Collective, algorithm: str,
         taken: dict[tuple[int, int, int], int], ahead: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A rank starts a call when it has received all of the call before, and in an AllReduce its message i needs
         the i before it from its neighbour (in a tree of two: the root's needs the leaf's). So what it receives cannot
         end earlier - unless packets are missing, and the end may be too."""
@@ -264,21 +264,21 @@ class Walk:
                 raise Mismatch(
                     f"rank {wire.dst} sends in {self._called(call)} without having received the call before it from "
                     f"rank {wire.src}", self.explained,
-                )  # fmt: skip
+                )
         if call.op != "AllReduce" or (algorithm == "tree" and self.topology.ranks > 2):
             return
         rings = [self.topology.ring(channel) for channel in range(self.topology.channels)]
         received = {  # where larger trees are in use there are more connections than the ring's
             (channel, dst): count for (channel, src, dst), count in taken.items()
             if rings[channel][(rings[channel].index(src) + 1) % len(rings[channel])] == dst
-        }  # fmt: skip
+        }
         leaves = {(w.channel, w.src) for w in self.wires if algorithm == "tree" and not self._root(w)}
         for (channel, src, _), count in taken.items():
             if (channel, src) not in leaves and count > received.get((channel, src), count) + ahead:
                 raise Mismatch(
                     f"rank {src} sends {count} messages of {self._called(call)} and received only "
                     f"{received[channel, src]}", self.explained,
-                )  # fmt: skip
+                )
 
     def _check_tree(self, seen: list[Seen], call: Collective) -> None:
         """What a parent sends down is made of what the child has sent up, so it comes later: that tells which of two
@@ -296,7 +296,7 @@ class Walk:
                 raise Mismatch(
                     f"channel {channel}: rank {src} sends rank {dst} results of {self._called(call)} before it has "
                     "what they are made of", self.explained,
-                )  # fmt: skip
+                )
 
     def _root(self, wire: Wire) -> bool:
         """Does the sender stand at the root of this channel's tree of two ranks?"""
@@ -335,7 +335,7 @@ class Walk:
             raise Mismatch(
                 f"channel {wire.channel}, rank {wire.src} -> {wire.dst}: {self._called(call)} has {room} bytes of room "
                 f"a message, the receiver announced {posted}", self.explained,
-            )  # fmt: skip
+            )
 
     @staticmethod
     def _called(call: Collective) -> str:

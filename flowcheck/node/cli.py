@@ -59,7 +59,7 @@ class Node:
             live = LiveConfig(
                 capture.device, path_mtu=capture.path_mtu, queues=capture.queues, ring_size=capture.ring_size,
                 cores=capture.cores,
-            )  # fmt: skip
+            )
             eal = undo.enter_context(start_eal(live, huge=capture.huge))
             say("placing", text=str(settle(capture.path_mtu or 1024, eal.huge)))
             say("updating", text=str(settle_updates()))

@@ -139,7 +139,7 @@ def _said(error: Mapping[str, Any]) -> str:
     part: Any = NodeConfig.model_fields[table[0]].annotation if table else NodeConfig
     close = difflib.get_close_matches(key, part.model_fields, 1)
     elsewhere = [name for name, field in NodeConfig.model_fields.items()
-                 if key in getattr(field.annotation, "model_fields", ())]  # fmt: skip
+                 if key in getattr(field.annotation, "model_fields", ())]
     if close and close[0] != key:
         return f"is not a key: did you mean {close[0]}?"
     return f"is not a key here, it is one of [{elsewhere[0]}]" if elsewhere else "is not a key"

@@ -91,7 +91,7 @@ def replay(
             "init": _path(init), "every": every, "iterations": iterations, "gradients": bool(gradients),
             "arenas": arenas, "icrc": bool(icrc),
             "hints": _hints(optimizer, dtype, buckets, ranks, nccl_version, algorithm, nccl_logs),
-        })  # fmt: skip
+        })
         result = result_of(answer["report"], answer["failure"], Path(where), bool(gradients))
     except BaseException:
         if out is None:

@@ -159,7 +159,7 @@ def _port_lines(plan_file: Path) -> dict[str, list[str]]:
         for lines in found.values()
     ):
         raise UserError("not what `switch apply` writes", where=str(_undo_file(plan_file)),
-                        remedy="delete it: ports then keep MTU and LLDP as apply set them")  # fmt: skip
+                        remedy="delete it: ports then keep MTU and LLDP as apply set them")
     return found
 
 
@@ -216,7 +216,7 @@ def _print_difference(manager: Any, difference: Any) -> None:
 def diff(
     plan_file: PlanArgument, leaf: LeafOption = None, user: UserOption = None, known_hosts: KnownOption = None,
     key: KeyOption = None,
-) -> None:  # fmt: skip
+) -> None:
     """Compare the switches with the plan; exit status 1 if they differ."""
     changed = False
     with (
@@ -236,7 +236,7 @@ def apply(
     plan_file: PlanArgument, leaf: LeafOption = None, commit: CommitOption = False, yes: YesOption = False,
     save: Annotated[bool, typer.Option("--save", help="Also keep it over a reboot of the switch.")] = False,
     user: UserOption = None, known_hosts: KnownOption = None, key: KeyOption = None,
-) -> None:  # fmt: skip
+) -> None:
     """Show what would be typed; with --commit type it, read it back, and undo it if it does not take."""
     from switch_configs.render import timed_undo, verified
 
@@ -269,7 +269,7 @@ def apply(
 def show(
     plan_file: PlanArgument, leaf: LeafOption = None, as_json: JsonOption = False, user: UserOption = None,
     known_hosts: KnownOption = None, key: KeyOption = None,
-) -> None:  # fmt: skip
+) -> None:
     """Read the sessions back; exit status 1 if one is missing, inactive, cut or different."""
     good = True
     documents = []
@@ -283,7 +283,7 @@ def show(
                     "leaf": manager.session.leaf, "as_planned": as_planned, "session": found.mine.model_dump(),
                     "others": [other.model_dump() for other in found.others],
                 }
-            )  # fmt: skip
+            )
             if not as_json:
                 _print_state(manager.session, found, as_planned)
     if as_json:
@@ -336,7 +336,7 @@ def verify(
 def remove(
     plan_file: PlanArgument, leaf: LeafOption = None, commit: CommitOption = False, yes: YesOption = False,
     user: UserOption = None, known_hosts: KnownOption = None, key: KeyOption = None,
-) -> None:  # fmt: skip
+) -> None:
     """Remove our sessions and nothing else; a dry run without --commit."""
     with _managers(plan_file, leaf, user, known_hosts, key) as managers:
         for manager in managers:

@@ -46,7 +46,7 @@ def run(
     bad = [check for check in checks if not check.good]
     if as_json:
         document = {"schema": SCHEMA, "good": not bad, "mend": bad[0].mend if bad else "",
-                    "checks": [asdict(check) for check in checks]}  # fmt: skip
+                    "checks": [asdict(check) for check in checks]}
         json.dump(document, sys.stdout, indent=1)
         sys.stdout.write("\n")
         return int(bool(bad))
@@ -61,34 +61,34 @@ def judge(found: dict[str, Any], plan: MirrorPlan) -> Iterator[Check]:
     yield Check(
         "packets", packets["roce"] > 0, f"{packets['roce']} RoCEv2 packets of {packets['total']}",
         "nothing of RoCEv2 arrives: `flowcheck switch show` says whether the session is active; is the job running?",
-    )  # fmt: skip
+    )
     cut = packets["truncated"]
     yield Check(
         "whole frames", cut == 0, f"{cut} packets shorter than their IP length",
         "copies are cut: remove truncation on the switch (`flowcheck switch show` names it), or raise the snap length",
-    )  # fmt: skip
+    )
     wrapped = sum(found["encapsulated"].values())
     yield Check(
         "no unknown wrapping", wrapped == 0, f"{wrapped} packets in an encapsulation that is not unpacked",
         "use a local (SPAN) session, or ERSPAN I to III",
-    )  # fmt: skip
+    )
     wrong, right = found["icrc"]["wrong"], found["icrc"]["ok"]
     yield Check(
         "checksums", wrong * 100 <= right, f"{right} right, {wrong} wrong ICRC",
         "copies are changed on the way: no header removal, no slicing, no tunnel that rewrites beyond VLAN and TTL",
-    )  # fmt: skip
+    )
     yield from _directions(found, plan)
     mtus = sorted({flow["mtu"] for flow in flows if flow["mtu"]})
     yield Check(
         "path MTU", not mtus or mtus[-1] <= plan.path_mtu, f"{', '.join(map(str, mtus)) or 'not shown'}",
         f"the plan was made for path MTU {plan.path_mtu}: set path_mtu in the topology and plan again",
-    )  # fmt: skip
+    )
     missing = sum(flow["requests"]["missing"] for flow in flows if flow["requests"])
     total = sum(flow["requests"]["packets"] for flow in flows if flow["requests"])
     yield Check(
         "no gaps", missing == 0, f"{missing} of {missing + total} request packets missing",
         "copies are lost: is the destination's MTU 9216, and is its rate above the sources' together?",
-    )  # fmt: skip
+    )
     yield from _duplicates(flows, plan)
 
 
@@ -113,7 +113,7 @@ def _directions(found: dict[str, Any], plan: MirrorPlan) -> Iterator[Check]:
             "ranks and directions", not lacking,
             f"complete: {', '.join(map(str, sorted(seen))) or 'none'}" + (f"; {'; '.join(lacking)}" if lacking else ""),
             f"{lacking[0]}: `flowcheck switch show`, then apply again" if lacking else "",
-        )  # fmt: skip
+        )
     if nameless:
         ranks = sorted({rank for several in ranks_of(found["connections"]).values() for rank in several})
         paired = {c["data_flow"] for c in found["connections"]} | {c["back_flow"] for c in found["connections"]}
@@ -124,7 +124,7 @@ def _directions(found: dict[str, Any], plan: MirrorPlan) -> Iterator[Check]:
             f"{len(found['connections'])} connections in both directions, {len(alone)} flows in one; "
             f"ranks by clear-to-send tag: {', '.join(map(str, ranks)) or 'none'}",
             "one direction is not copied: on Cumulus and tc each direction is a session or filter of its own",
-        )  # fmt: skip
+        )
 
 
 def _duplicates(flows: list[dict[str, Any]], plan: MirrorPlan) -> Iterator[Check]:
@@ -146,4 +146,4 @@ def _duplicates(flows: list[dict[str, Any]], plan: MirrorPlan) -> Iterator[Check
         "duplicates", surprise == 0,
         f"{again} packets seen again; {twice} flows are copied twice" + ("" if known else " (plan without addresses)"),
         "copies come another number of times than planned: is a port mirrored by a second session as well?",
-    )  # fmt: skip
+    )

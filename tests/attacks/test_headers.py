@@ -68,7 +68,7 @@ def ethernet(kind: int, tags: int = 0) -> bytes:
 def over_v4(body: bytes, tags: int = 0, options: int = 0) -> bytes:
     udp = struct.pack(">HHHH", 0xC000, 4791, 8 + len(body), 0) + body
     head = struct.pack(">BBHHHBBH4s4s", 0x45 + options, 0, 20 + 4 * options + len(udp), 1, 0x4000, 64, 17, 0,
-                       b"\x0a\0\0\1", b"\x0a\0\0\2")  # fmt: skip
+                       b"\x0a\0\0\1", b"\x0a\0\0\2")
     return ethernet(0x0800, tags) + head + bytes(4 * options) + udp
 
 
@@ -89,7 +89,7 @@ def test_every_header_cut_at_every_length(guarded: Guarded, opcode: int) -> None
     for whole in (
         over_v4(body), over_v4(body, tags=2), over_v4(body, options=10), over_v6(body), over_v6(body, tags=1),
         over_v6(body, chain=EXTENSIONS, first=0),
-    ):  # fmt: skip
+    ):
         full = guarded.decode(whole)
         assert isinstance(full, Roce)
         assert full.opcode == opcode

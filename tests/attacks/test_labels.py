@@ -107,7 +107,7 @@ def test_a_manifest_refuted_at_once_offers_nothing_from_before(tmp_path: Path, e
 @pytest.mark.parametrize("steady", [
     [{"op": "ReduceScatter", "count": 4096}],
     [{"op": "AllReduce", "count": 2, "carries": "other"}, {"op": "AllReduce", "count": 8192, "bucket": 0}],
-])  # fmt: skip
+])
 def test_steady_calls_that_are_not_what_the_manifest_says(tmp_path: Path, steady: list[dict]) -> None:
     """All but the first iteration vanish from the count: that is not success."""
     job = example_job(ranks=2, count=8192, protocol="simple")

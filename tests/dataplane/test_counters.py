@@ -139,6 +139,6 @@ def test_the_example():
     out = subprocess.run(
         [sys.executable, "-P", "examples/pydpdk_loopback.py"],
         cwd=ROOT, capture_output=True, text=True, timeout=280, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert out.returncode == 0, out.stderr
     assert "3 of 3 packets came back" in out.stdout

@@ -91,7 +91,7 @@ def test_a_good_machine(tree):
          "200 MB of 2 MB pages free on its NUMA node 0, 512 MB wanted",
          "echo 256 > /sys/devices/system/node/node0/hugepages/hugepages-2048kB/nr_hugepages"),
     ],
-)  # fmt: skip
+)
 def test_one_thing_wrong(tree, path, text, level, said, mend):
     tree.write(path, text)
     (finding,) = wrong(tree.find(NIC, cores=(2, 3)))
@@ -123,7 +123,7 @@ def test_driver_binding(tree, vendor, driver, said, mend):
         ("usr/lib/x86_64-linux-gnu/dpdk/pmds-23.0/librte_net_mlx5.so.23", "driver net_mlx5 is not installed",
          "apt-get install 'librte-net-mlx5*'"),
     ],
-)  # fmt: skip
+)
 def test_one_thing_missing(tree, path, said, mend):
     (tree.root / path).unlink()
     if "infiniband" in path:
@@ -204,7 +204,7 @@ def test_offloads(tree, veth, monkeypatch):
     values[devices.ETHTOOL_GGRO], values[devices.ETHTOOL_GFLAGS] = 1, devices.FLAG_LRO
     assert [f.remedy for f in wrong(tree.find(f"af_packet:{pair.near}"))] == [
         f"ethtool -K {pair.near} gro off", f"ethtool -K {pair.near} lro off",
-    ]  # fmt: skip
+    ]
     values[devices.ETHTOOL_GGRO] = values[devices.ETHTOOL_GFLAGS] = 0
     shutil.rmtree(tree.root / "sys/fs/bpf")
     (bpf,) = wrong(tree.find(f"af_xdp:{pair.near}"))
@@ -272,7 +272,7 @@ def test_engines(tree):
     assert [(e.name, e.kind, e.node, bool(e.usable)) for e in engines] == [
         ("0000:6a:00.0", "dsa", 0, False), ("0000:6a:01.0", "ioat", 0, True), ("0000:6a:02.0", "dsa", 1, False),
         ("wq0.0", "dsa-wq", -1, False), ("wq0.1", "dsa-wq", -1, True),
-    ]  # fmt: skip
+    ]
     assert "ioatdma" in engines[1].usable and "mode is shared" in engines[4].usable
     assert choose(engines, 2, 0) == ("0000:6a:00.0", "wq0.0")
     with pytest.raises(ValueError, match="3 DMA engines wanted on NUMA node 0, 2 usable"):

@@ -42,7 +42,7 @@ def run(body, path, **options):
         [sys.executable, "-c", REPLAY + textwrap.dedent(body), str(path)],
         cwd=ROOT, capture_output=True, text=True, timeout=280,
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)} | LIBRARIES, **options,
-    )  # fmt: skip
+    )
 
 
 def succeeds(body, path, **options):

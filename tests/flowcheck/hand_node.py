@@ -82,7 +82,7 @@ class Peer:
 
     def proof(self, hello: dict[str, Any], side: str = "node", token: bytes = TOKEN) -> str:
         said = [side, self.NONCE, *(hello[key] for key in ("nonce", "run_id", "epoch", "rank", "ranks", "group",
-                                                           "instance"))]  # fmt: skip
+                                                           "instance"))]
         return hmac.new(token, json.dumps(said).encode(), hashlib.sha256).hexdigest()
 
     def challenge(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ class _Reference(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p), ("timestamp_ns", ctypes.c_uint64), ("length", ctypes.c_uint32),
         ("stream", ctypes.c_uint16), ("flags", ctypes.c_uint16),
-    ]  # fmt: skip
+    ]
 
 
 class _Ring(ctypes.Structure):
@@ -25,7 +25,7 @@ class _Ring(ctypes.Structure):
         ("_producer", ctypes.c_char * 44),
         ("tail", ctypes.c_uint64), ("_consumer", ctypes.c_char * 56),
         ("mask", ctypes.c_uint64), ("entries", ctypes.c_void_p), ("_rest", ctypes.c_char * 48),
-    ]  # fmt: skip
+    ]
 
 
 assert (_Ring.tail.offset, _Ring.mask.offset, ctypes.sizeof(_Reference)) == (64, 128, 24)

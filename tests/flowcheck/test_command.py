@@ -53,5 +53,5 @@ def test_the_shell_completes_commands() -> None:
     asked = {"_FLOWCHECK_COMPLETE": "complete_bash", "COMP_WORDS": "flowcheck re", "COMP_CWORD": "1"}
     code = "import sys; sys.argv = ['flowcheck']; from flowcheck.cli import main; main()"
     done = subprocess.run([sys.executable, "-P", "-c", code], env={**os.environ, **asked},
-                          capture_output=True, text=True, check=False)  # fmt: skip
+                          capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["replay"], done.stderr

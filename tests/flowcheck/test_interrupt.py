@@ -17,7 +17,7 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-P", "-m", module, "--help"], capture_output=True, text=True, check=False, timeout=280,
         env={"PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -25,7 +25,7 @@ def test_ctrl_c_while_modules_are_imported(tmp_path: Path, module: str) -> None:
     ["signal.raise_signal(signal.SIGINT)"],
     ["sys.exit(130)  # what typer makes of it"],
     ["try:", "    signal.raise_signal(signal.SIGINT)", "except KeyboardInterrupt:", "    raise AttributeError('half')"],
-], ids=["heard", "typer", "swallowed"])  # fmt: skip
+], ids=["heard", "typer", "swallowed"])
 def test_a_command_that_was_interrupted_says_so(lines: list[str]) -> None:
     """Also where a library that was being loaded has swallowed it: nothing that fails afterwards is a bug of ours."""
     body = "\n    ".join(lines)

@@ -40,7 +40,7 @@ def test_a_narrower_screen_folds_between_words() -> None:
 def test_a_screen_that_is_too_narrow_has_blocks() -> None:
     assert shown(COLUMNS, ROWS, 25)[:4] == [
         "flow      rank 0 > 1", "bad icrc  1,234,567", "because   flags in every", "          line, and",
-    ]  # fmt: skip
+    ]
     assert "bad icrc" not in " ".join(shown(COLUMNS, ROWS[1:], 25))  # what is empty is left out
 
 

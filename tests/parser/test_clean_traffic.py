@@ -66,7 +66,7 @@ def test_every_byte_that_was_carried_is_placed(shape: str, protocol: str, stream
         assert sum(count for count, _ in outcomes.values()) == len(packets)
         assert {name for name, (count, _) in outcomes.items() if count} <= {
             "placed", "compared", "released", "repeated", "control",
-        }  # fmt: skip
+        }
         assert engine.gaps(stream) == 0
 
 

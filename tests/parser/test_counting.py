@@ -326,7 +326,7 @@ def test_two_connections_of_one_mirror_compare(protocol: str) -> None:
     known = [spot for flow in job.flows for spot in spots(made, protocol, flow.qpns[0], 0)]
     one, two = next(
         (a, b) for a in known for b in known if a.start == b.start and a.packets[-1] < b.packets[0]
-    )  # fmt: skip
+    )
     assert destination(made.packets[one.packets[0]][1]) != destination(made.packets[two.packets[0]][1])
     for packet in (0, 1, 2):
         other, offset = altered(made.packets, two, packet, byte=6)

@@ -37,13 +37,13 @@ def test_a_ring_sends_partial_sums_then_reduced_chunks() -> None:
     assert found == [
         (0, 10, 80, False, False), (30, 10, 80, False, False), (20, 10, 80, False, False),
         (10, 10, 80, True, True), (0, 10, 80, True, True), (30, 10, 80, True, True),
-    ]  # fmt: skip
+    ]
 
 
 def test_the_last_chunk_is_what_is_left_and_an_empty_one_is_empty() -> None:
     assert ranges(ring(segments=(segment(0, 10, 25),))) == [
         (0, 10, False), (30, 0, False), (20, 5, False), (10, 10, True), (0, 10, True), (30, 0, True),
-    ]  # fmt: skip
+    ]
 
 
 def test_loops_and_a_tail_of_its_own() -> None:
@@ -51,7 +51,7 @@ def test_loops_and_a_tail_of_its_own() -> None:
     one = ring(ranks=2, index=0, segments=(segment(0, 8, 32, loops=2, ranks=2), segment(32, 3, 37, ranks=2)))
     assert ranges(one) == [
         (8, 8, False), (0, 8, True), (24, 8, False), (16, 8, True), (35, 2, False), (32, 3, True),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,10 @@ def test_an_allgather_sends_blocks_by_rank() -> None:
     segments = (Segment(base=0, loop_stride=6, chunk_stride=0, chunk=6, limit=6, loops=1),)
     assert ranges(ring(Kind.RING_ALLGATHER, block=100, segments=segments)) == [
         (0, 6, True), (200, 6, True), (100, 6, True),
-    ]  # fmt: skip
+    ]
     assert ranges(ring(Kind.RING_REDUCESCATTER, block=100, segments=segments)) == [
         (200, 6, False), (100, 6, False), (300, 6, False),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_what_is_not_a_version_is_refused(version: str) -> None:
         ("2.12.12", 12), ("2.18.6", 12), ("2.19.4", 19), ("2.20.5", 20), ("2.21.5", 20), ("2.22.3", 22),
         ("2.23.4", 23), ("2.25.1", 23), ("2.26.2", 26), ("2.28.3", 26), ("2.29.2", 29), ("2.30.7", 29),
     ],
-)  # fmt: skip
+)
 def test_a_version_belongs_to_the_newest_family_that_is_not_newer(version: str, family: int) -> None:
     assert family_of(version).value == family
 
@@ -59,7 +59,7 @@ def test_chunks_of_simple_trees_of_2_19_depend_on_the_depth(ranks: int, depth: i
     levels = 2 * depth  # two channels
     for least, below, whole in (
         (524288 * 8, 262144, 524288), (262144 * 8, 131072, 262144), (131072 * 4, 65536, 131072), (65536, 32768, 65536),
-    ):  # fmt: skip
+    ):
         assert chunk(tree("2.19.4", ranks, 2, Protocol.SIMPLE, levels * least)) == whole
         assert chunk(tree("2.19.4", ranks, 2, Protocol.SIMPLE, levels * least - 4)) == below
 

@@ -127,7 +127,7 @@ def tshark_rows(path: Path) -> list[list[str]]:
         "infiniband.bth.padcnt", "infiniband.bth.a", "infiniband.reth.va", "infiniband.reth.r_key",
         "infiniband.reth.dmalen", "infiniband.immdt", "infiniband.aeth.syndrome", "infiniband.aeth.msn",
         "infiniband.deth.srcqp", "udp.srcport",
-    ]  # fmt: skip
+    ]
     command = ["tshark", "-n", "-r", str(path), "-Y", "infiniband.bth", "-T", "fields"]
     command += ["--disable-protocol", "openvpn"]  # one source port in 40 is OpenVPN's, and would win
     for name in names:

@@ -30,7 +30,7 @@ A, B = b"\x0a\0\0\1", b"\x0a\0\0\2"
 def frame(
     opcode: int, psn: int, payload: bytes = b"", *, extra: bytes = b"", qp: int = 0x20, src: bytes = A,
     dst: bytes = B, sport: int = 0xC000, tclass: int = 0, damage: int = 0,
-) -> bytes:  # fmt: skip
+) -> bytes:
     pad = -len(payload) % 4
     bth = struct.pack(">BBHII", opcode, pad << 4, 0xFFFF, qp, psn & 0xFFFFFF)
     body = bth + extra + payload + bytes(pad)
@@ -157,13 +157,13 @@ def test_read_requests_take_several_numbers() -> None:
 
 def test_answers() -> None:
     acks = [frame(ACK, psn, extra=struct.pack(">I", syndrome << 24 | msn))
-            for psn, syndrome, msn in ((3, 0x1F, 1), (4, 0x60, 1), (5, 0x2C, 1), (2, 0x61, 9))]  # fmt: skip
+            for psn, syndrome, msn in ((3, 0x1F, 1), (4, 0x60, 1), (5, 0x2C, 1), (2, 0x61, 9))]
     found = flow(*acks)
     assert found["requests"] is None
     assert found["answers"] == {
         "acks": 1, "rnr_naks": 1, "last_msn": 9, "naks": {"sequence_error": 1, "invalid_request": 1},
         "psn_low": 2, "psn_high": 5,
-    }  # fmt: skip
+    }
 
 
 # -- messages ---------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_clear_to_send_layouts(layout: str) -> None:
                   extra=reth(0x5000 + i * 8 * size, size))
             for i in range(8)
         )
-    )  # fmt: skip
+    )
     assert found["cts"]["layouts"] == {layout: 8}
     assert (found["cts"]["first_number"], found["cts"]["last_number"]) == (1, 8)
     assert found["cts"]["fifo_steps"][str(8 * size)] == 7
@@ -259,7 +259,7 @@ def traffic(payload: Any, layout: str = "2.24-2.29") -> dict[str, Any]:
         data, va = payload(i), 0x10000 + i * 0x10000
         element = cts(layout, i + 1, va, 0x77, 65536)
         frames.append(frame(ONLY, i, element, extra=reth(0x5000 + i * 8 * size, size, 0x99), qp=0x31, src=B,
-                            dst=A, sport=port))  # fmt: skip
+                            dst=A, sport=port))
         frames.append(frame(ONLY_IMM, i, data, extra=reth(va, len(data)) + imm(len(data)), sport=port))
     return interpret(survey(*frames))
 
@@ -303,7 +303,7 @@ def test_pairing_by_clear_to_send_when_the_port_says_nothing() -> None:
 def test_one_direction_alone_is_said() -> None:
     found = interpret(survey(*(
         frame(ONLY_IMM, i, ll(4, i + 1), extra=reth(0x1000, 64) + imm(64)) for i in range(5)
-    )))  # fmt: skip
+    )))
     assert found["flows"][0]["protocol"]["name"] == "LL"
     assert found["flows"][0]["protocol"]["certainty"] == "probable"
     assert any("other direction" in note["text"] for note in found["notes"])
@@ -314,7 +314,7 @@ def test_acknowledged_but_never_captured() -> None:
     found = interpret(survey(
         frame(SEND_ONLY, 0, b"data", sport=port),
         frame(ACK, 4, extra=b"\x1f\0\0\5", qp=0x31, src=B, dst=A, sport=port),
-    ))  # fmt: skip
+    ))
     assert found["connections"][0]["acknowledged_unseen"] == 4
 
 
@@ -330,11 +330,11 @@ def test_noise_by_kind() -> None:
         eth + b"\x89\x15" + bytes(60), eth + b"\x00\x26" + bytes(46), eth + b"\x12\x34" + bytes(46),
         eth + b"\x08\x00" + tcp4, eth + b"\x08\x00" + tcp4 + magic + bytes(4),
         eth + b"\x81\x00\x00\x05\x08\x06" + bytes(28), bytes(5),
-    ]  # fmt: skip
+    ]
     report = survey(*frames, frame(SEND_ONLY, 0, b"data")[:40])
     assert report["noise"] == {
         "arp": 2, "ptp": 1, "lldp": 1, "roce_v1": 1, "llc": 1, "other_ethertype": 1, "tcp": 2,
-    }  # fmt: skip
+    }
     assert report["bootstrap_handshakes"] == 1
     assert report["packets"]["truncated"] == 2
     assert report["packets"]["roce"] == 0
@@ -362,7 +362,7 @@ class PacketRef(ctypes.Structure):
     _fields_ = [
         ("data", ctypes.c_void_p), ("timestamp_ns", ctypes.c_uint64), ("length", ctypes.c_uint32),
         ("stream", ctypes.c_uint16), ("flags", ctypes.c_uint16),
-    ]  # fmt: skip
+    ]
 
 
 class Ring(ctypes.Structure):
@@ -372,7 +372,7 @@ class Ring(ctypes.Structure):
         ("head", ctypes.c_uint64), ("tail_seen", ctypes.c_uint64), ("closed", ctypes.c_uint32),
         ("_a", ctypes.c_char * 44), ("tail", ctypes.c_uint64), ("_b", ctypes.c_char * 56),
         ("mask", ctypes.c_uint64), ("entries", ctypes.c_void_p), ("_c", ctypes.c_char * 48),
-    ]  # fmt: skip
+    ]
 
 
 def test_ring_gives_the_same_report_as_single_frames() -> None:
@@ -428,7 +428,7 @@ def missing(found: dict[str, Any]) -> int:
         ("24_", 0, 190), ("26_", 0, 396), ("30_", 0, 0), ("rdma32", 0, 0), ("allreduce+p2p", 0, 0),
         ("allreduce_addstep", 0, 0), ("iter_40000", 0, 0), ("iter_80000", 15, 0),
     ],
-)  # fmt: skip
+)
 def test_sequences_of_real_captures(name: str, lost: int, seen_again: int) -> None:
     found = capture(name)
     assert (missing(found), again(found)) == (lost, seen_again)
@@ -444,7 +444,7 @@ def test_sequences_of_real_captures(name: str, lost: int, seen_again: int) -> No
         ("rdma32", 4, "LL", "2.12-2.19", 8), ("iter_80000", 2, "LL", "2.12-2.19", 9),
         ("allreduce_addstep", 4, "LL", "2.12-2.19", 12),
     ],
-)  # fmt: skip
+)
 def test_nccl_captures(name: str, connections: int, protocol: str, versions: str, clear_to_send: int) -> None:
     found = capture(name)
     assert len(found["connections"]) == connections
@@ -463,7 +463,7 @@ def test_iter_40000_names_ranks_and_point_to_point() -> None:
     data = [found["flows"][c["data_flow"]] for c in found["connections"]]
     assert sorted((f["protocol"]["name"], f["messages"]["writes"]) for f in data) == [
         ("LL", 41), ("LL", 45), ("unknown", 20),
-    ]  # fmt: skip
+    ]
     assert ["point-to-point" in f["protocol"]["because"] for f in data].count(True) == 1
     assert ranks_of(found["connections"]) == {
         "fe80::e42:a1ff:fe9f:58f8": [0],
@@ -507,7 +507,7 @@ def test_kinds_of_perftest() -> None:
     kinds = {f["dest_qp"]: f["kind"] for f in capture("01_")["flows"] if f["dst"] == "10.77.0.1"}
     assert [kinds[qp] for qp in range(0x18, 0x2A)] == [
         *["writes"] * 10, "sends", "sends", "datagrams", "reads", "reads", "reads", "atomics", "atomics",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.captures

@@ -58,7 +58,7 @@ def test_a_wrong_icrc_is_not_believed(packets) -> None:
     lambda p: Ether() / IP(src="10.0.0.1", dst="10.0.0.2") / p,
     lambda p: Ether() / Dot1Q(vlan=7) / IP(src="10.0.0.1", dst="10.0.0.2", options=[]) / p,
     lambda p: Ether() / IPv6(src="fd00::1", dst="fd00::2") / p,
-])  # fmt: skip
+])
 def test_tcp_payload(build) -> None:
     trace = Trace()
     trace.add(bytes(build(TCP(sport=1, dport=2, seq=10, flags="S"))).ljust(60, b"\0"))

@@ -131,7 +131,7 @@ class Case:
             op["func"], op["algorithm"].lower(), op["protocol"].lower(), op["count"], ELEMENT_BYTES[op["dtype"]],
             op["root"], self.ranks, self.channels, (tuple(range(self.ranks)),) * self.channels, c.max_threads,
             c.buffer_bytes, self.family,
-        )  # fmt: skip
+        )
 
     def play(self, number: int, engines: list[tuple[Engine, int | None]]) -> list[tuple[Edge, int]]:
         """Feed one operation to each engine: all of it, or what passes one rank's port. Per edge and reduced

@@ -81,7 +81,7 @@ def test_demo_trains_live(lab_name: str, tmp_path: Path) -> None:
 @pytest.mark.root
 def test_an_interrupted_demo_leaves_nothing(lab_name: str, tmp_path: Path) -> None:
     demo = subprocess.Popen([*DEMO, "--lab", "--name", lab_name, "pcaps/ring2-ll", "--out", str(tmp_path)],
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         while not netns.exists(f"flowcheck-{lab_name}-leaf"):
             assert demo.poll() is None

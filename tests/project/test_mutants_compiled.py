@@ -62,7 +62,7 @@ def made(tool: ModuleType, path: str, *pairs: tuple[str, str]) -> list:
         ("x.c", "f(a + b)", [("f(«a + b»)", "a"), ("a + «b»", "2")],
          "f((flowcheck_mutant == 1 ? (a) : (a + (flowcheck_mutant == 2 ? (2) : (b)))))"),
     ],
-)  # fmt: skip
+)
 def test_both_forms_stand_side_by_side(
     tool: ModuleType, name: str, text: str, pairs: list[tuple[str, str]], expected: str
 ) -> None:

@@ -210,10 +210,10 @@ def ovs(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ovs]:
     try:
         db = run / "db.sock"
         start("ovsdb-server", str(run / "conf.db"), f"--remote=punix:{db}", f"--pidfile={run}/ovsdb-server.pid",
-              ready=db.exists)  # fmt: skip
+              ready=db.exists)
         control("ovs-vsctl", "--no-wait", "init")
         start("ovs-vswitchd", f"unix:{db}", f"--pidfile={run}/ovs-vswitchd.pid",
-              ready=(run / "ovs-vswitchd.pid").exists)  # fmt: skip
+              ready=(run / "ovs-vswitchd.pid").exists)
         control("ovs-vsctl", "add-br", "br0", "--", "set", "bridge", "br0", "datapath_type=netdev")
         for port in ("va", "vb", "vm"):
             control("ovs-vsctl", "add-port", "br0", port)

@@ -165,7 +165,7 @@ class Nxos(Device):
         return self.ports.setdefault(
             name, {"switchport": "no switchport", "switchport monitor": "no switchport monitor", "mtu": "mtu 1500",
                    "shutdown": "shutdown"},
-        )  # fmt: skip
+        )
 
     def prompt(self) -> str:
         return f"{self.host}{f'({self.mode})' if self.mode else ''}# "
@@ -310,7 +310,7 @@ class Junos(Device):
         fixed = {
             "set cli screen-width 511": "Screen width set to 511", "set cli screen-length 0": "Screen length set to 0",
             "set cli complete-on-space off": "Disabling complete-on-space",
-        }  # fmt: skip
+        }
         if line in fixed:
             return fixed[line]
         if line == "configure exclusive":
@@ -361,7 +361,7 @@ class Junos(Device):
             rows = [
                 ("Analyzer name", name), ("Mirror rate", "1"), ("Maximum packet length", "0"),
                 ("State", "down" if self.broken else "up"),
-            ]  # fmt: skip
+            ]
             for way, label in (("ingress", "Ingress monitored interfaces"), ("egress", "Egress monitored interfaces")):
                 rows += [(label, port) for port in re.findall(rf"analyzer {name} input {way} interface (\S+)", text)]
             outputs = re.findall(rf"analyzer {name} output interface (\S+)", text)
@@ -402,7 +402,7 @@ class Sonic(Shell):
         if match := re.fullmatch(r"sudo config mirror_session span add (\S+) (\S+) (\S+) (\S+)", line):
             self.sessions[match[1]] = {
                 "type": "SPAN", "dst_port": match[2], "src_port": match[3], "direction": match[4].upper(),
-            }  # fmt: skip
+            }
         elif match := re.fullmatch(r"sudo config mirror_session remove (\S+)", line):
             del self.sessions[match[1]]
         elif line.startswith("echo "):
@@ -485,7 +485,7 @@ class Cumulus(Shell):
 DEVICES: dict[str, type[Device]] = {
     "eos": Eos, "nxos": Nxos, "comware": Comware, "junos": Junos, "sonic": Sonic, "sonic-configdb": Sonic,
     "cumulus": Cumulus,
-}  # fmt: skip
+}
 
 
 class _Login(paramiko.ServerInterface):

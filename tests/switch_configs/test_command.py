@@ -46,7 +46,7 @@ def run_apart(*words: str, status: int | None = 0, netns: str = "") -> str:
     done = subprocess.run(
         [*prefix, sys.executable, "-P", "-m", "flowcheck", *words], cwd=ROOT, capture_output=True, text=True,
         check=False, timeout=280, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert status is None or done.returncode == status, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout
@@ -79,7 +79,7 @@ def test_what_apply_did_to_the_port_is_remembered_beside_the_plan(tmp_path: Path
     session = MirrorSession.model_validate(
         {"leaf": "leaf1", "vendor": "eos", "destination": "Ethernet48", "destination_gbps": 400,
          "sources": [{"port": "Ethernet1", "rank": 0, "speed_gbps": 100}]}
-    )  # fmt: skip
+    )
     cli._remember(plan, session, ("configure", "no mtu"))
     cli._remember(plan, session, ("configure", "mtu 9214"))  # a second apply finds what the first one set
     assert cli._port_lines(plan) == {"leaf1 Ethernet48": ["configure", "no mtu"]}
@@ -132,7 +132,7 @@ def plan_for(survey: dict) -> MirrorPlan:
     session = {
         "leaf": "leaf1", "vendor": "eos", "destination": "Ethernet48", "destination_gbps": 400,
         "sources": [{"port": "Ethernet1", "rank": 0, "speed_gbps": 100, "address": connection["source"]}],
-    }  # fmt: skip
+    }
     return MirrorPlan.model_validate({"sessions": [session], "groups": [], "nodes_per_leaf": {"leaf1": 1}})
 
 
@@ -168,7 +168,7 @@ def test_verify_live_at_the_mirror_port(bridged, survey: dict, tmp_path: Path) -
     document = json.loads(run_apart(*looking, status=1, netns=bridged.netns))
     assert document["checks"][0] == {
         "name": "packets", "good": False, "found": "0 RoCEv2 packets of 0", "mend": document["mend"]
-    }  # fmt: skip
+    }
     run("apply", str(path), "--commit", "--yes")
     frames = frames_of(survey["captures"][0]["path"])
     stop = threading.Event()
@@ -229,7 +229,7 @@ def dump(interface: str, switch: str, port: str, kind: str = "ifname") -> dict:
         "via": "LLDP", "rid": "1", "age": "0 day, 00:10:00",
         "chassis": {switch: {"id": {"type": "mac", "value": "0c:c4:7a:00:00:01"}, "descr": "switch"}},
         "port": {"id": {"type": kind, "value": port if kind == "ifname" else "0c:c4:7a:00:00:02"}, "descr": port},
-    }  # fmt: skip
+    }
     return {"lldp": {"interface": [{interface: body}]}}
 
 
@@ -238,7 +238,7 @@ def test_lldp_fills_in_the_ports(tmp_path: Path) -> None:
         "leaves": [{"name": "leaf1", "vendor": "eos"}], "groups": [{"name": "dp", "ranks": [0, 1]}],
         "nics": [{"host": f"gpu{r}", "interface": "eth1", "rank": r, "speed_gbps": 100} for r in (0, 1)],
         "node_nics": [{"node": "ck0", "interface": "eth9", "speed_gbps": 400}],
-    }  # fmt: skip
+    }
     (tmp_path / "topology.json").write_text(json.dumps(data))
     (tmp_path / "0.json").write_text(json.dumps(dump("eth1", "leaf1", "Ethernet1")))
     (tmp_path / "1.json").write_text(json.dumps(dump("eth1", "leaf1", "Ethernet2", "mac")))
@@ -246,7 +246,7 @@ def test_lldp_fills_in_the_ports(tmp_path: Path) -> None:
     one["lldp"]["interface"] = one["lldp"]["interface"][0]  # a single neighbour is no list
     (tmp_path / "c.json").write_text(json.dumps(one))
     options = [w for host, file in (("gpu0", "0"), ("gpu1", "1"), ("ck0", "c")) for w in
-               ("--lldp", f"{host}={tmp_path / file}.json")]  # fmt: skip
+               ("--lldp", f"{host}={tmp_path / file}.json")]
     run("plan", str(tmp_path / "topology.json"), "--out", str(tmp_path / "plan.json"), *options)
     plan = MirrorPlan.load(tmp_path / "plan.json")
     assert plan.sessions[0].ports == ["Ethernet1", "Ethernet2"] and plan.sessions[0].destination == "Ethernet48"
@@ -256,11 +256,11 @@ def test_lldp_dumps_that_are_incomplete_or_ambiguous() -> None:
     """Every value of both dump formats replaced or gone: a sentence or a topology, never a traceback."""
     zero = {"lldp": [{"interface": [{
         "name": "eth1", "chassis": [{"id": [{"type": "mac", "value": "0c"}], "name": [{"value": "leaf1"}]}],
-        "port": [{"id": [{"type": "ifname", "value": "swp1"}], "descr": [{"value": "swp1"}]}]}]}]}  # fmt: skip
+        "port": [{"id": [{"type": "ifname", "value": "swp1"}], "descr": [{"value": "swp1"}]}]}]}]}
     topology = Topology.model_validate(
         {"leaves": [{"name": "leaf1", "vendor": "eos"}], "groups": [{"name": "dp", "ranks": [0, 1]}],
          "nics": [{"host": "gpu0", "interface": "eth1", "rank": 0, "speed_gbps": 100}]}
-    )  # fmt: skip
+    )
     tried = 0
     for document in (dump("eth1", "leaf1", "Ethernet1"), zero):
         for path in paths(document):
@@ -317,7 +317,7 @@ def changed(document: object, path: tuple, value: object) -> object:
 def test_lldp_json0_and_what_is_wrong() -> None:
     zero = {"lldp": [{"interface": [{
         "name": "eth1", "chassis": [{"id": [{"type": "mac", "value": "0c"}], "name": [{"value": "leaf1"}]}],
-        "port": [{"id": [{"type": "ifname", "value": "swp1"}], "descr": [{"value": "swp1"}]}]}]}]}  # fmt: skip
+        "port": [{"id": [{"type": "ifname", "value": "swp1"}], "descr": [{"value": "swp1"}]}]}]}]}
     assert neighbours(zero) == {"eth1": ("leaf1", "swp1")}
     for wrong in ([], {"lldp": 1}, {"lldp": {"interface": [{"eth1": {}}]}}):
         with pytest.raises(PlanError, match="lldpctl"):
@@ -325,7 +325,7 @@ def test_lldp_json0_and_what_is_wrong() -> None:
     topology = Topology.model_validate(
         {"leaves": [{"name": "leaf2", "vendor": "eos"}], "groups": [{"name": "dp", "ranks": [0, 1]}],
          "nics": [{"host": "gpu0", "interface": "eth1", "rank": 0, "speed_gbps": 100}]}
-    )  # fmt: skip
+    )
     with pytest.raises(PlanError, match="no LLDP dump"):
         fill(topology, {})
     with pytest.raises(PlanError, match="no neighbour"):

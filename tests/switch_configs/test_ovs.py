@@ -19,7 +19,7 @@ def manager(ovs, direction="both", ports=("va", "vb"), **changes) -> Manager:
         leaf="ovs", vendor="ovs", direction=direction, bridge="br0", destination="vm", destination_gbps=100,
         sources=[Source(port=port, rank=n, speed_gbps=10) for n, port in enumerate(ports)],
         ovs_rundir=str(ovs.rundir), **changes,
-    )  # fmt: skip
+    )
     return Manager(session, lambda: LocalTransport(session))
 
 
@@ -113,7 +113,7 @@ def test_truncation_by_somebody_is_named_and_mended(ovs) -> None:
 def foreign(ovs, name: str, output: str) -> None:
     ovs("ovs-vsctl", "--", "--id=@p", "get", "port", "vb", "--", "--id=@o", "get", "port", output, "--", "--id=@m",
         "create", "mirror", f"name={name}", "select-src-port=@p", "output-port=@o", "--", "add", "bridge", "br0",
-        "mirrors", "@m")  # fmt: skip
+        "mirrors", "@m")
 
 
 def test_somebody_elses_mirror_is_seen_and_survives(ovs) -> None:

@@ -23,7 +23,7 @@ TREES = {
     (3, 0): "0>2 2>1", (3, 1): "1>0 0>2",
     (4, 0): "0>2 2>1 2>3", (4, 1): "3>1 1>2 1>0",
     (8, 0): "0>4 4>2 4>6 2>1 2>3 6>5 6>7", (8, 1): "7>3 3>5 3>1 5>6 5>4 1>2 1>0",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("nodes", "tree"), TREES)
@@ -108,7 +108,7 @@ def document(hosts: int = 4, rails: int = 1, **changes: Any) -> dict[str, Any]:
             "monitor_ports": [{"port": "Ethernet60", "node": f"ck{rail}", "speed_gbps": 800}],
         }
         for rail in range(rails)
-    ]  # fmt: skip
+    ]
     groups = [{"name": f"dp{rail}", "ranks": [h * rails + rail for h in range(hosts)]} for rail in range(rails)]
     return {"leaves": leaves, "groups": groups, **changes}
 
@@ -164,7 +164,7 @@ def test_the_ports_of_a_host_go_to_one_node_port() -> None:
         "name": "leaf0", "vendor": "eos",
         "ports": [{"port": f"Ethernet{r}", "rank": r, "host": f"gpu{r // 2}", "speed_gbps": 100} for r in range(6)],
         "monitor_ports": [{"port": f"Ethernet{60 + n}", "node": f"ck{n}", "speed_gbps": 600} for n in range(2)],
-    }  # fmt: skip
+    }
     group = {"name": "dp", "ranks": list(range(6)), "mirror": [0, 1, 2, 3]}
     plan = planned({"leaves": [leaf], "groups": [group]}, direction="both")
     assert [sorted(source.rank for source in session.sources) for session in plan.sessions] == [[0, 1], [2, 3]]
@@ -228,7 +228,7 @@ def clusters(draw: st.DrawFn) -> tuple[dict[str, Any], list[list[int]]]:
     ]
     leaf = {"name": "leaf0", "vendor": "eos", "monitor_ports": [{"port": "Ethernet60", "node": "c", "speed_gbps": 9e9}],
             "ports": [{"port": f"Ethernet{r + 1}", "rank": r, "host": f"h{h}", "speed_gbps": 1}
-                      for r, h in enumerate(hosts)]}  # fmt: skip
+                      for r, h in enumerate(hosts)]}
     group = {"name": "dp", "ranks": list(range(len(hosts))), "algorithm": draw(ALGORITHMS)}
     if draw(st.booleans()):
         group["rings"] = orders
@@ -253,7 +253,7 @@ def test_a_plan_survives_every_loss_that_it_promises(cluster: Any, redundancy: i
             missing(group["algorithm"], group.get("rings", []), hosts, group["ranks"],
                     {h: way for h in chosen if h not in lost}) == ""  # type: ignore[misc]
             for lost in itertools.combinations(chosen, min(losses, len(chosen)))
-        )  # fmt: skip
+        )
 
     try:
         choice = planned(data, redundancy=redundancy, direction=way).groups[0]
@@ -359,7 +359,7 @@ def test_sessions_of_one_switch_are_checked_together() -> None:
                 }
             )
             for n in range(count)
-        ]  # fmt: skip
+        ]
         with pytest.raises(PlanError, match=why):
             check_plan(plan)
 
@@ -375,7 +375,7 @@ def test_sessions_of_one_switch_are_checked_together() -> None:
         (json.dumps(change("leaves.0.ports.1.port", "Ethernet1")), "listed twice"),
         (json.dumps(change("groups.0.rings", [[0, 1]])), "rings"),
     ],
-)  # fmt: skip
+)
 def test_bad_files_are_refused_by_field(tmp_path: Path, text: str, why: str) -> None:
     path = tmp_path / "topology"
     path.write_text(text)

@@ -21,7 +21,7 @@ GOLDEN = Path(__file__).parent / "golden"
 PORT = {
     "comware": "HundredGigE1/0/{}", "eos": "Ethernet{}", "nxos": "Ethernet1/{}", "sonic": "Ethernet{}",
     "sonic-configdb": "Ethernet{}", "cumulus": "swp{}", "junos": "et-0/0/{}", "ovs": "v{}", "tc": "v{}",
-}  # fmt: skip
+}
 
 
 def session(vendor: str, direction: str, **changes: object) -> MirrorSession:
@@ -34,7 +34,7 @@ def session(vendor: str, direction: str, **changes: object) -> MirrorSession:
             for n in (1, 2, 5)
         ],
         "why": ["3 sources add up to 240 Gb/s; the node port carries 400 Gb/s"],
-    }  # fmt: skip
+    }
     return MirrorSession.model_validate({**fields, **changes})
 
 
@@ -86,7 +86,7 @@ def test_config_db_is_json_sonic_loads() -> None:
                 "direction": "RX",
             }
         }
-    }  # fmt: skip
+    }
 
 
 def test_comware_lists_join_neighbours_of_one_card_and_split_at_eight() -> None:

@@ -21,7 +21,7 @@ def found(vendor: str, *outputs: str, direction: str = "both", **changes: Any) -
         {"leaf": "leaf1", "vendor": vendor, "direction": direction, "destination": name.format(48),
          "destination_gbps": 400, "bridge": "br0",
          "sources": [Source(port=name.format(n), rank=n, speed_gbps=100) for n in (1, 2)], **changes}
-    )  # fmt: skip
+    )
     lines = render(session).show
     return read(session, lines, [*outputs, *[""] * (len(lines) - len(outputs))])
 
@@ -205,7 +205,7 @@ def test_comware_reference_listing() -> None:
     assert f.mine.active and f.mine.truncation == "sampler samp"
     assert [(o.name, o.active, o.destination) for o in f.others] == [
         ("3", False, "HundredGigE1/0/30"), ("6", False, None), ("9", False, "HundredGigE1/0/6"),
-    ]  # fmt: skip
+    ]
     assert ways(f.others[0]) == {"HundredGigE1/0/8": "ingress", "HundredGigE1/0/9": "both"}  # no VLAN, no slot
     field = COMWARE.format(status="Active", monitor="HundredGigE1/0/48")
     field = field.replace("Monitor port", "Monitor-port").replace("Type: Local", "Type: local")
@@ -218,7 +218,7 @@ def test_comware_half_made_group_is_ours_only_if_it_could_be() -> None:
     assert not found("comware", bare.format("Remote source", ""), "").mine.ours
     assert not found("comware", bare.format("Local", "        HundredGigE1/0/9  Both\n"), "").mine.ours
     tunnel = COMWARE.format(status="Active", monitor="HundredGigE1/0/48").replace(
-        "Mirroring group 2", "        Encapsulation: Destination IP address 40.1.1.2\nMirroring group 2")  # fmt: skip
+        "Mirroring group 2", "        Encapsulation: Destination IP address 40.1.1.2\nMirroring group 2")
     assert "Encapsulation" in found("comware", tunnel, "").mine.reason
 
 
@@ -266,7 +266,7 @@ def test_eos_without_a_state_is_not_taken_for_active() -> None:
 
 def test_timed_commits_that_wait() -> None:
     table = ("  Name     State                 User\n  -------- --------------------- ------\n"
-             "  other-1  pendingCommitTimer    ops\n")  # fmt: skip
+             "  other-1  pendingCommitTimer    ops\n")
     assert found("eos", "No sessions created", "", table).timer == "other-1"
     assert found("eos", "No sessions created", "", "Session with pending commit timer: flowcheck-ab12\n").timer == (
         "flowcheck-ab12"
@@ -299,7 +299,7 @@ def test_sonic_as_real_switches_print_it() -> None:
     assert not f.mine.exists
     assert [(o.name, o.active, o.destination, ways(o)) for o in f.others] == [
         ("x", True, "4.3.2.1", {}), ("ms1", True, "Ethernet200", {"PortChannel0001": "both"}),
-    ]  # fmt: skip
+    ]
 
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m"
@@ -334,7 +334,7 @@ def test_sonic() -> None:
     assert f.mine.destination == "Ethernet48"
     assert [(o.name, o.destination, ways(o)) for o in f.others] == [
         ("everflow0", "12.1.1.1", {}), ("session15", "Ethernet2", {"Ethernet3": "egress"}),
-    ]  # fmt: skip
+    ]
 
 
 def test_sonic_state_db_is_the_truth() -> None:
@@ -359,7 +359,7 @@ UP = json.dumps({"state": {"up": {}}})
 def test_nvue_two_sessions_are_both() -> None:
     text = json.dumps({"1": nvue("ingress"), "2": nvue("egress"), "5": {"erspan": {
         "destination": {"dest-ip": {"10.10.10.234": {}}, "source-ip": {"10.10.10.1": {}}}, "direction": "egress",
-        "source-port": {"swp9": {}}}}})  # fmt: skip
+        "source-port": {"swp9": {}}}}})
     f = found("cumulus", text, UP, "")
     assert f.mine.active and ways(f.mine) == {"swp1": "both", "swp2": "both"}
     assert [(o.name, o.destination) for o in f.others] == [("5", "10.10.10.234")]
@@ -418,7 +418,7 @@ def test_junos_broken() -> None:
 EMPTY = {
     "eos": ("No sessions created", ""), "nxos": ("Note: No sessions configured", "version 9.3(9)"), "comware": ("", ""),
     "sonic": (SONIC.partition("flowcheck")[0], "{}", "{}"), "cumulus": ("{}", UP, ""), "junos": ("", ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("vendor", EMPTY)
@@ -436,7 +436,7 @@ def test_nothing_there(vendor: str) -> None:
         ("ovs", ("{}", "", "", "", "")), ("ovs", ("not json",) * 5), ("tc", ("",) * 5), ("tc", ("{}",) * 5),
         ("tc", ('[{"ifname": 1}]',) * 5),
     ],
-)  # fmt: skip
+)
 def test_text_that_is_not_understood_is_never_no_session(vendor: str, outputs: tuple[str, ...]) -> None:
     with pytest.raises(DeviceError, match="cannot be read"):
         found(vendor, *outputs)

@@ -47,7 +47,7 @@ class Lab:
             "leaf": "leaf1", "vendor": self.vendor, "direction": direction, "destination": port.format(48),
             "destination_gbps": 400, "address": "127.0.0.1", "ssh_port": self.server.port,
             "sources": [Source(port=port.format(n), rank=n, speed_gbps=100) for n in ports],
-        }  # fmt: skip
+        }
         session = MirrorSession.model_validate(fields | changes)
         login = login or Credentials("admin", password or self.server.password, known_hosts=self.server.known_hosts)
         self.managers.append(Manager(session, lambda: SshTransport(session, login)))
@@ -109,7 +109,7 @@ def test_failure_in_the_middle_is_taken_back(lab: Lab) -> None:
         "sonic": "span add flowcheck Ethernet48 Ethernet1,Ethernet2", "sonic-configdb": r"Ethernet1,Ethernet2",
         "cumulus": "source-port swp1,swp2", "junos": r"egress interface et-0/0/2", "comware": "1 mirroring-port .*both",
         "eos": "source Ethernet2 both", "nxos": "source interface Ethernet1/2 both",
-    }[lab.vendor]  # fmt: skip
+    }[lab.vendor]
     with pytest.raises(DeviceError, match="the change was taken back"):
         m.apply(difference)
     state = old.show().mine
@@ -124,7 +124,7 @@ def test_not_active_is_rolled_back_with_the_reason(lab: Lab, monkeypatch: pytest
     with pytest.raises(DeviceError, match=r"applied, but not active: .*taken back") as caught:
         m.apply(m.difference())
     words = {"comware": "Incomplete", "eos": "inactive", "nxos": "No operational", "junos": "down",
-             "cumulus": "down"}.get(lab.vendor, "status error")  # fmt: skip
+             "cumulus": "down"}.get(lab.vendor, "status error")
     assert words in str(caught.value)
     assert not m.show().mine.exists
 
@@ -268,7 +268,7 @@ def test_the_command_logs_in_by_the_agents_keys(
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         app(["switch", "diff", str(tmp_path / "plan.json"), "--user", "admin", "--known-hosts",
-             str(one.server.known_hosts)], standalone_mode=False)  # fmt: skip
+             str(one.server.known_hosts)], standalone_mode=False)
     assert "leaf1 session flowcheck (eos): changes" in said.getvalue()
 
 

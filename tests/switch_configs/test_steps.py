@@ -78,7 +78,7 @@ def manager(device: Any, vendor: str, direction: str = "both", trouble: Trouble 
     session = MirrorSession.model_validate(
         {"leaf": "leaf1", "vendor": vendor, "direction": direction, "destination": name.format(48),
          "destination_gbps": 400, "sources": [Source(port=name.format(n), rank=n, speed_gbps=100) for n in (1, 2)]}
-    )  # fmt: skip
+    )
     return Manager(session, lambda: Direct(device, vendor, trouble))
 
 
@@ -132,7 +132,7 @@ BREAK = {
                                                     "direction": "TX", "policer": "slow it's"}),
     "cumulus": lambda d: d.applied.update({"1": {"span": {"direction": "ingress", "source-port": {"swp1": {}},
                                                           "destination": {"swp48": {}}, "truncate": {"size": 40}}}}),
-}  # fmt: skip
+}
 BREAK["sonic-configdb"] = BREAK["sonic"]
 
 

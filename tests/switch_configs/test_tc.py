@@ -20,7 +20,7 @@ def manager(bed, direction="both", ports=("va", "vb"), **changes) -> Manager:
     session = MirrorSession(
         leaf="bridge", vendor="tc", direction=direction, netns=bed.netns, destination="vm", destination_gbps=100,
         sources=[Source(port=port, rank=n, speed_gbps=10) for n, port in enumerate(ports)], **changes,
-    )  # fmt: skip
+    )
     return Manager(session, lambda: LocalTransport(session))
 
 
@@ -103,7 +103,7 @@ def test_somebody_elses_mirror_is_seen_and_survives(bridged) -> None:
     bridged.cable("vo")
     bridged.tc("qdisc", "add", "dev", "va", "clsact")
     other = ("filter", "add", "dev", "va", "ingress", "protocol", "all", "prio", "5", "u32", "match", "u32", "0", "0",
-             "action", "mirred", "egress", "mirror", "dev", "vo")  # fmt: skip
+             "action", "mirred", "egress", "mirror", "dev", "vo")
     bridged.tc(*other)
     m = manager(bridged)
     assert apply(m).active
@@ -120,7 +120,7 @@ def test_somebody_elses_mirror_is_seen_and_survives(bridged) -> None:
 def test_our_place_is_taken(bridged) -> None:
     bridged.tc("qdisc", "add", "dev", "va", "clsact")
     bridged.tc("filter", "add", "dev", "va", "ingress", "protocol", "all", "prio", "7791", "u32", "match", "u32", "0",
-               "0", "action", "mirred", "egress", "mirror", "dev", "vb")  # fmt: skip
+               "0", "action", "mirred", "egress", "mirror", "dev", "vb")
     m = manager(bridged)
     with pytest.raises(PlanError, match="somebody else"):
         m.difference()
@@ -280,7 +280,7 @@ def test_mirrored_applies_a_plan_made_in_memory_while_a_block_runs(bridged) -> N
             {"name": "bridge", "vendor": "tc", "netns": bridged.netns,
              "ports": [{"port": p, "rank": r, "host": f"h{r}", "speed_gbps": 10} for r, p in enumerate(("va", "vb"))],
              "monitor_ports": [{"port": "vm", "node": "ck", "speed_gbps": 100, "mtu": 9000}]}]}
-    )  # fmt: skip
+    )
     with pytest.raises(ZeroDivisionError), mirrored(make_plan(topology)) as states:
         assert [state.active for state in states] == [True] and len(bridged.send()) == 20
         raise ZeroDivisionError

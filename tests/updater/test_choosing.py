@@ -159,7 +159,7 @@ def test_the_file_says_what_it_is_about() -> None:
     settle(question(), Measure())
     assert json.loads(cache_file(question()).read_text()) == {
         "schema": "flowcheck-choice/1", "processor": processor(), "kernels": "avx", "version": 1, "ways": FAST,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_the_file_says_what_it_is_about() -> None:
         {"processor": "another"}, {"version": 2}, {"kernels": "mmx"}, {"schema": "x/2"}, {"ways": {"left": "fast"}},
         {"ways": {"left": "fast", "right": "faster"}}, {"ways": {"left": 7, "right": 7}}, {"ways": []}, {"ways": None},
     ],
-)  # fmt: skip
+)
 def test_a_stale_memory_is_none(changes: dict[str, object]) -> None:
     remembered()
     assert settle(question(), Measure(), measuring=False).ways == FAST
@@ -215,7 +215,7 @@ def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         ("left=slow,odd", "odd", "odd", SETTING, 0), ("default", "slow", "slow", f"{SETTING}=default", 0),
         ("measure", "fast", "fast", "measured in", 1), (" ", "fast", "fast", "measured in", 1),
     ],
-)  # fmt: skip
+)
 def test_the_setting_decides(
     monkeypatch: pytest.MonkeyPatch, text: str, left: str, right: str, how: str, asked: int
 ) -> None:

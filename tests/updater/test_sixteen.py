@@ -136,7 +136,7 @@ def test_every_length_by_every_kernel(name: str, options: dict[str, Any], dtype:
 
 @pytest.mark.parametrize(("name", "options", "threads"), [
     ("adam", ADAM[2], 2), ("sgd", SGD[2], 2), ("sgd", SGD[4], 3), ("adamw", ADAM[1], 2),
-])  # fmt: skip
+])
 @BOTH
 def test_tensors_that_threads_share(name: str, options: dict[str, Any], dtype: torch.dtype, threads: int) -> None:
     sizes = [GRAIN, GRAIN + 1, 2 * GRAIN + 95]
@@ -165,10 +165,10 @@ ADAMS = st.fixed_dictionaries({
     "lr": st.sampled_from([1e-5, 3e-4, 1e-3, 0.01, 0.1, 1.0]), "betas": st.tuples(BETA, BETA),
     "eps": st.sampled_from([1e-8, 1e-6, 1e-3]), "weight_decay": REAL, "amsgrad": st.booleans(),
     "maximize": st.booleans(),
-})  # fmt: skip
+})
 SGDS = st.fixed_dictionaries({
     "lr": REAL, "momentum": REAL, "dampening": st.just(0.0) | REAL, "weight_decay": REAL, "maximize": st.booleans(),
-})  # fmt: skip
+})
 
 
 @given(st.tuples(st.sampled_from(["adam", "adamw"]), ADAMS) | st.tuples(st.just("sgd"), SGDS),
@@ -207,7 +207,7 @@ def test_parts_of_a_tensor() -> None:
     ("sgd", {}, True), ("adam", {}, False), ("adam", {"weight_decay": 0.1}, True),
     ("adamw", {"weight_decay": 0.1}, False),
     ("adam", {"weight_decay": 0.1, "decoupled_weight_decay": True}, False),
-])  # fmt: skip
+])
 def test_where_threads_matter(name: str, options: dict[str, Any], matter: bool) -> None:
     assert threads_matter(name, options) is matter
 
@@ -223,7 +223,7 @@ def two_buckets() -> Layout:
     return Layout([
         [BucketSlice("c", 0, size - 40001, 40001), BucketSlice("a", size - 40001, 185)],
         [BucketSlice("e", 3, 64), BucketSlice("c", 67, 40001), BucketSlice("b", 40068, 1)],
-    ], SHAPES)  # fmt: skip
+    ], SHAPES)
 
 
 class Pair:

@@ -36,7 +36,7 @@ EXIT = {"ok": 0, "warning": 1, "unusable": 2}
 CHECKS: tuple[Callable[[Machine, Wanted], Iterator[Finding]], ...] = (
     check_dpdk, check_drivers, check_privileges, check_huge_pages, check_cores, check_placing, check_updating,
     check_engines, check_devices,
-)  # fmt: skip
+)
 
 
 def examine(wanted: Wanted, machine: Machine | None = None) -> list[Finding]:

@@ -80,7 +80,7 @@ def _pci(machine: Machine, wanted: Wanted, device: str) -> Iterator[Finding]:
             yield Finding(
                 device, "unusable", "no IOMMU: DPDK runs with virtual addresses only",
                 "boot with intel_iommu=on or amd_iommu=on, iommu=pt",
-            )  # fmt: skip
+            )
     else:
         yield Finding(
             device,
@@ -105,7 +105,7 @@ def _numa(machine: Machine, wanted: Wanted, device: str, node: int) -> Iterator[
         yield Finding(
             device, "warning", f"cores {far} are on another NUMA node than the NIC (node {node})",
             f"cores of {machine.text(f'sys/devices/system/node/node{node}/cpulist')}",
-        )  # fmt: skip
+        )
     for engine in find_engines(machine.root):
         if not engine.usable and engine.node not in (node, -1):
             text = f"DMA engine {engine.name} is on NUMA node {engine.node}, the NIC on {node}"

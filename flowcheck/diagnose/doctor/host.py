@@ -101,14 +101,14 @@ def check_cores(machine: Machine, wanted: Wanted) -> Iterator[Finding]:
         yield Finding(
             "isolated cores", "warning", f"rx cores {sorted(shared)} also run other processes: bursts will be late",
             f"boot with isolcpus={list_} nohz_full={list_} rcu_nocbs={list_}",
-        )  # fmt: skip
+        )
     for core in wanted.cores:
         governor = machine.text(f"sys/devices/system/cpu/cpu{core}/cpufreq/scaling_governor")
         if governor not in ("", "performance"):
             yield Finding(
                 "cpu frequency", "warning", f"core {core} has the governor {governor}",
                 f"echo performance > /sys/devices/system/cpu/cpu{core}/cpufreq/scaling_governor",
-            )  # fmt: skip
+            )
 
 
 def _chosen(check: str, choose: Callable[[], object]) -> Finding:

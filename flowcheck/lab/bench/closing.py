@@ -37,7 +37,7 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
             1.0 if name == "complete" else None,
         )
         for name, taken in seconds.items()
-    ]  # fmt: skip
+    ]
 
 
 class _Closing:

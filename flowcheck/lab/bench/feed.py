@@ -64,7 +64,7 @@ class Window:
         job = example_job(
             ranks=2, channels=channels, count=[bucket] * (BUCKETS * laps), protocol="simple", algorithm="tree", mtu=MTU,
             startup=False, rebuild=False,
-        )  # fmt: skip
+        )
         job.flows = []
         for channel, (src, dst, qpn) in enumerate(self.flows):
             root = tree_of(2, channel, channels).parent.index(-1)  # what comes down the tree is final

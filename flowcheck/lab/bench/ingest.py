@@ -190,7 +190,7 @@ class _Bench:
             config = RxConfig(
                 burst=BURST, wait_when_full=True, expected=laps * self.traffic.packets, dump=dump,
                 engines=(self.engine,) if dump == "dma" and self.engine else (),
-            )  # fmt: skip
+            )
             with RxThread(self.port, memory, config) as rx:
                 yield memory, rx
 

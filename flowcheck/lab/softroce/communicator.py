@@ -72,7 +72,7 @@ class Communicator:
                 big_endian_imm=family.big_endian_imm, slots=settings.slots,
                 cts=(family.cts_bytes, *cts["size"], cts["rkey"][0], cts["nreqs"][0], cts["tag"][0], cts["idx"][0]),
                 peer_timeout_ns=int(min(settings.peer_timeout_s, timeout) * 1e9),
-            )  # fmt: skip
+            )
             self._meet(timeout)
         except OSError as error:
             self._give_up()
@@ -113,7 +113,7 @@ class Communicator:
             {(c.channel, c.src): c.number for c in self._connections if c.dst == rank},
             {(c.channel, c.dst): c.number for c in self._connections if c.src == rank},
             [self._nic.engine.lane() for _ in range(settings.channels)],
-        )  # fmt: skip
+        )
 
     # -- operations -------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Communicator:
                 }
                 for c in self._connections
             ],
-        }  # fmt: skip
+        }
 
     # -- end ------------------------------------------------------------------------------------------------------
 

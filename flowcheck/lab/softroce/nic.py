@@ -42,7 +42,7 @@ def _only(address: bytes) -> _Filter:
         (0x28, 0, 0, 12), (0x15, 0, 10, 0x0800), (0x30, 0, 0, 23), (0x15, 0, 8, 17), (0x28, 0, 0, 20),
         (0x45, 6, 0, 0x3FFF), (0x20, 0, 0, 30), (0x15, 0, 4, wanted), (0xB1, 0, 0, 14), (0x48, 0, 0, 16),
         (0x15, 0, 1, _ROCE_PORT), (0x06, 0, 0, 0x40000), (0x06, 0, 0, 0),
-    ]  # fmt: skip
+    ]
 
 
 def _attach(sock: socket.socket, program: _Filter) -> None:

@@ -98,7 +98,7 @@ class Settings:
             ("channels", 1, 32), ("qps_per_connection", 1, _MAX_QPS), ("ar_threshold", 0, 1 << 30),
             ("traffic_class", 0, 255), ("window", 4, 4096), ("retransmit_ms", 1, 10000), ("peer_timeout_s", 1, 86400),
             ("seed", 0, (1 << 32) - 1),
-        ):  # fmt: skip
+        ):
             within(name, low, high)
         for name, known, least in (("buffer_bytes", BUFFER_BYTES, 16384), ("max_threads", MAX_THREADS, 96)):
             for key, value in getattr(self, name).items():

@@ -115,7 +115,7 @@ def sharded_job(
                             rank * share)
                 for rank in range(ranks) for e, (entry, share) in enumerate(zip(entries, shares, strict=True))
                 if rank * share < entry.elements
-            ]  # fmt: skip
+            ]
         gathers.append(Collective(
             "AllGather", block, dtype, carries="parameters", bucket=group, layout=layout, after_update=after_update,
         ))

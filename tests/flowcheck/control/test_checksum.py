@@ -12,7 +12,7 @@ from flowcheck.control.checksum import checksum, checksum_on_device, checksums
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn,
-]  # fmt: skip
+]
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -39,7 +39,7 @@ def modelled(tensor: torch.Tensor) -> int:
 def noise(dtype: torch.dtype, count: int, seed: int = 3) -> torch.Tensor:
     """Every bit pattern may occur, NaN and negative zero among them."""
     raw = torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8,
-                        generator=torch.Generator().manual_seed(seed))  # fmt: skip
+                        generator=torch.Generator().manual_seed(seed))
     return raw > 127 if dtype is torch.bool else raw.view(dtype)
 
 
@@ -114,7 +114,7 @@ def test_shape_and_type_are_not_part_of_it_but_bits_and_length_are() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64], ids=str)
 @pytest.mark.parametrize(("one", "other"), [(0, 1), (0, 65536), (7, 65536 + 7), (65535, 65536), (65536, 65541),
-                                            (131071, 131072)])  # fmt: skip
+                                            (131071, 131072)])
 def test_an_exchange_of_two_elements_is_seen(dtype: torch.dtype, one: int, other: int) -> None:
     tensor = torch.zeros(131080).to(dtype)
     tensor[one], tensor[other] = 1, 2

@@ -102,7 +102,7 @@ def test_this_form_is_read_as_the_message(pair: Any, message: Any, text: bytes) 
         b'{"type":"hello","run_id":"r","epoch":0,"rank":0,"ranks":1,"group":"","nonce":"n","proof":"p"}',
         Hello("r", 0, 0, 1, "", "n", "p", "flowcheck/records/1", ""),
     ),
-])  # fmt: skip
+])
 def test_fields_that_may_be_left_out(pair: Any, text: bytes, message: Any) -> None:
     link, far = pair
     far.sendall(frame(text))
@@ -128,7 +128,7 @@ def test_fields_that_may_be_left_out(pair: Any, text: bytes, message: Any) -> No
     (b"", "not a message: not valid JSON"),
     (b'{"type":"bye\xff"}', "not a message: no UTF-8"),
     (b"[" * 4096, "not a message: "),
-])  # fmt: skip
+])
 def test_what_is_not_exactly_a_message_is_refused(pair: Any, text: bytes, what: str) -> None:
     link, far = pair
     link.peer = "host:1"
@@ -176,7 +176,7 @@ def test_a_payload_is_sent_in_pieces(pair: Any) -> None:
     ([b"ab", b"cde"], 4, "a payload of 5 bytes was announced as 4"),
     ([], 1, "a payload of 0 bytes was announced as 1"),
     ([b"a"], 0, "a payload of 1 bytes was announced as 0"),
-])  # fmt: skip
+])
 def test_a_payload_must_be_as_long_as_announced(pair: Any, pieces: list[bytes], size: int, what: str) -> None:
     link, _ = pair
     link.peer = "host:1"
@@ -219,7 +219,7 @@ def test_a_huge_text_is_refused_before_any_of_it_is_read(pair: Any) -> None:
     (b'{"type":"state","iteration":1}', "state", 1),
     (b'{"type":"state","iteration":1}', "record", 0),  # of another message's limit nothing is left over
     (BYE, "", 0),
-])  # fmt: skip
+])
 def test_the_payload_may_be_as_long_as_its_messages_limit(pair: Any, text: bytes, name: str, most: int) -> None:
     link, far = pair
     link.peer = "host:1"

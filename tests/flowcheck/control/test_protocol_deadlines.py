@@ -116,7 +116,7 @@ def test_the_deadline_itself_is_too_late(noted: Any) -> None:
     (Limits(), 2_000_000, 7.0),
     (Limits(seconds=30.0, rate=1000.0), 500, 30.5),
     (Limits(seconds=1.0, rate=4.0), 0, None),
-])  # fmt: skip
+])
 def test_a_payload_must_come_at_its_rate(noted: Any, limits: Limits, size: int, seconds: float | None) -> None:
     link, kind, far = noted
     link.limits = lambda: limits
@@ -140,7 +140,7 @@ def test_nothing_within_the_wait_is_a_timeout_and_loses_nothing(noted: Any) -> N
 
 @pytest.mark.parametrize(("size", "options", "seconds"), [
     (0, {}, 10.0), (0, {"seconds": 1.0}, 1.0), (5_000_000, {}, 15.0), (20_000_000, {"seconds": 1.0}, 3.0),
-])  # fmt: skip
+])
 def test_a_writer_has_ten_seconds_and_ten_more_for_each_ten_megabytes(
     noted: Any, size: int, options: dict[str, float], seconds: float
 ) -> None:
@@ -212,7 +212,7 @@ def test_a_challenge_has_no_longer_than_its_answer(noted: Any) -> None:
 @pytest.mark.parametrize(("error", "what"), [
     (OSError(errno.ECONNRESET, "Connection reset by peer"), "connection lost: Connection reset by peer"),
     (OSError("odd"), "connection lost: odd"),
-])  # fmt: skip
+])
 def test_a_connection_that_is_lost_within_a_message(noted: Any, error: OSError, what: str) -> None:
     link, kind, far = noted
     link.peer = "host:1"

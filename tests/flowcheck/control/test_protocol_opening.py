@@ -29,7 +29,7 @@ NONCE = "5a" * 32
 
 def proof(side: str, challenge: str, hello: dict[str, Any], token: bytes = TOKEN) -> str:
     said = [side, challenge, hello["nonce"], hello["run_id"], hello["epoch"], hello["rank"], hello["ranks"],
-            hello["group"], hello["instance"]]  # fmt: skip
+            hello["group"], hello["instance"]]
     return hmac.new(token, json.dumps(said).encode(), hashlib.sha256).hexdigest()
 
 
@@ -149,7 +149,7 @@ def test_an_instance_may_be_left_out(start: Start) -> None:
     lambda right, other: other,
     lambda right, other: "\u00e9" * 64,
 ], ids=["empty", "one digit", "three", "zeros", "one short", "half", "one long", "twice", "capitals", "last digit",
-        "first digit", "the node's own", "not ASCII"])  # fmt: skip
+        "first digit", "the node's own", "not ASCII"])
 def test_a_wrong_proof_is_refused(start: Start, forge: Callable[[str, str], str]) -> None:
     raw, coming = start(node)
     challenge = raw.receive()["nonce"]
@@ -172,7 +172,7 @@ def test_a_proof_with_another_token_is_refused(start: Start) -> None:
     ("run_id", "run2"), ("run_id", ""), ("epoch", 4), ("epoch", 0), ("rank", 0), ("rank", 2), ("ranks", 5),
     ("ranks", 2), ("group", "other"), ("group", ""), ("instance", "second start"), ("instance", ""),
     ("nonce", "5b" * 32), ("nonce", ""),
-])  # fmt: skip
+])
 def test_a_field_changed_after_the_proof_was_made_is_refused(start: Start, field: str, value: Any) -> None:
     """A man in the middle passes on what the product's trainer says, but for one field."""
     ours, coming = start(node)
@@ -247,7 +247,7 @@ LONG = "flowcheck/records/" + "9" * 50
     ({"protocol": ""}, b"", "speaks '', this is flowcheck/records/1"),
     ({"protocol": LONG}, b"", "speaks 'flowcheck/records/9999999999999999999999', this is flowcheck/records/1"),
     ({}, b"x", "a payload of 1 bytes, at most 0 are read here"),
-])  # fmt: skip
+])
 def test_what_is_not_a_hello_is_refused(start: Start, answer: dict[str, Any], payload: bytes, what: str) -> None:
     raw, coming = start(node)
     nonce = raw.receive()["nonce"]
@@ -275,7 +275,7 @@ def test_a_trainer_says_who_it_is_and_proves_it(start: Start) -> None:
     raw.send({"type": "challenge", "nonce": "0c" * 32, "protocol": "flowcheck/records/1"})
     hello = raw.receive()
     assert hello == {"type": "hello", **WHO, "nonce": hello["nonce"], "protocol": "flowcheck/records/1",
-                     "proof": proof("trainer", "0c" * 32, hello)}  # fmt: skip
+                     "proof": proof("trainer", "0c" * 32, hello)}
     assert re.fullmatch("[0-9a-f]{64}", hello["nonce"])
     raw.send({"type": "welcome", "proof": proof("node", "0c" * 32, hello)})
     assert coming.result(10) is None
@@ -306,7 +306,7 @@ def test_the_token_does_not_travel_and_an_instance_is_empty_unless_given(start: 
     lambda hello, right: proof("", "0c" * 32, hello),
     lambda hello, right: "\u00e9" * 64,
 ], ids=["zeros", "empty", "one short", "one long", "last digit", "the trainer's own", "its nonce", "another challenge",
-        "another nonce", "another rank", "another token", "of nobody", "not ASCII"])  # fmt: skip
+        "another nonce", "another rank", "another token", "of nobody", "not ASCII"])
 def test_an_impostor_gets_nothing_after_the_hello(start: Start, forge: Callable[..., str]) -> None:
     raw, coming = start(trainer)
     raw.send({"type": "challenge", "nonce": "0c" * 32})
@@ -337,7 +337,7 @@ def test_a_recorded_node_is_of_no_use_for_another_connection(start: Start) -> No
     ({"type": "challenge", "nonce": "0c", "protocol": "flowcheck/records/0"},
      "speaks 'flowcheck/records/0', this is flowcheck/records/1"),
     ({"type": "challenge"}, "not a message: required field 'nonce' is missing"),
-])  # fmt: skip
+])
 def test_a_trainer_says_nothing_until_it_is_challenged(start: Start, body: dict[str, Any], what: str) -> None:
     raw, coming = start(trainer)
     raw.send(body)
@@ -348,7 +348,7 @@ def test_a_trainer_says_nothing_until_it_is_challenged(start: Start, body: dict[
     ({"type": "refused", "why": "rank 1 is attached already"}, "refused: rank 1 is attached already"),
     ({"type": "challenge", "nonce": "0c"}, "a Challenge where a Welcome was due"),
     ({"type": "wanted", "what": ["state"], "why": "all"}, "a Wanted where a Welcome was due"),
-])  # fmt: skip
+])
 def test_a_trainer_goes_on_after_a_welcome_only(start: Start, body: dict[str, Any], what: str) -> None:
     raw, coming = start(trainer)
     raw.send({"type": "challenge", "nonce": "0c"})
@@ -416,7 +416,7 @@ def test_both_sides_with_two_tokens_do_not() -> None:
 @pytest.mark.parametrize(("text", "token"), [
     ("x" * 16, b"x" * 16), ("x" * 4096, b"x" * 4096), (f"  {'x' * 16}\n", b"x" * 16),
     ("\u00e9" * 8, b"\xc3\xa9" * 8), ("two words of it", None), ("x" * 15 + "\n", None), ("x" * 4097, None), ("", None),
-])  # fmt: skip
+])
 def test_a_token_has_16_to_4096_bytes_without_the_spaces_round_it(text: str, token: bytes | None) -> None:
     if token is not None:
         assert token_bytes(text) == token

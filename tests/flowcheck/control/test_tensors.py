@@ -60,7 +60,7 @@ def test_damaged_bytes_never_give_another_form(data: st.DataObject) -> None:
     ({"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": "00"}}, "proper header"),
     ({"a": 7}, "proper header"),
     ({}, "behind the last"),
-])  # fmt: skip
+])
 def test_headers_that_lie(change: dict[str, object], what: str) -> None:
     text = json.dumps(change).encode()
     data = bytearray(len(text).to_bytes(8, "little") + text + bytes(64))
@@ -83,7 +83,7 @@ def test_the_bytes_of_a_file() -> None:
     tensors = {
         "b": torch.tensor([7], dtype=torch.uint8), "w": torch.tensor([[1.0, 2.0]]),
         "h": torch.tensor([1], dtype=torch.int16),
-    }  # fmt: skip
+    }
     head, order = header(tensors)
     assert order == ["w", "h", "b"]
     text = (
@@ -102,7 +102,7 @@ def test_data_begins_at_a_multiple_of_8(length: int) -> None:
 
 @pytest.mark.parametrize(("dtype", "shape", "size"), [
     ("float32", (), 4), ("float64", (3,), 24), ("bfloat16", (2, 5), 20), ("bool", (7,), 7), ("int64", (2, 0, 3), 0),
-])  # fmt: skip
+])
 def test_the_bytes_of_a_tensor(dtype: str, shape: tuple[int, ...], size: int) -> None:
     assert TensorSpec(dtype, shape).nbytes == size
     assert TensorSpec.of(torch.empty(shape, dtype=getattr(torch, dtype))) == TensorSpec(dtype, shape)
@@ -111,7 +111,7 @@ def test_the_bytes_of_a_tensor(dtype: str, shape: tuple[int, ...], size: int) ->
 @pytest.mark.parametrize("dtype", [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool,
-], ids=str)  # fmt: skip
+], ids=str)
 def test_every_type_is_safetensors_own(dtype: torch.dtype) -> None:
     tensors = {"x": torch.tensor([1, 0, 1]).to(dtype)}
     head, _ = header(tensors)
@@ -202,7 +202,7 @@ def test_what_is_missing_is_missing_and_the_order_is_the_expected_one() -> None:
     (_file({"x": _entry("F32", [1, 2], 0, 8)}, VALUES), "tensor 'x' is F32 [1, 2], not F32 [2]"),
     (_file({"x": _entry("Q" * 99, [2] * 99, 0, 8)}, VALUES),
      f"tensor 'x' is {'Q' * 16} [{'2, ' * 26}2, not F32 [2]"),
-], ids=lambda value: value[:40] if isinstance(value, str) else "")  # fmt: skip
+], ids=lambda value: value[:40] if isinstance(value, str) else "")
 def test_files_that_are_refused(data: bytes, what: str) -> None:
     """In one sentence of bounded length, whatever the stranger wrote."""
     with pytest.raises(UserError) as caught:

@@ -26,7 +26,7 @@ def inspect(*arguments: str | Path, width: int = 100) -> subprocess.CompletedPro
     return subprocess.run(
         [*COMMAND, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, timeout=280, check=False,
         env={**os.environ, "COLUMNS": str(width)},
-    )  # fmt: skip
+    )
 
 
 def machine(*captures: Path) -> dict[str, Any]:

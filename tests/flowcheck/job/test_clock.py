@@ -9,7 +9,7 @@ from flowcheck.job.clock import Clock
 
 @pytest.mark.parametrize(("first", "iteration", "number", "before", "after"), [
     (0, 0, 0, 0, 1), (0, 7, 7, 7, 8), (5, 0, 5, 5, 6), (5, 3, 8, 8, 9),
-])  # fmt: skip
+])
 def test_what_an_iteration_is_to_the_trainer_and_to_versions(first, iteration, number, before, after) -> None:
     clock = Clock(first)
     assert (clock.number(iteration), clock.before(iteration), clock.after(iteration)) == (number, before, after)

@@ -139,7 +139,7 @@ def roce_frame(source: int, target: int, psn: int, size: int = 4158) -> bytes:
     body = struct.pack(">BBHII", 7, 0, 0xFFFF, 17, psn) + bytes(size - 54)
     udp = struct.pack(">HHHH", 49152, 4791, 8 + len(body), 0) + body
     ip = struct.pack(">BBHHHBBH4s4s", 0x45, 0, 20 + len(udp), 0, 0, 64, 17, 0, bytes([10, 77, 0, 10 + source]),
-                     bytes([10, 77, 0, 10 + target]))  # fmt: skip
+                     bytes([10, 77, 0, 10 + target]))
     mac = bytes([2, 0xFC, 0, 0, 0])
     return mac + bytes([10 + target]) + mac + bytes([10 + source]) + b"\x08\x00" + ip + udp
 

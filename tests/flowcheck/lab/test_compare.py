@@ -21,13 +21,13 @@ from flowcheck.lab.shape import FabricConfig
 def trainer(iteration: int, rank: int = 0, stage: int = 0, **changes: Any) -> dict[str, Any]:
     line = {"iteration": iteration, "rank": rank, "stage": stage, "loss": 1.0, "buffers": ["mean"],
             "tensors": {"w": f"w{iteration}", "mean": f"m{iteration}"},
-            "optimizer": {"w.exp_avg": f"e{iteration}"}}  # fmt: skip
+            "optimizer": {"w.exp_avg": f"e{iteration}"}}
     return {**line, **changes}
 
 
 def node(iteration: int, name: str = "", **changes: Any) -> dict[str, Any]:
     return {"iteration": iteration, "name": name, "tensors": {"w": f"w{iteration}", "mean": f"m{iteration}"},
-            "optimizer": {"w.exp_avg": f"e{iteration}"}, **changes}  # fmt: skip
+            "optimizer": {"w.exp_avg": f"e{iteration}"}, **changes}
 
 
 def status(iteration: int, published: bool, why: Any = (), name: str = "") -> dict[str, Any]:
@@ -55,7 +55,7 @@ def test_all_equal_from_the_first_version_on() -> None:
     ({"optimizer": {"w.exp_avg": "other"}}, "w.exp_avg"),
     ({"optimizer": {}}, "w.exp_avg"),
     ({"optimizer": {"w.exp_avg": "e3", "w.exp_avg_sq": "x"}}, "w.exp_avg_sq"),
-])  # fmt: skip
+])
 def test_one_tensor_that_differs_is_named(changes: dict[str, Any], name: str) -> None:
     ledger = filled(versions=(2, 4))
     ledger.node(node(3, **changes))
@@ -113,7 +113,7 @@ def test_iterations_lost_before_the_first_version_are_not_published() -> None:
     ledger = lossy()
     assert [ledger.row(0, i).verdict for i in (0, 1, 2, 7, 8)] == [
         "no state yet", "no state yet", "not published", "not published", "equal"
-    ]  # fmt: skip
+    ]
     summary = ledger.summary()
     assert [row.iteration for row in summary.unpublished] == [2, 3, 4, 5, 6, 7]
     assert (summary.equal, summary.before, summary.all_equal) == (25, 2, False)
@@ -167,5 +167,5 @@ def test_the_summary_counts_the_rows_of_the_table(data: st.DataObject) -> None:
     rows = Counter(ledger.row(0, iteration).verdict for iteration in ledger.iterations(0))
     summary = ledger.summary()
     counted = Counter({"equal": summary.equal, "differs": len(summary.differing),
-                       "not published": len(summary.unpublished), "no state yet": summary.before})  # fmt: skip
+                       "not published": len(summary.unpublished), "no state yet": summary.before})
     assert +counted == rows

@@ -29,7 +29,7 @@ PAIRWISE = {
            ("SIMPLE", "ring", 2, 2), ("SIMPLE", "ring", 3, 2)],
     "ovs": [("LL", "ring", 3, 2), ("LL", "tree", 4, 1), ("LL128", "ring", 2, 2), ("LL128", "ring", 4, 1),
             ("SIMPLE", "ring", 4, 1), ("SIMPLE", "tree", 4, 1)],
-}  # fmt: skip
+}
 
 
 def job_of(protocol: str, algorithm: str, ranks: int, channels: int, **settings: Any) -> Training:
@@ -47,7 +47,7 @@ def follow(run: LabRun, job: Training, versions: int = VERSIONS) -> int:
     assert set(run.finish_nodes()) == {0}
     summary = run.ledger.summary()
     assert summary.all_equal and summary.published >= versions * job.stages, (
-        summary, [event for _, event in run.events][-6:])  # fmt: skip
+        summary, [event for _, event in run.events][-6:])
     return first
 
 
@@ -95,7 +95,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "buffers": {"model": "conv", "optimizer": {"name": "adam", "lr": 1e-3}},
     "all at once": {"model": "conv", "clip": 0.1, "accumulate": 2, "loss_scale": 512.0, "schedule": "step",
                     "overflow_at": tuple(range(1, 60, 5))},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -22,10 +22,10 @@ def test_a_trainer_and_a_node_of_ones_own(fabric, tmp_path: Path) -> None:
     script = script.replace("flowcheck-mine--", f"flowcheck-{lab.config.name}--")
     (tmp_path / "trainer.py").write_text(script.replace('Path("token")', f'Path("{tmp_path}/token")'))
     node = lab.spawn("node", [sys.executable, "-P", "-m", "flowcheck.node", "--config", str(tmp_path / "node.toml")],
-                     stdout=subprocess.PIPE)  # fmt: skip
+                     stdout=subprocess.PIPE)
     assert node.stdout is not None and any("listening" in line for line in node.stdout)
     ranks = [lab.spawn(f"r{rank}", [sys.executable, "-P", str(tmp_path / "trainer.py"), str(rank)],
-                       stdout=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)}) for rank in (0, 1)]  # fmt: skip
+                       stdout=subprocess.PIPE, env={"PYTHONPATH": str(ROOT)}) for rank in (0, 1)]
     said = [rank.communicate()[0] for rank in ranks]
     node.terminate()
     rest, _ = node.communicate()

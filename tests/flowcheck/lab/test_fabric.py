@@ -92,7 +92,7 @@ def test_two_labs_do_not_meet(fabric, lab_name: str) -> None:
 
 def test_a_living_lab_is_refused_and_a_killed_one_is_cleared(lab_name: str) -> None:
     owner = subprocess.Popen([sys.executable, "-P", "-c", OWNER, lab_name], stdin=subprocess.PIPE,
-                             stdout=subprocess.PIPE, text=True)  # fmt: skip
+                             stdout=subprocess.PIPE, text=True)
     assert owner.stdin is not None and owner.stdout is not None
     inside = json.loads(owner.stdout.readline())
     config = FabricConfig(name=lab_name, ranks=2, mirrored=((0,),))
@@ -148,7 +148,7 @@ def test_rate_limit_of_a_port(fabric) -> None:
 @pytest.mark.parametrize("wrong", [
     {"name": "Not A Name"}, {"ranks": 1}, {"mirrored": ((0, 0),)}, {"mirrored": ((7,),)}, {"rate_mbit": {"r9": 1}},
     {"rate_mbit": {"r1": 0}},
-])  # fmt: skip
+])
 def test_what_cannot_be_built_is_refused_before_anything_is(wrong: dict) -> None:
     with pytest.raises(UserError):
         FabricConfig(**{"name": "x", "ranks": 4, **wrong})
@@ -162,7 +162,7 @@ def test_a_mirror_that_can_never_be_complete_is_refused(fabric) -> None:
 def test_root_is_asked_for_plainly() -> None:
     code = "from flowcheck.lab import netns\nnetns.require()"
     done = subprocess.run(["setpriv", "--reuid", "65534", "--clear-groups", sys.executable, "-P", "-c", code],
-                          capture_output=True, text=True, check=False)  # fmt: skip
+                          capture_output=True, text=True, check=False)
     if "EnvironmentProblem" not in done.stderr:
         pytest.skip(f"another user cannot run this Python: {done.stderr[-200:]}")
     assert "needs root" in done.stderr and "remedy" in done.stderr

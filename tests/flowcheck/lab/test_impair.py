@@ -35,7 +35,7 @@ def test_loss_doubles_damage_and_the_log_agree(fabric) -> None:
     lab.bump.stop()
     events = lab.bump.events()
     assert {(event.port, event.way, event.src, event.dst, event.qpn) for event in events} == {
-        ("r0", "to", "10.77.0.10", "10.77.0.11", 17)}  # fmt: skip
+        ("r0", "to", "10.77.0.10", "10.77.0.11", 17)}
     lost, doubled = by_kind(events, "dropped"), by_kind(events, "doubled")
     assert 100 < len(lost) < 320 and 100 < len(doubled) < 320
     damage = {event.psn: event for event in events if event.what == "damaged"}

@@ -34,7 +34,7 @@ class Run:
             [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(folder / "base"),
              *words], cwd=ROOT, stdout=self._log, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "PATH": path or os.environ["PATH"]},
-        )  # fmt: skip
+        )
         self._lab = f"t{self.process.pid:x}n"
         self.children: list[int] = []
 

@@ -69,7 +69,7 @@ def runs(pid: int) -> bool:
 @pytest.mark.parametrize(("first", "config"), [
     ("ip", {"impairments": (Impairment("r0"),), "rate_mbit": {"mirror0": 1000}}),
     ("ovsdb-tool", {"switch": "ovs"}),
-], ids=["tc", "ovs"])  # fmt: skip
+], ids=["tc", "ovs"])
 def test_a_signal_at_any_step_leaves_nothing(
     lab_name: str, starts: Starts, first: str, config: dict[str, Any]
 ) -> None:

@@ -54,7 +54,7 @@ def test_an_interrupted_run_leaves_nothing(lab_name: str, tmp_path: Path, number
     run = subprocess.Popen(
         [*FLOWCHECK, "run", "--name", lab_name, "--ranks", "2", "--mirror", "0", "--model", "mlp", "--iterations",
          "100000", "--out", str(tmp_path / "out")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    )
     try:
         hashes = tmp_path / "out" / "rank0.jsonl"
         while not (hashes.exists() and hashes.stat().st_size):  # it trains
@@ -75,7 +75,7 @@ def test_a_network_that_is_not_finished_is_removed(lab_name: str, ip_that: Calla
     done = subprocess.run(
         [*FLOWCHECK, "up", "--name", lab_name, "--ranks", "2", "--mirror", "0"], capture_output=True, text=True,
         check=False, env={**os.environ, "PATH": ip_that("netns add *-r0", "kill -TERM $PPID")},
-    )  # fmt: skip
+    )
     assert done.returncode == 130 and "Traceback" not in done.stderr and left(lab_name) == [], done.stderr
 
 

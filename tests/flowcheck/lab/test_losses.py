@@ -88,7 +88,7 @@ def states_taken(run: LabRun) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("direction, drop, iterations", [
     ("ingress", 0.05, 40), ("both", 0.001, 200), ("ingress", 0.02, 200),
-])  # fmt: skip
+])
 def test_copies_are_lost(tmp_path: Path, direction: str, drop: float, iterations: int) -> None:
     wire = Impairment("mirror0", way="from", drop=drop, trace=True)
     with lab_of(ranks=4, mirrored=((0, 1, 2),), direction=direction, impairments=(wire,)) as fabric:

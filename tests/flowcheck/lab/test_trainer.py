@@ -88,7 +88,7 @@ def test_a_part_of_the_network_that_dies_is_named(fabric, tmp_path: Path, part: 
     lab = fabric(ranks=2, mirrored=(), switch=switch, impairments=wires)
     process = {"bump": "impair", "switch": "ovs-vswitchd"}[part]
     pids = [pid for pid in netns.processes(lab.config.namespace("leaf"))
-            if process in Path(f"/proc/{pid}/cmdline").read_text()]  # fmt: skip
+            if process in Path(f"/proc/{pid}/cmdline").read_text()]
     with LabRun(lab, tmp_path) as run:
         run.begin(Training(model="mlp", ranks=2))
         for pid in pids:
@@ -123,7 +123,7 @@ def test_batches_are_real_text_and_everybodys_own() -> None:
 @pytest.mark.parametrize("wrong", [
     {"model": "bert"}, {"schedule": "none"}, {"optimizer": {"name": "adam"}}, {"ranks": 3, "stages": 2},
     {"overflow_at": (1,)}, {"size": {"depth": 3}}, {"batch": 0}, {"model": "mlp", "ranks": 16, "stages": 8},
-])  # fmt: skip
+])
 def test_a_job_that_cannot_be_is_refused(wrong: dict) -> None:
     with pytest.raises(UserError, match="lab job"):
         Training(**wrong)

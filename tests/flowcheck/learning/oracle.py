@@ -51,7 +51,7 @@ def placement(job: Job, iterations: int) -> dict:
         out[ends, edge.used] = [
             (call.phase, call.target, call.base, list(messages(call.lane)))
             for call in edge.calls if call.phase <= phases and call.lane is not None
-        ]  # fmt: skip
+        ]
     return out
 
 

@@ -20,7 +20,7 @@ COMM = 0x1122334455667788
 
 @pytest.mark.parametrize(("name", "flows", "seen"), [
     ("iter_40000_p2p_iter10_2", 5, 3), ("iter_80000", 2, 2), ("allreduce+p2p", 18, 6), ("allreduce_addstep", 4, 4),
-])  # fmt: skip
+])
 def test_every_flow_of_the_captures(capture, name: str, flows: int, seen: int) -> None:
     """29 connections of four captures: every handshake is mapped, every data flow on the wire is among them, with the
     QP its clear-to-send goes to, the path MTU, and the FIFO address that the first clear-to-send is written to."""

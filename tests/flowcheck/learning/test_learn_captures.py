@@ -82,7 +82,7 @@ def test_command_line_writes_a_manifest_that_replays_the_same(capture, tmp_path:
     said = subprocess.run(
         [*command, "learn", path, "--optimizer", "sgd:lr=0.001", "--out", job], capture_output=True, text=True,
         check=True,
-    ).stdout  # fmt: skip
+    ).stdout
     assert "certain" in said and "bootstrap" in said and "not known: names" in said
     replayed = [*command, "replay", path, "--job", job, "--out", str(tmp_path / "out")]
     subprocess.run(replayed, check=True, capture_output=True)
@@ -94,13 +94,13 @@ def test_command_line_writes_a_manifest_that_replays_the_same(capture, tmp_path:
     refused = subprocess.run(
         [*command, "learn", str(capture(HARDWARE.format("rdma32"))), "--out", str(tmp_path / "none.json")],
         capture_output=True, text=True,
-    )  # fmt: skip
+    )
     assert refused.returncode == 2 and "explanations fit" in refused.stderr
     assert not (tmp_path / "none.json").exists()
     both = subprocess.run(
         [*command, "replay", path, "--job", job, "--dtype", "int32", "--out", str(tmp_path / "x")], capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     assert both.returncode == 2 and "nothing is learnt" in both.stderr
 
 

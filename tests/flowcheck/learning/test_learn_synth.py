@@ -25,7 +25,7 @@ jobs = st.fixed_dictionaries({
     "version": st.sampled_from(VERSIONS),
     "mtu": st.sampled_from([1024, 4096]),
     "seed": st.integers(0, 1000),
-})  # fmt: skip
+})
 
 
 @MANY
@@ -65,7 +65,7 @@ def test_with_loss_never_another_job(options: dict, directions: str, loss: float
     made = generate(
         job, iterations=3, ports=[0], directions=directions, loss=loss, reorder=0.02, duplicate=0.02, corrupt=0.01,
         seed=seed,
-    )  # fmt: skip
+    )
     try:
         found = learnt(made)
     except UserError:

@@ -60,7 +60,7 @@ def test_a_cut_ring_is_not_completed() -> None:
     ("rank 0 successfully registered collNet send UB buffer", "NCCL_LOCAL_REGISTER=0"),
     ("Using network AWS Libfabric", "NCCL_NET=IB"),
     ("Using network Socket", "NCCL_NET=IB"),
-])  # fmt: skip
+])
 def test_refused_with_a_remedy(line: str, word: str) -> None:
     ((_, remedy),) = parse_log(f"h:1:2 [0] NCCL INFO {line}").refused
     assert word in remedy
@@ -76,7 +76,7 @@ def test_two_versions_are_two_jobs() -> None:
     st.builds(lambda a, b: f"h:1:2 [0] NCCL INFO {a} {b}", st.sampled_from([
         "Ring 00 :", "Channel 00/02 :", "NET/IB: qpn", "Trees [0]", "coll channels", "rank", "1 Bytes -> Algo",
     ]), st.text(max_size=60)),
-), max_size=30))  # fmt: skip
+), max_size=30))
 def test_any_text(lines: list[str]) -> None:
     facts = parse_log("\n".join(lines))
     for ring in facts.rings:

@@ -229,7 +229,7 @@ def test_no_version(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["sgd", "sgd:momentum=0.9", "sgd:lr=0.1,betas=0.9/0.99", "adam:lr=-1", "adam:lr=true",
-                                  "adamw:lr=0.1,betas=0.9", "adam:lr=0.1,betas=0.9/1.5", "sgd:lr=nan"])  # fmt: skip
+                                  "adamw:lr=0.1,betas=0.9", "adam:lr=0.1,betas=0.9/1.5", "sgd:lr=nan"])
 def test_an_optimizer_that_replay_would_refuse(text: str) -> None:
     with pytest.raises(UserError, match="--optimizer"):
         Hints(optimizer=parse_optimizer(text))

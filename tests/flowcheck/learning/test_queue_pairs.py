@@ -53,7 +53,7 @@ jobs = st.fixed_dictionaries({
     "version": st.sampled_from(VERSIONS),
     "mtu": st.sampled_from([1024, 4096]),
     "seed": st.integers(0, 1000),
-})  # fmt: skip
+})
 
 
 @MANY
@@ -82,7 +82,7 @@ def test_the_job_or_a_refusal_or_the_very_doubt(options: dict, lossy: bool, data
 def test_learnt_whole(protocol: str, qps: int, split: bool) -> None:
     job = ddp_job(
         count=[40_000, 7_001], protocol=protocol, qps=qps, split_data_on_qps=split, channels=2, ranks=3,
-    )  # fmt: skip
+    )
     job = shuffled(job, qps)
     found = learnt(generate(job, iterations=3, ports=[1]), Hints(version="2.27.7"))
     same(found.job, job, 3)
@@ -101,7 +101,7 @@ def test_without_clear_to_send(protocol: str, split: bool) -> None:
     )
     made = generate(job, iterations=3, ports=[0], directions="out")
     assert not any(flow.cts_qpns and frame[42 + 5 : 42 + 8] == flow.cts_qpns[0].to_bytes(3, "big")
-                   for flow in job.flows if flow.src == 0 for _, frame in made.packets)  # fmt: skip
+                   for flow in job.flows if flow.src == 0 for _, frame in made.packets)
     found = learnt(made, Hints(ranks={"10.0.0.1": 0, "10.0.0.2": 1}, version="2.27.7", algorithm="ring"))
     same(found.job, job, 3)
 
@@ -203,7 +203,7 @@ def test_four_split_queue_pairs_of_soft_roce(capture, tmp_path: Path, mirrored: 
     true = load_job(Path(__file__).parents[2] / "data" / "jobs" / "05_nccl_ring4_ar_qps4.json")
     assert sorted((f.src, f.dst, f.qpns) for f in found.flows) == sorted((f.src, f.dst, f.qpns) for f in true.flows)
     assert all(f.cts_qpns in ([], [g.cts_qpns[0]]) for f in found.flows for g in true.flows if f.qpns == g.qpns
-               and (f.src, f.dst) == (g.src, g.dst))  # fmt: skip
+               and (f.src, f.dst) == (g.src, g.dst))
     if mirrored != "all":
         found.flows = [f for f in found.flows if mirrored in (f.src, f.dst)]
     (tmp_path / "job.json").write_text(found.to_json())
@@ -252,7 +252,7 @@ def test_ports_of_a_merged_nic(protocol: str, qps: int, split: bool) -> None:
     """Every message is striped over two ports with addresses of their own."""
     job = ddp_job(
         ranks=3, count=[9000, 501], protocol=protocol, qps=qps, split_data_on_qps=split, devices=2, channels=2,
-    )  # fmt: skip
+    )
     found = learnt(generate(job, iterations=3, ports=[1, 4]), Hints(version="2.27.7"))
     c = found.job.communicator
     assert (c.devices, c.qps_per_connection, c.queue_pairs_used) == (2, qps, job.communicator.queue_pairs_used)
@@ -277,7 +277,7 @@ merged = st.fixed_dictionaries({
     "count": st.lists(st.integers(300, 30_000), min_size=1, max_size=2),
     "version": st.sampled_from(["2.20.5", "2.22.3", "2.27.7", "2.30.7"]),
     "seed": st.integers(0, 1000),
-})  # fmt: skip
+})
 
 
 @settings(MANY, max_examples=20)

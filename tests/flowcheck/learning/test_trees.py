@@ -54,7 +54,7 @@ jobs = st.fixed_dictionaries({
     "count": st.lists(st.integers(2, 40_000), min_size=1, max_size=2),
     "version": st.sampled_from(VERSIONS),
     "seed": st.integers(0, 1000),
-})  # fmt: skip
+})
 
 
 @MANY
@@ -63,7 +63,7 @@ def test_the_job_or_a_refusal(options: dict, announces: bool, lossy: bool, data:
     """Also where clear-to-send tags are numbers in a parent communicator: a wrong parent is found out by time."""
     job = ddp_job(**options, algorithm="tree") if announces else example_job(
         **options, algorithm="tree", startup=False, rebuild=False
-    )  # fmt: skip
+    )
     n = options["ranks"]
     if data.draw(st.booleans()):
         job.communicator.parent_ranks = list(data.draw(st.permutations(range(n))))

@@ -87,7 +87,7 @@ def main() -> None:
                 for key, value in optimizer.state.get(parameter, {}).items() if key != "step"
             }
             print(json.dumps({"node": node, "step": step, "state": attachment.state, "why": attachment.why,
-                              "took": took, "hashes": state}), flush=True)  # fmt: skip
+                              "took": took, "hashes": state}), flush=True)
             step += 1
         attachment.close(float(wait))
         print(json.dumps({"node": node, "closed": attachment.state}), flush=True)

@@ -52,7 +52,7 @@ class Ranks:
                 stdout=self._outputs[rank], stderr=subprocess.PIPE, text=True,
             )
             for rank in range(2)
-        ]  # fmt: skip
+        ]
 
     def finish(self) -> list[list[dict[str, Any]]]:
         """Lines of both ranks; the exit of each must be 0."""

@@ -148,7 +148,7 @@ def test_a_trainer_with_the_settings_token_reaches_the_group_that_it_names(begin
     assert [group.name for group in world.groups] == ["main"]
     assert [fields["why"] for event, fields in world.said] == [
         "('run', 3, 4) has come to group 'main'", "the token is wrong",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("directory", ["none such", "token"])
@@ -164,7 +164,7 @@ def test_a_replica_directory_that_is_not_one_is_found_before_dpdk_starts(
 @pytest.mark.parametrize(("key", "value"), [
     ("directory", "file/out"), ("keep_hashes", "file/hashes"), ("status_file", "file/status"),
     ("keep_hashes", "."), ("status_file", "."), ("directory", "/proc/out"), ("status_file", "/proc/none/status"),
-])  # fmt: skip
+])
 def test_a_place_that_cannot_be_written_is_found_before_dpdk_starts(
     begin: Begin, world: World, tmp_path: Path, key: str, value: str
 ) -> None:
@@ -210,7 +210,7 @@ def test_a_start_that_fails_takes_down_what_has_started(begin: Begin, world: Wor
     assert world.done == [
         "open eal", "open capture", "start capture", "start group 'a'",
         "stop group 'a'", "stop capture", "say capture", "close capture", "close eal",
-    ]  # fmt: skip
+    ]
 
 
 # -- groups ----------------------------------------------------------------------------------------------------
@@ -265,7 +265,7 @@ def test_groups_that_an_earlier_process_left_are_there_at_the_start(begin: Begin
         "flowcheck-axb-other-1.replica",  # of another node
         "flowcheck-a.b-c-four-1.replica",  # of node "a.b-c"
         "flowcheck-a.b-x-.replica", "flowcheck-a.b-y-1.replica.new", "my-flowcheck-a.b-z-1.replica",
-    ):  # fmt: skip
+    ):
         (tmp_path / name).touch()
     begin(name="a.b", groups=8)
     assert [group.name for group in world.groups] == ["", "one", "two"]

@@ -47,7 +47,7 @@ def test_a_good_one(tmp_path: Path) -> None:
     ("huge = false", "queues = 0", "capture.queues", "greater than or equal to 1"),
     ("[replica]", "[replica]\nslots = 9", "replica.slots", "less than or equal to 4"),
     ("[replica]", "[replica", "node.toml", "is not TOML"),
-])  # fmt: skip
+])
 def test_wrong_ones_are_named(tmp_path: Path, old: str, new: str, where: str, what: str) -> None:
     with pytest.raises(UserError) as refused:
         load(settings(tmp_path, old, new))
@@ -67,12 +67,12 @@ def test_what_is_left_out(tmp_path: Path) -> None:
                     "memory_mb": 65536},
         "output": {"directory": Path("out"), "every": 0, "keep_hashes": None, "status_file": None},
         "name": "node", "groups": 1, "record_seconds": 30.0,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(("table", "key"), [
     ("control", "listen"), ("control", "token_file"), ("capture", "device"), ("", "control"), ("", "capture"),
-])  # fmt: skip
+])
 def test_what_may_not_be_left_out(tmp_path: Path, table: str, key: str) -> None:
     tables = {"control": {"listen": "h:1", "token_file": "t"}, "capture": {"device": "d"}}
     del (tables[table] if table else tables)[key]  # type: ignore[attr-defined]
@@ -95,7 +95,7 @@ LEAST = {"control": {"listen": '"h:1"', "token_file": '"t"'}, "capture": {"devic
     ("capture", "arenas = 3", "", "capture.arenas", "is not a key here, it is one of [replica]"),
     ("", "group = 2", "", "group", "is not a key: did you mean groups?"),
     ("", "xyzzy = 2", "", "xyzzy", "is not a key"),
-])  # fmt: skip
+])
 def test_a_misspelt_key_is_named_and_not_what_is_missing_for_it(
     tmp_path: Path, table: str, typo: str, instead: str, where: str, what: str
 ) -> None:
@@ -192,7 +192,7 @@ def test_names_that_are_not(tmp_path: Path, name: str) -> None:
     ("h:0", ("h", 0)),
     ("[::1]:7070", ("::1", 7070)),
     ("[fE80::1.2.3.4]:1", ("fE80::1.2.3.4", 1)),
-])  # fmt: skip
+])
 def test_addresses(tmp_path: Path, listen: str, address: tuple[str, int]) -> None:
     assert load(settings(tmp_path, "127.0.0.1:0", listen)).control.address == address
 
@@ -200,7 +200,7 @@ def test_addresses(tmp_path: Path, listen: str, address: tuple[str, int]) -> Non
 @pytest.mark.parametrize("listen", [
     "", "7070", ":7070", "h:", "h:x", "h:-1", "h:65536", "h:123456", "::1:7070", "[::1]", "[::1]7070", "[]:1", "[h]:1",
     "a[b]:1", "h:1 ", "h:1:2", "[::1]:65536",
-])  # fmt: skip
+])
 def test_what_is_not_an_address(tmp_path: Path, listen: str) -> None:
     with pytest.raises(UserError, match="HOST:PORT, an IPv6 address in brackets") as refused:
         load(settings(tmp_path, "127.0.0.1:0", listen))
@@ -214,7 +214,7 @@ def test_what_is_not_an_address(tmp_path: Path, listen: str) -> None:
     (b"a token that only tests have", b"a token that only tests have"),
     (b"  sixteen letters!  \nsecond line\n", b"sixteen letters!"),
     (b"a token that only tests have\r\n\xc3\xa9", b"a token that only tests have"),
-])  # fmt: skip
+])
 def test_the_token_is_the_first_line(tmp_path: Path, content: bytes, token: bytes) -> None:
     config = load(settings(tmp_path))
     (tmp_path / "token").write_bytes(content)
@@ -226,7 +226,7 @@ def test_the_token_is_the_first_line(tmp_path: Path, content: bytes, token: byte
     (b"\xff\xfe a token that only tests have", EnvironmentProblem, "is empty or no text"),
     (b"\na token that only tests have", UserError, "a token of 0 characters; 16 to 4096 are usable"),
     (b"fifteen letters\n", UserError, "a token of 15 characters; 16 to 4096 are usable"),
-])  # fmt: skip
+])
 def test_token_files_that_are_not(tmp_path: Path, content: bytes, kind: type, what: str) -> None:
     config = load(settings(tmp_path))
     (tmp_path / "token").write_bytes(content)

@@ -44,17 +44,17 @@ TOKEN = b"a token that only tests have"
 MODEL = [
     ModelEntry("w", [3]), ModelEntry("tie", [3], tied="w"), ModelEntry("c", [2], "float16", "constant"),
     ModelEntry("b", [2], "int64", "buffer"), ModelEntry("d", [], "float32", "buffer"),
-]  # fmt: skip
+]
 PLAN = SimpleNamespace(job=SimpleNamespace(model=MODEL))
 STATE = {
     "model.w": torch.tensor([1.0, 2.0, 3.0]), "model.tie": torch.zeros(3),
     "model.c": torch.ones(2, dtype=torch.float16), "model.b": torch.tensor([4, 5]), "model.d": torch.tensor(6.0),
-}  # fmt: skip
+}
 OPTIMIZER = {
     "optimizer.w.step": torch.tensor(2.0),
     **{f"optimizer.w.{key}": torch.full((3,), float(number)) for number, key in enumerate(
         ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master"))},
-}  # fmt: skip
+}
 BUFFERS = {"buffer.b": torch.tensor([7, 8]), "buffer.d": torch.tensor(9.0)}
 
 
@@ -201,7 +201,7 @@ def test_without_a_group_there_is_nothing_to_join() -> None:
 
 @pytest.mark.parametrize("message", [
     Flows([{"src": 0}]), Manifest({"epoch": 3}, 7), Record(4, [{"lr": 0.5}], 0.25, 8.0, True, {"w": "0" * 16}), Bye(),
-], ids=["flows", "manifest", "record", "bye"])  # fmt: skip
+], ids=["flows", "manifest", "record", "bye"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_messages_go_into_the_groups_inbox(enter: Enter, rank: int, message: Any) -> None:
     known = enter(rank=rank, plan=PLAN)
@@ -212,7 +212,7 @@ def test_messages_go_into_the_groups_inbox(enter: Enter, rank: int, message: Any
 @pytest.mark.parametrize("message", [
     Challenge("00"), Hello("run", 3, 0, 4, "", "", ""), Welcome("00"), Refused("you"), Wanted([], ""), Joined(1),
     Progress(1, "verified"),
-], ids=lambda message: type(message).__name__)  # fmt: skip
+], ids=lambda message: type(message).__name__)
 def test_a_nodes_messages_are_refused_from_a_trainer(enter: Enter, message: Any) -> None:
     known = enter(plan=PLAN)
     known.send(message)
@@ -306,7 +306,7 @@ def test_a_state_without_tensors_is_refused(enter: Enter) -> None:
     (Record(1), {"buffer.w": torch.zeros(3)}, "tensor 'buffer.w' is not expected"),
     (Record(1), {"model.b": torch.zeros(2)}, "tensor 'model.b' is not expected"),
     (Record(1), {"buffer.b": torch.zeros(2)}, "tensor 'buffer.b' is F32 [2], not I64 [2]"),
-])  # fmt: skip
+])
 def test_a_tensor_that_the_job_does_not_have_is_refused(
     enter: Enter, message: Any, tensors: Mapping[str, torch.Tensor], what: str
 ) -> None:
@@ -335,7 +335,7 @@ WITHOUT = SimpleNamespace(job=SimpleNamespace(model=MODEL[:3]))
     (0, PLAN, Flows([]), 0),
     (0, PLAN, Bye(), 0),
 ], ids=["state", "record", "record of rank 1", "state of rank 1", "state of rank 3", "state before the manifest",
-        "record before the manifest", "record without buffers", "manifest", "flows", "bye"])  # fmt: skip
+        "record before the manifest", "record without buffers", "manifest", "flows", "bye"])
 def test_a_payload_is_as_large_as_the_job_and_the_rank_allow(
     enter: Enter, rank: int, plan: Any, message: Any, most: int
 ) -> None:
@@ -402,7 +402,7 @@ def test_what_a_group_says_is_sent_in_order(enter: Enter) -> None:
     ("the job was started again", "the job was started again"),
     ("manifest: it is odd\n  remedy: correct it", "manifest: it is odd; remedy: correct it"),
     ("", ""),
-], ids=["one line", "with a remedy", "nothing"])  # fmt: skip
+], ids=["one line", "with a remedy", "nothing"])
 def test_a_member_that_a_group_ends_is_told_and_closed(enter: Enter, why: str, told: str) -> None:
     known = enter()
     known.send(Flows([]))

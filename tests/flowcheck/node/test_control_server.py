@@ -115,7 +115,7 @@ def test_a_trainer_with_the_token_reaches_its_group(port: Callable[..., Port]) -
 
 @pytest.mark.parametrize(("options", "why"), [
     ({"group": "second"}, "no group 'second'"), ({"rank": 1}, "rank 1 is attached already"),
-])  # fmt: skip
+])
 def test_a_trainer_that_is_not_let_in_is_told_why(port: Callable[..., Port], options: Any, why: str) -> None:
     one = port()
     link = one.attach(**options)
@@ -175,7 +175,7 @@ def test_sockets_and_threads_of_a_connection(port: Callable[..., Port], monkeypa
     sock = taken[0]
     assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
     assert [sock.getsockopt(TCP, option) for option in (
-        socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)] == [10, 5, 3]  # fmt: skip
+        socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)] == [10, 5, 3]
     assert sock.getsockopt(TCP, socket.TCP_NODELAY) == 1
     peer = "{}:{}".format(*link._socket.getsockname())
     mine = {t.name: t.daemon for t in threading.enumerate() if peer in t.name or t.name == "flowcheck control"}

@@ -16,7 +16,7 @@ CAPTURE = Capture(device="af_packet:eth1", ring_size=4096, queues=2, path_mtu=10
 @pytest.mark.parametrize(("cause", "setting"), [
     ("ring_full", "capture.ring_size (now 4096"), ("kernel_ring_full", "capture.queues (now 2)"),
     ("nic_missed", "capture.cores"), ("no_mbuf", "capture.queues"), ("oversize", "capture.path_mtu (now 1024)"),
-])  # fmt: skip
+])
 def test_each_cause_names_the_setting_to_change(cause: str, setting: str) -> None:
     assert cause in COUNTERS
     assert describe({cause: 12}, CAPTURE).startswith(f"{cause} 12: ") and setting in describe({cause: 12}, CAPTURE)

@@ -213,7 +213,7 @@ def test_a_manifest_comes_from_rank_0(scene) -> None:
     (("another", 0, 2), "this is 'another', 0, 2"),
     (("synth-0", 1, 2), "this is 'synth-0', 1, 2"),
     (("synth-0", 0, 3), "this is 'synth-0', 0, 3"),
-])  # fmt: skip
+])
 def test_a_manifest_is_of_the_run_that_said_hello(scene, run: tuple[str, int, int], said: str) -> None:
     at = scene()
     peer = at.join(0, run)
@@ -225,7 +225,7 @@ def test_a_manifest_is_of_the_run_that_said_hello(scene, run: tuple[str, int, in
     ({"optimizer": None}, "manifest: the manifest names no optimizer: there is nothing to keep versions of"),
     ({"epoch": "x"}, "manifest: epoch: "),
     ({"schema": "flowcheck/job/0"}, "manifest: schema: "),
-])  # fmt: skip
+])
 def test_a_manifest_that_cannot_be_followed(scene, changes: dict[str, Any], why: str) -> None:
     at = scene()
     peer = at.join()
@@ -297,7 +297,7 @@ def flow(src: int, dst: int, **changes: Any) -> dict[str, Any]:
     return {
         "src": src, "dst": dst, "channel": 0, "src_addr": f"10.0.0.{src + 1}", "dst_addr": f"10.0.0.{dst + 1}",
         "qpns": [100 + dst], "cts_qpns": [200 + src], "src_addrs": [], "dst_addrs": [], **changes,
-    }  # fmt: skip
+    }
 
 
 FLOWS = [flow(0, 1), flow(1, 0)]
@@ -363,7 +363,7 @@ def test_a_manifest_with_connections_is_taken_at_its_word(scene) -> None:
 OTHER = {
     "src_addr": "10.0.0.9", "dst_addr": "10.0.0.9", "qpns": [102], "cts_qpns": [202], "src_addrs": ["10.0.0.1"],
     "dst_addrs": ["10.0.0.2"],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", ["src_addr", "dst_addr", "qpns", "cts_qpns", "src_addrs", "dst_addrs"])
@@ -416,7 +416,7 @@ def _job(count: int, dtype: str = "float32") -> Job:
     (_job(16384), {"slots": 3, "arenas": 4}),  # 16384 * 4 bytes: 3 slots of 4 of them, and 4 of gradients: 1 MiB
     (_job(26208), {"slots": 2, "arenas": 2}),  # 40 bytes an element
     (_job(32768, "bfloat16"), {"slots": 3, "arenas": 4}),
-])  # fmt: skip
+])
 def test_a_job_that_fits_into_the_memory_is_followed(scene, job: Job, settings: dict[str, int]) -> None:
     at = scene(memory_mb=1, **settings)
     at.follow(job)
@@ -428,7 +428,7 @@ def test_a_job_that_fits_into_the_memory_is_followed(scene, job: Job, settings: 
     (_job(26230), {"slots": 2, "arenas": 2}, ("1", "2", "2")),
     (_job(32800, "bfloat16"), {"slots": 3, "arenas": 4}, ("1", "3", "4")),
     (_job(40000), {"slots": 3, "arenas": 2}, ("2", "3", "2")),
-])  # fmt: skip
+])
 def test_a_job_that_does_not_fit_is_refused(scene, job: Job, settings: dict[str, int], said: tuple[str, ...]) -> None:
     at = scene(memory_mb=1, **settings)
     peer = at.join()

@@ -26,7 +26,7 @@ from .group_scene import FakeReplica, Scene, fake_sessions, small_job
 
 MODEL = {"model.layer0.weight": torch.zeros(2), "optimizer.layer0.weight.exp_avg": torch.ones(2),
          "optimizer.layer0.weight.step": torch.ones(()), "optimizer.layer0.bias.step": torch.ones(()),
-         "model.layer0.bias": torch.zeros(1)}  # fmt: skip
+         "model.layer0.bias": torch.zeros(1)}
 SECONDS = 120.0  # until a thread must have done something
 
 
@@ -173,7 +173,7 @@ def test_the_end_is_said_by_rank_0(scene) -> None:
 
 LINE = Closed(2, True, "verified", 100, 60, {"lost": 4}, 3, 5, 7, [])
 SAID = {"status": "verified", "packets": 100, "placed": 60, "missing": {"lost": 4}, "healed": 3, "duplicates": 5,
-        "dropped": {}, "lag": 7}  # fmt: skip
+        "dropped": {}, "lag": 7}
 
 
 def test_a_published_iteration_is_told_to_everybody(scene, tmp_path) -> None:
@@ -604,4 +604,4 @@ def test_what_an_earlier_process_left_is_said_at_the_start(scene, tmp_path: Path
     at.group.start()
     at.group.stop()
     assert at.said == [("kept", {"name": "a", "run_id": "before", "step": 12, "path": str(path),
-                                 "needs": "manifest, flows and state of a run"})]  # fmt: skip
+                                 "needs": "manifest, flows and state of a run"})]

@@ -52,7 +52,7 @@ def _begin(node: Any, trainers: list[Any], truth: Any, at: int) -> None:
     {"protocol": "ll128", "ranks": 3, "channels": 2, "count": [9000, 4001]},
     {"protocol": "simple", "ranks": 3, "count": [50_000, 301], "mtu": 1024},
     {"protocol": "ll", "algorithm": "tree", "ranks": 4},
-])  # fmt: skip
+])
 def test_versions_equal_the_trainer(start_node, attach, truth, lan, tmp_path: Path, options) -> None:
     """Joined in mid-stream at iteration 2, with a state; a schedule in the records; verified by checksums."""
     job = _job(**options)

@@ -306,7 +306,7 @@ def test_a_session_that_is_closed_publishes_nothing_more(live, tmp_path) -> None
     ("no such", "0" * 16), ("layer0.weight", "0" * 15), ("layer0.weight", "0" * 17), ("layer0.weight", "A" * 16),
     ("layer0.weight", "g" * 16), ("layer0.weight", ""), ("layer0.weight", "0" * 15 + "\n"), ("", "0" * 16),
     ("layer0.weight", "0x" + "0" * 14), ("layer0.weight", "0" * 16 + "\n"),
-])  # fmt: skip
+])
 def test_a_checksum_has_sixteen_digits_and_the_name_of_a_tensor(live, name: str, text: str) -> None:
     at = live()
     at.state(2)
@@ -341,7 +341,7 @@ def test_records_more_than_256_ahead_are_not_kept_and_that_is_said_once(live) ->
     assert at.record(258) == "" and at.waiting == []
     assert at.record(259) == at.record(260) == ""
     assert at.waiting == [(2, "no packets of it, while a record says that iteration 269 is over; records further than"
-                              " 256 ahead are not kept")]  # fmt: skip
+                              " 256 ahead are not kept")]
     assert at.step(2).lag == 256  # to 258, the newest that was taken
     assert at.record(260) == "" and len(at.waiting) == 2  # 3 is awaited; 258 is kept since it was near enough
     assert at.waiting[1][0] == 3 and "iteration 270 is over" in at.waiting[1][1]
@@ -381,7 +381,7 @@ def test_a_record_of_a_closed_iteration_is_passed_over(live) -> None:
 @pytest.mark.parametrize("other", [
     {"groups": [{"lr": 0.25}]}, {"clip": 0.5}, {"scale": 2.0}, {"skipped": True},
     {"checksums": {"layer0.weight": "0" * 16}},
-])  # fmt: skip
+])
 def test_when_two_ranks_disagree_neither_is_believed(live, other: dict[str, Any]) -> None:
     at = live(first=5)
     at.state(2)
@@ -393,13 +393,13 @@ def test_when_two_ranks_disagree_neither_is_believed(live, other: dict[str, Any]
     at.poll()
     assert at.ended == [(2, False, ["step_record"])] and at.follower.status == "lost"
     assert at.lost == ["iteration 7 is not published: step_record: the manifest declares per-step values and their"
-                       " record is not here"]  # fmt: skip
+                       " record is not here"]
 
 
 @pytest.mark.parametrize(("fields", "value"), [
     ({}, 0.5), ({"groups": [{}]}, 0.5), ({"groups": [{"lr": 0.25}]}, 0.75), ({"clip": 0.5}, 0.75),
     ({"scale": 2.0}, 0.75), ({"skipped": True}, 1.0), ({"scale": 0.5, "clip": 0.25}, 0.75),
-])  # fmt: skip
+])
 def test_the_values_of_a_record_are_those_of_the_step(live, fields: dict[str, Any], value: float) -> None:
     at = live()
     at.state(2)
@@ -547,7 +547,7 @@ def test_a_state_that_is_too_late_is_refused(live) -> None:
     at.poll()
     at.session.announce(4)
     for t, why in ((2, "the state before iteration 7 is here, and 8 has passed"),
-                   (3, "the state before iteration 8 is here, and 8 has passed")):  # fmt: skip
+                   (3, "the state before iteration 8 is here, and 8 has passed")):
         with pytest.raises(UserError) as refused:
             at.state(t)
         assert refused.value.what == why

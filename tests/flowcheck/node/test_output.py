@@ -37,7 +37,7 @@ def clock(monkeypatch) -> None:
 ITERATION = {
     "name": "a", "iteration": 7, "published": True, "status": "verified", "packets": 100, "placed": 60, "missing": {},
     "healed": 3, "duplicates": 5, "dropped": {}, "lag": 2, "failed": [], "why": [],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("event", "fields", "line"), [
@@ -53,7 +53,7 @@ ITERATION = {
                                "why": [("covered", "bucket 0"), ("previous", "no")]},
      "iteration 7: NOT published verified, 100 packets, 60 placed, missing lost 4 icrc 2, healed 3, duplicates 5,"
      " lag 2, covered: bucket 0; previous: no"),
-])  # fmt: skip
+])
 def test_lines_for_people(capsys, event: str, fields: dict[str, Any], line: str) -> None:
     Events(False, None)(event, **fields)
     assert capsys.readouterr().out == line + "\n"
@@ -183,7 +183,7 @@ def test_hashes_of_every_version_are_appended(tmp_path) -> None:
     assert first == {
         "iteration": 6, "name": "a", "tensors": {"w": sha256(1.0, 2.0), "b": sha256(0.0)},
         "optimizer": {"w.exp_avg": sha256(4.0)},
-    }  # fmt: skip
+    }
     assert second == first | {"name": "b"}
 
 

@@ -38,7 +38,7 @@ def test_each_state_gets_a_file_of_its_own(tmp_path) -> None:
     (["flowcheck-n-g-3.replica", "flowcheck-n-g-12.replica", "flowcheck-n-g-9.replica"], 13),  # as numbers, not text
     (["flowcheck-n-h-7.replica", "flowcheck-m-g-7.replica", "flowcheck-n-g-h-7.replica"], 1),  # other groups, nodes
     (["flowcheck-n-g-x.replica", "flowcheck-n-g-.replica", "flowcheck-n-g-4.replica.new", "flowcheck-n-g-5"], 1),
-])  # fmt: skip
+])
 def test_numbers_go_on_after_those_of_earlier_processes(tmp_path, there: list[str], number: int) -> None:
     for name in there:
         (tmp_path / name).touch()
@@ -53,7 +53,7 @@ def test_what_earlier_processes_left_is_found(tmp_path) -> None:
     assert Served(tmp_path, "n", "g").found() == [
         Kept(tmp_path / "flowcheck-n-g-9.replica", "first", 5),
         Kept(tmp_path / "flowcheck-n-g-10.replica", "second", 9, 0, 9),
-    ]  # fmt: skip
+    ]
 
 
 def test_when_the_newest_file_holds_a_version_older_ones_of_the_run_go(tmp_path) -> None:

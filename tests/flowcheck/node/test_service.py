@@ -44,7 +44,7 @@ pytestmark = pytest.mark.root
 
 def _job(seed: int = 3, **options: Any) -> Job:
     job = example_job(**{"ranks": 2, "count": [700, 300], "optimizer": "adamw", "options": {"lr": 0.01}, "seed": seed,
-                         **options})  # fmt: skip
+                         **options})
     job.step_values = ["lr"]
     return job
 
@@ -89,7 +89,7 @@ def test_a_start_that_is_interrupted_is_taken_down(lan: Any, tmp_path: Path, num
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "flowcheck.node", "--config", str(tmp_path / "node.toml")],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    )
     try:
         end = time.monotonic() + LONGEST
         while not (mine := [Path(one.path) for one in read_counters() if one.pid == process.pid]):

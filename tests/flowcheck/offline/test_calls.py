@@ -72,7 +72,7 @@ def test_arguments_that_cannot_be_are_refused_before_anything_starts(wrong: dict
     ("import os; os.kill(os.getpid(), 11)", InternalError, "ended with SIGSEGV"),
     ("print('some last words'); raise ValueError('of ours')", InternalError, "ended with status 1"),
     ("print('some last words'); raise SystemExit(3)", InternalError, "ended with status 3"),
-])  # fmt: skip
+])
 def test_a_child_that_does_not_answer(code: str, error: type[Exception], said: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(child, "_START", code)
     with pytest.raises(error, match=said) as caught:
@@ -86,7 +86,7 @@ def test_a_child_ends_when_its_caller_lets_go(monkeypatch: Any) -> None:
         "import sys, time; sys.stdin.buffer.readline()\n"
         "from flowcheck.offline.child import serve\n"
         "serve({'task': 't', 'given': {}, 'answer': 1}, {'t': lambda given: time.sleep(3600)})\n"
-    ))  # fmt: skip
+    ))
     started = []
     popen = child.subprocess.Popen
 
@@ -127,7 +127,7 @@ def test_only_tensors_without_a_missing_element_become_gradients() -> None:
     ]
     found = gradients_of(job, 3, [
         covered(0, [1, 2, 3, 4, 5, 6, 7], (0, 6)), covered(1, [0, 8, 9], (1, 3)), covered(2, [1, 2], (0, 2)),
-    ])  # fmt: skip
+    ])
     assert sorted(found) == sorted([f"gradient.{a}", f"gradient.{b}", "bucket.2"])
     assert found[f"gradient.{a}"].tolist() == [[1, 2], [3, 4]] and found[f"gradient.{b}"].tolist() == [5, 8, 9]
     assert found["bucket.2"].tolist() == [1, 2]

@@ -271,7 +271,7 @@ def test_another_run_on_the_same_queue_pairs(protocol: str, replayed, tmp_path: 
     are no retransmissions; what both brought together is no iteration."""
     job = example_job(ranks=2, count=40_000, protocol=protocol, startup=False, rebuild=False, buffer_bytes={
         "simple": 65536, "ll": 65536, "ll128": 122880,
-    })  # fmt: skip
+    })
     job.optimizer, job.model, job.buckets.iteration_0, job.buckets.steady = None, [], [], []
 
     def values(of: int):  # type: ignore[no-untyped-def]

@@ -37,7 +37,7 @@ JOBS = {
 }
 SOFT = [f"{name}_nccl_ring4{how}" for name, how in (
     ("03", ""), ("05", "_ar_qps4"), ("07", "_mtu1024"), ("20", "_loss1"), ("24", "_reorder_dup"),
-)]  # fmt: skip
+)]
 CASES = [(name, "") for name in sorted(JOBS)] + [(name, "rank 1") for name in SOFT]  # all edges heal nearly everything
 SEEDS = range(3)
 REMOVED = 0.05
@@ -47,7 +47,7 @@ Packet = tuple[int, bytes]
 
 def captured(name: str) -> Path:
     found = [p for folder in (ROOT / "pcaps", CAPTURES / "soft-roce", CAPTURES / "nccl-hardware")
-             for p in folder.glob(f"{name}.pcap*")]  # fmt: skip
+             for p in folder.glob(f"{name}.pcap*")]
     if not found:
         pytest.skip(f"shared capture {name} is not beside this checkout")
     return found[0]
@@ -116,7 +116,7 @@ def step_of(path: Path) -> int:
 def weights_in(path: Path) -> dict[str, str]:
     files = json.loads((path / "manifest.json").read_text())["files"]
     return {f"{file}/{name}": entry["sha256"] for file, body in files.items()
-            for name, entry in body["tensors"].items()}  # fmt: skip
+            for name, entry in body["tensors"].items()}
 
 
 @pytest.fixture(scope="module")

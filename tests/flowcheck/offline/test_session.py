@@ -453,7 +453,7 @@ def test_a_replay_from_start_to_end(memory, huge: bool, monkeypatch: pytest.Monk
     assert asked[0] > 0 and len(asked) == 1
     assert [(s.path, s.stream, s.state) for s in FileInMemory.made] == [
         ("port0", 0, "new, started, stopped, closed"), ("port1", 1, "new, started, stopped, closed"),
-    ]  # fmt: skip
+    ]
     assert set(report.stages) == {"start", "receive and place", "verdict, update, write"}
     assert all(seconds > 0 for seconds in report.stages.values())
     assert report.stages["receive and place"] + report.stages["verdict, update, write"] == pytest.approx(report.seconds)

@@ -143,7 +143,7 @@ def test_what_the_manifest_itself_calls_unproven_is_in_the_report(begin: Begin, 
         ({"other_roce": (5, 1)}, "`flowcheck inspect` lists the connections; put their addresses and QP"),
         ({}, "`flowcheck inspect` lists the connections"),
     ],
-)  # fmt: skip
+)
 def test_what_to_do_goes_by_what_most_packets_suffered(begin: Begin, counts: dict, words: str) -> None:
     replayed = begin()
     replayed.engine.counts = [counts]
@@ -200,7 +200,7 @@ def test_flows_of_the_report(begin: Begin) -> None:
         "role": "gradients", "src": 0, "dst": 1, "channel": 0, "src_addr": one, "dst_addr": other,
         "qpns": job.flows[0].qpns, "packets": 7, "missing": 6, "duplicates": 5, "retransmissions": 4, "icrc_wrong": 3,
         "state": "LOST", "detail": "",
-    }  # fmt: skip
+    }
     assert (control["role"], control["src"], control["dst"]) == ("control", 1, 0)
     assert control["qpns"] == job.flows[0].cts_qpns
     assert (control["src_addr"], control["dst_addr"], control["state"], control["detail"]) == (other, one, "", "")

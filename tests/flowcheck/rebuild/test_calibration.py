@@ -146,7 +146,7 @@ def test_a_remembered_choice_is_used() -> None:
         {"version": place.version() + 1}, {"mtu": 512}, {"pages": "huge"},
         {"ways": {"ll": "t9", "ll128": "t0", "simple": "t0"}}, {"ways": {"ll": "t0@0", "ll128": "t0", "simple": "t0"}},
     ],
-)  # fmt: skip
+)
 def test_what_is_about_something_else_is_not(changes: dict[str, object]) -> None:
     remembered(**changes)
     assert settle(1024, measure=False).ways == ALL_DEFAULT

@@ -150,7 +150,7 @@ def test_the_callers_words_fail_their_clauses() -> None:
 
 @pytest.mark.parametrize(("declared", "record", "fails"), [
     (("lr",), False, [Clause.STEP_RECORD]), (("lr",), True, []), ((), False, []), ((), True, []),
-])  # fmt: skip
+])
 def test_a_step_record_is_needed_where_the_manifest_declares_values(declared, record, fails) -> None:
     judged = look(*made(step_values=declared), record=record)
     assert [clause for clause, _ in judged.verdict.failing] == fails
@@ -186,7 +186,7 @@ def test_copies_that_agree_fail_nothing() -> None:
 @pytest.mark.parametrize("change", [
     {"anchored": False, "packets": 0},  # nothing of it was captured
     {"anchored": False, "state": "LOST"},  # its disagreement is logged where it was
-])  # fmt: skip
+])
 def test_flows_that_need_no_anchor(change: dict) -> None:
     plan, engine = made()
     engine.flow(DATA).update(change)
@@ -226,7 +226,7 @@ def test_icrc_off_is_a_mark_and_no_failure(checked: bool, marks: tuple[str, ...]
     (range(1, 4), ()),  # not yet
     (range(1, 1 << 62), ()),  # never
     (range(0), ()),
-])  # fmt: skip
+])
 def test_a_flow_that_is_trusted_again_is_a_mark(ignored: range, marks: tuple[str, ...]) -> None:
     plan, engine = made()
     engine.flow(DATA_BACK, stream=1)["ignored"] = ignored

@@ -150,7 +150,7 @@ def test_a_second_capture_may_carry_the_rest() -> None:
     assert missing(plan, engine) == {"not_mirrored": 12, "lost": 8}
     assert [spec.qpn for spec, _ in data_flows(plan, engine)] == [
         plan.engine.flows[OURS].qpn, plan.engine.flows[OTHER].qpn
-    ] * 2  # fmt: skip
+    ] * 2
 
 
 @pytest.mark.parametrize("cause", ["icrc", "unanchored"])
@@ -168,7 +168,7 @@ def test_a_noted_loss_has_its_cause(cause: str) -> None:
         loss("icrc", 0, 80, iteration=1), loss("icrc", 0, 80, iteration=3), loss("icrc", 0, 80, target=PARAMETERS),
         loss("late", 0, 80), loss("icrc", 128, 16), loss("icrc", 80, 16), loss("lost", 0, 80),
     ],
-)  # fmt: skip
+)
 def test_losses_of_something_else_do_not_count(noted: dict) -> None:
     """Of another iteration, of parameters, of another kind, or behind the bucket."""
     plan, engine = example([20, 9])
@@ -274,7 +274,7 @@ def traffic(
     job = example_job(
         ranks=ranks, count=count, protocol=protocol, qps=qps, split_data_on_qps=split, devices=devices, mtu=1024,
         startup=rebuild, rebuild=rebuild, dtype=dtype, channels=2 if ranks == 3 else 1, seed=4,
-    )  # fmt: skip
+    )
     return plan_job(job, arenas=8), generate(job, iterations=5, seed=4, ports=[0, ranks] if devices == 2 else [0])
 
 
@@ -288,7 +288,7 @@ def through(plan: JobPlan, packets: list[Packet]) -> list[tuple[int, int, dict[s
     return [
         (found.place.elements, found.covered, found.missing, found.placed)
         for iteration in range(5) for found in bucket_coverage(plan, engine, iteration)
-    ]  # fmt: skip
+    ]
 
 
 def first_of_each(packets: list[Packet], qpns: list[int]) -> list[Packet]:
@@ -430,7 +430,7 @@ SENTENCES = [
     ("extra message", 0, 0, "the sender sent one message too many: the manifest's last call has ended"),
     ("repeated chunk", 0, 0, "one message too many: this message repeats the reduced chunk that its sender"),
     ("made anew", 0, 0, "a first packet of other contents came behind it: the connection was made anew"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("kind", "expected", "found", "text"), SENTENCES, ids=[kind for kind, *_ in SENTENCES])

@@ -281,7 +281,7 @@ def test_a_state_is_too_late_once_its_iteration_has_closed(live) -> None:
     (0, 0, ["closed 0", "closed 1"]), (7, 0, ["closed 0", "closed 1"]), (None, 0, ["closed 0", "closed 1"]),
     (3, 3, ["closed 3", "closed 4"]), (4, 3, ["not 3", "closed 4"]), (2, 3, ["not 3", "lost", "not 4"]),
     (None, 3, ["closed 3", "closed 4"]),
-])  # fmt: skip
+])
 def test_where_weights_belong(offline, weights: int | None, begins: int, said: list[str]) -> None:
     """Captures that begin with the communicator go on from any step; those that begin later need just theirs."""
     at = offline(FakeSource(whole(begins, begins + 1)), replica=FakeReplica(weights))

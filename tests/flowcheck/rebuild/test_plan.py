@@ -64,7 +64,7 @@ def test_each_broadcast_begins_on_a_line_and_its_entries_are_packed() -> None:
     plan = plan_job(described)
     assert [(p.name, p.offset, p.nbytes) for p in plan.parameters] == [
         ("layer0.weight", 0, 32), ("layer0.bias", 32, 4), ("layer1.weight", 64, 84), ("layer1.bias", 148, 12),
-    ]  # fmt: skip
+    ]
     assert plan.engine.parameter_bytes == 192
     assert [base for _, call, _, base in plan.calls if call.carries == "parameters"] == [0, 64]
 
@@ -73,7 +73,7 @@ def test_each_broadcast_begins_on_a_line_and_its_entries_are_packed() -> None:
     ({"count": 32}, "has 32 elements, its tensors have 33"), ({"count": 34}, "has 34 elements, its tensors have 33"),
     ({"tensors": ["layer0.weight", "nothing"]}, "names 'nothing', which is no float32 entry"),
     ({"dtype": "float16"}, "names 'layer0.weight', which is no float16 entry"),
-])  # fmt: skip
+])
 def test_a_broadcast_that_is_not_of_the_model_is_refused(change: dict[str, object], words: str) -> None:
     """Entries would be taken from the bytes of their neighbours."""
     described = job()
@@ -89,7 +89,7 @@ def test_a_broadcast_that_is_not_of_the_model_is_refused(change: dict[str, objec
 @pytest.mark.parametrize(("version", "index", "tag", "big_endian"), [
     ("2.20.5", 32, 24, False), ("2.23.4", 32, 24, False), ("2.24.3", 40, 36, False), ("2.28.9", 40, 36, False),
     ("2.29.2", 40, 36, True), ("2.30.7", 56, 52, True),
-])  # fmt: skip
+])
 def test_the_form_of_a_version(version: str, index: int, tag: int, big_endian: bool) -> None:
     """Bytes of the index and the tag in a clear-to-send, and the order of bytes of the immediate."""
     engine = plan_job(job(version=version)).engine
@@ -99,7 +99,7 @@ def test_the_form_of_a_version(version: str, index: int, tag: int, big_endian: b
 
 @pytest.mark.parametrize(("version", "adaptive", "above"), [
     ("2.15.5", False, 4096), ("2.16.5", False, None), ("2.16.5", True, 4096), ("2.27.7", False, None),
-])  # fmt: skip
+])
 def test_large_messages_leave_as_pairs_with_adaptive_routing_and_always_until_2_15(
     version: str, adaptive: bool, above: int | None
 ) -> None:
@@ -117,7 +117,7 @@ def test_data_goes_to_the_receiver_and_clear_to_send_comes_back() -> None:
     assert [(f.src_addr, f.dst_addr, f.qpn, f.qp, f.data) for f in plan.engine.flows if f.edge == 0] == [
         (here, there, 17, 0, True), (here, there, 18, 1, True),
         (there, here, 33, 0, False), (there, here, 34, 1, False),
-    ]  # fmt: skip
+    ]
     assert (plan.engine.edges[0].qps, plan.engine.edges[0].used) == (2, 1)
 
 

@@ -35,7 +35,7 @@ def edges(of: JobPlan) -> list[tuple[int, int, int]]:
     {0: 0, 1: 0},  # receivers that never set a tag send 0 for everybody
     {1: 0},  # perhaps not set
     {1: 1},  # one edge, and right
-])  # fmt: skip
+])
 def test_tags_that_contradict_nothing(tags: dict[int, int]) -> None:
     assert contradiction(plan(), tags) == ""
 
@@ -54,7 +54,7 @@ def test_exchanged_ranks_are_named_with_their_values() -> None:
     ({0: 0, 1: 1, 2: 3}, "rank 2 -> 0 (QP 0x13) calls its sender rank 3, the manifest says 2"),  # the last of three
     ({0: 2, 1: 1}, "rank 0 -> 1 (QP 0x11) calls its sender rank 2, the manifest says 0"),  # the first
     ({1: 2, 2: 1}, "rank 1 -> 2 (QP 0x12) calls its sender rank 2, the manifest says 1"),
-])  # fmt: skip
+])
 def test_one_wrong_tag_is_enough(tags: dict[int, int], named: str) -> None:
     assert f"the receiver of channel 0, {named}:" in contradiction(plan(ranks=3), tags)
 
@@ -92,7 +92,7 @@ def test_a_split_communicators_tags_are_in_its_parents_numbering() -> None:
      "clear-to-send writes of 64 bytes, as of NCCL 2.20 and later; the manifest says 2.19.4: correct nccl_version"),
     ("2.20.5", 1, 0,
      "clear-to-send writes of 32 bytes, as of NCCL 2.19 and older; the manifest says 2.20.5: correct nccl_version"),
-])  # fmt: skip
+])
 def test_the_form_of_the_clear_to_send_tells_the_version(version: str, small: int, large: int, why: str) -> None:
     assert other_version(plan(version=version), {32: small, 64: large}) == why
 
@@ -108,7 +108,7 @@ def test_ranks_of_a_ring_with_equal_chunks_rest_on_trust() -> None:
     ({0: 0, 1: 1}, []),  # confirmed
     ({0: 0, 1: 0}, [RANKS]),  # receivers that set no tag
     ({0: 1, 1: 0}, [RANKS]),  # refuted, which confirms nothing
-])  # fmt: skip
+])
 @pytest.mark.parametrize("algorithm", ["ring", "tree"])
 def test_only_right_tags_confirm_the_ranks(algorithm: str, tags: dict[int, int], marks: list[str]) -> None:
     assert on_trust(plan(algorithm=algorithm), [0, 1], tags) == marks
@@ -141,7 +141,7 @@ def test_nothing_is_said_of_a_ring_that_nobody_saw() -> None:
     (4, [0, 2], [RANKS]),  # by two places, which exchanges them
     (4, [1, 2], [RANKS]),  # by three places
     (4, [0, 1, 2], []),  # one of them would become the last edge, whatever the turn
-])  # fmt: skip
+])
 def test_what_was_seen_decides_whether_ranks_could_be_turned(ranks: int, seen: list[int], marks: list[str]) -> None:
     assert on_trust(plan(ranks=ranks, count=12288, broadcast=True, protocol="ll"), seen, {}) == marks
 
@@ -190,7 +190,7 @@ def test_channels_that_carry_nothing_are_not_alike() -> None:
 @pytest.mark.parametrize(("count", "marks"), [
     (409_597_953, []),  # 50000 messages in a call, and the last ones differ
     ((1 << 31) + 1, [RANKS]),  # more are not listed: likeness is assumed
-])  # fmt: skip
+])
 def test_an_edge_of_very_many_messages_counts_as_alike(count: int, marks: list[str]) -> None:
     assert on_trust(plan(count=count, protocol="ll"), [0, 1], {}) == marks
 

@@ -124,7 +124,7 @@ def test_without_an_optimizer_there_is_no_replica(tmp_path: Path) -> None:
     (lambda j: setattr(j.collectives.steady[0], "count", 23), "bucket 0"),  # of 24 described elements
     (lambda j: j.buckets.steady[1].slices.pop(), "layer0"),
     (lambda j: j.buckets.iteration_0[0].slices.pop(), "layer1"),
-])  # fmt: skip
+])
 def test_a_manifest_that_the_updater_cannot_follow_is_refused(change, words: str) -> None:
     described = job()
     change(described)
@@ -150,7 +150,7 @@ def test_weights_come_from_a_complete_broadcast() -> None:
 
 @pytest.mark.parametrize(("cell", "name"), [
     (0, "layer0.weight"), (3, "layer0.weight"), (4, "layer0.bias"), (14, "layer1.weight"), (16, "layer1.bias"),
-])  # fmt: skip
+])
 def test_a_broadcast_with_a_gap_gives_no_weights(cell: int, name: str) -> None:
     plan = plan_job(job())
     engine = broadcast(FakeEngine(plan.engine), weights())

@@ -69,7 +69,7 @@ def test_an_iteration_that_is_not_full_is_not_closed_for_the_next_ones_sake() ->
     ([], False, True, ["lost", "ended"]),
     ([Packet(0), Packet(2)], True, True, ["lost", "lost"]),  # blocked itself
     ([Packet(1)], True, True, ["lost", "past"]),
-])  # fmt: skip
+])
 def test_an_early_close_needs_every_stream_past_or_ended_or_blocked(packets, open, closes, states) -> None:
     """The first stream waits for an arena; it lacks the end of iteration 0. All depends on the second one."""
     made = Scheduled(live([Packet(0), Packet(2)]), FakeSource(packets, open=open), complete=False)
@@ -112,7 +112,7 @@ def due_without(iteration: int, absent: list[int], plan: JobPlan) -> range:
     (1, [12, 15, 21], True),  # between the buckets and after them lies nothing
     (0, [16], False),  # the only bucket of iteration 0 ends here
     (0, [17, 20], True),
-])  # fmt: skip
+])
 def test_an_iteration_is_complete_with_every_cell_of_every_bucket(
     iteration: int, absent: list[int], complete: bool
 ) -> None:
@@ -169,7 +169,7 @@ def test_unseen_iterations_close_one_by_one() -> None:
     (1003, [], [*range(1004)]),  # a thousand are unseen beside those that the arenas have room for
     (1004, [(1, 1001)], [0, 1002, 1003, 1004]),
     (5000, [(1, 4997)], [0, 4998, 4999, 5000]),
-])  # fmt: skip
+])
 def test_after_a_very_long_outage_all_but_the_last_are_skipped(wanted, skipped, closed) -> None:
     made = Scheduled(FakeSource(whole(0, wanted)), arenas=2, complete=False).run()
     assert (made.skipped, list(made.closed)) == (skipped, closed)

@@ -40,7 +40,7 @@ def alone(
 ) -> Job:
     """A job of buckets of `count` and 9 elements."""
     described = example_job(count=[count, 9], protocol="simple", dtype=dtype, optimizer=optimizer, masters="none",
-                            options={"lr": 0.01, **options})  # fmt: skip
+                            options={"lr": 0.01, **options})
     assert described.optimizer is not None
     described.optimizer.threads = threads
     return described
@@ -84,7 +84,7 @@ def same_bits(found: torch.Tensor, right: torch.Tensor) -> bool:
     (alone(), 1), (alone(dtype="float16"), 1), (alone(optimizer="adam", weight_decay=0.1), 2),
     (alone(LARGE, optimizer="sgd", momentum=0.9, weight_decay=0.1, threads=2), 2),
     (alone(LARGE, "float16", "adam", weight_decay=0.1, threads=1), 1), (alone(LARGE), 2),
-], ids=["adamw", "adamw-float16", "adam", "sgd-shared", "adam-float16-large", "adamw-shared"])  # fmt: skip
+], ids=["adamw", "adamw-float16", "adam", "sgd-shared", "adam-float16-large", "adamw-shared"])
 def test_a_replay_holds_what_torch_holds(replayed: Any, tmp_path: Path, job: Job, threads: int) -> None:
     made = generate(job, iterations=3, seed=5)
     made.write(tmp_path / "job.pcap")
@@ -105,7 +105,7 @@ def test_a_replay_holds_what_torch_holds(replayed: Any, tmp_path: Path, job: Job
     (alone(LARGE, optimizer="sgd"), True), (alone(LARGE, optimizer="sgd", threads=1), False),
     (alone(GRAIN, optimizer="sgd"), False), (alone(LARGE), False), (alone(LARGE, optimizer="adam"), False),
     (alone(LARGE, optimizer="adam", weight_decay=0.1), True),
-])  # fmt: skip
+])
 def test_a_number_of_threads_that_bits_depend_on_is_said_or_the_result_marked(job: Job, marked: bool) -> None:
     replica = JobReplica(plan_job(job), None)
     assert [mark.split(":")[0] for mark in replica.unproven] == ["threads"] * marked
@@ -135,7 +135,7 @@ def test_orders_without_a_kernel_for_it_are_refused(rounding: str) -> None:
      "'layer1.weight' is updated in float16 alone, and gradients are bfloat16"),
     ("foreach", True, "optimizer.groups[0].options.foreach", "foreach rounds 16-bit parameters"),
     ("threads", -1, "optimizer.threads", "-1"),
-])  # fmt: skip
+])
 def test_a_manifest_of_what_cannot_be_exact_is_refused(field: str, value: Any, where: str, what: str) -> None:
     described = alone().to_dict()
     if field == "dtype":
@@ -162,7 +162,7 @@ def test_foreach_makes_no_difference_where_there_are_masters() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize(("name", "options"), [
     ("adamw", {"lr": 0.1}), ("adam", {"lr": 0.1, "weight_decay": 0.1}), ("sgd", {"lr": 0.1, "momentum": 0.9}),
-])  # fmt: skip
+])
 def test_the_manifest_of_live_objects_makes_a_replica_equal_to_them(
     wrapped: Any, dtype: torch.dtype, name: str, options: dict[str, Any]
 ) -> None:
@@ -174,7 +174,7 @@ def test_the_manifest_of_live_objects_makes_a_replica_equal_to_them(
     described = entries(model, optimizer)
     said: list[dict[str, Any]] = []
     watch = Watch(model, optimizer, described, lambda since: said[since:],
-                  lambda: {"ranks": 2, "nccl_version": "2.27.7"}, "run", 0)  # fmt: skip
+                  lambda: {"ranks": 2, "nccl_version": "2.27.7"}, "run", 0)
 
     def iterate() -> None:
         optimizer.zero_grad()
@@ -228,7 +228,7 @@ def _with_wide_state(model: Any) -> torch.optim.Optimizer:
     (lambda m: _sgd(m, fused=True), "state_dict: first.weight", "is optimized in bfloat16 without fp32 masters, in the"
      " order torch-cpu-fused"),
     (_with_wide_state, "optimizer", "holds momentum_buffer in torch.float32 of a parameter in torch.bfloat16"),
-])  # fmt: skip
+])
 def test_optimizers_that_cannot_be_followed_in_16_bits(wrapped: Any, make: Any, where: str, what: str) -> None:
     model = wrapped(net().bfloat16())
     assert refusal(lambda: entries(model, make(model))) == (where, what)

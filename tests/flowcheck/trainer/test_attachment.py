@@ -29,7 +29,7 @@ class Training:
     """A training loop whose communicator's calls are made up, and its attachment."""
 
     def __init__(self, wrap: Any, address: tuple[str, int], *, layer: torch.nn.Module | None = None, rank: int = 0,
-                 make: Callable[[Any], torch.optim.Optimizer] | None = None, **options: Any) -> None:  # fmt: skip
+                 make: Callable[[Any], torch.optim.Optimizer] | None = None, **options: Any) -> None:
         torch.manual_seed(1)
         self.model = wrap(layer if layer is not None else torch.nn.Linear(2, 2), rank=rank)
         self.optimizer = (make or (lambda p: torch.optim.SGD(p, lr=1.0)))(self.model.parameters())
@@ -39,7 +39,7 @@ class Training:
             self.model, self.optimizer, node=f"{address[0]}:{address[1]}", token=TOKEN.decode(),
             **{"max_stall_s": 0.0, "topology": lambda: {"communicator": COMMUNICATOR, "flows": [FLOW]},
                "collectives": lambda since: self.said[since:]} | options,
-        )  # fmt: skip
+        )
 
     def train(self, *, step: int = 1, calls: int = 1) -> None:
         """One iteration, without attachment.step()."""
@@ -130,7 +130,7 @@ def attach(**options: Any) -> flowcheck.Attachment:
     return flowcheck.attach(
         torch.nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]),
         **{"node": "host:1", "token": TOKEN.decode()} | options,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(("node", "token", "what"), [
@@ -138,7 +138,7 @@ def attach(**options: Any) -> flowcheck.Attachment:
     ("host:65536", TOKEN.decode(), "not an address"), ("host:-1", TOKEN.decode(), "not an address"),
     (":7070", TOKEN.decode(), "not an address"), ("host:", TOKEN.decode(), "not an address"),
     ("host:http", TOKEN.decode(), "not an address"), ("host:1", "short", "token of 5 characters"),
-])  # fmt: skip
+])
 def test_arguments_that_cannot_be_are_refused_at_once(node: str, token: str, what: str) -> None:
     with pytest.raises(UserError, match=what):
         attach(node=node, token=token)
@@ -148,7 +148,7 @@ def test_arguments_that_cannot_be_are_refused_at_once(node: str, token: str, wha
     {"checksum_every": -1}, {"checksum_every": "100"}, {"epoch": 1.5}, {"epoch": -1}, {"iteration": -3},
     {"max_stall_s": -1.0}, {"max_stall_s": float("inf")}, {"max_stall_s": float("nan")},
     {"max_stall_s": 2 * threading.TIMEOUT_MAX},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_numbers_that_cannot_be_are_refused_at_once(odd: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"^{next(iter(odd))}: .* is not a "):
         attach(**odd)
@@ -158,7 +158,7 @@ def test_numbers_that_cannot_be_are_refused_at_once(odd: dict[str, Any]) -> None
     {"checksum_every": 0, "epoch": 0, "iteration": 0, "max_stall_s": 0},
     {"checksum_every": 1, "epoch": 1, "iteration": 1, "max_stall_s": 1},
     {"max_stall_s": threading.TIMEOUT_MAX}, {"node": "host:65535"}, {"node": "[::1]:7070"},
-], ids=str)  # fmt: skip
+], ids=str)
 def test_numbers_at_their_bounds_are_taken(good: dict[str, Any]) -> None:
     assert "model: is a Linear" in attach(**good).why
 
@@ -186,7 +186,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.mark.parametrize(("node", "address"), [
     ("10.0.0.2:7070", ("10.0.0.2", 7070)), ("[::1]:1", ("::1", 1)), ("XBOX:2", ("XBOX", 2)),
-])  # fmt: skip
+])
 def test_the_address_of_the_node(wrapped, kept, node: str, address: tuple[str, int]) -> None:
     Training(wrapped, (node.rpartition(":")[0], address[1])).attachment.close()
     assert kept == [address, (Bye(), 5.0)], "goodbye has five seconds"
@@ -219,7 +219,7 @@ def test_a_run_without_a_name(training, hand_node) -> None:
 def test_a_job_of_one_rank_is_refused(wrapped) -> None:
     model = wrapped(torch.nn.Linear(1, 1), ranks=1)
     attachment = flowcheck.attach(model, torch.optim.SGD(model.parameters()), node="127.0.0.1:9",
-                                  token=TOKEN.decode(), topology=dict, collectives=lambda since: [])  # fmt: skip
+                                  token=TOKEN.decode(), topology=dict, collectives=lambda since: [])
     assert attachment.state == "refused" and "a job of one rank sends no gradients" in attachment.why
 
 
@@ -229,7 +229,7 @@ def test_rank_and_ranks_are_those_of_the_models_group(wrapped) -> None:
     group = torch.distributed.new_group([1], use_local_synchronization=True)
     model = wrapped(torch.nn.Linear(1, 1), rank=1, process_group=group)
     attachment = flowcheck.attach(model, torch.optim.SGD(model.parameters()), node="127.0.0.1:9",
-                                  token=TOKEN.decode(), topology=dict, collectives=lambda since: [])  # fmt: skip
+                                  token=TOKEN.decode(), topology=dict, collectives=lambda since: [])
     assert attachment.rank == 0 and "a job of one rank sends no gradients" in attachment.why
 
 
@@ -618,7 +618,7 @@ def test_a_state_has_every_entry_and_every_tensor_of_the_optimizer(training, han
     assert state.keys() == {
         "model.weight", "model.frozen", "model.count", "optimizer.weight.step", "optimizer.weight.exp_avg",
         "optimizer.weight.exp_avg_sq",
-    }  # fmt: skip
+    }
     mine = one.optimizer.state[one.model.module.weight]
     assert all(torch.equal(state[f"model.{name}"], value) for name, value in one.values.items())
     assert all(torch.equal(state[f"optimizer.weight.{key}"], value) for key, value in mine.items())
@@ -720,7 +720,7 @@ def test_what_is_told_of_a_step_is_in_its_record(training, hand_node) -> None:
     ({"clip": torch.tensor(float("inf"))}, "no record of iteration 3: clip is inf"),
     ({"scale": float("inf")}, "no record of iteration 3: scale is inf"),
     ({"scale": float("nan"), "skipped": True}, "no record of iteration 3: scale is nan"),
-])  # fmt: skip
+])
 def test_a_step_with_numbers_that_are_none_has_no_record(training, hand_node, caplog, told: Any, why: str) -> None:
     """It is said, once as long as it lasts, and the next good one has a record again."""
     one = training()
@@ -756,7 +756,7 @@ def test_the_norm_of_an_overflow_does_not_matter(training, hand_node, clip: Any)
 
 @pytest.mark.parametrize(("layer", "names"), [
     (Every, {"weight", "frozen", "count"}), (lambda: torch.nn.Linear(2, 2), {"weight", "bias"}),
-], ids=["with buffers", "without"])  # fmt: skip
+], ids=["with buffers", "without"])
 def test_checksums_each_kth_iteration_are_of_every_entry_after_the_step(training, hand_node, layer, names) -> None:
     one = training(layer=layer(), checksum_every=3, rank=1)
     peer = joined(one, hand_node, manifest=False)
@@ -799,7 +799,7 @@ def test_buffers_are_those_of_their_iteration(training, hand_node) -> None:
 @pytest.mark.parametrize(("steps", "told", "what"), [
     (0, {}, "stepped 0 times"), (2, {}, "stepped 2 times"), (2, {"skipped": True}, "stepped 2 times"),
     (3, {}, "stepped 3 times"),
-])  # fmt: skip
+])
 def test_an_optimizer_that_steps_otherwise_is_refused(training, hand_node, steps: int, told: Any, what: str) -> None:
     one = training()
     peer = joined(one, hand_node)
@@ -867,7 +867,7 @@ def test_an_iteration_with_another_call_has_no_record(training, hand_node) -> No
     (lambda one: one.optimizer.param_groups[0].update(lr=float("nan")), "optimizer: lr is nan"),
     (lambda one: one.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]}),
      "optimizer: has 2 parameter groups, and had 1"),
-])  # fmt: skip
+])
 def test_a_step_that_no_replica_could_follow_ends_it(training, hand_node, spoil: Any, why: str) -> None:
     one = training()
     peer = joined(one, hand_node)

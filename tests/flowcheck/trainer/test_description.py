@@ -61,7 +61,7 @@ def test_every_kind_of_entry_in_the_state_dicts_order(wrapped) -> None:
         ("weight", [2, 3], "float32", "optimized", ""), ("frozen", [4], "bfloat16", "constant", ""),
         ("tied", [2, 3], "float32", "optimized", "weight"), ("bias", [3], "float32", "optimized", ""),
         ("count", [], "int64", "buffer", ""),
-    ]  # fmt: skip
+    ]
     assert found.names == {id(inner.weight): "weight", id(inner.bias): "bias"}
     assert found.groups == [["bias"], None, ["weight"]]
     assert found.buffers == ["count"]
@@ -71,7 +71,7 @@ def test_every_kind_of_entry_in_the_state_dicts_order(wrapped) -> None:
 @pytest.mark.parametrize(("make", "name", "rounding"), [
     (lambda p: SGD(p, lr=0.1), "sgd", "torch-cpu"), (Adam, "adam", "torch-cpu"), (AdamW, "adamw", "torch-cpu"),
     (lambda p: AdamW(p, fused=True), "adamw", "torch-cpu-fused"),
-])  # fmt: skip
+])
 def test_the_optimizers_that_are_followed(wrapped, make: Any, name: str, rounding: str) -> None:
     model = wrapped(net())
     found = entries(model, make(model.parameters()))
@@ -84,7 +84,7 @@ class OwnAdam(torch.optim.Adam):
 
 @pytest.mark.parametrize(("make", "what"), [
     (torch.optim.Adagrad, "Adagrad is not followed"), (OwnAdam, "OwnAdam is not followed"),
-])  # fmt: skip
+])
 def test_other_optimizers_are_refused(wrapped, make: Any, what: str) -> None:
     model = wrapped(net())
     assert refusal(lambda: entries(model, make(model.parameters()))) == ("optimizer", what)
@@ -129,7 +129,7 @@ def _delayed(wrap: Any) -> DistributedDataParallel:
     (lambda wrap: wrap(net(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16)),
      "uses DDP's own mixed precision"),
     (_delayed, "uses delay_all_reduce_named_params"),
-])  # fmt: skip
+])
 def test_what_ddp_may_not_do(wrapped, make: Any, what: str) -> None:
     model = make(wrapped)
     found = refusal(lambda: entries(model, SGD(model.module.parameters(), lr=0.1)))
@@ -161,14 +161,14 @@ def _with_buffer(dtype: torch.dtype) -> torch.nn.Module:
     (lambda: torch.nn.Linear(2, 2, dtype=torch.float64), "state_dict: weight", "is optimized in torch.float64"),
     (lambda: torch.nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last), "state_dict: weight",
      "is not in row-major order, and so is its gradient"),
-])  # fmt: skip
+])
 def test_entries_that_are_refused(wrapped, make: Any, where: str, what: str) -> None:
     model = wrapped(make())
     assert refusal(lambda: entries(model, SGD(model.parameters(), lr=0.1))) == (where, what)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8,
-                                   torch.uint64, torch.uint32, torch.uint8], ids=str)  # fmt: skip
+                                   torch.uint64, torch.uint32, torch.uint8], ids=str)
 def test_buffers_of_other_types_are_kept(wrapped, dtype: torch.dtype) -> None:
     model = wrapped(_with_buffer(dtype))
     found = entries(model, SGD(model.parameters(), lr=0.1)).entries
@@ -222,7 +222,7 @@ def test_a_parameter_that_ddp_ignores_may_be_left_out(wrapped) -> None:
       "decoupled_weight_decay": False}),
     (lambda p: AdamW(p, lr=0.3), {"lr": 0.3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 1e-2,
                                   "amsgrad": False, "maximize": False}),
-])  # fmt: skip
+])
 def test_hyper_parameters_are_plain_numbers_by_torchs_names(make: Any, options: dict[str, Any]) -> None:
     optimizer = make(net().parameters())
     kind = type(optimizer).__name__.lower()
@@ -252,7 +252,7 @@ def test_an_option_that_an_older_torch_does_not_have_is_left_out() -> None:
 
 @pytest.mark.parametrize(("groups", "what"), [
     ([["a"]], "has 2 parameter groups, and had 1"), ([["a"], ["b"], None], "has 2 parameter groups, and had 3"),
-])  # fmt: skip
+])
 def test_groups_that_were_added_or_removed_are_refused(groups: Any, what: str) -> None:
     assert refusal(lambda: group_options(_model(groups), _two_groups())) == ("optimizer", what)
 
@@ -262,7 +262,7 @@ def test_groups_that_were_added_or_removed_are_refused(groups: Any, what: str) -
     ("lr", torch.tensor(0.5), "lr is tensor(0.5000)"), ("momentum", None, "momentum is None"),
     ("betas", (0.5, float("inf")), "betas is (0.5, inf)"), ("betas", (float("nan"), 0.5), "betas is (nan, 0.5)"),
     ("betas", [0.5, 0.5], "betas is [0.5, 0.5]"),
-])  # fmt: skip
+])
 def test_what_is_not_a_finite_number_is_refused(key: str, value: object, what: str) -> None:
     optimizer = (Adam if key == "betas" else SGD)(net().parameters(), lr=0.1)
     optimizer.param_groups[0][key] = value
@@ -301,7 +301,7 @@ def test_buckets_are_those_of_ddps_reducer(wrapped) -> None:
     buckets, counts, dtype = layout(model, names)
     assert (_slices(buckets), counts, dtype) == ([[
         ("first.weight", 0, 4, 0), ("first.bias", 4, 2, 0), ("last.weight", 6, 4, 0), ("last.bias", 10, 2, 0)]],
-        [12], "float32")  # fmt: skip
+        [12], "float32")
     missing = {key: name for key, name in names.items() if name != "first.bias"}  # it keeps its place in the bucket
     assert _slices(layout(model, missing)[0]) == [
         [("first.weight", 0, 4, 0), ("last.weight", 6, 4, 0), ("last.bias", 10, 2, 0)]
@@ -331,7 +331,7 @@ def _bucket(index: int, elements: int, *parameters: int) -> Any:
     ([_bucket(0, 5, 2, 3), _bucket(1, 6, 2, 3)], "bucket 1 has 6 elements, its tensors 5"),
     ([_bucket(0, 4, 2, 3)], "bucket 0 has 4 elements, its tensors 5"),
     ([], "reduces gradients in "),
-])  # fmt: skip
+])
 def test_a_reducer_that_contradicts_itself_is_refused(buckets: list[Any], what: str) -> None:
     """No torch is known that does; a later one may pad its buckets."""
     model: Any = SimpleNamespace(reducer=SimpleNamespace(_get_zeros_like_grad_buckets=lambda: buckets))
@@ -385,7 +385,7 @@ def test_the_job_is_known_after_three_iterations(wrapped) -> None:
     assert training.watch.why == "the job's iterations are being watched"
     job = training.known(OTHER, REDUCE).to_dict()
     plain = {"root": 0, "bucket": None, "tensors": [], "layout": [], "after_update": False, "protocol": None,
-             "algorithm": None, "channels": None}  # fmt: skip
+             "algorithm": None, "channels": None}
     other = plain | OTHER | {"carries": "other"}
     iteration = [other, plain | REDUCE | {"carries": "gradient", "bucket": 0}]
     before = plain | REDUCE | {"carries": "other"}
@@ -395,7 +395,7 @@ def test_the_job_is_known_after_three_iterations(wrapped) -> None:
         "iteration_0": [one | {"carries": one["carries"] if one["op"] == "AllReduce" else ""} for one in iteration],
         "rebuild": [],
         "steady": [one | {"carries": one["carries"] if one["op"] == "AllReduce" else ""} for one in iteration],
-    }  # fmt: skip
+    }
     assert (job["run_id"], job["epoch"], job["flows"], job["step_values"]) == ("a run", 7, [], ["lr"])
     assert (job["communicator"]["ranks"], job["communicator"]["nccl_version"]) == (2, "2.27.7")
     assert job["gradients"] == {"dtype": "float32", "divisor": 1}
@@ -404,7 +404,7 @@ def test_the_job_is_known_after_three_iterations(wrapped) -> None:
         "torch_version": torch.__version__,
         "groups": [{"params": ["first.weight", "first.bias", "last.weight", "last.bias"], "options": {
             "lr": 0.5, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}}],
-    }  # fmt: skip
+    }
     assert [entry["name"] for entry in job["model"]] == ["first.weight", "first.bias", "last.weight", "last.bias"]
     assert job["buckets"]["iteration_0"] == [] and [len(b["slices"]) for b in job["buckets"]["steady"]] == [4]
     assert training.asked == [0, 2, 4, 6]  # each call is asked for once
@@ -415,7 +415,7 @@ def test_buffers_are_a_value_of_the_step(wrapped) -> None:
     optimizer = SGD(model.parameters(), lr=0.5)
     said: list[dict[str, Any]] = []
     watch = Watch(model, optimizer, entries(model, optimizer), lambda since: said[since:],
-                  lambda: {"ranks": 2, "nccl_version": "2.27.7"}, "run", 0)  # fmt: skip
+                  lambda: {"ranks": 2, "nccl_version": "2.27.7"}, "run", 0)
     for _ in range(3):
         said.append(REDUCE)
         job = watch.look()
@@ -428,7 +428,7 @@ def test_groups_that_optimize_nothing_are_not_in_the_manifest(wrapped) -> None:
     optimizer = SGD([{"params": [inner.frozen], "lr": 1.0}, {"params": [inner.bias, inner.weight], "lr": 2.0}])
     said: list[dict[str, Any]] = []
     watch = Watch(model, optimizer, entries(model, optimizer), lambda since: said[since:],
-                  lambda: {"ranks": 2, "nccl_version": "2.27.7"}, "run", 0)  # fmt: skip
+                  lambda: {"ranks": 2, "nccl_version": "2.27.7"}, "run", 0)
     for _ in range(3):
         said.append(call("AllReduce", 9))
         job = watch.look()
@@ -472,7 +472,7 @@ def test_buckets_that_are_reduced_in_another_order_are_waited_past(wrapped) -> N
 @pytest.mark.parametrize(("calls", "found"), [
     ([], "[]"), ([call("AllReduce", 11)], "[]"), ([REDUCE, REDUCE], "[12, 12]"), ([call("Broadcast", 12)], "[]"),
     ([call("AllReduce", 12, "float16")], "[]"), ([call("AllReduce", 12, carries="other")], "[]"),
-])  # fmt: skip
+])
 def test_an_iteration_that_reduces_something_else_is_waited_past(wrapped, calls: list[Any], found: str) -> None:
     training = Training(wrapped, [])
     assert training.known(*calls) is None
@@ -536,7 +536,7 @@ def test_iterations_like_those_before_go_on(wrapped) -> None:
     ([OTHER | {"root": 1}, REDUCE],
      f"2 calls on DDP's communicator where 2 are an iteration's; number 0 is {OTHER | {'root': 1}}"),
     ([REDUCE, OTHER], f"2 calls on DDP's communicator where 2 are an iteration's; number 0 is {REDUCE}"),
-])  # fmt: skip
+])
 def test_an_iteration_unlike_those_before_is_refused(wrapped, calls: list[Any], what: str) -> None:
     """As many calls as before are not enough: one other count, type, root or order, and it is another iteration."""
     training = Training(wrapped, [])

@@ -79,7 +79,7 @@ def test_a_welcome_connects(hand_node, post) -> None:
 
 @pytest.mark.parametrize("proof", [
     "00" * 32, "", "the trainer's", "of another token", "of another rank", "cut", "in capitals",
-])  # fmt: skip
+])
 def test_a_welcome_that_does_not_prove_the_token_is_the_end(hand_node, post, proof: str) -> None:
     """An impostor on the node's address gets no model: nothing follows the Hello."""
     mine = post(lambda: [Flows([])])
@@ -89,7 +89,7 @@ def test_a_welcome_that_does_not_prove_the_token_is_the_end(hand_node, post, pro
     wrong = {
         "the trainer's": hello["proof"], "of another token": peer.proof(hello, token=b"another token of tests"),
         "of another rank": peer.proof(hello | {"rank": 1}), "cut": right[:-1], "in capitals": right.upper(),
-    }  # fmt: skip
+    }
     peer.send("welcome", proof=wrong.get(proof, proof))
     assert peer.ended()
     assert mine.tried.wait(LONGEST)
@@ -106,7 +106,7 @@ def test_a_welcome_that_does_not_prove_the_token_is_the_end(hand_node, post, pro
     (lambda peer: peer.send("challenge", nonce="x" * 65536), "at most 65536 are read"),
     (lambda peer: peer.socket.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "does not speak this protocol"),
     (lambda peer: peer.close(), "connection closed"),
-])  # fmt: skip
+])
 def test_openings_that_are_refused(hand_node, post, send: Callable[[Any], None], why: str) -> None:
     mine = post()
     peer = hand_node.accept()
@@ -209,7 +209,7 @@ def test_the_same_reason_is_told_once(hand_node, post) -> None:
     (lambda peer: peer.socket.sendall(b"x" * 16), "does not speak this protocol"),
     (lambda peer: peer.socket.sendall(b"FCR1"), "connection closed within a message"),
     (lambda peer: None, "connection closed"),
-])  # fmt: skip
+])
 def test_what_ends_a_connection(hand_node, post, send: Callable[[Any], None], why: str) -> None:
     """The reason is told once, nothing of the connection stays, and nothing more is sent on it."""
     mine = post()
@@ -274,7 +274,7 @@ def test_messages_go_out_in_order(hand_node, post) -> None:
     assert [peer.expect("record") for _ in range(3)] == [
         {"iteration": number, "groups": [{"lr": 0.5}], "clip": 0.25, "scale": None, "skipped": False,
          "checksums": {"a": "00"}} for number in range(3)
-    ]  # fmt: skip
+    ]
 
 
 def test_tensors_follow_their_message_as_safetensors(hand_node, post) -> None:

@@ -50,7 +50,7 @@ def test_rows_of_the_command() -> None:
     targets = {row["name"]: row["target"] for row in rows}
     assert [targets[f"place.{kind}"] for kind in ("ll.1024", "ll.4096", "ll128.1024.kernel", "simple.1024.kernel")] == [
         0.82, 0.90, 0.92, 0.95,
-    ]  # fmt: skip
+    ]
     assert targets["place.ll.1024.icrc"] == 1.2 and targets["place.ll.1024.roof"] is None
 
 

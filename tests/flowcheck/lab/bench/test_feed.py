@@ -127,7 +127,7 @@ def test_rows_of_losses_and_closings() -> None:
     assert [(row.name, row.unit, row.target) for row in rows] == [
         ("loss.128MB", "Mpkt/s", 0.95), ("loss.1GB", "Mpkt/s", 0.95),
         ("closing.complete", "ms/GB", 1.0), ("closing.lost", "ms/GB", None),
-    ]  # fmt: skip
+    ]
     assert all(row.value > 0 and row.p10 <= row.ratio <= row.p90 for row in rows)
     assert [row.limit for row in rows[2:]] == [5.0, 5.0] and rows[2].less_is_better
     assert json.dumps([row.as_dict() for row in rows])

@@ -61,7 +61,7 @@ AnonHugePages:         0 kB
 
 @pytest.mark.parametrize(("address", "kind"), [
     (0x1000, "4 KB"), (0x2FFF, "4 KB"), (0x3000, "4 KB, transparently 2 MB"), (0x9000, "unknown"), (0xA800, "2 MB"),
-])  # fmt: skip
+])
 def test_page_kind(address: int, kind: str) -> None:
     assert page_kind(io.StringIO(SMAPS), address) == kind
 
@@ -87,7 +87,7 @@ def test_a_table_for_each_bench_and_setting() -> None:
     text = shown(
         Row.of("a.one", "GB/s", [150.0], [100.0], 1.0, SETTING), Row.of("a.two", "GB/s", [15.0], [10.0], 2.0, SETTING),
         Row.of("a.three", "GB/s", [1.5], [1.0], None, Setting("another", "4 KB", "avx512", {})),
-    )  # fmt: skip
+    )
     assert text.count("a processor; pages of 2 MB; avx2: ll t0@8192") == 1 and text.count("another; pages of 4 KB") == 1
     assert [line.split()[0] for line in text.splitlines()][1:4] == ["a", "one", "two"]
     assert " 150 GB/s 100 " in " ".join(text.split()) and ">=2!" in text and ">=1!" not in text

@@ -27,5 +27,5 @@ def test_rows_of_streams() -> None:
     rows = streams.run(1, 1 << 20)
     assert [(row.name, row.target) for row in rows] == [
         ("streams.1", None), ("streams.2", None), ("streams.4", None), ("streams.8", 1.05), ("streams.16", None),
-    ]  # fmt: skip
+    ]
     assert all(row.unit == "ns/packet" and row.value > 0 and row.limit > 0 for row in rows)

@@ -15,7 +15,7 @@ from flowcheck.lab.synth.values import Stages, generate_values
 DTYPES = {
     torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16",
     torch.int32: "int32", torch.int64: "int64", torch.uint8: "uint8", torch.int8: "int8",
-}  # fmt: skip
+}
 
 
 def tensor_of(name: str, kind: torch.dtype, seed: int, rank: int, count: int) -> torch.Tensor:
@@ -34,7 +34,7 @@ def check(kind: str, ranks: int, rank: int, settings: Settings, dtype: torch.dty
         inputs[0].itemsize, 0, ranks, settings.channels,
         tuple(settings.ring(channel, ranks) for channel in range(settings.channels)), settings.threads,
         settings.buffers, settings.wire_family,
-    )  # fmt: skip
+    )
     expected = torch.from_numpy(Stages(op, name, list(inputs)).result.view(np.uint8).copy()).view(dtype)
     mine = tensor_of(name, dtype, 5, rank, length)
     if kind == "AllReduce":

@@ -103,5 +103,5 @@ def job_of(out: Path, ranks: int, model: nn.Module, layouts: list[list[list[str]
         buckets=Buckets([packed(b) for b in layouts[0]], [packed(b) for b in layouts[1]]),
         model=[ModelEntry(name, shape) for name, shape in shapes.items()],
         optimizer=Optimizer("sgd", [ParameterGroup(names, {"lr": lr, "momentum": momentum})]),
-    )  # fmt: skip
+    )
     return job_from_dict(made.to_dict(), where="the training")

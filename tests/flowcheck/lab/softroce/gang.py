@@ -45,7 +45,7 @@ class Gang:
                 self.processes.append(fabric.spawn(
                     f"r{rank}", [sys.executable, "-X", "faulthandler", "-P", str(HERE / "train.py"), str(rank)],
                     env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
-                ))  # fmt: skip
+                ))
 
     def begin(
         self, ranks: int, settings: dict[str, Any], options: dict[str, Any], out: Path,
@@ -61,7 +61,7 @@ class Gang:
                 "settings": {
                     "interface": "fab0", "address": f"10.77.0.{10 + rank}", **settings, **(of_rank or {}).get(rank, {}),
                 },
-            }  # fmt: skip
+            }
             stdin = self.processes[rank].stdin
             assert stdin is not None
             stdin.write(json.dumps(case) + "\n")

@@ -20,7 +20,7 @@ def reduce(settings: Settings, ranks: int, parts: list[torch.Tensor]) -> torch.T
         "AllReduce", settings.algorithm, settings.protocol.lower(), parts[0].numel(), 4, 0, ranks, settings.channels,
         tuple(settings.ring(channel, ranks) for channel in range(settings.channels)), settings.threads,
         settings.buffers, settings.wire_family,
-    )  # fmt: skip
+    )
     return torch.from_numpy(np.array(Stages(op, "float32", [part.numpy() for part in parts]).result))
 
 

@@ -126,7 +126,7 @@ def test_an_interface_that_is_not_there(gang: Gang, tmp_path: Path) -> None:
         ({"buffer_bytes": {"lll": 65536}}, "buffer_bytes.lll"), ({"colour": "blue"}, "FLOWCHECK_SOFTROCE"),
         ({"channels": "2"}, "channels"), ({"retransmit_ms": 0}, "retransmit_ms"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_cannot_be(change: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = json.dumps({"interface": "fab0", "address": "10.77.0.10", **change})
     monkeypatch.setenv("FLOWCHECK_SOFTROCE", text)

@@ -56,7 +56,7 @@ KINDS = ("AllReduce", "AllGather", "ReduceScatter", "Broadcast")
     st.sampled_from(KINDS), st.integers(2, 7), st.integers(1, 4), st.sampled_from(["LL", "LL128", "SIMPLE"]),
     st.sampled_from(["ring", "tree"]), st.sampled_from(["2.19.4", "2.21.5", "2.22.3", "2.27.7", "2.30.7"]),
     st.integers(1, 2_000_000), st.sampled_from(["float32", "bfloat16", "float64"]), st.integers(0, 6), st.randoms(),
-)  # fmt: skip
+)
 def test_plans_send_what_the_schedule_says(
     kind: str, ranks: int, channels: int, protocol: str, algorithm: str, family: str, count: int, dtype: str, root: int,
     random: Any,
@@ -71,7 +71,7 @@ def test_plans_send_what_the_schedule_says(
         1 if as_bytes else size, root % ranks, ranks, channels,
         tuple(settings.ring(channel, ranks) for channel in range(channels)), settings.threads, settings.buffers,
         settings.wire_family,
-    )  # fmt: skip
+    )
     everything = [edge for graph in edges(settings, ranks).values() for edge in graph]
     assert len(set(everything)) == len(everything)
     expected = messages(op)

@@ -58,7 +58,7 @@ def flows_of(frames: Iterable[bytes], qpns: set[int]) -> dict[int, Flow]:
         flow.packets.append({
             "opcode": opcode, "psn": psn, "reth": reth, "imm": imm, "payload": rest,
             "headers": (traffic_class, ip[7] if version == 6 else ip[8], udp[6:8], bth[1:4], udp[0] >> 6),
-        })  # fmt: skip
+        })
     return found
 
 
@@ -70,7 +70,7 @@ def written(packets: list[dict[str, Any]]) -> list[dict[str, Any]]:
             messages.append({
                 "address": int.from_bytes(packet["reth"][:8], "big"), "imm": None, "pieces": [], "payload": b"",
                 "length": int.from_bytes(packet["reth"][12:], "big"), "rkey": packet["reth"][8:12],
-            })  # fmt: skip
+            })
         message = messages[-1]
         message["pieces"].append((packet["opcode"], len(packet["payload"]), packet["psn"]))
         message["payload"] += packet["payload"]
@@ -87,7 +87,7 @@ def data_shape(messages: list[dict[str, Any]]) -> list[Any]:
             {message["payload"][at : at + 4] for at in range(4, len(message["payload"]), 8)},
         )
         for message in messages
-    ]  # fmt: skip
+    ]
 
 
 def cts_shape(messages: list[dict[str, Any]]) -> list[Any]:
@@ -101,7 +101,7 @@ def cts_shape(messages: list[dict[str, Any]]) -> list[Any]:
             message["payload"][16:],
         )
         for message in messages
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (4, {"protocol": "LL128", "family": "2.21.5", "algorithm": "tree", "channels": 2}),
     (3, {"protocol": "SIMPLE", "family": "2.30.7", "adaptive_routing": True, "rings": [[0, 2, 1]]}),
     (4, {"protocol": "LL", "family": "2.24.3", "algorithm": "tree"}),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda c: f"{c[0]}-{'-'.join(map(str, list(c[1].values())[:2]))}")
