@@ -1,8 +1,11 @@
 """Port mirroring on leaf switches: plan, render to vendor text, apply, read back, remove.
 
-    Topology (file, LLDP)  ->  make_plan()  ->  MirrorPlan  ->  render()  ->  text      no device, no side effect
-                                                    |
-                                                    `->  Manager(session, transport): diff, apply, show, remove
+    planning/      Topology (file, LLDP) -> make_plan() -> MirrorPlan         no device, no side effect
+    vendors/       MirrorSession -> render() -> text; read(): what a switch prints -> SessionState
+    manage.py      Manager(session, transport): difference, apply, show, remove
+    local.py       the same for software switches on this machine
+    schema.py      Topology, MirrorPlan, MirrorSession, SessionState
+    transport.py   how lines reach a switch
 
 Imports nothing else of this project. `flowcheck switch` is the command over it; docs/use/switch.md the manual.
 """

@@ -7,10 +7,10 @@
 Idempotent: the same session, active, is left alone. A session that differs is replaced. Before anything is typed,
 a name, number, source or destination that somebody else uses is refused (SONiC's rules for every vendor), and so is
 somebody else's change that waits for its confirmation, because ours would confirm it.
-After a failure or Ctrl-C in the middle the state before is restored: candidate thrown away, or what was typed removed
-and the session that was there typed again as the switch had printed it, even if it was broken (restore.py). Where the
-platform has a timed undo it runs until the session was read back; if flowcheck dies meanwhile, the switch undoes the
-change by itself, or the next apply finds the timer and confirms.
+After a failure or Ctrl-C in the middle the state before is restored: the candidate is thrown away, or what was typed is
+removed and the session that was there is typed again as the switch had printed it, even if it was broken
+(vendors/rollback.py). Where the platform has a timed undo it runs until the session was read back; if flowcheck dies
+meanwhile, the switch undoes the change by itself, or the next apply finds the timer and confirms.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from switch_configs import port
 from switch_configs.errors import DeviceError, PlanError
-from switch_configs.model import MirrorSession, SessionState
-from switch_configs.render import Rendering, render, tc_prio, timed_undo
-from switch_configs.restore import put_back, take_away_tc
-from switch_configs.show import Found, read
+from switch_configs.schema import MirrorSession, SessionState
 from switch_configs.transport import Transport, is_local
+from switch_configs.vendors import monitor_port
+from switch_configs.vendors.render import Rendering, render, tc_prio, timed_undo
+from switch_configs.vendors.rollback import put_back, take_away_tc
+from switch_configs.vendors.show import Found, read
 
 __all__ = ["Difference", "Manager"]
 
@@ -167,9 +167,9 @@ class Manager:
                       added=self._added)
 
     def _port_before(self) -> tuple[str, ...]:
-        asked = port.show_line(self.session)
+        asked = monitor_port.show_line(self.session)
         try:
-            return port.restore(self.session, self._run(asked)) if asked else ()
+            return monitor_port.restore(self.session, self._run(asked)) if asked else ()
         except (DeviceError, ValueError):  # a switch that shows it otherwise: then its port stays as apply makes it
             return ()
 

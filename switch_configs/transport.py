@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from switch_configs.errors import DeviceError, PlanError
-from switch_configs.model import MirrorSession
+from switch_configs.schema import MirrorSession
 
 __all__ = ["Credentials", "LocalTransport", "SshTransport", "Transport", "answer", "is_local", "typed"]
 

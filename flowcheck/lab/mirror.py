@@ -10,8 +10,8 @@ from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.lab.shape import BRIDGE, MIRROR_MTU, FabricConfig
 from switch_configs.errors import DeviceError, PlanError
 from switch_configs.manage import Manager
-from switch_configs.model import Group, Leaf, MirrorPlan, MonitorPort, NicPort, SessionState, Topology
-from switch_configs.plan import make_plan
+from switch_configs.planning.planner import make_plan
+from switch_configs.schema import Group, Leaf, MirrorPlan, MonitorPort, NicPort, SessionState, Topology
 from switch_configs.transport import LocalTransport
 
 __all__ = ["Mirror"]

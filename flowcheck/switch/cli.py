@@ -80,10 +80,10 @@ def plan(
     ] = False,
 ) -> None:
     """Choose which ports to mirror, with the reason of every choice; no switch is asked."""
-    from switch_configs.lldp import fill, neighbours
-    from switch_configs.model import Topology, read_document
-    from switch_configs.plan import make_plan
-    from switch_configs.render import text as rendered
+    from switch_configs.planning.lldp import fill, neighbours
+    from switch_configs.planning.planner import make_plan
+    from switch_configs.schema import Topology, read_document
+    from switch_configs.vendors.render import text as rendered
 
     wanted = Topology.load(topology)
     if lldp or wanted.nics or wanted.node_nics:
@@ -119,8 +119,8 @@ def _managers(
 ) -> Iterator[list[Any]]:
     from flowcheck.switch.credentials import find
     from switch_configs.manage import Manager
-    from switch_configs.model import MirrorPlan, MirrorSession
-    from switch_configs.refusals import check_plan
+    from switch_configs.planning.platform_rules import check_plan
+    from switch_configs.schema import MirrorPlan, MirrorSession
     from switch_configs.transport import LocalTransport, SshTransport, Transport, is_local
 
     loaded = MirrorPlan.load(file)
@@ -238,7 +238,7 @@ def apply(
     user: UserOption = None, known_hosts: KnownOption = None, key: KeyOption = None,
 ) -> None:
     """Show what would be typed; with --commit type it, read it back, and undo it if it does not take."""
-    from switch_configs.render import timed_undo, verified
+    from switch_configs.vendors.render import timed_undo, verified
 
     with (
         handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP),  # taken back as after Ctrl-C
@@ -323,7 +323,7 @@ def verify(
 ) -> None:
     """Judge what arrived at the mirror port: directions, truncation, gaps, duplicates, MTU, ranks."""
     from flowcheck.switch.verify import run
-    from switch_configs.model import MirrorPlan
+    from switch_configs.schema import MirrorPlan
 
     if bool(captures) == bool(interface):
         raise UserError("give captures, or --interface", remedy="one of both")

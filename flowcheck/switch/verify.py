@@ -18,7 +18,7 @@ from rich.console import Console
 
 from flowcheck.diagnose.inspect import survey_captures, survey_interface
 from parser.findings import ranks_of
-from switch_configs.model import MirrorPlan
+from switch_configs.schema import MirrorPlan
 
 __all__ = ["Check", "judge", "run"]
 

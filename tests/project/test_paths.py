@@ -40,7 +40,7 @@ PUBLIC = [
     "flowcheck.rebuild.sharded", "flowcheck.diagnose.inspect", "flowcheck.learning.captures", "flowcheck.job.manifest",
     "flowcheck.node.config",
     "flowcheck.rebuild.replica",
-    "flowcheck.offline.report", "flowcheck.lab.synth", "switch_configs.model", "updater.reader", "updater.replica",
+    "flowcheck.offline.report", "flowcheck.lab.synth", "switch_configs.schema", "updater.reader", "updater.replica",
 ]
 
 

@@ -20,9 +20,9 @@ from flowcheck.switch import cli
 from flowcheck.switch.credentials import find
 from flowcheck.switch.verify import judge
 from switch_configs.errors import PlanError
-from switch_configs.lldp import fill, neighbours
-from switch_configs.model import MirrorPlan, MirrorSession, Topology, read_document, validated
-from switch_configs.plan import make_plan
+from switch_configs.planning.lldp import fill, neighbours
+from switch_configs.planning.planner import make_plan
+from switch_configs.schema import MirrorPlan, MirrorSession, Topology, read_document, validated
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ import pytest
 
 from switch_configs.errors import DeviceError, PlanError
 from switch_configs.manage import Manager
-from switch_configs.model import MirrorSession, Source
+from switch_configs.schema import MirrorSession, Source
 from switch_configs.transport import LocalTransport
 
 pytestmark = pytest.mark.root

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from switch_configs.arithmetic import duplicates, missing, survives, tree_parents
 from switch_configs.errors import PlanError
-from switch_configs.model import MirrorPlan, Topology, frame_bytes
-from switch_configs.plan import make_plan
-from switch_configs.refusals import check_plan
+from switch_configs.planning.coverage import duplicates, missing, survives, tree_parents
+from switch_configs.planning.planner import make_plan
+from switch_configs.planning.platform_rules import check_plan
+from switch_configs.schema import MirrorPlan, Topology, frame_bytes
 
 # nccl-wire.md 7.1: parent > child edges
 TREES = {

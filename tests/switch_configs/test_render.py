@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from switch_configs.model import VENDORS, MirrorSession, Source
-from switch_configs.render import PAGES, comware_lists, render, text, verified
+from switch_configs.schema import VENDORS, MirrorSession, Source
+from switch_configs.vendors.render import PAGES, comware_lists, render, text, verified
 
 GOLDEN = Path(__file__).parent / "golden"
 PORT = {

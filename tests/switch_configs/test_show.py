@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from switch_configs.errors import DeviceError, PlanError
-from switch_configs.model import MirrorSession, SessionState, Source
-from switch_configs.render import render
-from switch_configs.show import Found, read
+from switch_configs.schema import MirrorSession, SessionState, Source
+from switch_configs.vendors.render import render
+from switch_configs.vendors.show import Found, read
 
 
 def found(vendor: str, *outputs: str, direction: str = "both", **changes: Any) -> Found:

@@ -16,7 +16,7 @@ import pytest
 
 from switch_configs.errors import DeviceError, PlanError
 from switch_configs.manage import Manager
-from switch_configs.model import MirrorPlan, MirrorSession, Source
+from switch_configs.schema import MirrorPlan, MirrorSession, Source
 from switch_configs.transport import Credentials, SshTransport
 
 pytest.importorskip("netmiko", reason="netmiko (extra `switch`) is not installed")

@@ -15,7 +15,7 @@ import pytest
 
 from switch_configs.errors import DeviceError, PlanError
 from switch_configs.manage import Difference, Manager
-from switch_configs.model import MirrorSession, Source
+from switch_configs.schema import MirrorSession, Source
 from switch_configs.transport import answer, typed
 
 pytest.importorskip("paramiko", reason="netmiko (extra `switch`) is not installed")

@@ -7,10 +7,10 @@ import contextlib
 import pytest
 
 from switch_configs.errors import DeviceError, PlanError
-from switch_configs.here import mirrored
+from switch_configs.local import mirrored
 from switch_configs.manage import Manager
-from switch_configs.model import MirrorSession, Source, Topology
-from switch_configs.plan import make_plan
+from switch_configs.planning.planner import make_plan
+from switch_configs.schema import MirrorSession, Source, Topology
 from switch_configs.transport import LocalTransport
 
 pytestmark = pytest.mark.root

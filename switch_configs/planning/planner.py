@@ -18,9 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from switch_configs.arithmetic import duplicates, missing, ring_edges, survives
 from switch_configs.errors import PlanError
-from switch_configs.model import (
+from switch_configs.planning.coverage import duplicates, missing, ring_edges, survives
+from switch_configs.planning.platform_rules import check_destination, check_plan
+from switch_configs.schema import (
     Direction,
     Group,
     GroupChoice,
@@ -32,7 +33,6 @@ from switch_configs.model import (
     Source,
     Topology,
 )
-from switch_configs.refusals import check_destination, check_plan
 
 __all__ = ["DEFAULT_REDUNDANCY", "make_plan"]
 

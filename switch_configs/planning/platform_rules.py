@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from switch_configs.errors import PlanError
-from switch_configs.model import Leaf, MirrorPlan, MirrorSession, MonitorPort, frame_bytes
+from switch_configs.schema import Leaf, MirrorPlan, MirrorSession, MonitorPort, frame_bytes
 
 __all__ = ["check_destination", "check_plan", "refusals"]
 

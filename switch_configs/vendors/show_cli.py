@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from switch_configs.model import Direction, MirrorSession, SessionState, SourceState
+from switch_configs.schema import Direction, MirrorSession, SessionState, SourceState
 
 __all__ = ["comware", "eos", "eos_pending", "junos", "junos_pending", "nxos", "sources_of"]
 

@@ -14,8 +14,8 @@ from contextlib import ExitStack, contextmanager
 
 from switch_configs.errors import PlanError
 from switch_configs.manage import Manager
-from switch_configs.model import MirrorPlan, MirrorSession, SessionState
-from switch_configs.refusals import check_plan
+from switch_configs.planning.platform_rules import check_plan
+from switch_configs.schema import MirrorPlan, MirrorSession, SessionState
 from switch_configs.transport import LocalTransport, is_local
 
 __all__ = ["local_manager", "mirrored"]

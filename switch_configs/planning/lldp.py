@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from switch_configs.errors import PlanError
-from switch_configs.model import Topology
+from switch_configs.schema import Topology
 
 __all__ = ["fill", "neighbours"]
 

@@ -13,9 +13,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from switch_configs import show_cli, show_data
 from switch_configs.errors import DeviceError, printable
-from switch_configs.model import MirrorSession, SessionState
+from switch_configs.schema import MirrorSession, SessionState
+from switch_configs.vendors import show_cli, show_data
 
 __all__ = ["Found", "read"]
 

@@ -2,14 +2,14 @@
 
     apply       what makes the session; where the platform has one, the last line starts the timed undo
     confirm     ends the timed undo (empty: the platform has none)
-    show        what show.parse() reads
+    show        what show.read() reads
     remove      takes away this session and nothing else
     abort       after a failure in the middle of apply: drop the candidate, or what was already typed
     rollback    after apply is complete: as it was before
     save        keep it over a reboot; never part of apply
 
 A line is exactly what is typed, one command each; comments and blank lines are for people and are not sent.
-remove cannot know how the destination port was set before (MTU, LLDP, STP): apply reads that (switch_configs.port).
+remove cannot know how the destination port was set before (MTU, LLDP, STP): apply reads that (monitor_port.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from switch_configs.model import Direction, MirrorSession
+from switch_configs.schema import Direction, MirrorSession
 
 __all__ = ["OWNER", "PAGES", "SECTIONS", "TC_ADDED", "Rendering", "cookie", "render", "tc_prio", "text",
            "timed_undo", "verified"]
@@ -142,7 +142,7 @@ def _header(s: MirrorSession) -> tuple[str, ...]:
 @cache
 def _environment() -> Environment:
     env = Environment(
-        loader=PackageLoader("switch_configs"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        loader=PackageLoader("switch_configs.vendors"), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
         autoescape=False, keep_trailing_newline=True,
     )
     env.filters.update(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 
-from switch_configs.model import MirrorSession
+from switch_configs.schema import MirrorSession
 
 __all__ = ["restore", "show_line"]
 

@@ -18,9 +18,9 @@ import shlex
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from switch_configs.model import MirrorSession, SessionState
-from switch_configs.render import OWNER, TC_ADDED, cookie, tc_prio
-from switch_configs.show_cli import sources_of
+from switch_configs.schema import MirrorSession, SessionState
+from switch_configs.vendors.render import OWNER, TC_ADDED, cookie, tc_prio
+from switch_configs.vendors.show_cli import sources_of
 
 __all__ = ["cumulus", "cumulus_pending", "ovs", "sonic", "tc"]
 

@@ -32,7 +32,6 @@ Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._:-]{0
 # Free text lands in comments of rendered files and on terminals: one line, no control or direction characters.
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]{0,300}$")]
 
-SCHEMA = "flowcheck-mirror-plan/1"
 FILE_LIMIT = 1 << 26
 
 

@@ -11,8 +11,8 @@ import re
 import shlex
 from collections.abc import Collection
 
-from switch_configs.model import MirrorSession, SessionState
-from switch_configs.render import comware_lists, cookie, tc_prio
+from switch_configs.schema import MirrorSession, SessionState
+from switch_configs.vendors.render import comware_lists, cookie, tc_prio
 
 __all__ = ["put_back", "take_away_tc"]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from switch_configs.model import Direction
+from switch_configs.schema import Direction
 
 __all__ = ["duplicates", "missing", "ring_edges", "survives", "tree_parents"]
 
