@@ -367,8 +367,8 @@ def test_a_job_started_again_as_the_same_run_takes_over_nothing(start_node, atta
     other.record(2, groups=[{"lr": 0.5}])
     other.record(3, groups=[{"lr": 0.5}])
     first.close()  # killed; its other rank is still connected
-    second = _until_let_in(lambda: attach(node, job, instance="second"))
-    assert second.expect(Wanted).what == ["manifest", "flows"]
+    second, wanted = _until_let_in(lambda: attach(node, job, instance="second"))
+    assert wanted.what == ["manifest", "flows"]
     with pytest.raises(RecordsError, match=r"started again|connection"):
         other.expect(State)
     again = truth(job, seed=9)  # from other weights, with other gradients
@@ -383,14 +383,14 @@ def test_a_job_started_again_as_the_same_run_takes_over_nothing(start_node, atta
     assert lines[-1]["tensors"] == {key: tensor_sha256(tensor) for key, tensor in again.tensors().items()}
 
 
-def _until_let_in(connect: Any) -> Any:
-    """The node sees the end of a connection when it sees it."""
+def _until_let_in(connect: Any) -> tuple[Any, Wanted]:
+    """The trainer, and what the node asks it for first. The node sees the end of a connection when it sees it; until
+    then it welcomes the next one, refuses it and closes."""
     deadline = time.monotonic() + LONGEST
     while True:
         try:
             trainer = connect()
-            trainer.link.send(Flows([]))
-            return trainer
+            return trainer, trainer.expect(Wanted)
         except RecordsError:
             assert time.monotonic() < deadline
             time.sleep(0.1)
