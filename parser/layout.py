@@ -3,7 +3,7 @@
     threads_and_channels(topology, ...)   how many of both a call uses (3.1)
     segments(topology, ...)               per channel the loops of chunks, in closed form (2.4-2.6, 7.3, 8)
 
-Here too: the NCCL families, and what a communicator fixes for all its calls. Pure functions, any thread.
+Here too: what a communicator fixes for all its calls. What differs between versions is in nccl.py. Pure, any thread.
 
 Sources: reference nccl-wire.md, section numbers in the comments; NCCL files are named there. What is
 proven by what: docs/understand/wire.md. Units: elements of the call's dtype unless a name says bytes.
@@ -14,22 +14,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from parser.nccl import Chunks, Nccl, Parts, WireError, of
+
 __all__ = [
-    "Family",
     "Protocol",
     "Segment",
     "Topology",
     "UnsupportedCall",
     "WireError",
     "channel_split",
-    "family_of",
     "segments",
     "threads_and_channels",
 ]
-
-
-class WireError(ValueError):
-    """The job describes something that this wire model does not cover."""
 
 
 class UnsupportedCall(WireError):
@@ -40,30 +36,6 @@ class Protocol(IntEnum):
     LL = 0
     LL128 = 1
     SIMPLE = 2
-
-
-class Family(IntEnum):
-    """NCCL versions that lay out collectives alike (2.4-2.6). Ordered, so `>=` reads as 'since'."""
-
-    V2_12 = 12
-    V2_19 = 19
-    V2_20 = 20
-    V2_22 = 22
-    V2_23 = 23
-    V2_26 = 26
-    V2_29 = 29
-
-
-def family_of(version: str) -> Family:
-    """Family of an NCCL version string such as "2.19.4"; WireError for versions never read."""
-    parts = version.split(".")
-    try:
-        major, minor = int(parts[0]), int(parts[1])
-    except (ValueError, IndexError):
-        raise WireError(f"{version!r} is not an NCCL version such as 2.19.4") from None
-    if major != 2 or not 12 <= minor <= 30:
-        raise WireError(f"NCCL {version} is outside 2.12..2.30: its wire layout has not been read")
-    return max(f for f in Family if f.value <= minor)
 
 
 @dataclass(frozen=True)
@@ -83,8 +55,8 @@ class Topology:
     max_threads: tuple[int, int, int] = (512, 640, 512)
 
     @property
-    def family(self) -> Family:
-        return family_of(self.version)
+    def nccl(self) -> Nccl:
+        return of(self.version)
 
     def ring(self, channel: int) -> tuple[int, ...]:
         return self.rings[channel] if len(self.rings) > 1 else self.rings[0]
@@ -132,8 +104,8 @@ def threads_and_channels(topology: Topology, algorithm: str, protocol: Protocol,
     if protocol == Protocol.SIMPLE:
         threads += 32 if algorithm == "ring" else 128
     threads = max(threads, 96)
-    if algorithm == "tree" and topology.family >= Family.V2_22:
-        threads = 640
+    if algorithm == "tree" and topology.nccl.tree_threads:
+        threads = topology.nccl.tree_threads
     return channels, threads
 
 
@@ -152,7 +124,7 @@ def _full_chunk_bytes(topology: Topology, op: str, algorithm: str, protocol: Pro
 
 
 def channel_split(
-    family: Family, protocol: Protocol, total_bytes: int, elem_bytes: int, channels: int, available: int, tpb: int
+    rule: Chunks, protocol: Protocol, total_bytes: int, elem_bytes: int, channels: int, available: int, tpb: int
 ) -> list[tuple[int, int]]:
     """(offset, count) per channel of one ungrouped call, 2.22 and later (2.6, continuous byte distribution).
 
@@ -163,20 +135,16 @@ def channel_split(
     count = total_bytes // elem_bytes
     if available == 1 or count == 0:
         return [(0, count)] + [(0, 0)] * (available - 1)
-    if family >= Family.V2_26 and protocol == Protocol.LL:
-        tpb *= 4
-    min_traffic = 512 if family == Family.V2_22 else 16384 if family < Family.V2_29 else 32768
-    cell = 16 if family == Family.V2_22 else _up(_ceil(min_traffic, tpb), 16)
+    if protocol == Protocol.LL:
+        tpb *= rule.ll_weight
+    cell = rule.cell or _up(_ceil(rule.min_traffic, tpb), 16)
     cells = _ceil(total_bytes, cell)
-    traffic = total_bytes * tpb
-    if family >= Family.V2_29:
-        per_channel = _up(traffic // channels, 16)
-    else:
-        per_channel = max(min_traffic, traffic // channels)
+    per_channel = total_bytes * tpb // channels
+    per_channel = max(rule.min_traffic, per_channel) if rule.clamped else _up(per_channel, 16)
     per = max(1, min(cells, _ceil(per_channel, cell * tpb)))
-    low = min(cells, per_channel // (cell * tpb) if family == Family.V2_22 else _ceil(per_channel, cell * tpb))
+    low = min(cells, per_channel // (cell * tpb) if rule.floored else _ceil(per_channel, cell * tpb))
     first = 0
-    if low == 0:  # 2.22 only: the first channel is skipped
+    if low == 0:  # floored only: the first channel is skipped
         first, low = 1, min(cells, per)
     middle, high = divmod(cells - low, per)
     room = available - first
@@ -258,13 +226,13 @@ def _tree_chunk_bytes(topology: Topology, protocol: Protocol, part_bytes: int, c
         return _step_data_bytes(topology, protocol)
     if protocol == Protocol.SIMPLE:
         chunk = topology.slot_bytes[protocol]
-        if topology.family < Family.V2_20:
+        if topology.nccl.chunks.parts == Parts.LOOPS:
             for factor, floor in ((8, 131072), (4, 65536), (1, 32768)):
                 while part_bytes < channels * chunk * factor * log2 and chunk > floor:
                     chunk //= 2
         return chunk
     # 2.19 halves the slot and takes 15/16 at the end, later versions halve the data bytes
-    early = topology.family < Family.V2_20
+    early = topology.nccl.chunks.parts == Parts.LOOPS
     chunk = topology.slot_bytes[protocol] if early else _step_data_bytes(topology, protocol)
     steps = 1 + log2 + 0.1
     for factor, floor in ((64, 131072), (16, 32768)):
@@ -276,32 +244,32 @@ def _tree_chunk_bytes(topology: Topology, protocol: Protocol, part_bytes: int, c
 def segments(
     topology: Topology, op: str, algorithm: str, protocol: Protocol, count: int, ts: int, channels: int, threads: int
 ) -> tuple[tuple[Segment, ...], ...]:
-    family = topology.family
+    rule = topology.nccl.chunks
     full = _full_chunk_bytes(topology, op, algorithm, protocol) // ts
     group = topology.ranks if op == "AllReduce" and algorithm == "ring" else 1
-    if family < Family.V2_20:
+    if rule.parts == Parts.LOOPS:
         if algorithm == "tree":
             return _tree_interleaved(topology, protocol, count, ts, channels, threads)
         return _interleaved(topology, op, protocol, count, ts, channels, threads, full)
     tpb = topology.ranks if op in ("AllGather", "ReduceScatter") else 2 if op == "AllReduce" else 1
-    if family == Family.V2_20:
-        split, align = _split_2_20(topology, protocol, count, ts, channels, threads)
+    if rule.parts == Parts.RANGES:
+        split, align = _ranges(topology, protocol, count, ts, channels, threads)
     else:
-        split = channel_split(family, protocol, count * ts, ts, channels, topology.channels, tpb)
+        split = channel_split(rule, protocol, count * ts, ts, channels, topology.channels, tpb)
         align = 16 // ts
     grain = {Protocol.LL: 16, Protocol.LL128: 1920, Protocol.SIMPLE: 512}[protocol]
     out: list[tuple[Segment, ...]] = []
     for base, part in split:
         if algorithm == "tree":  # 2.20-2.21 size the chunk by the whole call (computeCollChunkInfo)
-            sized_by = (count * ts, channels) if family == Family.V2_20 else (part * ts, 1)
+            sized_by = (count * ts, channels) if rule.parts == Parts.RANGES else (part * ts, 1)
             full = _tree_chunk_bytes(topology, protocol, *sized_by) // ts
-        if family >= Family.V2_22:
+        if rule.parts == Parts.BYTES:
             full = full * ts // grain * grain // ts
         out.append(_contiguous(base, part, group, full, align))
     return tuple(out)
 
 
-def _split_2_20(
+def _ranges(
     topology: Topology, protocol: Protocol, count: int, ts: int, channels: int, threads: int
 ) -> tuple[list[tuple[int, int]], int]:
     """2.5: one contiguous range per channel, rounded to an alignment that depends on the threads."""

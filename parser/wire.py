@@ -18,14 +18,12 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from parser.layout import (
-    Family,
     Protocol,
     Segment,
     Topology,
     UnsupportedCall,
     WireError,
     channel_split,
-    family_of,
     segments,
     threads_and_channels,
 )
@@ -33,7 +31,6 @@ from parser.trees import tree_of, tree_parent
 
 __all__ = [
     "CallPlan",
-    "Family",
     "Kind",
     "Lane",
     "Protocol",
@@ -43,7 +40,6 @@ __all__ = [
     "WireError",
     "channel_split",
     "edge_lane",
-    "family_of",
     "plan_call",
     "threads_and_channels",
     "tree_parent",

@@ -102,10 +102,7 @@ def _check_communicator(c: Communicator, place: Place) -> None:
         (place / "mtu").fail(f"{c.mtu} is not an RDMA path MTU ({', '.join(map(str, MTUS))})")
     _between(place / "ar_threshold", c.ar_threshold, 0, 1 << 40)
     _between(place / "qps_per_connection", c.qps_per_connection, 1, 128)
-    minor = int(c.nccl_version.split(".")[1])
-    most = 1 if minor < 20 else 2 if minor < 24 else 4 if minor < 30 else 8
-    if not 1 <= c.devices <= most:
-        (place / "devices").fail(f"NCCL {c.nccl_version} merges at most {most} devices, not {c.devices}")
+    _between(place / "devices", c.devices, 1, 8)  # how many a version merges: parser.nccl
     parents = set(c.parent_ranks)
     if parents and (len(c.parent_ranks) != c.ranks or len(parents) != c.ranks or min(parents) < 0):
         (place / "parent_ranks").fail(f"not {c.ranks} different ranks of a larger communicator")

@@ -10,7 +10,7 @@ from typing import Any
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import ALGORITHMS, DTYPE_BYTES, OPTIMIZERS, Job, Optimizer, ParameterGroup
-from parser.wire import WireError, family_of
+from parser.nccl import WireError, minor_of
 from updater.errors import OptimizerError
 from updater.optimizers import OptimizerSpec
 
@@ -65,7 +65,7 @@ def _check_version(text: str) -> None:
     try:
         if re.fullmatch(r"[0-9]{1,3}\.[0-9]{1,3}(\.[0-9]{1,3})?", text, re.ASCII) is None:
             raise WireError(f"{text!r} is not an NCCL version")
-        family_of(text)
+        minor_of(text)
     except WireError as error:
         raise UserError(str(error), where="--nccl-version", remedy="write it like 2.19.4 or 2.27.7") from None
 

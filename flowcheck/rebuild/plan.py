@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Collective, Job, carries, dtype_size
+from parser.nccl import Nccl, WireError, of
 from parser.plan import CallSpec, EdgeSpec, EngineConfig, FlowSpec, Phase, Target
-from parser.wire import CallPlan, Lane, Protocol, Topology, WireError, edge_lane, family_of, plan_call
+from parser.wire import CallPlan, Lane, Protocol, Topology, edge_lane, plan_call
 
 __all__ = ["BucketPlace", "JobPlan", "ParameterPlace", "plan_job"]
 
@@ -108,15 +109,18 @@ def topology_of(job: Job) -> Topology:
     )
 
 
-def nccl_minor(job: Job) -> int:
-    return int(job.communicator.nccl_version.split(".")[1])
+def nccl_of(job: Job) -> Nccl:
+    """What the job's NCCL does on the wire. Raises WireError for a version that was never read."""
+    return of(job.communicator.nccl_version)
 
 
 def plan_job(job: Job, *, streams: int = 1, arenas: int = 4, check_icrc: bool = True) -> JobPlan:
     """Plan the whole job for `streams` captures and `arenas` iterations alive at once."""
     c = job.communicator
     try:
-        family_of(c.nccl_version)
+        nccl = nccl_of(job)
+        if c.devices > nccl.devices:
+            raise WireError(f"NCCL {c.nccl_version} merges at most {nccl.devices} devices, not {c.devices}")
         topology = topology_of(job)
         places, places_0 = _bucket_places(job, 1), _bucket_places(job, 0)
         groups, groups_0 = _group_places(job, 1, _end(places)), _group_places(job, 0, _end(places_0))
@@ -129,7 +133,7 @@ def plan_job(job: Job, *, streams: int = 1, arenas: int = 4, check_icrc: bool = 
             where="communicator",
             remedy="docs/understand/wire.md lists what is supported; correct nccl_version, algorithm or protocol",
         ) from None
-    minor = nccl_minor(job)
+    wide = {"cts_index_at": nccl.cts.number_at, "cts_tag_at": nccl.cts.tag_at} if nccl.cts.bytes == 64 else {}
     engine = EngineConfig(
         mtu=c.mtu,
         edges=edges,
@@ -140,8 +144,7 @@ def plan_job(job: Job, *, streams: int = 1, arenas: int = 4, check_icrc: bool = 
         gradient_bytes=max(_end(places + groups), _end(places_0 + groups_0)),
         parameter_bytes=parameter_bytes,
         outage_ns=int(2**23 * c.mtu * 8 / FASTEST_PORT * 1e9),
-        cts_index_at=32 if minor < 24 else 40 if minor < 30 else 56,
-        cts_tag_at=24 if minor < 24 else 36 if minor < 30 else 52,
+        **wide,
     )
     return JobPlan(job, engine, places_0, places, groups_0, groups, parameters, tuple(calls))
 
@@ -263,7 +266,7 @@ def _target(phase: Phase, call: Collective) -> Target:
 
 def _edge(job: Job, calls: list[tuple[Phase, Collective, CallPlan, int]], channel: int, src: int, dst: int) -> EdgeSpec:
     c = job.communicator
-    minor = nccl_minor(job)
+    nccl = nccl_of(job)
     return EdgeSpec(
         channel=channel,
         src=src,
@@ -274,8 +277,8 @@ def _edge(job: Job, calls: list[tuple[Phase, Collective, CallPlan, int]], channe
         ),
         qps=c.queue_pairs,
         used=c.queue_pairs_used,
-        ar_above=c.ar_threshold if c.adaptive_routing or minor <= 15 else None,
-        imm_big_endian=minor >= 29,
+        ar_above=c.ar_threshold if c.adaptive_routing or nccl.always_pairs else None,
+        imm_big_endian=nccl.big_endian,
     )
 
 

@@ -18,7 +18,8 @@ from collections.abc import Collection, Mapping
 from parser.lane import messages
 
 from flowcheck.rebuild.evidence import flow_name
-from flowcheck.rebuild.plan import JobPlan, nccl_minor
+from flowcheck.rebuild.plan import JobPlan, nccl_of
+from parser.nccl import TABLE
 from parser.wire import CallPlan, edge_lane
 
 __all__ = ["contradiction", "other_version", "on_trust"]
@@ -58,10 +59,12 @@ def other_version(plan: JobPlan, forms: Mapping[int, int]) -> str:
 
     Calls may have the same layout in both versions; then nothing else disagrees (reference nccl-wire.md 5.4).
     """
-    due, other = (32, 64) if nccl_minor(plan.job) < 20 else (64, 32)
+    due = nccl_of(plan.job).cts.bytes
+    other = next(size for size in forms if size != due)
     if forms[due] or not forms[other]:
         return ""
-    era = "2.19 and older" if other == 32 else "2.20 and later"
+    rows = [row for row in TABLE if row.cts.bytes == other]
+    era = f"2.{rows[-1].last} and older" if rows[0] is TABLE[0] else f"2.{rows[0].first} and later"
     return (
         f"clear-to-send writes of {other} bytes, as of NCCL {era}; the manifest says "
         f"{plan.job.communicator.nccl_version}: correct nccl_version"

@@ -2,40 +2,9 @@
 
 import pytest
 
-from parser.layout import (
-    Family,
-    UnsupportedCall,
-    WireError,
-    channel_split,
-    family_of,
-    segments,
-    threads_and_channels,
-)
+from parser.layout import UnsupportedCall, channel_split, segments, threads_and_channels
+from parser.nccl import of
 from parser.wire import CallPlan, Protocol, Topology, plan_call
-
-
-@pytest.mark.parametrize("version", ["2.31.0", "2.31", "2.99.1", "2.11.4", "3.19.4", "1.19.4"])
-def test_versions_that_were_never_read_are_refused(version: str) -> None:
-    with pytest.raises(WireError, match=r"outside 2\.12\.\.2\.30"):
-        family_of(version)
-
-
-@pytest.mark.parametrize("version", ["", "2", "two.19", "2.x.4"])
-def test_what_is_not_a_version_is_refused(version: str) -> None:
-    with pytest.raises(WireError, match="is not an NCCL version"):
-        family_of(version)
-
-
-@pytest.mark.parametrize(
-    ("version", "family"),
-    [
-        ("2.12.12", 12), ("2.18.6", 12), ("2.19.4", 19), ("2.20.5", 20), ("2.21.5", 20), ("2.22.3", 22),
-        ("2.23.4", 23), ("2.25.1", 23), ("2.26.2", 26), ("2.28.3", 26), ("2.29.2", 29), ("2.30.7", 29),
-    ],
-)
-def test_a_version_belongs_to_the_newest_family_that_is_not_newer(version: str, family: int) -> None:
-    assert family_of(version).value == family
-
 
 # -- trees --------------------------------------------------------------------------------------------
 
@@ -101,7 +70,7 @@ def test_each_channel_has_its_own_ring_or_all_have_one() -> None:
 
 def test_the_first_channel_is_skipped_where_its_part_would_be_less_than_a_cell() -> None:
     """2.22 alone: an AllGather of 64 ranks. A cell is 16 bytes; its traffic of 1024 is more than a channel's 960."""
-    assert channel_split(Family.V2_22, Protocol.SIMPLE, 30, 1, 2, 4, 64) == [(0, 0), (0, 16), (16, 14), (0, 0)]
+    assert channel_split(of("2.22.3").chunks, Protocol.SIMPLE, 30, 1, 2, 4, 64) == [(0, 0), (0, 16), (16, 14), (0, 0)]
 
 
 def test_a_last_chunk_that_would_not_fit_into_its_step_is_refused() -> None:

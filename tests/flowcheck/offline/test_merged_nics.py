@@ -15,6 +15,7 @@ from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Job, dtype_size
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.offline.replay import ReplayOptions, replay
+from flowcheck.rebuild.plan import plan_job
 
 pytestmark = pytest.mark.usefixtures("eal")
 REPLAY = settings(
@@ -104,9 +105,11 @@ def test_one_of_the_ports_is_the_right_incomplete_set(job: Job, device: int) -> 
 
 def test_more_devices_than_the_version_merges() -> None:
     example_job(devices=4, version="2.27.7")
-    for version, devices in (("2.19.4", 2), ("2.22.3", 3), ("2.27.7", 5), ("2.30.7", 9)):
+    for version, devices in (("2.19.4", 2), ("2.22.3", 3), ("2.27.7", 5)):
         with pytest.raises(UserError, match="merges at most"):
-            example_job(devices=devices, version=version)
+            plan_job(example_job(devices=devices, version=version))
+    with pytest.raises(UserError, match="devices"):
+        example_job(devices=9, version="2.30.7")
 
 
 def test_addresses_of_each_queue_pair_are_checked() -> None:
