@@ -29,7 +29,7 @@ OUT = ROOT / "build" / "fuzz"
 SITE = OUT / "site"
 PACKAGES = ("parser", "dataplane", "flowcheck")
 #: parser's modules that meet foreign bytes; of the others the ordinary extensions are taken (`make build`).
-CYTHON_MODULES = ("machine", "survey", "trace")
+CYTHON_MODULES = ("machine", "observer")
 #: Pure Python that is compiled too: libFuzzer sees the branches of compiled code only.
 PYTHON_MODULES = ("dataplane/pcapfile.py", "flowcheck/learning/bootstrap.py")
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -41,12 +41,12 @@ TARGET_PRAGMA = re.compile(r'^#pragma GCC target\("([\w.,]+)"\)', re.MULTILINE)
 #: Limits by file: nothing else in the sources is changed.
 SMALL = {
     "machine.pxd": {"WINDOW": 16, "SEEN_WORDS": 8, "SIDE_PACKETS": 32, "LOG_ENTRIES": 16, "LOSS_ENTRIES": 64},
-    "survey.pxd": {"TALLY_SLOTS": 4, "REGIONS": 8, "HOLES_MAX": 16, "FLOWS_MAX": 8},
-    "trace.pyx": {
-        "FLOWS_MAX": 8, "STARTS_MAX": 256, "STARTS_PER_FLOW": 64, "SEGMENTS_MAX": 64, "TCP_FLOW_BYTES": 4096,
-        "POOL_MAX": 1 << 16,
+    "observer.pxd": {
+        "FLOWS_MAX": 8, "COUNTED_MAX": 8, "STARTS_MAX": 256, "STARTS_PER_FLOW": 64, "PIECES_MAX": 64,
+        "TCP_FLOW_BYTES": 4096, "POOL_MAX": 1 << 16,
     },
 }
+SMALL_C = ["-DFC_TALLY_SLOTS=4", "-DFC_REGIONS=8", "-DFC_HOLES_MAX=16"]
 
 
 class BuildError(RuntimeError):
@@ -177,7 +177,8 @@ def _object(clang: str, source: Path, include: list[str]) -> Path:
     extra = [f"-m{name}" for name in pragma[1].split(",")] if pragma else []
     if source.parent == OUT / "c":
         extra = GENERATED
-    command = [clang, "-c", "-fPIC", "-fsanitize=fuzzer-no-link", *SANITIZE, *COMMON, *extra, *include, str(source)]
+    flags = ["-c", "-fPIC", "-fsanitize=fuzzer-no-link", *SANITIZE, *COMMON, *SMALL_C, *extra]
+    command = [clang, *flags, *include, str(source)]
     headers = [p for i in include[:2] for p in Path(i[2:]).glob("*.h")]
     target = OUT / "o" / f"{source.stem}.o"
     digest = _digest([source, *headers]) + repr(command)

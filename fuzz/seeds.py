@@ -27,7 +27,7 @@ def corpus(target: str) -> dict[str, bytes]:
 
 
 def seeds(target: str) -> list[bytes]:
-    made = {"decoder": _frames, "machine": _programs, "survey": _programs, "scan": captures, "bootstrap": _streams}
+    made = {"decoder": _frames, "machine": _programs, "observer": _programs, "scan": captures, "bootstrap": _streams}
     return made[target]()
 
 

@@ -34,12 +34,12 @@ tar --exclude='*.so' --exclude='__pycache__' -cf - \
 cd "$tree"
 # Short stacks and no inlining: reports that can be read. -O1: without it the code is too large to compile here.
 export CFLAGS="-fsanitize=$kind -fno-omit-frame-pointer -g -O1" LDFLAGS="-fsanitize=$kind"
-FLOWCHECK_BUILD=dataplane,parser.lane,parser.machine,parser.place,parser.roce,parser.survey \
+FLOWCHECK_BUILD=dataplane,parser.lane,parser.machine,parser.place,parser.roce,parser.observer \
     nice "$python" setup.py -q build_ext --inplace
 unset CFLAGS LDFLAGS
 [ $# -gt 0 ] || set -- tests/dataplane/test_contract.py tests/dataplane/test_live.py tests/dataplane/test_endurance.py \
     tests/dataplane/test_lifecycle.py tests/parser/test_machine_properties.py \
-    tests/parser/test_survey.py tests/parser/test_place.py tests/parser/test_roce.py
+    tests/parser/test_observer_counts.py tests/parser/test_observer_messages.py tests/parser/test_place.py tests/parser/test_roce.py
 # Leaks: Python keeps what it has to the end. Freed in another thread, C++ exceptions: not ours to judge.
 # A quarantine of 16 MB: what is freed must go back some time, a test looks at that.
 export ASAN_OPTIONS=detect_leaks=0:halt_on_error=1:exitcode=86:quarantine_size_mb=16

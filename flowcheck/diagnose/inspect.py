@@ -1,6 +1,6 @@
 """`flowcheck inspect`: what is in captures, with no job given.
 
-    scan every file -> one file after the other through a DPDK port -> Survey -> interpret -> text or JSON
+    scan every file -> one file after the other through a DPDK port -> Observer -> interpret -> text or JSON
 
 The packets take the same way as in replay. Files are read in the order given, so the parts of a rotated
 capture count as one stream; captures of several ports may be mixed, a flow shows in which of them it was.
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from parser.survey import Survey
+from parser.observer import Observer
 from rich.console import Console
 from rich.markup import escape
 
@@ -71,8 +71,8 @@ def survey_captures(captures: Sequence[str | os.PathLike[str]]) -> dict[str, Any
     return _document(infos, survey.report())
 
 
-def _through_dpdk(infos: list[PcapInfo]) -> Survey:
-    survey = Survey()
+def _through_dpdk(infos: list[PcapInfo]) -> Observer:
+    survey = Observer()
     needed = max(memory_needed([info]).total_mb for info in infos)
     with Eal.start(memory_mb=needed) as eal:
         observe(eal, infos, survey)
@@ -85,7 +85,7 @@ def survey_interface(interface: str, seconds: float) -> dict[str, Any]:
     Raises:
         EnvironmentProblem: no such interface, no privilege, or DPDK refused.
     """
-    survey = Survey()
+    survey = Observer()
     try:
         config = LiveConfig(f"af_packet:{interface}")
         with start_eal(config) as eal, LiveSource(eal, config) as source:

@@ -3,7 +3,7 @@
     with capture_errors():                       of files and of DPDK, as flowcheck shows them
         infos = [scan(path) for path in paths]
         with Eal.start(...) as eal:
-            observe(eal, infos, Survey())
+            observe(eal, infos, Observer())
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+
+from parser.observer import Observer
 
 from dataplane.capture import PcapSource
 from dataplane.pcapfile import CaptureFileError, PcapInfo
@@ -19,16 +20,9 @@ from dataplane.pydpdk.eal import Eal
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem, UserError
 
-__all__ = ["IDLE_SECONDS", "Observer", "capture_errors", "observe"]
+__all__ = ["IDLE_SECONDS", "capture_errors", "observe"]
 
 IDLE_SECONDS = 0.0005  # between two looks at an empty ring, while the rx thread works
-
-
-class Observer(Protocol):
-    """parser's Survey and Trace: both take packets out of a ring and keep what they saw."""
-
-    def drain(self, ring_address: int, /) -> int: ...
-    def drained(self, ring_address: int, /) -> bool: ...
 
 
 def observe(eal: Eal, infos: Sequence[PcapInfo], observer: Observer) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from parser.trace import Trace
+from parser.observer import Observer
 
 from dataplane.capture import memory_needed
 from dataplane.pcapfile import scan
@@ -46,8 +46,8 @@ def learn(
         infos = [scan(path) for path in captures]
         with Eal.start(memory_mb=memory_needed(infos).total_mb) as eal:
 
-            def trace(wanted: Sequence[_Wish] = ()) -> Trace:
-                seen = Trace(wanted)
+            def trace(wanted: Sequence[_Wish] = ()) -> Observer:
+                seen = Observer(messages=True, requests=wanted)
                 observe(eal, infos, seen)
                 return seen
 
@@ -55,7 +55,7 @@ def learn(
 
 
 def facts_of(trace, log: LogFacts) -> Facts:  # type: ignore[no-untyped-def]
-    """Facts of packets. trace(wanted=()) -> Trace: passes over all captures."""
+    """Facts of packets. trace(wanted=()) -> Observer: passes over all captures."""
     seen = trace()
     flows = seen.flow_list()
 
@@ -91,7 +91,7 @@ def facts_of(trace, log: LogFacts) -> Facts:  # type: ignore[no-untyped-def]
     )
 
 
-def _unread(seen: Trace) -> dict[str, int]:
+def _unread(seen: Observer) -> dict[str, int]:
     """Packets with RoCEv2 inside, or perhaps, that the trace could not look at, by cause."""
     counted = seen.counters()
     causes = {"truncated": counted["cut_roce"], "icrc": counted["wrong_icrc"]}
@@ -99,7 +99,7 @@ def _unread(seen: Trace) -> dict[str, int]:
     return {cause: packets for cause, packets in causes.items() if packets}
 
 
-def streams_of(trace: Trace) -> list[Stream]:
+def streams_of(trace: Observer) -> list[Stream]:
     """Every TCP direction of a trace, reassembled."""
     flows = trace.flow_list()
     segments: dict[int, list[tuple[int, int, bytes]]] = {}

@@ -165,7 +165,7 @@ class Connection:
 
 
 def connections(flows: list[dict[str, Any]], starts: np.ndarray) -> list[Connection]:
-    """Every connection with data, in order of appearance. flows, starts: what parser.trace.Trace reports."""
+    """Every connection with data, in order of appearance. flows, starts: of an Observer of messages."""
     queues, announcers = observed(flows, starts)
     place = {id(q): i for i, q in enumerate(queues)}
     found = list(_striped(queues, announcers))

@@ -2,7 +2,7 @@
 
     trace -> flows -> Announcer (clear-to-send writes) | Queue (messages in order, whole or with a gap)
 
-Pure: takes what parser.trace.Trace reports, returns plain objects. Section numbers: nccl-wire.md.
+Pure: takes what parser.observer.Observer reports (messages), returns plain objects. Section numbers: nccl-wire.md.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parser.observer import Observer
 from parser.roce import STATUS_NAMES, Roce, decode, decode_at
-from parser.survey import Survey
 
 from parser.findings import interpret
 
@@ -44,7 +44,7 @@ class Guarded:
     def decode(self, data: bytes) -> Roce | str:
         return decode_at(self.place(data), len(data))
 
-    def survey(self, survey: Survey, data: bytes) -> None:
+    def survey(self, survey: Observer, data: bytes) -> None:
         """One packet through a ring of one entry (packetref.h: head, closed, tail, mask, entries)."""
         entry = np.array([self.place(data), 0, len(data)], dtype=np.uint64)
         ring = np.zeros(24, dtype=np.uint64)
@@ -167,7 +167,7 @@ def test_survey_of_anything(kind: int, body: bytes, damage: list[tuple[int, byte
     data = bytearray(other_traffic(kind, body))
     for at, patch in damage:
         data[at : at + len(patch)] = patch
-    survey = Survey()
+    survey = Observer()
     SHARED.survey(survey, bytes(data[: max(0, len(data) - cut)]))
     interpret(survey.report())
 
@@ -181,7 +181,7 @@ def test_survey_reads_no_further_than_the_packet(guarded: Guarded, opcode: int, 
         found = decode(bytes(frame))
         assert isinstance(found, Roce)
         frame[-4:] = found.icrc.to_bytes(4, "little")
-        survey = Survey()
+        survey = Observer()
         guarded.survey(survey, bytes(frame))
         assert survey.report()["flows"][0]["icrc"]["ok"] == 1
 

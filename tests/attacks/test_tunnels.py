@@ -9,8 +9,8 @@ import struct
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parser.observer import Observer
 from parser.roce import REFUSAL_NAMES, STATUS_NAMES, TUNNEL_NAMES, Roce, decode, decode_at, refusal_of
-from parser.survey import Survey
 from scapy.contrib.erspan import ERSPAN_II, ERSPAN_III
 from scapy.layers.inet import IP, UDP
 from scapy.layers.inet6 import IPv6, IPv6ExtHdrHopByHop
@@ -66,7 +66,7 @@ def wrap(name: str, below: Packet = V4, inner: Packet = INNER, tags: int = 0) ->
 
 
 def survey_of(frame: bytes) -> dict:
-    survey = Survey()
+    survey = Observer()
     survey.add(frame)
     return survey.report()
 

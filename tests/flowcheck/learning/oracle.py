@@ -2,7 +2,7 @@
 
 import pytest
 from parser.lane import messages
-from parser.trace import Trace
+from parser.observer import Observer
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
@@ -31,8 +31,8 @@ def learnt(
 ) -> Learnt:
     packets = made.packets
 
-    def trace(wanted: tuple = ()) -> Trace:
-        seen = Trace(wanted)
+    def trace(wanted: tuple = ()) -> Observer:
+        seen = Observer(messages=True, requests=wanted)
         for timestamp, frame in packets:
             seen.add(frame, timestamp)
         return seen

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parser.trace import Trace
+from parser.observer import Observer
 from scapy.utils import RawPcapNgReader
 
 from flowcheck.learning.bootstrap import HANDSHAKE_MAGIC, QP_INFO, Stream, parse_bootstrap, parse_qp_info, reassemble
@@ -24,7 +24,7 @@ COMM = 0x1122334455667788
 def test_every_flow_of_the_captures(capture, name: str, flows: int, seen: int) -> None:
     """29 connections of four captures: every handshake is mapped, every data flow on the wire is among them, with the
     QP its clear-to-send goes to, the path MTU, and the FIFO address that the first clear-to-send is written to."""
-    trace = Trace()
+    trace = Observer(messages=True)
     with RawPcapNgReader(str(capture(HARDWARE.format(name)))) as reader:
         for frame, _ in reader:
             trace.add(frame)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parser.trace import Trace
+from parser.observer import Observer
 from rich.console import Console
 
 from flowcheck.job.manifest import job_from_dict, load_job
@@ -173,7 +173,7 @@ def test_two_buffers_that_clear_to_send_confuses() -> None:
 
 def test_thousands_of_foreign_queue_pairs_cost_little() -> None:
     path = Path_(Endpoint(b"\x02" + bytes(5), "10.0.0.1"), Endpoint(b"\x02" + bytes(4) + b"\1", "10.0.0.2"), 0xC001)
-    seen = Trace()
+    seen = Observer(messages=True)
     for number in range(5000):
         write = struct.pack(">QII", 0x70000000, 7, 16) + struct.pack("<I", 16)
         seen.add(path.frame(WRITE_ONLY_IMM, 0x100 + number, 0, write, bytes(16)), number)

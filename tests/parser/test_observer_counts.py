@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parser.survey import Survey
+from parser.observer import Observer
 from scapy.utils import RawPcapReader
 
 from parser.findings import connection_port, interpret, ranks_of
@@ -81,7 +81,7 @@ LAYOUTS = ("2.12-2.19", "2.20-2.23", "2.24-2.29", "2.30")
 
 
 def survey(*frames: bytes) -> dict[str, Any]:
-    one = Survey()
+    one = Observer()
     for raw in frames:
         one.add(raw)
     return one.report()
@@ -341,7 +341,7 @@ def test_noise_by_kind() -> None:
 
 
 def test_more_flows_than_the_table_holds() -> None:
-    one = Survey()
+    one = Observer()
     for qp in range(2, 16386 + 10):
         one.add(frame(SEND_ONLY, 0, b"", qp=qp))
     report = one.report()
@@ -382,7 +382,7 @@ def test_ring_gives_the_same_report_as_single_frames() -> None:
     for i, raw in enumerate(kept):
         entries[i] = PacketRef(ctypes.addressof(raw), 1000 + i, len(raw), 2, 0)
     ring = Ring(head=3, mask=7, entries=ctypes.addressof(entries))
-    one = Survey()
+    one = Observer()
     assert one.drain(ctypes.addressof(ring)) == 3
     assert not one.drained(ctypes.addressof(ring))
     ring.head, ring.closed = 5, 1
@@ -404,7 +404,7 @@ def capture(name: str) -> dict[str, Any]:
     paths = list(CAPTURES.glob(f"*/{name}*"))
     if not paths:
         pytest.skip(f"shared capture {name} is not here ({CAPTURES})")
-    one = Survey()
+    one = Observer()
     with RawPcapReader(str(paths[0])) as reader:
         for raw, _ in reader:
             one.add(raw)
