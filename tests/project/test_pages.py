@@ -1,0 +1,123 @@
+"""What pages list is what the code has: a node's events with their fields, its counters, and the examples of a page."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import flowcheck
+from flowcheck.checkpoint.directory import Meta, write_step
+from updater.optimizers import OptimizerSpec
+from updater.replica import Replica
+
+from ..updater.conftest import shm
+
+__all__ = ["shm"]
+
+ROOT = Path(__file__).resolve().parents[2]
+EVENTS = (ROOT / "docs/reference/events.md").read_text()
+
+
+def section(page: str, heading: str) -> str:
+    """What stands under a heading, with the headings below it."""
+    level, _, title = heading.partition(" ")
+    begins = re.search(rf"^{re.escape(heading)}$", page, re.MULTILINE)
+    assert begins, f"no heading {title}"
+    rest = page[begins.end() :]
+    ends = re.search(rf"^#{{1,{len(level)}}} ", rest, re.MULTILINE)
+    return rest[: ends.start()] if ends else rest
+
+
+def rows(text: str) -> dict[str, str]:
+    """The names in the first column of tables, with the rest of their rows."""
+    found = {}
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            first, rest = line[1:].split("|", 1)
+            found |= dict.fromkeys(re.findall(r"`(\w+)`", first), rest)
+    return found
+
+
+def said() -> dict[str, set[str]]:
+    """Event -> fields, of every call in flowcheck/node/ that says one."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "flowcheck/node").glob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or not call.args or not isinstance(call.args[0], ast.Constant):
+                continue
+            if getattr(call.func, "attr", getattr(call.func, "id", "")) in ("say", "_say", "_say_all"):
+                fields = {keyword.arg for keyword in call.keywords if keyword.arg not in (None, "name")}
+                found.setdefault(str(call.args[0].value), set()).update(map(str, fields))
+    return found
+
+
+def test_every_event_stands_in_the_page_with_its_fields() -> None:
+    events = said()
+    assert {"iteration", "lost", "listening"} <= events.keys()
+    tables = section(EVENTS, "## Events").split("### iteration")[0]
+    listed = rows(tables)
+    assert listed.keys() == events.keys()
+    for event, fields in events.items():
+        if event != "iteration":
+            assert {name for name in fields if f"`{name}`" not in listed[event]} == set(), event
+    assert rows(section(EVENTS, "### iteration")).keys() == events["iteration"]
+
+
+def test_every_counter_stands_in_the_page() -> None:
+    header = (ROOT / "dataplane/include/rx_counters.h").read_text()
+    counters = re.findall(r"^ +uint64_t (\w+);", header, re.MULTILINE)
+    assert len(counters) > 10
+    assert list(rows(section(EVENTS, "## Counters"))) == counters
+
+
+# -- taking a version back -----------------------------------------------------------------------------------
+
+
+def model_of(tensor: torch.Tensor) -> torch.nn.Module:
+    layer = torch.nn.Linear(tensor.shape[1], tensor.shape[0], bias=False)
+    return torch.nn.Sequential(layer)
+
+
+def test_a_version_is_taken_back_as_the_page_says(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained on after that, it is what training without an interruption gives."""
+    page = (ROOT / "docs/use/recover.md").read_text()
+    blocks = {
+        heading: re.findall(r"```python\n(.*?)```", section(page, heading), re.DOTALL)
+        for heading in ("## From a checkpoint directory", "## From the replica")
+    }
+    torch.manual_seed(1)
+    model = model_of(torch.empty(2, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    gradients = [torch.randn(2, 3) for _ in range(4)]
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> torch.Tensor:
+        for number in numbers:
+            model[0].weight.grad = gradients[number].clone()
+            optimizer.step()
+        return model[0].weight.detach().clone()
+
+    train(model, optimizer, range(2))
+    spec = OptimizerSpec.check("adamw", [(["0.weight"], {"lr": 0.5})])
+    state = {"0.weight": dict(optimizer.state[model[0].weight])}
+    version = {"0.weight": model[0].weight.detach()}
+    Replica(
+        version, spec, path=shm / "flowcheck-node--1.replica", run_id="my-run", step=2, optimizer_state=state
+    ).close()
+    meta = {"name": "adamw", "groups": [{"params": ["0.weight"], "options": {"lr": 0.5}}]}
+    directory = tmp_path / "out/my-run/epoch-0"
+    write_step(directory, 2, version, state, Meta("my-run", optimizer=meta))
+    whole = train(model, optimizer, range(2, 4))
+    monkeypatch.chdir(tmp_path)
+    assert [len(found) for found in blocks.values()] == [1, 2]
+    for found in blocks.values():
+        fresh = model_of(whole)
+        names = {"flowcheck": flowcheck, "torch": torch, "model": fresh}
+        names["optimizer"] = torch.optim.AdamW(fresh.parameters())
+        for block in found:
+            exec(block.replace('"/dev/shm"', repr(str(shm))), names)
+        assert not fresh[0].weight.equal(whole)
+        assert train(fresh, names["optimizer"], range(2, 4)).equal(whole)
