@@ -6,15 +6,13 @@ Layout is the list of all buckets of one kind of iteration (DDP has one layout f
 and another one ever after); building it proves that every element of every optimized tensor lies in
 exactly one place. Bucket elements that belong to no tensor (padding) are allowed and ignored.
 
-Tensors that get no gradient in such an iteration (frozen ones) are named as `without` and lie in no bucket.
-
 A Layout is immutable and may be used from several threads.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -43,22 +41,16 @@ class Layout:
 
     buckets: per bucket its slices. shapes: name -> shape of every optimized tensor, and of no other.
     elements: length of each bucket, checked where given. Raises LayoutError naming the tensor and the
-    element range that is outside, missing or covered twice. without: tensors that no bucket carries.
+    element range that is outside, missing or covered twice.
     """
 
     def __init__(
-        self,
-        buckets: Sequence[Sequence[SliceLike]],
-        shapes: Mapping[str, Sequence[int]],
+        self, buckets: Sequence[Sequence[SliceLike]], shapes: Mapping[str, Sequence[int]],
         elements: Sequence[int] | None = None,
-        without: Collection[str] = (),
     ) -> None:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
         self.buckets = tuple(tuple(bucket) for bucket in buckets)
-        self.without = frozenset(without)
-        for name in self.without - set(self.sizes):
-            raise LayoutError(f"{name!r} is not an optimized tensor")
         if elements is not None and len(elements) != len(self.buckets):
             raise LayoutError(f"{len(self.buckets)} buckets described, {len(elements)} bucket lengths given")
         self.elements = None if elements is None else tuple(elements)
@@ -126,10 +118,6 @@ class Layout:
                 if piece.length:
                     pieces[piece.name].append((piece.start, piece.start + piece.length, index))
         for name, size in self.sizes.items():
-            if name in self.without:
-                if pieces[name]:
-                    raise LayoutError(f"{name!r} is said to have no gradient and lies in bucket {pieces[name][0][2]}")
-                continue
             reach = 0
             for start, end, index in sorted(pieces[name]):
                 if start > reach:

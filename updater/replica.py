@@ -10,8 +10,9 @@ Model:
              |             `-> FREE                the oldest complete version makes room
              `-> FREE                              discard: an iteration that was lost
 
-`keep(step)` holds a version, and all newer ones, until the next such call: a job of several nodes keeps what all
-of them have. `rollback(step)` goes on from an older one.
+Three calls are for recovery, which every process that holds versions takes part in: `Replica.attach` finds the versions
+of a process that has ended, `keep(step)` holds the step that all agreed on, and `rollback(step)` goes on from it where
+the trainers do. flowcheck has no recovery across processes yet, so tests are their only callers.
 
 Legal calls: `build(step, layout, values)`, then `slot.apply(bucket, data)` once per bucket in any order, then
 `publish(slot)` or `discard(slot)`. Publishing is the caller's, after the verdict; the replica itself only insists
@@ -239,8 +240,6 @@ class Replica:
             raise OptimizerError(
                 f"{self._alone!r} is updated in 16 bits alone: there is no kernel for gradients with a loss scale"
             )
-        for name in values.without_gradient - set(self._shapes):
-            raise ReplicaError(f"{name!r} is said to have no gradient and is not optimized")
         raw = {array.name: array for array in self._store.arrays if array.role == "raw"}
         for name, tensor in values.buffers.items():
             if name not in raw:

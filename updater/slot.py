@@ -1,7 +1,7 @@
 """One version of the replica: its tensors, and building it from the version before, bucket by bucket.
 
 A slot that is built is written in one pass: each bucket's pieces go to the kernels, which read version t and write
-version t+1; tensors without a gradient are copied. Nothing is accumulated in between, so a bucket needs no other.
+version t+1. Nothing is accumulated in between, so a bucket needs no other.
 Memory and rules: updater/replica.py.
 """
 
@@ -18,7 +18,7 @@ import torch
 from updater import kernels
 from updater.dialects import Dialect, rule
 from updater.errors import ReplicaError
-from updater.layout import Layout
+from updater.layout import Layout, SliceLike
 from updater.optimizers import OptimizerSpec, pack, unpack
 from updater.step import StepValues
 from updater.store import Store
@@ -109,9 +109,7 @@ class Slot(Version):
         self._values = StepValues()
         self._options: tuple[Mapping[str, Any], ...] = ()
         self._applied: set[int] = set()
-        self._sums: dict[int, torch.Tensor] = {}
         self._awaited: dict[str, int] = {}  # tensor -> buckets that still have elements of it
-        self._absent: frozenset[str] = frozenset()
         self._ticket = 0
 
     @property
@@ -119,67 +117,36 @@ class Slot(Version):
         """Optimized tensors that have not been updated yet."""
         return [name for name, buckets in self._awaited.items() if buckets]
 
-    def accumulate(self, bucket: int, data: np.ndarray | torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """Keep a bucket that is not the last of its step: `apply` adds the last one to the sum.
-
-        For trainers that reduce every micro-step and add up what was reduced. (DDP without no_sync reduces sums
-        that grow: there the last bucket alone is the gradient, and the others are not given at all.) The sum is
-        formed as param.grad is: each part divided, then added, in the gradient's own type.
-        """
-        taken = self._take(bucket, data, dtype)
-        self._sums[bucket] = self._add(bucket, taken).clone()
-
     def apply(self, bucket: int, data: np.ndarray | torch.Tensor, dtype: torch.dtype | None = None) -> None:
         """Update everything that this bucket carries. data: its elements, 1-D (see Layout.take).
 
         Returns as soon as the work is queued; `data` must stay as it is until publish, discard or `flush`. Raises
         ReplicaError out of order, LayoutError if the data does not fit; the slot is then as before.
         """
-        taken = self._take(bucket, data, dtype)
-        assert self._layout is not None and self._source is not None
-        divisor = self._divisor
-        if bucket in self._sums:
-            taken, divisor = self._add(bucket, taken), 1
-            del self._sums[bucket]
+        if self.state is not SlotState.BUILDING or self._layout is None:
+            raise ReplicaError(f"slot {self.index} is {self.state.value}; only a slot being built takes gradients")
+        if bucket in self._applied:
+            raise ReplicaError(f"bucket {bucket} was already applied to step {self.step}")
+        taken = self._layout.take(bucket, data, dtype)
         if not self._values.skip:
-            self._submit(bucket, taken, divisor, self._source)
+            self._submit(self._layout.buckets[bucket], taken)
         self._applied.add(bucket)
         for name in self._layout.bucket_names(bucket):
-            if name in self._awaited:
-                self._awaited[name] -= 1
+            self._awaited[name] -= 1
 
     def flush(self) -> None:
         """Return when everything applied so far is in memory; gradients may be changed from then on."""
         self._pool.wait(self._ticket)
 
-    def _take(self, bucket: int, data: np.ndarray | torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        if self.state is not SlotState.BUILDING or self._layout is None:
-            raise ReplicaError(
-                f"slot {self.index} is {self.state.value}; only a slot being built takes gradients"
-            )
-        if bucket in self._applied:
-            raise ReplicaError(f"bucket {bucket} was already applied to step {self.step}")
-        return self._layout.take(bucket, data, dtype)
-
-    def _add(self, bucket: int, taken: torch.Tensor) -> torch.Tensor:
-        if self._divisor != 1:
-            reciprocal = torch.tensor(1.0) / torch.tensor(float(self._divisor))
-            if self._dialect.cuda:
-                taken = (taken.float() * reciprocal).to(taken.dtype)
-            else:
-                taken = taken / self._divisor
-        held = self._sums.get(bucket)
-        return taken if held is None else held + taken
-
-    def _submit(self, bucket: int, data: torch.Tensor, divisor: int, source: Slot) -> None:
-        assert self._layout is not None
-        grad = _type(data)
+    def _submit(self, bucket: Sequence[SliceLike], data: torch.Tensor) -> None:
+        source, grad = self._source, _type(data)
+        assert source is not None
         rules: list[kernels.Rule] = []
         index: dict[tuple[int, int, str, str], int] = {}
         pieces = []
-        for piece in self._layout.buckets[bucket]:
+        for piece in bucket:
             name = piece.name
-            if name in self._absent or not piece.length:
+            if not piece.length:
                 continue
             held = self._held[name]
             if held not in ("float32", grad):
@@ -187,7 +154,7 @@ class Slot(Version):
             key = (self._group[name], int(source._steps[self._order[name]]) + 1, self._low.get(name, ""), held)
             if key not in index:
                 index[key] = len(rules)
-                rules.append(self._rule(*key, grad, divisor))
+                rules.append(self._rule(*key, grad))
             width = 4 if held == "float32" else 2
             for first, after, odd in self._parts[name]:
                 begin, end = max(first, piece.start), min(after, piece.start + piece.length)
@@ -203,33 +170,27 @@ class Slot(Version):
                                max(0, end - max(begin, after - odd))))
         self._ticket = self._pool.submit(rules, pieces, keep=data)
 
-    def _rule(self, group: int, step: int, low: str, held: str, grad: str, divisor: int) -> kernels.Rule:
+    def _rule(self, group: int, step: int, low: str, held: str, grad: str) -> kernels.Rule:
         return rule(
-            self._dialect, self._spec.name, self._options[group], step, grad=grad, low=low, divisor=divisor,
+            self._dialect, self._spec.name, self._options[group], step, grad=grad, low=low, divisor=self._divisor,
             loss_scale=self._values.loss_scale, clip=self._values.clip, first=step == 1, held=held,
         )
 
     # -- for Replica --
 
     def begin(self, source: Slot, step: int, layout: Layout, values: StepValues) -> None:
-        """Await the buckets of `layout`; what has no gradient is copied from `source` now."""
+        """Await the buckets of `layout`. In a step that is skipped all tensors are copied from `source` now."""
         self._layout, self._source, self._values, self.step = layout, source, values, step
         self._set_options(values.groups)
-        self._applied, self._sums = set(), {}
-        self._absent = layout.without | values.without_gradient
-        self._awaited = {name: 0 for name in layout.shapes if name not in self._absent}
+        self._applied = set()
+        self._awaited = dict.fromkeys(layout.shapes, 0)
         for name in itertools.chain.from_iterable(map(layout.bucket_names, range(len(layout.buckets)))):
-            if name in self._awaited:
-                self._awaited[name] += 1
-        stay = set(self._order) if values.skip else self._absent
-        self._steps.copy_(source._steps)
-        for name, at in self._order.items():
-            if name not in stay:
-                self._steps[at] += 1
+            self._awaited[name] += 1
+        self._steps.copy_(source._steps if values.skip else source._steps + 1)
         for (name, role), tensor in self._tensors.items():
             if role == "raw":
                 tensor.copy_(values.buffers.get(name, source._tensors[name, role]))
-            elif name in stay and tensor.numel():
+            elif values.skip and name in self._order and tensor.numel():
                 kernels.copy(tensor.data_ptr(), source._where[name, role], tensor.numel() * tensor.element_size())
 
     def _set_options(self, values: Sequence[Mapping[str, Any]]) -> None:
@@ -263,7 +224,7 @@ class Slot(Version):
     def end(self) -> None:
         """Wait for the workers; the gradients are let go."""
         self.flush()
-        self._source, self._layout, self._sums = None, None, {}
+        self._source = self._layout = None
 
 
 def _type(tensor: torch.Tensor) -> str:

@@ -28,8 +28,6 @@ class StepValues:
     clip: the factor that clip_grad_norm_ multiplied all gradients with, as fp32. The norm itself cannot be
         recomputed bit for bit on another processor; so a job that clips and does not send it is not exact.
     loss_scale: AMP: gradients arrive multiplied by it. skip: an overflow was found, the optimizer did nothing.
-    without_gradient: optimized tensors whose gradient is None in this step although a bucket carries zeros for
-        them (DDP with unused parameters): torch leaves them, their states and their step alone.
     buffers: new values of buffers, by name.
     """
 
@@ -37,7 +35,6 @@ class StepValues:
     clip: float | None = None
     loss_scale: float | None = None
     skip: bool = False
-    without_gradient: frozenset[str] = frozenset()
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

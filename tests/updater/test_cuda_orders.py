@@ -10,12 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from flowcheck.job.model import BucketSlice
 from updater import kernels
 from updater.dialects import Dialect
-from updater.layout import Layout
-from updater.optimizers import OptimizerSpec
-from updater.replica import Replica
 
 from .test_kernels import Ours
 
@@ -160,27 +156,6 @@ def test_the_reciprocal_is_not_a_division(dtype):
     assert torch.equal(found["torch-cpu"], g.float() / 7)
     assert torch.equal(found["torch-cuda-foreach"], (g.double() * np.float64(np.float32(1) / np.float32(7))).float())
     assert not torch.equal(found["torch-cpu"], found["torch-cuda-foreach"])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("order", ["torch-cpu", "torch-cuda-foreach"])
-def test_accumulated_gradients_are_divided_each_and_added_in_their_own_type(order, dtype):
-    """Through the replica, which does this itself for all parts but the last."""
-    parts = sixteen_bits(dtype, 3000).reshape(3, 1000)
-    replica = Replica({"w": torch.zeros(1000)}, OptimizerSpec.check("sgd", [(["w"], {"lr": 1.0})]), divisor=3,
-                      dialect=Dialect(order))
-    slot = replica.build(1, Layout([[BucketSlice("w", 0, 1000)]], {"w": (1000,)}, [1000]))
-    slot.accumulate(0, parts[0])
-    slot.accumulate(0, parts[1])
-    slot.apply(0, parts[2])
-    replica.publish(slot)
-    if order == "torch-cpu":
-        a, b, c = ((part.double() / 3).float().to(dtype) for part in parts)
-    else:
-        a, b, c = (divided(part, 3) for part in parts)
-    wanted = (a.double() + b.double()).float().to(dtype)
-    wanted = (wanted.double() + c.double()).float().to(dtype)
-    assert torch.equal(-replica.current.parameters["w"], wanted.float())
 
 
 @pytest.mark.parametrize(("order", "divides"), [("torch-cuda-foreach", False), ("torch-cuda-fused", True)])

@@ -114,15 +114,6 @@ def test_where_no_length_is_given_padding_is_allowed_and_what_is_missing_is_not(
         layout.take(0, np.zeros(5, np.float32))
 
 
-def test_tensors_without_a_gradient_lie_in_no_bucket():
-    shapes = {"a": (4,), "frozen": (3,)}
-    assert Layout([[S("a", 0, 4)]], shapes, [4], without=["frozen"]).without == {"frozen"}
-    with pytest.raises(LayoutError, match="'frozen' is said to have no gradient and lies in bucket 0"):
-        Layout([[S("a", 0, 4), S("frozen", 4, 3)]], shapes, [7], without=["frozen"])
-    with pytest.raises(LayoutError, match="'z' is not an optimized tensor"):
-        Layout([[S("a", 0, 4)]], {"a": (4,)}, [4], without=["z"])
-
-
 # -- one layout at a time: the whole message, and the edge at which it is none -------------------------------
 
 A, B = {"a": (2, 2), "b": (2,)}, {"a": (2, 2)}
@@ -180,22 +171,9 @@ def test_a_layout_keeps_what_it_was_given():
     buckets = [[S("b", 0, 1), S("a", 1, 4), S("b", 5, 1, 1), S("b", 6, 0)], [S("a", 0, 0)]]
     layout = Layout(buckets, {"a": [2, 2], "b": [2]}, [6, 0])
     assert layout.buckets == tuple(map(tuple, buckets)) and layout.elements == (6, 0)
-    assert layout.shapes == A and layout.without == frozenset()
+    assert layout.shapes == A
     assert [layout.bucket_names(i) for i in (0, 1)] == [["b", "a"], []]
     assert Layout([[S("a", 0, 4)]], B).elements is None
-
-
-def test_frozen_tensors_are_told_in_which_bucket_they_are():
-    frozen = Layout([[S("a", 0, 4)]], A, without=["b"])
-    assert frozen.without == {"b"}
-    for bucket in (1, 2):
-        buckets = [[S("a", 0, 4)], [], []]
-        buckets[bucket] = [S("b", 0, 2)]
-        with pytest.raises(LayoutError) as caught:
-            Layout(buckets, A, without=["b"])
-        assert str(caught.value) == f"'b' is said to have no gradient and lies in bucket {bucket}"
-    with pytest.raises(LayoutError, match=r"^'a': elements \[0, 4\) are in no bucket$"):  # also after a frozen one
-        Layout([], {"b": (2,), "a": (4,)}, without=["b"])
 
 
 # -- taking a bucket's data --------------------------------------------------------------------------------

@@ -109,8 +109,7 @@ def test_only_a_slot_being_built_is_published_discarded_or_given_gradients(state
         index, only = slot.index, "only a slot being built"
         assert refusal(made.publish, slot) == f"slot {index} is {state.value}; {only} can be published"
         assert refusal(made.discard, slot) == f"slot {index} is {state.value}; {only} can be discarded"
-        for call in (slot.apply, slot.accumulate):
-            assert refusal(call, 0, torch.ones(3)) == f"slot {index} is {state.value}; {only} takes gradients"
+        assert refusal(slot.apply, 0, torch.ones(3)) == f"slot {index} is {state.value}; {only} takes gradients"
 
 
 def test_a_partial_version_is_not_published_and_can_be_finished():
@@ -120,7 +119,6 @@ def test_a_partial_version_is_not_published_and_can_be_finished():
     slot.apply(1, torch.ones(1))
     assert refusal(made.publish, slot) == "step 1 lacks the gradient of 'w'; it cannot be published"
     assert refusal(slot.apply, 1, torch.ones(1)) == "bucket 1 was already applied to step 1"
-    assert refusal(slot.accumulate, 1, torch.ones(1)) == "bucket 1 was already applied to step 1"
     assert refusal(slot.apply, 0, torch.ones(2), error=LayoutError).startswith("bucket 0: 2 elements given")
     slot.apply(0, torch.ones(3))
     made.publish(slot)
@@ -131,7 +129,6 @@ def test_a_discarded_version_may_be_built_again_and_leaves_nothing():
     made = replica(slots=2, options=(("lr", 1.0), ("momentum", 0.5)))
     advance(made)
     slot = made.build(2, WHOLE)
-    slot.accumulate(0, torch.full((3,), 100.0))
     slot.apply(1, torch.full((1,), 100.0))
     made.discard(slot)
     again = advance(made)
@@ -239,8 +236,6 @@ def test_a_build_that_cannot_begin_takes_no_slot():
     assert refusal(made.build, 1, other) == "the bucket layout and the optimizer disagree on 'w', 'z'"
     for values, error, why in [
         ({"groups": ({}, {})}, OptimizerError, "sgd has 1 groups, the step has values for 2"),
-        ({"without_gradient": frozenset(["k"])}, ReplicaError,
-         "'k' is said to have no gradient and is not optimized"),
         ({"buffers": {"w": torch.zeros(4)}}, ReplicaError, "'w' is not a buffer"),
         ({"buffers": {"k": torch.zeros(2)}}, ReplicaError, "buffer 'k' is int64 (2,), given torch.float32 (2,)"),
         ({"buffers": {"k": torch.arange(3)}}, ReplicaError, "buffer 'k' is int64 (2,), given torch.int64 (3,)"),

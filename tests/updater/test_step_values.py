@@ -1,4 +1,4 @@
-"""What trainers do around the optimizer, against torch doing it: clipping, AMP, groups, schedules, absent gradients."""
+"""What trainers do around the optimizer, against torch doing it: clipping, AMP, groups, schedules."""
 import pytest
 import torch
 
@@ -17,14 +17,13 @@ def bits(t):
     return t.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def one_bucket(shapes=SHAPES, without=()):
+def one_bucket(shapes=SHAPES):
     slices, reach = [], 0
     for name, shape in shapes.items():
-        if name not in without:
-            size = torch.Size(shape).numel()
-            slices.append(BucketSlice(name, reach, size))
-            reach += size
-    return Layout([slices], shapes, [reach], without=without)
+        size = torch.Size(shape).numel()
+        slices.append(BucketSlice(name, reach, size))
+        reach += size
+    return Layout([slices], shapes, [reach])
 
 
 class Pair:
@@ -145,41 +144,6 @@ def test_amp_unscales_and_skips(name):
         assert float(pair.replica.current.optimizer_state["a"]["step"]) == 5
 
 
-def test_parameters_without_a_gradient_keep_state_and_step():
-    pair = Pair()
-    frozen = one_bucket(without=["c"])
-    for t in range(5):
-        g = pair.gradients()
-        absent = {"c"} if t in (0, 3) else {"b"} if t == 2 else set()
-        for n, twin in pair.twins.items():
-            twin.grad = None if n in absent else g[n].clone()
-        pair.optimizer.step()
-        if t == 3:
-            pair.step(g, layout=frozen)
-        else:  # the bucket carries zeros for it all the same
-            for n in absent:
-                g[n].zero_()
-            pair.step(g, StepValues(without_gradient=frozenset(absent)))
-        pair.check()
-
-
-def test_gradients_accumulated_over_reduced_micro_steps():
-    pair = Pair(divisor=3)
-    layout = one_bucket()
-    for _ in range(3):
-        slot = pair.replica.build(pair.replica.current.step + 1, layout)
-        for micro in range(4):
-            g = pair.gradients()
-            for n, twin in pair.twins.items():
-                part = g[n] / 3
-                twin.grad = part.clone() if micro == 0 else twin.grad + part
-            data = torch.cat([g[s.name].reshape(-1) for s in layout.buckets[0]])
-            (slot.apply if micro == 3 else slot.accumulate)(0, data)
-        pair.optimizer.step()
-        pair.replica.publish(slot)
-        pair.check()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_in_fp32_and_the_derived_copy(dtype):
     pair = Pair(dtype=dtype, threads=1)
@@ -226,7 +190,6 @@ def test_values_that_cannot_be_meant_are_refused_and_nothing_is_left_behind():
         (StepValues(groups=({"lr": 1.0},)), OptimizerError, "2 groups, the step has values for 1"),
         (StepValues(groups=({"amsgrad": True}, {})), OptimizerError, "cannot be switched in mid-run"),
         (StepValues(groups=({"lr": -1.0}, {})), OptimizerError, "not negative"),
-        (StepValues(without_gradient=frozenset(["z"])), ReplicaError, "'z' is said to have no gradient"),
     ]:
         with pytest.raises(error, match=message):
             pair.replica.build(1, one_bucket(), values)
