@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from flowcheck.node.config import Capture
+from flowcheck.node.parts import grown
 
 __all__ = ["OWN", "SAID_SECONDS", "Drops", "describe"]
 
@@ -51,8 +52,7 @@ class Drops:
         drops, now = self._drops(), self._clock()
         if drops == self._said or now < self._next:
             return
-        new = {cause: count - self._said.get(cause, 0) for cause, count in drops.items()}
-        new = {cause: count for cause, count in new.items() if count > 0}
+        new = grown(self._said, drops)
         self._said, self._next = drops, now + SAID_SECONDS
         self._say("dropped", port=self._capture.device, drops=new,
                   why=f"the node itself has dropped packets: {describe(new, self._capture)}")

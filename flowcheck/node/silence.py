@@ -16,9 +16,11 @@ from parser.machine import Engine
 
 from flowcheck.diagnose.remedies import remedy_of
 from flowcheck.job.clock import Clock
+from flowcheck.node.parts import grown
 from flowcheck.rebuild.events import Event
-from flowcheck.rebuild.evidence import data_flows, flow_name
+from flowcheck.rebuild.evidence import edges_with, packets_by_outcome
 from flowcheck.rebuild.plan import JobPlan
+from flowcheck.rebuild.wording import flow_name
 
 __all__ = ["SECONDS", "Arrivals", "Silence", "Silent"]
 
@@ -75,7 +77,7 @@ class Silence:
         if not self._ahead or (now := self._now()) - self._looked < LOOK_SECONDS:
             return []
         self._looked, begun, said = now, self._engine.begun, self._said
-        if begun >= self._over or begun > self._begun or self._placed() > self._base[1].get("placed", 0) or busy:
+        if begun >= self._over or begun > self._begun or "placed" in self._came()[1] or busy:
             self._ahead, self._begun, self._said = False, begun, False
             self.over(self._over)  # further ahead than what has come: from now on
             return [Silent("")] if said else []
@@ -85,38 +87,31 @@ class Silence:
         return [Silent(self._why(now - self._since))]
 
     def _counts(self) -> tuple[int, dict[str, int]]:
-        became: dict[str, int] = {}
-        for stream in range(self._plan.engine.streams):
-            for cause, (packets, _) in self._engine.outcomes(stream).items():
-                became[cause] = became.get(cause, 0) + packets
-        return self._port.arrived, became
+        return self._port.arrived, packets_by_outcome(self._plan, self._engine)
 
-    def _placed(self) -> int:
-        return sum(self._engine.outcomes(stream)["placed"][0] for stream in range(self._plan.engine.streams))
+    def _came(self) -> tuple[int, dict[str, int]]:
+        """What has arrived since a record was ahead, and what became of it."""
+        (arrived, became), (before, already) = self._counts(), self._base
+        return arrived - before, grown(already, became)
 
     def _why(self, seconds: float) -> str:
-        (arrived, became), (before, already) = self._counts(), self._base
-        came = {cause: count - already.get(cause, 0) for cause, count in became.items()}
-        came = {cause: count for cause, count in came.items() if count > 0}
+        arrived, came = self._came()
         over = f"iteration {self._clock.number(self._over)} is over"
-        if arrived == before and not came:
+        if not arrived and not came:
             return (
                 f"no packet has come to {self._port.name or 'the port'} for {seconds:.0f} s, and {over}: is the mirror"
                 " session on, and does it end at this port? (flowcheck switch verify)"
             )
         said = ", ".join(f"{cause} {count}" for cause, count in sorted(came.items()))
         text = f"nothing that {self._port.name or 'the port'} brings is of iterations that are over, and {over};"
-        text += f" {max(arrived - before, sum(came.values()))} packets in {seconds:.0f} s{f': {said}' if said else ''}"
-        silent = self._never_seen()
+        text += f" {max(arrived, sum(came.values()))} packets in {seconds:.0f} s{f': {said}' if said else ''}"
+        heard, job = edges_with(self._plan, self._engine, "seen"), self._plan.job
+        silent = [flow_name(job, edge) for edge in range(len(job.flows)) if edge not in heard]
         if silent:
             text += f"; no packet ever of {'; '.join(silent[:NAMED])}"
             text += f" and {len(silent) - NAMED} more" if len(silent) > NAMED else ""
-        remedy = remedy_of(_readable(came)) or self._entry(came)
+        remedy = remedy_of(came) or self._entry(came)
         return f"{text}. {remedy}" if remedy else text
-
-    def _never_seen(self) -> list[str]:
-        seen = {spec.edge for spec, counters in data_flows(self._plan, self._engine) if counters["seen"]}
-        return [flow_name(self._plan.job, edge) for edge in range(len(self._plan.job.flows)) if edge not in seen]
 
     def _entry(self, came: Mapping[str, int]) -> str:
         """What a connection that found no place in the job's traffic may lack."""
@@ -126,7 +121,3 @@ class Silence:
             "SIMPLE finds its place by clear-to-sends, which go the other way (unanchored: packets that have none):"
             " mirror both directions of each port"
         )
-
-
-def _readable(came: Mapping[str, int]) -> dict[str, int]:
-    return {cause: count for cause, count in came.items() if cause not in ("not_roce", "control", "other_roce")}

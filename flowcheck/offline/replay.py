@@ -16,7 +16,6 @@ from rich.console import Console
 
 from dataplane.pcapfile import PcapInfo, scan
 from flowcheck.diagnose.reading import capture_errors
-from flowcheck.durable import remove_tree
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import load_job
 from flowcheck.job.model import Job
@@ -24,8 +23,9 @@ from flowcheck.learning.captures import learn
 from flowcheck.learning.cli import watching
 from flowcheck.learning.hints import Hints
 from flowcheck.learning.job import Learnt
+from flowcheck.offline.offer import Offer
 from flowcheck.offline.report import Report
-from flowcheck.offline.session import REPLACED, UNCONFIRMED, ReplayOptions, ReplaySession
+from flowcheck.offline.session import ReplayOptions, ReplaySession
 from flowcheck.offline.summary import print_summary
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.replica import JobReplica
@@ -96,8 +96,7 @@ def _claim(out: Path, job: Job) -> None:
                 where=str(out),
                 remedy="give every run a directory of its own with --out",
             )
-    for aside in (UNCONFIRMED, REPLACED):  # of a replay that was killed
-        remove_tree(out / aside)
+    Offer(out).clear()
 
 
 def _scan(paths: list[Path]) -> list[PcapInfo]:

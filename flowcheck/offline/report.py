@@ -1,9 +1,8 @@
-"""The report: what was seen, what was placed, what is missing and why, as plain JSON and as a summary.
+"""The report: what was seen, what was placed, what is missing and why, as data. summary.py has the words.
 
-Legal use: make one `Report`, call `add_iteration` once per iteration in order as it is judged (it hashes
-the bucket bytes, so the arena may be reused afterwards), fill the other fields whenever they are known,
-then `write_report` and `print_summary`. docs/reference/report.md describes every key of the JSON. One thread at a
-time.
+Legal use: make one `Report`, call `add_iteration` once per iteration in order as it is judged (it hashes the bucket
+bytes, so the arena may be reused afterwards), `add_traffic` at the end, fill the other fields whenever they are known,
+then `write_report`. docs/reference/report.md describes every key of the JSON. One thread at a time.
 
 Honesty rules: a bucket's hash is given only if every element was placed; otherwise each placed range has
 its own. Iterations asked for and never seen are counted as incomplete. Nothing is rounded to "complete".
@@ -21,34 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from parser.machine import Engine
 
+from dataplane.pcapfile import PcapInfo
 from flowcheck.durable import write_atomic
 from flowcheck.errors import InternalError
 from flowcheck.job.model import dtype_size
+from flowcheck.rebuild.evidence import BucketCoverage, packets_by_outcome
+from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.verdict import Verdict
 
 __all__ = [
-    "SCHEMA", "BroadcastReport", "BucketData", "BucketReport", "CaptureReport", "CheckpointReport",
-    "FlowReport", "IterationReport", "PlacedRange", "Report", "broadcast_report", "bucket_report",
-    "write_report",
+    "SCHEMA", "BroadcastReport", "BucketReport", "CaptureReport", "CheckpointReport", "FlowReport", "IterationReport",
+    "PlacedRange", "Report", "broadcast_report", "bucket_report", "drops_of", "write_report",
 ]
 
 SCHEMA = "flowcheck/report/1"
-
-
-@dataclass(frozen=True)
-class BucketData:
-    """What the arena holds of one bucket: the input of `bucket_report`.
-
-    data: the bucket's bytes, contiguous, any numpy dtype. dtype: element type by its manifest name.
-    placed: element ranges [start, end), ascending and disjoint. missing: elements by cause.
-    """
-
-    index: int
-    dtype: str
-    data: np.ndarray
-    placed: Sequence[tuple[int, int]]
-    missing: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -172,7 +159,7 @@ class Report:
         self._gradients, self._gathered = hashlib.sha256(), hashlib.sha256()
 
     def add_iteration(
-        self, buckets: Sequence[BucketData], verdict: Verdict, gathered: Sequence[BucketData] = ()
+        self, buckets: Sequence[BucketCoverage], verdict: Verdict, gathered: Sequence[BucketCoverage] = ()
     ) -> IterationReport:
         """Hash an iteration's buckets and append it. Raises InternalError if the verdict contradicts them."""
         reports = [bucket_report(bucket) for bucket in buckets]
@@ -186,6 +173,31 @@ class Report:
                 self._gathered.update(_bytes(group.data))
         self.iterations.append(IterationReport(verdict.iteration, reports, verdict, groups))
         return self.iterations[-1]
+
+    def add_traffic(self, plan: JobPlan, engine: Engine, captures: Sequence[PcapInfo]) -> None:
+        """What has become of all packets: by cause, and by flow and capture. Read off the engine."""
+        self.drops = drops_of(plan, engine)
+        self.captures = [CaptureReport(i.path, i.packet_count, i.size, i.format) for i in captures]
+        streams = [engine.flow_counters(stream) for stream in range(plan.engine.streams)]
+        data = "gradients" if plan.job.gradient_calls(0) else "parameters"
+        for i, spec in enumerate(plan.engine.flows):
+            seen = [counters[i] for counters in streams if counters[i]["seen"]]
+            flow = plan.job.flows[spec.edge]
+            ends, addresses = (flow.src, flow.dst), flow.addresses(spec.qp)
+            if not spec.data:
+                ends, addresses = ends[::-1], addresses[::-1]
+            for c in seen or [streams[0][i]]:  # one line per capture that carries it
+                self.flows.append(FlowReport(
+                    data if spec.data else "control", *ends, flow.channel, *addresses, [spec.qpn], c["packets"],
+                    c["missing"], c["duplicates"], c["retransmissions"], c["icrc_wrong"],
+                    c["state"] if spec.data else "", "" if c["seen"] else "no packet of it is in the captures",
+                ))
+        if plan.parameters:
+            first, last = plan.parameters[0].offset, plan.parameters[-1]
+            names, end = [place.name for place in plan.parameters], last.offset + last.nbytes
+            gaps = engine.missing(None, first // 8, -(-end // 8))
+            placed = end - first - sum(min(8 * int(stop), end) - 8 * int(start) for start, stop in gaps)
+            self.broadcasts = [broadcast_report(names, engine.region(None)[first:end], placed)]
 
     @property
     def complete(self) -> list[IterationReport]:
@@ -258,24 +270,28 @@ def _checkpoint(checkpoint: CheckpointReport | None, *more: str) -> dict[str, An
     return {key: getattr(checkpoint, key) for key in ("step", "path", "status", *more)}
 
 
-def bucket_report(bucket: BucketData) -> BucketReport:
+def drops_of(plan: JobPlan, engine: Engine) -> dict[str, int]:
+    """Packets that carried nothing into the arena, by cause."""
+    found = packets_by_outcome(plan, engine)
+    drops = {what: n for what, n in found.items() if n and what not in ("placed", "compared", "encapsulated")}
+    return drops | {f"encapsulated: {what}": packets for what, packets in engine.encapsulated().items()}
+
+
+def bucket_report(bucket: BucketCoverage) -> BucketReport:
     """Hashes of a bucket: of all of it if every element was placed, of each placed range always."""
-    data = _bytes(bucket.data)
-    size = dtype_size(bucket.dtype)
-    if len(data) % size:
-        raise InternalError(f"bucket {bucket.index}: {len(data)} bytes are no whole number of {bucket.dtype}")
-    elements, reach, placed = len(data) // size, 0, []
+    data, place = _bytes(bucket.data), bucket.place
+    size, reach, placed = dtype_size(place.dtype), 0, []
     for start, end in bucket.placed:
-        if not reach <= start < end <= elements:
-            what = f"placed range [{start}, {end}) of {elements} elements"
-            raise InternalError(f"bucket {bucket.index}: {what}")
+        if not reach <= start < end <= place.elements:
+            what = f"placed range [{start}, {end}) of {place.elements} elements"
+            raise InternalError(f"bucket {place.index}: {what}")
         reach = end
         digest = hashlib.sha256(data[start * size : end * size])
         placed.append(PlacedRange(start, end, digest.hexdigest()))
     count = sum(part.end - part.start for part in placed)
-    complete = count == elements
+    complete = count == place.elements
     return BucketReport(
-        bucket.index, bucket.dtype, elements, count, complete,
+        place.index, place.dtype, place.elements, count, complete,
         hashlib.sha256(data).hexdigest() if complete else None, placed, dict(bucket.missing),
     )
 

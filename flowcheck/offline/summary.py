@@ -1,4 +1,8 @@
-"""The report as a person reads it on a terminal: one verdict first, then only what needs attention.
+"""A replay in words: why it did not do all that was asked, and its report as a person reads it on a terminal.
+
+    failure(report, follower)                  the first reason, which goes into the report
+    nothing_seen(follower, captures, job)      the error of captures that bring nothing of the job
+    print_summary(report, console)             one verdict first, then only what needs attention
 
 Nothing here is computed or decided; report.json has it all. Long lists are cut with a count of what was left out, and
 file names are printed as they are (rich markup switched off).
@@ -10,12 +14,75 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flowcheck.offline.report import FlowReport, IterationReport, Report
+from flowcheck.diagnose.remedies import remedy_of, worst
+from flowcheck.errors import UserError
+from flowcheck.offline.report import FlowReport, IterationReport, Report, drops_of
+from flowcheck.rebuild.evidence import edges_with
+from flowcheck.rebuild.follower import Follower
+from flowcheck.rebuild.wording import describe_disagreement, flow_name
 from flowcheck.tables import Column, print_table, width_of
 
-__all__ = ["print_summary"]
+__all__ = ["failure", "nothing_seen", "print_summary"]
 
-FLOWS, ITERATIONS, REASON = 12, 6, 300
+FLOWS, ITERATIONS, REASON, NAMED = 12, 6, 300, 4
+
+
+def failure(report: Report, follower: Follower, refused: str, ended: str) -> str:
+    """Why a replay did not do all that was asked: the first reason that applies, or "". Some iteration has closed.
+
+    refused: why the traffic is not the job's, or "". ended: why no version was built any more, or ""."""
+    if refused:
+        return refused
+    engine, plan, replica = follower.engine, follower.plan, follower.replica
+    asked, found = report.iterations_asked, report.iterations
+    if asked is not None and len(found) < asked:
+        return f"{asked} iterations were asked for and {len(found)} are in the captures"
+    if engine.unopened >= 0:
+        return (
+            f"iterations from {engine.unopened} on are in the captures and were read too late: a capture that begins"
+            f" with iteration {follower.first_iteration} has earlier times. The clocks of the captures differ:"
+            " editcap -t"
+        )
+    incomplete = [each.iteration for each in found if not each.verdict.complete]
+    if incomplete:
+        return f"{len(incomplete)} of {len(found)} iterations are incomplete, the first is {incomplete[0]}"
+    if entries := engine.disagreements():
+        return f"the traffic is not what the manifest says: {describe_disagreement(plan, entries[0])}"
+    if adrift := edges_with(plan, engine, "adrift"):
+        names = "; ".join(flow_name(plan.job, edge) for edge in adrift[:NAMED])
+        return f"the place in the schedule was lost in an outage and nothing on the wire says it again: {names}"
+    if plan.job.optimizer is not None and replica is not None and not replica.ready:
+        return f"no checkpoint: {replica.absent}"
+    if unpublished := [each for each in found if not each.verdict.publishable]:
+        clause, reason = unpublished[0].verdict.failing[0]
+        return f"iteration {unpublished[0].iteration} could not be published: {clause.value}: {reason}"
+    return ended
+
+
+def nothing_seen(follower: Follower, captures: str, job: str) -> UserError:
+    """The error of captures that bring no packet of the job's iterations: what was there instead, and what to do.
+    captures, job: what people call them."""
+    engine, plan = follower.engine, follower.plan
+    if entries := engine.disagreements():
+        return UserError(
+            f"the traffic is not what the manifest describes: {describe_disagreement(plan, entries[0])}", where=job,
+            remedy="compare ranks, channels, protocol, mtu and collectives with `flowcheck inspect`",
+        )
+    there, drops = edges_with(plan, engine, "seen"), drops_of(plan, engine)
+    silent = [flow_name(plan.job, edge) for edge in range(len(plan.job.flows)) if edge not in there]
+    remedy = remedy_of(drops)
+    if worst(drops) == "icrc":
+        remedy += "; --no-icrc places them all the same and marks the result unproven"
+    return UserError(
+        f"no {'gradient' if plan.job.gradient_calls(0) else 'parameter'} packet of this job is in the captures"
+        + (f"; never seen: {'; '.join(silent[:NAMED])}" if silent else "")
+        + f"; by what became of the packets: {', '.join(f'{name} {count}' for name, count in drops.items())}",
+        where=captures,
+        remedy=remedy or "`flowcheck inspect` lists the connections; put their addresses and QP numbers in flows",
+    )
+
+
+# -- on a terminal -----------------------------------------------------------------------------------------
 
 
 def print_summary(report: Report, console: Console) -> None:

@@ -15,18 +15,11 @@ from typing import Literal
 
 from parser.machine import Engine
 
-from flowcheck.rebuild.evidence import (
-    BucketCoverage,
-    Carried,
-    bucket_coverage,
-    data_flows,
-    describe_disagreement,
-    flow_name,
-    refusal,
-)
+from flowcheck.rebuild.evidence import BucketCoverage, Carried, bucket_coverage, data_flows
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.rank_confirmation import contradiction, other_version
 from flowcheck.rebuild.verdict import BucketEvidence, Evidence, StreamEvidence, Verdict, judge
+from flowcheck.rebuild.wording import describe_disagreement, flow_name, refusal
 from parser.plan import FlowSpec
 
 __all__ = ["EvidenceCollector", "Judged"]

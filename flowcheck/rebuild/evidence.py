@@ -23,21 +23,13 @@ import torch
 from parser.lane import messages
 from parser.machine import Engine
 
-from flowcheck.job.model import Job
 from flowcheck.rebuild.intervals import both, intervals, total, without
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
 from parser.plan import EdgeSpec, FlowSpec, Phase, Target
 from parser.wire import Lane, Protocol, edge_lane
 
 __all__ = [
-    "BucketCoverage",
-    "Carried",
-    "bucket_coverage",
-    "data_flows",
-    "describe_disagreement",
-    "flow_name",
-    "parameter_bytes",
-    "refusal",
+    "BucketCoverage", "Carried", "bucket_coverage", "data_flows", "edges_with", "packets_by_outcome", "parameter_bytes",
 ]
 
 
@@ -46,8 +38,7 @@ class BucketCoverage:
     """One bucket or parameter group of a closed iteration.
 
     data: its bytes in the arena (a copy if there are gaps between its blocks), meaningful only inside placed.
-    placed: [start, end) element ranges that
-    are there. missing: elements by cause, only causes that occur.
+    placed: [start, end) element ranges that are there. missing: elements by cause, only causes that occur.
     """
 
     place: BucketPlace
@@ -72,6 +63,21 @@ def data_flows(plan: JobPlan, engine: Engine) -> Iterator[tuple[FlowSpec, dict]]
         for spec, counters in zip(plan.engine.flows, engine.flow_counters(stream), strict=True):
             if spec.data:
                 yield spec, counters
+
+
+def edges_with(plan: JobPlan, engine: Engine, counter: str) -> list[int]:
+    """Connections of which a flow has this counter in some capture: "seen", "packets" (that found a place in the job's
+    traffic) or "adrift" (it lost that in an outage)."""
+    return sorted({spec.edge for spec, counters in data_flows(plan, engine) if counters[counter]})
+
+
+def packets_by_outcome(plan: JobPlan, engine: Engine) -> dict[str, int]:
+    """What became of the packets of all streams so far."""
+    total: dict[str, int] = {}
+    for stream in range(plan.engine.streams):
+        for outcome, (packets, _) in engine.outcomes(stream).items():
+            total[outcome] = total.get(outcome, 0) + packets
+    return total
 
 
 def bucket_coverage(
@@ -248,53 +254,3 @@ def parameter_bytes(plan: JobPlan, engine: Engine) -> dict[str, tuple[np.ndarray
             region[place.offset : place.offset + place.nbytes], not len(engine.missing(None, first, end))
         )
     return out
-
-
-def flow_name(job: Job, edge: int) -> str:
-    """How messages to people name a connection."""
-    flow = job.flows[edge]
-    return f"channel {flow.channel}, rank {flow.src} -> {flow.dst} (QP {', '.join(f'{q:#x}' for q in flow.qpns)})"
-
-
-_MEANING = {
-    "payload length": "a packet of {expected} payload bytes was due and {found} came",
-    "opcode": "packet {expected} of the message cannot have opcode {found:#x}",
-    "RETH length": "a write of {expected} bytes was due and one of {found} came",
-    "RETH address": "the write was due at address {expected:#x} and went to {found:#x}",
-    "immediate": "the immediate should say {expected} bytes and says {found}",
-    "flag": "the payload's flags should say {expected} and say {found}",
-    "CTS address": "the receiver announced address {expected:#x} and the write went to {found:#x}",
-    "extra message": "the sender sent one message too many: the manifest's last call has ended",
-    "repeated chunk": (
-        "one message too many: this message repeats the reduced chunk that its sender received last, where "
-        "NCCL sends its own contribution to the next loop"
-    ),
-    "made anew": (
-        "a first packet of other contents came behind it: the connection was made anew, by another run on the same "
-        "queue pairs; give each run a capture and a manifest of its own"
-    ),
-}
-_REFUSAL = {"extra message", "repeated chunk"}
-
-
-def describe_disagreement(plan: JobPlan, entry: dict) -> str:
-    """One logged disagreement as a sentence with its values."""
-    edge = plan.engine.flows[entry["flow"]].edge
-    text = _MEANING[entry["kind"]].format(**entry)
-    return (
-        f"{flow_name(plan.job, edge)}, iteration {entry['iteration']}, message {entry['message']}, "
-        f"PSN {entry['psn']}: {text}"
-    )
-
-
-def refusal(plan: JobPlan, entries: list[dict]) -> str:
-    """Why the traffic is refused as a whole, or ""."""
-    extra = [e for e in entries if e["kind"] in _REFUSAL]
-    if not extra:
-        return ""
-    edges = sorted({plan.engine.flows[e["flow"]].edge for e in extra})
-    where = "; ".join(flow_name(plan.job, edge) for edge in edges)
-    return (
-        f"one message too many per operation on {where}: a modified NCCL (2n-1 sends per loop instead of 2n-2), "
-        f"or calls that the manifest does not list"
-    )

@@ -82,7 +82,7 @@ class Follower:
         self.next: int | None = None
         self.status = "waiting"
         self.matched = 0
-        self.begins = -1  # the first iteration that closed
+        self.first_iteration = -1  # that closed
         self.moved = False
         self.closing_seconds = 0.0
         self._gap = False  # iterations were skipped
@@ -193,8 +193,8 @@ class Follower:
 
     def judge(self, iteration: int) -> Iterator[Event]:
         """Judge an iteration; build its version if the verdict stands."""
-        if self.begins < 0:
-            self.begins = iteration
+        if self.first_iteration < 0:
+            self.first_iteration = iteration
             yield from self._begin(iteration)
         streams = tuple(
             StreamEvidence(name, self.scheduler.state(i, iteration)) for i, name in enumerate(self._names)
@@ -212,7 +212,7 @@ class Follower:
         else:
             yield from self._end(judged, counts, stands)
         self.records.forget(iteration)
-        if self.policy.endless and iteration > self.begins + 1:
+        if self.policy.endless and iteration > self.first_iteration + 1:
             self.engine.forget()  # but what may refute the manifest as a whole stays for the first two
 
     def _begin(self, iteration: int) -> Iterator[Event]:

@@ -17,8 +17,8 @@ from collections.abc import Collection, Mapping
 
 from parser.lane import messages
 
-from flowcheck.rebuild.evidence import flow_name
 from flowcheck.rebuild.plan import JobPlan, nccl_of
+from flowcheck.rebuild.wording import flow_name
 from parser.nccl import TABLE
 from parser.wire import CallPlan, edge_lane
 

@@ -1,6 +1,6 @@
 """Parameters that an iteration gathers (FSDP, ZeRO, Megatron's distributed optimizer): the parameter checkpoint.
 
-    GatheredParameters(plan)  ->  take(iteration, groups) per complete iteration  ->  write(out, unproven)
+    ShardedParameters(plan)  ->  take(iteration, groups) per complete iteration  ->  write(out, unproven)
 
 What passes the wire is what every rank computes with: parameters in compute precision (often bfloat16), no
 fp32 masters, no optimizer state. So it is written under a name and a schema of its own and is never a step.
@@ -21,10 +21,10 @@ from flowcheck.job.clock import Clock
 from flowcheck.rebuild.evidence import BucketCoverage
 from flowcheck.rebuild.plan import JobPlan
 
-__all__ = ["GatheredParameters"]
+__all__ = ["ShardedParameters"]
 
 
-class GatheredParameters:
+class ShardedParameters:
     """The newest complete set of gathered parameters. step: updates it has seen, -1 before the first set."""
 
     def __init__(self, plan: JobPlan) -> None:

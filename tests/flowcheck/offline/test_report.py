@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from flowcheck.errors import EnvironmentProblem, InternalError
+from flowcheck.job.model import dtype_size
 from flowcheck.offline.report import (
-    BucketData,
     CaptureReport,
     CheckpointReport,
     FlowReport,
@@ -22,6 +22,8 @@ from flowcheck.offline.report import (
     write_report,
 )
 from flowcheck.offline.summary import print_summary
+from flowcheck.rebuild.evidence import BucketCoverage
+from flowcheck.rebuild.plan import BucketPlace
 from flowcheck.rebuild.verdict import Clause, Verdict
 
 ROOT = Path(__file__).parents[3]
@@ -29,6 +31,12 @@ ROOT = Path(__file__).parents[3]
 
 def sha(data):
     return hashlib.sha256(bytes(data)).hexdigest()
+
+
+def bucket(index, dtype, data, placed, missing=None):
+    elements = data.nbytes // dtype_size(dtype)
+    covered = sum(end - start for start, end in placed)
+    return BucketCoverage(BucketPlace(index, elements, 0, data.nbytes, dtype), data, covered, placed, missing or {})
 
 
 def verdict(iteration, *failing, marks=()):
@@ -45,7 +53,7 @@ def test_ranges_and_hashes_of_a_bucket(present, dtype):
     edges = [i for i in range(len(present) + 1)
              if (i > 0 and present[i - 1]) != (i < len(present) and present[i])]
     ranges = list(zip(edges[::2], edges[1::2], strict=True))
-    report = bucket_report(BucketData(3, dtype, data, ranges, {"lost": present.count(False)}))
+    report = bucket_report(bucket(3, dtype, data, ranges, {"lost": present.count(False)}))
     assert (report.index, report.elements, report.placed_elements) == (3, len(present), sum(present))
     assert report.complete == all(present)
     assert report.sha256 == (sha(data) if all(present) else None)
@@ -56,7 +64,7 @@ def test_ranges_and_hashes_of_a_bucket(present, dtype):
 @pytest.mark.parametrize("placed", [[(0, 3), (2, 4)], [(3, 3)], [(0, 11)], [(4, 6), (0, 2)], [(-1, 2)]])
 def test_ranges_that_cannot_be_are_our_bug(placed):
     with pytest.raises(InternalError, match="placed range"):
-        bucket_report(BucketData(0, "float32", np.zeros(10, np.float32), placed))
+        bucket_report(bucket(0, "float32", np.zeros(10, np.float32), placed))
 
 
 def full():
@@ -72,10 +80,10 @@ def full():
                      for i in range(20)]
     report.broadcasts.append(broadcast_report(["w", "b"], np.zeros(5000, np.float32), 20000))
     report.broadcasts.append(broadcast_report(["w", "b"], np.zeros(5000, np.float32), 4))
-    report.add_iteration([BucketData(0, "float32", a, [(0, 10)]), BucketData(1, "float32", b, [(0, 3)])],
+    report.add_iteration([bucket(0, "float32", a, [(0, 10)]), bucket(1, "float32", b, [(0, 3)])],
                          verdict(0, marks=("icrc off",)))
-    report.add_iteration([BucketData(0, "float32", a, [(0, 1), (7, 10)], {"lost": 6})], verdict(1, LOST))
-    report.add_iteration([BucketData(0, "float32", a + 1, [(0, 10)])], verdict(2))
+    report.add_iteration([bucket(0, "float32", a, [(0, 1), (7, 10)], {"lost": 6})], verdict(1, LOST))
+    report.add_iteration([bucket(0, "float32", a + 1, [(0, 10)])], verdict(2))
     report.drops.update({"not_roce": 12, "icrc": 3, "late": 0})
     report.stages.update({"receive": 0.5, "place": 1.25})
     report.seconds = 2.0
@@ -114,14 +122,14 @@ def test_ok_only_if_all_that_was_asked_for_is_complete(asked, lost, ok):
     report = Report(iterations_asked=asked)
     for i, gone in enumerate(lost):
         placed = [] if gone else [(0, 2)]
-        report.add_iteration([BucketData(0, "float32", np.ones(2, np.float32), placed)],
+        report.add_iteration([bucket(0, "float32", np.ones(2, np.float32), placed)],
                              verdict(i, *([LOST] if gone else [])))
     assert report.ok is ok and report.to_dict()["ok"] is ok
 
 
 def test_a_verdict_that_contradicts_the_arena_is_our_bug():
     with pytest.raises(InternalError, match="judged complete with elements missing"):
-        Report().add_iteration([BucketData(0, "float32", np.ones(2, np.float32), [(0, 1)])], verdict(0))
+        Report().add_iteration([bucket(0, "float32", np.ones(2, np.float32), [(0, 1)])], verdict(0))
 
 
 def test_a_report_that_cannot_be_written(tmp_path):
@@ -176,7 +184,7 @@ def test_the_summary_of_nothing_and_of_everything():
     assert "INCOMPLETE  0 of 0" in stream.getvalue() and "none was written" in stream.getvalue()
     report = Report()
     for i in range(20):
-        report.add_iteration([BucketData(0, "float32", np.ones(2, np.float32), [(0, 2)])], verdict(i))
+        report.add_iteration([bucket(0, "float32", np.ones(2, np.float32), [(0, 2)])], verdict(i))
     stream = io.StringIO()
     print_summary(report, Console(file=stream, width=100))
     assert stream.getvalue().startswith("COMPLETE  20 of 20") and len(stream.getvalue().splitlines()) == 2
