@@ -19,7 +19,7 @@ import torch
 
 from flowcheck.lab.bench import roof
 from flowcheck.lab.bench.rows import alternate
-from flowcheck.lab.bench.traffic import aligned
+from flowcheck.lab.bench.workload import aligned
 from updater import kernels
 
 COUNT = 20_000_000 // 32 * 32

@@ -103,7 +103,7 @@ def plan_port(device: str, *, queues: int, path_mtu: int, frames: int = AF_PACKE
         arguments = f"size={frame},copy=1" if kind == "null" else ""
         return PortPlan(kind, f"net_{kind}_fc{number}", arguments, "", frame)
     if kind not in ("af_packet", "af_xdp") or not interface:
-        raise ValueError(f"{device!r} is no capture device: af_packet:IFACE, af_xdp:IFACE or a PCI address")
+        raise ValueError(f"{device!r} is not a capture device: af_packet:IFACE, af_xdp:IFACE or a PCI address")
     if "," in interface or " " in interface:
         raise ValueError(f"{device!r}: the driver cannot take this name")
     mtu = interface_mtu(interface)

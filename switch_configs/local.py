@@ -24,7 +24,7 @@ __all__ = ["local_manager", "mirrored"]
 def local_manager(session: MirrorSession) -> Manager:
     """Show, difference, apply and remove one session of a software switch on this machine."""
     if not is_local(session.vendor):
-        raise PlanError(f"{session.vendor} is no software switch", where=session.leaf, remedy="use flowcheck switch")
+        raise PlanError(f"{session.vendor} is not a software switch", where=session.leaf, remedy="use flowcheck switch")
     return Manager(session, lambda: LocalTransport(session))
 
 

@@ -320,7 +320,7 @@ class Manager:
             fate = f"could not be taken back ({second.what})"
             fate += f"; {timer} undoes it within {self.session.undo_minutes} min" if timer else ""
         raise DeviceError(
-            f"{error.what}; {fate}", where=error.where, remedy=error.remedy or "mend the cause and apply again"
+            f"{error.what}; {fate}", where=error.where, remedy=error.remedy or "fix the cause and apply again"
         ) from None
 
     def _leave(self, section: str, before: SessionState) -> None:

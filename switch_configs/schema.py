@@ -311,7 +311,7 @@ def read_document(path: str | os.PathLike[str]) -> Any:
         if path.suffix.lower() == ".json" or text.lstrip()[:1] in ("{", "["):
             return json.loads(text)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise PlanError(f"no JSON: {error}", where=str(path), remedy="correct the file") from None
+        raise PlanError(f"not JSON: {error}", where=str(path), remedy="correct the file") from None
     try:
         import yaml
     except ImportError:
@@ -322,7 +322,7 @@ def read_document(path: str | os.PathLike[str]) -> Any:
         return yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         line = " ".join(str(error).split())
-        raise PlanError(f"no YAML: {line}", where=str(path), remedy="correct the file") from None
+        raise PlanError(f"not YAML: {line}", where=str(path), remedy="correct the file") from None
 
 
 def validated(kind: type[Any], data: Any, where: str) -> Any:

@@ -57,7 +57,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/control/checksum.py": [f"{FLOW}/control/test_checksum.py"],
     "flowcheck/control/tensors.py": [f"{FLOW}/control/test_tensors.py"],
     "flowcheck/trainer/attachment.py": [f"{FLOW}/trainer/test_attachment.py"],
-    "flowcheck/trainer/link.py": [f"{FLOW}/trainer/test_link.py"],
+    "flowcheck/trainer/sender.py": [f"{FLOW}/trainer/test_link.py"],
     "flowcheck/trainer/description.py": [f"{FLOW}/trainer/test_description.py"],
     "flowcheck/node/control.py": [f"{NODE}/test_control.py", f"{NODE}/test_control_server.py"],
     "flowcheck/node/config.py": [f"{NODE}/test_config.py"],

@@ -13,9 +13,9 @@ __all__ = ["remedy_of", "worst"]
 
 _REMEDIES = {
     "truncated": "the packets are cut: raise the snap length (tcpdump -s 0), or the mirror's own truncation",
-    "icrc": "their ICRC is wrong: they were changed behind the sender, or the capture did not keep it. Mirror them "
+    "icrc": "their ICRC is wrong: they were changed after they were sent, or the capture did not keep it. Mirror them "
     "unchanged",
-    "encapsulated: encrypted": "mirror behind the decryption, or switch it off for the mirrored ports",
+    "encapsulated: encrypted": "mirror after the decryption, or switch it off for the mirrored ports",
     "encapsulated": "mirror with SPAN, or with ERSPAN or GRE that carry whole Ethernet frames",
 }
 

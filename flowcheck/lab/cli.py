@@ -108,9 +108,9 @@ def run(
     out: Annotated[Path, typer.Option("--out", help="Logs, hashes, checkpoints.")] = Path("out/lab"),
 ) -> None:
     """Train, mirror, follow; compare the replica of every iteration with the trainers' own state, bit for bit."""
+    from flowcheck.lab.experiment import LabOptions, run_lab
     from flowcheck.lab.impair import Impairment
     from flowcheck.lab.jobs import Training
-    from flowcheck.lab.session import LabOptions, run_lab
     from flowcheck.lab.shape import FabricConfig
     from flowcheck.lab.softroce.settings import Settings
 
@@ -176,7 +176,7 @@ def _ranks(text: str | None, ranks: int) -> tuple[int, ...]:
     try:
         found = tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise UserError(f"{text!r} is no list of ranks", where="--mirror", remedy="such as 0,1,2") from None
+        raise UserError(f"{text!r} is not a list of ranks", where="--mirror", remedy="such as 0,1,2") from None
     for rank in found:
         if not 0 <= rank < ranks or found.count(rank) > 1:
             why = "named twice" if found.count(rank) > 1 else "none"

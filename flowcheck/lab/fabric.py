@@ -8,9 +8,9 @@
         fabric.spawn("r0", ["python", ...], core=0)    dies with this process
     # everything is gone here
 
-Where an impairment is asked for, the cable is cut and the bump joins the ends (impair.py):
+Where an impairment is asked for, the cable is cut and the impairer joins the ends (impair.py):
 
-    fab0 ---- p<r>o =bump= p<r>i ---- p<r>            m<n> ---- m<n>i =bump= m<n>o ---- mir0
+    fab0 ---- p<r>o =impairer= p<r>i ---- p<r>        m<n> ---- m<n>i =impairer= m<n>o ---- mir0
 
 Names: namespaces flowcheck-NAME-r0.., -leaf, -node, -node1..; state in /run/flowcheck-lab/NAME, shared
 memory of its nodes in /dev/shm/flowcheck-lab/NAME. Two labs with
@@ -37,8 +37,8 @@ from dataplane import counters
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.interrupts import deferred
 from flowcheck.lab import netns
-from flowcheck.lab.impair import Bump, Wire
-from flowcheck.lab.mirror import Mirror
+from flowcheck.lab.impair import Impairer, Wire
+from flowcheck.lab.mirror_session import Mirror
 from flowcheck.lab.ovs import OpenVSwitch
 from flowcheck.lab.shape import BRIDGE, CONTROL, MIRROR_MTU, MTU, NAME, PREFIX, SHARED, STATE, FabricConfig, check_name
 
@@ -58,7 +58,7 @@ class Fabric:
         self._keep, self._adopted = keep, False
         self._mine = False  # what has this name is this fabric's: from before the first thing is made until it is gone
         self._ovs: OpenVSwitch | None = None
-        self._bump: Bump | None = None
+        self._impairer: Impairer | None = None
         self._children: list[subprocess.Popen[Any]] = []
         self.mirrors: list[Mirror] = []
 
@@ -173,8 +173,8 @@ class Fabric:
             self._limit(name, megabits)
         self._wait_for_ports(leaf)
         if wires:
-            self._bump = Bump(wires, config.impairments, self.directory, self.spawn)
-            self._bump.start()
+            self._impairer = Impairer(wires, config.impairments, self.directory, self.spawn)
+            self._impairer.start()
         for rank in range(config.ranks):
             netns.announce(config.namespace(f"r{rank}"), "fab0", f"02:fc:00:00:00:{10 + rank:02x}",
                            f"10.77.0.{10 + rank}")
@@ -235,20 +235,20 @@ class Fabric:
             mirror.remove()
 
     def control_link(self, rank: int, up: bool) -> None:
-        """Cut or mend a rank's cable to the control network; nothing that was sent is lost, TCP sends it again."""
+        """Cut or restore a rank's cable to the control network; nothing that was sent is lost, TCP sends it again."""
         netns.batch(self.config.namespace("leaf"), [f"link set c{rank} {'up' if up else 'down'}"])
 
     @property
-    def bump(self) -> Bump:
+    def impairer(self) -> Impairer:
         """The impaired cables. Raises UserError if none was configured."""
-        if self._bump is None:
+        if self._impairer is None:
             raise UserError("no cable of this lab is impaired", remedy="give the fabric's config impairments")
-        return self._bump
+        return self._impairer
 
     def check(self) -> None:
         """Raises EnvironmentProblem if a process that the network is made of has died."""
-        if self._bump is not None:
-            self._bump.check()
+        if self._impairer is not None:
+            self._impairer.check()
         if self._ovs is not None:
             self._ovs.check()
 
@@ -276,8 +276,8 @@ class Fabric:
         fine; a lab of this name that somebody else has made stays."""
         for mirror in self.mirrors:
             mirror.close()
-        if self._bump is not None:
-            self._bump.stop()
+        if self._impairer is not None:
+            self._impairer.stop()
         if self._ovs is not None:
             self._ovs.stop()
         for child in self._children:
@@ -299,13 +299,13 @@ class Fabric:
         else:
             counters.sweep()
         self._mine = False
-        self._ovs = self._bump = None
+        self._ovs = self._impairer = None
         self.mirrors = []
 
     def detach(self) -> None:
         """Leave everything running (`flowcheck lab up`); only `clear` removes it then, or `down` of this object."""
         self._children.clear()
-        self._ovs = self._bump = None
+        self._ovs = self._impairer = None
 
 
 # -- what is there, and removing it ---------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def clear(name: str) -> bool:
     was nothing of the lab's name. Raises UserError if it is none: directories of that name are removed."""
     check_name(name)
     mine = [space for space in netns.names() if (match := ROLE.fullmatch(space)) and match[1] == name]
-    for space in sorted(mine, key=lambda one: one.endswith("-leaf")):  # the leaf last: its bump and switch serve all
+    for space in sorted(mine, key=lambda one: one.endswith("-leaf")):  # the leaf last: all need its switch
         netns.delete(space)
     had = bool(mine)
     for parent in (STATE, SHARED):

@@ -1,9 +1,9 @@
-"""Impaired cables: what is asked for, the process that does it (bump.pyx), and its log for tests to compare with.
+"""Impaired cables: what is asked for, the process that does it (impairer.pyx), and its log for tests to compare with.
 
     Impairment("r0", drop=0.01)                      1 % of what passes rank 0's cable, each way
     Impairment("mirror0", drop=0.001, trace=True)    only the copies; every packet that passed is in the log too
-    bump.set_down("mirror0", True)                   nothing passes any more, until set False
-    bump.events() -> [Event(...)]                    after `stop`, or while it runs as far as it is written
+    impairer.set_down("mirror0", True)               nothing passes any more, until set False
+    impairer.events() -> [Event(...)]                after `stop`, or while it runs as far as it is written
 
 Decisions come from a seed, packet by packet in the order of arrival. Only RoCEv2 is touched.
 This module is also the process: python -P -m flowcheck.lab.impair SETTINGS.json (started by Fabric in the leaf's
@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from flowcheck.errors import EnvironmentProblem, InternalError, UserError
 
-__all__ = ["Bump", "Event", "Impairment", "Wire", "read_log"]
+__all__ = ["Impairer", "Event", "Impairment", "Wire", "read_log"]
 
 WHAT = ("passed", "dropped", "doubled", "moved", "damaged", "down")
 RECORD = struct.Struct("<QIIIIHHBBBB")
@@ -55,7 +55,7 @@ class Impairment:
     def __post_init__(self) -> None:
         for name in ("drop", "duplicate", "reorder", "corrupt"):
             if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"{getattr(self, name)} is no probability", where=f"impairment {self.port}, {name}",
+                raise UserError(f"{getattr(self, name)} is not a probability", where=f"impairment {self.port}, {name}",
                                 remedy="a number from 0 to 1")
         if not 1 <= self.distance <= 1000:
             raise UserError(f"{self.distance} packets", where=f"impairment {self.port}, distance",
@@ -89,7 +89,7 @@ class Event:
     bit: int
 
 
-class Bump:
+class Impairer:
     """The process in the leaf's namespace, one for all cut cables."""
 
     def __init__(
@@ -97,26 +97,26 @@ class Bump:
         spawn: Callable[..., subprocess.Popen[str]],
     ) -> None:
         self.directory, self._spawn = directory, spawn
-        self.log = directory / "bump.log"
-        self._switches = directory / "bump.down"
+        self.log = directory / "impairer.log"
+        self._switches = directory / "impairer.down"
         self._process: subprocess.Popen[str] | None = None
         self._records = b""
         self.counters: list[dict[str, Any]] = []
         self.ways = [way for wire in wires for way in _ways(wire, impairments)]
 
     def start(self) -> None:
-        settings = self.directory / "bump.json"
+        settings = self.directory / "impairer.json"
         self._switches.write_bytes(bytes(len(self.ways)))
         settings.write_text(json.dumps({"ways": self.ways, "log": str(self.log), "down": str(self._switches)}))
         command = [sys.executable, "-P", "-m", "flowcheck.lab.impair", str(settings)]
         self._process = self._spawn("leaf", command, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         if json.loads(self._process.stdout.readline() or "{}").get("event") != "ready":
-            raise InternalError("the bump in the wire did not start", where="flowcheck.lab.impair",
+            raise InternalError("the impairer did not start", where="flowcheck.lab.impair",
                                 remedy="its message is above")
 
     def set_down(self, port: str, down: bool) -> None:
-        """Cut or mend both ways of a cable at once; takes effect with the next packet."""
+        """Cut or restore both ways of a cable at once; takes effect with the next packet."""
         indices = [index for index, way in enumerate(self.ways) if way["port"] == port]
         if not indices:
             raise UserError(f"the cable of {port} is not impaired", remedy="configure an Impairment for it")
@@ -127,7 +127,7 @@ class Bump:
     def check(self) -> None:
         """Raises EnvironmentProblem if it has died: nothing passes its cables then."""
         if self._process is not None and (status := self._process.poll()) is not None:
-            raise EnvironmentProblem(f"the bump has ended with status {status}; its cables are cut",
+            raise EnvironmentProblem(f"the impairer has ended with status {status}; its cables are cut",
                                      where="flowcheck lab", remedy="run again")
 
     def stop(self) -> None:
@@ -164,7 +164,7 @@ def _ways(wire: Wire, impairments: Sequence[Impairment]) -> list[dict[str, Any]]
 
 
 def read_log(raw: bytes, ways: Sequence[dict[str, Any]]) -> list[Event]:
-    """Records of include/bump.h; a half-written one at the end is left out."""
+    """Records of include/impairer.h; a half-written one at the end is left out."""
     out = []
     for record in RECORD.iter_unpack(raw[: len(raw) // RECORD.size * RECORD.size]):
         ns, src, dst, qpn, psn, length, at, opcode, what, way, bit = record
@@ -180,7 +180,7 @@ def _address(number: int) -> str:
 def main(settings_path: str) -> int:
     """The process. Ends on SIGTERM."""
     try:
-        from flowcheck.lab.bump import carry
+        from flowcheck.lab.impairer import carry
     except ImportError as error:
         raise EnvironmentProblem(f"the lab's C code is not built: {error}", remedy="make build") from None
     settings = json.loads(Path(settings_path).read_text())

@@ -86,7 +86,7 @@ class Training:
             ("loss_scale", self.loss_scale, 2.0**-126), ("bucket_mb", self.bucket_mb, 1e-6),
         ):
             if value is not None and not (isinstance(value, int | float) and least <= value < math.inf):
-                self._refuse(name, f"{value!r} is no finite number of at least {least:g}")
+                self._refuse(name, f"{value!r} is not a finite number of at least {least:g}")
         if not 0 <= self.seed < 1 << 63:
             self._refuse("seed", f"{self.seed} is not between 0 and 2^63 - 1")
         if unknown := sorted(set(self.size) - MODELS[self.model].keys()):
@@ -143,7 +143,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer of a transformer: causal attention and a feed-forward part, each behind a norm, each added."""
+    """One layer of a transformer: causal attention and a feed-forward part, each after a norm, each added."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Text:
         self._bytes = torch.frombuffer(bytearray(_corpus()), dtype=torch.uint8).long()
 
     def batch(self, data_rank: int, iteration: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, targets): for gpt the next byte everywhere, else the one behind the window."""
+        """(inputs, targets): for gpt the next byte everywhere, otherwise the one after the window."""
         job, context = self._job, self._job.extent("context")
         label = f"{job.seed} {data_rank} {iteration} {micro}".encode()
         generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(label).digest()[:7], "big"))

@@ -38,7 +38,7 @@ __all__ = ["Cores", "LabRun", "nobody"]
 
 CONTROL_PORT = 7070
 START_SECONDS = 120.0  # four imports of torch on one core that others use too
-ATTACHING = 4  # attach watches three, and sends manifest and connections behind the next
+ATTACHING = 4  # attach watches three, and sends manifest and connections after the next
 QUIET_SECONDS = 90.0  # softroce gives a dead peer up after 60
 END_SECONDS = 120.0
 OUTPUTS = ("rank[0-9]*.jsonl", "rank[0-9]*.log", "node[0-9]*-[0-9]*", "token")

@@ -31,7 +31,7 @@ MOST_RANKS = 16
 def check_name(name: str) -> None:
     """Raises UserError unless it is the name of a lab: it becomes a part of paths that root makes and removes."""
     if not NAME.fullmatch(name):
-        raise UserError(f"{name!r} is no name of a lab", where="name",
+        raise UserError(f"{name!r} is not the name of a lab", where="name",
                         remedy="a letter, then at most 15 of a-z and 0-9")
 
 
@@ -53,7 +53,7 @@ class FabricConfig:
     path_mtu: int = 4096
     impairments: tuple[Impairment, ...] = ()
     rate_mbit: Mapping[str, float] = field(default_factory=dict)
-    core: int | None = None  # where the leaf's own processes (bump, Open vSwitch) run
+    core: int | None = None  # where the leaf's own processes (impairer, Open vSwitch) run
 
     def __post_init__(self) -> None:
         check_name(self.name)

@@ -22,7 +22,7 @@ __all__ = ["Screen", "columns"]
 ROWS = 14
 SECONDS = 0.3
 COLORS = {"equal": "green", "differs": "bold red", "not published": "yellow", "waiting": "dim", "no state yet": "dim"}
-HEADS = ("step", "loss", "packets", "placed", "lost", "healed", "twice", "lag", "replica")
+HEADS = ("step", "loss", "packets", "placed", "lost", "recovered", "dup", "behind", "replica")
 
 
 class Screen:
@@ -75,7 +75,8 @@ def _rows(ledger: Ledger) -> list[Row]:
 
 
 def columns(row: Row, ledger: Ledger) -> tuple[str, ...]:
-    """One iteration as text. lost: elements of gradients that nobody has; twice: packets seen before."""
+    """One iteration as text. lost: elements of gradients that nobody has; recovered: packets that
+    another port's copy made up for; dup: packets seen before; behind: iterations, of the newest record."""
     status: Any = row.status
     loss = row.line.get("loss")
     name = ledger.names[row.stage]
@@ -92,5 +93,5 @@ def columns(row: Row, ledger: Ledger) -> tuple[str, ...]:
 
 
 def line_of(cells: tuple[str, ...]) -> str:
-    widths = (14 if " " in cells[0] else 5, 6, 8, 8, 7, 7, 8, 4)
+    widths = (14 if " " in cells[0] else 5, 6, 8, 8, 7, 9, 7, 6)
     return " ".join(f"{cell:>{width}}" for cell, width in zip(cells[:-1], widths, strict=True)) + f"  {cells[-1]}"

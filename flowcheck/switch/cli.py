@@ -1,7 +1,7 @@
 """`flowcheck switch plan|diff|apply|show|verify|remove`: options in, exit status out.
 
 Nothing is changed without --commit, and with it only after a question (or --yes). Exit status 1: a session is not
-as planned, or verify found something to mend.
+as planned, or verify found something to fix.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def plan(
     ] = None,
     direction: Annotated[
         Literal["ingress", "egress", "both"] | None,
-        typer.Option("--direction", help="Default: both if the node ports can carry it, else ingress."),
+        typer.Option("--direction", help="Default: both if the node ports can carry it, otherwise ingress."),
     ] = None,
     joined: Annotated[
         bool, typer.Option("--joined", help="For a replay of all nodes' captures together; no node need be complete.")
@@ -322,7 +322,7 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Judge what arrived at the mirror port: directions, truncation, gaps, duplicates, MTU, ranks."""
-    from flowcheck.switch.verify import run
+    from flowcheck.switch.delivery import run
     from switch_configs.schema import MirrorPlan
 
     if bool(captures) == bool(interface):

@@ -4,7 +4,7 @@
     ...  optimizer.step(); attachment.step()          once per iteration, also when the optimizer was skipped
     attachment.close()
 
-What happens: three iterations are watched (DDP rebuilds its buckets in the second). At the boundary behind them rank 0
+What happens: three iterations are watched (DDP rebuilds its buckets in the second). At the boundary after them rank 0
 sends the manifest and every rank its connections, the node joins the wire and asks for a state, and rank 0 uploads
 model and optimizer; all ranks wait for that, at most `max_stall_s` seconds and this once. From then on a record per
 iteration goes out, and versions come into being. If the node loses an iteration it asks again, and rank 0 uploads at
@@ -33,7 +33,7 @@ from flowcheck.control.protocol import Bye, Flows, Manifest, Record, State, toke
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.model import Job
 from flowcheck.trainer.description import Model, Watch, check_gradients, entries, group_options
-from flowcheck.trainer.link import Post, Who
+from flowcheck.trainer.sender import Identity, Sender
 
 __all__ = ["Attachment", "attach"]
 
@@ -94,7 +94,7 @@ class Attachment:
         self._first = 0
         self._flows: list[dict[str, Any]] | None = None
         self._groups: list[dict[str, Any]] | None = None
-        self._post: Post | None = None
+        self._sender: Sender | None = None
         self._watch: Watch | None = None
         self._hook: Any = None
         try:
@@ -117,41 +117,42 @@ class Attachment:
         self._watch = Watch(
             model, optimizer, self._described, listed, lambda: self._topology()["communicator"], run_id, epoch
         )
-        who = Who(run_id, epoch, self.rank, ranks, name)
-        self._post = Post(address, token, who, self._opening, self._say)
-        self._post.start()
+        identity = Identity(run_id, epoch, self.rank, ranks, name)
+        self._sender = Sender(address, token, identity, self._opening, self._say)
+        self._sender.start()
 
     # -- what it is --
 
     @property
     def state(self) -> str:
-        post = self._post
+        sender = self._sender
         if self._closed:
             return "closed"
-        if self._refused or post is None:
+        if self._refused or sender is None:
             return "refused"
-        if not post.connected:
-            return "lost" if post.tried.is_set() else "watching"  # the first attempt may still be under way
+        if not sender.connected:
+            return "lost" if sender.tried.is_set() else "watching"  # the first attempt may still be under way
         if self._job is None:
             return "watching"
-        return "attached" if post.joined is not None and "state" not in post.wanted and not post.notice else "attaching"
+        joined = sender.joined is not None and "state" not in sender.wanted and not sender.notice
+        return "attached" if joined else "attaching"
 
     @property
     def why(self) -> str:
         """Why the state is not "attached", or why the last iteration had no record, or ""."""
         if self._refused or self._unsaid:
             return self._refused or self._unsaid
-        post = self._post
-        if self._watch is not None and self._job is None and (post is None or post.connected):
+        sender = self._sender
+        if self._watch is not None and self._job is None and (sender is None or sender.connected):
             return self._watch.why  # whatever the node says meanwhile: it is waiting for the job
-        if post is not None and post.why:
-            return post.why
+        if sender is not None and sender.why:
+            return sender.why
         return "" if self.state in ("attached", "closed") else "the node has not joined yet"
 
     @property
     def published(self) -> tuple[int, str]:
         """(iteration, status) of the node's newest version; (-1, "") if there is none."""
-        return (self._post.iteration, self._post.status) if self._post is not None else (-1, "")
+        return (self._sender.iteration, self._sender.status) if self._sender is not None else (-1, "")
 
     # -- the training thread --
 
@@ -170,8 +171,8 @@ class Attachment:
         self.iteration += 1
 
     def _step(self, clip: float | None, scale: float | None, skipped: bool) -> None:
-        post, watch = self._post, self._watch
-        assert post is not None and watch is not None
+        sender, watch = self._sender, self._watch
+        assert sender is not None and watch is not None
         if scale is not None and self._described.threads:
             raise UserError("a loss scale with 16-bit parameters, whose gradients are unscaled otherwise",
                             where=f"iteration {self.iteration}", remedy="parameters in float32 and autocast")
@@ -181,7 +182,7 @@ class Attachment:
             raise UserError(  # records and traffic would be counted differently from here on
                 f"the optimizer stepped {stepped} times since the last call of step()",
                 where=f"iteration {self.iteration}",
-                remedy="step() once per iteration, behind optimizer.step(); skipped=True if that did nothing",
+                remedy="step() once per iteration, after optimizer.step(); skipped=True if that did nothing",
             )
         if self._job is not None:
             watch.again(self.iteration)
@@ -189,33 +190,34 @@ class Attachment:
             self._job, self._first = watch.look(), self.iteration
             if self._job is not None:
                 self._flows = self._topology()["flows"]
-                self._meet(post, groups)
+                self._meet(sender, groups)
                 return
         # A node may take longer to take a state in than ranks wait for that: the records of what follows it are
         # queued after it all the same, or it would lose its place at once and ask for a state again, without end.
-        if post.connected and (
-            post.joined is not None or (post.pledged is not None and "state" not in post.wanted)
+        if sender.connected and (
+            sender.joined is not None or (sender.pledged is not None and "state" not in sender.wanted)
         ):
-            self._send_record(post, groups, clip, scale, skipped)
-        if self.rank == 0 and self._job is not None and "state" in post.wanted:
-            self._send_state(post, time.monotonic() + self._max_stall, groups)
+            self._send_record(sender, groups, clip, scale, skipped)
+        if self.rank == 0 and self._job is not None and "state" in sender.wanted:
+            self._send_state(sender, time.monotonic() + self._max_stall, groups)
 
-    def _meet(self, post: Post, groups: list[dict[str, Any]] | None) -> None:
+    def _meet(self, sender: Sender, groups: list[dict[str, Any]] | None) -> None:
         """The one time that all ranks wait, at most `max_stall_s` seconds: until the node has joined the wire, with
         nothing in flight, and has the state. All of them know the job at the same boundary; what they wait for at
         rank 0 would otherwise hold them up in the next call."""
         deadline = time.monotonic() + self._max_stall
-        post.tried.wait(self._max_stall)
-        post.open_again()
-        while post.connected and post.joined is None and (left := deadline - time.monotonic()) > 0:
-            if self.rank == 0 and "state" in post.wanted:
-                self._send_state(post, deadline, groups)
+        sender.tried.wait(self._max_stall)
+        sender.open_again()
+        while sender.connected and sender.joined is None and (left := deadline - time.monotonic()) > 0:
+            if self.rank == 0 and "state" in sender.wanted:
+                self._send_state(sender, deadline, groups)
                 return
-            post.answered.wait(left)
-            post.answered.clear()
+            sender.answered.wait(left)
+            sender.answered.clear()
 
     def _send_record(
-        self, post: Post, groups: list[dict[str, Any]] | None, clip: float | None, scale: float | None, skipped: bool
+        self, sender: Sender, groups: list[dict[str, Any]] | None, clip: float | None, scale: float | None,
+        skipped: bool,
     ) -> None:
         module = self._model.module
         if skipped and clip is not None and not math.isfinite(clip):
@@ -242,14 +244,14 @@ class Attachment:
                 record.checksums = {name: f"{value:016x}" for name, value in sums.items()}
             if self.rank == 0:
                 held = {f"buffer.{name}": state[name].detach().to("cpu", copy=True) for name in buffers}
-        post.put(record, held)
+        sender.put(record, held)
 
-    def _send_state(self, post: Post, deadline: float, groups: list[dict[str, Any]] | None) -> None:
+    def _send_state(self, sender: Sender, deadline: float, groups: list[dict[str, Any]] | None) -> None:
         """Model and optimizer as they are now, before the next iteration; waits until the node has them. groups: as the
         step used them that made this state; None: it made none."""
         number = self.iteration + 1
-        post.wanted, post.joined = post.wanted - {"state"}, None
-        post.pledged = number
+        sender.wanted, sender.joined = sender.wanted - {"state"}, None
+        sender.pledged = number
         tensors = {
             f"model.{name}": tensor.detach().to("cpu", copy=True)
             for name, tensor in self._model.module.state_dict().items()
@@ -260,14 +262,14 @@ class Attachment:
                 for key, value in self._optimizer.state.get(parameter, {}).items():
                     if name is not None and isinstance(value, torch.Tensor):
                         tensors[f"optimizer.{name}.{key}"] = value.detach().to("cpu", copy=True)
-        post.answered.clear()
-        if not post.put(State(number, groups or group_options(self._described, self._optimizer)), tensors):
-            post.pledged = None
+        sender.answered.clear()
+        if not sender.put(State(number, groups or group_options(self._described, self._optimizer)), tensors):
+            sender.pledged = None
             return
-        while post.connected and post.joined != number and (left := deadline - time.monotonic()) > 0:
-            post.answered.wait(left)
-            post.answered.clear()
-            if "state" in post.wanted or post.notice:
+        while sender.connected and sender.joined != number and (left := deadline - time.monotonic()) > 0:
+            sender.answered.wait(left)
+            sender.answered.clear()
+            if "state" in sender.wanted or sender.notice:
                 return  # it came too late for the node: again at the next boundary, or when it asks for one
 
     def close(self, seconds: float = 5.0) -> None:
@@ -275,8 +277,8 @@ class Attachment:
         if self._closed:
             return
         try:
-            if self._post is not None:
-                self._post.close(Bye(), seconds)
+            if self._sender is not None:
+                self._sender.close(Bye(), seconds)
             if self._hook is not None:
                 self._hook.remove()
         except Exception as error:
@@ -314,8 +316,8 @@ class Attachment:
         else:
             self._refused = f"{type(error).__name__}: {error}"
             _log.warning("flowcheck: not attached: %s", self._refused, exc_info=error)
-        if self._post is not None:
-            self._post.close(Bye(), 0.0)
+        if self._sender is not None:
+            self._sender.close(Bye(), 0.0)
 
 
 def _communicator(

@@ -22,7 +22,7 @@ Ports = dict[str, tuple[str, str]]  # interface -> (switch, port)
 
 
 def neighbours(dump: Any, where: str = "LLDP dump") -> Ports:
-    """Raises PlanError if this is no lldpctl dump."""
+    """Raises PlanError if this is not an lldpctl dump."""
     try:
         interfaces = dump["lldp"]
         entries: list[dict[str, Any]] = []
@@ -44,7 +44,7 @@ def neighbours(dump: Any, where: str = "LLDP dump") -> Ports:
             if out.setdefault(str(interface), seen) != seen:
                 raise PlanError(
                     f"{interface} has two neighbours, {out[interface][0]} and {switch}", where=where,
-                    remedy="take the one that is no switch port out of the dump, or write the port into the topology",
+                    remedy="take what is not a switch port out of the dump, or write the port into the topology",
                 )
         return out
     except (KeyError, TypeError, AttributeError, IndexError) as error:

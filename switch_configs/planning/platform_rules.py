@@ -108,7 +108,7 @@ def _together(leaf: str, sessions: Sequence[MirrorSession]) -> Iterator[tuple[st
         yield leaf, f"{len(sessions)} sessions, {vendor} has {limit}", "use fewer destinations"
     both = sum(s.direction == "both" for s in sessions[:3])
     if vendor == "nxos" and both == 3 and any(s.direction != "ingress" for s in sessions[3:]):
-        yield leaf, "behind three sessions in both directions the fourth is receive only", "use three destinations"
+        yield leaf, "after three sessions in both directions the fourth is receive only", "use three destinations"
     if vendor == "junos":
         for way in ("ingress", "egress"):
             count = sum(way in s.ways for s in sessions)

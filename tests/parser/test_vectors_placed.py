@@ -26,12 +26,12 @@ from parser.machine import Engine
 
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import TransportOptions, example_job
+from flowcheck.lab.synth.chunk_layout import Operation
+from flowcheck.lab.synth.connection import Connection
 from flowcheck.lab.synth.encode import encode, positions
 from flowcheck.lab.synth.families import family_of
-from flowcheck.lab.synth.layout import Operation
 from flowcheck.lab.synth.packets import Endpoint
 from flowcheck.lab.synth.schedule import Message, message_bytes, messages
-from flowcheck.lab.synth.transport import Connection
 from flowcheck.lab.synth.values import Stages, generate_values
 from flowcheck.rebuild.plan import plan_job
 from parser import lane, wire

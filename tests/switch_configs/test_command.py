@@ -18,7 +18,7 @@ from flowcheck.cli import app
 from flowcheck.errors import FlowcheckError
 from flowcheck.switch import cli
 from flowcheck.switch.credentials import find
-from flowcheck.switch.verify import judge
+from flowcheck.switch.delivery import judge
 from switch_configs.errors import PlanError
 from switch_configs.planning.lldp import fill, neighbours
 from switch_configs.planning.planner import make_plan
@@ -143,7 +143,7 @@ def survey() -> dict:
 
 
 def bad(survey: dict, plan: MirrorPlan) -> list[str]:
-    return [check.name for check in judge(survey, plan) if not check.good and check.mend]
+    return [check.name for check in judge(survey, plan) if not check.good and check.remedy]
 
 
 def test_a_whole_mirror_is_good(survey: dict, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_verify_live_at_the_mirror_port(bridged, survey: dict, tmp_path: Path) -
     looking = ("switch", "verify", str(path), "--interface", "vm0", "--seconds", "1.5", "--json")
     document = json.loads(run_apart(*looking, status=1, netns=bridged.netns))
     assert document["checks"][0] == {
-        "name": "packets", "good": False, "found": "0 RoCEv2 packets of 0", "mend": document["mend"]
+        "name": "packets", "good": False, "found": "0 RoCEv2 packets of 0", "remedy": document["remedy"]
     }
     run("apply", str(path), "--commit", "--yes")
     frames = frames_of(survey["captures"][0]["path"])
@@ -211,7 +211,7 @@ def test_each_fault_is_named(survey: dict) -> None:
     assert bad(broken(lambda s: s["icrc"].update(wrong=s["icrc"]["ok"])), plan) == ["checksums"]
     one_way = broken(lambda s: s.update(flows=[f for f in s["flows"] if f["dst"] != source], connections=[]))
     checks = [c for c in judge(one_way, plan) if not c.good]
-    assert "no egress" in checks[0].found and "rank 0" in checks[0].mend
+    assert "no egress" in checks[0].found and "rank 0" in checks[0].remedy
     requests = next(i for i, f in enumerate(survey["flows"]) if f["requests"] and f["requests"]["packets"])
     assert bad(broken(lambda s: s["flows"][requests]["requests"].update(missing=4)), plan) == ["no gaps"]
     twice = broken(lambda s: s["flows"][requests]["requests"].update(duplicates=s["flows"][requests]["packets"]))

@@ -367,9 +367,9 @@ def test_sessions_of_one_switch_are_checked_together() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{", "no JSON"), ("a: [", "no YAML"), ("[]", "document"), ("leaves: []\ngroups: []", "leaves"),
-        ("\0", "no YAML"),
-        ("!!python/object/apply:os.system [id]", "no YAML"), ("[" * 100000, "no JSON"),
+        ("{", "not JSON"), ("a: [", "not YAML"), ("[]", "document"), ("leaves: []\ngroups: []", "leaves"),
+        ("\0", "not YAML"),
+        ("!!python/object/apply:os.system [id]", "not YAML"), ("[" * 100000, "not JSON"),
         (json.dumps(document() | {"x": 1}), "x: Extra"),
         (json.dumps(change("leaves.0.ports.0.port", "e1; reboot")), "leaves.0.ports.0.port"),
         (json.dumps(change("leaves.0.ports.1.port", "Ethernet1")), "listed twice"),

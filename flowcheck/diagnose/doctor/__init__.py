@@ -1,4 +1,4 @@
-"""`flowcheck doctor`: can this machine capture, and which command mends what is wrong.
+"""`flowcheck doctor`: can this machine capture, and which command puts right what is wrong.
 
 Every check reads (/proc, /sys, ioctl), changes nothing, and gives findings: ok, warning (it runs, but slower or
 with a risk that is named) or unusable. What depends on a device is checked for the devices named: --device
@@ -57,7 +57,7 @@ def run(wanted: Wanted, as_json: bool, console: Console) -> int:
         console.print(f"[{style[finding.level]}]{finding.level:8}[/] ", end="")
         console.print(f"{finding.check}: {finding.text}", markup=False, highlight=False, soft_wrap=True)
         if finding.remedy and finding.level != "ok":
-            console.print(f"         mend: {finding.remedy}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"         remedy: {finding.remedy}", markup=False, highlight=False, soft_wrap=True)
     verdict = {
         "ok": "this machine is ready",
         "warning": "usable, with the warnings above",

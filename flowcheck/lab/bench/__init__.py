@@ -1,7 +1,7 @@
 """`flowcheck bench`: how far each stage is from what the machine can do, measured in the same run.
 
     rows.py      a Row and where it was taken, and contenders measured in alternating rounds
-    traffic.py   packets of one communicator's life in a ring in memory, with the bytes they must become
+    workload.py  packets of one communicator's life in a ring in memory, with the bytes they must become
     limits.pyx   the limits in C that shares nothing with the parser: copies past the cache, the least a parser does
     feed.py      a job's packets without an end, from one window in memory, for benches of the live node
     parse.py     Engine on packets that carry nothing to keep, against the minimal parse

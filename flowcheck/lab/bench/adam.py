@@ -30,7 +30,7 @@ import torch
 
 from flowcheck.lab.bench import roof
 from flowcheck.lab.bench.rows import Row, alternate, here
-from flowcheck.lab.bench.traffic import aligned
+from flowcheck.lab.bench.workload import aligned
 from updater import kernels
 from updater.dialects import DIALECTS, Dialect, cpu_root, rule
 from updater.tuning import PART, Tuning, settle

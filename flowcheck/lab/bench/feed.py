@@ -20,7 +20,7 @@ import numpy as np
 
 from flowcheck.job.model import Flow
 from flowcheck.lab.bench.limits import PacketRing
-from flowcheck.lab.bench.traffic import MESSAGE, make
+from flowcheck.lab.bench.workload import MESSAGE, make
 from flowcheck.lab.synth import example_job
 from flowcheck.lab.synth.schedule import tree_of
 from flowcheck.rebuild.plan import JobPlan, plan_job

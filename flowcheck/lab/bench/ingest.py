@@ -46,7 +46,7 @@ from flowcheck.errors import EnvironmentProblem
 from flowcheck.lab.bench import limits
 from flowcheck.lab.bench.minimal import MinimalLoop
 from flowcheck.lab.bench.rows import Row, Setting, alternate, here
-from flowcheck.lab.bench.traffic import Traffic, aligned, make
+from flowcheck.lab.bench.workload import Traffic, aligned, make
 from parser.wire import Protocol
 
 __all__ = ["run"]

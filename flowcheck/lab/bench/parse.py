@@ -14,7 +14,7 @@ from parser.machine import Engine
 
 from flowcheck.lab.bench.limits import MinimalParser
 from flowcheck.lab.bench.rows import Row, alternate
-from flowcheck.lab.bench.traffic import Traffic, make
+from flowcheck.lab.bench.workload import Traffic, make
 from parser.wire import Protocol
 
 __all__ = ["run"]

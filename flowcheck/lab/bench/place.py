@@ -28,7 +28,7 @@ from parser.machine import Engine, choose_icrc, icrc_kernels
 
 from flowcheck.lab.bench import limits
 from flowcheck.lab.bench.rows import Row, alternate, here
-from flowcheck.lab.bench.traffic import Traffic, aligned, data_bytes, make
+from flowcheck.lab.bench.workload import Traffic, aligned, data_bytes, make
 from flowcheck.rebuild.calibration import NAMES, Way, settle
 from parser.wire import Protocol
 

@@ -19,7 +19,7 @@ from parser.machine import placing
 from rich.console import Console
 from rich.table import Table
 
-from flowcheck.lab.bench.traffic import aligned
+from flowcheck.lab.bench.workload import aligned
 from flowcheck.rebuild.calibration import NAMES, Way
 from parser.wire import Protocol
 from updater.choosing import processor

@@ -19,7 +19,7 @@ from parser.machine import Engine
 
 from flowcheck.lab.bench.limits import PacketRing
 from flowcheck.lab.bench.rows import Row, alternate
-from flowcheck.lab.bench.traffic import Traffic, make
+from flowcheck.lab.bench.workload import Traffic, make
 from flowcheck.rebuild.scheduler import BATCH, ArenaScheduler
 from parser.wire import Protocol
 

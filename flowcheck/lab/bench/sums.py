@@ -16,7 +16,7 @@ import torch
 
 from flowcheck.lab.bench import roof
 from flowcheck.lab.bench.rows import Row, alternate
-from flowcheck.lab.bench.traffic import aligned
+from flowcheck.lab.bench.workload import aligned
 from updater import kernels
 from updater.verify import Comparison, checksum
 

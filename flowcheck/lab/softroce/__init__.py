@@ -8,15 +8,15 @@
 
 Written from the reference documents, on synth's layout rules and nothing of `parser`: lab and parser check each other.
 
-    settings        what a rank is told             group          torch.distributed's calls
+    settings        what a rank is told             process_group  torch.distributed's calls
     bootstrap       NCCL's TCP bootstrap            communicator   connections, issue order, description
-    connect         connect infos, QP handshakes    plan           primitives of a collective
+    connect         connect infos, QP handshakes    primitives     primitives of a collective
     nic             sockets, completion thread      _engine        C: frames, queue pairs, slots, payloads
 """
 
 import torch.distributed as _dist
 
-from flowcheck.lab.softroce.group import SoftRoceGroup, calls, create, describe
+from flowcheck.lab.softroce.process_group import SoftRoceGroup, calls, create, describe
 from flowcheck.lab.softroce.settings import Settings
 
 __all__ = ["Settings", "SoftRoceGroup", "calls", "describe"]

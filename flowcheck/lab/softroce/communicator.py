@@ -24,7 +24,7 @@ from typing import Any
 from flowcheck.lab.softroce.bootstrap import Bootstrap
 from flowcheck.lab.softroce.connect import Connection, Connector
 from flowcheck.lab.softroce.nic import Nic
-from flowcheck.lab.softroce.plan import Planner, edges
+from flowcheck.lab.softroce.primitives import Planner, edges
 from flowcheck.lab.softroce.settings import Settings
 from flowcheck.lab.softroce.work import SoftRoceWork
 
@@ -120,7 +120,7 @@ class Communicator:
     def start(
         self, kind: str, count: int, dtype: str, root: int, source: int, target: int, work: SoftRoceWork,
     ) -> None:
-        """kind, count, dtype, root: plan.Planner.plan. source, target: addresses; equal if in place."""
+        """kind, count, dtype, root: primitives.Planner.plan. source, target: addresses; equal if in place."""
         with self._lock:
             self._check()
             plan = self._planner.plan(kind, count, dtype, root)

@@ -90,7 +90,7 @@ class Nic:
     def _of_interface(self, settings: Settings) -> bytes:
         name = settings.interface.encode()
         if not 0 < len(name) < 16:
-            raise UserError(f"{settings.interface!r} is no interface name", where=VARIABLE, remedy="name an interface")
+            raise UserError(f"{settings.interface!r} is not an interface name", where=VARIABLE, remedy="name one")
         request = struct.pack("16s240x", name)
         try:
             (mtu,) = struct.unpack_from("16xi", fcntl.ioctl(self._guard, _SIOCGIFMTU, request))

@@ -85,7 +85,7 @@ class Settings:
         try:
             ipaddress.IPv4Address(self.address)
         except ValueError:
-            (place / "address").fail(f"{self.address!r} is no IPv4 address")
+            (place / "address").fail(f"{self.address!r} is not an IPv4 address")
         family = family_of(self.family)
         if family.first < (2, 19):
             (place / "family").fail(f"{self.family} is before 2.19, whose handshake is the first that is known")
@@ -108,7 +108,7 @@ class Settings:
             # A step's slot is an eighth; LL128 needs whole slices of 2048 wire bytes.
             grain = 8 * (2048 if key == "ll128" else 512)
             if value % grain:
-                (place / "buffer_bytes" / key).fail(f"{value} is no multiple of {grain}")
+                (place / "buffer_bytes" / key).fail(f"{value} is not a multiple of {grain}")
 
     @property
     def wire_family(self) -> Family:

@@ -4,14 +4,14 @@
     made = generate(job, iterations=3, ports=[0], directions="both", loss=0.01, seed=1)
     made.write("out.pcap"); made.truth; made.reduced[iteration, bucket]
 
-Modules, each a step of the way: families (versions) < layout (channels, chunks) < schedule (messages) <
-values, encode (bytes) < packets, transport (frames) < faults, mirror, truth < generate. Everything is written from
+Modules, each a step of the way: families (versions) < chunk_layout (channels) < schedule (messages) <
+values, encode (bytes) < packets, connection (frames) < faults, mirror, truth < generate. Everything is written from
 the reference documents and uses nothing of `parser`: each side checks the other.
 """
 
+from flowcheck.lab.synth.connection import TransportOptions
 from flowcheck.lab.synth.example import example_job, sharded_job
 from flowcheck.lab.synth.generate import Synthesis, generate
 from flowcheck.lab.synth.mirror import Mirror
-from flowcheck.lab.synth.transport import TransportOptions
 
 __all__ = ["Mirror", "Synthesis", "TransportOptions", "example_job", "generate", "sharded_job"]

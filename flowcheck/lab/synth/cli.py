@@ -16,11 +16,11 @@ import typer
 from flowcheck.durable import write_atomic
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import load_job
+from flowcheck.lab.synth.connection import TransportOptions
 from flowcheck.lab.synth.contents import load_parameters, save_parameters
 from flowcheck.lab.synth.example import example_job
 from flowcheck.lab.synth.generate import Synthesis, generate
 from flowcheck.lab.synth.mirror import WRAPS, Mirror
-from flowcheck.lab.synth.transport import TransportOptions
 
 __all__ = ["synth", "synth_job"]
 
@@ -63,7 +63,7 @@ def synth(
     """Write captures with known truth, as mirrored ports of a job would deliver them."""
     if encapsulate not in WRAPS:
         raise UserError(
-            f"{encapsulate!r} is no encapsulation", where="--encapsulate", remedy=f"one of {', '.join(WRAPS[1:])}",
+            f"{encapsulate!r} is not an encapsulation", where="--encapsulate", remedy=f"one of {', '.join(WRAPS[1:])}",
         )
     manifest = load_job(job)
     made = generate(

@@ -1,6 +1,6 @@
 """What changed between NCCL versions, as data: one Family per group of versions with the same wire format.
 
-Source: reference nccl-wire.md sections 2.4 to 2.6, 5.2 and 5.4; the layout rules themselves are in layout.py.
+Source: reference nccl-wire.md sections 2.4 to 2.6, 5.2 and 5.4; the layout rules themselves are in chunk_layout.py.
 Pure functions; any thread.
 """
 
@@ -20,7 +20,7 @@ class Family:
 
     first: the lowest (major, minor) it holds for.
     layout: "loops" (interleaved, to 2.19), "ranges" (2.20-2.21), "bytes" (continuous byte distribution).
-    min_traffic, fixed_cell, ll_scale, floor_lo, clamp: the parameters of "bytes" (layout.split_bytes).
+    min_traffic, fixed_cell, ll_scale, floor_lo, clamp: the parameters of "bytes" (chunk_layout.split_bytes).
     cts_bytes: element size; cts_fields: offsets and widths of (size, rkeys, nreqs, tag, idx); addr is at 0.
     big_endian_imm: byte order of the immediate on the wire.
     always_pair: adaptive-routing pair above the threshold whatever the setting says (2.12-2.15).

@@ -1,7 +1,7 @@
 """What a mirror does to a stream, by seed: loses, reorders, duplicates and damages frames.
 
-`apply` changes one port's records and says exactly what it did to which packet. Retransmission is no fault of
-the mirror: transport.Connection makes it. Pure function of its arguments; any thread.
+`apply` changes one port's records and says exactly what it did to which packet. Retransmission is not a fault of
+the mirror: connection.Connection makes it. Pure function of its arguments; any thread.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flowcheck.lab.synth.transport import Record
+from flowcheck.lab.synth.connection import Record
 
 __all__ = ["Faults", "apply"]
 

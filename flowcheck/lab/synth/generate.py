@@ -21,15 +21,15 @@ import numpy as np
 from flowcheck.errors import UserError
 from flowcheck.job.model import Collective, Job, dtype_size
 from flowcheck.lab.synth import contents
+from flowcheck.lab.synth.chunk_layout import Operation, steps_per_chunk
+from flowcheck.lab.synth.connection import PACKET_NS, Connection, Record, TransportOptions
 from flowcheck.lab.synth.encode import encode
 from flowcheck.lab.synth.families import family_of
 from flowcheck.lab.synth.faults import Faults, apply
-from flowcheck.lab.synth.layout import Operation, steps_per_chunk
 from flowcheck.lab.synth.mirror import Mirror
 from flowcheck.lab.synth.packets import Endpoint
 from flowcheck.lab.synth.schedule import Message, message_bytes, messages
 from flowcheck.lab.synth.skip import skip
-from flowcheck.lab.synth.transport import PACKET_NS, Connection, Record, TransportOptions
 from flowcheck.lab.synth.truth import Carried, Ledger
 from flowcheck.lab.synth.values import Array, Stages, generate_values, storage
 from flowcheck.lab.synth.writer import write_capture

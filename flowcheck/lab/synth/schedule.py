@@ -1,6 +1,6 @@
 """What every rank sends, in which order: messages of one collective per connection.
 
-    Operation --layout.chunks--> loops of chunks --messages()--> {(channel, src, dst): [Message]}
+    Operation --chunks()--> loops of chunks --messages()--> {(channel, src, dst): [Message]}
 
 A message names the elements it carries and which stage of the reduction their values are, never the values:
 `values.Stages` has those. `source` of a message is
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from flowcheck.lab.synth.layout import Chunk, Operation, chunks, steps_per_chunk
+from flowcheck.lab.synth.chunk_layout import Chunk, Operation, chunks, steps_per_chunk
 
 __all__ = ["Message", "Tree", "message_bytes", "messages", "tree_of"]
 

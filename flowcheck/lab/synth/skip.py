@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from flowcheck.lab.synth.transport import Connection
+from flowcheck.lab.synth.connection import Connection
 
 __all__ = ["skip"]
 

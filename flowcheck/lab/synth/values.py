@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from flowcheck.lab.synth.layout import Operation, chunks
+from flowcheck.lab.synth.chunk_layout import Operation, chunks
 from flowcheck.lab.synth.schedule import tree_of
 
 __all__ = ["Array", "Stages", "add", "generate_values", "storage"]

@@ -20,7 +20,7 @@ import pytest
 
 from flowcheck.control.protocol import Bye, Flows, Limits, Link, RecordsError, accept, greet, token_bytes
 from flowcheck.errors import UserError
-from flowcheck.trainer.link import Post, Who
+from flowcheck.trainer.sender import Identity, Sender
 
 TOKEN = b"a token that only tests have"
 WHO = {"run_id": "run", "epoch": 3, "rank": 1, "ranks": 4, "group": "main", "instance": "first start"}
@@ -363,8 +363,8 @@ def test_an_attachment_does_not_attach_to_an_impostor(welcome: str) -> None:
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(10)
-        post = Post(server.getsockname(), TOKEN, Who("run", 0, 0, 1, ""), lambda: [Flows([])], said.append)
-        post.start()
+        sender = Sender(server.getsockname(), TOKEN, Identity("run", 0, 0, 1, ""), lambda: [Flows([])], said.append)
+        sender.start()
         try:
             sock = server.accept()[0]
             with sock:
@@ -373,10 +373,10 @@ def test_an_attachment_does_not_attach_to_an_impostor(welcome: str) -> None:
                 raw.receive()
                 raw.send({"type": "welcome", "proof": welcome})
                 assert raw.rest() == b""
-            assert post.tried.wait(10)
-            assert not post.connected and said == ["the node does not know the token"]
+            assert sender.tried.wait(10)
+            assert not sender.connected and said == ["the node does not know the token"]
         finally:
-            post.close(Bye(), 10)
+            sender.close(Bye(), 10)
 
 
 # -- both --------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from flowcheck.lab.compare import Ledger
+from flowcheck.lab.experiment import LabOptions, report
 from flowcheck.lab.jobs import Training
-from flowcheck.lab.session import LabOptions, report
 from flowcheck.lab.shape import FabricConfig
 
 

@@ -1,4 +1,4 @@
-"""The bump in the wire: what arrives is exactly what its log says."""
+"""The impairer in the cable: what arrives is exactly what its log says."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def by_kind(events: list[Event], what: str) -> list[int]:
 def test_loss_doubles_damage_and_the_log_agree(fabric) -> None:
     lab = fabric(ranks=2, mirrored=(), impairments=(Impairment("r0", drop=0.1, duplicate=0.1, corrupt=0.1),))
     frames = pass_over(lab)
-    lab.bump.stop()
-    events = lab.bump.events()
+    lab.impairer.stop()
+    events = lab.impairer.events()
     assert {(event.port, event.way, event.src, event.dst, event.qpn) for event in events} == {
         ("r0", "to", "10.77.0.10", "10.77.0.11", 17)}
     lost, doubled = by_kind(events, "dropped"), by_kind(events, "doubled")
@@ -46,7 +46,7 @@ def test_loss_doubles_damage_and_the_log_agree(fabric) -> None:
             frame[damage[psn].at] ^= 1 << damage[psn].bit
         wanted[bytes(frame)] += 1 + doubled.count(psn)
     assert Counter(frames) == wanted and len(damage) > 100
-    counters = next(one for one in lab.bump.counters if one["way"] == "to" and one["port"] == "r0")
+    counters = next(one for one in lab.impairer.counters if one["way"] == "to" and one["port"] == "r0")
     assert (counters["received"], counters["dropped"], counters["lost"]) == (COUNT + 1, len(lost), 0)  # one ARP
     assert counters["sent"] == len(frames) + 1 and counters["damaged"] == len(damage)
 
@@ -54,8 +54,8 @@ def test_loss_doubles_damage_and_the_log_agree(fabric) -> None:
 def test_moved_packets_are_overtaken_by_as_many_as_said(fabric) -> None:
     lab = fabric(ranks=2, mirrored=(), impairments=(Impairment("r0", reorder=0.02, distance=5),))
     arrived = [psn_of(frame) for frame in pass_over(lab)]
-    lab.bump.stop()
-    moved = by_kind(lab.bump.events(), "moved")
+    lab.impairer.stop()
+    moved = by_kind(lab.impairer.events(), "moved")
     assert sorted(arrived) == list(range(COUNT)) and len(moved) > 10
     stayed = [psn for psn in arrived if psn not in set(moved)]
     assert stayed == sorted(stayed)
@@ -67,8 +67,8 @@ def test_moved_packets_are_overtaken_by_as_many_as_said(fabric) -> None:
 def test_the_same_seed_does_the_same(fabric) -> None:
     lab = fabric(ranks=2, mirrored=(), impairments=(Impairment("r0", drop=0.05, seed=7, trace=True),))
     first = {psn_of(frame) for frame in pass_over(lab)}
-    lab.bump.stop()
-    events = lab.bump.events()
+    lab.impairer.stop()
+    events = lab.impairer.events()
     assert by_kind(events, "passed") == sorted(first)  # with trace all of them are there
     lab.down()
     lab.up()
@@ -79,13 +79,13 @@ def test_a_wire_that_is_cut_for_a_while(fabric) -> None:
     lab = fabric(ranks=2, mirrored=(), impairments=(Impairment("r1"),))
     arrived = []
     for first, down in ((0, False), (100, True), (200, False)):
-        lab.bump.set_down("r1", down)
+        lab.impairer.set_down("r1", down)
         arrived += [psn_of(frame) for frame in pass_over(lab, first, 100)]
-    lab.bump.stop()
+    lab.impairer.stop()
     assert arrived == [*range(100), *range(200, 300)]
-    assert by_kind(lab.bump.events(), "down") == list(range(100, 200))
+    assert by_kind(lab.impairer.events(), "down") == list(range(100, 200))
     with pytest.raises(UserError, match="not impaired"):
-        lab.bump.set_down("r0", True)
+        lab.impairer.set_down("r0", True)
 
 
 def test_rates_are_probabilities() -> None:

@@ -83,19 +83,19 @@ def test_wrong_requests(lab_name: str, tmp_path: Path) -> None:
     other = tmp_path / "not a lab's"
     other.mkdir()
     for words, what in (
-        (("run", "--name", "No Name"), "is no name of a lab"),
-        (("down", "--name", str(other)), "is no name of a lab"),
-        (("run", "--mirror", "zero"), "is no list of ranks"),
+        (("run", "--name", "No Name"), "is not the name of a lab"),
+        (("down", "--name", str(other)), "is not the name of a lab"),
+        (("run", "--mirror", "zero"), "is not a list of ranks"),
         (("run", "--ranks", "3", "--stages", "2"), "do not make 2 groups"),
         (("run", "--name", lab_name, "--model", "bert"), "none of gpt, conv, mlp"),
         (("run", "--name", lab_name, "--ranks", "2", "--mirror", "0,7"), "rank 7 is none; there are 0 to 1"),
         (("run", "--name", lab_name, "--stages", "2", "--mirror", "0,1"), "no rank of stage 1 is mirrored"),
         (("run", "--name", lab_name, "--mtu", "9000"), "9000 is none of 1024, 2048, 4096"),
-        (("run", "--name", lab_name, "--lr", "nan"), "optimizer: nan is no finite number"),
-        (("run", "--name", lab_name, "--clip", "inf"), "clip: inf is no finite number"),
-        (("run", "--name", lab_name, "--loss-scale", "0"), "loss_scale: 0.0 is no finite number"),
+        (("run", "--name", lab_name, "--lr", "nan"), "optimizer: nan is not a finite number"),
+        (("run", "--name", lab_name, "--clip", "inf"), "clip: inf is not a finite number"),
+        (("run", "--name", lab_name, "--loss-scale", "0"), "loss_scale: 0.0 is not a finite number"),
         (("run", "--name", lab_name, "--seed", "-1"), "seed: -1 is not between"),
-        (("run", "--name", lab_name, "--mirror-loss", "2"), "2.0 is no probability"),
+        (("run", "--name", lab_name, "--mirror-loss", "2"), "2.0 is not a probability"),
     ):
         with pytest.raises(UserError) as caught:  # in this process: a start takes a second
             app(["lab", *words], standalone_mode=False)

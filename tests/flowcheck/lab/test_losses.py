@@ -1,5 +1,5 @@
-"""Packets get lost, and the bump's log says which: on the training link nothing is missing in the end; on the mirror's
-link exactly those iterations are not published of which every copy of some reduced piece was lost."""
+"""Packets get lost, and the impairer's log says which: on the training link nothing is missing in the end; on the
+mirror's link exactly those iterations are not published of which every copy of some reduced piece was lost."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def train_lossy(tmp_path: Path, iterations: int, **rates: float) -> None:
         run.wait_for_nodes(first + iterations - 1)
         run.finish_nodes()
         summary = run.ledger.summary()
-        fabric.bump.stop()
-        lost = [event for event in fabric.bump.events() if event.what == "dropped" and event.opcode in WRITES]
+        fabric.impairer.stop()
+        lost = [event for event in fabric.impairer.events() if event.what == "dropped" and event.opcode in WRITES]
         assert len(lost) > iterations / 5  # really lost, and really sent again
         assert summary.all_equal and summary.published >= iterations, summary
 
@@ -61,9 +61,9 @@ def test_a_mirror_that_is_down_for_two_iterations(tmp_path: Path) -> None:
             run.train(3)
             cut = run.iterations[-1]["iteration"] + 1
             run.wait_for_nodes(cut - 1)
-            fabric.bump.set_down("mirror0", True)
+            fabric.impairer.set_down("mirror0", True)
             run.train(2)
-            fabric.bump.set_down("mirror0", False)
+            fabric.impairer.set_down("mirror0", False)
             run.train(2)
             states = len(states_taken(run))
             while len(states_taken(run)) == states:
@@ -106,8 +106,8 @@ def test_copies_are_lost(tmp_path: Path, direction: str, drop: float, iterations
             assert "+ 0 kernel ring full" in capture and "+ 0 ring full" in capture
             states = {said["iteration"] for said in states_taken(run)}
             said = {one["iteration"]: one for _, one in run.events if one["event"] == "iteration"}
-            fabric.bump.stop()
-            holes, tails = implied(run.communicators, run.iterations, fabric.bump.events())
+            fabric.impairer.stop()
+            holes, tails = implied(run.communicators, run.iterations, fabric.impairer.events())
             rows = {i: run.ledger.row(0, i) for i in run.ledger.iterations(0) if i >= first}
     judged = {i for i in said if i >= first}
     assert len(judged) >= iterations

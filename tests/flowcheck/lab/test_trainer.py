@@ -81,12 +81,12 @@ def test_a_rank_that_dies_is_named_with_its_log(fabric, tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-@pytest.mark.parametrize("part", ["bump", "switch"])
+@pytest.mark.parametrize("part", ["impairer", "switch"])
 def test_a_part_of_the_network_that_dies_is_named(fabric, tmp_path: Path, part: str) -> None:
     """Not by waiting until everybody has been silent for long enough."""
     switch, wires = ("ovs", ()) if part == "switch" else ("tc", (Impairment("r0"),))
     lab = fabric(ranks=2, mirrored=(), switch=switch, impairments=wires)
-    process = {"bump": "impair", "switch": "ovs-vswitchd"}[part]
+    process = {"impairer": "impair", "switch": "ovs-vswitchd"}[part]
     pids = [pid for pid in netns.processes(lab.config.namespace("leaf"))
             if process in Path(f"/proc/{pid}/cmdline").read_text()]
     with LabRun(lab, tmp_path) as run:

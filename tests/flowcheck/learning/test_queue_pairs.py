@@ -16,9 +16,9 @@ from rich.console import Console
 from flowcheck.job.manifest import job_from_dict, load_job
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, generate
+from flowcheck.lab.synth.connection import TransportOptions
 from flowcheck.lab.synth.packets import WRITE_ONLY_IMM, Endpoint
 from flowcheck.lab.synth.packets import Path as Path_
-from flowcheck.lab.synth.transport import TransportOptions
 from flowcheck.learning.captures import learn
 from flowcheck.learning.connections import connections
 from flowcheck.learning.hints import Hints

@@ -16,7 +16,7 @@ from parser.machine import Engine, choose_icrc, choose_placing, icrc_kernels, pl
 
 from flowcheck.diagnose.doctor import Machine, Wanted, host
 from flowcheck.errors import UserError
-from flowcheck.lab.bench.traffic import make
+from flowcheck.lab.bench.workload import make
 from flowcheck.rebuild import calibration
 from flowcheck.rebuild.calibration import DEFAULT, NAMES, SETTING, Ground, Way, calibrate, question, settle
 from parser import place

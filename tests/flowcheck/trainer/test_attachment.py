@@ -17,7 +17,7 @@ from flowcheck.control.checksum import checksum
 from flowcheck.control.protocol import Bye, Limits
 from flowcheck.errors import UserError
 from flowcheck.trainer import attachment as module
-from flowcheck.trainer import link as attachment_link
+from flowcheck.trainer import sender as sending
 
 from ..hand_node import LONGEST, TOKEN, HandNode, Peer, until
 
@@ -76,7 +76,7 @@ def training(wrapped: Any, hand_node: HandNode) -> Iterator[Callable[..., Traini
 def connected(one: Training, node: HandNode) -> Peer:
     """The connection, once its opening (which is empty as long as the job is not known) has gone out."""
     peer = node.welcome()
-    until(lambda: one.attachment._post.connected and not one.attachment._post._again.is_set())
+    until(lambda: one.attachment._sender.connected and not one.attachment._sender._again.is_set())
     return peer
 
 
@@ -173,14 +173,14 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The address of a connection that is never begun, and (last words, seconds for them) of each end of it."""
     made: list[Any] = []
 
-    class Kept(module.Post):
+    class Kept(module.Sender):
         def start(self) -> None:
             made.append(self._address)
 
         def close(self, last: Any, seconds: float) -> None:
             made.append((last, seconds))
 
-    monkeypatch.setattr(module, "Post", Kept)
+    monkeypatch.setattr(module, "Sender", Kept)
     return made
 
 
@@ -275,7 +275,7 @@ def test_states_from_watching_to_closed(training, hand_node) -> None:
     peer = connected(one, hand_node)
     assert (attachment.state, attachment.why) == ("watching", "the job's iterations are being watched")
     peer.send("wanted", what=["manifest", "flows"], why="nothing is known of the job yet")
-    until(lambda: attachment._post.why)
+    until(lambda: attachment._sender.why)
     assert attachment.why == "the job's iterations are being watched"  # it is this that the node waits for
     one.iterate(2)
     assert (attachment.state, attachment.iteration) == ("watching", 2)
@@ -283,7 +283,7 @@ def test_states_from_watching_to_closed(training, hand_node) -> None:
     assert (attachment.state, attachment.why) == ("attaching", "nothing is known of the job yet")
     assert attachment.published == (-1, "")
     peer.send("joined", iteration=3)
-    until(lambda: attachment._post.joined == 3 and not attachment._post.why)
+    until(lambda: attachment._sender.joined == 3 and not attachment._sender.why)
     assert (attachment.state, attachment.why, attachment.iteration) == ("attached", "", 3)
     peer.send("progress", iteration=3, status="unverified")
     until(lambda: attachment.published == (3, "unverified"))
@@ -298,7 +298,7 @@ def test_states_from_watching_to_closed(training, hand_node) -> None:
 def test_a_node_that_is_not_connected_yet_is_waited_for(training, hand_node, script, monkeypatch) -> None:
     """At the boundary where the job is known. A rank that went on would hold up no other, but the node would join with
     traffic in flight."""
-    monkeypatch.setattr(attachment_link, "Limits", lambda text: Limits(text, seconds=LONGEST))
+    monkeypatch.setattr(sending, "Limits", lambda text: Limits(text, seconds=LONGEST))
     waits = threading.Event()
 
     class Tried(threading.Event):
@@ -313,7 +313,7 @@ def test_a_node_that_is_not_connected_yet_is_waited_for(training, hand_node, scr
         peer.send("joined", iteration=3)
 
     one = training(rank=1, max_stall_s=LONGEST)
-    one.attachment._post.tried = Tried()  # nobody has answered the connection so far
+    one.attachment._sender.tried = Tried()  # nobody has answered the connection so far
     one.iterate(2)
     script(node)
     one.iterate()
@@ -332,7 +332,7 @@ def test_other_things_that_a_node_wants_do_not_change_that_it_has_joined(trainin
     one = training()
     peer = joined(one, hand_node)
     peer.send("wanted", what=["flows"], why="of rank 1")
-    until(lambda: one.attachment._post.wanted)
+    until(lambda: one.attachment._sender.wanted)
     assert one.attachment.state == "attached"
 
 
@@ -341,7 +341,7 @@ def test_a_node_that_is_gone(wrapped, hand_node) -> None:
     hand_node.close()
     one = Training(wrapped, address)
     until(lambda: one.attachment.state == "lost")
-    assert one.attachment.why == "no connection: Connection refused" and not one.attachment._post.wanted
+    assert one.attachment.why == "no connection: Connection refused" and not one.attachment._sender.wanted
     one.iterate(4)
     assert one.attachment.state == "lost" and one.attachment.iteration == 4
     one.attachment.close(0.0)
@@ -375,7 +375,7 @@ def test_an_impostor_at_the_nodes_address_gets_nothing(training, hand_node) -> N
     until(lambda: one.attachment.state == "lost")
     assert one.attachment.why == "the node does not know the token"
     one.iterate(5)
-    assert one.attachment.state == "lost" and one.attachment._post._queue.empty()
+    assert one.attachment.state == "lost" and one.attachment._sender._queue.empty()
 
 
 def test_rank_0_tells_the_job_and_its_flows(training, hand_node) -> None:
@@ -401,7 +401,7 @@ def test_other_ranks_tell_their_flows_only(training, hand_node) -> None:
     assert peer.expect("record")["iteration"] == 3  # and nothing before it
     peer.send("wanted", what=["state"], why="iteration 3 is lost")
     until(lambda: one.attachment.state == "attaching")
-    one.attachment._post.joined = 3  # so that records go on
+    one.attachment._sender.joined = 3  # so that records go on
     one.iterate(2)
     assert [peer.expect("record")["iteration"] for _ in range(2)] == [4, 5]  # the state is for rank 0 to send
 
@@ -444,7 +444,7 @@ def test_the_first_attempt_is_waited_for_as_long_as_told(training) -> None:
             return False
 
     one = training(max_stall_s=0.25)
-    one.attachment._post.tried = Tried()
+    one.attachment._sender.tried = Tried()
     one.iterate(4)
     assert told == [0.25] and one.attachment.iteration == 4
 
@@ -477,7 +477,7 @@ def test_without_any_time_nothing_is_waited_for(training, hand_node, monkeypatch
     one.iterate(3)
     assert one.attachment.state == "attaching"
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._post.wanted)
+    until(lambda: one.attachment._sender.wanted)
     one.iterate()
     assert (one.attachment.state, one.attachment.iteration) == ("attaching", 4)
 
@@ -489,7 +489,7 @@ def test_other_ranks_wait_at_that_boundary_too(training, hand_node, script) -> N
     def node() -> None:
         peer.expect("flows")
         peer.send("wanted", what=["state"], why="of rank 0")
-        until(lambda: one.attachment._post.wanted)
+        until(lambda: one.attachment._sender.wanted)
         peer.send("joined", iteration=3)
 
     script(node)
@@ -544,18 +544,18 @@ def test_a_state_that_came_too_late_is_sent_again_at_the_next_boundary(training,
 
     script(later)
     one.iterate()
-    assert one.attachment._post.joined == 4
+    assert one.attachment._sender.joined == 4
 
 
 def test_a_state_without_time_is_sent_and_not_waited_for(training, hand_node) -> None:
     one = training()
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="iteration 2 is lost")
-    until(lambda: one.attachment._post.wanted)
+    until(lambda: one.attachment._sender.wanted)
     one.iterate()
     assert peer.expect("record")["iteration"] == 3
     assert peer.receive()[0].items() >= {"type": "state", "iteration": 4}.items()
-    assert (one.attachment.state, one.attachment._post.wanted) == ("attaching", frozenset())
+    assert (one.attachment.state, one.attachment._sender.wanted) == ("attaching", frozenset())
     one.iterate(2)  # the node is still busy with the state: what it will need next is on its way all the same
     assert [peer.expect("record")["iteration"] for _ in range(2)] == [4, 5]
     peer.send("joined", iteration=4)
@@ -568,7 +568,7 @@ def test_a_state_ends_with_its_connection_and_so_do_the_records_after_it(trainin
     one = training()
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="iteration 2 is lost")
-    until(lambda: one.attachment._post.wanted)
+    until(lambda: one.attachment._sender.wanted)
     one.iterate()
     assert peer.expect("record")["iteration"] == 3 and peer.receive()[0]["type"] == "state"
     peer.close()
@@ -577,7 +577,7 @@ def test_a_state_ends_with_its_connection_and_so_do_the_records_after_it(trainin
     peer.expect("flows")
     peer.expect("manifest")
     peer.send("wanted", what=["state"], why="a state to begin with")
-    until(lambda: one.attachment._post.wanted)
+    until(lambda: one.attachment._sender.wanted)
     one.iterate()
     assert peer.receive()[0].items() >= {"type": "state", "iteration": 6}.items()
 
@@ -586,7 +586,7 @@ def test_a_state_that_is_not_wanted_is_not_sent(training, hand_node) -> None:
     one = training()
     peer = joined(one, hand_node)
     peer.send("wanted", what=["flows"], why="of rank 1")
-    until(lambda: one.attachment._post.wanted)
+    until(lambda: one.attachment._sender.wanted)
     one.iterate(2)
     assert [peer.expect("record")["iteration"] for _ in range(2)] == [3, 4]
     one.attachment.close(LONGEST)
@@ -611,7 +611,7 @@ def test_a_state_has_every_entry_and_every_tensor_of_the_optimizer(training, han
     one = training(layer=Every(), make=lambda p: torch.optim.AdamW(p, lr=0.5))
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._post.wanted)
+    until(lambda: one.attachment._sender.wanted)
     one.iterate()
     peer.receive()
     state = safetensors.torch.load(peer.receive()[1])
@@ -631,10 +631,10 @@ def test_a_state_is_the_one_of_its_boundary(training, hand_node) -> None:
     queued: list[dict[str, torch.Tensor]] = []
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._post.wanted)
-    one.attachment._post.put = lambda message, tensors: queued.append(tensors)
+    until(lambda: one.attachment._sender.wanted)
+    one.attachment._sender.put = lambda message, tensors: queued.append(tensors)
     one.iterate()
-    del one.attachment._post.put
+    del one.attachment._sender.put
     _, state = queued
     then = {name: value.clone() for name, value in state.items()}
     one.train()
@@ -649,7 +649,7 @@ def test_what_is_not_in_the_manifest_is_not_in_a_state(training, hand_node) -> N
     one.optimizer.state[one.model.module.weight]["note"] = 7
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._post.wanted)
+    until(lambda: one.attachment._sender.wanted)
     one.iterate()
     peer.receive()
     assert safetensors.torch.load(peer.receive()[1]).keys() == {"model.weight", "model.frozen", "model.count"}
@@ -662,10 +662,10 @@ def test_a_node_that_says_nothing_is_not_waited_for_for_ever(training, hand_node
     one.iterate(3)
     assert one.attachment.state == "attaching"
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._post.wanted)
-    one.attachment._post.answered.clear()
+    until(lambda: one.attachment._sender.wanted)
+    one.attachment._sender.answered.clear()
     one.iterate()
-    assert one.attachment.state == "attaching" and one.attachment._post.wanted == frozenset()
+    assert one.attachment.state == "attaching" and one.attachment._sender.wanted == frozenset()
 
 
 # -- records -------------------------------------------------------------------------------------------------
@@ -785,11 +785,11 @@ def test_buffers_are_those_of_their_iteration(training, hand_node) -> None:
     one = training(layer=Every(), checksum_every=1)
     queued: list[Any] = []
     peer = joined(one, hand_node)
-    one.attachment._post.put = lambda message, tensors: queued.append((message, tensors))
+    one.attachment._sender.put = lambda message, tensors: queued.append((message, tensors))
     one.iterate(2)
     assert [tensors["buffer.count"].item() for _, tensors in queued] == [4, 5]
     assert all(message.checksums for message, _ in queued)
-    del one.attachment._post.put
+    del one.attachment._sender.put
     peer.close()
 
 

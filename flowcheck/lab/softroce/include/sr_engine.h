@@ -45,7 +45,7 @@ struct sr_settings { /* of one communicator */
     uint64_t peer_timeout_ns; /* without any progress: the operation fails */
 };
 
-struct sr_primitive { /* one message in, one out, or both; numpy sees the same layout (plan.py) */
+struct sr_primitive { /* one message in, one out, or both; numpy sees the same layout (primitives.py) */
     uint64_t input, output; /* byte offsets */
     uint32_t bytes;
     uint32_t flags; /* SR_USE_INPUT | SR_STORE */

@@ -11,7 +11,7 @@ from flowcheck.lab.bench.limits import MinimalParser, copy, crc_hot, traffic
 from parser.machine import Engine, icrc_kernels
 
 from flowcheck.lab.bench import parse
-from flowcheck.lab.bench.traffic import aligned, make
+from flowcheck.lab.bench.workload import aligned, make
 from parser.wire import Protocol
 from updater.dialects import DIALECTS
 

@@ -3,7 +3,7 @@
 import pytest
 
 from flowcheck.lab.bench.minimal import MinimalLoop
-from flowcheck.lab.bench.traffic import Traffic, make
+from flowcheck.lab.bench.workload import Traffic, make
 from parser.wire import Protocol
 
 PLACED = {"placed": 0, "repeated": 0, "wrong": 0, "strange": 0, "gaps": 0}

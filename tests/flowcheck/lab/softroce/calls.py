@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from flowcheck.lab.softroce.settings import Settings
-from flowcheck.lab.synth.layout import Operation
+from flowcheck.lab.synth.chunk_layout import Operation
 from flowcheck.lab.synth.values import Stages, generate_values
 
 DTYPES = {

@@ -10,7 +10,7 @@ import train
 from torch import nn
 
 from flowcheck.lab.softroce.settings import Settings
-from flowcheck.lab.synth.layout import Operation
+from flowcheck.lab.synth.chunk_layout import Operation
 from flowcheck.lab.synth.values import Stages
 
 

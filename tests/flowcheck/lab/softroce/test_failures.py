@@ -51,8 +51,8 @@ def test_loss_damage_and_reordering_change_nothing(
                 assert all(torch.equal(got[what][name], want[what][name]) for name in want[what])
     total = {key: sum(result["counters"][key] for result in results) for key in results[0]["counters"]}
     assert total["retransmitted"] > 0 and total["damaged"] > 0 and total["naks_sent"] > 0
-    assert 0 < total["naks_received"] <= 2 * total["naks_sent"]  # one that the bump doubles is received twice
-    assert any(event.what == "dropped" for event in up.bump.events())
+    assert 0 < total["naks_received"] <= 2 * total["naks_sent"]  # one that the impairer doubles is received twice
+    assert any(event.what == "dropped" for event in up.impairer.events())
 
 
 def test_a_lost_peer_is_named(fabric: Callable[..., Fabric], tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from flowcheck.lab.softroce import _engine
 from flowcheck.lab.softroce.communicator import Calls
-from flowcheck.lab.softroce.plan import DTYPES, PROTOCOLS, STORE, USE_INPUT, Planner, edges
+from flowcheck.lab.softroce.primitives import DTYPES, PROTOCOLS, STORE, USE_INPUT, Planner, edges
 from flowcheck.lab.softroce.settings import Settings
+from flowcheck.lab.synth.chunk_layout import Operation
 from flowcheck.lab.synth.encode import encode, positions
-from flowcheck.lab.synth.layout import Operation
 from flowcheck.lab.synth.schedule import Message, messages
 from flowcheck.lab.synth.values import add, generate_values
 

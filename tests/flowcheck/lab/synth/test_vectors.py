@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from flowcheck.job.model import Communicator
+from flowcheck.lab.synth.chunk_layout import Operation, steps_per_chunk
 from flowcheck.lab.synth.encode import encode
 from flowcheck.lab.synth.families import family_of
-from flowcheck.lab.synth.layout import Operation, steps_per_chunk
 from flowcheck.lab.synth.schedule import message_bytes, messages
 from flowcheck.lab.synth.values import Stages, generate_values
 

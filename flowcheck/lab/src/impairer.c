@@ -1,5 +1,5 @@
 #define _GNU_SOURCE
-#include "bump.h"
+#include "impairer.h"
 
 #include <arpa/inet.h>
 #include <errno.h>
@@ -21,17 +21,17 @@
 #endif
 
 typedef struct {
-    fc_bump_record records[LOG_RECORDS];
+    fc_impair_record records[LOG_RECORDS];
     uint32_t used;
     int file, error;
-} bump_log;
+} event_log;
 
 typedef struct {
-    uint8_t frames[BATCH][FC_BUMP_FRAME];
-    struct iovec in[BATCH], out[2 * BATCH + FC_BUMP_HELD];
-    struct mmsghdr received[BATCH], sending[2 * BATCH + FC_BUMP_HELD];
+    uint8_t frames[BATCH][FC_IMPAIR_FRAME];
+    struct iovec in[BATCH], out[2 * BATCH + FC_IMPAIR_HELD];
+    struct mmsghdr received[BATCH], sending[2 * BATCH + FC_IMPAIR_HELD];
     uint32_t queued;
-} bump_batch;
+} packet_batch;
 
 /* -- sockets --------------------------------------------------------------------------------------------------- */
 
@@ -57,7 +57,7 @@ fail:;
     return -error;
 }
 
-int fc_bump_open(fc_bump_way *way, const char *from, const char *to) {
+int fc_impair_open(fc_impair_way *way, const char *from, const char *to) {
     way->tx = open_socket(to, 0);
     if (way->tx < 0) return way->tx;
     way->rx = open_socket(from, 1);
@@ -66,14 +66,14 @@ int fc_bump_open(fc_bump_way *way, const char *from, const char *to) {
     return way->rx;
 }
 
-void fc_bump_close(fc_bump_way *way) {
+void fc_impair_close(fc_impair_way *way) {
     close(way->rx);
     close(way->tx);
 }
 
 /* -- the log ---------------------------------------------------------------------------------------------------- */
 
-static void flush_log(bump_log *log) {
+static void flush_log(event_log *log) {
     const uint8_t *from = (const uint8_t *)log->records;
     size_t left = log->used * sizeof log->records[0];
     while (left) {
@@ -100,11 +100,11 @@ static uint32_t bth_of(const uint8_t *frame, uint32_t length) {
 
 static uint32_t be32(const uint8_t *p) { return (uint32_t)p[0] << 24 | (uint32_t)p[1] << 16 | (uint32_t)p[2] << 8 | p[3]; }
 
-static void record(bump_log *log, fc_bump_way *way, int what, const uint8_t *frame, uint32_t length, uint32_t bth,
+static void record(event_log *log, fc_impair_way *way, int what, const uint8_t *frame, uint32_t length, uint32_t bth,
                    uint32_t at, uint32_t bit) {
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
-    log->records[log->used++] = (fc_bump_record){
+    log->records[log->used++] = (fc_impair_record){
         .ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec,
         .src = be32(frame + 26), .dst = be32(frame + 30),
         .qpn = be32(frame + bth + 4) & 0xffffff, .psn = be32(frame + bth + 8) & 0xffffff,
@@ -116,14 +116,14 @@ static void record(bump_log *log, fc_bump_way *way, int what, const uint8_t *fra
 
 /* -- what happens to a packet ------------------------------------------------------------------------------------ */
 
-static uint32_t draw(fc_bump_way *way) { /* splitmix64 */
+static uint32_t draw(fc_impair_way *way) { /* splitmix64 */
     uint64_t z = way->state += 0x9e3779b97f4a7c15u;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
     z = (z ^ z >> 27) * 0x94d049bb133111ebu;
     return (uint32_t)((z ^ z >> 31) >> 32);
 }
 
-static void queue(bump_batch *batch, uint8_t *frame, uint32_t length) {
+static void queue(packet_batch *batch, uint8_t *frame, uint32_t length) {
     batch->out[batch->queued] = (struct iovec){frame, length};
     memset(&batch->sending[batch->queued], 0, sizeof batch->sending[0]);
     batch->sending[batch->queued].msg_hdr.msg_iov = &batch->out[batch->queued];
@@ -131,7 +131,7 @@ static void queue(bump_batch *batch, uint8_t *frame, uint32_t length) {
     batch->queued++;
 }
 
-static void send_queued(fc_bump_way *way, bump_batch *batch) {
+static void send_queued(fc_impair_way *way, packet_batch *batch) {
     uint32_t done = 0;
     while (done < batch->queued) {
         int n = sendmmsg(way->tx, batch->sending + done, batch->queued - done, 0);
@@ -151,9 +151,9 @@ static void send_queued(fc_bump_way *way, bump_batch *batch) {
 
 /* A frame has passed: those that it overtook are one nearer to leaving. They are sent at once: their places may be
  * taken by the next frame that is held. */
-static void overtaken(fc_bump_way *way, bump_batch *batch, int all) {
+static void overtaken(fc_impair_way *way, packet_batch *batch, int all) {
     uint32_t left = 0;
-    for (int i = 0; way->holding && i < FC_BUMP_HELD; i++) {
+    for (int i = 0; way->holding && i < FC_IMPAIR_HELD; i++) {
         if (way->held[i].left && (all || --way->held[i].left == 0)) {
             way->held[i].left = 0;
             way->holding--;
@@ -164,8 +164,8 @@ static void overtaken(fc_bump_way *way, bump_batch *batch, int all) {
     if (left) send_queued(way, batch);
 }
 
-static int hold(fc_bump_way *way, const uint8_t *frame, uint32_t length) {
-    for (int i = 0; i < FC_BUMP_HELD; i++) {
+static int hold(fc_impair_way *way, const uint8_t *frame, uint32_t length) {
+    for (int i = 0; i < FC_IMPAIR_HELD; i++) {
         if (way->held[i].left == 0) {
             memcpy(way->held[i].frame, frame, length);
             way->held[i].length = length;
@@ -177,7 +177,7 @@ static int hold(fc_bump_way *way, const uint8_t *frame, uint32_t length) {
     return 0;
 }
 
-static void carry(fc_bump_way *way, bump_batch *batch, bump_log *log, uint8_t *frame, uint32_t length) {
+static void carry(fc_impair_way *way, packet_batch *batch, event_log *log, uint8_t *frame, uint32_t length) {
     uint32_t bth = bth_of(frame, length);
     way->counts.received++;
     if (*way->down) {
@@ -218,9 +218,9 @@ static void carry(fc_bump_way *way, bump_batch *batch, bump_log *log, uint8_t *f
     overtaken(way, batch, 0);
 }
 
-static void collect(fc_bump_way *way, bump_batch *batch, bump_log *log) {
+static void collect(fc_impair_way *way, packet_batch *batch, event_log *log) {
     for (int i = 0; i < BATCH; i++) {
-        batch->in[i] = (struct iovec){batch->frames[i], FC_BUMP_FRAME};
+        batch->in[i] = (struct iovec){batch->frames[i], FC_IMPAIR_FRAME};
         memset(&batch->received[i], 0, sizeof batch->received[i]);
         batch->received[i].msg_hdr.msg_iov = &batch->in[i];
         batch->received[i].msg_hdr.msg_iovlen = 1;
@@ -237,15 +237,15 @@ static void collect(fc_bump_way *way, bump_batch *batch, bump_log *log) {
     send_queued(way, batch);
 }
 
-static void count_lost(fc_bump_way *way) { /* PACKET_STATISTICS: reading sets them to zero */
+static void count_lost(fc_impair_way *way) { /* PACKET_STATISTICS: reading sets them to zero */
     struct tpacket_stats stats;
     socklen_t size = sizeof stats;
     if (getsockopt(way->rx, SOL_PACKET, PACKET_STATISTICS, &stats, &size) == 0) way->counts.lost += stats.tp_drops;
 }
 
-int fc_bump_run(fc_bump_way *ways, int count, int file, const volatile int *stop) {
-    static bump_batch batch; /* 600 KB: too large for the stack; one bump per process */
-    static bump_log log;
+int fc_impair_run(fc_impair_way *ways, int count, int file, const volatile int *stop) {
+    static packet_batch batch; /* 600 KB: too large for the stack; one impairer per process */
+    static event_log log;
     struct pollfd ready[64];
     if (count > 64) return -EINVAL;
     log.file = file;

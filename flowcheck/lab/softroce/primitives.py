@@ -18,7 +18,7 @@ import numpy.typing as npt
 from flowcheck.job.model import dtype_size
 from flowcheck.lab.softroce._engine import MAX_FAN, PART, PRIMITIVE, USE, Plan
 from flowcheck.lab.softroce.settings import P2P_SLOT, Settings
-from flowcheck.lab.synth.layout import Chunk, Operation, chunks, steps_per_chunk
+from flowcheck.lab.synth.chunk_layout import Chunk, Operation, chunks, steps_per_chunk
 from flowcheck.lab.synth.schedule import tree_of
 
 __all__ = ["DTYPES", "Planner", "edges"]

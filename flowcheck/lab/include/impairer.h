@@ -1,18 +1,18 @@
 /* A wire with a will of its own: packets from one interface to another, some of them lost, doubled, moved, damaged.
  *
- *   cable end A  --[way 0]-->  cable end B          one fc_bump_way per direction: an rx socket on one veth,
+ *   cable end A  --[way 0]-->  cable end B          one fc_impair_way per direction: an rx socket on one veth,
  *                <--[way 1]--                        a tx socket on the other
  *
  * Only RoCEv2 (IPv4, UDP port 4791) is touched; ARP, TCP and the rest pass. What was done is decided by the way's own
  * generator, packet by packet in the order of arrival, so a way that carries the same packets in the same order does
  * the same to them. Every packet touched is one record; with `trace` every RoCE packet is one.
  *
- * Legal order: fc_bump_open for each way, fc_bump_run until *stop, fc_bump_close for each way.
- * Thread rule: all of a bump belongs to the thread that runs it. `down` is one byte that another process may change
- * at any time (shared memory); *stop is set by a signal handler. No allocation after fc_bump_open.
+ * Legal order: fc_impair_open for each way, fc_impair_run until *stop, fc_impair_close for each way.
+ * Thread rule: all of an impairer belongs to the thread that runs it. `down` is one byte that another process may change
+ * at any time (shared memory); *stop is set by a signal handler. No allocation after fc_impair_open.
  */
-#ifndef FLOWCHECK_LAB_BUMP_H
-#define FLOWCHECK_LAB_BUMP_H
+#ifndef FLOWCHECK_LAB_IMPAIRER_H
+#define FLOWCHECK_LAB_IMPAIRER_H
 
 #include <stdint.h>
 
@@ -26,14 +26,14 @@ typedef struct {
     uint32_t qpn, psn;
     uint16_t length, at;
     uint8_t opcode, what, way, bit;
-} fc_bump_record;
+} fc_impair_record;
 
 typedef struct {
-    uint64_t received, sent, dropped, doubled, moved, damaged, down, lost; /* lost: by the bump itself, must stay 0 */
-} fc_bump_counts;
+    uint64_t received, sent, dropped, doubled, moved, damaged, down, lost; /* lost: by the impairer itself, must stay 0 */
+} fc_impair_counts;
 
-#define FC_BUMP_HELD 32 /* packets waiting to be overtaken */
-#define FC_BUMP_FRAME 9728
+#define FC_IMPAIR_HELD 32 /* packets waiting to be overtaken */
+#define FC_IMPAIR_FRAME 9728
 
 typedef struct {
     int rx, tx;
@@ -43,20 +43,20 @@ typedef struct {
     uint32_t drop, duplicate, reorder, corrupt; /* probabilities, of 2^32 - 1 */
     uint64_t state;           /* generator */
     const volatile uint8_t *down; /* not 0: nothing passes */
-    fc_bump_counts counts;
+    fc_impair_counts counts;
     struct {
         uint32_t length;
         uint32_t left; /* packets that still have to overtake it; 0: free */
-        uint8_t frame[FC_BUMP_FRAME];
-    } held[FC_BUMP_HELD];
+        uint8_t frame[FC_IMPAIR_FRAME];
+    } held[FC_IMPAIR_HELD];
     uint32_t holding;
-} fc_bump_way;
+} fc_impair_way;
 
 /* Sockets of a way: reads `from`, writes `to`. 0, or -errno. */
-int fc_bump_open(fc_bump_way *way, const char *from, const char *to);
-void fc_bump_close(fc_bump_way *way);
+int fc_impair_open(fc_impair_way *way, const char *from, const char *to);
+void fc_impair_close(fc_impair_way *way);
 
 /* Carry packets until *stop; then what is held leaves. log: file descriptor. 0, or -errno. */
-int fc_bump_run(fc_bump_way *ways, int count, int log, const volatile int *stop);
+int fc_impair_run(fc_impair_way *ways, int count, int log, const volatile int *stop);
 
 #endif

@@ -1,4 +1,4 @@
-"""The bump's loop (src/bump.c) for Python: `carry` runs until a signal says stop. impair.py is the way to use it.
+"""The impairer's loop (src/impairer.c) for Python: `carry` runs until a signal says stop. impair.py is the way to use it.
 
 One call per process, in the main thread. Everything is allocated before the first packet.
 """
@@ -11,19 +11,19 @@ import os
 import signal
 
 
-cdef extern from "bump.h" nogil:
-    ctypedef struct fc_bump_counts:
+cdef extern from "impairer.h" nogil:
+    ctypedef struct fc_impair_counts:
         uint64_t received, sent, dropped, doubled, moved, damaged, down, lost
-    ctypedef struct fc_bump_way:
+    ctypedef struct fc_impair_way:
         uint8_t index, trace
         unsigned short distance
         uint32_t drop, duplicate, reorder, corrupt
         uint64_t state
         const uint8_t *down
-        fc_bump_counts counts
-    int fc_bump_open(fc_bump_way *way, const char *source, const char *target)
-    void fc_bump_close(fc_bump_way *way)
-    int fc_bump_run(fc_bump_way *ways, int count, int log, const int *stop)
+        fc_impair_counts counts
+    int fc_impair_open(fc_impair_way *way, const char *source, const char *target)
+    void fc_impair_close(fc_impair_way *way)
+    int fc_impair_run(fc_impair_way *ways, int count, int log, const int *stop)
 
 cdef extern from "<signal.h>" nogil:
     ctypedef void (*handler_t)(int) noexcept nogil
@@ -50,13 +50,13 @@ def carry(list ways, int log, const uint8_t[::1] down, ready):
     called when the sockets are open. Raises OSError naming the interfaces.
     """
     cdef int n = len(ways), opened = 0, status
-    cdef fc_bump_way *all_ways
+    cdef fc_impair_way *all_ways
     if down.shape[0] < n:
         raise ValueError(f"{down.shape[0]} switches for {n} ways")
-    all_ways = <fc_bump_way *>PyMem_Malloc(n * sizeof(fc_bump_way))
+    all_ways = <fc_impair_way *>PyMem_Malloc(n * sizeof(fc_impair_way))
     if all_ways == NULL:
         raise MemoryError
-    memset(all_ways, 0, n * sizeof(fc_bump_way))
+    memset(all_ways, 0, n * sizeof(fc_impair_way))
     try:
         for i, way in enumerate(ways):
             all_ways[i].index = i
@@ -68,7 +68,7 @@ def carry(list ways, int log, const uint8_t[::1] down, ready):
             all_ways[i].corrupt = _share(way["corrupt"])
             all_ways[i].state = <uint64_t>way["seed"]
             all_ways[i].down = &down[i]
-            status = fc_bump_open(&all_ways[i], way["source"].encode(), way["target"].encode())
+            status = fc_impair_open(&all_ways[i], way["source"].encode(), way["target"].encode())
             if status:
                 raise OSError(-status, os.strerror(-status), f"{way['source']}, {way['target']}")
             opened += 1
@@ -77,11 +77,11 @@ def carry(list ways, int log, const uint8_t[::1] down, ready):
         c_signal(signal.SIGINT, _on_signal)
         ready()
         with nogil:
-            status = fc_bump_run(all_ways, n, log, &_stop)
+            status = fc_impair_run(all_ways, n, log, &_stop)
         if status:
-            raise OSError(-status, os.strerror(-status), "the bump's log")
+            raise OSError(-status, os.strerror(-status), "the impairer's log")
         return [all_ways[i].counts for i in range(n)]
     finally:
         for i in range(opened):
-            fc_bump_close(&all_ways[i])
+            fc_impair_close(&all_ways[i])
         PyMem_Free(all_ways)

@@ -273,5 +273,5 @@ def describe(group: Any = None) -> dict[str, Any]:
 def _communicator(group: Any) -> Communicator:
     found = group if group is not None else dist.group.WORLD
     if not isinstance(found, SoftRoceGroup) or found.communicator is None:
-        raise RuntimeError("softroce: that is no softroce group of two or more ranks")
+        raise RuntimeError("softroce: that is not a softroce group of two or more ranks")
     return found.communicator

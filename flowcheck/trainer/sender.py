@@ -1,9 +1,9 @@
 """The background half of an attachment: one thread that sends, one per connection that listens.
 
-    post = Post(address, token, who, opening)     opening(): messages that every connection begins with
-    post.put(message, tensors)                    from the training thread: never waits
-    post.wanted, post.joined                      what the node has asked for, and answered
-    post.pledged                                  iteration of the state that the caller has put: records follow it
+    sender = Sender(address, token, identity, opening)    opening(): messages that every connection begins with
+    sender.put(message, tensors)       from the training thread: never waits
+    sender.wanted, sender.joined       what the node has asked for, and answered
+    sender.pledged                     iteration of the state that the caller has put: records follow it
 
 The queue is bounded. When it is full nothing is dropped silently: the whole queue is given up, the connection ends,
 `lost` counts it, and the next connection starts anew (the node then misses records, and asks for a state). A node
@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from flowcheck.control.protocol import Joined, Limits, Link, Notice, Progress, R
 from flowcheck.control.tensors import header, packed_bytes, pieces
 from flowcheck.errors import FlowcheckError
 
-__all__ = ["Post", "Who"]
+__all__ = ["Identity", "Sender"]
 
 QUEUE = 1024  # messages: that many iterations the node may be behind
 PAUSE = (1.0, 30.0)
@@ -38,7 +38,7 @@ REASONS = 64  # remembered, so that a refusal that is repeated is told once
 
 
 @dataclass(frozen=True)
-class Who:
+class Identity:
     run_id: str
     epoch: int
     rank: int
@@ -47,16 +47,16 @@ class Who:
     instance: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
-class Post:
+class Sender:
     """why: the last reason for not being connected, or what the node has noticed; "" while all is well. notice: what
     keeps the node from making versions although it wants nothing, "": nothing does. iteration, status: of the node's
     newest version, -1: none yet."""
 
     def __init__(
-        self, address: tuple[str, int], token: bytes, who: Who, opening: Callable[[], list[Any]],
+        self, address: tuple[str, int], token: bytes, identity: Identity, opening: Callable[[], list[Any]],
         tell: Callable[[str], None],
     ) -> None:
-        self._address, self._token, self._who, self._opening, self._tell = address, token, who, opening, tell
+        self._address, self._token, self._identity, self._opening, self._tell = address, token, identity, opening, tell
         self._queue: queue.Queue[tuple[Any, Mapping[str, torch.Tensor]]] = queue.Queue(QUEUE)
         self._link: Link | None = None
         self._stop = threading.Event()
@@ -167,9 +167,7 @@ class Post:
         link = Link(sock)
         link.limits = lambda: Limits(64 << 10)
         try:
-            who = self._who
-            greet(link, self._token, run_id=who.run_id, epoch=who.epoch, rank=who.rank, ranks=who.ranks,
-                  group=who.group, instance=who.instance)
+            greet(link, self._token, **asdict(self._identity))
         except BaseException:
             link.close()
             raise

@@ -14,28 +14,28 @@ import pytest
 import torch
 
 from flowcheck.control.protocol import Bye, Flows, Record, State
-from flowcheck.trainer import link as attachment_link
-from flowcheck.trainer.link import Post, Who
+from flowcheck.trainer import sender as sending
+from flowcheck.trainer.sender import Identity, Sender
 
 from ..hand_node import LONGEST, TOKEN, HandNode, until
 
 
-class Made(Post):
-    """A Post that keeps what it tells."""
+class Made(Sender):
+    """A Sender that keeps what it tells."""
 
-    def __init__(self, address: tuple[str, int], who: Who, opening: Callable[[], list[Any]]) -> None:
+    def __init__(self, address: tuple[str, int], identity: Identity, opening: Callable[[], list[Any]]) -> None:
         self.told: list[str] = []
-        super().__init__(address, TOKEN, who, opening, self.told.append)
+        super().__init__(address, TOKEN, identity, opening, self.told.append)
 
 
 @pytest.fixture
-def post(hand_node: HandNode) -> Iterator[Callable[..., Made]]:
-    """post(opening=list, **fields of Who) -> one that has been started, towards the hand-made node."""
+def sender(hand_node: HandNode) -> Iterator[Callable[..., Made]]:
+    """sender(opening=list, **fields of Identity) -> one that has been started, towards the hand-made node."""
     made: list[Made] = []
 
     def start(opening: Callable[[], list[Any]] = list, **fields: Any) -> Made:
-        who = Who(**{"run_id": "run", "epoch": 0, "rank": 0, "ranks": 2, "group": ""} | fields)
-        made.append(Made(hand_node.address, who, opening))
+        identity = Identity(**{"run_id": "run", "epoch": 0, "rank": 0, "ranks": 2, "group": ""} | fields)
+        made.append(Made(hand_node.address, identity, opening))
         made[-1].start()
         return made[-1]
 
@@ -47,14 +47,14 @@ def post(hand_node: HandNode) -> Iterator[Callable[..., Made]]:
 @pytest.fixture
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections follow each other at once."""
-    monkeypatch.setattr(attachment_link, "PAUSE", (0.01, 0.01))
+    monkeypatch.setattr(sending, "PAUSE", (0.01, 0.01))
 
 
 # -- the opening ---------------------------------------------------------------------------------------------
 
 
-def test_the_hello_says_who_it_is(hand_node, post) -> None:
-    post(run_id="a run", epoch=3, rank=1, ranks=4, group="the group", instance="an instance")
+def test_the_hello_says_who_it_is(hand_node, sender) -> None:
+    sender(run_id="a run", epoch=3, rank=1, ranks=4, group="the group", instance="an instance")
     hello = hand_node.accept().welcome()
     del hello["nonce"], hello["proof"]
     assert hello == {
@@ -64,12 +64,12 @@ def test_the_hello_says_who_it_is(hand_node, post) -> None:
 
 
 def test_every_attachment_has_an_instance_of_its_own() -> None:
-    one, other = (Who("run", 0, 0, 2, "") for _ in range(2))
+    one, other = (Identity("run", 0, 0, 2, "") for _ in range(2))
     assert len(one.instance) == 16 and int(one.instance, 16) >= 0 and one.instance != other.instance
 
 
-def test_a_welcome_connects(hand_node, post) -> None:
-    mine = post()
+def test_a_welcome_connects(hand_node, sender) -> None:
+    mine = sender()
     assert (mine.why, mine.connected, mine.tried.is_set()) == ("not connected yet", False, False)
     hand_node.welcome()
     assert mine.tried.wait(LONGEST)
@@ -80,9 +80,9 @@ def test_a_welcome_connects(hand_node, post) -> None:
 @pytest.mark.parametrize("proof", [
     "00" * 32, "", "the trainer's", "of another token", "of another rank", "cut", "in capitals",
 ])
-def test_a_welcome_that_does_not_prove_the_token_is_the_end(hand_node, post, proof: str) -> None:
+def test_a_welcome_that_does_not_prove_the_token_is_the_end(hand_node, sender, proof: str) -> None:
     """An impostor on the node's address gets no model: nothing follows the Hello."""
-    mine = post(lambda: [Flows([])])
+    mine = sender(lambda: [Flows([])])
     peer = hand_node.accept()
     hello = peer.challenge()
     right = peer.proof(hello)
@@ -107,17 +107,17 @@ def test_a_welcome_that_does_not_prove_the_token_is_the_end(hand_node, post, pro
     (lambda peer: peer.socket.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "does not speak this protocol"),
     (lambda peer: peer.close(), "connection closed"),
 ])
-def test_openings_that_are_refused(hand_node, post, send: Callable[[Any], None], why: str) -> None:
-    mine = post()
+def test_openings_that_are_refused(hand_node, sender, send: Callable[[Any], None], why: str) -> None:
+    mine = sender()
     peer = hand_node.accept()
     send(peer)
     assert mine.tried.wait(LONGEST)
     assert why in mine.why and mine.told == [mine.why] and not mine.connected
 
 
-def test_a_message_of_65536_bytes_is_read(hand_node, post) -> None:
+def test_a_message_of_65536_bytes_is_read(hand_node, sender) -> None:
     """Why a state is wanted may be long."""
-    mine = post()
+    mine = sender()
     peer = hand_node.welcome()
     text = len('{"type": "wanted", "what": ["state"], "why": ""}')
     peer.send("wanted", what=["state"], why="y" * (65536 - text))
@@ -127,8 +127,8 @@ def test_a_message_of_65536_bytes_is_read(hand_node, post) -> None:
 # -- what a node says ----------------------------------------------------------------------------------------
 
 
-def test_wanted_and_its_reason(hand_node, post) -> None:
-    mine = post()
+def test_wanted_and_its_reason(hand_node, sender) -> None:
+    mine = sender()
     peer = hand_node.welcome()
     assert mine.tried.wait(LONGEST) and not mine.answered.is_set()
     peer.send("wanted", what=["manifest", "flows"], why="nothing is known of the job yet")
@@ -137,8 +137,8 @@ def test_wanted_and_its_reason(hand_node, post) -> None:
     assert mine.why == "nothing is known of the job yet" and mine.told == [mine.why]
 
 
-def test_what_is_no_longer_wanted_has_no_reason(hand_node, post) -> None:
-    mine = post()
+def test_what_is_no_longer_wanted_has_no_reason(hand_node, sender) -> None:
+    mine = sender()
     peer = hand_node.welcome()
     peer.send("wanted", what=["state"], why="first")
     peer.send("wanted", what=[], why="second")
@@ -147,8 +147,8 @@ def test_what_is_no_longer_wanted_has_no_reason(hand_node, post) -> None:
     assert mine.wanted == frozenset() and mine.told == ["first"]
 
 
-def test_joined_is_an_answer_to_all_that_was_wanted(hand_node, post) -> None:
-    mine = post()
+def test_joined_is_an_answer_to_all_that_was_wanted(hand_node, sender) -> None:
+    mine = sender()
     peer = hand_node.welcome()
     peer.send("wanted", what=["state"], why="a state to begin with")
     peer.send("joined", iteration=7)
@@ -156,8 +156,8 @@ def test_joined_is_an_answer_to_all_that_was_wanted(hand_node, post) -> None:
     assert (mine.joined, mine.wanted, mine.connected) == (7, frozenset(), True)
 
 
-def test_progress_is_the_newest_version(hand_node, post) -> None:
-    mine = post()
+def test_progress_is_the_newest_version(hand_node, sender) -> None:
+    mine = sender()
     peer = hand_node.welcome()
     peer.send("progress", iteration=4, status="unverified")
     peer.send("progress", iteration=5, status="verified")
@@ -165,8 +165,8 @@ def test_progress_is_the_newest_version(hand_node, post) -> None:
     assert mine.status == "verified" and mine.wanted == frozenset() and mine.joined is None and mine.answered.is_set()
 
 
-def test_what_the_node_has_noticed_is_told_until_it_is_over(hand_node, post) -> None:
-    mine = post()
+def test_what_the_node_has_noticed_is_told_until_it_is_over(hand_node, sender) -> None:
+    mine = sender()
     peer = hand_node.welcome()
     peer.send("notice", why="no packet has come")
     until(lambda: mine.notice)
@@ -189,8 +189,8 @@ def test_what_the_node_has_noticed_is_told_until_it_is_over(hand_node, post) -> 
     assert (mine.why, mine.notice) == ("it comes again: a state", "")  # the later reason stays
 
 
-def test_the_same_reason_is_told_once(hand_node, post) -> None:
-    mine = post()
+def test_the_same_reason_is_told_once(hand_node, sender) -> None:
+    mine = sender()
     peer = hand_node.welcome()
     for why in ("one", "one", "other", "one"):
         peer.send("wanted", what=["state"], why=why)
@@ -210,9 +210,9 @@ def test_the_same_reason_is_told_once(hand_node, post) -> None:
     (lambda peer: peer.socket.sendall(b"FCR1"), "connection closed within a message"),
     (lambda peer: None, "connection closed"),
 ])
-def test_what_ends_a_connection(hand_node, post, send: Callable[[Any], None], why: str) -> None:
+def test_what_ends_a_connection(hand_node, sender, send: Callable[[Any], None], why: str) -> None:
     """The reason is told once, nothing of the connection stays, and nothing more is sent on it."""
-    mine = post()
+    mine = sender()
     peer = hand_node.welcome()
     peer.send("wanted", what=["state"], why="a state")
     until(lambda: mine.wanted)
@@ -226,14 +226,14 @@ def test_what_ends_a_connection(hand_node, post, send: Callable[[Any], None], wh
     assert mine.joined is None and mine.lost == 0 and not mine.put(Record(0))
 
 
-def test_a_node_may_not_send_payloads(hand_node, post) -> None:
+def test_a_node_may_not_send_payloads(hand_node, sender) -> None:
     """Even where a later protocol would let one through."""
-    mine = post()
+    mine = sender()
     peer = hand_node.welcome()
     until(lambda: mine._link is not None)
     link = mine._link
     assert link.limits().payload == {} and link.limits().text == 65536
-    link.limits = lambda: attachment_link.Limits(65536, {"joined": 100})
+    link.limits = lambda: sending.Limits(65536, {"joined": 100})
     peer.send("progress", iteration=0, status="")  # the message after this one is read under the new limits
     until(lambda: mine.iteration == 0)
     peer.send("joined", b"payload", iteration=1)
@@ -243,7 +243,7 @@ def test_a_node_may_not_send_payloads(hand_node, post) -> None:
 
 
 class Late(Made):
-    """A Post whose sender begins when its listener has heard all that there is."""
+    """A Sender whose thread begins when its listener has heard all that there is."""
 
     def _send_all(self, link: Any) -> None:
         until(lambda: "flowcheck listener" not in {thread.name for thread in threading.enumerate()})
@@ -252,7 +252,7 @@ class Late(Made):
 
 def test_what_is_said_together_with_the_welcome_is_heard(hand_node, no_pause) -> None:
     """A node that refuses a rank says so at once, and closes."""
-    mine = Late(hand_node.address, Who("run", 0, 0, 2, ""), list)
+    mine = Late(hand_node.address, Identity("run", 0, 0, 2, ""), list)
     mine.start()
     peer = hand_node.welcome()
     peer.send("wanted", what=["state"], why="a state")
@@ -266,8 +266,8 @@ def test_what_is_said_together_with_the_welcome_is_heard(hand_node, no_pause) ->
 # -- what is sent --------------------------------------------------------------------------------------------
 
 
-def test_messages_go_out_in_order(hand_node, post) -> None:
-    mine = post()
+def test_messages_go_out_in_order(hand_node, sender) -> None:
+    mine = sender()
     peer = hand_node.welcome()
     assert mine.tried.wait(LONGEST)
     assert all(mine.put(Record(number, [{"lr": 0.5}], 0.25, None, False, {"a": "00"})) is True for number in range(3))
@@ -277,8 +277,8 @@ def test_messages_go_out_in_order(hand_node, post) -> None:
     ]
 
 
-def test_tensors_follow_their_message_as_safetensors(hand_node, post) -> None:
-    mine = post()
+def test_tensors_follow_their_message_as_safetensors(hand_node, sender) -> None:
+    mine = sender()
     peer = hand_node.welcome()
     assert mine.tried.wait(LONGEST)
     tensors = {"model.a": torch.tensor([1, 2], dtype=torch.uint8), "model.b": torch.tensor([1.5, -2.0])}
@@ -291,9 +291,9 @@ def test_tensors_follow_their_message_as_safetensors(hand_node, post) -> None:
     assert peer.expect("bye") == {}
 
 
-def test_the_opening_goes_out_on_every_connection_and_when_it_has_changed(hand_node, post, no_pause) -> None:
+def test_the_opening_goes_out_on_every_connection_and_when_it_has_changed(hand_node, sender, no_pause) -> None:
     said: list[Any] = [Flows([])]
-    mine = post(lambda: list(said))
+    mine = sender(lambda: list(said))
     peer = hand_node.welcome()
     assert peer.expect("flows") == {"flows": []}
     said.append(Record(5))
@@ -306,7 +306,7 @@ def test_the_opening_goes_out_on_every_connection_and_when_it_has_changed(hand_n
     assert peer.expect("flows") == {"flows": []} and peer.expect("record")["iteration"] == 5
 
 
-def test_an_opening_that_fails_is_said_and_tried_again(hand_node, post, no_pause) -> None:
+def test_an_opening_that_fails_is_said_and_tried_again(hand_node, sender, no_pause) -> None:
     """A fault of ours must not end the thread unheard."""
     faults = [ZeroDivisionError("a fault of ours")]
 
@@ -315,23 +315,23 @@ def test_an_opening_that_fails_is_said_and_tried_again(hand_node, post, no_pause
             raise faults.pop()
         return [Flows([])]
 
-    mine = post(opening)
+    mine = sender(opening)
     assert hand_node.welcome().ended()
     peer = hand_node.welcome()
     peer.expect("flows")
     assert mine.told == ["ZeroDivisionError: a fault of ours"] and mine.why == "" and mine.connected
 
 
-def test_without_a_connection_nothing_is_kept(hand_node, post, no_pause) -> None:
+def test_without_a_connection_nothing_is_kept(hand_node, sender, no_pause) -> None:
     """What was said meanwhile would reach the next connection as if it belonged there."""
-    mine = post()
+    mine = sender()
     assert not mine.put(Record(0)) and mine.lost == 0
     peer = hand_node.welcome()
     assert mine.tried.wait(LONGEST) and mine.put(Record(1))
     assert peer.expect("record")["iteration"] == 1
 
 
-def test_what_was_queued_for_a_connection_goes_with_it(hand_node, post, no_pause) -> None:
+def test_what_was_queued_for_a_connection_goes_with_it(hand_node, sender, no_pause) -> None:
     leave, left = threading.Event(), threading.Event()
 
     def opening() -> list[Any]:
@@ -340,7 +340,7 @@ def test_what_was_queued_for_a_connection_goes_with_it(hand_node, post, no_pause
             assert leave.wait(LONGEST)
         return []
 
-    mine = post(opening)
+    mine = sender(opening)
     peer = hand_node.welcome()
     assert left.wait(LONGEST)
     assert mine.put(Record(1)) and mine.put(Record(2))  # nobody takes them yet
@@ -353,7 +353,7 @@ def test_what_was_queued_for_a_connection_goes_with_it(hand_node, post, no_pause
     assert peer.expect("record")["iteration"] == 3
 
 
-def test_a_full_queue_gives_the_connection_up(hand_node, post, no_pause) -> None:
+def test_a_full_queue_gives_the_connection_up(hand_node, sender, no_pause) -> None:
     """1024 messages may wait. With the next one all of them are lost, which is said and counted, and the next
     connection begins anew."""
     entered, leave = threading.Semaphore(0), threading.Semaphore(0)
@@ -364,7 +364,7 @@ def test_a_full_queue_gives_the_connection_up(hand_node, post, no_pause) -> None
         return []
 
     why = "the node is more than 1024 iterations behind"
-    mine = post(opening)
+    mine = sender(opening)
     for lost in (1, 2):
         peer = hand_node.welcome()
         assert entered.acquire(timeout=LONGEST)
@@ -385,7 +385,7 @@ def test_a_full_queue_gives_the_connection_up(hand_node, post, no_pause) -> None
 
 
 class Pauses(threading.Event):
-    """The event that ends a Post: it keeps how long it was waited on, and none of these waits takes time."""
+    """The event that ends a Sender: it keeps how long it was waited on, and none of these waits takes time."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -401,7 +401,7 @@ class Pauses(threading.Event):
 def test_pauses_grow_to_half_a_minute() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = closed.getsockname()
-    mine = Made(address, Who("run", 0, 0, 2, ""), list)
+    mine = Made(address, Identity("run", 0, 0, 2, ""), list)
     mine._stop = pauses = Pauses(8)
     mine.start()
     mine._thread.join(LONGEST)
@@ -418,7 +418,7 @@ def test_an_attempt_to_connect_has_five_seconds(monkeypatch: pytest.MonkeyPatch)
         raise TimeoutError(110, "Connection timed out")
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    mine = Made(("192.0.2.1", 7070), Who("run", 0, 0, 2, ""), list)
+    mine = Made(("192.0.2.1", 7070), Identity("run", 0, 0, 2, ""), list)
     mine._stop = Pauses(1)
     mine.start()
     mine._thread.join(LONGEST)
@@ -426,7 +426,7 @@ def test_an_attempt_to_connect_has_five_seconds(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_connection_that_was_there_is_looked_for_again_after_a_second(hand_node) -> None:
-    mine = Made(hand_node.address, Who("run", 0, 0, 2, ""), list)
+    mine = Made(hand_node.address, Identity("run", 0, 0, 2, ""), list)
     mine._stop = pauses = Pauses(5)
     mine.start()
     for _ in range(3):
@@ -441,7 +441,7 @@ def test_a_connection_that_was_there_is_looked_for_again_after_a_second(hand_nod
 def test_a_node_that_refuses_again_and_again_is_tried_ever_more_rarely_and_its_reason_told_once(
     hand_node, joined: bool
 ) -> None:
-    mine = Made(hand_node.address, Who("run", 0, 0, 2, ""), list)
+    mine = Made(hand_node.address, Identity("run", 0, 0, 2, ""), list)
     mine._stop = pauses = Pauses(8)
     mine.start()
     why = "replica.memory_mb: the job may take 7 MiB; remedy: raise memory_mb, or use fewer slots or arenas"
@@ -459,7 +459,7 @@ def test_a_node_that_refuses_again_and_again_is_tried_ever_more_rarely_and_its_r
 
 
 def test_another_reason_of_a_node_that_refuses_is_told(hand_node) -> None:
-    mine = Made(hand_node.address, Who("run", 0, 0, 2, ""), list)
+    mine = Made(hand_node.address, Identity("run", 0, 0, 2, ""), list)
     mine._stop = Pauses(5)
     mine.start()
     for why in ("one", "one", "other", "one", "other"):
@@ -471,9 +471,9 @@ def test_another_reason_of_a_node_that_refuses_is_told(hand_node) -> None:
 # -- the end -------------------------------------------------------------------------------------------------
 
 
-def test_close_sends_what_is_queued_and_the_last_word(hand_node, post) -> None:
+def test_close_sends_what_is_queued_and_the_last_word(hand_node, sender) -> None:
     """The node says nothing to it, and needs not."""
-    mine = post()
+    mine = sender()
     peer = hand_node.welcome()
     assert mine.tried.wait(LONGEST)
     for number in range(20):
@@ -491,9 +491,9 @@ class Slow:
         return 1.0
 
 
-def test_close_waits_for_the_last_word_itself(hand_node, post) -> None:
+def test_close_waits_for_the_last_word_itself(hand_node, sender) -> None:
     """An empty queue does not say that its last message has been sent, even if the one before has."""
-    mine = post()
+    mine = sender()
     peer = hand_node.welcome()
     assert mine.tried.wait(LONGEST) and mine.put(Record(0))
     peer.expect("record")
@@ -503,8 +503,8 @@ def test_close_waits_for_the_last_word_itself(hand_node, post) -> None:
     assert peer.expect("record")["iteration"] == 1 and peer.ended()
 
 
-def test_close_does_not_wait_for_what_an_earlier_connection_lost(hand_node, post, no_pause) -> None:
-    mine = post()
+def test_close_does_not_wait_for_what_an_earlier_connection_lost(hand_node, sender, no_pause) -> None:
+    mine = sender()
     peer = hand_node.welcome()
     assert mine.tried.wait(LONGEST)
     assert mine.put(Record(0, [{"x": float("nan")}]))  # it cannot be written
@@ -520,14 +520,14 @@ def test_close_does_not_wait_for_what_an_earlier_connection_lost(hand_node, post
     assert not closer.is_alive()
 
 
-def test_close_without_time_does_not_wait(hand_node, post) -> None:
+def test_close_without_time_does_not_wait(hand_node, sender) -> None:
     release = threading.Event()
 
     def opening() -> list[Any]:
         assert release.wait(LONGEST)
         return []
 
-    mine = post(opening)
+    mine = sender(opening)
     peer = hand_node.welcome()
     until(lambda: mine.connected)
     mine.close(Bye(), 0.0)  # its thread is held up by the opening
@@ -537,33 +537,33 @@ def test_close_without_time_does_not_wait(hand_node, post) -> None:
     assert not mine._thread.is_alive() and not mine.connected and mine.told == []
 
 
-def test_close_while_nobody_is_connected_ends_the_thread(hand_node, post) -> None:
-    mine = post()
+def test_close_while_nobody_is_connected_ends_the_thread(hand_node, sender) -> None:
+    mine = sender()
     hand_node.accept().close()
     assert mine.tried.wait(LONGEST)
     mine.close(Bye(), LONGEST)  # in the middle of a pause of one second
     assert not mine._thread.is_alive()
 
 
-def test_close_is_no_loss_that_is_told(hand_node, post) -> None:
+def test_close_is_no_loss_that_is_told(hand_node, sender) -> None:
     """What the connection says while it is being closed is no reason of anything."""
-    mine = post()
+    mine = sender()
     hand_node.welcome()
     until(lambda: mine.connected)
     mine.close(Bye(), LONGEST)
     assert mine.why == "" and mine.told == [] and not mine.put(Record(0))
 
 
-def test_no_thread_of_it_keeps_a_process_alive(hand_node, post) -> None:
-    mine = post()
+def test_no_thread_of_it_keeps_a_process_alive(hand_node, sender) -> None:
+    mine = sender()
     hand_node.welcome()
     until(lambda: mine.connected)
     names = {thread.name: thread.daemon for thread in threading.enumerate() if thread.name.startswith("flowcheck")}
     assert names == {"flowcheck attachment": True, "flowcheck listener": True}
 
 
-def test_the_socket_notices_a_node_that_is_gone_and_does_not_delay_small_messages(hand_node, post) -> None:
-    mine = post()
+def test_the_socket_notices_a_node_that_is_gone_and_does_not_delay_small_messages(hand_node, sender) -> None:
+    mine = sender()
     hand_node.welcome()
     until(lambda: mine.connected)
     sock = mine._link._socket

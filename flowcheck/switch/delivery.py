@@ -1,6 +1,6 @@
 """Does the mirror deliver? Judge what a survey of the mirror port found against the plan.
 
-    judge(document of flowcheck.diagnose.inspect, plan) -> Check per question, in the order in which to mend them
+    judge(document of flowcheck.diagnose.inspect, plan) -> Check per question, in the order in which to fix them
 
 Counters of the switch cannot answer this: several count lost copies as sent. Only the packets at the port can.
 """
@@ -22,19 +22,19 @@ from switch_configs.schema import MirrorPlan
 
 __all__ = ["Check", "judge", "run"]
 
-SCHEMA = "flowcheck-switch-verify/1"
+SCHEMA = "flowcheck-switch-verify/2"
 # Retransmissions look like duplicates; a mirror that copies twice makes every packet one.
 DUPLICATE_SHARE = 0.2
 
 
 @dataclass(frozen=True)
 class Check:
-    """name of the question; good; what was found; mend: what to do if not good."""
+    """name of the question; good; what was found; remedy: what to do if not good."""
 
     name: str
     good: bool
     found: str
-    mend: str = ""
+    remedy: str = ""
 
 
 def run(
@@ -45,14 +45,14 @@ def run(
     checks = list(judge(found, plan))
     bad = [check for check in checks if not check.good]
     if as_json:
-        document = {"schema": SCHEMA, "good": not bad, "mend": bad[0].mend if bad else "",
+        document = {"schema": SCHEMA, "good": not bad, "remedy": bad[0].remedy if bad else "",
                     "checks": [asdict(check) for check in checks]}
         json.dump(document, sys.stdout, indent=1)
         sys.stdout.write("\n")
         return int(bool(bad))
     for check in checks:
         console.print(f"{'ok ' if check.good else 'BAD'} {check.name}: {check.found}", markup=False, highlight=False)
-    console.print(f"mend: {bad[0].mend}" if bad else "the mirror delivers what the plan promises", markup=False)
+    console.print(f"remedy: {bad[0].remedy}" if bad else "the mirror delivers what the plan promises", markup=False)
     return int(bool(bad))
 
 
