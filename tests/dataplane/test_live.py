@@ -266,6 +266,9 @@ def test_several_ports_at_once(eal, feed, captures):
         other.send(frames)
         one.wait(300)
         other.wait(300)
+        deadline = time.monotonic() + 120
+        while far.counters()["received"] < 300:  # each port has an rx thread of its own
+            assert time.monotonic() < deadline
         for source in (one.source, other.source, far):
             source.stop()
         got = [list(RingReader(source.ring_addresses[0])) for source in (one.source, other.source, far)]
