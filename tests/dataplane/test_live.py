@@ -418,8 +418,8 @@ def test_counters_are_readable_from_outside(feed, captures):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"device": "eth0"}, "no capture device"),
-        ({"device": "af_packet:"}, "no capture device"),
+        ({"device": "eth0"}, "not a capture device"),
+        ({"device": "af_packet:"}, "not a capture device"),
         ({"device": "af_packet:no,such"}, "cannot take this name"),
         ({"device": "ring", "dump": "fly"}, "one of copy, hold, dma"),
         ({"device": "ring", "path_mtu": 1500}, "path MTU 1500"),
