@@ -134,7 +134,7 @@ def doctor(
     core: Annotated[list[int] | None, typer.Option("--core", min=0, help="Core of an rx thread.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object for machines (docs/use/doctor.md).")] = False,
 ) -> None:
-    """Can this machine capture? Says what is wrong and which command mends it; exit 0 ok, 1 warnings, 2 unusable."""
+    """Can this machine capture? Says what is wrong and which command fixes it; exit 0 ok, 1 warnings, 2 unusable."""
     from flowcheck.diagnose.doctor import Wanted, run
 
     raise typer.Exit(run(Wanted(tuple(device or ()), path_mtu, memory, tuple(core or ())), as_json, screen()))

@@ -45,7 +45,7 @@ def run(captures: list[Path], as_json: bool, interface: str | None = None, secon
         EnvironmentProblem: DPDK or this machine refused.
     """
     if interface and captures:
-        raise UserError("captures and an interface", remedy="give one of both")
+        raise UserError("captures and an interface were given", remedy="give captures or --interface, not both")
     found = survey_interface(interface, seconds) if interface else survey_captures(captures)
     if as_json:
         json.dump(found, sys.stdout, indent=1)

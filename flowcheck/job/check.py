@@ -66,11 +66,11 @@ def check(job: Job, place: Place) -> None:
         for i, call in enumerate(getattr(job.collectives, part)):
             _check_collective(job, call, part, place / "collectives" / part / i)
     if job.collectives.steady and job.gradient_calls(0) and not job.gradient_calls(1):
-        (place / "collectives" / "steady").fail("the first iteration reduces gradients, steady none")
+        (place / "collectives" / "steady").fail("the first iteration reduces gradients, and steady reduces none")
     if job.gradient_calls(1) and not job.gradient_calls(0):
-        (place / "collectives" / "iteration_0").fail("steady reduces gradients, the first iteration none")
+        (place / "collectives" / "iteration_0").fail("steady reduces gradients, and the first iteration reduces none")
     if job.parameter_calls(1) and not job.parameter_calls(0):
-        (place / "collectives" / "iteration_0").fail("steady gathers parameters, the first iteration none")
+        (place / "collectives" / "iteration_0").fail("steady gathers parameters, and the first iteration gathers none")
     for i, call in enumerate(job.collectives.rebuild):
         if call.op == "AllReduce" and call.carries != "other":
             (place / "collectives" / "rebuild" / i / "carries").fail(
@@ -105,14 +105,14 @@ def _check_communicator(c: Communicator, place: Place) -> None:
     _between(place / "devices", c.devices, 1, 8)  # how many a version merges: parser.nccl
     parents = set(c.parent_ranks)
     if parents and (len(c.parent_ranks) != c.ranks or len(parents) != c.ranks or min(parents) < 0):
-        (place / "parent_ranks").fail(f"not {c.ranks} different ranks of a larger communicator")
+        (place / "parent_ranks").fail(f"these are not {c.ranks} different ranks of a larger communicator")
     if len(c.rings) not in (0, 1, c.channels):
         (place / "rings").fail(
             f"{len(c.rings)} rings for {c.channels} channels; give none, one, or one per channel"
         )
     for i, ring in enumerate(c.rings):
         if sorted(ring) != list(range(c.ranks)):
-            (place / "rings" / i).fail(f"not an ordering of the ranks 0..{c.ranks - 1}")
+            (place / "rings" / i).fail(f"is not an ordering of the ranks 0..{c.ranks - 1}")
     for name, defaults in (("buffer_bytes", BUFFER_BYTES), ("max_threads", MAX_THREADS)):
         table: dict[str, int] = getattr(c, name)
         for key, value in table.items():
@@ -303,7 +303,7 @@ def _check_optimizer(job: Job, place: Place) -> None:
                 )
     version = job.optimizer.torch_version
     if version and not re.fullmatch(r"[0-9]+\.[0-9]+[0-9A-Za-z.+-]*", version):
-        (place / "torch_version").fail(f"{shown(version)} is no torch version such as 2.13.0")
+        (place / "torch_version").fail(f"{shown(version)} is not a torch version such as 2.13.0")
     if job.parameter_calls(0) and not job.gradient_calls(0):
         place.fail(
             "the iterations gather parameters and reduce no gradients: nothing would feed an optimizer",
@@ -329,13 +329,13 @@ def _check_optimizer(job: Job, place: Place) -> None:
 
 
 def _check_option(place: Place, value: Any) -> None:
-    """A plain value or a pair of numbers (betas). Names and ranges are the optimizer's own business."""
+    """A plain value or a pair of numbers (betas). The optimizer checks names and ranges."""
     if isinstance(value, list):
         if len(value) > 8:
-            place.fail(f"a list of {len(value)} values is no optimizer option")
+            place.fail(f"a list of {len(value)} values is not an optimizer option")
         for i, item in enumerate(value):
             if isinstance(item, list | dict):
-                place.fail("nested values are no optimizer option")
+                place.fail("nested values are not an optimizer option")
             _check_option(place / i, item)
     elif isinstance(value, float):
         if not math.isfinite(value):
@@ -347,7 +347,7 @@ def _check_option(place: Place, value: Any) -> None:
         if not value.isprintable():
             place.fail(f"{shown(value)} has unprintable characters")
     elif value is not None:
-        place.fail(f"{shown(value)} is no optimizer option")
+        place.fail(f"{shown(value)} is not an optimizer option")
 
 
 # -- buckets -------------------------------------------------------------------------------------------------
@@ -359,12 +359,12 @@ def _check_buckets(job: Job, iteration: int, place: Place) -> None:
     indices = sorted(index for index, _ in calls)
     if indices != list(range(len(indices))):
         (place / "collectives" / part).fail(
-            f"the buckets of an iteration must be 0..{len(indices) - 1}, each once; found {_some(indices)}"
+            f"the buckets of an iteration must be 0..{len(indices) - 1}, each once, and are {_some(indices)}"
         )
     for index, call in calls:
         if call.dtype != job.gradients.dtype:
             (place / "collectives" / part).fail(
-                f"bucket {index} is reduced as {call.dtype}, gradients.dtype says {job.gradients.dtype}"
+                f"bucket {index} is reduced as {call.dtype}, and gradients.dtype says {job.gradients.dtype}"
             )
     layout = job.bucket_layout(iteration)
     if layout and calls:
@@ -379,7 +379,7 @@ def _some(numbers: list[int]) -> str:
 
 def _check_layout(job: Job, layout: list[Bucket], counts: dict[int, Collective], place: Place) -> None:
     if len(layout) != len(counts):
-        place.fail(f"{len(layout)} buckets described, {len(counts)} AllReduce calls carry gradients")
+        place.fail(f"{len(layout)} buckets are described, and {len(counts)} AllReduce calls carry gradients")
     entries = {entry.name: entry for entry in job.model}
     for b, bucket in enumerate(layout):
         for s, piece in enumerate(bucket.slices):

@@ -70,7 +70,7 @@ class Place:
 
 def parse(text: str, file: str) -> Any:
     """Strict JSON. Raises UserError with line and column where Python's parser knows them."""
-    remedy = "docs/reference/manifest.md shows the form; a half-written file must be written again"
+    remedy = "docs/reference/manifest.md shows the form; write a half-written file again"
 
     def constant(name: str) -> typing.NoReturn:
         raise UserError(f"{name} is not JSON", where=file, remedy=remedy)
@@ -84,7 +84,7 @@ def parse(text: str, file: str) -> Any:
     def number(digits: str) -> float:
         value = float(digits)
         if not math.isfinite(value):
-            raise UserError(f"{shown(digits)} is larger than any number", where=file, remedy=remedy)
+            raise UserError(f"{shown(digits)} is too large for a number", where=file, remedy=remedy)
         return value
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def check_groups(job: Job, iteration: int, place: Place) -> None:
         if call.after_update != calls[0][1].after_update:
             here.fail("some of the parameters are gathered before the iteration's update and some after it")
     if sorted(groups) != list(range(len(groups))):
-        here.fail(f"the parameter groups of an iteration must be 0..{len(groups) - 1}; found {sorted(groups)[:16]}")
+        here.fail(f"the parameter groups of an iteration must be 0..{len(groups) - 1}, and are {sorted(groups)[:16]}")
     covered: dict[str, list[tuple[int, int]]] = {}
     dtypes: dict[str, str] = {}
     for group, call in sorted(groups.items()):

@@ -42,14 +42,14 @@ def load_job(path: str | os.PathLike[str]) -> Job:
         ) from None
     if len(raw) > FILE_LIMIT:
         raise UserError(
-            f"larger than {FILE_LIMIT >> 20} MiB, which no job manifest is", where=file,
+            f"is larger than {FILE_LIMIT >> 20} MiB, and no job manifest is", where=file,
             remedy="check that --job names the manifest and not a capture",
         )
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"not UTF-8 text (byte {error.start})", where=file,
+            f"is not UTF-8 text (byte {error.start})", where=file,
             remedy="write the manifest as JSON in UTF-8",
         ) from None
     return job_from_dict(parse(text, file), where=file)

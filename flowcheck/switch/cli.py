@@ -127,7 +127,8 @@ def _managers(
     check_plan(loaded)
     unknown = set(leaves or []) - {session.leaf for session in loaded.sessions}
     if unknown:
-        raise UserError(f"the plan has no leaf {sorted(unknown)[0]}", where=str(file), remedy="see --leaf")
+        raise UserError(f"the plan has no leaf {sorted(unknown)[0]}", where=str(file),
+                        remedy="name a leaf of the plan with --leaf")
 
     def opener(session: MirrorSession) -> Callable[[], Transport]:
         if is_local(session.vendor):
@@ -158,7 +159,7 @@ def _port_lines(plan_file: Path) -> dict[str, list[str]]:
         isinstance(lines, list) and all(isinstance(line, str) and "\n" not in line for line in lines)
         for lines in found.values()
     ):
-        raise UserError("not what `switch apply` writes", where=str(_undo_file(plan_file)),
+        raise UserError("is not what `switch apply` writes", where=str(_undo_file(plan_file)),
                         remedy="delete it: ports then keep MTU and LLDP as apply set them")
     return found
 
@@ -326,7 +327,7 @@ def verify(
     from switch_configs.schema import MirrorPlan
 
     if bool(captures) == bool(interface):
-        raise UserError("give captures, or --interface", remedy="one of both")
+        raise UserError("captures or --interface must be given, and not both", remedy="give one of them")
     console = Console(soft_wrap=True)
     raise typer.Exit(run(captures or [], interface, seconds, MirrorPlan.load(plan_file), as_json, console))
 
@@ -355,4 +356,4 @@ def remove(
                 raise typer.Exit(1)
             manager.remove(lines)
             _forget(plan_file, manager.session)
-            typer.echo("  removed" + (", its port has its settings back" if lines else ""))
+            typer.echo("  removed" + (", the port has its earlier settings back" if lines else ""))

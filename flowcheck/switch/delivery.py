@@ -60,7 +60,7 @@ def judge(found: dict[str, Any], plan: MirrorPlan) -> Iterator[Check]:
     packets, flows = found["packets"], found["flows"]
     yield Check(
         "packets", packets["roce"] > 0, f"{packets['roce']} RoCEv2 packets of {packets['total']}",
-        "nothing of RoCEv2 arrives: `flowcheck switch show` says whether the session is active; is the job running?",
+        "no RoCEv2 arrives: is the session active (`flowcheck switch show`), and is the job running?",
     )
     cut = packets["truncated"]
     yield Check(
@@ -75,7 +75,8 @@ def judge(found: dict[str, Any], plan: MirrorPlan) -> Iterator[Check]:
     wrong, right = found["icrc"]["wrong"], found["icrc"]["ok"]
     yield Check(
         "checksums", wrong * 100 <= right, f"{right} right, {wrong} wrong ICRC",
-        "copies are changed on the way: no header removal, no slicing, no tunnel that rewrites beyond VLAN and TTL",
+        "copies are changed on the way: switch off header removal, slicing, and tunnels that rewrite more than VLAN "
+        "and TTL",
     )
     yield from _directions(found, plan)
     mtus = sorted({flow["mtu"] for flow in flows if flow["mtu"]})
@@ -87,7 +88,7 @@ def judge(found: dict[str, Any], plan: MirrorPlan) -> Iterator[Check]:
     total = sum(flow["requests"]["packets"] for flow in flows if flow["requests"])
     yield Check(
         "no gaps", missing == 0, f"{missing} of {missing + total} request packets missing",
-        "copies are lost: is the destination's MTU 9216, and is its rate above the sources' together?",
+        "copies are lost: is the destination's MTU 9216, and is it as fast as all sources together?",
     )
     yield from _duplicates(flows, plan)
 
@@ -145,5 +146,5 @@ def _duplicates(flows: list[dict[str, Any]], plan: MirrorPlan) -> Iterator[Check
     yield Check(
         "duplicates", surprise == 0,
         f"{again} packets seen again; {twice} flows are copied twice" + ("" if known else " (plan without addresses)"),
-        "copies come another number of times than planned: is a port mirrored by a second session as well?",
+        "packets are not copied as often as planned: does a second session mirror one of the ports?",
     )

@@ -121,3 +121,42 @@ def test_a_version_is_taken_back_as_the_page_says(tmp_path: Path, shm: Path, mon
             exec(block.replace('"/dev/shm"', repr(str(shm))), names)
         assert not fresh[0].weight.equal(whole)
         assert train(fresh, names["optimizer"], range(2, 4)).equal(whole)
+
+
+# -- architecture --------------------------------------------------------------------------------------------
+
+SOURCE = re.compile(r"`([\w./]+\.(?:py|pyx|pxi|pxd|c|h)|[\w.]+(?:/[\w.]+)*/)(?::(\w+))?`")
+
+
+def defined(name: str, text: str) -> bool:
+    """Does a Python, Cython or C source define this function or class?"""
+    return bool(re.search(
+        rf"^[ \t]*(?:(?:class|def|cp?def) (?:[\w *]+[ *])?|(?:static |inline |const )*\w+ \*?){name}\b *[(:]", text,
+        re.MULTILINE,
+    ))
+
+
+def dead_ends(page: str) -> list[str]:
+    """What a page names as `path` or `path:name` and is not there. Paths of rooms may begin below flowcheck/."""
+    lost = []
+    for path, name in SOURCE.findall(page):
+        found = [base / path for base in (ROOT, ROOT / "flowcheck") if (base / path).exists()]
+        if not found or (name and not defined(name, found[0].read_text())):
+            lost.append(f"{path}:{name}" if name else path)
+    return lost
+
+
+def test_what_architecture_names_is_there() -> None:
+    page = (ROOT / "docs/understand/architecture.md").read_text()
+    assert dead_ends(page) == []
+    decisions = section(page, "## Where decisions are taken")
+    tables = [line for line in decisions.splitlines() if line.startswith("| ") and not line.startswith("| what ")]
+    assert len(tables) > 30 and all(SOURCE.search(line.rsplit("|", 2)[1]) for line in tables)
+
+
+def test_a_name_that_is_not_there_is_found() -> None:
+    named = "`job/`, `errors.py`, `parser/machine.pyx:check_witnesses`, `updater/store.py:Store`, `parser/src/place.c`"
+    assert dead_ends(named) == []
+    wrong = ("parser/nothing.py", "rooms/", "parser/machine.pyx:judge", "updater/store.py:Sto", "updater/store.py:json")
+    assert dead_ends(", ".join(f"`{name}`" for name in wrong)) == list(wrong)
+    assert not defined("judge", "judge(evidence)\n    x = judge(evidence)\n") and defined("judge", "def judge(x):")

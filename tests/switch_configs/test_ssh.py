@@ -202,7 +202,7 @@ def test_the_command_gives_the_port_back_over_ssh(one: Lab, tmp_path: Path, monk
         assert "mtu 5000" in (tmp_path / "plan.json.undo").read_text()
         app(["switch", "remove", str(path), *login], standalone_mode=False)
     assert sorted(one.device.running["interface Ethernet48"]) == ["mtu 5000", "no lldp transmit"]
-    assert "its port has its settings back" in said.getvalue() and one.server.password not in said.getvalue()
+    assert "the port has its earlier settings back" in said.getvalue() and one.server.password not in said.getvalue()
     assert not (tmp_path / "plan.json.undo").exists()
 
 

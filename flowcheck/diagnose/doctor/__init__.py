@@ -1,4 +1,4 @@
-"""`flowcheck doctor`: can this machine capture, and which command puts right what is wrong.
+"""`flowcheck doctor`: can this machine capture, and which command fixes what is wrong.
 
 Every check reads (/proc, /sys, ioctl), changes nothing, and gives findings: ok, warning (it runs, but slower or
 with a risk that is named) or unusable. What depends on a device is checked for the devices named: --device

@@ -40,7 +40,7 @@ def check_drivers(machine: Machine, wanted: Wanted) -> Iterator[Finding]:
 
 def check_devices(machine: Machine, wanted: Wanted) -> Iterator[Finding]:
     if not wanted.devices:
-        yield Finding("devices", "ok", "none named: --device af_packet:IFACE, af_xdp:IFACE or a PCI address")
+        yield Finding("devices", "ok", "none was named: --device af_packet:IFACE, af_xdp:IFACE or a PCI address")
     for device in wanted.devices:
         kind, _, interface = device.partition(":")
         if PCI_ADDRESS.fullmatch(device):
@@ -49,7 +49,7 @@ def check_devices(machine: Machine, wanted: Wanted) -> Iterator[Finding]:
             yield from _interface(machine, wanted, kind, interface)
         else:
             yield Finding(
-                device, "unusable", "not a capture device", "--device af_packet:IFACE, af_xdp:IFACE or a PCI address"
+                device, "unusable", "is not a capture device", "--device af_packet:IFACE, af_xdp:IFACE or a PCI address"
             )
 
 
@@ -78,7 +78,7 @@ def _pci(machine: Machine, wanted: Wanted, device: str) -> Iterator[Finding]:
             yield Finding(device, "unusable", "there is no /dev/vfio", "modprobe vfio-pci; in a container, pass it in")
         if not machine.folder("sys/kernel/iommu_groups"):
             yield Finding(
-                device, "unusable", "no IOMMU: DPDK runs with virtual addresses only",
+                device, "unusable", "there is no IOMMU, and DPDK needs one: it uses virtual addresses",
                 "boot with intel_iommu=on or amd_iommu=on, iommu=pt",
             )
     else:
@@ -104,12 +104,12 @@ def _numa(machine: Machine, wanted: Wanted, device: str, node: int) -> Iterator[
     if far:
         yield Finding(
             device, "warning", f"cores {far} are on another NUMA node than the NIC (node {node})",
-            f"cores of {machine.text(f'sys/devices/system/node/node{node}/cpulist')}",
+            f"use cores of {machine.text(f'sys/devices/system/node/node{node}/cpulist')}",
         )
     for engine in find_engines(machine.root):
         if not engine.usable and engine.node not in (node, -1):
             text = f"DMA engine {engine.name} is on NUMA node {engine.node}, the NIC on {node}"
-            yield Finding(device, "warning", text, "engines of the NIC's node")
+            yield Finding(device, "warning", text, "use engines of the NIC's node")
 
 
 def _ethtool(interface: str, command: int) -> int:
@@ -159,10 +159,10 @@ def _interface(machine: Machine, wanted: Wanted, kind: str, interface: str) -> I
         ("lro", bool(_ethtool(interface, ETHTOOL_GFLAGS) & FLAG_LRO)),
     ):
         if on:
-            text = f"{offload} is on: packets may arrive joined, larger than a slot"
+            text = f"{offload} is on: several packets may arrive as one, larger than a slot"
             yield Finding(name, "warning", text, f"ethtool -K {interface} {offload} off")
     if kind == "af_packet":
-        text = "af_packet: a copy in the kernel per packet; its drops are counted; one capture per process"
+        text = "af_packet: the kernel copies each packet; its drops are counted; one capture per process"
         yield Finding(name, "ok", text)
     if kind == "af_xdp" and not (machine.root / "sys/fs/bpf").is_dir():
-        yield Finding(name, "warning", "no BPF file system folder", "mount -t bpf bpf /sys/fs/bpf")
+        yield Finding(name, "warning", "there is no BPF file system folder", "mount -t bpf bpf /sys/fs/bpf")

@@ -78,7 +78,8 @@ def check_huge_pages(machine: Machine, wanted: Wanted) -> Iterator[Finding]:
             "huge page mount", "ok", "no hugetlbfs is mounted; not needed, pages are taken without files (--in-memory)"
         )
     if wanted.memory_mb > (available := machine.meminfo("MemAvailable") >> 10) + free:
-        yield Finding("memory", "unusable", f"{available} MB available, {wanted.memory_mb} MB wanted", "smaller rings")
+        text = f"{available} MB available, {wanted.memory_mb} MB wanted"
+        yield Finding("memory", "unusable", text, "use smaller rings")
 
 
 def check_cores(machine: Machine, wanted: Wanted) -> Iterator[Finding]:
@@ -87,11 +88,11 @@ def check_cores(machine: Machine, wanted: Wanted) -> Iterator[Finding]:
     absent = set(wanted.cores) - (os.sched_getaffinity(0) if machine.root == Path("/") else online)
     if absent:
         text = f"cores {sorted(absent)} cannot be used by this process (online: {len(online)})"
-        yield Finding("cores", "unusable", text, "other cores, or taskset and cgroup limits lifted")
+        yield Finding("cores", "unusable", text, "name other cores, or lift taskset and cgroup limits")
     elif len(online) < 2 + len(wanted.cores):
         text = f"{len(online)} cores: an rx thread, a placing thread and Python will share them"
         yield Finding(
-            "cores", "warning", text, "a machine with a core for each rx thread, each placing thread and one more"
+            "cores", "warning", text, "use a machine with a core for each rx thread, each placing thread and one more"
         )
     else:
         yield Finding("cores", "ok", f"{len(online)} cores online")
@@ -145,11 +146,11 @@ def check_engines(machine: Machine, wanted: Wanted) -> Iterator[Finding]:
     engines = find_engines(machine.root)
     usable = [engine for engine in engines if not engine.usable]
     if not engines:
-        yield Finding("dma engines", "ok", "none (I/OAT, DSA): use dump copy or hold, the right choice without them")
+        yield Finding("dma engines", "ok", "there are none (I/OAT, DSA): the dump strategies copy and hold need none")
     for engine in engines:
         if engine.usable:
             text = f"{engine.name} ({engine.kind}) is not usable: {engine.usable}"
-            yield Finding("dma engines", "warning", text, "docs/understand/dataplane.md; or dump copy or hold")
+            yield Finding("dma engines", "warning", text, "docs/understand/dataplane.md; or dump by copy or hold")
     if usable:
         names = ", ".join(f"{engine.name} ({engine.kind}, NUMA {engine.node})" for engine in usable)
         yield Finding("dma engines", "ok", f"usable: {names}")

@@ -15,7 +15,7 @@ PCI_ADDRESS = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", re.IGNOR
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence in plain words. remedy: a command where there is one, else what to do; "" if all is well."""
+    """One sentence in plain words. remedy: a command where there is one, otherwise what to do; "" if all is well."""
 
     check: str
     level: Level

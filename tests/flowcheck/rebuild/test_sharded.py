@@ -207,7 +207,7 @@ def test_manifest_refusals() -> None:
     _refused(wrong, "belongs to iteration_0 or steady")
     wrong = job()
     wrong.collectives.iteration_0 = []
-    _refused(wrong, "the first iteration none")
+    _refused(wrong, "the first iteration gathers none")
     wrong = job()
     for call in wrong.collectives.steady + wrong.collectives.iteration_0:
         if call.layout:
