@@ -58,18 +58,11 @@ def _plan(
 
 
 def memory_needed(
-    files: Iterable[PcapInfo],
-    *,
-    ring_size: int = RING_SIZE,
-    slot_size: int | None = None,
-    burst: int = BURST,
-    dump: str = "copy",
-    engines: int = 0,
+    files: Iterable[PcapInfo], *, ring_size: int = RING_SIZE, slot_size: int | None = None, burst: int = BURST,
+    dump: str = "copy", engines: int = 0,
 ) -> MemoryNeed:
     """What one PcapSource per file takes, and the sum as text. engines: for each file; else as PcapSource."""
-    return total(
-        (info.path, _plan(info, dump, ring_size, slot_size, None, burst, engines * DEPTH)) for info in files
-    )
+    return total((info.path, _plan(info, dump, ring_size, slot_size, None, burst, engines * DEPTH)) for info in files)
 
 
 class PcapSource:
@@ -88,21 +81,10 @@ class PcapSource:
     """
 
     def __init__(
-        self,
-        eal: Eal,
-        path: str | os.PathLike[str],
-        *,
-        stream: int = 0,
-        ring_size: int = RING_SIZE,
-        dump: str = "copy",
-        slot_size: int | None = None,
-        data_room: int | None = None,
-        burst: int = BURST,
-        core: int | None = None,
-        stall_seconds: float = STALL_SECONDS,
-        info: PcapInfo | None = None,
-        engines: Sequence[DmaDevice] = (),
-        dma_minimum: int = DMA_MINIMUM,
+        self, eal: Eal, path: str | os.PathLike[str], *, stream: int = 0, ring_size: int = RING_SIZE,
+        dump: str = "copy", slot_size: int | None = None, data_room: int | None = None, burst: int = BURST,
+        core: int | None = None, stall_seconds: float = STALL_SECONDS, info: PcapInfo | None = None,
+        engines: Sequence[DmaDevice] = (), dma_minimum: int = DMA_MINIMUM,
     ) -> None:
         self.path = os.fspath(path)
         with ExitStack() as undo:
@@ -115,21 +97,12 @@ class PcapSource:
             self._counters = undo.enter_context(CounterFile(eal, os.path.basename(self.path), 1))
             self._memory = undo.enter_context(RingMemory(eal, ring_size, plan.slot, counters=self._counters))
             pool = undo.enter_context(Mempool(eal, f"fc_pool_{number}", plan.buffers, plan.room))
-            self._port = undo.enter_context(
-                Port(eal, f"net_pcap{number}", f"rx_pcap=/proc/self/fd/{self._fd}")
-            )
+            self._port = undo.enter_context(Port(eal, f"net_pcap{number}", f"rx_pcap=/proc/self/fd/{self._fd}"))
             self._port.configure()
             self._port.rx_queue(0, pool)
             config = RxConfig(
-                stream=stream,
-                burst=burst,
-                core=core,
-                wait_when_full=True,
-                stall_ms=int(stall_seconds * 1000),
-                expected=self.info.packet_count,
-                ns_per_tick=MICROSECOND,
-                dump=dump,
-                engines=tuple(engines),
+                stream=stream, burst=burst, core=core, wait_when_full=True, stall_ms=int(stall_seconds * 1000),
+                expected=self.info.packet_count, ns_per_tick=MICROSECOND, dump=dump, engines=tuple(engines),
                 dma_minimum=dma_minimum,
             )
             self._rx = undo.enter_context(RxThread(self._port, self._memory, config))

@@ -101,9 +101,7 @@ def read_counters(folder: Path = FOLDER) -> list[Snapshot]:
         if not alive(pid, ticks):
             continue
         values = [struct.unpack_from(f"<{counters}Q", data, HEADER + q * stride) for q in range(queues)]
-        found.append(
-            Snapshot(str(path), pid, texts[0], [dict(zip(texts[1:], row, strict=True)) for row in values])
-        )
+        found.append(Snapshot(str(path), pid, texts[0], [dict(zip(texts[1:], row, strict=True)) for row in values]))
     return found
 
 

@@ -204,18 +204,11 @@ class LiveSource:
                 )
             for queue in range(config.queues):
                 rx = RxConfig(
-                    queue=queue,
-                    stream=config.streams[queue] if config.streams else queue,
-                    burst=config.burst,
-                    core=config.cores[queue] if config.cores else None,
-                    dump=config.dump,
-                    stamp=True,
-                    roce_only=config.roce_only,
-                    packet_socket=sockets[queue],
-                    bound_socket=bound.fileno() if bound else None,
-                    source=config.device,
-                    engines=self._engines(eal, undo, queue),
-                    dma_minimum=config.dma_minimum,
+                    queue=queue, stream=config.streams[queue] if config.streams else queue, burst=config.burst,
+                    core=config.cores[queue] if config.cores else None, dump=config.dump, stamp=True,
+                    roce_only=config.roce_only, packet_socket=sockets[queue],
+                    bound_socket=bound.fileno() if bound else None, source=config.device,
+                    engines=self._engines(eal, undo, queue), dma_minimum=config.dma_minimum,
                 )
                 self._threads.append(undo.enter_context(RxThread(self._port, self._memories[queue], rx)))
             self._undo = undo.pop_all()

@@ -67,16 +67,8 @@ class QueuePlan:
 
 
 def plan_queue(
-    *,
-    dump: str,
-    ring_size: int,
-    frame: int,
-    burst: int,
-    slot: int | None = None,
-    room: int | None = None,
-    descriptors: int = 0,
-    under_way: int = 0,
-    kernel_bytes: int = 0,
+    *, dump: str, ring_size: int, frame: int, burst: int, slot: int | None = None, room: int | None = None,
+    descriptors: int = 0, under_way: int = 0, kernel_bytes: int = 0,
 ) -> QueuePlan:
     """frame: bytes of the largest one. descriptors: buffers the port keeps. under_way: pieces the engines
     keep. slot, room: None for what fits.

@@ -96,8 +96,7 @@ class _File:
         if linktype != ETHERNET:
             name = LINK_TYPES.get(linktype, "not known here")
             self.bad(
-                offset,
-                f"link type {linktype} ({name}) is not Ethernet",
+                offset, f"link type {linktype} ({name}) is not Ethernet",
                 "capture on the Ethernet interface itself, for example tcpdump -i eth0 instead of -i any",
             )
 
@@ -106,8 +105,7 @@ class _File:
             self.bad(offset, f"bad record header: {captured} bytes captured of a packet of {original}")
         if captured > MAX_FRAME:
             self.bad(
-                offset,
-                f"a frame of {captured} bytes; DPDK's capture port takes at most {MAX_FRAME}",
+                offset, f"a frame of {captured} bytes; DPDK's capture port takes at most {MAX_FRAME}",
                 "capture without receive offloads: ethtool -K IFACE gro off lro off (or it is corrupt)",
             )
 
@@ -213,8 +211,7 @@ def _bad_pcap_record(
         file.bad(offset, f"bad record header: {fraction} fractions of a second, a second has {unit}")
     file.check_frame(offset, captured, original)
     file.bad(
-        offset,
-        f"bad record header: {captured} bytes captured, the file's snap length is {snaplen}",
+        offset, f"bad record header: {captured} bytes captured, the file's snap length is {snaplen}",
         "if another tool shows sane packets, rewrite the file: editcap -F pcap IN OUT",
     )
 
@@ -269,9 +266,7 @@ class _PcapngScan:
         if magic not in orders:
             self.file.bad(offset + 8, f"bad byte-order magic {magic.hex(' ')} in a pcapng section header")
         if offset and orders[magic] != self.order:
-            self.file.bad(
-                offset, "sections of both byte orders in one file", "convert it: editcap -F pcap IN OUT"
-            )
+            self.file.bad(offset, "sections of both byte orders in one file", "convert it: editcap -F pcap IN OUT")
         self.order = orders[magic]
 
     def _check_length(self, offset: int, total: int) -> None:
@@ -290,13 +285,9 @@ class _PcapngScan:
 
     def _count(self, offset: int, interface: int, captured: int, original: int, room: int) -> None:
         if interface >= len(self.snaplens):
-            self.file.bad(
-                offset, f"a packet of interface {interface}, only {len(self.snaplens)} are described"
-            )
+            self.file.bad(offset, f"a packet of interface {interface}, only {len(self.snaplens)} are described")
         if captured > room:
-            self.file.bad(
-                offset, f"bad packet block: {captured} bytes captured, the block has room for {room}"
-            )
+            self.file.bad(offset, f"bad packet block: {captured} bytes captured, the block has room for {room}")
         self.file.check_frame(offset, captured, original)
         totals = self.totals
         totals.packets += 1
@@ -357,9 +348,7 @@ class _PcapngScan:
                 return
             if code in (9, 14):
                 if code in seen or length != (1 if code == 9 else 8):
-                    self.file.bad(
-                        offset, f"timestamp option {code} of an interface: twice, or of a bad length"
-                    )
+                    self.file.bad(offset, f"timestamp option {code} of an interface: twice, or of a bad length")
                 seen.add(code)
             if code == 9:
                 self._resolution(offset, body[at + 4])

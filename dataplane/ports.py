@@ -131,8 +131,7 @@ def _af_packet(name: str, interface: str, mtu: int, queues: int, frames: int) ->
 def _af_xdp(name: str, interface: str, mtu: int, queues: int, frames: int) -> PortPlan:
     if mtu > AF_XDP_MTU:
         raise DpdkError(
-            0,
-            f"interface {interface} has MTU {mtu}; net_af_xdp receives nothing or does not load above {AF_XDP_MTU}",
+            0, f"interface {interface} has MTU {mtu}; net_af_xdp receives nothing or does not load above {AF_XDP_MTU}",
             f"ip link set {interface} mtu {AF_XDP_MTU} (RoCE path MTU 1024), or af_packet:{interface}",
         )
     arguments = f"iface={interface},start_queue=0,queue_count={queues},busy_budget=0"

@@ -52,9 +52,7 @@ class RingReader:
         count = lib.fc_reader_take(self._ring, self._refs, min(want, BATCH), self._bytes, BUFFER)
         return [
             Packet(
-                bytes(ffi.buffer(ref.data, ref.length)),
-                int(ref.timestamp_ns),
-                int(ref.stream),
+                bytes(ffi.buffer(ref.data, ref.length)), int(ref.timestamp_ns), int(ref.stream),
                 bool(ref.flags & lib.FC_REF_TRUNCATED),
             )
             for ref in (self._refs[i] for i in range(count))

@@ -59,13 +59,7 @@ class RingMemory(Resource):
     """
 
     def __init__(
-        self,
-        eal: Eal,
-        ring_size: int,
-        slot_size: int,
-        *,
-        counters: CounterFile | None = None,
-        queue: int = 0,
+        self, eal: Eal, ring_size: int, slot_size: int, *, counters: CounterFile | None = None, queue: int = 0,
         socket: int = ANY_SOCKET,
     ) -> None:
         eal.require_open()
@@ -179,8 +173,7 @@ class RxThread(Resource):
             place.device, place.channel, place.depth = engine.device, 0, engine.depth
         out = ffi.new("fc_rx **")
         check(
-            lib.fc_rx_create(c, out),
-            f"rx thread of {port!r} with dump strategy {config.dump!r}, burst {config.burst}",
+            lib.fc_rx_create(c, out), f"rx thread of {port!r} with dump strategy {config.dump!r}, burst {config.burst}",
             "dump='copy', 'hold' or 'dma' (with engines), a burst of 1..256, slots of a multiple of 64 bytes",
         )
         self._rx = out[0]
@@ -227,8 +220,7 @@ class RxThread(Resource):
                 "a new capture, once there is an interface again",
             )
         return DpdkError(
-            code,
-            f"rx thread{'' if core is None else f' on core {core}'}: start",
+            code, f"rx thread{'' if core is None else f' on core {core}'}: start",
             "a core this process may use, and fewer than 127 rx threads",
         )
 

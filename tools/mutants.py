@@ -167,8 +167,9 @@ def run(module: str, *, jobs: int) -> Result:
 def report(scratch: Path, module: str) -> Result:
     """What is known of a module's mistakes after a run."""
     equivalent = {
-        (entry["was"], entry["now"])
+        (entry["was"], now)
         for entry in tomllib.loads(EQUIVALENT.read_text()).get("equivalent", []) if entry["module"] == module
+        for now in (entry["now"] if isinstance(entry["now"], list) else [entry["now"]])
     }
     result = Result(module)
     for name, status in _statuses(scratch, module).items():

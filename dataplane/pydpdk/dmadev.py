@@ -119,9 +119,7 @@ class DmaDevice(Resource):
         if self._open:
             lib.rte_dma_stop(self.device)
         if self._plugged:
-            check(
-                lib.rte_eal_hotplug_remove(self._bus.encode(), self.name.encode()), f"DMA engine {self.name}: unplug"
-            )
+            check(lib.rte_eal_hotplug_remove(self._bus.encode(), self.name.encode()), f"DMA engine {self.name}: unplug")
 
     def _release(self) -> None:
         self._unplug()

@@ -144,11 +144,7 @@ class Eal(Resource):
 
     @classmethod
     def start(
-        cls,
-        *,
-        memory_mb: int = DEFAULT_MEMORY_MB,
-        huge: bool | None = None,
-        devices: Sequence[str] = (),
+        cls, *, memory_mb: int = DEFAULT_MEMORY_MB, huge: bool | None = None, devices: Sequence[str] = (),
         node: int = -1,
     ) -> Eal:
         """Initialises DPDK, or returns the one that runs.
@@ -183,24 +179,18 @@ class Eal(Resource):
         if rc < 0:
             type(self)._spent = "an earlier start in this process failed, and DPDK allows one attempt"
             raise DpdkError(
-                code,
-                f"starting DPDK ({' '.join(self.arguments)})",
+                code, f"starting DPDK ({' '.join(self.arguments)})",
                 "see the EAL lines above; without privileges or huge pages use huge=False",
             )
 
     def _check_reuse(self, memory_mb: int, huge: bool | None, devices: Sequence[str]) -> None:
         if self._pid != os.getpid():
-            raise DpdkError(
-                errno.ECHILD, "DPDK was started before this process forked", "a fresh process (spawn)"
-            )
+            raise DpdkError(errno.ECHILD, "DPDK was started before this process forked", "a fresh process (spawn)")
         if huge is not None and huge != self.huge:
-            raise DpdkError(
-                errno.EALREADY, f"DPDK already runs in this process: {self.describe()}", "a new process"
-            )
+            raise DpdkError(errno.EALREADY, f"DPDK already runs in this process: {self.describe()}", "a new process")
         if absent := set(devices) - set(self.devices):
             raise DpdkError(
-                errno.EALREADY,
-                f"DPDK already runs in this process without {', '.join(sorted(absent))}",
+                errno.EALREADY, f"DPDK already runs in this process without {', '.join(sorted(absent))}",
                 "a new process, with every device named at the start",
             )
         # With huge pages EAL maps more on demand; the one mapping of --no-huge cannot grow.

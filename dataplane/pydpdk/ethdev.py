@@ -97,8 +97,7 @@ class Port(Resource):
             remedy = "this address in Eal.start(devices=...), and the driver its PMD wants (flowcheck doctor)"
         check(
             lib.rte_eal_hotplug_add(self._bus, self.name.encode(), arguments.encode()),
-            f"device {self.name},{arguments}",
-            remedy,
+            f"device {self.name},{arguments}", remedy,
         )
 
     @property

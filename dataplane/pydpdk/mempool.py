@@ -45,9 +45,7 @@ class Mempool(Resource):
         eal.require_open()
         self.name, self.count, self.room = name, count, room
         self.pointer = check_pointer(
-            lib.rte_pktmbuf_pool_create(
-                name.encode(), count, min(cache, count // 2), 0, room + HEADROOM, socket
-            ),
+            lib.rte_pktmbuf_pool_create(name.encode(), count, min(cache, count // 2), 0, room + HEADROOM, socket),
             f"packet pool {name}: {count} buffers of {room} bytes, {mempool_bytes(count, room) >> 20} MB",
         )
         super().__init__(eal)

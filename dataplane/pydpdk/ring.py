@@ -31,8 +31,7 @@ class Ring(Resource):
         self.name, self._own = name, True
         flags = lib.RING_F_SP_ENQ | lib.RING_F_SC_DEQ if single else 0
         self.pointer = check_pointer(
-            lib.rte_ring_create(name.encode(), size, socket, flags),
-            f"ring {name} of {size} places",
+            lib.rte_ring_create(name.encode(), size, socket, flags), f"ring {name} of {size} places",
             "a power of two, and a name that is free",
         )
         super().__init__(eal)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import signal
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -25,45 +24,24 @@ MirrorOption = Annotated[
     str | None,
     typer.Option("--mirror", help="Ranks whose switch ports are mirrored, e.g. 0,1,2.", show_default="the first three"),
 ]
-
-
-class Switch(StrEnum):
-    tc = "tc"
-    ovs = "ovs"
-
-
-class Direction(StrEnum):
-    both = "both"
-    ingress = "ingress"
-    egress = "egress"
-
-
-class Protocol(StrEnum):
-    ll = "LL"
-    ll128 = "LL128"
-    simple = "SIMPLE"
-
-
-class Algorithm(StrEnum):
-    ring = "ring"
-    tree = "tree"
-
-
-SwitchOption = Annotated[Switch, typer.Option("--switch", help="tc: Linux bridge and tc mirred; ovs: Open vSwitch.")]
-DirectionOption = Annotated[Direction, typer.Option("--direction", help="Of the mirrored ports.")]
+SwitchOption = Annotated[
+    Literal["tc", "ovs"], typer.Option("--switch", help="tc: Linux bridge and tc mirred; ovs: Open vSwitch.")
+]
+DirectionOption = Annotated[
+    Literal["both", "ingress", "egress"], typer.Option("--direction", help="Of the mirrored ports.")
+]
 
 
 @lab.command()
 def up(
-    name: NameOption = "lab", ranks: RanksOption = 4, mirror: MirrorOption = None, switch: SwitchOption = Switch.tc,
-    direction: DirectionOption = Direction.both,
+    name: NameOption = "lab", ranks: RanksOption = 4, mirror: MirrorOption = None, switch: SwitchOption = "tc",
+    direction: DirectionOption = "both",
 ) -> None:
     """Build the network and leave it there, mirroring; `lab run` of the same name then uses it."""
     from flowcheck.lab.fabric import Fabric
     from flowcheck.lab.shape import FabricConfig
 
-    config = FabricConfig(name=name, ranks=ranks, switch=switch.value, mirrored=(_ranks(mirror, ranks),),
-                          direction=direction.value)
+    config = FabricConfig(name=name, ranks=ranks, switch=switch, mirrored=(_ranks(mirror, ranks),), direction=direction)
     fabric = Fabric(config, keep=True)
     with handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP):  # taken down as after Ctrl-C
         try:
@@ -84,13 +62,13 @@ def run(
     name: NameOption = "lab",
     ranks: RanksOption = 4,
     mirror: MirrorOption = None,
-    switch: SwitchOption = Switch.tc,
-    direction: DirectionOption = Direction.both,
+    switch: SwitchOption = "tc",
+    direction: DirectionOption = "both",
     model: Annotated[str, typer.Option("--model", help="gpt, conv or mlp.")] = "gpt",
     stages: Annotated[int, typer.Option("--stages", min=1, help="Pipeline stages; each a data-parallel group.")] = 1,
     iterations: Annotated[int, typer.Option("--iterations", min=1, help="Versions of the replica wanted.")] = 30,
-    protocol: Annotated[Protocol, typer.Option("--protocol", help="NCCL's.")] = Protocol.ll128,
-    algorithm: Annotated[Algorithm, typer.Option("--algorithm", help="Of AllReduce.")] = Algorithm.ring,
+    protocol: Annotated[Literal["LL", "LL128", "SIMPLE"], typer.Option("--protocol", help="NCCL's.")] = "LL128",
+    algorithm: Annotated[Literal["ring", "tree"], typer.Option("--algorithm", help="Of AllReduce.")] = "ring",
     channels: Annotated[int, typer.Option("--channels", min=1, max=8, help="Connected channels.")] = 1,
     mtu: Annotated[int, typer.Option("--mtu", help="RoCE path MTU: 1024, 2048 or 4096.")] = 4096,
     optimizer: Annotated[str, typer.Option("--optimizer", help="sgd, adam or adamw.")] = "adamw",
@@ -116,9 +94,7 @@ def run(
 
     wires = [Impairment("r0", drop=training_loss, seed=seed)] if training_loss else []
     wires += [Impairment("mirror0", drop=mirror_loss, seed=seed)] if mirror_loss else []
-    softroce: dict[str, Any] = {
-        "protocol": protocol.value, "algorithm": algorithm.value, "channels": channels, "mtu": mtu,
-    }
+    softroce: dict[str, Any] = {"protocol": protocol, "algorithm": algorithm, "channels": channels, "mtu": mtu}
     job = Training(
         model=model, ranks=ranks, stages=stages, accumulate=accumulate, optimizer={"name": optimizer, "lr": lr},
         clip=clip, loss_scale=loss_scale, schedule=schedule, softroce=softroce, seed=seed,
@@ -133,7 +109,7 @@ def run(
             remedy=f"one or more of {', '.join(map(str, job.group(stage)))} besides",
         )
     config = FabricConfig(
-        name=name, ranks=ranks, switch=switch.value, direction=direction.value, algorithm=algorithm.value, path_mtu=mtu,
+        name=name, ranks=ranks, switch=switch, direction=direction, algorithm=algorithm, path_mtu=mtu,
         mirrored=tuple(nodes), groups=tuple(tuple(job.group(stage)) for stage in range(stages)),
         impairments=tuple(wires),
     )

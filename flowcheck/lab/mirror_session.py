@@ -9,10 +9,9 @@ from typing import Self
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.lab.shape import BRIDGE, MIRROR_MTU, FabricConfig
 from switch_configs.errors import DeviceError, PlanError
-from switch_configs.manage import Manager
+from switch_configs.local import local_manager
 from switch_configs.planning.planner import make_plan
 from switch_configs.schema import Group, Leaf, MirrorPlan, MonitorPort, NicPort, SessionState, Topology
-from switch_configs.transport import LocalTransport
 
 __all__ = ["Mirror"]
 
@@ -24,7 +23,7 @@ class Mirror:
 
     def __init__(self, plan: MirrorPlan) -> None:
         self.plan = plan
-        self._managers = [Manager(one, lambda one=one: LocalTransport(one)) for one in plan.sessions]  # type: ignore[misc]
+        self._managers = [local_manager(one) for one in plan.sessions]
 
     @classmethod
     def planned(cls, config: FabricConfig, node: int, ovs_rundir: str | None) -> Self:

@@ -125,10 +125,15 @@ class LabRun:
             environment = {"FLOWCHECK_SOFTROCE": json.dumps(settings), "OMP_NUM_THREADS": "1"}
             self._start(name, f"r{rank}", command, self.out / f"rank{rank}.log", self._cores.trainers, environment)
             self._tails[name] = _Tail(self.out / f"rank{rank}.jsonl")
-        ready: set[str] = set()
-        for name, event in self._events(lambda: len(ready) == len(self._trainers), START_SECONDS):
-            if event.get("event") == "ready":
-                ready.add(name)
+        self._all_say("ready", self._trainers, START_SECONDS)
+
+    def _all_say(self, what: str, names: Sequence[str], seconds: float) -> None:
+        """Until each of these processes has said an event."""
+        said: set[str] = set()
+        for name, event in self._events(lambda: len(said) == len(names), seconds):
+            if event.get("event") == what:
+                said.add(name)
+            self._take(name, event)
 
     def _events(self, until: Callable[[], bool], seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
         """What processes say until then; raises EnvironmentProblem when one of them, or of the network's, is gone."""
@@ -171,11 +176,7 @@ class LabRun:
     def _order(self, order: dict[str, Any]) -> None:
         for name in self._trainers:
             self._children.tell(name, order)
-        done: set[str] = set()
-        for name, event in self._events(lambda: len(done) == len(self._trainers), QUIET_SECONDS):
-            if event.get("event") == "done":
-                done.add(name)
-            self._take(name, event)
+        self._all_say("done", self._trainers, QUIET_SECONDS)
 
     def attach(self, job: Training, most: int = 60) -> int:
         """Begin a job with the nodes, and train until every stage's node has the trainers' state; the iteration that
@@ -243,11 +244,7 @@ class LabRun:
             self._start(name, role, command, directory / "log", self._cores.rest, {"OMP_NUM_THREADS": "1"})
             self._tails[name], self._said[name] = _Tail(hashes), directory / "events.jsonl"
             self._nodes.append(name)
-        listening: set[str] = set()
-        for name, event in self._events(lambda: len(listening) == len(self._nodes), START_SECONDS):
-            if event.get("event") == "listening":
-                listening.add(name)
-            self._take(name, event)
+        self._all_say("listening", self._nodes, START_SECONDS)
         self.fabric.start_mirror()
 
     def _toml(self, job: Training, node: int, directory: Path, token: Path, hashes: Path) -> str:

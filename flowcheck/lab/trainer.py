@@ -206,9 +206,7 @@ class Worker:
             self.end()
         say({"event": "done", "rank": self._rank})
 
-    def _begin(
-        self, number: int, job: dict[str, Any], softroce: dict[str, Any], attach: dict[str, Any] | None
-    ) -> None:
+    def _begin(self, number: int, job: dict[str, Any], softroce: dict[str, Any], attach: dict[str, Any] | None) -> None:
         self.end()
         training = Training.from_dict(job)
         os.environ[SETTINGS] = json.dumps(self._place | softroce)

@@ -5,8 +5,8 @@
 
 One thread per group drives its session and handles its inbox; connections (control.py) only put into the inbox, and
 never wait for the group. While there is no job the rings are emptied and thrown away, so that the next one begins
-with fresh packets. All groups read the one capture of the node (tap.pyx): a group that waits for a record keeps what it
-has not read in the ring, and if that fills, packets are dropped for all of them, and counted.
+with fresh packets. All groups read the one capture of the node (ring_fanout.pyx): a group that waits for a record keeps
+what it has not read in the ring, and if that fills, packets are dropped for all of them, and counted.
 """
 
 from __future__ import annotations

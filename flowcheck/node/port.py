@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from dataplane.live import LiveSource
 from flowcheck.node.drops import OWN
+from flowcheck.node.ring_fanout import RingFanout
 from flowcheck.node.silence import Arrivals
-from flowcheck.node.tap import Tap
 
 __all__ = ["Port", "Queue"]
 
@@ -24,20 +24,20 @@ class Port(Arrivals):
     def __init__(self, source: LiveSource, groups: int, name: str) -> None:
         self._source, self.name = source, name
         self._lock = threading.Lock()
-        self._taps = [Tap(address, groups) for address in source.ring_addresses]
+        self._fanouts = [RingFanout(address, groups) for address in source.ring_addresses]
 
     def open(self, reader: int) -> list[Queue]:
         with self._lock:
-            return [Queue(self, i, tap.open(reader)) for i, tap in enumerate(self._taps)]
+            return [Queue(self, i, fanout.open(reader)) for i, fanout in enumerate(self._fanouts)]
 
     def close(self, reader: int) -> None:
         with self._lock:
-            for tap in self._taps:
-                tap.close(reader)
+            for fanout in self._fanouts:
+                fanout.close(reader)
 
-    def pump(self, queue: int) -> None:
+    def refresh(self, queue: int) -> None:
         with self._lock:
-            self._taps[queue].pump()
+            self._fanouts[queue].refresh()
 
     @property
     def error(self) -> Exception | None:
@@ -64,7 +64,7 @@ class Queue:
     @property
     def ring_address(self) -> int:
         """Asked before each look: what has come meanwhile is shown now."""
-        self.port.pump(self.index)
+        self.port.refresh(self.index)
         return self.address
 
     @property

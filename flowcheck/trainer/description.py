@@ -1,7 +1,7 @@
 """The job manifest from live objects: a DistributedDataParallel model, its optimizer, its communicator.
 
     entries(model, optimizer)       what is optimized, constant, a buffer or tied, in state_dict order
-    layout(model, names)            what lies where in DDP's buckets: asked from DDP's own reducer
+    bucket_layout(model, names)     what lies where in DDP's buckets: asked from DDP's own reducer
     Watch(...).look()               at each boundary of iterations: the manifest, once the calls repeat
     Watch(...).again(iteration)     at each boundary after that: they still do
     check_gradients(model, ...)     before each optimizer step: it steps what the manifest says
@@ -210,7 +210,7 @@ def _plain(value: Any, key: str) -> Any:
     return numbers if isinstance(value, tuple) else value
 
 
-def layout(model: DistributedDataParallel, names: Mapping[int, str]) -> tuple[list[Bucket], list[int], str]:
+def bucket_layout(model: DistributedDataParallel, names: Mapping[int, str]) -> tuple[list[Bucket], list[int], str]:
     """(buckets as they are now, their element counts, dtype). Asked from the reducer, not computed again."""
     buckets, counts, dtypes = [], [], set()
     for found in model.reducer._get_zeros_like_grad_buckets():
@@ -244,7 +244,7 @@ class Watch:
         self._seen = calls(0)  # until the job is known; it begins with them
         self._count = len(self._seen)
         self._steady: list[dict[str, Any]] = []
-        self._layout: tuple[list[Bucket], list[int], str] | None = None
+        self._bucket_layout: tuple[list[Bucket], list[int], str] | None = None
         self.looks = 0
         self.why = "the job's iterations are being watched"
 
@@ -254,11 +254,11 @@ class Watch:
         if self._count > CALLS:
             raise _refuse(f"{self._count} calls have passed on the communicator", "attach", "attach at the start")
         self._seen = [*startup, *mine]
-        before, self._layout = self._layout, layout(self._model, self._described.names)
+        before, self._bucket_layout = self._bucket_layout, bucket_layout(self._model, self._described.names)
         self.looks += 1
-        if before is None or self.looks < 3 or before != self._layout:
+        if before is None or self.looks < 3 or before != self._bucket_layout:
             return None
-        counts, dtype = self._layout[1:]
+        counts, dtype = self._bucket_layout[1:]
         steady = [Collective(**call) for call in mine]
         reduced = [call for call in steady if carries(call) == "gradient"]
         for bucket, call in enumerate(call for call in reduced if call.dtype == dtype and call.count in counts):
@@ -272,7 +272,7 @@ class Watch:
             )
             return None
         self._steady, self._seen = mine, []
-        return self._job(startup, steady, self._layout[0], dtype)
+        return self._job(startup, steady, self._bucket_layout[0], dtype)
 
     def again(self, iteration: int) -> None:
         """Call when an iteration after those is over. Raises UserError if it called anything else than they did: the

@@ -19,9 +19,6 @@ of every row.
 
 from __future__ import annotations
 
-import itertools
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +26,7 @@ import numpy as np
 import torch
 
 from flowcheck.lab.bench import roof
-from flowcheck.lab.bench.rows import Row, alternate, here
+from flowcheck.lab.bench.rows import Row, alternate, here, on_threads, timed
 from flowcheck.lab.bench.workload import aligned
 from updater import kernels
 from updater.dialects import DIALECTS, Dialect, cpu_root, rule
@@ -120,12 +117,7 @@ def _ours(arena: _Arena, pool: kernels.Pool, dialect: str, gradient: torch.Tenso
         now, then = ([t.data_ptr() + 4 * first for t in version] for version in (arena.now, arena.next))
         pieces.append((0, size, gradient.data_ptr() + first * gradient.element_size(), *now, 0, *then, 0, 0, 0))
 
-    def measure() -> float:
-        begin = time.perf_counter()
-        pool.wait(pool.submit([constants], pieces, keep=gradient))
-        return time.perf_counter() - begin
-
-    return measure
+    return timed(lambda: not pool.wait(pool.submit([constants], pieces, keep=gradient)))
 
 
 def _roof(arena: _Arena, gradient: torch.Tensor, threads: int, in_place: bool = False) -> Callable[[], float]:
@@ -133,7 +125,6 @@ def _roof(arena: _Arena, gradient: torch.Tensor, threads: int, in_place: bool = 
 
     In place it works on the version that is written anyway, so that values stay what they are elsewhere.
     """
-    cuts = [arena.count * i // threads // LINE * LINE for i in range(threads + 1)]
     narrow = gradient.element_size() == 2
 
     def part(first: int, end: int) -> None:
@@ -141,23 +132,13 @@ def _roof(arena: _Arena, gradient: torch.Tensor, threads: int, in_place: bool = 
         t, t1 = (tuple(a.data_ptr() + 4 * first for a in version) for version in (source, arena.next))
         roof.adam(gradient.data_ptr() + first * gradient.element_size(), narrow, t, t1, end - first)
 
-    def measure() -> float:
-        workers = [threading.Thread(target=part, args=cut) for cut in list(itertools.pairwise(cuts))[1:]]
-        begin = time.perf_counter()
-        for worker in workers:
-            worker.start()
-        part(cuts[0], cuts[1])
-        for worker in workers:
-            worker.join()
-        return time.perf_counter() - begin
-
-    return measure
+    return on_threads(part, arena.count, threads, LINE)
 
 
 def _torch(arena: _Arena, tensors: int, options: dict[str, Any]) -> Callable[[], float]:
     """A contender: torch.optim.Adam in place, on the memory that ours writes (values do not matter to its speed)."""
     size = arena.count // tensors
-    parameters, optimizer = [], None
+    parameters = []
     for first in range(0, arena.count, size):
         p = arena.next[0][first : first + size].requires_grad_(True)
         p.grad = arena.g[first : first + size]
@@ -169,9 +150,4 @@ def _torch(arena: _Arena, tensors: int, options: dict[str, Any]) -> Callable[[],
             "step": torch.tensor(10.0), "exp_avg": arena.next[1][part], "exp_avg_sq": arena.next[2][part],
         }
 
-    def measure() -> float:
-        begin = time.perf_counter()
-        optimizer.step()
-        return time.perf_counter() - begin
-
-    return measure
+    return timed(optimizer.step)

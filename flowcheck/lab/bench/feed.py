@@ -33,7 +33,6 @@ MESSAGES = 8  # the slots of a buffer: in the next lap every message is written 
 BUCKETS = 2  # of gradients in a lap: 32 MB with 16 flows, about what DDP makes
 FLOWS = 16
 PSN_AT = 50
-WINDOW_BYTES = FLOWS * MESSAGES * MESSAGE[Protocol.SIMPLE]
 
 
 def flows_for(ring_bytes: int) -> int:

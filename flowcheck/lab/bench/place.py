@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from parser.machine import Engine, choose_icrc, icrc_kernels
 
 from flowcheck.lab.bench import limits
-from flowcheck.lab.bench.rows import Row, alternate, here
+from flowcheck.lab.bench.rows import Row, alternate, here, timed
 from flowcheck.lab.bench.workload import Traffic, aligned, data_bytes, make
 from flowcheck.rebuild.calibration import NAMES, Way, settle
 from parser.wire import Protocol
@@ -102,30 +102,19 @@ def _whole(traffic: Traffic) -> int:
     return traffic.frames.size // 256 * 256
 
 
-def _timed(work: Callable[[], object]) -> Callable[[], float]:
-    def measure() -> float:
-        begin = time.perf_counter()
-        wrong = work()
-        seconds = time.perf_counter() - begin
-        assert not wrong
-        return seconds
-
-    return measure
-
-
 def _copy(traffic: Traffic, arena: NDArray[np.uint8]) -> Callable[[], float]:
-    return _timed(lambda: limits.copy(arena.ctypes.data, traffic.frames.ctypes.data, _whole(traffic)))
+    return timed(lambda: limits.copy(arena.ctypes.data, traffic.frames.ctypes.data, _whole(traffic)))
 
 
 def _roof(traffic: Traffic, to: Addresses, piece: int, ahead: int) -> Callable[[], float]:
     assert not (to % np.uint64(64)).any()
-    return _timed(lambda: limits.traffic(to, traffic.payloads, traffic.mtu, piece, ahead))
+    return timed(lambda: limits.traffic(to, traffic.payloads, traffic.mtu, piece, ahead))
 
 
 def _kernel(protocol: Protocol, way: Way, traffic: Traffic, to: Addresses) -> Callable[[], float]:
     """Every packet to a place of its own."""
     ahead, name = max(1, way.ahead // traffic.mtu), kernels.in_use()
-    return _timed(
+    return timed(
         lambda: kernels.sweep(name, int(protocol), way.name, to, traffic.payloads, traffic.flags, traffic.mtu, ahead)
     )
 
@@ -135,12 +124,7 @@ def _isal(traffic: Traffic) -> Callable[[], float]:
     length = int(traffic.payloads[-FLOWS - 1] - traffic.frames[-FLOWS - 1].ctypes.data) + traffic.mtu + ICRC
     data = np.random.default_rng(3).integers(0, 256, LRH + length - ETHERNET - ICRC, dtype=np.uint8)
 
-    def measure() -> float:
-        begin = time.perf_counter()
-        limits.crc_hot(data, traffic.packets)
-        return time.perf_counter() - begin
-
-    return measure
+    return timed(lambda: limits.crc_hot(data, traffic.packets) is None)
 
 
 def _engine(traffic: Traffic, icrc: str | None) -> Callable[[], float]:

@@ -10,7 +10,10 @@ A figure says little without where it was taken, and with which kernels: that is
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
+import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -24,7 +27,9 @@ from flowcheck.rebuild.calibration import NAMES, Way
 from parser.wire import Protocol
 from updater.choosing import processor
 
-__all__ = ["Row", "Samples", "Setting", "alternate", "here", "page_kind", "print_rows", "quantile"]
+__all__ = [
+    "Row", "Samples", "Setting", "alternate", "here", "on_threads", "page_kind", "print_rows", "quantile", "timed",
+]
 
 Samples = dict[str, list[float]]
 
@@ -103,18 +108,9 @@ class Row:
     ) -> Row:
         """From the samples of alternating rounds: values[i] and limits[i] are of the same round."""
         ratios = sorted(value / limit for value, limit in zip(values, limits, strict=True))
-        return cls(
-            name=name,
-            value=round(statistics.median(values), 3),
-            unit=unit,
-            limit=round(statistics.median(limits), 3),
-            ratio=round(statistics.median(ratios), 4),
-            target=target,
-            p10=round(quantile(ratios, 0.1), 4),
-            p90=round(quantile(ratios, 0.9), 4),
-            rounds=len(ratios),
-            setting=setting or here(),
-        )
+        value, limit = (round(statistics.median(samples), 3) for samples in (values, limits))
+        ratio, p10, p90 = (round(quantile(ratios, q), 4) for q in (0.5, 0.1, 0.9))
+        return cls(name, value, unit, limit, ratio, target, p10, p90, len(ratios), setting or here())
 
     @property
     def less_is_better(self) -> bool:
@@ -157,6 +153,35 @@ def alternate(contenders: Mapping[str, Callable[[], float]], rounds: int) -> Sam
     return samples
 
 
+def timed(work: Callable[[], object]) -> Callable[[], float]:
+    """A contender that prepares nothing: the seconds of `work`, which returns something true if it went wrong."""
+
+    def measure() -> float:
+        begin = time.perf_counter()
+        wrong = work()
+        seconds = time.perf_counter() - begin
+        assert not wrong, wrong
+        return seconds
+
+    return measure
+
+
+def on_threads(part: Callable[[int, int], object], elements: int, threads: int, grain: int) -> Callable[[], float]:
+    """A contender: part(first, end) for every share of the elements, one on this thread, each of the others on its
+    own. Shares begin at multiples of `grain`."""
+    cuts = [elements * i // threads // grain * grain for i in range(threads + 1)]
+
+    def work() -> None:
+        workers = [threading.Thread(target=part, args=cut) for cut in list(itertools.pairwise(cuts))[1:]]
+        for worker in workers:
+            worker.start()
+        part(cuts[0], cuts[1])
+        for worker in workers:
+            worker.join()
+
+    return timed(work)
+
+
 def print_rows(rows: list[Row], console: Console) -> None:
     """The rows beside their limits, a table for each bench and setting; 80 columns are enough."""
     for (bench, setting), group in groupby(rows, key=lambda row: (row.name.partition(".")[0], _sentence(row.setting))):
@@ -168,13 +193,8 @@ def print_rows(rows: list[Row], console: Console) -> None:
             sign = "<=" if row.less_is_better else ">="
             missed = "!" if row.reached is False else ""
             table.add_row(
-                row.name.partition(".")[2],
-                _figure(row.value),
-                row.unit,
-                _figure(row.limit),
-                f"{row.ratio:.2f}",
-                f"{row.p10:.2f}..{row.p90:.2f}",
-                "" if row.target is None else f"{sign}{row.target:g}{missed}",
+                row.name.partition(".")[2], _figure(row.value), row.unit, _figure(row.limit), f"{row.ratio:.2f}",
+                f"{row.p10:.2f}..{row.p90:.2f}", "" if row.target is None else f"{sign}{row.target:g}{missed}",
             )
         console.print(table)
     if any(row.reached is False for row in rows):

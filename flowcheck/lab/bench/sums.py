@@ -6,16 +6,13 @@
 
 from __future__ import annotations
 
-import itertools
-import threading
-import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from flowcheck.lab.bench import roof
-from flowcheck.lab.bench.rows import Row, alternate
+from flowcheck.lab.bench.rows import Row, alternate, on_threads, timed
 from flowcheck.lab.bench.workload import aligned
 from updater import kernels
 from updater.verify import Comparison, checksum
@@ -47,29 +44,11 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
 
 
 def _ours(pool: kernels.Pool, version: dict[str, torch.Tensor], theirs: dict[str, int]) -> Callable[[], float]:
-    def measure() -> float:
-        begin = time.perf_counter()
-        differs = Comparison(pool, version, theirs).differing()
-        seconds = time.perf_counter() - begin
-        if differs != "":
-            raise AssertionError(f"a checksum of tensor {differs} is wrong")
-        return seconds
-
-    return measure
+    return timed(lambda: Comparison(pool, version, theirs).differing())
 
 
 def _read(memory: torch.Tensor, threads: int) -> Callable[[], float]:
-    cuts = [memory.numel() * i // threads // LINES * LINES for i in range(threads + 1)]
+    def part(first: int, end: int) -> None:
+        roof.read(memory.data_ptr() + first, end - first)
 
-    def measure() -> float:
-        parts = [(memory.data_ptr() + first, end - first) for first, end in itertools.pairwise(cuts)]
-        workers = [threading.Thread(target=roof.read, args=part) for part in parts[1:]]
-        begin = time.perf_counter()
-        for worker in workers:
-            worker.start()
-        roof.read(*parts[0])
-        for worker in workers:
-            worker.join()
-        return time.perf_counter() - begin
-
-    return measure
+    return on_threads(part, memory.numel(), threads, LINES)

@@ -71,13 +71,7 @@ def data_bytes(protocol: Protocol, wire: int) -> int:
 
 
 def make(
-    protocol: Protocol,
-    mtu: int,
-    flows: int,
-    wire_bytes: int,
-    *,
-    final: bool = True,
-    model_bytes: int | None = None,
+    protocol: Protocol, mtu: int, flows: int, wire_bytes: int, *, final: bool = True, model_bytes: int | None = None,
     icrc: bool = False,
 ) -> Traffic:
     """About `wire_bytes` of payload, in whole messages, the same number on every flow.
@@ -98,27 +92,15 @@ def make(
     starts = base + np.arange(len(frames), dtype=np.uint64) * np.uint64(frames.shape[1])
     model = data if model_bytes is None else model_bytes
     return Traffic(
-        ring=PacketRing(starts, lengths),
-        config=_config(protocol, mtu, keys, model, message, final, icrc),
-        flows=keys,
-        frames=frames,
-        expected=region if final else region[:0],
-        payloads=starts + offsets,
-        flags=np.repeat(np.arange(messages, dtype=np.uint64) + 1, message // mtu * flows),
-        addresses=starts,
-        lengths=lengths,
-        wire_bytes=message * messages * flows,
-        mtu=mtu,
+        ring=PacketRing(starts, lengths), config=_config(protocol, mtu, keys, model, message, final, icrc), flows=keys,
+        frames=frames, expected=region if final else region[:0], payloads=starts + offsets,
+        flags=np.repeat(np.arange(messages, dtype=np.uint64) + 1, message // mtu * flows), addresses=starts,
+        lengths=lengths, wire_bytes=message * messages * flows, mtu=mtu,
     )
 
 
 def _config(
-    protocol: Protocol,
-    mtu: int,
-    keys: list[tuple[bytes, bytes, int]],
-    model: int,
-    message: int,
-    final: bool,
+    protocol: Protocol, mtu: int, keys: list[tuple[bytes, bytes, int]], model: int, message: int, final: bool,
     icrc: bool,
 ) -> EngineConfig:
     """Each flow owns an equal part of the region; one call per iteration."""
@@ -126,18 +108,8 @@ def _config(
     chunk = data_bytes(protocol, message)
     loops = max(1, part // chunk)
     lane = Lane(
-        kind=Kind.TREE_DOWN if final else Kind.TREE_UP,
-        protocol=protocol,
-        elem_bytes=4,
-        ranks=2,
-        index=0,
-        slices=1,
-        step_inc=1,
-        step_align=1,
-        slot_bytes=SLOT[protocol],
-        slice_floor=0,
-        block=0,
-        order=(0, 1),
+        kind=Kind.TREE_DOWN if final else Kind.TREE_UP, protocol=protocol, elem_bytes=4, ranks=2, index=0, slices=1,
+        step_inc=1, step_align=1, slot_bytes=SLOT[protocol], slice_floor=0, block=0, order=(0, 1),
         segments=(Segment(0, chunk // 4, 0, chunk // 4, loops * chunk // 4, loops),),
     )
     edges = tuple(

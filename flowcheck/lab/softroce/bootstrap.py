@@ -24,7 +24,7 @@ from typing import Any
 
 from flowcheck.lab.synth.families import Family
 
-__all__ = ["Bootstrap", "listen", "read", "socket_address"]
+__all__ = ["Bootstrap", "accept", "address_of", "listen", "read", "socket_address"]
 
 _TYPE_BOOTSTRAP = 1
 _LIMIT = 1 << 20
@@ -38,6 +38,16 @@ def listen(address: str, backlog: int, timeout: float) -> socket.socket:
     found.bind((address, 0))
     found.listen(backlog)
     return found
+
+
+def accept(listener: socket.socket, greeting: tuple[int, int], timeout: float) -> socket.socket:
+    """The next stream that begins with this magic and type; others are closed. Raises TimeoutError."""
+    while True:
+        stream, _ = listener.accept()
+        stream.settimeout(timeout)
+        if struct.unpack("<QI", read(stream, 12)) == greeting:
+            return stream
+        stream.close()
 
 
 def read(sock: socket.socket, count: int) -> bytes:
@@ -158,12 +168,7 @@ class Bootstrap:
         return stream
 
     def _accept(self, listener: socket.socket) -> socket.socket:
-        while True:
-            stream, _ = listener.accept()
-            stream.settimeout(self.timeout)
-            if struct.unpack("<QI", read(stream, 12)) == (self.magic, _TYPE_BOOTSTRAP):
-                return stream
-            stream.close()
+        return accept(listener, (self.magic, _TYPE_BOOTSTRAP), self.timeout)
 
     def gather(self, own: bytes) -> list[bytes]:
         """Every rank's item, in rank order."""

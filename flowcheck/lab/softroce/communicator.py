@@ -109,17 +109,14 @@ class Communicator:
         for graph, wanted in edges(settings, size).items():
             self._connections += self._connector.graph(graph, wanted)
         self._planner = Planner(
-            settings, rank, size,
-            {(c.channel, c.src): c.number for c in self._connections if c.dst == rank},
+            settings, rank, size, {(c.channel, c.src): c.number for c in self._connections if c.dst == rank},
             {(c.channel, c.dst): c.number for c in self._connections if c.src == rank},
             [self._nic.engine.lane() for _ in range(settings.channels)],
         )
 
     # -- operations -------------------------------------------------------------------------------------------
 
-    def start(
-        self, kind: str, count: int, dtype: str, root: int, source: int, target: int, work: SoftRoceWork,
-    ) -> None:
+    def start(self, kind: str, count: int, dtype: str, root: int, source: int, target: int, work: SoftRoceWork) -> None:
         """kind, count, dtype, root: primitives.Planner.plan. source, target: addresses; equal if in place."""
         with self._lock:
             self._check()

@@ -20,7 +20,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flowcheck.lab.softroce.bootstrap import Bootstrap, address_of, listen, read, socket_address
+from flowcheck.lab.softroce.bootstrap import Bootstrap, accept, address_of, listen, read, socket_address
 from flowcheck.lab.softroce.nic import Nic
 from flowcheck.lab.softroce.settings import Settings
 
@@ -116,9 +116,7 @@ class Connector:
         """tags: of messages to the peers, and of theirs."""
         rank = self._boot.rank
         with contextlib.ExitStack() as streams:
-            listeners = [
-                streams.enter_context(listen(self._settings.address, 4, self._boot.timeout)) for _ in into
-            ]
+            listeners = [streams.enter_context(listen(self._settings.address, 4, self._boot.timeout)) for _ in into]
             entries = b"".join(self._listener_entry(listener) for listener in listeners)
             plain = b"".join(struct.pack("<I", 1).ljust(self._entry, b"\0") for _ in out)
             if source == target:
@@ -129,9 +127,7 @@ class Connector:
                 self._boot.send(peer, tags[0], body)
             got = {peer: self._boot.receive(peer, tags[1]) for peer, _ in bodies}
             # A peer lists its receive entries first: as many as this rank has outbound connections to it.
-            announced = [
-                address_of(got[target][i * self._entry : i * self._entry + 28]) for i in range(len(out))
-            ]
+            announced = [address_of(got[target][i * self._entry : i * self._entry + 28]) for i in range(len(out))]
             begun = []
             for channel, address in zip(out, announced, strict=True):
                 half = self._half(channel, rank, target, outbound=True)
@@ -142,7 +138,7 @@ class Connector:
             for channel, listener in zip(into, listeners, strict=True):
                 half = self._half(channel, source, rank, outbound=False)
                 with self._boot.awaiting(f"connection from rank {source}"):
-                    stream = streams.enter_context(self._accept(listener))
+                    stream = streams.enter_context(accept(listener, (_MAGIC, _TYPE_IB), self._boot.timeout))
                 remote = self._connect(half, source, stream)
                 stream.sendall(self._info(half))
                 accepted.append((half, remote, stream))
@@ -163,14 +159,6 @@ class Connector:
     def _listener_entry(self, listener: socket.socket) -> bytes:
         entry = socket_address(listener.getsockname()) + bytes(4) + struct.pack("<Q", _MAGIC)
         return entry.ljust(self._entry, b"\0")
-
-    def _accept(self, listener: socket.socket) -> socket.socket:
-        while True:
-            stream, _ = listener.accept()
-            stream.settimeout(self._boot.timeout)
-            if struct.unpack("<QI", read(stream, 12)) == (_MAGIC, _TYPE_IB):
-                return stream
-            stream.close()
 
     def _half(self, channel: int, src: int, dst: int, *, outbound: bool) -> _Half:
         number, qpns, fifo, rkey = self._nic.engine.connection(

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from flowcheck.job.model import dtype_size
 from flowcheck.lab.softroce._engine import MAX_FAN, PART, PRIMITIVE, USE, Plan
 from flowcheck.lab.softroce.settings import P2P_SLOT, Settings
-from flowcheck.lab.synth.chunk_layout import Chunk, Operation, chunks, steps_per_chunk
+from flowcheck.lab.synth.chunk_layout import Chunk, Operation, chunks, first_slice, steps_per_chunk
 from flowcheck.lab.synth.schedule import tree_of
 
 __all__ = ["DTYPES", "Planner", "edges"]
@@ -26,9 +26,7 @@ __all__ = ["DTYPES", "Planner", "edges"]
 # Numbers of sr_codec.h.
 PROTOCOLS = {"ll": 0, "ll128": 1, "simple": 2}
 _P2P = 3
-DTYPES = {
-    "uint8": 0, "int8": 0, "int32": 1, "int64": 2, "float16": 3, "bfloat16": 4, "float32": 5, "float64": 6,
-}
+DTYPES = {"uint8": 0, "int8": 0, "int32": 1, "int64": 2, "float16": 3, "bfloat16": 4, "float32": 5, "float64": 6}
 USE_INPUT, STORE = 1, 2
 
 
@@ -171,8 +169,7 @@ def _slices(op: Operation, step: _Step, ring_steps: int) -> Iterator[_Step]:
     if ring_steps == 1:
         yield step
         return
-    slot = op.buffers["simple"] // 8
-    first = min(step.count, max(-(-step.count // 32) * 16, 2 * slot // op.size // 32))
+    first = first_slice(op, step.count)
     yield _Step(first, step.receive, step.send, step.source, step.target)
     yield _Step(
         step.count - first, step.receive, step.send, None if step.source is None else step.source + first,

@@ -120,16 +120,9 @@ class SoftRoceGroup(dist.ProcessGroup):
             raise RuntimeError("softroce: the input must hold one output's elements per rank")
         name = self._dtype(output, opts)
         source, target = tensor.contiguous(), output.detach()
-        result = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+        result = _room_for(target)
         work = SoftRoceWork([output], (source, result), _copy_back(target, result))
-        if self.communicator is None:
-            result.view(-1).copy_(source.view(-1))
-            work.complete("")
-        else:
-            with self._order:
-                self.communicator.start(
-                    "ReduceScatter", output.numel(), name, 0, source.data_ptr(), result.data_ptr(), work)
-        return work
+        return self._start("ReduceScatter", output.numel(), name, 0, source, result, work)
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
@@ -142,7 +135,7 @@ class SoftRoceGroup(dist.ProcessGroup):
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> SoftRoceWork:
         target = _one(tensors).detach()
-        result = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+        result = _room_for(target)
         work = SoftRoceWork(tensors, result, _copy_back(target, result))
         return self._point_to_point(peer, result, work, outbound=False)
 
@@ -187,26 +180,26 @@ class SoftRoceGroup(dist.ProcessGroup):
         target = tensor.detach()
         data = target.contiguous()
         work = SoftRoceWork([tensor], data, _copy_back(target, data))
-        if self.communicator is None:
-            work.complete("")
-        else:
-            count = data.numel() if reduces else _bytes(data)
-            with self._order:
-                self.communicator.start(kind, count, name, root, data.data_ptr(), data.data_ptr(), work)
-        return work
+        return self._start(kind, data.numel() if reduces else _bytes(data), name, root, data, data, work)
 
     def _gather(
         self, gathered: Tensor, tensor: Tensor, result: list[Tensor], copy_out: Callable[[], None] | None,
     ) -> SoftRoceWork:
         source = tensor.detach().contiguous()
         work = SoftRoceWork(result, (source, gathered), copy_out)
-        if self.communicator is None:
-            gathered.view(-1).copy_(source.view(-1))
+        return self._start("AllGather", _bytes(source), "uint8", 0, source, gathered, work)
+
+    def _start(
+        self, kind: str, count: int, dtype: str, root: int, source: Tensor, target: Tensor, work: SoftRoceWork,
+    ) -> SoftRoceWork:
+        """source, target: contiguous, kept alive by `work`; one tensor where it is in place."""
+        if self.communicator is None:  # alone: the result is what was put in
+            if source is not target:
+                target.view(-1).copy_(source.view(-1))
             work.complete("")
         else:
             with self._order:
-                self.communicator.start(
-                    "AllGather", _bytes(source), "uint8", 0, source.data_ptr(), gathered.data_ptr(), work)
+                self.communicator.start(kind, count, dtype, root, source.data_ptr(), target.data_ptr(), work)
         return work
 
     def _point_to_point(self, peer: int, data: Tensor, work: SoftRoceWork, *, outbound: bool) -> SoftRoceWork:
@@ -215,6 +208,11 @@ class SoftRoceGroup(dist.ProcessGroup):
         start = self.communicator.send if outbound else self.communicator.receive
         start(peer, data.data_ptr(), _bytes(data), work)
         return work
+
+
+def _room_for(target: Tensor) -> Tensor:
+    """Itself, or contiguous memory of its shape."""
+    return target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
 
 
 def _copy_back(target: Tensor, result: Tensor) -> Callable[[], None] | None:

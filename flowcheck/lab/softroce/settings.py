@@ -77,11 +77,6 @@ class Settings:
         return settings
 
     def _check(self, place: Place) -> None:
-        def within(name: str, low: int, high: int) -> None:
-            value = getattr(self, name)
-            if not low <= value <= high:
-                (place / name).fail(f"{value} is not between {low} and {high}")
-
         try:
             ipaddress.IPv4Address(self.address)
         except ValueError:
@@ -99,7 +94,8 @@ class Settings:
             ("traffic_class", 0, 255), ("window", 4, 4096), ("retransmit_ms", 1, 10000), ("peer_timeout_s", 1, 86400),
             ("seed", 0, (1 << 32) - 1),
         ):
-            within(name, low, high)
+            if not low <= getattr(self, name) <= high:
+                (place / name).fail(f"{getattr(self, name)} is not between {low} and {high}")
         for name, known, least in (("buffer_bytes", BUFFER_BYTES, 16384), ("max_threads", MAX_THREADS, 96)):
             for key, value in getattr(self, name).items():
                 if key not in known or not least <= value <= 1 << 26:

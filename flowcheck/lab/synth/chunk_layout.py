@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from flowcheck.lab.synth.families import Family
 
-__all__ = ["Chunk", "Operation", "chunks", "steps_per_chunk", "used_channels"]
+__all__ = ["Chunk", "Operation", "chunks", "first_slice", "steps_per_chunk", "used_channels"]
 
 Chunk = tuple[int, int]
 
@@ -85,6 +85,11 @@ def steps_per_chunk(op: Operation) -> int:
     return 4 if op.protocol == "simple" and op.algorithm == "ring" and op.op != "Broadcast" else 1
 
 
+def first_slice(op: Operation, elements: int) -> int:
+    """Elements of the first of the two messages that a chunk of a SIMPLE ring of four steps leaves as (2.7)."""
+    return min(elements, max(-(-elements // 32) * 16, 2 * (op.buffers["simple"] // 8) // op.size // 32))
+
+
 def full_chunk(op: Operation) -> int:
     """Bytes of data in a full ring chunk (2.3)."""
     slot = op.buffers[op.protocol] // 8
@@ -149,9 +154,7 @@ def _loops_single(op: Operation, channels: int, threads: int, channel: int) -> l
         }[op.protocol]
         if channels * full > op.count:
             full = ceil(op.count, channels * least) * least
-        return [
-            [_clip(grid + channel * full, full, op.count)] for grid in range(0, op.count, channels * full)
-        ]
+        return [[_clip(grid + channel * full, full, op.count)] for grid in range(0, op.count, channels * full)]
     full = full_chunk(op) // size
     blocks = 1 if op.op == "Broadcast" else op.ranks
     total = op.count * size * blocks

@@ -29,9 +29,7 @@ def _numbers(text: str, option: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise UserError(
-            f"{text!r} is not a list of whole numbers", where=option, remedy="write 0 or 0,2,5",
-        ) from None
+        raise UserError(f"{text!r} is not a list of whole numbers", where=option, remedy="write 0 or 0,2,5") from None
 
 
 def synth(
@@ -46,8 +44,7 @@ def synth(
     reorder: Annotated[float, typer.Option(min=0, max=1, help="... that a frame comes late")] = 0,
     duplicate: Annotated[float, typer.Option(min=0, max=1, help="... that a frame comes twice")] = 0,
     corrupt: Annotated[float, typer.Option(min=0, max=1, help="... that a payload bit flips")] = 0,
-    retransmit: Annotated[
-        float, typer.Option(min=0, max=1, help="probability that a message suffers a go-back-N")] = 0,
+    retransmit: Annotated[float, typer.Option(min=0, max=1, help="probability that a message suffers a go-back-N")] = 0,
     seed: Annotated[int, typer.Option(min=0, help="of data, addresses and faults")] = 0,
     init: Annotated[Path | None, typer.Option(help="initial weights (safetensors); default: by seed")] = None,
     save_init: Annotated[Path | None, typer.Option(help="write the initial weights here")] = None,

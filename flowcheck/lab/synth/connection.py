@@ -44,15 +44,13 @@ class TransportOptions:
     vlan: 802.1Q tag of every frame. first_psn: of every QP, both directions (NCCL: 0). cut_ranks: ranks
     whose NIC sends a plain multi-packet WRITE as one-packet WRITEs, each with its own RETH. retransmit:
     probability that a message suffers a go-back-N; every other time the lost packet is one the mirror
-    never saw either. traffic_class, cts_class: IP DSCP/ECN byte of data and of CTS.
+    never saw either.
     """
 
     vlan: int | None = None
     first_psn: int = 0
     cut_ranks: frozenset[int] = frozenset()
     retransmit: float = 0.0
-    traffic_class: int = 2
-    cts_class: int = 2
 
 
 @dataclass
@@ -83,7 +81,6 @@ class _Queue:
     reply_qpn: int
     forward: Path
     backward: Path
-    announce: Path
     psn: int
     device: int
     msn: int = 0
@@ -131,13 +128,8 @@ class Connection:
                 replace(hosts[rank], mac=hosts[rank].mac[:5] + bytes([hosts[rank].mac[5] ^ device << 5]), address=text)
                 for rank, text in zip((flow.src, flow.dst), flow.addresses(i), strict=True)
             )
-            there, back, announce = (
-                Path(a, b, port, traffic_class=kind, vlan=options.vlan)
-                for a, b, kind in (
-                    (src, dst, options.traffic_class), (dst, src, options.traffic_class), (dst, src, options.cts_class),
-                )
-            )
-            self._queues.append(_Queue(qpn, reply, there, back, announce, options.first_psn, device))
+            there, back = (Path(a, b, port, vlan=options.vlan) for a, b in ((src, dst), (dst, src)))
+            self._queues.append(_Queue(qpn, reply, there, back, options.first_psn, device))
         self._cts_count = 0
 
     @property
@@ -178,7 +170,7 @@ class Connection:
             for name, (offset, width) in self._family.cts_fields.items():
                 element[offset:offset + width] = values[name].to_bytes(width, "little")
             slot = self._fifo + index % _FIFO_SLOTS * 8 * size
-            frame = queue.announce.frame(
+            frame = queue.backward.frame(
                 WRITE_ONLY, queue.reply_qpn, psn, _reth(slot, self._rkeys["fifo"], size), bytes(element),
                 ack_request=True,
             )
@@ -219,9 +211,7 @@ class Connection:
     def _address(self, protocol: str, step: int) -> int:
         return self._regions[protocol] + step % 8 * (self._communicator.buffer_bytes[protocol] // 8)
 
-    def _packets(
-        self, address: int, rkey: int, start: int, part: int, total: int, pair: bool,
-    ) -> list[_Packet]:
+    def _packets(self, address: int, rkey: int, start: int, part: int, total: int, pair: bool) -> list[_Packet]:
         immediate = struct.pack(">I" if self._family.big_endian_imm else "<I", total)
         mtu = self._communicator.mtu
         cut = pair and self.flow.src in self._options.cut_ranks

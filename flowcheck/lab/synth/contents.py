@@ -7,9 +7,7 @@ Any thread.
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +17,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.model import Collective, Job, carries, dtype_size
 from flowcheck.lab.synth.values import Array, generate_values, storage
 
-__all__ = [
-    "broadcast_tensors", "data_seed", "initial_parameters", "inputs_of", "load_parameters",
-    "save_parameters",
-]
-
-_SAFETENSORS = {
-    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
-    "I8": "int8", "U8": "uint8",
-}
-
+__all__ = ["broadcast_tensors", "data_seed", "initial_parameters", "inputs_of", "load_parameters", "save_parameters"]
 
 def data_seed(seed: int, iteration: int, index: int) -> int:
     """Generator seed of call `index` of an iteration (startup: iteration -1); gradients use 1000 + bucket."""
@@ -44,51 +33,27 @@ def initial_parameters(job: Job, seed: int) -> dict[str, Array]:
 
 
 def load_parameters(job: Job, path: str | os.PathLike[str]) -> dict[str, Array]:
-    """Model entries from a safetensors file, flattened. Raises UserError."""
-    try:
-        raw = Path(path).read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"cannot read the initial weights: {error.strerror}", where=os.fspath(path),
-            remedy="give an existing safetensors file with --init",
-        ) from None
-    try:
-        (size,) = struct.unpack_from("<Q", raw)
-        header = json.loads(raw[8:8 + size].decode())
-        found: dict[str, Array] = {}
-        for entry in job.model:
-            described = header[entry.name]
-            start, end = described["data_offsets"]
-            dtype = _SAFETENSORS[described["dtype"]]
-            data = np.frombuffer(raw[8 + size + start:8 + size + end], storage(dtype))
-            if len(data) != entry.elements or dtype != entry.dtype:
-                raise UserError(
-                    f"{entry.name!r} is {described['dtype']} {described['shape']}, the manifest says "
-                    f"{entry.dtype} {entry.shape}", where=str(path), remedy="use the weights of this job",
-                )
-            found[entry.name] = data
-    except UserError:
-        raise
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"not a safetensors file with every model entry ({type(error).__name__}: {error})",
-            where=str(path), remedy="write it with safetensors.torch.save_file(model.state_dict(), ...)",
-        ) from None
-    return found
+    """Model entries from a safetensors file or a checkpoint, flattened. Raises UserError as `replay --init` does."""
+    import torch  # a second that only those wait for who bring weights
+
+    from flowcheck.checkpoint.directory import load_init
+
+    loaded = load_init(path, job.model).parameters
+    flat = {entry.name: loaded[entry.name].contiguous().reshape(-1).view(torch.uint8) for entry in job.model}
+    return {entry.name: flat[entry.name].numpy().view(storage(entry.dtype)) for entry in job.model}
 
 
 def save_parameters(job: Job, parameters: dict[str, Array], path: str | os.PathLike[str]) -> None:
     """Write model entries as safetensors, for a reader's --init. Raises EnvironmentProblem."""
-    names = {dtype: name for name, dtype in _SAFETENSORS.items()}
-    header, data = {}, b""
-    for entry in job.model:
-        piece = parameters[entry.name].tobytes()
-        place = [len(data), len(data) + len(piece)]
-        header[entry.name] = {"dtype": names[entry.dtype], "shape": entry.shape, "data_offsets": place}
-        data += piece
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    write_atomic(Path(path), struct.pack("<Q", len(text)) + text + data)
+    import torch
+    from safetensors.torch import save
+
+    tensors = {
+        entry.name: torch.from_numpy(parameters[entry.name].view(np.uint8).copy()).view(getattr(torch, entry.dtype))
+        .reshape(entry.shape)
+        for entry in job.model
+    }
+    write_atomic(Path(path), save(tensors))
 
 
 def broadcast_tensors(job: Job, call: Collective) -> list[str]:

@@ -95,9 +95,7 @@ def sharded_job(
     group is gathered a second time, for backward. after_update: gathered at the iteration's end. per_parameter:
     blocks hold a piece of every tensor (FSDP2); else a group is one flat tensor cut into blocks (FSDP1).
     """
-    communicator = Communicator(
-        ranks=ranks, nccl_version=version, protocol=protocol, channels=channels, mtu=mtu,
-    )
+    communicator = Communicator(ranks=ranks, nccl_version=version, protocol=protocol, channels=channels, mtu=mtu)
     model: list[ModelEntry] = []
     gathers, scatters = [], []
     for group, total in enumerate(count):

@@ -1,6 +1,6 @@
 """From a job manifest to mirrored packets with their truth.
 
-    Job --per call: layout, schedule, values, encode--> messages --transport--> frames
+    Job --per call: chunk_layout, schedule, values, encode--> messages --connection--> frames
         --which port sees them--> streams --faults--> Synthesis
 
 The calls run in the manifest's order; every connection's steps, PSNs and CTS numbers run on through all of
@@ -118,9 +118,7 @@ def generate(
         raise UserError(f"{directions!r} is not in, out or both", where="direction", remedy="choose one")
     run = _Run(job, mirrored, directions, seed, transport or TransportOptions(), parameters, gradients, blocks)
     if not job.collectives.steady and first_iteration + iterations > 1:
-        raise UserError(
-            "the job has no steady iteration", where="collectives.steady", remedy="ask for 1 iteration",
-        )
+        raise UserError("the job has no steady iteration", where="collectives.steady", remedy="ask for 1 iteration")
     wanted = range(first_iteration, first_iteration + iterations)
     iteration = -1
     while iteration < wanted.stop:
@@ -178,10 +176,10 @@ class _Run:
         groups = {id(call): group for group, call in gathering}
         for index, call in enumerate(calls):
             op = operation_of(self.job, call)
-            plan = messages(op)
-            self._check_flows(plan, call)
+            schedule = messages(op)
+            self._check_flows(schedule, call)
             if self.silent:
-                self._transfer(op, plan, None, None, [])
+                self._transfer(op, schedule, None, None, [])
                 continue
             bucket, group = gradients.get(id(call)), groups.get(id(call))
             ranks = range(self.job.communicator.ranks)
@@ -210,12 +208,12 @@ class _Run:
                 carried = self._ledger.group(iteration, group, call, stages.result)
             elif call.carries == "parameters":
                 carried = self._ledger.parameters(index, call, stages.result)
-            self._transfer(op, plan, stages, carried, [self.seed, iteration + 1, index])
+            self._transfer(op, schedule, stages, carried, [self.seed, iteration + 1, index])
             self._time += 20_000
         self._time += 300_000
 
-    def _check_flows(self, plan: dict[tuple[int, int, int], list[Message]], call: Collective) -> None:
-        for channel, src, dst in plan:
+    def _check_flows(self, schedule: dict[tuple[int, int, int], list[Message]], call: Collective) -> None:
+        for channel, src, dst in schedule:
             if (channel, src, dst) not in self.connections:
                 raise UserError(
                     f"{call.op} needs a connection from rank {src} to rank {dst} on channel {channel}",
@@ -223,11 +221,11 @@ class _Run:
                 )
 
     def _transfer(
-        self, op: Operation, plan: dict[tuple[int, int, int], list[Message]], stages: Stages | None,
+        self, op: Operation, schedule: dict[tuple[int, int, int], list[Message]], stages: Stages | None,
         carried: Carried | None, garbage: list[int],
     ) -> None:
         """Every message of a call, connection by connection in turns; without stages only counted."""
-        sending = [(self.connections[key], sent) for key, sent in plan.items()]
+        sending = [(self.connections[key], sent) for key, sent in schedule.items()]
         for connection, _ in sending:
             grain = steps_per_chunk(op)
             connection.step = -(-connection.step // grain) * grain

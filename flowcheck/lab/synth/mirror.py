@@ -13,6 +13,8 @@ import random
 import struct
 from dataclasses import dataclass
 
+from flowcheck.lab.synth.packets import checksummed
+
 __all__ = ["WRAPS", "Mirror"]
 
 WRAPS = ("", "gre", "erspan1", "erspan2", "erspan3", "vxlan")
@@ -52,7 +54,7 @@ class Mirror:
             outer = struct.pack(">IHBB", 6 << 28, len(body), protocol, 60) + b"\xfd" + bytes(14) + b"\x01" \
                 + b"\xfd" + bytes(14) + b"\x02"
         else:
-            outer = _checksummed(struct.pack(
+            outer = checksummed(struct.pack(
                 ">BBHHHBBH", 0x45, 0, 20 + len(body), number & 0xFFFF, 0x4000, 60, protocol, 0,
             ) + b"\xac\x10\0\x01\xac\x10\0\x02")
         tag = b"" if self.tag is None else struct.pack(">HH", 0x8100, self.tag)
@@ -82,7 +84,7 @@ def _rewrite(frame: bytes, rng: random.Random) -> bytes:
     if kind == b"\x08\0":
         packet[1] = rng.randrange(256)
         packet[8] = rng.randrange(1, 256)
-        packet[:20] = _checksummed(bytes(packet[:10]) + b"\0\0" + bytes(packet[12:20]))
+        packet[:20] = checksummed(bytes(packet[:10]) + b"\0\0" + bytes(packet[12:20]))
     else:
         first = struct.unpack(">I", packet[:4])[0]
         packet[:4] = struct.pack(">I", first & ~0xFFFFFFF | rng.randrange(1 << 28))
@@ -91,10 +93,3 @@ def _rewrite(frame: bytes, rng: random.Random) -> bytes:
         rng.randrange(3)
     ])
     return frame[:12] + tags + kind + bytes(packet)
-
-
-def _checksummed(header: bytes) -> bytes:
-    total = sum(struct.unpack(">10H", header))
-    while total >> 16:
-        total = (total & 0xFFFF) + (total >> 16)
-    return header[:10] + struct.pack(">H", ~total & 0xFFFF) + header[12:]

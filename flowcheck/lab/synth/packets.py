@@ -16,13 +16,14 @@ from dataclasses import dataclass
 
 __all__ = [
     "ACK", "Endpoint", "Path", "WRITE_FIRST", "WRITE_LAST", "WRITE_LAST_IMM", "WRITE_MIDDLE", "WRITE_ONLY",
-    "WRITE_ONLY_IMM", "udp_source_port",
+    "WRITE_ONLY_IMM", "checksummed", "udp_source_port",
 ]
 
 WRITE_FIRST, WRITE_MIDDLE, WRITE_LAST, WRITE_LAST_IMM, WRITE_ONLY, WRITE_ONLY_IMM = 6, 7, 8, 9, 10, 11
 ACK = 17
 
 ROCE_PORT = 4791
+_CLASS, _HOPS = 2, 64  # DSCP and ECN byte; TTL or hop limit. The ICRC does not cover them
 _MIGRATED = 0x40  # BTH byte 1: MigReq, as every RoCE NIC sets it
 
 
@@ -43,19 +44,20 @@ def udp_source_port(a: int, b: int) -> int:
     return ((label & 0x3FFF) ^ (label >> 14)) | 0xC000
 
 
+def checksummed(header: bytes) -> bytes:
+    """An IPv4 header of 20 bytes with its checksum in place of the two zeros that stand there."""
+    total = sum(struct.unpack(">10H", header))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return header[:10] + struct.pack(">H", ~total & 0xFFFF) + header[12:]
+
+
 class Path:
-    """Frames from one host to another for one QP pair.
+    """Frames from one host to another for one QP pair. vlan: 802.1Q tag control word or None."""
 
-    vlan: 802.1Q tag control word or None. traffic_class: DSCP and ECN byte (not covered by the ICRC).
-    """
-
-    def __init__(
-        self, src: Endpoint, dst: Endpoint, port: int, *, vlan: int | None = None, traffic_class: int = 2,
-        hop_limit: int = 64,
-    ) -> None:
+    def __init__(self, src: Endpoint, dst: Endpoint, port: int, *, vlan: int | None = None) -> None:
         self._src, self._dst = ipaddress.ip_address(src.address), ipaddress.ip_address(dst.address)
         self._port = port
-        self._class, self._hops = traffic_class, hop_limit
         kind = 0x0800 if self._src.version == 4 else 0x86DD
         tag = b"" if vlan is None else struct.pack(">HH", 0x8100, vlan)
         self._ethernet = dst.mac + src.mac + tag + struct.pack(">H", kind)
@@ -84,15 +86,11 @@ class Path:
                     return struct.pack(
                         ">BBHHHBBH", 0x45, tos, 20 + udp_length, 0, 0x4000, ttl, 17, checksum
                     ) + addresses
-                bare = ip(self._class, self._hops, 0)
-                total = sum(struct.unpack(f">{len(bare) // 2}H", bare))
-                while total >> 16:
-                    total = (total & 0xFFFF) + (total >> 16)
-                header, masked = ip(self._class, self._hops, ~total & 0xFFFF), ip(0xFF, 0xFF, 0xFFFF)
+                header, masked = checksummed(ip(_CLASS, _HOPS, 0)), ip(0xFF, 0xFF, 0xFFFF)
             else:
                 rest = struct.pack(">HB", udp_length, 17)
-                first = struct.pack(">I", 6 << 28 | self._class << 20)
-                header = first + rest + bytes([self._hops]) + addresses
+                first = struct.pack(">I", 6 << 28 | _CLASS << 20)
+                header = first + rest + bytes([_HOPS]) + addresses
                 masked = struct.pack(">I", 6 << 28 | 0xFFFFFFF) + rest + b"\xff" + addresses
             crc = zlib.crc32(b"\xff" * 8 + masked + udp + b"\xff\xff")
             self._known[udp_length] = (self._ethernet + header + udp + b"\0\0", crc)

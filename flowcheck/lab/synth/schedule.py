@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from flowcheck.lab.synth.chunk_layout import Chunk, Operation, chunks, steps_per_chunk
+from flowcheck.lab.synth.chunk_layout import Chunk, Operation, chunks, first_slice, steps_per_chunk
 
 __all__ = ["Message", "Tree", "message_bytes", "messages", "tree_of"]
 
@@ -69,8 +69,7 @@ def _slices(op: Operation, chunk: Message) -> Iterator[Message]:
     if steps == 1:
         yield chunk
         return
-    slot = op.buffers["simple"] // 8
-    first = min(chunk.elements, max(-(-chunk.elements // 32) * 16, 2 * slot // op.size // 32))
+    first = first_slice(op, chunk.elements)
     yield chunk._replace(elements=first, steps=steps // 2)
     yield chunk._replace(start=chunk.start + first, elements=chunk.elements - first, steps=steps // 2)
 
@@ -107,49 +106,27 @@ def _broadcast(op: Operation, ring: tuple[int, ...], index: int, loop: list[Chun
 
 
 def tree_of(ranks: int, channel: int, channels: int) -> Tree:
-    """The tree of a channel: the first half of the channels use tree 0, the others tree 1 (7.1)."""
-    parent = [_parent(node, ranks) for node in range(ranks)]
-    if channel >= (channels + 1) // 2:
-        if ranks % 2 == 0:
-            mirrored = [parent[ranks - 1 - node] for node in range(ranks)]
-            parent = [ranks - 1 - up if up >= 0 else -1 for up in mirrored]
-        else:
-            shifted = [parent[(node - 1) % ranks] for node in range(ranks)]
-            parent = [(up + 1) % ranks if up >= 0 else -1 for up in shifted]
-    first = [_children(node, ranks) for node in range(ranks)]
-    if channel >= (channels + 1) // 2:
-        if ranks % 2 == 0:
-            first = [[ranks - 1 - c for c in first[ranks - 1 - node]] for node in range(ranks)]
-        else:
-            first = [[(c + 1) % ranks for c in first[(node - 1) % ranks]] for node in range(ranks)]
-    return Tree(parent, first)
+    """The tree of a channel: the first half of the channels use tree 0, the others tree 1 (7.1).
+
+    Tree 1 is tree 0 with the ranks mirrored, or shifted by one where their number is odd.
+    """
+    second = channel >= (channels + 1) // 2
+
+    def place(node: int) -> int:
+        return node if not second else ranks - 1 - node if ranks % 2 == 0 else (node + 1) % ranks
+
+    parent = [-1] * ranks
+    children: list[list[int]] = [[] for _ in range(ranks)]
+    for node in range(1, ranks):
+        low = node & -node
+        up = (node ^ low) | (low << 1)
+        up = place(up if up < ranks else node ^ low)
+        parent[place(node)] = up
+        children[up].append(place(node))
+    return Tree(parent, children)
 
 
-def _parent(node: int, ranks: int) -> int:
-    if node == 0:
-        return -1
-    low = node & -node
-    up = (node ^ low) | (low << 1)
-    return up if up < ranks else node ^ low
-
-
-def _children(node: int, ranks: int) -> list[int]:
-    if node == 0:
-        return [1 << ((ranks - 1).bit_length() - 1)] if ranks > 1 else []
-    step = (node & -node) >> 1
-    if step == 0:
-        return []
-    found = [node - step]
-    while step and node + step >= ranks:
-        step >>= 1
-    if step:
-        found.append(node + step)
-    return found
-
-
-def _tree(
-    op: Operation, channel: int, loops: list[list[Chunk]], found: dict[Connection, list[Message]],
-) -> None:
+def _tree(op: Operation, channel: int, loops: list[list[Chunk]], found: dict[Connection, list[Message]]) -> None:
     tree = tree_of(op.ranks, channel, op.channels)
     root = tree.parent.index(-1)
     for rank in range(op.ranks):

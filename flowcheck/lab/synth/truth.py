@@ -66,9 +66,7 @@ class Carried:
                 for offset, length in pieces.items():
                     wire[offset:offset + length] = True
                 mask[part] |= wire[positions(m.protocol, m.length)]
-        return {
-            **self.describe, "carried": _ranges(carried, self.size), "present": _ranges(present, self.size),
-        }
+        return {**self.describe, "carried": _ranges(carried, self.size), "present": _ranges(present, self.size)}
 
 
 class Ledger:
@@ -81,32 +79,24 @@ class Ledger:
         self._parameters: list[Carried] = []
 
     def bucket(self, iteration: int, bucket: int, call: Collective, result: Array, data_seed: int) -> Carried:
-        describe = {
-            "bucket": bucket, "elements": call.count, "dtype": call.dtype, "data_seed": data_seed,
-            "sha256": hashlib.sha256(result.tobytes()).hexdigest(),
-        }
-        self._buckets[iteration, bucket] = Carried(describe, dtype_size(call.dtype), call.count, self)
+        self._buckets[iteration, bucket] = self._carried("bucket", bucket, call, result, data_seed=data_seed)
         return self._buckets[iteration, bucket]
 
     def group(self, iteration: int, group: int, call: Collective, result: Array) -> Carried:
         """A parameter group that an AllGather carries; a second AllGather of it adds to the first."""
         if (iteration, group) not in self._groups:
-            size = dtype_size(call.dtype)
-            describe = {
-                "group": group, "elements": result.nbytes // size, "dtype": call.dtype,
-                "sha256": hashlib.sha256(result.tobytes()).hexdigest(),
-            }
-            self._groups[iteration, group] = Carried(describe, size, result.nbytes // size, self)
+            self._groups[iteration, group] = self._carried("group", group, call, result)
         return self._groups[iteration, group]
 
     def parameters(self, index: int, call: Collective, result: Array) -> Carried:
-        size = dtype_size(call.dtype)
-        describe = {
-            "call": index, "elements": call.count, "dtype": call.dtype, "tensors": call.tensors,
-            "sha256": hashlib.sha256(result.tobytes()).hexdigest(),
-        }
-        self._parameters.append(Carried(describe, size, call.count, self))
+        self._parameters.append(self._carried("call", index, call, result, tensors=call.tensors))
         return self._parameters[-1]
+
+    def _carried(self, what: str, number: int, call: Collective, result: Array, **more: Any) -> Carried:
+        size = dtype_size(call.dtype)
+        elements, digest = result.nbytes // size, hashlib.sha256(result.tobytes()).hexdigest()
+        describe = {what: number, "elements": elements, "dtype": call.dtype, **more, "sha256": digest}
+        return Carried(describe, size, elements, self)
 
     def passed(self, piece: tuple[int, int, int]) -> None:
         """A packet's payload passes a mirrored port (Record.piece)."""

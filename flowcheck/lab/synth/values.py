@@ -137,7 +137,5 @@ class Stages:
                 part = slice(start, start + count)
                 for rank in reversed(order):
                     for child in tree.children[rank]:
-                        self._tensors[rank][part] = add(
-                            dtype, self._tensors[rank][part], self._tensors[child][part],
-                        )
+                        self._tensors[rank][part] = add(dtype, self._tensors[rank][part], self._tensors[child][part])
                 self.result[part] = self._tensors[root][part]

@@ -1,6 +1,7 @@
 """One node process: what starts in which order, which group is made or refused, and how it ends.
 
-The capture is a ring in memory and the groups only note what happens to them. Control port, taps and settings are real.
+The capture is a ring in memory and the groups only note what happens to them; control port, fanouts and settings are
+real.
 test_cli_command.py has the command itself.
 """
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.description import Model, Watch, check_gradients, entries, group_options, layout
+from flowcheck.trainer.description import Model, Watch, bucket_layout, check_gradients, entries, group_options
 
 from ..pair import leave
 
@@ -298,17 +298,17 @@ def test_buckets_are_those_of_ddps_reducer(wrapped) -> None:
     """One bucket in the model's order at first. Then DDP builds them anew, in the order in which gradients came."""
     model = wrapped(net(), bucket_cap_mb=1e-5)
     names = {id(value): name for name, value in model.module.named_parameters()}
-    buckets, counts, dtype = layout(model, names)
+    buckets, counts, dtype = bucket_layout(model, names)
     assert (_slices(buckets), counts, dtype) == ([[
         ("first.weight", 0, 4, 0), ("first.bias", 4, 2, 0), ("last.weight", 6, 4, 0), ("last.bias", 10, 2, 0)]],
         [12], "float32")
     missing = {key: name for key, name in names.items() if name != "first.bias"}  # it keeps its place in the bucket
-    assert _slices(layout(model, missing)[0]) == [
+    assert _slices(bucket_layout(model, missing)[0]) == [
         [("first.weight", 0, 4, 0), ("last.weight", 6, 4, 0), ("last.bias", 10, 2, 0)]
     ]
     for _ in range(2):
         model(torch.ones(1, 2)).sum().backward()
-    buckets, counts, _ = layout(model, names)
+    buckets, counts, _ = bucket_layout(model, names)
     assert len(counts) > 1 and [sum(one.length for one in bucket.slices) for bucket in buckets] == counts
     assert {one.name for bucket in buckets for one in bucket.slices} == set(names.values())
 
@@ -316,7 +316,7 @@ def test_buckets_are_those_of_ddps_reducer(wrapped) -> None:
 def test_gradients_of_two_types_are_refused(wrapped) -> None:
     model = net()
     model.last.double()
-    found = refusal(lambda: layout(wrapped(model), {}))
+    found = refusal(lambda: bucket_layout(wrapped(model), {}))
     assert found == ("DDP", "reduces gradients in float32, float64")
 
 
@@ -335,7 +335,7 @@ def _bucket(index: int, elements: int, *parameters: int) -> Any:
 def test_a_reducer_that_contradicts_itself_is_refused(buckets: list[Any], what: str) -> None:
     """No torch is known that does; a later one may pad its buckets."""
     model: Any = SimpleNamespace(reducer=SimpleNamespace(_get_zeros_like_grad_buckets=lambda: buckets))
-    assert refusal(lambda: layout(model, {})) == ("DDP", what)
+    assert refusal(lambda: bucket_layout(model, {})) == ("DDP", what)
 
 
 # -- watching ------------------------------------------------------------------------------------------------

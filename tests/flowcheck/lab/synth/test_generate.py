@@ -317,7 +317,7 @@ def test_bad_parameters_are_refused(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"init\.safetensors"):
         load_parameters(example_job(), path)
-    with pytest.raises(UserError, match="cannot read"):
+    with pytest.raises(UserError, match="cannot be read"):
         load_parameters(example_job(), tmp_path / "absent")
 
 

@@ -1,12 +1,12 @@
 """One ring, several readers: each gets a ring of its own over the same entries.
 
-    tap = Tap(ring_address, 2);  address = tap.open(0)     a reader begins with what comes from now on
-    tap.pump()                   shows the readers what is new, and gives back what all of them are behind
-    tap.close(0)                 nobody waits for this reader any more
+    fanout = RingFanout(ring_address, 2);  address = fanout.open(0)     a reader begins with what comes from now on
+    fanout.refresh()             shows the readers what is new, and gives back what all of them have read
+    fanout.close(0)              nobody waits for this reader any more
 
 The slowest open reader decides what the producer may reuse: if it stops, the ring fills for all, and drops are counted
-where they happen. pump, open and close belong to one thread at a time (the caller has a lock); each reader's ring to one
-thread. The ring must outlive the tap.
+where they happen. refresh, open and close belong to one thread at a time (the caller has a lock); each reader's ring to
+one thread. The ring must outlive the fanout.
 """
 
 from libc.stdint cimport uint64_t, uintptr_t
@@ -34,7 +34,7 @@ cdef extern from *:
     int posix_memalign(void **memory, size_t alignment, size_t size) nogil
 
 
-cdef class Tap:
+cdef class RingFanout:
     cdef fc_ring *ring
     cdef fc_ring *readers
     cdef int count
@@ -65,7 +65,7 @@ cdef class Tap:
     def close(self, int reader):
         self.active[reader] = False
 
-    def pump(self):
+    def refresh(self):
         """Returns how many entries were given back to the producer."""
         cdef uint64_t head = fc_load(&self.ring.head), done = head - self.ring.tail
         cdef int i
