@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -72,6 +73,21 @@ def test_every_counter_stands_in_the_page() -> None:
     counters = re.findall(r"^ +uint64_t (\w+);", header, re.MULTILINE)
     assert len(counters) > 10
     assert list(rows(section(EVENTS, "## Counters"))) == counters
+
+
+# -- benchmarks ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda path: path.name)
+def test_benchmarks_of_decisions_import_what_there_is(path: Path) -> None:
+    """They are run by hand, so nothing else would notice a renamed module."""
+    used = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    missing = [
+        f"{node.module}.{alias.name}" for node in used for alias in node.names
+        if not hasattr(importlib.import_module(str(node.module)), alias.name)
+        and importlib.util.find_spec(f"{node.module}.{alias.name}") is None
+    ]
+    assert used and missing == []
 
 
 # -- taking a version back -----------------------------------------------------------------------------------
