@@ -146,7 +146,7 @@ def schedule(edge: EdgeSpec, qp: int, mtu: int) -> Iterator[Message]:
     calls = [(0, call) for call in edge.calls if call.phase <= Phase.ITERATION_0]
     calls += [(1, call) for call in edge.calls if call.phase == Phase.REBUILD]
     iteration, before = 0, -1
-    while number > before:
+    while iteration < 2 or number > before:
         before = number
         for when, call in calls:
             lane = call.lane

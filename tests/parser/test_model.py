@@ -194,7 +194,7 @@ examples = given(
 )
 
 
-@settings(max_examples=150, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, derandomize=True, suppress_health_check=list(HealthCheck))
 @examples
 def test_the_engine_does_what_the_model_does(number, seen_by, arenas, look, seed) -> None:  # type: ignore[no-untyped-def]
     check(number, seen_by, arenas, look, seed)
