@@ -1,6 +1,6 @@
 """What a survey's observations mean: which flows are one connection, what each carries, what is wrong.
 
-    Survey.report() -> interpret() -> {flows (with kind and protocol), connections, notes}
+    Observer.report() -> interpret() -> {flows (with kind and protocol), connections, notes}
 
 Rules only, no state, no input but the dictionary. A word is used when its evidence is in the capture, and
 stands beside it (`because`); otherwise the answer is "unknown". NCCL is named only where its own marks are
@@ -10,26 +10,16 @@ Sources: reference text on NCCL's wire format, sections 4 (payload), 5.3 to 5.8 
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["connection_port", "interpret", "ranks_of"]
+from parser.pairing import MANAGEMENT_QPS, Announced, port_partners
+
+__all__ = ["interpret", "ranks_of"]
 
 Flow = dict[str, Any]
 P2P_SIZE = 131072
-MANAGEMENT_QPS = (0, 1)
-CANDIDATES_MAX = 4096
-
-
-def connection_port(qp_a: int, qp_b: int) -> int:
-    """UDP source port that the kernel and ConnectX derive from a connection's two queue pair numbers."""
-    v = qp_a * qp_b
-    v ^= v >> 20
-    v ^= v >> 40
-    label = v & 0xFFFFF
-    return ((label & 0x3FFF) ^ (label >> 14)) | 0xC000
 
 
 def interpret(survey: dict[str, Any]) -> dict[str, Any]:
@@ -39,12 +29,12 @@ def interpret(survey: dict[str, Any]) -> dict[str, Any]:
         flow["id"] = number
         flow["mtu"] = _mtu(flow)
     usable = [f for f in flows if f["dest_qp"] not in MANAGEMENT_QPS and (f["requests"] or f["answers"])]
-    announcers = _announcers(usable)
-    announcing = {announcer["id"] for announcer in announcers.values()}
+    announced_by = _announcers(usable)
+    announcing = {announcer for found in announced_by.values() for announcer in found}
+    announcers = {data: flows[min(found)] for data, found in announced_by.items() if len(found) == 1}
     for flow in flows:
-        announcer = announcers.get(flow["id"])
-        flow["protocol"] = _protocol(flow, announcer) if _writes(flow) else None
-        flow["kind"] = _kind(flow, flow["id"] in announcing, announcer is not None)
+        flow["protocol"] = _protocol(flow, announcers.get(flow["id"])) if _writes(flow) else None
+        flow["kind"] = _kind(flow, flow["id"] in announcing, flow["id"] in announced_by)
     connections = [
         _connection(flows[data], flows[back], how, announcers.get(data))
         for data, back, how in _pairs(flows, usable, announcers)
@@ -151,39 +141,26 @@ def _said(name: str, certainty: str, because: str) -> dict[str, str]:
 # -- two flows --------------------------------------------------------------------------------------------
 
 
-def _announcers(usable: list[Flow]) -> dict[int, Flow]:
-    """Data flow -> the flow in the other direction with a clear-to-send for a buffer it wrote into.
-
-    Buffers of one key do not overlap, so a few neighbours in order of address are all that need a look."""
-    buffers: dict[tuple[str, str, int], list[tuple[int, int, int]]] = {}
+def _announcers(usable: list[Flow]) -> dict[int, set[int]]:
+    """Data flow -> the flows in the other direction with a clear-to-send for a buffer it wrote into. Several: whose it
+    is, is not decided."""
+    regions: dict[tuple[str, str], list[tuple[int, int, int, int]]] = {}
     for flow in usable:
         if flow["cts"] is not None:
-            for rkey, start, size in flow["cts"]["regions"]:
-                buffers.setdefault((flow["dst"], flow["src"], rkey), []).append(
-                    (start, start + size, flow["id"])
-                )
-    for entries in buffers.values():
-        entries.sort()
-    by_id = {flow["id"]: flow for flow in usable}
-    found: dict[int, Flow] = {}
-    for flow in usable:
-        for rkey, start, length in flow["regions"]:
-            entries = buffers.get((flow["src"], flow["dst"], rkey), [])
-            at = bisect_right(entries, (start, 1 << 64, 0))
-            match = next((e for e in reversed(entries[max(0, at - 8) : at]) if start + length <= e[1]), None)
-            if match is not None:
-                found[flow["id"]] = by_id[match[2]]
-                break
-    return found
+            regions.setdefault((flow["dst"], flow["src"]), []).extend((flow["id"], *r) for r in flow["cts"]["regions"])
+    announced = {ends: Announced(found) for ends, found in regions.items()}
+    by = {f["id"]: announced[ends].by(f["regions"]) for f in usable if (ends := (f["src"], f["dst"])) in announced}
+    return {data: found for data, found in by.items() if found}
 
 
 def _pairs(flows: list[Flow], usable: list[Flow], announcers: dict[int, Flow]) -> list[tuple[int, int, str]]:
     """(requests or data, the other direction, how it was found), each flow at most once."""
-    found: list[tuple[int, int, str]] = []
-    taken: set[int] = set()
-    for flow, back in _by_port(usable):
-        found.append((*_oriented(flow, back), "UDP source port"))
-        taken |= {flow["id"], back["id"]}
+    ports = {f["id"]: (f["src"], f["dst"], f["dest_qp"], *f["udp_sport"]) for f in usable if len(f["udp_sport"]) == 1}
+    partners = port_partners(ports)
+    found = [
+        (*_oriented(flows[flow], flows[back]), "UDP source port") for flow, back in partners.items() if flow < back
+    ]
+    taken = {*partners}
     wanted = Counter(announcer["id"] for data, announcer in announcers.items() if data not in taken)
     for data, announcer in announcers.items():
         back = announcer["id"]
@@ -191,28 +168,6 @@ def _pairs(flows: list[Flow], usable: list[Flow], announcers: dict[int, Flow]) -
             found.append((data, back, "clear-to-send address"))
             taken |= {data, back}
     return found
-
-
-def _by_port(usable: list[Flow]) -> Iterator[tuple[Flow, Flow]]:
-    """Both directions of a connection use one source port, a function of both queue pair numbers: 14 bits
-    that must fit, so a pair counts only if neither side fits a second partner."""
-    index: dict[tuple[str, str, int], list[Flow]] = {}
-    for flow in usable:
-        if len(flow["udp_sport"]) == 1:
-            index.setdefault((flow["src"], flow["dst"], *flow["udp_sport"]), []).append(flow)
-    partners: dict[int, list[Flow]] = {}
-    for (src, dst, port), here in index.items():
-        there = index.get((dst, src, port), [])
-        if len(here) * len(there) > CANDIDATES_MAX:
-            continue  # a port shared by so many is not made of queue pair numbers
-        for flow in here:
-            partners[flow["id"]] = [
-                other for other in there if connection_port(flow["dest_qp"], other["dest_qp"]) == port
-            ]
-    for flow in usable:
-        mine = partners.get(flow["id"], [])
-        if len(mine) == 1 and len(partners[mine[0]["id"]]) == 1 and flow["id"] < mine[0]["id"]:
-            yield flow, mine[0]
 
 
 def _oriented(a: Flow, b: Flow) -> tuple[int, int]:

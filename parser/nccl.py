@@ -10,10 +10,11 @@ Sources: reference nccl-wire.md; the section is named at each field.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["CTS_ELEMENTS", "TABLE", "Chunks", "CtsElement", "Nccl", "Parts", "WireError", "minor_of", "of"]
+__all__ = ["CTS_ELEMENTS", "TABLE", "Chunks", "CtsElement", "Nccl", "Parts", "WireError", "minor_of", "of", "span"]
 
 
 class WireError(ValueError):
@@ -35,8 +36,7 @@ class CtsElement:
     @property
     def versions(self) -> str:
         """The versions that write it, such as "2.24-2.29"."""
-        rows = [row for row in TABLE if row.cts == self]
-        return _range(rows[0].first, rows[-1].last)
+        return span([row for row in TABLE if row.cts == self])
 
 
 class Parts(Enum):
@@ -89,7 +89,7 @@ class Nccl:
 
     @property
     def versions(self) -> str:
-        return _range(self.first, self.last)
+        return span([self])
 
 
 _CTS_32 = CtsElement(32, size_width=4, rkey_at=12, requests_at=16, tag_at=20, number_at=24)
@@ -129,7 +129,9 @@ TABLE = (
 CTS_ELEMENTS = tuple(dict.fromkeys(row.cts for row in TABLE))
 
 
-def _range(first: int, last: int) -> str:
+def span(rows: Sequence[Nccl]) -> str:
+    """The versions of neighbouring rows, such as "2.24-2.29"."""
+    first, last = rows[0].first, rows[-1].last
     return f"2.{first}" if first == last else f"2.{first}-2.{last}"
 
 

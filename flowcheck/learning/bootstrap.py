@@ -1,6 +1,6 @@
 """NCCL's TCP bootstrap, read passively: which QP belongs to which communicator, graph, channel and ranks.
 
-    TCP segments --reassemble--> streams --parse_bootstrap--> Bootstrap(communicators, flows, notes)
+    TCP segments --reassemble--> streams --parse_bootstrap--> Bootstrap(communicators, connections, notes)
 
 Pure functions over bytes that anybody may have sent: every length is checked against what is there, every loop
 runs over a bounded number of items, and nothing raises. A stream that does not fit is not NCCL's and is left
@@ -19,9 +19,12 @@ from __future__ import annotations
 import ipaddress
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
-__all__ = ["Bootstrap", "BootstrapFlow", "Side", "Stream", "parse_bootstrap", "parse_qp_info", "reassemble"]
+from parser.nccl import TABLE, span
+
+__all__ = ["Bootstrap", "BootstrapConnection", "Side", "Stream", "parse_bootstrap", "parse_qp_info", "reassemble"]
 
 HANDSHAKE_MAGIC = 0x564AB9F2FC4B9D6C
 BOOTSTRAP, NETWORK_IB = 1, 4
@@ -31,15 +34,18 @@ MTU_OF_ENUM = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 MAX_RANKS = 65536
 MAX_CHANNELS = 64
 STREAM_BYTES = 1 << 20
-# QP info by size: NCCL versions, where the fields are. 2.29 is not known: its 4448 bytes were read in 2.30.
-QP_INFO = {
-    552: "2.12-2.18", 2600: "2.19", 3336: "2.20-2.23", 3576: "2.24-2.25", 3584: "2.26-2.28", 4448: "2.30",
+#: Where in QP info of each size: the first QP number, bytes to the next, GID, FIFO address.
+QP_FIELDS = {
+    552: (8, 4, 0, 0), 2600: (8, 4, 2568, 2592), 3336: (0, 24, 3088, 3320), 3576: (0, 24, 3088, 3560),
+    3584: (0, 24, 3088, 3560), 4448: (0, 24, 3472, 4424),
 }
+#: QP info by size: NCCL versions. 2.29 is not known: its 4448 bytes were read in 2.30.
+QP_INFO = {size: span([row for row in TABLE if row.qp_info == size]) for size in QP_FIELDS}
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One TCP direction, reassembled. src, dst: (address, port). data begins behind the SYN if that was seen."""
+    """One TCP direction, reassembled. src, dst: (address, port). data begins after the SYN if that was seen."""
 
     src: tuple[str, int]
     dst: tuple[str, int]
@@ -60,7 +66,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class BootstrapFlow:
+class BootstrapConnection:
     """One network connection: data of rank src to rank dst. qpns: the receiver's, destination of the data;
     cts_qpns: the sender's. graph: "ring", "tree", "p2p", ...; channel: its place among the connect infos of
     that graph, which is the channel number for collectives."""
@@ -85,11 +91,11 @@ class BootstrapFlow:
 
 @dataclass
 class Bootstrap:
-    """ranks: communicator -> its number of ranks (0: not seen). connected: (communicator, graph, src, dst) ->
-    number of channels."""
+    """ranks: communicator -> its number of ranks (0: not seen). connections: whose both ends were seen. connected:
+    (communicator, graph, src, dst) -> number of channels. notes: what was left out because it contradicts itself."""
 
     ranks: dict[int, int] = field(default_factory=dict)
-    flows: list[BootstrapFlow] = field(default_factory=list)
+    connections: list[BootstrapConnection] = field(default_factory=list)
     connected: dict[tuple[int, str, int, int], int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -102,27 +108,18 @@ def reassemble(segments: Iterable[tuple[int, int, bytes]]) -> tuple[bytes, bool]
     beginning to the first hole, was the beginning seen). Bounded by STREAM_BYTES."""
     kept = list(segments)
     opening = [seq for seq, flags, _ in kept if flags & 2]
-    if opening:
-        start = (opening[-1] + 1) & 0xFFFFFFFF
-    elif kept:
-        start = kept[0][0]
-        for seq, _, _ in kept:  # the lowest, in serial number arithmetic
-            if ((start - seq) & 0xFFFFFFFF) < 0x80000000:
-                start = seq
-    else:
+    if not kept:
         return b"", False
-    placed = sorted(
-        (((seq - start) & 0xFFFFFFFF, data) for seq, flags, data in kept if data and not flags & 2),
-        key=lambda item: item[0],
-    )
+    start = (opening[-1] + 1) & 0xFFFFFFFF if opening else kept[0][0]
+    for seq, _, _ in kept if not opening else ():  # the lowest, in serial number arithmetic
+        if ((start - seq) & 0xFFFFFFFF) < 0x80000000:
+            start = seq
+    placed = [((seq - start) & 0xFFFFFFFF, data) for seq, flags, data in kept if data and not flags & 2]
     out = bytearray()
-    for at, data in placed:
-        if at >= STREAM_BYTES:
+    for at, data in sorted(placed, key=lambda item: item[0]):
+        if at >= STREAM_BYTES or at > len(out):
             break
-        if at > len(out):
-            break
-        if at + len(data) > len(out):
-            out += data[len(out) - at :]
+        out += data[len(out) - at :]
     return bytes(out[:STREAM_BYTES]), bool(opening)
 
 
@@ -151,7 +148,7 @@ def _socket(data: bytes, at: int) -> tuple[str, int] | None:
 
 
 def _prefixed(data: bytes, at: int, most: int = 1 << 20) -> tuple[bytes, int] | None:
-    """A length-prefixed item at `at`: (bytes, behind it)."""
+    """A length-prefixed item at `at`: (bytes, place after it)."""
     if at + 4 > len(data):
         return None
     size = _u32(data, at)
@@ -170,26 +167,17 @@ def parse_qp_info(data: bytes) -> Side | None:
     versions = QP_INFO.get(len(data))
     if versions is None:
         return None
-    records, gid_at, mtu_at, fifo_at = 1, 0, 0, 0
-    if len(data) == 552:  # not described by the reference: the QPs as in 2.19, the rest is not used
-        qpns = [_u32(data, 8)]
-        if not 0 < qpns[0] < 1 << 24:
-            return None
-        return Side(versions, tuple(qpns), "", 0, 0)
-    if len(data) == 2600:
-        qpns = [_u32(data, 8 + 4 * i) for i in range(128)]
-        gid_at, mtu_at, fifo_at = 2568, 2584, 2592
-    else:
-        qpns = [_u32(data, 24 * i) for i in range(128)]
-        device = {3336: 3072, 3576: 3072, 3584: 3072, 4448: 3456}[len(data)]
-        gid_at = device + 16
-        fifo_at = {3336: 3320, 3576: 3560, 3584: 3560, 4448: 4424}[len(data)]
-    while records < 128 and 0 < qpns[records] < 1 << 24:
-        records += 1
-    if not 0 < qpns[0] < 1 << 24 or not any(data[gid_at : gid_at + 16]) or not _u64(data, fifo_at):
+    first, step, gid_at, fifo_at = QP_FIELDS[len(data)]
+    count = 1 if not gid_at else 128  # not described by the reference: one QP as in 2.19, the rest is not used
+    every = (_u32(data, first + step * i) for i in range(count))
+    qpns = tuple(takewhile(lambda qpn: 0 < qpn < 1 << 24, every))
+    if not gid_at:
+        return Side(versions, qpns, "", 0, 0) if qpns else None
+    fifo = _u64(data, fifo_at)
+    if not qpns or not any(data[gid_at : gid_at + 16]) or not fifo:
         return None
-    mtu = MTU_OF_ENUM.get(_u32(data, mtu_at), 0) if mtu_at else 0  # where it is from 2.20 on was not read
-    return Side(versions, tuple(qpns[:records]), _gid(data[gid_at : gid_at + 16]), mtu, _u64(data, fifo_at))
+    mtu = MTU_OF_ENUM.get(_u32(data, 2584), 0) if len(data) == 2600 else 0  # where it is from 2.20 on was not read
+    return Side(versions, qpns, _gid(data[gid_at : gid_at + 16]), mtu, fifo)
 
 
 # -- streams ---------------------------------------------------------------------------------------------
@@ -207,7 +195,7 @@ class _Listener:
 
 
 def _root_info(data: bytes) -> tuple[int, int] | None:
-    """(rank, ranks) of a rank's message to the root: behind magic and type a prefixed item that begins with
+    """(rank, ranks) of a rank's message to the root: after magic and type a prefixed item that begins with
     rank and ranks and goes on with two socket addresses (to 2.22), or begins one word later (2.23+)."""
     item = _prefixed(data, 12)
     if item is None or len(item[0]) < 64:
@@ -222,22 +210,14 @@ def _root_info(data: bytes) -> tuple[int, int] | None:
 
 def _peer_message(data: bytes) -> tuple[int, int, bytes] | None:
     """(sender's rank, tag, body)."""
-    first = _prefixed(data, 12)
-    if first is None:
-        return None
-    if len(first[0]) == 8:
-        rank, tag = struct.unpack("<II", first[0])
-        behind = first[1]
-    elif len(first[0]) == 4:
-        second = _prefixed(data, first[1])
-        if second is None or len(second[0]) != 4:
+    words, at = b"", 12  # rank and tag, in one item or in two
+    while len(words) < 8:
+        item = _prefixed(data, at)
+        if item is None or len(item[0]) not in (4, 8):
             return None
-        rank, tag = _u32(first[0], 0), _u32(second[0], 0)
-        behind = second[1]
-    else:
-        return None
-    body = _prefixed(data, behind)
-    return None if body is None else (rank, tag, body[0])
+        words, at = words + item[0], item[1]
+    body = _prefixed(data, at)
+    return None if body is None or len(words) != 8 else (_u32(words, 0), _u32(words, 4), body[0])
 
 
 def _listening(body: bytes, size: int) -> list[tuple[str, int]] | None:
@@ -282,7 +262,8 @@ def _handshake(data: bytes) -> Side | None:
 def parse_bootstrap(streams: Sequence[Stream]) -> Bootstrap:
     """Everything the streams say. Never raises; what contradicts itself is left out and noted."""
     out = Bootstrap()
-    messages: list[tuple[int, int, int, list[tuple[str, int]], int]] = []
+    messages: list[tuple[int, int, int, list[tuple[str, int]]]] = []
+    by_ends = {(stream.src, stream.dst): stream.data for stream in streams}
     handshakes: dict[tuple[tuple[str, int], tuple[str, int]], bytes] = {}
     for stream in streams:
         data = stream.data
@@ -291,71 +272,55 @@ def parse_bootstrap(streams: Sequence[Stream]) -> Bootstrap:
         magic, kind = _u64(data, 0), _u32(data, 8)
         if magic == HANDSHAKE_MAGIC and kind == NETWORK_IB:
             handshakes[stream.src, stream.dst] = data
-        elif kind == BOOTSTRAP:
-            info = _root_info(data)
-            if info is not None:
-                known = out.ranks.get(magic, 0)
-                if known and known != info[1]:
-                    out.notes.append(f"communicator {magic:#018x} is said to have {known} and {info[1]} ranks")
-                    out.ranks[magic] = 0
-                else:
-                    out.ranks[magic] = info[1]
-                continue
-            message = _peer_message(data)
-            if message is not None:
-                rank, tag, body = message
-                listeners = _connect_infos(body)
-                if listeners:
-                    messages.append((magic, rank, tag, listeners, len(body)))
-    answers = {(s.src, s.dst): s.data for s in streams}
-    _flows(out, _listeners(out, messages), handshakes, answers)
+        elif kind == BOOTSTRAP and (info := _root_info(data)) is not None:
+            known = out.ranks.get(magic, 0)
+            if known and known != info[1]:
+                out.notes.append(f"communicator {magic:#018x} is said to have {known} and {info[1]} ranks")
+            out.ranks[magic] = 0 if known and known != info[1] else info[1]
+        elif kind == BOOTSTRAP and (message := _peer_message(data)) is not None:
+            rank, tag, body = message
+            messages.append((magic, rank, tag, _connect_infos(body)))
+    listeners = _listeners(out, messages)
+    for (src, dst), data in handshakes.items():
+        _connect(out, listeners.get(dst), dst, data, by_ends.get((dst, src), b""))
     return out
 
 
 def _listeners(
-    out: Bootstrap, messages: list[tuple[int, int, int, list[tuple[str, int]], int]]
+    out: Bootstrap, messages: list[tuple[int, int, int, list[tuple[str, int]]]]
 ) -> dict[tuple[str, int], _Listener | None]:
     """Socket address -> whose connection is made there; None if two messages claim it."""
     found: dict[tuple[str, int], _Listener | None] = {}
-    for magic, rank, tag, listeners, _ in messages:
+    for magic, rank, tag, listeners in messages:
         ranks, distance = out.ranks.get(magic, 0), tag >> 8
         graph = GRAPHS.get(tag & 0xFF)
-        if not ranks or graph is None or not 0 < distance < ranks or rank >= ranks:
+        if not ranks or graph is None or not 0 < distance < ranks or rank >= ranks or not listeners:
             continue
         src = (rank - distance) % ranks
         key = (magic, graph, src, rank)
         out.connected[key] = max(out.connected.get(key, 0), len(listeners))
         for channel, address in enumerate(listeners):
             listener = _Listener(magic, graph, channel, src, rank)
-            if found.get(address, listener) != listener:
-                found[address] = None
-            else:
-                found[address] = listener
+            found[address] = listener if found.get(address, listener) == listener else None
     return found
 
 
-def _flows(
-    out: Bootstrap, listeners: dict[tuple[str, int], _Listener | None],
-    handshakes: dict[tuple[tuple[str, int], tuple[str, int]], bytes],
-    answers: dict[tuple[tuple[str, int], tuple[str, int]], bytes],
-) -> None:
-    for (src, dst), data in handshakes.items():
-        listener = listeners.get(dst)
-        sender, receiver = _handshake(data), _handshake(answers.get((dst, src), b""))
-        if listener is None:
-            if sender is not None:
-                out.notes.append(f"QP handshake with {dst[0]} port {dst[1]}: whose listener that is was not seen")
-            continue
-        if sender is None or receiver is None or sender.versions != receiver.versions:
-            out.notes.append(
-                f"QP handshake of rank {listener.src} -> {listener.dst}, {listener.graph} channel {listener.channel}:"
-                f" {len(data)} and {len(answers.get((dst, src), b''))} bytes fit no known version, or were not all seen"
-            )
-            continue
-        # A record's QP array may hold stale numbers behind the used ones; both sides use equally many.
-        count = min(len(sender.qpns), len(receiver.qpns))
-        out.flows.append(BootstrapFlow(
-            listener.communicator, listener.graph, listener.channel, listener.src, listener.dst, sender.versions,
-            Side(sender.versions, sender.qpns[:count], sender.gid, sender.mtu, sender.fifo),
-            Side(receiver.versions, receiver.qpns[:count], receiver.gid, receiver.mtu, receiver.fifo),
-        ))
+def _connect(out: Bootstrap, listener: _Listener | None, at: tuple[str, int], data: bytes, answer: bytes) -> None:
+    """Add the connection whose QP handshake this is. at: where the receiver listens."""
+    sender, receiver = _handshake(data), _handshake(answer)
+    if listener is None:
+        if sender is not None:
+            out.notes.append(f"QP handshake with {at[0]} port {at[1]}: whose listener that is was not seen")
+        return
+    if sender is None or receiver is None or sender.versions != receiver.versions:
+        out.notes.append(
+            f"QP handshake of rank {listener.src} -> {listener.dst}, {listener.graph} channel {listener.channel}:"
+            f" {len(data)} and {len(answer)} bytes fit no known version, or were not all seen"
+        )
+        return
+    # A record's QP array may hold stale numbers after the used ones; both sides use equally many.
+    count = min(len(sender.qpns), len(receiver.qpns))
+    out.connections.append(BootstrapConnection(
+        listener.communicator, listener.graph, listener.channel, listener.src, listener.dst, sender.versions,
+        replace(sender, qpns=sender.qpns[:count]), replace(receiver, qpns=receiver.qpns[:count]),
+    ))

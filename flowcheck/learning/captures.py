@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from parser.observer import Observer
@@ -17,16 +17,16 @@ from flowcheck.errors import UserError
 from flowcheck.learning.bootstrap import Stream, parse_bootstrap, reassemble
 from flowcheck.learning.connections import connections
 from flowcheck.learning.hints import Hints
-from flowcheck.learning.job import Facts, Learnt, Progress, learn_from
+from flowcheck.learning.job import Learnt, Observations, Progress, learn_from
 from flowcheck.learning.logs import LogFacts, merge, parse_log
-from flowcheck.learning.traffic import Queue
+from flowcheck.learning.messages import Flow
 
-__all__ = ["facts_of", "learn", "read_logs", "streams_of"]
+__all__ = ["learn", "observations_of", "read_logs", "streams_of"]
 
-_Wish = tuple[bytes, bytes, int, int, int]  # source, destination, destination QP, first PSN, end PSN
+PayloadRequest = tuple[bytes, bytes, int, int, int]  # source, destination, destination QP, first PSN, end PSN
 
 LOG_LIMIT = 1 << 30
-PIECE_LIMIT = 64 << 20  # of one announcement
+PACKETS_MAX = 1 << 18  # of one announcement: 64 MiB at the smallest path MTU
 
 
 def learn(
@@ -46,46 +46,39 @@ def learn(
         infos = [scan(path) for path in captures]
         with Eal.start(memory_mb=memory_needed(infos).total_mb) as eal:
 
-            def trace(wanted: Sequence[_Wish] = ()) -> Observer:
+            def trace(wanted: Sequence[PayloadRequest] = ()) -> Observer:
                 seen = Observer(messages=True, requests=wanted)
                 observe(eal, infos, seen)
                 return seen
 
-            return learn_from(facts_of(trace, log), hints, progress)
+            return learn_from(observations_of(trace, log), hints, progress)
 
 
-def facts_of(trace, log: LogFacts) -> Facts:  # type: ignore[no-untyped-def]
-    """Facts of packets. trace(wanted=()) -> Observer: passes over all captures."""
+def observations_of(trace: Callable[..., Observer], log: LogFacts) -> Observations:
+    """What packets show. trace(wanted=()): passes over all captures."""
     seen = trace()
     flows = seen.flow_list()
+    known: dict[PayloadRequest, bytes | None] = {}
 
-    known: dict[_Wish, bytes | None] = {}
-
-    def read(wanted: list[tuple[Queue, int, int]]) -> list[bytes | None]:
-        wishes: list[_Wish] = [
-            (ipaddress.ip_address(q.src).packed, ipaddress.ip_address(q.dst).packed, q.qpn, low, high)
-            for q, low, high in wanted
+    def read(wanted: list[tuple[Flow, int, int]]) -> list[bytes | None]:
+        requests: list[PayloadRequest] = [
+            (ipaddress.ip_address(f.src).packed, ipaddress.ip_address(f.dst).packed, f.qpn, low, high)
+            for f, low, high in wanted
         ]
-        new = [wish for wish in dict.fromkeys(wishes) if wish not in known]
+        new = [request for request in dict.fromkeys(requests) if request not in known]
         if new:  # every hypothesis asks for the same few messages: read the captures once for them
-            known.update(zip(new, fetch(new), strict=True))
-        return [known[wish] for wish in wishes]
+            again = trace(new)
+            ends = [(f["src"], f["dst"], f["id"]) for f in again.flow_list()]
+            payloads: dict[tuple[bytes, bytes, int, int], bytes] = {}
+            for flow, psn, payload in again.payloads():
+                payloads.setdefault((*ends[flow], psn), payload)
+            for src, dst, qpn, low, high in new:
+                places = [(src, dst, qpn, psn) for psn in range(low, min(high, low + PACKETS_MAX))]
+                whole = high - low <= PACKETS_MAX and all(place in payloads for place in places)
+                known[src, dst, qpn, low, high] = b"".join(payloads[place] for place in places) if whole else None
+        return [known[request] for request in requests]
 
-    def fetch(wishes: list[_Wish]) -> list[bytes | None]:
-        again = trace(wishes)
-        names = again.flow_list()
-        pieces: dict[tuple[bytes, bytes, int], dict[int, bytes]] = {}
-        for flow, psn, payload in again.payloads():
-            f = names[flow]
-            pieces.setdefault((f["src"], f["dst"], f["id"]), {}).setdefault(psn, payload)
-        out: list[bytes | None] = []
-        for src, dst, qpn, low, high in wishes:
-            have = pieces.get((src, dst, qpn), {})
-            whole = high - low <= PIECE_LIMIT // 256 and all(psn in have for psn in range(low, high))
-            out.append(b"".join(have[psn] for psn in range(low, high)) if whole else None)
-        return out
-
-    return Facts(
+    return Observations(
         connections(flows, seen.start_records()), parse_bootstrap(streams_of(seen)), log, read,
         seen.counters()["encrypted"], sum(f["packets"] for f in flows), _unread(seen),
     )
@@ -103,19 +96,17 @@ def streams_of(trace: Observer) -> list[Stream]:
     """Every TCP direction of a trace, reassembled."""
     flows = trace.flow_list()
     segments: dict[int, list[tuple[int, int, bytes]]] = {}
-    for flow, seq, flags, payload in trace.tcp_segments():
-        segments.setdefault(flow, []).append((seq, flags, payload))
+    for flow, *segment in trace.tcp_segments():
+        segments.setdefault(flow, []).append(tuple(segment))
     out = []
-    for flow, kept in segments.items():
-        f = flows[flow]
-        data, begun = reassemble(kept)
+    for f, kept in ((flows[flow], kept) for flow, kept in segments.items()):
         source, destination = (str(ipaddress.ip_address(f[side])) for side in ("src", "dst"))
-        out.append(Stream((source, f["id"] >> 16), (destination, f["id"] & 0xFFFF), data, begun))
+        out.append(Stream((source, f["id"] >> 16), (destination, f["id"] & 0xFFFF), *reassemble(kept)))
     return out
 
 
 def read_logs(paths: Sequence[str | os.PathLike[str]]) -> LogFacts:
-    """All logs as one. Raises UserError, also for a file that is no log of NCCL's."""
+    """All logs as one. Raises UserError, also for a file that is not a log of NCCL's."""
     parts = []
     for path in map(Path, paths):
         try:

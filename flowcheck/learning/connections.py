@@ -1,16 +1,15 @@
-"""From queue pairs to connections: which QPs carry one connection's messages, in which order, and who announces them.
+"""From flows to connections: which flows carry one connection's messages, in which order, and which are its cts flows.
 
     connections(flows, starts) -> [Connection]
 
-QPs belong together where they write into the slots of one buffer: those that a single flow of clear-to-send writes
-announces, or, where none was captured, those under one memory key and no further apart than a buffer is long. How
-messages go round them is queuepairs.py's. What the evidence leaves open stands in `unsure` (refused where it matters)
-or in `doubt`. Pure. Section numbers: nccl-wire.md.
+Flows belong together where they write into the slots of one buffer: those that a single cts flow announces, or, where
+none was captured, those under one memory key and no further apart than a buffer is long. Both that and the pairing by
+port are parser.pairing's, as in `inspect`. How messages go round the flows is flow_order.py's. What the evidence leaves
+open stands in `unsure` (refused where it matters) or in `doubt`. Pure. Section numbers: nccl-wire.md.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,61 +18,48 @@ from typing import Any
 
 import numpy as np
 
-from flowcheck.learning.merged import arrange_devices, devices_of
-from flowcheck.learning.queuepairs import Order, arrange, pieces
-from flowcheck.learning.traffic import P2P_SIZE, Announcer, Message, Queue, head_flags, observed
-from parser.findings import connection_port
+from flowcheck.learning.flow_order import FlowOrder, arrange, arrange_devices, devices_of, pieces
+from flowcheck.learning.messages import P2P_SIZE, CtsFlow, Flow, Message, head_flags, observed_flows
+from parser.pairing import Announced, port_partners
 
-__all__ = ["Connection", "connections"]
+__all__ = ["Connection", "PlacedConnection", "connections"]
 
 # bytes by the flags that show (pieces of LL128 messages need not show theirs); other sizes show in clear-to-send writes
 BUFFERS = {"ll": 8 * 65536, "ll128": 8 * 614400, "": 8 * 614400}
 
 
 @dataclass
-class Connection:
-    """Data src -> dst over `queues`, and what comes back on cts_qpns (none: not captured).
+class Connection(FlowOrder):
+    """Data src -> dst over `flows`, and what comes back on cts_flows (none: not captured).
 
-    used: over how many QPs each message is spread. devices: ports of a merged NIC; QP i is on port i modulo devices.
-    cts_qpns: where clear-to-send comes in, one of each port. imm_order: "little", "big" or "" if no immediate told.
-    cts_sizes, tags: of the clear-to-send writes; posted, slots: size and address by number of the message announced.
-    layout: versions by their form.
-    unsure: why it is not known which QPs belong to it, or "". order: what decided the order of the QPs; doubt: what of
-    it is open.
-    """
+    devices: ports of a merged NIC; flow i is on port i modulo devices. cts_flows: one of each port. cts_sizes, tags: of
+    the clear-to-send writes; posted, slots: size and address by number of the message announced."""
 
-    queues: tuple[Queue, ...]
-    used: int = 1
-    imm_order: str = ""
     devices: int = 1
-    cts_qpns: tuple[int, ...] = ()
+    cts_flows: tuple[CtsFlow, ...] = ()
     paired_by: str = ""
     cts_sizes: Counter[int] = field(default_factory=Counter)
     tags: Counter[int] = field(default_factory=Counter)
     posted: dict[int, int] = field(default_factory=dict)
     slots: dict[int, int] = field(default_factory=dict)
-    layout: str = ""
-    unsure: str = ""
-    order: str = ""
-    doubt: str = ""
 
     @property
     def src(self) -> str:
-        return self.queues[0].src
+        return self.flows[0].src
 
     @property
     def dst(self) -> str:
-        return self.queues[0].dst
+        return self.flows[0].dst
 
     @property
-    def qpn(self) -> int:
-        """Of its first QP."""
-        return self.queues[0].qpn
+    def cts_qpns(self) -> tuple[int, ...]:
+        """Where clear-to-send comes in, one QP of each port."""
+        return tuple(flow.qpn for flow in self.cts_flows)
 
     @property
-    def cts_qpn(self) -> int | None:
-        """Of its first port."""
-        return self.cts_qpns[0] if self.cts_qpns else None
+    def layout(self) -> str:
+        """NCCL versions by the form of the clear-to-send writes, "" if there are none."""
+        return self.cts_flows[0].layout if self.cts_flows else ""
 
     @property
     def tag(self) -> int | None:
@@ -86,22 +72,22 @@ class Connection:
 
     @property
     def dropped(self) -> int:
-        return sum(q.dropped for q in self.queues)
+        return sum(q.dropped for q in self.flows)
 
     @property
     def gaps(self) -> bool:
-        """Is something missing before the last message of a QP?"""
-        return any(q.whole < len(q.messages) for q in self.queues)
+        """Is something missing before the last message of a flow?"""
+        return any(q.whole < len(q.messages) for q in self.flows)
 
     @cached_property
     def total(self) -> int:
-        """Messages of all QPs, pieces counted one by one."""
-        return sum(len(q.messages) for q in self.queues)
+        """Messages of all flows, pieces counted one by one."""
+        return sum(len(q.messages) for q in self.flows)
 
     @cached_property
     def mtus(self) -> set[int]:
         """Path MTU, as far as packets tell."""
-        return {q.mtu for q in self.queues if q.mtu}
+        return {q.mtu for q in self.flows if q.mtu}
 
     @cached_property
     def flagged(self) -> int:
@@ -114,9 +100,9 @@ class Connection:
         return sum(m.pair for m in self.pieces())
 
     def pieces(self) -> Iterator[Message]:
-        """What was seen on any QP."""
-        for queue in self.queues:
-            yield from queue.messages
+        """What was seen on any flow."""
+        for flow in self.flows:
+            yield from flow.messages
 
     @cached_property
     def messages(self) -> list[Message]:
@@ -125,32 +111,29 @@ class Connection:
 
     def first(self, most: int) -> list[Message]:
         """The first messages, joined likewise."""
-        return self.ahead([0] * len(self.queues), 0, most)
+        return self.ahead([0] * len(self.flows), 0, most)
 
     def ahead(self, at: Sequence[int], number: int, most: int) -> list[Message]:
         """The next messages from message `number` on, joined as if none were missing, at most `most`. at: the next one
-        of each QP."""
-        if len(self.queues) == 1:
-            return self.queues[0].messages[at[0] : at[0] + most]
+        of each flow."""
+        if len(self.flows) == 1:
+            return self.flows[0].messages[at[0] : at[0] + most]
         places = list(at)
         out: list[Message] = []
         while len(out) < most:
-            joined: Message | None = None
-            for i in range(self.used):
-                q = (number * self.used + i) % len(self.queues)
-                if places[q] >= len(self.queues[q].messages):
-                    return out
-                piece = self.queues[q].messages[places[q]]
+            turn = [(number * self.used + i) % len(self.flows) for i in range(self.used)]
+            if any(places[q] >= len(self.flows[q].messages) for q in turn):
+                break
+            parts = [self.flows[q].messages[places[q]] for q in turn]
+            out.append(parts[0] if len(parts) == 1 else replace(parts[0], size=sum(m.size for m in parts)))
+            for q in turn:
                 places[q] += 1
-                joined = piece if joined is None else replace(joined, size=joined.size + piece.size)
-            if joined is not None:
-                out.append(joined)
             number += 1
         return out
 
     def due(self, number: int, size: int) -> list[tuple[int, int, int]]:
-        """(QP, offset, bytes) of each piece of message `number` (5.3)."""
-        n = len(self.queues)
+        """(flow, offset, bytes) of each piece of message `number` (5.3)."""
+        n = len(self.flows)
         return [((number * self.used + i) % n, *part) for i, part in enumerate(pieces(size, self.used))]
 
     @property
@@ -159,149 +142,122 @@ class Connection:
         return bool(self.unsure) and all(not m.size and m.imm for m in self.pieces())
 
     def name(self) -> str:
-        if len(self.queues) == 1:
-            return self.queues[0].name()
-        return f"{self.src} -> {self.dst} QPs {', '.join(f'{q.qpn:#x}' for q in self.queues)}"
+        if len(self.flows) == 1:
+            return self.flows[0].name()
+        return f"{self.src} -> {self.dst} QPs {', '.join(f'{q.qpn:#x}' for q in self.flows)}"
+
+
+@dataclass(frozen=True)
+class PlacedConnection:
+    """A connection with its meaning: data of rank src to rank dst on a channel."""
+
+    channel: int
+    src: int
+    dst: int
+    connection: Connection
 
 
 def connections(flows: list[dict[str, Any]], starts: np.ndarray) -> list[Connection]:
     """Every connection with data, in order of appearance. flows, starts: of an Observer of messages."""
-    queues, announcers = observed(flows, starts)
-    place = {id(q): i for i, q in enumerate(queues)}
-    found = list(_striped(queues, announcers))
-    by_ends: dict[tuple[str, str], tuple[list[Queue], list[Announcer]]] = defaultdict(lambda: ([], []))
-    for queue in queues:
-        by_ends[queue.src, queue.dst][0].append(queue)
-    for announcer in announcers:
-        by_ends[announcer.dst, announcer.src][1].append(announcer)
-    found += [c for together, there in by_ends.values() for c in _between(together, there)]
-    return sorted(found, key=lambda c: min(place[id(q)] for q in c.queues))
+    data, cts_flows = observed_flows(flows, starts)
+    place = {id(flow): i for i, flow in enumerate(data)}
+    found = list(_striped(data, cts_flows))
+    taken = {id(flow) for c in found for flow in c.flows} | {id(f) for c in found for f in c.cts_flows}
+    by_ends: dict[tuple[str, str], tuple[list[Flow], list[CtsFlow]]] = defaultdict(lambda: ([], []))
+    for flow in data:
+        if id(flow) not in taken:
+            by_ends[flow.src, flow.dst][0].append(flow)
+    for cts_flow in cts_flows:
+        if id(cts_flow) not in taken:
+            by_ends[cts_flow.dst, cts_flow.src][1].append(cts_flow)
+    every: list[Flow | CtsFlow] = [*data, *cts_flows]
+    partners = port_partners({id(flow): (flow.src, flow.dst, flow.qpn, flow.sport) for flow in every})
+    found += [c for together, there in by_ends.values() for c in _between(together, there, partners)]
+    return sorted(found, key=lambda c: min(place[id(flow)] for flow in c.flows))
 
 
-def _striped(queues: list[Queue], announcers: list[Announcer]) -> Iterator[Connection]:
-    """Connections over several ports of merged NICs, whose QPs and announcers are taken out of the lists."""
-    by_ends: dict[tuple[str, str], list[Queue]] = defaultdict(list)
-    for queue in queues:
-        by_ends[queue.src, queue.dst].append(queue)
+def _striped(data: Sequence[Flow], cts_flows: Sequence[CtsFlow]) -> Iterator[Connection]:
+    """Connections over several ports of merged NICs."""
+    by_ends: dict[tuple[str, str], list[Flow]] = defaultdict(list)
+    for flow in data:
+        by_ends[flow.src, flow.dst].append(flow)
     taken: set[int] = set()
-    for group in devices_of(announcers):
-        by_device: list[list[Queue]] = []
-        elements = [c for a in group for c in a.elements]
-        for announcer in group:
-            keyed = [replace(c, rkey=key) for c in elements for key in {*c.keys, c.rkey} if key]
-            slots = _Slots([replace(announcer, elements=keyed)])
-            free = [q for q in by_ends[announcer.dst, announcer.src] if id(q) not in taken]
-            by_device.append([q for q in free if slots.announcers(q)])
-        if not all(by_device):
-            continue
-        order = arrange_devices(by_device, elements)
-        whole = replace(group[0], elements=sorted(elements, key=lambda c: c.index))
-        connection = _joined(_connection(order), whole, "clear-to-send address")
-        connection.devices, connection.cts_qpns = len(group), tuple(a.qpn for a in group)
-        taken |= {id(q) for q in order.queues} | {id(a) for a in group}
-        yield connection
-    queues[:] = [q for q in queues if id(q) not in taken]
-    announcers[:] = [a for a in announcers if id(a) not in taken]
+    for group in devices_of(cts_flows):
+        elements = sorted((c for cts_flow in group for c in cts_flow.elements), key=lambda c: c.index)
+        slots = Announced((0, key, c.address, c.size) for c in elements for key in {*c.keys, c.rkey} if key)
+        by_device = [
+            [f for f in by_ends[cts_flow.dst, cts_flow.src] if id(f) not in taken and slots.by(_writes(f))]
+            for cts_flow in group
+        ]
+        if all(by_device):
+            connection = Connection(**vars(arrange_devices(by_device, elements)))
+            _join(connection, replace(group[0], elements=elements), "clear-to-send address")
+            connection.cts_flows, connection.devices = tuple(group), len(group)
+            taken |= {id(flow) for flow in connection.flows}
+            yield connection
 
 
-def _between(queues: list[Queue], announcers: list[Announcer]) -> list[Connection]:
-    """The connections of one pair of hosts, in one direction."""
-    announced: dict[int, list[Queue]] = {}
-    alone: list[Queue] = []
+def _writes(flow: Flow) -> list[tuple[int, int, int]]:
+    return [(m.rkey, m.va, m.size) for m in flow.messages]
+
+
+def _between(data: list[Flow], cts_flows: list[CtsFlow], partners: dict[int, int]) -> list[Connection]:
+    """The connections of one pair of hosts, in one direction. partners: by UDP source port, by identity."""
+    slots = Announced((i, c.rkey, c.address, c.size) for i, flow in enumerate(cts_flows) for c in flow.elements)
+    announced: dict[int, list[Flow]] = {}
+    alone: list[Flow] = []
     contested: set[int] = set()
-    slots = _Slots(announcers)
-    for queue in queues:
-        numbers = slots.announcers(queue)
+    for flow in data:
+        numbers = slots.by(_writes(flow))
         if len(numbers) == 1:
-            announced.setdefault(numbers.pop(), []).append(queue)
+            announced.setdefault(numbers.pop(), []).append(flow)
         else:
-            alone.append(queue)
-            contested |= {id(queue)} if numbers else set()
-    spare: dict[int, list[Announcer]] = defaultdict(list)
-    for i, announcer in enumerate(announcers):
-        if i not in announced:
-            spare[announcer.sport].append(announcer)
+            alone.append(flow)
+            contested |= {id(flow)} if numbers else set()
     if len(announced) == 1:  # nothing but empty pieces: of the only connection there is, if it splits its messages
-        (members,) = announced.values()
-        empty = [q for q in alone if q.messages and not any(m.size for m in q.messages)]
-        if empty and arrange(members + empty, announcers[next(iter(announced))].elements).used > 1:
+        ((number, members),) = announced.items()
+        empty = [f for f in alone if f.messages and not any(m.size for m in f.messages)]
+        if empty and arrange(members + empty, cts_flows[number].elements).used > 1:
             members += empty
-            alone = [q for q in alone if q not in empty]
+            alone = [f for f in alone if f not in empty]
     out: list[Connection] = []
     for number, members in announced.items():
-        order = arrange(members, announcers[number].elements)
-        out.append(_joined(_connection(order), announcers[number], "clear-to-send address"))
+        out.append(Connection(**vars(arrange(members, cts_flows[number].elements))))
+        _join(out[-1], cts_flows[number], "clear-to-send address")
+    spare = {id(flow): flow for i, flow in enumerate(cts_flows) if i not in announced}
     for members, unsure in _unannounced(alone):
-        connection = _connection(arrange(members, []))
-        if any(id(q) in contested for q in members):
+        out.append(Connection(**vars(arrange(members, []))))
+        if any(id(flow) in contested for flow in members):
             unsure = "several flows of clear-to-send writes announce the addresses it writes to"
-        connection.unsure = unsure or connection.unsure
-        first = connection.queues[0]
-        near = spare[first.sport]  # 5.8: the port is a function of both QP numbers, and the same in both directions
-        fits = [a for a in near if connection_port(first.qpn, a.qpn) == first.sport]
-        if len(fits) == 1:
-            _joined(connection, fits[0], "UDP source port")
-            near.remove(fits[0])
-        out.append(connection)
+        out[-1].unsure = unsure or out[-1].unsure
+        partner = spare.get(partners.get(id(out[-1].flows[0]), 0))
+        if partner is not None:
+            _join(out[-1], partner, "UDP source port")
     return out
 
 
-def _connection(order: Order) -> Connection:
-    return Connection(
-        order.queues, order.used, order.imm_order, unsure=order.unsure, order=order.reason, doubt=order.doubt
-    )
-
-
-def _joined(connection: Connection, announcer: Announcer, how: str) -> Connection:
-    connection.cts_qpns = (announcer.qpn,)
+def _join(connection: Connection, cts_flow: CtsFlow, how: str) -> None:
+    connection.cts_flows = (cts_flow,)
     connection.paired_by = how
-    connection.layout = announcer.layout
-    connection.cts_sizes = Counter(c.size for c in announcer.elements)
-    connection.tags = Counter(c.tag for c in announcer.elements)
-    connection.posted = {c.index - 1: c.size for c in announcer.elements}
-    connection.slots = {c.index - 1: c.address for c in announcer.elements}
-    return connection
+    connection.cts_sizes = Counter(c.size for c in cts_flow.elements)
+    connection.tags = Counter(c.tag for c in cts_flow.elements)
+    connection.posted = {c.index - 1: c.size for c in cts_flow.elements}
+    connection.slots = {c.index - 1: c.address for c in cts_flow.elements}
 
 
-class _Slots:
-    """Which announcer names an address."""
-
-    def __init__(self, announcers: Sequence[Announcer]) -> None:
-        self._ranges: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by key: (start, end, announcer)
-        for number, announcer in enumerate(announcers):
-            ends: dict[tuple[int, int], int] = {}
-            for c in announcer.elements:
-                ends[c.rkey, c.address] = max(c.size, ends.get((c.rkey, c.address), 0))
-            for (rkey, start), size in ends.items():
-                self._ranges[rkey].append((start, start + size, number))
-        for ranges in self._ranges.values():
-            ranges.sort()
-        self._starts = {rkey: [r[0] for r in ranges] for rkey, ranges in self._ranges.items()}
-
-    def announcers(self, queue: Queue) -> set[int]:
-        """All whose slots this QP writes into; empty writes count where no other says anything."""
-        places = {(m.rkey, m.va) for m in queue.messages if m.size} or {(m.rkey, m.va) for m in queue.messages}
-        found = set()
-        for rkey, va in places:
-            at = bisect_right(self._starts.get(rkey, []), va)
-            # slots of one buffer do not overlap; those of others may, in a hostile capture
-            found |= {number for start, end, number in self._ranges.get(rkey, [])[max(0, at - 16) : at] if va < end}
-        return found
-
-
-def _unannounced(queues: list[Queue]) -> Iterator[tuple[list[Queue], str]]:
-    """(QPs of one connection, why that is not sure) where no clear-to-send write tells: QPs that write under one key
-    within the length of one buffer."""
-    regions: dict[int, list[tuple[int, int, int, str]]] = defaultdict(list)  # by key: (first, last address, QP, kind)
-    for number, queue in enumerate(queues):
+def _unannounced(flows: list[Flow]) -> Iterator[tuple[list[Flow], str]]:
+    """(flows of one connection, why that is not sure) where no clear-to-send write tells: those that write under one
+    key within the length of one buffer."""
+    regions: dict[int, list[tuple[int, int, int, str]]] = defaultdict(list)  # by key: (first, last address, flow, kind)
+    for number, flow in enumerate(flows):
         reach: dict[int, tuple[int, int, str]] = {}
-        for m in queue.messages:
+        for m in flow.messages:
             if m.va:  # empty pieces have an address too
                 low, high, kind = reach.get(m.rkey, (m.va, m.va, ""))
                 reach[m.rkey] = min(low, m.va), max(high, m.va), kind or head_flags(m.head, m.size)[0]
         for rkey, (low, high, kind) in reach.items():
             regions[rkey].append((low, high, number, kind))
-    root = list(range(len(queues)))
+    root = list(range(len(flows)))
 
     def find(i: int) -> int:
         while root[i] != i:
@@ -323,10 +279,10 @@ def _unannounced(queues: list[Queue]) -> Iterator[tuple[list[Queue], str]]:
                     too_long |= {number, first}
                 begin, end, first, kind = low, high, number, other
     groups: dict[int, list[int]] = defaultdict(list)
-    for number in range(len(queues)):
+    for number in range(len(flows)):
         groups[find(number)].append(number)
     for members in groups.values():
         unsure = ""
         if too_long & set(members):
             unsure = "no clear-to-send write was captured, and they write to one stretch that is longer than a buffer"
-        yield [queues[i] for i in members], unsure
+        yield [flows[i] for i in members], unsure

@@ -34,13 +34,13 @@ class Hints:
     def __post_init__(self) -> None:
         if self.dtype and self.dtype not in DTYPE_BYTES:
             raise UserError(
-                f"{self.dtype!r} is no element type", where="--dtype", remedy=f"one of {', '.join(DTYPE_BYTES)}"
+                f"{self.dtype!r} is not an element type", where="--dtype", remedy=f"one of {', '.join(DTYPE_BYTES)}"
             )
         if any(count < 1 for count in self.buckets):
             raise UserError("a bucket has at least one element", where="--buckets", remedy="write 5000 or 700,300")
         if self.algorithm and self.algorithm not in ALGORITHMS:
             raise UserError(
-                f"{self.algorithm!r} is no algorithm", where="--algorithm", remedy=" or ".join(ALGORITHMS),
+                f"{self.algorithm!r} is not an algorithm", where="--algorithm", remedy=" or ".join(ALGORITHMS),
             )
         if self.version:
             _check_version(self.version)
@@ -75,7 +75,7 @@ def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
     name, _, rest = text.partition(":")
     if name not in OPTIMIZERS:
         raise UserError(
-            f"{name!r} is no optimizer known here", where="--optimizer",
+            f"{name!r} is not an optimizer known here", where="--optimizer",
             remedy=f"{' or '.join(OPTIMIZERS)}, with options as in sgd:lr=0.001,momentum=0.9",
         )
     options: dict[str, Any] = {}
@@ -83,7 +83,7 @@ def parse_optimizer(text: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = part.partition("=")
         if not equals or not key or key in options:
             raise UserError(
-                f"{part!r} is no option, or given twice", where="--optimizer",
+                f"{part!r} is not an option, or is given twice", where="--optimizer",
                 remedy="write sgd:lr=0.001,momentum=0.9",
             )
         options[key] = _value(value, part)
@@ -100,24 +100,20 @@ def _value(text: str, part: str) -> Any:
         return int(text) if text.lstrip("+-").isdigit() else float(text)
     except ValueError:
         raise UserError(
-            f"{part!r}: {text!r} is no number", where="--optimizer",
+            f"{part!r}: {text!r} is not a number", where="--optimizer",
             remedy="numbers, true, false, or pairs as 0.9/0.999",
         ) from None
 
 
-def _parse_rank(text: str) -> tuple[str, int]:
-    """ "10.0.0.1=0" -> ("10.0.0.1", 0)."""
-    address, _, rank = text.rpartition("=")
-    try:
-        return str(ip_address(address)), int(rank)
-    except ValueError:
-        raise UserError(f"{text!r} is not ADDRESS=RANK", where="--rank", remedy="write 10.0.0.1=0") from None
-
-
 def parse_ranks(texts: Sequence[str]) -> dict[str, int]:
-    """All of --rank. Raises UserError for an address or a rank that is named twice."""
+    """All of --rank: ["10.0.0.1=0"] -> {"10.0.0.1": 0}. Raises UserError for what is named twice, too."""
     named: dict[str, int] = {}
-    for address, rank in map(_parse_rank, texts):
+    for text in texts:
+        try:
+            address, _, number = text.rpartition("=")
+            address, rank = str(ip_address(address)), int(number)
+        except ValueError:
+            raise UserError(f"{text!r} is not ADDRESS=RANK", where="--rank", remedy="write 10.0.0.1=0") from None
         if address in named:
             raise UserError(
                 f"{address} is said to be rank {named[address]} and rank {rank}", where="--rank",

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from parser.observer import Observer
 from scapy.utils import RawPcapReader
 
-from parser.findings import connection_port, interpret, ranks_of
+from parser.findings import interpret, ranks_of
+from parser.pairing import connection_port
 
 CAPTURES = Path(__file__).parents[2].parent / "shared" / "captures"
 

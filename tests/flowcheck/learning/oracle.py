@@ -7,7 +7,7 @@ from parser.observer import Observer
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, example_job
-from flowcheck.learning.captures import facts_of
+from flowcheck.learning.captures import observations_of
 from flowcheck.learning.hints import Hints
 from flowcheck.learning.job import Learnt, Progress, learn_from
 from flowcheck.learning.logs import LogFacts
@@ -37,7 +37,7 @@ def learnt(
             seen.add(frame, timestamp)
         return seen
 
-    return learn_from(facts_of(trace, log or LogFacts()), hints, progress)
+    return learn_from(observations_of(trace, log or LogFacts()), hints, progress)
 
 
 def placement(job: Job, iterations: int) -> dict:

@@ -30,11 +30,11 @@ def test_every_flow_of_the_captures(capture, name: str, flows: int, seen: int) -
             trace.add(frame)
     found = parse_bootstrap(streams_of(trace))
     assert found.notes == [] and set(found.ranks.values()) == {2}
-    assert len(found.flows) == flows
+    assert len(found.connections) == flows
     starts, listed = trace.start_records(), trace.flow_list()
     ends = {(f["src"], f["dst"], f["id"]): i for i, f in enumerate(listed) if not f["tcp"]}
     matched = 0
-    for flow in found.flows:
+    for flow in found.connections:
         src, dst = (ipaddress.ip_address(side.gid).packed for side in (flow.sender, flow.receiver))
         data, back = ends.get((src, dst, flow.qpns[0])), ends.get((dst, src, flow.cts_qpns[0]))
         if data is None or not (starts["flow"] == data).any():
@@ -112,8 +112,8 @@ def _job(size: int, ranks: int = 4, channels: int = 2) -> list[Stream]:
 def test_every_family(size: int) -> None:
     found = parse_bootstrap(_job(size))
     assert found.notes == [] and found.ranks == {COMM: 4}
-    assert len(found.flows) == 8
-    for flow in found.flows:
+    assert len(found.connections) == 8
+    for flow in found.connections:
         assert (flow.graph, flow.dst, flow.versions) == ("ring", (flow.src + 1) % 4, QP_INFO[size])
         assert flow.qpns[0] == 500 + 10 * flow.dst + flow.channel
         assert flow.cts_qpns[0] == 100 + 10 * flow.src + flow.channel
@@ -125,9 +125,9 @@ def test_every_family(size: int) -> None:
 def test_a_missing_side_is_named_not_guessed() -> None:
     streams = [s for s in _job(2600) if s.src[1] != 1001]  # one receiver's answer
     found = parse_bootstrap(streams)
-    assert len(found.flows) == 7 and "fit no known version" in found.notes[0]
+    assert len(found.connections) == 7 and "fit no known version" in found.notes[0]
     streams = [s for s in _job(2600) if s.dst[1] != 201 or s.src[0] != "10.0.0.1"]  # one peer message
-    assert len(parse_bootstrap(streams).flows) == 6
+    assert len(parse_bootstrap(streams).connections) == 6
 
 
 # -- hostile bytes -----------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_changed_bytes_never_crash(size: int, seed: int) -> None:
         if rng.random() < 0.2:
             del data[rng.randrange(len(data)) :]
         streams.append(Stream(s.src, s.dst, bytes(data)))
-    for flow in parse_bootstrap(streams).flows:
+    for flow in parse_bootstrap(streams).connections:
         assert flow.src != flow.dst and max(flow.src, flow.dst) < 65536
         assert 0 <= flow.channel < 128 and 0 < flow.qpns[0] < 1 << 24
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowcheck.learning.ddp import BadAnnouncement, initial_buckets, parse_buckets, parse_shapes
+from flowcheck.learning.search.ddp import initial_buckets, parse_buckets, parse_shapes
+from flowcheck.learning.search.position import Mismatch
 
 shapes = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple), min_size=1, max_size=12)
 
@@ -35,7 +36,7 @@ def test_models_as_they_are_have_one_reading() -> None:
 
 def test_channels_last_is_refused() -> None:
     weight = torch.empty(8, 3, 3, 3).to(memory_format=torch.channels_last)
-    with pytest.raises(BadAnnouncement, match="channels-last"):
+    with pytest.raises(Mismatch, match="channels-last"):
         parse_shapes(announce([weight]), 1)
 
 
@@ -44,7 +45,7 @@ def test_channels_last_is_refused() -> None:
 def test_any_numbers(values: list[int], count: int) -> None:
     try:
         found = parse_shapes(values, count)
-    except BadAnnouncement:
+    except Mismatch:
         return
     assert all(len(reading) == count for reading in found)
 
@@ -56,7 +57,7 @@ def test_many_equal_numbers_do_not_explode() -> None:
 def test_buckets() -> None:
     assert parse_buckets([2, 1, 0, 2], [1, 2], 3) == [[2], [1, 0]]
     for indices, sizes in (([2, 1, 1, 2], [1, 2]), ([2, 1, 0, 3], [1, 2]), ([2, 1, 0, 2], [0, 3]), ([0], [1])):
-        with pytest.raises(BadAnnouncement):
+        with pytest.raises(Mismatch):
             parse_buckets(indices, sizes, 3)
 
 

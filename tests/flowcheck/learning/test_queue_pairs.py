@@ -21,9 +21,9 @@ from flowcheck.lab.synth.packets import WRITE_ONLY_IMM, Endpoint
 from flowcheck.lab.synth.packets import Path as Path_
 from flowcheck.learning.captures import learn
 from flowcheck.learning.connections import connections
+from flowcheck.learning.flow_order import arrange, byte_order, pieces
 from flowcheck.learning.hints import Hints
-from flowcheck.learning.queuepairs import arrange, byte_order, pieces
-from flowcheck.learning.traffic import Message, Queue
+from flowcheck.learning.messages import Flow, Message
 from flowcheck.offline.replay import ReplayOptions, replay
 
 from .oracle import VERSIONS, ddp_job, doubts, learnt, placement, refusal, same, unless_refused
@@ -186,8 +186,8 @@ def test_thousands_of_foreign_queue_pairs_cost_little() -> None:
 def test_pieces_are_the_message(size: int, used: int, data: st.DataObject) -> None:
     parts = pieces(size, used)
     message = Message(0, data.draw(st.sampled_from([*(p for _, p in parts), size])), size, False, 1, 1, 0, b"")
-    queue = Queue("10.0.0.1", "10.0.0.2", 1, 1, None, 0, [message], 1)
-    _, _, other = byte_order([queue], used)
+    flow = Flow("10.0.0.1", "10.0.0.2", 1, 1, None, 0, [message], 1)
+    _, _, other = byte_order([flow], used)
     assert (other == 0) == (message.size in [p for _, p in parts])
     assert len(parts) == used and sum(part for _, part in parts) == size
     assert all(part == 0 or offset + part <= size for offset, part in parts)
@@ -240,9 +240,9 @@ def test_a_queue_pair_of_which_no_message_begins_in_the_capture() -> None:
     """Only later packets of its messages were mirrored: no place in the order, and no crash."""
     message = Message(0, 16, 16 << 24, False, 0x1000, 7, 5, bytes(16))
     ends = {"src": "10.0.0.1", "dst": "10.0.0.2", "sport": 1, "mtu": None, "largest": 16}
-    seen, unseen = Queue(qpn=2, messages=[message], whole=1, **ends), Queue(qpn=1, messages=[], whole=0, **ends)
+    seen, unseen = Flow(qpn=2, messages=[message], whole=1, **ends), Flow(qpn=1, messages=[], whole=0, **ends)
     order = arrange([seen, unseen], [])
-    assert order.queues[0] is seen and order.doubt
+    assert order.flows[0] is seen and order.doubt
 
 
 @SPLIT

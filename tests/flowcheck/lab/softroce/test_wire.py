@@ -95,9 +95,9 @@ def test_bootstrap_is_read_as_nccls(seen: Any) -> None:
     assert list(found.ranks.values()) == [ranks]
     said = json.loads((out / "describe-1.json").read_text())
     wanted = {(f["src"], f["dst"], *f["qpns"], *f["cts_qpns"]): f["channel"] for f in said["flows"]}
-    got = {(f.src, f.dst, *f.qpns, *f.cts_qpns): f for f in found.flows}
+    got = {(f.src, f.dst, *f.qpns, *f.cts_qpns): f for f in found.connections}
     assert got.keys() == wanted.keys()
-    assert {f.graph for f in found.flows} <= {"ring", settings.get("algorithm", "ring")}
+    assert {f.graph for f in found.connections} <= {"ring", settings.get("algorithm", "ring")}
     # Of a tree the learner knows the place among the connect infos, which need not begin with channel 0.
     assert all(f.channel == wanted[key] for key, f in got.items() if f.graph == "ring")
 

@@ -2,73 +2,190 @@
 
     announced(walk, hints, read, failure) -> programs that explain everything observed
 
-DDP's own order (nccl-wire.md 9.1): AllGather of the number of parameters, broadcast of shapes, of parameters, the
-gradients of iteration 0, the rebuilt bucket layout, the gradients of all later iterations. Whoever compares shapes
-broadcasts the parameters too (torch/nn/parallel/distributed.py, `init_sync` governs both), so a reading without that
-broadcast is none.
+DDP's own order (nccl-wire.md 9.1; torch/csrc/distributed/c10d/reducer.cpp, torch/nn/parallel/distributed.py):
+
+    AllGather of one int64    number of parameters
+    Broadcast of int64        sizes then strides of every parameter, no dimensions in between
+    Broadcast                 the parameters, in groups; whoever compares shapes broadcasts these too (`init_sync`
+                              governs both), so a reading without them is none
+    AllReduce                 gradients of iteration 0
+    Broadcast of int32        parameter indices in bucket order, then the number of buckets
+    Broadcast of int32        number of parameters in each bucket
+    AllReduce                 gradients of all later iterations
+
+Nothing here guesses: where two readings fit, both are returned and the caller refuses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import prod
 
 import numpy as np
 
 from flowcheck.job.model import Bucket, Buckets, BucketSlice, Collective, Collectives, ModelEntry, dtype_size
-from flowcheck.learning import ddp
 from flowcheck.learning.hints import Hints
-from flowcheck.learning.program import Failure, Program, Said, Stage, repeat
-from flowcheck.learning.traffic import Message
-from flowcheck.learning.walk import Mismatch, Reader, Seen, Walk, decode
+from flowcheck.learning.messages import packets
+from flowcheck.learning.search.position import Mismatch
+from flowcheck.learning.search.programs import PADDING, Failure, Program, Provenance, Stage, data_bytes, repeat
+from flowcheck.learning.search.walk import Observed, Reader, Walk
 from parser.wire import Protocol
 
-__all__ = ["announced", "begins"]
+__all__ = ["announced", "begins", "initial_buckets", "parse_buckets", "parse_shapes"]
 
 MESSAGES_MAX = 64  # of a broadcast of shapes: 2 MiB in LL
 FLOAT_DTYPES = ("float32", "float16", "bfloat16", "float64")
+MAX_DIMENSIONS = 8
+READINGS = 2  # more than one is ambiguous, how many more does not matter
+BROADCAST_LIMIT = 250 << 20
+FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20
 
 
-def _content(seen: list[Seen], read: Reader, nbytes: int) -> bytes | None:
+# -- what the announcements say --------------------------------------------------------------------------
+
+
+def _contiguous(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a row-major tensor, as torch computes them (an extent of 0 counts as 1)."""
+    strides, step = [0] * len(sizes), 1
+    for axis in range(len(sizes) - 1, -1, -1):
+        strides[axis] = step
+        step *= max(sizes[axis], 1)
+    return tuple(strides)
+
+
+def parse_shapes(values: Sequence[int], count: int) -> list[list[tuple[int, ...]]]:
+    """Readings (at most two) of `values` as sizes and strides of `count` row-major parameters.
+
+    Raises Mismatch if there is none."""
+    n = len(values)
+    if n % 2 or count < 1 or count > n // 2 or any(not 0 <= v < 1 << 48 for v in values):
+        raise Mismatch(f"{n} numbers are not sizes and strides of {count} parameters")
+    # cuts[i]: dimensions that a parameter beginning at i may have
+    cuts = [
+        [
+            dims for dims in range(1, min(MAX_DIMENSIONS, (n - i) // 2) + 1)
+            if tuple(values[i + dims : i + 2 * dims]) == _contiguous(values[i : i + dims])
+        ]
+        for i in range(n)
+    ]
+    # reach[i]: numbers of parameters that values[i:] can be read as, as a bit set
+    reach = [0] * n + [1]
+    for i in range(n - 1, -1, -1):
+        for dims in cuts[i]:
+            reach[i] |= reach[i + 2 * dims] << 1
+        reach[i] &= (1 << (count + 1)) - 1
+    found: list[list[tuple[int, ...]]] = []
+    stack: list[tuple[int, list[tuple[int, ...]]]] = [(0, [])]
+    while stack and len(found) < READINGS:
+        at, read = stack.pop()
+        left = count - len(read)
+        if at == n and not left:
+            found.append(read)
+        elif at < n and left:
+            for dims in cuts[at]:
+                if reach[at + 2 * dims] >> (left - 1) & 1:
+                    stack.append((at + 2 * dims, [*read, tuple(values[at : at + dims])]))
+    if not found:
+        raise Mismatch(
+            f"{n} numbers are not sizes and strides of {count} row-major parameters (channels-last weights, whose "
+            "gradients are reduced in stride order, are not supported)"
+        )
+    return found
+
+
+def parse_buckets(indices: Sequence[int], sizes: Sequence[int], parameters: int) -> list[list[int]]:
+    """Parameters of each bucket from the two int32 broadcasts. Raises Mismatch."""
+    if len(indices) != parameters + 1 or sorted(indices[:-1]) != list(range(parameters)):
+        raise Mismatch(f"{len(indices)} numbers are not a bucket order of {parameters} parameters")
+    if indices[-1] != len(sizes) or any(s < 1 for s in sizes) or sum(sizes) != parameters:
+        raise Mismatch(f"bucket sizes {list(sizes)[:8]} do not hold {parameters} parameters")
+    out, at = [], 0
+    for size in sizes:
+        out.append(list(indices[at : at + size]))
+        at += size
+    return out
+
+
+def _assign(sizes: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
+    """DDP's compute_bucket_assignment_by_size for one dtype and device: a bucket closes when it reaches its limit;
+    the last limit holds for all further buckets."""
+    out: list[list[int]] = [[]]
+    nbytes = 0
+    for i, size in enumerate(sizes):
+        out[-1].append(i)
+        nbytes += size
+        if nbytes >= limits[min(len(out), len(limits)) - 1]:
+            out.append([])
+            nbytes = 0
+    return out if out[-1] else out[:-1]
+
+
+def _broadcast_groups(sizes: Sequence[int]) -> list[list[int]]:
+    """Parameters (of `sizes` bytes) by start-up broadcast: flat groups of at most 250 MiB."""
+    return _assign(sizes, [BROADCAST_LIMIT])
+
+
+def initial_buckets(sizes: Sequence[int]) -> list[list[list[int]]]:
+    """Layouts that iteration 0 may have: all in one bucket, or by the default limits, in reverse."""
+    whole = [list(range(len(sizes)))]
+    limited = _assign(sizes, [FIRST_BUCKET, BUCKET])[::-1]
+    return [whole] if limited == whole else [whole, limited]
+
+
+# -- programs --------------------------------------------------------------------------------------------
+
+
+def _decode(protocol: Protocol, wire: bytes, nbytes: int) -> bytes:
+    """Data bytes of one message (4.1-4.3)."""
+    if protocol == Protocol.SIMPLE:
+        return wire[:nbytes]
+    if protocol == Protocol.LL:
+        words = np.frombuffer(wire, "<u4", len(wire) // 16 * 4).reshape(-1, 4)
+        return words[:, [0, 2]].tobytes()[:nbytes]
+    halves = np.frombuffer(wire, np.uint8).reshape(-1, 8, 128)
+    data = np.empty((len(halves), 960), np.uint8)
+    for i in range(4):
+        data[:, 128 * i : 128 * i + 120] = halves[:, i, :120]
+        data[:, 128 * i + 120 : 128 * i + 128] = halves[:, 4 + i, 112:120]
+        data[:, 512 + 112 * i : 512 + 112 * i + 112] = halves[:, 4 + i, :112]
+    return data.tobytes()[:nbytes]
+
+
+def _content(seen: list[Observed], read: Reader, nbytes: int) -> bytes | None:
     """The bytes of a call whose messages are final on these wires; None if some are missing."""
     out, have = bytearray(nbytes), np.zeros(nbytes, bool)
     whole = [s for s in seen if s.count and s.whole]
-    far = [(s, queue, m) for s in whole for queue, m in s.parts if m.size > len(m.head)]
-    fetched = iter(read([(queue, m.psn, m.psn + _span(s, m)) for s, queue, m in far]))
+    far = [
+        (flow, m.psn, m.psn + packets(m.size, max(s.on.connection.mtus, default=4096)))
+        for s in whole for flow, m in s.parts if m.size > len(m.head)
+    ]
+    fetched = iter(read(far))
     for s in whole:
         parts = [m.head[: m.size] if m.size <= len(m.head) else (next(fetched) or b"")[: m.size] for _, m in s.parts]
-        wire = b"".join(parts)
         if any(len(part) < m.size for part, (_, m) in zip(parts, s.parts, strict=True)):
             continue
-        data = decode(s.protocol, wire, s.count)
-        known = have[s.first : s.first + s.count]
-        before = bytes(out[s.first : s.first + s.count])
-        if known.all() and before != data:
+        data, place = _decode(s.protocol, b"".join(parts), s.count), slice(s.first, s.first + s.count)
+        if have[place].all() and out[place] != data:
             return None  # two copies of one broadcast differ: believe neither
-        out[s.first : s.first + s.count] = data
-        have[s.first : s.first + s.count] = True
+        out[place] = data
+        have[place] = True
     return bytes(out) if have.all() else None
-
-
-def _span(s: Seen, message: Message) -> int:
-    """Packets of a message, or of its piece on one QP."""
-    mtu = max(s.wire.connection.mtus, default=4096)
-    return max(1, -(-message.size // mtu))
 
 
 def _broadcast_sizes(walk: Walk, step: int, possible: range) -> Iterator[int]:
     """Bytes that a Broadcast at this place could have, multiples of `step`, likeliest first."""
     protocol = walk.protocol()
-    data_of = {Protocol.LL: (1, 2), Protocol.LL128: (15, 16), Protocol.SIMPLE: (1, 1)}[protocol]
-    slack = {Protocol.LL: 7, Protocol.LL128: 1919, Protocol.SIMPLE: 0}[protocol]
+    slack = PADDING[protocol]
     full = walk.topology.slot_bytes[protocol]
     edges: dict[tuple[int, int], list[list[int]]] = {}  # by channel, of one pair of ranks: sums of the next messages
-    for wire, ahead in walk.ahead(MESSAGES_MAX):
+    for on, ahead in walk.ahead(MESSAGES_MAX):
         run: list[int] = []
         for message in ahead:
-            run.append((run[-1] if run else 0) + message.size * data_of[0] // data_of[1])
+            run.append((run[-1] if run else 0) + data_bytes(protocol, message.size))
             if message.size < full or run[-1] > possible.stop + slack:
                 break  # a call ends with its first message that is not full
-        edges.setdefault((wire.src, wire.dst), []).append(run)
+        edges.setdefault((on.src, on.dst), []).append(run)
     tried: set[int] = set()
     for runs in edges.values():
         for used in range(1, len(runs) + 1):
@@ -83,7 +200,7 @@ def _broadcast_sizes(walk: Walk, step: int, possible: range) -> Iterator[int]:
 
 
 def begins(walk: Walk, failure: Failure) -> bool:
-    """Do the first messages have the sizes of DDP's first call, with something larger behind it? Moves `walk`."""
+    """Do the first messages have the sizes of DDP's first call, with something larger after it? Moves `walk`."""
     failure.stage = Stage.NOTHING
     try:
         walk.take(Collective("AllGather", 1, "int64"))
@@ -110,7 +227,7 @@ def announced(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Itera
         return
     counts = set()
     for s in (s for s in seen if s.count == 8):
-        data = _content([Seen(s.wire, s.parts, 0, 8, s.protocol, s.wire_bytes)], read, 8)
+        data = _content([Observed(s.on, s.parts, 0, 8, s.protocol, s.wire_bytes)], read, 8)
         if data is not None:
             counts.add(int.from_bytes(data, "little", signed=True))
     if len(counts) != 1 or not 0 < (parameters := counts.pop()) < 1 << 24:
@@ -120,7 +237,7 @@ def announced(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Itera
             "parameters: the start-up is not DDP's", start.explained,
         )
         return
-    for nbytes in _broadcast_sizes(start, 16, range(16 * parameters, 16 * ddp.MAX_DIMENSIONS * parameters + 1)):
+    for nbytes in _broadcast_sizes(start, 16, range(16 * parameters, 16 * MAX_DIMENSIONS * parameters + 1)):
         after = start.fork()
         shapes_call = Collective("Broadcast", nbytes // 8, "int64")
         failure.stage = Stage.NOTHING
@@ -135,20 +252,13 @@ def announced(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Itera
             failure.note("DDP's broadcast of shapes is not complete in the capture", after.explained)
             continue
         try:
-            readings = ddp.parse_shapes(np.frombuffer(data, "<i8").tolist(), parameters)
-        except ddp.BadAnnouncement as error:
+            readings = parse_shapes(np.frombuffer(data, "<i8").tolist(), parameters)
+        except Mismatch as error:
             failure.note(f"DDP's broadcast of shapes: {error}", after.explained)
             continue
         failure.stage = Stage.SHAPES
         for shapes in readings:
             yield from _training(after, [count_call, shapes_call], shapes, hints, read, failure)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    n = 1
-    for extent in shape:
-        n *= extent
-    return n
 
 
 def _training(
@@ -158,15 +268,15 @@ def _training(
     names = hints.names(shapes)
     for dtype in [hints.dtype] if hints.dtype else FLOAT_DTYPES:
         size = dtype_size(dtype)
-        elements = [_numel(shape) for shape in shapes]
+        elements = [prod(shape) for shape in shapes]
         model = [ModelEntry(name, list(shape), dtype) for name, shape in zip(names, shapes, strict=True)]
         here, calls = walk.fork(), list(startup)
-        said: list[Said] = [
+        said: list[Provenance] = [
             (f"{len(shapes)} parameters", "their shapes: DDP's AllGather of the number and broadcast of sizes and "
              "strides, read from the wire"),
         ]
         try:
-            for group in ddp.broadcast_groups([n * size for n in elements]):
+            for group in _broadcast_groups([n * size for n in elements]):
                 call = Collective(
                     "Broadcast", sum(elements[i] for i in group), dtype, carries="parameters",
                     tensors=[names[i] for i in group],
@@ -178,12 +288,12 @@ def _training(
         except Mismatch as error:
             failure.note(f"with parameters of {dtype}: {error}", error.progress)
             continue
-        for layout in ddp.initial_buckets([n * size for n in elements]):
+        for layout in initial_buckets([n * size for n in elements]):
             yield from _iterations(here.fork(), calls, model, layout, said, read, failure)
 
 
 def _iterations(
-    walk: Walk, startup: list[Collective], model: list[ModelEntry], layout: list[list[int]], said: list[Said],
+    walk: Walk, startup: list[Collective], model: list[ModelEntry], layout: list[list[int]], said: list[Provenance],
     read: Reader, failure: Failure,
 ) -> Iterator[Program]:
     failure.stage = Stage.SHAPES
@@ -199,27 +309,23 @@ def _iterations(
         failure.note(error)
         _suspect_hook(before, model, layout, failure)
         return
-    number = f"{len(layout)} bucket{'s' * (len(layout) > 1)}"
-    said = [*said, (f"iteration 0: {number}", "as DDP makes them before its rebuild; every size on the wire agrees")]
-    program = Program(
-        Collectives(startup, first), dtype, Buckets(steady=_layout(model, layout)), model, 1, said,
-    )
+    said = [*said, (
+        f"iteration 0: {_counted(layout)}", "as DDP makes them before its rebuild; every size on the wire agrees"
+    )]
+    program = Program(Collectives(startup, first), dtype, Buckets(steady=_layout(model, layout)), model, 1, said)
     if walk.done:
         program.said.append(("steady: none", "no later iteration is in the capture: its buckets are not known"))
         program.signature = tuple(walk.signature)
         yield program
         return
-    order = Collective("Broadcast", len(model) + 1, "int32")
-    found = _rebuilt(walk, order, len(model), read, failure)
+    found = _rebuilt(walk, len(model), read, failure)
     if found is None:
         return  # there may have been a new layout: without it the later calls have no meaning
     # without a rebuild (find_unused_parameters, static graph off): iteration 0 for ever
     yield from _steady(walk.fork(), program, [], layout, failure, "no new layout was broadcast")
-    for rebuilt, sizes_call, after in found:
-        yield from _steady(
-            after, program, [order, sizes_call], rebuilt, failure,
-            "DDP's broadcast of the rebuilt bucket layout, read from the wire",
-        )
+    for rebuilt, calls, after in found:
+        said_by = "DDP's broadcast of the rebuilt bucket layout, read from the wire"
+        yield from _steady(after, program, calls, rebuilt, failure, said_by)
 
 
 def _suspect_hook(walk: Walk, model: list[ModelEntry], layout: list[list[int]], failure: Failure) -> None:
@@ -238,10 +344,11 @@ def _suspect_hook(walk: Walk, model: list[ModelEntry], layout: list[list[int]], 
 
 
 def _rebuilt(
-    walk: Walk, order: Collective, parameters: int, read: Reader, failure: Failure
-) -> list[tuple[list[list[int]], Collective, Walk]] | None:
-    """Layouts that were broadcast here; None if one may have been and cannot be read."""
-    after = walk.fork()
+    walk: Walk, parameters: int, read: Reader, failure: Failure
+) -> list[tuple[list[list[int]], list[Collective], Walk]] | None:
+    """(bucket layout, the calls that say it, a walk past them) if one was broadcast here; None if one may have been and
+    cannot be read."""
+    after, order = walk.fork(), Collective("Broadcast", parameters + 1, "int32")
     try:
         data = _content(after.take(order), read, order.count * 4)
         if data is None and parameters > 1:
@@ -256,13 +363,15 @@ def _rebuilt(
         if data is None and indices[-1] > 1:
             failure.note("DDP's broadcast of the rebuilt bucket sizes is not complete in the capture", after.explained)
             return None
-        sizes = [parameters] if data is None or indices[-1] == 1 else np.frombuffer(data, "<i4").tolist()
-        return [(ddp.parse_buckets(indices, sizes, parameters), sizes_call, after)]
     except Mismatch as error:
         failure.note(error)
-    except ddp.BadAnnouncement as error:
+        return []
+    sizes = [parameters] if data is None or indices[-1] == 1 else np.frombuffer(data, "<i4").tolist()
+    try:
+        return [(parse_buckets(indices, sizes, parameters), [order, sizes_call], after)]
+    except Mismatch as error:
         failure.note(f"DDP's broadcast of the bucket layout: {error}", after.explained)
-    return []
+        return []
 
 
 def _steady(
@@ -281,9 +390,13 @@ def _steady(
     first = program.collectives
     yield Program(
         Collectives(first.startup, first.iteration_0, rebuild, calls), program.dtype, buckets, program.model,
-        iterations, [*program.said, (f"steady: {len(layout)} bucket{'s' * (len(layout) > 1)}", said)],
+        iterations, [*program.said, (f"steady: {_counted(layout)}", said)],
         tuple(walk.signature),
     )
+
+
+def _counted(layout: list[list[int]]) -> str:
+    return f"{len(layout)} bucket{'s' * (len(layout) > 1)}"
 
 
 def _calls(model: list[ModelEntry], layout: list[list[int]]) -> list[Collective]:
@@ -293,9 +406,7 @@ def _calls(model: list[ModelEntry], layout: list[list[int]]) -> list[Collective]
 def _layout(model: list[ModelEntry], layout: list[list[int]]) -> list[Bucket]:
     out = []
     for bucket in layout:
-        offset, slices = 0, []
-        for i in bucket:
-            slices.append(BucketSlice(model[i].name, offset, model[i].elements))
-            offset += model[i].elements
-        out.append(Bucket(slices))
+        entries = [model[i] for i in bucket]
+        starts = accumulate((entry.elements for entry in entries), initial=0)
+        out.append(Bucket([BucketSlice(e.name, at, e.elements) for at, e in zip(starts, entries, strict=False)]))
     return out

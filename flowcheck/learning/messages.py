@@ -1,8 +1,10 @@
-"""From message starts to queue pairs: which flows carry data, which announce it, what each message was.
+"""From message starts to flows: which carry data, which announce it, what each message was.
 
-    trace -> flows -> Announcer (clear-to-send writes) | Queue (messages in order, whole or with a gap)
+    observed_flows(flows, starts) -> [Flow] with data, messages in order, whole or with a gap
+                                     [CtsFlow] of clear-to-send writes
 
-Pure: takes what parser.observer.Observer reports (messages), returns plain objects. Section numbers: nccl-wire.md.
+A flow is one direction of one queue pair. Pure: takes what an Observer of messages reports. Section numbers:
+nccl-wire.md.
 """
 
 from __future__ import annotations
@@ -10,23 +12,18 @@ from __future__ import annotations
 import ipaddress
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-__all__ = ["P2P_SIZE", "Announcer", "Cts", "Message", "Queue", "head_flags", "observed"]
+from parser.nccl import CTS_ELEMENTS, CtsElement
+
+__all__ = ["P2P_SIZE", "Cts", "CtsFlow", "Flow", "Message", "head_flags", "observed_flows", "packets"]
 
 P2P_SIZE = 131072
-#: (element bytes, width of size, offset of rkey, of nreqs, of tag, of idx, versions), 5.4.
-CTS_LAYOUTS = (
-    (32, 4, 12, 16, 20, 24, "2.12-2.19"),
-    (64, 4, 12, 20, 24, 32, "2.20-2.23"),
-    (64, 8, 16, 32, 36, 40, "2.24-2.29"),
-    (64, 8, 16, 48, 52, 56, "2.30"),
-)
 FIRST, LAST_IMM, ONLY, ONLY_IMM = 6, 9, 10, 11
 
 
@@ -46,11 +43,13 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Queue:
-    """Data src -> dst to QP qpn: a whole connection, or one of its several QPs.
+class Flow:
+    """Data src -> dst to QP qpn: a whole connection's, or that of one of its several QPs.
 
+    sport: UDP source port. mtu: path MTU, None if packets do not tell; largest: bytes of the largest payload.
     messages: what began on it, in PSN order; pieces of messages where these are split over QPs. whole: how many of
-    them follow each other without a gap from PSN 0 on (0: begins in mid-stream, or the first packet is lost)."""
+    them follow each other without a gap from PSN 0 on (0: begins in mid-stream, or the first packet is lost).
+    dropped: message starts that were not kept."""
 
     src: str
     dst: str
@@ -101,8 +100,9 @@ class Cts:
 
 
 @dataclass(frozen=True)
-class Announcer:
-    """A flow of clear-to-send writes src -> dst, which announce data dst -> src. elements: in PSN order."""
+class CtsFlow:
+    """A flow of clear-to-send writes src -> dst, which announce data dst -> src. layout: NCCL versions by their form.
+    elements: in PSN order."""
 
     src: str
     dst: str
@@ -112,90 +112,77 @@ class Announcer:
     elements: list[Cts]
 
 
-def _cts_of(head: bytes, length: int, layout: int) -> Cts | None:
-    size, width, rkey, nreqs, tag, idx, _ = CTS_LAYOUTS[layout]
-    if length != size or len(head) < size:
+def _cts_of(head: bytes, form: CtsElement) -> Cts | None:
+    """The clear-to-send write with these first bytes, None if its fields are not plausible."""
+    if len(head) < form.bytes:
         return None
-    found = Cts(
-        struct.unpack_from("<Q", head)[0], struct.unpack_from("<I" if width == 4 else "<Q", head, 8)[0],
-        struct.unpack_from("<I", head, rkey)[0], struct.unpack_from("<I", head, tag)[0],
-        struct.unpack_from("<Q", head, idx)[0], struct.unpack_from(f"<{(nreqs - rkey) // 4}I", head, rkey),
-    )
-    requests = struct.unpack_from("<I", head, nreqs)[0]
+    keys = struct.unpack_from(f"<{(form.requests_at - form.rkey_at) // 4}I", head, form.rkey_at)
+    requests, tag = (struct.unpack_from("<I", head, at)[0] for at in (form.requests_at, form.tag_at))
+    address, index = (struct.unpack_from("<Q", head, at)[0] for at in (0, form.number_at))
+    size = int.from_bytes(head[8 : 8 + form.size_width], "little")
     plausible = (
-        1 <= requests <= 8 and 1 <= found.index < 1 << 48 and 1 <= found.size < 1 << 34 and found.address
-        and found.rkey and found.tag < 1 << 24
+        1 <= requests <= 8 and 1 <= index < 1 << 48 and 1 <= size < 1 << 34 and address and keys[0] and tag < 1 << 24
     )
-    return found if plausible else None
+    return Cts(address, size, keys[0], tag, index, keys) if plausible else None
 
 
-def _clear_to_send(records: np.ndarray) -> tuple[int, list[Cts]] | None:
-    """(layout, elements) if a flow consists of clear-to-send writes. records: in PSN order."""
-    for layout in range(len(CTS_LAYOUTS)):
-        if not len(records) or (records["opcode"] != ONLY).any() or (records["length"] != CTS_LAYOUTS[layout][0]).any():
+def _clear_to_send(records: np.ndarray) -> tuple[CtsElement, list[Cts]] | None:
+    """(form, elements) if a flow consists of clear-to-send writes. records: in PSN order, at least one."""
+    if (records["opcode"] != ONLY).any():
+        return None
+    for form in CTS_ELEMENTS:
+        if (records["length"] != form.bytes).any():
             continue
-        found = [_cts_of(r["head"].tobytes(), int(r["length"]), layout) for r in records]
-        elements = [c for c in found if c is not None]
-        steps = all(b.index >= a.index for a, b in pairwise(elements))
-        if len(elements) == len(found) and steps:
-            return layout, elements
+        elements = [c for r in records if (c := _cts_of(r["head"].tobytes(), form)) is not None]
+        if len(elements) == len(records) and all(b.index >= a.index for a, b in pairwise(elements)):
+            return form, elements
     return None
 
 
 # -- messages --------------------------------------------------------------------------------------------
 
 
-def _packets(size: int, mtu: int) -> int:
+def packets(size: int, mtu: int) -> int:
+    """How many PSNs a write of `size` bytes takes."""
     return max(1, -(-size // mtu))
 
 
 def _messages(records: np.ndarray, mtu: int) -> Iterator[tuple[Message, int]]:
-    """(message, PSN behind it) in PSN order. A plain WRITE, whole or cut by the NIC, ends with its immediate."""
+    """(message, PSN after it) in PSN order. A plain WRITE, whole or cut by the NIC, ends with its immediate."""
     plain: list[Any] = []  # pieces of the plain WRITE that is open
-    behind = 0
+    due = 0  # PSN after them
 
     def whole(end: Any | None) -> tuple[Message, int]:
-        first = plain[0]
-        size = sum(int(p["length"]) for p in plain)
-        imm = None if end is None else int(end["imm"])
-        message = Message(
-            int(first["psn"]), size, imm, end is not None and end["opcode"] == ONLY_IMM, int(first["va"]),
-            int(first["rkey"]), int(first["ns"]), first["head"].tobytes()[: int(first["payload"])],
-        )
-        return message, (behind if end is None else int(end["psn"]) + 1)
+        first, size = plain[0], sum(int(p["length"]) for p in plain)
+        plain.clear()
+        head = first["head"].tobytes()[: int(first["payload"])]
+        place = int(first["va"]), int(first["rkey"]), int(first["ns"]), head
+        if end is None:
+            return Message(int(first["psn"]), size, None, False, *place), due
+        return Message(int(first["psn"]), size, int(end["imm"]), end["opcode"] == ONLY_IMM, *place), int(end["psn"]) + 1
 
     for r in records:
         operation, psn, length = int(r["opcode"]), int(r["psn"]), int(r["length"])
-        if operation == LAST_IMM:
-            if plain and behind == psn + 1:
-                yield whole(r)
-                plain = []
-            elif plain:  # the write's end is another one's: its own was lost
-                yield whole(None)
-                plain = []
-            continue
-        ends_pair = operation == ONLY_IMM and length == 0 and not r["va"] and not r["rkey"]
-        if plain and ends_pair and psn == behind:
+        ends_pair = operation == ONLY_IMM and not length and not r["va"] and not r["rkey"]
+        if plain and ((ends_pair and psn == due) or (operation == LAST_IMM and psn + 1 == due)):
             yield whole(r)
-            plain = []
             continue
         if ends_pair and int(r["imm"]):  # all that is left of a pair
             continue
         joined = (
-            operation == ONLY and plain and psn == behind and int(plain[-1]["opcode"]) == ONLY
+            operation == ONLY and plain and psn == due and int(plain[-1]["opcode"]) == ONLY
             and int(r["va"]) == int(plain[-1]["va"]) + int(plain[-1]["length"])
             and int(plain[-1]["length"]) == int(plain[0]["length"])
         )
         if plain and not joined:
             yield whole(None)
-            plain = []
-        if operation == ONLY_IMM:
-            head = r["head"].tobytes()[: int(r["payload"])]
-            imm = int(r["imm"])
-            yield Message(psn, length, imm, False, int(r["va"]), int(r["rkey"]), int(r["ns"]), head), psn + 1
+        if operation == LAST_IMM:  # of a write whose beginning was lost
             continue
         plain.append(r)
-        behind = psn + _packets(length, mtu)
+        due = psn + packets(length, mtu)
+        if operation == ONLY_IMM:
+            message, _ = whole(None)
+            yield replace(message, imm=int(r["imm"])), psn + 1
     if plain:
         yield whole(None)
 
@@ -213,17 +200,17 @@ def _mtu(records: np.ndarray, largest: int) -> int | None:
     return largest if several and largest in (256, 512, 1024, 2048, 4096) else None
 
 
-def _queue(flow: dict[str, Any], records: np.ndarray) -> Queue:
-    mtu = _mtu(records, flow["max_payload"])
+def _flow(seen: dict[str, Any], records: np.ndarray) -> Flow:
+    mtu = _mtu(records, seen["max_payload"])
     found = list(_messages(records, mtu or 4096))
     whole, expected = 0, 0
     for message, behind in found:
         if message.psn != expected or message.imm is None:
             break
         whole, expected = whole + 1, behind
-    return Queue(
-        _address(flow["src"]), _address(flow["dst"]), flow["id"], flow["sport"], mtu, flow["max_payload"],
-        [message for message, _ in found], whole, flow["dropped"],
+    return Flow(
+        _address(seen["src"]), _address(seen["dst"]), seen["id"], seen["sport"], mtu, seen["max_payload"],
+        [message for message, _ in found], whole, seen["dropped"],
     )
 
 
@@ -231,15 +218,15 @@ def _address(packed: bytes) -> str:
     return str(ipaddress.ip_address(packed))
 
 
-def observed(flows: list[dict[str, Any]], starts: np.ndarray) -> tuple[list[Queue], list[Announcer]]:
-    """Every flow with writes, in order of appearance: QPs with data, and flows of clear-to-send writes."""
+def observed_flows(flows: list[dict[str, Any]], starts: np.ndarray) -> tuple[list[Flow], list[CtsFlow]]:
+    """Every flow with writes, in order of appearance: those with data, and those of clear-to-send writes."""
     order = np.argsort(starts["flow"], kind="stable")
     bounds = np.searchsorted(starts["flow"][order], np.arange(len(flows) + 1))
-    announcers: list[Announcer] = []
-    data: list[Queue] = []
-    for number, flow in enumerate(flows):
+    data: list[Flow] = []
+    cts_flows: list[CtsFlow] = []
+    for number, seen in enumerate(flows):
         records = starts[order[bounds[number] : bounds[number + 1]]]
-        if flow["tcp"] or not len(records):
+        if seen["tcp"] or not len(records):
             continue
         records = records[np.argsort(records["psn"], kind="stable")]
         keep = np.ones(len(records), bool)
@@ -247,8 +234,8 @@ def observed(flows: list[dict[str, Any]], starts: np.ndarray) -> tuple[list[Queu
         records = records[keep]
         cts = _clear_to_send(records)
         if cts is None:
-            data.append(_queue(flow, records))
+            data.append(_flow(seen, records))
         else:
-            ends = _address(flow["src"]), _address(flow["dst"])
-            announcers.append(Announcer(*ends, flow["id"], flow["sport"], CTS_LAYOUTS[cts[0]][-1], cts[1]))
-    return data, announcers
+            ends = _address(seen["src"]), _address(seen["dst"])
+            cts_flows.append(CtsFlow(*ends, seen["id"], seen["sport"], cts[0].versions, cts[1]))
+    return data, cts_flows

@@ -1,34 +1,156 @@
-"""AllReduce calls alone: all ways to cut what was observed into calls and iterations.
+"""Sequences of calls that may explain a capture, what searching for one leaves behind, and AllReduce calls alone.
 
-    bare(walk, hints, read, failure) -> programs that explain everything observed
+    Program                                  calls, model and buckets, with the provenance of each part
+    allreduce_alone(walk, ...) -> programs   all ways to cut what was observed into AllReduce calls and iterations
+
+Two kinds of program are looked for, and only these (docs/use/learn.md): AllReduce calls alone, whose sizes are those
+that the messages admit, or given by hints, and DDP's own (ddp.py), whose sizes are read. A chain of unrelated
+broadcasts could imitate either; that is not considered.
 
 Sizes alone rarely decide: LL pads to 8 bytes, full loops may end a call or not, equal calls may be one iteration or
 many, the capture may end in the middle of a call or of an iteration. Everything that fits is returned, and more than
-one is a refusal; hints decide. With sizes given every call may be ring or tree; else all of them are either.
+one is a refusal; hints decide. With sizes given every call may be ring or tree; otherwise all of them are either.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
 
 from flowcheck.errors import UserError
-from flowcheck.job.model import Collective, Collectives, dtype_size
+from flowcheck.job.model import Buckets, Collective, Collectives, ModelEntry, dtype_size
 from flowcheck.learning.hints import Hints
-from flowcheck.learning.program import Failure, Program, Stage, repeat
-from flowcheck.learning.walk import Mismatch, Reader, Walk
+from flowcheck.learning.search.position import Mismatch
+from flowcheck.learning.search.walk import Reader, Walk
 from parser.wire import Protocol
 
-__all__ = ["bare"]
+__all__ = [
+    "PADDING", "Failure", "Program", "ProgramKind", "Provenance", "Stage", "allreduce_alone", "data_bytes", "repeat",
+    "replayed",
+]
+
+Provenance = tuple[str, str]  # (what was learnt, where it was learnt)
 
 PROGRAMS_MAX = 8  # ways of cutting that are followed: two are enough to refuse
 NODES_MAX = 500
 LOOPS_MAX = 64
 LONGER = (2, 3, 4, 8)  # a call of that many times the elements begins with the same messages, if all its loops are full
+#: By how many bytes padding may hide a smaller size.
+PADDING = {Protocol.LL: 7, Protocol.LL128: 1919, Protocol.SIMPLE: 0}
 
 
-def bare(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Iterator[Program]:
-    """Without --buckets the sizes must be the only ones possible. `read` is not needed: no content is looked at."""
+def data_bytes(protocol: Protocol, wire_bytes: int) -> int:
+    """Of wire bytes, those that are data and padding, not flags (4.1 to 4.3)."""
+    return wire_bytes * {Protocol.LL: 8, Protocol.LL128: 15, Protocol.SIMPLE: 16}[protocol] // 16
+
+
+class Stage(IntEnum):
+    """How far DDP's announcements were followed: they rule out other readings before any count of messages does."""
+
+    NOTHING = 0
+    GATHERED = 1  # the first calls have the sizes of DDP's, their contents are not
+    SHAPES = 2  # number and shapes of the parameters were read
+
+
+@dataclass
+class Failure:
+    """The attempt that came furthest, for the message when none explains all. where, stage: of the attempt under
+    way; reached: stage and messages explained of the best one."""
+
+    where: str = ""
+    stage: Stage = Stage.NOTHING
+    reached: tuple[Stage, int] = (Stage.NOTHING, -1)
+    text: str = ""
+
+    def note(self, error: Mismatch | str, progress: int = 0) -> None:
+        reached = self.stage, error.progress if isinstance(error, Mismatch) else progress
+        if reached > self.reached:
+            self.reached, self.text = reached, f"{self.where}: {error}" if self.where else str(error)
+
+
+@dataclass
+class Program:
+    """A learnt sequence of calls. said: what each part is and where it was learnt. iterations: how many begin in the
+    capture. cut: the capture ends inside the last call, so its size is a lower bound."""
+
+    collectives: Collectives
+    dtype: str
+    buckets: Buckets = field(default_factory=Buckets)
+    model: list[ModelEntry] = field(default_factory=list)
+    iterations: int = 0
+    said: list[Provenance] = field(default_factory=list)
+    signature: tuple = ()
+    cut: bool = False
+
+    @property
+    def calls(self) -> list[Collective]:
+        return [c for part in vars(self.collectives).values() for c in part]
+
+    @property
+    def algorithms(self) -> set[str]:
+        """Of the AllReduce calls of which messages were seen."""
+        return {c.algorithm for c in self.calls if c.op == "AllReduce" and c.algorithm}
+
+    def called(self) -> str:
+        """In one line, for a refusal that names two."""
+        calls = self.collectives
+        parts = []
+        for name in ("startup", "iteration_0", "rebuild", "steady"):
+            listed = getattr(calls, name)
+            if listed:
+                inside = ", ".join(f"{_named(c)} {c.count} {c.dtype}" for c in listed[:6])
+                parts.append(f"{name} [{inside}{', ...' if len(listed) > 6 else ''}]")
+        shapes = ", ".join("x".join(map(str, e.shape)) for e in self.model[:6])
+        model = f"; parameters {shapes}{', ...' if len(self.model) > 6 else ''}" if self.model else ""
+        times = f"{self.iterations} iteration{'s' * (self.iterations != 1)}"
+        cut = ", whose last call the capture's end cuts" if self.cut else ""
+        return f"{times}: {'; '.join(parts)}{model}{cut}"
+
+
+def _named(call: Collective) -> str:
+    return "tree AllReduce" if call.algorithm == "tree" else call.op
+
+
+#: What looks for one kind of program and gives those that explain everything observed.
+ProgramKind = Callable[[Walk, Hints, Reader, Failure], Iterator[Program]]
+
+
+def replayed(walk: Walk, program: Program) -> bool:
+    """Does this program explain everything on other connections or rings too? Moves `walk`."""
+    calls = program.collectives
+    try:
+        for call in [*calls.startup, *calls.iteration_0]:
+            walk.take(call)
+        if not walk.done:
+            for call in calls.rebuild:
+                walk.take(call)
+            repeat(walk, calls.steady)
+    except Mismatch:
+        return False
+    return True
+
+
+def repeat(walk: Walk, calls: list[Collective]) -> int:
+    """Take `calls` again and again until everything is explained; how often."""
+    times = 0
+    while not walk.done:
+        if not calls:
+            raise Mismatch("messages after the last call", walk.explained)
+        for call in calls:
+            walk.take(call)
+        times += 1
+        if times > walk.total + 1:  # a gap may hide iterations, not more than there are messages
+            raise Mismatch("messages that no call explains", walk.explained)
+    return times
+
+
+# -- AllReduce calls alone -------------------------------------------------------------------------------
+
+
+def allreduce_alone(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Iterator[Program]:
+    """Programs of AllReduce calls alone. Without --buckets the sizes must be the only ones possible. `read` is not
+    needed: no content is looked at."""
     failure.stage = Stage.NOTHING
     dtypes = [hints.dtype] if hints.dtype else ["float32", "float16", "float64"]
     if hints.buckets:
@@ -50,10 +172,10 @@ def bare(walk: Walk, hints: Hints, read: Reader, failure: Failure) -> Iterator[P
         for calls, end in _cuts(walk, dtype, failure):
             longer = _longer(walk, calls)
             for first_calls, steady, times in _periods(calls):
-                yield _bare_program(first_calls, steady, times, end, "the only sizes that the messages admit")
+                yield _program(first_calls, steady, times, end, "the only sizes that the messages admit")
                 found += 1
             if longer is not None:
-                yield _bare_program([*calls[:-1], longer], [], 1, end, "the only sizes that the messages admit", True)
+                yield _program([*calls[:-1], longer], [], 1, end, "the only sizes that the messages admit", True)
                 found += 1
             if found >= PROGRAMS_MAX:
                 return
@@ -73,7 +195,7 @@ def _given_buckets(
         return
     if times == 1 and first != buckets:
         return  # then the buckets that were given are not what was seen
-    yield _bare_program(calls, steady if times > 1 else [], times, walk, "given")
+    yield _program(calls, steady if times > 1 else [], times, walk, "given")
 
 
 def _periods(calls: list[Collective]) -> Iterator[tuple[list[Collective], list[Collective], int]]:
@@ -92,7 +214,7 @@ def _periods(calls: list[Collective]) -> Iterator[tuple[list[Collective], list[C
                 yield calls[:first], calls[first : first + period], 1 + times
 
 
-def _bare_program(
+def _program(
     calls: Sequence[Collective], steady: Sequence[Collective], times: int, walk: Walk, why: str, cut: bool = False
 ) -> Program:
     counts = ", ".join(str(c.count) for c in (steady or calls)[:8])
@@ -151,19 +273,17 @@ def _allreduce_counts(walk: Walk, size: int) -> list[int]:
     call ends with its first loop that is not full. Tree: each send is a chunk, and all but the last are equal."""
     protocol, ranks = walk.protocol(), walk.topology.ranks
     tree = walk.algorithms[0] == "tree"
-    data_of = {Protocol.LL: (1, 2), Protocol.LL128: (15, 16), Protocol.SIMPLE: (1, 1)}[protocol]
-    slack = {Protocol.LL: 7, Protocol.LL128: 1919, Protocol.SIMPLE: 0}[protocol]
     slices = 2 if protocol == Protocol.SIMPLE else 1
     per_loop, covering = (1, 1) if tree else (2 * (ranks - 1) * slices, ranks * slices)
     full = ranks * walk.topology.slot_bytes[protocol] * (4 if protocol == Protocol.SIMPLE else 1)
-    full = full * data_of[0] // data_of[1]
+    full = data_bytes(protocol, full)
     loops: dict[int, list[int]] = {}
-    for wire, ahead in walk.ahead(LOOPS_MAX * per_loop):
-        if wire.channel in loops:
+    for on, ahead in walk.ahead(LOOPS_MAX * per_loop):
+        if on.channel in loops:
             continue
-        sums = loops.setdefault(wire.channel, [])
+        sums = loops.setdefault(on.channel, [])
         for at in range(0, len(ahead) - covering + 1, per_loop):
-            sums.append(sum(m.size * data_of[0] // data_of[1] for m in ahead[at : at + covering]))
+            sums.append(sum(data_bytes(protocol, m.size) for m in ahead[at : at + covering]))
             if sums[-1] < (sums[0] if tree else full):
                 break
     out: dict[int, None] = {}
@@ -171,7 +291,7 @@ def _allreduce_counts(walk: Walk, size: int) -> list[int]:
         chosen = [loops[c] for c in sorted(loops)[:used]]
         for depth in range(1, max(map(len, chosen), default=0) + 1):
             total = sum(sum(sums[:depth]) for sums in chosen)
-            spare = slack * (1 if protocol == Protocol.LL else used * ranks)
+            spare = PADDING[protocol] * (1 if protocol == Protocol.LL else used * ranks)
             for nbytes in range(total // size * size, max(0, total - spare - 1), -size):
                 out[nbytes // size] = None
             if len(out) > NODES_MAX:

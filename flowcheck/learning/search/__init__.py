@@ -1,0 +1,1 @@
+"""The search: every hypothesis held against every observed message (see candidates.py)."""
