@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from updater.dialects import Dialect
 from updater.errors import ReplicaError
 from updater.optimizers import OptimizerSpec, packed
+from updater.rounding_modes import RoundingMode
 from updater.sixteen import check_here
 from updater.slot import STATES
 from updater.store import plan_arrays
@@ -59,10 +59,10 @@ def check_tensors(
                 raise ReplicaError(f"optimizer state {key!r} of {name!r} is not one that {optimizer.name} has here")
 
 
-def check_alone(arrays: Sequence[Mapping[str, Any]], optimizer: OptimizerSpec, dialect: Dialect) -> None:
+def check_alone(arrays: Sequence[Mapping[str, Any]], optimizer: OptimizerSpec, rounding: RoundingMode) -> None:
     """Refuse what is updated in 16 bits alone where that cannot be exact: raises OptimizerError. arrays: of a slot."""
     for held in sorted({array["dtype"] for array in arrays if array["role"] == "p"} - {"float32"}):
-        dialect.check(optimizer.name, held)
+        rounding.check(optimizer.name, held)
         check_here(held)
 
 

@@ -1,7 +1,7 @@
 """torch's own SGD, Adam and AdamW, described by name and checked before anything is built.
 
-Options have their torch names. Which roundings they are computed with is the replica's dialect
-(updater/dialects.py), so `fused` and `foreach` may stand here only if they agree with it; capturable and
+Options have their torch names. Which roundings they are computed with is the replica's rounding mode
+(updater/rounding_modes.py), so `fused` and `foreach` may stand here only if they agree with it; capturable and
 differentiable have roundings of their own and are refused.
 """
 
@@ -59,7 +59,7 @@ class OptimizerSpec:
     ) -> OptimizerSpec:
         """Validate (params, options) per group. Raises OptimizerError naming the group and the option.
 
-        fused: whether the dialect is a fused one; options that say otherwise are refused.
+        fused: whether the rounding mode is a fused one; options that say otherwise are refused.
         """
         if name not in _CLASSES:
             raise OptimizerError(f"optimizer {name!r} is not one of {', '.join(_CLASSES)}")
@@ -151,7 +151,7 @@ def _check_options(name: str, options: Mapping[str, Any], where: str, fused: boo
         if key in _OTHER_ORDER or key == "fused":
             if value and not (key == "fused" and fused):
                 raise OptimizerError(
-                    f"{where}: {key}={value!r} is computed in another rounding order than the dialect of this job;"
+                    f"{where}: {key}={value!r} is computed in another rounding mode than that of this job;"
                     " a replica would not equal the trainer"
                 )
             continue

@@ -94,7 +94,7 @@ class Reader:
             fd = self._store.pin(index)
             if fd is None:
                 continue
-            if self._store.word(index) == (COMPLETE, step):
+            if self._store.slot_header(index) == (COMPLETE, step):
                 assert step is not None
                 return fd, index, step
             os.close(fd)

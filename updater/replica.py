@@ -41,10 +41,10 @@ import torch
 
 from updater import kernels
 from updater.arrays import check_alone, check_tensors, plan
-from updater.dialects import Dialect, cpu_root
 from updater.errors import NoFreeSlot, OptimizerError, ReplicaError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
+from updater.rounding_modes import RoundingMode, cpu_root
 from updater.slot import Slot, SlotState
 from updater.step import StepValues
 from updater.store import BUILDING, COMPLETE, FREE, Store
@@ -67,7 +67,7 @@ class Replica:
 
     tensors: every model entry in state_dict order (copied). optimizer: names what is optimized: fp32, or bf16/fp16
     with fp32 masters (a "master" in optimizer_state, else the widened parameter), or, if `masters` is false, bf16/fp16
-    alone, states included, in dialect torch-cpu. buffers: entries that a step may replace; all other entries are
+    alone, states included, in rounding mode torch-cpu. buffers: entries that a step may replace; all other entries are
     constants and kept once. tied: name -> the optimized tensor whose memory it shares.
     slots: 2 to 4. divisor: gradients are divided by it. step, optimizer_state: where a checkpoint was taken.
     path: a file to create (tmpfs, hugetlbfs); None: memory of this process. threads: workers, 0 for none.
@@ -86,7 +86,7 @@ class Replica:
         divisor: int = 1,
         step: int = 0,
         optimizer_state: Mapping[str, Mapping[str, Any]] | None = None,
-        dialect: Dialect | None = None,
+        rounding: RoundingMode | None = None,
         path: str | os.PathLike[str] | None = None,
         run_id: str = "",
         epoch: int = 0,
@@ -96,55 +96,56 @@ class Replica:
         values: Sequence[Mapping[str, Any]] = (),
         masters: bool = True,
     ) -> None:
-        dialect, state = dialect or Dialect(), optimizer_state or {}
+        rounding, state = rounding or RoundingMode(), optimizer_state or {}
         if not 2 <= slots <= 4:
             raise ReplicaError(f"{slots} slots asked for; a replica has 2 to 4")
         if divisor < 1 or step < 0:
             raise ReplicaError(f"divisor {divisor} or step {step} is out of range")
-        dialect.check(optimizer.name)
+        rounding.check(optimizer.name)
         optimizer.with_values(values)
         check_tensors(tensors, optimizer, state, tied or {}, masters)
         identity = {
-            "run_id": run_id, "epoch": epoch, "slots": slots, "divisor": divisor, "dialect": dialect.name,
-            "torch_version": dialect.torch_version, "threads": dialect.threads, "optimizer": optimizer.to_dict(),
+            "run_id": run_id, "epoch": epoch, "slots": slots, "divisor": divisor, "dialect": rounding.name,
+            "torch_version": rounding.torch_version, "threads": rounding.threads, "optimizer": optimizer.to_dict(),
         }
         path = None if path is None else Path(path)
         planned = plan(tensors, optimizer, buffers, tied or {}, masters)
-        check_alone(planned["arrays"], optimizer, dialect)
+        check_alone(planned["arrays"], optimizer, rounding)
         store = Store.create(identity | planned, path)
         store.lock_writer(path)
         for (name, _), constant in store.tensors(None).items():
             constant.copy_(tensors[name])
-        self._take_over(store, optimizer, dialect, divisor, threads)
+        self._take_over(store, optimizer, rounding, divisor, threads)
         first = self.slots[0]
         first.step = step
         self._set_state(first, SlotState.BUILDING)
         first.load(tensors, state, step, values)
         self._set_state(first, SlotState.COMPLETE)
         self._current = first
-        store.name_it()
+        store.publish_file()
 
     @classmethod
     def attach(
         cls, path: str | os.PathLike[str], *, run_id: str | None = None, epoch: int | None = None,
-        dialect: Dialect | None = None, threads: int = 0,
+        rounding: RoundingMode | None = None, threads: int = 0,
     ) -> Replica:
         """Go on with the replica in a file, from its newest complete version; what was being built is gone.
 
-        run_id, epoch: refuse another job's. dialect: only to name a root or device powers again; it has to be the
+        run_id, epoch: refuse another job's. rounding mode: only to name a root or device powers again; it has to be the
         one of the file. Raises ReplicaError if the file is torn, foreign, or being written to.
         """
         path = Path(path)
         store = Store.attach(path)
         try:
-            return cls._over(store, path, run_id, epoch, dialect, threads)
+            return cls._over(store, path, run_id, epoch, rounding, threads)
         except BaseException:
             store.close()  # whoever keeps the error must not keep the lock
             raise
 
     @classmethod
     def _over(
-        cls, store: Store, path: Path, run_id: str | None, epoch: int | None, dialect: Dialect | None, threads: int
+        cls, store: Store, path: Path, run_id: str | None, epoch: int | None, rounding: RoundingMode | None,
+        threads: int,
     ) -> Replica:
         """The replica that lies in an attached file."""
         layout = store.layout
@@ -152,37 +153,37 @@ class Replica:
             if wanted is not None and layout[what] != wanted:
                 raise ReplicaError(f"{path}: belongs to {what} {layout[what]!r}, not {wanted!r}")
         said = (layout["dialect"], layout["torch_version"], layout["threads"])
-        dialect = dialect or Dialect(said[0], said[1], threads=said[2])
-        if (dialect.name, dialect.torch_version, dialect.threads) != said:
-            shared = "" if dialect.threads == said[2] else f", with {said[2] or 'an unknown number of'} threads"
-            raise ReplicaError(f"{path}: was built with dialect {said[0]} of torch {said[1]}{shared}")
+        rounding = rounding or RoundingMode(said[0], said[1], threads=said[2])
+        if (rounding.name, rounding.torch_version, rounding.threads) != said:
+            shared = "" if rounding.threads == said[2] else f", with {said[2] or 'an unknown number of'} threads"
+            raise ReplicaError(f"{path}: was built with rounding mode {said[0]} of torch {said[1]}{shared}")
         newest = store.newest()
         if newest is None:
             raise ReplicaError(f"{path}: no complete version in it")
         groups = [(group["params"], group["options"]) for group in layout["optimizer"]["groups"]]
-        spec = OptimizerSpec.check(layout["optimizer"]["name"], groups, fused=dialect.fused)
-        check_alone(layout["arrays"], spec, dialect)
+        spec = OptimizerSpec.check(layout["optimizer"]["name"], groups, fused=rounding.fused)
+        check_alone(layout["arrays"], spec, rounding)
         replica = cls.__new__(cls)
-        replica._take_over(store, spec, dialect, int(layout["divisor"]), threads)
+        replica._take_over(store, spec, rounding, int(layout["divisor"]), threads)
         for slot in replica.slots:
-            state, slot.step = store.word(slot.index) or (FREE, 0)
+            state, slot.step = store.slot_header(slot.index) or (FREE, 0)
             slot.state = SlotState.COMPLETE if state == COMPLETE else SlotState.FREE
             if state == BUILDING:
-                store.set_word(slot.index, FREE, 0)
+                store.set_slot_header(slot.index, FREE, 0)
         replica._current = replica.slots[newest]
         return replica
 
-    def _take_over(self, store: Store, spec: OptimizerSpec, dialect: Dialect, divisor: int, threads: int) -> None:
-        if dialect.name == "torch-cpu" and not dialect.root:
+    def _take_over(self, store: Store, spec: OptimizerSpec, rounding: RoundingMode, divisor: int, threads: int) -> None:
+        if rounding.name == "torch-cpu" and not rounding.root:
             cpu_root()  # takes half a second once; not in the first iteration
-        self.optimizer, self.dialect = spec, dialect
+        self.optimizer, self.rounding = spec, rounding
         self._store = store
         self._common: int | None = None
         self._lock = threading.Lock()
         self._tuning = chosen()
         self._pool = kernels.Pool(threads, "", *self._tuning)
         self._comparers: kernels.Pool | None = None
-        self.slots = [Slot(store, i, spec, dialect, self._pool, divisor) for i in range(store.slots)]
+        self.slots = [Slot(store, i, spec, rounding, self._pool, divisor) for i in range(store.slots)]
         self._shapes = {a.name: a.shape for a in store.arrays if a.role == "p"}
         self._alone = next((a.name for a in store.arrays if a.role == "p" and a.dtype != "float32"), "")
 
@@ -201,7 +202,7 @@ class Replica:
     @property
     def kernels(self) -> str:
         """What computes it, and what was chosen for this processor."""
-        root = f", root {self.dialect.root or cpu_root()}" if self.dialect.name == "torch-cpu" else ""
+        root = f", root {self.rounding.root or cpu_root()}" if self.rounding.name == "torch-cpu" else ""
         return f"{self._pool.kernel}, {self._tuning}{root}"
 
     @property
@@ -361,6 +362,6 @@ class Replica:
         if state is SlotState.PINNED or before is SlotState.PINNED:
             return  # of this process alone
         word = {SlotState.FREE: FREE, SlotState.BUILDING: BUILDING, SlotState.COMPLETE: COMPLETE}[state]
-        self._store.set_word(slot.index, word, slot.step if state is not SlotState.FREE else 0)
+        self._store.set_slot_header(slot.index, word, slot.step if state is not SlotState.FREE else 0)
         if before is SlotState.BUILDING:
             self._store.unlock_slot(slot.index)

@@ -3,8 +3,8 @@
 A loop over single tensors (what torch takes on a CPU unless told otherwise) calls one operator after the other. Each
 computes in fp32 and rounds what it stores. What an addition takes as a number (alpha, eps) is rounded to 16 bits first,
 a factor or divisor is not. An addition with alpha is one fused multiply-add in the vector loop; in the scalar loop,
-which takes the last elements of every thread's part (`Dialect.parts`), it rounds the product to 16 bits as well. The
-square root is IEEE's. update_body.h computes that; docs/understand/updater.md has it as formulas.
+which takes the last elements of every thread's part (`RoundingMode.parts`), it rounds the product to 16 bits as well.
+The square root is IEEE's. update_body.h computes that; docs/understand/updater.md has it as formulas.
 
 `check_here` compares the kernels with the operators of the torch that is installed: one that was built without fused
 multiply-adds, or for vectors of another length, rounds in an order that has no kernel. Any thread.
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from updater import kernels
-from updater.dialects import Dialect, rule
 from updater.errors import OptimizerError
+from updater.rounding_modes import RoundingMode, rule
 
 __all__ = ["check_here", "threads_matter"]
 
@@ -64,15 +64,15 @@ def _same(name: str, options: Mapping[str, Any], held: str) -> bool:
         size = 10.0 ** torch.randint(-4, 1, (_ELEMENTS,), generator=generator)
         return (torch.randn(_ELEMENTS, generator=generator) * size).to(dtype)
 
-    dialect = Dialect("torch-cpu", threads=1)
+    rounding = RoundingMode("torch-cpu", threads=1)
     theirs = [numbers(), *(torch.zeros(_ELEMENTS, dtype=dtype) for _ in range(2))]
     ours, pool = [tensor.clone() for tensor in theirs], kernels.Pool(0)
-    (part,) = dialect.parts(_ELEMENTS, held)
+    (part,) = rounding.parts(_ELEMENTS, held)
     for step in (1, 2):
         gradient, after = numbers(), [torch.zeros_like(tensor) for tensor in ours]
         p, m, v = theirs
         (_adam if name == "adam" else _sgd)(p, m, v, gradient, options, step)
-        constants = rule(dialect, name, options, step, grad=held, first=step == 1, held=held)
+        constants = rule(rounding, name, options, step, grad=held, first=step == 1, held=held)
         arrays = [[*(tensor.data_ptr() for tensor in version), 0] for version in (ours, after)]
         pool.submit([constants], [(0, _ELEMENTS, gradient.data_ptr(), *arrays[0], *arrays[1], 0, part[2])])
         ours = after

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from updater import kernels
-from updater.dialects import Dialect, rule
 from updater.errors import ReplicaError
 from updater.layout import Layout, SliceLike
 from updater.optimizers import OptimizerSpec, pack, unpack
+from updater.rounding_modes import RoundingMode, rule
 from updater.step import StepValues
 from updater.store import Store
 
@@ -91,18 +91,18 @@ class Version:
 class Slot(Version):
     """A version that can be built. Read `step`, `parameters`, `optimizer_state`; write only through the methods."""
 
-    def __init__(self, store: Store, index: int, spec: OptimizerSpec, dialect: Dialect, pool: kernels.Pool,
+    def __init__(self, store: Store, index: int, spec: OptimizerSpec, rounding: RoundingMode, pool: kernels.Pool,
                  divisor: int) -> None:
         super().__init__(store, index)
         self.step = -1
         self.state = SlotState.FREE
         self.pins = 0
-        self._spec, self._dialect, self._pool, self._divisor = spec, dialect, pool, divisor
+        self._spec, self._rounding, self._pool, self._divisor = spec, rounding, pool, divisor
         self._group = {name: g for g, group in enumerate(spec.groups) for name in group.params}
         self._sizes = {name: self._tensors[name, "p"].numel() for name in self._order}
         self._low = {name: _type(self._tensors[name, "low"]) for name in self.masters}
         self._held = {name: _type(self._tensors[name, "p"]) for name in self._order}
-        self._parts = {name: dialect.parts(size, self._held[name]) for name, size in self._sizes.items()}
+        self._parts = {name: rounding.parts(size, self._held[name]) for name, size in self._sizes.items()}
         self._where = {key: tensor.data_ptr() for key, tensor in self._tensors.items()}
         self._layout: Layout | None = None
         self._source: Slot | None = None
@@ -172,7 +172,7 @@ class Slot(Version):
 
     def _rule(self, group: int, step: int, low: str, held: str, grad: str) -> kernels.Rule:
         return rule(
-            self._dialect, self._spec.name, self._options[group], step, grad=grad, low=low, divisor=self._divisor,
+            self._rounding, self._spec.name, self._options[group], step, grad=grad, low=low, divisor=self._divisor,
             loss_scale=self._values.loss_scale, clip=self._values.clip, first=step == 1, held=held,
         )
 

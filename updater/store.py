@@ -1,13 +1,13 @@
 """Memory of a replica: a file in tmpfs or hugetlbfs that outlives the process, or anonymous memory.
 
     0       magic, format, sizes, hash of the layout, CRC of all that       (written once, before the file has its name)
-    128     one word per slot, each on a cache line of its own             (state, check, step: one 8-byte store)
-    512     the newest step that was verified, as a word                    (0: none)
+    128     one header per slot, each on a cache line of its own           (state, check, step: one 8-byte store)
+    512     the newest step that was verified, in the same form             (0: none)
     4096    the layout as JSON: run, epoch, entries, arrays of a slot      (so that a reader needs nothing else)
     ...     constants, once; then V slots of equal size, arrays on cache lines
 
-A slot is complete from the one store of its word on and not before: `kill -9` between two stores leaves the version
-before. A word whose check does not fit, a size, CRC or hash that does not fit: the file is refused.
+A slot is complete from the one store of its header on and not before: `kill -9` between two stores leaves the version
+before. A slot header whose check does not fit, a size, CRC or hash that does not fit: the file is refused.
 
 Who may do what: one process writes (it holds a lock on the file). Others open read-only and pin a slot with a shared
 lock on the slot's byte; the writer takes the exclusive lock of a slot before it builds in it. The kernel drops the
@@ -85,7 +85,7 @@ class Store:
         self.slots = int(layout["slots"])
         self.constants = [_array(item) for item in layout["constants"]]
         self.arrays = [_array(item) for item in layout["arrays"]]
-        self._words = np.frombuffer(memory, np.uint64, count=8 * self.slots, offset=_WORDS)[::8]
+        self._headers = np.frombuffer(memory, np.uint64, count=8 * self.slots, offset=_WORDS)[::8]
         self._mark = np.frombuffer(memory, np.uint64, count=1, offset=_VERIFIED)
 
     # -- making one --
@@ -94,7 +94,7 @@ class Store:
     def create(cls, layout: dict[str, Any], path: Path | None) -> Store:
         """Fresh memory for `layout` (keys slots, constants, arrays and whatever identifies the job).
 
-        With a path the file has no name until `name_it`. Raises ReplicaError.
+        With a path the file has no name until `publish_file`. Raises ReplicaError.
         """
         text = _text(layout)
         constants = _after(len(text))
@@ -114,12 +114,12 @@ class Store:
         store = cls(memory, fd, layout, constants, first, stride)
         store._path = path
         for slot in range(store.slots):
-            store.set_word(slot, FREE, 0)
+            store.set_slot_header(slot, FREE, 0)
         return store
 
     _path: Path | None = None
 
-    def name_it(self) -> None:
+    def publish_file(self) -> None:
         """Give a created file its name, now that it holds a complete version. Refuses to replace one."""
         if self._path is None:
             return
@@ -161,9 +161,9 @@ class Store:
             raise
         store = cls(memory, fd, layout, constants, first, stride)
         for slot in range(store.slots):
-            if store.word(slot) is None:
+            if store.slot_header(slot) is None:
                 store.close()
-                raise ReplicaError(f"{path}: not a replica that can be used: the word of slot {slot} is damaged")
+                raise ReplicaError(f"{path}: not a replica that can be used: the header of slot {slot} is damaged")
         return store
 
     @staticmethod
@@ -214,19 +214,19 @@ class Store:
     def __del__(self) -> None:
         self.close()
 
-    # -- words --
+    # -- slot headers --
 
-    def set_word(self, slot: int, state: int, step: int) -> None:
+    def set_slot_header(self, slot: int, state: int, step: int) -> None:
         """One aligned 8-byte store; all data of the slot must have been fenced before."""
-        self._words[slot] = _word(state, step)
+        self._headers[slot] = _packed(state, step)
 
-    def word(self, slot: int) -> tuple[int, int] | None:
-        """(state, step), or None if the word is not one that was written."""
-        return _read(int(self._words[slot]))
+    def slot_header(self, slot: int) -> tuple[int, int] | None:
+        """(state, step), or None if it is not one that was written."""
+        return _read(int(self._headers[slot]))
 
     def mark_verified(self, step: int) -> None:
         """This step was compared with the trainer's own state, and is equal."""
-        self._mark[0] = _word(COMPLETE, step)
+        self._mark[0] = _packed(COMPLETE, step)
 
     @property
     def verified(self) -> int | None:
@@ -241,8 +241,8 @@ class Store:
 
     def complete(self) -> dict[int, int]:
         """step -> slot of every complete version."""
-        words = [(self.word(i) or (FREE, 0), i) for i in range(self.slots)]
-        return {step: i for (state, step), i in words if state == COMPLETE}
+        found = [(self.slot_header(i) or (FREE, 0), i) for i in range(self.slots)]
+        return {step: i for (state, step), i in found if state == COMPLETE}
 
     # -- arrays --
 
@@ -297,7 +297,7 @@ def lock(fd: int, byte: int, kind: int) -> bool:
     return True
 
 
-def _word(state: int, step: int) -> np.uint64:
+def _packed(state: int, step: int) -> np.uint64:
     return np.uint64(step << 16 | _check(state, step) << 8 | state)
 
 
@@ -337,7 +337,7 @@ def _there(path: Path) -> ReplicaError:
 def _new_file(path: Path, size: int) -> tuple[mmap.mmap, int, int]:
     """A file of whole pages of its file system (2 MiB on hugetlbfs), all memory reserved now.
 
-    It has no name yet: a process that dies before `name_it` leaves nothing behind.
+    It has no name yet: a process that dies before `publish_file` leaves nothing behind.
     """
     if path.exists():
         raise _there(path)

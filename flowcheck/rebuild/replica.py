@@ -23,13 +23,14 @@ from parser.machine import Engine
 
 from flowcheck.checkpoint.directory import Loaded, Meta, load_init, write_step
 from flowcheck.errors import UserError
+from flowcheck.job.clock import Clock
 from flowcheck.rebuild.evidence import BucketCoverage, parameter_bytes
 from flowcheck.rebuild.plan import JobPlan
-from updater.dialects import GRAIN, Dialect
 from updater.errors import UpdaterError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica, Slot
+from updater.rounding_modes import GRAIN, RoundingMode
 from updater.sixteen import threads_matter
 from updater.step import StepValues
 from updater.verify import Comparison
@@ -59,7 +60,7 @@ class JobReplica:
         self._slot: Slot | None = None
         self._loaded: Loaded | None = load_init(init, plan.job.model) if init else None
         self._spec: OptimizerSpec | None = None
-        self._dialect: Dialect | None = None
+        self._rounding: RoundingMode | None = None
         self._layouts: dict[bool, Layout] = {}
         self.absent = ""
         self._unsent = "the model is in no complete broadcast"  # why the captures bring no weights
@@ -72,14 +73,14 @@ class JobReplica:
                 )
             return
         try:
-            self._dialect = Dialect(
+            self._rounding = RoundingMode(
                 plan.job.optimizer.rounding, plan.job.optimizer.torch_version, threads=plan.job.optimizer.threads
             )
             for held in ("float32", *(self._alone.values())):
-                self._dialect.check(plan.job.optimizer.name, held)
+                self._rounding.check(plan.job.optimizer.name, held)
             self._spec = OptimizerSpec.check(
                 plan.job.optimizer.name, [(group.params, group.options) for group in plan.job.optimizer.groups],
-                fused=self._dialect.fused,
+                fused=self._rounding.fused,
             )
             for first in (True, False):
                 self._layouts[first] = self._layout(0 if first else 1)
@@ -147,7 +148,7 @@ class JobReplica:
         try:
             self._replica = Replica(
                 parameters, self._spec, slots=options.slots, divisor=job.gradients.divisor, step=step,
-                optimizer_state=state, dialect=self._dialect, path=options.path, run_id=job.run_id, epoch=job.epoch,
+                optimizer_state=state, rounding=self._rounding, path=options.path, run_id=job.run_id, epoch=job.epoch,
                 buffers=frozenset(entry.name for entry in job.model if entry.kind == "buffer"),
                 tied={entry.name: entry.tied for entry in job.model if entry.tied}, threads=options.threads,
                 values=values, masters=job.optimizer.masters != "none",
@@ -185,7 +186,7 @@ class JobReplica:
         """Apply an iteration's complete buckets to a copy of the current version. Raises UpdaterError: no free slot,
         or values that the optimizer cannot use; then nothing is being built."""
         assert self._replica is not None
-        self._slot = self._replica.build(self._replica.current.step + 1, self._layouts[iteration == 0], values)
+        self._slot = self._replica.build(Clock().after(self.step), self._layouts[iteration == 0], values)
         for bucket in buckets:
             data = bucket.tensor()
             self._slot.apply(bucket.place.index, data, data.dtype)
@@ -225,7 +226,7 @@ class JobReplica:
     def unproven(self) -> list[str]:
         """Marks of what the replica rests on and nothing has shown: the manifest's own, old buffers, an order of
         roundings."""
-        if self.absent or self._dialect is None:
+        if self.absent or self._rounding is None:
             return list(self._plan.job.unproven)
         buffers = [entry.name for entry in self._plan.job.model if entry.kind == "buffer"]
         marks = list(self._plan.job.unproven)
@@ -240,7 +241,7 @@ class JobReplica:
                 " which round other elements; the manifest does not say how many (optimizer.threads), one was taken"
             )
         marks += [f"buffers are as at the start: {', '.join(buffers)}"] if buffers and not self._options.buffers else []
-        return marks + ([self._dialect.unproven] if self._dialect.unproven else [])
+        return marks + ([self._rounding.unproven] if self._rounding.unproven else [])
 
     def _shared(self) -> str:
         """The first entry whose bits depend on a number of threads that nobody said, or ""."""
@@ -270,7 +271,7 @@ class JobReplica:
         self, out: str | os.PathLike[str], unproven: Sequence[str], version: Slot, status: str = "unverified"
     ) -> Path:
         """Write a version that the caller has pinned as a checkpoint; returns its directory. Any thread."""
-        assert self._dialect is not None
+        assert self._rounding is not None
         job = self._plan.job
-        meta = Meta(job.run_id, job.epoch, status, tuple(unproven), version.optimizer, self._dialect.name)
+        meta = Meta(job.run_id, job.epoch, status, tuple(unproven), version.optimizer, self._rounding.name)
         return write_step(out, version.step, version.parameters, version.optimizer_state, meta)

@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from flowcheck.control.checksum import checksums
 from flowcheck.control.protocol import Bye, Flows, Manifest, Record, State, token_bytes
 from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
 from flowcheck.trainer.description import Model, Watch, check_gradients, entries, group_options
 from flowcheck.trainer.sender import Identity, Sender
@@ -237,9 +238,10 @@ class Attachment:
         )
         held: Mapping[str, torch.Tensor] = {}
         buffers = self._described.buffers
-        if buffers or (self._checksum_every and (self.iteration + 1) % self._checksum_every == 0):
+        due = bool(self._checksum_every) and Clock().after(self.iteration) % self._checksum_every == 0
+        if buffers or due:
             state = module.state_dict()
-            if self._checksum_every and (self.iteration + 1) % self._checksum_every == 0:
+            if due:
                 sums = checksums({entry.name: state[entry.name] for entry in self._described.entries})
                 record.checksums = {name: f"{value:016x}" for name, value in sums.items()}
             if self.rank == 0:
@@ -249,7 +251,7 @@ class Attachment:
     def _send_state(self, sender: Sender, deadline: float, groups: list[dict[str, Any]] | None) -> None:
         """Model and optimizer as they are now, before the next iteration; waits until the node has them. groups: as the
         step used them that made this state; None: it made none."""
-        number = self.iteration + 1
+        number = Clock().after(self.iteration)  # of updates so far, which is the number of the next iteration
         sender.wanted, sender.joined = sender.wanted - {"state"}, None
         sender.pledged = number
         tensors = {

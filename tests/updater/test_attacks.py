@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from updater import kernels
-from updater.dialects import Dialect
 from updater.errors import NoFreeSlot, ReplicaError
 from updater.optimizers import OptimizerSpec
 from updater.reader import Reader
 from updater.replica import Replica
+from updater.rounding_modes import RoundingMode
 from updater.store import _CRC_AT, _HEADER, Store
 
 from ..forks import fork
@@ -226,11 +226,11 @@ def test_what_is_no_file_is_refused(shm):
         fresh(shm / "fifo")
 
 
-def test_steps_far_beyond_any_training_fit_the_word():
+def test_steps_far_beyond_any_training_fit_the_slot_header():
     store = Store.create({"slots": 2, "constants": [], "arrays": []}, None)
     for step in (0, 1, 255, 256, 10**9, (1 << 48) - 1):
-        store.set_word(1, 2, step)
-        assert store.word(1) == (2, step)
+        store.set_slot_header(1, 2, step)
+        assert store.slot_header(1) == (2, step)
 
 
 # -- odd numbers: whatever torch computes from them, we do too ---------------------------------------------
@@ -258,7 +258,7 @@ def test_infinite_and_huge_gradients(name, mode, kernel):
 
 def test_one_layout_for_another_model_is_refused():
     spec = OptimizerSpec.check("adam", [(["w"], {"lr": 0.1})])
-    replica = Replica({"w": torch.ones(3)}, spec, dialect=Dialect("torch-cpu"))
+    replica = Replica({"w": torch.ones(3)}, spec, rounding=RoundingMode("torch-cpu"))
     other = fresh(slots=2)
     with pytest.raises(ReplicaError, match="disagree on 'b', 'w'"):
         replica.build(1, layout())

@@ -1,7 +1,7 @@
 """The CUDA orders against exact arithmetic: rational numbers, rounded only where torch's CUDA kernels round.
 
 The formulas are those of torch 2.13's headers: fused_adam_utils.cuh, DeviceAddCmulCdiv.cuh, Lerp.h. Nothing here is
-taken from the kernels or from updater/dialects.py.
+taken from the kernels or from updater/rounding_modes.py.
 """
 from fractions import Fraction
 from math import floor, log2
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from updater import kernels
-from updater.dialects import Dialect
+from updater.rounding_modes import RoundingMode
 
 from .test_kernels import Ours
 
@@ -98,7 +98,7 @@ def test_three_steps_are_those_of_exact_arithmetic(order, name, options, kernel)
     """Parameters and all moments: gradients of four decades and both signs, larger in the second step than after it."""
     generator = torch.Generator().manual_seed(17)
     start = torch.randn(N, generator=generator)
-    mine = Ours(start, name, options, Dialect(order), kernel)
+    mine = Ours(start, name, options, RoundingMode(order), kernel)
     state = [exact(start), *([Fraction(0)] * N for _ in range(3))]
     asked = {"amsgrad": False, **options, "decoupled": name == "adamw" and options["weight_decay"] > 0}
     sign = -1 if options.get("maximize") else 1
@@ -139,7 +139,7 @@ def test_a_divided_gradient_is_rounded_to_its_own_sixteen_bits(dtype, divisor, o
     unrounded = (g.double() * np.float64(np.float32(1) / np.float32(divisor))).float()
     assert not torch.equal(wanted, unrounded), "the case shows nothing"
     options = {"lr": 1.0} if name == "sgd" else {"lr": 1e-3, "betas": (0.0, 0.9)}
-    mine = Ours(torch.zeros(1003), name, options, Dialect(order), kernel)
+    mine = Ours(torch.zeros(1003), name, options, RoundingMode(order), kernel)
     mine.update(g, parts=3, divisor=divisor)
     assert torch.equal(-mine.now[0] if name == "sgd" else mine.now[1], wanted)
 
@@ -150,7 +150,7 @@ def test_the_reciprocal_is_not_a_division(dtype):
     g = sixteen_bits(dtype)
     found = {}
     for order in ("torch-cpu", "torch-cuda-foreach"):
-        mine = Ours(torch.zeros(1003), "sgd", {"lr": 1.0}, Dialect(order), "")
+        mine = Ours(torch.zeros(1003), "sgd", {"lr": 1.0}, RoundingMode(order), "")
         mine.update(g.float(), divisor=7)
         found[order] = -mine.now[0]
     assert torch.equal(found["torch-cpu"], g.float() / 7)
@@ -162,7 +162,7 @@ def test_the_reciprocal_is_not_a_division(dtype):
 def test_a_loss_scale_is_taken_back_as_the_order_does_it(order, divides):
     """GradScaler multiplies by the reciprocal of the scale; a fused optimizer divides by the scale. Then the clip."""
     g = sixteen_bits(torch.float32)
-    mine = Ours(torch.zeros(1003), "adam", {"lr": 1e-3, "betas": (0.0, 0.9)}, Dialect(order), "")
+    mine = Ours(torch.zeros(1003), "adam", {"lr": 1e-3, "betas": (0.0, 0.9)}, RoundingMode(order), "")
     mine.update(g, loss_scale=777.0, clip=0.37)
     unscaled = (g.double() / 777).float() if divides else (g.double() * np.float64(np.float32(1 / 777))).float()
     assert torch.equal(mine.now[1], (unscaled.double() * np.float64(np.float32(0.37))).float())

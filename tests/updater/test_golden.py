@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from flowcheck.job.model import BucketSlice
-from updater.dialects import Dialect
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
+from updater.rounding_modes import RoundingMode
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 _spec = importlib.util.spec_from_file_location("flowcheck_golden", GOLDEN / "make_cuda.py")
@@ -23,12 +23,12 @@ golden = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(golden)
 
 
-def compare(case, dialect):
+def compare(case, rounding):
     """The first place where the replica's digests differ from the case's, or ""."""
     names = [f"p{i}" for i in range(len(golden.SIZES))]
-    spec = OptimizerSpec.check(case["optimizer"], [(names, case["options"])], fused=dialect.fused)
+    spec = OptimizerSpec.check(case["optimizer"], [(names, case["options"])], fused=rounding.fused)
     start = {n: golden.inputs(0, size) for n, size in zip(names, golden.SIZES, strict=True)}
-    replica = Replica(start, spec, dialect=dialect, slots=2)
+    replica = Replica(start, spec, rounding=rounding, slots=2)
     slices, reach = [], 0
     for name, tensor in start.items():
         slices.append(BucketSlice(name, reach, tensor.numel()))
@@ -56,33 +56,33 @@ def recorded(file):
     def powf(beta, step):
         return table[beta][step - 1]
 
-    dialects = {
-        "foreach": Dialect("torch-cuda-foreach", data["torch"]),
-        "fused": Dialect("torch-cuda-fused", data["torch"], device_powf=powf),
+    rounding_modes = {
+        "foreach": RoundingMode("torch-cuda-foreach", data["torch"]),
+        "fused": RoundingMode("torch-cuda-fused", data["torch"], device_powf=powf),
     }
-    return data, dialects
+    return data, rounding_modes
 
 
 def test_the_cuda_orders_are_the_gpus():
     files = sorted(GOLDEN.glob("cuda-*.json"))
     if not files:
-        pytest.skip("no vectors of a GPU in tests/golden (make_cuda.py makes them): the CUDA dialects stay unproven")
+        pytest.skip("no vectors of a GPU in tests/golden (make_cuda.py makes them): those of CUDA stay unproven")
     for file in files:
-        data, dialects = recorded(file)
+        data, rounding_modes = recorded(file)
         differ = []
         for case in data["cases"]:
             # A single tensor at a time is an order of its own, recorded and refused; SGD has no fused kernel here.
-            if case["form"] in dialects and not (case["form"] == "fused" and case["optimizer"] == "sgd"):
-                differ.append(compare(case, dialects[case["form"]]))
+            if case["form"] in rounding_modes and not (case["form"] == "fused" and case["optimizer"] == "sgd"):
+                differ.append(compare(case, rounding_modes[case["form"]]))
         assert len(differ) > 20 and not any(differ), f"{file.name}: {[d for d in differ if d]}"
 
 
-def test_a_dialect_is_proven_only_where_there_are_vectors():
+def test_a_rounding_mode_is_proven_only_where_there_are_vectors():
     """Who adds the vectors of a version marks it as proven, and nobody else does."""
     have = {tuple(f.stem.removeprefix("cuda-").split(".")) for f in GOLDEN.glob("cuda-*.json")}
     for name in ("torch-cuda-foreach", "torch-cuda-fused"):
         for minor in range(20):
-            assert bool(Dialect(name, f"2.{minor}.0").unproven) == (("2", str(minor)) not in have)
+            assert bool(RoundingMode(name, f"2.{minor}.0").unproven) == (("2", str(minor)) not in have)
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def test_vectors_made_here_are_ours(optimizer, form, name):
         for dtype in golden.DTYPES:
             steps = golden.case(optimizer, form, options, dtype, "cpu", 6)
             case = {"optimizer": optimizer, "form": form, "options": options, "dtype": dtype, "steps": steps}
-            assert compare(case, Dialect(name)) == ""
+            assert compare(case, RoundingMode(name)) == ""
 
 
 def test_a_wrong_order_is_seen():
     options = golden.OPTIONS["adamw"][1]
     steps = golden.case("adamw", "single", options, "float32", "cpu", 6)
     case = {"optimizer": "adamw", "form": "single", "options": options, "dtype": "float32", "steps": steps}
-    for dialect in (Dialect("torch-cuda-foreach"), Dialect("torch-cuda-fused")):
-        assert "adamw single" in compare(case, dialect)
+    for rounding in (RoundingMode("torch-cuda-foreach"), RoundingMode("torch-cuda-fused")):
+        assert "adamw single" in compare(case, rounding)
 
 
 def test_inputs_are_the_same_everywhere():
@@ -119,16 +119,16 @@ def test_inputs_are_the_same_everywhere():
 def test_the_devices_powers_reach_the_kernel():
     """torch-cuda-fused with another power gives other bits: the table of the vectors is really used."""
     case = {"optimizer": "adam", "form": "fused", "options": {"lr": 1e-3}, "dtype": "float32", "steps": []}
-    plain = golden_steps(case, Dialect("torch-cuda-fused"))
+    plain = golden_steps(case, RoundingMode("torch-cuda-fused"))
     right, wrong = ((lambda b, s, f=f: f * float(np.float32(np.float32(b) ** s))) for f in (1, 0.99))
-    same = golden_steps(case, Dialect("torch-cuda-fused", device_powf=right))
-    other = golden_steps(case, Dialect("torch-cuda-fused", device_powf=wrong))
+    same = golden_steps(case, RoundingMode("torch-cuda-fused", device_powf=right))
+    other = golden_steps(case, RoundingMode("torch-cuda-fused", device_powf=wrong))
     assert plain == same != other
 
 
-def golden_steps(case, dialect):
+def golden_steps(case, rounding):
     spec = OptimizerSpec.check(case["optimizer"], [(["p"], case["options"])], fused=True)
-    replica = Replica({"p": golden.inputs(0, 1000)}, spec, dialect=dialect, slots=2)
+    replica = Replica({"p": golden.inputs(0, 1000)}, spec, rounding=rounding, slots=2)
     slot = replica.build(1, Layout([[BucketSlice("p", 0, 1000)]], {"p": (1000,)}, [1000]))
     slot.apply(0, golden.inputs(1, 1000))
     replica.publish(slot)

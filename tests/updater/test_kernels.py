@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from updater import kernels
-from updater.dialects import DIALECTS, Dialect, cpu_root, rule
 from updater.errors import OptimizerError
+from updater.rounding_modes import ROUNDING_MODES, RoundingMode, cpu_root, rule
 
 CLASSES = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 STATES = {"adam": ["exp_avg", "exp_avg_sq"], "adamw": ["exp_avg", "exp_avg_sq"], "sgd": ["momentum_buffer"]}
@@ -61,21 +61,21 @@ def gradients(n, generator, step, special=False, infinite=False):
 class Ours:
     """State of one tensor and its next version, stepped by the kernels."""
 
-    def __init__(self, initial, name, options, dialect, kernel, threads=0, low=""):
+    def __init__(self, initial, name, options, rounding, kernel, threads=0, low=""):
         n = initial.numel()
         self.now = [aligned(n) for _ in range(4)]
         self.next = [aligned(n) for _ in range(4)]
         self.now[0].copy_(initial)
-        self.name, self.options, self.dialect, self.step = name, options, dialect, 0
+        self.name, self.options, self.rounding, self.step = name, options, rounding, 0
         self.low_name, self.low = low, aligned(n, getattr(torch, low)) if low else None
         self.pool = kernels.Pool(threads, kernel)
 
     def update(self, g, parts=1, **how):
         self.step += 1
         n, grad = g.numel(), str(g.dtype).removeprefix("torch.")
-        constants = rule(self.dialect, self.name, self.options, self.step, grad=grad, first=self.step == 1,
+        constants = rule(self.rounding, self.name, self.options, self.step, grad=grad, first=self.step == 1,
                          low=self.low_name, **how)
-        odd, cuts, pieces = self.dialect.odd(n), [n * i // parts for i in range(parts + 1)], []
+        odd, cuts, pieces = self.rounding.tail(n), [n * i // parts for i in range(parts + 1)], []
         for a, b in itertools.pairwise(cuts):
             arrays = [t.data_ptr() + 4 * a for t in (*self.now, *self.next)]
             low = self.low.data_ptr() + 2 * a if self.low is not None else 0
@@ -110,11 +110,11 @@ MODES = {"single": ({"foreach": False}, "torch-cpu"), "foreach": ({"foreach": Tr
 def compare(name, mode, options, sizes, steps, kernel, seed=0, threads=0, grad=torch.float32, parts=1, root="",
             **odd):
     generator = torch.Generator().manual_seed(seed)
-    flags, dialect = MODES[mode]
+    flags, rounding = MODES[mode]
     initial = [torch.randn(n, generator=generator) * 0.1 for n in sizes]
     twins = [t.clone().requires_grad_(True) for t in initial]
     optimizer = CLASSES[name](twins, **options, **flags)
-    ours = [Ours(t, name, options, Dialect(dialect, root=root), kernel, threads) for t in initial]
+    ours = [Ours(t, name, options, RoundingMode(rounding, root=root), kernel, threads) for t in initial]
     for step in range(1, steps + 1):
         for twin, mine in zip(twins, ours, strict=True):
             g = gradients(twin.numel(), generator, step, **odd).to(grad)
@@ -191,17 +191,17 @@ def test_the_vendors_own_square_root_gives_the_same(kernel):
 @pytest.mark.parametrize("kernel", kernels.names())
 @given(
     n=st.integers(1, 700), shift=st.integers(0, 15), together=st.sampled_from(kernels.TOGETHER),
-    ahead=st.sampled_from([0, 64, 1024, 4096]), options=st.sampled_from(ADAM), dialect=st.sampled_from(DIALECTS),
+    ahead=st.sampled_from([0, 64, 1024, 4096]), options=st.sampled_from(ADAM), rounding=st.sampled_from(ROUNDING_MODES),
     root=st.sampled_from(list(kernels.ROOTS)), grad=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_tuning_and_place_change_no_bit(kernel, n, shift, together, ahead, options, root, grad, dialect):
+def test_tuning_and_place_change_no_bit(kernel, n, shift, together, ahead, options, root, grad, rounding):
     """Against the portable kernel with its parameters where they are by default."""
     cpu_root()  # sets what "call" calls
-    if dialect != "torch-cpu" or not kernels.has_root(root):
+    if rounding != "torch-cpu" or not kernels.has_root(root):
         root = "ieee"
     generator = torch.Generator().manual_seed(n)
     initial = torch.randn(n, generator=generator)
-    tuned, plain = (Ours(initial, "adam", options, Dialect(dialect, root=root), k) for k in (kernel, "portable"))
+    tuned, plain = (Ours(initial, "adam", options, RoundingMode(rounding, root=root), k) for k in (kernel, "portable"))
     tuned.pool = kernels.Pool(0, kernel, together, ahead)
     assert (tuned.pool.together, tuned.pool.ahead) == (together, ahead)
     tuned.now, tuned.next = ([moved(t, shift) for t in version] for version in (tuned.now, tuned.next))
@@ -232,19 +232,19 @@ def test_ieee_roots_differ_where_mkl_is_not_exact():
         compare("adam", "single", ADAM[0], [100_000], 3, "", root="ieee")
 
 
-@pytest.mark.parametrize("dialect", ["torch-cuda-foreach", "torch-cuda-fused"])
+@pytest.mark.parametrize("rounding", ["torch-cuda-foreach", "torch-cuda-fused"])
 @pytest.mark.parametrize("kernel", kernels.names()[:-1])
-def test_cuda_orders_are_the_same_bits_on_every_kernel(dialect, kernel):
+def test_cuda_orders_are_the_same_bits_on_every_kernel(rounding, kernel):
     for options in ADAM:
         generator = torch.Generator().manual_seed(3)
         initial = torch.randn(1000, generator=generator)
-        both = [Ours(initial, "adamw", options, Dialect(dialect), k) for k in (kernel, "portable")]
+        both = [Ours(initial, "adamw", options, RoundingMode(rounding), k) for k in (kernel, "portable")]
         for step in range(1, 8):
             g = gradients(1000, generator, step).to(torch.bfloat16)
             for mine in both:
                 mine.update(g, divisor=3, clip=0.3, loss_scale=1024.0)
             for a, b in zip(both[0].now, both[1].now, strict=True):
-                assert_equal(a, b, f"{dialect} {options} step {step}")
+                assert_equal(a, b, f"{rounding} {options} step {step}")
 
 
 def test_cuda_foreach_order_written_with_float64():
@@ -252,7 +252,7 @@ def test_cuda_foreach_order_written_with_float64():
     options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     generator = torch.Generator().manual_seed(5)
     p, g = torch.randn(4096, generator=generator), torch.randn(4096, generator=generator)
-    mine = Ours(p, "adamw", options, Dialect("torch-cuda-foreach"), "")
+    mine = Ours(p, "adamw", options, RoundingMode("torch-cuda-foreach"), "")
     f32, f64 = np.float32, np.float64
     q, m, v = p.numpy(), np.zeros(4096, f32), np.zeros(4096, f32)
 
@@ -275,7 +275,7 @@ def test_cuda_foreach_order_written_with_float64():
 @pytest.mark.parametrize("low", ["bfloat16", "float16"])
 def test_the_low_precision_copy_is_torchs_rounding(kernel, low):
     generator = torch.Generator().manual_seed(9)
-    mine = Ours(torch.randn(1003, generator=generator), "adam", {"lr": 0.1}, Dialect("torch-cpu"), kernel, low=low)
+    mine = Ours(torch.randn(1003, generator=generator), "adam", {"lr": 0.1}, RoundingMode("torch-cpu"), kernel, low=low)
     for step in range(3):
         mine.update(gradients(1003, generator, step), parts=3)
         assert torch.equal(mine.low, mine.now[0].to(getattr(torch, low)))
@@ -288,7 +288,7 @@ def test_divisor_unscale_and_clip_as_torch_does_them(kernel, grad):
     initial = torch.randn(333, generator=generator)
     twin = initial.clone().requires_grad_(True)
     optimizer = torch.optim.SGD([twin], lr=0.1, momentum=0.9)
-    mine = Ours(initial, "sgd", {"lr": 0.1, "momentum": 0.9}, Dialect("torch-cpu"), kernel)
+    mine = Ours(initial, "sgd", {"lr": 0.1, "momentum": 0.9}, RoundingMode("torch-cpu"), kernel)
     for _ in range(3):
         g = torch.randn(333, generator=generator).to(grad)
         mine.update(g, divisor=3, loss_scale=777.0, clip=0.37)
@@ -308,7 +308,8 @@ def test_arrays_that_are_not_aligned_alike_take_the_slow_way_to_the_same_bits(ke
     generator = torch.Generator().manual_seed(4)
     initial = torch.randn(500, generator=generator)
     straight, odd = (
-        Ours(initial, "adam", {"lr": 0.1, "amsgrad": True}, Dialect("torch-cpu"), kernel, low=low) for _ in range(2)
+        Ours(initial, "adam", {"lr": 0.1, "amsgrad": True}, RoundingMode("torch-cpu"), kernel, low=low)
+        for _ in range(2)
     )
     for version in (odd.now, odd.next):
         version[:] = [moved(t, shift if name == which else 0) for name, t in zip("pmvx", version, strict=True)]
@@ -326,7 +327,7 @@ def test_arrays_that_are_not_aligned_alike_take_the_slow_way_to_the_same_bits(ke
 def test_batches_and_their_pieces_are_done_in_order_by_any_number_of_workers():
     """Each batch reads what the one before wrote, so a wait per batch is needed; within one they only add up."""
     for threads in (0, 1, 3):
-        with_threads = Ours(torch.ones(300_001), "sgd", {"lr": 1.0}, Dialect("torch-cpu"), "", threads)
+        with_threads = Ours(torch.ones(300_001), "sgd", {"lr": 1.0}, RoundingMode("torch-cpu"), "", threads)
         for _ in range(5):
             with_threads.update(torch.ones(300_001), parts=5)
         assert torch.equal(with_threads.now[0], torch.full((300_001,), -4.0))
@@ -336,11 +337,11 @@ def test_batches_and_their_pieces_are_done_in_order_by_any_number_of_workers():
 
 
 def test_what_is_not_proven_says_so():
-    assert not Dialect("torch-cpu", "2.13.0").unproven
-    assert "not for 2.7" in Dialect("torch-cpu", "2.7.1").unproven
+    assert not RoundingMode("torch-cpu", "2.13.0").unproven
+    assert "not for 2.7" in RoundingMode("torch-cpu", "2.7.1").unproven
     for name in ("torch-cuda-foreach", "torch-cuda-fused"):
-        assert "never compared with a GPU" in Dialect(name).unproven
+        assert "never compared with a GPU" in RoundingMode(name).unproven
     with pytest.raises(OptimizerError, match="double precision"):
-        rule(Dialect("torch-cuda-fused"), "sgd", {"lr": 1}, 1)
+        rule(RoundingMode("torch-cuda-fused"), "sgd", {"lr": 1}, 1)
     with pytest.raises(OptimizerError, match="not one of torch-cpu"):
-        Dialect("apex")
+        RoundingMode("apex")

@@ -146,15 +146,15 @@ def test_unknown_optimizers_and_names_twice_or_never():
 
 @pytest.mark.parametrize("key", ["capturable", "differentiable"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_orders_without_a_kernel_are_refused_in_any_dialect(key, fused):
+def test_orders_without_a_kernel_are_refused_in_any_rounding_mode(key, fused):
     assert check("adam", {"lr": 1, key: False}, fused=fused) == {"lr": 1}
     assert refusal("adam", {"lr": 1, key: True}, fused=fused) == (
-        f"adam group 0: {key}=True is computed in another rounding order than the dialect of this job;"
+        f"adam group 0: {key}=True is computed in another rounding mode than that of this job;"
         " a replica would not equal the trainer"
     )
 
 
-def test_fused_is_taken_in_a_fused_dialect_alone():
+def test_fused_is_taken_in_a_fused_rounding_mode_alone():
     assert check("adam", {"lr": 1, "fused": True}, fused=True) == {"lr": 1}
     for value in (False, None):
         assert check("adam", {"lr": 1, "fused": value}) == check("adam", {"lr": 1, "fused": value}, fused=True)
@@ -220,7 +220,7 @@ def test_the_values_of_a_step_replace_what_they_name():
          "adam group 0: unknown option 'beta3'; known: lr, betas, eps, weight_decay, amsgrad, maximize,"
          " decoupled_weight_decay"),
         (({"capturable": True}, {}),
-         "adam group 0: capturable=True is computed in another rounding order than the dialect of this job;"
+         "adam group 0: capturable=True is computed in another rounding mode than that of this job;"
          " a replica would not equal the trainer"),
         (({"betas": (0.9, 1.0)}, {}), "adam group 0: betas are below 1, found (0.9, 1.0)"),
         (({}, {"betas": [1, 0.5]}), "adam group 1: betas are below 1, found (1, 0.5)"),

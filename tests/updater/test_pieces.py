@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from updater import kernels
-from updater.dialects import Dialect, root_of, rule
+from updater.rounding_modes import RoundingMode, root_of, rule
 
 EVERY = pytest.mark.parametrize("kernel", kernels.names())
 GUARD = 7.25
@@ -83,7 +83,7 @@ def test_a_step_writes_its_piece_and_nothing_else(kernel: str, low: str, shift: 
         g = torch.randn(n)
         made = [guarded(n, shift=shift) for _ in range(4)]
         narrow = guarded(n, getattr(torch, low), shift) if low else None
-        constants = rule(Dialect("torch-cpu", root="ieee"), "adam", options, 3, low=low)
+        constants = rule(RoundingMode("torch-cpu", root="ieee"), "adam", options, 3, low=low)
         arrays = [*state, *(part for part, _ in made)]
         pool = kernels.Pool(0, kernel)
         pool.wait(pool.submit([constants], [piece(0, n, g, arrays, narrow and narrow[0])]))
@@ -101,7 +101,7 @@ def test_arrays_need_not_be_aligned_alike(kernel: str, odd: int) -> None:
     """One of them lies three elements off: the same is written, and nothing else."""
     n = 300  # vectors that are stored eight together, one by one, and a rest
     state, g = [torch.rand(n) for _ in range(4)], torch.randn(n)
-    constants = rule(Dialect("torch-cpu", root="ieee"), "adam", {"lr": 0.1, "amsgrad": True}, 3, low="bfloat16")
+    constants = rule(RoundingMode("torch-cpu", root="ieee"), "adam", {"lr": 0.1, "amsgrad": True}, 3, low="bfloat16")
     pool, found = kernels.Pool(0, kernel), []
     for which in (None, odd):
         made = [guarded(n, torch.bfloat16 if k == 4 else torch.float32, 3 if k == which else 0) for k in range(5)]
@@ -119,7 +119,7 @@ def test_large_pieces_are_cut_into_parts(kernel: str, grad: str, threads: int) -
     """More elements than one part has, in one batch of three pieces with two rules: each is done, and once."""
     kind = getattr(torch, grad)
     sizes = [150_001, 7, 65_536]
-    rules = [rule(Dialect("torch-cpu"), "sgd", {"lr": lr}, 1, grad=grad, low="bfloat16") for lr in (1.0, 0.5)]
+    rules = [rule(RoundingMode("torch-cpu"), "sgd", {"lr": lr}, 1, grad=grad, low="bfloat16") for lr in (1.0, 0.5)]
     gradients = [torch.arange(n).remainder(101).to(kind) for n in sizes]
     before = [torch.arange(n).remainder(7).float() for n in sizes]
     after = [guarded(n) for n in sizes]
@@ -143,7 +143,7 @@ def test_a_wait_ends_when_its_batch_is_done() -> None:
     states = [torch.zeros(n) for _ in range(21)]
     g = torch.full((n,), -1.0)
     pool = kernels.Pool(2)
-    constants = rule(Dialect("torch-cpu"), "sgd", {"lr": 1.0}, 1)
+    constants = rule(RoundingMode("torch-cpu"), "sgd", {"lr": 1.0}, 1)
     for k in range(20):
         ticket = pool.submit(
             [constants], [piece(0, n, g, [states[k], None, None, None, states[k + 1], None, None, None])])
@@ -241,7 +241,7 @@ def test_a_factor_of_four_changes_no_digit_of_a_root(root: str) -> None:
 def test_a_nan_stays_in_amsgrads_maximum(kernel: str, fused: bool) -> None:
     """torch.maximum lets a NaN of either side win; std::max, of the scalar tails, keeps the first argument."""
     n, nan = 24, float("nan")
-    dialect = Dialect("torch-cpu-fused" if fused else "torch-cpu", root="" if fused else "ieee")
+    rounding = RoundingMode("torch-cpu-fused" if fused else "torch-cpu", root="" if fused else "ieee")
     x, g = torch.full((n,), 1.0), torch.ones(n)
     x[::3], g[1::3] = nan, nan
     state = [torch.ones(n), torch.ones(n), torch.ones(n), x]
@@ -249,7 +249,7 @@ def test_a_nan_stays_in_amsgrads_maximum(kernel: str, fused: bool) -> None:
     tail = 7 if fused else 0
     pool = kernels.Pool(0, kernel)
     one = piece(0, n, g, [*state, *out])[:-1]
-    pool.wait(pool.submit([rule(dialect, "adam", {"lr": 0.1, "amsgrad": True}, 2)], [(*one, tail)]))
+    pool.wait(pool.submit([rule(rounding, "adam", {"lr": 0.1, "amsgrad": True}, 2)], [(*one, tail)]))
     expected = x.isnan() | g.isnan()
     expected[n - tail :] = x[n - tail :].isnan()
     assert torch.equal(out[3].isnan(), expected)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from flowcheck.job.model import BucketSlice
-from updater.dialects import Dialect
 from updater.errors import NoFreeSlot, ReplicaError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.reader import Reader
 from updater.replica import Replica
+from updater.rounding_modes import RoundingMode
 from updater.store import Store
 
 WHOLE = Layout([[BucketSlice("w", 0, 3)]], {"w": (3,)}, [3])
@@ -21,7 +21,7 @@ WHOLE = Layout([[BucketSlice("w", 0, 3)]], {"w": (3,)}, [3])
 def made(shm):
     spec = OptimizerSpec.check("adam", [(["w"], {"lr": 1.0, "betas": (0.5, 0.5), "eps": 1.0})])
     replica = Replica({"w": torch.zeros(3), "k": torch.tensor([4, 5])}, spec, path=shm / "r", run_id="run", epoch=3,
-                      dialect=Dialect("torch-cuda-foreach", "2.13.0"))
+                      rounding=RoundingMode("torch-cuda-foreach", "2.13.0"))
     yield replica
     replica.close()
 
@@ -169,7 +169,7 @@ def test_a_slot_in_which_the_writer_builds_is_not_waited_for_for_ever(made, shm,
 
 
 def test_a_replica_without_any_version(made, shm):
-    made._store.set_word(0, 1, 0)
+    made._store.set_slot_header(0, 1, 0)
     reader = Reader(shm / "r")
     assert reader.steps == []
     assert refusal(reader.pinned(0).__enter__) == f"{shm}/r: no complete version 0; there is none"
@@ -185,21 +185,21 @@ class Died(BaseException):
 
 def until(monkeypatch, count, work):
     """Let work() end before it makes its store number `count` of a slot's word. Returns whether it came so far."""
-    real, seen = Store.set_word, []
+    real, seen = Store.set_slot_header, []
 
-    def set_word(store, slot, state, step):
+    def set_slot_header(store, slot, state, step):
         seen.append((slot, state, step))
         if len(seen) == count:
             raise Died
         real(store, slot, state, step)
 
-    monkeypatch.setattr(Store, "set_word", set_word)
+    monkeypatch.setattr(Store, "set_slot_header", set_slot_header)
     try:
         work()
     except Died:
         return True
     finally:
-        monkeypatch.setattr(Store, "set_word", real)
+        monkeypatch.setattr(Store, "set_slot_header", real)
     return False
 
 
@@ -256,5 +256,5 @@ def test_words_half_written_are_refused_by_readers_and_writers(made, shm):
         else:
             for how in (Reader, Replica.attach):
                 assert refusal(how, shm / "copy") == (
-                    f"{shm}/copy: not a replica that can be used: the word of slot 2 is damaged"
+                    f"{shm}/copy: not a replica that can be used: the header of slot 2 is damaged"
                 )

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.job.model import BucketSlice
-from updater.dialects import Dialect
 from updater.errors import LayoutError, NoFreeSlot, OptimizerError, ReplicaError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica, SlotState
+from updater.rounding_modes import RoundingMode
 
-CPU = Dialect("torch-cpu")
+CPU = RoundingMode("torch-cpu")
 TORCH = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
 
 
@@ -84,7 +84,7 @@ def test_equal_to_torch_optim_bit_for_bit(data, name, divisor, wire):
     groups = [(part, data.draw(options[name])) for part in (names[:split], names[split:])]
     initial = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
     spec = OptimizerSpec.check(name, groups)
-    replica = Replica({**initial, "constant": torch.arange(3)}, spec, divisor=divisor, dialect=CPU)
+    replica = Replica({**initial, "constant": torch.arange(3)}, spec, divisor=divisor, rounding=CPU)
 
     twin = {n: t.clone() for n, t in initial.items()}
     optimizer = TORCH[name]([
@@ -122,7 +122,7 @@ def test_equal_to_torch_optim_bit_for_bit(data, name, divisor, wire):
 def small(slots=3, **kwargs):
     spec = OptimizerSpec.check("adam", [(["a", "b"], {"lr": 0.1, "amsgrad": True})])
     tensors = {"a": torch.ones(4), "k": torch.arange(2), "b": torch.ones(3)}
-    replica = Replica(tensors, spec, slots=slots, dialect=CPU, **kwargs)
+    replica = Replica(tensors, spec, slots=slots, rounding=CPU, **kwargs)
     layout = Layout([[BucketSlice("b", 0, 3), BucketSlice("a", 3, 1)], [BucketSlice("a", 0, 3, 1)]],
                     {"a": (4,), "b": (3,)}, [4, 3])
     return replica, layout
@@ -157,7 +157,7 @@ def test_a_half_built_version_never_touches_the_current_one():
 def test_a_replica_resumed_from_its_own_state_goes_on_with_the_same_bits():
     replica, layout = small()
     advance(replica, layout)
-    resumed = Replica(replica.current.parameters, replica.optimizer, step=1, dialect=CPU,
+    resumed = Replica(replica.current.parameters, replica.optimizer, step=1, rounding=CPU,
                       optimizer_state=replica.current.optimizer_state)
     assert state_bits(advance(resumed, layout, 0.25)) == state_bits(advance(replica, layout, 0.25))
 
@@ -296,7 +296,7 @@ def test_the_job_behind_the_connectx_capture():
     weight = torch.nn.Linear(5000, 1, bias=False).weight.detach()
     torch.empty((), dtype=torch.int64).random_()
     spec = OptimizerSpec.check("sgd", [(["weight"], {"lr": 0.001})])
-    replica = Replica({"weight": weight}, spec, dialect=CPU)
+    replica = Replica({"weight": weight}, spec, rounding=CPU)
     layout = Layout([[BucketSlice("weight", 0, 5000)]], {"weight": (1, 5000)}, [5000])
     digest = hashlib.sha256()
     for step, scale in enumerate(ON_THE_WIRE, start=1):

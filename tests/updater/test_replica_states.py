@@ -6,25 +6,25 @@ import pytest
 import torch
 
 from flowcheck.job.model import BucketSlice
-from updater.dialects import Dialect
 from updater.errors import LayoutError, NoFreeSlot, OptimizerError, ReplicaError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.reader import Reader
 from updater.replica import Replica
+from updater.rounding_modes import RoundingMode
 from updater.slot import SlotState
 from updater.step import StepValues
 
 from .idle_pool import IdlePool
 
 FREE, BUILDING, COMPLETE, PINNED = SlotState.FREE, SlotState.BUILDING, SlotState.COMPLETE, SlotState.PINNED
-DIALECT = Dialect("torch-cuda-foreach", "2.13.0")  # its root needs no search
+ROUNDING = RoundingMode("torch-cuda-foreach", "2.13.0")  # its root needs no search
 WHOLE = Layout([[BucketSlice("w", 0, 3)], [BucketSlice("w", 0, 1, 3)]], {"w": (4,)}, [3, 1])
 
 
 def replica(path=None, name="sgd", options=(("lr", 1.0),), **kwargs):
     spec = OptimizerSpec.check(name, [(["w"], dict(options))])
-    return Replica({"w": torch.zeros(4), "k": torch.arange(2)}, spec, path=path, dialect=DIALECT, **kwargs)
+    return Replica({"w": torch.zeros(4), "k": torch.arange(2)}, spec, path=path, rounding=ROUNDING, **kwargs)
 
 
 def advance(made, value=1.0):
@@ -57,15 +57,15 @@ def test_the_setter_takes_the_legal_edges_and_no_other(before, after):
     made = replica()
     slot = made.slots[1]
     slot.state, slot.step = before, 5
-    made._store.set_word(1, 2, 77)
+    made._store.set_slot_header(1, 2, 77)
     if (before, after) in LEGAL:
         made._set_state(slot, after)
         assert slot.state is after
         known = {FREE: (0, 0), BUILDING: (1, 5), COMPLETE: (2, 5)}
-        assert made._store.word(1) == ((2, 77) if PINNED in (before, after) else known[after])
+        assert made._store.slot_header(1) == ((2, 77) if PINNED in (before, after) else known[after])
     else:
         assert refusal(made._set_state, slot, after) == f"slot 1 cannot go from {before.value} to {after.value}"
-        assert slot.state is before and made._store.word(1) == (2, 77)
+        assert slot.state is before and made._store.slot_header(1) == (2, 77)
 
 
 def test_the_life_of_a_version(shm):
@@ -279,25 +279,25 @@ def test_two_to_four_slots(slots):
 def test_replicas_that_cannot_be(kwargs, why):
     spec = OptimizerSpec.check("adam", [(["w"], {"lr": 1})])
     tensors = {"w": torch.zeros(4), "k": torch.arange(2), "same": torch.ones(4)}
-    assert refusal(Replica, tensors, spec, dialect=DIALECT, **kwargs) == why
+    assert refusal(Replica, tensors, spec, rounding=ROUNDING, **kwargs) == why
 
 
 def test_only_float_tensors_that_there_are_can_be_optimized():
     spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 1})])
-    assert refusal(Replica, {}, spec, dialect=DIALECT) == "'w' is to be optimized and is not in the model"
+    assert refusal(Replica, {}, spec, rounding=ROUNDING) == "'w' is to be optimized and is not in the model"
     for dtype in (torch.float64, torch.int32):
-        assert refusal(Replica, {"w": torch.zeros(4, dtype=dtype)}, spec, dialect=DIALECT) == (
+        assert refusal(Replica, {"w": torch.zeros(4, dtype=dtype)}, spec, rounding=ROUNDING) == (
             f"'w' is to be optimized and is {dtype}; fp32, bf16 or fp16 can be"
         )
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        made = Replica({"w": torch.zeros(4, dtype=dtype)}, spec, dialect=DIALECT)
+        made = Replica({"w": torch.zeros(4, dtype=dtype)}, spec, rounding=ROUNDING)
         assert made.current.parameters["w"].dtype == dtype
-    assert refusal(Replica, {"w": torch.zeros(4)}, spec, dialect=Dialect("torch-cuda-fused"),
+    assert refusal(Replica, {"w": torch.zeros(4)}, spec, rounding=RoundingMode("torch-cuda-fused"),
                    error=OptimizerError) == (
         "fused SGD on CUDA multiplies in double precision; there is no kernel for that"
     )
     sgd = {"w": {"step": 3.0}}
-    assert refusal(Replica, {"w": torch.zeros(4)}, spec, dialect=DIALECT, optimizer_state=sgd) == (
+    assert refusal(Replica, {"w": torch.zeros(4)}, spec, rounding=ROUNDING, optimizer_state=sgd) == (
         "optimizer state 'step' of 'w' is not one that sgd has here"
     )
 
@@ -310,7 +310,7 @@ def test_state_that_a_checkpoint_gives_is_the_first_versions():
               "max_exp_avg_sq": None},
         "half": {"master": torch.full((2,), 0.125), "exp_avg": torch.ones(2)},
     }
-    now = Replica(tensors, spec, dialect=DIALECT, optimizer_state=state, step=6).current.optimizer_state
+    now = Replica(tensors, spec, rounding=ROUNDING, optimizer_state=state, step=6).current.optimizer_state
     assert set(now) == {"w", "half"} and set(now["w"]) == {"step", "exp_avg", "exp_avg_sq"}
     assert (float(now["w"]["step"]), float(now["half"]["step"])) == (6, 1), "who has a state has had a step"
     assert now["w"]["exp_avg_sq"].tolist() == [2] * 4 and now["half"]["exp_avg_sq"].tolist() == [0, 0]
@@ -330,7 +330,7 @@ def test_going_on_from_the_newest_complete_version(shm):
     again = Replica.attach(shm / "r", run_id="run", epoch=2)
     assert states(again) == [COMPLETE, COMPLETE, COMPLETE, FREE] and again.current.step == 2
     assert [slot.step for slot in again.slots[:3]] == [0, 1, 2] and again.steps == [0, 1, 2]
-    assert again._store.word(3) == (0, 0), "what was being built is gone"
+    assert again._store.slot_header(3) == (0, 0), "what was being built is gone"
     advance(again)
     assert again.current.parameters["w"].tolist() == [-1.5] * 4, "the divisor is the file's"
     assert again.nbytes == (shm / "r").stat().st_size
@@ -343,10 +343,10 @@ def test_going_on_from_the_newest_complete_version(shm):
         ({"run_id": "other"}, "belongs to run_id 'run', not 'other'"),
         ({"run_id": ""}, "belongs to run_id 'run', not ''"),
         ({"epoch": 0}, "belongs to epoch 2, not 0"),
-        ({"dialect": Dialect("torch-cpu-fused", "2.13.0")},
-         "was built with dialect torch-cuda-foreach of torch 2.13.0"),
-        ({"dialect": Dialect("torch-cuda-foreach", "2.12.0")},
-         "was built with dialect torch-cuda-foreach of torch 2.13.0"),
+        ({"rounding": RoundingMode("torch-cpu-fused", "2.13.0")},
+         "was built with rounding mode torch-cuda-foreach of torch 2.13.0"),
+        ({"rounding": RoundingMode("torch-cuda-foreach", "2.12.0")},
+         "was built with rounding mode torch-cuda-foreach of torch 2.13.0"),
     ],
 )
 def test_a_file_of_another_job_or_order(shm, asked, why):
@@ -355,12 +355,12 @@ def test_a_file_of_another_job_or_order(shm, asked, why):
     with pytest.raises(ReplicaError) as caught:
         Replica.attach(shm / "r", **asked)
     assert str(caught.value) == f"{shm}/r: {why}"
-    Replica.attach(shm / "r", dialect=DIALECT, run_id="run", epoch=2).close()
+    Replica.attach(shm / "r", rounding=ROUNDING, run_id="run", epoch=2).close()
 
 
 def test_a_file_without_a_complete_version(shm):
     made = replica(shm / "r")
-    made._store.set_word(0, 1, 0)
+    made._store.set_slot_header(0, 1, 0)
     made.close()
     assert refusal(Replica.attach, shm / "r") == f"{shm}/r: no complete version in it"
 
@@ -372,13 +372,13 @@ def building(made):
     """(a slot with all its buckets applied and nothing of them done, its pool, what is noted of its words)."""
     slot, moments = made.build(1, WHOLE), []
     slot._pool = pool = IdlePool(slot._pool)
-    write = made._store.set_word
+    write = made._store.set_slot_header
 
-    def set_word(index, state, step):
+    def set_slot_header(index, state, step):
         moments.append((state, len(pool.queued)))
         write(index, state, step)
 
-    made._store.set_word = set_word
+    made._store.set_slot_header = set_slot_header
     slot.apply(0, torch.full((3,), 1.0))
     slot.apply(1, torch.full((1,), 2.0))
     assert len(pool.queued) == 2
@@ -414,6 +414,6 @@ def test_a_file_gets_its_name_when_it_can_be_read_and_not_before(shm, monkeypatc
 
     monkeypatch.setattr(os, "link", linked)
     spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 1.0})])
-    made = Replica({"w": torch.tensor([1.0, 2.0])}, spec, path=shm / "replica", dialect=DIALECT, step=9)
+    made = Replica({"w": torch.tensor([1.0, 2.0])}, spec, path=shm / "replica", rounding=ROUNDING, step=9)
     assert found == [(9, [1.0, 2.0])]
     made.close()

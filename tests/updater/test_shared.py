@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from flowcheck.job.model import BucketSlice
-from updater.dialects import Dialect
 from updater.errors import NoFreeSlot, ReplicaError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.reader import Reader
 from updater.replica import Replica
+from updater.rounding_modes import RoundingMode
 from updater.slot import SlotState
 
 from ..forks import fork
@@ -46,7 +46,7 @@ def fresh(path=None, **kwargs):
     generator = torch.Generator().manual_seed(11)
     tensors = {n: torch.randn(s, generator=generator) for n, s in SIZES.items()} | {"k": torch.arange(3)}
     spec = OptimizerSpec.check("adamw", [(["w"], {"lr": 0.01}), (["b"], {"lr": 0.1, "amsgrad": True})])
-    return Replica(tensors, spec, path=path, run_id="run", epoch=3, dialect=Dialect("torch-cpu"), **kwargs)
+    return Replica(tensors, spec, path=path, run_id="run", epoch=3, rounding=RoundingMode("torch-cpu"), **kwargs)
 
 
 def advance(replica):
@@ -251,7 +251,7 @@ def test_torn_and_foreign_files_are_refused(shm):
     refused(patched(8, b"\x09"), "format 9, this is 2")
     refused(patched(40, b"\x01"), "the header is damaged")
     refused(patched(4200, b"\x00\x00"), "the layout's hash")
-    refused(patched(128, b"\x02\x00\x07"), "the word of slot 0 is damaged")
+    refused(patched(128, b"\x02\x00\x07"), "the header of slot 0 is damaged")
     for how in (Replica.attach, Reader):
         with pytest.raises(ReplicaError, match="cannot be opened"):
             how(shm / "absent")

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from flowcheck.job.model import BucketSlice
 from updater import kernels, sixteen
-from updater.dialects import DIALECTS, GRAIN, Dialect, rule
 from updater.errors import OptimizerError, ReplicaError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
+from updater.rounding_modes import GRAIN, ROUNDING_MODES, RoundingMode, rule
 from updater.sixteen import check_here, threads_matter
 from updater.step import StepValues
 
@@ -41,7 +41,7 @@ SGD: list[dict[str, Any]] = [
 CASES = [(name, o) for name, many in (("adam", ADAM), ("adamw", ADAM), ("sgd", SGD)) for o in many]
 EVERY_CASE = pytest.mark.parametrize(("name", "options"), CASES, ids=[f"{n}{CASES.index((n, o))}" for n, o in CASES])
 BOTH = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
-DIALECT = Dialect("torch-cpu", threads=1)
+ROUNDING = RoundingMode("torch-cpu", threads=1)
 
 
 @pytest.fixture(autouse=True)
@@ -78,20 +78,20 @@ class Ours:
     """One tensor and its states, stepped by the kernels as a replica does."""
 
     def __init__(
-        self, initial: torch.Tensor, name: str, options: Mapping[str, Any], dialect: Dialect, kernel: str = ""
+        self, initial: torch.Tensor, name: str, options: Mapping[str, Any], rounding: RoundingMode, kernel: str = ""
     ) -> None:
         self.held = str(initial.dtype).removeprefix("torch.")
         self.now = [initial.clone(), *(torch.zeros_like(initial) for _ in range(3))]
-        self.name, self.options, self.dialect, self.step = name, options, dialect, 0
+        self.name, self.options, self.rounding, self.step = name, options, rounding, 0
         self.pool = kernels.Pool(0, kernel)
 
     def update(self, g: torch.Tensor, **how: Any) -> None:
         self.step += 1
         after, pieces = [torch.zeros_like(t) for t in self.now], []
-        for begin, end, odd in self.dialect.parts(g.numel(), self.held):
+        for begin, end, odd in self.rounding.parts(g.numel(), self.held):
             arrays = [t.data_ptr() + 2 * begin for t in (*self.now, *after)]
             pieces.append((0, end - begin, g.data_ptr() + 2 * begin, *arrays, 0, odd))
-        constants = rule(self.dialect, self.name, self.options, self.step, grad=self.held, held=self.held,
+        constants = rule(self.rounding, self.name, self.options, self.step, grad=self.held, held=self.held,
                          first=self.step == 1, **how)
         self.pool.submit([constants], pieces, keep=g)
         self.now = after
@@ -111,8 +111,8 @@ def compare(name: str, options: Mapping[str, Any], dtype: torch.dtype, sizes: Se
     first = [(torch.randn(n, generator=generator) * 0.1).to(dtype) for n in sizes]
     twins = [t.clone().requires_grad_(True) for t in first]
     optimizer = CLASSES[name](twins, **options)
-    dialect = Dialect("torch-cpu", threads=said or threads)
-    ours = [Ours(t, name, options, dialect, kernel) for t in first]
+    rounding = RoundingMode("torch-cpu", threads=said or threads)
+    ours = [Ours(t, name, options, rounding, kernel) for t in first]
     for _ in range(steps):
         for twin, mine in zip(twins, ours, strict=True):
             twin.grad = gradients(twin.numel(), generator, dtype)
@@ -181,7 +181,7 @@ def test_any_options(case: tuple[str, dict[str, Any]], dtype: torch.dtype, n: in
 @pytest.mark.parametrize("kernel", kernels.names())
 def test_a_step_writes_its_piece_and_nothing_else(kernel: str, dtype: torch.dtype) -> None:
     held = str(dtype).removeprefix("torch.")
-    constants = rule(DIALECT, "adam", {"lr": 0.1, "amsgrad": True}, 2, grad=held, held=held)
+    constants = rule(ROUNDING, "adam", {"lr": 0.1, "amsgrad": True}, 2, grad=held, held=held)
     for n, odd, shift in itertools.product([1, 15, 16, 17, 40], [0, 1], [0, 1, 5]):
         state, g = [torch.rand(n).to(dtype) for _ in range(4)], torch.rand(n).to(dtype)
         made = [guarded(n, dtype, shift) for _ in range(4)]
@@ -193,14 +193,14 @@ def test_a_step_writes_its_piece_and_nothing_else(kernel: str, dtype: torch.dtyp
 
 def test_parts_of_a_tensor() -> None:
     def parts(size: int, threads: int) -> list[tuple[int, int, int]]:
-        return Dialect("torch-cpu", threads=threads).parts(size, "bfloat16")
+        return RoundingMode("torch-cpu", threads=threads).parts(size, "bfloat16")
 
     assert parts(0, 1) == [] and parts(31, 0) == [(0, 31, 31)] and parts(32, 5) == [(0, 32, 0)]
     assert parts(GRAIN, 2) == [(0, GRAIN, 0)]
     assert parts(GRAIN + 1, 2) == [(0, 16385, 1), (16385, GRAIN + 1, 0)]
     assert [end - begin for begin, end, _ in parts(3 * GRAIN, 8)] == [GRAIN] * 3
-    assert Dialect("torch-cpu", threads=2).parts(3 * GRAIN + 1) == [(0, 3 * GRAIN + 1, 0)], "fp32 has no such loop"
-    assert Dialect("torch-cpu-fused").parts(13) == [(0, 13, 5)]
+    assert RoundingMode("torch-cpu", threads=2).parts(3 * GRAIN + 1) == [(0, 3 * GRAIN + 1, 0)], "fp32 has no such loop"
+    assert RoundingMode("torch-cpu-fused").parts(13) == [(0, 13, 5)]
 
 
 @pytest.mark.parametrize(("name", "options", "matter"), [
@@ -236,8 +236,8 @@ class Pair:
         start = {n: torch.randn(s, generator=self.generator).to(dtype) for n, s in SHAPES.items()}
         options = options or {"lr": 0.05, "weight_decay": 0.1, **({"momentum": 0.9} if name == "sgd" else {})}
         spec = OptimizerSpec.check(name, [(list(SHAPES), options)])
-        dialect = Dialect("torch-cpu", threads=shared_by)
-        self.replica = Replica(start, spec, dialect=dialect, masters=False, **kwargs)
+        rounding = RoundingMode("torch-cpu", threads=shared_by)
+        self.replica = Replica(start, spec, rounding=rounding, masters=False, **kwargs)
         self.twins = {n: t.clone().requires_grad_(True) for n, t in start.items()}
         self.optimizer = CLASSES[name](self.twins.values(), **options)
 
@@ -284,7 +284,7 @@ def test_a_replica_holds_what_the_optimizer_holds(
 
 def test_it_takes_half_the_memory_of_fp32() -> None:
     narrow = Pair(torch.bfloat16, "adamw").replica
-    wide = Replica({n: torch.zeros(s) for n, s in SHAPES.items()}, narrow.optimizer, dialect=DIALECT)
+    wide = Replica({n: torch.zeros(s) for n, s in SHAPES.items()}, narrow.optimizer, rounding=ROUNDING)
     assert 0.49 < narrow.nbytes / wide.nbytes < 0.52
 
 
@@ -300,13 +300,13 @@ def test_a_run_goes_on_from_its_file_and_from_its_state(shm: Any) -> None:
 
     train()
     pair.replica.close()
-    with pytest.raises(ReplicaError, match=r"dialect torch-cpu of torch , with 2 threads"):
-        Replica.attach(shm / "replica", dialect=DIALECT)
+    with pytest.raises(ReplicaError, match=r"rounding mode torch-cpu of torch , with 2 threads"):
+        Replica.attach(shm / "replica", rounding=ROUNDING)
     pair.replica = Replica.attach(shm / "replica")
-    assert pair.replica.dialect.threads == 2
+    assert pair.replica.rounding.threads == 2
     train()
     now = pair.replica.current
-    again = Replica(now.parameters, pair.replica.optimizer, dialect=pair.replica.dialect, masters=False, step=4,
+    again = Replica(now.parameters, pair.replica.optimizer, rounding=pair.replica.rounding, masters=False, step=4,
                     optimizer_state=now.optimizer_state)
     pair.replica.close()
     pair.replica = again
@@ -346,18 +346,18 @@ SPEC = OptimizerSpec.check("adam", [(["w"], {"lr": 0.1})])
 ONE = Layout([[BucketSlice("w", 0, 4)]], {"w": (4,)})
 
 
-@pytest.mark.parametrize("dialect", [d for d in DIALECTS if d != "torch-cpu"])
-def test_other_orders_have_no_kernel_for_it(dialect: str) -> None:
-    with pytest.raises(OptimizerError, match=f"bfloat16 parameters without fp32 masters.* {dialect}"):
-        Replica(W, SPEC, dialect=Dialect(dialect), masters=False)
+@pytest.mark.parametrize("rounding", [d for d in ROUNDING_MODES if d != "torch-cpu"])
+def test_other_orders_have_no_kernel_for_it(rounding: str) -> None:
+    with pytest.raises(OptimizerError, match=f"bfloat16 parameters without fp32 masters.* {rounding}"):
+        Replica(W, SPEC, rounding=RoundingMode(rounding), masters=False)
     with pytest.raises(ValueError, match="no kernel"):
-        kernels.Rule(order=dialect if dialect.startswith("torch-cuda") else "torch-cuda-fused", held="float16",
+        kernels.Rule(order=rounding if rounding.startswith("torch-cuda") else "torch-cuda-fused", held="float16",
                      grad="float16")
-    Replica({"w": torch.zeros(4)}, SPEC, dialect=Dialect(dialect), masters=False)  # fp32 parameters have no masters
+    Replica({"w": torch.zeros(4)}, SPEC, rounding=RoundingMode(rounding), masters=False)  # fp32 has no masters
 
 
 def test_a_gradient_of_another_type_is_refused() -> None:
-    replica = Replica(W, SPEC, dialect=DIALECT, masters=False)
+    replica = Replica(W, SPEC, rounding=ROUNDING, masters=False)
     slot = replica.build(1, ONE)
     for dtype in (torch.float32, torch.float16):
         with pytest.raises(ReplicaError, match=r"gradient for 'w', which is updated in bfloat16 alone"):
@@ -369,7 +369,7 @@ def test_a_gradient_of_another_type_is_refused() -> None:
 
 
 def test_a_loss_scale_is_refused() -> None:
-    replica = Replica(W, SPEC, dialect=DIALECT, masters=False)
+    replica = Replica(W, SPEC, rounding=ROUNDING, masters=False)
     with pytest.raises(OptimizerError, match=r"'w' is updated in 16 bits alone: .* a loss scale"):
         replica.build(1, ONE, StepValues(loss_scale=8.0))
     assert replica.building is None
@@ -378,9 +378,9 @@ def test_a_loss_scale_is_refused() -> None:
 def test_states_that_are_not_in_16_bits_are_refused() -> None:
     for state in ({"exp_avg": torch.zeros(4)}, {"exp_avg_sq": torch.zeros(4, dtype=torch.float16)}):
         with pytest.raises(ReplicaError, match=r"of 'w' is torch\.float.*, not torch\.bfloat16"):
-            Replica(W, SPEC, dialect=DIALECT, masters=False, optimizer_state={"w": state})
+            Replica(W, SPEC, rounding=ROUNDING, masters=False, optimizer_state={"w": state})
     with pytest.raises(ReplicaError, match="'master' of 'w' is not one"):
-        Replica(W, SPEC, dialect=DIALECT, masters=False, optimizer_state={"w": {"master": torch.zeros(4)}})
+        Replica(W, SPEC, rounding=ROUNDING, masters=False, optimizer_state={"w": {"master": torch.zeros(4)}})
 
 
 def test_a_torch_that_rounds_otherwise_is_refused() -> None:

@@ -6,22 +6,22 @@ import pytest
 import torch
 
 from flowcheck.job.model import BucketSlice as S
-from updater.dialects import Dialect
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
+from updater.rounding_modes import RoundingMode
 from updater.slot import SlotState
 from updater.step import StepValues
 
 from .idle_pool import IdlePool
 
-DIALECT = Dialect("torch-cuda-foreach", "2.13.0")
+ROUNDING = RoundingMode("torch-cuda-foreach", "2.13.0")
 SHAPES = {"a": (4,), "b": (2, 3), "s": (), "e": (0, 2)}
 
 
 def replica(groups=((("a", "b", "s", "e"), {"lr": 1.0}),), name="sgd", dtype=torch.float32, **kwargs):
     tensors = {n: torch.zeros(shape, dtype=dtype) for n, shape in SHAPES.items()}
-    kwargs.setdefault("dialect", DIALECT)
+    kwargs.setdefault("rounding", ROUNDING)
     return Replica({**tensors, "k": torch.arange(2)}, OptimizerSpec.check(name, groups), **kwargs)
 
 
@@ -65,7 +65,7 @@ def test_the_first_version_is_what_was_given(dtype):
     if dtype == torch.bfloat16:
         state["a"]["master"] = torch.full((3,), 1.5001)
     spec = OptimizerSpec.check("adam", [(["a", "b", "c"], {"lr": 1.0})])
-    made = Replica({**tensors, "k": torch.tensor([8, 9])}, spec, dialect=DIALECT, optimizer_state=state,
+    made = Replica({**tensors, "k": torch.tensor([8, 9])}, spec, rounding=ROUNDING, optimizer_state=state,
                    buffers=frozenset(["k"]), step=7)
     now = made.current
     assert now.step == 7 and now._steps.tolist() == [7, 1, 0]
@@ -178,7 +178,7 @@ def test_the_scalar_tail_of_the_fused_order_is_of_the_whole_tensor(size, cut):
     found = []
     start, g = torch.randn(size, generator=generator), torch.randn(3, size, generator=generator)
     for pieces in ([[S("w", 0, size)]], [[S("w", 0, size - cut, cut)], [S("w", 0, cut)]]):
-        made = Replica({"w": start}, spec, dialect=Dialect("torch-cpu-fused"))
+        made = Replica({"w": start}, spec, rounding=RoundingMode("torch-cpu-fused"))
         for step in range(3):
             where = Layout(pieces, {"w": (size,)})
             slot = made.build(step + 1, where)

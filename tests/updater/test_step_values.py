@@ -3,11 +3,11 @@ import pytest
 import torch
 
 from flowcheck.job.model import BucketSlice
-from updater.dialects import Dialect
 from updater.errors import OptimizerError, ReplicaError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
+from updater.rounding_modes import RoundingMode
 from updater.step import StepValues
 
 SHAPES = {"a": (37, 5), "b": (129,), "c": (64,)}
@@ -35,8 +35,8 @@ class Pair:
         start = {n: torch.randn(s, generator=generator).to(dtype) for n, s in SHAPES.items()}
         self.generator, groups = generator, ([["a", "b"], ["c"]])
         spec = OptimizerSpec.check(name, list(zip(groups, options, strict=True)))
-        dialect = Dialect("torch-cpu-fused" if fused else "torch-cpu")
-        self.replica = Replica(start, spec, dialect=dialect, **kwargs)
+        rounding = RoundingMode("torch-cpu-fused" if fused else "torch-cpu")
+        self.replica = Replica(start, spec, rounding=rounding, **kwargs)
         self.twins = {n: t.float().clone().requires_grad_(True) for n, t in start.items()}
         self.optimizer = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[name](
             [{"params": [self.twins[n] for n in part], **o} for part, o in zip(groups, options, strict=True)],
@@ -158,7 +158,7 @@ def test_masters_in_fp32_and_the_derived_copy(dtype):
         for n, twin in pair.twins.items():
             assert now.parameters[n].dtype == dtype and torch.equal(now.parameters[n], twin.detach().to(dtype))
             assert bits(now.optimizer_state[n]["master"]) == bits(twin)
-    again = Replica(now.parameters, pair.replica.optimizer, step=4, dialect=pair.replica.dialect,
+    again = Replica(now.parameters, pair.replica.optimizer, step=4, rounding=pair.replica.rounding,
                     optimizer_state=now.optimizer_state)
     assert all(bits(again.current.masters[n]) == bits(pair.twins[n]) for n in SHAPES)
 

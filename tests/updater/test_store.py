@@ -35,8 +35,8 @@ def path(shm):
     """A file of two slots, of which the second holds version 7."""
     store = Store.create(a_layout(), shm / "replica")
     store.tensors(None)["k", "fixed"].copy_(torch.tensor([1, 2, 3]))
-    store.set_word(1, 2, 7)
-    store.name_it()
+    store.set_slot_header(1, 2, 7)
+    store.publish_file()
     store.close()
     return shm / "replica"
 
@@ -94,10 +94,10 @@ def test_sizes_at_the_boundaries_of_pages(shm, text, constants, slot, first, siz
         store.tensors(slot_index)["w", "p"].fill_(slot_index + 1)
     if constants:
         store.tensors(None)["k", "fixed"].fill_(3)
-    assert [store.word(i) for i in range(2)] == [(0, 0), (0, 0)]
+    assert [store.slot_header(i) for i in range(2)] == [(0, 0), (0, 0)]
     assert hashlib.sha256(store.memory[4096 : 4096 + text]).digest() == head["digest"]
     if in_file:
-        store.name_it()
+        store.publish_file()
         again = Store.read(shm / "replica")
         assert [int(again.tensors(i)["w", "p"].sum()) for i in range(2)] == [slot, 2 * slot]
         assert not constants or int(again.tensors(None)["k", "fixed"].sum()) == 3 * constants
@@ -136,35 +136,35 @@ def test_empty_and_scalar_tensors_keep_their_shape():
 )
 def test_a_word_is_state_check_and_step_in_eight_bytes(state, step, word):
     store = Store.create(a_layout(), None)
-    store.set_word(1, state, step)
-    assert store.memory[192:200] == word.to_bytes(8, "little") and store.word(1) == (state, step)
+    store.set_slot_header(1, state, step)
+    assert store.memory[192:200] == word.to_bytes(8, "little") and store.slot_header(1) == (state, step)
     assert store.memory[128:136] == (0xA500).to_bytes(8, "little"), "of the other slot"
 
 
 def test_every_changed_bit_of_a_word_is_seen():
     store = Store.create(a_layout(), None)
-    store.set_word(0, 2, 0x1234)
+    store.set_slot_header(0, 2, 0x1234)
     whole = store.memory[128:136]
     for bit in range(64):
         store.memory[128:136] = (int.from_bytes(whole, "little") ^ 1 << bit).to_bytes(8, "little")
-        assert store.word(0) is None
+        assert store.slot_header(0) is None
     for state in (3, 255):  # no state, though its check fits
         store.memory[128:136] = ((state ^ 0xA5) << 8 | state).to_bytes(8, "little")
-        assert store.word(0) is None
+        assert store.slot_header(0) is None
 
 
 def test_complete_versions_and_the_newest():
     store = Store.create(a_layout(4), None)
     assert (store.complete(), store.newest()) == ({}, None)
     for slot, (state, step) in enumerate([(2, 5), (1, 9), (2, 6), (0, 0)]):
-        store.set_word(slot, state, step)
+        store.set_slot_header(slot, state, step)
     assert (store.complete(), store.newest()) == ({5: 0, 6: 2}, 2)
-    store.set_word(1, 2, 4)
+    store.set_slot_header(1, 2, 4)
     assert store.newest() == 2
     store.memory[128 + 128] ^= 1  # a damaged word is no version
     assert store.complete() == {5: 0, 4: 1} and store.newest() == 0
-    store.set_word(0, 2, 0)
-    store.set_word(1, 1, 0)
+    store.set_slot_header(0, 2, 0)
+    store.set_slot_header(1, 1, 0)
     assert store.newest() == 0, "slot 0 and step 0 are a slot and a step"
 
 
@@ -206,7 +206,7 @@ def test_a_header_with_one_field_changed(shm, how, field, value, why):
     layout = a_layout()
     layout["constants"] = []
     store = Store.create(layout, shm / "replica")
-    store.name_it()
+    store.publish_file()
     store.close()
     path = shm / "replica"
     assert (header(path)["size"], header(path)["first"], header(path)["stride"]) == (16384, 8192, 4096)
@@ -294,7 +294,7 @@ def test_a_word_that_was_never_written(path, slot):
     data[128 + 64 * slot] ^= 1
     path.write_bytes(data)
     for how in (Store.read, Store.attach):
-        assert refusal(path, how) == f"{path}: not a replica that can be used: the word of slot {slot} is damaged"
+        assert refusal(path, how) == f"{path}: not a replica that can be used: the header of slot {slot} is damaged"
 
 
 def open_descriptors():
@@ -317,20 +317,20 @@ def test_what_is_refused_is_let_go_of(path):
 def test_a_file_has_no_name_before_it_is_given_one(shm):
     store = Store.create(a_layout(), shm / "replica")
     assert not list(shm.iterdir())
-    store.name_it()
+    store.publish_file()
     assert [p.name for p in shm.iterdir()] == ["replica"]
     assert (shm / "replica").stat().st_mode & 0o777 == 0o600
     assert (shm / "replica").stat().st_size == len(store.memory) == (shm / "replica").stat().st_blocks * 512
     opened = open_descriptors()
     with pytest.raises(ReplicaError) as caught:
-        store.name_it()
+        store.publish_file()
     assert str(caught.value) == f"{shm}/replica: already there; attach to it or remove it"
     assert open_descriptors() == opened
 
 
 def test_memory_without_a_file_needs_no_name():
     store = Store.create(a_layout(), None)
-    store.name_it()
+    store.publish_file()
     store.lock_writer(None)
     assert store.lock_slot(0) and store.lock_slot(0)
     store.unlock_slot(0)
@@ -340,8 +340,8 @@ def test_memory_without_a_file_needs_no_name():
 
 def test_a_name_that_is_taken_is_refused_before_and_after_the_memory_is_made(shm):
     first, second = (Store.create(a_layout(), shm / "replica") for _ in range(2))
-    first.name_it()
-    for call in (second.name_it, lambda: Store.create(a_layout(), shm / "replica")):
+    first.publish_file()
+    for call in (second.publish_file, lambda: Store.create(a_layout(), shm / "replica")):
         with pytest.raises(ReplicaError) as caught:
             call()
         assert str(caught.value) == f"{shm}/replica: already there; attach to it or remove it"
@@ -355,7 +355,7 @@ def test_a_folder_that_is_not_there(shm):
     store = Store.create(a_layout(), shm / "gone" / "replica")
     (shm / "gone").rmdir()
     with pytest.raises(ReplicaError) as caught:
-        store.name_it()
+        store.publish_file()
     assert str(caught.value) == f"{shm}/gone/replica: cannot be created: No such file or directory"
 
 
@@ -408,7 +408,7 @@ def test_a_reader_cannot_write(path):
     with pytest.raises(TypeError, match="readonly"):
         store.memory[0] = 0
     with pytest.raises(ValueError):
-        store.set_word(0, 2, 1)
+        store.set_slot_header(0, 2, 1)
     assert isinstance(store.memory, mmap.mmap)
 
 

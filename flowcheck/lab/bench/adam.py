@@ -29,7 +29,7 @@ from flowcheck.lab.bench import roof
 from flowcheck.lab.bench.rows import Row, alternate, here, on_threads, timed
 from flowcheck.lab.bench.workload import aligned
 from updater import kernels
-from updater.dialects import DIALECTS, Dialect, cpu_root, rule
+from updater.rounding_modes import ROUNDING_MODES, RoundingMode, cpu_root, rule
 from updater.tuning import PART, Tuning, settle
 
 __all__ = ["run"]
@@ -85,9 +85,9 @@ def _rows(arena: _Arena, shape: str, tensors: int, threads: int, rounds: int, tu
         "roof": _roof(arena, arena.g, threads), "roof.bf16": _roof(arena, arena.narrow, threads),
         "in-place": _roof(arena, arena.g, threads, in_place=True),
     }
-    for dialect in DIALECTS:
-        contenders[dialect] = _ours(arena, pool, dialect, arena.g, tensors)
-        contenders[f"{dialect}.bf16"] = _ours(arena, pool, dialect, arena.narrow, tensors)
+    for rounding in ROUNDING_MODES:
+        contenders[rounding] = _ours(arena, pool, rounding, arena.g, tensors)
+        contenders[f"{rounding}.bf16"] = _ours(arena, pool, rounding, arena.narrow, tensors)
     for mode, options in MODES.items():
         contenders[mode] = _torch(arena, tensors, options)
     seconds = alternate(contenders, rounds)
@@ -96,7 +96,7 @@ def _rows(arena: _Arena, shape: str, tensors: int, threads: int, rounds: int, tu
     moved = {key: 1e-9 * (26 if "bf16" in key else 28) * arena.count for key in seconds}
     speed = {key: [moved[key] / s for s in taken] for key, taken in seconds.items()}
     rate = {key: [1e-6 * arena.count / s for s in taken] for key, taken in seconds.items()}
-    for key in DIALECTS:
+    for key in ROUNDING_MODES:
         for suffix, dtype in (("", "float32"), (".bf16", "bfloat16")):
             ours, target = key + suffix, TARGETS[dtype] if threads == 1 else None
             rows.append(Row.of(f"{name}.{ours}", "GB/s", speed[ours], speed["roof" + suffix], target, setting))
@@ -108,10 +108,12 @@ def _rows(arena: _Arena, shape: str, tensors: int, threads: int, rounds: int, tu
     return rows
 
 
-def _ours(arena: _Arena, pool: kernels.Pool, dialect: str, gradient: torch.Tensor, tensors: int) -> Callable[[], float]:
+def _ours(
+    arena: _Arena, pool: kernels.Pool, rounding: str, gradient: torch.Tensor, tensors: int
+) -> Callable[[], float]:
     """A contender: one step by the kernels, from version t to t+1."""
     dtype, size = str(gradient.dtype).removeprefix("torch."), arena.count // tensors
-    constants = rule(Dialect(dialect), "adam", {"lr": LR}, 10, grad=dtype)
+    constants = rule(RoundingMode(rounding), "adam", {"lr": LR}, 10, grad=dtype)
     pieces = []
     for first in range(0, arena.count, size):
         now, then = ([t.data_ptr() + 4 * first for t in version] for version in (arena.now, arena.next))

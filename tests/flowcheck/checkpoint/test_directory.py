@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from flowcheck.checkpoint.directory import Meta, load_init, load_step, tensor_sha256, write_step
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.job.model import ModelEntry
-from updater.dialects import Dialect
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
+from updater.rounding_modes import RoundingMode
 
 from ...forks import fork
 
@@ -83,7 +83,7 @@ def test_a_step_directory_resumes_a_replica_and_a_torch_optimizer(tmp_path):
     optimizer.step()
     spec = OptimizerSpec.check("adamw", [(["w"], {"lr": 0.1})])
     replica = Replica(
-        {"w": weight.detach()}, spec, step=1, dialect=Dialect("torch-cpu"),
+        {"w": weight.detach()}, spec, step=1, rounding=RoundingMode("torch-cpu"),
         optimizer_state={"w": optimizer.state[weight]},
     )
     now = replica.current

@@ -275,8 +275,8 @@ def test_a_rounding_order_that_was_never_compared_is_a_mark(begin: Begin) -> Non
     replayed = begin(job)
     replayed.close(0)
     mark = (
-        "dialect torch-cuda-foreach is unproven: its order of roundings was read in the sources of torch 2.13 and was"
-        " never compared with a GPU"
+        "rounding mode torch-cuda-foreach is unproven: its order of roundings was read in the sources of torch 2.13 and"
+        " was never compared with a GPU"
     )
     assert mark in replayed.finish()[0]["unproven"]
     assert mark in json.loads((replayed.out / "step-000001" / "manifest.json").read_text())["unproven"]

@@ -451,7 +451,7 @@ def test_a_file_outlives_the_replica(tmp_path: Path) -> None:
     replica.close()
     again = Replica.attach(tmp_path / "replica", run_id="a-run", epoch=3)
     assert again.current.step == 1
-    assert (again.dialect.name, again.dialect.torch_version) == ("torch-cpu-fused", "2.13.0")
+    assert (again.rounding.name, again.rounding.torch_version) == ("torch-cpu-fused", "2.13.0")
     again.close()
 
 
@@ -489,12 +489,12 @@ def test_what_nothing_has_shown_is_a_mark() -> None:
     assert described.optimizer is not None
     described.optimizer.rounding = "torch-cuda-foreach"
     doubt = (
-        "dialect torch-cuda-foreach is unproven: its order of roundings was read in the sources of torch 2.13 and was "
-        "never compared with a GPU"
+        "rounding mode torch-cuda-foreach is unproven: its order of roundings was read in the sources of torch 2.13 "
+        "and was never compared with a GPU"
     )
     assert JobReplica(plan_job(described), None).unproven == ["buffers are as at the start: mean, steps", doubt]
     assert JobReplica(plan_job(described), None, ReplicaOptions(buffers=True)).unproven == [doubt]
     described.optimizer.rounding, described.optimizer.torch_version = "torch-cpu-fused", "2.6.0+cu126"
     assert JobReplica(plan_job(described), None, ReplicaOptions(buffers=True)).unproven == [
-        "dialect torch-cpu-fused is proven for torch 2.13, not for 2.6"
+        "rounding mode torch-cpu-fused is proven for torch 2.13, not for 2.6"
     ]

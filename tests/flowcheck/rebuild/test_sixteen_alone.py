@@ -19,7 +19,7 @@ from flowcheck.rebuild.evidence import bucket_coverage
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.replica import JobReplica
 from flowcheck.trainer.description import Watch, check_gradients, entries
-from updater.dialects import GRAIN
+from updater.rounding_modes import GRAIN
 
 from ..fake_engine import FakeEngine
 from ..trainer.test_description import call, net, refusal

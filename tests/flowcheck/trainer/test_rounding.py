@@ -74,8 +74,8 @@ def test_the_result_says_what_is_not_shown(replayed, tmp_path: Path, rounding: s
     assert not failure
     manifest = json.loads((out / "step-000006" / "manifest.json").read_text())
     assert manifest["rounding"] == (rounding or "torch-cuda-foreach")
-    marks = ["dialect torch-cuda-foreach is unproven: its order of roundings was read in the sources of torch 2.13"
-             " and was never compared with a GPU"]
+    marks = ["rounding mode torch-cuda-foreach is unproven: its order of roundings was read in the sources of torch"
+             " 2.13 and was never compared with a GPU"]
     assert manifest["unproven"] == report["unproven"] == ([] if rounding == "torch-cpu" else marks)
 
 

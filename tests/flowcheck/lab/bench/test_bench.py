@@ -13,7 +13,7 @@ from parser.machine import Engine, icrc_kernels
 from flowcheck.lab.bench import parse
 from flowcheck.lab.bench.workload import aligned, make
 from parser.wire import Protocol
-from updater.dialects import DIALECTS
+from updater.rounding_modes import ROUNDING_MODES
 
 FIELDS = {"name", "value", "unit", "limit", "ratio", "target", "p10", "p90", "rounds"}
 SETTING = {"processor", "pages", "kernels", "choices"}
@@ -59,7 +59,7 @@ def test_rows_of_adam() -> None:
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     assert all(well_formed(row) for row in rows)
-    modes = [f"{name}{width}" for name in DIALECTS for width in ("", ".bf16")]
+    modes = [f"{name}{width}" for name in ROUNDING_MODES for width in ("", ".bf16")]
     kinds = {*modes, *(f"{mode}.torch-single" for mode in modes), "in-place", "torch-foreach", "torch-fused"}
     wanted = {f"adam.{shape}.{threads}t.{kind}" for shape in ("flat", "200") for threads in (1, 2) for kind in kinds}
     assert {row["name"] for row in rows} == wanted

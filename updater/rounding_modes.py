@@ -1,9 +1,9 @@
-"""Rounding dialects: the constants of a step as torch forms them, and what is known about each order.
+"""Rounding modes: the constants of a step as torch forms them, and what is known about each order.
 
-A dialect is (torch version, mode). Modes: `torch-cpu` (single-tensor and foreach: the same bits), `torch-cpu-fused`,
-`torch-cuda-foreach` (what torch.optim takes on a GPU if nobody says otherwise), `torch-cuda-fused`. A mode is *proven*
-for a version by a test that compares bits with that torch; anything else works and is marked unproven wherever a
-result is shown.
+A mode is told by its name and torch's version. `torch-cpu` (single-tensor and foreach: the same bits),
+`torch-cpu-fused`, `torch-cuda-foreach` (what torch.optim takes on a GPU if nobody says otherwise) and
+`torch-cuda-fused` are the names. A mode is *proven* for a version by a test that compares bits with that torch; any
+other works and is marked unproven wherever a result is shown.
 
 Parameters of 16 bits that are updated without fp32 masters have roundings of their own within `torch-cpu`
 (updater/sixteen.py); no other order has a kernel for them.
@@ -32,11 +32,11 @@ import torch
 from updater import kernels
 from updater.errors import OptimizerError
 
-__all__ = ["DIALECTS", "GRAIN", "Dialect", "cpu_root", "find_root", "root_of", "rule"]
+__all__ = ["ROUNDING_MODES", "GRAIN", "RoundingMode", "cpu_root", "find_root", "root_of", "rule"]
 
-DIALECTS = ("torch-cpu", "torch-cpu-fused", "torch-cuda-foreach", "torch-cuda-fused")
+ROUNDING_MODES = ("torch-cpu", "torch-cpu-fused", "torch-cuda-foreach", "torch-cuda-fused")
 
-#: torch versions (major.minor) whose bits tests compare with ours, by dialect.
+#: torch versions (major.minor) whose bits tests compare with ours, by rounding mode.
 _PROVEN: dict[str, tuple[str, ...]] = {"torch-cpu": ("2.13",), "torch-cpu-fused": ("2.13",)}
 #: Versions whose sources the order was read from, where nothing was run.
 _READ = {"torch-cuda-foreach": "2.13", "torch-cuda-fused": "2.13"}
@@ -50,7 +50,7 @@ DevicePow = Callable[[float, int], float]
 
 
 @dataclass(frozen=True)
-class Dialect:
+class RoundingMode:
     """Whose roundings. torch_version: of the trainer ("2.13.0+cu130"); "" means the one installed here.
 
     root: how torch-cpu takes square roots, "" to find out (see cpu_root). device_powf: beta**step as a GPU computes
@@ -65,8 +65,8 @@ class Dialect:
     threads: int = 0
 
     def __post_init__(self) -> None:
-        if self.name not in DIALECTS:
-            raise OptimizerError(f"rounding dialect {self.name!r} is not one of {', '.join(DIALECTS)}")
+        if self.name not in ROUNDING_MODES:
+            raise OptimizerError(f"rounding mode {self.name!r} is not one of {', '.join(ROUNDING_MODES)}")
         if self.root not in ("", *kernels.ROOTS):
             raise OptimizerError(f"square root {self.root!r} is not one of {', '.join(kernels.ROOTS)}")
 
@@ -77,14 +77,14 @@ class Dialect:
 
     @property
     def unproven(self) -> str:
-        """Why equality with the trainer is not shown for this dialect, or ""."""
+        """Why equality with the trainer is not shown for this rounding mode, or ""."""
         if self.version in _PROVEN.get(self.name, ()):
             return ""
         known = _PROVEN.get(self.name)
         if known:
-            return f"dialect {self.name} is proven for torch {', '.join(known)}, not for {self.version}"
+            return f"rounding mode {self.name} is proven for torch {', '.join(known)}, not for {self.version}"
         read = f"its order of roundings was read in the sources of torch {_READ[self.name]}"
-        return f"dialect {self.name} is unproven: {read} and was never compared with a GPU"
+        return f"rounding mode {self.name} is unproven: {read} and was never compared with a GPU"
 
     @property
     def cuda(self) -> bool:
@@ -94,7 +94,7 @@ class Dialect:
     def fused(self) -> bool:
         return self.name.endswith("fused")
 
-    def odd(self, size: int) -> int:
+    def tail(self, size: int) -> int:
         """How many last elements of a tensor torch computes in a scalar loop that rounds differently."""
         return size % 8 if self.name == "torch-cpu-fused" else 0
 
@@ -105,7 +105,7 @@ class Dialect:
         which additions with a factor round the product, too (c10's parallel_for shares more than GRAIN elements).
         """
         if held == "float32":
-            return [(0, size, self.odd(size))]
+            return [(0, size, self.tail(size))]
         sharing = max(1, min(self.threads, -(-size // GRAIN)))
         each = max(1, -(-size // sharing))
         return [(a, min(a + each, size), (min(a + each, size) - a) % LANES) for a in range(0, size, each)]
@@ -121,7 +121,7 @@ class Dialect:
 
 
 def rule(
-    dialect: Dialect, name: str, options: Mapping[str, Any], step: int, *, grad: str = "float32", low: str = "",
+    rounding: RoundingMode, name: str, options: Mapping[str, Any], step: int, *, grad: str = "float32", low: str = "",
     divisor: int = 1, loss_scale: float | None = None, clip: float | None = None, first: bool = False,
     held: str = "float32",
 ) -> kernels.Rule:
@@ -130,11 +130,11 @@ def rule(
 
     first: SGD with momentum whose buffer does not exist yet. loss_scale: gradients are unscaled by it.
     """
-    dialect.check(name, held)
+    rounding.check(name, held)
     common = {
-        "order": dialect.name, "grad": grad, "low": low, "held": held,
-        "divisor": divisor, "divisor_times": dialect.cuda, "clip": clip,
-        "maximize": bool(options.get("maximize", False)), **_unscale(dialect, loss_scale),
+        "order": rounding.name, "grad": grad, "low": low, "held": held,
+        "divisor": divisor, "divisor_times": rounding.cuda, "clip": clip,
+        "maximize": bool(options.get("maximize", False)), **_unscale(rounding, loss_scale),
     }
     lr, decay = float(options["lr"]), float(options.get("weight_decay", 0.0 if name != "adamw" else 1e-2))
     if name == "sgd":
@@ -148,26 +148,26 @@ def rule(
     decoupled = name == "adamw" or bool(options.get("decoupled_weight_decay", False))
     kind = 0 if decay == 0 else 2 if decoupled else 1
     common |= {"amsgrad": bool(options.get("amsgrad", False)), "decay": kind, "eps": float(options.get("eps", 1e-8))}
-    if dialect.name == "torch-cuda-fused":
-        return kernels.Rule(**common, **_on_device(dialect, lr, beta1, beta2, decay, kind == 2, step))
+    if rounding.name == "torch-cuda-fused":
+        return kernels.Rule(**common, **_on_device(rounding, lr, beta1, beta2, decay, kind == 2, step))
     weight = 1 - beta1
     far = abs(_f32(weight)) >= 0.5
     omb2, negative = 1 - beta2, -(lr / (1 - beta1**step))
     return kernels.Rule(
-        root=(dialect.root or cpu_root()) if dialect.name == "torch-cpu" and held == "float32" else "ieee",
+        root=(rounding.root or cpu_root()) if rounding.name == "torch-cpu" and held == "float32" else "ieee",
         weight_decay=1 - lr * decay if kind == 2 else decay,
         # With beta1 = 0 the sign of the zero decides the sign of a moment whose gradient is zero.
-        lerp_far=far, w1=weight if not far else -(1 - _f32(weight)) if dialect.cuda else _f32(weight) - 1,
+        lerp_far=far, w1=weight if not far else -(1 - _f32(weight)) if rounding.cuda else _f32(weight) - 1,
         beta2=beta2, omb2=omb2, omb2_is_one=_f32(omb2) == 1,
         bc2_sqrt=(1 - beta2**step) ** 0.5, step=negative, **common,
     )
 
 
 def _on_device(
-    dialect: Dialect, lr: float, beta1: float, beta2: float, decay: float, decoupled: bool, step: int
+    rounding: RoundingMode, lr: float, beta1: float, beta2: float, decay: float, decoupled: bool, step: int
 ) -> dict[str, float]:
     """Constants that a fused CUDA kernel forms from fp32 arguments."""
-    power = dialect.device_powf or (lambda beta, count: _f32(_f32(beta) ** count))
+    power = rounding.device_powf or (lambda beta, count: _f32(_f32(beta) ** count))
     one, lr32 = np.float32(1), np.float32(lr)
     correction1 = one - np.float32(power(beta1, step))
     correction2 = np.sqrt(one - np.float32(power(beta2, step)))
@@ -177,11 +177,11 @@ def _on_device(
     }
 
 
-def _unscale(dialect: Dialect, loss_scale: float | None) -> dict[str, Any]:
+def _unscale(rounding: RoundingMode, loss_scale: float | None) -> dict[str, Any]:
     """GradScaler multiplies by float(1/double(scale)); a fused optimizer divides by the scale itself."""
     if loss_scale is None:
         return {}
-    if dialect.fused:
+    if rounding.fused:
         return {"unscale": True, "scale_divides": True, "scale": loss_scale}
     # A factor of one leaves every bit as it is, so torch's shortcut for it needs no case.
     return {"unscale": True, "scale": 1.0 / _f32(loss_scale)}
@@ -223,7 +223,7 @@ def find_root(library: Callable[[torch.Tensor], torch.Tensor]) -> str:
         if kernels.has_root(root) and all(_same(library, root, *span) for span in spans):
             return root
     raise OptimizerError(
-        "torch.sqrt on this machine is none of the known sequences: dialect torch-cpu cannot be exact here"
+        "torch.sqrt on this machine is none of the known sequences: rounding mode torch-cpu cannot be exact here"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a dialect is, what is known about it, and the constants of one step as each order forms them."""
+"""What a rounding mode is, what is known about it, and the constants of one step as each order forms them."""
 import ctypes
 import math
 import os
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from updater import dialects, kernels
-from updater.dialects import DIALECTS, Dialect, cpu_root, find_root, root_of, rule
+from updater import kernels, rounding_modes
 from updater.errors import OptimizerError
+from updater.rounding_modes import ROUNDING_MODES, RoundingMode, cpu_root, find_root, root_of, rule
 
 ADAM = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.0}
 
@@ -17,10 +17,10 @@ ADAM = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.0}
 @pytest.fixture
 def ruled(monkeypatch):
     """The keywords that the kernels are given."""
-    def formed(dialect, name, options, step, **kwargs):
+    def formed(rounding, name, options, step, **kwargs):
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "Rule", lambda **constants: constants)
-            return rule(dialect, name, options, step, **kwargs)
+            return rule(rounding, name, options, step, **kwargs)
 
     return formed
 
@@ -35,17 +35,17 @@ def refusal(call, *given, **named):
     return str(caught.value)
 
 
-# -- what a dialect says of itself -------------------------------------------------------------------------
+# -- what a rounding mode says of itself -------------------------------------------------------------------------
 
 
 def test_the_names_and_the_default():
-    assert DIALECTS == ("torch-cpu", "torch-cpu-fused", "torch-cuda-foreach", "torch-cuda-fused")
-    assert Dialect() == Dialect("torch-cuda-foreach", "", "", None)
-    assert refusal(Dialect, "apex") == (
-        "rounding dialect 'apex' is not one of torch-cpu, torch-cpu-fused, torch-cuda-foreach, torch-cuda-fused"
+    assert ROUNDING_MODES == ("torch-cpu", "torch-cpu-fused", "torch-cuda-foreach", "torch-cuda-fused")
+    assert RoundingMode() == RoundingMode("torch-cuda-foreach", "", "", None)
+    assert refusal(RoundingMode, "apex") == (
+        "rounding mode 'apex' is not one of torch-cpu, torch-cpu-fused, torch-cuda-foreach, torch-cuda-fused"
     )
-    assert [Dialect(root=root).root for root in ("", *kernels.ROOTS)] == ["", *kernels.ROOTS]
-    assert refusal(Dialect, root="fast") == (
+    assert [RoundingMode(root=root).root for root in ("", *kernels.ROOTS)] == ["", *kernels.ROOTS]
+    assert refusal(RoundingMode, root="fast") == (
         "square root 'fast' is not one of ieee, rsqrt, rsqrt14, rsqrt14-coupled, rsqrt14-newton, call"
     )
 
@@ -54,19 +54,20 @@ def test_the_names_and_the_default():
     ("given", "version"), [("2.13.0+cu130", "2.13"), ("2.7.1", "2.7"), ("10.20", "10.20"), ("3", "3")]
 )
 def test_the_version_is_major_and_minor_of_the_trainers_torch(given, version):
-    assert Dialect(torch_version=given).version == version
-    assert Dialect().version == ".".join(torch.__version__.split(".")[:2])
+    assert RoundingMode(torch_version=given).version == version
+    assert RoundingMode().version == ".".join(torch.__version__.split(".")[:2])
 
 
 def test_what_is_proven_and_why_the_rest_is_not():
     for name in ("torch-cpu", "torch-cpu-fused"):
-        assert Dialect(name, "2.13.1").unproven == ""
+        assert RoundingMode(name, "2.13.1").unproven == ""
         for version in ("2.12.0", "2.14.0", "2.1.3"):
             short = ".".join(version.split(".")[:2])
-            assert Dialect(name, version).unproven == f"dialect {name} is proven for torch 2.13, not for {short}"
+            why = f"rounding mode {name} is proven for torch 2.13, not for {short}"
+            assert RoundingMode(name, version).unproven == why
     for name in ("torch-cuda-foreach", "torch-cuda-fused"):
-        assert Dialect(name, "2.13.0").unproven == (
-            f"dialect {name} is unproven: its order of roundings was read in the sources of torch 2.13"
+        assert RoundingMode(name, "2.13.0").unproven == (
+            f"rounding mode {name} is unproven: its order of roundings was read in the sources of torch 2.13"
             " and was never compared with a GPU"
         )
 
@@ -77,27 +78,27 @@ def test_what_is_proven_and_why_the_rest_is_not():
      ("torch-cuda-foreach", True, False, [0, 0, 0, 0]), ("torch-cuda-fused", True, True, [0, 0, 0, 0])],
 )
 def test_what_follows_from_the_name(name, cuda, fused, odd):
-    dialect = Dialect(name)
-    assert (dialect.cuda, dialect.fused) == (cuda, fused)
-    assert [dialect.odd(size) for size in (0, 1, 15, 16)] == odd
+    rounding = RoundingMode(name)
+    assert (rounding.cuda, rounding.fused) == (cuda, fused)
+    assert [rounding.tail(size) for size in (0, 1, 15, 16)] == odd
 
 
 def test_fused_sgd_on_cuda_has_no_kernel_and_everything_else_has():
-    for name in DIALECTS:
+    for name in ROUNDING_MODES:
         for optimizer in ("sgd", "adam", "adamw"):
             if (name, optimizer) == ("torch-cuda-fused", "sgd"):
                 why = "fused SGD on CUDA multiplies in double precision; there is no kernel for that"
-                assert refusal(Dialect(name).check, optimizer) == why
-                assert refusal(rule, Dialect(name), optimizer, {"lr": 1}, 1) == why
+                assert refusal(RoundingMode(name).check, optimizer) == why
+                assert refusal(rule, RoundingMode(name), optimizer, {"lr": 1}, 1) == why
             else:
-                Dialect(name).check(optimizer)
+                RoundingMode(name).check(optimizer)
 
 
 # -- the constants of SGD ----------------------------------------------------------------------------------
 
 
 def test_sgds_constants(ruled):
-    plain = ruled(Dialect("torch-cpu"), "sgd", {"lr": 0.5}, 3)
+    plain = ruled(RoundingMode("torch-cpu"), "sgd", {"lr": 0.5}, 3)
     assert plain == {
         "sgd": True, "order": "torch-cpu", "grad": "float32", "low": "", "held": "float32",
         "divisor": 1, "divisor_times": False,
@@ -105,7 +106,7 @@ def test_sgds_constants(ruled):
         "momentum_state": 0, "undamped": 1.0, "nesterov": False,
     }
     full = ruled(
-        Dialect("torch-cuda-foreach"), "sgd",
+        RoundingMode("torch-cuda-foreach"), "sgd",
         {"lr": 0.5, "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.1, "nesterov": True, "maximize": True}, 3,
         grad="bfloat16", low="float16", divisor=4, clip=0.5,
     )
@@ -119,7 +120,7 @@ def test_sgds_constants(ruled):
 
 def test_the_first_step_of_momentum_has_no_buffer_yet(ruled):
     for momentum, first, state in ((0.9, True, 1), (0.9, False, 2), (0.0, True, 0), (0.0, False, 0)):
-        constants = ruled(Dialect("torch-cpu"), "sgd", {"lr": 1, "momentum": momentum}, 1, first=first)
+        constants = ruled(RoundingMode("torch-cpu"), "sgd", {"lr": 1, "momentum": momentum}, 1, first=first)
         assert constants["momentum_state"] == state
 
 
@@ -127,7 +128,7 @@ def test_the_first_step_of_momentum_has_no_buffer_yet(ruled):
 
 
 def test_adams_constants_are_formed_in_double_precision(ruled):
-    constants = ruled(Dialect("torch-cuda-foreach"), "adam", ADAM, 3)
+    constants = ruled(RoundingMode("torch-cuda-foreach"), "adam", ADAM, 3)
     assert constants == {
         "order": "torch-cuda-foreach", "grad": "float32", "low": "", "held": "float32",
         "divisor": 1, "divisor_times": True, "clip": None,
@@ -139,7 +140,7 @@ def test_adams_constants_are_formed_in_double_precision(ruled):
 
 def test_what_torch_takes_if_nothing_is_said(ruled):
     for name in ("adam", "adamw"):
-        constants = ruled(Dialect("torch-cuda-foreach"), name, {"lr": 0.5}, 2)
+        constants = ruled(RoundingMode("torch-cuda-foreach"), name, {"lr": 0.5}, 2)
         assert (constants["eps"], constants["beta2"], constants["w1"]) == (1e-8, 0.999, 1 - 0.9)
         assert (constants["amsgrad"], constants["maximize"]) == (False, False)
         assert (constants["decay"], constants["weight_decay"]) == ((0, 0.0) if name == "adam" else (2, 1 - 0.5 * 0.01))
@@ -155,10 +156,10 @@ def test_what_torch_takes_if_nothing_is_said(ruled):
     ],
 )
 def test_where_the_decay_goes(ruled, name, options, decay, weight):
-    for dialect in ("torch-cpu-fused", "torch-cuda-foreach"):
-        constants = ruled(Dialect(dialect), name, {**ADAM, **options}, 1)
+    for rounding in ("torch-cpu-fused", "torch-cuda-foreach"):
+        constants = ruled(RoundingMode(rounding), name, {**ADAM, **options}, 1)
         assert (constants["decay"], constants["weight_decay"]) == (decay, weight)
-    constants = ruled(Dialect("torch-cuda-fused"), name, {**ADAM, **options}, 1)
+    constants = ruled(RoundingMode("torch-cuda-fused"), name, {**ADAM, **options}, 1)
     fused = float(np.float32(0.1) * np.float32(0.2)) if decay == 2 else weight
     assert (constants["decay"], constants["weight_decay"]) == (decay, fused)
 
@@ -173,19 +174,19 @@ def test_where_the_decay_goes(ruled, name, options, decay, weight):
 )
 def test_from_which_end_lerp_counts(ruled, beta1, far, cpu, cuda):
     for name, weight in (("torch-cpu", cpu), ("torch-cpu-fused", cpu), ("torch-cuda-foreach", cuda)):
-        constants = ruled(Dialect(name, root="ieee"), "adam", {**ADAM, "betas": (beta1, 0.99)}, 1)
+        constants = ruled(RoundingMode(name, root="ieee"), "adam", {**ADAM, "betas": (beta1, 0.99)}, 1)
         assert (constants["lerp_far"], constants["w1"]) == (far, weight)
         assert math.copysign(1, constants["w1"]) == math.copysign(1, weight)
 
 
 def test_a_second_beta_of_zero_is_a_case_of_its_own(ruled):
     for beta2, is_one in ((0.0, True), (1e-9, True), (1e-3, False), (0.999, False)):
-        constants = ruled(Dialect("torch-cuda-foreach"), "adam", {**ADAM, "betas": (0.9, beta2)}, 1)
+        constants = ruled(RoundingMode("torch-cuda-foreach"), "adam", {**ADAM, "betas": (0.9, beta2)}, 1)
         assert constants["omb2_is_one"] is is_one, "asked of the float"
 
 
 def test_flags_and_what_comes_before_the_optimizer_reach_the_kernel(ruled):
-    constants = ruled(Dialect("torch-cpu-fused"), "adamw", {**ADAM, "amsgrad": True, "maximize": True}, 1,
+    constants = ruled(RoundingMode("torch-cpu-fused"), "adamw", {**ADAM, "amsgrad": True, "maximize": True}, 1,
                       grad="float16", low="bfloat16", divisor=8, clip=0.25)
     assert {key: constants[key] for key in ("amsgrad", "maximize", "grad", "low", "divisor", "clip")} == {
         "amsgrad": True, "maximize": True, "grad": "float16", "low": "bfloat16", "divisor": 8, "clip": 0.25
@@ -203,18 +204,18 @@ def test_flags_and_what_comes_before_the_optimizer_reach_the_kernel(ruled):
 )
 def test_how_a_loss_scale_is_taken_back(ruled, name, constants):
     about = ("unscale", "scale", "scale_divides")
-    with_scale = ruled(Dialect(name, root="ieee"), "adam", ADAM, 1, loss_scale=777.0)
+    with_scale = ruled(RoundingMode(name, root="ieee"), "adam", ADAM, 1, loss_scale=777.0)
     assert {key: with_scale[key] for key in about if key in with_scale} == constants
-    assert not set(about) & set(ruled(Dialect(name, root="ieee"), "adam", ADAM, 1))
+    assert not set(about) & set(ruled(RoundingMode(name, root="ieee"), "adam", ADAM, 1))
 
 
 def test_the_reciprocal_of_a_loss_scale_is_that_of_its_float(ruled):
-    found = ruled(Dialect("torch-cuda-foreach"), "adam", ADAM, 1, loss_scale=0.1)
+    found = ruled(RoundingMode("torch-cuda-foreach"), "adam", ADAM, 1, loss_scale=0.1)
     assert found["scale"] == 1 / f32(0.1) != 1 / 0.1
 
 
 def test_fused_on_a_gpu_forms_its_constants_from_floats(ruled):
-    constants = ruled(Dialect("torch-cuda-fused"), "adam", {**ADAM, "amsgrad": True}, 3)
+    constants = ruled(RoundingMode("torch-cuda-fused"), "adam", {**ADAM, "amsgrad": True}, 3)
     one, b1, b2 = np.float32(1), np.float32(0.9), np.float32(0.99)
     first = one - np.float32(float(b1) ** 3)
     second = np.sqrt(one - np.float32(float(b2) ** 3))
@@ -233,7 +234,7 @@ def test_a_devices_own_powers_are_asked_for_each_beta_and_step(ruled):
         asked.append((beta, step))
         return 0.75 if beta == 0.9 else 0.9375
 
-    constants = ruled(Dialect("torch-cuda-fused", device_powf=power), "adam", {**ADAM, "lr": 0.5}, 7)
+    constants = ruled(RoundingMode("torch-cuda-fused", device_powf=power), "adam", {**ADAM, "lr": 0.5}, 7)
     assert asked == [(0.9, 7), (0.99, 7)]
     assert (constants["step"], constants["bc2_sqrt"]) == (2.0, 0.25)
 
@@ -243,17 +244,17 @@ def test_a_devices_own_powers_are_asked_for_each_beta_and_step(ruled):
 
 def test_the_root_that_was_named_is_taken_and_only_torch_cpu_has_one(ruled):
     for root in kernels.ROOTS:
-        assert ruled(Dialect("torch-cpu", root=root), "adam", ADAM, 1)["root"] == root
-        assert ruled(Dialect("torch-cpu-fused", root=root), "adam", ADAM, 1)["root"] == "ieee"
-        assert ruled(Dialect("torch-cuda-foreach", root=root), "adam", ADAM, 1)["root"] == "ieee"
+        assert ruled(RoundingMode("torch-cpu", root=root), "adam", ADAM, 1)["root"] == root
+        assert ruled(RoundingMode("torch-cpu-fused", root=root), "adam", ADAM, 1)["root"] == "ieee"
+        assert ruled(RoundingMode("torch-cuda-foreach", root=root), "adam", ADAM, 1)["root"] == "ieee"
 
 
 def test_the_root_of_this_processor_is_looked_for_once(monkeypatch):
     looked = []
-    monkeypatch.setattr(dialects, "_found", [])
-    monkeypatch.setattr(dialects, "find_root", lambda library: looked.append(library) or "call")
+    monkeypatch.setattr(rounding_modes, "_found", [])
+    monkeypatch.setattr(rounding_modes, "find_root", lambda library: looked.append(library) or "call")
     assert [cpu_root(), cpu_root()] == ["call", "call"] and looked == [torch.sqrt]
-    assert dialects._found == ["call"]
+    assert rounding_modes._found == ["call"]
 
 
 def test_torchs_root_here_is_found_without_a_call():
@@ -285,7 +286,7 @@ def off_at(bits):
 @pytest.mark.parametrize("bits", [0x3F800001, 0x40000000, 0x407FFFFF, 0x3FC12345, 0x7F7FFFFF, 1, 0x007FFFFF])
 def test_no_sequence_is_taken_for_a_library_that_differs_in_one_bit(bits):
     assert refusal(find_root, off_at(bits)) == (
-        "torch.sqrt on this machine is none of the known sequences: dialect torch-cpu cannot be exact here"
+        "torch.sqrt on this machine is none of the known sequences: rounding mode torch-cpu cannot be exact here"
     )
 
 
@@ -297,7 +298,7 @@ def test_every_mantissa_and_the_borders_are_compared(monkeypatch):
         compared.append((int(values[:1].view(torch.int32)), values.numel()))
         return torch.sqrt(values)
 
-    monkeypatch.setattr(dialects, "root_of", exact)
+    monkeypatch.setattr(rounding_modes, "root_of", exact)
     assert find_root(torch.sqrt) == "ieee"
     half = 1 << 15
     borders = [(0, half), (0x7F7FF000 - half, 0x1001 + half), (0x7F800000 - half, half + 1)]
@@ -325,9 +326,9 @@ def test_a_library_that_is_no_sequence_is_called(monkeypatch):
         kernels.set_root(0)
         assert "none of the known sequences" in refusal(find_root, library)
         with pytest.raises(ValueError, match="no vendor's square root"):
-            rule(Dialect("torch-cpu", root="call"), "adam", ADAM, 1)
+            rule(RoundingMode("torch-cpu", root="call"), "adam", ADAM, 1)
     finally:
-        kernels.set_root(dialects._vendor_address())
+        kernels.set_root(rounding_modes._vendor_address())
 
 
 @pytest.mark.slow
@@ -342,7 +343,7 @@ def test_every_float_has_torchs_root():
 def test_torchs_own_root_is_found_in_its_library():
     library = ctypes.CDLL(os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so"))
     wanted = ctypes.cast(library.vmsSqrt, ctypes.c_void_p).value if hasattr(library, "vmsSqrt") else 0
-    assert dialects._vendor_address() == wanted
+    assert rounding_modes._vendor_address() == wanted
 
 
 def test_a_torch_without_mkl_has_no_root_to_call(monkeypatch):
@@ -350,5 +351,5 @@ def test_a_torch_without_mkl_has_no_root_to_call(monkeypatch):
         def load(*_, error=error):
             raise error
 
-        monkeypatch.setattr(dialects.ctypes, "CDLL", load)
-        assert dialects._vendor_address() == 0
+        monkeypatch.setattr(rounding_modes.ctypes, "CDLL", load)
+        assert rounding_modes._vendor_address() == 0
