@@ -31,7 +31,7 @@ from flowcheck.control.protocol import (
 from flowcheck.control.tensors import TensorSpec, unpack
 from flowcheck.errors import EnvironmentProblem, FlowcheckError
 from flowcheck.node.group import Group
-from flowcheck.node.members import Letter, Member
+from flowcheck.node.members import Inbound, RankSession
 from flowcheck.rebuild.plan import JobPlan
 
 __all__ = ["ControlServer"]
@@ -144,7 +144,7 @@ class _Connection:
         group = self._group_of(hello.group)
         if isinstance(group, str):
             raise RecordsError(group, where=link.peer)
-        member = Member(hello.rank, self._send, self._end)
+        member = RankSession(hello.rank, self._send, self._end)
         why = group.join((hello.run_id, hello.epoch, hello.ranks), member, hello.instance)
         if why:
             raise RecordsError(why, where=link.peer)
@@ -163,7 +163,7 @@ class _Connection:
             self._outbox.put(None) if not self._outbox.full() else link.close()
             writer.join()
 
-    def _take(self, group: Group, member: Member) -> bool:
+    def _take(self, group: Group, member: RankSession) -> bool:
         """One message into the inbox. False: it was the last one."""
         try:
             message, size = self._link.receive()
@@ -187,7 +187,7 @@ class _Connection:
                 tensors = {name.removeprefix("buffer."): tensor for name, tensor in found.items()}
             elif isinstance(message, State):
                 raise RecordsError("a state without tensors", where=self._link.peer)
-            group.put(Letter(member, message, tensors))
+            group.put(Inbound(member, message, tensors))
         except queue.Full:
             raise RecordsError("sends more than the node takes", where=self._link.peer) from None
         except RecordsError:

@@ -28,11 +28,11 @@ from flowcheck.job.manifest import job_from_dict
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.drops import describe
 from flowcheck.node.live import LiveSession
-from flowcheck.node.members import Letter, Member
+from flowcheck.node.members import Inbound, RankSession
 from flowcheck.node.output import Hashes, Writer
 from flowcheck.node.parts import check_job, check_memory, grown, split, union
+from flowcheck.node.replica_files import LeftoverReplica, ReplicaFiles
 from flowcheck.node.runs import new_run_id, run_folder
-from flowcheck.node.served import Kept, Served
 from flowcheck.node.silence import Arrivals, Silent
 from flowcheck.node.uploads import Asking
 from flowcheck.rebuild.events import Closed, Event, Lost, Waiting
@@ -56,9 +56,9 @@ class Group:
     ) -> None:
         self.name, self._config, self._sources, self._port = name, config, sources, port
         self._say_all, self._writer, self._hashes = say, writer, hashes
-        self._inbox: queue.Queue[Letter] = queue.Queue(INBOX)
+        self._inbox: queue.Queue[Inbound] = queue.Queue(INBOX)
         self._lock = threading.Lock()
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, RankSession] = {}
         self.run: tuple[str, int, int] | None = None  # run id, epoch, ranks
         self._start = 0  # counts runs, and starts of the same one
         self._followed = 0  # the start that the session belongs to
@@ -75,16 +75,16 @@ class Group:
         self._asking = Asking(self._tell, self._say, self._dropped)
         self._base: dict[str, int] = {}  # drops of the node when the state came
         self._told: dict[str, int] = {}  # of those, what lines about iterations have said
-        self.served = Served(config.replica.directory, config.name, name)
+        self.files = ReplicaFiles(config.replica.directory, config.name, name)
         self._idle = Engine(EngineConfig(4096, (), (), 0, streams=len(sources)))
-        self._gone: list[Member] = []  # connections that ended; a list, because an inbox may be full
+        self._gone: list[RankSession] = []  # connections that ended; a list, because an inbox may be full
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name=f"flowcheck group {name}")
         self.failure: BaseException | None = None
 
     # -- for connections: any thread --
 
-    def join(self, run: tuple[str, int, int], member: Member, instance: str = "") -> str:
+    def join(self, run: tuple[str, int, int], member: RankSession, instance: str = "") -> str:
         """A rank has said hello. Returns why it may not stay, or "". Says what is wanted, if it may.
 
         A rank that comes back as another instance is a job that was started again: nothing that the one before has
@@ -95,7 +95,7 @@ class Group:
                 return f"run {self.run[0]!r}, epoch {self.run[1]}, {self.run[2]} ranks, is attached here"
             if member.rank in self.members:
                 return f"rank {member.rank} is attached already"
-            before: list[Member] = []
+            before: list[RankSession] = []
             if self.run != run or self._instances.get(member.rank, instance) != instance:
                 before = list(self.members.values())
                 self.run, self._manifest, self._instances = run, None, {}
@@ -113,15 +113,15 @@ class Group:
             one.end("the job was started again")
         return ""
 
-    def leave(self, member: Member) -> None:
+    def leave(self, member: RankSession) -> None:
         with self._lock:
             if self.members.get(member.rank) is member:
                 del self.members[member.rank]
         self._gone.append(member)
 
-    def put(self, letter: Letter) -> None:
+    def put(self, inbound: Inbound) -> None:
         """Raises queue.Full."""
-        self._inbox.put_nowait(letter)
+        self._inbox.put_nowait(inbound)
 
     @property
     def plan(self) -> JobPlan | None:
@@ -129,14 +129,14 @@ class Group:
         session = self._session
         return session.plan if session is not None else None
 
-    def announce(self, member: Member, iteration: int) -> None:
+    def announce(self, member: RankSession, iteration: int) -> None:
         """A state's header has come; its payload follows."""
-        self.put(Letter(member, State(iteration)))
+        self.put(Inbound(member, State(iteration)))
 
     # -- the thread --
 
     def start(self) -> None:
-        for kept in self.served.found():
+        for kept in self.files.found():
             self._say("kept", run_id=kept.run_id, step=kept.step, path=str(kept.path),
                       needs="manifest, flows and state of a run")
         self._thread.start()
@@ -173,7 +173,7 @@ class Group:
         finally:
             self._drop_session()
             if not self._config.replica.keep:
-                self.served.discard()
+                self.files.discard()
 
     def _follow(self, start: int) -> None:
         """A newer start of a job: what the session holds, packets and records, is of the one before."""
@@ -183,26 +183,26 @@ class Group:
 
     def _handle_one(self) -> bool:
         try:
-            letter = self._inbox.get_nowait()
+            inbound = self._inbox.get_nowait()
         except queue.Empty:
             while self._gone:
                 member = self._gone.pop()
                 if member.rank == 0 and self._session is not None:
                     self._session.withdraw()
             return False
-        self._follow(letter.member.start)
-        gone = self.members.get(letter.member.rank) is not letter.member
-        if letter.member.start != self._followed or (gone and not isinstance(letter.message, Record | Bye)):
+        self._follow(inbound.member.start)
+        gone = self.members.get(inbound.member.rank) is not inbound.member
+        if inbound.member.start != self._followed or (gone and not isinstance(inbound.message, Record | Bye)):
             return True  # of somebody who has left; records of a run stay good until it is started again
         try:
-            self._handle(letter)
+            self._handle(inbound)
         except FlowcheckError as error:
-            self._say("refused", rank=letter.member.rank, why=error.message())
-            letter.member.end(error.message())
+            self._say("refused", rank=inbound.member.rank, why=error.message())
+            inbound.member.end(error.message())
         return True
 
-    def _handle(self, letter: Letter) -> None:
-        message, member = letter.message, letter.member
+    def _handle(self, inbound: Inbound) -> None:
+        message, member = inbound.message, inbound.member
         if isinstance(message, Flows):
             if member.flows != message.flows:  # else it only says so again
                 member.flows = message.flows
@@ -220,10 +220,10 @@ class Group:
                             self._manifest = before  # other ranks must not be refused for what rank 0 has sent
                     raise
         elif isinstance(message, State):
-            self._state(member, message, letter.tensors)
+            self._state(member, message, inbound.tensors)
         elif isinstance(message, Record) and self._session is not None and self._manifest is not None:
             message = replace(message, iteration=self._clock.iteration(message.iteration))
-            self._take(self._session.record(message, letter.tensors, member.rank))
+            self._take(self._session.record(message, inbound.tensors, member.rank))
         elif isinstance(message, Bye) and self._session is not None and member.rank == 0:
             self._finish(self._session)
             self._say("end", run_id=self._session.plan.job.run_id, serves=self._session.serves)
@@ -271,7 +271,7 @@ class Group:
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows))
         self._tell(Wanted(["state"], "the job is known; a state to begin with is not here"))
 
-    def _state(self, member: Member, message: State, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _state(self, member: RankSession, message: State, tensors: Mapping[str, torch.Tensor]) -> None:
         """A state: announced (no tensors yet), then here."""
         number = message.iteration
         iteration, session = self._clock.iteration(number), self._session
@@ -288,7 +288,7 @@ class Group:
         self._asking.uploads.taken()
         parameters, state = split(tensors)
         try:
-            self._take(session.state(iteration, parameters, state, message.groups, self.served.path()))
+            self._take(session.state(iteration, parameters, state, message.groups, self.files.path()))
         except UserError as error:
             if "cannot be reserved" in error.what:
                 raise self._no_room(error) from None
@@ -297,7 +297,7 @@ class Group:
             self._asking.ask(error.what)
             return
         assert session.replica is not None
-        for kept in self.served.stands(session.plan.job.run_id, session.plan.job.epoch, session.replica.step):
+        for kept in self.files.stands(session.plan.job.run_id, session.plan.job.epoch, session.replica.step):
             self._removed(kept, "it was never verified, and a better or newer one is kept")
         self._say("state", iteration=number, kernels=session.replica.kernels)
         with self._lock:
@@ -306,11 +306,11 @@ class Group:
         self._tell(Joined(number))
 
     def _no_room(self, error: UserError) -> UserError:
-        held = ", ".join(f"{kept.path} (run {kept.run_id}, step {kept.step})" for kept in self.served.found())
+        held = ", ".join(f"{kept.path} (run {kept.run_id}, step {kept.step})" for kept in self.files.found())
         remedy = f"more room on tmpfs, or fewer slots; kept there until this run is verified: {held}" if held else ""
         return UserError(error.what, where=error.where, remedy=remedy or error.remedy)
 
-    def _removed(self, kept: Kept, why: str) -> None:
+    def _removed(self, kept: LeftoverReplica, why: str) -> None:
         self._say("removed", run_id=kept.run_id, step=kept.step, path=str(kept.path), why=why)
 
     # -- what the session says --
@@ -345,7 +345,7 @@ class Group:
                 self._writer.write(self.name, session.replica, out, closed.status, done)
             if closed.status == "verified" and not self._settled and (not output.every or self._persisted.is_set()):
                 self._settled = True
-                for kept in self.served.settle():
+                for kept in self.files.settle():
                     self._removed(kept, f"run {session.plan.job.run_id} has a verified version of its own")
             self._tell(Progress(number, closed.status))
         drops = self._port.drops
@@ -361,7 +361,7 @@ class Group:
         session = self._session
         assert session is not None
         if session.replica is None:
-            self.served.discard()
+            self.files.discard()
         drops = grown(self._base, self._port.drops)
         if drops:
             why += f"; since its state the node itself has dropped {describe(drops, self._config.capture)}"

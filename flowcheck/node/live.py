@@ -1,4 +1,4 @@
-"""One job of a node: its follower (rebuild/follower.py), what its trainers send, and whether its mirror is silent.
+"""One job of a node: a follower that trainers feed, and whether its mirror is silent.
 
     session = LiveSession(plan, sources, clock, ...)
     for event in session.poll(): ...                           again and again
@@ -31,7 +31,7 @@ from flowcheck.rebuild.scheduler import Source
 __all__ = ["LiveSession"]
 
 
-class LiveSession:
+class LiveSession(Follower):
     """sources[i]: ring of stream i. clock: the trainer's. slots, threads: of replicas. record_seconds: as of Policy.
     port: what the sources belong to. now: seconds of a clock that never goes back."""
 
@@ -39,27 +39,16 @@ class LiveSession:
         self, plan: JobPlan, sources: Sequence[Source], clock: Clock | None = None, *, slots: int, threads: int,
         record_seconds: float, port: Arrivals | None = None, now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.plan, self.clock = plan, clock or Clock()
-        self._slots, self._threads = slots, threads
         names = [f"queue {i}" for i in range(plan.engine.streams)]
-        self.follower = Follower(plan, sources, names, Live(record_seconds=record_seconds), clock=self.clock, now=now)
-        self._silence = Silence(plan, self.follower.engine, port or Arrivals(), self.clock, now)
-
-    # -- from trainers --
+        super().__init__(plan, sources, names, Live(record_seconds=record_seconds), clock=clock, now=now)
+        self._slots, self._threads = slots, threads
+        self._silence = Silence(plan, self.engine, port or Arrivals(), self.clock, now)
 
     def record(self, record: Record, buffers: Mapping[str, torch.Tensor], rank: int) -> list[Event]:
         """Keep a step record. Raises UserError where it cannot be believed."""
         self._silence.over(record.iteration)
         said = StepRecord(record.groups, record.clip, record.scale, record.skipped, record.checksums, buffers)
-        return self.follower.record(record.iteration, said, rank)
-
-    def announce(self, iteration: int) -> None:
-        """A state before `iteration` is being sent: keep that iteration and what follows until it is here."""
-        self.follower.announce(iteration)
-
-    def withdraw(self) -> None:
-        """The state that was announced will not come."""
-        self.follower.withdraw()
+        return self.keep_record(record.iteration, said, rank)
 
     def state(
         self, iteration: int, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Any],
@@ -68,43 +57,18 @@ class LiveSession:
         """Go on from a trainer's state, after what is still under way. groups: hyper-parameters of the step before it.
         path: a file for the replica. Raises UserError if the state does not fit the job, or is too late."""
         self.withdraw()
-        yield from self.follower.settle()
-        self.follower.check(iteration)
+        yield from self.settle()
+        self.check(iteration)
         fresh = JobReplica(self.plan, None, ReplicaOptions(self._slots, path, self._threads, True))
         fresh.start(parameters, state, self.clock.before(iteration), groups)
-        self.follower.start(fresh, iteration)
-
-    # -- driving --
+        self.start(fresh, iteration)
 
     def poll(self) -> Iterator[Event]:
         """One look at the rings, and what may close."""
-        yield from self.follower.poll()
-        yield from self._silence.look(self.follower.scheduler.blocked)
-
-    def finish(self) -> Iterator[Event]:
-        """No more traffic: judge what is still open."""
-        yield from self.follower.finish()
-
-    def close(self) -> None:
-        self.follower.close()
-
-    # -- what there is --
-
-    @property
-    def moved(self) -> bool:
-        """Did the last poll find anything to do, or is a comparison under way?"""
-        return self.follower.moved
-
-    @property
-    def replica(self) -> JobReplica | None:
-        return self.follower.replica
-
-    @property
-    def next(self) -> int | None:
-        """The iteration that the current version waits for, if there is one."""
-        return self.follower.next
+        yield from super().poll()
+        yield from self._silence.look(self.scheduler.blocked)
 
     @property
     def serves(self) -> int:
         """The trainer's number of the iteration that made the version which can be read, -1: there is none."""
-        return self.clock.number(self.follower.published) if self.replica is not None else -1
+        return self.clock.number(self.published) if self.replica is not None else -1

@@ -10,11 +10,11 @@ import torch
 
 from flowcheck.control.protocol import Manifest
 
-__all__ = ["Letter", "Member"]
+__all__ = ["Inbound", "RankSession"]
 
 
 @dataclass
-class Member:
+class RankSession:
     """One rank that is connected. send: gives a message to its connection, never waits. end: closes it.
     start: which start of a job it belongs to, counted by the group. manifest, flows: the last that it has sent."""
 
@@ -27,9 +27,9 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Letter:
+class Inbound:
     """A message of a member; tensors: its payload."""
 
-    member: Member
+    member: RankSession
     message: Any
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)

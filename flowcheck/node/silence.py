@@ -59,7 +59,7 @@ class Silence:
     ) -> None:
         self._plan, self._engine, self._port, self._clock, self._now = plan, engine, port, clock, now
         self._over = -1  # the newest iteration that a record says is over
-        self._begun = engine.begun
+        self._last_seen = engine.begun  # the newest iteration of which a packet has come
         self._since = 0.0  # when a record was first ahead of the packets
         self._base = (0, dict[str, int]())  # what had arrived by then, and what had become of it
         self._ahead = self._said = False
@@ -69,16 +69,16 @@ class Silence:
         """A record says that an iteration is over."""
         self._over = max(self._over, iteration)
         if not self._ahead and self._over > self._engine.begun:
-            self._ahead, self._begun = True, self._engine.begun
+            self._ahead, self._last_seen = True, self._engine.begun
             self._since, self._base = self._now(), self._counts()
 
     def look(self, busy: bool) -> list[Event]:
         """Is there anything to say? busy: iterations that have come wait for something else than packets."""
         if not self._ahead or (now := self._now()) - self._looked < LOOK_SECONDS:
             return []
-        self._looked, begun, said = now, self._engine.begun, self._said
-        if begun >= self._over or begun > self._begun or "placed" in self._came()[1] or busy:
-            self._ahead, self._begun, self._said = False, begun, False
+        self._looked, last_seen, said = now, self._engine.begun, self._said
+        if last_seen >= self._over or last_seen > self._last_seen or "placed" in self._came()[1] or busy:
+            self._ahead, self._last_seen, self._said = False, last_seen, False
             self.over(self._over)  # further ahead than what has come: from now on
             return [Silent("")] if said else []
         if said or now - self._since < SECONDS:

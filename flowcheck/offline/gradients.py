@@ -34,15 +34,15 @@ class GradientFiles:
 
     def __init__(self, job: Job, out: str | os.PathLike[str]) -> None:
         self._job, self._out = job, Path(out)
-        self._begun = False
+        self._cleared = False
 
     def take(self, iteration: int, buckets: Sequence[BucketCoverage]) -> None:
         """Write an iteration's file. Raises EnvironmentProblem."""
         with reporting(self._out):
             make_directory(self._out)
-            if not self._begun:
+            if not self._cleared:
                 self.withdraw()
-            self._begun = True
+            self._cleared = True
             path = gradients_path(self._out, iteration)
             aside = partial_name(path)
             try:

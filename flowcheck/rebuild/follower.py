@@ -4,7 +4,7 @@
     for event in follower.run(): ...                   captures, to their end
 
     follower = Follower(plan, sources, names, Live(), clock=Clock(first))
-    follower.record(...), announce(iteration), start(replica, iteration)        what trainers send
+    follower.keep_record(...), announce(iteration), start(replica, iteration)        what trainers send
     for event in follower.poll(): ...                  again and again, and finish() where training ends
 
 Whoever drives it learns what happened from the events that it returns (events.py), one at a time: the current version
@@ -34,6 +34,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.rebuild.collector import EvidenceCollector, Judged
 from flowcheck.rebuild.events import Closed, Event, Lost, Read, Skipped, Waiting
+from flowcheck.rebuild.evidence import packets_by_outcome
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.policy import Policy
 from flowcheck.rebuild.records import RecordWait, StepRecord, StepRecords
@@ -93,7 +94,7 @@ class Follower:
 
     # -- from trainers --
 
-    def record(self, iteration: int, record: StepRecord, rank: int) -> list[Event]:
+    def keep_record(self, iteration: int, record: StepRecord, rank: int) -> list[Event]:
         """Keep a step record of an iteration. Raises UserError where it cannot be believed."""
         awaited = max(self.engine.oldest, self.next or 0)  # a state may be far ahead of what still has to close
         if iteration > awaited + RECORDS_AHEAD:
@@ -319,11 +320,11 @@ class Follower:
     def _count(self) -> dict[str, int]:
         """Counts of packets since the iteration before closed."""
         streams = range(self.plan.engine.streams)
-        outcomes = [self.engine.outcomes(stream) for stream in streams]
+        outcomes = packets_by_outcome(self.plan, self.engine)
         flows = [counters for stream in streams for counters in self.engine.flow_counters(stream)]
         now = (
-            sum(packets for row in outcomes for packets, _ in row.values()),
-            sum(row["placed"][0] for row in outcomes),
+            sum(outcomes.values()),
+            outcomes["placed"],
             sum(self.engine.gaps(stream) for stream in streams),
             sum(c["duplicates"] for c in flows),
         )

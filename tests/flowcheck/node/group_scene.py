@@ -19,7 +19,7 @@ from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
 from flowcheck.node.config import Capture, Control, NodeConfig, Output, ReplicaSettings
 from flowcheck.node.group import Group
-from flowcheck.node.members import Letter, Member
+from flowcheck.node.members import Inbound, RankSession
 from flowcheck.node.silence import Arrivals
 from flowcheck.rebuild.events import Event
 
@@ -97,7 +97,7 @@ class Peer:
     def __init__(self, rank: int) -> None:
         self.told: list[Any] = []
         self.ended: list[str] = []
-        self.member = Member(rank, self.told.append, self.ended.append)
+        self.member = RankSession(rank, self.told.append, self.ended.append)
 
 
 class Written:
@@ -162,7 +162,7 @@ class Scene:
         return peer
 
     def post(self, peer: Peer, message: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
-        self.group.put(Letter(peer.member, message, tensors or {}))
+        self.group.put(Inbound(peer.member, message, tensors or {}))
 
     def turn(self) -> None:
         """All that is in the inbox, as the group's thread takes it."""

@@ -81,11 +81,11 @@ class NotedGroup:
         if isinstance(self.refuses, queue.Full):
             raise self.refuses
 
-    def put(self, letter: Any) -> None:
-        assert letter.member is self.member
+    def put(self, inbound: Any) -> None:
+        assert inbound.member is self.member
         if self.refuses is not None:
             raise self.refuses
-        self.said.put((letter.message, {name: tensor.tolist() for name, tensor in letter.tensors.items()}))
+        self.said.put((inbound.message, {name: tensor.tolist() for name, tensor in inbound.tensors.items()}))
 
     def next(self) -> Any:
         return self.said.get(timeout=60)

@@ -38,8 +38,8 @@ class OneGroup:
     def leave(self, member: Any) -> None:
         self.said.put(("left", member.rank))
 
-    def put(self, letter: Any) -> None:
-        self.said.put(letter.message)
+    def put(self, inbound: Any) -> None:
+        self.said.put(inbound.message)
 
 
 class Port:

@@ -247,9 +247,9 @@ def test_a_version_without_a_replica_is_not_progress(scene) -> None:
 def test_when_the_chain_ends_a_state_is_asked_for(scene, tmp_path) -> None:
     at = scene(name="a")
     peer, other = at.follow(), at.join(1)
-    path = at.group.served.path()
+    path = at.group.files.path()
     path.touch()
-    at.group.served.stands("synth-0", 0, 3)
+    at.group.files.stands("synth-0", 0, 3)
     at.session.replica, at.session.serves = FakeReplica(3), 2
     at.happens(Lost("iteration 3 is not published"))
     wanted = Wanted(["state"], "checkpoint wanted: iteration 3 is not published")

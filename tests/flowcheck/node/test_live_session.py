@@ -26,7 +26,6 @@ from flowcheck.lab.synth import example_job
 from flowcheck.node.live import LiveSession
 from flowcheck.node.silence import Silent
 from flowcheck.rebuild.events import Closed, Event, Lost, Waiting
-from flowcheck.rebuild.follower import Follower
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.replica import JobReplica
 from updater.errors import ReplicaError
@@ -72,10 +71,6 @@ class Live:
             plan, self.sources, Clock(first), slots=2, threads=0, record_seconds=record_seconds, port=self.port,
             now=lambda: self.now,
         )
-
-    @property
-    def follower(self) -> Follower:
-        return self.session.follower
 
     def take(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -155,15 +150,15 @@ def live(monkeypatch) -> Callable[..., Live]:
 
 def test_versions_are_verified_from_the_first_checksum_on(live) -> None:
     at = live()
-    assert (at.follower.status, at.session.serves, at.follower.published) == ("waiting", -1, -1)
+    assert (at.session.status, at.session.serves, at.session.published) == ("waiting", -1, -1)
     at.state(2)
-    assert (at.follower.status, at.session.serves, at.follower.published, at.session.next) == ("unverified", 1, 1, 2)
+    assert (at.session.status, at.session.serves, at.session.published, at.session.next) == ("unverified", 1, 1, 2)
     assert at.step(2) == Closed(2, True, "unverified", 1, 1, {}, 0, 0, 0, [])
     assert at.values() == alike(0.5)
     assert at.step(3, checksums=at.sums(0.0)) == Closed(3, True, "verified", 1, 1, {}, 0, 0, 0, [])
-    assert at.follower.matched == 1
+    assert at.session.matched == 1
     assert at.step(4).status == "verified"
-    assert (at.session.serves, at.follower.published, at.session.next) == (4, 4, 5)
+    assert (at.session.serves, at.session.published, at.session.next) == (4, 4, 5)
     assert at.values() == alike(-0.5) and at.lost == []
 
 
@@ -182,7 +177,7 @@ def test_one_tensor_that_differs_ends_it_however_many_matched(live, matched: int
     at.state(2)
     for t in range(2, 2 + matched):
         assert at.step(t, checksums=at.sums(0.0 - 0.5 * (t - 3))).status == "verified"
-    assert at.follower.matched == matched
+    assert at.session.matched == matched
     t = 2 + matched
     right = at.sums(0.5 - 0.5 * matched)
     line = at.step(t, checksums=right | {odd: f"{int(right[odd], 16) ^ 1:016x}"})
@@ -190,7 +185,7 @@ def test_one_tensor_that_differs_ends_it_however_many_matched(live, matched: int
         False, "diverged", [("checksum", "the trainer's checksum of its parameters differs from the replica's")]
     )
     assert at.lost == [f"tensor {odd!r} of iteration {t} differs from the trainer's"]
-    assert at.session.replica is None and at.session.next is None and at.session.serves == at.follower.published == -1
+    assert at.session.replica is None and at.session.next is None and at.session.serves == at.session.published == -1
     assert at.step(t + 1, checksums=at.sums(-0.5 * matched)).published is False
     assert at.ended[-1] == (t + 1, False, ["previous"]) and len(at.lost) == 1
 
@@ -213,11 +208,11 @@ def test_a_new_state_after_divergence_begins_unverified(live, tmp_path) -> None:
     at = live(first=5, folder=tmp_path)
     at.state(2)
     assert at.step(2, checksums=at.sums(0.5)).status == "verified"
-    assert at.session.serves == 7 and at.follower.published == 2  # as the trainer counts, and as the manifest does
+    assert at.session.serves == 7 and at.session.published == 2  # as the trainer counts, and as the manifest does
     at.step(3, checksums=at.sums(0.5))
     assert at.lost == ["tensor 'layer0.weight' of iteration 8 differs from the trainer's"]
     at.state(4, 7.0)
-    assert (at.follower.status, at.follower.matched, at.session.serves) == ("unverified", 0, 8)
+    assert (at.session.status, at.session.matched, at.session.serves) == ("unverified", 0, 8)
     assert at.step(4).status == "unverified" and at.values() == alike(6.5)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["2.replica", "4.replica"]
 
@@ -279,14 +274,14 @@ def test_the_end_waits_for_the_comparison(live, right: bool) -> None:
     assert at.closed == []
     at.finish()
     assert not gate.open and [one.published for one in at.closed] == [right, right]
-    assert at.follower.status == ("verified" if right else "diverged")
+    assert at.session.status == ("verified" if right else "diverged")
 
 
 def test_a_new_state_is_taken_after_the_comparison_was_heeded(live) -> None:
     at = live()
     gated(at)
     at.state(3, 7.0)
-    assert at.ended == [(2, True, [])] and at.session.next == 3 and at.follower.status == "unverified"
+    assert at.ended == [(2, True, [])] and at.session.next == 3 and at.session.status == "unverified"
     assert at.values() == alike(7.0)
 
 
@@ -375,7 +370,7 @@ def test_a_record_of_a_closed_iteration_is_passed_over(live) -> None:
     at.step(3)
     assert at.record(3, groups=[{"lr": 9.0}]) == "" and at.record(2) == ""
     assert at.record(3, checksums={"no such": ""}) == ""
-    assert at.step(4).published and len(at.follower.records) == 0
+    assert at.step(4).published and len(at.session.records) == 0
 
 
 @pytest.mark.parametrize("other", [
@@ -391,7 +386,7 @@ def test_when_two_ranks_disagree_neither_is_believed(live, other: dict[str, Any]
     assert at.record(2, 2, **same) == ""
     at.traffic(2)
     at.poll()
-    assert at.ended == [(2, False, ["step_record"])] and at.follower.status == "lost"
+    assert at.ended == [(2, False, ["step_record"])] and at.session.status == "lost"
     assert at.lost == ["iteration 7 is not published: step_record: the manifest declares per-step values and their"
                        " record is not here"]
 
@@ -551,7 +546,7 @@ def test_a_state_that_is_too_late_is_refused(live) -> None:
         with pytest.raises(UserError) as refused:
             at.state(t)
         assert refused.value.what == why
-        assert (at.session.next, at.session.replica, at.follower.status) == (None, None, "waiting")
+        assert (at.session.next, at.session.replica, at.session.status) == (None, None, "waiting")
     at.traffic(4)
     at.poll()
     assert [t for t, _, _ in at.ended] == [2, 3, 4]  # and what was announced is no longer waited for
@@ -599,7 +594,7 @@ def test_a_state_replaces_the_replica(live, tmp_path) -> None:
     first = at.session.replica
     at.state(4, 3.0)
     assert at.session.replica is not first
-    assert (at.follower.status, at.session.next, at.session.serves) == ("unverified", 4, 3)
+    assert (at.session.status, at.session.next, at.session.serves) == ("unverified", 4, 3)
     at.step(3)
     assert at.ended[-1] == (3, False, ["previous"]) and at.lost == []
     assert at.step(4).published and at.values() == alike(2.5)
@@ -626,7 +621,7 @@ def test_nothing_is_built_after_an_iteration_with_gaps(live) -> None:
     at.poll()
     assert [(t, published) for t, published, _ in at.ended] == [(2, True)] + [(t, False) for t in (3, 4, 5, 6, 7)]
     assert at.ended[1][2] == ["covered"] and at.ended[2][2] == ["previous"]
-    assert at.closed[1].missing == {"lost": 52} and at.follower.status == "lost"  # 8 of 40 and 20 are there
+    assert at.closed[1].missing == {"lost": 52} and at.session.status == "lost"  # 8 of 40 and 20 are there
     assert len(at.lost) == 1 and at.lost[0].startswith("iteration 8 is not published: covered: bucket 0: 8 of 40")
     assert at.session.serves == 7 and at.values() == alike(0.5)
     at.state(8)
@@ -675,7 +670,7 @@ def test_iterations_that_passed_unseen_end_the_chain(live) -> None:
     at.traffic(2000)
     at.poll()
     assert at.lost == ["iterations 8 to 2000 passed while no packet came"]  # the last four are judged one by one
-    assert at.session.next is None and at.follower.status == "lost" and at.session.serves == 7
+    assert at.session.next is None and at.session.status == "lost" and at.session.serves == 7
 
 
 def test_packets_that_begin_after_the_state_end_the_chain_for_that_reason(live) -> None:
@@ -792,8 +787,8 @@ def test_a_node_that_is_behind_is_not_a_silent_mirror(live, progress: str) -> No
         elif progress == "placed":
             at.engine.counts[0]["placed"] = (t, 1)
         else:
-            at.follower.scheduler._blocked = [True]
-        at.take(at.session._silence.look(at.follower.scheduler.blocked))
+            at.session.scheduler._blocked = [True]
+        at.take(at.session._silence.look(at.session.scheduler.blocked))
     assert at.silent == []
     at.take(at.session._silence.look(False))
     at.now += 3
@@ -804,11 +799,11 @@ def test_a_node_that_is_behind_is_not_a_silent_mirror(live, progress: str) -> No
 @pytest.mark.parametrize(("last", "lost"), [(8, 0), (9, 1), (10, 1)])
 def test_iterations_that_passed_unseen_before_a_state_are_none_of_ours(live, last: int, lost: int) -> None:
     at = live()
-    at.take(at.follower._skip(3, last))
+    at.take(at.session._skip(3, last))
     at.state(9)
-    at.take(at.follower._skip(3, last))
+    at.take(at.session._skip(3, last))
     assert len(at.lost) == lost and (at.session.next is None) == bool(lost)
-    at.take(at.follower._skip(3, last))
+    at.take(at.session._skip(3, last))
     assert len(at.lost) == lost  # once
 
 

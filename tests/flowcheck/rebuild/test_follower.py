@@ -114,7 +114,7 @@ class Followed:
 
     def record(self, *iterations: int, **fields: Any) -> None:
         for iteration in iterations:
-            self.take(self.follower.record(iteration, StepRecord(**fields), 0))
+            self.take(self.follower.keep_record(iteration, StepRecord(**fields), 0))
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from pathlib import Path
 from updater.errors import UpdaterError
 from updater.reader import Reader
 
-__all__ = ["Kept", "Served"]
+__all__ = ["LeftoverReplica", "ReplicaFiles"]
 
 
 @dataclass(frozen=True)
-class Kept:
+class LeftoverReplica:
     """What a file holds. step: of its newest version. verified: of the newest that was compared with the trainer's."""
 
     path: Path
@@ -32,7 +32,7 @@ class Kept:
     verified: int | None = None
 
 
-class Served:
+class ReplicaFiles:
     def __init__(self, directory: Path, node: str, group: str) -> None:
         self._directory, self._prefix = directory, f"flowcheck-{node}-{group}-"
         taken = [int(p.name.removeprefix(self._prefix).split(".")[0]) for p in self._files()]
@@ -46,13 +46,13 @@ class Served:
         found = (p for p in self._directory.glob(f"{self._prefix}*.replica") if number(p).isdigit())
         return sorted(found, key=lambda path: int(number(path)))
 
-    def found(self) -> list[Kept]:
+    def found(self) -> list[LeftoverReplica]:
         """What is there and whole, oldest first."""
         out = []
         for path in self._files():
             try:
                 with closing(Reader(path)) as reader, reader.pinned() as version:
-                    out.append(Kept(path, reader.run_id, version.step, reader.epoch, reader.verified))
+                    out.append(LeftoverReplica(path, reader.run_id, version.step, reader.epoch, reader.verified))
             except UpdaterError:
                 continue  # torn, or of another format: it holds nothing that could be used
         return out
@@ -63,7 +63,7 @@ class Served:
         self._named = self._directory / f"{self._prefix}{self._number}.replica"
         return self._named
 
-    def stands(self, run_id: str, epoch: int, step: int) -> list[Kept]:
+    def stands(self, run_id: str, epoch: int, step: int) -> list[LeftoverReplica]:
         """The file named last holds a version of this run, `step`. Removes what this run has no more use for, and of
         other runs what is not good; returns what went of those."""
         self._served = self._named
@@ -74,7 +74,7 @@ class Served:
         self._remove(path for path in self._files() if path not in good)
         return [kept for kept in others if kept.path not in good]
 
-    def settle(self) -> list[Kept]:
+    def settle(self) -> list[LeftoverReplica]:
         """This run has a version that may be relied on: all other files go. Returns what they held."""
         gone = [kept for kept in self.found() if kept.path != self._served]
         self._remove(self._files())
@@ -92,7 +92,7 @@ class Served:
                 path.unlink(missing_ok=True)
 
 
-def _good(kept: list[Kept]) -> set[Path]:
+def _good(kept: list[LeftoverReplica]) -> set[Path]:
     """Files that stay until there is something better."""
     sound = [one for one in kept if one.verified is not None] or kept
     return {sound[-1].path, max(sound, key=lambda one: one.step).path} if sound else set()

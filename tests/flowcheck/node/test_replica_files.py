@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowcheck.node.served import Kept, Served
+from flowcheck.node.replica_files import LeftoverReplica, ReplicaFiles
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
@@ -29,7 +29,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_each_state_gets_a_file_of_its_own(tmp_path) -> None:
-    served = Served(tmp_path, "node", "a")
+    served = ReplicaFiles(tmp_path, "node", "a")
     assert served.path() == tmp_path / "flowcheck-node-a-1.replica"
     assert served.path() == tmp_path / "flowcheck-node-a-2.replica"
 
@@ -42,7 +42,7 @@ def test_each_state_gets_a_file_of_its_own(tmp_path) -> None:
 def test_numbers_go_on_after_those_of_earlier_processes(tmp_path, there: list[str], number: int) -> None:
     for name in there:
         (tmp_path / name).touch()
-    assert Served(tmp_path, "n", "g").path().name == f"flowcheck-n-g-{number}.replica"
+    assert ReplicaFiles(tmp_path, "n", "g").path().name == f"flowcheck-n-g-{number}.replica"
 
 
 def test_what_earlier_processes_left_is_found(tmp_path) -> None:
@@ -50,9 +50,9 @@ def test_what_earlier_processes_left_is_found(tmp_path) -> None:
     replica(tmp_path / "flowcheck-n-g-10.replica", "second", 9, verified=True)
     replica(tmp_path / "flowcheck-n-other-5.replica", "not ours", 1)
     (tmp_path / "flowcheck-n-g-1.replica").write_bytes(b"torn")
-    assert Served(tmp_path, "n", "g").found() == [
-        Kept(tmp_path / "flowcheck-n-g-9.replica", "first", 5),
-        Kept(tmp_path / "flowcheck-n-g-10.replica", "second", 9, 0, 9),
+    assert ReplicaFiles(tmp_path, "n", "g").found() == [
+        LeftoverReplica(tmp_path / "flowcheck-n-g-9.replica", "first", 5),
+        LeftoverReplica(tmp_path / "flowcheck-n-g-10.replica", "second", 9, 0, 9),
     ]
 
 
@@ -61,7 +61,7 @@ def test_when_the_newest_file_holds_a_version_older_ones_of_the_run_go(tmp_path)
     for name in ["flowcheck-n-g-1.replica", *others]:  # the first is torn: it holds nothing
         (tmp_path / name).touch()
     replica(tmp_path / "flowcheck-n-g-7.replica", "run", 5)
-    served = Served(tmp_path, "n", "g")
+    served = ReplicaFiles(tmp_path, "n", "g")
     replica(served.path(), "run", 6)
     newest = replica(served.path(), "run", 6)
     assert served.stands("run", 0, 6) == []
@@ -80,7 +80,7 @@ def test_good_versions_of_other_runs_stay_until_it_is_settled(runs: list[tuple[s
         left = [
             replica(Path(folder) / f"flowcheck-n-g-{number}.replica", *run) for number, run in enumerate(runs, 1)
         ]
-        served = Served(Path(folder), "n", "g")
+        served = ReplicaFiles(Path(folder), "n", "g")
         own = replica(served.path(), "a", step)
         gone = served.stands("a", 0, step)
         others = [i for i, run in enumerate(runs) if run[0] != "a" or run[1] > step]
@@ -97,7 +97,7 @@ def test_good_versions_of_other_runs_stay_until_it_is_settled(runs: list[tuple[s
 def test_what_is_discarded_is_the_served_file_alone(tmp_path) -> None:
     (tmp_path / "flowcheck-n-h-1.replica").touch()
     other = replica(tmp_path / "flowcheck-n-g-1.replica", "other", 3)
-    served = Served(tmp_path, "n", "g")
+    served = ReplicaFiles(tmp_path, "n", "g")
     served.discard()
     replica(served.path(), "run", 0)
     served.stands("run", 0, 0)
@@ -107,7 +107,7 @@ def test_what_is_discarded_is_the_served_file_alone(tmp_path) -> None:
 
 
 def test_a_file_that_somebody_else_removed_is_no_matter(tmp_path, monkeypatch) -> None:
-    served = Served(tmp_path, "n", "g")
+    served = ReplicaFiles(tmp_path, "n", "g")
     gone = tmp_path / "flowcheck-n-g-1.replica"
     monkeypatch.setattr(served, "_files", lambda: [gone])  # it was there a moment ago
     assert served.settle() == []
