@@ -5,7 +5,7 @@ Section numbers: reference nccl-wire.md. Pure functions, any thread.
 
 from __future__ import annotations
 
-from parser.layout import UnsupportedCall
+from parser.chunk_layout import UnsupportedCall
 
 __all__ = ["tree_of", "tree_parent"]
 

@@ -7,7 +7,7 @@ A Lane is a closed form, not a list: loops of equal chunks described by at most 
 but the last, and the last). `parser.lane` turns (lane, message index) into size, element range, step
 and contents state; memory never grows with the number of messages.
 
-Chunk layouts are in layout.py, trees in trees.py; their public names are importable from here.
+Chunk layouts are in chunk_layout.py, trees in trees.py; their public names are importable from here.
 Sources: reference nccl-wire.md, section numbers in the comments; NCCL files are named there. What is
 proven by what: docs/understand/wire.md. Units: elements of the call's dtype unless a name says bytes.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from parser.layout import (
+from parser.chunk_layout import (
     Protocol,
     Segment,
     Topology,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from parser import lane
-from parser.layout import Segment
+from parser.chunk_layout import Segment
 from parser.wire import Kind, Lane, Protocol, WireError
 
 ORDER = (2, 0, 3, 1)

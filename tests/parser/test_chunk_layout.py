@@ -2,7 +2,7 @@
 
 import pytest
 
-from parser.layout import UnsupportedCall, channel_split, segments, threads_and_channels
+from parser.chunk_layout import UnsupportedCall, channel_split, segments, threads_and_channels
 from parser.nccl import of
 from parser.wire import CallPlan, Protocol, Topology, plan_call
 
