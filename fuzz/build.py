@@ -40,13 +40,15 @@ GENERATED = ["-fno-sanitize=pointer-overflow"]
 TARGET_PRAGMA = re.compile(r'^#pragma GCC target\("([\w.,]+)"\)', re.MULTILINE)
 #: Limits by file: nothing else in the sources is changed.
 SMALL = {
-    "machine.pxd": {"WINDOW": 16, "SEEN_WORDS": 8, "SIDE_PACKETS": 32, "LOG_ENTRIES": 16, "LOSS_ENTRIES": 64},
     "observer.pxd": {
         "FLOWS_MAX": 8, "COUNTED_MAX": 8, "STARTS_MAX": 256, "STARTS_PER_FLOW": 64, "PIECES_MAX": 64,
         "TCP_FLOW_BYTES": 4096, "POOL_MAX": 1 << 16,
     },
 }
-SMALL_C = ["-DFC_TALLY_SLOTS=4", "-DFC_REGIONS=8", "-DFC_HOLES_MAX=16"]
+SMALL_C = [
+    "-DFC_WINDOW=16", "-DFC_SEEN_WORDS=8", "-DFC_SIDE_PACKETS=32", "-DFC_LOG_ENTRIES=16", "-DFC_LOSS_ENTRIES=64",
+    "-DFC_TALLY_SLOTS=4", "-DFC_REGIONS=8", "-DFC_HOLES_MAX=16",
+]
 
 
 class BuildError(RuntimeError):

@@ -1,64 +1,31 @@
-"""The packet-counting state machine: from packets of a job's flows to bytes in the gradient arena.
-
-Model (design section 5). Each (stream, flow) has a cursor that walks the edge's schedule: calls in
-issue order, messages of a call in closed form (lane.h), packets of a message by PSN arithmetic. PSNs
-start at 0 with the connection, so the packet count says where a packet belongs. Nothing is placed on
-the count alone: a packet needs a second witness that agrees with it - its RETH address and length, its
-LL or LL128 flags, the CTS that announced its message - or belongs to a message whose first packet
-had one. Others (a SIMPLE MIDDLE behind a loss) are kept aside until an anchor after them agrees too.
-Any witness that disagrees ends the flow (state LOST): the manifest and the traffic then differ, and
-counting on would be guessing.
-
-schedule.pxi walks the schedule, placing.pxi puts bytes into the arena, position.pxi finds a flow's place again; they
-are included below.
+"""The packet-counting state machine, from Python: one job's engine over captures. parser/include/machine.h has the model.
 
 Call order: Engine(config); run() per stream until drained; past() / retire() between runs as
-iterations close; finish() once at the end; read results with the accessors. close() or garbage
-collection frees the memory.
+iterations close; finish() once at the end; read results with the accessors. Garbage collection frees the memory.
 Thread rule: one thread at a time calls an engine. run() releases the GIL.
-
-Per packet nothing is allocated. Per-message work is O(1); memory does not depend on how many messages
-or iterations pass.
 """
 
 import numpy as np
 
 from libc.stdint cimport INT64_MAX, UINT32_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
-from libc.string cimport memcmp, memcpy, memset
+from libc.string cimport memcpy, memset
 
-from parser.lane cimport (
-    FC_FINAL, FC_LL, FC_LL128, FC_RING_ALLGATHER, FC_RING_ALLREDUCE, FC_RING_REDUCESCATTER, FC_SIMPLE, fc_lane_message,
-    lane_fill,
-)
+from parser.lane cimport FC_RING_ALLGATHER, FC_RING_REDUCESCATTER, lane_fill
 from parser.roce cimport (
-    FC_ENCAPSULATED, FC_FRAGMENT, FC_HAS_IMM, FC_HAS_RETH, FC_NOT_ROCE, FC_RC_ACK, FC_RC_WRITE_FIRST,
-    FC_RC_WRITE_LAST, FC_RC_WRITE_LAST_IMM, FC_RC_WRITE_MIDDLE, FC_RC_WRITE_ONLY, FC_RC_WRITE_ONLY_IMM, FC_ROCE,
-    FC_REFUSALS, FC_TRUNCATED, fc_icrc, fc_icrc_all, fc_icrc_choose, fc_icrc_ok, fc_roce, fc_roce_decode,
+    FC_RC_WRITE_FIRST, FC_RC_WRITE_ONLY_IMM, FC_REFUSALS, FC_ROCE, fc_icrc_all, fc_icrc_choose, fc_icrc_ok, fc_roce,
+    fc_roce_decode,
 )
 
 from parser.roce import REFUSAL_NAMES
 
 
 cdef extern from "cover.h" nogil:
-    int fc_cover_any(const uint64_t *cover, uint64_t first, uint64_t end)
-    void fc_cover_set(uint64_t *cover, uint64_t first, uint64_t end)
-    int fc_cover_bit(const uint64_t *cover, uint64_t cell)
     uint64_t fc_cover_gaps(const uint64_t *cover, uint64_t *first, uint64_t end, int64_t (*out)[2], uint64_t room)
 
 
 cdef extern from "place.h" nogil:
-    int64_t fc_ll_bad_line(const uint8_t *wire, uint64_t lines, uint32_t flag)
-    void fc_ll_unpack(uint8_t *dst, const uint8_t *wire, uint64_t nbytes)
-    int64_t fc_ll128_bad_line(const uint8_t *wire, uint64_t lines, uint64_t flag)
-    uint32_t fc_ll128_offset(uint32_t line, uint32_t word)
-    int64_t fc_ll_place(uint8_t *dst, const uint8_t *wire, uint64_t nbytes, uint32_t flag, const uint8_t *next)
-    int64_t fc_ll128_place(
-        uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t nbytes, uint64_t flag, const uint8_t *next)
-    void fc_copy_place(uint8_t *dst, const uint8_t *src, uint64_t nbytes, const uint8_t *next)
     void fc_place_fence()
-    void fc_place_fetch(int protocol, const uint8_t *next, uint64_t nbytes)
-    uint64_t fc_place_ahead(int protocol, uint64_t mtu, uint64_t most)
     void fc_place_choose(int protocol, int way, uint32_t ahead)
     enum:
         FC_WAYS
@@ -72,37 +39,13 @@ cdef extern from "place.h" nogil:
     fc_place_choice fc_placing
 
 
-cdef extern from "middle.h" nogil:
-    ctypedef struct fc_middle:
-        const uint8_t *ip
-        const uint8_t *bth
-        const uint8_t *ends
-        uint32_t version, dest_qp, psn
-    int fc_middle_icrc_ok(const fc_middle *p, uint32_t mtu)
-    int fc_middle_decode(const uint8_t *frame, size_t length, uint32_t mtu, fc_middle *out)
-    const uint8_t *fc_probable_bth(const uint8_t *frame, size_t length)
-
-
 cdef extern from "stdlib.h" nogil:
     int posix_memalign(void **memory, size_t alignment, size_t size)
 
 
-cdef extern from "prefetch.h" nogil:
-    void fc_prefetch(const void *at)
-
-
-cdef extern from *:
-    """
-    #define likely_so(x) __builtin_expect(!!(x), 1)
-    /* What is marked inline below is meant: GCC finds process() too large, and every packet would pay for calls. */
-    #undef CYTHON_INLINE
-    #define CYTHON_INLINE inline __attribute__((always_inline))
-    """
-    bint likely_so(bint x) nogil
-    int popcount "__builtin_popcountll"(uint64_t x) nogil
-
-
-PHASES = ("SYNCING", "NON_ALLREDUCE", "REDUCE_SCATTER", "ALLGATHER", "LOST")
+#: What is known of a flow's position, and whether it is trusted: fc_position and fc_trust.
+POSITIONS = ("UNSEEN", "MID_STREAM", "COUNTED", "ADRIFT")
+TRUSTS = ("TRUSTED", "LOST", "ON_TRIAL", "LOST_FOR_GOOD")
 OUTCOME_NAMES = (
     "placed", "compared", "released", "repeated", "control", "other_roce", "not_roce", "truncated", "malformed",
     "fragment", "icrc", "late", "stale", "unanchored", "not_synced", "beyond", "disagreed", "aside",
@@ -112,631 +55,14 @@ DISAGREEMENT_NAMES = (
     "", "payload length", "opcode", "RETH length", "RETH address", "immediate", "flag", "CTS address",
     "extra message", "repeated chunk", "made anew",
 )
-cdef uint64_t LL_CLEAN = 0x7ffffff8  # 4.1: steps of these low bits clean their slot
-cdef uint64_t LL_LAP = 1 << 31        # ... once in so many steps
-cdef uint64_t HISTORY = 64 * SEEN_WORDS
-cdef uint64_t NEVER = <uint64_t>1 << 40  # steps and messages no connection reaches: a larger claim is not followed
-cdef int64_t WORTH_STREAMING = 256   # shorter pieces are few whole cache lines, or none
 
 
-# -- state ----------------------------------------------------------------------------------------
-
-
-cdef inline void set_state(FlowState *f, uint8_t state) noexcept nogil:
-    """The only place that changes a flow's state, but for recover(), which alone leaves LOST."""
-    if f.state != LOST:
-        f.state = state
-
-
-cdef void log_disagreement(
-    Machine *M, uint32_t stream, FlowState *f, int kind, const Message *m, uint64_t psn, uint64_t expected, uint64_t found
-) noexcept nogil:
-    cdef LogEntry *entry
-    cdef int64_t iteration = m.iteration if m != NULL else f.cursor.iteration
-    if M.kept < LOG_ENTRIES:
-        entry = &M.log[M.kept]
-        M.kept += 1
-        entry.kind = kind
-        entry.stream = stream
-        entry.flow = <int32_t>((f - M.states) - <int64_t>stream * M.flows)
-        entry.iteration = iteration
-        entry.number = m.number if m != NULL else f.cursor.number
-        entry.psn = psn
-        entry.expected = expected
-        entry.found = found
-    else:
-        M.unlogged_first = min(M.unlogged_first, iteration)
-        M.unlogged_last = max(M.unlogged_last, iteration)
-    M.logged += 1
-    f.disagreements += 1
-    f.express = 0
-    f.lost_iteration = iteration
-    f.trial = 0
-    if kind == EXTRA_MESSAGE or kind == REPEATED_CHUNK or kind == MADE_ANEW:
-        f.recoverable = 1  # not the NCCL, or not the connection, that the schedule describes
-    set_state(f, LOST)
-
-
-cdef void note_loss(Machine *M, int cause, const Message *m, int64_t offset, int64_t nbytes) noexcept nogil:
-    cdef Loss *loss
-    if m.target == NOTHING or m.content != FC_FINAL or nbytes <= 0:
-        return
-    if M.lost < LOSS_ENTRIES:
-        loss = &M.losses[M.lost]
-        loss.cause = cause
-        loss.target = m.target
-        loss.iteration = m.iteration
-        loss.offset = offset
-        loss.bytes = nbytes
-    M.lost += 1
-
-
-include "schedule.pxi"
-include "placing.pxi"
-
-
-# -- one packet -----------------------------------------------------------------------------------
-
-
-cdef inline uint32_t key_hash(uint64_t first, uint32_t qpn) noexcept nogil:
-    """first: the first eight bytes of the addresses as they lie in the header."""
-    return <uint32_t>((first ^ (<uint64_t>qpn << 20)) * <uint64_t>0x9e3779b97f4a7c15u >> 32)
-
-
-cdef inline const FlowKey *find_flow(const Machine *M, const uint8_t *addresses, uint32_t version, uint32_t qpn) noexcept nogil:
-    """addresses: source and destination, one behind the other as in both IP headers."""
-    cdef uint64_t first, number = qpn | <uint64_t>version << 32
-    cdef uint32_t i
-    cdef const FlowKey *key
-    memcpy(&first, addresses, 8)
-    i = key_hash(first, qpn) & M.table_mask
-    while True:
-        key = &M.table[i]
-        if key.ends[0] == first and key.number == number and (version == 4 or memcmp(key.ends, addresses, 32) == 0):
-            return key
-        if key.number == 0:
-            return NULL
-        i = (i + 1) & M.table_mask
-
-
-cdef uint64_t unseen(const FlowState *f) noexcept nogil:
-    """PSNs of the history that never came."""
-    cdef uint64_t p = max(f.start_psn, f.next_psn - HISTORY if f.next_psn > HISTORY else 0), n = 0, here, word
-    while p < f.next_psn:
-        here = min(64 - p % 64, f.next_psn - p)
-        word = ~f.seen[p // 64 % SEEN_WORDS] >> (p % 64)
-        n += popcount(word if here == 64 else word & ((<uint64_t>1 << here) - 1))
-        p += here
-    return n
-
-
-cdef int note_psn(FlowState *f, uint64_t psn) noexcept nogil:
-    """Count a PSN: loss, duplicates, retransmission. 1 if it was seen before."""
-    cdef uint64_t p, bit = psn % HISTORY
-    if psn >= f.next_psn:
-        # PSNs that leave the history unseen are missing for good; finish() counts the rest
-        if psn - f.next_psn >= HISTORY:
-            f.missing += unseen(f) + psn + 1 - HISTORY - f.next_psn
-            memset(f.seen, 0, sizeof(f.seen))
-        else:
-            for p in range(f.next_psn, psn + 1):
-                if p >= HISTORY + f.start_psn and not (f.seen[p // 64 % SEEN_WORDS] >> (p % 64)) & 1:
-                    f.missing += 1
-                f.seen[p // 64 % SEEN_WORDS] &= ~(<uint64_t>1 << (p % 64))
-        f.next_psn = psn + 1
-        f.restarting = 0
-    elif psn + HISTORY < f.next_psn:
-        f.retransmissions += 1  # older than the history
-        return 1
-    elif (f.seen[bit // 64] >> (bit % 64)) & 1:
-        # a mirror's second copy follows closely; a sender that went back repeats a run of packets
-        if f.next_psn - psn > 4:
-            f.restarting = 1
-        if f.restarting:
-            f.retransmissions += 1
-        else:
-            f.duplicates += 1
-        return 1
-    else:
-        f.out_of_order += 1
-    f.seen[bit // 64] |= <uint64_t>1 << (bit % 64)
-    return 0
-
-
-cdef inline uint32_t length_of(const Machine *M, const Message *m, uint32_t index) noexcept nogil:
-    """Payload bytes of packet `index` of a message."""
-    return min(m.size - index * M.mtu, M.mtu) if m.size and index < m.packets else 0
-
-
-cdef int right_opcode(const Message *m, uint32_t index, uint8_t opcode) noexcept nogil:
-    cdef int last = index + 1 == m.packets
-    if index == m.packets:
-        return opcode == FC_RC_WRITE_ONLY_IMM
-    if opcode == FC_RC_WRITE_FIRST:  # index > 0: a restart under a fresh RETH
-        return not last
-    if opcode == FC_RC_WRITE_MIDDLE:
-        return index > 0 and not last
-    if opcode == FC_RC_WRITE_LAST:
-        return last and m.pair and index > 0
-    if opcode == FC_RC_WRITE_LAST_IMM:
-        return last and not m.pair and index > 0
-    if opcode == FC_RC_WRITE_ONLY:  # a plain write, whole or cut by the NIC into one-packet writes
-        return m.pair
-    return last and not m.pair
-
-
-cdef inline uint32_t swapped(uint32_t x) noexcept nogil:
-    return (x >> 24) | ((x >> 8) & 0xff00) | ((x << 8) & 0xff0000) | (x << 24)
-
-
-cdef int check_witnesses(Machine *M, uint32_t stream, FlowState *f, Message *m, uint32_t index, const fc_roce *p, uint64_t psn) noexcept nogil:
-    """Everything the headers say, against the count. 0 and logged on disagreement; 1 if nothing
-    witnessed; 2 if a witness agreed."""
-    cdef uint32_t want, rest, imm
-    cdef uint64_t address
-    cdef uint64_t *base
-    cdef CtsTable *cts
-    cdef int agreed = 0
-    want = length_of(M, m, index)
-    rest = m.size - index * M.mtu if m.size and index < m.packets else 0
-    if p.payload_len != want:
-        log_disagreement(M, stream, f, WRONG_LENGTH, m, psn, want, p.payload_len)
-        return 0
-    if not right_opcode(m, index, p.opcode):
-        log_disagreement(M, stream, f, WRONG_OPCODE, m, psn, index, p.opcode)
-        return 0
-    if p.headers & FC_HAS_IMM:
-        imm = p.imm if M.edges[f.edge].imm_big_endian else swapped(p.imm)
-        if imm != m.total:
-            log_disagreement(M, stream, f, WRONG_IMMEDIATE, m, psn, m.total, imm)
-            return 0
-        agreed = 1
-    if p.headers & FC_HAS_RETH:
-        if p.dma_len != rest and not (p.opcode == FC_RC_WRITE_ONLY and p.dma_len == p.payload_len):
-            log_disagreement(M, stream, f, WRONG_SIZE, m, psn, rest, p.dma_len)
-            return 0
-        if index < m.packets and (m.size or M.edges[f.edge].used == 1):
-            address = p.va - m.piece - <uint64_t>index * M.mtu
-            base = &f.base[m.call.lane.protocol]
-            if base[0] == 0:
-                base[0] = address - m.step % 8 * m.call.lane.slot_bytes
-            elif address != base[0] + m.step % 8 * m.call.lane.slot_bytes:
-                log_disagreement(M, stream, f, WRONG_ADDRESS, m, psn, base[0] + m.step % 8 * m.call.lane.slot_bytes, address)
-                return 0
-            if f.cts >= 0:
-                cts = &M.cts[stream * M.cts_tables + f.cts]
-                if cts.index[m.number % CTS_SLOTS] == m.number + 1:
-                    if cts.address[m.number % CTS_SLOTS] != address:
-                        log_disagreement(M, stream, f, WRONG_CTS, m, psn, cts.address[m.number % CTS_SLOTS], address)
-                        return 0
-            if index == 0:
-                m.agreed = 1
-        agreed = 1
-    if agreed:
-        agree(M, stream, f, psn)
-        return 2
-    return 1
-
-
-cdef inline uint64_t flagged_lines(const Message *m, uint64_t at, uint32_t length) noexcept nogil:
-    """How many lines of `length` wire bytes from byte `at` of a message carry its flag."""
-    cdef int64_t carried
-    if m.call.lane.protocol != FC_LL:
-        return length // 128
-    if (m.step & LL_CLEAN) != LL_CLEAN:
-        return length // 16
-    carried = (m.data_bytes - <int64_t>(at // 2) + 7) // 8  # 4.1: only the lines with data
-    return min(length // 16, <uint64_t>max(carried, 0))
-
-
-cdef void wrong_flag(Machine *M, uint32_t stream, FlowState *f, const Message *m, const uint8_t *wire, uint64_t psn, int64_t line) noexcept nogil:
-    cdef uint32_t low
-    cdef uint64_t found = 0
-    if m.call.lane.protocol == FC_LL:
-        memcpy(&low, wire + 16 * line + 4, 4)
-        if low == <uint32_t>(m.step + 1):
-            memcpy(&low, wire + 16 * line + 12, 4)
-        found = low
-    else:
-        memcpy(&found, wire + 128 * line + 120, 8)
-    log_disagreement(M, stream, f, WRONG_FLAG, m, psn, m.step + 1, found)
-
-
-cdef int check_flags(Machine *M, uint32_t stream, FlowState *f, Message *m, uint32_t index, const uint8_t *wire, uint32_t length, uint64_t psn) noexcept nogil:
-    """LL and LL128: every line's flag says the step. 0 and logged on disagreement, 1 if there is no
-    line of data, 2 if all agreed."""
-    cdef int64_t bad
-    cdef uint64_t lines = flagged_lines(m, m.piece + <uint64_t>index * M.mtu, length)
-    if lines == 0:
-        return 1
-    if m.call.lane.protocol == FC_LL:
-        bad = fc_ll_bad_line(wire, lines, <uint32_t>(m.step + 1))
-    else:
-        bad = fc_ll128_bad_line(wire, lines, m.step + 1)
-    if bad >= 0:
-        wrong_flag(M, stream, f, m, wire, psn, bad)
-        return 0
-    agree(M, stream, f, psn)
-    return 2
-
-
-cdef int place_flagged(Machine *M, uint32_t stream, FlowState *f, Message *m, uint32_t index, const uint8_t *wire, uint32_t length, uint64_t psn) noexcept nogil:
-    """check_flags() and place() in one pass over the bytes, where nothing of the packet is there yet.
-
-    A wrong flag leaves bytes of no meaning in cells that stay uncovered.
-    """
-    cdef uint64_t at = m.piece + <uint64_t>index * M.mtu, lines = flagged_lines(m, at, length), first, end
-    cdef int64_t offset, n, bad
-    cdef int is_ll = m.call.lane.protocol == FC_LL
-    cdef Slot *slot = slot_of(M, m)
-    offset = <int64_t>(at // 2 if is_ll else at // 1024 * 960)
-    n = min(<int64_t>(length // 2 if is_ll else length // 1024 * 960), m.data_bytes - offset)
-    first = <uint64_t>(m.offset + offset) // 8
-    end = <uint64_t>(m.offset + offset + n + 7) // 8
-    if (slot == NULL or n <= 0 or (at | length) % (16 if is_ll else 1024) or (is_ll and lines != end - first)
-            or fc_cover_any(slot.cover, first, end)):
-        if not check_flags(M, stream, f, m, index, wire, length, psn):
-            return DISAGREED
-        return place(M, m, index, wire, length)
-    if is_ll:
-        bad = fc_ll_place(slot.data + m.offset + offset, wire, n, <uint32_t>(m.step + 1), take_next(M, wire))
-    else:
-        bad = fc_ll128_place(slot.data + m.offset + offset, wire, lines // 8, n, m.step + 1, take_next(M, wire))
-    if bad >= 0:
-        wrong_flag(M, stream, f, m, wire, psn, bad)
-        return DISAGREED
-    cover(slot, first, end)
-    agree(M, stream, f, psn)
-    return PLACED
-
-
-cdef void lay_track(Machine *M, FlowState *f, const Message *m) noexcept nogil:
-    """Where the full packets of message `m` go, computed once for all of them: place_on_track(). What is special -
-    bytes behind the last element, pieces that are not whole lines or cells, a closed iteration - is left to place()."""
-    cdef Slot *slot = slot_of(M, m)
-    cdef int protocol = m.call.lane.protocol
-    cdef uint64_t unit = 16 if protocol == FC_LL else 1024 if protocol == FC_LL128 else 8, from_byte = m.piece
-    f.track_end = 0
-    if slot == NULL or M.mtu % unit or m.piece % unit or m.offset % 8:
-        return
-    if protocol == FC_LL:
-        f.track_bytes, from_byte = M.mtu // 2, from_byte // 2
-    elif protocol == FC_LL128:
-        f.track_bytes, from_byte = M.mtu // 1024 * 960, from_byte // 1024 * 960
-    else:
-        f.track_bytes = M.mtu
-    if m.data_bytes <= <int64_t>from_byte:
-        return
-    f.track_psn = m.psn
-    f.track_end = m.psn + (<uint64_t>m.data_bytes - from_byte) // f.track_bytes
-    f.track_to = slot.data + m.offset + from_byte
-    f.track_cell = (<uint64_t>m.offset + from_byte) // 8
-    f.track_slot = slot
-    f.track_flag = m.step + 1
-    f.track_protocol = M.placing = <uint8_t>protocol
-
-
-cdef int place_ahead(Machine *M, uint32_t stream, FlowState *f, const uint8_t *wire, uint64_t psn) noexcept nogil:
-    """A full packet of message `ahead`, the long way: for what is not on its track, or partly there already."""
-    cdef Message *m = f.ahead
-    cdef uint32_t index = <uint32_t>(psn - m.psn)
-    if m.call.lane.protocol == FC_SIMPLE:
-        return place(M, m, index, wire, M.mtu)
-    return place_flagged(M, stream, f, m, index, wire, M.mtu, psn)
-
-
-cdef int place_on_track(Machine *M, uint32_t stream, FlowState *f, const uint8_t *wire, uint64_t psn) noexcept nogil:
-    """A full packet of message `ahead`: what place_flagged() and place() do, with nothing left to work out.
-    A wrong flag leaves bytes of no meaning in cells that stay uncovered. Called through M.on_track, as examine() is:
-    inlined, its registers would burden the packets that are only counted."""
-    cdef Message *m = f.ahead
-    cdef uint64_t index = psn - f.track_psn, nbytes = f.track_bytes, first = f.track_cell + index * (nbytes // 8)
-    cdef uint64_t end = first + nbytes // 8
-    cdef uint8_t *to = f.track_to + index * nbytes
-    cdef Slot *slot = f.track_slot
-    cdef int64_t bad = -1
-    if fc_cover_any(slot.cover, first, end):
-        return place_ahead(M, stream, f, wire, psn)
-    if f.track_protocol == FC_LL:
-        bad = fc_ll_place(to, wire, nbytes, <uint32_t>f.track_flag, take_next(M, wire))
-    elif f.track_protocol == FC_LL128:
-        bad = fc_ll128_place(to, wire, M.mtu // 1024, nbytes, f.track_flag, take_next(M, wire))
-    else:
-        fc_copy_place(to, wire, nbytes, take_next(M, wire))
-    if bad >= 0:
-        wrong_flag(M, stream, f, m, wire, psn, bad)
-        return DISAGREED
-    cover(slot, first, end)
-    if f.track_protocol != FC_SIMPLE:
-        agree(M, stream, f, psn)
-    return PLACED
-
-
-include "position.pxi"
-
-
-cdef void refuse_icrc(Machine *M, FlowState *f, const Message *m, uint32_t index, uint32_t length) noexcept nogil:
-    cdef int64_t offset, nbytes
-    f.bad_icrc += 1
-    data_range(M, m, index, length, &offset, &nbytes)
-    note_loss(M, BAD_ICRC, m, offset, nbytes)
-
-
-cdef inline int express(Machine *M, uint32_t stream, FlowState *f, const fc_middle *p, uint64_t now_ns) noexcept nogil:
-    """A full MIDDLE packet with the expected PSN, behind a packet of the same message that data_packet() accepted:
-    whatever that would look at is known already, but ICRC and flags. Returns the Outcome."""
-    cdef uint64_t psn = f.next_psn, bit = <uint64_t>1 << (psn % 64)
-    cdef uint64_t *seen = &f.seen[psn // 64 % SEEN_WORDS]
-    if f.keeps and M.check_icrc and not fc_middle_icrc_ok(p, M.mtu):
-        refuse_icrc(M, f, f.ahead, <uint32_t>(psn - f.ahead.psn), M.mtu)
-        return BAD_ICRC
-    f.last_ns = now_ns
-    f.packets += 1
-    f.payload_bytes += M.mtu
-    f.next_psn = psn + 1
-    if not seen[0] & bit:  # set: seen a lap of the history ago
-        if psn >= HISTORY + f.start_psn:
-            f.missing += 1
-        seen[0] |= bit
-    if not f.keeps:
-        return RELEASED
-    if likely_so(psn < f.track_end):
-        return M.on_track(M, stream, f, p.bth + 12, psn)
-    return place_ahead(M, stream, f, p.bth + 12, psn)
-
-
-cdef int data_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p, uint64_t now_ns) noexcept nogil:
-    """A data packet of one of the job's flows. Returns its Outcome, or -1: its iteration has no arena
-    yet, come back with the same packet."""
-    cdef int64_t delta = <int64_t>((p.psn - f.next_psn) & 0xffffff)
-    cdef uint64_t psn
-    cdef uint32_t index
-    cdef Message *m
-    cdef int repeated, checked = 0, witness, final, is_flagged
-    f.express = 0
-    if delta >= 0x800000:
-        delta -= 0x1000000
-    if delta != 0 and f.last_ns and now_ns > f.last_ns + M.outage_ns:
-        # 2^23 packets could have passed unseen: which lap of the PSN is this? A repeat after a timeout looks no
-        # different; it has nothing to place, and if nothing absolute follows, neither has what comes after it.
-        if p.psn == 0 and f.counted and made_anew(M, f, p):
-            return end_of_run(M, stream, f)
-        f.counted = 0
-    if not f.counted:
-        # PSNs start at 0 with the connection, so a flow seen from its beginning is counted from there. The
-        # connections of a communicator are born together: where one was seen at 0, others are young too.
-        if f.packets == 0 and not f.old and (p.psn == 0 or (M.from_start and p.psn < YOUNG)):
-            f.counted = 1
-        elif not find_position(M, stream, f, p):
-            if p.psn >= YOUNG and (not M.check_icrc or fc_icrc_ok(p)):
-                f.old = 1
-            return UNANCHORED
-        delta = <int64_t>((p.psn - f.next_psn) & 0xffffff)
-        if delta >= 0x800000:
-            delta -= 0x1000000
-    if delta < 0 and (<uint64_t>(-delta) > f.next_psn or f.next_psn + delta < f.start_psn):
-        return UNANCHORED  # from before this flow's history
-    psn = f.next_psn + delta
-    # A PSN out of order moves the cursor: trust it only with a right ICRC.
-    if delta != 0 and M.check_icrc:
-        if not fc_icrc_ok(p):
-            f.bad_icrc += 1
-            return BAD_ICRC
-        checked = 1
-    if f.state == LOST and not recover(M, stream, f, p, psn):
-        f.packets += 1
-        note_psn(f, psn)
-        return NOT_SYNCED
-    if psn == 0 and made_anew(M, f, p):
-        return end_of_run(M, stream, f)
-    m = locate(M, f, psn)
-    if m == NULL:
-        if psn < f.cursor.psn:
-            f.packets += 1
-            note_psn(f, psn)
-            return STALE
-        if M.check_icrc and not checked and not fc_icrc_ok(p):
-            f.bad_icrc += 1
-            return BAD_ICRC
-        f.packets += 1
-        note_psn(f, psn)
-        log_disagreement(M, stream, f, EXTRA_MESSAGE, NULL, psn, f.cursor.psn, psn)
-        return BEYOND
-    if m.target == GRADIENT and m.iteration > M.base_iteration:
-        if M.begun < 0 and not M.from_start:
-            M.base_iteration = M.opened = m.iteration  # the capture began in mid-stream: this is its first iteration
-            M.opener = stream
-        elif m.iteration >= M.base_iteration + M.arenas:
-            M.wanted[stream] = m.iteration
-            return -1
-    elif m.target == GRADIENT and m.iteration < M.opened and stream != M.opener:
-        reopen(M, m.iteration)
-    index = <uint32_t>(psn - m.psn)
-    final = m.target != NOTHING and m.content == FC_FINAL and index < m.packets
-    # What ends a flow must be right too: a receiver drops a damaged packet, and the flow goes on.
-    if M.check_icrc and not checked and (
-        final or p.headers & (FC_HAS_RETH | FC_HAS_IMM) or p.payload_len != length_of(M, m, index)
-        or not right_opcode(m, index, p.opcode)
-    ):
-        if not fc_icrc_ok(p):
-            refuse_icrc(M, f, m, index, p.payload_len)
-            return BAD_ICRC
-    if f.packets == 0:
-        f.first_psn = psn
-    if psn == 0:
-        M.from_start = 1
-    f.last_ns = now_ns
-    f.packets += 1
-    f.payload_bytes += p.payload_len
-    repeated = note_psn(f, psn)
-    if m.target == GRADIENT and m.iteration > M.begun:
-        M.begun = m.iteration
-    witness = check_witnesses(M, stream, f, m, index, p, psn)
-    if witness == 0:
-        return DISAGREED
-    set_state(f, NON_ALLREDUCE if m.target != GRADIENT else ALLGATHER if m.content == FC_FINAL else REDUCE_SCATTER)
-    is_flagged = m.call.lane.protocol != FC_SIMPLE and index < m.packets
-    if is_flagged and not final and index == 0:
-        # of bytes that nobody keeps only the step matters: look at flags that came along with the headers
-        if not check_flags(M, stream, f, m, index, p.payload, min(p.payload_len, <uint32_t>128), psn):
-            return DISAGREED
-    if m.opens_loop and index == 0 and not repeated and repeats_previous(M, f, m, p.payload, p.payload_len):
-        log_disagreement(M, stream, f, REPEATED_CHUNK, m, psn, 0, 0)
-        return DISAGREED
-    if psn + 1 == f.next_psn and (not final or is_flagged or m.agreed):
-        f.express, f.ahead = m.psn + m.packets - 1, m
-        if final:
-            lay_track(M, f, m)
-        if f.keeps != final:
-            f.keeps = final
-            M.keepers += 2 * final - 1
-            M.keeping[p.dest_qp % HINTS] = final
-    if not final:
-        return REPEATED if repeated else RELEASED
-    if is_flagged:
-        return place_flagged(M, stream, f, m, index, p.payload, p.payload_len, psn)
-    if m.agreed or witness == 2:
-        return place(M, m, index, p.payload, p.payload_len)
-    if repeated:
-        return REPEATED  # its first copy is aside
-    return keep_aside(M, f, f.current, index, p.payload, p.payload_len)
-
-
-cdef int control_packet(Machine *M, uint32_t stream, FlowState *f, const fc_roce *p) noexcept nogil:
-    """CTS writes (5.4) and ACKs towards the sender of an edge's data."""
-    cdef CtsTable *cts
-    cdef uint64_t index, address
-    cdef uint32_t tag
-    cdef int64_t delta
-    if p.opcode == FC_RC_ACK:
-        return CONTROL
-    if p.opcode != FC_RC_WRITE_ONLY or (p.payload_len != 32 and p.payload_len != 64) or f.cts < 0:
-        return OTHER_ROCE
-    if M.check_icrc and not fc_icrc_ok(p):
-        f.bad_icrc += 1
-        return BAD_ICRC
-    f.packets += 1
-    delta = <int64_t>((p.psn - f.next_psn) & 0xffffff)
-    if delta >= 0x800000:
-        delta -= 0x1000000
-    if delta >= 0 or <uint64_t>(-delta) <= f.next_psn:
-        note_psn(f, f.next_psn + delta)
-    memcpy(&address, p.payload, 8)
-    M.cts_forms[p.payload_len == 64] += 1
-    # idx is where the layout of the version puts it; the longest layout has zeros before
-    index = 0
-    if p.payload_len == 32:
-        memcpy(&index, p.payload + 24, 8)
-        memcpy(&tag, p.payload + 20, 4)
-    else:
-        memcpy(&index, p.payload + M.cts_index_at, 8)
-        memcpy(&tag, p.payload + M.cts_tag_at, 4)
-    if index == 0 or index >= NEVER:
-        return CONTROL
-    cts = &M.cts[stream * M.cts_tables + f.cts]
-    cts.tagged = 1 if not cts.tagged or (cts.tagged == 1 and cts.tag == tag) else 2
-    cts.tag = tag
-    cts.index[(index - 1) % CTS_SLOTS] = index
-    cts.address[(index - 1) % CTS_SLOTS] = address
-    return CONTROL
-
-
-cdef int examine(Machine *M, uint32_t stream, const fc_packetref *ref) noexcept nogil:
-    """process() for the packets that express() is not for. Called through M.examine: inlined, its stack frame would
-    burden the others."""
-    cdef fc_roce p
-    cdef const FlowKey *key
-    cdef FlowState *f
-    cdef int outcome, status = fc_roce_decode(ref.data, ref.length, &p)
-    if status != FC_ROCE:
-        outcome = (NOT_ROCE if status == FC_NOT_ROCE else TRUNCATED if status == FC_TRUNCATED
-                   else FRAGMENT if status == FC_FRAGMENT else ENCAPSULATED if status == FC_ENCAPSULATED
-                   else MALFORMED)
-        if status == FC_ENCAPSULATED:
-            M.refused[p.refusal] += 1
-    else:
-        key = find_flow(M, p.src, p.ip_version, p.dest_qp)
-        if key == NULL:
-            outcome = OTHER_ROCE
-        else:
-            f = &M.states[stream * M.flows + key.flow]
-            f.active = 1
-            if not key.data:
-                outcome = control_packet(M, stream, f, &p)
-            elif FC_RC_WRITE_FIRST <= p.opcode <= FC_RC_WRITE_ONLY_IMM:
-                outcome = data_packet(M, stream, f, &p, ref.timestamp_ns)
-                if outcome < 0:
-                    return 0
-            else:
-                outcome = CONTROL if p.opcode == FC_RC_ACK else OTHER_ROCE
-    M.counts[stream * OUTCOMES + outcome].packets += 1
-    M.counts[stream * OUTCOMES + outcome].bytes += p.payload_len if status == FC_ROCE else ref.length
-    return 1
-
-
-cdef inline int process(Machine *M, uint32_t stream, const fc_packetref *ref) noexcept nogil:
-    """One packet. 1: consumed; 0: blocked, nothing was counted."""
-    cdef fc_middle p
-    cdef const FlowKey *key
-    cdef FlowState *f
-    cdef Count *count
-    if likely_so(fc_middle_decode(ref.data, ref.length, M.mtu, &p)):
-        key = find_flow(M, p.ends, p.version, p.dest_qp)
-        if likely_so(key != NULL):
-            f = &M.states[stream * M.flows + key.flow]
-            if likely_so(f.next_psn < f.express and not (p.psn ^ f.next_psn) & 0xffffff):
-                count = &M.counts[stream * OUTCOMES + express(M, stream, f, &p, ref.timestamp_ns)]
-                count.packets += 1
-                count.bytes += M.mtu
-                return 1
-    return M.examine(M, stream, ref)
-
-
-cdef inline const uint8_t *worth_fetching(const Machine *M, const fc_packetref *ref) noexcept nogil:
-    """The packet if it will be placed, else NULL. A guess: the price is a useless load or a late one."""
-    cdef const uint8_t *bth = fc_probable_bth(ref.data, ref.length)
-    cdef uint32_t qpn
-    if bth == NULL:
-        return NULL
-    memcpy(&qpn, bth + 4, 4)
-    return bth if M.keeping[swapped(qpn) % HINTS] else NULL
-
-
-cdef int64_t drive(Machine *M, uint32_t stream, fc_ring *ring, int64_t limit, int *blocked) noexcept nogil:
-    """Packets of the ring until `limit`, its end or a packet that is blocked. Returns how many were consumed."""
-    cdef int64_t done = 0
-    cdef const fc_packetref *refs
-    cdef uint64_t i, n, seen
-    cdef uint64_t ahead  # payloads under way
-    cdef int wide_headers = M.header_lines > 1
-    while done < limit and not blocked[0]:
-        ahead = fc_place_ahead(M.placing, M.mtu, HEADERS_AHEAD - 1)
-        # up to where the ring begins again: references one behind the other are cheap to walk
-        refs = fc_ring_at(ring, 0)
-        seen = min(fc_ring_peek(ring, BURST + HEADERS_AHEAD), ring.mask + 1 - (ring.tail & ring.mask))
-        n = min(min(seen, BURST), <uint64_t>(limit - done))
-        if n == 0:
-            break
-        for i in range(n):
-            if i + HEADERS_AHEAD < seen:
-                fc_prefetch(&refs[i + 2 * HEADERS_AHEAD])  # may lie behind the last: a prefetch of anything is harmless
-                fc_prefetch(refs[i + HEADERS_AHEAD].data)
-                if wide_headers:
-                    fc_prefetch(refs[i + HEADERS_AHEAD].data + 64)
-            M.next = worth_fetching(M, &refs[i + ahead]) if M.keepers and i + ahead < seen else NULL
-            if not process(M, stream, &refs[i]):
-                blocked[0] = 1
-                n = i
-                break
-            if M.next != NULL:  # nobody placed anything meanwhile
-                fc_place_fetch(M.placing, M.next, M.mtu)
-        fc_place_fence()  # before anybody may read what this burst placed
-        fc_ring_release(ring, n)
-        done += n
-    return done
-
-
-# -- the Python side ------------------------------------------------------------------------------
+def edges():
+    """Legal changes of (position, trust): two sets of (from, to)."""
+    return (
+        {(a, b) for i, a in enumerate(POSITIONS) for j, b in enumerate(POSITIONS) if fc_position_edge(i, j)},
+        {(a, b) for i, a in enumerate(TRUSTS) for j, b in enumerate(TRUSTS) if fc_trust_edge(i, j)},
+    )
 
 
 def placing():
@@ -804,13 +130,20 @@ def _aligned(size_t nbytes):
     return raw[skip:skip + nbytes]
 
 
+cdef str _state(const fc_flow *f):
+    """UNSEEN, MID_STREAM, COUNTED, ANCHORED (a witness agreed with the count), ADRIFT, ON_TRIAL or LOST."""
+    if f.trust != FC_TRUSTED:
+        return "ON_TRIAL" if f.trust == FC_ON_TRIAL else "LOST"
+    return "ANCHORED" if f.position == FC_COUNTED and f.anchored else POSITIONS[f.position]
+
+
 cdef class Engine:
     """One job's state machine over `config.streams` captures. See the module docstring for call order.
 
-    config: parser.plan.EngineConfig. Raises ValueError for a config that contradicts itself.
+    config: parser.engine_config.EngineConfig. Raises ValueError for a config that contradicts itself.
     """
 
-    cdef Machine *M
+    cdef fc_machine *M
     cdef list arrays      # keeps the regions and bitmaps alive
     cdef list orders      # ring orders that lanes point to
     cdef readonly object config
@@ -819,25 +152,25 @@ cdef class Engine:
         cdef uint32_t i
         self.config = config
         self.arrays, self.orders = [], []
-        self.M = <Machine *>zeroed(1, sizeof(Machine))
+        self.M = <fc_machine *>zeroed(1, sizeof(fc_machine))
         M = self.M
         M.mtu, M.streams, M.flows, M.arenas = config.mtu, config.streams, len(config.flows), config.arenas
         M.check_icrc = config.check_icrc
         M.cts_index_at, M.cts_tag_at = config.cts_index_at, config.cts_tag_at
-        M.begun = M.unlogged_last = M.unopened = -1
+        M.begun = M.unlogged_last = M.missed_iteration = -1
         M.unlogged_first = INT64_MAX
         M.outage_ns = config.outage_ns
         if not 1 <= M.streams <= 64 or M.arenas < 2:
             raise ValueError(f"{M.streams} streams and {M.arenas} arenas: 1..64 and at least 2 are possible")
-        if not 256 <= M.mtu <= SIDE_BYTES:
-            raise ValueError(f"MTU {M.mtu} is not between 256 and {SIDE_BYTES}")
-        M.region_bytes[GRADIENT] = config.gradient_bytes
-        M.region_bytes[PARAMETERS] = config.parameter_bytes
-        for target in (GRADIENT, PARAMETERS):
+        if not 256 <= M.mtu <= FC_SIDE_BYTES:
+            raise ValueError(f"MTU {M.mtu} is not between 256 and {FC_SIDE_BYTES}")
+        M.region_bytes[FC_GRADIENT] = config.gradient_bytes
+        M.region_bytes[FC_PARAMETERS] = config.parameter_bytes
+        for target in (FC_GRADIENT, FC_PARAMETERS):
             M.words[target] = (<uint64_t>M.region_bytes[target] + 511) // 512 + 1
-        M.slots = <Slot *>zeroed(M.arenas + 1, sizeof(Slot))
+        M.slots = <fc_slot *>zeroed(M.arenas + 1, sizeof(fc_slot))
         for i in range(M.arenas + 1):
-            target = GRADIENT if i < M.arenas else PARAMETERS
+            target = FC_GRADIENT if i < M.arenas else FC_PARAMETERS
             data = _aligned(M.region_bytes[target])
             cover = np.zeros(M.words[target], dtype=np.uint64)
             self.arrays += [(data, cover)]
@@ -846,20 +179,19 @@ cdef class Engine:
             M.slots[i].iteration = -1
         self._build_edges()
         self._build_flows()
-        M.side = <SidePacket *>zeroed(SIDE_PACKETS, sizeof(SidePacket))
-        for i in range(SIDE_PACKETS):
-            M.side[i].next = <int32_t>i + 1 if i + 1 < SIDE_PACKETS else -1
-        M.counts = <Count *>zeroed(M.streams * OUTCOMES, sizeof(Count))
-        M.examine, M.on_track = examine, place_on_track
+        M.side = <fc_side_packet *>zeroed(FC_SIDE_PACKETS, sizeof(fc_side_packet))
+        for i in range(FC_SIDE_PACKETS):
+            M.side[i].next = <int32_t>i + 1 if i + 1 < FC_SIDE_PACKETS else -1
+        M.counts = <fc_outcome_count *>zeroed(M.streams * FC_OUTCOMES, sizeof(fc_outcome_count))
 
     def _build_edges(self):
-        cdef Edge *e
-        cdef Call *call
+        cdef fc_edge *e
+        cdef fc_call *call
         cdef size_t i, c
         cdef uintptr_t order
         M = self.M
         M.cts_tables = len(self.config.edges)  # one table per edge
-        M.edges = <Edge *>zeroed(M.cts_tables, sizeof(Edge))
+        M.edges = <fc_edge *>zeroed(M.cts_tables, sizeof(fc_edge))
         known = {}
         for i, spec in enumerate(self.config.edges):
             e = &M.edges[i]
@@ -870,7 +202,7 @@ cdef class Engine:
             e.imm_big_endian = spec.imm_big_endian
             e.ncalls = len(spec.calls)
             e.steady = e.ncalls
-            e.calls = <Call *>zeroed(e.ncalls, sizeof(Call))
+            e.calls = <fc_call *>zeroed(e.ncalls, sizeof(fc_call))
             for c, item in enumerate(spec.calls):
                 call = &e.calls[c]
                 call.phase, call.target, call.base = int(item.phase), int(item.target), item.base
@@ -888,7 +220,7 @@ cdef class Engine:
 
     def _check_region(self, item):
         """Every final byte of a call must lie inside its region: checked here once, not per packet."""
-        if item.target == NOTHING:
+        if item.target == FC_NOTHING:
             return
         if item.base % 8:
             raise ValueError(f"a call's tensor begins at byte {item.base}, not on a cell of 8 bytes")
@@ -899,35 +231,28 @@ cdef class Engine:
             raise ValueError(f"a call ends at byte {item.base + end} of a region of {self.M.region_bytes[<int>item.target]}")
 
     def _build_flows(self):
-        cdef FlowState *f
-        cdef FlowKey *key
-        cdef uint32_t s, i, size = 16
-        cdef uint64_t ends[4]
+        cdef fc_flow *f
+        cdef fc_flow_key key
+        cdef uint32_t s, size = 16
         cdef uint32_t version
         M = self.M
         while size < 4 * len(self.config.flows):
             size *= 2
         M.table_mask = size - 1
-        M.table = <FlowKey *>zeroed(size, sizeof(FlowKey))
-        if sizeof(FlowState) % 64:
-            raise SystemError(f"a FlowState has {sizeof(FlowState)} bytes, not whole cache lines: mend unused_tail")
-        M.states = <FlowState *>zeroed(<size_t>M.streams * M.flows, sizeof(FlowState))
-        M.cts = <CtsTable *>zeroed(<size_t>M.streams * M.cts_tables, sizeof(CtsTable))
+        M.table = <fc_flow_key *>zeroed(size, sizeof(fc_flow_key))
+        M.states = <fc_flow *>zeroed(<size_t>M.streams * M.flows, sizeof(fc_flow))
+        M.cts = <fc_cts_table *>zeroed(<size_t>M.streams * M.cts_tables, sizeof(fc_cts_table))
         for number, spec in enumerate(self.config.flows):
             if len(spec.src_addr) != len(spec.dst_addr) or len(spec.src_addr) not in (4, 16):
                 raise ValueError(f"flow {number}: addresses of {len(spec.src_addr)} and {len(spec.dst_addr)} bytes")
             addresses = spec.src_addr + spec.dst_addr
             version = 4 if len(addresses) == 8 else 6
-            memset(ends, 0, sizeof(ends))
-            memcpy(ends, <const uint8_t *>addresses, len(addresses))
-            i = key_hash(ends[0], spec.qpn) & M.table_mask
-            while M.table[i].number:
-                i = (i + 1) & M.table_mask
-            key = &M.table[i]
-            memcpy(key.ends, ends, sizeof(ends))
+            memset(&key, 0, sizeof(key))
+            memcpy(key.ends, <const uint8_t *>addresses, len(addresses))
             key.number = <uint64_t>spec.qpn | <uint64_t>version << 32
-            M.header_lines = max(M.header_lines, 1 if version == 4 else 2)
             key.data, key.flow = spec.data, number
+            fc_enter_flow(M, &key)
+            M.header_lines = max(M.header_lines, 1 if version == 4 else 2)
             for s in range(M.streams):
                 f = &M.states[s * M.flows + number]
                 f.edge, f.qp, f.cts = spec.edge, spec.qp, spec.edge
@@ -957,7 +282,7 @@ cdef class Engine:
         cdef int blocked = 0
         self._stream(stream)
         with nogil:
-            done = drive(self.M, stream, <fc_ring *>ring_address, limit, &blocked)
+            done = fc_drive(self.M, stream, <fc_ring *>ring_address, limit, &blocked)
         return done, bool(blocked)
 
     def feed(self, uint32_t stream, const uint8_t[::1] frame):
@@ -969,7 +294,7 @@ cdef class Engine:
         ref.length = <uint32_t>frame.shape[0]
         ref.stream = <uint16_t>stream
         ref.timestamp_ns = ref.flags = 0
-        consumed = process(self.M, stream, &ref)
+        consumed = fc_process(self.M, stream, &ref)
         fc_place_fence()
         return bool(consumed)
 
@@ -981,13 +306,13 @@ cdef class Engine:
         cdef int closed = fc_ring_closed(ring)
         cdef uint64_t i, n = fc_ring_peek(ring, count)
         cdef fc_roce p
-        cdef const FlowKey *key
+        cdef const fc_flow_key *key
         cdef set begun = set(), old = set()  # flows that have PSN 0 here; one that is no young one
         if n < min(count, ring.mask + 1) and not closed:
             return None
         for i in range(n):
             key = self._write_at(ring, i, &p)
-            if key == NULL or 0 < p.psn < YOUNG or (self.M.check_icrc and not fc_icrc_ok(&p)):
+            if key == NULL or 0 < p.psn < FC_YOUNG or (self.M.check_icrc and not fc_icrc_ok(&p)):
                 continue
             (old if p.psn else begun).add(<uintptr_t>key)
         if not begun - old:  # beside large ones PSN 0 is no beginning, but a wrap
@@ -995,13 +320,13 @@ cdef class Engine:
         self.M.from_start = 1
         return True
 
-    cdef const FlowKey *_write_at(self, fc_ring *ring, uint64_t ahead, fc_roce *p) noexcept:
+    cdef const fc_flow_key *_write_at(self, fc_ring *ring, uint64_t ahead, fc_roce *p) noexcept:
         """The data flow of a WRITE that lies ahead in a ring; NULL: something else."""
         cdef const fc_packetref *ref = fc_ring_at(ring, ahead)
-        cdef const FlowKey *key
+        cdef const fc_flow_key *key
         if fc_roce_decode(ref.data, ref.length, p) != FC_ROCE or not FC_RC_WRITE_FIRST <= p.opcode <= FC_RC_WRITE_ONLY_IMM:
             return NULL
-        key = find_flow(self.M, p.src, p.ip_version, p.dest_qp)
+        key = fc_find_flow(self.M, p.src, p.ip_version, p.dest_qp)
         return key if key != NULL and key.data else NULL
 
     def next_ns(self, uintptr_t ring_address):
@@ -1025,9 +350,9 @@ cdef class Engine:
         return self.M.base_iteration
 
     @property
-    def unopened(self):
-        """The oldest iteration that one stream brought after another, read first, had begun behind it; -1: none."""
-        return self.M.unopened
+    def missed_iteration(self):
+        """The oldest iteration that one stream brought after another, read first, had begun after it; -1: none."""
+        return self.M.missed_iteration
 
     @property
     def begun(self):
@@ -1039,8 +364,8 @@ cdef class Engine:
 
         A flow that is LOST or whose schedule has ended holds nothing up. -1: no flow seen yet.
         """
-        cdef FlowState *f
-        cdef Message *m
+        cdef fc_flow *f
+        cdef fc_sent *m
         cdef int64_t slowest = INT64_MAX, n = 0
         cdef uint32_t i
         self._stream(stream)
@@ -1049,9 +374,9 @@ cdef class Engine:
             if not f.active or not self.config.flows[i].data:
                 continue
             n += 1
-            if f.state == LOST:
+            if f.trust != FC_TRUSTED:
                 continue
-            m = locate(self.M, f, f.next_psn)
+            m = fc_locate(self.M, f, f.next_psn)
             if m != NULL and m.iteration < slowest:
                 slowest = m.iteration
         return slowest if n else -1
@@ -1077,8 +402,8 @@ cdef class Engine:
                 M.log[kept] = M.log[i]
                 kept += 1
         M.kept, kept = kept, 0
-        for i in range(min(M.lost, <uint64_t>LOSS_ENTRIES)):
-            if M.losses[i].target == GRADIENT and M.losses[i].iteration >= M.base_iteration:
+        for i in range(min(M.lost, <uint64_t>FC_LOSS_ENTRIES)):
+            if M.losses[i].target == FC_GRADIENT and M.losses[i].iteration >= M.base_iteration:
                 M.losses[kept] = M.losses[i]
                 kept += 1
         M.lost = kept
@@ -1094,54 +419,54 @@ cdef class Engine:
 
     def gaps(self, uint32_t stream):
         """PSNs of data that were skipped and have not come (so far), all flows of a stream together."""
-        cdef FlowState *f
+        cdef fc_flow *f
         cdef uint64_t n = 0
         cdef uint32_t i
         self._stream(stream)
         for i in range(self.M.flows):
             f = &self.M.states[stream * self.M.flows + i]
             if f.packets and self.config.flows[i].data:
-                n += f.missing + unseen(f)
+                n += f.missing + fc_unseen(f)
         return n
 
     def consider_recovery(self):
         """Decide for flows that became LOST since whether they may ever be trusted again: see recover().
 
         True is possible if the sizes of one steady iteration's messages, as a circle, are unlike every
-        rotation of themselves. Call between runs; costs one walk over an iteration's messages per flow.
+        rotation of themselves. fc_call between runs; costs one walk over an iteration's messages per flow.
         """
         cdef uint32_t s, i
-        cdef FlowState *f
+        cdef fc_flow *f
         for s in range(self.M.streams):
             for i in range(self.M.flows):
                 f = &self.M.states[s * self.M.flows + i]
-                if f.state == LOST and f.recoverable == 0:
-                    f.recoverable = 2 if _unlike_rotations(self._steady_sizes(i)) else 1
+                if f.trust == FC_LOST and f.rotations == 0:
+                    f.rotations = 2 if _unlike_rotations(self._steady_sizes(i)) else 1
 
     def _steady_sizes(self, uint32_t flow):
         """Sizes of the messages of one steady iteration on a flow, as bytes objects would be compared."""
-        cdef FlowState *f = &self.M.states[flow]
-        cdef const Edge *e = &self.M.edges[f.edge]
-        cdef Cursor c
-        cdef Message m
-        memset(&c, 0, sizeof(Cursor))
+        cdef fc_flow *f = &self.M.states[flow]
+        cdef const fc_edge *e = &self.M.edges[f.edge]
+        cdef fc_cursor c
+        cdef fc_sent m
+        memset(&c, 0, sizeof(fc_cursor))
         c.call, c.iteration = e.steady, 1
         sizes = []
-        while e.steady < e.ncalls and step_on(self.M, e, f.qp, &c, &m) and m.iteration == 1:
+        while e.steady < e.ncalls and fc_step_on(self.M, e, f.qp, &c, &m) and m.iteration == 1:
             sizes.append((m.size, m.total))
         return sizes
 
     def finish(self):
         """No more packets: give up what is aside, count the PSNs that never came."""
         cdef uint32_t s, i
-        cdef FlowState *f
+        cdef fc_flow *f
         for s in range(self.M.streams):
             for i in range(self.M.flows):
                 f = &self.M.states[s * self.M.flows + i]
-                settle_aside(self.M, s, f, 0, 0)
+                fc_settle_aside(self.M, s, f, 0, 0)
                 if f.active:
-                    f.missing += unseen(f)
-                    memset(f.seen, 0xff, sizeof(f.seen))
+                    f.missing += fc_unseen(f)
+                    memset(f.seen, 0xff, 8 * FC_SEEN_WORDS)
 
     # -- results --
 
@@ -1162,7 +487,7 @@ cdef class Engine:
         cdef int64_t room = 256
         cdef int64_t[:, ::1] out
         cdef uint64_t at = first, n
-        if not 0 <= first <= end <= <int64_t>self.M.words[PARAMETERS if iteration is None else GRADIENT] * 64:
+        if not 0 <= first <= end <= <int64_t>self.M.words[FC_PARAMETERS if iteration is None else FC_GRADIENT] * 64:
             raise IndexError(f"cells {first} to {end} are not all in the region")
         if not self._holds(i, iteration):
             return np.array([(first, end)] if first < end else [], dtype=np.int64).reshape(-1, 2)
@@ -1179,7 +504,7 @@ cdef class Engine:
     def cells(self, iteration=None):
         """bool array, one per cell of the region: is it there? For tests and tools: a byte for every 8 of the region."""
         cdef int64_t i = self._slot(iteration)
-        size = (self.M.region_bytes[PARAMETERS if iteration is None else GRADIENT] + 7) // 8
+        size = (self.M.region_bytes[FC_PARAMETERS if iteration is None else FC_GRADIENT] + 7) // 8
         if not self._holds(i, iteration):
             return np.zeros(size, dtype=bool)
         return np.unpackbits(self.arrays[i][1].view(np.uint8), bitorder="little", count=size).astype(bool)
@@ -1194,7 +519,7 @@ cdef class Engine:
     def outcomes(self, uint32_t stream):
         """{outcome name: (packets, bytes)}; the packets add up to what run() consumed."""
         self._stream(stream)
-        return {name: (self.M.counts[stream * OUTCOMES + i].packets, self.M.counts[stream * OUTCOMES + i].bytes)
+        return {name: (self.M.counts[stream * FC_OUTCOMES + i].packets, self.M.counts[stream * FC_OUTCOMES + i].bytes)
                 for i, name in enumerate(OUTCOME_NAMES)}
 
     def encapsulated(self):
@@ -1204,15 +529,15 @@ cdef class Engine:
     def flow_counters(self, uint32_t stream):
         """One dict per flow of the config, in order."""
         cdef uint32_t i
-        cdef FlowState *f
+        cdef fc_flow *f
         self._stream(stream)
         out = []
         for i in range(self.M.flows):
             f = &self.M.states[stream * self.M.flows + i]
             out.append({
-                "seen": bool(f.active), "state": PHASES[f.state], "anchored": bool(f.anchored),
+                "seen": bool(f.active), "state": _state(f), "anchored": bool(f.anchored),
                 "ignored": self._ignored(f),
-                "adrift": f.packets > 0 and not f.counted,  # lost in an outage, and not found again
+                "adrift": f.position == FC_ADRIFT,  # lost in an outage, and not found again
                 "packets": f.packets, "payload_bytes": f.payload_bytes, "missing": f.missing,
                 "duplicates": f.duplicates, "retransmissions": f.retransmissions, "out_of_order": f.out_of_order,
                 "icrc_wrong": f.bad_icrc, "agreements": f.agreements, "disagreements": f.disagreements,
@@ -1235,11 +560,11 @@ cdef class Engine:
         """{bytes of the element: clear-to-send writes seen}."""
         return {32: self.M.cts_forms[0], 64: self.M.cts_forms[1]}
 
-    cdef object _ignored(self, FlowState *f):
+    cdef object _ignored(self, fc_flow *f):
         """range of iterations that the flow, LOST, brought nothing to."""
         if f.disagreements == 0:
             return range(0)
-        return range(f.lost_iteration, <int64_t>1 << 62 if f.state == LOST else f.back_iteration)
+        return range(f.lost_iteration, <int64_t>1 << 62 if f.trust != FC_TRUSTED else f.back_iteration)
 
     def disagreements(self):
         """The logged disagreements: dicts of kind, stream, flow, iteration, message, psn, expected, found."""
@@ -1260,7 +585,7 @@ cdef class Engine:
         return [
             {"cause": OUTCOME_NAMES[self.M.losses[i].cause], "target": self.M.losses[i].target,
              "iteration": self.M.losses[i].iteration, "offset": self.M.losses[i].offset, "bytes": self.M.losses[i].bytes}
-            for i in range(min(self.M.lost, <uint64_t>LOSS_ENTRIES))
+            for i in range(min(self.M.lost, <uint64_t>FC_LOSS_ENTRIES))
         ]
 
     cdef int64_t _slot(self, iteration) except -1:

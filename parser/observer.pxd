@@ -27,7 +27,7 @@ cdef extern from "psn.h" nogil:
 cdef extern from "othertraffic.h" nogil:
     enum:
         FC_OTHER_KINDS
-    ctypedef struct fc_segment:
+    ctypedef struct fc_tcp_part:
         const uint8_t *src
         const uint8_t *dst
         const uint8_t *payload
@@ -37,7 +37,7 @@ cdef extern from "othertraffic.h" nogil:
         uint8_t ip_version
         uint8_t flags
     int fc_other_sort(const uint8_t *frame, size_t length, int *handshake)
-    int fc_tcp_segment(const uint8_t *frame, size_t length, fc_segment *out, int *encrypted)
+    int fc_tcp_segment(const uint8_t *frame, size_t length, fc_tcp_part *out, int *encrypted)
 
 
 cdef extern from "sequence.h" nogil:

@@ -261,7 +261,7 @@ cdef class Observer:
         memcpy(start.head, p.payload, min(p.payload_len, <uint32_t>HEAD_BYTES))
 
     cdef void keep_segment(self, const fc_packetref *ref) noexcept nogil:
-        cdef fc_segment s
+        cdef fc_tcp_part s
         cdef int encrypted
         cdef Flow *f
         if not fc_tcp_segment(ref.data, ref.length, &s, &encrypted):

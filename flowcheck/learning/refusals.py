@@ -27,7 +27,7 @@ from flowcheck.learning.logs import LogFacts
 from flowcheck.learning.messages import Message, head_flags, packets
 from flowcheck.learning.search.walk import Hypothesis
 from flowcheck.rebuild.plan import JobPlan
-from parser.plan import EdgeSpec, Phase
+from parser.engine_config import EdgeSpec, Phase
 
 __all__ = [
     "check_connections", "check_plan", "refuse_modified", "refuse_unread", "refuse_unseen_ring", "refuse_unsupported",

@@ -38,7 +38,7 @@ from flowcheck.node.uploads import Asking
 from flowcheck.rebuild.events import Closed, Event, Lost, Waiting
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
-from parser.plan import EngineConfig
+from parser.engine_config import EngineConfig
 
 __all__ = ["Group"]
 

@@ -37,10 +37,10 @@ def failure(report: Report, follower: Follower, refused: str, ended: str) -> str
     asked, found = report.iterations_asked, report.iterations
     if asked is not None and len(found) < asked:
         return f"{asked} iterations were asked for and {len(found)} are in the captures"
-    if engine.unopened >= 0:
+    if engine.missed_iteration >= 0:
         return (
-            f"iterations from {engine.unopened} on are in the captures and were read too late: a capture that begins"
-            f" with iteration {follower.first_iteration} has earlier times. The clocks of the captures differ:"
+            f"iterations from {engine.missed_iteration} on are in the captures and were read too late: a capture that"
+            f" begins with iteration {follower.first_iteration} has earlier times. The clocks of the captures differ:"
             " editcap -t"
         )
     incomplete = [each.iteration for each in found if not each.verdict.complete]

@@ -20,7 +20,7 @@ from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.rank_confirmation import contradiction, other_version
 from flowcheck.rebuild.verdict import BucketEvidence, Evidence, StreamEvidence, Verdict, judge
 from flowcheck.rebuild.wording import describe_disagreement, flow_name, refusal
-from parser.plan import FlowSpec
+from parser.engine_config import FlowSpec
 
 __all__ = ["EvidenceCollector", "Judged"]
 
@@ -99,5 +99,5 @@ class EvidenceCollector:
 
     def _unanchored(self, flows: Sequence[tuple[FlowSpec, dict]]) -> Iterator[str]:
         for spec, counters in flows:
-            if counters["packets"] and not counters["anchored"] and counters["state"] != "LOST":
+            if counters["packets"] and not counters["anchored"] and counters["state"] not in ("LOST", "ON_TRIAL"):
                 yield flow_name(self._plan.job, spec.edge)

@@ -25,7 +25,7 @@ from parser.machine import Engine
 
 from flowcheck.rebuild.intervals import both, intervals, total, without
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
-from parser.plan import EdgeSpec, FlowSpec, Phase, Target
+from parser.engine_config import EdgeSpec, FlowSpec, Phase, Target
 from parser.wire import Lane, Protocol, edge_lane
 
 __all__ = [

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Collective, Job, carries, dtype_size
+from parser.engine_config import CallSpec, EdgeSpec, EngineConfig, FlowSpec, Phase, Target
 from parser.nccl import Nccl, WireError, of
-from parser.plan import CallSpec, EdgeSpec, EngineConfig, FlowSpec, Phase, Target
 from parser.wire import CallPlan, Lane, Protocol, Topology, edge_lane, plan_call
 
 __all__ = ["BucketPlace", "JobPlan", "ParameterPlace", "plan_job"]

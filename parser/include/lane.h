@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-enum fc_protocol { FC_LL = 0, FC_LL128 = 1, FC_SIMPLE = 2 };
+#include "protocol.h"
 
 enum fc_kind {
     FC_RING_ALLREDUCE = 0,
@@ -44,15 +44,6 @@ typedef struct fc_message {
     uint8_t phase;        /* 0 reduce-scatter half, 1 gather half (ring allreduce)     */
     uint8_t opens_loop;   /* first message of a loop                                   */
 } fc_message;
-
-static inline uint64_t fc_wire_bytes(uint8_t protocol, uint64_t data)
-{
-    if (protocol == FC_LL)
-        return 2 * ((data + 7) & ~(uint64_t)7);
-    if (protocol == FC_LL128)
-        return (data + 1919) / 1920 * 2048;
-    return data;
-}
 
 static inline int32_t fc_mod(int32_t a, int32_t n)
 {

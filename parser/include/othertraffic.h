@@ -12,14 +12,14 @@ enum fc_other_kind {
     FC_OTHER_IGMP, FC_OTHER_ICMP6, FC_OTHER_UDP, FC_OTHER_IP4, FC_OTHER_IP6, FC_OTHER_ETHERTYPE, FC_OTHER_KINDS
 };
 
-typedef struct fc_segment {
+typedef struct fc_tcp_part {
     const uint8_t *src, *dst; /* 4 or 16 bytes */
     const uint8_t *payload;
     uint32_t length;          /* of the payload */
     uint32_t ports;           /* source << 16 | destination */
     uint32_t seq;
     uint8_t ip_version, flags;
-} fc_segment;
+} fc_tcp_part;
 
 /* Sort a frame; what a mirror had wrapped is sorted by what is inside. *handshake: 1 for a TCP segment that begins with
  * the magic number of NCCL's queue pair handshake (nccl-wire.md 6.1). */
@@ -27,6 +27,6 @@ enum fc_other_kind fc_other_sort(const uint8_t *frame, size_t length, int *hands
 
 /* 1 and the segment, if the frame is a whole TCP segment with payload or SYN that no mirror has wrapped. 0 if not;
  * *encrypted is then 1 for MACsec and ESP, after which nothing can be read. */
-int fc_tcp_segment(const uint8_t *frame, size_t length, fc_segment *out, int *encrypted);
+int fc_tcp_segment(const uint8_t *frame, size_t length, fc_tcp_part *out, int *encrypted);
 
 #endif

@@ -19,6 +19,7 @@
 #define FLOWCHECK_PLACE_H
 
 #include "prefetch.h"
+#include "protocol.h"
 
 #include <stddef.h>
 #include <stdint.h>
@@ -33,10 +34,6 @@ int64_t fc_ll_bad_line(const uint8_t *wire, uint64_t lines, uint32_t flag);
 void fc_ll_unpack(uint8_t *dst, const uint8_t *wire, uint64_t bytes);
 
 /* -- LL128 (4.2): 128-byte lines, 15 words of data and a flag, permuted in 960-byte halves ------- */
-
-#define FC_LL128_LINE 128
-#define FC_LL128_WIRE 1024 /* one half-slice on the wire: 8 lines */
-#define FC_LL128_DATA 960  /* and its data                        */
 
 /* First of `lines` lines whose flag is not `flag`, or -1. */
 int64_t fc_ll128_bad_line(const uint8_t *wire, uint64_t lines, uint64_t flag);

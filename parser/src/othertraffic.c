@@ -108,7 +108,7 @@ enum fc_other_kind fc_other_sort(const uint8_t *frame, size_t length, int *hands
     return length < ETH_HEADER ? FC_OTHER_ETHERTYPE : sort(frame, length, 0, handshake);
 }
 
-int fc_tcp_segment(const uint8_t *frame, size_t length, fc_segment *out, int *encrypted)
+int fc_tcp_segment(const uint8_t *frame, size_t length, fc_tcp_part *out, int *encrypted)
 {
     size_t ip, tcp, end, data;
     uint32_t protocol;
@@ -124,7 +124,7 @@ int fc_tcp_segment(const uint8_t *frame, size_t length, fc_segment *out, int *en
             return 0;
         tcp = ip + (size_t)(frame[ip] & 15) * 4;
         end = ip + be16(frame + ip + 2);
-        *out = (fc_segment){.src = frame + ip + 12, .dst = frame + ip + 16, .ip_version = 4};
+        *out = (fc_tcp_part){.src = frame + ip + 12, .dst = frame + ip + 16, .ip_version = 4};
         break;
     case ETH_IPV6:
         if (length < ip + 40)
@@ -132,7 +132,7 @@ int fc_tcp_segment(const uint8_t *frame, size_t length, fc_segment *out, int *en
         protocol = frame[ip + 6];
         tcp = ip + 40;
         end = tcp + be16(frame + ip + 4);
-        *out = (fc_segment){.src = frame + ip + 8, .dst = frame + ip + 24, .ip_version = 6};
+        *out = (fc_tcp_part){.src = frame + ip + 8, .dst = frame + ip + 24, .ip_version = 6};
         break;
     case ETH_MACSEC:
         *encrypted = 1;

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from parser.plan import EngineConfig, Phase, Target
+from parser.engine_config import EngineConfig, Phase, Target
 from parser.wire import Kind
 
 OUTCOMES = ("placed", "late", "icrc", "unanchored")
@@ -69,7 +69,7 @@ class FakeEngine:
         self.config = config or EngineConfig(4096, (), (), 64, streams=max(len(sources), 1), arenas=arenas)
         self.sources = list(sources)
         streams = range(self.config.streams)
-        self.oldest, self.begun, self.unopened = 0, -1, -1
+        self.oldest, self.begun, self.missed_iteration = 0, -1, -1
         self._opened, self._opener = 0, -1  # the first iteration, and who brought it
         self.disagreed, self.unlogged = 0, range(0)
         self.stand, self.want = [-1 for _ in streams], [-1 for _ in streams]  # what past() and wanted() say
@@ -137,8 +137,8 @@ class FakeEngine:
         elif 0 <= iteration < self._opened and stream != self._opener:
             if self.oldest == self._opened and self.begun < iteration + self.config.arenas:
                 self.oldest = self._opened = iteration
-            elif self.unopened < 0 or iteration < self.unopened:
-                self.unopened = iteration
+            elif self.missed_iteration < 0 or iteration < self.missed_iteration:
+                self.missed_iteration = iteration
 
     def _take(self, stream: int, packet: Packet) -> None:
         self.stand[stream] = packet.iteration if packet.past is None else packet.past

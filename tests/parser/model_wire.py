@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from parser.lane import messages
 
-from parser.plan import EdgeSpec, Phase, Target
+from parser.engine_config import EdgeSpec, Phase, Target
 from parser.wire import Protocol
 
 FIRST, MIDDLE, LAST, LAST_IMM, ONLY, ONLY_IMM, ACK = 6, 7, 8, 9, 10, 11, 17

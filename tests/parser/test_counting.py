@@ -308,14 +308,14 @@ def test_an_earlier_capture_read_second_opens_its_iterations() -> None:
     feed(engine, later.packets, stream=1)
     assert engine.oldest == 901
     feed(engine, made.packets, stream=0)
-    assert (engine.oldest, engine.unopened) == (900, -1) and engine.outcomes(0)["late"] == (0, 0)
+    assert (engine.oldest, engine.missed_iteration) == (900, -1) and engine.outcomes(0)["late"] == (0, 0)
     for iteration, one in ((900, made), (901, later)):
         assert engine.region(iteration)[:120_000].tobytes() == one.reduced[iteration, 0].tobytes()
     engine = Engine(plan_job(job, streams=2).engine)
     feed(engine, later.packets, stream=1)
     engine.retire()
     feed(engine, made.packets, stream=0)
-    assert (engine.oldest, engine.unopened) == (902, 900) and engine.outcomes(0)["late"][0] > 0
+    assert (engine.oldest, engine.missed_iteration) == (902, 900) and engine.outcomes(0)["late"][0] > 0
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

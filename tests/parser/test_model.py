@@ -21,7 +21,7 @@ from parser.machine import Engine
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import TransportOptions, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
-from parser.plan import Target
+from parser.engine_config import Target
 from tests.flowcheck.altered import PAYLOAD_AT, Packet, opcode, psn, sealed
 from tests.flowcheck.memory_ring import MemoryRing
 from tests.parser.model import Model

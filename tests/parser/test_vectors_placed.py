@@ -35,7 +35,7 @@ from flowcheck.lab.synth.schedule import Message, message_bytes, messages
 from flowcheck.lab.synth.values import Stages, generate_values
 from flowcheck.rebuild.plan import plan_job
 from parser import lane, wire
-from parser.plan import CallSpec, EdgeSpec, EngineConfig, Phase, Target
+from parser.engine_config import CallSpec, EdgeSpec, EngineConfig, Phase, Target
 
 VECTORS = Path(__file__).resolve().parents[2].parent / "shared" / "captures" / "nccl-vectors"
 CASES = {"2.19.4": 171, "2.22.3": 146, "2.27.7": 171, "2.30.7": 146}

@@ -13,7 +13,7 @@ from parser.machine import Engine
 
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
-from parser.plan import Phase
+from parser.engine_config import Phase
 from tests.flowcheck.altered import (
     FIRST,
     LAST,

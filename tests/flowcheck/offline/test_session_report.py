@@ -31,14 +31,14 @@ def begin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Begin:
 def test_fewer_iterations_than_asked_for(begin: Begin) -> None:
     replayed = begin(iterations=3)
     replayed.close(0, 1, without=(1,))
-    replayed.engine.unopened = 0
+    replayed.engine.missed_iteration = 0
     assert replayed.finish()[1] == "3 iterations were asked for and 2 are in the captures"
 
 
 def test_captures_read_too_late(begin: Begin) -> None:
     replayed = begin(weights=False)
     replayed.close(4, 5, without=(5,))
-    replayed.engine.unopened = 0
+    replayed.engine.missed_iteration = 0
     assert replayed.finish()[1] == (
         "iterations from 0 on are in the captures and were read too late: a capture that begins with iteration 4 has"
         " earlier times. The clocks of the captures differ: editcap -t"

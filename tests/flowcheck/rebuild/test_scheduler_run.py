@@ -84,7 +84,7 @@ def test_a_capture_that_begins_in_mid_stream_is_read_when_its_time_has_come() ->
     made = Scheduled(late, early, arenas=3)
     made.engine.begins_here = False
     made.run()
-    assert list(made.closed) == [0, 1, 2, 3, 4] and made.engine.unopened == -1
+    assert list(made.closed) == [0, 1, 2, 3, 4] and made.engine.missed_iteration == -1
     assert made.engine.runs[0] == (1, 32, 4)
 
 

@@ -1,0 +1,377 @@
+/* The packet-counting state machine: from packets of a job's flows to bytes in the gradient arena.
+ *
+ * Model (design section 5). Each (stream, flow) has a cursor that walks the connection's send schedule: calls in issue
+ * order, messages of a call in closed form (lane.h), packets of a message by PSN arithmetic. PSNs start at 0 with the
+ * connection, so the packet count says where a packet belongs. Nothing is placed on the count alone: a packet needs a
+ * second witness that agrees with it - its RETH address and length, its LL or LL128 flags, the CTS that announced its
+ * message - or belongs to a message whose first packet had one. Others (a SIMPLE MIDDLE after a loss) are kept aside
+ * until an anchor after them agrees too. Any witness that disagrees ends the flow: manifest and traffic then differ,
+ * and counting on would be guessing.
+ *
+ * A packet of a flow goes this way; every step may end it, in exactly one outcome:
+ *
+ *     decode  ->  count       ->  locate       ->  admit         ->  witness       ->  place
+ *     roce.h      which PSN       which message    is its arena      do headers        into cells,
+ *                 is it?          owns it?         there, ICRC?      and flags agree?  compared, aside
+ *
+ * What is known of a flow's position (enum fc_position), and whether it is trusted (enum fc_trust):
+ *
+ *     UNSEEN -> COUNTED           it begins at PSN 0, is young beside one that does, or was found as below
+ *     UNSEEN -> MID_STREAM        a large PSN came first: PSN 0 would be a wrap
+ *     MID_STREAM -> COUNTED       an absolute witness named its message
+ *     COUNTED -> ADRIFT           silence in which half of the PSN space could have passed
+ *     ADRIFT -> COUNTED           an absolute witness named its message
+ *
+ *     TRUSTED -> LOST             a witness disagreed
+ *     TRUSTED -> LOST_FOR_GOOD    ... in a way that says another schedule or another connection
+ *     LOST -> ON_TRIAL            a message at an iteration's start agrees in everything
+ *     LOST -> LOST_FOR_GOOD       see above
+ *     ON_TRIAL -> LOST            a message of the trial disagrees, or is missing
+ *     ON_TRIAL -> TRUSTED         a whole iteration agreed
+ *     ON_TRIAL -> LOST_FOR_GOOD   see above
+ *
+ * Units: parser/src/schedule.c (which message), witness.c (do they agree), arena.c (bytes into cells), position.c (a
+ * flow's place found again), machine.c (a packet's way, rings). Structures and what they call of each other are here.
+ * Legal call order: see parser/machine.pyx, which builds an fc_machine. Thread rule: one thread at a time for one
+ * fc_machine. Nothing is allocated per packet; per message work is O(1), memory does not grow with messages.
+ */
+#ifndef FLOWCHECK_MACHINE_H
+#define FLOWCHECK_MACHINE_H
+
+#include <stdint.h>
+
+#include "lane.h"
+#include "packetref.h"
+#include "roce.h"
+#include "tunnel.h"
+
+/* Limits; those that the fuzzers make small have an #ifndef. */
+#ifndef FC_WINDOW
+#define FC_WINDOW 64 /* messages a cursor remembers: bounds how late a packet may come (NCCL has 8 in flight) */
+#endif
+#ifndef FC_SEEN_WORDS
+#define FC_SEEN_WORDS 256 /* 16,384 PSNs of history for duplicates and exact loss counts */
+#endif
+#ifndef FC_SIDE_PACKETS
+#define FC_SIDE_PACKETS 4096 /* packets kept aside, all flows together */
+#endif
+#ifndef FC_LOG_ENTRIES
+#define FC_LOG_ENTRIES 256 /* disagreements kept with their values; more are only counted */
+#endif
+#ifndef FC_LOSS_ENTRIES
+#define FC_LOSS_ENTRIES 8192 /* places known to be missing, with their cause */
+#endif
+enum {
+    FC_HISTORY = 64 * FC_SEEN_WORDS,
+    FC_BURST = 64,            /* packets between two fences                                            */
+    FC_HEADERS_AHEAD = 24,    /* packets whose headers are on their way to the cache                   */
+    FC_HINTS = 1024,          /* a power of two                                                        */
+    FC_CTS_SLOTS = 256,       /* NCCL's FIFO depth                                                     */
+    FC_SIDE_BYTES = 4096,     /* largest path MTU                                                      */
+    FC_SEEK_LIMIT = 1 << 22,  /* messages walked at most to find one place in the schedule             */
+    FC_SEEK_TRIES = 64,       /* absolute witnesses a flow may offer in vain                           */
+    FC_REACH = 1 << 20,       /* a write lies within so many bytes of the address that its CTS named   */
+    FC_YOUNG = 1 << 16,       /* first PSN of a flow that can still be counted from 0                  */
+};
+#define FC_NEVER (1ull << 40)  /* steps and messages that no connection reaches: a larger claim is not followed */
+#define FC_LL_CLEAN 0x7ffffff8ull /* nccl-wire.md 4.1: steps of these low bits clean their slot */
+#define FC_LL_LAP (1ull << 31)    /* ... once in so many steps */
+
+enum fc_position { FC_UNSEEN, FC_MID_STREAM, FC_COUNTED, FC_ADRIFT, FC_POSITIONS };
+enum fc_trust { FC_TRUSTED, FC_LOST, FC_ON_TRIAL, FC_LOST_FOR_GOOD, FC_TRUSTS };
+
+/* What became of a packet: every packet ends in exactly one of these, so the counts add up. */
+enum fc_outcome {
+    FC_PLACED,       /* carried final bytes, at least one cell was new                                 */
+    FC_COMPARED,     /* carried final bytes that had all arrived, and they were compared               */
+    FC_RELEASED,     /* the job's, but carries nothing to keep (partial sums, stepped-over calls)      */
+    FC_REPEATED,     /* the job's, seen before on this flow, nothing to keep                           */
+    FC_CONTROL,      /* CTS writes and acknowledgements of the job's connections                       */
+    FC_OTHER_PACKET, /* RoCE of somebody else: other QPs, probes, other opcodes                        */
+    FC_NO_ROCE, FC_CUT, FC_CONTRADICTORY, FC_FRAGMENTED, /* fc_decode_status, by name                   */
+    FC_BAD_ICRC,
+    FC_LATE,         /* for an iteration already closed                                                */
+    FC_STALE,        /* older than the window of messages                                              */
+    FC_UNANCHORED,   /* no agreeing anchor before and after it                                         */
+    FC_NOT_SYNCED,   /* its flow is lost                                                               */
+    FC_BEYOND,       /* after the last call the manifest describes                                     */
+    FC_DISAGREED,    /* the witness that ended its flow                                                */
+    FC_ASIDE,        /* provisional; becomes PLACED, COMPARED, LATE or UNANCHORED                      */
+    FC_WRAPPED,      /* may carry RoCE inside a tunnel that is not unpacked                            */
+    FC_OUTCOMES,
+    FC_GO_ON = -1,   /* of a step: the next one decides                                                */
+    FC_BLOCKED = -2, /* its iteration has no arena yet: come back with the same packet                 */
+};
+
+enum fc_disagreement {
+    FC_WRONG_LENGTH = 1, /* payload length against message size and MTU                                */
+    FC_WRONG_OPCODE,     /* FIRST/MIDDLE/LAST against the position in the message                      */
+    FC_WRONG_SIZE,       /* RETH length                                                                */
+    FC_WRONG_ADDRESS,    /* RETH address against the step slot                                         */
+    FC_WRONG_IMMEDIATE,
+    FC_WRONG_FLAG,       /* LL or LL128 flag against the step                                          */
+    FC_WRONG_CTS,        /* RETH address against the CTS with this message's number                    */
+    FC_EXTRA_MESSAGE,    /* a message after the last call                                              */
+    FC_REPEATED_CHUNK,   /* first message of a loop repeats the previous loop's last: one send too many */
+    FC_MADE_ANEW,        /* a first packet of other contents: another connection on the same queue pair */
+};
+
+enum fc_target { FC_NOTHING, FC_GRADIENT, FC_PARAMETERS, FC_TARGETS };
+
+typedef struct fc_call { /* one collective call as one connection sees it */
+    fc_lane lane;
+    uint8_t has_lane, target;
+    int32_t phase; /* 0 startup, 1 iteration 0, 2 rebuild, 3 steady   */
+    int64_t base;  /* byte offset of the call's tensor in its region  */
+} fc_call;
+
+typedef struct fc_edge { /* one connection: (channel, source rank, destination rank) */
+    fc_call *calls;
+    int32_t ncalls, steady;
+    int32_t qps, used; /* QPs of the connection, QPs a message is spread over   */
+    uint32_t ar_above; /* messages larger than this leave as an AR pair         */
+    uint8_t imm_big_endian;
+} fc_edge;
+
+typedef struct fc_flow_key { /* one direction of one QP; 64 bytes */
+    uint64_t number;  /* QP number, from bit 32 on the IP version; 0 marks an empty place of the hash table  */
+    uint8_t data;     /* 1: receives the data; 0: receives CTS and ACKs                                      */
+    int32_t flow;
+    uint64_t ends[4]; /* source and destination address as on the wire; IPv4: both in the first word         */
+    uint8_t unused[16];
+} fc_flow_key;
+
+typedef struct fc_sent { /* one message on one QP, as the schedule says */
+    uint64_t psn;                /* of its first packet, unwrapped                                        */
+    uint64_t step, number;
+    uint32_t packets, pair;      /* data packets; 1 if an empty WRITE_WITH_IMM follows                    */
+    uint32_t size, total, piece; /* bytes on this QP, of the whole message, where this QP's piece begins  */
+    int64_t iteration, index;
+    int64_t offset, data_bytes;  /* byte place in the region, bytes that carry elements (whole message)   */
+    const fc_call *call;
+    uint8_t target, content, phase, opens_loop;
+    uint8_t agreed;              /* its first packet had a witness that agreed                            */
+} fc_sent;
+
+typedef struct fc_cts_table { /* what the receiver of a connection has announced */
+    uint64_t index[FC_CTS_SLOTS], address[FC_CTS_SLOTS];
+    uint32_t tag;   /* who the receiver says the sender is              */
+    uint8_t tagged; /* 1: every CTS so far had that tag; 2: they differed */
+} fc_cts_table;
+
+typedef struct fc_cursor { /* a place in a send schedule: the next message */
+    int32_t call;
+    int64_t iteration, index;
+    uint64_t step, number, psn;
+} fc_cursor;
+
+typedef struct fc_slot { /* one arena: an iteration's gradients, or the parameters */
+    int64_t iteration;
+    uint8_t *data;
+    uint64_t *cover;  /* which cells have arrived, whichever stream brought them: cover.h */
+    uint64_t covered; /* how many                                                         */
+    uint64_t copies_differ, differ_offset, compared_bytes;
+} fc_slot;
+
+typedef struct fc_flow { /* one flow as one stream sees it */
+    /* the cache line that every packet needs */
+    uint64_t next_psn;  /* one past the highest seen                                                           */
+    uint64_t fast_end;  /* MIDDLE packets of message `ahead` are expected up to this PSN: fast_path(); 0: none */
+    fc_sent *ahead;
+    uint64_t packets, payload_bytes;
+    uint64_t last_ns;   /* capture time of the newest packet           */
+    uint64_t start_psn; /* where this flow's history begins            */
+    uint8_t carries_final; /* `ahead` carries final bytes              */
+    uint8_t unused[7];
+    /* the line that packets to be placed need as well: where those of `ahead` go, see fc_prepare_message() */
+    uint64_t track_end;  /* first PSN that is not so plain; 0: none is */
+    uint64_t track_psn;  /* its first packet goes to                   */
+    uint8_t *track_to;   /* ... these bytes,                           */
+    uint64_t track_cell; /* which are these cells of                   */
+    fc_slot *track_slot; /* ... this slot                              */
+    uint64_t track_flag;
+    uint32_t track_bytes; /* data bytes of a packet; whole cells       */
+    uint8_t track_protocol, unused_too[3];
+    /* the rest */
+    uint64_t messages;   /* generated so far; the window holds the last FC_WINDOW of them */
+    uint64_t current;    /* number (in `messages` counting) of the message last hit       */
+    uint8_t position;    /* fc_position: set_position() alone changes it                  */
+    uint8_t trust;       /* fc_trust: set_trust() alone changes it                        */
+    uint8_t anchored;    /* a witness has agreed with the count                           */
+    uint8_t active;      /* a packet of it was seen                                       */
+    uint8_t finished;    /* its schedule has ended                                        */
+    uint8_t restarting;  /* the sender has gone back and repeats a run of packets         */
+    uint8_t rotations;   /* of an iteration's sizes: 0 not looked at, 1 some are alike, 2 none is */
+    int32_t edge, qp, cts; /* cts: index into cts tables, -1 unknown                      */
+    fc_cursor cursor;    /* the next message to generate                                  */
+    uint32_t seeks;      /* absolute witnesses that led nowhere                           */
+    int64_t lost_iteration, trial_iteration, back_iteration; /* lost in, on trial since, trusted again from */
+    uint64_t trial_messages;
+    uint64_t base[3];    /* address of step 0's slot by protocol, 0 while unknown         */
+    int32_t side_head, side_tail; /* packets kept aside, oldest first                     */
+    uint64_t missing, duplicates, retransmissions, out_of_order, bad_icrc, first_psn;
+    uint64_t agreements, disagreements;
+    uint64_t seen[FC_SEEN_WORDS];
+    fc_sent window[FC_WINDOW];
+    uint32_t first_icrc; /* of PSN 0; 0: it was not seen */
+} __attribute__((aligned(64))) fc_flow; /* whole cache lines: every flow's first two are its own */
+
+typedef struct fc_side_packet {
+    int32_t next;
+    uint32_t length, index;
+    uint64_t message;
+    uint8_t bytes[FC_SIDE_BYTES];
+} fc_side_packet;
+
+typedef struct fc_log_entry {
+    int32_t kind, stream, flow;
+    int64_t iteration;
+    uint64_t number, psn, expected, found;
+} fc_log_entry;
+
+typedef struct fc_loss {
+    int32_t cause, target;
+    int64_t iteration, offset, bytes;
+} fc_loss;
+
+typedef struct fc_outcome_count { /* packets with one outcome */
+    uint64_t packets, bytes;
+} fc_outcome_count;
+
+typedef struct fc_machine {
+    uint32_t mtu, streams, flows, arenas, table_mask;
+    uint8_t check_icrc;
+    uint8_t from_start;            /* a connection's first packet was seen                             */
+    uint8_t placing;               /* protocol of the message begun last: how to fetch what comes      */
+    uint32_t cts_index_at, cts_tag_at; /* bytes of number and tag in a 64-byte CTS element (5.4)       */
+    int64_t base_iteration, begun; /* oldest open iteration; highest with a gradient packet seen       */
+    int64_t wanted[64];            /* by stream: iteration that its blocked packet belongs to          */
+    uint64_t outage_ns;            /* silence in which half of the PSN space could have passed         */
+    int64_t region_bytes[FC_TARGETS];
+    uint64_t words[FC_TARGETS];    /* of a region's coverage                                           */
+    fc_outcome_count *counts;      /* [stream * FC_OUTCOMES + outcome]                                 */
+    const uint8_t *next;           /* headers and payload of a packet soon to be placed, or NULL: fc_drive() */
+    uint32_t n_final;              /* flows that carry final bytes at the moment                       */
+    uint32_t header_lines;         /* cache lines in which the headers of MIDDLE packets end: IPv6 needs two */
+    uint8_t final_hint[FC_HINTS];  /* by QP number: does its flow carry final bytes at the moment? A guess   */
+    fc_flow_key *table;
+    fc_edge *edges;
+    fc_flow *states;               /* [stream * flows + flow]                                          */
+    fc_cts_table *cts;             /* [stream * cts_tables + table]                                    */
+    uint32_t cts_tables;
+    fc_slot *slots;                /* arenas of gradients, then one of parameters                      */
+    fc_side_packet *side;
+    int32_t side_free;
+    fc_log_entry log[FC_LOG_ENTRIES];
+    uint64_t logged, kept;         /* disagreements so far; how many of them are in the log            */
+    int64_t unlogged_first, unlogged_last; /* iterations of those that found no room                   */
+    fc_loss losses[FC_LOSS_ENTRIES];
+    uint64_t lost;
+    /* what few packets need stays after here: the lines above are those of every packet */
+    uint64_t refused[FC_REFUSALS]; /* encapsulated packets by fc_refusal                               */
+    uint64_t cts_forms[2];         /* CTS elements seen of 32 and of 64 bytes                          */
+    int64_t first_iteration;       /* base_iteration of captures that begin in mid-stream              */
+    int64_t missed_iteration;      /* the oldest one missed by that, or -1                             */
+    uint32_t first_stream;         /* the stream that decided it                                       */
+} fc_machine;
+
+/* -- machine.c -------------------------------------------------------------------------------------------- */
+
+/* Packets of the ring until `limit`, its end or a packet that is blocked (*blocked). Returns how many were consumed. */
+int64_t fc_drive(fc_machine *M, uint32_t stream, fc_ring *ring, int64_t limit, int *blocked);
+/* One packet. 1: consumed; 0: blocked, nothing was counted. Call fc_place_fence() before reading arenas. */
+int fc_process(fc_machine *M, uint32_t stream, const fc_packetref *ref);
+/* The flow of a packet of these ends, source and destination one after the other as in both IP headers; or NULL. */
+const fc_flow_key *fc_find_flow(const fc_machine *M, const uint8_t *ends, uint32_t version, uint32_t qpn);
+/* Enter a flow whose number, ends, data and flow are set. The table must have room. */
+void fc_enter_flow(fc_machine *M, const fc_flow_key *key);
+/* PSNs of the history that never came. */
+uint64_t fc_unseen(const fc_flow *f);
+/* Which changes of position and trust are legal: 1 or 0. */
+int fc_position_edge(int from, int to);
+int fc_trust_edge(int from, int to);
+void fc_set_position(fc_flow *f, enum fc_position to);
+void fc_set_trust(fc_flow *f, enum fc_trust to);
+
+static inline int fc_is_trusted(const fc_flow *f)
+{
+    return f->trust == FC_TRUSTED;
+}
+
+/* -- schedule.c ------------------------------------------------------------------------------------------- */
+
+/* The message that owns a PSN, or NULL: before the window, or after the end of the schedule. */
+fc_sent *fc_locate(fc_machine *M, fc_flow *f, uint64_t psn);
+/* Find the message with step `want` (or number `want`) from the start. 1: in m, with the cursor after it. */
+int fc_seek(const fc_machine *M, const fc_flow *f, int by_step, uint64_t want, fc_cursor *c, fc_sent *m);
+/* The message at the cursor or the first after it on this QP, the cursor moved past it. 0: none. */
+int fc_step_on(const fc_machine *M, const fc_edge *e, int32_t qp, fc_cursor *c, fc_sent *m);
+
+/* -- witness.c -------------------------------------------------------------------------------------------- */
+
+/* Everything the headers say, against the count. 0 and logged: disagreement; 1: nothing witnessed; 2: agreed. */
+int fc_check_headers(
+    fc_machine *M, uint32_t stream, fc_flow *f, fc_sent *m, uint32_t index, const fc_roce *p, uint64_t psn);
+/* LL and LL128: every line's flag says the step. 0 and logged: disagreement; 1: no line carries data; 2: agreed. */
+int fc_check_flags(fc_machine *M, uint32_t stream, fc_flow *f, const fc_sent *m, uint32_t index, const uint8_t *wire,
+                   uint32_t length, uint64_t psn);
+/* Does the first packet of a message agree in all its witnesses? For flows that are lost: no log. */
+int fc_agrees(const fc_machine *M, const fc_flow *f, const fc_sent *m, const fc_roce *p);
+/* How many lines of `length` wire bytes from byte `at` of a message carry its flag. */
+uint64_t fc_flagged_lines(const fc_sent *m, uint64_t at, uint32_t length);
+int fc_right_opcode(const fc_sent *m, uint32_t index, uint8_t opcode);
+void fc_wrong_flag(fc_machine *M, uint32_t stream, fc_flow *f, const fc_sent *m, const uint8_t *wire, uint64_t psn,
+                   int64_t line);
+/* m: NULL where the schedule has no message. */
+void fc_log_disagreement(fc_machine *M, uint32_t stream, fc_flow *f, int kind, const fc_sent *m, uint64_t psn,
+                         uint64_t expected, uint64_t found);
+void fc_settle_aside(fc_machine *M, uint32_t stream, fc_flow *f, uint64_t before_psn, int trusted);
+int fc_keep_aside(fc_machine *M, fc_flow *f, uint64_t message, uint32_t index, const uint8_t *wire, uint32_t length);
+/* One send too many: does the first packet of a loop repeat what the loop before brought last? */
+int fc_repeats_previous(fc_machine *M, const fc_flow *f, const fc_sent *m, const uint8_t *wire, uint32_t length);
+
+/* A witness agreed with the packet count at `psn`. */
+static inline void fc_agree(fc_machine *M, uint32_t stream, fc_flow *f, uint64_t psn)
+{
+    int trusted = f->anchored;
+    f->agreements++;
+    f->anchored = 1;
+    if (f->side_head >= 0)
+        fc_settle_aside(M, stream, f, psn + 1, trusted);
+}
+
+/* Payload bytes of packet `index` of a message. */
+static inline uint32_t fc_length_of(const fc_machine *M, const fc_sent *m, uint32_t index)
+{
+    uint32_t at = index * M->mtu;
+    return !m->size || index >= m->packets ? 0 : m->size - at < M->mtu ? m->size - at : M->mtu;
+}
+
+/* -- arena.c ---------------------------------------------------------------------------------------------- */
+
+/* Final bytes of packet `index` of a message into its region; cells that have arrived are compared. Flags were checked. */
+int fc_place(fc_machine *M, const fc_sent *m, uint32_t index, const uint8_t *wire, uint32_t length);
+/* fc_check_flags() and fc_place() in one pass over the bytes, where nothing of the packet has arrived yet. */
+int fc_place_flagged(fc_machine *M, uint32_t stream, fc_flow *f, const fc_sent *m, uint32_t index, const uint8_t *wire,
+                     uint32_t length, uint64_t psn);
+/* Where the full packets of message `m` go, computed once for all of them: fc_place_in_order(). */
+void fc_prepare_message(fc_machine *M, fc_flow *f, const fc_sent *m);
+/* A full packet of message `ahead`, which fc_prepare_message() has seen. */
+int fc_place_in_order(fc_machine *M, uint32_t stream, fc_flow *f, const uint8_t *wire, uint64_t psn);
+/* A full packet of message `ahead`, the long way. */
+int fc_place_general(fc_machine *M, uint32_t stream, fc_flow *f, const uint8_t *wire, uint64_t psn);
+/* Region bytes that packet `index` stands for, for reports of losses (LL128: of its slices, rounded). */
+void fc_note_loss(fc_machine *M, int cause, const fc_sent *m, uint32_t index, uint32_t length);
+
+/* -- position.c ------------------------------------------------------------------------------------------- */
+
+/* Where is a flow whose origin is not known? 1: found, and the flow is there now. */
+int fc_find_position(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce *p);
+/* May a lost flow be trusted again with the count it had? 1: yes, from this packet on. */
+int fc_recover(fc_machine *M, fc_flow *f, const fc_roce *p, uint64_t psn);
+/* PSN 0: is it the first packet of another connection, on the same queue pair? */
+int fc_connection_reset(fc_machine *M, fc_flow *f, const fc_roce *p);
+/* Another capture begins earlier than the one that was read first: go back there, while nothing is closed. */
+void fc_reopen(fc_machine *M, int64_t iteration);
+
+#endif

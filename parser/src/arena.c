@@ -1,0 +1,243 @@
+/* Bytes into the gradient arena: machine.h.
+ *
+ * A cell is 8 bytes. A slot has one coverage bitmap (cover.h), whatever the number of streams: one thread places. The
+ * first copy of a cell is placed, later ones are compared, whichever stream they come over. Flags were checked before
+ * anything here is called, unless a name says otherwise. Data is stored past the cache: fc_drive() fences once per
+ * burst. */
+#include "machine.h"
+
+#include <string.h>
+
+#include "cover.h"
+#include "place.h"
+
+enum { WORTH_STREAMING = 256 }; /* shorter pieces are few whole cache lines, or none */
+
+/* The live buffer of a message, taken over from an older iteration on first use. NULL: closed. */
+static fc_slot *slot_of(fc_machine *M, const fc_sent *m)
+{
+    if (m->target == FC_PARAMETERS)
+        return &M->slots[M->arenas];
+    if (m->iteration < M->base_iteration)
+        return NULL;
+    fc_slot *slot = &M->slots[m->iteration % M->arenas];
+    if (slot->iteration != m->iteration) {
+        slot->iteration = m->iteration;
+        slot->copies_differ = slot->compared_bytes = slot->covered = 0;
+        memset(slot->cover, 0, M->words[FC_GRADIENT] * sizeof(uint64_t));
+    }
+    return slot;
+}
+
+/* Cells of which none had arrived. */
+static inline void cover(fc_slot *slot, uint64_t first, uint64_t end)
+{
+    fc_cover_set(slot->cover, first, end);
+    slot->covered += end - first;
+    fc_prefetch(slot->cover + end / 64 + 8); /* the line that the packets to come will set */
+}
+
+/* What to fetch while placing: once. */
+static inline const uint8_t *take_next(fc_machine *M, const uint8_t *none)
+{
+    const uint8_t *next = M->next;
+    M->next = NULL;
+    return next != NULL ? next : none;
+}
+
+/* Place contiguous bytes; cells that have arrived are compared instead. 1 if any cell was new.
+ * offset is a multiple of a cell; only the end of a tensor is not, and nothing else lives in that cell. */
+static int put(fc_machine *M, fc_slot *slot, int64_t offset, const uint8_t *data, int64_t nbytes)
+{
+    uint64_t first = (uint64_t)offset / FC_CELL, end = (uint64_t)(offset + nbytes + FC_CELL - 1) / FC_CELL;
+    int new = 0;
+    if (!fc_cover_any(slot->cover, first, end)) {
+        if (nbytes >= WORTH_STREAMING)
+            fc_copy_place(slot->data + offset, data, (uint64_t)nbytes, take_next(M, data));
+        else
+            memcpy(slot->data + offset, data, (size_t)nbytes);
+        cover(slot, first, end);
+        return 1;
+    }
+    for (uint64_t cell = first; cell < end; cell++) {
+        int64_t here = (int64_t)(cell - first) * FC_CELL;
+        size_t n = (size_t)(nbytes - here < FC_CELL ? nbytes - here : FC_CELL);
+        if (!fc_cover_bit(slot->cover, cell)) {
+            memcpy(slot->data + offset + here, data + here, n);
+            fc_cover_set(slot->cover, cell, cell + 1);
+            slot->covered++;
+            new = 1;
+            continue;
+        }
+        slot->compared_bytes += n;
+        if (memcmp(slot->data + offset + here, data + here, n) != 0) {
+            if (slot->copies_differ == 0)
+                slot->differ_offset = (uint64_t)(offset + here);
+            slot->copies_differ++;
+        }
+    }
+    return new;
+}
+
+/* The words of a LL128 line from `word` on that lie together, cut at the message's last element. 1 if any cell was new,
+ * 0 if none, -1 if there are none of the message's. */
+static int put_words(fc_machine *M, fc_slot *slot, const fc_sent *m, int64_t offset, const uint8_t *data, int64_t n)
+{
+    n = m->data_bytes - offset < n ? m->data_bytes - offset : n;
+    return n > 0 ? put(M, slot, m->offset + offset, data, n) : -1;
+}
+
+/* Lines of a LL128 message beginning at wire byte `at` of the message (a multiple of 128). Returns as put_words(). */
+static int put_ll128(
+    fc_machine *M, fc_slot *slot, const fc_sent *m, uint64_t at, const uint8_t *wire, uint32_t length)
+{
+    int new = -1;
+    for (uint32_t i = 0; i < length / FC_LL128_LINE; i++) {
+        const uint8_t *words = wire + FC_LL128_LINE * i;
+        int64_t half = (int64_t)fc_data_bytes(FC_LL128, at + FC_LL128_LINE * i);
+        uint32_t line = (uint32_t)((at + FC_LL128_LINE * i) / FC_LL128_LINE % 8);
+        /* words 0..13 lie together; word 14 follows them only in lines 0..3 */
+        int found = put_words(M, slot, m, half + fc_ll128_offset(line, 0), words, line < 4 ? 120 : 112);
+        new = found > new ? found : new;
+        if (line >= 4) {
+            found = put_words(M, slot, m, half + fc_ll128_offset(line, 14), words + 112, 8);
+            new = found > new ? found : new;
+        }
+    }
+    return new;
+}
+
+int fc_place(fc_machine *M, const fc_sent *m, uint32_t index, const uint8_t *wire, uint32_t length)
+{
+    fc_slot *slot = slot_of(M, m);
+    int protocol = m->call->lane.protocol;
+    uint64_t at = m->piece + (uint64_t)index * M->mtu;
+    uint8_t unpacked[FC_SIDE_BYTES];
+    if (slot == NULL)
+        return FC_LATE;
+    if (protocol == FC_LL128) {
+        int new = put_ll128(M, slot, m, at, wire, length);
+        return new > 0 ? FC_PLACED : new == 0 ? FC_COMPARED : FC_RELEASED;
+    }
+    int64_t offset = (int64_t)fc_data_bytes(protocol, at), n = (int64_t)fc_data_bytes(protocol, length);
+    n = m->data_bytes - offset < n ? m->data_bytes - offset : n;
+    if (n <= 0)
+        return FC_RELEASED;
+    if (protocol == FC_LL) {
+        uint64_t first = (uint64_t)(m->offset + offset) / FC_CELL;
+        uint64_t end = (uint64_t)(m->offset + offset + n + FC_CELL - 1) / FC_CELL;
+        if (!fc_cover_any(slot->cover, first, end)) {
+            fc_ll_unpack(slot->data + m->offset + offset, wire, (uint64_t)n);
+            cover(slot, first, end);
+            return FC_PLACED;
+        }
+        fc_ll_unpack(unpacked, wire, (uint64_t)n);
+        wire = unpacked;
+    }
+    return put(M, slot, m->offset + offset, wire, n) ? FC_PLACED : FC_COMPARED;
+}
+
+/* A wrong flag leaves bytes of no meaning in cells that stay uncovered. */
+int fc_place_flagged(fc_machine *M, uint32_t stream, fc_flow *f, const fc_sent *m, uint32_t index, const uint8_t *wire,
+                     uint32_t length, uint64_t psn)
+{
+    int is_ll = m->call->lane.protocol == FC_LL;
+    uint64_t at = m->piece + (uint64_t)index * M->mtu, lines = fc_flagged_lines(m, at, length);
+    uint64_t unit = fc_wire_unit(m->call->lane.protocol);
+    int64_t offset = (int64_t)fc_data_bytes(m->call->lane.protocol, at);
+    int64_t n = (int64_t)fc_data_bytes(m->call->lane.protocol, length), bad;
+    n = m->data_bytes - offset < n ? m->data_bytes - offset : n;
+    fc_slot *slot = slot_of(M, m);
+    uint64_t first = (uint64_t)(m->offset + offset) / FC_CELL;
+    uint64_t end = (uint64_t)(m->offset + offset + n + FC_CELL - 1) / FC_CELL;
+    if (slot == NULL || n <= 0 || (at | length) % unit || (is_ll && lines != end - first)
+        || fc_cover_any(slot->cover, first, end)) {
+        if (!fc_check_flags(M, stream, f, m, index, wire, length, psn))
+            return FC_DISAGREED;
+        return fc_place(M, m, index, wire, length);
+    }
+    uint8_t *to = slot->data + m->offset + offset;
+    if (is_ll)
+        bad = fc_ll_place(to, wire, (uint64_t)n, (uint32_t)(m->step + 1), take_next(M, wire));
+    else
+        bad = fc_ll128_place(to, wire, lines / 8, (uint64_t)n, m->step + 1, take_next(M, wire));
+    if (bad >= 0) {
+        fc_wrong_flag(M, stream, f, m, wire, psn, bad);
+        return FC_DISAGREED;
+    }
+    cover(slot, first, end);
+    fc_agree(M, stream, f, psn);
+    return FC_PLACED;
+}
+
+/* What is special - bytes after the last element, pieces that are not whole lines or cells, a closed iteration - is left
+ * to fc_place(). */
+void fc_prepare_message(fc_machine *M, fc_flow *f, const fc_sent *m)
+{
+    fc_slot *slot = slot_of(M, m);
+    int protocol = m->call->lane.protocol;
+    uint64_t unit = fc_wire_unit(protocol), from_byte = fc_data_bytes(protocol, m->piece);
+    f->track_end = 0;
+    if (slot == NULL || M->mtu % unit || m->piece % unit || m->offset % FC_CELL || m->data_bytes <= (int64_t)from_byte)
+        return;
+    f->track_bytes = (uint32_t)fc_data_bytes(protocol, M->mtu);
+    f->track_psn = m->psn;
+    f->track_end = m->psn + ((uint64_t)m->data_bytes - from_byte) / f->track_bytes;
+    f->track_to = slot->data + m->offset + from_byte;
+    f->track_cell = ((uint64_t)m->offset + from_byte) / FC_CELL;
+    f->track_slot = slot;
+    f->track_flag = m->step + 1;
+    f->track_protocol = M->placing = (uint8_t)protocol;
+}
+
+int fc_place_general(fc_machine *M, uint32_t stream, fc_flow *f, const uint8_t *wire, uint64_t psn)
+{
+    const fc_sent *m = f->ahead;
+    uint32_t index = (uint32_t)(psn - m->psn);
+    if (m->call->lane.protocol == FC_SIMPLE)
+        return fc_place(M, m, index, wire, M->mtu);
+    return fc_place_flagged(M, stream, f, m, index, wire, M->mtu, psn);
+}
+
+/* What fc_place_flagged() and fc_place() do, with nothing left to work out. A wrong flag leaves bytes of no meaning in
+ * cells that stay uncovered. */
+int fc_place_in_order(fc_machine *M, uint32_t stream, fc_flow *f, const uint8_t *wire, uint64_t psn)
+{
+    uint64_t index = psn - f->track_psn, nbytes = f->track_bytes, first = f->track_cell + index * (nbytes / FC_CELL);
+    uint64_t end = first + nbytes / FC_CELL;
+    uint8_t *to = f->track_to + index * nbytes;
+    fc_slot *slot = f->track_slot;
+    int64_t bad = -1;
+    if (fc_cover_any(slot->cover, first, end))
+        return fc_place_general(M, stream, f, wire, psn);
+    if (f->track_protocol == FC_LL)
+        bad = fc_ll_place(to, wire, nbytes, (uint32_t)f->track_flag, take_next(M, wire));
+    else if (f->track_protocol == FC_LL128)
+        bad = fc_ll128_place(to, wire, M->mtu / FC_LL128_WIRE, nbytes, f->track_flag, take_next(M, wire));
+    else
+        fc_copy_place(to, wire, nbytes, take_next(M, wire));
+    if (bad >= 0) {
+        fc_wrong_flag(M, stream, f, f->ahead, wire, psn, bad);
+        return FC_DISAGREED;
+    }
+    cover(slot, first, end);
+    if (f->track_protocol != FC_SIMPLE)
+        fc_agree(M, stream, f, psn);
+    return FC_PLACED;
+}
+
+void fc_note_loss(fc_machine *M, int cause, const fc_sent *m, uint32_t index, uint32_t length)
+{
+    int protocol = m->call->lane.protocol;
+    uint64_t unit = protocol == FC_LL128 ? FC_LL128_WIRE : 1; /* of LL128 the slices that it touches */
+    int64_t at = (int64_t)fc_data_bytes(protocol, m->piece + (uint64_t)index * M->mtu);
+    int64_t n = (int64_t)fc_data_bytes(protocol, (length + unit - 1) / unit * unit);
+    n = m->data_bytes - at < n ? m->data_bytes - at : n;
+    if (m->target == FC_NOTHING || m->content != FC_FINAL || n <= 0)
+        return;
+    if (M->lost < FC_LOSS_ENTRIES)
+        M->losses[M->lost] = (fc_loss){
+            .cause = cause, .target = m->target, .iteration = m->iteration, .offset = m->offset + at, .bytes = n,
+        };
+    M->lost++;
+}

@@ -1,0 +1,541 @@
+/* A packet's way through the state machine, and bursts of them out of a ring: machine.h has the model. */
+#include "machine.h"
+
+#ifdef FC_DEBUG
+#undef NDEBUG /* of Python's flags: assertions are for debug builds and fuzzers */
+#endif
+#include <assert.h>
+#include <string.h>
+
+#include "middle.h"
+#include "place.h"
+#include "psn.h"
+
+#define LIKELY(x) __builtin_expect(!!(x), 1)
+/* Not inlined into what every packet passes: their registers and stack would burden the others. */
+#define RARE __attribute__((noinline))
+
+/* -- what is known of a flow -------------------------------------------------------------------------------- */
+
+/* By state: to which others a flow may change. The header draws it; tests compare the two. */
+static const uint8_t position_edges[FC_POSITIONS] = {
+    [FC_UNSEEN] = 1 << FC_COUNTED | 1 << FC_MID_STREAM,
+    [FC_MID_STREAM] = 1 << FC_COUNTED,
+    [FC_COUNTED] = 1 << FC_ADRIFT,
+    [FC_ADRIFT] = 1 << FC_COUNTED,
+};
+static const uint8_t trust_edges[FC_TRUSTS] = {
+    [FC_TRUSTED] = 1 << FC_LOST | 1 << FC_LOST_FOR_GOOD,
+    [FC_LOST] = 1 << FC_ON_TRIAL | 1 << FC_LOST_FOR_GOOD,
+    [FC_ON_TRIAL] = 1 << FC_TRUSTED | 1 << FC_LOST | 1 << FC_LOST_FOR_GOOD,
+};
+
+int fc_position_edge(int from, int to)
+{
+    return position_edges[from] >> to & 1;
+}
+
+int fc_trust_edge(int from, int to)
+{
+    return trust_edges[from] >> to & 1;
+}
+
+void fc_set_position(fc_flow *f, enum fc_position to)
+{
+    assert(f->position == to || fc_position_edge(f->position, to));
+    f->position = (uint8_t)to;
+}
+
+void fc_set_trust(fc_flow *f, enum fc_trust to)
+{
+    assert(f->trust == to || fc_trust_edge(f->trust, to));
+    f->trust = (uint8_t)to;
+}
+
+/* -- which flow ----------------------------------------------------------------------------------------------- */
+
+/* first: the first eight bytes of the addresses as they lie in the header. */
+static inline uint32_t key_hash(uint64_t first, uint32_t qpn)
+{
+    return (uint32_t)((first ^ (uint64_t)qpn << 20) * 0x9e3779b97f4a7c15u >> 32);
+}
+
+static inline const fc_flow_key *find_flow(const fc_machine *M, const uint8_t *ends, uint32_t version, uint32_t qpn)
+{
+    uint64_t first, number = qpn | (uint64_t)version << 32;
+    memcpy(&first, ends, 8);
+    for (uint32_t i = key_hash(first, qpn) & M->table_mask;; i = (i + 1) & M->table_mask) {
+        const fc_flow_key *key = &M->table[i];
+        if (key->ends[0] == first && key->number == number && (version == 4 || memcmp(key->ends, ends, 32) == 0))
+            return key;
+        if (key->number == 0)
+            return NULL;
+    }
+}
+
+const fc_flow_key *fc_find_flow(const fc_machine *M, const uint8_t *ends, uint32_t version, uint32_t qpn)
+{
+    return find_flow(M, ends, version, qpn);
+}
+
+void fc_enter_flow(fc_machine *M, const fc_flow_key *key)
+{
+    uint32_t i = key_hash(key->ends[0], (uint32_t)key->number) & M->table_mask;
+    while (M->table[i].number)
+        i = (i + 1) & M->table_mask;
+    M->table[i] = *key;
+}
+
+/* -- PSNs: loss, duplicates, retransmission ------------------------------------------------------------------- */
+
+static inline uint64_t *seen_word(fc_flow *f, uint64_t psn)
+{
+    return &f->seen[psn / 64 % FC_SEEN_WORDS];
+}
+
+uint64_t fc_unseen(const fc_flow *f)
+{
+    uint64_t first = f->next_psn > FC_HISTORY ? f->next_psn - FC_HISTORY : 0, n = 0, here;
+    for (uint64_t p = first > f->start_psn ? first : f->start_psn; p < f->next_psn; p += here) {
+        here = 64 - p % 64 < f->next_psn - p ? 64 - p % 64 : f->next_psn - p;
+        uint64_t word = ~f->seen[p / 64 % FC_SEEN_WORDS] >> (p % 64);
+        n += (uint64_t)__builtin_popcountll(here == 64 ? word : word & ((1ull << here) - 1));
+    }
+    return n;
+}
+
+/* Count a PSN. 1 if it was seen before. */
+static int note_psn(fc_flow *f, uint64_t psn)
+{
+    uint64_t bit = 1ull << (psn % 64);
+    if (psn >= f->next_psn) {
+        /* PSNs that leave the history unseen are missing for good; finish() counts the rest */
+        if (psn - f->next_psn >= FC_HISTORY) {
+            f->missing += fc_unseen(f) + psn + 1 - FC_HISTORY - f->next_psn;
+            memset(f->seen, 0, sizeof f->seen);
+        } else {
+            for (uint64_t p = f->next_psn; p <= psn; p++) {
+                uint64_t here = 1ull << (p % 64);
+                f->missing += p >= FC_HISTORY + f->start_psn && !(*seen_word(f, p) & here);
+                *seen_word(f, p) &= ~here;
+            }
+        }
+        f->next_psn = psn + 1;
+        f->restarting = 0;
+    } else if (psn + FC_HISTORY < f->next_psn) {
+        f->retransmissions++; /* older than the history */
+        return 1;
+    } else if (*seen_word(f, psn) & bit) {
+        /* a mirror's second copy follows closely; a sender that went back repeats a run of packets */
+        if (f->next_psn - psn > 4)
+            f->restarting = 1;
+        *(f->restarting ? &f->retransmissions : &f->duplicates) += 1;
+        return 1;
+    } else {
+        f->out_of_order++;
+    }
+    *seen_word(f, psn) |= bit;
+    return 0;
+}
+
+/* -- a data packet, step by step ------------------------------------------------------------------------------- */
+
+/* One packet of a data flow on its way. Each step fills in what it finds, and returns an outcome or FC_GO_ON. */
+typedef struct packet {
+    fc_machine *M;
+    uint32_t stream;
+    fc_flow *f;
+    const fc_roce *p;
+    uint64_t now_ns;
+    uint64_t psn;     /* unwrapped: count()                       */
+    fc_sent *m;       /* owns it: locate()                        */
+    uint32_t index;   /* of the packet in it                      */
+    int final;        /* it carries bytes to keep                 */
+    int icrc_checked; /* and right                                */
+    int repeated;     /* seen before on this flow: admit()        */
+    int witness;      /* 2: a header agreed                       */
+} packet;
+
+static int refuse_icrc(fc_flow *f)
+{
+    f->bad_icrc++;
+    return FC_BAD_ICRC;
+}
+
+/* A packet that is counted and goes no further. */
+static int count_only(packet *w, int outcome)
+{
+    w->f->packets++;
+    note_psn(w->f, w->psn);
+    return outcome;
+}
+
+static int end_of_run(packet *w)
+{
+    fc_flow *f = w->f;
+    fc_log_disagreement(w->M, w->stream, f, FC_MADE_ANEW, &f->window[f->current % FC_WINDOW], 0, 0, 0);
+    return FC_DISAGREED;
+}
+
+/* Where does this flow's count begin? 1: it is known now. PSNs start at 0 with the connection, so a flow seen from its
+ * beginning is counted from there. The connections of a communicator are born together: where one was seen at 0, others
+ * are young too. */
+static int find_origin(packet *w)
+{
+    fc_machine *M = w->M;
+    fc_flow *f = w->f;
+    if (f->position == FC_UNSEEN && (w->p->psn == 0 || (M->from_start && w->p->psn < FC_YOUNG))) {
+        fc_set_position(f, FC_COUNTED);
+        return 1;
+    }
+    if (fc_find_position(M, w->stream, f, w->p))
+        return 1;
+    if (f->position == FC_UNSEEN && w->p->psn >= FC_YOUNG && (!M->check_icrc || fc_icrc_ok(w->p)))
+        fc_set_position(f, FC_MID_STREAM);
+    return 0;
+}
+
+/* Which PSN is it, of 64 bits? */
+static int count(packet *w)
+{
+    fc_machine *M = w->M;
+    fc_flow *f = w->f;
+    int64_t delta = fc_psn_distance(w->p->psn, (int64_t)f->next_psn);
+    if (delta != 0 && f->last_ns && w->now_ns > f->last_ns + M->outage_ns) {
+        /* 2^23 packets could have passed unseen: which lap of the PSN is this? A repeat after a timeout looks no
+         * different; it has nothing to place, and if nothing absolute follows, neither has what comes after it. */
+        if (w->p->psn == 0 && f->position == FC_COUNTED && fc_connection_reset(M, f, w->p))
+            return end_of_run(w);
+        if (f->position == FC_COUNTED)
+            fc_set_position(f, FC_ADRIFT);
+    }
+    if (f->position != FC_COUNTED) {
+        if (!find_origin(w))
+            return FC_UNANCHORED;
+        delta = fc_psn_distance(w->p->psn, (int64_t)f->next_psn);
+    }
+    if (delta < 0 && ((uint64_t)-delta > f->next_psn || f->next_psn + (uint64_t)delta < f->start_psn))
+        return FC_UNANCHORED; /* from before this flow's history */
+    w->psn = f->next_psn + (uint64_t)delta;
+    /* a PSN out of order moves the cursor: trust it only with a right ICRC */
+    if (delta != 0 && M->check_icrc) {
+        if (!fc_icrc_ok(w->p))
+            return refuse_icrc(f);
+        w->icrc_checked = 1;
+    }
+    if (!fc_is_trusted(f) && !fc_recover(M, f, w->p, w->psn))
+        return count_only(w, FC_NOT_SYNCED);
+    if (w->psn == 0 && fc_connection_reset(M, f, w->p))
+        return end_of_run(w);
+    return FC_GO_ON;
+}
+
+/* Which message owns it? */
+static int locate(packet *w)
+{
+    fc_machine *M = w->M;
+    fc_flow *f = w->f;
+    w->m = fc_locate(M, f, w->psn);
+    if (w->m != NULL) {
+        w->index = (uint32_t)(w->psn - w->m->psn);
+        w->final = w->m->target != FC_NOTHING && w->m->content == FC_FINAL && w->index < w->m->packets;
+        return FC_GO_ON;
+    }
+    if (w->psn < f->cursor.psn)
+        return count_only(w, FC_STALE);
+    if (M->check_icrc && !w->icrc_checked && !fc_icrc_ok(w->p))
+        return refuse_icrc(f);
+    count_only(w, FC_BEYOND);
+    fc_log_disagreement(M, w->stream, f, FC_EXTRA_MESSAGE, NULL, w->psn, f->cursor.psn, w->psn);
+    return FC_BEYOND;
+}
+
+/* Is there an arena for its iteration? */
+static int find_arena(packet *w)
+{
+    fc_machine *M = w->M;
+    int64_t iteration = w->m->iteration;
+    if (w->m->target != FC_GRADIENT)
+        return FC_GO_ON;
+    if (iteration > M->base_iteration) {
+        if (M->begun < 0 && !M->from_start) {
+            M->base_iteration = M->first_iteration = iteration; /* the capture began in mid-stream: this is its first */
+            M->first_stream = w->stream;
+        } else if (iteration >= M->base_iteration + M->arenas) {
+            M->wanted[w->stream] = iteration;
+            return FC_BLOCKED;
+        }
+    } else if (iteration < M->first_iteration && w->stream != M->first_stream) {
+        fc_reopen(M, iteration);
+    }
+    return FC_GO_ON;
+}
+
+/* Is it whole? What ends a flow must be right too: a receiver drops a damaged packet, and the flow goes on. */
+static int admit(packet *w)
+{
+    fc_machine *M = w->M;
+    fc_flow *f = w->f;
+    const fc_roce *p = w->p;
+    int outcome = find_arena(w);
+    if (outcome != FC_GO_ON)
+        return outcome;
+    if (M->check_icrc && !w->icrc_checked
+        && (w->final || p->headers & (FC_HAS_RETH | FC_HAS_IMM) || p->payload_len != fc_length_of(M, w->m, w->index)
+            || !fc_right_opcode(w->m, w->index, p->opcode))
+        && !fc_icrc_ok(p)) {
+        fc_note_loss(M, FC_BAD_ICRC, w->m, w->index, p->payload_len);
+        return refuse_icrc(f);
+    }
+    if (f->packets == 0)
+        f->first_psn = w->psn;
+    if (w->psn == 0)
+        M->from_start = 1;
+    f->last_ns = w->now_ns;
+    f->packets++;
+    f->payload_bytes += p->payload_len;
+    w->repeated = note_psn(f, w->psn);
+    if (w->m->target == FC_GRADIENT && w->m->iteration > M->begun)
+        M->begun = w->m->iteration;
+    return FC_GO_ON;
+}
+
+static int is_flagged(const packet *w)
+{
+    return w->m->call->lane.protocol != FC_SIMPLE && w->index < w->m->packets;
+}
+
+/* Do its headers agree with the count? Its flags are looked at here if it carries nothing to keep. */
+static int witness(packet *w)
+{
+    fc_machine *M = w->M;
+    fc_sent *m = w->m;
+    const fc_roce *p = w->p;
+    w->witness = fc_check_headers(M, w->stream, w->f, m, w->index, p, w->psn);
+    if (w->witness == 0)
+        return FC_DISAGREED;
+    if (is_flagged(w) && !w->final && w->index == 0) {
+        /* of bytes that nobody keeps only the step matters: look at flags that came along with the headers */
+        uint32_t head = p->payload_len < 128 ? p->payload_len : 128;
+        if (!fc_check_flags(M, w->stream, w->f, m, w->index, p->payload, head, w->psn))
+            return FC_DISAGREED;
+    }
+    if (m->opens_loop && w->index == 0 && !w->repeated
+        && fc_repeats_previous(M, w->f, m, p->payload, p->payload_len)) {
+        fc_log_disagreement(M, w->stream, w->f, FC_REPEATED_CHUNK, m, w->psn, 0, 0);
+        return FC_DISAGREED;
+    }
+    return FC_GO_ON;
+}
+
+/* The packets of this message that follow in order need nothing of what was looked at here: fast_path(). */
+static void open_fast_path(packet *w)
+{
+    fc_machine *M = w->M;
+    fc_flow *f = w->f;
+    f->fast_end = w->m->psn + w->m->packets - 1;
+    f->ahead = w->m;
+    if (w->final)
+        fc_prepare_message(M, f, w->m);
+    if (f->carries_final != w->final) {
+        f->carries_final = (uint8_t)w->final;
+        M->n_final += 2 * (uint32_t)w->final - 1;
+        M->final_hint[w->p->dest_qp % FC_HINTS] = (uint8_t)w->final;
+    }
+}
+
+static int place(packet *w)
+{
+    fc_machine *M = w->M;
+    fc_sent *m = w->m;
+    const fc_roce *p = w->p;
+    int flagged = is_flagged(w);
+    if (w->psn + 1 == w->f->next_psn && (!w->final || flagged || m->agreed))
+        open_fast_path(w);
+    if (!w->final)
+        return w->repeated ? FC_REPEATED : FC_RELEASED;
+    if (flagged)
+        return fc_place_flagged(M, w->stream, w->f, m, w->index, p->payload, p->payload_len, w->psn);
+    if (m->agreed || w->witness == 2)
+        return fc_place(M, m, w->index, p->payload, p->payload_len);
+    if (w->repeated)
+        return FC_REPEATED; /* its first copy is aside */
+    return fc_keep_aside(M, w->f, w->f->current, w->index, p->payload, p->payload_len);
+}
+
+static int data_packet(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce *p, uint64_t now_ns)
+{
+    packet w = {.M = M, .stream = stream, .f = f, .p = p, .now_ns = now_ns};
+    int outcome;
+    f->fast_end = 0;
+    if ((outcome = count(&w)) != FC_GO_ON || (outcome = locate(&w)) != FC_GO_ON || (outcome = admit(&w)) != FC_GO_ON
+        || (outcome = witness(&w)) != FC_GO_ON)
+        return outcome;
+    return place(&w);
+}
+
+/* -- other packets ---------------------------------------------------------------------------------------------- */
+
+/* CTS writes (5.4) and ACKs towards the sender of a connection's data. */
+static int control_packet(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce *p)
+{
+    int wide = p->payload_len == 64;
+    uint64_t index, address;
+    uint32_t tag;
+    if (p->opcode == FC_RC_ACK)
+        return FC_CONTROL;
+    if (p->opcode != FC_RC_WRITE_ONLY || (p->payload_len != 32 && !wide) || f->cts < 0)
+        return FC_OTHER_PACKET;
+    if (M->check_icrc && !fc_icrc_ok(p))
+        return refuse_icrc(f);
+    f->packets++;
+    int64_t delta = fc_psn_distance(p->psn, (int64_t)f->next_psn);
+    if (delta >= 0 || (uint64_t)-delta <= f->next_psn)
+        note_psn(f, f->next_psn + (uint64_t)delta);
+    M->cts_forms[wide]++;
+    memcpy(&address, p->payload, 8);
+    memcpy(&index, p->payload + (wide ? M->cts_index_at : 24), 8); /* where the version's element has it */
+    memcpy(&tag, p->payload + (wide ? M->cts_tag_at : 20), 4);
+    if (index == 0 || index >= FC_NEVER)
+        return FC_CONTROL;
+    fc_cts_table *cts = &M->cts[stream * M->cts_tables + (uint32_t)f->cts];
+    cts->tagged = !cts->tagged || (cts->tagged == 1 && cts->tag == tag) ? 1 : 2;
+    cts->tag = tag;
+    cts->index[(index - 1) % FC_CTS_SLOTS] = index;
+    cts->address[(index - 1) % FC_CTS_SLOTS] = address;
+    return FC_CONTROL;
+}
+
+static int outcome_of(fc_machine *M, uint32_t stream, const fc_roce *p, uint64_t now_ns)
+{
+    const fc_flow_key *key = find_flow(M, p->src, p->ip_version, p->dest_qp);
+    if (key == NULL)
+        return FC_OTHER_PACKET;
+    fc_flow *f = &M->states[stream * M->flows + (uint32_t)key->flow];
+    f->active = 1;
+    if (!key->data)
+        return control_packet(M, stream, f, p);
+    if (FC_RC_WRITE_FIRST <= p->opcode && p->opcode <= FC_RC_WRITE_ONLY_IMM)
+        return data_packet(M, stream, f, p, now_ns);
+    return p->opcode == FC_RC_ACK ? FC_CONTROL : FC_OTHER_PACKET;
+}
+
+/* process() for the packets that fast_path() is not for. */
+RARE static int examine(fc_machine *M, uint32_t stream, const fc_packetref *ref)
+{
+    static const uint8_t undecoded[FC_DECODE_STATUS_COUNT] = {
+        [FC_NOT_ROCE] = FC_NO_ROCE, [FC_TRUNCATED] = FC_CUT, [FC_MALFORMED] = FC_CONTRADICTORY,
+        [FC_FRAGMENT] = FC_FRAGMENTED, [FC_ENCAPSULATED] = FC_WRAPPED,
+    };
+    fc_roce p;
+    int status = fc_roce_decode(ref->data, ref->length, &p);
+    int outcome = status == FC_ROCE ? outcome_of(M, stream, &p, ref->timestamp_ns) : undecoded[status];
+    if (outcome == FC_BLOCKED)
+        return 0;
+    if (status == FC_ENCAPSULATED)
+        M->refused[p.refusal]++;
+    M->counts[stream * FC_OUTCOMES + (uint32_t)outcome].packets++;
+    M->counts[stream * FC_OUTCOMES + (uint32_t)outcome].bytes += status == FC_ROCE ? p.payload_len : ref->length;
+    return 1;
+}
+
+RARE static int refuse_on_fast_path(fc_machine *M, fc_flow *f)
+{
+    fc_note_loss(M, FC_BAD_ICRC, f->ahead, (uint32_t)(f->next_psn - f->ahead->psn), M->mtu);
+    return refuse_icrc(f);
+}
+
+/* A full MIDDLE packet with the expected PSN, after a packet of the same message that data_packet() accepted: whatever
+ * that would look at is known already, but ICRC and flags. */
+static inline int fast_path(fc_machine *M, uint32_t stream, fc_flow *f, const fc_middle *p, uint64_t now_ns)
+{
+    uint64_t psn = f->next_psn, bit = 1ull << (psn % 64), *seen = seen_word(f, psn);
+    if (f->carries_final && M->check_icrc && !fc_middle_icrc_ok(p, M->mtu))
+        return refuse_on_fast_path(M, f);
+    f->last_ns = now_ns;
+    f->packets++;
+    f->payload_bytes += M->mtu;
+    f->next_psn = psn + 1;
+    if (!(*seen & bit)) { /* set: seen a lap of the history ago */
+        f->missing += psn >= FC_HISTORY + f->start_psn;
+        *seen |= bit;
+    }
+    if (!f->carries_final)
+        return FC_RELEASED;
+    if (LIKELY(psn < f->track_end))
+        return fc_place_in_order(M, stream, f, p->bth + 12, psn);
+    return fc_place_general(M, stream, f, p->bth + 12, psn);
+}
+
+static inline int process(fc_machine *M, uint32_t stream, const fc_packetref *ref)
+{
+    fc_middle p;
+    if (LIKELY(fc_middle_decode(ref->data, ref->length, M->mtu, &p))) {
+        const fc_flow_key *key = find_flow(M, p.ends, p.version, p.dest_qp);
+        if (LIKELY(key != NULL)) {
+            fc_flow *f = &M->states[stream * M->flows + (uint32_t)key->flow];
+            if (LIKELY(f->next_psn < f->fast_end && !((p.psn ^ f->next_psn) & FC_PSN_MASK))) {
+                int outcome = fast_path(M, stream, f, &p, ref->timestamp_ns);
+                fc_outcome_count *n = &M->counts[stream * FC_OUTCOMES + (uint32_t)outcome];
+                n->packets++;
+                n->bytes += M->mtu;
+                return 1;
+            }
+        }
+    }
+    return examine(M, stream, ref);
+}
+
+int fc_process(fc_machine *M, uint32_t stream, const fc_packetref *ref)
+{
+    return process(M, stream, ref);
+}
+
+/* The packet if it will be placed, otherwise NULL. A guess: the price is a useless load or a late one. */
+static inline const uint8_t *worth_fetching(const fc_machine *M, const fc_packetref *ref)
+{
+    const uint8_t *bth = fc_probable_bth(ref->data, ref->length);
+    uint32_t qpn;
+    if (bth == NULL)
+        return NULL;
+    memcpy(&qpn, bth + 4, 4);
+    return M->final_hint[__builtin_bswap32(qpn) % FC_HINTS] ? bth : NULL;
+}
+
+int64_t fc_drive(fc_machine *M, uint32_t stream, fc_ring *ring, int64_t limit, int *blocked)
+{
+    int64_t done = 0;
+    int wide_headers = M->header_lines > 1;
+    while (done < limit && !*blocked) {
+        uint64_t ahead = fc_place_ahead(M->placing, M->mtu, FC_HEADERS_AHEAD - 1); /* payloads under way */
+        /* up to where the ring begins again: references one after the other are cheap to walk */
+        const fc_packetref *refs = fc_ring_at(ring, 0);
+        uint64_t to_end = ring->mask + 1 - (ring->tail & ring->mask);
+        uint64_t seen = fc_ring_peek(ring, FC_BURST + FC_HEADERS_AHEAD), n;
+        seen = seen < to_end ? seen : to_end;
+        n = seen < FC_BURST ? seen : FC_BURST;
+        n = n < (uint64_t)(limit - done) ? n : (uint64_t)(limit - done);
+        if (n == 0)
+            break;
+        for (uint64_t i = 0; i < n; i++) {
+            if (i + FC_HEADERS_AHEAD < seen) {
+                fc_prefetch(&refs[i + 2 * FC_HEADERS_AHEAD]); /* may lie after the last: harmless */
+                fc_prefetch(refs[i + FC_HEADERS_AHEAD].data);
+                if (wide_headers)
+                    fc_prefetch(refs[i + FC_HEADERS_AHEAD].data + 64);
+            }
+            M->next = M->n_final && i + ahead < seen ? worth_fetching(M, &refs[i + ahead]) : NULL;
+            if (!process(M, stream, &refs[i])) {
+                *blocked = 1;
+                n = i;
+                break;
+            }
+            if (M->next != NULL) /* nobody placed anything meanwhile */
+                fc_place_fetch(M->placing, M->next, M->mtu);
+        }
+        fc_place_fence(); /* before anybody may read what this burst placed */
+        fc_ring_release(ring, n);
+        done += (int64_t)n;
+    }
+    return done;
+}
