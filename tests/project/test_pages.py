@@ -171,7 +171,7 @@ def test_what_architecture_names_is_there() -> None:
 
 
 def test_a_name_that_is_not_there_is_found() -> None:
-    named = "`job/`, `errors.py`, `parser/machine.pyx:check_witnesses`, `updater/store.py:Store`, `parser/src/place.c`"
+    named = "`job/`, `errors.py`, `parser/src/witness.c:fc_check_headers`, `updater/store.py:Store`, `parser/lane.pyx`"
     assert dead_ends(named) == []
     wrong = ("parser/nothing.py", "rooms/", "parser/machine.pyx:judge", "updater/store.py:Sto", "updater/store.py:json")
     assert dead_ends(", ".join(f"`{name}`" for name in wrong)) == list(wrong)
