@@ -360,7 +360,10 @@ static int place(packet *w)
         return fc_place(M, m, w->index, p->payload, p->payload_len);
     if (w->repeated)
         return FC_REPEATED; /* its first copy is aside */
-    return fc_keep_aside(M, w->f, w->f->current, w->index, p->payload, p->payload_len);
+    int outcome = fc_keep_aside(M, w->f, w->f->current, w->index, p->payload, p->payload_len);
+    if (outcome == FC_UNANCHORED) /* no room: it is known what is lost, and why */
+        fc_note_loss(M, FC_UNANCHORED, m, w->index, p->payload_len);
+    return outcome;
 }
 
 static int data_packet(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce *p, uint64_t now_ns)

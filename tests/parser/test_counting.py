@@ -300,6 +300,18 @@ def test_packets_aside_are_given_up_when_their_message_is_too_long_ago() -> None
     assert engine.outcomes(0)["unanchored"][0] > 0
 
 
+def test_packets_that_find_no_room_aside_are_lost_by_name() -> None:
+    """Only MIDDLEs were seen, more than there is room for: what is lost is known, and why."""
+    job = example_job(count=700_000, protocol="simple", mtu=256, startup=False, rebuild=False, seed=4)
+    made, engine = generate(job, iterations=1, seed=4), Engine(plan_job(job).engine)
+    feed(engine, writes(made.packets, job.flows[1].qpns[0])[:1])
+    feed(engine, [p for p in writes(made.packets, job.flows[0].qpns[0]) if opcode(p[1]) == MIDDLE])
+    outcomes, losses = engine.outcomes(0), engine.losses()
+    assert outcomes["aside"][0] == 4096 and outcomes["unanchored"][0] > 500
+    assert {loss["cause"] for loss in losses} == {"unanchored"} and len(losses) == outcomes["unanchored"][0]
+    assert sum(loss["bytes"] for loss in losses) == outcomes["unanchored"][1]
+
+
 def test_an_earlier_capture_read_second_opens_its_iterations() -> None:
     """Both begin in mid-stream. While nothing is closed the earlier one's iterations are taken; then they are named."""
     job = example_job(count=30_000, mtu=1024, startup=False, rebuild=False)
