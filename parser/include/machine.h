@@ -365,7 +365,7 @@ void fc_note_loss(fc_machine *M, int cause, const fc_sent *m, uint32_t index, ui
 
 /* -- position.c ------------------------------------------------------------------------------------------- */
 
-/* Where is a flow whose origin is not known? 1: found, and the flow is there now. */
+/* Where is a flow whose origin is not known? The packet's ICRC is right. 1: found, and the flow is there now. */
 int fc_find_position(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce *p);
 /* May a lost flow be trusted again with the count it had? 1: yes, from this packet on. */
 int fc_recover(fc_machine *M, fc_flow *f, const fc_roce *p, uint64_t psn);

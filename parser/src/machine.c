@@ -179,18 +179,20 @@ static int end_of_run(packet *w)
 
 /* Where does this flow's count begin? 1: it is known now. PSNs start at 0 with the connection, so a flow seen from its
  * beginning is counted from there. The connections of a communicator are born together: where one was seen at 0, others
- * are young too. */
+ * are young too. A packet that is damaged says nothing. */
 static int find_origin(packet *w)
 {
     fc_machine *M = w->M;
     fc_flow *f = w->f;
+    if (M->check_icrc && !fc_icrc_ok(w->p)) /* one damaged bit makes PSN 512 a beginning */
+        return 0;
     if (f->position == FC_UNSEEN && (w->p->psn == 0 || (M->from_start && w->p->psn < FC_YOUNG))) {
         fc_set_position(f, FC_COUNTED);
         return 1;
     }
     if (fc_find_position(M, w->stream, f, w->p))
         return 1;
-    if (f->position == FC_UNSEEN && w->p->psn >= FC_YOUNG && (!M->check_icrc || fc_icrc_ok(w->p)))
+    if (f->position == FC_UNSEEN && w->p->psn >= FC_YOUNG)
         fc_set_position(f, FC_MID_STREAM);
     return 0;
 }

@@ -243,7 +243,7 @@ class Model:
         return again
 
     def _counts_from_0(self, flow: Flow, packet: Packet) -> bool:
-        begins = (packet.psn == 0 and packet.intact) or (self.from_start and packet.psn < YOUNG)
+        begins = packet.intact and (packet.psn == 0 or (self.from_start and packet.psn < YOUNG))
         flow.found = flow.packets == 0 and not flow.in_mid_stream and begins
         return flow.found
 

@@ -259,6 +259,18 @@ def test_a_step_is_of_the_lap_that_was_announced(first: int, announced: int) -> 
         assert engine.region(iteration)[:12_000].tobytes() == made.reduced[iteration, 0].tobytes()
 
 
+def test_a_damaged_packet_does_not_begin_a_connection() -> None:
+    """SIMPLE, met in a later lap of the PSN. One damaged bit of its first packet makes PSN 512 read 0."""
+    job = example_job(ranks=4, count=1 << 19, protocol="simple", startup=False, rebuild=False)
+    made = generate(job, iterations=1, first_iteration=2**24 // 768 + 1, ports=[0], directions="out")
+    data = writes(made.packets, next(flow.qpns[0] for flow in job.flows if flow.src == 0))
+    frame = data[0][1]
+    assert psn(frame) == 512
+    engine = Engine(plan_job(job).engine)
+    feed(engine, [(0, frame[:52] + bytes([frame[52] ^ 2]) + frame[53:]), *data[1:]])
+    assert engine.outcomes(0)["placed"] == (0, 0) and engine.outcomes(0)["unanchored"][0] == len(data)
+
+
 # -- packets aside -------------------------------------------------------------------------------------
 
 
