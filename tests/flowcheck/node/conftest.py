@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control.protocol import Flows, Link, Manifest, Record, State, greet
+from flowcheck.control.protocol import Flows, Link, Manifest, Record, Refused, State, greet
 from flowcheck.control.tensors import header, packed_bytes, pieces
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, generate
@@ -194,6 +194,7 @@ class Trainer:
         sock = socket.create_connection(address, timeout=LONGEST)
         self.name = "{}:{}".format(*sock.getsockname())  # as the node calls this peer
         self.link = Link(sock)
+        self.unread: list[Any] = []  # has come, and nobody has asked for it yet
         said = {"run_id": job.run_id, "epoch": job.epoch, "rank": rank, "ranks": job.communicator.ranks} | other
         try:
             greet(self.link, token, group=group, **said)
@@ -205,7 +206,10 @@ class Trainer:
         """The next message of a kind, others passed over."""
         deadline = time.monotonic() + LONGEST
         while True:
-            message, _ = self.link.receive(wait=max(deadline - time.monotonic(), 0.001))
+            if self.unread:
+                message = self.unread.pop(0)
+            else:
+                message, _ = self.link.receive(wait=max(deadline - time.monotonic(), 0.001))
             if isinstance(message, kind) and all(getattr(message, key) == value for key, value in fields.items()):
                 return message
 
@@ -241,9 +245,18 @@ class Trainer:
 def attach() -> Iterator[Callable[..., Trainer]]:
     made: list[Trainer] = []
 
-    def connect(node: NodeProcess, job: Job, rank: int = 0, **options: Any) -> Trainer:
-        made.append(Trainer(node.address, job, rank, **options))
-        return made[-1]
+    def connect(node: NodeProcess, job: Job, rank: int = 0, *, patient: bool = True, **options: Any) -> Trainer:
+        """The node sees the end of a connection when it sees it. Until then it welcomes the next one of that rank, or
+        of another run, and says that one is attached. patient: come again until it does not say so."""
+        deadline = time.monotonic() + LONGEST
+        while True:
+            made.append(trainer := Trainer(node.address, job, rank, **options))
+            first, _ = trainer.link.receive(wait=LONGEST)
+            attached = isinstance(first, Refused) and "is attached" in first.why
+            if not (patient and attached and time.monotonic() < deadline):
+                trainer.unread.append(first)
+                return trainer
+            trainer.close()
 
     yield connect
     for one in made:

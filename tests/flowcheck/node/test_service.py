@@ -145,7 +145,7 @@ def test_attacks_on_the_port_end_the_connection_and_nothing_else(start_node, att
         said = {"run_id": job.run_id, "epoch": 0, "ranks": 2} | fields
         group, rank = said.pop("group", ""), said.pop("rank", 1)
         with pytest.raises(RecordsError) as refused:
-            other = attach(node, job, rank, group=group, **said)
+            other = attach(node, job, rank, patient=False, group=group, **said)
             other.expect(Wanted)
             raise AssertionError("it was let in")
         assert what in refused.value.what or "closed" in refused.value.what
@@ -367,8 +367,8 @@ def test_a_job_started_again_as_the_same_run_takes_over_nothing(start_node, atta
     other.record(2, groups=[{"lr": 0.5}])
     other.record(3, groups=[{"lr": 0.5}])
     first.close()  # killed; its other rank is still connected
-    second, wanted = _until_let_in(lambda: attach(node, job, instance="second"))
-    assert wanted.what == ["manifest", "flows"]
+    second = attach(node, job, instance="second")
+    assert second.expect(Wanted).what == ["manifest", "flows"]
     with pytest.raises(RecordsError, match=r"started again|connection"):
         other.expect(State)
     again = truth(job, seed=9)  # from other weights, with other gradients
@@ -381,19 +381,6 @@ def test_a_job_started_again_as_the_same_run_takes_over_nothing(start_node, atta
     lines = [json.loads(text) for text in (tmp_path / "hashes.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [2, 3]
     assert lines[-1]["tensors"] == {key: tensor_sha256(tensor) for key, tensor in again.tensors().items()}
-
-
-def _until_let_in(connect: Any) -> tuple[Any, Wanted]:
-    """The trainer, and what the node asks it for first. The node sees the end of a connection when it sees it; until
-    then it welcomes the next one, refuses it and closes."""
-    deadline = time.monotonic() + LONGEST
-    while True:
-        try:
-            trainer = connect()
-            return trainer, trainer.expect(Wanted)
-        except RecordsError:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
 
 
 def test_versions_count_as_the_trainer_does(start_node, attach, truth, lan, tmp_path) -> None:
