@@ -6,6 +6,7 @@ FLOWCHECK_BUILD=parser.machine,dataplane limits a build to the named extensions 
 nothing. FLOWCHECK_DEBUG=1 compiles C assertions, bounds checks and line tracing (coverage of Cython) in; Cython
 does not see that the mode has changed, so change it with `build_ext --force`, as the Makefile does.
 """
+import copy
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy
 from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 ONLY = {name for name in os.environ.get("FLOWCHECK_BUILD", "").split(",") if name}
@@ -74,6 +76,16 @@ def cython_extensions() -> list[Extension]:
     return found
 
 
+class BuildApart(build_ext):
+    """Object files of each extension in a folder of their own: `-j` links one extension while the C files that it shares
+    with another are compiled again."""
+
+    def build_extension(self, ext: Extension) -> None:
+        mine = copy.copy(self)
+        mine.build_temp = str(Path(self.build_temp) / ext.name)
+        super(BuildApart, mine).build_extension(ext)
+
+
 def cffi_modules() -> list[str]:
     if not wanted("dataplane"):
         return []
@@ -96,4 +108,5 @@ setup(
         },
     ),
     cffi_modules=cffi_modules(),
+    cmdclass={"build_ext": BuildApart},
 )

@@ -2,7 +2,7 @@
 
     UpdaterError (ValueError)
     |- LayoutError      buckets do not cover the optimized tensors exactly once, or data does not fit
-    |- OptimizerError   name or option that is unknown, out of range, or has another rounding order
+    |- OptimizerError   name or option that is unknown, out of range, or has another rounding mode
     `- ReplicaError     a call out of order on the slots of the replica, or tensors that do not fit it
        `- NoFreeSlot    every other slot is pinned by a reader: the update has to wait, nothing is lost
 """

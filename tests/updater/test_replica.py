@@ -259,7 +259,7 @@ def test_tensors_that_do_not_fit_are_refused():
         ("sgd", {"lr": 0.1, "nesterov": 1}, "true or false"),
         ("adam", {"lr": 0.1, "betas": [0.9]}, "pair"),
         ("adam", {"lr": 0.1, "betas": [0.9, 1.0]}, "torch refuses"),
-        ("adam", {"lr": 0.1, "fused": True}, "another rounding order"),
+        ("adam", {"lr": 0.1, "fused": True}, "another rounding mode"),
         ("adamw", {"lr": 0.1, "decoupled_weight_decay": False}, "unknown option"),
     ],
 )
