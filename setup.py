@@ -77,8 +77,8 @@ def cython_extensions() -> list[Extension]:
 
 
 class BuildApart(build_ext):
-    """Object files of each extension in a folder of their own: `-j` links one extension while the C files that it shares
-    with another are compiled again."""
+    """Object files of each extension in a folder of their own: `-j` links one extension while the C files that it
+    shares with another are compiled again."""
 
     def build_extension(self, ext: Extension) -> None:
         mine = copy.copy(self)

@@ -81,6 +81,6 @@ def test_the_result_says_what_is_not_shown(replayed, tmp_path: Path, rounding: s
 
 def test_a_version_that_is_none_is_refused() -> None:
     data = json.loads((PCAPS / "ring2-ll.job.json").read_text())
-    for key, value, message in (("torch_version", "new", "is not a torch version"), ("rounding", "apex", "is not one of")):
+    for key, value, message in (("torch_version", "new", "not a torch version"), ("rounding", "apex", "is not one of")):
         with pytest.raises(UserError, match=message):
             job_from_dict(data | {"optimizer": data["optimizer"] | {key: value}})
