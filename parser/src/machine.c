@@ -177,23 +177,24 @@ static int end_of_run(packet *w)
     return FC_DISAGREED;
 }
 
-/* Where does this flow's count begin? 1: it is known now. PSNs start at 0 with the connection, so a flow seen from its
- * beginning is counted from there. The connections of a communicator are born together: where one was seen at 0, others
- * are young too. A packet that is damaged says nothing. */
-static int find_origin(packet *w)
+/* Would this packet begin its flow's count? PSNs start at 0 with the connection, so a flow seen from its beginning is
+ * counted from there. The connections of a communicator are born together: where one was seen at 0, others are young. */
+static int would_begin(const packet *w)
 {
-    fc_machine *M = w->M;
-    fc_flow *f = w->f;
-    if (M->check_icrc && !fc_icrc_ok(w->p)) /* one damaged bit makes PSN 512 a beginning */
-        return 0;
-    if (f->position == FC_UNSEEN && (w->p->psn == 0 || (M->from_start && w->p->psn < FC_YOUNG))) {
-        fc_set_position(f, FC_COUNTED);
+    return w->f->position == FC_UNSEEN && (w->p->psn == 0 || (w->M->from_start && w->p->psn < FC_YOUNG));
+}
+
+/* Where is a flow whose place is not known? 1: it is known now. A packet that is damaged says nothing. */
+static int find_place(packet *w)
+{
+    if (would_begin(w)) {
+        fc_set_position(w->f, FC_COUNTED);
         return 1;
     }
-    if (fc_find_position(M, w->stream, f, w->p))
+    if (fc_find_position(w->M, w->stream, w->f, w->p))
         return 1;
-    if (f->position == FC_UNSEEN && w->p->psn >= FC_YOUNG)
-        fc_set_position(f, FC_MID_STREAM);
+    if (w->f->position == FC_UNSEEN && w->p->psn >= FC_YOUNG)
+        fc_set_position(w->f, FC_MID_STREAM);
     return 0;
 }
 
@@ -212,7 +213,9 @@ static int count(packet *w)
             fc_set_position(f, FC_ADRIFT);
     }
     if (f->position != FC_COUNTED) {
-        if (!find_origin(w))
+        if (M->check_icrc && !fc_icrc_ok(w->p)) /* one damaged bit makes PSN 512 a beginning */
+            return f->position == FC_UNSEEN && w->p->psn < FC_YOUNG ? refuse_icrc(f) : FC_UNANCHORED;
+        if (!find_place(w))
             return FC_UNANCHORED;
         delta = fc_psn_distance(w->p->psn, (int64_t)f->next_psn);
     }

@@ -15,7 +15,7 @@ contradict, where do its bytes go.
 COUNTED FROM 0   A flow's first packet has PSN 0; or it is young (PSN below 65,536) and some connection was seen to
                  begin. Example: the first packet of the second connection was lost; that of the first one was seen.
                  A flow of which an older PSN came first is in mid-stream: its PSN 0 is a wrap.
-                 A packet whose ICRC is wrong does not say that a connection begins.
+                 A packet whose ICRC is wrong says nothing of a place: `icrc` if it reads young, else `unanchored`.
 FOUND            Else a packet with a right ICRC says the place: all its LL or LL128 flags name the message at its PSN,
                  or its address is where one of the newest 4 clear-to-sends within 1 MiB wants that message. Its
                  length has to fit. What lies before it is `unanchored`. An empty piece of a message that is spread over
@@ -183,6 +183,9 @@ class Model:
                 return self._lose(flow)
             flow.found = False
         if not flow.found:
+            if not packet.intact:
+                young = flow.packets == 0 and not flow.in_mid_stream and packet.psn < YOUNG
+                return "icrc" if young else "unanchored"
             if not self._counts_from_0(flow, packet) and not self._find(stream, flow, packet):
                 flow.in_mid_stream |= packet.intact and packet.psn >= YOUNG
                 return "unanchored"
@@ -243,7 +246,7 @@ class Model:
         return again
 
     def _counts_from_0(self, flow: Flow, packet: Packet) -> bool:
-        begins = packet.intact and (packet.psn == 0 or (self.from_start and packet.psn < YOUNG))
+        begins = packet.psn == 0 or (self.from_start and packet.psn < YOUNG)
         flow.found = flow.packets == 0 and not flow.in_mid_stream and begins
         return flow.found
 

@@ -268,7 +268,8 @@ def test_a_damaged_packet_does_not_begin_a_connection() -> None:
     assert psn(frame) == 512
     engine = Engine(plan_job(job).engine)
     feed(engine, [(0, frame[:52] + bytes([frame[52] ^ 2]) + frame[53:]), *data[1:]])
-    assert engine.outcomes(0)["placed"] == (0, 0) and engine.outcomes(0)["unanchored"][0] == len(data)
+    outcomes = engine.outcomes(0)
+    assert outcomes["placed"] == (0, 0) and (outcomes["icrc"][0], outcomes["unanchored"][0]) == (1, len(data) - 1)
 
 
 # -- packets aside -------------------------------------------------------------------------------------
