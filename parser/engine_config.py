@@ -36,12 +36,14 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class CallSpec:
-    """lane: None when the edge carries nothing in this call. base: where the call's tensor begins."""
+    """lane: None when the edge carries nothing in this call. base: where the call's tensor begins. place: which of the
+    iteration's tensors it is; what has arrived is counted by it."""
 
     lane: Lane | None
     phase: Phase
     target: Target = Target.NOTHING
     base: int = 0
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class FlowSpec:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """arenas: iterations alive at once. gradient_bytes, parameter_bytes: sizes of the regions.
+    """threads: that place; stream s is served by thread s modulo threads.
+    arenas: iterations alive at once. gradient_bytes, parameter_bytes: sizes of the regions.
     cts_index_at, cts_tag_at: bytes of message index and tag in a 64-byte CTS element (5.4; 32-byte ones
     have them at 24 and 20).
     outage_ns: silence on a flow in which 2^23 packets could have passed: then its PSN alone proves nothing."""
@@ -85,6 +88,7 @@ class EngineConfig:
     gradient_bytes: int
     parameter_bytes: int = 0
     streams: int = 1
+    threads: int = 1
     arenas: int = 4
     check_icrc: bool = True
     cts_index_at: int = 32

@@ -19,11 +19,19 @@ cdef extern from "packetref.h" nogil:
     int fc_ring_drained(fc_ring *ring)
 
 
+cdef extern from "lock.h" nogil:
+    ctypedef struct fc_lock:
+        pass
+    void fc_take(fc_lock *lock)
+    void fc_give(fc_lock *lock)
+
+
 cdef extern from "machine.h" nogil:
     enum:
         FC_SIDE_BYTES
         FC_SIDE_PACKETS
         FC_SEEN_WORDS
+        FC_LOG_ENTRIES
         FC_LOSS_ENTRIES
         FC_YOUNG
     enum:
@@ -48,6 +56,7 @@ cdef extern from "machine.h" nogil:
         fc_lane lane
         uint8_t has_lane, target
         int32_t phase
+        uint32_t place
         int64_t base
     ctypedef struct fc_edge:
         fc_call *calls
@@ -72,17 +81,22 @@ cdef extern from "machine.h" nogil:
         int64_t iteration
         uint8_t *data
         uint64_t *cover
-        uint64_t covered, copies_differ, differ_offset, compared_bytes
+        uint64_t *shown
+        uint64_t *places
+        uint64_t copies_differ, differ_offset, compared_bytes
+    ctypedef struct fc_shared:
+        int64_t first
+        uint8_t from_start
     ctypedef struct fc_flow:
-        uint64_t next_psn, packets, payload_bytes, track_end
-        uint8_t position, trust, anchored, active, rotations
+        uint64_t next_psn, packets, payload_bytes
+        uint8_t data, position, trust, anchored, active, rotations
         int32_t edge, qp, cts
         int64_t lost_iteration, back_iteration
         int32_t side_head, side_tail
         uint64_t missing, duplicates, retransmissions, out_of_order, bad_icrc, first_psn, agreements, disagreements
         uint64_t seen[1]
     ctypedef struct fc_side_packet:
-        int32_t next
+        pass
     ctypedef struct fc_log_entry:
         int32_t kind, stream, flow
         int64_t iteration
@@ -94,8 +108,13 @@ cdef extern from "machine.h" nogil:
         uint64_t packets, bytes
     ctypedef struct fc_machine:
         uint32_t mtu, streams, flows, arenas, table_mask, cts_index_at, cts_tag_at, header_lines, cts_tables
-        uint8_t check_icrc, from_start
-        int64_t base_iteration, begun, unlogged_first, unlogged_last, missed_iteration
+        uint32_t n_others, places
+        uint8_t check_icrc, opened
+        fc_shared *shared
+        fc_machine **others
+        fc_lock lock
+        int32_t side_free
+        int64_t base_iteration, begun, closed, unlogged_first, unlogged_last, missed_iteration
         int64_t *wanted
         uint64_t outage_ns, logged, kept, lost
         int64_t *region_bytes
@@ -114,10 +133,13 @@ cdef extern from "machine.h" nogil:
     int64_t fc_drive(fc_machine *M, uint32_t stream, fc_ring *ring, int64_t limit, int *blocked)
     int fc_process(fc_machine *M, uint32_t stream, const fc_packetref *ref)
     const fc_flow_key *fc_find_flow(const fc_machine *M, const uint8_t *ends, uint32_t version, uint32_t qpn)
-    void fc_enter_flow(fc_machine *M, const fc_flow_key *key)
+    void fc_enter_flow(fc_flow_key *table, uint32_t mask, const fc_flow_key *key)
+    void fc_end_burst(fc_machine *M)
+    void fc_close_before(fc_machine *M, int64_t iteration)
+    void fc_forget(fc_machine *M)
     uint64_t fc_unseen(const fc_flow *f)
     int fc_position_edge(int start, int to)
     int fc_trust_edge(int start, int to)
     fc_sent *fc_locate(fc_machine *M, fc_flow *f, uint64_t psn)
-    int fc_step_on(const fc_machine *M, const fc_edge *e, int32_t qp, fc_cursor *c, fc_sent *m)
+    int fc_step_on(uint32_t mtu, const fc_edge *e, int32_t qp, fc_cursor *c, fc_sent *m)
     void fc_settle_aside(fc_machine *M, uint32_t stream, fc_flow *f, uint64_t before_psn, int trusted)

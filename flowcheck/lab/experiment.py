@@ -118,10 +118,11 @@ def _say_step_times(times: dict[bool, list[float]], console: Console) -> None:
     lines = [
         f"step time    {with_node * 1e3:.1f} ms with mirror and node, {without * 1e3:.1f} ms without: ratio"
         f" {with_node / without:.2f}",
-        f"medians of {len(times[True])} and {len(times[False])} steps, arms interleaved; a check of this harness,",
-        f"{two}: here the trainers' own",
-        "core sends every copy. Two shared cores prove nothing about a cluster, where",
-        "copies are the switch's work and the node is another machine.",
+        f"medians of {len(times[True])} and {len(times[False])} steps, arms interleaved; a check of this harness:",
+        f"{two}.",
+        "Here the trainers' own core sends every copy. Two shared cores",
+        "prove nothing about a cluster, where copies are the switch's work",
+        "and the node is another machine.",
     ]
     console.print("\n             ".join(lines), highlight=False)
 

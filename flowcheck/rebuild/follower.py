@@ -186,6 +186,7 @@ class Follower:
 
     def _close(self, due: range) -> Iterator[Event]:
         begin = self._now()
+        self.scheduler.close(due)
         try:
             yield from self._skip(due[0], due[-1]) if len(due) > 1 else self.judge(due[0])
         finally:

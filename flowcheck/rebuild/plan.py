@@ -126,7 +126,8 @@ def plan_job(job: Job, *, streams: int = 1, arenas: int = 4, check_icrc: bool = 
         groups, groups_0 = _group_places(job, 1, _end(places)), _group_places(job, 0, _end(places_0))
         parameter_calls, parameters, parameter_bytes = _parameter_places(job)
         calls = list(_calls(job, topology, places_0 + groups_0, places + groups, parameter_calls))
-        edges = tuple(_edge(job, calls, flow.channel, flow.src, flow.dst) for flow in job.flows)
+        both = places_0 + groups_0, places + groups
+        edges = tuple(_edge(job, calls, both, flow.channel, flow.src, flow.dst) for flow in job.flows)
     except WireError as error:
         raise UserError(
             str(error),
@@ -264,15 +265,23 @@ def _target(phase: Phase, call: Collective) -> Target:
     return Target.PARAMETERS if what == "parameters" and phase == Phase.STARTUP else Target.NOTHING
 
 
-def _edge(job: Job, calls: list[tuple[Phase, Collective, CallPlan, int]], channel: int, src: int, dst: int) -> EdgeSpec:
+def _edge(
+    job: Job, calls: list[tuple[Phase, Collective, CallPlan, int]], places: tuple[tuple[BucketPlace, ...], ...],
+    channel: int, src: int, dst: int,
+) -> EdgeSpec:
+    """places: of iteration 0, and of later ones."""
     c = job.communicator
+    numbers = [{place.offset: i for i, place in enumerate(part) if place.elements} for part in places]
     nccl = nccl_of(job)
     return EdgeSpec(
         channel=channel,
         src=src,
         dst=dst,
         calls=tuple(
-            CallSpec(_lane(plan, call, channel, src, dst), phase, _target(phase, call), base)
+            CallSpec(
+                _lane(plan, call, channel, src, dst), phase, _target(phase, call), base,
+                numbers[phase != Phase.ITERATION_0].get(base, 0) if _target(phase, call) == Target.GRADIENT else 0,
+            )
             for phase, call, plan, base in calls
         ),
         qps=c.queue_pairs,

@@ -2,7 +2,8 @@
 
     scheduler.poll()              one look at the rings
     scheduler.due()               what may close now; whoever judges it decides when it does
-    scheduler.retire(due)         it has closed: its arena is free
+    scheduler.close(due)          nothing is placed into it any more
+    scheduler.retire(due)         it was judged: its arena is free
 
 A stream is blocked when its next packet belongs to an iteration that has no arena yet. The oldest
 iteration may close as soon as every stream is past it (or ended) and nothing of it is missing; an iteration
@@ -138,8 +139,12 @@ class ArenaScheduler:
         """Iterations of which packets have come and that have not closed: what closes when the traffic has ended."""
         return range(self._engine.oldest, self._engine.begun + 1)
 
+    def close(self, due: range) -> None:
+        """From now on packets for these iterations are late: what is known of them does not change any more."""
+        self._engine.close(len(due))
+
     def retire(self, due: range) -> None:
-        """Iterations have closed. Whoever waited for the arena of one may read on."""
+        """Iterations were judged. Whoever waited for the arena of one may read on."""
         self._engine.retire(len(due))
         if len(due) == 1:
             self._blocked = [False] * len(self._sources)
@@ -156,7 +161,7 @@ class ArenaScheduler:
     def _is_complete(self, iteration: int) -> bool:
         """Is every cell there? By their count, which the engine keeps: asked at every look at the rings. The verdict
         goes by the cells themselves."""
-        return bool(self._engine.covered(iteration) == self._cells[min(iteration, 1)])
+        return bool(self._engine.complete(iteration, self._cells[min(iteration, 1)]))
 
     # -- where streams stand --
 

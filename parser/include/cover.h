@@ -66,6 +66,15 @@ static inline uint64_t fc_cover_find(const uint64_t *map, uint64_t first, uint64
     return first < end ? first : end;
 }
 
+/* How many bits are set. */
+static inline uint64_t fc_cover_count(const uint64_t *map, uint64_t words)
+{
+    uint64_t n = 0;
+    for (uint64_t i = 0; i < words; i++)
+        n += (uint64_t)__builtin_popcountll(map[i]);
+    return n;
+}
+
 /* Gaps in [*first, end): [start, end) of each run of cells without a bit into out, at most `room` of them. Returns how
  * many; *first is where to go on, `end` when there are no more. */
 static inline uint64_t fc_cover_gaps(const uint64_t *map, uint64_t *first, uint64_t end, int64_t (*out)[2], uint64_t room)

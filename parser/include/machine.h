@@ -30,9 +30,22 @@
  *     ON_TRIAL -> TRUSTED         a whole iteration agreed
  *     ON_TRIAL -> LOST_FOR_GOOD   see above
  *
+ * Threads. A job has one fc_machine for each placing thread, which serves rings of its own; both directions of a
+ * connection come over one ring, so all that is known of a flow belongs to one thread. What the threads of a job share:
+ *
+ *     schedule     calls, edges, the table of flows                       written before they begin
+ *     arenas       bytes: the cells of different threads differ, or hold copies of the same bytes
+ *     coverage     a bitmap for each thread, which it alone writes. Others read `shown`, whose bits follow the fence
+ *                  after their bytes: what another thread has placed is compared, never written again. Two threads that
+ *                  place a cell within one burst both write it; nobody compares these (Engine.raced counts them)
+ *     fc_shared    which iteration is the first of captures that begin in mid-stream, set once by who comes first
+ *     closed,      of each machine: written by the thread in charge while it holds the machine's lock. An iteration ends
+ *     base         in two steps: first no machine places into it (closed), then its arena may be a later one's (base). A
+ *                  burst holds the lock, so whoever takes it meets a machine between two bursts
+ *
  * Units: parser/src/schedule.c (which message), witness.c (do they agree), arena.c (bytes into cells), position.c (a
  * flow's place found again), machine.c (a packet's way, rings). Structures and what they call of each other are here.
- * Legal call order: see parser/machine.pyx, which builds an fc_machine. Thread rule: one thread at a time for one
+ * Legal call order: see parser/machine.pyx, which builds the machines. Thread rule: one thread at a time for one
  * fc_machine. Nothing is allocated per packet; per message work is O(1), memory does not grow with messages.
  */
 #ifndef FLOWCHECK_MACHINE_H
@@ -41,6 +54,7 @@
 #include <stdint.h>
 
 #include "lane.h"
+#include "lock.h"
 #include "packetref.h"
 #include "roce.h"
 #include "tunnel.h"
@@ -64,6 +78,7 @@
 enum {
     FC_HISTORY = 64 * FC_SEEN_WORDS,
     FC_BURST = 64,            /* packets between two fences                                            */
+    FC_UNSHOWN = 256,         /* pieces placed between two fences that other threads do not know of yet */
     FC_HEADERS_AHEAD = 24,    /* packets whose headers are on their way to the cache                   */
     FC_HINTS = 1024,          /* a power of two                                                        */
     FC_CTS_SLOTS = 256,       /* NCCL's FIFO depth                                                     */
@@ -122,6 +137,7 @@ typedef struct fc_call { /* one collective call as one connection sees it */
     fc_lane lane;
     uint8_t has_lane, target;
     int32_t phase; /* 0 startup, 1 iteration 0, 2 rebuild, 3 steady   */
+    uint32_t place; /* which of the iteration's tensors it fills: covered cells are counted by it */
     int64_t base;  /* byte offset of the call's tensor in its region  */
 } fc_call;
 
@@ -165,13 +181,28 @@ typedef struct fc_cursor { /* a place in a send schedule: the next message */
     uint64_t step, number, psn;
 } fc_cursor;
 
-typedef struct fc_slot { /* one arena: an iteration's gradients, or the parameters */
+typedef struct fc_slot { /* one arena, as one thread sees it: an iteration's gradients, or the parameters */
+    /* the cache line that other threads read */
     int64_t iteration;
-    uint8_t *data;
-    uint64_t *cover;  /* which cells have arrived, whichever stream brought them: cover.h */
-    uint64_t covered; /* how many                                                         */
+    uint8_t *data;    /* of all threads                                                                            */
+    uint64_t *cover;  /* which cells this thread has placed, whichever stream brought them: cover.h                */
+    uint64_t *shown;  /* the same for others: only what is fenced. A thread that is alone has none                 */
+    uint8_t unused[32];
+    /* the thread's own */
+    uint64_t *places; /* how many, by fc_call.place                                                                */
     uint64_t copies_differ, differ_offset, compared_bytes;
-} fc_slot;
+    uint8_t unused_too[32];
+} __attribute__((aligned(64))) fc_slot;
+
+typedef struct fc_unshown { /* cells that are covered, and not yet for other threads */
+    fc_slot *slot;
+    uint64_t first, end;
+} fc_unshown;
+
+typedef struct fc_shared { /* what the machines of a job decide together */
+    int64_t first;      /* iteration that captures in mid-stream begin with; -1: nobody has come yet */
+    uint8_t from_start; /* a connection's first packet was seen: 0 becomes 1                          */
+} fc_shared;
 
 typedef struct fc_flow { /* one flow as one stream sees it */
     /* the cache line that every packet needs */
@@ -182,13 +213,15 @@ typedef struct fc_flow { /* one flow as one stream sees it */
     uint64_t last_ns;   /* capture time of the newest packet           */
     uint64_t start_psn; /* where this flow's history begins            */
     uint8_t carries_final; /* `ahead` carries final bytes              */
-    uint8_t unused[7];
+    uint8_t data;       /* its packets bring data, not CTS and ACKs    */
+    uint8_t unused[6];
     /* the line that packets to be placed need as well: where those of `ahead` go, see fc_prepare_message() */
     uint64_t track_end;  /* first PSN that is not so plain; 0: none is */
     uint64_t track_psn;  /* its first packet goes to                   */
     uint8_t *track_to;   /* ... these bytes,                           */
     uint64_t track_cell; /* which are these cells of                   */
     fc_slot *track_slot; /* ... this slot                              */
+    uint64_t *track_count; /* how many of its place are there          */
     uint64_t track_flag;
     uint32_t track_bytes; /* data bytes of a packet; whole cells       */
     uint8_t track_protocol, unused_too[3];
@@ -241,10 +274,14 @@ typedef struct fc_outcome_count { /* packets with one outcome */
 typedef struct fc_machine {
     uint32_t mtu, streams, flows, arenas, table_mask;
     uint8_t check_icrc;
-    uint8_t from_start;            /* a connection's first packet was seen                             */
+    uint8_t opened;                /* it is known which iteration is the first                         */
     uint8_t placing;               /* protocol of the message begun last: how to fetch what comes      */
     uint32_t cts_index_at, cts_tag_at; /* bytes of number and tag in a 64-byte CTS element (5.4)       */
-    int64_t base_iteration, begun; /* oldest open iteration; highest with a gradient packet seen       */
+    int64_t base_iteration, begun; /* oldest iteration with an arena; highest with a gradient packet seen */
+    int64_t closed;                /* nothing is placed into iterations before this one                */
+    fc_shared *shared;
+    struct fc_machine **others;    /* of the job's other threads                                       */
+    uint32_t n_others, n_unshown;
     int64_t wanted[64];            /* by stream: iteration that its blocked packet belongs to          */
     uint64_t outage_ns;            /* silence in which half of the PSN space could have passed         */
     int64_t region_bytes[FC_TARGETS];
@@ -260,8 +297,9 @@ typedef struct fc_machine {
     fc_cts_table *cts;             /* [stream * cts_tables + table]                                    */
     uint32_t cts_tables;
     fc_slot *slots;                /* arenas of gradients, then one of parameters                      */
+    uint32_t places;               /* of an iteration                                                  */
     fc_side_packet *side;
-    int32_t side_free;
+    int32_t side_free, side_fresh; /* used before and free again; never used                           */
     fc_log_entry log[FC_LOG_ENTRIES];
     uint64_t logged, kept;         /* disagreements so far; how many of them are in the log            */
     int64_t unlogged_first, unlogged_last; /* iterations of those that found no room                   */
@@ -273,18 +311,20 @@ typedef struct fc_machine {
     int64_t first_iteration;       /* base_iteration of captures that begin in mid-stream              */
     int64_t missed_iteration;      /* the oldest one missed by that, or -1                             */
     uint32_t first_stream;         /* the stream that decided it                                       */
+    fc_unshown unshown[FC_UNSHOWN];
+    fc_lock lock __attribute__((aligned(64))); /* held for a burst, and by the thread in charge            */
 } fc_machine;
 
 /* -- machine.c -------------------------------------------------------------------------------------------- */
 
 /* Packets of the ring until `limit`, its end or a packet that is blocked (*blocked). Returns how many were consumed. */
 int64_t fc_drive(fc_machine *M, uint32_t stream, fc_ring *ring, int64_t limit, int *blocked);
-/* One packet. 1: consumed; 0: blocked, nothing was counted. Call fc_place_fence() before reading arenas. */
+/* One packet. 1: consumed; 0: blocked, nothing was counted. */
 int fc_process(fc_machine *M, uint32_t stream, const fc_packetref *ref);
 /* The flow of a packet of these ends, source and destination one after the other as in both IP headers; or NULL. */
 const fc_flow_key *fc_find_flow(const fc_machine *M, const uint8_t *ends, uint32_t version, uint32_t qpn);
-/* Enter a flow whose number, ends, data and flow are set. The table must have room. */
-void fc_enter_flow(fc_machine *M, const fc_flow_key *key);
+/* Enter a flow whose number, ends, data and flow are set. The table must have room; mask: its places less one. */
+void fc_enter_flow(fc_flow_key *table, uint32_t mask, const fc_flow_key *key);
 /* PSNs of the history that never came. */
 uint64_t fc_unseen(const fc_flow *f);
 /* Which changes of position and trust are legal: 1 or 0. */
@@ -292,6 +332,12 @@ int fc_position_edge(int from, int to);
 int fc_trust_edge(int from, int to);
 void fc_set_position(fc_flow *f, enum fc_position to);
 void fc_set_trust(fc_flow *f, enum fc_trust to);
+
+/* Was a connection's first packet seen, by whichever thread? */
+static inline int fc_from_start(const fc_machine *M)
+{
+    return __atomic_load_n(&M->shared->from_start, __ATOMIC_RELAXED);
+}
 
 static inline int fc_is_trusted(const fc_flow *f)
 {
@@ -305,7 +351,7 @@ fc_sent *fc_locate(fc_machine *M, fc_flow *f, uint64_t psn);
 /* Find the message with step `want` (or number `want`) from the start. 1: in m, with the cursor after it. */
 int fc_seek(const fc_machine *M, const fc_flow *f, int by_step, uint64_t want, fc_cursor *c, fc_sent *m);
 /* The message at the cursor or the first after it on this QP, the cursor moved past it. 0: none. */
-int fc_step_on(const fc_machine *M, const fc_edge *e, int32_t qp, fc_cursor *c, fc_sent *m);
+int fc_step_on(uint32_t mtu, const fc_edge *e, int32_t qp, fc_cursor *c, fc_sent *m);
 
 /* -- witness.c -------------------------------------------------------------------------------------------- */
 
@@ -322,6 +368,8 @@ uint64_t fc_flagged_lines(const fc_sent *m, uint64_t at, uint32_t length);
 int fc_right_opcode(const fc_sent *m, uint32_t index, uint8_t opcode);
 void fc_wrong_flag(fc_machine *M, uint32_t stream, fc_flow *f, const fc_sent *m, const uint8_t *wire, uint64_t psn,
                    int64_t line);
+/* Drop what is logged of closed iterations. */
+void fc_forget(fc_machine *M);
 /* m: NULL where the schedule has no message. */
 void fc_log_disagreement(fc_machine *M, uint32_t stream, fc_flow *f, int kind, const fc_sent *m, uint64_t psn,
                          uint64_t expected, uint64_t found);
@@ -360,6 +408,12 @@ void fc_prepare_message(fc_machine *M, fc_flow *f, const fc_sent *m);
 int fc_place_in_order(fc_machine *M, uint32_t stream, fc_flow *f, const uint8_t *wire, uint64_t psn);
 /* A full packet of message `ahead`, the long way. */
 int fc_place_general(fc_machine *M, uint32_t stream, fc_flow *f, const uint8_t *wire, uint64_t psn);
+/* Has this cell arrived, and can it be read? */
+int fc_has_cell(const fc_machine *M, const fc_slot *slot, uint64_t cell);
+/* All that was placed is in memory now, and other threads may know of it. */
+void fc_end_burst(fc_machine *M);
+/* Nothing is placed into iterations before this one any more. With the lock. */
+void fc_close_before(fc_machine *M, int64_t iteration);
 /* Region bytes that packet `index` stands for, for reports of losses (LL128: of its slices, rounded). */
 void fc_note_loss(fc_machine *M, int cause, const fc_sent *m, uint32_t index, uint32_t length);
 
@@ -371,6 +425,8 @@ int fc_find_position(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce *
 int fc_recover(fc_machine *M, fc_flow *f, const fc_roce *p, uint64_t psn);
 /* PSN 0: is it the first packet of another connection, on the same queue pair? */
 int fc_connection_reset(fc_machine *M, fc_flow *f, const fc_roce *p);
+/* Captures begin in mid-stream, and this iteration is the first that this thread has a gradient packet of. */
+void fc_open(fc_machine *M, uint32_t stream, int64_t iteration);
 /* Another capture begins earlier than the one that was read first: go back there, while nothing is closed. */
 void fc_reopen(fc_machine *M, int64_t iteration);
 

@@ -1,9 +1,9 @@
 /* Bytes into the gradient arena: machine.h.
  *
- * A cell is 8 bytes. A slot has one coverage bitmap (cover.h), whatever the number of streams: one thread places. The
- * first copy of a cell is placed, later ones are compared, whichever stream they come over. Flags were checked before
- * anything here is called, unless a name says otherwise. Data is stored past the cache: fc_drive() fences once per
- * burst. */
+ * A cell is 8 bytes. A slot has a coverage bitmap for each placing thread, whatever the number of streams that it serves
+ * (cover.h). The first copy of a cell is placed, later ones are compared, whichever stream and thread they come over.
+ * Flags were checked before anything here is called, unless a name says otherwise. Data is stored past the cache:
+ * fc_end_burst() fences, and then shows others what is covered. */
 #include "machine.h"
 
 #include <string.h>
@@ -13,29 +13,120 @@
 
 enum { WORTH_STREAMING = 256 }; /* shorter pieces are few whole cache lines, or none */
 
+/* A slot becomes a later iteration's. Other threads take a slot's bits for an iteration's only if it says so. */
+static void take_over(fc_machine *M, fc_slot *slot, int64_t iteration)
+{
+    __atomic_store_n(&slot->iteration, -1, __ATOMIC_RELEASE);
+    slot->copies_differ = slot->compared_bytes = 0;
+    memset(slot->places, 0, M->places * sizeof(uint64_t));
+    memset(slot->cover, 0, M->words[FC_GRADIENT] * sizeof(uint64_t));
+    if (slot->shown != NULL)
+        memset(slot->shown, 0, M->words[FC_GRADIENT] * sizeof(uint64_t));
+    __atomic_store_n(&slot->iteration, iteration, __ATOMIC_RELEASE);
+}
+
 /* The live buffer of a message, taken over from an older iteration on first use. NULL: closed. */
 static fc_slot *slot_of(fc_machine *M, const fc_sent *m)
 {
     if (m->target == FC_PARAMETERS)
         return &M->slots[M->arenas];
-    if (m->iteration < M->base_iteration)
+    if (m->iteration < M->closed)
         return NULL;
     fc_slot *slot = &M->slots[m->iteration % M->arenas];
-    if (slot->iteration != m->iteration) {
-        slot->iteration = m->iteration;
-        slot->copies_differ = slot->compared_bytes = slot->covered = 0;
-        memset(slot->cover, 0, M->words[FC_GRADIENT] * sizeof(uint64_t));
-    }
+    if (slot->iteration != m->iteration)
+        take_over(M, slot, m->iteration);
     return slot;
 }
 
-/* Cells of which none had arrived. */
-static inline void cover(fc_slot *slot, uint64_t first, uint64_t end)
+/* -- coverage, and other threads ------------------------------------------------------------------------------ */
+
+/* What another thread shows of this slot's iteration; NULL: it has nothing of it. It cannot give the slot to a later one
+ * while this thread has not been told that the iteration is closed. */
+static const uint64_t *shown_by(const fc_machine *M, uint32_t other, const fc_slot *slot)
+{
+    const fc_slot *its = &M->others[other]->slots[slot - M->slots];
+    return __atomic_load_n(&its->iteration, __ATOMIC_ACQUIRE) == slot->iteration ? its->shown : NULL;
+}
+
+/* A word of coverage as another thread shows it: what is set there lies in memory. */
+static uint64_t shown_word(const uint64_t *shown, uint64_t word)
+{
+    return __atomic_load_n(&shown[word], __ATOMIC_ACQUIRE);
+}
+
+static int shown_elsewhere(const fc_machine *M, const fc_slot *slot, uint64_t first, uint64_t end)
+{
+    uint64_t n;
+    for (uint32_t i = 0; i < M->n_others; i++) {
+        const uint64_t *shown = shown_by(M, i, slot);
+        for (uint64_t cell = first; shown != NULL && cell < end; cell += n)
+            if (fc_cover_mask(cell, end, &n) & shown_word(shown, cell >> 6))
+                return 1;
+    }
+    return 0;
+}
+
+int fc_has_cell(const fc_machine *M, const fc_slot *slot, uint64_t cell)
+{
+    return fc_cover_bit(slot->cover, cell) || (M->n_others && shown_elsewhere(M, slot, cell, cell + 1));
+}
+
+/* Has any of the cells arrived? */
+static inline int has_any(const fc_machine *M, const fc_slot *slot, uint64_t first, uint64_t end)
+{
+    return fc_cover_any(slot->cover, first, end) || (M->n_others && shown_elsewhere(M, slot, first, end));
+}
+
+/* Words are written by this thread alone; others may read them meanwhile. */
+static void show(fc_machine *M)
+{
+    for (uint32_t i = 0; i < M->n_unshown; i++) {
+        const fc_unshown *u = &M->unshown[i];
+        for (uint64_t word = u->first >> 6; word <= (u->end - 1) >> 6; word++)
+            __atomic_store_n(&u->slot->shown[word], u->slot->cover[word], __ATOMIC_RELEASE);
+    }
+    M->n_unshown = 0;
+}
+
+void fc_end_burst(fc_machine *M)
+{
+    fc_place_fence();
+    if (M->n_unshown)
+        show(M);
+}
+
+static void show_later(fc_machine *M, fc_slot *slot, uint64_t first, uint64_t end)
+{
+    fc_unshown *last = &M->unshown[M->n_unshown - 1];
+    if (M->n_unshown && last->slot == slot && last->end == first) {
+        last->end = end;
+        return;
+    }
+    if (M->n_unshown == FC_UNSHOWN)
+        fc_end_burst(M);
+    M->unshown[M->n_unshown++] = (fc_unshown){slot, first, end};
+    for (uint32_t i = 0; i < M->n_others; i++)
+        fc_prefetch(M->others[i]->slots[slot - M->slots].shown + end / 64 + 8);
+}
+
+/* Cells of which none had arrived. count: of their place. */
+static inline void cover(fc_machine *M, fc_slot *slot, uint64_t *count, uint64_t first, uint64_t end)
 {
     fc_cover_set(slot->cover, first, end);
-    slot->covered += end - first;
+    *count += end - first;
     fc_prefetch(slot->cover + end / 64 + 8); /* the line that the packets to come will set */
+    if (M->n_others)
+        show_later(M, slot, first, end);
 }
+
+void fc_close_before(fc_machine *M, int64_t iteration)
+{
+    M->closed = iteration;
+    for (uint64_t i = 0; i < (uint64_t)M->streams * M->flows; i++)
+        M->states[i].track_end = 0;
+}
+
+/* -- placing --------------------------------------------------------------------------------------------------- */
 
 /* What to fetch while placing: once. */
 static inline const uint8_t *take_next(fc_machine *M, const uint8_t *none)
@@ -47,25 +138,24 @@ static inline const uint8_t *take_next(fc_machine *M, const uint8_t *none)
 
 /* Place contiguous bytes; cells that have arrived are compared instead. 1 if any cell was new.
  * offset is a multiple of a cell; only the end of a tensor is not, and nothing else lives in that cell. */
-static int put(fc_machine *M, fc_slot *slot, int64_t offset, const uint8_t *data, int64_t nbytes)
+static int put(fc_machine *M, fc_slot *slot, uint64_t *count, int64_t offset, const uint8_t *data, int64_t nbytes)
 {
     uint64_t first = (uint64_t)offset / FC_CELL, end = (uint64_t)(offset + nbytes + FC_CELL - 1) / FC_CELL;
     int new = 0;
-    if (!fc_cover_any(slot->cover, first, end)) {
+    if (!has_any(M, slot, first, end)) {
         if (nbytes >= WORTH_STREAMING)
             fc_copy_place(slot->data + offset, data, (uint64_t)nbytes, take_next(M, data));
         else
             memcpy(slot->data + offset, data, (size_t)nbytes);
-        cover(slot, first, end);
+        cover(M, slot, count, first, end);
         return 1;
     }
     for (uint64_t cell = first; cell < end; cell++) {
         int64_t here = (int64_t)(cell - first) * FC_CELL;
         size_t n = (size_t)(nbytes - here < FC_CELL ? nbytes - here : FC_CELL);
-        if (!fc_cover_bit(slot->cover, cell)) {
+        if (!fc_has_cell(M, slot, cell)) {
             memcpy(slot->data + offset + here, data + here, n);
-            fc_cover_set(slot->cover, cell, cell + 1);
-            slot->covered++;
+            cover(M, slot, count, cell, cell + 1);
             new = 1;
             continue;
         }
@@ -79,12 +169,18 @@ static int put(fc_machine *M, fc_slot *slot, int64_t offset, const uint8_t *data
     return new;
 }
 
+/* How many cells of a message's tensor are there. */
+static inline uint64_t *count_of(fc_slot *slot, const fc_sent *m)
+{
+    return &slot->places[m->call->place];
+}
+
 /* The words of a LL128 line from `word` on that lie together, cut at the message's last element. 1 if any cell was new,
  * 0 if none, -1 if there are none of the message's. */
 static int put_words(fc_machine *M, fc_slot *slot, const fc_sent *m, int64_t offset, const uint8_t *data, int64_t n)
 {
     n = m->data_bytes - offset < n ? m->data_bytes - offset : n;
-    return n > 0 ? put(M, slot, m->offset + offset, data, n) : -1;
+    return n > 0 ? put(M, slot, count_of(slot, m), m->offset + offset, data, n) : -1;
 }
 
 /* Lines of a LL128 message beginning at wire byte `at` of the message (a multiple of 128). Returns as put_words(). */
@@ -126,15 +222,15 @@ int fc_place(fc_machine *M, const fc_sent *m, uint32_t index, const uint8_t *wir
     if (protocol == FC_LL) {
         uint64_t first = (uint64_t)(m->offset + offset) / FC_CELL;
         uint64_t end = (uint64_t)(m->offset + offset + n + FC_CELL - 1) / FC_CELL;
-        if (!fc_cover_any(slot->cover, first, end)) {
+        if (!has_any(M, slot, first, end)) {
             fc_ll_unpack(slot->data + m->offset + offset, wire, (uint64_t)n);
-            cover(slot, first, end);
+            cover(M, slot, count_of(slot, m), first, end);
             return FC_PLACED;
         }
         fc_ll_unpack(unpacked, wire, (uint64_t)n);
         wire = unpacked;
     }
-    return put(M, slot, m->offset + offset, wire, n) ? FC_PLACED : FC_COMPARED;
+    return put(M, slot, count_of(slot, m), m->offset + offset, wire, n) ? FC_PLACED : FC_COMPARED;
 }
 
 /* A wrong flag leaves bytes of no meaning in cells that stay uncovered. */
@@ -151,7 +247,7 @@ int fc_place_flagged(fc_machine *M, uint32_t stream, fc_flow *f, const fc_sent *
     uint64_t first = (uint64_t)(m->offset + offset) / FC_CELL;
     uint64_t end = (uint64_t)(m->offset + offset + n + FC_CELL - 1) / FC_CELL;
     if (slot == NULL || n <= 0 || (at | length) % unit || (is_ll && lines != end - first)
-        || fc_cover_any(slot->cover, first, end)) {
+        || has_any(M, slot, first, end)) {
         if (!fc_check_flags(M, stream, f, m, index, wire, length, psn))
             return FC_DISAGREED;
         return fc_place(M, m, index, wire, length);
@@ -165,7 +261,7 @@ int fc_place_flagged(fc_machine *M, uint32_t stream, fc_flow *f, const fc_sent *
         fc_wrong_flag(M, stream, f, m, wire, psn, bad);
         return FC_DISAGREED;
     }
-    cover(slot, first, end);
+    cover(M, slot, count_of(slot, m), first, end);
     fc_agree(M, stream, f, psn);
     return FC_PLACED;
 }
@@ -186,6 +282,7 @@ void fc_prepare_message(fc_machine *M, fc_flow *f, const fc_sent *m)
     f->track_to = slot->data + m->offset + from_byte;
     f->track_cell = ((uint64_t)m->offset + from_byte) / FC_CELL;
     f->track_slot = slot;
+    f->track_count = count_of(slot, m);
     f->track_flag = m->step + 1;
     f->track_protocol = M->placing = (uint8_t)protocol;
 }
@@ -208,7 +305,7 @@ int fc_place_in_order(fc_machine *M, uint32_t stream, fc_flow *f, const uint8_t 
     uint8_t *to = f->track_to + index * nbytes;
     fc_slot *slot = f->track_slot;
     int64_t bad = -1;
-    if (fc_cover_any(slot->cover, first, end))
+    if (has_any(M, slot, first, end))
         return fc_place_general(M, stream, f, wire, psn);
     if (f->track_protocol == FC_LL)
         bad = fc_ll_place(to, wire, nbytes, (uint32_t)f->track_flag, take_next(M, wire));
@@ -220,7 +317,7 @@ int fc_place_in_order(fc_machine *M, uint32_t stream, fc_flow *f, const uint8_t 
         fc_wrong_flag(M, stream, f, f->ahead, wire, psn, bad);
         return FC_DISAGREED;
     }
-    cover(slot, first, end);
+    cover(M, slot, f->track_count, first, end);
     if (f->track_protocol != FC_SIMPLE)
         fc_agree(M, stream, f, psn);
     return FC_PLACED;
@@ -239,5 +336,5 @@ void fc_note_loss(fc_machine *M, int cause, const fc_sent *m, uint32_t index, ui
         M->losses[M->lost] = (fc_loss){
             .cause = cause, .target = m->target, .iteration = m->iteration, .offset = m->offset + at, .bytes = n,
         };
-    M->lost++;
+    __atomic_store_n(&M->lost, M->lost + 1, __ATOMIC_RELEASE);
 }

@@ -78,12 +78,12 @@ const fc_flow_key *fc_find_flow(const fc_machine *M, const uint8_t *ends, uint32
     return find_flow(M, ends, version, qpn);
 }
 
-void fc_enter_flow(fc_machine *M, const fc_flow_key *key)
+void fc_enter_flow(fc_flow_key *table, uint32_t mask, const fc_flow_key *key)
 {
-    uint32_t i = key_hash(key->ends[0], (uint32_t)key->number) & M->table_mask;
-    while (M->table[i].number)
-        i = (i + 1) & M->table_mask;
-    M->table[i] = *key;
+    uint32_t i = key_hash(key->ends[0], (uint32_t)key->number) & mask;
+    while (table[i].number)
+        i = (i + 1) & mask;
+    table[i] = *key;
 }
 
 /* -- PSNs: loss, duplicates, retransmission ------------------------------------------------------------------- */
@@ -181,7 +181,7 @@ static int end_of_run(packet *w)
  * counted from there. The connections of a communicator are born together: where one was seen at 0, others are young. */
 static int would_begin(const packet *w)
 {
-    return w->f->position == FC_UNSEEN && (w->p->psn == 0 || (w->M->from_start && w->p->psn < FC_YOUNG));
+    return w->f->position == FC_UNSEEN && (w->p->psn == 0 || (fc_from_start(w->M) && w->p->psn < FC_YOUNG));
 }
 
 /* Where is a flow whose place is not known? 1: it is known now. A packet that is damaged says nothing. */
@@ -263,10 +263,9 @@ static int find_arena(packet *w)
     if (w->m->target != FC_GRADIENT)
         return FC_GO_ON;
     if (iteration > M->base_iteration) {
-        if (M->begun < 0 && !M->from_start) {
-            M->base_iteration = M->first_iteration = iteration; /* the capture began in mid-stream: this is its first */
-            M->first_stream = w->stream;
-        } else if (iteration >= M->base_iteration + M->arenas) {
+        if (!M->opened && !fc_from_start(M))
+            fc_open(M, w->stream, iteration); /* the capture began in mid-stream: this is its first */
+        if (iteration >= M->base_iteration + M->arenas) {
             M->wanted[w->stream] = iteration;
             return FC_BLOCKED;
         }
@@ -295,13 +294,15 @@ static int admit(packet *w)
     if (f->packets == 0)
         f->first_psn = w->psn;
     if (w->psn == 0)
-        M->from_start = 1;
+        __atomic_store_n(&M->shared->from_start, 1, __ATOMIC_RELAXED);
     f->last_ns = w->now_ns;
     f->packets++;
     f->payload_bytes += p->payload_len;
     w->repeated = note_psn(f, w->psn);
-    if (w->m->target == FC_GRADIENT && w->m->iteration > M->begun)
+    if (w->m->target == FC_GRADIENT && w->m->iteration > M->begun) {
         M->begun = w->m->iteration;
+        M->opened = 1;
+    }
     return FC_GO_ON;
 }
 
@@ -525,6 +526,7 @@ int64_t fc_drive(fc_machine *M, uint32_t stream, fc_ring *ring, int64_t limit, i
         n = n < (uint64_t)(limit - done) ? n : (uint64_t)(limit - done);
         if (n == 0)
             break;
+        fc_take(&M->lock);
         for (uint64_t i = 0; i < n; i++) {
             if (i + FC_HEADERS_AHEAD < seen) {
                 fc_prefetch(&refs[i + 2 * FC_HEADERS_AHEAD]); /* may lie after the last: harmless */
@@ -541,7 +543,8 @@ int64_t fc_drive(fc_machine *M, uint32_t stream, fc_ring *ring, int64_t limit, i
             if (M->next != NULL) /* nobody placed anything meanwhile */
                 fc_place_fetch(M->placing, M->next, M->mtu);
         }
-        fc_place_fence(); /* before anybody may read what this burst placed */
+        fc_end_burst(M); /* before anybody may read what it placed */
+        fc_give(&M->lock);
         fc_ring_release(ring, n);
         done += (int64_t)n;
     }

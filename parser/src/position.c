@@ -180,10 +180,21 @@ int fc_connection_reset(fc_machine *M, fc_flow *f, const fc_roce *p)
     return f->first_icrc != 0 && icrc != f->first_icrc && f->cursor.number > (uint64_t)(8 + M->edges[f->edge].qps);
 }
 
+void fc_open(fc_machine *M, uint32_t stream, int64_t iteration)
+{
+    int64_t first = -1;
+    if (__atomic_compare_exchange_n(&M->shared->first, &first, iteration, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)
+        || !M->n_others) /* alone it may think again, until a packet has passed all that is asked of it */
+        first = iteration;
+    M->base_iteration = M->first_iteration = M->closed = first;
+    M->first_stream = stream;
+}
+
 void fc_reopen(fc_machine *M, int64_t iteration)
 {
-    if (M->base_iteration == M->first_iteration && M->begun < iteration + M->arenas)
-        M->base_iteration = M->first_iteration = iteration;
+    /* several threads would have to agree; live captures, which they serve, lie ahead and not behind */
+    if (!M->n_others && M->base_iteration == M->first_iteration && M->begun < iteration + M->arenas)
+        M->base_iteration = M->first_iteration = M->closed = iteration;
     else if (M->missed_iteration < 0 || iteration < M->missed_iteration)
         M->missed_iteration = iteration;
 }

@@ -61,7 +61,7 @@ static enum settled settle(const fc_edge *e, int32_t qp, fc_cursor *c, int stop)
     }
 }
 
-int fc_step_on(const fc_machine *M, const fc_edge *e, int32_t qp, fc_cursor *c, fc_sent *m)
+int fc_step_on(uint32_t mtu, const fc_edge *e, int32_t qp, fc_cursor *c, fc_sent *m)
 {
     if (settle(e, qp, c, 0) == NO_MORE)
         return 0;
@@ -77,7 +77,7 @@ int fc_step_on(const fc_machine *M, const fc_edge *e, int32_t qp, fc_cursor *c, 
     m->total = (uint32_t)shape.wire_bytes;
     m->piece = (uint32_t)min64((uint64_t)part_of(e, qp, c) * piece, shape.wire_bytes);
     m->size = (uint32_t)min64(piece, shape.wire_bytes - m->piece);
-    m->packets = m->size ? (m->size + M->mtu - 1) / M->mtu : 1;
+    m->packets = m->size ? (m->size + mtu - 1) / mtu : 1;
     m->pair = shape.wire_bytes > e->ar_above;
     m->iteration = c->iteration;
     m->index = c->index;
@@ -99,7 +99,7 @@ int fc_step_on(const fc_machine *M, const fc_edge *e, int32_t qp, fc_cursor *c, 
 /* Append the next message of this QP to the window; 0 when the schedule has ended. */
 static int generate(fc_machine *M, fc_flow *f)
 {
-    if (f->finished || !fc_step_on(M, &M->edges[f->edge], f->qp, &f->cursor, &f->window[f->messages % FC_WINDOW])) {
+    if (f->finished || !fc_step_on(M->mtu, &M->edges[f->edge], f->qp, &f->cursor, &f->window[f->messages % FC_WINDOW])) {
         f->finished = 1;
         return 0;
     }
@@ -128,7 +128,7 @@ int fc_seek(const fc_machine *M, const fc_flow *f, int by_step, uint64_t want, f
         if (found == NO_MORE)
             return 0;
         if (found == SETTLED) {
-            if (!fc_step_on(M, e, f->qp, c, m))
+            if (!fc_step_on(M->mtu, e, f->qp, c, m))
                 return 0;
             uint64_t here = by_step ? m->step : m->number;
             if (here >= want)

@@ -33,6 +33,23 @@ void fc_log_disagreement(fc_machine *M, uint32_t stream, fc_flow *f, int kind, c
         fc_set_trust(f, for_good ? FC_LOST_FOR_GOOD : FC_LOST);
 }
 
+void fc_forget(fc_machine *M)
+{
+    uint64_t kept = 0, lost = M->lost < FC_LOSS_ENTRIES ? M->lost : FC_LOSS_ENTRIES;
+    for (uint64_t i = 0; i < M->kept; i++)
+        if (M->log[i].iteration >= M->base_iteration)
+            M->log[kept++] = M->log[i];
+    M->kept = kept;
+    M->lost = 0;
+    for (uint64_t i = 0; i < lost; i++)
+        if (M->losses[i].target == FC_GRADIENT && M->losses[i].iteration >= M->base_iteration)
+            M->losses[M->lost++] = M->losses[i];
+    if (M->unlogged_last < M->base_iteration) {
+        M->unlogged_first = INT64_MAX;
+        M->unlogged_last = -1;
+    }
+}
+
 int fc_right_opcode(const fc_sent *m, uint32_t index, uint8_t opcode)
 {
     int last = index + 1 == m->packets;
@@ -192,11 +209,15 @@ int fc_agrees(const fc_machine *M, const fc_flow *f, const fc_sent *m, const fc_
 
 int fc_keep_aside(fc_machine *M, fc_flow *f, uint64_t message, uint32_t index, const uint8_t *wire, uint32_t length)
 {
-    int32_t i = M->side_free;
-    if (i < 0 || length > FC_SIDE_BYTES)
+    int fresh = M->side_free < 0;
+    int32_t i = fresh ? M->side_fresh : M->side_free;
+    if (i >= FC_SIDE_PACKETS || length > FC_SIDE_BYTES)
         return FC_UNANCHORED;
     fc_side_packet *packet = &M->side[i];
-    M->side_free = packet->next;
+    if (fresh)
+        M->side_fresh++;
+    else
+        M->side_free = packet->next;
     packet->next = -1;
     packet->message = message;
     packet->index = index;
@@ -329,7 +350,7 @@ int fc_repeats_previous(fc_machine *M, const fc_flow *f, const fc_sent *m, const
         memcpy(data, wire, (size_t)n);
     }
     for (int64_t cell = offset / 8; cell < (offset + n) / 8; cell++)
-        if (!fc_cover_bit(slot->cover, (uint64_t)cell))
+        if (!fc_has_cell(M, slot, (uint64_t)cell))
             return 0;
     return nontrivial(data, n) && memcmp(data, slot->data + offset, (size_t)n) == 0;
 }

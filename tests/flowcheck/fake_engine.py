@@ -87,6 +87,7 @@ class FakeEngine:
         # what was asked of it
         self.runs: list[tuple[int, int, int]] = []  # (stream, limit, packets taken)
         self.looks: list[int] = []  # streams
+        self.closed = 0
         self.retired: list[int] = []
         self.finished = self.forgotten = self.considered = 0
 
@@ -172,7 +173,11 @@ class FakeEngine:
     def wanted(self, stream: int) -> int:
         return self.want[stream]
 
+    def close(self, count: int = 1) -> None:
+        self.closed = self.oldest + count
+
     def retire(self, count: int = 1) -> None:
+        assert self.closed == self.oldest + count, "an iteration is closed before it is judged and retires"
         self.oldest += count
         self.retired.append(count)
 
@@ -202,6 +207,9 @@ class FakeEngine:
                     end += (call.lane.ranks - 1) * call.lane.block
                 brought[call.base // 8 : -(-(call.base + end * call.lane.elem_bytes) // 8)] = True
         return int((self.cells(iteration) & brought).sum())
+
+    def complete(self, iteration: int, cells: int) -> bool:
+        return self.covered(iteration) == cells
 
     def missing(self, iteration: int | None, first: int, end: int) -> np.ndarray:
         there = np.concatenate(([True], self.cells(iteration)[first:end], [True])).astype(np.int8)

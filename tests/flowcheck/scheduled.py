@@ -16,10 +16,10 @@ class _Engine(FakeEngine):
 
     def __init__(self, sources: Sequence[FakeSource], arenas: int, complete: Callable[[int], bool]) -> None:
         super().__init__(None, sources, arenas=arenas)
-        self.complete = complete
+        self._said = complete
 
-    def covered(self, iteration: int) -> int:
-        return int(self.complete(iteration))
+    def complete(self, iteration: int, cells: int) -> bool:
+        return self._said(iteration)
 
 
 class Scheduled:
@@ -61,6 +61,7 @@ class Scheduled:
                 self.skipped.append((due[0], due[-1]))
             else:
                 self.close(due[0])
+            self.scheduler.close(due)
             self.scheduler.retire(due)
             if self.closed and max(self.closed) >= self.last:
                 return False
@@ -91,6 +92,7 @@ class Scheduled:
         self.engine.finish()
         for iteration in self.scheduler.open:
             self.close(iteration)
+            self.scheduler.close(range(iteration, iteration + 1))
             self.scheduler.retire(range(iteration, iteration + 1))
             if iteration >= self.last:
                 break

@@ -4,6 +4,7 @@ Both ways through the engine must compare: the fast one (a MIDDLE packet that co
 """
 
 import functools
+from dataclasses import replace
 
 import pytest
 from parser.machine import Engine
@@ -30,12 +31,16 @@ def shuffled(packets: list[Packet]) -> list[Packet]:
 
 
 def fed(plan: JobPlan, *turns: tuple[int, list[Packet]]) -> Engine:
-    """turns: (stream, packets), one after another."""
-    engine = Engine(plan.engine)
+    """turns: (stream, packets), one after another. It is the same whether one thread serves the streams or two."""
+    engine, two = Engine(plan.engine), Engine(replace(plan.engine, threads=2))
     for stream, packets in turns:
         for _, frame in packets:
-            assert engine.feed(stream, frame)
-    assert engine.disagreements() == []
+            assert engine.feed(stream, frame) and two.feed(stream, frame)
+    assert engine.disagreements() == two.disagreements() == []
+    for iteration in range(3):
+        assert two.copies(iteration) == engine.copies(iteration)
+        assert (two.cells(iteration) == engine.cells(iteration)).all()
+        assert (two.region(iteration) == engine.region(iteration)).all()
     return engine
 
 

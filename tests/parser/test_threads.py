@@ -1,0 +1,193 @@
+"""Several placing threads of one job, for real: what is placed, compared and counted is what one thread finds.
+
+Packets are spread as a port with several queues spreads them: all of a connection, both ways, to one stream.
+"""
+
+import ipaddress
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parser.machine import Engine
+
+from flowcheck.job.model import Job
+from flowcheck.lab.synth import example_job, generate
+from flowcheck.rebuild.plan import JobPlan, plan_job
+from tests.flowcheck.altered import Packet, destination
+from tests.flowcheck.memory_ring import MemoryRing
+
+COUNT = 12_000
+
+
+def planned(job: Job, streams: int, threads: int, arenas: int = 4) -> JobPlan:
+    plan = plan_job(job, streams=streams, arenas=arenas)
+    return replace(plan, engine=replace(plan.engine, threads=threads))
+
+
+def spread(plan: JobPlan, packets: list[Packet], streams: int) -> list[list[Packet]]:
+    """By connection."""
+    edge = {(flow.dst_addr, flow.qpn): flow.edge for flow in plan.engine.flows}
+    out: list[list[Packet]] = [[] for _ in range(streams)]
+    for ns, frame in packets:
+        to = ipaddress.ip_address(frame[30:34]).packed
+        out[edge.get((to, destination(frame)), 0) % streams].append((ns, frame))
+    return out
+
+
+def ring_of(packets: list[Packet], stream: int) -> MemoryRing:
+    ring = MemoryRing(1 << max(len(packets), 2).bit_length())
+    ring.put(packets, stream)
+    ring.end()
+    return ring
+
+
+class Workers:
+    """A thread for each of the engine's, which empties the rings of its streams."""
+
+    def __init__(self, engine: Engine, streams: list[list[Packet]]) -> None:
+        self.engine, threads = engine, engine.config.threads
+        self.rings = [ring_of(packets, i) for i, packets in enumerate(streams)]
+        self.failed: list[BaseException] = []
+        self._threads = [
+            threading.Thread(target=self._serve, args=(range(t, len(streams), threads),)) for t in range(threads)
+        ]
+        self._stop = threading.Event()
+
+    def _serve(self, streams: range) -> None:
+        try:
+            left = set(streams)
+            while left and not self._stop.is_set():
+                for stream in sorted(left):
+                    self.engine.run(stream, self.rings[stream].ring_address, 256)
+                    if self.engine.drained(self.rings[stream].ring_address):
+                        left.discard(stream)
+        except BaseException as error:
+            self.failed.append(error)
+
+    def __enter__(self) -> "Workers":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    @property
+    def running(self) -> bool:
+        return any(thread.is_alive() for thread in self._threads)
+
+    def __exit__(self, error: object, *_: object) -> None:
+        """Waits until the rings are empty, unless the test has failed."""
+        if error is not None:
+            self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        assert not self.failed
+
+
+def alone(plan: JobPlan, streams: list[list[Packet]]) -> Engine:
+    """The same packets by one thread, one stream after the other."""
+    engine = Engine(replace(plan.engine, threads=1))
+    for i, packets in enumerate(streams):
+        for _, frame in packets:
+            assert engine.feed(i, frame)
+    return engine
+
+
+def outcomes(engine: Engine) -> dict[str, int]:
+    """Packets of all streams by outcome. Which of two copies came first is a matter of time."""
+    found: dict[str, int] = {}
+    for stream in range(engine.config.streams):
+        for name, (packets, _) in engine.outcomes(stream).items():
+            name = {"compared": "placed"}.get(name, name)
+            found[name] = found.get(name, 0) + packets
+    return found
+
+
+@pytest.mark.timeout(300)
+@settings(max_examples=40, deadline=None)
+@given(
+    protocol=st.sampled_from(["ll", "ll128", "simple"]), ranks=st.integers(2, 5), channels=st.sampled_from([1, 2, 4]),
+    count=st.integers(1, 20_000), ports=st.integers(1, 3), streams=st.integers(2, 6), threads=st.integers(2, 4),
+    loss=st.sampled_from([0.0, 0.05]), duplicate=st.sampled_from([0.0, 0.1]), seed=st.integers(0, 999),
+)
+def test_threads_find_what_one_finds(
+    protocol: str, ranks: int, channels: int, count: int, ports: int, streams: int, threads: int, loss: float,
+    duplicate: float, seed: int,
+) -> None:
+    job = example_job(ranks=ranks, channels=channels, count=count, protocol=protocol, mtu=1024, seed=seed)
+    plan = planned(job, streams, min(threads, streams))
+    made = generate(
+        job, iterations=3, ports=range(min(ports, ranks)), seed=seed, loss=loss, duplicate=duplicate, corrupt=loss
+    )
+    split = spread(plan, made.packets, streams)
+    engine, one = Engine(plan.engine), alone(plan, split)
+    with Workers(engine, split) as workers:
+        while workers.running:  # whoever is in charge looks on
+            engine.covered(1), engine.missing(1, 0, 8), [engine.past(i) for i in range(streams)]
+    engine.finish()
+    one.finish()
+    assert outcomes(engine) == outcomes(one)
+    assert (engine.oldest, engine.begun, engine.disagreed) == (one.oldest, one.begun, one.disagreed)
+    for i in range(streams):
+        assert engine.flow_counters(i) == one.flow_counters(i)
+    for iteration in range(3):
+        cells = one.cells(iteration)
+        assert (engine.cells(iteration) == cells).all()
+        assert engine.complete(iteration, one.covered(iteration)) and engine.covered(iteration) == cells.sum()
+        there = np.repeat(cells, 8)[: len(engine.region(iteration))]
+        assert (engine.region(iteration)[there] == one.region(iteration)[there]).all()
+        assert engine.copies(iteration)[0] == 0
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("protocol", ["ll", "ll128", "simple"])
+def test_iterations_close_while_threads_place(protocol: str, threads: int) -> None:
+    """Two arenas for twelve iterations: each is closed as soon as it is complete, and read while the next one comes."""
+    job = example_job(ranks=4, channels=4, count=COUNT, protocol=protocol, mtu=1024, seed=3)
+    plan = planned(job, threads, threads, arenas=2)
+    made = generate(job, iterations=12, ports=range(3), seed=3)
+    engine = Engine(plan.engine)
+    with Workers(engine, spread(plan, made.packets, threads)) as workers:
+        for iteration in range(12):
+            while not engine.complete(iteration, plan.cells[min(iteration, 1)]):
+                assert workers.running or engine.complete(iteration, plan.cells[min(iteration, 1)])
+            engine.close()
+            place = plan.iteration_buckets(iteration)[0]
+            assert engine.missing(iteration, place.cells.start, place.cells.stop).tolist() == []
+            data = engine.region(iteration)[place.offset :][: place.nbytes]
+            assert data.tobytes() == made.reduced[iteration, 0].tobytes()
+            assert engine.copies(iteration)[0] == 0
+            engine.retire()
+    found, one = outcomes(engine), outcomes(alone(planned(job, 1, 1, 12), [made.packets]))
+    found["placed"] += found.pop("late") + found.pop("released")  # of an iteration that is closed all are late
+    one["placed"] += one.pop("late") + one.pop("released")
+    assert found == one
+
+
+def test_the_first_iteration_is_the_same_for_all_threads() -> None:
+    """In mid-stream one thread's flows begin at iteration 2, another's later: both must use the same arenas."""
+    job = example_job(ranks=4, channels=2, count=COUNT, protocol="ll", mtu=1024, seed=5)
+    plan = planned(job, 2, 2)
+    made = generate(job, iterations=6, ports=range(2), seed=5)
+    split = spread(plan, made.packets, 2)
+    late = [[packet for packet in part if packet[0] > since] for part, since in zip(
+        split, (made.packets[len(made.packets) * 2 // 6][0], made.packets[len(made.packets) * 3 // 6][0]), strict=True
+    )]
+    engine = Engine(plan.engine)
+    for _, frame in late[0][:50]:
+        engine.feed(0, frame)
+    first = engine.oldest
+    assert first > 0
+    for _, frame in late[1][:50]:
+        engine.feed(1, frame)
+    assert engine.oldest == first
+    engine.retire()
+    assert engine.oldest == first + 1
+
+
+@pytest.mark.parametrize(("streams", "threads"), [(1, 2), (2, 0), (3, 4)])
+def test_every_thread_has_a_stream(streams: int, threads: int) -> None:
+    with pytest.raises(ValueError, match="threads for"):
+        Engine(planned(example_job(count=100), streams, threads).engine)
