@@ -11,6 +11,7 @@ import random
 import socket
 import struct
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,14 @@ def threads() -> dict[int, str]:
             if not int(fields.split()[6]) & PF_EXITING:
                 found[int(task.name)] = name
     return found
+
+
+def wait_until(condition: Callable[[], object], state: Callable[[], object] = lambda: "") -> None:
+    """Until condition() is true. Fails after two minutes, with what state() says."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, state()
+        time.sleep(0.001)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from dataplane.pydpdk.ffi import lib
 from dataplane.reader import RingReader
 from dataplane.rx import RingMemory, RxConfig, RxThread
 
+from .conftest import wait_until
+
 
 def adds_up(counters, offered):
     lost = counters["nic_missed"] + counters["errors"] + counters["no_mbuf"]
@@ -235,19 +237,12 @@ def live(eal, path, *, ring_size, slot_size, expected, room=4352, **dump):
     return pool, memory, rx
 
 
-def wait_for_end(rx):
-    deadline = time.monotonic() + 120
-    while not rx.finished:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def test_overload_is_counted_to_the_packet(eal, captures, dump, tmp_path):
     records = captures.records(5000)
     path = tmp_path / "overload.pcap"
     path.write_bytes(captures.pcap(records))
     pool, memory, rx = live(eal, path, ring_size=128, slot_size=4352, **dump(), expected=5000)
-    wait_for_end(rx)
+    wait_until(lambda: rx.finished)
     counters = memory.counters()
     assert counters["received"] == 5000
     assert counters["bytes"] == sum(len(r.data) for r in records)
@@ -263,7 +258,7 @@ def test_frames_larger_than_a_slot_are_counted(eal, captures, dump, tmp_path):
     path = tmp_path / "oversize.pcap"
     path.write_bytes(captures.pcap(records))
     pool, memory, rx = live(eal, path, ring_size=512, slot_size=1152, room=1152, **dump(), expected=400)
-    wait_for_end(rx)
+    wait_until(lambda: rx.finished)
     fitting = [r.data for r in records if len(r.data) <= 1152]
     assert [p.data for p in RingReader(memory.ring_address)] == fitting
     assert memory.counters()["oversize"] == 400 - len(fitting)
@@ -294,9 +289,7 @@ def test_an_engine_that_hangs(eal, captures, tmp_path):
     lib.rte_dma_stop(engine.device)
     with PcapSource(eal, path, ring_size=64, dump="dma", engines=(engine,), dma_minimum=1) as source:
         source.start()
-        deadline = time.monotonic() + 120
-        while source.counters()["received"] < 64:
-            assert time.monotonic() < deadline
+        wait_until(lambda: source.counters()["received"] >= 64)
         source.stop()
         assert list(RingReader(source.ring_address)) == []
         assert "dma_skeleton_hangs: copies were never completed" in str(source.error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 import pytest
 
@@ -14,7 +13,7 @@ from dataplane.pydpdk import DpdkError, Mempool, NotEnoughMemory, Port
 from dataplane.reader import RingReader
 from dataplane.rx import RingMemory, RxConfig, RxThread, ring_bytes, slot_for
 
-from .conftest import threads
+from .conftest import threads, wait_until
 
 
 @pytest.fixture
@@ -26,13 +25,6 @@ def capture(captures, tmp_path):
 
 def open_files():
     return len(os.listdir("/proc/self/fd"))
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def mapped():

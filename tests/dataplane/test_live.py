@@ -15,7 +15,7 @@ from dataplane.pydpdk import DpdkError, Mbuf, Mempool, NotEnoughMemory, Ring
 from dataplane.pydpdk.ffi import lib
 from dataplane.reader import RingReader
 
-from .conftest import threads
+from .conftest import threads, wait_until
 
 SIZES = {"af_packet": (60, 64, 1082, 1514, 4170, 9014), "af_xdp": (60, 64, 1082, 1514), "ring": (60, 1082, 4170)}
 numbers = itertools.count()
@@ -56,15 +56,15 @@ class Feed:
         while waiting:
             del waiting[: self.ring.put(waiting)]
 
-    def arrived(self):
-        c = self.source.counters()
-        return c["received"] + c["nic_missed"] + c["errors"] + c["no_mbuf"] + c["kernel_ring_full"]
 
-    def wait(self, count):
-        deadline = time.monotonic() + 120
-        while self.arrived() < count:
-            assert time.monotonic() < deadline, self.source.summary()
-            time.sleep(0.002)
+def arrived(source):
+    """Packets that came to the port, dropped ones too."""
+    c = source.counters()
+    return c["received"] + c["nic_missed"] + c["errors"] + c["no_mbuf"] + c["kernel_ring_full"]
+
+
+def wait_for(source, count):
+    wait_until(lambda: arrived(source) >= count, source.summary)
 
 
 @pytest.fixture(params=SIZES)
@@ -96,7 +96,7 @@ def test_same_packets(feed, captures, kind, live_dump):
     begin = time.time_ns()
     it.source.start()
     it.send(frames)
-    it.wait(len(frames))
+    wait_for(it.source, len(frames))
     it.source.stop()
     assert it.source.finished and it.source.error is None
     packets = list(RingReader(it.source.ring_addresses[0]))
@@ -121,11 +121,11 @@ def test_overload_of_the_ring(feed, captures, kind, live_dump):
     it = feed(kind, ring_size=64, **live_dump)
     it.source.start()
     it.send(frames)
-    it.wait(3000)
+    wait_for(it.source, 3000)
     it.source.stop()
     counters = it.source.counters()
     adds_up(counters)
-    assert it.arrived() == 3000
+    assert arrived(it.source) == 3000
     assert counters["published"] == 64
     assert counters["ring_full"] == counters["received"] - 64
     assert [p.data for p in RingReader(it.source.ring_addresses[0])] == frames[:64]
@@ -143,7 +143,7 @@ def test_drops_of_the_kernel(feed, captures, live_dump):
     it.send(frames)  # nobody takes anything yet
     for thread in it.source._threads:
         thread.start()
-    it.wait(1500)
+    wait_for(it.source, 1500)
     it.source.stop()
     counters = it.source.counters()
     assert counters["kernel_ring_full"] > 1000
@@ -159,7 +159,7 @@ def test_interface_that_vanishes(feed, captures, kind):
     it = feed(kind, ring_size=64)
     it.source.start()
     it.send(frames)
-    it.wait(50)
+    wait_for(it.source, 50)
     it.veth.ip("link", "delete", it.veth.near)
     reader, packets = RingReader(it.source.ring_addresses[0]), []
     deadline = time.monotonic() + 120
@@ -176,11 +176,11 @@ def test_interface_goes_down_and_up_again(feed, captures):
     it = feed("af_packet", ring_size=256)
     it.source.start()
     it.send(frames)
-    it.wait(50)
+    wait_for(it.source, 50)
     it.veth.ip("link", "set", it.veth.near, "down")
     it.veth.up()
     it.send(frames)
-    it.wait(100)
+    wait_for(it.source, 100)
     it.source.stop()
     assert it.source.error is None
     assert [p.data for p in RingReader(it.source.ring_addresses[0])] == frames * 2
@@ -199,7 +199,7 @@ def test_mtu_raised_while_capturing(feed, captures):
     for end in (it.veth.near, it.veth.far):
         it.veth.ip("link", "set", end, "mtu", "9000")
     it.send(small + large)
-    it.wait(40)
+    wait_for(it.source, 40)
     it.source.stop()
     assert [p.data for p in RingReader(it.source.ring_addresses[0])] == small
     counters = it.source.counters()
@@ -225,9 +225,7 @@ def test_loopback(eal, veth, captures):
             sender.bind(("lo", 0))
             for frame in [*frames, *large]:
                 sender.send(frame)
-        deadline = time.monotonic() + 120
-        while source.counters()["received"] < 2 * 22:  # lo shows a packet as it leaves and as it comes
-            assert time.monotonic() < deadline
+        wait_for(source, 2 * 22)  # lo shows a packet as it leaves and as it comes
         source.stop()
         got = [p.data for p in RingReader(source.ring_addresses[0])]
         assert sorted(got) == sorted(frames * 2)
@@ -249,7 +247,7 @@ def test_two_captures_of_one_interface(eal, feed, captures):
     it.source = LiveSource(eal, config)
     it.source.start()
     it.send(frames)
-    it.wait(200)
+    wait_for(it.source, 200)
     it.source.stop()
     assert [p.data for p in RingReader(it.source.ring_addresses[0])] == frames
 
@@ -264,11 +262,8 @@ def test_several_ports_at_once(eal, feed, captures):
             source.start()
         one.send(frames)
         other.send(frames)
-        one.wait(300)
-        other.wait(300)
-        deadline = time.monotonic() + 120
-        while far.counters()["received"] < 300:  # each port has an rx thread of its own
-            assert time.monotonic() < deadline
+        for source in (one.source, other.source, far):
+            wait_for(source, 300)
         for source in (one.source, other.source, far):
             source.stop()
         got = [list(RingReader(source.ring_addresses[0])) for source in (one.source, other.source, far)]
@@ -305,7 +300,7 @@ def test_two_queues_keep_a_connection_together(feed, captures):
     it = feed("af_packet", queues=2, streams=(4, 5))
     it.source.start()
     it.send(frames)
-    it.wait(1600)
+    wait_for(it.source, 1600)
     it.source.stop()
     queues = [list(RingReader(address)) for address in it.source.ring_addresses]
     assert sum(map(len, queues)) == 1600
@@ -330,7 +325,7 @@ def test_what_is_not_roce_is_dropped_if_asked(feed, captures):
     it = feed("ring", roce_only=True)
     it.source.start()
     it.send(mixed)
-    it.wait(200)
+    wait_for(it.source, 200)
     it.source.stop()
     assert [p.data for p in RingReader(it.source.ring_addresses[0])] == roce
     counters = it.source.counters()
@@ -345,7 +340,7 @@ def test_larger_than_a_slot(feed, captures):
     assert it.source.config.queue_plan().slot == 1152
     it.source.start()
     it.send(frames)
-    it.wait(300)
+    wait_for(it.source, 300)
     it.source.stop()
     fitting = [frame for frame in frames if len(frame) <= 1152]
     assert [p.data for p in RingReader(it.source.ring_addresses[0])] == fitting
@@ -372,7 +367,7 @@ def test_hundred_cycles(eal, feed, captures, veth, kind, cycles):
             it.source = LiveSource(eal, LiveConfig(f"{kind}:{it.veth.near}", kernel_frames=64, ring_size=64))
         it.source.start()
         it.send(frames)
-        it.wait(20)
+        wait_for(it.source, 20)
         it.source.stop()
         assert [p.data for p in RingReader(it.source.ring_addresses[0])] == frames
         assert it.source.pools[0].in_use == 0
@@ -396,7 +391,7 @@ def test_af_xdp_again(eal, feed, captures):
     it.source = LiveSource(eal, config)
     it.source.start()
     it.send(frames)
-    it.wait(50)
+    wait_for(it.source, 50)
     it.source.stop()
     assert [p.data for p in RingReader(it.source.ring_addresses[0])] == frames
 
@@ -406,7 +401,7 @@ def test_counters_are_readable_from_outside(feed, captures):
     assert it.source.counter_file.exists()
     it.source.start()
     it.send([r.data for r in captures.records(100, sizes=(60,))])
-    it.wait(100)
+    wait_for(it.source, 100)
     (mine,) = [s for s in read_counters() if s.path == str(it.source.counter_file)]
     assert mine.pid == os.getpid() and mine.label == "ring"
     assert mine.queues == [it.source.counters()] and mine.queues[0]["ring_full"] == 36
