@@ -14,7 +14,7 @@ from collections.abc import Callable
 from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.follower import Follower
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.policy import Live
+from flowcheck.rebuild.policy import Policy
 
 ROUNDS, LOOKS, REFERENCES = 21, 2000, 64
 
@@ -45,7 +45,7 @@ def measure(name: str, look: Callable[[], object]) -> None:
 
 def main() -> None:
     ring = EmptyRing()
-    follower = Follower(plan_job(example_job()), [ring], ["a"], Live())
+    follower = Follower(plan_job(example_job()), [ring], ["a"], Policy.live(record_seconds=30.0))
     measure("Follower.poll, no packet", lambda: list(follower.poll()))
     measure("Engine.run, no packet", lambda: follower.engine.run(0, ring.ring_address, 2048))
 

@@ -23,7 +23,7 @@ from flowcheck.node.silence import Arrivals, Silence
 from flowcheck.rebuild.events import Event
 from flowcheck.rebuild.follower import Follower
 from flowcheck.rebuild.plan import JobPlan
-from flowcheck.rebuild.policy import Live
+from flowcheck.rebuild.policy import Policy
 from flowcheck.rebuild.records import StepRecord
 from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
 from flowcheck.rebuild.scheduler import Source
@@ -40,7 +40,7 @@ class LiveSession(Follower):
         record_seconds: float, port: Arrivals | None = None, now: Callable[[], float] = time.monotonic,
     ) -> None:
         names = [f"queue {i}" for i in range(plan.engine.streams)]
-        super().__init__(plan, sources, names, Live(record_seconds=record_seconds), clock=clock, now=now)
+        super().__init__(plan, sources, names, Policy.live(record_seconds), clock=clock, now=now)
         self._slots, self._threads = slots, threads
         self._silence = Silence(plan, self.engine, port or Arrivals(), self.clock, now)
 

@@ -31,7 +31,7 @@ from flowcheck.rebuild.events import Closed, Event, Lost, Read, Skipped
 from flowcheck.rebuild.evidence import edges_with
 from flowcheck.rebuild.follower import Follower
 from flowcheck.rebuild.plan import JobPlan
-from flowcheck.rebuild.policy import Offline
+from flowcheck.rebuild.policy import Policy
 from flowcheck.rebuild.rank_confirmation import on_trust
 from flowcheck.rebuild.replica import JobReplica
 from flowcheck.rebuild.scheduler import Source
@@ -131,7 +131,7 @@ class ReplaySession:
     def begin(self, sources: Sequence[Source]) -> None:
         """Follow what these bring, one for each capture."""
         names = [info.path for info in self.infos]
-        self.follower = Follower(self.plan, sources, names, Offline(), self.replica)
+        self.follower = Follower(self.plan, sources, names, Policy.offline(), self.replica)
         self.engine = self.follower.engine
 
     # -- what the follower says --

@@ -1,9 +1,9 @@
 """One job's packets into versions: sources -> arena scheduler -> coverage -> evidence -> verdict -> replica.
 
-    follower = Follower(plan, sources, names, Offline(), JobReplica(plan, init))
+    follower = Follower(plan, sources, names, Policy.offline(), JobReplica(plan, init))
     for event in follower.run(): ...                   captures, to their end
 
-    follower = Follower(plan, sources, names, Live(), clock=Clock(first))
+    follower = Follower(plan, sources, names, Policy.live(30.0), clock=Clock(first))
     follower.keep_record(...), announce(iteration), start(replica, iteration)        what trainers send
     for event in follower.poll(): ...                  again and again, and finish() where training ends
 

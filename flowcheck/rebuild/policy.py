@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
-__all__ = ["Live", "Offline", "Policy"]
+__all__ = ["Policy"]
 
 
 @dataclass(frozen=True)
@@ -22,22 +23,12 @@ class Policy:
     record_seconds: float
     endless: bool
 
+    @classmethod
+    def offline(cls) -> Self:
+        """Captures: they can wait, and nobody sends a record."""
+        return cls(sources_wait=True, trainers=False, record_seconds=0.0, endless=False)
 
-@dataclass(frozen=True)
-class Offline(Policy):
-    """Captures: they can wait, and nobody sends a record."""
-
-    sources_wait: bool = True
-    trainers: bool = False
-    record_seconds: float = 0.0
-    endless: bool = False
-
-
-@dataclass(frozen=True)
-class Live(Policy):
-    """A port that mirrors running trainers."""
-
-    sources_wait: bool = False
-    trainers: bool = True
-    record_seconds: float = 30.0
-    endless: bool = True
+    @classmethod
+    def live(cls, record_seconds: float) -> Self:
+        """A port that mirrors running trainers."""
+        return cls(sources_wait=False, trainers=True, record_seconds=record_seconds, endless=True)

@@ -21,7 +21,7 @@ from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.rebuild.events import Closed, Event, Lost, Read, Skipped, Waiting
 from flowcheck.rebuild.follower import Follower
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.policy import Live, Offline, Policy
+from flowcheck.rebuild.policy import Policy
 from flowcheck.rebuild.records import StepRecord
 from updater.errors import ReplicaError
 
@@ -119,13 +119,13 @@ class Followed:
 
 @pytest.fixture
 def live(monkeypatch) -> Callable[..., Followed]:
-    return lambda *sources, **options: Followed(monkeypatch, Live(record_seconds=10.0), *sources, **options)
+    return lambda *sources, **options: Followed(monkeypatch, Policy.live(record_seconds=10.0), *sources, **options)
 
 
 @pytest.fixture
 def offline(monkeypatch) -> Callable[..., Followed]:
     return lambda *sources, **options: Followed(
-        monkeypatch, Offline(), *sources, **{"replica": FakeReplica(), **options}
+        monkeypatch, Policy.offline(), *sources, **{"replica": FakeReplica(), **options}
     )
 
 
@@ -331,7 +331,7 @@ def test_every_iteration_closes_once_and_in_order(scripts, arenas, records, star
     total = sum(len(source.packets) for source in sources)
     newest = max((packet.iteration for source in sources for packet in source.packets), default=-1)
     with pytest.MonkeyPatch.context() as patch:
-        at = Followed(patch, Live(record_seconds=5.0), *sources, arenas=arenas)
+        at = Followed(patch, Policy.live(record_seconds=5.0), *sources, arenas=arenas)
         at.engine.begins_here = True
         if starts is not None:
             at.start(starts)
