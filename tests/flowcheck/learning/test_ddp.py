@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowcheck.learning.search.ddp import initial_buckets, parse_buckets, parse_shapes
+from flowcheck.learning.search.ddp_rules import initial_buckets, parse_buckets, parse_shapes
 from flowcheck.learning.search.position import Mismatch
 
 shapes = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4).map(tuple), min_size=1, max_size=12)
