@@ -21,7 +21,6 @@ __all__ = [
     "Segment",
     "Topology",
     "UnsupportedCall",
-    "WireError",
     "channel_split",
     "segments",
     "threads_and_channels",

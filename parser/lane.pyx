@@ -3,7 +3,7 @@
 from libc.stdint cimport int32_t
 from libc.stdlib cimport free, malloc
 
-from parser.wire import WireError
+from parser.nccl import WireError
 
 
 cdef int lane_fill(fc_lane *out, object lane, const int32_t *order) except -1:

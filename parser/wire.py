@@ -7,7 +7,7 @@ A Lane is a closed form, not a list: loops of equal chunks described by at most 
 but the last, and the last). `parser.lane` turns (lane, message index) into size, element range, step
 and contents state; memory never grows with the number of messages.
 
-Chunk layouts are in chunk_layout.py, trees in trees.py; their public names are importable from here.
+Chunk layouts are in chunk_layout.py, trees in trees.py, what differs between NCCL's versions in nccl.py.
 Sources: reference nccl-wire.md, section numbers in the comments; NCCL files are named there. What is
 proven by what: docs/understand/wire.md. Units: elements of the call's dtype unless a name says bytes.
 """
@@ -17,33 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
-from parser.chunk_layout import (
-    Protocol,
-    Segment,
-    Topology,
-    UnsupportedCall,
-    WireError,
-    channel_split,
-    segments,
-    threads_and_channels,
-)
+from parser.chunk_layout import Protocol, Segment, Topology, UnsupportedCall, segments, threads_and_channels
 from parser.trees import tree_of, tree_parent
 
-__all__ = [
-    "CallPlan",
-    "Kind",
-    "Lane",
-    "Protocol",
-    "Segment",
-    "Topology",
-    "UnsupportedCall",
-    "WireError",
-    "channel_split",
-    "edge_lane",
-    "plan_call",
-    "threads_and_channels",
-    "tree_parent",
-]
+__all__ = ["CallPlan", "Kind", "Lane", "edge_lane", "plan_call"]
 
 
 class Kind(IntEnum):

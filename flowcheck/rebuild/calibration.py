@@ -27,7 +27,7 @@ import parser.place as place
 from parser.machine import choose_placing
 
 from flowcheck.errors import UserError
-from parser.wire import Protocol
+from parser.chunk_layout import Protocol
 from updater import choosing, tuning
 from updater.choosing import Choice, Measured, Question, SettingError, quickest
 from updater.tuning import Tuning

@@ -25,8 +25,9 @@ from parser.machine import Engine
 
 from flowcheck.rebuild.intervals import both, intervals, total, without
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
+from parser.chunk_layout import Protocol
 from parser.engine_config import EdgeSpec, FlowSpec, Phase, Target
-from parser.wire import Lane, Protocol, edge_lane
+from parser.wire import Lane, edge_lane
 
 __all__ = [
     "BucketCoverage", "Carried", "bucket_coverage", "data_flows", "edges_with", "packets_by_outcome", "parameter_bytes",

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Collective, Job, carries, dtype_size
+from parser.chunk_layout import Protocol, Topology
 from parser.engine_config import CallSpec, EdgeSpec, EngineConfig, FlowSpec, Phase, Target
 from parser.nccl import Nccl, WireError, of
-from parser.wire import CallPlan, Lane, Protocol, Topology, edge_lane, plan_call
+from parser.wire import CallPlan, Lane, edge_lane, plan_call
 
 __all__ = ["BucketPlace", "JobPlan", "ParameterPlace", "plan_job"]
 

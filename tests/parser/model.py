@@ -52,8 +52,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from parser.chunk_layout import Protocol
 from parser.engine_config import EdgeSpec, EngineConfig, Target
-from parser.wire import Protocol
 
 from .model_wire import ACK, FIRST, ONLY, ONLY_IMM, Message, Packet, cells, decode, flags, schedule
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from parser.lane import messages
 
+from parser.chunk_layout import Protocol
 from parser.engine_config import EdgeSpec, Phase, Target
-from parser.wire import Protocol
 
 FIRST, MIDDLE, LAST, LAST_IMM, ONLY, ONLY_IMM, ACK = 6, 7, 8, 9, 10, 11, 17
 WITH_RETH, WITH_IMM = (FIRST, ONLY, ONLY_IMM), (LAST_IMM, ONLY_IMM)

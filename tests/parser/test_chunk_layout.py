@@ -2,9 +2,9 @@
 
 import pytest
 
-from parser.chunk_layout import UnsupportedCall, channel_split, segments, threads_and_channels
+from parser.chunk_layout import Protocol, Topology, UnsupportedCall, channel_split, segments, threads_and_channels
 from parser.nccl import of
-from parser.wire import CallPlan, Protocol, Topology, plan_call
+from parser.wire import CallPlan, plan_call
 
 # -- trees --------------------------------------------------------------------------------------------
 

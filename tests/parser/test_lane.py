@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 
 from parser import lane
-from parser.chunk_layout import Segment
-from parser.wire import Kind, Lane, Protocol, WireError
+from parser.chunk_layout import Protocol, Segment
+from parser.nccl import WireError
+from parser.wire import Kind, Lane
 
 ORDER = (2, 0, 3, 1)
 

@@ -35,6 +35,7 @@ from flowcheck.lab.synth.schedule import Message, message_bytes, messages
 from flowcheck.lab.synth.values import Stages, generate_values
 from flowcheck.rebuild.plan import plan_job
 from parser import lane, wire
+from parser.chunk_layout import Protocol, Topology
 from parser.engine_config import CallSpec, EdgeSpec, EngineConfig, Phase, Target
 
 VECTORS = Path(__file__).resolve().parents[2].parent / "shared" / "captures" / "nccl-vectors"
@@ -96,13 +97,13 @@ class Case:
         }
 
     def _plan(self, op: dict[str, Any]) -> wire.CallPlan:
-        topology = wire.Topology(
+        topology = Topology(
             self.job.communicator.nccl_version, self.ranks, self.channels, (tuple(range(self.ranks)),)
         )
         return wire.plan_call(
             topology,
             op["func"],
-            wire.Protocol[op["protocol"].upper()],
+            Protocol[op["protocol"].upper()],
             op["count"],
             ELEMENT_BYTES[op["dtype"]],
             algorithm=op["algorithm"].lower(),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from parser import lane, wire
+from parser.chunk_layout import Protocol, Topology
 
 VECTORS = Path(__file__).resolve().parents[2].parent / "shared" / "captures" / "nccl-vectors"
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
@@ -20,13 +21,13 @@ def _versions() -> list[Path]:
 
 def _check(case: dict) -> None:
     ranks, channels = case["nranks"], case["channels_of_comm"]
-    topology = wire.Topology(case["version"], ranks, channels, (tuple(range(ranks)),))
+    topology = Topology(case["version"], ranks, channels, (tuple(range(ranks)),))
     steps: dict[tuple[int, int, int], int] = {}
     for op in case["ops"]:
         plan = wire.plan_call(
             topology,
             op["func"],
-            wire.Protocol[op["protocol"].upper()],
+            Protocol[op["protocol"].upper()],
             op["count"],
             ELEMENT_BYTES[op["dtype"]],
             algorithm=op["algorithm"].lower(),

@@ -24,7 +24,7 @@ from flowcheck.lab.bench.workload import MESSAGE, make
 from flowcheck.lab.synth import example_job
 from flowcheck.lab.synth.schedule import tree_of
 from flowcheck.rebuild.plan import JobPlan, plan_job
-from parser.wire import Protocol
+from parser.chunk_layout import Protocol
 
 __all__ = ["MESSAGES", "MTU", "Feed", "Window", "drain", "flows_for"]
 

@@ -47,7 +47,7 @@ from flowcheck.lab.bench import limits
 from flowcheck.lab.bench.minimal import MinimalLoop
 from flowcheck.lab.bench.rows import Row, Setting, alternate, here
 from flowcheck.lab.bench.workload import Traffic, aligned, make
-from parser.wire import Protocol
+from parser.chunk_layout import Protocol
 
 __all__ = ["run"]
 

@@ -15,7 +15,7 @@ from parser.machine import Engine
 from flowcheck.lab.bench.limits import MinimalParser
 from flowcheck.lab.bench.rows import Row, alternate
 from flowcheck.lab.bench.workload import Traffic, make
-from parser.wire import Protocol
+from parser.chunk_layout import Protocol
 
 __all__ = ["run"]
 

@@ -30,7 +30,7 @@ from flowcheck.lab.bench import limits
 from flowcheck.lab.bench.rows import Row, alternate, here, timed
 from flowcheck.lab.bench.workload import Traffic, aligned, data_bytes, make
 from flowcheck.rebuild.calibration import NAMES, Way, settle
-from parser.wire import Protocol
+from parser.chunk_layout import Protocol
 
 __all__ = ["run"]
 

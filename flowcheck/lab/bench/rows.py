@@ -24,7 +24,7 @@ from rich.table import Table
 
 from flowcheck.lab.bench.workload import aligned
 from flowcheck.rebuild.calibration import NAMES, Way
-from parser.wire import Protocol
+from parser.chunk_layout import Protocol
 from updater.choosing import processor
 
 __all__ = [

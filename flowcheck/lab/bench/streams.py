@@ -21,7 +21,7 @@ from flowcheck.lab.bench.limits import PacketRing
 from flowcheck.lab.bench.rows import Row, alternate
 from flowcheck.lab.bench.workload import Traffic, make
 from flowcheck.rebuild.scheduler import BATCH, ArenaScheduler
-from parser.wire import Protocol
+from parser.chunk_layout import Protocol
 
 __all__ = ["run", "shares"]
 

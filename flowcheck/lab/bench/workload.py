@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from flowcheck.lab.bench.limits import PacketRing
 from flowcheck.lab.synth.encode import encode
 from flowcheck.lab.synth.packets import WRITE_FIRST, WRITE_LAST_IMM, WRITE_MIDDLE, Endpoint, Path
+from parser.chunk_layout import Protocol, Segment
 from parser.engine_config import CallSpec, EdgeSpec, EngineConfig, FlowSpec, Phase, Target
-from parser.wire import Kind, Lane, Protocol, Segment
+from parser.wire import Kind, Lane
 
 __all__ = ["MESSAGE", "SLOT", "Traffic", "aligned", "data_bytes", "make"]
 

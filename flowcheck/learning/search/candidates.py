@@ -26,7 +26,9 @@ from flowcheck.learning.search.ddp import announced, begins
 from flowcheck.learning.search.programs import Failure, Program, ProgramKind, Stage, allreduce_alone, replayed
 from flowcheck.learning.search.ranks import RANKS_TRIED
 from flowcheck.learning.search.walk import Budget, BudgetExceeded, Hypothesis, Reader, Walk, tree_number
-from parser.wire import Protocol, Topology, WireError, plan_call
+from parser.chunk_layout import Protocol, Topology
+from parser.nccl import WireError
+from parser.wire import plan_call
 
 __all__ = ["Candidate", "Progress", "Search", "check_rings", "only"]
 

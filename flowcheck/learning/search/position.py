@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from flowcheck.learning.connections import Connection
 from flowcheck.learning.flow_order import imm_size
 from flowcheck.learning.messages import Flow, Message, head_flags, packets
-from parser.wire import Protocol
+from parser.chunk_layout import Protocol
 
 __all__ = ["Mismatch", "Position"]
 

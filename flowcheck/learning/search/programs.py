@@ -23,7 +23,7 @@ from flowcheck.job.model import Buckets, Collective, Collectives, ModelEntry, dt
 from flowcheck.learning.hints import Hints
 from flowcheck.learning.search.position import Mismatch
 from flowcheck.learning.search.walk import Reader, Walk
-from parser.wire import Protocol
+from parser.chunk_layout import Protocol
 
 __all__ = [
     "PADDING", "Failure", "Program", "ProgramKind", "Provenance", "Stage", "allreduce_alone", "data_bytes", "repeat",

@@ -26,7 +26,7 @@ from flowcheck.learning.connections import Connection, PlacedConnection
 from flowcheck.learning.hints import Hints
 from flowcheck.learning.logs import LogFacts
 from flowcheck.learning.search.walk import Hypothesis, tree_number
-from parser.wire import tree_parent
+from parser.trees import tree_parent
 
 __all__ = ["RANKS_TRIED", "by_traffic", "from_zero", "longest_path", "parents_of"]
 

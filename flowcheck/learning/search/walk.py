@@ -23,8 +23,10 @@ from flowcheck.job.model import Collective, dtype_size
 from flowcheck.learning.connections import PlacedConnection
 from flowcheck.learning.messages import Flow, Message, head_flags
 from flowcheck.learning.search.position import Mismatch, Position
+from parser.chunk_layout import Protocol, Topology
+from parser.nccl import WireError
 from parser.trees import tree_of, tree_parent
-from parser.wire import CallPlan, Lane, Protocol, Topology, WireError, edge_lane, plan_call
+from parser.wire import CallPlan, Lane, edge_lane, plan_call
 
 __all__ = [
     "AR_THRESHOLD", "DEFAULT_SLOTS", "Budget", "BudgetExceeded", "Hypothesis", "Observed", "Reader", "Walk",

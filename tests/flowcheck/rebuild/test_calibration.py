@@ -20,7 +20,7 @@ from flowcheck.lab.bench.workload import make
 from flowcheck.rebuild import calibration
 from flowcheck.rebuild.calibration import DEFAULT, NAMES, SETTING, Ground, Way, calibrate, question, settle
 from parser import place
-from parser.wire import Protocol
+from parser.chunk_layout import Protocol
 from updater import kernels, tuning
 from updater.choosing import cache_file, key
 

@@ -12,7 +12,7 @@ from parser.machine import Engine, icrc_kernels
 
 from flowcheck.lab.bench import parse
 from flowcheck.lab.bench.workload import aligned, make
-from parser.wire import Protocol
+from parser.chunk_layout import Protocol
 from updater.rounding_modes import ROUNDING_MODES
 
 FIELDS = {"name", "value", "unit", "limit", "ratio", "target", "p10", "p90", "rounds"}

@@ -4,7 +4,7 @@ import pytest
 
 from flowcheck.lab.bench.minimal import MinimalLoop
 from flowcheck.lab.bench.workload import Traffic, make
-from parser.wire import Protocol
+from parser.chunk_layout import Protocol
 
 PLACED = {"placed": 0, "repeated": 0, "wrong": 0, "strange": 0, "gaps": 0}
 
