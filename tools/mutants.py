@@ -56,7 +56,9 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/durable.py": [f"{FLOW}/test_durable.py"],
     "flowcheck/control/checksum.py": [f"{FLOW}/control/test_checksum.py"],
     "flowcheck/control/tensors.py": [f"{FLOW}/control/test_tensors.py"],
-    "flowcheck/trainer/attachment.py": [f"{FLOW}/trainer/test_attachment.py"],
+    "flowcheck/trainer/attachment.py": [
+        f"{FLOW}/trainer/test_attachment{part}.py" for part in ("", "_arguments", "_state", "_records")
+    ],
     "flowcheck/trainer/sender.py": [f"{FLOW}/trainer/test_link.py"],
     "flowcheck/trainer/description.py": [f"{FLOW}/trainer/test_description.py"],
     "flowcheck/node/control.py": [f"{NODE}/test_control.py", f"{NODE}/test_control_server.py"],

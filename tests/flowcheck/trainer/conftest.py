@@ -1,0 +1,50 @@
+"""A training loop with an attachment, and what its node does meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from ..hand_node import LONGEST, HandNode
+from .training import Training
+
+
+@pytest.fixture
+def training(wrapped: Any, hand_node: HandNode) -> Iterator[Callable[..., Training]]:
+    """training(**options) -> one that has not begun."""
+    made: list[Training] = []
+
+    def start(**options: Any) -> Training:
+        made.append(Training(wrapped, hand_node.address, **options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.attachment.close(0.0)
+
+
+@pytest.fixture
+def script() -> Iterator[Callable[[Callable[[], Any]], None]]:
+    """script(play): what a node does while the training thread waits. Its failures are those of the test."""
+    threads: list[threading.Thread] = []
+    failures: list[BaseException] = []
+
+    def run(play: Callable[[], Any]) -> None:
+        def guarded() -> None:
+            try:
+                play()
+            except BaseException as error:
+                failures.append(error)
+
+        threads.append(threading.Thread(target=guarded, daemon=True))
+        threads[-1].start()
+
+    yield run
+    for thread in threads:
+        thread.join(LONGEST)
+        assert not thread.is_alive()
+    if failures:
+        raise failures[0]

@@ -1,0 +1,136 @@
+"""What an attachment tells of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from flowcheck.control.checksum import checksum
+
+from ..hand_node import until
+from .training import Every, connected, joined
+
+
+def test_a_record_has_the_hyper_parameters_that_the_step_used(training, hand_node) -> None:
+    """A scheduler that steps between optimizer.step() and attachment.step() has changed them by then."""
+    one = training()
+    schedule = torch.optim.lr_scheduler.LambdaLR(one.optimizer, lambda epoch: 0.5**epoch)
+    peer = connected(one, hand_node)
+    for iteration in range(6):
+        one.train()
+        schedule.step()
+        one.attachment.step()
+        if iteration == 2:
+            peer.expect("flows")
+            peer.expect("manifest")
+            peer.send("joined", iteration=3)
+            until(lambda: one.attachment.state == "attached")
+    rest = {"momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}
+    assert [peer.expect("record")["groups"] for _ in range(3)] == [
+        [{"lr": 0.125} | rest], [{"lr": 0.0625} | rest], [{"lr": 0.03125} | rest]
+    ]
+
+
+def test_a_step_that_was_skipped_has_the_hyper_parameters_of_its_end(training, hand_node) -> None:
+    """They are not those of the step before: nothing of it is kept."""
+    one = training()
+    peer = joined(one, hand_node)
+    one.iterate()
+    one.optimizer.param_groups[0]["lr"] = 0.25
+    one.iterate(skipped=True)
+    first, second = peer.expect("record"), peer.expect("record")
+    assert (first["groups"][0]["lr"], first["skipped"]) == (1.0, False)
+    assert (second["groups"][0]["lr"], second["skipped"]) == (0.25, True)
+
+
+def test_what_is_told_of_a_step_is_in_its_record(training, hand_node) -> None:
+    one = training()
+    peer = joined(one, hand_node)
+    one.iterate()
+    one.iterate(clip=torch.tensor(0.75), scale=torch.tensor(65536.0))
+    one.iterate(skipped=1, clip=0.5, scale=2)
+    found = [peer.expect("record") for _ in range(3)]
+    assert [[one[key] for key in ("iteration", "clip", "scale", "skipped", "checksums")] for one in found] == [
+        [3, None, None, False, {}], [4, 0.75, 65536.0, False, {}], [5, 0.5, 2.0, True, {}]
+    ]
+
+
+@pytest.mark.parametrize(("told", "why"), [
+    ({"clip": float("nan")}, "no record of iteration 3: clip is nan"),
+    ({"clip": torch.tensor(float("inf"))}, "no record of iteration 3: clip is inf"),
+    ({"scale": float("inf")}, "no record of iteration 3: scale is inf"),
+    ({"scale": float("nan"), "skipped": True}, "no record of iteration 3: scale is nan"),
+])
+def test_a_step_with_numbers_that_are_none_has_no_record(training, hand_node, caplog, told: Any, why: str) -> None:
+    """It is said, once as long as it lasts, and the next good one has a record again."""
+    one = training()
+    peer = joined(one, hand_node)
+    caplog.clear()
+    one.iterate(**told)
+    assert (one.attachment.why, one.attachment.state) == (why, "attached")
+    one.iterate(**told)
+    assert one.attachment.why == why.replace("3", "4")
+    assert [line.getMessage() for line in caplog.records] == [f"flowcheck: rank 0: {why}"]
+    one.iterate()
+    assert one.attachment.why == "" and peer.expect("record")["iteration"] == 5
+    one.iterate(**told)
+    assert len(caplog.records) == 2
+
+
+def test_a_loss_scale_with_16_bit_parameters_is_refused(training, hand_node) -> None:
+    one = training(layer=torch.nn.Linear(2, 2).bfloat16())
+    one.attachment.step()
+    assert one.attachment.state != "refused"
+    one.attachment.step(scale=2.0)
+    assert one.attachment.state == "refused" and "a loss scale with 16-bit parameters" in one.attachment.why
+
+
+@pytest.mark.parametrize("clip", [float("nan"), float("inf"), torch.tensor(float("-inf"))], ids=str)
+def test_the_norm_of_an_overflow_does_not_matter(training, hand_node, clip: Any) -> None:
+    one = training()
+    peer = joined(one, hand_node)
+    one.iterate(skipped=True, clip=clip)
+    record = peer.expect("record")
+    assert (record["clip"], record["skipped"], record["scale"]) == (1.0, True, None)
+
+
+@pytest.mark.parametrize(("layer", "names"), [
+    (Every, {"weight", "frozen", "count"}), (lambda: torch.nn.Linear(2, 2), {"weight", "bias"}),
+], ids=["with buffers", "without"])
+def test_checksums_each_kth_iteration_are_of_every_entry_after_the_step(training, hand_node, layer, names) -> None:
+    one = training(layer=layer(), checksum_every=3, rank=1)
+    peer = joined(one, hand_node, manifest=False)
+    after = []
+    for _ in range(4):
+        one.iterate()
+        after.append({name: f"{checksum(value):016x}" for name, value in one.values.items()})
+    sums = [peer.expect("record")["checksums"] for _ in range(4)]
+    assert [bool(found) for found in sums] == [False, False, True, False]  # iterations 3, 4, 5, 6
+    assert sums[2] == after[2] and sums[2].keys() == names
+    assert all(len(value) == 16 for value in sums[2].values())
+
+
+def test_buffers_go_with_the_records_of_rank_0(training, hand_node) -> None:
+    one = training(layer=Every())
+    peer = joined(one, hand_node)
+    one.iterate()
+    message, payload = peer.receive()
+    assert (message["type"], message["iteration"], message["checksums"]) == ("record", 3, {})
+    held = safetensors.torch.load(payload)
+    assert held.keys() == {"buffer.count"} and held["buffer.count"].item() == 4
+
+
+def test_buffers_are_those_of_their_iteration(training, hand_node) -> None:
+    """Training goes on while they are sent."""
+    one = training(layer=Every(), checksum_every=1)
+    queued: list[Any] = []
+    peer = joined(one, hand_node)
+    one.attachment._sender.put = lambda message, tensors: queued.append((message, tensors))
+    one.iterate(2)
+    assert [tensors["buffer.count"].item() for _, tensors in queued] == [4, 5]
+    assert all(message.checksums for message, _ in queued)
+    del one.attachment._sender.put
+    peer.close()
