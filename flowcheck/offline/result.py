@@ -66,7 +66,7 @@ class Result:
 
     ok: every iteration asked for is complete and nothing else failed. failure: why not, or "".
     iterations: as they were judged, in order.
-    unproven: what the result rests on besides the wire; empty means proven.
+    unproven: what the result rests on besides the wire and the manifest; empty: nothing was left unchecked.
     out: where checkpoints, report.json and kept gradients lie. Without `out=` a directory that goes with this object.
     checkpoint: the newest complete version's directory, or None. parameters: the same of a job that gathers parameters.
     report: report.json as it was written.
