@@ -2,21 +2,8 @@
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 from parser.lane cimport fc_lane
+from parser.packetref cimport fc_packetref, fc_ring
 from parser.roce cimport FC_REFUSALS
-
-
-cdef extern from "packetref.h" nogil:
-    ctypedef struct fc_packetref:
-        const uint8_t *data
-        uint64_t timestamp_ns
-        uint32_t length
-        uint16_t stream, flags
-    ctypedef struct fc_ring:
-        uint64_t tail, mask
-    uint64_t fc_ring_peek(fc_ring *ring, uint64_t want)
-    const fc_packetref *fc_ring_at(const fc_ring *ring, uint64_t ahead)
-    int fc_ring_closed(const fc_ring *ring)
-    int fc_ring_drained(fc_ring *ring)
 
 
 cdef extern from "lock.h" nogil:

@@ -13,6 +13,7 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
+from parser.packetref cimport fc_ring_at, fc_ring_closed, fc_ring_drained, fc_ring_peek
 from parser.roce cimport (
     FC_RC_WRITE_FIRST, FC_RC_WRITE_ONLY_IMM, FC_REFUSALS, FC_ROCE, fc_icrc_all, fc_icrc_choose, fc_icrc_ok, fc_roce,
     fc_roce_decode,
@@ -85,8 +86,8 @@ def choose_icrc(str name):
 
 
 def choose_placing(int protocol, str way, uint32_t ahead):
-    """From now on every engine places packets of a protocol (parser.wire.Protocol) in this way, all of which give the same
-    bytes. Before engines run. See flowcheck.rebuild.calibration."""
+    """From now on every engine places packets of a protocol (parser.chunk_layout.Protocol) in this way, all of which
+    give the same bytes. Before engines run. See flowcheck.rebuild.calibration."""
     names = [fc_way_names[i].decode() for i in range(FC_WAYS)]
     if way not in names or not 0 <= protocol <= 2:
         raise ValueError(f"protocol {protocol}, way {way!r}: 0 to 2 and {', '.join(names)} are possible")

@@ -1,23 +1,8 @@
 # State of an observer; the model and its limits are described in observer.pyx.
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
+from parser.packetref cimport fc_packetref
 from parser.roce cimport FC_DECODE_STATUS_COUNT, FC_REFUSALS, fc_roce
-
-
-cdef extern from "packetref.h" nogil:
-    int FC_REF_TRUNCATED
-    ctypedef struct fc_packetref:
-        const uint8_t *data
-        uint64_t timestamp_ns
-        uint32_t length
-        uint16_t stream
-        uint16_t flags
-    ctypedef struct fc_ring:
-        pass
-    uint64_t fc_ring_peek(fc_ring *r, uint64_t want)
-    const fc_packetref *fc_ring_at(const fc_ring *r, uint64_t ahead)
-    void fc_ring_release(fc_ring *r, uint64_t n)
-    int fc_ring_drained(fc_ring *r)
 
 
 cdef extern from "psn.h" nogil:

@@ -19,6 +19,7 @@ from libc.string cimport memcmp, memcpy, memset
 
 import numpy as np
 
+from parser.packetref cimport FC_REF_TRUNCATED, fc_ring, fc_ring_at, fc_ring_drained, fc_ring_peek, fc_ring_release
 from parser.roce cimport (
     FC_ENCAPSULATED, FC_NOT_ROCE, FC_RC_WRITE_FIRST, FC_RC_WRITE_LAST, FC_RC_WRITE_LAST_IMM, FC_RC_WRITE_MIDDLE,
     FC_RC_WRITE_ONLY_IMM, FC_ROCE, FC_TRUNCATED, fc_icrc_ok, fc_roce_decode,

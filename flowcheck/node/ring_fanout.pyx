@@ -13,14 +13,7 @@ from libc.stdint cimport uint64_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
-
-cdef extern from "packetref.h" nogil:
-    ctypedef struct fc_packetref:
-        pass
-    ctypedef struct fc_ring:
-        uint64_t head, tail, mask
-        fc_packetref *entries
-    void fc_ring_release(fc_ring *ring, uint64_t n)
+from parser.packetref cimport fc_ring, fc_ring_release
 
 
 cdef extern from *:

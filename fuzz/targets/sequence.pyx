@@ -16,23 +16,12 @@ from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport abort, free, malloc
 from libc.string cimport memcpy, memset
 
+from parser.packetref cimport (
+    FC_REF_TRUNCATED, fc_packetref, fc_ring, fc_ring_close, fc_ring_init, fc_ring_publish,
+)
 from parser.roce cimport FC_ROCE, fc_icrc, fc_icrc_ok, fc_roce, fc_roce_decode
 
 from targets.jobs import make_jobs
-
-
-cdef extern from "packetref.h" nogil:
-    int FC_REF_TRUNCATED
-    ctypedef struct fc_packetref:
-        const uint8_t *data
-        uint64_t timestamp_ns
-        uint32_t length
-        uint16_t stream, flags
-    ctypedef struct fc_ring:
-        pass
-    void fc_ring_init(fc_ring *r, fc_packetref *entries, uint64_t size)
-    void fc_ring_publish(fc_ring *r, uint64_t n)
-    void fc_ring_close(fc_ring *r)
 
 
 cdef enum:

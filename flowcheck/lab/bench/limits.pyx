@@ -10,16 +10,8 @@ from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy
 
+from parser.packetref cimport fc_packetref, fc_ring, fc_ring_close, fc_ring_init
 
-cdef extern from "packetref.h" nogil:
-    ctypedef struct fc_packetref:
-        const uint8_t *data
-        uint64_t timestamp_ns
-        uint32_t length
-    ctypedef struct fc_ring:
-        uint64_t head, tail
-    void fc_ring_init(fc_ring *ring, fc_packetref *entries, uint64_t size)
-    void fc_ring_close(fc_ring *ring)
 
 cdef extern from "decode.h" nogil:
     uint32_t fcb_hash(const uint8_t *src, const uint8_t *dst, uint32_t width, uint32_t qpn)
