@@ -39,7 +39,7 @@ from dataplane.pydpdk.mempool import Mempool
 from dataplane.rx import DMA_MINIMUM, RingMemory, RxConfig, RxThread
 from dataplane.sockets import PacketSockets, promiscuous_socket
 
-__all__ = ["LiveConfig", "LiveSource", "live_memory", "start_eal"]
+__all__ = ["LiveConfig", "LiveSource", "live_memory", "memory_by_node", "start_eal"]
 
 BURST = 64
 RING_SIZE = 1 << 14
@@ -53,8 +53,8 @@ class LiveConfig:
 
     device: see ports.py. path_mtu: RoCE's (1024, 2048, 4096), which decides the slot; 0: whole frames of the
     interface. queues: rx queues, each with a ring and a thread; cores: one for each, or none. ring_size:
-    entries per queue, None: 16,384, or for `hold` what an iteration needs. iteration_bytes: gradient bytes on
-    the wire of one iteration and queue. engines: DMA engines for dump="dma", names as for pydpdk.DmaDevice, a
+    entries per queue, None: what an iteration needs, or 16,384. iteration_bytes: gradient bytes on the wire of one
+    iteration and queue, 0: not known. engines: DMA engines for dump="dma", names as for pydpdk.DmaDevice, a
     multiple of queues; engine i serves queue i modulo queues. roce_only: drop at once what cannot hold RoCE.
     streams: index written into each queue's references, by default the queue's number.
     """
@@ -112,7 +112,7 @@ class LiveConfig:
         """Ring entries of a queue."""
         if self.ring_size is not None:
             return self.ring_size
-        if self.dump == "hold" and self.iteration_packets:
+        if self.iteration_packets:
             return int(1 << (self.iteration_packets - 1).bit_length())
         return RING_SIZE
 
@@ -144,24 +144,35 @@ def live_memory(configs: Iterable[LiveConfig]) -> MemoryNeed:
 
 
 def start_eal(*configs: LiveConfig, huge: bool | None = None) -> Eal:
-    """DPDK with the memory and the devices that these captures need, reserved now; on the NICs' NUMA node, if they
-    share one. NICs of several nodes: a process for each node.
+    """DPDK with the memory and the devices that these captures need together, reserved now; huge pages on the NUMA
+    node of each capture's device.
 
     Raises:
         NotEnoughMemory: with the arithmetic.
     """
     need = live_memory(configs)
     devices = [c.device for c in configs if c.port.driver == "pci"]
-    nodes = {numa_node(device) for device in devices}
-    node = nodes.pop() if len(nodes) == 1 else -1
     devices += [name for c in configs for name in c.engines if PCI_ADDRESS.fullmatch(name)]
     if huge is None:
         huge = sum(kb * pages for kb, pages in free_huge_pages().items()) >= need.huge_mb << 10
     try:
-        return Eal.start(memory_mb=need.huge_mb if huge else need.total_mb, huge=huge, devices=devices, node=node)
+        return Eal.start(
+            memory_mb=need.huge_mb if huge else need.total_mb, huge=huge, devices=devices,
+            nodes=memory_by_node([(config, numa_node(config.device)) for config in configs]),
+        )
     except NotEnoughMemory as exc:
         sum_text = need.text.replace("\n", "\n    ")
         raise NotEnoughMemory(f"{exc.what}\n  is needed for: {sum_text}", exc.remedy) from None
+
+
+def memory_by_node(configs: Sequence[tuple[LiveConfig, int]]) -> dict[int, int]:
+    """MB of huge pages by NUMA node, of captures and their devices' nodes (-1: none). What is of no node goes to the
+    first of the others; no entries if no device has one."""
+    known = sorted({node for _, node in configs} - {-1})
+    shares = {node: [config for config, its in configs if its == node] for node in known}
+    if known:
+        shares[known[0]] += [config for config, its in configs if its == -1]
+    return {node: live_memory(share).huge_mb for node, share in shares.items()}
 
 
 class LiveSource:

@@ -27,8 +27,9 @@ from dataplane.memory import room_for
 from dataplane.pydpdk.errors import DpdkError
 from dataplane.pydpdk.ethdev import PCI_ADDRESS
 
-__all__ = ["PortPlan", "interface_mtu", "numa_node", "plan_port"]
+__all__ = ["PortPlan", "interface_mtu", "link_speed", "numa_node", "plan_port", "rx_queues"]
 
+KERNEL = ("af_packet", "af_xdp")  # kinds of ports that are interfaces of the kernel
 SIOCGIFMTU = 0x8921
 ETHERNET = 14 + 8  # header and two VLAN tags
 TPACKET2_ROOM = 96  # what the kernel puts before a frame in its ring: headers, address, alignment
@@ -78,10 +79,33 @@ def interface_mtu(name: str) -> int:
     return int(struct.unpack("16si12x", answer)[1])
 
 
-def numa_node(address: str, root: Path = Path("/")) -> int:
-    """Of a PCI device; -1: the machine has one, or does not say."""
+def numa_node(device: str, root: Path = Path("/")) -> int:
+    """Of a device as above; -1: the machine has one node, the device is virtual, or it does not say."""
+    kind, _, interface = device.partition(":")
+    if kind in KERNEL:
+        return _number(root / f"sys/class/net/{interface}/device/numa_node")
+    return _number(root / f"sys/bus/pci/devices/{device.lower()}/numa_node") if PCI_ADDRESS.fullmatch(device) else -1
+
+
+def link_speed(device: str, root: Path = Path("/")) -> int:
+    """Mb/s of a device as above, as its kernel interface says; -1: it has none (bound to vfio-pci), or is down."""
+    kind, _, interface = device.partition(":")
+    if kind in KERNEL:
+        return _number(root / f"sys/class/net/{interface}/speed")
+    files = (root / "sys/bus/pci/devices" / device.lower()).glob("net/*/speed") if PCI_ADDRESS.fullmatch(device) else ()
+    return max(map(_number, files), default=-1)
+
+
+def rx_queues(device: str, root: Path = Path("/")) -> int:
+    """Of a kernel interface; -1: not known before it is opened, or as many as are asked for (af_packet)."""
+    kind, _, interface = device.partition(":")
+    found = len(list((root / f"sys/class/net/{interface}/queues").glob("rx-*"))) if kind == "af_xdp" else 0
+    return found or -1
+
+
+def _number(path: Path) -> int:
     try:
-        return int((root / f"sys/bus/pci/devices/{address.lower()}/numa_node").read_text())
+        return int(path.read_text())
     except (OSError, ValueError):
         return -1
 
@@ -102,7 +126,7 @@ def plan_port(device: str, *, queues: int, path_mtu: int, frames: int = AF_PACKE
         frame = room_for((path_mtu or 4096) + 128)
         arguments = f"size={frame},copy=1" if kind == "null" else ""
         return PortPlan(kind, f"net_{kind}_fc{number}", arguments, "", frame)
-    if kind not in ("af_packet", "af_xdp") or not interface:
+    if kind not in KERNEL or not interface:
         raise ValueError(f"{device!r} is not a capture device: af_packet:IFACE, af_xdp:IFACE or a PCI address")
     if "," in interface or " " in interface:
         raise ValueError(f"{device!r}: the driver cannot take this name")

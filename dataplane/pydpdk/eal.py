@@ -5,7 +5,7 @@ that runs, leaving its `with` block closes everything that was opened on it but 
 end shuts it down. Flags are an implementation detail:
 
     huge pages free   --in-memory                 no page files (rtemap_*) on a hugetlbfs
-    ... of one node   --socket-mem 0,N            where the NIC is; -m takes them from CPU 0's node
+    ... by node       --socket-mem M,N            where the NICs are; -m takes them from CPU 0's node
     otherwise         --no-huge --no-shconf -m N  ordinary memory, no privileges needed
     always            --no-telemetry --lcores 0@(every CPU the caller may use)
     devices named     -a ADDRESS each, nothing else on the PCI bus is touched
@@ -22,9 +22,10 @@ import errno
 import os
 import resource
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar
 
 from dataplane.pydpdk.errors import DpdkError, NotEnoughMemory
@@ -38,6 +39,7 @@ EAL_ADDRESSES_MB = 64  # threads, tables
 EAL_HUGE_ADDRESSES_MB = 1 << 20  # it reserves addresses for all huge pages that there could ever be
 HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
 NODES = Path("/sys/devices/system/node")
+ANYWHERE: Mapping[int, int] = MappingProxyType({})
 
 
 def free_huge_pages(root: Path = HUGE_PAGES) -> dict[int, int]:
@@ -64,16 +66,16 @@ def available_bytes() -> int:
 
 
 def eal_arguments(
-    cpus: Collection[int], memory_mb: int, huge: bool, devices: Sequence[str] = (), node: int = -1
+    cpus: Collection[int], memory_mb: int, huge: bool, devices: Sequence[str] = (), nodes: Mapping[int, int] = ANYWHERE
 ) -> list[str]:
-    """The command line EAL gets, without the program's name. devices: PCI addresses it may use. node: NUMA node
-    of huge pages, -1: wherever."""
+    """The command line EAL gets, without the program's name. devices: PCI addresses it may use. nodes: MB of huge
+    pages by NUMA node, none: memory_mb wherever."""
     where = ["--in-memory"] if huge else ["--no-huge", "--no-shconf"]
-    nodes = ["--socket-mem", ",".join(["0"] * node + [str(memory_mb)])]
+    shares = ["--socket-mem", ",".join(str(nodes.get(node, 0)) for node in range(max(nodes, default=-1) + 1))]
     allowed = [word for device in devices for word in ("-a", device)]
     return [
         *where,
-        *(nodes if huge and node >= 0 else ["-m", str(memory_mb)]),
+        *(shares if huge and nodes else ["-m", str(memory_mb)]),
         "--lcores", f"0@({','.join(map(str, sorted(cpus)))})",
         *(allowed or ["--no-pci"]), "--no-telemetry",
         # DMA engines are given virtual addresses (src/dump_dma.c); a device that needs physical ones is refused.
@@ -88,18 +90,22 @@ class _Memory:
     free_mb: int
 
 
-def _choose_memory(memory_mb: int, huge: bool | None, node: int) -> _Memory:
-    free = free_huge_pages(HUGE_PAGES if node < 0 else NODES / f"node{node}/hugepages")
-    free_mb = sum(kb * pages for kb, pages in free.items()) // 1024
-    if huge and free_mb < memory_mb:
-        where, file = "", "/proc/sys/vm/nr_hugepages"
-        if node >= 0:
-            where, file = f" on NUMA node {node}", f"{NODES}/node{node}/hugepages/hugepages-2048kB/nr_hugepages"
-        raise NotEnoughMemory(
-            f"starting DPDK with huge pages: {memory_mb} MB asked for, {free_mb} MB free{where} ({free or 'none'})",
-            f"echo {-(-memory_mb // 2)} > {file} (2 MB pages), or run without huge pages",
-        )
-    chosen = _Memory(free_mb >= memory_mb if huge is None else huge, free_mb)
+def _choose_memory(memory_mb: int, huge: bool | None, nodes: Mapping[int, int]) -> _Memory:
+    places = [(NODES / f"node{node}/hugepages", share, node) for node, share in nodes.items()]
+    all_mb, short = 0, False
+    for root, share, node in places or [(HUGE_PAGES, memory_mb, -1)]:
+        free = free_huge_pages(root)
+        free_mb = sum(kb * pages for kb, pages in free.items()) // 1024
+        all_mb, short = all_mb + free_mb, short or free_mb < share
+        if huge and free_mb < share:
+            where, file = "", "/proc/sys/vm/nr_hugepages"
+            if node >= 0:
+                where, file = f" on NUMA node {node}", f"{root}/hugepages-2048kB/nr_hugepages"
+            raise NotEnoughMemory(
+                f"starting DPDK with huge pages: {share} MB asked for, {free_mb} MB free{where} ({free or 'none'})",
+                f"echo {-(-share // 2)} > {file} (2 MB pages), or run without huge pages",
+            )
+    chosen = _Memory(not short if huge is None else huge, all_mb)
     # With less, EAL of 23.11 tries one address after the other, practically for ever.
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     if most != resource.RLIM_INFINITY:
@@ -130,14 +136,14 @@ class Eal(Resource):
     _running: ClassVar[Eal | None] = None
     _spent: ClassVar[str] = ""  # why it can never run (again) in this process
 
-    def __init__(self, memory_mb: int, memory: _Memory, devices: tuple[str, ...] = (), node: int = -1) -> None:
+    def __init__(self, memory_mb: int, memory: _Memory, devices: tuple[str, ...], nodes: Mapping[int, int]) -> None:
         super().__init__()
         self.memory_mb = memory_mb
         self.devices = devices
         self.huge = memory.huge
         self._free_mb = memory.free_mb
         self._pid = os.getpid()
-        self.arguments = eal_arguments(os.sched_getaffinity(0), memory_mb, memory.huge, devices, node)
+        self.arguments = eal_arguments(os.sched_getaffinity(0), memory_mb, memory.huge, devices, nodes)
         # EAL keeps pointers into its arguments.
         self._argv = [ffi.new("char[]", text.encode()) for text in ["flowcheck", *self.arguments]]
         self._argv_pointer = ffi.new("char *[]", [*self._argv, ffi.NULL])
@@ -145,13 +151,14 @@ class Eal(Resource):
     @classmethod
     def start(
         cls, *, memory_mb: int = DEFAULT_MEMORY_MB, huge: bool | None = None, devices: Sequence[str] = (),
-        node: int = -1,
+        nodes: Mapping[int, int] = ANYWHERE,
     ) -> Eal:
         """Initialises DPDK, or returns the one that runs.
 
         memory_mb: what DPDK's own pools need, and with huge pages the rings too. huge: None takes huge pages
         if enough are free, True insists, False never. devices: PCI addresses (NICs, DMA engines) that this
-        process will use; no other is touched. node: NUMA node of the memory, where the NIC is; -1: wherever.
+        process will use; no other is touched. nodes: MB of huge pages by NUMA node, where the NICs are; none: memory_mb
+        wherever.
 
         Raises:
             NotEnoughMemory: huge pages asked for and not there, or more memory than the running one has.
@@ -165,7 +172,7 @@ class Eal(Resource):
                 return cls._running
             if cls._spent:
                 raise DpdkError(errno.EALREADY, f"starting DPDK: {cls._spent}", "a new process")
-            eal = cls(memory_mb, _choose_memory(memory_mb, huge, node), tuple(devices), node)
+            eal = cls(memory_mb, _choose_memory(memory_mb, huge, nodes), tuple(devices), nodes)
             eal._initialise()
             cls._running = eal
             atexit.register(eal._shut_down)

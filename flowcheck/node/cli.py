@@ -1,4 +1,5 @@
-"""`flowcheck-node --config node.toml`: settings, DPDK, control port, groups; until SIGTERM or Ctrl-C.
+"""`flowcheck-node --config node.toml`: settings, DPDK, control port, groups; until SIGTERM or Ctrl-C. With `--check`
+only what it would take.
 
 Order of starting: settings -> DPDK and captures -> groups -> control port. Ending is the reverse: nobody new, then what
 is in the rings is judged and published, then captures and DPDK go. Exit 0 after an orderly end, else as in errors.py.
@@ -6,6 +7,7 @@ is in the rings is judged and published, then captures and DPDK go. Exit 0 after
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -15,15 +17,20 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from dataplane.live import LiveConfig, LiveSource, start_eal
+from dataplane.live import LiveSource, start_eal
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck import __version__
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
+from flowcheck.node.budget import EXAMPLE_MBPS, Budget, ask, budget
+from flowcheck.node.captures import naming, plan_captures
 from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.control import ControlServer
 from flowcheck.node.drops import Drops
@@ -31,6 +38,7 @@ from flowcheck.node.group import Group
 from flowcheck.node.output import Events, Hashes, Writer, check_places
 from flowcheck.node.port import Port
 from flowcheck.rebuild.calibration import settle, settle_updates
+from flowcheck.tables import Column, print_table, screen
 
 __all__ = ["Node", "main"]
 
@@ -45,27 +53,21 @@ class Node:
         self._stopping = False  # no Event: a signal's handler may interrupt its very lock
         self._lock = threading.Lock()
         self._groups: dict[str, Group] = {}
-        self._readers: dict[str, int] = {}  # of the capture, by group
+        self._readers: dict[str, int] = {}  # of the captures, by group
         self._started = False  # with the first group: packets that nobody reads would only fill the ring
-        token = config.token()
-        if not os.access(config.replica.directory, os.W_OK | os.X_OK):  # a job would find out when it is too late
-            raise EnvironmentProblem(
-                "replica files cannot be made there", where=f"replica.directory {config.replica.directory}",
-                remedy="an existing directory on tmpfs or hugetlbfs that the node may write to",
-            )
-        check_places(config.output)
+        token = _check_files(config)
+        planned = plan_captures(config)
         with ExitStack() as undo:
-            capture = config.capture
-            live = LiveConfig(
-                capture.device, path_mtu=capture.path_mtu, queues=capture.queues, ring_size=capture.ring_size,
-                cores=capture.cores,
-            )
-            eal = undo.enter_context(start_eal(live, huge=capture.huge))
-            say("placing", text=str(settle(capture.path_mtu or 1024, eal.huge)))
+            eal = undo.enter_context(start_eal(*(one.live for one in planned), huge=config.huge))
+            say("placing", text=str(settle(max(one.live.path_mtu or 1024 for one in planned), eal.huge)))
             say("updating", text=str(settle_updates()))
-            self._capture = undo.enter_context(LiveSource(eal, live))
-            self._port = Port(self._capture, config.groups, capture.device)
-            self._drops = Drops(capture, lambda: self._port.drops, say)
+            self._captures: list[LiveSource] = []
+            for one in planned:
+                with naming(one):
+                    self._captures.append(undo.enter_context(LiveSource(eal, one.live)))
+            self._planned = planned
+            self._port = Port(planned, self._captures, config.groups)
+            self._drops = [Drops(one, partial(self._port.drops_of, i), say) for i, one in enumerate(planned)]
             path = config.output.keep_hashes
             self._hashes = undo.enter_context(closing(Hashes(path))) if path else None
             self._writer = undo.enter_context(closing(Writer(say, config.output.every)))
@@ -98,7 +100,9 @@ class Node:
                 self._port.close(self._readers.pop(idle[0]))
             reader = next(i for i in range(self.config.groups) if i not in self._readers.values())
             if not self._started:
-                self._capture.start()
+                for one, capture in zip(self._planned, self._captures, strict=True):
+                    with naming(one):
+                        capture.start()
                 self._started = True
             sources = self._port.open(reader)
             group = Group(name, self.config, sources, self._port, self._say, self._writer, self._hashes)
@@ -107,16 +111,23 @@ class Node:
             return group
 
     def wait(self) -> None:
-        """Until `stop`, until a group's thread has died of a fault of ours, or the capture cannot go on (its
-        interface is gone)."""
+        """Until `stop`, until a group's thread has died of a fault of ours, or a capture cannot go on (its interface is
+        gone)."""
         while not self._stopping:
             time.sleep(0.1)
-            self._drops.look()
-            if self._started and self._capture.error is not None:
-                raise self._capture.error
+            for drops in self._drops:
+                drops.look()
+            if self._started:
+                self._check_captures()
             failed = next((g.failure for g in self._groups.values() if g.failure is not None), None)
             if failed is not None:
                 raise failed
+
+    def _check_captures(self) -> None:
+        for one, capture in zip(self._planned, self._captures, strict=True):
+            with naming(one):
+                if capture.error is not None:
+                    raise capture.error
 
     def stop(self) -> None:
         self._stopping = True
@@ -124,8 +135,10 @@ class Node:
     def _stop_groups(self) -> None:
         for group in self._groups.values():
             group.stop()
-        self._capture.stop()
-        self._say("capture", text=self._capture.summary())
+        for capture in self._captures:
+            capture.stop()
+        for capture in self._captures:
+            self._say("capture", text=capture.summary())
 
     def close(self) -> None:
         self._undo.close()
@@ -135,6 +148,70 @@ class Node:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check_files(config: NodeConfig) -> bytes:
+    """The token. Raises UserError or EnvironmentProblem for a file that is not there or cannot be made."""
+    token = config.token()
+    if not os.access(config.replica.directory, os.W_OK | os.X_OK):  # a job would find out when it is too late
+        raise EnvironmentProblem(
+            "replica files cannot be made there", where=f"replica.directory {config.replica.directory}",
+            remedy="an existing directory on tmpfs or hugetlbfs that the node may write to",
+        )
+    check_places(config.output)
+    return token
+
+
+def check(config: NodeConfig, as_json: bool) -> None:
+    """Print what the node would take. Raises the first of what cannot hold, after all of it was printed."""
+    _check_files(config)
+    planned = plan_captures(config)
+    made = budget(config, planned, ask(config, planned))
+    if as_json:
+        typer.echo(json.dumps(asdict(made) | {"problems": [str(problem) for problem in made.problems]}))
+    else:
+        _show(made, screen())
+    for problem in made.problems[1:]:
+        print(f"flowcheck-node: error: {problem.message()}", file=sys.stderr)
+    if made.problems:
+        raise made.problems[0]
+
+
+def _show(made: Budget, console: Console) -> None:
+    mb = [Column("device", folds=True), Column("NUMA node", number=True), Column("dump"), Column("queues", number=True),
+          Column("packets per ring", number=True), Column("buffers MB", number=True), Column("rings MB", number=True),
+          Column("in the kernel MB", number=True)]
+    rows = [
+        [one.device, str(one.node) if one.node >= 0 else "-", one.dump, str(one.queues), f"{one.ring_packets:,}",
+         _mb(one.buffers), _mb(one.rings), _mb(one.kernel)] for one in made.captures
+    ]
+    print_table(console, mb, rows, "Captures")
+    rows = [
+        [one.device, f"{one.mbps / 1000:g}" if one.mbps > 0 else f"unknown; as an example {EXAMPLE_MBPS // 1000}",
+         f"{one.pause_ms:.1f}", ", ".join(one.engines) or "-"] for one in made.captures
+    ]
+    pause = [Column("device", folds=True), Column("link Gb/s", number=True, folds=True),
+             Column("longest pause ms", number=True), Column("DMA engines", folds=True)]
+    print_table(console, pause, rows, "A ring bears, if full packets of the whole link come to one queue")
+    kind = "huge pages" if made.huge else "ordinary memory"
+    print_table(console, [Column("memory"), Column("MB", number=True)], [
+        [f"captures, in {kind}", _mb(made.dpdk)], ["captures, in the kernel", _mb(made.kernel)],
+        ["replicas and gradients of all groups, at most", _mb(made.replicas)],
+        ["free huge pages", _mb(made.huge_free)], ["available ordinary memory", _mb(made.available)],
+    ])
+    threads = [Column("threads", folds=True), Column("how many", number=True), Column("core", number=True)]
+    print_table(console, threads, [
+        [one.name, str(one.count), "any" if one.core is None else str(one.core)] for one in made.threads
+    ])
+    left = ", ".join(map(str, made.left)) or "none"
+    console.print(f"cores that no thread is pinned to: {left}", highlight=False, markup=False)
+    for note in made.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+
+
+def _mb(size: int) -> str:
+    """Rounded up: what is taken is never less than what is shown."""
+    return f"{-(-size >> 20):,}"
 
 
 @contextmanager
@@ -158,6 +235,9 @@ def _version(asked: bool) -> None:
 def run(
     config: Annotated[Path, typer.Option("--config", help="Settings: node.toml (docs/use/node.md).")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line for machines.")] = False,
+    check_only: Annotated[
+        bool, typer.Option("--check", help="Print memory, cores and the pauses that rings bear; start nothing.")
+    ] = False,
     keep_hashes: Annotated[
         Path | None, typer.Option("--keep-hashes", help="Append the SHA-256 of every version's tensors here.")
     ] = None,
@@ -172,6 +252,10 @@ def run(
         settings = settings.model_copy(
             update={"output": settings.output.model_copy(update={"keep_hashes": keep_hashes})}
         )
+    if check_only:
+        with _dpdk_errors():
+            check(settings, as_json)
+        return
     say = Events(as_json, settings.output.status_file)
     try:
         with _dpdk_errors(), Node(settings, say) as node:

@@ -6,11 +6,12 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from flowcheck.control.protocol import token_bytes
 from flowcheck.errors import EnvironmentProblem, UserError
@@ -18,10 +19,23 @@ from flowcheck.errors import EnvironmentProblem, UserError
 __all__ = ["Capture", "Control", "NodeConfig", "Output", "ReplicaSettings", "load"]
 
 MOST_BYTES = 1 << 20
+LARGEST_RING = 1 << 24
+MOST_STREAMS = 64  # queues of all captures: streams that one state machine follows (parser/include/machine.h)
+AUTO = ("auto",)
+SKELETON = "dma_skeleton"  # each time it is named, another engine is meant
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def _index(i: int, captures: Sequence[object]) -> str:
+    return f"[{i}]" if len(captures) > 1 else ""
+
+
+def _wrong(key: str, what: str) -> PydanticCustomError:
+    """What is wrong with a key that fits its own bounds, but not the keys beside it."""
+    return PydanticCustomError("together", "{what}", {"key": key, "what": what})
 
 
 class Control(_Part):
@@ -46,15 +60,52 @@ class Control(_Part):
 
 
 class Capture(_Part):
-    """device: as dataplane/ports.py names them. path_mtu: RoCE's, 0: whole frames of the interface. huge: packet memory
-    in huge pages; left out: if enough of them are free when the node starts."""
+    """One mirror port.
+
+    device: as dataplane/ports.py names them. path_mtu: RoCE's, 0: whole frames of the interface. dump: how packets
+    get into the rings (docs/understand/dataplane.md). engines: for dump = "dma", each used by one queue: names, a
+    multiple of queues, or "auto": one for each queue, on the device's NUMA node. queues: each has a ring and a thread.
+    cores: one for each queue, or none. huge: packet memory in huge pages, for all captures of the node; left out: if
+    enough of them are free when the node starts.
+
+    The ring of each queue, one of: ring_size: packets, a power of two. ring_mb: MiB of memory for it. iteration_bytes:
+    gradient bytes on the wire that an iteration brings to one queue, all of which it then holds. None of them: 16,384
+    packets.
+    """
 
     device: str
-    path_mtu: int = 0
+    path_mtu: Literal[0, 256, 512, 1024, 2048, 4096] = 0
+    dump: Literal["copy", "hold", "dma"] = "copy"
+    engines: tuple[str, ...] = ()
     queues: Annotated[int, Field(ge=1, le=16)] = 1
-    ring_size: Annotated[int, Field(ge=64, le=1 << 24)] = 1 << 14
-    cores: tuple[int, ...] = ()
+    ring_size: Annotated[int, Field(ge=64, le=LARGEST_RING)] | None = None
+    ring_mb: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
+    iteration_bytes: Annotated[int, Field(ge=1, le=1 << 48)] | None = None
+    cores: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
     huge: bool | None = None
+
+    @field_validator("engines", mode="before")
+    @classmethod
+    def _names(cls, given: Any) -> Any:
+        if isinstance(given, str) and given != "auto":
+            raise PydanticCustomError("engines", 'a list of names, or "auto"')
+        return AUTO if given == "auto" else given
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        rings = [key for key in ("ring_size", "ring_mb", "iteration_bytes") if getattr(self, key) is not None]
+        if len(rings) > 1:
+            raise _wrong(rings[1], f"{rings[0]} is given, too: one of them decides how large the rings are")
+        if self.ring_size is not None and self.ring_size & (self.ring_size - 1):
+            raise _wrong("ring_size", f"{self.ring_size} is not a power of two")
+        if self.cores and len(self.cores) != self.queues:
+            raise _wrong("cores", f"{len(self.cores)} cores for {self.queues} queues: one for each, or none")
+        if (self.dump == "dma") != bool(self.engines):
+            raise _wrong("engines", 'dump = "dma" needs DMA engines: their names, or "auto"' if self.dump == "dma" else
+                         f'DMA engines are for dump = "dma", this is {self.dump!r}')
+        if self.engines != AUTO and len(self.engines) % self.queues:
+            raise _wrong("engines", f"{len(self.engines)} engines for {self.queues} queues: each needs as many")
+        return self
 
 
 class ReplicaSettings(_Part):
@@ -79,15 +130,52 @@ class Output(_Part):
 
 
 class NodeConfig(_Part):
-    """groups: jobs at once. record_seconds: how long a complete iteration waits for its step record."""
+    """capture: mirror ports; in the file a table, or a list of tables. groups: jobs at once. record_seconds: how long a
+    complete iteration waits for its step record."""
 
     control: Control
-    capture: Capture
+    capture: tuple[Capture, ...]
     replica: ReplicaSettings = ReplicaSettings()
     output: Output = Output()
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,32}$")] = "node"
     groups: Annotated[int, Field(ge=1, le=8)] = 1
     record_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
+
+    @field_validator("capture", mode="before")
+    @classmethod
+    def _list(cls, given: Any) -> Any:
+        if given == []:
+            raise PydanticCustomError("empty", "a node needs a mirror port at least")
+        return [given] if isinstance(given, Mapping | Capture) else given
+
+    @field_validator("capture")
+    @classmethod
+    def _together(cls, captures: tuple[Capture, ...]) -> tuple[Capture, ...]:
+        """What may be there once, and what all captures share."""
+        taken: dict[tuple[str, str], str] = {}
+        for i, capture in enumerate(captures):
+            kind, _, interface = capture.device.partition(":")
+            given = [("device", interface if kind in ("af_packet", "af_xdp") else capture.device.lower())]
+            given += [("cores", str(core)) for core in capture.cores]
+            given += [("engines", name) for name in capture.engines if name not in (*AUTO, SKELETON)]
+            for key, name in given:
+                if (key, name) in taken:
+                    raise _wrong(f"{_index(i, captures)}.{key}", f"{name} is given twice: {taken[key, name]} has it")
+                taken[key, name] = f"capture{_index(i, captures)}.{key}"
+        huge = {capture.huge for capture in captures} - {None}
+        if len(huge) > 1:
+            raise _wrong(".huge", "true in one and false in another: all captures of a node have the same memory")
+        if (queues := sum(capture.queues for capture in captures)) > MOST_STREAMS:
+            raise _wrong(".queues", f"{queues} in all captures together: a node reads at most {MOST_STREAMS}")
+        return captures
+
+    @property
+    def huge(self) -> bool | None:
+        return next((capture.huge for capture in self.capture if capture.huge is not None), None)
+
+    def table(self, index: int) -> str:
+        """What errors and events call a capture's table in the settings."""
+        return f"capture{_index(index, self.capture)}"
 
     def token(self) -> bytes:
         path = self.control.token_file
@@ -126,20 +214,40 @@ def load(path: str | os.PathLike[str]) -> NodeConfig:
     except ValidationError as error:
         found = error.errors(include_url=False)
         found.sort(key=lambda one: one["type"] != "extra_forbidden")  # a key that is misspelt is missing, too
-        first, *others = ((".".join(map(str, one["loc"])), _said(one)) for one in found)
+        captures = data.get("capture")
+        several = isinstance(captures, list) and len(captures) > 1
+        first, *others = ((_key(one, several), _said(one)) for one in found)
         also = "".join(f"; {field}: {said}" for field, said in others[:4])
         raise UserError(first[1] + also, where=f"{path}: {first[0]}", remedy="docs/use/node.md has every key") from None
+
+
+def _key(error: Mapping[str, Any], several: bool) -> str:
+    """`replica.slots`; `capture.cores` or, of several, `capture[1].cores`; elements of a list: the list's."""
+    table, *rest = error["loc"]
+    if table != "capture":
+        return ".".join(map(str, error["loc"]))
+    index = f"[{rest.pop(0)}]" if rest and isinstance(rest[0], int) else ""
+    keys = [f".{part}" for part in rest[:1]]
+    if error["type"] == "together":
+        key = error["ctx"]["key"]
+        keys = [key if key[0] in ".[" else f".{key}"]
+    return f"capture{index if several else ''}{''.join(keys)}"
 
 
 def _said(error: Mapping[str, Any]) -> str:
     """What is wrong with one key; of one that does not exist, which one is meant."""
     if error["type"] != "extra_forbidden":
         return str(error["msg"])
-    *table, key = map(str, error["loc"])
-    part: Any = NodeConfig.model_fields[table[0]].annotation if table else NodeConfig
-    close = difflib.get_close_matches(key, part.model_fields, 1)
-    elsewhere = [name for name, field in NodeConfig.model_fields.items()
-                 if key in getattr(field.annotation, "model_fields", ())]
+    *table, key = (str(part) for part in error["loc"] if isinstance(part, str))
+    keys = _keys(table[0]) if table else NodeConfig.model_fields
+    close = difflib.get_close_matches(key, keys, 1)
+    elsewhere = [name for name in NodeConfig.model_fields if key in _keys(name)]
     if close and close[0] != key:
         return f"is not a key: did you mean {close[0]}?"
     return f"is not a key here, it is one of [{elsewhere[0]}]" if elsewhere else "is not a key"
+
+
+def _keys(table: str) -> Iterable[str]:
+    """Of a table of the file; none for a key that is not one."""
+    kind: Any = NodeConfig.model_fields[table].annotation
+    return getattr(next(iter(get_args(kind)), kind), "model_fields", ())

@@ -9,38 +9,40 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from flowcheck.node.config import Capture
+from flowcheck.node.captures import PlannedCapture
 from flowcheck.node.parts import grown
 
 __all__ = ["OWN", "SAID_SECONDS", "Drops", "describe"]
 
 SAID_SECONDS = 10.0  # between two lines while drops go on
 _SLOW_PORT = (
-    "the thread that empties the port is too slow: more capture.queues (now {queues}), each with a core of its own in"
-    " capture.cores"
+    "the thread that empties the port is too slow: more {table}.queues (now {queues}), each with a core of its own in"
+    " {table}.cores"
 )
 # counter of dataplane/include/rx_counters.h -> what to change
 OWN = {
-    "ring_full": "raise capture.ring_size (now {ring_size}, a power of two), or give the updater replica.threads",
+    "ring_full": "raise {table}.ring_size (now {entries}, a power of two), or give the updater replica.threads",
     "kernel_ring_full": _SLOW_PORT,
     "nic_missed": _SLOW_PORT,
     "no_mbuf": _SLOW_PORT,
-    "oversize": "capture.path_mtu (now {path_mtu}) is smaller than the job's; 0 takes whole frames",
+    "oversize": "{table}.path_mtu (now {path_mtu}) is smaller than the job's; 0 takes whole frames",
 }
 
 
-def describe(drops: Mapping[str, int], capture: Capture) -> str:
+def describe(drops: Mapping[str, int], capture: PlannedCapture) -> str:
     """The causes with their counts, and for each the setting to change."""
     counts = ", ".join(f"{cause} {count}" for cause, count in drops.items())
-    settings = dict.fromkeys(OWN[cause].format(**dict(capture)) for cause in drops)
+    live = capture.live
+    facts = {"table": capture.table, "queues": live.queues, "entries": live.entries, "path_mtu": live.path_mtu}
+    settings = dict.fromkeys(OWN[cause].format(**facts) for cause in drops)
     return f"{counts}: {'; '.join(settings)}"
 
 
 class Drops:
-    """drops(): the port's own drops so far, by cause. say: events. `look` belongs to one thread."""
+    """Of one capture. drops(): its own drops so far, by cause. say: events. `look` belongs to one thread."""
 
     def __init__(
-        self, capture: Capture, drops: Callable[[], Mapping[str, int]], say: Callable[..., None],
+        self, capture: PlannedCapture, drops: Callable[[], Mapping[str, int]], say: Callable[..., None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._capture, self._drops, self._say, self._clock = capture, drops, say, clock

@@ -5,7 +5,7 @@
 
 One thread per group drives its session and handles its inbox; connections (control.py) only put into the inbox, and
 never wait for the group. While there is no job the rings are emptied and thrown away, so that the next one begins
-with fresh packets. All groups read the one capture of the node (ring_fanout.pyx): a group that waits for a record keeps
+with fresh packets. All groups read all captures of the node (ring_fanout.pyx): a group that waits for a record keeps
 what it has not read in the ring, and if that fills, packets are dropped for all of them, and counted.
 """
 
@@ -26,7 +26,6 @@ from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.drops import describe
 from flowcheck.node.live import LiveSession
 from flowcheck.node.members import Inbound, RankSession
 from flowcheck.node.output import Hashes, Writer
@@ -47,7 +46,7 @@ INBOX = 4096  # messages; a connection that finds it full is too fast for anythi
 
 
 class Group:
-    """name: what trainers call it. sources: rings of its capture, port: where they come from. say: events. See the
+    """name: what trainers call it. sources: rings of the captures, port: where they come from. say: events. See the
     module for threads."""
 
     def __init__(
@@ -364,7 +363,7 @@ class Group:
             self.files.discard()
         drops = grown(self._base, self._port.drops)
         if drops:
-            why += f"; since its state the node itself has dropped {describe(drops, self._config.capture)}"
+            why += f"; since its state the node itself has dropped {self._port.explain(drops)}"
         self._say("lost", why=why, serves=session.serves, dropped=drops)
         self._asking.ask(f"checkpoint wanted: {why}")
 

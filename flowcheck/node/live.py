@@ -39,10 +39,11 @@ class LiveSession(Follower):
         self, plan: JobPlan, sources: Sequence[Source], clock: Clock | None = None, *, slots: int, threads: int,
         record_seconds: float, port: Arrivals | None = None, now: Callable[[], float] = time.monotonic,
     ) -> None:
-        names = [f"queue {i}" for i in range(plan.engine.streams)]
+        port = port or Arrivals()
+        names = port.stream_names(plan.engine.streams)
         super().__init__(plan, sources, names, Policy.live(record_seconds), clock=clock, now=now)
         self._slots, self._threads = slots, threads
-        self._silence = Silence(plan, self.engine, port or Arrivals(), self.clock, now)
+        self._silence = Silence(plan, self.engine, port, self.clock, now)
 
     def record(self, record: Record, buffers: Mapping[str, torch.Tensor], rank: int) -> list[Event]:
         """Keep a step record. Raises UserError where it cannot be believed."""

@@ -37,8 +37,8 @@ class Silent(Event):
 
 
 class Arrivals:
-    """What is known of a port. name: as the settings call the device. arrived: packets so far. drops: those that the
-    node itself has lost, by cause (drops.py), without causes that did not occur. This one has none."""
+    """What is known of a node's ports. name: as the settings call the devices. arrived: packets so far. drops: those
+    that the node itself has lost, by cause (drops.py), without causes that did not occur. This one has none."""
 
     name = ""
 
@@ -49,6 +49,14 @@ class Arrivals:
     @property
     def drops(self) -> dict[str, int]:
         return {}
+
+    def stream_names(self, streams: int) -> list[str]:
+        """What people call the streams that come from here."""
+        return [f"queue {i}" for i in range(streams)]
+
+    def explain(self, drops: Mapping[str, int]) -> str:
+        """In words."""
+        return ", ".join(f"{cause} {count}" for cause, count in drops.items())
 
 
 class Silence:
@@ -118,6 +126,6 @@ class Silence:
         if "unanchored" not in came or self._plan.job.communicator.protocol != "simple":
             return ""
         return (
-            "SIMPLE finds its place by clear-to-sends, which go the other way (unanchored: packets that have none):"
-            " mirror both directions of each port"
+            "SIMPLE finds its place by clear-to-sends, which go the other way and have to come to the same port of the"
+            " node (unanchored: packets that have none): mirror both directions of each port"
         )

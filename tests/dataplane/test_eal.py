@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dataplane.ports import numa_node
+from dataplane.ports import link_speed, numa_node, rx_queues
 from dataplane.pydpdk import free_huge_pages
 from dataplane.pydpdk.eal import eal_arguments
 
@@ -172,7 +172,7 @@ def test_with_huge_pages(capture, huge_pages):
     out = succeeds(
         """
         mask = os.sched_getaffinity(0)
-        with Eal.start(memory_mb=64, node=0) as eal:
+        with Eal.start(memory_mb=64, nodes={0: 64}) as eal:
             assert "--socket-mem 64" in " ".join(eal.arguments)
             assert eal.huge and "huge pages without page files" in eal.describe()
             assert os.sched_getaffinity(0) == mask
@@ -198,7 +198,7 @@ def test_huge_pages_asked_for_and_absent(capture):
         except NotEnoughMemory as exc:
             assert "100000000 MB asked for" in str(exc) and "nr_hugepages" in str(exc), exc
         try:
-            Eal.start(memory_mb=100_000_000, huge=True, node=0)
+            Eal.start(memory_mb=100_000_000, huge=True, nodes={0: 100_000_000})
         except NotEnoughMemory as exc:
             assert "on NUMA node 0" in str(exc) and "node0/hugepages/hugepages-2048kB/nr_hugepages" in str(exc), exc
         with Eal.start(memory_mb=64, huge=False) as eal:  # a refusal before EAL costs nothing
@@ -305,8 +305,9 @@ def test_arguments():
     plain = eal_arguments({0}, 64, False)
     assert huge[:3] == ["--in-memory", "-m", "512"] and "0@(0,3,11)" in huge
     assert plain[:4] == ["--no-huge", "--no-shconf", "-m", "64"] and "--in-memory" not in plain
-    assert eal_arguments({0}, 512, True, node=2)[:3] == ["--in-memory", "--socket-mem", "0,0,512"]
-    assert eal_arguments({0}, 64, False, node=2) == eal_arguments({0}, 64, False)
+    assert eal_arguments({0}, 512, True, nodes={2: 512})[:3] == ["--in-memory", "--socket-mem", "0,0,512"]
+    assert eal_arguments({0}, 700, True, nodes={3: 200, 1: 500})[:3] == ["--in-memory", "--socket-mem", "0,500,0,200"]
+    assert eal_arguments({0}, 64, False, nodes={2: 64}) == eal_arguments({0}, 64, False)
     assert all(flag in arguments for flag in quiet for arguments in (huge, plain))
 
 
@@ -327,3 +328,24 @@ def test_numa_node_of_a_device(tmp_path):
     file.parent.mkdir(parents=True)
     file.write_text("1\n")
     assert numa_node("0000:81:00.0", tmp_path) == 1 and numa_node("0000:81:00.1", tmp_path) == -1
+    interface = tmp_path / "sys/class/net/eth2/device/numa_node"
+    interface.parent.mkdir(parents=True)
+    interface.write_text("0\n")
+    for kind in ("af_packet", "af_xdp"):
+        assert numa_node(f"{kind}:eth2", tmp_path) == 0 and numa_node(f"{kind}:veth0", tmp_path) == -1
+    assert numa_node("ring", tmp_path) == -1
+
+
+def test_link_speed_and_queues_of_a_device(tmp_path):
+    for name, text in (("class/net/eth2/speed", "25000\n"), ("class/net/down0/speed", "-1\n"),
+                       ("class/net/eth2/queues/rx-0/rps_cpus", ""), ("class/net/eth2/queues/rx-1/rps_cpus", ""),
+                       ("class/net/eth2/queues/tx-0/xps_cpus", ""),
+                       ("bus/pci/devices/0000:8a:00.0/net/eth3/speed", "100000\n")):
+        (tmp_path / "sys" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sys" / name).write_text(text)
+    assert link_speed("af_packet:eth2", tmp_path) == link_speed("af_xdp:eth2", tmp_path) == 25000
+    assert link_speed("0000:8A:00.0", tmp_path) == 100000
+    for silent in ("af_packet:down0", "af_packet:none", "0000:8a:00.1", "ring", "null"):
+        assert link_speed(silent, tmp_path) == -1
+    assert rx_queues("af_xdp:eth2", tmp_path) == 2
+    assert {rx_queues(device, tmp_path) for device in ("af_packet:eth2", "af_xdp:none", "ring")} == {-1}

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from dataplane.counters import read_counters
-from dataplane.live import LiveConfig, LiveSource, live_memory, start_eal
+from dataplane.live import LiveConfig, LiveSource, live_memory, memory_by_node, start_eal
 from dataplane.pydpdk import DpdkError, Mbuf, Mempool, NotEnoughMemory, Ring
 from dataplane.pydpdk.ffi import lib
 from dataplane.reader import RingReader
@@ -455,6 +455,7 @@ def test_hold_is_sized_by_the_iteration():
     fits = LiveConfig("ring", dump="hold", path_mtu=4096, iteration_bytes=100 << 20)
     assert fits.entries == 32768 and not fits.warning
     assert fits.queue_plan().buffers >= fits.entries and fits.queue_plan().slot == 0
+    assert LiveConfig("ring", path_mtu=4096, iteration_bytes=100 << 20).entries == 32768  # whatever moves the bytes
     short = LiveConfig("ring", dump="hold", path_mtu=4096, iteration_bytes=100 << 20, ring_size=1024)
     assert "up to 27201 packets, the ring holds 1024" in short.warning
 
@@ -485,6 +486,18 @@ def test_hold_gives_back_what_the_consumer_releases(feed, captures):
     while it.pool.in_use:
         assert time.monotonic() < deadline
     assert not it.source.finished and it.source.counters()["ring_full"] == 0
+
+
+def test_memory_of_several_devices_lies_where_they_are():
+    small, large = LiveConfig("ring", ring_size=64, path_mtu=1024), LiveConfig("null", path_mtu=4096)
+    both = live_memory([small, large])
+    assert both.huge_mb < live_memory([small]).huge_mb + live_memory([large]).huge_mb  # DPDK's tables are there once
+    assert memory_by_node([(small, -1), (large, -1)]) == {}
+    assert memory_by_node([(small, 1), (large, -1)]) == {1: both.huge_mb}
+    assert memory_by_node([(small, 1), (large, 0)]) == {
+        0: live_memory([large]).huge_mb, 1: live_memory([small]).huge_mb,
+    }
+    assert memory_by_node([(small, 1), (large, 0), (large, -1)])[0] == live_memory([large, large]).huge_mb
 
 
 def test_memory_that_is_not_there():

@@ -32,26 +32,37 @@ LONGEST = 240.0  # seconds that anything may take: it bounds what hangs, not wha
 
 
 class Lan:
-    """A network namespace of this thread, and of the processes that it starts: a veth pair and the loopback."""
+    """A network namespace of this thread, and of the processes that it starts: a veth pair and the loopback; a second
+    pair on demand."""
 
     near, far = "flowcheck0", "flowcheck1"
+    near2, far2 = "flowcheck2", "flowcheck3"
 
     def __init__(self) -> None:
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
         self._ip("link", "set", "lo", "up")
-        self._ip("link", "add", self.near, "mtu", "9000", "type", "veth", "peer", "name", self.far, "mtu", "9000")
-        for end in (self.near, self.far):
+        self.sockets: list[socket.socket] = []
+        self.socket = self._pair(self.near, self.far)
+
+    def second(self) -> socket.socket:
+        """What is sent there comes to `near2`."""
+        return self._pair(self.near2, self.far2)
+
+    def _pair(self, near: str, far: str) -> socket.socket:
+        self._ip("link", "add", near, "mtu", "9000", "type", "veth", "peer", "name", far, "mtu", "9000")
+        for end in (near, far):
             self._ip("link", "set", end, "up")
-        wait_for_links(self._ip, self.near, self.far)
-        self.socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW)
-        self.socket.bind((self.far, 0))
+        wait_for_links(self._ip, near, far)
+        self.sockets.append(socket.socket(socket.AF_PACKET, socket.SOCK_RAW))
+        self.sockets[-1].bind((far, 0))
+        return self.sockets[-1]
 
     def _ip(self, *words: str) -> str:
         return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
-    def send(self, frames: Sequence[bytes]) -> None:
+    def send(self, frames: Sequence[bytes], to: socket.socket | None = None) -> None:
         for number, frame in enumerate(frames):
-            self.socket.send(frame)
+            (to or self.socket).send(frame)
             if number % 512 == 511:
                 time.sleep(0.01)  # a mirror port has the pace of a wire, this socket has none
 
@@ -73,8 +84,8 @@ def lan() -> Iterator[Lan]:
             pytest.skip(f"no veth pairs here: {error}")
         yield made[0]
     finally:
-        for one in made:
-            one.socket.close()
+        for one in (each for lan in made for each in lan.sockets):
+            one.close()
         assert libc.setns(home, CLONE_NEWNET) == 0
         os.close(home)
 
@@ -155,20 +166,19 @@ class NodeProcess:
 
 @pytest.fixture
 def start_node(lan: Lan, tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
-    """start_node(extra="", **settings of NodeConfig) -> a running node on the near end of the pair."""
+    """start_node(extra="", **settings of NodeConfig) -> a running node on the near end of the pair. captures: tables
+    in place of the one of that capture."""
     started: list[NodeProcess] = []
 
-    def start(extra: str = "", replica: str = "", **settings: Any) -> NodeProcess:
+    def start(extra: str = "", replica: str = "", captures: str = "", **settings: Any) -> NodeProcess:
         text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
+        one = f'[capture]\ndevice = "af_packet:{lan.near}"\nring_size = 8192\nhuge = false'
         text += f"""
 [control]
 listen = "127.0.0.1:0"
 token_file = "{tmp_path / 'token'}"
 {extra}
-[capture]
-device = "af_packet:{lan.near}"
-ring_size = 8192
-huge = false
+{captures or one}
 [replica]
 directory = "{tmp_path}"
 {replica}

@@ -131,6 +131,14 @@ class FakePort(Arrivals):
     def drops(self) -> dict[str, int]:
         return dict(self.dropped)
 
+    def explain(self, drops: Mapping[str, int]) -> str:
+        pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
+        from dataplane.live import LiveConfig
+        from flowcheck.node.captures import PlannedCapture
+        from flowcheck.node.drops import describe
+
+        return describe(drops, PlannedCapture("capture", Capture(device="ring"), LiveConfig("ring"), -1))
+
 
 class Scene:
     """group, what it said, and the sessions that it began."""

@@ -22,50 +22,61 @@ class World:
     def __init__(self) -> None:
         self.done: list[str] = []
         self.said: list[tuple[str, dict[str, Any]]] = []
-        self.live: Any = None
+        self.lives: list[Any] = []  # of all captures, as the node planned them
         self.huge: Any = "not asked"
         self.eal: Any = None
-        self.rings: list[MemoryRing] = []
-        self.error: Exception | None = None
-        self.counters: dict[str, int] = {}
+        self.rings: list[MemoryRing] = []  # of all captures, one after the other
+        self.errors: dict[str, Exception] = {}  # by device
+        self.counters: dict[str, dict[str, int]] = {}  # by device
+        self.refused: dict[str, Exception] = {}  # devices that cannot be opened
         self.groups: list[Any] = []
         self.port: tuple[str, int] | None = None
 
+    @property
+    def live(self) -> Any:
+        """Of the only capture."""
+        (live,) = self.lives
+        return live
+
     def start_eal(self, *configs: Any, huge: Any) -> Any:
-        (self.live,), self.huge = configs, huge
+        self.lives, self.huge = list(configs), huge
         self.eal = _noting(self, "eal")
         return self.eal
 
     def source(self, eal: Any, config: Any) -> Any:
-        assert config is self.live and eal is self.eal
-        self.rings = [MemoryRing(64) for _ in range(config.queues)]
+        assert config in self.lives and eal is self.eal
+        device, which = config.device, f"capture {config.device}" if len(self.lives) > 1 else "capture"
+        if device in self.refused:
+            raise self.refused[device]
+        rings = [MemoryRing(64) for _ in range(config.queues)]
+        self.rings += rings
         world = self
 
         class Capture:
-            ring_addresses = [ring.ring_address for ring in self.rings]
+            ring_addresses = [ring.ring_address for ring in rings]
 
             def __enter__(self) -> Any:
-                world.done.append("open capture")
+                world.done.append(f"open {which}")
                 return self
 
             def __exit__(self, *_: object) -> None:
-                world.done.append("close capture")
+                world.done.append(f"close {which}")
 
             def start(self) -> None:
-                world.done.append("start capture")
+                world.done.append(f"start {which}")
 
             def stop(self) -> None:
-                world.done.append("stop capture")
+                world.done.append(f"stop {which}")
 
             def counters(self) -> dict[str, int]:
-                return dict.fromkeys(("received", *OWN), 0) | world.counters
+                return dict.fromkeys(("received", *OWN), 0) | world.counters.get(device, {})
 
             def summary(self) -> str:
                 return "3 arrived"
 
             @property
             def error(self) -> Exception | None:
-                return world.error
+                return world.errors.get(device)
 
         return Capture()
 

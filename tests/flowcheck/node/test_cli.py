@@ -323,8 +323,93 @@ def test_a_group_that_made_room_holds_up_nobody(begin: Begin, world: World) -> N
 def test_a_failed_capture_is_a_failed_source(begin: Begin, world: World) -> None:
     begin()._group("a")
     assert world.groups[0].sources[0].error is None
-    world.error = DpdkError(0, "gone", "")
-    assert world.groups[0].sources[0].error is world.error
+    world.errors["af_packet:lo"] = DpdkError(0, "gone", "")
+    assert world.groups[0].sources[0].error is world.errors["af_packet:lo"]
+
+
+# -- several captures ------------------------------------------------------------------------------------------
+
+TWO = ({"device": "af_packet:lo", "queues": 2, "cores": (0, 1)}, {"device": "ring", "path_mtu": 1024, "ring_size": 256})
+
+
+def test_captures_are_opened_in_the_order_of_the_settings_and_closed_in_the_other(begin: Begin, world: World) -> None:
+    node = begin(capture=[*TWO])
+    assert world.done == ["open eal", "open capture af_packet:lo", "open capture ring"]
+    assert [(live.device, live.queues, live.entries, live.streams) for live in world.lives] == [
+        ("af_packet:lo", 2, 16384, (0, 1)), ("ring", 1, 256, (2,)),
+    ]
+    node._group("a")
+    assert world.done[3:] == ["start capture af_packet:lo", "start capture ring", "start group 'a'"]
+    node.close()
+    assert world.done[6:] == [
+        "stop group 'a'", "stop capture af_packet:lo", "stop capture ring", "say capture", "say capture",
+        "close capture ring", "close capture af_packet:lo", "close eal",
+    ]
+
+
+def test_a_capture_that_is_refused_is_named_and_those_before_it_are_closed(begin: Begin, world: World) -> None:
+    world.refused["ring"] = DpdkError(22, "no thread can be bound to core 7", "another core")
+    with pytest.raises(DpdkError) as refused:
+        begin(capture=[*TWO])
+    assert (refused.value.what, refused.value.remedy) == ("ring: no thread can be bound to core 7", "another core")
+    assert world.done == ["open eal", "open capture af_packet:lo", "close capture af_packet:lo", "close eal"]
+
+
+def test_every_queue_of_every_capture_is_a_stream_of_every_group(begin: Begin, world: World) -> None:
+    node = begin(groups=2, capture=[*TWO])
+    node._group("a")
+    node._group("b")
+    sources = [one.sources for one in world.groups]
+    assert [[source.index for source in three] for three in sources] == [[0, 1, 2]] * 2
+    world.rings[2].put([(1, b"x"), (2, b"y")])  # of the second capture
+    for three in sources:
+        assert [_waiting(source.ring_address) for source in three] == [0, 0, 2]
+    port = world.groups[0].given[2]
+    assert port.name == "af_packet:lo and ring"
+    assert port.stream_names(3) == ["af_packet:lo queue 0", "af_packet:lo queue 1", "ring queue 0"]
+
+
+def test_counters_are_of_all_captures_and_drops_say_of_which(begin: Begin, world: World) -> None:
+    begin(capture=[*TWO])._group("a")
+    port = world.groups[0].given[2]
+    world.counters = {"af_packet:lo": {"received": 5}, "ring": {"received": 7}}
+    assert (port.arrived, port.drops) == (12, {})
+    world.counters["ring"] |= {"ring_full": 3, "oversize": 1}
+    assert port.drops == {"ring ring_full": 3, "ring oversize": 1}
+    said = port.explain({"ring ring_full": 2})
+    assert said == (
+        "ring ring_full 2: raise capture[1].ring_size (now 256, a power of two), or give the updater replica.threads"
+    )
+    world.counters["af_packet:lo"]["kernel_ring_full"] = 9
+    both = port.explain(port.drops)
+    assert "af_packet:lo kernel_ring_full 9: " in both and "more capture[0].queues (now 2)" in both
+    assert "ring ring_full 3, oversize 1: " in both and "capture[1].path_mtu (now 1024)" in both
+
+
+def test_the_capture_that_drops_is_the_one_that_is_named(
+    begin: Begin, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = begin(capture=[*TWO])
+
+    def sleep(seconds: float) -> None:
+        node._stopping = bool(world.counters)
+        world.counters["ring"] = {"no_mbuf": 4}
+
+    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=sleep))
+    node.wait()
+    ((event, fields),) = world.said
+    assert (event, fields["port"], fields["drops"]) == ("dropped", "ring", {"no_mbuf": 4})
+    assert "more capture[1].queues (now 1)" in fields["why"]
+
+
+def test_one_capture_that_cannot_go_on_ends_the_wait_and_is_named(begin: Begin, world: World) -> None:
+    node = begin(capture=[*TWO])
+    node._group("a")
+    world.errors["ring"] = DpdkError(110, "DMA engines x: copies were never completed", "working engines")
+    with pytest.raises(DpdkError, match="ring: DMA engines x: copies were never completed") as failed:
+        node.wait()
+    assert (failed.value.errno, failed.value.remedy) == (110, "working engines")
+    assert [source.error is not None for source in world.groups[0].sources] == [False, False, True]
 
 
 # -- waiting ---------------------------------------------------------------------------------------------------
@@ -352,7 +437,7 @@ def test_drops_of_the_node_itself_are_named_while_it_runs(
 
     def sleep(seconds: float) -> None:
         node._stopping = bool(world.counters)
-        world.counters["ring_full"] = 3
+        world.counters["af_packet:lo"] = {"ring_full": 3}
 
     monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=sleep))
     node.wait()
@@ -374,7 +459,7 @@ def test_a_capture_that_cannot_go_on_ends_the_wait(
     begin: Begin, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = begin()
-    world.error = DpdkError(0, "the interface is gone", "")
+    world.errors["af_packet:lo"] = DpdkError(0, "the interface is gone", "")
     monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=lambda seconds: node.stop()))
     node.wait()  # it has not started yet
     node._stopping = False

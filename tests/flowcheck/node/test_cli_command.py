@@ -176,3 +176,73 @@ def test_its_help_has_its_own_options_only(command: Callable[..., int], capsys: 
     assert command("--help") == 0
     said = capsys.readouterr().out
     assert "--keep-hashes" in said and "--install-completion" not in said
+
+
+# -- what it would take ----------------------------------------------------------------------------------------
+
+
+def test_a_check_prints_the_figures_in_80_columns_and_starts_nothing(
+    command: Callable[..., int], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    core = max(os.sched_getaffinity(0))
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command("--check", text=(
+        f'groups = 2\n[control]\nlisten = "127.0.0.1:0"\ntoken_file = "{tmp_path}/token"\n'
+        f'[[capture]]\ndevice = "af_packet:lo"\nhuge = false\ncores = [{core}]\nring_size = 1024\n'
+        '[[capture]]\ndevice = "ring"\npath_mtu = 4096\ndump = "dma"\nengines = ["dma_skeleton"]\n'
+        f'[replica]\ndirectory = "{tmp_path}"\nmemory_mb = 8\n[output]\nstatus_file = "{tmp_path}/s/status.json"\n'
+    )) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    lines = [line.split() for line in out.splitlines()]
+    assert ["ring", "-", "dma", "1", "16,384"] in [line[:5] for line in lines]
+    assert ["af_packet:lo", "-", "copy", "1", "1,024"] in [line[:5] for line in lines]
+    assert "unknown; as an example 100" in " ".join(out.split()) and "dma_skeleton" in out
+    assert "5.5" in out  # milliseconds of 16,384 packets at 100 Gb/s
+    assert ["replicas", "and", "gradients", "of", "all", "groups,", "at", "most", "16"] in lines
+    assert ["receive", "from", "af_packet:lo", "queue", "0", "1", str(core)] in lines
+    assert "note: packet memory without huge pages: too slow for line rate" in " ".join(out.split())
+    assert world.done == [] and not (tmp_path / "s" / "status.json").exists()
+
+
+def test_a_check_for_machines(command: Callable[..., int], world: World, capsys: Any) -> None:
+    assert command("--check", "--json", device="ring") == 0
+    said = json.loads(capsys.readouterr().out)
+    (capture,) = said["captures"]
+    assert (capture["device"], capture["ring_packets"], capture["mbps"]) == ("ring", 16384, -1)
+    assert said["problems"] == [] and said["huge"] is False and said["ordinary"] == said["dpdk"] > 16384 * 1152
+
+
+def test_a_check_refuses_after_it_has_printed(
+    command: Callable[..., int], world: World, tmp_path: Path, capsys: Any
+) -> None:
+    """Every problem is said; the status is that of the first one."""
+    base = f'[control]\nlisten = "127.0.0.1:0"\ntoken_file = "{tmp_path}/token"\n'
+    tail = f'[replica]\ndirectory = "{tmp_path}"\nmemory_mb = 1000000000\n'
+    assert command("--check", text=f'{base}[capture]\ndevice = "ring"\ncores = [1023]\n{tail}') == 3
+    said = capsys.readouterr()
+    assert "receive from ring queue 0" in said.out
+    assert "flowcheck-node: error: capture.cores: this machine has no core 1023\n  remedy: " in said.err
+    assert "flowcheck-node: error: replica.memory_mb: a job may take 1000000000 MB" in said.err
+    assert command("--check", text=f'{base}[capture]\ndevice = "ring"\n{tail}') == 2
+    assert world.done == []
+
+
+@pytest.mark.parametrize(("capture", "status", "said"), [
+    ('device = "ring"\nqueues = 2\ncores = [1, 1]', 2, "capture.cores: 1 is given twice"),
+    ('device = "ring"\ndump = "dma"\nengines = ["0000:00:00.7"]', 3, "capture.engines: this machine has no DMA engine"),
+    ('device = "af_packet:flowcheck9"', 3, "capture: interface flowcheck9"),
+    ('device = "eth0"', 2, "capture: 'eth0' is not a capture device"),
+    ('device = "ring"\npath_mtu = 4096\ndump = "hold"\nring_mb = 1', 2, "capture.ring_mb: 1 MiB hold no ring"),
+])
+def test_a_check_refuses_what_cannot_hold(
+    command: Callable[..., int], world: World, tmp_path: Path, capsys: Any, capture: str, status: int, said: str
+) -> None:
+    text = f'[control]\nlisten = "127.0.0.1:0"\ntoken_file = "{tmp_path}/token"\n[capture]\n{capture}\n'
+    assert command("--check", text=f'{text}[replica]\ndirectory = "{tmp_path}"\n') == status
+    assert said in capsys.readouterr().err and world.done == []
+
+
+def test_a_check_looks_for_the_files_too(command: Callable[..., int], world: World, capsys: Any) -> None:
+    assert command("--check", directory="/none such") == 3
+    assert "replica files cannot be made there" in capsys.readouterr().err

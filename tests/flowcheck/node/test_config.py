@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node.config import load
+from flowcheck.node.config import AUTO, load
 
 GOOD = """
 name = "n"
@@ -62,7 +62,10 @@ def test_what_is_left_out(tmp_path: Path) -> None:
     path.write_text('[control]\nlisten = "h:1"\ntoken_file = "t"\n[capture]\ndevice = "d"\n')
     assert load(path).model_dump() == {
         "control": {"listen": "h:1", "token_file": Path("t"), "connections": 256},
-        "capture": {"device": "d", "path_mtu": 0, "queues": 1, "ring_size": 16384, "cores": (), "huge": None},
+        "capture": ({
+            "device": "d", "path_mtu": 0, "dump": "copy", "engines": (), "queues": 1, "cores": (), "huge": None,
+            "ring_size": None, "ring_mb": None, "iteration_bytes": None,
+        },),
         "replica": {"directory": Path("/dev/shm"), "slots": 3, "threads": 0, "keep": True, "arenas": 4,
                     "memory_mb": 65536},
         "output": {"directory": Path("out"), "every": 0, "keep_hashes": None, "status_file": None},
@@ -124,6 +127,8 @@ BOUNDS = [
     ("control", "connections", "1", "65536", "0", "65537"),
     ("capture", "queues", "1", "16", "0", "17"),
     ("capture", "ring_size", "64", "16777216", "63", "16777217"),
+    ("capture", "ring_mb", "1", "16777216", "0", "16777217"),
+    ("capture", "iteration_bytes", "1", "281474976710656", "0", "281474976710657"),
     ("replica", "slots", "2", "4", "1", "5"),
     ("replica", "threads", "0", "256", "-1", "257"),
     ("replica", "arenas", "2", "64", "1", "65"),
@@ -152,7 +157,8 @@ def _with(folder: Path, table: str, key: str, value: str) -> Path:
 def test_bounds(tmp_path: Path, table: str, key: str, least: str, most: str, below: str, above: str) -> None:
     for value in (least, most):
         config = load(_with(tmp_path, table, key, value))
-        assert getattr(getattr(config, table) if table else config, key) == float(value)
+        part = config.capture[0] if table == "capture" else getattr(config, table) if table else config
+        assert getattr(part, key) == float(value)
     for value in filter(None, (below, above)):
         with pytest.raises(UserError) as refused:
             load(_with(tmp_path, table, key, value))
@@ -283,3 +289,89 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file") as refused:
         load(settings(tmp_path, "/token", "/tokens")).token()
     assert refused.value.where == f"{tmp_path}/tokens"
+
+
+# -- captures --------------------------------------------------------------------------------------------------
+
+
+def captures(folder: Path, *tables: str) -> Path:
+    (folder / "token").write_text("a token that only tests have\n")
+    path = folder / "node.toml"
+    text = f'[control]\nlisten = "h:1"\ntoken_file = "{folder}/token"\n'
+    path.write_text(text + "".join(f"[[capture]]\n{table}\n" for table in tables))
+    return path
+
+
+def test_a_list_of_captures(tmp_path: Path) -> None:
+    config = load(captures(
+        tmp_path, 'device = "af_packet:a"\nhuge = true',
+        'device = "0000:81:00.0"\npath_mtu = 4096\ndump = "dma"\nengines = "auto"\nqueues = 2\ncores = [2, 3]',
+        'device = "ring"\ndump = "dma"\nengines = ["dma_skeleton", "dma_skeleton"]\niteration_bytes = 1000',
+    ))
+    assert [one.device for one in config.capture] == ["af_packet:a", "0000:81:00.0", "ring"]
+    assert [one.engines for one in config.capture] == [(), AUTO, ("dma_skeleton", "dma_skeleton")]
+    assert [config.table(i) for i in range(3)] == ["capture[0]", "capture[1]", "capture[2]"]
+    assert config.huge is True
+
+
+@pytest.mark.parametrize("form", ["[capture]", "[[capture]]"])
+def test_one_capture_is_a_table_or_a_list_of_one(tmp_path: Path, form: str) -> None:
+    config = load(settings(tmp_path, "[capture]", form))
+    assert [one.device for one in config.capture] == ["af_packet:lo"]
+    assert config.table(0) == "capture" and config.huge is False
+    with pytest.raises(UserError, match="greater than or equal to 1") as refused:
+        load(settings(tmp_path, "[capture]", f"{form}\nqueues = 0"))
+    assert refused.value.where == f"{tmp_path}/node.toml: capture.queues"
+
+
+@pytest.mark.parametrize(("second", "key", "what"), [
+    ('device = "b"\nqueues = 0', "[1].queues", "greater than or equal to 1"),
+    ('devise = "b"', "[1].devise", "is not a key: did you mean device?; capture[1].device: Field required"),
+    ('device = "b"\narenas = 3', "[1].arenas", "is not a key here, it is one of [replica]"),
+    ('device = "b"\nqueues = 2\ncores = [1, "x"]', "[1].cores", "valid integer"),
+    ('device = "b"\npath_mtu = 1500', "[1].path_mtu", "1024, 2048 or 4096"),
+    ('device = "b"\ndump = "fly"', "[1].dump", "'copy', 'hold' or 'dma'"),
+    ('device = "b"\nring_size = 100', "[1].ring_size", "100 is not a power of two"),
+    ('device = "b"\nring_size = 128\nring_mb = 1', "[1].ring_mb", "ring_size is given, too"),
+    ('device = "b"\nring_mb = 1\niteration_bytes = 1', "[1].iteration_bytes", "ring_mb is given, too"),
+    ('device = "b"\nqueues = 2\ncores = [4]', "[1].cores", "1 cores for 2 queues"),
+    ('device = "b"\ndump = "dma"', "[1].engines", 'dump = "dma" needs DMA engines'),
+    ('device = "b"\nengines = "auto"', "[1].engines", "this is 'copy'"),
+    ('device = "b"\ndump = "dma"\nengines = "x"', "[1].engines", 'a list of names, or "auto"'),
+    ('device = "b"\ndump = "dma"\nqueues = 2\nengines = ["x"]', "[1].engines", "1 engines for 2 queues"),
+    ('device = "af_packet:a"', "[1].device", "a is given twice: capture[0].device has it"),
+    ('device = "af_xdp:a"', "[1].device", "a is given twice: capture[0].device has it"),
+    ('device = "b"\nqueues = 2\ncores = [3, 1]', "[1].cores", "1 is given twice: capture[0].cores has it"),
+    ('device = "b"\nqueues = 2\ncores = [3, 3]', "[1].cores", "3 is given twice: capture[1].cores has it"),
+    ('device = "b"\ndump = "dma"\nengines = ["wq0.0"]', "[1].engines", "wq0.0 is given twice: capture[0].engines"),
+    ('device = "b"\nhuge = false', ".huge", "all captures of a node have the same memory"),
+])
+def test_what_is_wrong_in_one_of_several_captures_is_named_with_its_index(
+    tmp_path: Path, second: str, key: str, what: str
+) -> None:
+    first = 'device = "af_packet:a"\ncores = [1]\nhuge = true\ndump = "dma"\nengines = ["wq0.0"]'
+    with pytest.raises(UserError) as refused:
+        load(captures(tmp_path, first, second))
+    assert refused.value.where == f"{tmp_path}/node.toml: capture{key}" and what in refused.value.what
+
+
+def test_a_pci_address_is_the_same_in_both_cases(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"0000:8a:00\.0 is given twice"):
+        load(captures(tmp_path, 'device = "0000:8a:00.0"', 'device = "0000:8A:00.0"'))
+
+
+def test_more_queues_than_a_node_reads(tmp_path: Path) -> None:
+    most = [f'device = "d{i}"\nqueues = 16' for i in range(4)]
+    assert len(load(captures(tmp_path, *most)).capture) == 4
+    with pytest.raises(UserError, match="65 in all captures together: a node reads at most 64") as refused:
+        load(captures(tmp_path, *most, 'device = "one more"'))
+    assert refused.value.where.endswith(": capture.queues")
+
+
+@pytest.mark.parametrize(("given", "what"), [("capture = []", "a mirror port at least"), ("capture = 1", "tuple")])
+def test_what_is_not_a_capture(tmp_path: Path, given: str, what: str) -> None:
+    path = tmp_path / "node.toml"
+    path.write_text(f'{given}\n[control]\nlisten = "h:1"\ntoken_file = "t"\n')
+    with pytest.raises(UserError) as refused:
+        load(path)
+    assert refused.value.where == f"{path}: capture" and what in refused.value.what

@@ -7,10 +7,13 @@ import pytest
 pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
 
 from dataplane.counterfile import COUNTERS
+from dataplane.live import LiveConfig
+from flowcheck.node.captures import PlannedCapture
 from flowcheck.node.config import Capture
 from flowcheck.node.drops import OWN, Drops, describe
 
-CAPTURE = Capture(device="af_packet:eth1", ring_size=4096, queues=2, path_mtu=1024)
+SETTINGS = Capture(device="ring", ring_size=4096, queues=2, path_mtu=1024)
+CAPTURE = PlannedCapture("capture", SETTINGS, LiveConfig("ring", ring_size=4096, queues=2, path_mtu=1024), -1)
 
 
 @pytest.mark.parametrize(("cause", "setting"), [
@@ -36,7 +39,7 @@ def test_drops_are_said_at_once_and_then_now_and_then() -> None:
     watch.look()
     watch.look()
     ((event, fields),) = said
-    assert (event, fields["port"], fields["drops"]) == ("dropped", "af_packet:eth1", {"ring_full": 5})
+    assert (event, fields["port"], fields["drops"]) == ("dropped", "ring", {"ring_full": 5})
     assert fields["why"].startswith("the node itself has dropped packets: ring_full 5: raise capture.ring_size")
     drops |= {"ring_full": 9, "no_mbuf": 1}
     now[0] += 9.9

@@ -1,0 +1,204 @@
+"""The figures of `flowcheck-node --check`: memory, cores, pauses; what is refused and what is only unwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
+
+from dataplane.live import live_memory
+from dataplane.memory import EAL_TABLES_MB
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.node.budget import Budget, MachineFacts, ask, budget, pause_ms
+from flowcheck.node.captures import PlannedCapture, plan_captures
+from flowcheck.node.config import NodeConfig
+
+GB = 1 << 30
+CONTROL = {"listen": "h:1", "token_file": "t"}
+ROOMY = MachineFacts(
+    available=200 * GB, huge_free=0, huge_by_node={}, cpus=frozenset(range(8)), speeds={}, rx_queues={},
+    engine_nodes={}, node_cpus={},
+)
+
+
+def config(*captures: dict[str, Any], **others: Any) -> NodeConfig:
+    return NodeConfig.model_validate({"control": CONTROL, "capture": list(captures), **others})
+
+
+def made(facts: MachineFacts, *captures: dict[str, Any], at: tuple[int, ...] = (), **others: Any) -> Budget:
+    """at: NUMA nodes of the captures' devices."""
+    settings = config(*captures, **others)
+    planned = plan_captures(settings, Path("/none such"))
+    return budget(settings, [replace(one, node=node) for one, node in zip(planned, at, strict=True)] if at else planned,
+                  facts)
+
+
+# -- pauses ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("packets", "path_mtu", "mbps", "ms"), [
+    (16384, 4096, 100_000, 5.476), (16384, 1024, 100_000, 1.450), (16384, 0, 100_000, 1.450),
+    (1 << 20, 4096, 400_000, 87.6), (64, 1024, 10, 56.6),
+])
+def test_a_ring_bears_what_it_has_room_for(packets: int, path_mtu: int, mbps: int, ms: float) -> None:
+    """(path MTU + 82 bytes of headers, checksums and gap) x 8 bits."""
+    assert pause_ms(packets, path_mtu, mbps) == pytest.approx(ms, rel=2e-3)
+
+
+def test_the_speed_of_each_link_counts_and_one_that_nobody_says_is_an_example() -> None:
+    facts = replace(ROOMY, speeds={"ring": 10_000, "null": -1})
+    fast, unknown = made(facts, {"device": "ring", "path_mtu": 4096}, {"device": "null", "path_mtu": 4096}).captures
+    assert (fast.mbps, unknown.mbps) == (10_000, -1)
+    assert fast.pause_ms == pytest.approx(54.8, rel=1e-2) and unknown.pause_ms == pytest.approx(5.48, rel=1e-2)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_that_of_all_captures_together() -> None:
+    tables = {"device": "ring", "path_mtu": 4096, "queues": 2}, {"device": "null", "path_mtu": 1024, "ring_size": 1024}
+    both, first, second = made(ROOMY, *tables), made(ROOMY, tables[0]), made(ROOMY, tables[1])
+    assert not both.huge and both.kernel == 0 and both.ordinary == both.dpdk
+    alone = EAL_TABLES_MB << 20
+    assert abs(both.dpdk - (first.dpdk + second.dpdk - alone)) <= 1 << 20
+    assert [one.rings for one in both.captures] == [first.captures[0].rings, second.captures[0].rings]
+    assert both.captures[0].rings >= 2 * 16384 * 4376 and both.captures[1].rings >= 1024 * (1152 + 24)
+    assert sum(one.rings + one.buffers for one in both.captures) <= both.dpdk - alone
+    assert both.problems == ()
+
+
+def test_huge_pages_are_taken_if_there_are_enough_and_the_settings_leave_it_open() -> None:
+    table = {"device": "ring", "path_mtu": 1024}
+    need = live_memory(one.live for one in plan_captures(config(table))).huge_mb << 20
+    enough, short = replace(ROOMY, huge_free=need), replace(ROOMY, huge_free=need - 1)
+    assert made(enough, table).huge and made(enough, table).ordinary == 0 and made(enough, table).dpdk == need
+    assert not made(short, table).huge and "too slow for line rate" in made(short, table).notes[0]
+    assert not made(enough, table | {"huge": False}).huge
+    assert made(enough, table | {"huge": True}).problems == ()
+    (problem,) = made(short, table | {"huge": True}).problems
+    assert isinstance(problem, EnvironmentProblem) and f"{need >> 20} MB of huge pages are needed" in problem.what
+
+
+def test_huge_pages_have_to_be_where_the_devices_are() -> None:
+    tables = {"device": "ring", "huge": True}, {"device": "null"}
+    facts = replace(ROOMY, huge_free=8 * GB, huge_by_node={0: 8 * GB, 1: 0})
+    assert made(facts, *tables, at=(0, -1)).problems == ()
+    (problem,) = made(facts, *tables, at=(0, 1)).problems
+    assert "are needed on NUMA node 1, 0 MB are free" in problem.what
+
+
+def test_more_memory_than_there_is_is_refused() -> None:
+    table = {"device": "ring", "path_mtu": 4096, "ring_size": 1 << 20}
+    need = made(ROOMY, table).ordinary
+    bound = {"replica": {"memory_mb": 1}}
+    assert made(replace(ROOMY, available=need + (1 << 20)), table, **bound).problems == ()
+    (problem,) = made(replace(ROOMY, available=need - 1), table, **bound).problems
+    assert isinstance(problem, EnvironmentProblem) and problem.where == "capture" and "ordinary memory" in problem.what
+
+
+def test_a_bound_of_replicas_that_was_set_has_to_fit_and_one_that_was_not_is_a_note() -> None:
+    facts, table = replace(ROOMY, available=32 * GB), {"device": "ring", "path_mtu": 1024}
+    fits = made(facts, table, groups=2, replica={"memory_mb": 15000})
+    assert (fits.replicas, fits.problems) == (30000 << 20, ())
+    (problem,) = made(facts, table, groups=2, replica={"memory_mb": 16384}).problems
+    assert isinstance(problem, UserError) and problem.where == "replica.memory_mb"
+    assert "2 groups of 16384 MB may take 32768 MB" in problem.what
+    most = int(problem.remedy.removeprefix("at most "))
+    assert made(facts, table, groups=2, replica={"memory_mb": most}).problems == ()
+    assert made(facts, table, groups=2, replica={"memory_mb": most + 1}).problems
+    unset = made(facts, table)
+    assert unset.problems == ()
+    assert any("replica.memory_mb is not set: a job may take 65536 MB" in note for note in unset.notes)
+
+
+# -- cores -----------------------------------------------------------------------------------------------------
+
+
+def test_which_thread_is_pinned_where_and_what_is_left() -> None:
+    found = made(ROOMY, {"device": "ring", "queues": 2, "cores": [5, 2]}, {"device": "null"}, groups=3,
+                 replica={"threads": 2})
+    assert [(one.name, one.count, one.core) for one in found.threads] == [
+        ("receive from ring queue 0", 1, 5), ("receive from ring queue 1", 1, 2), ("receive from null", 1, None),
+        ("follow a group: place, judge, update", 3, None), ("updater's workers, of each group", 2, None),
+        ("main and control", 2, None),
+    ]
+    assert found.left == (0, 1, 3, 4, 6, 7)
+
+
+def test_cores_that_do_not_exist_are_refused_with_their_table() -> None:
+    (problem,) = made(ROOMY, {"device": "null"}, {"device": "ring", "queues": 3, "cores": [1, 8, 9]}).problems
+    assert isinstance(problem, EnvironmentProblem) and problem.where == "capture[1].cores"
+    assert problem.what == "this machine has no core 8, 9"
+
+
+def test_a_core_for_everybody_and_a_near_one() -> None:
+    facts = replace(ROOMY, cpus=frozenset({0, 1}), node_cpus={0: frozenset({0}), 1: frozenset({1})})
+    found = made(facts, {"device": "ring", "queues": 2, "cores": [0, 1]}, at=(1,))
+    assert found.left == () and any("have none for themselves" in note for note in found.notes)
+    assert "capture.cores: 0 on another NUMA node than ring (node 1)" in found.notes
+
+
+# -- engines and queues ----------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_cannot_reach_ordinary_memory_is_refused() -> None:
+    """Whether it exists was asked before: a virtual one takes its place until then."""
+    settings = config({"device": "ring", "dump": "dma", "engines": ["dma_skeleton"]})
+    (planned,) = plan_captures(settings, Path("/none such"))
+    hardware = replace(planned, live=replace(planned.live, engines=("0000:80:01.0",)), node=0)
+    (problem,) = budget(settings, [hardware], ROOMY).problems
+    assert problem.where == "capture.engines" and "reaches huge pages only" in problem.what
+    huge = replace(ROOMY, huge_free=8 * GB, huge_by_node={0: 8 * GB}, engine_nodes={"0000:80:01.0": 1})
+    found = budget(settings, [hardware], huge)
+    assert found.problems == ()
+    assert "capture.engines: 0000:80:01.0 on another NUMA node than ring (node 0)" in found.notes
+    assert budget(settings, [planned], ROOMY).problems == ()  # a thread that copies reaches everything
+
+
+def test_more_queues_than_the_interface_has() -> None:
+    table = {"device": "ring", "queues": 3}
+    assert made(replace(ROOMY, rx_queues={"ring": 3}), table).problems == ()
+    (problem,) = made(replace(ROOMY, rx_queues={"ring": 2}), table).problems
+    assert (problem.where, problem.what) == ("capture.queues", "3 queues, ring has 2")
+
+
+def test_a_ring_that_holds_no_iteration_is_a_note() -> None:
+    settings = config({"device": "ring", "dump": "hold", "path_mtu": 1024})
+    (planned,) = plan_captures(settings)
+    short = replace(planned, live=replace(planned.live, ring_size=64, iteration_bytes=1 << 20))
+    assert any("the ring holds 64" in note for note in budget(settings, [short], ROOMY).notes)
+
+
+# -- the machine -----------------------------------------------------------------------------------------------
+
+
+def test_a_machine_is_asked_by_its_files(tmp_path: Path) -> None:
+    def write(name: str, text: str) -> None:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    write("proc/meminfo", "MemTotal: 9 kB\nMemAvailable:    4096 kB\n")
+    write("sys/devices/system/cpu/online", "0-2,8\n")
+    write("sys/bus/pci/devices/0000:81:00.0/numa_node", "1\n")
+    write("sys/bus/pci/devices/0000:81:00.0/net/eth9/speed", "100000\n")
+    write("sys/devices/system/node/node1/cpulist", "8\n")
+    for folder, pages in (("sys/kernel/mm", 5), ("sys/devices/system/node/node1", 3)):
+        write(f"{folder}/hugepages/hugepages-2048kB/free_hugepages", f"{pages}\n")
+    settings = config({"device": "0000:81:00.0"}, {"device": "ring"})
+    facts = ask(settings, plan_captures(settings, tmp_path), tmp_path)
+    assert (facts.available, facts.huge_free, facts.huge_by_node) == (4 << 20, 10 << 20, {1: 6 << 20})
+    assert facts.cpus == {0, 1, 2, 8} and facts.node_cpus == {1: frozenset({8})}
+    assert facts.speeds == {"0000:81:00.0": 100_000, "ring": -1} and set(facts.rx_queues.values()) == {-1}
+
+
+def test_this_machine_is_asked() -> None:
+    settings = config({"device": "af_packet:lo"})
+    planned: list[PlannedCapture] = plan_captures(settings)
+    facts = ask(settings, planned)
+    assert 0 < facts.available < 1 << 50 and facts.cpus
+    assert facts.speeds == {"af_packet:lo": -1}  # its kernel says nothing
+    assert budget(settings, planned, facts).kernel > 0
