@@ -69,7 +69,8 @@ def check_connections(hypothesis: Hypothesis) -> None:
         later = len(c.flows) > 1 and bool(c.posted) and min(c.posted) >= c.total // c.used
         if later or not any(flow.whole for flow in c.flows):
             raise UserError(
-                "the capture begins in mid-stream: the calls before it are not known, so neither is the position",
+                "the capture begins in mid-stream, or lacks packets of a connection's first message: what came before "
+                "is not known, so neither is the position",
                 where=c.name(),
                 remedy="capture from the job's start, or give the manifest of this job with --job",
             )
