@@ -60,7 +60,7 @@ MODULES: dict[str, list[str]] = {
         f"{FLOW}/trainer/test_attachment{part}.py" for part in ("", "_arguments", "_state", "_records")
     ],
     "flowcheck/trainer/sender.py": [f"{FLOW}/trainer/test_link.py"],
-    "flowcheck/trainer/description.py": [f"{FLOW}/trainer/test_description.py"],
+    "flowcheck/trainer/description.py": [f"{FLOW}/trainer/test_description.py", f"{FLOW}/trainer/test_watch.py"],
     "flowcheck/node/control.py": [f"{NODE}/test_control.py", f"{NODE}/test_control_server.py"],
     "flowcheck/node/config.py": [f"{NODE}/test_config.py"],
     "flowcheck/node/cli.py": [f"{NODE}/test_cli.py", f"{NODE}/test_cli_command.py"],

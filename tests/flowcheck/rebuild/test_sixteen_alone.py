@@ -22,7 +22,7 @@ from flowcheck.trainer.description import Watch, check_gradients, entries
 from updater.rounding_modes import GRAIN
 
 from ..fake_engine import FakeEngine
-from ..trainer.test_description import call, net, refusal
+from ..trainer.described import call, net, refusal
 
 CLASSES: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 LARGE = GRAIN + 7001

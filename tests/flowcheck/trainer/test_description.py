@@ -1,9 +1,7 @@
-"""The job manifest from live DDP objects: what every entry becomes, when the job is known, and each refusal once."""
+"""The job manifest from live DDP objects: what every entry becomes, and each refusal once."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,40 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.description import Model, Watch, bucket_layout, check_gradients, entries, group_options
+from flowcheck.trainer.description import Model, bucket_layout, check_gradients, entries, group_options
 
 from ..pair import leave
+from .described import EveryKind, net, refusal
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 
 
-def net() -> torch.nn.Module:
-    """Two layers of 2 x 2: 8 weights and 4 biases."""
-    return torch.nn.Sequential(OrderedDict(first=torch.nn.Linear(2, 2), last=torch.nn.Linear(2, 2)))
-
-
-def refusal(call: Callable[[], Any]) -> tuple[str, str]:
-    """(where, what) of the UserError that the call raises; it has a remedy."""
-    with pytest.raises(UserError) as caught:
-        call()
-    assert caught.value.remedy
-    return caught.value.where, caught.value.what
-
-
 # -- entries -------------------------------------------------------------------------------------------------
-
-
-class EveryKind(torch.nn.Module):
-    """An optimized tensor, the same again, one that is frozen, a buffer, and a buffer that is not saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(2, 3))
-        self.frozen = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16), requires_grad=False)
-        self.register_buffer("count", torch.tensor(0))
-        self.register_buffer("scratch", torch.zeros(1), persistent=False)
-        self.tied = self.weight
-        self.bias = torch.nn.Parameter(torch.ones(3))
 
 
 def test_every_kind_of_entry_in_the_state_dicts_order(wrapped) -> None:
@@ -336,210 +309,3 @@ def test_a_reducer_that_contradicts_itself_is_refused(buckets: list[Any], what: 
     """No torch is known that does; a later one may pad its buckets."""
     model: Any = SimpleNamespace(reducer=SimpleNamespace(_get_zeros_like_grad_buckets=lambda: buckets))
     assert refusal(lambda: bucket_layout(model, {})) == ("DDP", what)
-
-
-# -- watching ------------------------------------------------------------------------------------------------
-
-
-def call(op: str, count: int, dtype: str = "float32", **more: Any) -> dict[str, Any]:
-    return {"op": op, "count": count, "dtype": dtype, **more}
-
-
-class Training:
-    """A DDP job of one bucket of 12 (or of another model), whose communicator's calls the test makes up."""
-
-    def __init__(
-        self, wrap: Any, said: list[dict[str, Any]], model: torch.nn.Module | None = None, **options: Any
-    ) -> None:
-        self.said, self.asked = said, list[int]()
-        self.model = wrap(model or net(), **options)
-        self.optimizer = SGD(self.model.parameters(), lr=0.5)
-        self.watch = Watch(
-            self.model, self.optimizer, entries(self.model, self.optimizer), self.calls,
-            lambda: {"ranks": 2, "nccl_version": "2.27.7"}, "a run", 7,
-        )
-
-    def calls(self, since: int) -> list[dict[str, Any]]:
-        self.asked.append(since)
-        return self.said[since:]
-
-    def look(self, *calls: dict[str, Any]) -> Any:
-        self.said.extend(calls)
-        return self.watch.look()
-
-    def again(self, iteration: int, *calls: dict[str, Any]) -> None:
-        self.said.extend(calls)
-        self.watch.again(iteration)
-
-    def known(self, *calls: dict[str, Any]) -> Any:
-        """The job, after three iterations of these calls."""
-        assert self.look(*calls) is None and self.look(*calls) is None
-        return self.look(*calls)
-
-
-REDUCE, OTHER = call("AllReduce", 12), call("Broadcast", 3, "int32")
-
-
-def test_the_job_is_known_after_three_iterations(wrapped) -> None:
-    training = Training(wrapped, [call("AllGather", 1, "int64"), call("AllReduce", 9)])
-    assert training.watch.why == "the job's iterations are being watched"
-    job = training.known(OTHER, REDUCE).to_dict()
-    plain = {"root": 0, "bucket": None, "tensors": [], "layout": [], "after_update": False, "protocol": None,
-             "algorithm": None, "channels": None}
-    other = plain | OTHER | {"carries": "other"}
-    iteration = [other, plain | REDUCE | {"carries": "gradient", "bucket": 0}]
-    before = plain | REDUCE | {"carries": "other"}
-    assert job["collectives"] == {
-        "startup": [plain | call("AllGather", 1, "int64") | {"carries": "other"},
-                    plain | call("AllReduce", 9) | {"carries": "other"}, other, before, other, before],
-        "iteration_0": [one | {"carries": one["carries"] if one["op"] == "AllReduce" else ""} for one in iteration],
-        "rebuild": [],
-        "steady": [one | {"carries": one["carries"] if one["op"] == "AllReduce" else ""} for one in iteration],
-    }
-    assert (job["run_id"], job["epoch"], job["flows"], job["step_values"]) == ("a run", 7, [], ["lr"])
-    assert (job["communicator"]["ranks"], job["communicator"]["nccl_version"]) == (2, "2.27.7")
-    assert job["gradients"] == {"dtype": "float32", "divisor": 1}
-    assert job["optimizer"] == {
-        "name": "sgd", "rounding": "torch-cpu", "masters": "", "threads": 0,
-        "torch_version": torch.__version__,
-        "groups": [{"params": ["first.weight", "first.bias", "last.weight", "last.bias"], "options": {
-            "lr": 0.5, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}}],
-    }
-    assert [entry["name"] for entry in job["model"]] == ["first.weight", "first.bias", "last.weight", "last.bias"]
-    assert job["buckets"]["iteration_0"] == [] and [len(b["slices"]) for b in job["buckets"]["steady"]] == [4]
-    assert training.asked == [0, 2, 4, 6]  # each call is asked for once
-
-
-def test_buffers_are_a_value_of_the_step(wrapped) -> None:
-    model = wrapped(torch.nn.BatchNorm1d(6))
-    optimizer = SGD(model.parameters(), lr=0.5)
-    said: list[dict[str, Any]] = []
-    watch = Watch(model, optimizer, entries(model, optimizer), lambda since: said[since:],
-                  lambda: {"ranks": 2, "nccl_version": "2.27.7"}, "run", 0)
-    for _ in range(3):
-        said.append(REDUCE)
-        job = watch.look()
-    assert job is not None and job.step_values == ["lr", "buffers"]
-
-
-def test_groups_that_optimize_nothing_are_not_in_the_manifest(wrapped) -> None:
-    model = wrapped(EveryKind())
-    inner = model.module
-    optimizer = SGD([{"params": [inner.frozen], "lr": 1.0}, {"params": [inner.bias, inner.weight], "lr": 2.0}])
-    said: list[dict[str, Any]] = []
-    watch = Watch(model, optimizer, entries(model, optimizer), lambda since: said[since:],
-                  lambda: {"ranks": 2, "nccl_version": "2.27.7"}, "run", 0)
-    for _ in range(3):
-        said.append(call("AllReduce", 9))
-        job = watch.look()
-    assert [(group.params, group.options["lr"]) for group in job.optimizer.groups] == [(["bias", "weight"], 2.0)]
-
-
-def test_buckets_that_were_built_anew_are_watched_once_more(wrapped) -> None:
-    """The third iteration has other buckets than the second: the fourth is the first one that repeats."""
-    training = Training(wrapped, [], bucket_cap_mb=1e-5)
-    assert training.look(REDUCE) is None and training.look(REDUCE) is None
-    for _ in range(2):
-        training.model(torch.ones(1, 2)).sum().backward()
-    counts = [bucket.buffer().numel() for bucket in training.model.reducer._get_zeros_like_grad_buckets()]
-    steady = [call("AllReduce", count) for count in counts]
-    assert len(counts) > 1
-    assert training.look(*steady) is None
-    job = training.look(*steady)
-    assert [(one.count, one.bucket, one.carries) for one in job.collectives.steady] == [
-        (count, number, "gradient") for number, count in enumerate(counts)
-    ]
-    assert [one.count for one in job.collectives.startup] == [12, 12, *counts]
-
-
-def test_buckets_that_are_reduced_in_another_order_are_waited_past(wrapped) -> None:
-    """The n-th gradient call of an iteration is taken for bucket n."""
-    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
-    training = Training(wrapped, [], layers, bucket_cap_mb=1e-5)
-    assert training.look() is None and training.look() is None
-    for _ in range(2):
-        training.model(torch.ones(1, 2)).sum().backward()
-    counts = [bucket.buffer().numel() for bucket in training.model.reducer._get_zeros_like_grad_buckets()]
-    steady = [call("AllReduce", count) for count in counts]
-    assert counts != counts[::-1] and training.look(*steady) is None
-    assert training.look(*steady[::-1]) is None
-    assert training.watch.why == (
-        f"an iteration reduced {counts[::-1]} elements where DDP has buckets of {counts}; waiting for one that agrees"
-    )
-    assert training.look(*steady) is not None
-
-
-@pytest.mark.parametrize(("calls", "found"), [
-    ([], "[]"), ([call("AllReduce", 11)], "[]"), ([REDUCE, REDUCE], "[12, 12]"), ([call("Broadcast", 12)], "[]"),
-    ([call("AllReduce", 12, "float16")], "[]"), ([call("AllReduce", 12, carries="other")], "[]"),
-])
-def test_an_iteration_that_reduces_something_else_is_waited_past(wrapped, calls: list[Any], found: str) -> None:
-    training = Training(wrapped, [])
-    assert training.known(*calls) is None
-    assert training.watch.why == (
-        f"an iteration reduced {found} elements where DDP has buckets of [12]; waiting for one that agrees"
-    )
-    job = training.look(REDUCE)
-    assert [one.count for one in job.collectives.steady] == [12]
-    assert len(job.collectives.startup) == 3 * len(calls)
-
-
-def test_other_reductions_of_an_iteration_carry_something_else(wrapped) -> None:
-    """Of another length, or of another type: a loss, a norm, a counter."""
-    training = Training(wrapped, [])
-    job = training.known(call("AllReduce", 1), REDUCE, call("AllReduce", 12, "int64"))
-    assert [(one.carries, one.bucket) for one in job.collectives.steady] == [
-        ("other", None), ("gradient", 0), ("other", None)
-    ]
-
-
-@pytest.mark.parametrize(("before", "known"), [(65534, True), (65535, False)])
-def test_a_long_history_is_not_kept(wrapped, before: int, known: bool) -> None:
-    """65536 calls may have passed when the second look is over."""
-    training = Training(wrapped, [OTHER] * before)
-    assert training.look(REDUCE) is None
-    if known:
-        assert training.look(REDUCE) is None
-        assert refusal(lambda: training.look(REDUCE)) == ("attach", "65537 calls have passed on the communicator")
-    else:
-        assert refusal(lambda: training.look(REDUCE)) == ("attach", "65537 calls have passed on the communicator")
-
-
-def test_a_communicator_that_cannot_be_is_refused_in_the_manifests_words(wrapped) -> None:
-    training = Training(wrapped, [])
-    training.watch._communicator = lambda: {"ranks": 2, "nccl_version": "new"}
-    where, what = refusal(lambda: training.known(REDUCE))
-    assert where == "the live job: communicator.nccl_version" and "'new' is not a version" in what
-
-
-def test_iterations_like_those_before_go_on(wrapped) -> None:
-    training = Training(wrapped, [])
-    training.known(OTHER, REDUCE)
-    for iteration in range(3, 6):
-        training.again(iteration, OTHER, REDUCE)
-    assert training.asked == [0, 0, 2, 4, 6, 8, 10]
-
-
-@pytest.mark.parametrize(("calls", "what"), [
-    ([OTHER, REDUCE, REDUCE], f"3 calls on DDP's communicator where 2 are an iteration's; number 2 is {REDUCE}"),
-    ([OTHER], "1 calls on DDP's communicator where 2 are an iteration's; number 1 is missing"),
-    ([], "0 calls on DDP's communicator where 2 are an iteration's; number 0 is missing"),
-    ([REDUCE], f"1 calls on DDP's communicator where 2 are an iteration's; number 0 is {REDUCE}"),
-    ([OTHER, call("AllReduce", 13)],
-     f"2 calls on DDP's communicator where 2 are an iteration's; number 1 is {call('AllReduce', 13)}"),
-    ([call("Broadcast", 4, "int32"), REDUCE],
-     f"2 calls on DDP's communicator where 2 are an iteration's; number 0 is {call('Broadcast', 4, 'int32')}"),
-    ([OTHER, call("AllReduce", 12, "float16")],
-     f"2 calls on DDP's communicator where 2 are an iteration's; number 1 is {call('AllReduce', 12, 'float16')}"),
-    ([call("Reduce", 3, "int32"), REDUCE],
-     f"2 calls on DDP's communicator where 2 are an iteration's; number 0 is {call('Reduce', 3, 'int32')}"),
-    ([OTHER | {"root": 1}, REDUCE],
-     f"2 calls on DDP's communicator where 2 are an iteration's; number 0 is {OTHER | {'root': 1}}"),
-    ([REDUCE, OTHER], f"2 calls on DDP's communicator where 2 are an iteration's; number 0 is {REDUCE}"),
-])
-def test_an_iteration_unlike_those_before_is_refused(wrapped, calls: list[Any], what: str) -> None:
-    """As many calls as before are not enough: one other count, type, root or order, and it is another iteration."""
-    training = Training(wrapped, [])
-    training.known(OTHER, REDUCE)
-    training.again(3, OTHER, REDUCE)
-    assert refusal(lambda: training.again(4, *calls)) == ("iteration 4", what)
