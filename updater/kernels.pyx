@@ -1,9 +1,10 @@
 """The optimizer kernels (include/update.h): constants in, pieces of tensors in, versions out.
 
 Model: a `Rule` holds the constants of one step of one parameter group. A `Pool` applies rules to pieces, in the
-order given, on worker threads of its own (0: on the caller's thread); it also sums tensors up (`checksums`). Addresses are
-plain integers: the caller keeps the memory alive, large enough and unchanged until `wait` says that the batch is done.
-Legal calls of a Pool: (submit | checksums)* wait* close; all from one thread. The workers never take the GIL.
+order given, on worker threads of its own (0: on the caller's thread); it also sums tensors up (`checksums`) and copies
+them (`copies`). Addresses are plain integers: the caller keeps the memory alive, large enough and unchanged until `wait`
+says that the batch is done. Legal calls of a Pool: (submit | checksums | copies | cancel)* wait* close; all from one
+thread. The workers never take the GIL. Whoever submits bounds the queue: a slot has one batch for each bucket.
 """
 
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t, uintptr_t
@@ -57,12 +58,18 @@ cdef extern from "update.h" nogil:
         const void *data
         uint64_t n, sum
         int size
+    ctypedef struct fcu_block:
+        void *to
+        const void *source "from"
+        uint64_t nbytes "bytes"
     uint64_t fcu_sum_begin(uint64_t n)
     uint64_t fcu_sum_part(const fcu_kernels *kernels, const void *data, uint64_t first, uint64_t n, int size)
     fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels, fcu_tuning tuning)
     uint64_t fcu_submit(
         fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_of, const fcu_piece *pieces, uint32_t count)
     uint64_t fcu_submit_sums(fcu_pool *pool, fcu_sum *sums, uint32_t count)
+    uint64_t fcu_submit_copies(fcu_pool *pool, const fcu_block *blocks, uint32_t count)
+    void fcu_cancel(fcu_pool *pool)
     int fcu_wait(fcu_pool *pool, uint64_t ticket, int64_t nanoseconds)
     void fcu_pool_stop(fcu_pool *pool)
 
@@ -212,12 +219,14 @@ cdef class _Batch:
     cdef uint32_t *rule_of
     cdef fcu_piece *pieces
     cdef fcu_sum *sums
+    cdef fcu_block *blocks
     cdef uint32_t count
     cdef object keep
     cdef readonly uint64_t ticket
 
     def __dealloc__(self):
         free(self.sums)
+        free(self.blocks)
         free(self.rules)
         free(self.rule_of)
         free(self.pieces)
@@ -332,6 +341,38 @@ cdef class Pool:
         batch.ticket = ticket
         self.batches.append(batch)
         return Sums(self, batch)
+
+    def copies(self, list blocks, object keep=None):
+        """Queue copies past the cache, (to, from, bytes) each, which do not overlap; returns the batch's ticket."""
+        cdef _Batch batch = _Batch()
+        cdef fcu_block *block
+        cdef uint64_t ticket
+        if self.pool == NULL:
+            raise ValueError("the pool is closed")
+        batch.blocks = <fcu_block *>calloc(max(len(blocks), 1), sizeof(fcu_block))
+        if batch.blocks == NULL:
+            raise MemoryError("a batch of copies")
+        for to, source, nbytes in blocks:
+            if not nbytes:
+                continue
+            block = &batch.blocks[batch.count]
+            block.to, block.source, block.nbytes = <void *><uintptr_t>to, <const void *><uintptr_t>source, nbytes
+            batch.count += 1
+        batch.keep = keep
+        with nogil:
+            ticket = fcu_submit_copies(self.pool, batch.blocks, batch.count)
+        if not ticket:
+            raise MemoryError("a batch of copies")
+        batch.ticket = ticket
+        self.batches.append(batch)
+        return ticket
+
+    def cancel(self):
+        """Let go of what no worker has begun. A wait for what was submitted then lasts for a chunk of each worker, and
+        what was to be written there is anything."""
+        if self.pool != NULL:
+            with nogil:
+                fcu_cancel(self.pool)
 
     def wait(self, uint64_t ticket, double seconds=-1):
         """Return when this batch and all before it are done, or, if seconds are given, after that time at the latest.

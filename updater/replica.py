@@ -14,14 +14,16 @@ Three calls are for recovery, which every process that holds versions takes part
 of a process that has ended, `keep(step)` holds the step that all agreed on, and `rollback(step)` goes on from it where
 the trainers do. flowcheck has no recovery across processes yet, so tests are their only callers.
 
-Legal calls: `build(step, layout, values)`, then `slot.apply(bucket, data)` once per bucket in any order, then
-`publish(slot)` or `discard(slot)`. Publishing is the caller's, after the verdict; the replica itself only insists
-that every optimized tensor has been updated. One slot is built at a time.
+Legal calls: `build(step, layout, values)`, then `slot.apply(bucket, data)` once per bucket in any order, as they come,
+perhaps `finish(slot, buffers)`, then `publish(slot)` or, at any time, `discard(slot)`. Publishing is the caller's,
+after the verdict; the replica itself only insists that every optimized tensor has been updated. One slot is built at a
+time.
 
-Threads: build, apply, compare, publish and discard belong to one thread. `pinned()` and `current` may be used from any
-thread; a version that is pinned does not change. With a path the slots lie in a file of tmpfs or hugetlbfs that
-outlives the process: `Replica.attach` goes on with the newest complete version, other processes read with
-updater/reader.py.
+Threads: build, apply, finish, compare, publish and discard belong to one thread. With workers none of them waits for
+work that was queued, but for `publish` and `compare`, which need it: `slot.written()` asks first. `discard` waits for
+the chunk (65536 elements) that each worker is at. `pinned()` and `current` may be used from any thread; a version that
+is pinned does not change. With a path the slots lie in a file of tmpfs or hugetlbfs that outlives the process:
+`Replica.attach` goes on with the newest complete version, other processes read with updater/reader.py.
 
 Step counts published versions: the initial one has step 0 (or what a checkpoint says), the version after iteration i
 of a job that starts at step 0 has step i+1, also if the trainer skipped its optimizer step.
@@ -229,20 +231,26 @@ class Replica:
             names = sorted({*self._shapes, *layout.shapes})
             odd = [name for name in names if self._shapes.get(name) != layout.shapes.get(name)]
             raise ReplicaError(f"the bucket layout and the optimizer disagree on {', '.join(map(repr, odd))}")
-        self._check_values(values)
-        with self._lock:
-            slot = self._take_slot(step)
-        slot.begin(self._current, step, layout, values)
-        return slot
-
-    def _check_values(self, values: StepValues) -> None:
         self.optimizer.with_values(values.groups)
         if values.loss_scale is not None and self._alone:
             raise OptimizerError(
                 f"{self._alone!r} is updated in 16 bits alone: there is no kernel for gradients with a loss scale"
             )
+        self._check_buffers(values.buffers)
+        with self._lock:
+            slot = self._take_slot(step)
+        slot.begin(self._current, step, layout, values)
+        return slot
+
+    def finish(self, slot: Slot, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Take buffers of the step that became known after `build`. Raises ReplicaError for what is none."""
+        self._must_be_building(slot, "finished")
+        self._check_buffers(buffers)
+        slot.finish(buffers)
+
+    def _check_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         raw = {array.name: array for array in self._store.arrays if array.role == "raw"}
-        for name, tensor in values.buffers.items():
+        for name, tensor in buffers.items():
             if name not in raw:
                 raise ReplicaError(f"{name!r} is not a buffer")
             if (raw[name].dtype, raw[name].shape) != (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)):
@@ -266,9 +274,10 @@ class Replica:
         self._store.mark_verified(self._current.step)
 
     def discard(self, slot: Slot) -> None:
-        """Throw a half-built version away. The current version was never touched."""
+        """Throw a half-built version away. The current version was never touched. Work that no worker has begun is
+        not done."""
         self._must_be_building(slot, "discarded")
-        slot.end()
+        slot.end(cancel=True)
         with self._lock:
             self._set_state(slot, SlotState.FREE)
 

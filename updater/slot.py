@@ -1,7 +1,8 @@
 """One version of the replica: its tensors, and building it from the version before, bucket by bucket.
 
 A slot that is built is written in one pass: each bucket's pieces go to the kernels, which read version t and write
-version t+1. Nothing is accumulated in between, so a bucket needs no other.
+version t+1. Nothing is accumulated in between, so a bucket needs no other, and whatever the order and the cuts of the
+buckets, each element is rounded as it is when the whole tensor comes at once.
 Memory and rules: updater/replica.py.
 """
 
@@ -134,6 +135,15 @@ class Slot(Version):
         for name in self._layout.bucket_names(bucket):
             self._awaited[name] -= 1
 
+    def finish(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Take buffers that became known after the slot was begun; the replica has checked them."""
+        for name, tensor in buffers.items():
+            self._tensors[name, "raw"].copy_(tensor)
+
+    def written(self, seconds: float = 0) -> bool:
+        """Is everything applied so far in memory? Waits for that at most so long."""
+        return self._pool.wait(self._ticket, seconds)
+
     def flush(self) -> None:
         """Return when everything applied so far is in memory; gradients may be changed from then on."""
         self._pool.wait(self._ticket)
@@ -179,7 +189,7 @@ class Slot(Version):
     # -- for Replica --
 
     def begin(self, source: Slot, step: int, layout: Layout, values: StepValues) -> None:
-        """Await the buckets of `layout`. In a step that is skipped all tensors are copied from `source` now."""
+        """Await the buckets of `layout`. For a step that is skipped a copy of all tensors of `source` is queued."""
         self._layout, self._source, self._values, self.step = layout, source, values, step
         self._set_options(values.groups)
         self._applied = set()
@@ -187,11 +197,14 @@ class Slot(Version):
         for name in itertools.chain.from_iterable(map(layout.bucket_names, range(len(layout.buckets)))):
             self._awaited[name] += 1
         self._steps.copy_(source._steps if values.skip else source._steps + 1)
+        same = []
         for (name, role), tensor in self._tensors.items():
             if role == "raw":
                 tensor.copy_(values.buffers.get(name, source._tensors[name, role]))
-            elif values.skip and name in self._order and tensor.numel():
-                kernels.copy(tensor.data_ptr(), source._where[name, role], tensor.numel() * tensor.element_size())
+            elif values.skip and name in self._order:
+                same.append((tensor.data_ptr(), source._where[name, role], tensor.numel() * tensor.element_size()))
+        if same:
+            self._ticket = self._pool.copies(same)
 
     def _set_options(self, values: Sequence[Mapping[str, Any]]) -> None:
         self._options = self._spec.with_values(values)
@@ -221,8 +234,10 @@ class Slot(Version):
             held = [key for key in self._states[name] if key in given]
             self._steps[at] = float(given.get("step", 1.0 if held else 0.0))
 
-    def end(self) -> None:
-        """Wait for the workers; the gradients are let go."""
+    def end(self, *, cancel: bool = False) -> None:
+        """Wait for the workers; the gradients are let go. cancel: what they have not begun is not done."""
+        if cancel:
+            self._pool.cancel()
         self.flush()
         self._source = self._layout = None
 

@@ -6,7 +6,7 @@ gradient, and so of the kernels: averaging divisor (in the wire's type), AMP uns
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,3 +43,19 @@ class StepValues:
                 raise ReplicaError(f"the {what} of a step is a finite 32-bit number of at least 0, found {value!r}")
         if self.loss_scale is not None and self.loss_scale < _SMALLEST:
             raise ReplicaError("a loss scale of 0 cannot be undone")
+
+    def updates_as(self, other: StepValues) -> bool:
+        """Do both make the same of the same gradients, to the bit? Says no where it cannot tell. Buffers aside."""
+        mine, theirs = (_exact((v.groups, v.clip, v.loss_scale, v.skip)) for v in (self, other))
+        return bool(mine == theirs)
+
+
+def _exact(value: Any) -> Any:
+    """What is equal for equal bits alone: 0.0 and -0.0 are two numbers, 1, 1.0 and True are three."""
+    if isinstance(value, Mapping):
+        return {key: _exact(one) for key, one in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_exact(one) for one in value]
+    if isinstance(value, float):
+        return value.hex()
+    return repr(value) if value is None or isinstance(value, bool | int | str) else object()

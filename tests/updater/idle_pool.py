@@ -19,6 +19,13 @@ class IdlePool:
         self.queued.append((rules, pieces, keep))
         return len(self.queued)
 
-    def wait(self, ticket: int) -> None:
+    def cancel(self) -> None:
+        """The first one is under way."""
+        del self.queued[1:]
+
+    def wait(self, ticket: int, seconds: float = -1) -> bool:
+        if seconds == 0:
+            return not self.queued
         while self.queued:
             self._pool.wait(self._pool.submit(*self.queued.pop(0)))
+        return True

@@ -113,6 +113,9 @@ void fcu_sums_portable(const void *data, int abreast, uint64_t k, int size, uint
 /* One tensor to sum: its memory stays as it is until fcu_wait says the batch is done; then `sum` is its checksum. */
 typedef struct fcu_sum { const void *data; uint64_t n, sum; int size; } fcu_sum;
 
+/* Bytes to copy past the cache, to memory that does not overlap them. */
+typedef struct fcu_block { void *to; const void *from; uint64_t bytes; } fcu_block;
+
 /* -- workers ---------------------------------------------------------------------------------------------------
  * Batches are done in the order they were submitted, their pieces in order, cut into chunks. A worker that finds
  * no chunk left in one batch goes on with the next: nobody waits for the slowest. One thread submits and waits. */
@@ -122,6 +125,9 @@ fcu_pool *fcu_pool_start(int threads, const fcu_kernels *kernels, fcu_tuning tun
 uint64_t fcu_submit(fcu_pool *pool, const fcu_rule *rules, const uint32_t *rule_of, const fcu_piece *pieces,
                     uint32_t count);
 uint64_t fcu_submit_sums(fcu_pool *pool, fcu_sum *sums, uint32_t count); /* 0: no memory, as above */
+uint64_t fcu_submit_copies(fcu_pool *pool, const fcu_block *blocks, uint32_t count); /* 0: no memory, as above */
+/* What no worker has begun is not done: all batches end as soon as the chunks under way are. */
+void fcu_cancel(fcu_pool *pool);
 /* This batch and all before it are done? Waits for it so many nanoseconds, without end if negative. */
 int fcu_wait(fcu_pool *pool, uint64_t ticket, int64_t nanoseconds);
 void fcu_pool_stop(fcu_pool *pool);                                  /* finishes what was submitted          */

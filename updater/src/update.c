@@ -92,25 +92,27 @@ fcu_piece fcu_part(const fcu_piece *c, const fcu_rule *rule, uint64_t from, uint
 
 /* -- workers ----------------------------------------------------------------------------------------------- */
 
-enum { CHUNK = 1 << 16, SUM_CHUNK = 8 * FCU_BLOCK };
+enum { CHUNK = 1 << 16, SUM_CHUNK = 8 * FCU_BLOCK, COPY_CHUNK = 1 << 20 };
 
-/* Updates (rules, rule_of, pieces), or sums. */
+/* Updates (rules, rule_of, pieces), or sums, or copies. */
 typedef struct batch {
     struct batch *next;
     const fcu_rule *rules;
     const uint32_t *rule_of;
     const fcu_piece *pieces;
     fcu_sum *sums;
+    const fcu_block *blocks;
     uint32_t count, piece; /* next piece and element to hand out */
     uint64_t element, ticket, open;
 } batch;
 
-/* What a worker does next: a part of a piece by a rule, or n elements of a sum. */
+/* What a worker does next: a part of a piece by a rule, n elements of a sum, or n bytes of a copy. */
 typedef struct task {
     batch *of;
     const fcu_rule *rule;
     fcu_piece part;
     fcu_sum *sum;
+    const fcu_block *block;
     uint64_t from, n;
 } task;
 
@@ -137,11 +139,19 @@ static int take(fcu_pool *pool, task *next)
             pool->hand = b->next;
             continue;
         }
-        uint64_t whole = b->sums ? b->sums[b->piece].n : b->pieces[b->piece].n, most = b->sums ? SUM_CHUNK : CHUNK;
+        uint64_t whole, most;
+        if (b->sums)
+            whole = b->sums[b->piece].n, most = SUM_CHUNK;
+        else if (b->blocks)
+            whole = b->blocks[b->piece].bytes, most = COPY_CHUNK;
+        else
+            whole = b->pieces[b->piece].n, most = CHUNK;
         uint64_t left = whole - b->element, n = left < most ? left : most;
         *next = (task){ .of = b, .from = b->element, .n = n };
         if (b->sums) {
             next->sum = &b->sums[b->piece];
+        } else if (b->blocks) {
+            next->block = &b->blocks[b->piece];
         } else {
             next->rule = &b->rules[b->rule_of[b->piece]];
             next->part = fcu_part(&b->pieces[b->piece], next->rule, b->element, n);
@@ -190,6 +200,8 @@ static void *worker(void *argument)
         uint64_t found = 0;
         if (next.sum)
             found = fcu_sum_part(pool->kernels, next.sum->data, next.from, next.n, next.sum->size);
+        else if (next.block)
+            fcu_copy((char *)next.block->to + next.from, (const char *)next.block->from + next.from, next.n);
         else
             pool->kernels->update(next.rule, &next.part, &pool->tuning);
         fcu_fence(); /* before the count below says that it is there */
@@ -271,6 +283,24 @@ uint64_t fcu_submit_sums(fcu_pool *pool, fcu_sum *sums, uint32_t count)
     for (uint32_t i = 0; i < count; i++)
         sums[i].sum += fcu_sum_part(pool->kernels, sums[i].data, 0, sums[i].n, sums[i].size);
     return pool->finished = ++pool->tickets;
+}
+
+uint64_t fcu_submit_copies(fcu_pool *pool, const fcu_block *blocks, uint32_t count)
+{
+    if (pool->threads)
+        return queue(pool, &(batch){ .blocks = blocks, .count = count });
+    for (uint32_t i = 0; i < count; i++)
+        fcu_copy(blocks[i].to, blocks[i].from, blocks[i].bytes);
+    return pool->finished = ++pool->tickets;
+}
+
+void fcu_cancel(fcu_pool *pool)
+{
+    pthread_mutex_lock(&pool->lock);
+    for (batch *b = pool->first; b; b = b->next)
+        b->piece = b->count, b->element = 0;
+    retire(pool);
+    pthread_mutex_unlock(&pool->lock);
 }
 
 int fcu_wait(fcu_pool *pool, uint64_t ticket, int64_t nanoseconds)
