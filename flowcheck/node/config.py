@@ -114,7 +114,7 @@ class ReplicaSettings(_Part):
 
     directory: Path = Path("/dev/shm")
     slots: Annotated[int, Field(ge=2, le=4)] = 3
-    threads: Annotated[int, Field(ge=0, le=256)] = 0
+    threads: Annotated[int, Field(ge=0, le=256)] = 1
     keep: bool = True
     arenas: Annotated[int, Field(ge=2, le=64)] = 4
     memory_mb: Annotated[int, Field(ge=1)] = 65536

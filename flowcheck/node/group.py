@@ -352,7 +352,8 @@ class Group:
         self._say(
             "iteration", iteration=number, published=closed.published, status=closed.status, packets=closed.packets,
             placed=closed.placed, missing=closed.missing, healed=closed.healed, duplicates=closed.duplicates,
-            dropped=dropped, lag=closed.lag, failed=[clause for clause, _ in closed.why],
+            dropped=dropped, lag=closed.lag, updates=closed.updates, rebuilt=closed.rebuilt,
+            failed=[clause for clause, _ in closed.why],
             why=closed.why if session.next is not None else closed.why[:1],
         )
 

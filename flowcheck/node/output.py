@@ -88,11 +88,13 @@ def _text(line: dict[str, Any]) -> str:
     dropped = " ".join(f"{cause} {count}" for cause, count in line["dropped"].items())
     name = f"{line['name']} " if line["name"] else ""
     failed = f", {'; '.join(f'{clause}: {reason}' for clause, reason in line['why'])}" if line["why"] else ""
+    updates = f", updates {line['updates']}" if line["updates"] else ""
+    updates += f", rebuilt {line['rebuilt']}" if line["rebuilt"] else ""
     return (
         f"{name}iteration {line['iteration']}: {'published' if line['published'] else 'NOT published'}"
         f" {line['status']}, {line['packets']} packets, {line['placed']} placed, missing {missing or 0},"
         f" healed {line['healed']}, duplicates {line['duplicates']}"
-        f"{f', the node itself dropped {dropped}' if dropped else ''}, lag {line['lag']}{failed}"
+        f"{f', the node itself dropped {dropped}' if dropped else ''}, lag {line['lag']}{updates}{failed}"
     )
 
 

@@ -24,6 +24,7 @@ class Closed(Event):
     published: its verdict stands, and so does the version that was built with it. status: of the versions, then.
     missing: elements by cause. healed: packets that some stream or connection lacked although nothing is missing.
     lag: iterations of which records have come and no version is published.
+    updates, rebuilt: how the version was built (building.py:Built); "" and 0 where none was.
     why: (clause, reason) of what failed; without the step record where none was waited for.
     judged: all that is known. The bytes of its buckets lie in the arena until the next event is asked for, and where
     checksums were compared they are gone.
@@ -39,6 +40,8 @@ class Closed(Event):
     duplicates: int
     lag: int
     why: list[tuple[str, str]] = field(default_factory=list)
+    updates: str = ""
+    rebuilt: int = 0
     judged: Judged | None = field(default=None, compare=False, repr=False)
 
 

@@ -30,7 +30,8 @@ from parser.engine_config import EdgeSpec, FlowSpec, Phase, Target
 from parser.wire import Lane, edge_lane
 
 __all__ = [
-    "BucketCoverage", "Carried", "bucket_coverage", "data_flows", "edges_with", "packets_by_outcome", "parameter_bytes",
+    "BucketCoverage", "Carried", "bucket_coverage", "data_flows", "edges_with", "elements_of", "packets_by_outcome",
+    "parameter_bytes",
 ]
 
 
@@ -54,8 +55,17 @@ class BucketCoverage:
 
     def tensor(self) -> torch.Tensor:
         """`data` as elements: (place.elements,) of place.dtype, over the same memory."""
-        dtype: torch.dtype = getattr(torch, self.place.dtype)
-        return torch.frombuffer(self.data, dtype=dtype) if self.data.size else torch.zeros(0, dtype=dtype)
+        return _tensor(self.data, self.place)
+
+
+def elements_of(region: np.ndarray, place: BucketPlace) -> torch.Tensor:
+    """A place's elements in an iteration's region, as `BucketCoverage.tensor`; meaningful where they are there."""
+    return _tensor(_bytes(region, place), place)
+
+
+def _tensor(data: np.ndarray, place: BucketPlace) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, place.dtype)
+    return torch.frombuffer(data, dtype=dtype) if data.size else torch.zeros(0, dtype=dtype)
 
 
 def data_flows(plan: JobPlan, engine: Engine) -> Iterator[tuple[FlowSpec, dict]]:

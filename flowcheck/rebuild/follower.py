@@ -1,5 +1,7 @@
 """One job's packets into versions: sources -> arena scheduler -> coverage -> evidence -> verdict -> replica.
 
+                                              `-> buckets that are complete -> the replica's workers -^
+
     follower = Follower(plan, sources, names, Policy.offline(), JobReplica(plan, init))
     for event in follower.run(): ...                   captures, to their end
 
@@ -16,22 +18,25 @@ index of a clear-to-send), checked against the manifest's whole history of calls
 `unanchored`. An iteration that cannot be published ends the chain: its predecessor stays the current version, and later
 ones are refused (clause `previous`) until there is a state to go on from.
 
-Where a record brings checksums, the version is built and its iteration's memory is free again while workers compare
-them; the rings are drained meanwhile, and no other iteration closes before the result is heeded.
+Complete buckets of the iteration that the version waits for are applied while it is still open (building.py); the
+verdict publishes the version or drops it. What is left when the verdict stands is done by workers, and so are the sums
+where a record brings checksums: the rings are drained meanwhile, and no other iteration closes before this one has
+ended. Its memory is free again once all of it was applied.
 
-One thread. Memory: `arenas` iterations of gradients, a replica, and as many step records as iterations can be open.
+One thread, which waits for no worker while there is something in the rings. Memory: `arenas` iterations of gradients, a
+replica, and as many step records as iterations can be open.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
 
 from parser.machine import Engine
 
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
+from flowcheck.rebuild.building import Built, VersionBuilder
 from flowcheck.rebuild.collector import EvidenceCollector, Judged
 from flowcheck.rebuild.events import Closed, Event, Lost, Read, Skipped, Waiting
 from flowcheck.rebuild.evidence import packets_by_outcome
@@ -42,21 +47,11 @@ from flowcheck.rebuild.replica import JobReplica
 from flowcheck.rebuild.scheduler import IDLE_SECONDS, ArenaScheduler, Source
 from flowcheck.rebuild.verdict import Clause, StreamEvidence
 from updater.errors import UpdaterError
-from updater.verify import Comparison
 
 __all__ = ["Follower"]
 
 RECORDS_AHEAD = 256  # records kept of iterations whose traffic has not closed yet
-LOOK_SECONDS = 0.001  # that an idle poll waits for a comparison
-
-
-@dataclass(frozen=True)
-class _Compared:
-    """A version that is built, while its checksums are compared. counts: what `_count` said when it closed."""
-
-    judged: Judged
-    counts: dict[str, int]
-    comparison: Comparison
+LOOK_SECONDS = 0.001  # that an idle poll waits for the workers
 
 
 class Follower:
@@ -65,7 +60,7 @@ class Follower:
     clock that never goes back.
 
     next: the iteration that the current version waits for; None: there is no version, or its chain has ended.
-    moved: did the last poll find anything to do? closing_seconds: spent on iterations that closed.
+    moved: did the last poll find anything to do? closing_seconds: spent on iterations that closed, and on updates.
     """
 
     def __init__(
@@ -78,6 +73,7 @@ class Follower:
         self.collector = EvidenceCollector(plan, self.engine)
         self.scheduler = ArenaScheduler(self.engine, sources, plan.cells, in_order=policy.sources_wait)
         self.records = StepRecords(plan.job, self.clock)
+        self._builder = VersionBuilder(plan, self.engine, self.records)
         self._wait = RecordWait(policy.record_seconds)
         self._gradients = bool(plan.job.gradient_calls(0))  # otherwise all that iterations bring are parameters
         self.next: int | None = None
@@ -90,7 +86,8 @@ class Follower:
         self._coming: int | None = None  # a state before this iteration is on its way
         self._ahead = False  # records run ahead of the traffic, and that was said
         self._counted = (0, 0, 0, 0)
-        self._compared: _Compared | None = None
+        self._pending: tuple[Judged, dict[str, int]] | None = None  # workers are at its version; what `_count` said
+        self._held: range | None = None  # closed, and workers still read its arena
 
     # -- from trainers --
 
@@ -124,8 +121,9 @@ class Follower:
             raise UserError(f"the state before iteration {number} is here, and {passed} has passed")
 
     def start(self, replica: JobReplica, iteration: int) -> None:
-        """Go on from a version that waits for `iteration`. No comparison may be under way (settle)."""
-        assert self._compared is None
+        """Go on from a version that waits for `iteration`. No other may have to be ended (settle)."""
+        assert self._pending is None
+        self._builder.drop()
         if self.replica is not None:
             self.replica.close()
         self.replica, self.next, self.status, self.matched = replica, iteration, "unverified", 0
@@ -153,7 +151,12 @@ class Follower:
                 break
             moved = True
             yield from self._close(due)
-        self.moved = moved or self._compared is not None
+        if moved and self.next is not None and self._ready and self._pending is None:
+            assert self.replica is not None
+            begin = self._now()
+            self._builder.look(self.replica, self.next)
+            self.closing_seconds += self._now() - begin
+        self.moved = moved or self._pending is not None
 
     def finish(self) -> Iterator[Event]:
         """No more traffic: judge what is still open."""
@@ -165,11 +168,13 @@ class Follower:
             yield from self.settle()
 
     def settle(self) -> Iterator[Event]:
-        """Wait for the comparison under way, if there is one, and act on it."""
-        yield from self._heed(-1)
+        """Wait for the version that workers are at, if there is one, and end it."""
+        while self._pending is not None:
+            yield from self._heed(-1)
 
     def close(self) -> None:
         """Let go of the replica."""
+        self._builder.drop()
         if self.replica is not None:
             self.replica.close()
 
@@ -177,7 +182,7 @@ class Follower:
 
     def _must_wait(self, iteration: int) -> tuple[bool, list[Event]]:
         """Must this iteration stay open for something that does not come over the wire, and is that to be said?"""
-        if self._compared is not None or (self._coming is not None and iteration >= self._coming):
+        if self._pending is not None or (self._coming is not None and iteration >= self._coming):
             return True, []
         if iteration != self.next or not self.plan.job.step_values or iteration in self.records:
             return False, []
@@ -190,11 +195,18 @@ class Follower:
         try:
             yield from self._skip(due[0], due[-1]) if len(due) > 1 else self.judge(due[0])
         finally:
-            self.scheduler.retire(due)
+            self._held = due
+            self._release()
             self.closing_seconds += self._now() - begin
 
+    def _release(self) -> None:
+        """Free the arena of what has closed, unless workers read it."""
+        if self._held is not None and not self._builder.reads:
+            self.scheduler.retire(self._held)
+            self._held = None
+
     def judge(self, iteration: int) -> Iterator[Event]:
-        """Judge an iteration; build its version if the verdict stands."""
+        """Judge an iteration; if the verdict stands, have its version built."""
         if self.first_iteration < 0:
             self.first_iteration = iteration
             yield from self._begin(iteration)
@@ -208,9 +220,9 @@ class Follower:
         stands = judged.verdict.publishable
         if stands and self._ready:
             stands = yield from self._build(judged, record)
-        if stands and self._ready and record is not None and record.checksums:
-            assert self.replica is not None
-            self._compared = _Compared(judged, counts, self.replica.compare(record.sums()))
+        if stands and self._ready:
+            self._pending = judged, counts
+            yield from self._heed(0)
         else:
             yield from self._end(judged, counts, stands)
         self.records.forget(iteration)
@@ -234,48 +246,56 @@ class Follower:
         self.next = self.clock.next(self.replica.step)
 
     def _build(self, judged: Judged, record: StepRecord | None) -> Generator[Event, None, bool]:
-        """Build the next version. Is it built?"""
+        """Hand what is left of the next version to the workers. Can it be built?"""
         assert self.replica is not None
         iteration = judged.verdict.iteration
         try:
-            self.replica.build(iteration, judged.buckets, None if record is None else record.values())
+            self._builder.conclude(self.replica, iteration, judged.buckets, record)
         except UpdaterError as error:
             yield from self._lose(f"iteration {self.clock.number(iteration)} cannot be applied: {error}")
             return False
         return True
 
     def _heed(self, seconds: float) -> Generator[Event, None, bool]:
-        """Act on the comparison under way once its result is there, for which this waits so long (negative: until it
-        is). True if it did."""
-        if self._compared is None:
+        """End the version that workers are at once they are done, for which this waits so long (negative: until they
+        are). True if it did."""
+        if self._pending is None:
             return False
-        differs = self._compared.comparison.differing(seconds)
-        if differs is None:
-            return False
-        compared, self._compared = self._compared, None
-        judged = compared.judged.with_checksum("mismatch" if differs else "match")
-        if differs:
+        try:
+            built = self._builder.built(seconds)
+            if built is not None:
+                (judged, counts), self._pending = self._pending, None
+                yield from self._end_built(judged, counts, built)
+            return built is not None
+        finally:
+            self._release()
+
+    def _end_built(self, judged: Judged, counts: dict[str, int], built: Built) -> Iterator[Event]:
+        if built.differs is not None:
+            judged = judged.with_checksum("mismatch" if built.differs else "match")
+        if built.differs:
             assert self.replica is not None
             self.replica.discard()
             number = self.clock.number(judged.verdict.iteration)
-            yield from self._lose(f"tensor {differs!r} of iteration {number} differs from the trainer's", "diverged")
+            why = f"tensor {built.differs!r} of iteration {number} differs from the trainer's"
+            yield from self._lose(why, "diverged")
+            yield from self._end(judged, counts, False)
         else:
-            self.matched += 1
-        yield from self._end(judged, compared.counts, not differs, verified=not differs)
-        return True
+            self.matched += built.differs == ""
+            yield from self._end(judged, counts, True, built)
 
     def _end(
-        self, judged: Judged, counts: dict[str, int], stands: bool, *, verified: bool = False
+        self, judged: Judged, counts: dict[str, int], stands: bool, built: Built | None = None
     ) -> Iterator[Event]:
         """Publish the version that was built for this iteration, or give the chain up; say what became of it."""
         iteration = judged.verdict.iteration
         if stands:
-            if self._ready:
+            if built is not None:
                 assert self.replica is not None
-                self.replica.publish(verified)
+                self.replica.publish(verified=built.differs == "")
                 self.status = "verified" if self.matched else "unverified"
             self.next = self.clock.next(self.clock.after(iteration))
-        yield self._closed(judged, counts, stands)
+        yield self._closed(judged, counts, stands, built or Built())
         if self.next is not None and iteration >= self.next and not stands:
             clause, reason = judged.verdict.failing[0]
             number = self.clock.number(iteration)
@@ -295,6 +315,7 @@ class Follower:
     def _lose(self, why: str, status: str = "lost") -> Iterator[Event]:
         if self.next is None or not self._chained:
             return
+        self._builder.drop()
         self.next, self.status = None, status
         if status == "diverged" and self.replica is not None:
             self.replica.close()  # what was wrong may have been wrong for some iterations: it is served no more
@@ -333,7 +354,7 @@ class Follower:
         self._counted = now
         return dict(zip(("packets", "placed", "gaps", "duplicates"), grown, strict=True))
 
-    def _closed(self, judged: Judged, counts: dict[str, int], published: bool) -> Closed:
+    def _closed(self, judged: Judged, counts: dict[str, int], published: bool, built: Built) -> Closed:
         missing: dict[str, int] = {}
         for bucket in judged.buckets:
             for cause, count in bucket.missing.items():
@@ -344,5 +365,6 @@ class Follower:
         healed = max(counts["gaps"], 0) if judged.verdict.complete else 0
         return Closed(
             judged.verdict.iteration, published, self.status, counts["packets"], counts["placed"], missing, healed,
-            counts["duplicates"], max(self.records.newest - self.published, 0), clauses, judged,
+            counts["duplicates"], max(self.records.newest - self.published, 0), clauses,
+            built.updates, built.rebuilt, judged,
         )

@@ -2,7 +2,9 @@
 
     JobReplica(plan, init)  ->  learn(engine) once, before the first update (replay)
                             or  start(parameters, state, step): what the trainer uploaded (live)
-                            ->  build(iteration, buckets), then publish() or discard()
+                            ->  begin(iteration, values), apply(bucket, elements) for each bucket, in any order and as
+                            they come, finish(buffers); written() says when workers are done with it
+                        ->  publish() or discard()
 
 In a replay weights come from --init, else from the parameter broadcast in the capture; where both are there they
 must be equal, bit for bit: a replica that starts from other weights than the trainer's is wrong for ever.
@@ -182,14 +184,32 @@ class JobReplica:
                     remedy="give the weights this run started from, or leave --init out: the broadcast has them",
                 )
 
-    def build(self, iteration: int, buckets: Sequence[BucketCoverage], values: StepValues | None = None) -> None:
-        """Apply an iteration's complete buckets to a copy of the current version. Raises UpdaterError: no free slot,
-        or values that the optimizer cannot use; then nothing is being built."""
-        assert self._replica is not None
+    def begin(self, iteration: int, values: StepValues) -> None:
+        """Begin the version after the current one. Raises UpdaterError: no free slot, or values that the optimizer
+        cannot use; then nothing is being built."""
+        assert self._replica is not None and self._slot is None
         self._slot = self._replica.build(Clock().after(self.step), self._layouts[iteration == 0], values)
+
+    def apply(self, bucket: int, elements: torch.Tensor) -> None:
+        """Hand a complete bucket of gradients to the workers. It stays as it is until `written`, or the end."""
+        assert self._slot is not None
+        self._slot.apply(bucket, elements, elements.dtype)
+
+    def finish(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Take what only the step record brings. Raises UpdaterError."""
+        assert self._replica is not None and self._slot is not None
+        self._replica.finish(self._slot, buffers)
+
+    def written(self, seconds: float = 0) -> bool:
+        """Has all that was applied been written? Waits at most so long (negative: until it has)."""
+        assert self._slot is not None
+        return self._slot.written(seconds)
+
+    def build(self, iteration: int, buckets: Sequence[BucketCoverage], values: StepValues | None = None) -> None:
+        """Build from an iteration's buckets at once. Raises UpdaterError as `begin` does."""
+        self.begin(iteration, values or StepValues())
         for bucket in buckets:
-            data = bucket.tensor()
-            self._slot.apply(bucket.place.index, data, data.dtype)
+            self.apply(bucket.place.index, bucket.tensor())
 
     def publish(self, verified: bool = False) -> int:
         """verified: it was compared with the trainer's checksums and is equal."""

@@ -197,16 +197,20 @@ class FakeEngine:
         return self.filled.setdefault(iteration, np.zeros((size + 7) // 8, bool))
 
     def covered(self, iteration: int) -> int:
+        return int(self.covered_places(iteration).sum())
+
+    def covered_places(self, iteration: int) -> np.ndarray:
         """Only what a call brings counts: a test may set cells between the buckets, too."""
-        brought = np.zeros_like(self.cells(iteration))
+        calls = [call for edge in self.config.edges for call in edge.calls]
+        brought = np.zeros((max((call.place for call in calls), default=0) + 1, len(self.cells(iteration))), bool)
         phase = Phase.ITERATION_0 if iteration == 0 else Phase.STEADY
-        for call in (call for edge in self.config.edges for call in edge.calls):
+        for call in calls:
             if call.lane and call.target == Target.GRADIENT and call.phase == phase:
                 end = max(segment.limit for segment in call.lane.segments)
                 if call.lane.kind == Kind.RING_ALLGATHER:  # segments are of one rank's block
                     end += (call.lane.ranks - 1) * call.lane.block
-                brought[call.base // 8 : -(-(call.base + end * call.lane.elem_bytes) // 8)] = True
-        return int((self.cells(iteration) & brought).sum())
+                brought[call.place, call.base // 8 : -(-(call.base + end * call.lane.elem_bytes) // 8)] = True
+        return (self.cells(iteration) & brought).sum(axis=1)
 
     def complete(self, iteration: int, cells: int) -> bool:
         return self.covered(iteration) == cells

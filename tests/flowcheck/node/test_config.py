@@ -66,7 +66,7 @@ def test_what_is_left_out(tmp_path: Path) -> None:
             "device": "d", "path_mtu": 0, "dump": "copy", "engines": (), "queues": 1, "cores": (), "huge": None,
             "ring_size": None, "ring_mb": None, "iteration_bytes": None,
         },),
-        "replica": {"directory": Path("/dev/shm"), "slots": 3, "threads": 0, "keep": True, "arenas": 4,
+        "replica": {"directory": Path("/dev/shm"), "slots": 3, "threads": 1, "keep": True, "arenas": 4,
                     "memory_mb": 65536},
         "output": {"directory": Path("out"), "every": 0, "keep_hashes": None, "status_file": None},
         "name": "node", "groups": 1, "record_seconds": 30.0,

@@ -171,9 +171,9 @@ def test_the_end_is_said_by_rank_0(scene) -> None:
 
 # -- what the session says -----------------------------------------------------------------------------------------
 
-LINE = Closed(2, True, "verified", 100, 60, {"lost": 4}, 3, 5, 7, [])
+LINE = Closed(2, True, "verified", 100, 60, {"lost": 4}, 3, 5, 7, [], "early", 1)
 SAID = {"status": "verified", "packets": 100, "placed": 60, "missing": {"lost": 4}, "healed": 3, "duplicates": 5,
-        "dropped": {}, "lag": 7}
+        "dropped": {}, "lag": 7, "updates": "early", "rebuilt": 1}
 
 
 def test_a_published_iteration_is_told_to_everybody(scene, tmp_path) -> None:
@@ -226,7 +226,7 @@ def test_an_iteration_that_is_not_published_is_said_and_nothing_more(scene) -> N
     peer = at.follow()
     at.session.replica, at.session.next = FakeReplica(3), 2
     why = [("covered", "bucket 0"), ("previous", "nothing to build on")]
-    line = Closed(2, False, "verified", 100, 60, {"lost": 4}, 3, 5, 7, why)
+    line = Closed(2, False, "verified", 100, 60, {"lost": 4}, 3, 5, 7, why, "early", 1)
     at.happens(line)
     fields = {"name": "", "iteration": 2, "published": False, "failed": ["covered", "previous"], **SAID}
     assert at.said[-1] == ("iteration", fields | {"why": why})

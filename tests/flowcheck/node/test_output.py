@@ -36,7 +36,8 @@ def clock(monkeypatch) -> None:
 
 ITERATION = {
     "name": "a", "iteration": 7, "published": True, "status": "verified", "packets": 100, "placed": 60, "missing": {},
-    "healed": 3, "duplicates": 5, "dropped": {}, "lag": 2, "failed": [], "why": [],
+    "healed": 3, "duplicates": 5, "dropped": {}, "lag": 2, "updates": "", "rebuilt": 0,
+    "failed": [], "why": [],
 }
 
 
@@ -53,6 +54,11 @@ ITERATION = {
                                "why": [("covered", "bucket 0"), ("previous", "no")]},
      "iteration 7: NOT published verified, 100 packets, 60 placed, missing lost 4 icrc 2, healed 3, duplicates 5,"
      " lag 2, covered: bucket 0; previous: no"),
+    ("iteration", ITERATION | {"updates": "early"}, "a iteration 7: published verified, 100 packets, 60 placed,"
+                                                    " missing 0, healed 3, duplicates 5, lag 2, updates early"),
+    ("iteration", ITERATION | {"name": "", "updates": "at_record", "rebuilt": 1},
+     "iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3, duplicates 5, lag 2, updates"
+     " at_record, rebuilt 1"),
 ])
 def test_lines_for_people(capsys, event: str, fields: dict[str, Any], line: str) -> None:
     Events(False, None)(event, **fields)

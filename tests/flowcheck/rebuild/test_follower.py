@@ -44,10 +44,19 @@ class FakeReplica:
     def learn(self, engine: Any) -> None:
         self.ready = self._weights is not None
 
-    def build(self, iteration: int, buckets: Any, values: Any) -> None:
+    def begin(self, iteration: int, values: Any) -> None:
         if iteration in self.broken:
             raise ReplicaError("no")
-        self.calls.append(f"build {iteration}")
+        self.calls.append(f"begin {iteration}")
+
+    def apply(self, bucket: int, elements: Any) -> None:
+        self.calls.append(f"bucket {bucket}")
+
+    def finish(self, buffers: Any) -> None:
+        self.calls.append("finish")
+
+    def written(self, seconds: float) -> bool:
+        return True
 
     def compare(self, sums: dict[str, int]) -> FakeReplica:
         return self
