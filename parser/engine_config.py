@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from parser.nccl import CTS_ELEMENTS, CtsElement
 from parser.wire import Lane
 
 __all__ = ["CallSpec", "EdgeSpec", "EngineConfig", "FlowSpec", "Phase", "Target"]
@@ -78,8 +79,7 @@ class FlowSpec:
 class EngineConfig:
     """threads: that place; stream s is served by thread s modulo threads.
     arenas: iterations alive at once. gradient_bytes, parameter_bytes: sizes of the regions.
-    cts_index_at, cts_tag_at: bytes of message index and tag in a 64-byte CTS element (5.4; 32-byte ones
-    have them at 24 and 20).
+    cts: form of the job's clear-to-send writes; those of other forms are no witnesses.
     outage_ns: silence on a flow in which 2^23 packets could have passed: then its PSN alone proves nothing."""
 
     mtu: int
@@ -91,6 +91,5 @@ class EngineConfig:
     threads: int = 1
     arenas: int = 4
     check_icrc: bool = True
-    cts_index_at: int = 32
-    cts_tag_at: int = 24
+    cts: CtsElement = CTS_ELEMENTS[0]
     outage_ns: int = 10**15

@@ -89,8 +89,8 @@ def _kind(flow: Flow, announces: bool, announced: bool) -> str:
 
 
 def _numbered(cts: dict[str, Any]) -> bool:
-    """One 32 or 64 byte write can look plausible by chance; a numbered series in one FIFO cannot."""
-    steps = cts["fifo_steps"]["256"] + cts["fifo_steps"]["512"]
+    """One small write can look plausible by chance; a numbered series in one FIFO cannot."""
+    steps = sum(count for distance, count in cts["fifo_steps"].items() if distance != "other")
     return len(cts["layouts"]) == 1 and steps > 0 and cts["number_jumps"] * 2 < cts["count"]
 
 

@@ -1,6 +1,7 @@
 # Declarations of include/machine.h: what Engine fills in and reads. The header has the whole.
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
+from parser.cts cimport fc_cts_element
 from parser.lane cimport fc_lane
 from parser.packetref cimport fc_packetref, fc_ring
 from parser.roce cimport FC_REFUSALS
@@ -94,7 +95,7 @@ cdef extern from "machine.h" nogil:
     ctypedef struct fc_outcome_count:
         uint64_t packets, bytes
     ctypedef struct fc_machine:
-        uint32_t mtu, streams, flows, arenas, table_mask, cts_index_at, cts_tag_at, header_lines, cts_tables
+        uint32_t mtu, streams, flows, arenas, table_mask, header_lines, cts_tables, cts_known
         uint32_t n_others, places
         uint8_t check_icrc, opened
         fc_shared *shared
@@ -107,6 +108,7 @@ cdef extern from "machine.h" nogil:
         int64_t *region_bytes
         uint64_t *words
         uint64_t *refused
+        fc_cts_element *cts_elements
         uint64_t *cts_forms
         fc_outcome_count *counts
         fc_flow_key *table

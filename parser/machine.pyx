@@ -13,6 +13,7 @@ from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
 
+from parser.cts cimport cts_fill
 from parser.packetref cimport fc_ring_at, fc_ring_closed, fc_ring_drained, fc_ring_peek
 from parser.roce cimport (
     FC_RC_WRITE_FIRST, FC_RC_WRITE_ONLY_IMM, FC_REFUSALS, FC_ROCE, fc_icrc_all, fc_icrc_choose, fc_icrc_ok, fc_roce,
@@ -22,6 +23,7 @@ from parser.roce cimport (
 from parser.schedule cimport Schedule, zeroed
 
 from parser.cover import count as count_cells, missing as missing_cells
+from parser.nccl import CTS_ELEMENTS
 from parser.roce import REFUSAL_NAMES
 
 
@@ -122,6 +124,7 @@ cdef class Engine:
     cdef dict twice             # cells that two threads have placed, by iteration, as far as complete() looked
     cdef object union           # a bitmap to work in; None: there is one thread
     cdef uint32_t threads
+    cdef tuple elements         # forms of the clear-to-send element: the job's, then the others
     cdef readonly object config
 
     def __cinit__(self, config):
@@ -133,6 +136,7 @@ cdef class Engine:
             raise ValueError(f"{config.threads} threads for {config.streams} streams")
         if not 256 <= config.mtu <= FC_SIDE_BYTES:
             raise ValueError(f"MTU {config.mtu} is not between 256 and {FC_SIDE_BYTES}")
+        self.elements = tuple(dict.fromkeys((config.cts, *CTS_ELEMENTS)))
         self.schedule = Schedule(config)
         self.threads, self.shared.first = config.threads, -1
         self.arrays = [_aligned(self._region_bytes(i)) for i in range(config.arenas + 1)]
@@ -164,7 +168,7 @@ cdef class Engine:
         M.mtu, M.flows, M.arenas = config.mtu, len(config.flows), config.arenas
         M.streams = len(range(thread, config.streams, config.threads))
         M.check_icrc, M.outage_ns = config.check_icrc, config.outage_ns
-        M.cts_index_at, M.cts_tag_at = config.cts_index_at, config.cts_tag_at
+        M.cts_known = cts_fill(M.cts_elements, self.elements)
         M.begun = M.unlogged_last = M.missed_iteration = -1
         M.unlogged_first = INT64_MAX
         M.shared = &self.shared
@@ -555,8 +559,11 @@ cdef class Engine:
         return out
 
     def cts_forms(self):
-        """{bytes of the element: clear-to-send writes seen}."""
-        return {size: sum(self.machines[t].cts_forms[i] for t in range(self.threads)) for i, size in enumerate((32, 64))}
+        """{nccl.CtsElement: clear-to-send writes seen that can be read as it; a write may count for several}."""
+        return {
+            element: sum(self.machines[t].cts_forms[i] for t in range(self.threads))
+            for i, element in enumerate(self.elements)
+        }
 
     cdef object _ignored(self, fc_flow *f):
         """range of iterations that the flow, LOST, brought nothing to."""

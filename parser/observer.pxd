@@ -1,6 +1,7 @@
 # State of an observer; the model and its limits are described in observer.pyx.
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
+from parser.cts cimport FC_CTS_ELEMENTS_MAX, fc_cts_element
 from parser.packetref cimport fc_packetref
 from parser.roce cimport FC_DECODE_STATUS_COUNT, FC_REFUSALS, fc_roce
 
@@ -41,9 +42,6 @@ cdef extern from "counts.h" nogil:
         FC_SPLIT_MAX
         FC_STREAMS_MAX
         FC_NAK_KINDS
-        FC_CTS_ELEMENTS_MAX
-    ctypedef struct fc_cts_element:
-        uint8_t bytes, size_width, rkey_at, requests_at, tag_at, number_at
     ctypedef struct fc_tally:
         uint32_t used
         uint64_t other

@@ -19,6 +19,7 @@ from libc.string cimport memcmp, memcpy, memset
 
 import numpy as np
 
+from parser.cts cimport FC_CTS_REQUESTS, cts_fill
 from parser.packetref cimport FC_REF_TRUNCATED, fc_ring, fc_ring_at, fc_ring_drained, fc_ring_peek, fc_ring_release
 from parser.roce cimport (
     FC_ENCAPSULATED, FC_NOT_ROCE, FC_RC_WRITE_FIRST, FC_RC_WRITE_LAST, FC_RC_WRITE_LAST_IMM, FC_RC_WRITE_MIDDLE,
@@ -88,10 +89,7 @@ cdef class Observer:
     def __cinit__(self, messages: bool = False, requests=()):
         cdef uint32_t i
         self.messages = messages or bool(requests)
-        self.n_elements = len(CTS_ELEMENTS)
-        assert self.n_elements <= FC_CTS_ELEMENTS_MAX
-        for i, e in enumerate(CTS_ELEMENTS):
-            self.elements[i] = fc_cts_element(e.bytes, e.size_width, e.rkey_at, e.requests_at, e.tag_at, e.number_at)
+        self.n_elements = cts_fill(self.elements, CTS_ELEMENTS)
         self.table_mask = 4 * FLOWS_MAX - 1
         self.table = <uint32_t *>calloc(self.table_mask + 1, sizeof(uint32_t))
         requests = list(requests)
@@ -452,7 +450,7 @@ cdef dict _flow(const Flow *flow):
             "count": f.cts,
             "layouts": {e.versions: f.cts_element[i] for i, e in enumerate(CTS_ELEMENTS) if f.cts_element[i]},
             "first_number": f.cts_first, "last_number": f.cts_last, "number_jumps": f.cts_jumps,
-            "fifo_steps": {"256": f.cts_steps[0], "512": f.cts_steps[1], "other": f.cts_steps_other},
+            "fifo_steps": _fifo_steps(f),
             "sizes": _tally(&f.cts_sizes), "tags": _tally(&f.cts_tags),
             "regions": _regions(&f.cts_regions),
         } if f.cts else None,
@@ -463,6 +461,15 @@ cdef dict _flow(const Flow *flow):
         },
         "regions": _regions(&f.regions),
     }
+
+
+cdef dict _fifo_steps(const fc_counts *f):
+    """{distance of neighbours in the FIFO, bytes: how often}, and "other" distances."""
+    out = {}
+    for i, e in enumerate(CTS_ELEMENTS):
+        distance = str(FC_CTS_REQUESTS * e.bytes)
+        out[distance] = out.get(distance, 0) + f.cts_steps[i]
+    return {**out, "other": f.cts_steps_other}
 
 
 cdef dict _messages(const fc_counts *f):

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
-from parser.nccl import TABLE, span
+from parser.nccl import QP_INFOS, TABLE, QpInfo, span
 
 __all__ = ["Bootstrap", "BootstrapConnection", "Side", "Stream", "parse_bootstrap", "parse_qp_info", "reassemble"]
 
@@ -34,13 +34,8 @@ MTU_OF_ENUM = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 MAX_RANKS = 65536
 MAX_CHANNELS = 64
 STREAM_BYTES = 1 << 20
-#: Where in QP info of each size: the first QP number, bytes to the next, GID, FIFO address.
-QP_FIELDS = {
-    552: (8, 4, 0, 0), 2600: (8, 4, 2568, 2592), 3336: (0, 24, 3088, 3320), 3576: (0, 24, 3088, 3560),
-    3584: (0, 24, 3088, 3560), 4448: (0, 24, 3472, 4424),
-}
-#: QP info by size: NCCL versions. 2.29 is not known: its 4448 bytes were read in 2.30.
-QP_INFO = {size: span([row for row in TABLE if row.qp_info == size]) for size in QP_FIELDS}
+#: NCCL versions by the form of their QP info.
+QP_INFO = {form: span([row for row in TABLE if row.qp_info == form]) for form in QP_INFOS}
 
 
 @dataclass(frozen=True)
@@ -56,7 +51,7 @@ class Stream:
 @dataclass(frozen=True)
 class Side:
     """One side's QP info. qpns: as many as the record holds. fifo: address the peer announces or reports to.
-    gid, fifo: empty in 2.12-2.18, whose record was not read. mtu: 0 where not known."""
+    gid, fifo: empty where the record was not read. mtu: 0 where not known."""
 
     versions: str
     qpns: tuple[int, ...]
@@ -163,21 +158,24 @@ def _gid(raw: bytes) -> str:
 
 
 def parse_qp_info(data: bytes) -> Side | None:
-    """A QP info record of any known size; None if its fields are not plausible."""
-    versions = QP_INFO.get(len(data))
-    if versions is None:
+    """A QP info record of any known form; None if its fields are plausible in no form, or in several."""
+    found = [side for form in QP_INFO if (side := _side(form, data)) is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def _side(form: QpInfo, data: bytes) -> Side | None:
+    if len(data) != form.bytes:
         return None
-    first, step, gid_at, fifo_at = QP_FIELDS[len(data)]
-    count = 1 if not gid_at else 128  # not described by the reference: one QP as in 2.19, the rest is not used
-    every = (_u32(data, first + step * i) for i in range(count))
+    count = 128 if form.gid_at else 1  # not described by the reference: one QP as in 2.19, the rest is not used
+    every = (_u32(data, form.qpn_at + form.qpn_step * i) for i in range(count))
     qpns = tuple(takewhile(lambda qpn: 0 < qpn < 1 << 24, every))
-    if not gid_at:
-        return Side(versions, qpns, "", 0, 0) if qpns else None
-    fifo = _u64(data, fifo_at)
-    if not qpns or not any(data[gid_at : gid_at + 16]) or not fifo:
+    if not form.gid_at:
+        return Side(QP_INFO[form], qpns, "", 0, 0) if qpns else None
+    gid, fifo = data[form.gid_at : form.gid_at + 16], _u64(data, form.fifo_at)
+    if not qpns or not any(gid) or not fifo:
         return None
-    mtu = MTU_OF_ENUM.get(_u32(data, 2584), 0) if len(data) == 2600 else 0  # where it is from 2.20 on was not read
-    return Side(versions, qpns, _gid(data[gid_at : gid_at + 16]), mtu, fifo)
+    mtu = MTU_OF_ENUM.get(_u32(data, form.mtu_at), 0) if form.mtu_at else 0
+    return Side(QP_INFO[form], qpns, _gid(gid), mtu, fifo)
 
 
 # -- streams ---------------------------------------------------------------------------------------------
@@ -248,12 +246,12 @@ def _handshake(data: bytes) -> Side | None:
         at = 12
     rest = len(data) - at
     found = []
-    for size in QP_INFO:
-        for devices in [1, 2, 4, 8] if size >= 3576 else [0]:
-            lead = 4 + 4 * devices if devices else 0
-            if rest not in (lead + size, lead + size + 4) or (devices and not 1 <= _u32(data, at) <= devices):
+    for form in QP_INFO:
+        for devices in [1, 2, 4, 8] if form.after_devices else [0]:
+            lead, end = 4 + 4 * devices if devices else 0, form.bytes
+            if rest not in (lead + end, lead + end + 4) or (devices and not 1 <= _u32(data, at) <= devices):
                 continue
-            side = parse_qp_info(data[at + lead : at + lead + size])
+            side = _side(form, data[at + lead : at + lead + end])
             if side is not None:
                 found.append(side)
     return found[0] if len(found) == 1 else None

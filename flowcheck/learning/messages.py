@@ -116,10 +116,10 @@ def _cts_of(head: bytes, form: CtsElement) -> Cts | None:
     """The clear-to-send write with these first bytes, None if its fields are not plausible."""
     if len(head) < form.bytes:
         return None
-    keys = struct.unpack_from(f"<{(form.requests_at - form.rkey_at) // 4}I", head, form.rkey_at)
+    keys = struct.unpack_from(f"<{form.keys}I", head, form.rkey_at)
     requests, tag = (struct.unpack_from("<I", head, at)[0] for at in (form.requests_at, form.tag_at))
-    address, index = (struct.unpack_from("<Q", head, at)[0] for at in (0, form.number_at))
-    size = int.from_bytes(head[8 : 8 + form.size_width], "little")
+    address, index = (struct.unpack_from("<Q", head, at)[0] for at in (form.address_at, form.number_at))
+    size = int.from_bytes(head[form.size_at : form.size_at + form.size_width], "little")
     plausible = (
         1 <= requests <= 8 and 1 <= index < 1 << 48 and 1 <= size < 1 << 34 and address and keys[0] and tag < 1 << 24
     )

@@ -85,7 +85,7 @@ class EvidenceCollector:
         return (
             refusal(plan, disagreements)
             or contradiction(plan, engine.cts_tags())
-            or other_version(plan, engine.cts_forms())
+            or other_version(plan, engine.cts_forms(), disagreements)
         )
 
     def _recovered(self, flows: Sequence[tuple[FlowSpec, dict]], iteration: int) -> Iterator[str]:

@@ -135,7 +135,6 @@ def plan_job(job: Job, *, streams: int = 1, arenas: int = 4, check_icrc: bool = 
             where="communicator",
             remedy="docs/understand/wire.md lists what is supported; correct nccl_version, algorithm or protocol",
         ) from None
-    wide = {"cts_index_at": nccl.cts.number_at, "cts_tag_at": nccl.cts.tag_at} if nccl.cts.bytes == 64 else {}
     engine = EngineConfig(
         mtu=c.mtu,
         edges=edges,
@@ -146,7 +145,7 @@ def plan_job(job: Job, *, streams: int = 1, arenas: int = 4, check_icrc: bool = 
         gradient_bytes=max(_end(places + groups), _end(places_0 + groups_0)),
         parameter_bytes=parameter_bytes,
         outage_ns=int(2**23 * c.mtu * 8 / FASTEST_PORT * 1e9),
-        **wide,
+        cts=nccl.cts,
     )
     return JobPlan(job, engine, places_0, places, groups_0, groups, parameters, tuple(calls))
 

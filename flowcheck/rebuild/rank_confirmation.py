@@ -1,4 +1,4 @@
-"""Are the rank and channel numbers of the manifest's flows right, and who says so?
+"""Are the rank and channel numbers of the manifest's flows right, and its NCCL version, and who says so?
 
 A ring sends the same sizes whoever is called rank 0, as long as its chunks are equal; two channels that
 carry equal parts look alike as well. Flows with exchanged labels then place every byte at a wrong place
@@ -13,13 +13,14 @@ Where neither can, the result rests on the manifest's word and is marked so. Pur
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from parser.lane import messages
 
 from flowcheck.rebuild.plan import JobPlan, nccl_of
 from flowcheck.rebuild.wording import flow_name
-from parser.nccl import TABLE
+from parser.nccl import TABLE, CtsElement, span
 from parser.wire import CallPlan, edge_lane
 
 __all__ = ["contradiction", "other_version", "on_trust"]
@@ -54,21 +55,43 @@ def contradiction(plan: JobPlan, tags: Mapping[int, int]) -> str:
     )
 
 
-def other_version(plan: JobPlan, forms: Mapping[int, int]) -> str:
-    """Why the form of the clear-to-send writes refutes the manifest's NCCL version, or "". forms: Engine.cts_forms().
+def other_version(plan: JobPlan, forms: Mapping[CtsElement, int], disagreements: Sequence[Mapping[str, Any]]) -> str:
+    """Why the traffic refutes the manifest's NCCL version, or "". forms: Engine.cts_forms(). disagreements: its log.
 
-    Calls may have the same layout in both versions; then nothing else disagrees (reference nccl-wire.md 5.4).
+    Two rows of parser.nccl are told apart by what lies in every packet of a kind, whatever the calls are:
+
+        form of the clear-to-send writes   none can be read as the manifest's, and some can as another's (5.4)
+        byte order of the immediates       each that disagrees is its message's size in the other order (5.2)
+
+    Not here: rows alike in both. Where these cut a call otherwise, its sizes disagree. Where they do not, the calls of
+    the job are the same in both versions and so is the replica. A capture without clear-to-send writes tells no form,
+    and one whose immediates read alike in both orders, such as those of empty messages, tells no order.
     """
-    due = nccl_of(plan.job).cts.bytes
-    other = next(size for size in forms if size != due)
-    if forms[due] or not forms[other]:
+    due = nccl_of(plan.job)
+    rows, said = list(TABLE), []
+    most = max(forms.values(), default=0)
+    if most and not forms.get(due.cts):
+        found = [form for form, count in forms.items() if count == most]
+        rows = [row for row in rows if row.cts in found]
+        sizes = sorted({form.bytes for form in found})
+        said.append(
+            "clear-to-send writes whose fields lie elsewhere" if due.cts.bytes in sizes
+            else f"clear-to-send writes of {' or '.join(map(str, sizes))} bytes"
+        )
+    immediates = [d for d in disagreements if d["kind"] == "immediate"]
+    if immediates and all(_swapped(d["expected"]) == d["found"] for d in immediates):
+        rows = [row for row in rows if row.big_endian != due.big_endian]
+        said.append(f"{'little' if due.big_endian else 'big'}-endian immediates")
+    if not said:
         return ""
-    rows = [row for row in TABLE if row.cts.bytes == other]
-    era = f"2.{rows[-1].last} and older" if rows[0] is TABLE[0] else f"2.{rows[0].first} and later"
     return (
-        f"clear-to-send writes of {other} bytes, as of NCCL {era}; the manifest says "
+        f"{' and '.join(said)}, as of {f'NCCL {span(rows)}' if rows else 'no NCCL that is known'}; the manifest says "
         f"{plan.job.communicator.nccl_version}: correct nccl_version"
     )
+
+
+def _swapped(immediate: int) -> int:
+    return int.from_bytes(immediate.to_bytes(4, "little"), "big")
 
 
 def on_trust(plan: JobPlan, seen: Collection[int], tags: Mapping[int, int]) -> list[str]:

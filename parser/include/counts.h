@@ -12,6 +12,7 @@
 
 #include <stdint.h>
 
+#include "cts.h"
 #include "packetref.h"
 #include "roce.h"
 #include "sequence.h"
@@ -24,14 +25,7 @@
 #endif
 #define FC_SPLIT_MAX 16     /* QPs per connection that a message may be split over */
 #define FC_STREAMS_MAX 64   /* captures */
-#define FC_CTS_ELEMENTS_MAX 8
 #define FC_NAK_KINDS 6      /* sequence, invalid, access, operational, invalid RD, reserved */
-
-/* One form of NCCL's clear-to-send element (parser/nccl.py has the table): its bytes, the width of its size field at
- * byte 8, and where the other fields begin. The address is at byte 0. */
-typedef struct fc_cts_element {
-    uint8_t bytes, size_width, rkey_at, requests_at, tag_at, number_at;
-} fc_cts_element;
 
 typedef struct fc_tally {
     uint32_t used;
@@ -90,7 +84,7 @@ typedef struct fc_counts {
     /* clear-to-send writes */
     uint64_t cts, cts_element[FC_CTS_ELEMENTS_MAX];
     uint64_t cts_first, cts_last, cts_jumps, cts_last_va;
-    uint64_t cts_steps[2]; /* distance of two consecutive ones in the FIFO: 8 elements of 32 or 64 bytes */
+    uint64_t cts_steps[FC_CTS_ELEMENTS_MAX]; /* by form: the one before is a neighbour in the FIFO */
     uint64_t cts_steps_other;
     fc_tally cts_sizes, cts_tags;
     fc_regions cts_regions;
@@ -103,8 +97,5 @@ typedef struct fc_counts {
 /* One packet of the flow. elements: `n` forms of the clear-to-send element. */
 void fc_count_packet(
     fc_counts *f, const fc_packetref *ref, const fc_roce *p, const fc_cts_element *elements, uint32_t n);
-
-/* Which element makes every field of a write's payload plausible? -1 if none does. */
-int fc_cts_which(const uint8_t *payload, uint32_t length, const fc_cts_element *elements, uint32_t n);
 
 #endif

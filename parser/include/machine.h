@@ -53,6 +53,7 @@
 
 #include <stdint.h>
 
+#include "cts.h"
 #include "lane.h"
 #include "lock.h"
 #include "packetref.h"
@@ -276,7 +277,6 @@ typedef struct fc_machine {
     uint8_t check_icrc;
     uint8_t opened;                /* it is known which iteration is the first                         */
     uint8_t placing;               /* protocol of the message begun last: how to fetch what comes      */
-    uint32_t cts_index_at, cts_tag_at; /* bytes of number and tag in a 64-byte CTS element (5.4)       */
     int64_t base_iteration, begun; /* oldest iteration with an arena; highest with a gradient packet seen */
     int64_t closed;                /* nothing is placed into iterations before this one                */
     fc_shared *shared;
@@ -307,7 +307,9 @@ typedef struct fc_machine {
     uint64_t lost;
     /* what few packets need stays after here: the lines above are those of every packet */
     uint64_t refused[FC_REFUSALS]; /* encapsulated packets by fc_refusal                               */
-    uint64_t cts_forms[2];         /* CTS elements seen of 32 and of 64 bytes                          */
+    fc_cts_element cts_elements[FC_CTS_ELEMENTS_MAX]; /* forms of the CTS element: the job's, then the others */
+    uint32_t cts_known;
+    uint64_t cts_forms[FC_CTS_ELEMENTS_MAX]; /* CTS writes that can be read as each of them; some as several */
     int64_t first_iteration;       /* base_iteration of captures that begin in mid-stream              */
     int64_t missed_iteration;      /* the oldest one missed by that, or -1                             */
     uint32_t first_stream;         /* the stream that decided it                                       */

@@ -175,52 +175,33 @@ static void go_on_writing(fc_counts *f, const fc_roce *p, int64_t psn)
 
 /* -- clear to send --------------------------------------------------------------------------------------- */
 
-static uint64_t element_size(const uint8_t *at, fc_cts_element e)
+/* The first of the forms that the write can be read as, or -1: parser/nccl.py says why no other can be meant. */
+static int which_element(const fc_roce *p, const fc_cts_element *elements, uint32_t n, fc_cts *c)
 {
-    return e.size_width == 4 ? le32(at + 8) : le64(at + 8);
-}
-
-int fc_cts_which(const uint8_t *p, uint32_t length, const fc_cts_element *elements, uint32_t n)
-{
-    /* No two can: the field that counts the requests (1..8) is a key or a zero in the others, or their message number
-     * is zero padding. */
-    for (uint32_t i = 0; i < n; i++) {
-        fc_cts_element e = elements[i];
-        if (length != e.bytes)
-            continue;
-        uint64_t size = element_size(p, e), number = le64(p + e.number_at);
-        uint32_t requests = le32(p + e.requests_at);
-        if (1 <= requests && requests <= 8 && 1 <= number && number < 1ull << 48 && 1 <= size && size < 1ull << 34
-            && le64(p) != 0 && le32(p + e.rkey_at) != 0 && le32(p + e.tag_at) < 1 << 24)
+    for (uint32_t i = 0; i < n; i++)
+        if (fc_cts_read(&elements[i], p->payload, p->payload_len, c))
             return (int)i;
-    }
     return -1;
 }
 
-static void take_cts(fc_counts *f, const fc_roce *p, int which, fc_cts_element e)
+static void take_cts(fc_counts *f, const fc_roce *p, int which, const fc_cts *c)
 {
-    const uint8_t *at = p->payload;
-    uint64_t number = le64(at + e.number_at), size = element_size(at, e);
     if (f->cts == 0) {
-        f->cts_first = number;
+        f->cts_first = c->number;
     } else {
         uint64_t step = p->va > f->cts_last_va ? p->va - f->cts_last_va : f->cts_last_va - p->va;
-        if (number != f->cts_last + 1)
+        uint64_t next = (uint64_t)FC_CTS_REQUESTS * p->payload_len;
+        if (c->number != f->cts_last + 1)
             f->cts_jumps++;
-        if (step == 256 || step == 255 * 256)
-            f->cts_steps[0]++;
-        else if (step == 512 || step == 255 * 512)
-            f->cts_steps[1]++;
-        else
-            f->cts_steps_other++;
+        *(step == next || step == 255 * next ? &f->cts_steps[which] : &f->cts_steps_other) += 1;
     }
     f->cts++;
     f->cts_element[which]++;
-    f->cts_last = number;
+    f->cts_last = c->number;
     f->cts_last_va = p->va;
-    tally(&f->cts_sizes, size);
-    tally(&f->cts_tags, le32(at + e.tag_at));
-    remember(&f->cts_regions, le64(at), size, le32(at + e.rkey_at));
+    tally(&f->cts_sizes, c->size);
+    tally(&f->cts_tags, c->tag);
+    remember(&f->cts_regions, c->address, c->size, c->rkey);
 }
 
 /* -- payload marks --------------------------------------------------------------------------------------- */
@@ -298,9 +279,10 @@ static void take_write(fc_counts *f, const fc_roce *p, int64_t psn, const fc_cts
 {
     uint32_t what = operation(p);
     if (what == FC_RC_WRITE_ONLY && p->dma_len == p->payload_len) {
-        int which = fc_cts_which(p->payload, p->payload_len, elements, n);
+        fc_cts c;
+        int which = which_element(p, elements, n, &c);
         if (which >= 0) {
-            take_cts(f, p, which, elements[which]);
+            take_cts(f, p, which, &c);
             return;
         }
     }

@@ -385,15 +385,33 @@ static int data_packet(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce
 
 /* -- other packets ---------------------------------------------------------------------------------------------- */
 
+static int is_cts_length(const fc_machine *M, uint32_t length)
+{
+    for (uint32_t i = 0; i < M->cts_known; i++)
+        if (length == M->cts_elements[i].bytes)
+            return 1;
+    return 0;
+}
+
+/* Read a CTS. Its other readings are counted: they may tell that the manifest names another version. 0: not the job's. */
+static int read_cts(fc_machine *M, const fc_roce *p, fc_cts *c)
+{
+    for (uint32_t i = M->cts_known; i-- > 0;)
+        if (fc_cts_read(&M->cts_elements[i], p->payload, p->payload_len, c)) {
+            M->cts_forms[i]++;
+            if (i == 0)
+                return c->number < FC_NEVER;
+        }
+    return 0;
+}
+
 /* CTS writes (5.4) and ACKs towards the sender of a connection's data. */
 static int control_packet(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce *p)
 {
-    int wide = p->payload_len == 64;
-    uint64_t index, address;
-    uint32_t tag;
+    fc_cts c;
     if (p->opcode == FC_RC_ACK)
         return FC_CONTROL;
-    if (p->opcode != FC_RC_WRITE_ONLY || (p->payload_len != 32 && !wide) || f->cts < 0)
+    if (p->opcode != FC_RC_WRITE_ONLY || !is_cts_length(M, p->payload_len) || f->cts < 0)
         return FC_OTHER_PACKET;
     if (M->check_icrc && !fc_icrc_ok(p))
         return refuse_icrc(f);
@@ -401,17 +419,13 @@ static int control_packet(fc_machine *M, uint32_t stream, fc_flow *f, const fc_r
     int64_t delta = fc_psn_distance(p->psn, (int64_t)f->next_psn);
     if (delta >= 0 || (uint64_t)-delta <= f->next_psn)
         note_psn(f, f->next_psn + (uint64_t)delta);
-    M->cts_forms[wide]++;
-    memcpy(&address, p->payload, 8);
-    memcpy(&index, p->payload + (wide ? M->cts_index_at : 24), 8); /* where the version's element has it */
-    memcpy(&tag, p->payload + (wide ? M->cts_tag_at : 20), 4);
-    if (index == 0 || index >= FC_NEVER)
+    if (!read_cts(M, p, &c))
         return FC_CONTROL;
     fc_cts_table *cts = &M->cts[stream * M->cts_tables + (uint32_t)f->cts];
-    cts->tagged = !cts->tagged || (cts->tagged == 1 && cts->tag == tag) ? 1 : 2;
-    cts->tag = tag;
-    cts->index[(index - 1) % FC_CTS_SLOTS] = index;
-    cts->address[(index - 1) % FC_CTS_SLOTS] = address;
+    cts->tagged = !cts->tagged || (cts->tagged == 1 && cts->tag == c.tag) ? 1 : 2;
+    cts->tag = c.tag;
+    cts->index[(c.number - 1) % FC_CTS_SLOTS] = c.number;
+    cts->address[(c.number - 1) % FC_CTS_SLOTS] = c.address;
     return FC_CONTROL;
 }
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from parser.engine_config import EngineConfig, Phase, Target
+from parser.nccl import CTS_ELEMENTS, CtsElement
 from parser.wire import Kind
 
 OUTCOMES = ("placed", "late", "icrc", "unanchored")
@@ -81,7 +82,7 @@ class FakeEngine:
         self.lost: list[dict[str, Any]] = []  # losses
         self.copied: dict[int | None, tuple[int, int, int]] = {}
         self.tags: dict[int, int] = {}
-        self.forms = {32: 0, 64: 0}
+        self.forms: dict[CtsElement, int] = dict.fromkeys(CTS_ELEMENTS, 0)
         self.filled: dict[int | None, np.ndarray] = {}  # cells
         self.data: dict[int | None, np.ndarray] = {}  # regions
         # what was asked of it
@@ -247,5 +248,5 @@ class FakeEngine:
     def cts_tags(self) -> dict[int, int]:
         return dict(self.tags)
 
-    def cts_forms(self) -> dict[int, int]:
+    def cts_forms(self) -> dict[CtsElement, int]:
         return dict(self.forms)

@@ -168,9 +168,17 @@ class Model:
             return "other_roce"
         if not packet.intact:
             return "icrc"
-        at = 24 if len(packet.payload) == 32 else self.config.cts_index_at
-        address, index = (int.from_bytes(packet.payload[i : i + 8], "little") for i in (0, at))
-        self._announced.setdefault((stream, edge), {})[index % FIFO_SLOTS] = index, address
+        form = self.config.cts
+        if len(packet.payload) == form.bytes:
+            address, size, index, key, requests, tag = (
+                int.from_bytes(packet.payload[at : at + width], "little")
+                for at, width in (
+                    (form.address_at, 8), (form.size_at, form.size_width), (form.number_at, 8), (form.rkey_at, 4),
+                    (form.requests_at, 4), (form.tag_at, 4),
+                )
+            )
+            if address and key and 0 < size < 1 << 34 and 0 < index < 1 << 48 and 0 < requests <= 8 and tag < 1 << 24:
+                self._announced.setdefault((stream, edge), {})[index % FIFO_SLOTS] = index, address
         return "control"
 
     # -- one write: where is it, may it, does anything contradict, where do its bytes go ----------------

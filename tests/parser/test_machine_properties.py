@@ -13,21 +13,8 @@ from parser.machine import Engine
 from flowcheck.job.model import Job, dtype_size
 from flowcheck.lab.synth import TransportOptions, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from tests.nccl_versions import VERSIONS
 
-VERSIONS = [
-    "2.12.12",
-    "2.18.5",
-    "2.19.4",
-    "2.20.5",
-    "2.21.5",
-    "2.22.3",
-    "2.23.4",
-    "2.25.1",
-    "2.26.2",
-    "2.27.7",
-    "2.29.2",
-    "2.30.7",
-]
 DTYPES = ["float32", "bfloat16", "float16", "float64", "int32", "int64"]
 
 

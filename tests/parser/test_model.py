@@ -24,6 +24,7 @@ from flowcheck.rebuild.plan import JobPlan, plan_job
 from parser.engine_config import Target
 from tests.flowcheck.altered import PAYLOAD_AT, Packet, opcode, sealed
 from tests.flowcheck.memory_ring import MemoryRing
+from tests.nccl_versions import VERSIONS
 from tests.parser.model import Model
 
 PACKETS = 700  # of a job, at most: enough for three iterations of nearly all
@@ -39,7 +40,7 @@ def traffic(number: int) -> tuple[Job, list[list[Packet]]]:
         ranks=r.choice([2, 2, 3, 4]), channels=r.choice([1, 1, 2]), mtu=r.choice([256, 512, 1024]),
         protocol=r.choice(["ll", "ll128", "simple", "simple"]), dtype=r.choice(["float32", "bfloat16"]),
         count=[r.choice([1, 700, 3000, 6001]) for _ in range(r.choice([1, 1, 2]))],
-        version=r.choice(["2.18.5", "2.19.4", "2.20.5", "2.22.3", "2.27.7", "2.30.7"]),
+        version=r.choice(VERSIONS),
         qps=r.choice([1, 1, 2]), split_data_on_qps=r.random() < 0.5, adaptive_routing=r.random() < 0.2,
         startup=r.random() < 0.2, rebuild=r.random() < 0.2, seed=number,
     )

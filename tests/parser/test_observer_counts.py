@@ -19,6 +19,7 @@ from parser.observer import Observer
 from scapy.utils import RawPcapReader
 
 from parser.findings import interpret, ranks_of
+from parser.nccl import of
 from parser.pairing import connection_port
 
 CAPTURES = Path(__file__).parents[2].parent / "shared" / "captures"
@@ -68,17 +69,14 @@ def ll128(lines: int, flag: int) -> bytes:
     return b"".join(noise(120, flag + i) + flag.to_bytes(8, "little") for i in range(lines))
 
 
-def cts(layout: str, number: int, va: int, rkey: int, size: int, tag: int = 3) -> bytes:
-    if layout == "2.12-2.19":
+def cts(version: str, number: int, va: int, rkey: int, size: int, tag: int = 3) -> bytes:
+    if version == "2.19.4":
         return struct.pack("<QIIIIQ", va, size, rkey, 1, tag, number)
-    if layout == "2.20-2.23":
+    if version == "2.23.4":
         return struct.pack("<QIIIIIIQ24x", va, size, rkey, 0, 1, tag, 0, number)
-    if layout == "2.24-2.29":
+    if version == "2.27.7":
         return struct.pack("<QQIIIIIIQ16x", va, size, rkey, 0, 0, 0, 1, tag, number)
     return struct.pack("<QQ8IIIQ", va, size, rkey, *[0] * 7, 1, tag, number)
-
-
-LAYOUTS = ("2.12-2.19", "2.20-2.23", "2.24-2.29", "2.30")
 
 
 def survey(*frames: bytes) -> dict[str, Any]:
@@ -226,17 +224,17 @@ def test_wrong_icrc_is_counted_and_not_believed() -> None:
 # -- what NCCL writes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_clear_to_send_layouts(layout: str) -> None:
-    size = len(cts(layout, 1, 1, 1, 1))
+@pytest.mark.parametrize("version", ["2.19.4", "2.23.4", "2.27.7", "2.30.7"])
+def test_clear_to_send_forms(version: str) -> None:
+    size = len(cts(version, 1, 1, 1, 1))
     found = flow(
         *(
-            frame(ONLY, i, cts(layout, i + 1, 0x7F0000000000 + i * 65536, 0x1234, 65536),
+            frame(ONLY, i, cts(version, i + 1, 0x7F0000000000 + i * 65536, 0x1234, 65536),
                   extra=reth(0x5000 + i * 8 * size, size))
             for i in range(8)
         )
     )
-    assert found["cts"]["layouts"] == {layout: 8}
+    assert found["cts"]["layouts"] == {of(version).cts.versions: 8}
     assert (found["cts"]["first_number"], found["cts"]["last_number"]) == (1, 8)
     assert found["cts"]["fifo_steps"][str(8 * size)] == 7
     assert found["cts"]["sizes"] == {65536: 8}
@@ -251,14 +249,14 @@ def test_other_small_writes_are_no_clear_to_send(data: bytes) -> None:
     assert found["flows"][0]["kind"] == "writes"
 
 
-def traffic(payload: Any, layout: str = "2.24-2.29") -> dict[str, Any]:
+def traffic(payload: Any, version: str = "2.27.7") -> dict[str, Any]:
     """Four messages with their clear-to-send; payload(step) -> bytes."""
     frames = []
     port = connection_port(0x20, 0x31)
-    size = len(cts(layout, 1, 1, 1, 1))
+    size = len(cts(version, 1, 1, 1, 1))
     for i in range(4):
         data, va = payload(i), 0x10000 + i * 0x10000
-        element = cts(layout, i + 1, va, 0x77, 65536)
+        element = cts(version, i + 1, va, 0x77, 65536)
         frames.append(frame(ONLY, i, element, extra=reth(0x5000 + i * 8 * size, size, 0x99), qp=0x31, src=B,
                             dst=A, sport=port))
         frames.append(frame(ONLY_IMM, i, data, extra=reth(va, len(data)) + imm(len(data)), sport=port))
@@ -291,7 +289,7 @@ def test_protocols(payload: Any, name: str, certainty: str) -> None:
 def test_pairing_by_clear_to_send_when_the_port_says_nothing() -> None:
     frames = []
     for i in range(3):
-        element = cts("2.30", i + 1, 0x10000 * (i + 1), 0x77, 65536)
+        element = cts("2.30.7", i + 1, 0x10000 * (i + 1), 0x77, 65536)
         frames.append(frame(ONLY, i, element, extra=reth(512 * i, 64), qp=0x31, src=B, dst=A))
         frames.append(
             frame(ONLY_IMM, i, noise(64, i), extra=reth(0x10000 * (i + 1), 64) + imm(64), sport=51000)

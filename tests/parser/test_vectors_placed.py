@@ -1,4 +1,4 @@
-"""What NCCL's own kernels handed to the network, as RoCEv2 packets, placed back byte for byte: all 634 cases.
+"""What NCCL's own kernels handed to the network, as RoCEv2 packets, placed back byte for byte: all cases.
 
 The vectors hold SHA-256 and heads, not the bytes. The bytes come from flowcheck.lab.synth, which makes them from the
 same data (tests/flowcheck/lab/synth/test_vectors.py proves them equal to the vectors' masked SHA-256, message by
@@ -37,9 +37,10 @@ from flowcheck.rebuild.plan import plan_job
 from parser import lane, wire
 from parser.chunk_layout import Protocol, Topology
 from parser.engine_config import CallSpec, EdgeSpec, EngineConfig, Phase, Target
+from tests.nccl_versions import VECTORS
 
-VECTORS = Path(__file__).resolve().parents[2].parent / "shared" / "captures" / "nccl-vectors"
-CASES = {"2.19.4": 171, "2.22.3": 146, "2.27.7": 171, "2.30.7": 146}
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT.parent / "shared" / "captures" / "nccl-vectors"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
 NOISE = np.random.default_rng(634).integers(0, 256, 1 << 20, np.uint8)
@@ -198,17 +199,18 @@ def check(case: Case, number: int) -> None:
             assert hashlib.sha256(place.of(region).tobytes()).hexdigest() == op["result_sha256"], (case.name, seen)
 
 
-@pytest.mark.parametrize("version", CASES)
+@pytest.mark.parametrize("version", VECTORS)
 def test_every_case_is_placed_back(version: str) -> None:
-    path = VECTORS / f"{version}.jsonl"
+    path = FOLDER / f"{version}.jsonl"
     if not path.exists():
         pytest.skip(f"the shared NCCL vectors are not beside this checkout: {path.name}")
     with path.open() as lines:
         cases = [json.loads(line) for line in lines]
-    assert len(cases) == CASES[version]
+    assert len(cases) == VECTORS[version]
     for number, case in enumerate(cases):
         check(Case(case), number)
 
 
-def test_the_cases_are_all_of_them() -> None:
-    assert sum(CASES.values()) == 634
+@pytest.mark.parametrize("page", ["README.md", "docs/understand/wire.md"])
+def test_pages_say_how_many_cases_there_are(page: str) -> None:
+    assert f" {sum(VECTORS.values())} cases" in (ROOT / page).read_text()

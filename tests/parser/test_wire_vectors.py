@@ -1,6 +1,6 @@
 """The wire model against what NCCL's own kernels, proxy and planning code handed to the network.
 
-Every message of every rank in 634 cases: order, step, size. No exception list.
+Every message of every rank in every case: order, step, size. No exception list.
 """
 
 import json
@@ -10,13 +10,10 @@ import pytest
 
 from parser import lane, wire
 from parser.chunk_layout import Protocol, Topology
+from tests.nccl_versions import VECTORS
 
-VECTORS = Path(__file__).resolve().parents[2].parent / "shared" / "captures" / "nccl-vectors"
+FOLDER = Path(__file__).resolve().parents[2].parent / "shared" / "captures" / "nccl-vectors"
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
-
-
-def _versions() -> list[Path]:
-    return sorted(VECTORS.glob("*.jsonl"))
 
 
 def _check(case: dict) -> None:
@@ -50,12 +47,12 @@ def _check(case: dict) -> None:
             assert got == wanted.get(edge, []), f"{case['case']}: edge {edge}"
 
 
-@pytest.mark.skipif(not VECTORS.is_dir(), reason="the shared NCCL vectors are not here")
-def test_every_message_of_every_case() -> None:
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="the shared NCCL vectors are not here")
+@pytest.mark.parametrize("version", sorted({*VECTORS, *(path.stem for path in FOLDER.glob("*.jsonl"))}))
+def test_every_message_of_every_case(version: str) -> None:
     cases = 0
-    for path in _versions():
-        with path.open() as lines:
-            for line in lines:
-                _check(json.loads(line))
-                cases += 1
-    assert cases == 634
+    with (FOLDER / f"{version}.jsonl").open() as lines:
+        for line in lines:
+            _check(json.loads(line))
+            cases += 1
+    assert cases == VECTORS.get(version), f"tests/nccl_versions.py says how many cases {version} has"

@@ -14,6 +14,7 @@ from parser.machine import Engine
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from parser.engine_config import Phase
+from parser.nccl import CtsElement, of
 from tests.flowcheck.altered import (
     FIRST,
     LAST,
@@ -143,7 +144,7 @@ def test_senders_that_clear_to_sends_name_differently_are_not_named() -> None:
     assert len(named) == 2
     at = clear_to_sends(made, plan)[-2]
     frame = made.packets[at][1]
-    tag_at = 70 + (plan.engine.cts_tag_at if len(frame) == 70 + 64 + 4 else 20)
+    tag_at = 70 + plan.engine.cts.tag_at
     tag = int.from_bytes(frame[tag_at : tag_at + 4], "little")
     assert tag in named.values()
     engine = Engine(plan.engine)
@@ -151,6 +152,57 @@ def test_senders_that_clear_to_sends_name_differently_are_not_named() -> None:
     feed(engine, [*made.packets[:at], (0, odd), *made.packets[at + 1 :]])
     left = engine.cts_tags()
     assert len(left) == 1 and left.items() <= named.items()
+
+
+#: A form that no NCCL has: another size, and every field elsewhere.
+ODD_FORM = CtsElement(
+    48, address_at=16, size_at=24, size_width=8, rkey_at=40, keys=2, requests_at=4, tag_at=0, number_at=32,
+)
+
+
+def rewritten(frame: bytes, old: CtsElement, new: CtsElement) -> bytes:
+    """A clear-to-send write that says the same in another form."""
+    element, out = frame[70:-4], bytearray(new.bytes)
+    for name, width in (("address", 8), ("size", 8), ("rkey", 4), ("requests", 4), ("tag", 4), ("number", 8)):
+        here, there = (getattr(form, f"{name}_at") for form in (old, new))
+        out[there : there + width] = element[here : here + width]
+    body = bytearray(frame[:66] + len(out).to_bytes(4, "big") + out + bytes(4))
+    for at in (16, 38):
+        length = int.from_bytes(body[at : at + 2], "big") + new.bytes - old.bytes
+        body[at : at + 2] = length.to_bytes(2, "big")
+    return sealed(bytes(body))
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_clear_to_send_of_any_size_and_order_is_read_as_its_form_says(protocol: str) -> None:
+    """The form is data: names and addresses are those of the traffic it was made of, and a wrong address is seen."""
+    _, plan, made = traffic(protocol)
+    packets, announcing = list(made.packets), clear_to_sends(made, plan)
+    for at in announcing:
+        packets[at] = packets[at][0], rewritten(packets[at][1], plan.engine.cts, ODD_FORM)
+    engine, as_made = Engine(replace(plan.engine, cts=ODD_FORM)), Engine(plan.engine)
+    feed(engine, packets)
+    feed(as_made, made.packets)
+    assert kinds(engine) == [] and engine.outcomes(0)["control"][0] == as_made.outcomes(0)["control"][0]
+    assert engine.cts_tags() == as_made.cts_tags() != {}
+    assert {form: n for form, n in engine.cts_forms().items() if n} == {ODD_FORM: len(announcing)}
+    at = announcing[-2]
+    frame = packets[at][1]
+    address = int.from_bytes(frame[70 + 16 : 70 + 24], "little") + 4096
+    engine = Engine(replace(plan.engine, cts=ODD_FORM))
+    odd = patched(70 + 16, address.to_bytes(8, "little"))(frame)
+    feed(engine, [*packets[:at], (0, odd), *packets[at + 1 :]])
+    assert kinds(engine) == ["CTS address"]
+
+
+def test_a_clear_to_send_of_another_form_is_no_witness() -> None:
+    """It is counted as what it can be read as. Its bytes, read as the job's own, would announce a wrong address."""
+    _, plan, made = traffic("simple")
+    assert plan.engine.cts == of("2.27.7").cts
+    engine = Engine(replace(plan.engine, cts=of("2.20.5").cts))
+    feed(engine, made.packets)
+    assert kinds(engine) == [] and engine.cts_tags() == {}
+    assert {form for form, n in engine.cts_forms().items() if n} == {plan.engine.cts}
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["first-copy", "second-copy"])

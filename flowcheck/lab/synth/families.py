@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flowcheck.errors import UserError
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+__all__ = ["FAMILIES", "NEWEST", "Family", "family_of"]
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,17 @@ FAMILIES = (
     Family("2.29", (2, 29), "bytes", 64, _CTS_2_24, True, min_traffic=32768, ll_scale=4, clamp=False),
     Family("2.30", (2, 30), "bytes", 64, _CTS_2_30, True, min_traffic=32768, ll_scale=4, clamp=False),
 )
+#: The last version that the last family holds for.
+NEWEST = (2, 30)
 
 
 def family_of(version: str) -> Family:
-    """The family of an NCCL version such as "2.27.7" or "2.19". Raises UserError outside 2.12 .. 2.30."""
+    """The family of an NCCL version such as "2.27.7" or "2.19". Raises UserError for one that has none."""
     match = re.fullmatch(r"v?(\d+)\.(\d+)(\..*)?", version.strip())
     wanted = (int(match[1]), int(match[2])) if match else (0, 0)
-    if not FAMILIES[0].first <= wanted <= FAMILIES[-1].first:
+    if not FAMILIES[0].first <= wanted <= NEWEST:
         raise UserError(
             f"NCCL {version!r} has no known wire format", where="communicator.nccl_version",
-            remedy="give a version from 2.12 to 2.30, such as 2.27.7",
+            remedy=f"give a version from {FAMILIES[0].name} to {NEWEST[0]}.{NEWEST[1]}, such as 2.27.7",
         )
     return [family for family in FAMILIES if family.first <= wanted][-1]

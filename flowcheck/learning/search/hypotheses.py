@@ -28,7 +28,7 @@ from flowcheck.learning.logs import LogFacts
 from flowcheck.learning.messages import Flow, head_flags
 from flowcheck.learning.search.ranks import by_traffic, from_zero, longest_path
 from flowcheck.learning.search.walk import AR_THRESHOLD, DEFAULT_SLOTS, Hypothesis
-from parser.nccl import TABLE, Chunks, Parts
+from parser.nccl import TABLE, Chunks, Parts, span
 
 __all__ = ["proposals", "variants"]
 
@@ -312,9 +312,9 @@ def _minor(version: str) -> int:
 
 
 def _overlaps(versions: str, first: int, last: int) -> bool:
-    """Is one of 2.`first` to 2.`last` among these, such as "2.24-2.29"? All are among ""."""
-    low, _, high = versions.partition("-")
-    return not versions or (_minor(low) <= last and first <= _minor(high or low))
+    """Is one of 2.`first` to 2.`last` among these, such as "2.24-2.29" or "2.12-2.15 or 2.19"? All are among ""."""
+    ends = [run.partition("-") for run in versions.split(" or ") if run]
+    return not ends or any(_minor(low) <= last and first <= _minor(high or low) for low, _, high in ends)
 
 
 def _against(minor: int, h: Hypothesis) -> Iterator[str]:
@@ -325,7 +325,8 @@ def _against(minor: int, h: Hypothesis) -> Iterator[str]:
             if not _overlaps(form, minor, minor):
                 yield f"its {what} are of {form}"
         if c.imm_order and (c.imm_order == "big") != row.big_endian:
-            yield f"its immediates are {c.imm_order}-endian, as {'from 2.29 on' if c.imm_order == 'big' else 'to 2.28'}"
+            alike = span([other for other in TABLE if other.big_endian == (c.imm_order == "big")])
+            yield f"its immediates are {c.imm_order}-endian, as of {alike}"
         large = [m for m in c.pieces() if m.size > AR_THRESHOLD and m.imm is not None]
         if row.always_pairs and large and not any(m.pair for m in large):
             yield f"no message above 8192 bytes left as an adaptive-routing pair, as every one does in {row.versions}"

@@ -14,8 +14,6 @@ from flowcheck.learning.logs import LogFacts
 from flowcheck.rebuild.plan import plan_job
 
 NO_HINTS = Hints()
-# One of each family of layouts and forms (docs/understand/wire.md).
-VERSIONS = ("2.12.12", "2.19.4", "2.20.5", "2.22.3", "2.23.4", "2.27.7", "2.29.2", "2.30.7")
 
 
 def ddp_job(**options: object) -> Job:

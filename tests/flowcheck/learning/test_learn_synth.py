@@ -11,8 +11,9 @@ from flowcheck.job.manifest import job_from_dict
 from flowcheck.lab.synth import example_job, generate
 from flowcheck.learning.hints import Hints
 from flowcheck.learning.logs import parse_log
+from tests.nccl_versions import VERSIONS
 
-from .oracle import VERSIONS, ddp_job, learnt, placement, refusal, same
+from .oracle import ddp_job, learnt, placement, refusal, same
 
 MANY = settings(max_examples=40, derandomize=True)
 

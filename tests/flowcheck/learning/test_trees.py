@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.learning.hints import Hints
 from flowcheck.learning.logs import parse_log
+from tests.nccl_versions import VERSIONS
 
-from .oracle import VERSIONS, ddp_job, doubts, learnt, placement, refusal, same, unless_refused
+from .oracle import ddp_job, doubts, learnt, placement, refusal, same, unless_refused
 
 MANY = settings(max_examples=25, derandomize=True)
 TOLD = Hints(version="2.27.7")

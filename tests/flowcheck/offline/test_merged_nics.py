@@ -16,6 +16,7 @@ from flowcheck.job.model import Job, dtype_size
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.offline.replay import ReplayOptions, replay
 from flowcheck.rebuild.plan import plan_job
+from tests.nccl_versions import since
 
 pytestmark = pytest.mark.usefixtures("eal")
 REPLAY = settings(
@@ -28,7 +29,7 @@ jobs = st.builds(
     channels=st.integers(1, 2),
     protocol=st.sampled_from(["ll", "ll128", "simple"]),
     count=st.lists(st.integers(200, 30_000), min_size=1, max_size=2),
-    version=st.sampled_from(["2.20.5", "2.22.3", "2.27.7"]),
+    version=st.sampled_from(since(20)),
     qps=st.integers(1, 2),
     split_data_on_qps=st.booleans(),
     adaptive_routing=st.booleans(),

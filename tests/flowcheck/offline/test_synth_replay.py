@@ -18,6 +18,7 @@ from rich.console import Console
 from flowcheck.job.model import Job, dtype_size
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.offline.replay import ReplayOptions, replay
+from tests.nccl_versions import VERSIONS
 
 pytestmark = pytest.mark.usefixtures("eal")
 REPLAY = settings(
@@ -31,7 +32,7 @@ jobs = st.builds(
     protocol=st.sampled_from(["ll", "simple"]),
     count=st.lists(st.integers(1, 20_000), min_size=1, max_size=3),
     mtu=st.sampled_from([1024, 4096]),
-    version=st.sampled_from(["2.19.4", "2.22.3", "2.27.7"]),
+    version=st.sampled_from(VERSIONS),
     seed=st.integers(0, 1000),
 )
 

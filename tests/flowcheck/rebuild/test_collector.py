@@ -9,6 +9,7 @@ from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.rebuild.collector import EvidenceCollector
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.verdict import BucketEvidence, Clause, Evidence, StreamEvidence
+from parser.nccl import of
 
 from ..fake_engine import FakeEngine
 
@@ -103,7 +104,7 @@ def tags_of_other_ranks(engine: FakeEngine) -> None:
 
 
 def clear_to_send_of_an_old_version(engine: FakeEngine) -> None:
-    engine.forms = {32: 1, 64: 0}
+    engine.forms[of("2.19.4").cts] = 1
 
 
 LENGTHS = "a packet of 1024 payload bytes was due and 512 came"
@@ -128,7 +129,7 @@ FAILS = [
      f"the receiver of {FORWARD} calls its sender rank 1, the manifest says 0: correct the ranks of the flows, or,"
      " for a communicator split from a larger one, list its members there in communicator.parent_ranks"),
     (clear_to_send_of_an_old_version, Clause.SUPPORTED,
-     "clear-to-send writes of 32 bytes, as of NCCL 2.19 and older; the manifest says 2.27.7: correct nccl_version"),
+     "clear-to-send writes of 32 bytes, as of NCCL 2.12-2.19; the manifest says 2.27.7: correct nccl_version"),
 ]
 
 

@@ -6,6 +6,7 @@ from flowcheck.job.model import Collective
 from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.rank_confirmation import contradiction, on_trust, other_version
+from parser.nccl import CTS_ELEMENTS, of
 
 RANKS = "ranks of the flows: as the manifest says, nothing in the captures confirms them"
 CHANNELS = "channels 0 and 1: as the manifest says, both carry the same sizes"
@@ -81,20 +82,49 @@ def test_a_split_communicators_tags_are_in_its_parents_numbering() -> None:
 # -- other version --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("version", "small", "large", "why"), [
-    ("2.19.4", 5, 0, ""),
-    ("2.20.5", 0, 5, ""),
-    ("2.19.4", 0, 0, ""),  # none was seen
-    ("2.20.5", 0, 0, ""),
-    ("2.19.4", 1, 5, ""),  # some are as they should be
-    ("2.20.5", 5, 1, ""),
-    ("2.19.4", 0, 1,
-     "clear-to-send writes of 64 bytes, as of NCCL 2.20 and later; the manifest says 2.19.4: correct nccl_version"),
-    ("2.20.5", 1, 0,
-     "clear-to-send writes of 32 bytes, as of NCCL 2.19 and older; the manifest says 2.20.5: correct nccl_version"),
+@pytest.mark.parametrize(("version", "seen", "why"), [
+    ("2.19.4", {"2.19.4": 5}, ""),
+    ("2.20.5", {"2.20.5": 5}, ""),
+    ("2.19.4", {}, ""),  # none was seen
+    ("2.19.4", {"2.19.4": 1, "2.20.5": 5}, ""),  # some are as they should be
+    ("2.20.5", {"2.19.4": 5, "2.20.5": 1}, ""),
+    ("2.23.4", {"2.20.5": 5}, ""),  # the same form
+    ("2.19.4", {"2.20.5": 1}, "of 64 bytes, as of NCCL 2.20-2.23; the manifest says 2.19.4"),
+    ("2.20.5", {"2.19.4": 1}, "of 32 bytes, as of NCCL 2.12-2.19; the manifest says 2.20.5"),
+    ("2.23.4", {"2.24.3": 3}, "whose fields lie elsewhere, as of NCCL 2.24-2.29; the manifest says 2.23.4"),
+    ("2.27.7", {"2.30.7": 3}, "whose fields lie elsewhere, as of NCCL 2.30; the manifest says 2.27.7"),
+    ("2.19.4", {"2.20.5": 2, "2.24.3": 3}, "of 64 bytes, as of NCCL 2.24-2.29; the manifest says 2.19.4"),
+    ("2.19.4", {"2.20.5": 3, "2.30.7": 3}, "of 64 bytes, as of NCCL 2.20-2.23 or 2.30; the manifest says 2.19.4"),
 ])
-def test_the_form_of_the_clear_to_send_tells_the_version(version: str, small: int, large: int, why: str) -> None:
-    assert other_version(plan(version=version), {32: small, 64: large}) == why
+def test_the_form_of_the_clear_to_send_tells_the_version(version: str, seen: dict[str, int], why: str) -> None:
+    forms = {of(of_version).cts: count for of_version, count in seen.items()}
+    expected = f"clear-to-send writes {why}: correct nccl_version" if why else ""
+    assert other_version(plan(version=version), dict.fromkeys(CTS_ELEMENTS, 0) | forms, []) == expected
+
+
+def immediates(*pairs: tuple[int, int]) -> list[dict[str, object]]:
+    return [{"kind": "immediate", "expected": expected, "found": found} for expected, found in pairs]
+
+
+@pytest.mark.parametrize(("version", "found", "why"), [
+    ("2.27.7", [(8192, 0x200000)], "big-endian immediates, as of NCCL 2.29-2.30; the manifest says 2.27.7"),
+    ("2.30.7", [(8192, 0x200000), (16, 0x10000000)],
+     "little-endian immediates, as of NCCL 2.12-2.28; the manifest says 2.30.7"),
+    ("2.27.7", [], ""),
+    ("2.27.7", [(8192, 4096)], ""),  # another size
+    ("2.27.7", [(8192, 0x200000), (8192, 4096)], ""),  # not the order alone
+])
+def test_the_order_of_the_immediates_tells_the_version(version: str, found: list[tuple[int, int]], why: str) -> None:
+    said = [*immediates(*found), {"kind": "flag", "expected": 1, "found": 2}]
+    assert other_version(plan(version=version), {}, said) == (f"{why}: correct nccl_version" if why else "")
+
+
+def test_form_and_order_are_both_said() -> None:
+    seen = plan(version="2.27.7"), {of("2.30.7").cts: 4}, immediates((8192, 0x200000))
+    assert other_version(*seen).startswith(
+        "clear-to-send writes whose fields lie elsewhere and big-endian immediates, as of NCCL 2.30; the"
+    )
+    assert ", as of no NCCL that is known; the" in other_version(seen[0], {of("2.19.4").cts: 4}, seen[2])
 
 
 # -- on trust: ranks ------------------------------------------------------------------------------------

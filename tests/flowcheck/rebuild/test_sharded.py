@@ -21,6 +21,7 @@ from flowcheck.job.model import Collective, Job, Optimizer, ParameterGroup, dtyp
 from flowcheck.lab.synth import Synthesis, generate, sharded_job
 from flowcheck.offline.replay import ReplayOptions, replay
 from flowcheck.rebuild.plan import plan_job
+from tests.nccl_versions import VERSIONS
 
 pytestmark = pytest.mark.usefixtures("eal")
 REPLAY = settings(
@@ -33,7 +34,7 @@ jobs = st.builds(
     channels=st.integers(1, 3),
     count=st.lists(st.integers(1, 9_000), min_size=1, max_size=3),
     protocol=st.sampled_from(["ll", "ll128", "simple"]),
-    version=st.sampled_from(["2.19.4", "2.21.5", "2.22.3", "2.27.7", "2.30.7"]),
+    version=st.sampled_from(VERSIONS),
     dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
     again=st.booleans(),
     after_update=st.booleans(),

@@ -18,6 +18,7 @@ from flowcheck.lab.synth.chunk_layout import Operation
 from flowcheck.lab.synth.encode import encode, positions
 from flowcheck.lab.synth.schedule import Message, messages
 from flowcheck.lab.synth.values import add, generate_values
+from tests.nccl_versions import since
 
 
 @given(st.sampled_from(sorted(PROTOCOLS)), st.integers(0, 9000), st.integers(0, 1 << 20), st.integers(0, 99))
@@ -54,7 +55,7 @@ KINDS = ("AllReduce", "AllGather", "ReduceScatter", "Broadcast")
 @hypothesis_settings(max_examples=150)
 @given(
     st.sampled_from(KINDS), st.integers(2, 7), st.integers(1, 4), st.sampled_from(["LL", "LL128", "SIMPLE"]),
-    st.sampled_from(["ring", "tree"]), st.sampled_from(["2.19.4", "2.21.5", "2.22.3", "2.27.7", "2.30.7"]),
+    st.sampled_from(["ring", "tree"]), st.sampled_from(since(19)),
     st.integers(1, 2_000_000), st.sampled_from(["float32", "bfloat16", "float64"]), st.integers(0, 6), st.randoms(),
 )
 def test_plans_send_what_the_schedule_says(

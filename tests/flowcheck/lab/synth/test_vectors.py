@@ -22,8 +22,9 @@ from flowcheck.lab.synth.encode import encode
 from flowcheck.lab.synth.families import family_of
 from flowcheck.lab.synth.schedule import message_bytes, messages
 from flowcheck.lab.synth.values import Stages, generate_values
+from tests.nccl_versions import VECTORS
 
-VECTORS = Path(__file__).resolve().parents[5] / "shared" / "captures" / "nccl-vectors"
+FOLDER = Path(__file__).resolve().parents[5] / "shared" / "captures" / "nccl-vectors"
 pytestmark = pytest.mark.captures
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "int8": "int8"}
 
@@ -69,13 +70,13 @@ def check_case(case: dict[str, Any]) -> None:
             position[connection] = step
 
 
-@pytest.mark.parametrize("version", ["2.19.4", "2.22.3", "2.27.7", "2.30.7"])
+@pytest.mark.parametrize("version", VECTORS)
 def test_every_case(version: str) -> None:
-    path = VECTORS / f"{version}.jsonl"
+    path = FOLDER / f"{version}.jsonl"
     if not path.exists():
         pytest.skip(f"shared vectors not found: {path}")
     with path.open() as lines:
         cases = [json.loads(line) for line in lines]
-    assert cases
+    assert len(cases) == VECTORS[version]
     for case in cases:
         check_case(case)
