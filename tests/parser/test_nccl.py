@@ -99,9 +99,9 @@ def test_the_generator_was_written_from_the_same_facts() -> None:
         family, row = family_of(f"2.{minor}"), of(f"2.{minor}")
         at = {name: where for name, (where, _) in family.cts_fields.items()}
         cts = row.cts
-        assert (cts.bytes, cts.size_width, cts.address_at) == (family.cts_bytes, family.cts_fields["size"][1], 0)
-        assert (cts.size_at, cts.rkey_at, cts.requests_at, cts.tag_at, cts.number_at) == tuple(
-            at[name] for name in ("size", "rkey", "nreqs", "tag", "idx")
+        assert (cts.bytes, cts.size_width) == (family.cts_bytes, family.cts_fields["size"][1])
+        assert (cts.address_at, cts.size_at, cts.rkey_at, cts.requests_at, cts.tag_at, cts.number_at) == tuple(
+            at[name] for name in ("addr", "size", "rkey", "nreqs", "tag", "idx")
         )
         assert (row.big_endian, row.always_pairs) == (family.big_endian_imm, family.always_pair)
         rule = row.chunks

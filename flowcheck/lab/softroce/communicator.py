@@ -66,6 +66,7 @@ class Communicator:
         self._boot: Bootstrap | None = None
         try:
             family, cts = settings.wire_family, settings.wire_family.cts_fields
+            assert cts["addr"] == (0, 8), "sr_engine.h has the address of a CTS element at its beginning"
             self._number = self._nic.engine.communicator(
                 mtu=settings.mtu, qps=settings.qps_per_connection, split_on_qps=settings.split_data_on_qps,
                 adaptive_routing=settings.adaptive_routing, ar_threshold=settings.ar_threshold,

@@ -162,10 +162,9 @@ class Connection:
         if visible[1]:
             size = self._family.cts_bytes
             element = bytearray(size)
-            struct.pack_into("<Q", element, 0, self._address(protocol, step))
             values = {
-                "size": posted, "rkey": self._rkeys[protocol], "nreqs": 1, "idx": index + 1,
-                "tag": parents[flow.src] if parents else flow.src,
+                "addr": self._address(protocol, step), "size": posted, "rkey": self._rkeys[protocol], "nreqs": 1,
+                "idx": index + 1, "tag": parents[flow.src] if parents else flow.src,
             }
             for name, (offset, width) in self._family.cts_fields.items():
                 element[offset:offset + width] = values[name].to_bytes(width, "little")

@@ -21,7 +21,7 @@ class Family:
     first: the lowest (major, minor) it holds for.
     layout: "loops" (interleaved, to 2.19), "ranges" (2.20-2.21), "bytes" (continuous byte distribution).
     min_traffic, fixed_cell, ll_scale, floor_lo, clamp: the parameters of "bytes" (chunk_layout.split_bytes).
-    cts_bytes: element size; cts_fields: offsets and widths of (size, rkeys, nreqs, tag, idx); addr is at 0.
+    cts_bytes: element size; cts_fields: offset and width of addr, size, the first rkey, nreqs, tag, idx.
     big_endian_imm: byte order of the immediate on the wire.
     always_pair: adaptive-routing pair above the threshold whatever the setting says (2.12-2.15).
     """
@@ -40,10 +40,10 @@ class Family:
     clamp: bool = True
 
 
-_CTS_32 = {"size": (8, 4), "rkey": (12, 4), "nreqs": (16, 4), "tag": (20, 4), "idx": (24, 8)}
-_CTS_2_20 = {"size": (8, 4), "rkey": (12, 4), "nreqs": (20, 4), "tag": (24, 4), "idx": (32, 8)}
-_CTS_2_24 = {"size": (8, 8), "rkey": (16, 4), "nreqs": (32, 4), "tag": (36, 4), "idx": (40, 8)}
-_CTS_2_30 = {"size": (8, 8), "rkey": (16, 4), "nreqs": (48, 4), "tag": (52, 4), "idx": (56, 8)}
+_CTS_32 = {"addr": (0, 8), "size": (8, 4), "rkey": (12, 4), "nreqs": (16, 4), "tag": (20, 4), "idx": (24, 8)}
+_CTS_2_20 = {"addr": (0, 8), "size": (8, 4), "rkey": (12, 4), "nreqs": (20, 4), "tag": (24, 4), "idx": (32, 8)}
+_CTS_2_24 = {"addr": (0, 8), "size": (8, 8), "rkey": (16, 4), "nreqs": (32, 4), "tag": (36, 4), "idx": (40, 8)}
+_CTS_2_30 = {"addr": (0, 8), "size": (8, 8), "rkey": (16, 4), "nreqs": (48, 4), "tag": (52, 4), "idx": (56, 8)}
 
 FAMILIES = (
     Family("2.12", (2, 12), "loops", 32, _CTS_32, always_pair=True),

@@ -94,7 +94,7 @@ def cts(packets: list[Packet], family: Family, ignore: Set[str]) -> list[tuple[A
         (address,) = struct.unpack_from("<Q", p.payload)
         fields = {
             name: int.from_bytes(p.payload[at:at + width], "little")
-            for name, (at, width) in family.cts_fields.items() if name not in ignore | {"rkey"}
+            for name, (at, width) in family.cts_fields.items() if name not in ignore | {"addr", "rkey"}
         }
         assert p.reth is not None
         found.append((p.psn, p.reth[0] - fifo, address - origin, *sorted(fields.items())))
