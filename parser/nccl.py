@@ -168,6 +168,7 @@ TABLE = (
          proven="vectors"),
 )
 #: Every form once. None can be taken for another: what counts the requests in one is a key or zero in the others.
+#: tests/flowcheck/rebuild/test_rows_apart.py tries that.
 CTS_ELEMENTS = tuple(dict.fromkeys(row.cts for row in TABLE))
 QP_INFOS = tuple(dict.fromkeys(row.qp_info for row in TABLE if row.qp_info is not None))
 
