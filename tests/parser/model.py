@@ -54,6 +54,7 @@ from typing import Any
 
 from parser.chunk_layout import Protocol
 from parser.engine_config import EdgeSpec, EngineConfig, Target
+from parser.nccl import CTS_ELEMENTS
 
 from .model_wire import ACK, FIRST, ONLY, ONLY_IMM, Message, Packet, cells, decode, flags, schedule
 
@@ -164,7 +165,7 @@ class Model:
 
     def _clear_to_send(self, stream: int, edge: int, packet: Packet) -> str:
         """5.4: the address of a message to come, and that message's number + 1."""
-        if packet.opcode != ONLY or len(packet.payload) not in (32, 64):
+        if packet.opcode != ONLY or len(packet.payload) not in {element.bytes for element in CTS_ELEMENTS}:
             return "other_roce"
         if not packet.intact:
             return "icrc"
