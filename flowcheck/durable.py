@@ -33,12 +33,13 @@ def partial_name(path: Path) -> Path:
 
 @contextlib.contextmanager
 def reporting(path: Path, remedy: str = "free space on that file system, or another directory") -> Iterator[None]:
-    """Turn an OSError into EnvironmentProblem naming the file."""
+    """Turn an OSError into EnvironmentProblem naming the file, under the name that the user gave."""
     try:
         yield
     except OSError as error:
+        aside = error.filename is None or os.fspath(error.filename) == os.fspath(partial_name(path))
         raise EnvironmentProblem(
-            f"cannot be written: {error.strerror or error}", where=str(error.filename or path),
+            f"cannot be written: {error.strerror or error}", where=str(path if aside else error.filename),
             remedy=remedy,
         ) from None
 

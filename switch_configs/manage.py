@@ -285,14 +285,14 @@ class Manager:
                                 remedy="choose another session name, or remove the other one")
             if other.destination == self.session.destination:
                 raise PlanError(f"destination {other.destination} is used by session {other.name}", where=where,
-                                remedy="choose another node port")
+                                remedy="choose another monitor port")
             shared = {source.port for source in other.sources} & set(self.session.ports)
             if shared and not is_local(self.session.vendor):
                 raise PlanError(f"source {sorted(shared)[0]} is already mirrored by session {other.name}",
                                 where=where, remedy="remove the other session, or choose another GPU")
             if self.session.destination in {source.port for source in other.sources}:
                 raise PlanError(f"destination {self.session.destination} is a source of session {other.name}",
-                                where=where, remedy="choose another node port")
+                                where=where, remedy="choose another monitor port")
 
     def _undo(self, difference: Difference, section: str, error: DeviceError) -> NoReturn:
         """Raises the error, with what became of the switch."""

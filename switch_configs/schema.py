@@ -6,19 +6,17 @@ Every name that reaches a command line is checked against a pattern here, so no 
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from switch_configs.errors import DeviceError, PlanError, printable
+from switch_configs.documents import read_document, validated
+from switch_configs.errors import printable
 
 __all__ = [
     "VENDORS", "Direction", "Group", "GroupChoice", "HostNic", "Leaf", "MirrorPlan", "MirrorSession", "MonitorPort",
-    "NicPort", "NodeNic", "SessionState", "Source", "SourceState", "Topology", "Vendor", "frame_bytes", "read_document",
-    "validated",
+    "NicPort", "NodeNic", "NodeShare", "SessionState", "Source", "SourceState", "Topology", "Vendor", "frame_bytes",
 ]
 
 Direction = Literal["ingress", "egress", "both"]
@@ -31,8 +29,10 @@ Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,31}$"
 Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._:-]{0,252}$")]
 # Free text lands in comments of rendered files and on terminals: one line, no control or direction characters.
 Text = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]{0,300}$")]
-
-FILE_LIMIT = 1 << 26
+# A port of a leaf, as messages name it: "leaf1 Ethernet1".
+LeafPort = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._:-]{0,252} [A-Za-z0-9][A-Za-z0-9._/:@-]{0,63}$")
+]
 
 
 def frame_bytes(path_mtu: int) -> int:
@@ -137,8 +137,11 @@ class NodeNic(_Strict):
 
 
 class Topology(_Strict):
+    """peers: sets of nodes that count together, because what one lacks is taken from the others."""
+
     leaves: Annotated[list[Leaf], Field(min_length=1)]
     groups: Annotated[list[Group], Field(min_length=1)]
+    peers: list[Annotated[list[Host], Field(min_length=2)]] = []
     nics: list[HostNic] = []
     node_nics: list[NodeNic] = []
     session: Name = "flowcheck"
@@ -158,6 +161,15 @@ class Topology(_Strict):
             for nic in leaf.ports:
                 if hosts.setdefault(nic.rank, nic.host) != nic.host:
                     raise ValueError(f"rank {nic.rank} is on host {hosts[nic.rank]} and on host {nic.host}")
+        nodes = {port.node for leaf in self.leaves for port in leaf.monitor_ports}
+        nodes |= {nic.node for nic in self.node_nics}
+        named: set[str] = set()
+        for node in (node for peers in self.peers for node in peers):
+            if node not in nodes:
+                raise ValueError(f"peers names node {node}, which has no monitor port")
+            if node in named:
+                raise ValueError(f"peers names node {node} twice: nodes that count together are one set")
+            named.add(node)
         return self
 
     @classmethod
@@ -212,14 +224,42 @@ class MirrorSession(_Strict):
         return ["ingress", "egress"] if self.direction == "both" else [self.direction]
 
 
+class NodeShare(_Strict):
+    """What ends at one node of a group's streams, or at several nodes that count together.
+
+    nodes: one, or peers (or all nodes, for a joined replay). ports: monitor ports that the copies come through, each
+    with its cable and the node's port behind it. ranks: those whose host it sees in full. complete: every reduced
+    slice of the group is there. survives: GPUs that may be lost, any of them; -1 if not complete. spared, needed: of
+    the mirrored ports that end there and of `ports`, those that may be lost, and those with which completeness is
+    lost; one at a time. lacks: why it is not complete.
+    """
+
+    nodes: Annotated[list[Host], Field(min_length=1)]
+    ports: list[LeafPort]
+    ranks: list[int]
+    complete: bool
+    survives: int
+    spared: list[LeafPort] = []
+    needed: list[LeafPort] = []
+    lacks: Text = ""
+
+
 class GroupChoice(_Strict):
-    """Which ranks of a group are mirrored, and how many of them may be lost before it is incomplete."""
+    """Which ranks of a group are mirrored, and what each node has of it.
+
+    survives: how many mirrored GPUs may be lost where the group is complete, at the best node, or at the best peers if
+    they survive more. complete: nodes that are complete by themselves. peers: the nodes on which completeness or
+    `survives` depends together; empty if on one.
+    """
 
     group: Name
     ranks: list[int]
     direction: Direction
     survives: int
     why: list[Text]
+    complete: list[Host] = []
+    peers: list[Host] = []
+    shares: list[NodeShare] = []
 
 
 class MirrorPlan(_Strict):
@@ -290,49 +330,3 @@ class SessionState(_Strict):
             and self.destination == session.destination
             and sorted((s.port, s.direction) for s in self.sources) == wanted
         )
-
-
-# -- reading ----------------------------------------------------------------------------------------------
-
-
-def read_document(path: str | os.PathLike[str]) -> Any:
-    """Plain data of a YAML or JSON file. YAML needs the `switch` extra; JSON does not."""
-    path = Path(path)
-    try:
-        with path.open("rb") as stream:
-            raw = stream.read(FILE_LIMIT + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise PlanError(f"cannot read it: {reason}", where=str(path), remedy="name an existing file") from None
-    if len(raw) > FILE_LIMIT:
-        raise PlanError(f"larger than {FILE_LIMIT >> 20} MiB", where=str(path), remedy="check the file name")
-    try:
-        text = raw.decode("utf-8-sig")
-        if path.suffix.lower() == ".json" or text.lstrip()[:1] in ("{", "["):
-            return json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise PlanError(f"not JSON: {error}", where=str(path), remedy="correct the file") from None
-    try:
-        import yaml
-    except ImportError:
-        raise DeviceError(
-            "reading YAML needs PyYAML", where=str(path), remedy="pip install 'flowcheck[switch]', or write JSON"
-        ) from None
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        line = " ".join(str(error).split())
-        raise PlanError(f"not YAML: {line}", where=str(path), remedy="correct the file") from None
-
-
-def validated(kind: type[Any], data: Any, where: str) -> Any:
-    """`kind` made of plain data. Raises PlanError naming the first field that is wrong."""
-    try:
-        return kind.model_validate(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        raise PlanError(
-            f"{field or 'the document'}: {first['msg']}{more}", where=where, remedy="docs/use/switch.md lists fields"
-        ) from None

@@ -7,10 +7,8 @@ as planned, or verify found something to fix.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -20,6 +18,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from flowcheck.durable import make_directory, reporting, write_atomic
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.interrupts import handled
 
@@ -73,16 +72,17 @@ def plan(
     ] = None,
     direction: Annotated[
         Literal["ingress", "egress", "both"] | None,
-        typer.Option("--direction", help="Default: both if the node ports can carry it, otherwise ingress."),
+        typer.Option("--direction", help="Default: both if the monitor ports can carry it, otherwise ingress."),
     ] = None,
     joined: Annotated[
         bool, typer.Option("--joined", help="For a replay of all nodes' captures together; no node need be complete.")
     ] = False,
 ) -> None:
     """Choose which ports to mirror, with the reason of every choice; no switch is asked."""
+    from switch_configs.documents import read_document
     from switch_configs.planning.lldp import fill, neighbours
     from switch_configs.planning.planner import make_plan
-    from switch_configs.schema import Topology, read_document
+    from switch_configs.schema import Topology
     from switch_configs.vendors.render import text as rendered
 
     wanted = Topology.load(topology)
@@ -95,7 +95,6 @@ def plan(
             dumps[host] = neighbours(read_document(Path(file)), file)
         wanted = fill(wanted, dumps)
     made = make_plan(wanted, redundancy=redundancy, direction=direction, joined=joined)
-    out.parent.mkdir(parents=True, exist_ok=True)
     _write(out, made.to_json())
     for choice in made.groups:
         typer.echo(f"group {choice.group}: ranks {', '.join(map(str, choice.ranks))}, {choice.direction}")
@@ -106,7 +105,6 @@ def plan(
         for line in session.why:
             typer.echo(f"  {line}")
         if text is not None:
-            text.mkdir(parents=True, exist_ok=True)
             _write(text / f"{session.leaf}-{session.name}.txt", rendered(session))
     for note in made.notes:
         typer.echo(f"note: {note}")
@@ -187,19 +185,10 @@ def _forget(plan_file: Path, session: Any) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Aside, synced, renamed: a reader sees the old file or the new one."""
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as aside:
-        try:
-            aside.write(text)
-            aside.flush()
-            os.fsync(aside.fileno())
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(aside.name, 0o666 & ~mask)
-            os.replace(aside.name, path)
-        except BaseException:
-            os.unlink(aside.name)
-            raise
+    """A reader sees the old file or the new one. Raises EnvironmentProblem naming `path`."""
+    with reporting(path.parent, "name a path in a directory that can be written"):
+        make_directory(path.parent)
+    write_atomic(path, text.encode())
 
 
 def _title(session: Any) -> str:

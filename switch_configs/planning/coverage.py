@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from switch_configs.schema import Direction
 
-__all__ = ["duplicates", "missing", "ring_edges", "survives", "tree_parents"]
+__all__ = ["GroupCoverage", "duplicates", "missing", "ring_edges", "survives", "tree_parents"]
 
 Views = dict[str, Direction]  # host -> what of it is mirrored, all its NICs of the group together
 
@@ -61,96 +61,126 @@ def _receives(views: Views, host: str) -> bool:
     return views.get(host) in ("egress", "both")
 
 
-def _ring_missing(rings: Sequence[Sequence[int]], hosts: dict[int, str], views: Views) -> str:
-    if not rings:
-        sending = sum(_sends(views, host) for host in views)
-        receiving = sum(_receives(views, host) for host in views)
-        both = 2 * any(view == "both" for view in views.values())
-        if max(sending, receiving, both) < 2:
-            return (
-                "ring of unknown order: one direction of one host is one edge, and an edge lacks one chunk of n; "
-                "mirror both directions, or the same direction of two hosts"
-            )
+class GroupCoverage:
+    """One group, asked about many sets of mirrored hosts: what does not depend on the set is worked out once.
+
+    algorithm: ring, tree, or any (NCCL chooses by size: both must hold). hosts: of every rank of the group.
+    """
+
+    def __init__(
+        self, algorithm: str, rings: Sequence[Sequence[int]], hosts: dict[int, str], ranks: Sequence[int]
+    ) -> None:
+        self._ranks = len(ranks)
+        self._order = list(dict.fromkeys(hosts[rank] for rank in ranks))
+        self._ring, self._tree = algorithm in ("ring", "any"), algorithm in ("tree", "any")
+        # per channel: host -> positions of its edges out, and of its edges in
+        self._edges: list[tuple[dict[str, set[int]], dict[str, set[int]]]] = []
+        for ring in rings:
+            out: dict[str, set[int]] = {}
+            into: dict[str, set[int]] = {}
+            for position, a, b in ring_edges(ring, hosts):
+                out.setdefault(a, set()).add(position)
+                into.setdefault(b, set()).add(position)
+            self._edges.append((out, into))
+        # per tree: hosts with children, hosts with a parent
+        self._trees: list[tuple[set[str], set[str]]] = []
+        for tree in (0, 1):
+            parents = tree_parents(len(self._order), tree)
+            above = {self._order[parent] for parent in parents if parent >= 0}
+            self._trees.append((above, {host for host, up in zip(self._order, parents, strict=True) if up >= 0}))
+
+    def missing(self, views: Views) -> str:
+        """Why `views` can never hold a complete allreduce of the group, or "" if they always do."""
+        if self._ranks < 2:
+            return "a group of one rank reduces nothing"
+        if len(self._order) < 2:
+            return f"all ranks are on host {self._order[0]}: nothing of this group reaches a switch"
+        if not views:
+            return "nothing of it is mirrored"
+        if self._ring and (why := self._ring_missing(views)):
+            return why
+        if self._tree:
+            for tree in (0, 1):
+                if not self._tree_witnesses(views, tree):
+                    return (
+                        f"tree {tree}: results travel down, and no edge from a parent to a child passes a mirrored port"
+                    )
         return ""
-    for channel, ring in enumerate(rings):
-        seen = {at for at, a, b in ring_edges(ring, hosts) if _sends(views, a) or _receives(views, b)}
-        if len(seen) >= 2:
-            continue
-        if not seen:
-            return f"ring of channel {channel}: none of its edges between hosts passes a mirrored port"
-        lacking = (seen.pop() + 1) % len(ring)
-        return f"ring of channel {channel}: one edge is seen, and on it chunk {lacking} of {len(ring)} is never reduced"
-    return ""
 
+    def survives(self, views: Views) -> int:
+        """How many mirrored GPUs can be lost, whichever they are, before the group is incomplete; -1: already is.
 
-def _tree_witnesses(order: Sequence[str], views: Views, tree: int) -> set[str]:
-    """Hosts of `views` that show a whole result of this tree: what a parent sends, or a child receives."""
-    parents = tree_parents(len(order), tree)
-    inner = set(parents)
-    return {
-        host
-        for node, host in enumerate(order)
-        if (_sends(views, host) and node in inner) or (_receives(views, host) and parents[node] >= 0)
-    }
+        A lost GPU takes its whole host out of the views (which of the others would have stood in is NCCL's affair), so
+        the worst case is one loss per host. Every condition below is "of these hosts so many must be left": the group
+        falls with the first that no longer holds, and no subsets have to be tried.
+        """
+        if self.missing(views):
+            return -1
+        falls = [len(views)]  # with all hosts lost nothing is seen
+        if self._ring:
+            for channel in range(len(self._edges)):
+                shown = self._shown(views, channel)
+                # complete is two edges; it falls when what the hosts left see is at most one, whichever
+                edges = set().union(*shown.values())
+                falls.append(min(sum(bool(seen - {kept}) for seen in shown.values()) for kept in edges))
+            if not self._edges:
+                falls.append(_unknown_ring_falls(views))
+        if self._tree:
+            falls += [len(self._tree_witnesses(views, tree)) for tree in (0, 1)]
+        return min(falls) - 1
 
+    def _shown(self, views: Views, channel: int) -> dict[str, set[int]]:
+        """Positions of this channel's edges that each host of `views` shows."""
+        out, into = self._edges[channel]
+        nothing: set[int] = set()
+        return {
+            host: (out.get(host, nothing) if _sends(views, host) else nothing)
+            | (into.get(host, nothing) if _receives(views, host) else nothing)
+            for host in views
+        }
 
-def _tree_missing(order: Sequence[str], views: Views) -> str:
-    for tree in (0, 1):
-        if not _tree_witnesses(order, views, tree):
-            return f"tree {tree}: results travel down, and no edge from a parent to a child passes a mirrored port"
-    return ""
+    def _ring_missing(self, views: Views) -> str:
+        if not self._edges:
+            sending = sum(_sends(views, host) for host in views)
+            receiving = sum(_receives(views, host) for host in views)
+            both = 2 * any(view == "both" for view in views.values())
+            if max(sending, receiving, both) < 2:
+                return (
+                    "ring of unknown order: one direction of one host is one edge, and an edge lacks one chunk of n; "
+                    "mirror both directions, or the same direction of two hosts"
+                )
+            return ""
+        for channel in range(len(self._edges)):
+            seen = set().union(*self._shown(views, channel).values())
+            if len(seen) >= 2:
+                continue
+            if not seen:
+                return f"ring of channel {channel}: none of its edges between hosts passes a mirrored port"
+            lacking, n = (seen.pop() + 1) % self._ranks, self._ranks
+            return f"ring of channel {channel}: one edge is seen, and on it chunk {lacking} of {n} is never reduced"
+        return ""
+
+    def _tree_witnesses(self, views: Views, tree: int) -> set[str]:
+        """Hosts of `views` that show a whole result of this tree: what a parent sends, or a child receives."""
+        above, below = self._trees[tree]
+        return {
+            host for host in views
+            if (_sends(views, host) and host in above) or (_receives(views, host) and host in below)
+        }
 
 
 def missing(
     algorithm: str, rings: Sequence[Sequence[int]], hosts: dict[int, str], ranks: Sequence[int], views: Views
 ) -> str:
-    """Why `views` can never hold a complete allreduce of the group, or "" if they always do.
-
-    algorithm: ring, tree, or any (NCCL chooses by size: both must hold). hosts: of every rank of the group.
-    """
-    order = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    if len(ranks) < 2:
-        return "a group of one rank reduces nothing"
-    if len(order) < 2:
-        return f"all ranks are on host {order[0]}: nothing of this group reaches a switch"
-    if not views:
-        return "nothing of it is mirrored"
-    if algorithm in ("ring", "any") and (why := _ring_missing(rings, hosts, views)):
-        return why
-    if algorithm in ("tree", "any") and (why := _tree_missing(order, views)):
-        return why
-    return ""
+    """GroupCoverage.missing of a group that is asked about once."""
+    return GroupCoverage(algorithm, rings, hosts, ranks).missing(views)
 
 
 def survives(
     algorithm: str, rings: Sequence[Sequence[int]], hosts: dict[int, str], ranks: Sequence[int], views: Views
 ) -> int:
-    """How many mirrored GPUs can be lost, whichever they are, before the group is incomplete; -1: already is.
-
-    A lost GPU takes its whole host out of the views (which of the others would have stood in is NCCL's affair), so
-    the worst case is one loss per host. Every condition below is "of these hosts so many must be left": the group
-    falls with the first that no longer holds, and no subsets have to be tried.
-    """
-    if missing(algorithm, rings, hosts, ranks, views):
-        return -1
-    order = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    falls = [len(views)]  # with all hosts lost nothing is seen
-    if algorithm in ("ring", "any"):
-        for ring in rings:
-            shown: dict[str, set[int]] = {host: set() for host in views}
-            for at, a, b in ring_edges(ring, hosts):
-                for host, sees in ((a, _sends(views, a)), (b, _receives(views, b))):
-                    if sees:
-                        shown[host].add(at)
-            # complete is two edges; it falls when what the hosts left see is at most one, whichever
-            edges = set().union(*shown.values())
-            falls.append(min(sum(bool(seen - {kept}) for seen in shown.values()) for kept in edges))
-        if not rings:
-            falls.append(_unknown_ring_falls(views))
-    if algorithm in ("tree", "any"):
-        for tree in (0, 1):
-            falls.append(len(_tree_witnesses(order, views, tree)))
-    return min(falls) - 1
+    """GroupCoverage.survives of a group that is asked about once."""
+    return GroupCoverage(algorithm, rings, hosts, ranks).survives(views)
 
 
 def _unknown_ring_falls(views: Views) -> int:

@@ -11,12 +11,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from switch_configs.errors import PlanError
-from switch_configs.schema import Leaf, MirrorPlan, MirrorSession, MonitorPort, frame_bytes
+from switch_configs.schema import Direction, Leaf, MirrorPlan, MirrorSession, MonitorPort, frame_bytes
 
-__all__ = ["check_destination", "check_plan", "refusals"]
+__all__ = [
+    "check_destination", "check_plan", "most_sessions", "most_source_characters", "refusals", "session_numbers",
+]
 
 SESSION_LIMITS = {"nxos": 4, "junos": 4, "ovs": 32}
 NUMBERS = {"comware": (1, 15), "nxos": (1, 32), "cumulus": (0, 7), "tc": (0, 255)}  # tc: a byte of our mark
+JUNOS_ANALYZERS = 2  # that mirror one direction, on QFX
+SONIC_CHARACTERS = 2048  # of the list of source ports
 CARD = re.compile(r"^([A-Za-z-]+)(\d+(?:/\d+)*)/\d+$")
 
 
@@ -40,6 +44,33 @@ def check_destination(leaf: Leaf, port: MonitorPort, path_mtu: int) -> None:
     if port.mtu < needed:
         raise PlanError(f"MTU {port.mtu} is below {needed}, the largest frame at path MTU {path_mtu}: copies would be "
                         "dropped without an error", where=where, remedy="set its MTU to 9216")
+
+
+def most_sessions(leaf: Leaf, way: Direction) -> int | None:
+    """How many sessions of this direction the leaf has room for, beginning at its session_number; None: no limit is
+    known. The same limits as in refusals(), said before a plan is made."""
+    limits = []
+    if leaf.vendor in SESSION_LIMITS:
+        limits.append(SESSION_LIMITS[leaf.vendor])
+    if leaf.vendor == "nxos" and way == "both":
+        limits.append(3)  # the fourth is receive only
+    if leaf.vendor == "junos":
+        limits.append(JUNOS_ANALYZERS)
+    if leaf.vendor in NUMBERS:
+        _, high = NUMBERS[leaf.vendor]
+        # one at least: that its number is out of range is for refusals() to say
+        limits.append(max(1, (high + 1 - leaf.session_number) // session_numbers(leaf.vendor, way)))
+    return min(limits) if limits else None
+
+
+def session_numbers(vendor: str, way: Direction) -> int:
+    """Session numbers that one of our sessions takes: Cumulus has no session in both directions, it takes two."""
+    return 2 if vendor == "cumulus" and way == "both" else 1
+
+
+def most_source_characters(vendor: str) -> int | None:
+    """How long a session's list of source ports, separated by commas, may be; None: no limit is known."""
+    return SONIC_CHARACTERS if vendor.startswith("sonic") else None
 
 
 def check_plan(plan: MirrorPlan) -> None:
@@ -71,15 +102,16 @@ def _session(s: MirrorSession, path_mtu: int) -> Iterator[tuple[str, str, str]]:
         yield (
             where,
             f"sources add up to {s.load_gbps:g} Gb/s, the destination {s.destination} carries {s.destination_gbps:g}",
-            "mirror fewer ports or one direction, or add a node port",
+            "mirror fewer ports or one direction, or add a monitor port",
         )
     if s.vendor in NUMBERS:
         low, high = NUMBERS[s.vendor]
-        last = s.number + (len(s.ways) - 1 if s.vendor == "cumulus" else 0)
+        last = s.number + session_numbers(s.vendor, s.direction) - 1
         if not low <= s.number <= last <= high:
             yield where, f"session number {s.number} needs {low} to {high}", "set session_number of the leaf"
-    if s.vendor.startswith("sonic") and len(",".join(s.ports)) > 2048:
-        yield where, "the list of source ports is longer than SONiC's 2048 characters", "use two destinations"
+    characters = most_source_characters(s.vendor)
+    if characters is not None and len(",".join(s.ports)) > characters:
+        yield where, f"the list of source ports is longer than SONiC's {characters} characters", "use two destinations"
     if s.vendor == "ovs" and s.bridge is None:
         yield where, "Open vSwitch needs the name of the bridge", "set bridge of the leaf"
     if s.vendor == "cumulus" and any(re.match(r"^bond", port) for port in s.ports) and "egress" in s.ways:
@@ -112,8 +144,11 @@ def _together(leaf: str, sessions: Sequence[MirrorSession]) -> Iterator[tuple[st
     if vendor == "junos":
         for way in ("ingress", "egress"):
             count = sum(way in s.ways for s in sessions)
-            if count > 2:
-                yield leaf, f"{count} analyzers mirror {way}, QFX has 2", "use two destinations, or one direction each"
-    numbers = [s.number + i for s in sessions for i in range(len(s.ways) if vendor == "cumulus" else 1)]
+            if count > JUNOS_ANALYZERS:
+                yield (
+                    leaf, f"{count} analyzers mirror {way}, QFX has {JUNOS_ANALYZERS}",
+                    "use two destinations, or one direction each",
+                )
+    numbers = [s.number + i for s in sessions for i in range(session_numbers(vendor, s.direction))]
     if vendor in NUMBERS and len(set(numbers)) != len(numbers):
         yield leaf, "two sessions need one session number", "give them numbers of their own"

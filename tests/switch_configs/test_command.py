@@ -19,10 +19,11 @@ from flowcheck.errors import FlowcheckError
 from flowcheck.switch import cli
 from flowcheck.switch.credentials import find
 from flowcheck.switch.delivery import judge
+from switch_configs.documents import read_document, validated
 from switch_configs.errors import PlanError
 from switch_configs.planning.lldp import fill, neighbours
 from switch_configs.planning.planner import make_plan
-from switch_configs.schema import MirrorPlan, MirrorSession, Topology, read_document, validated
+from switch_configs.schema import MirrorPlan, MirrorSession, Topology
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -332,6 +333,67 @@ def test_lldp_json0_and_what_is_wrong() -> None:
         fill(topology, {"gpu0": {}})
     with pytest.raises(PlanError, match="switch leaf1"):
         fill(topology, {"gpu0": neighbours(zero)})
+
+
+def test_what_cannot_be_written_has_the_name_that_was_given(tmp_path: Path) -> None:
+    """Plans are written aside and renamed; nobody knows the name that they have until then."""
+    text = (ROOT / "docs" / "use" / "switch.md").read_text().split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "t.yaml").write_text(text)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    too_long = tmp_path / f"{'p' * 246}.json"  # with what is put before and after it
+    for out, named in ((too_long, too_long), (tmp_path / "folder", tmp_path / "folder"),
+                       (tmp_path / "file" / "plan.json", tmp_path / "file")):
+        said = run("plan", str(tmp_path / "t.yaml"), "--out", str(out), status=3)
+        assert str(named) in said and "partial" not in said and "remedy" in said, said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder", "t.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "said"),
+    [
+        ((), "group", "group: is not a key: did you mean groups?"),
+        (("leaves", 0), "monitor_port", "leaves.0.monitor_port: is not a key: did you mean monitor_ports?"),
+        (("leaves", 0, "ports", 1), "speed_gpbs", "ports.1.speed_gpbs: is not a key: did you mean speed_gbps?"),
+        (("groups", 0), "peers", "groups.0.peers: is not a key here, but of the top level"),
+        (("groups", 0), "mtu", "is not a key here, but of leaves.monitor_ports and of node_nics"),
+        (("leaves", 0), "colour", "leaves.0.colour: is not a key;"),
+    ],
+)
+def test_a_misspelt_key_is_told_which_one_is_meant(path: tuple, key: str, said: str) -> None:
+    import yaml
+
+    text = (ROOT / "docs" / "use" / "switch.md").read_text().split("```yaml\n")[1].split("```")[0]
+    document = node = yaml.safe_load(text)
+    for step in path:
+        node = node[step]
+    node[key] = 1
+    with pytest.raises(PlanError) as refused:
+        validated(Topology, document, "topology")
+    assert said.rstrip(";") in str(refused.value)
+    assert not said.endswith(";") or str(refused.value).endswith(said.rstrip(";"))
+
+
+def test_a_key_that_is_missing_and_misspelt_is_misspelt() -> None:
+    data = {"leaves": [{"name": "a", "vendor": "eos"}], "grups": [{"name": "dp", "ranks": [0]}]}
+    with pytest.raises(PlanError, match=r"topology: grups: is not a key: did you mean groups\? \(and 1 more\)"):
+        validated(Topology, data, "topology")
+
+
+@pytest.mark.parametrize(
+    ("peers", "said"),
+    [
+        ([["ck0", "ck7"]], "peers names node ck7, which has no monitor port"),
+        ([["ck0", "ck1"], ["ck1", "ck2"]], "peers names node ck1 twice: nodes that count together are one set"),
+        ([["ck0"]], "peers.0"), ([["ck0", "ck 1"]], "peers.0.1"),
+    ],
+)
+def test_peers_are_nodes_of_the_topology_and_each_is_in_one_set(peers: list, said: str) -> None:
+    ends = [{"port": f"Ethernet{n}", "node": f"ck{n}", "speed_gbps": 100} for n in range(3)]
+    data = {"leaves": [{"name": "a", "vendor": "eos", "monitor_ports": ends}], "groups": [{"name": "dp", "ranks": [0]}]}
+    with pytest.raises(PlanError, match=said):
+        validated(Topology, data | {"peers": peers}, "topology")
+    assert validated(Topology, data | {"peers": [["ck0", "ck2"]]}, "topology").peers == [["ck0", "ck2"]]
 
 
 def test_credentials_per_leaf_before_general_and_never_shown() -> None:
