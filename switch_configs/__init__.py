@@ -4,6 +4,7 @@
     vendors/       MirrorSession -> render() -> text; read(): what a switch prints -> SessionState
     manage.py      Manager(session, transport): difference, apply, show, remove
     local.py       the same for software switches on this machine
+    documents.py   YAML and JSON files, with errors that name the field
     schema.py      Topology, MirrorPlan, MirrorSession, SessionState
     transport.py   how lines reach a switch
 

@@ -72,7 +72,7 @@ def plan(
     ] = None,
     direction: Annotated[
         Literal["ingress", "egress", "both"] | None,
-        typer.Option("--direction", help="Default: both if the monitor ports can carry it, otherwise ingress."),
+        typer.Option("--direction", help="Default: both if the monitor ports can carry it, otherwise one."),
     ] = None,
     joined: Annotated[
         bool, typer.Option("--joined", help="For a replay of all nodes' captures together; no node need be complete.")
