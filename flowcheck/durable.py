@@ -33,13 +33,12 @@ def partial_name(path: Path) -> Path:
 
 @contextlib.contextmanager
 def reporting(path: Path, remedy: str = "free space on that file system, or another directory") -> Iterator[None]:
-    """Turn an OSError into EnvironmentProblem naming the file, under the name that the user gave."""
+    """Turn an OSError into EnvironmentProblem naming the file."""
     try:
         yield
     except OSError as error:
-        aside = error.filename is None or os.fspath(error.filename) == os.fspath(partial_name(path))
         raise EnvironmentProblem(
-            f"cannot be written: {error.strerror or error}", where=str(path if aside else error.filename),
+            f"cannot be written: {error.strerror or error}", where=str(error.filename or path),
             remedy=remedy,
         ) from None
 

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from flowcheck.durable import make_directory, reporting, write_atomic
+from flowcheck.durable import make_directory, write_atomic
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.interrupts import handled
 
@@ -185,10 +185,16 @@ def _forget(plan_file: Path, session: Any) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one. Raises EnvironmentProblem naming `path`."""
-    with reporting(path.parent, "name a path in a directory that can be written"):
+    """A reader sees the old file or the new one. Raises EnvironmentProblem naming `path`, not the file aside."""
+    try:
         make_directory(path.parent)
-    write_atomic(path, text.encode())
+        write_atomic(path, text.encode())
+    except EnvironmentProblem as error:
+        raise EnvironmentProblem(error.what, where=str(path), remedy=error.remedy) from None
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot be written: {error.strerror or error}", where=str(path), remedy="name a path in another directory",
+        ) from None
 
 
 def _title(session: Any) -> str:

@@ -290,8 +290,6 @@ def test_a_disk_that_fails_is_reported_with_the_name_that_was_asked_for(tmp_path
         (OSError(28, "No space left", "/the/file"), "cannot be written: No space left", "/the/file"),
         (OSError(28, "No space left"), "cannot be written: No space left", "/asked/for"),
         (OSError("something odd"), "cannot be written: something odd", "/asked/for"),
-        (OSError(36, "Name too long", f"/asked/.for.partial-{os.getpid()}"), "cannot be written: Name too long",
-         "/asked/for"),
     ],
 )
 def test_reporting_names_the_file_and_the_reason(tmp_path, error, what, where):
