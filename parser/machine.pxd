@@ -77,11 +77,12 @@ cdef extern from "machine.h" nogil:
         uint8_t from_start
     ctypedef struct fc_flow:
         uint64_t next_psn, packets, payload_bytes
-        uint8_t data, position, trust, anchored, active, rotations
+        uint8_t data, position, trust, active, rotations
         int32_t edge, qp, cts
         int64_t lost_iteration, back_iteration
         int32_t side_head, side_tail
         uint64_t missing, duplicates, retransmissions, out_of_order, bad_icrc, first_psn, agreements, disagreements
+        uint64_t first_anchor
         uint64_t seen[1]
     ctypedef struct fc_side_packet:
         pass
@@ -131,4 +132,4 @@ cdef extern from "machine.h" nogil:
     int fc_trust_edge(int start, int to)
     fc_sent *fc_locate(fc_machine *M, fc_flow *f, uint64_t psn)
     int fc_step_on(uint32_t mtu, const fc_edge *e, int32_t qp, fc_cursor *c, fc_sent *m)
-    void fc_settle_aside(fc_machine *M, uint32_t stream, fc_flow *f, uint64_t before_psn, int trusted)
+    void fc_settle_aside(fc_machine *M, uint32_t stream, fc_flow *f, uint64_t before_psn)

@@ -107,7 +107,7 @@ cdef str _state(const fc_flow *f):
     """UNSEEN, MID_STREAM, COUNTED, ANCHORED (a witness agreed with the count), ADRIFT, ON_TRIAL or LOST."""
     if f.trust != FC_TRUSTED:
         return "ON_TRIAL" if f.trust == FC_ON_TRIAL else "LOST"
-    return "ANCHORED" if f.position == FC_COUNTED and f.anchored else POSITIONS[f.position]
+    return "ANCHORED" if f.position == FC_COUNTED and f.first_anchor else POSITIONS[f.position]
 
 
 cdef class Engine:
@@ -425,7 +425,7 @@ cdef class Engine:
         for s in range(self.config.streams):
             for i in range(self.machines[0].flows):
                 f = self._flow(s, i)
-                fc_settle_aside(self._of(s), s // self.threads, f, 0, 0)
+                fc_settle_aside(self._of(s), s // self.threads, f, 0)
                 if f.active:
                     f.missing += fc_unseen(f)
                     memset(f.seen, 0xff, 8 * FC_SEEN_WORDS)
@@ -533,7 +533,7 @@ cdef class Engine:
             for i in range(M.flows):
                 f = self._flow(stream, i)
                 out.append({
-                    "seen": bool(f.active), "state": _state(f), "anchored": bool(f.anchored),
+                    "seen": bool(f.active), "state": _state(f), "anchored": f.first_anchor > 0,
                     "ignored": self._ignored(f),
                     "adrift": f.position == FC_ADRIFT,  # lost in an outage, and not found again
                     "packets": f.packets, "payload_bytes": f.payload_bytes, "missing": f.missing,

@@ -5,8 +5,11 @@
  * connection, so the packet count says where a packet belongs. Nothing is placed on the count alone: a packet needs a
  * second witness that agrees with it - its RETH address and length, its LL or LL128 flags, the CTS that announced its
  * message - or belongs to a message whose first packet had one. Others (a SIMPLE MIDDLE after a loss) are kept aside
- * until an anchor after them agrees too. Any witness that disagrees ends the flow: manifest and traffic then differ,
- * and counting on would be guessing.
+ * until a witness agreed at a PSN before them and one at a PSN after them. Two after them are not enough: those say
+ * where the connection is now, and what came before its first anchor may be of another run on the same queue pair. Nor
+ * is a beginning at PSN 0 an anchor: it is the count. (The packet that has PSN 0 is one, if its address agrees.) Any
+ * witness that disagrees ends the flow, and what waits aside is lost: manifest and traffic then differ, and counting on
+ * would be guessing.
  *
  * A packet of a flow goes this way; every step may end it, in exactly one outcome:
  *
@@ -231,7 +234,6 @@ typedef struct fc_flow { /* one flow as one stream sees it */
     uint64_t current;    /* number (in `messages` counting) of the message last hit       */
     uint8_t position;    /* fc_position: set_position() alone changes it                  */
     uint8_t trust;       /* fc_trust: set_trust() alone changes it                        */
-    uint8_t anchored;    /* a witness has agreed with the count                           */
     uint8_t active;      /* a packet of it was seen                                       */
     uint8_t finished;    /* its schedule has ended                                        */
     uint8_t restarting;  /* the sender has gone back and repeats a run of packets         */
@@ -244,6 +246,7 @@ typedef struct fc_flow { /* one flow as one stream sees it */
     uint64_t base[3];    /* address of step 0's slot by protocol, 0 while unknown         */
     int32_t side_head, side_tail; /* packets kept aside, oldest first                     */
     uint64_t missing, duplicates, retransmissions, out_of_order, bad_icrc, first_psn;
+    uint64_t first_anchor; /* one past the lowest PSN where a witness agreed with the count; 0: none did */
     uint64_t agreements, disagreements;
     uint64_t seen[FC_SEEN_WORDS];
     fc_sent window[FC_WINDOW];
@@ -254,6 +257,7 @@ typedef struct fc_side_packet {
     int32_t next;
     uint32_t length, index;
     uint64_t message;
+    fc_sent sent; /* the same, also when it has left the window */
     uint8_t bytes[FC_SIDE_BYTES];
 } fc_side_packet;
 
@@ -375,7 +379,8 @@ void fc_forget(fc_machine *M);
 /* m: NULL where the schedule has no message. */
 void fc_log_disagreement(fc_machine *M, uint32_t stream, fc_flow *f, int kind, const fc_sent *m, uint64_t psn,
                          uint64_t expected, uint64_t found);
-void fc_settle_aside(fc_machine *M, uint32_t stream, fc_flow *f, uint64_t before_psn, int trusted);
+/* A witness agreed before `before_psn`: what waits for it is placed. 0: give up on all that waits. */
+void fc_settle_aside(fc_machine *M, uint32_t stream, fc_flow *f, uint64_t before_psn);
 int fc_keep_aside(fc_machine *M, fc_flow *f, uint64_t message, uint32_t index, const uint8_t *wire, uint32_t length);
 /* One send too many: does the first packet of a loop repeat what the loop before brought last? */
 int fc_repeats_previous(fc_machine *M, const fc_flow *f, const fc_sent *m, const uint8_t *wire, uint32_t length);
@@ -383,11 +388,11 @@ int fc_repeats_previous(fc_machine *M, const fc_flow *f, const fc_sent *m, const
 /* A witness agreed with the packet count at `psn`. */
 static inline void fc_agree(fc_machine *M, uint32_t stream, fc_flow *f, uint64_t psn)
 {
-    int trusted = f->anchored;
     f->agreements++;
-    f->anchored = 1;
+    if (psn < f->first_anchor - 1) /* none yet: 0 - 1 is above all */
+        f->first_anchor = psn + 1;
     if (f->side_head >= 0)
-        fc_settle_aside(M, stream, f, psn + 1, trusted);
+        fc_settle_aside(M, stream, f, psn + 1);
 }
 
 /* Payload bytes of packet `index` of a message. */

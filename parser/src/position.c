@@ -39,7 +39,7 @@ static int try_position(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roc
     fc_set_position(f, FC_COUNTED);
     if (count_is_there(f, &m, index))
         return 1;
-    fc_settle_aside(M, stream, f, 0, 0);
+    fc_settle_aside(M, stream, f, 0);
     if (f->packets) {
         f->missing += fc_unseen(f);
         if (m.psn + index > f->next_psn)
@@ -52,7 +52,7 @@ static int try_position(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roc
     f->cursor = c;
     f->finished = 0;
     f->next_psn = f->start_psn = m.psn + index;
-    f->anchored = 1;
+    f->first_anchor = f->next_psn + 1;
     return 1;
 }
 

@@ -27,6 +27,7 @@ void fc_log_disagreement(fc_machine *M, uint32_t stream, fc_flow *f, int kind, c
     f->disagreements++;
     f->fast_end = 0;
     f->lost_iteration = iteration;
+    fc_settle_aside(M, stream, f, 0);
     /* for good: it is not the NCCL, or not the connection, that the schedule describes */
     int for_good = kind == FC_EXTRA_MESSAGE || kind == FC_REPEATED_CHUNK || kind == FC_MADE_ANEW;
     if (f->trust != FC_LOST_FOR_GOOD)
@@ -220,6 +221,7 @@ int fc_keep_aside(fc_machine *M, fc_flow *f, uint64_t message, uint32_t index, c
         M->side_free = packet->next;
     packet->next = -1;
     packet->message = message;
+    packet->sent = f->window[message % FC_WINDOW];
     packet->index = index;
     packet->length = length;
     memcpy(packet->bytes, wire, length);
@@ -228,31 +230,30 @@ int fc_keep_aside(fc_machine *M, fc_flow *f, uint64_t message, uint32_t index, c
     return FC_ASIDE;
 }
 
-/* What becomes of a packet aside, now that an anchor agreed before `before_psn`; FC_ASIDE: it stays. */
-static int judge_aside(fc_machine *M, fc_flow *f, const fc_side_packet *packet, uint64_t before_psn, int trusted)
+/* What becomes of a packet aside, now that a witness agreed before `before_psn`; FC_ASIDE: it stays, as long as what
+ * comes late may vouch for it. */
+static int judge_aside(fc_machine *M, const fc_flow *f, const fc_side_packet *packet, uint64_t before_psn)
 {
-    const fc_sent *m = &f->window[packet->message % FC_WINDOW];
-    if (packet->message + FC_WINDOW < f->messages)
-        return FC_UNANCHORED; /* its message has left the window: what is lost is not known any more */
-    if (before_psn == 0) {
-        fc_note_loss(M, FC_UNANCHORED, m, packet->index, packet->length);
-        return FC_UNANCHORED;
-    }
-    if (m->agreed || (trusted && m->psn + packet->index < before_psn))
+    const fc_sent *m = &packet->sent;
+    uint64_t psn = m->psn + packet->index;
+    int remembered = packet->message + FC_WINDOW >= f->messages;
+    if ((f->first_anchor - 1 < psn && psn < before_psn)
+        || (remembered && f->window[packet->message % FC_WINDOW].agreed))
         return fc_place(M, m, packet->index, packet->bytes, packet->length);
-    return FC_ASIDE;
+    if (remembered && before_psn)
+        return FC_ASIDE;
+    fc_note_loss(M, FC_UNANCHORED, m, packet->index, packet->length);
+    return FC_UNANCHORED;
 }
 
-/* An anchor agreed: packets aside before it are placed if an anchor before them agreed as well (or the first packet of
- * their message has come since). trusted: this was not the flow's first anchor. before_psn 0: give up on all. */
-void fc_settle_aside(fc_machine *M, uint32_t stream, fc_flow *f, uint64_t before_psn, int trusted)
+void fc_settle_aside(fc_machine *M, uint32_t stream, fc_flow *f, uint64_t before_psn)
 {
     fc_outcome_count *counts = &M->counts[stream * FC_OUTCOMES];
     int32_t kept_head = -1, kept_tail = -1;
     for (int32_t i = f->side_head, following; i >= 0; i = following) {
         fc_side_packet *packet = &M->side[i];
         following = packet->next;
-        int outcome = judge_aside(M, f, packet, before_psn, trusted);
+        int outcome = judge_aside(M, f, packet, before_psn);
         if (outcome == FC_ASIDE) {
             *(kept_tail < 0 ? &kept_head : &M->side[kept_tail].next) = i;
             kept_tail = i;

@@ -26,17 +26,18 @@ BEFORE           A PSN before the flow's history is `unanchored`, whatever its I
 DAMAGED          A wrong ICRC is a loss (`icrc`): the packet is not counted, its right copy may still come. It is looked
                  at for all that may be placed, that has an address or an immediate, that has another PSN than the one
                  due, or that does not fit. Example: a MIDDLE of a partial sum that comes in order is not looked at.
-LOST             A witness that disagrees ends its flow. The flow is counted on, and its packets are `not_synced`.
+LOST             A witness that disagrees ends its flow: what waits aside is `unanchored`. The flow is counted on, and
+                 its packets are `not_synced`.
 MADE ANEW        PSN 0 with other contents, when more than 8 messages were reached: another run. The flow is lost.
 OPENED           Where no connection was seen to begin, the first iteration is that of the first gradient packet.
                  Another stream may open earlier ones as long as nothing was closed.
 BLOCKED          An iteration that has no arena yet: the packet is not taken, whatever it carries.
 FLAGS            Every line of what may be placed is looked at. Of what nobody keeps, a message's first 128 bytes.
 ASIDE            SIMPLE bytes that nothing vouches for wait. They are placed when the first packet of their message
-                 agrees, or when a witness agrees at a later PSN and it is not the flow's first. Example: FIRST lost,
-                 MIDDLE aside, LAST with its immediate agrees: placed if anything had agreed before it. (The design asks
-                 for an anchor before and one after. Two after it are enough here: the flow has one origin.)
-                 A copy of what waits is `repeated`. What still waits at the end is `unanchored`.
+                 agrees, or when a witness agrees at a later PSN and one agreed at an earlier one. Example: FIRST lost,
+                 MIDDLE aside, LAST with its immediate agrees: placed if a message before it had agreed. A copy of what
+                 waits is `repeated`. When something agrees, what waits of messages more than 64 ago is `unanchored`; so
+                 is what still waits at the end.
 EMPTY            Of a final message, what has no byte of the tensor is `released` each time that it comes.
 
 Not covered. Raises: other frames than plain IPv4, unchecked ICRCs, slots that LL cleans, a schedule that ends.
@@ -64,6 +65,7 @@ YOUNG = 1 << 16
 REACH = 1 << 20
 IN_FLIGHT = 8  # messages: NCCL's slots
 FIFO_SLOTS = 256
+REMEMBERED = 64  # messages of a queue pair
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Flow:
     coming: Iterator[Message]
     walked: list[Message] = field(default_factory=list)
     found: bool = False  # the place in the schedule is known: COUNTED FROM 0, or FOUND
-    anchored: bool = False
+    first_anchor: int | None = None  # the lowest PSN where a witness agreed
     lost: bool = False
     in_mid_stream: bool = False
     packets: int = 0
@@ -88,6 +90,7 @@ class Flow:
     aside: list[Final] = field(default_factory=list)
     first_icrc: int | None = None  # of PSN 0, if nothing came before it
     reached: int = 0  # messages of the connection up to the furthest that was seen
+    walked_to: int = 0  # ... and of this queue pair
 
     def at(self, psn: int) -> Message:
         while not self.walked or self.walked[-1].end <= psn:
@@ -189,7 +192,7 @@ class Model:
         silent = flow.newest_ns is not None and time_ns > flow.newest_ns + self.config.outage_ns
         if silent and psn != flow.due:
             if packet.psn == 0 and flow.found and self._made_anew(flow, packet):
-                return self._lose(flow)
+                return self._lose(stream, flow)
             flow.found = False
         if not flow.found:
             if not packet.intact:
@@ -207,9 +210,10 @@ class Model:
             self._count(flow, psn)
             return "not_synced"
         if psn == 0 and self._made_anew(flow, packet):
-            return self._lose(flow)
+            return self._lose(stream, flow)
         message = flow.at(psn)
         flow.reached = max(flow.reached, message.number + 1)
+        flow.walked_to = max(flow.walked_to, flow.walked.index(message) + 1)
         if message.target == Target.GRADIENT and not self._opens(stream, message.iteration):
             return None
         index = psn - message.psn
@@ -224,7 +228,7 @@ class Model:
             self.begun = max(self.begun, message.iteration)
         agrees = self._witnesses(stream, flow, message, index, packet, wanted)
         if agrees is None:
-            return self._lose(flow)
+            return self._lose(stream, flow)
         if agrees:
             self._settle(stream, flow, psn)
         if not wanted:
@@ -281,7 +285,8 @@ class Model:
             flow.agreed.clear()
             flow.begin = flow.due = packet.psn
             flow.reached = message.number + 1
-            flow.anchored = True
+            flow.walked_to = flow.walked.index(message) + 1
+            flow.first_anchor = packet.psn
         return True
 
     def _near(self, stream: int, flow: Flow, address: int) -> list[tuple[int, int]]:
@@ -349,7 +354,8 @@ class Model:
             return None
         return agrees or bool(said_steps)
 
-    def _lose(self, flow: Flow) -> str:
+    def _lose(self, stream: int, flow: Flow) -> str:
+        self._give_up(stream, flow)
         flow.lost = True
         return "disagreed"
 
@@ -373,14 +379,18 @@ class Model:
 
     def _settle(self, stream: int, flow: Flow, psn: int) -> None:
         """ASIDE: a witness agreed at `psn`."""
+        flow.first_anchor = psn if flow.first_anchor is None else min(psn, flow.first_anchor)
         waiting, flow.aside = flow.aside, []
         for final in waiting:
-            if final.message.number in flow.agreed or (flow.anchored and final.psn <= psn):
-                self.outcomes[stream]["aside"] -= 1
-                self.outcomes[stream][self._place(final)] += 1
+            if final.message.number in flow.agreed or flow.first_anchor < final.psn <= psn:
+                outcome = self._place(final)
+            elif flow.walked.index(final.message) + REMEMBERED < flow.walked_to:
+                outcome = "unanchored"
             else:
                 flow.aside.append(final)
-        flow.anchored = True
+                continue
+            self.outcomes[stream]["aside"] -= 1
+            self.outcomes[stream][outcome] += 1
 
     def _give_up(self, stream: int, flow: Flow) -> None:
         self.outcomes[stream]["aside"] -= len(flow.aside)

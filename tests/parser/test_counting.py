@@ -283,6 +283,14 @@ def simple_flow(iterations: int) -> tuple[JobPlan, Synthesis, Engine, list[Packe
     return plan, made, engine, writes(made.packets, job.flows[0].qpns[0])
 
 
+def same_as_truth(engine: Engine, made: Synthesis, iterations: int) -> None:
+    """Of every cell that is there."""
+    for iteration in range(iterations):
+        cells, region = engine.cells(iteration)[: COUNT // 2], engine.region(iteration)[: 4 * COUNT]
+        truth = np.frombuffer(made.reduced[iteration, 0].tobytes(), np.uint8)
+        assert (region[np.repeat(cells, 8)] == truth[np.repeat(cells, 8)]).all()
+
+
 def test_packets_after_the_anchor_stay_aside() -> None:
     """The end of one message comes late, when those of the next, whose beginning was lost, are there already."""
     _, _, engine, data = simple_flow(2)
@@ -299,6 +307,46 @@ def test_packets_after_the_anchor_stay_aside() -> None:
     assert engine.outcomes(0)["aside"][0] == aside
 
 
+def test_two_anchors_after_a_packet_are_not_one_before_it() -> None:
+    """A run died at its beginning, another followed on its queue pairs. MIDDLEs of the first were seen; of the second,
+    whose packets at those PSNs were lost, the message's end and what follows, which agree. They vouch for their own."""
+    job, _, made = traffic("simple")
+    died = generate(job, iterations=1, seed=5)
+    _, _, engine, data = simple_flow(2)
+    spot = spots(died, "simple", job.flows[0].qpns[0], 0)[0]
+    strays = [died.packets[at] for at in spot.packets[1:-1]]
+    feed(engine, strays)
+    assert engine.outcomes(0)["aside"][0] == len(strays) > 3
+    feed(engine, [packet for packet in data if psn(packet[1]) > psn(strays[-1][1])])
+    assert kinds(engine) == []
+    engine.finish()
+    outcomes, losses = engine.outcomes(0), engine.losses()
+    assert outcomes["unanchored"][0] == len(strays) and outcomes["aside"] == (0, 0)
+    assert {loss["cause"] for loss in losses} == {"unanchored"}
+    assert sum(loss["bytes"] for loss in losses) == outcomes["unanchored"][1]
+    same_as_truth(engine, made, 2)
+
+
+def test_an_anchor_before_a_packet_may_come_after_it() -> None:
+    """PSN 24, the end of the message before, comes late. With the next anchor there is one before and one after."""
+    _, made, engine, data = simple_flow(2)
+    feed(engine, [*data[26:30], data[48], data[24]])
+    assert engine.outcomes(0)["aside"][0] == 4
+    feed(engine, [data[49]])
+    assert engine.outcomes(0)["aside"][0] == 0 and engine.outcomes(0)["placed"][0] == 5
+    same_as_truth(engine, made, 2)
+
+
+def test_a_witness_that_disagrees_gives_up_what_is_aside() -> None:
+    _, _, engine, data = simple_flow(2)
+    feed(engine, [*data[:25], *data[26:30]])
+    assert engine.outcomes(0)["aside"][0] == 4
+    feed(engine, [(0, patched(IMMEDIATE, bytes(4))(data[48][1]))])
+    assert kinds(engine) == ["immediate"]
+    assert engine.outcomes(0)["aside"] == (0, 0) and engine.outcomes(0)["unanchored"] == (4, 4096)
+    assert sum(loss["bytes"] for loss in engine.losses() if loss["cause"] == "unanchored") == 4096
+
+
 def test_packets_aside_are_given_up_when_their_message_is_too_long_ago() -> None:
     """Only MIDDLEs of 80 messages were seen. Then two anchors agree: nothing is placed where it does not belong."""
     _, made, engine, data = simple_flow(60)
@@ -306,11 +354,10 @@ def test_packets_aside_are_given_up_when_their_message_is_too_long_ago() -> None
     cut = middles.index(next(p for p in middles if psn(p[1]) > psn(data[-1][1]) * 2 // 3))
     feed(engine, middles[:cut])
     feed(engine, [packet for packet in data if psn(packet[1]) > psn(middles[cut][1])])
-    for iteration in range(60):
-        cells, region = engine.cells(iteration)[: COUNT // 2], engine.region(iteration)[: 4 * COUNT]
-        truth = np.frombuffer(made.reduced[iteration, 0].tobytes(), np.uint8)
-        assert (region[np.repeat(cells, 8)] == truth[np.repeat(cells, 8)]).all()
-    assert engine.outcomes(0)["unanchored"][0] > 0
+    same_as_truth(engine, made, 60)
+    given_up = engine.outcomes(0)["unanchored"]
+    assert given_up[0] > 0 and sum(loss["bytes"] for loss in engine.losses()) == given_up[1]
+    assert not any(engine.cells(iteration).any() for iteration in range(39)), "nothing agreed before these"
 
 
 def test_packets_that_find_no_room_aside_are_lost_by_name() -> None:
