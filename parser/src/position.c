@@ -1,9 +1,10 @@
 /* Where a flow is in its schedule, when the count cannot say: after a start in mid-stream, a restart, or an end.
  *
  * A place needs two witnesses that never restart with the traffic: an absolute one (the step of an LL or LL128 flag, the
- * number of a CTS) names a message, and that message must lie at this packet's PSN and have its length. A flow that was
- * given up comes back only after a whole iteration that agreed in everything: fc_recover(). A first packet that comes
- * again with other contents is another connection's: fc_connection_reset(). machine.h has the model. */
+ * number of a CTS) names a message, and that message must lie at this packet's PSN and have its length. A CTS must not
+ * stand alone: is_borne_out(). A flow that was given up comes back only after a whole iteration that agreed in
+ * everything: fc_recover(). A first packet that comes again with other contents is another connection's:
+ * fc_connection_reset(). machine.h has the model. */
 #include "machine.h"
 
 #include <string.h>
@@ -56,6 +57,18 @@ static int try_position(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roc
     return 1;
 }
 
+/* Is there another announcement near this number? One alone is not believed: the PSN says where a message is within a lap
+ * of 2^24 packets, so a number that is whole laps off (2^37 too high, say) has the same PSN, and an iteration far ahead
+ * would close all those before it. */
+static int is_borne_out(const fc_cts_table *cts, uint64_t index)
+{
+    for (int i = 0; i < FC_CTS_SLOTS; i++)
+        if (cts->index[i] && cts->index[i] != index && cts->index[i] + FC_CTS_SLOTS > index
+            && cts->index[i] < index + FC_CTS_SLOTS)
+            return 1;
+    return 0;
+}
+
 /* A step from its low 32 bits: the one nearest to the newest CTS, whose number has 64, if there is one; otherwise nearest
  * to where the flow was. (After 2^32 steps the PSN can repeat as well and tells nothing.) */
 static uint64_t whole_step(const fc_machine *M, uint32_t stream, const fc_flow *f, uint32_t low)
@@ -66,7 +79,8 @@ static uint64_t whole_step(const fc_machine *M, uint32_t stream, const fc_flow *
     if (f->cts >= 0) {
         const fc_cts_table *cts = &M->cts[stream * M->cts_tables + (uint32_t)f->cts];
         for (int i = 0; i < FC_CTS_SLOTS; i++)
-            newest = cts->index[i] > newest ? cts->index[i] : newest;
+            if (cts->index[i] > newest && is_borne_out(cts, cts->index[i]))
+                newest = cts->index[i];
         if (newest && (fc_seek(M, f, 0, newest - 1, &c, &m) || c.step))
             near = c.step;
     }
@@ -118,7 +132,7 @@ int fc_find_position(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce *
             uint64_t number = announcement(cts, p->va, most, &buffer);
             if (number == 0)
                 return 0;
-            if (try_position(M, stream, f, p, 0, number - 1, -1, p->va - buffer))
+            if (is_borne_out(cts, number) && try_position(M, stream, f, p, 0, number - 1, -1, p->va - buffer))
                 return 1;
             most = number - 1;
         }

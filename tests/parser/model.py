@@ -17,9 +17,11 @@ COUNTED FROM 0   A flow's first packet has PSN 0; or it is young (PSN below 65,5
                  A flow of which an older PSN came first is in mid-stream: its PSN 0 is a wrap.
                  A packet whose ICRC is wrong says nothing of a place: `icrc` if it reads young, else `unanchored`.
 FOUND            Else a packet with a right ICRC says the place: all its LL or LL128 flags name the message at its PSN,
-                 or its address is where one of the newest 4 clear-to-sends within 1 MiB wants that message. Its
-                 length has to fit. What lies before it is `unanchored`. An empty piece of a message that is spread over
-                 several queue pairs has no address that counts.
+                 or its address is where one of the newest 4 clear-to-sends within 1 MiB wants that message, and another
+                 clear-to-send has a number less than 256 from that one's. (Numbers that are laps of the PSN apart lead
+                 to the same PSN: one alone cannot say the lap.) Its length has to fit. What lies before it is
+                 `unanchored`. An empty piece of a message that is spread over several queue pairs has no address that
+                 counts.
 OUTAGE           After a silence of `outage_ns`, any PSN but the one due means that the place is not known any more.
                  If a later packet names a place that was reached already, what waits aside goes on waiting.
 BEFORE           A PSN before the flow's history is `unanchored`, whatever its ICRC.
@@ -291,7 +293,8 @@ class Model:
 
     def _near(self, stream: int, flow: Flow, address: int) -> list[tuple[int, int]]:
         table = self._announced.get((stream, flow.edge_number), {})
-        return sorted((i, at) for i, at in table.values() if at <= address < at + REACH)[-4:]
+        near = sorted((i, at) for i, at in table.values() if at <= address < at + REACH)[-4:]
+        return [one for one in near if any(0 < abs(other - one[0]) < FIFO_SLOTS for other, _ in table.values())]
 
     def _made_anew(self, flow: Flow, packet: Packet) -> bool:
         if not packet.intact:

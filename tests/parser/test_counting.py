@@ -111,7 +111,7 @@ def test_a_damaged_packet_does_not_say_where_a_flow_is(protocol: str) -> None:
     made, flow = generate(job, iterations=1, first_iteration=900), job.flows[0]
     plan, (_, frame) = plan_job(job), writes(made.packets, flow.qpns[0])[0]
     engine = Engine(plan.engine)
-    feed(engine, writes(made.packets, flow.cts_qpns[0])[:1])
+    feed(engine, writes(made.packets, flow.cts_qpns[0])[:2])
     for last, anchored in ((frame[-1] ^ 1, 0), (frame[-1], 1)):
         assert engine.feed(0, frame[:-1] + bytes([last]))
         found = numbers(engine, plan, flow.qpns[0])
@@ -240,6 +240,25 @@ def test_an_announced_address_says_where_a_flow_is(shift: int) -> None:
     before = engine.outcomes(0)["unanchored"][0]
     assert engine.feed(0, added(VA, 8, shift)(made.packets[at][1]))
     assert engine.outcomes(0)["unanchored"][0] == before + (shift != 0)
+
+
+def test_one_announcement_alone_does_not_say_the_lap() -> None:
+    """SIMPLE in mid-stream. A clear-to-send has a number that is 2^37 too high. That message has the same PSN, and all
+    iterations up to there would close. The message after it, announced as its neighbours are, is found."""
+    job = example_job(count=30_000, protocol="simple", mtu=1024, startup=False, rebuild=False)
+    plan, made = plan_job(job), generate(job, iterations=2, first_iteration=900)
+    flow = job.flows[0]
+    first, second = messages(made.packets, flow.qpns[0])[:2]
+    engine = Engine(plan.engine)
+    announced = writes(made.packets[: first[0]], flow.cts_qpns[0])
+    number_at = 70 + plan.engine.cts.number_at
+    wanted = next(f for _, f in announced if f[70:78] == made.packets[first[0]][1][VA : VA + 8][::-1])
+    feed(engine, [(0, f if f != wanted else patched(number_at + 4, b"\x20")(f)) for _, f in announced])
+    assert wanted[number_at + 4] == 0
+    assert engine.feed(0, made.packets[first[0]][1])
+    assert engine.outcomes(0)["unanchored"][0] == 1 and engine.begun == -1
+    feed(engine, [made.packets[at] for at in second])
+    assert engine.begun == 900 and engine.outcomes(0)["unanchored"][0] == 1
 
 
 @pytest.mark.parametrize("announced", [2**31 - 4, 2**31], ids=["before", "after"])

@@ -206,6 +206,12 @@ def test_the_engine_does_what_the_model_does(number, seen_by, arenas, look, seed
     check(number, seen_by, arenas, look, seed)
 
 
+def test_one_forged_announcement_leads_nowhere() -> None:
+    """Captures that begin late; a clear-to-send that says message 137,438,953,484 in place of 12."""
+    mirror = Mirror(loss=0, copies=0, late=0, damage=0, forgery=0.01, begin=0.6, silence=30)
+    check(23, [mirror, mirror], 8, False, 62642)
+
+
 @pytest.mark.slow
 @settings(max_examples=2000, suppress_health_check=list(HealthCheck))
 @given(number=st.integers(0, 10**6), seen_by=st.lists(mirrors, min_size=1, max_size=2),
