@@ -187,11 +187,12 @@ int fc_connection_reset(fc_machine *M, fc_flow *f, const fc_roce *p)
     if (!M->check_icrc || !fc_icrc_ok(p))
         return 0;
     uint32_t icrc = fc_icrc(p);
-    if (f->packets == 0) {
+    int early = f->cursor.number <= (uint64_t)(8 + M->edges[f->edge].qps);
+    if (f->packets == 0 || (f->first_icrc == 0 && early)) { /* those behind it may have overtaken it */
         f->first_icrc = icrc;
         return 0;
     }
-    return f->first_icrc != 0 && icrc != f->first_icrc && f->cursor.number > (uint64_t)(8 + M->edges[f->edge].qps);
+    return f->first_icrc != 0 && icrc != f->first_icrc && !early;
 }
 
 void fc_open(fc_machine *M, uint32_t stream, int64_t iteration)

@@ -30,7 +30,8 @@ DAMAGED          A wrong ICRC is a loss (`icrc`): the packet is not counted, its
                  due, or that does not fit. Example: a MIDDLE of a partial sum that comes in order is not looked at.
 LOST             A witness that disagrees ends its flow: what waits aside is `unanchored`. The flow is counted on, and
                  its packets are `not_synced`.
-MADE ANEW        PSN 0 with other contents, when more than 8 messages were reached: another run. The flow is lost.
+MADE ANEW        PSN 0 with other contents, when more than 8 messages were reached: another run. The flow is lost. What
+                 PSN 0 brought first counts, if that was not after so many messages.
 OPENED           Where no connection was seen to begin, the first iteration is that of the first gradient packet.
                  Another stream may open earlier ones as long as nothing was closed.
 BLOCKED          An iteration that has no arena yet: the packet is not taken, whatever it carries.
@@ -90,7 +91,7 @@ class Flow:
     agreed: set[int] = field(default_factory=set)  # messages whose first packet agreed, by number
     bases: dict[Protocol, int] = field(default_factory=dict)  # address of step 0's slot
     aside: list[Final] = field(default_factory=list)
-    first_icrc: int | None = None  # of PSN 0, if nothing came before it
+    first_icrc: int | None = None  # of PSN 0, if little came before it
     reached: int = 0  # messages of the connection up to the furthest that was seen
     walked_to: int = 0  # ... and of this queue pair
 
@@ -299,9 +300,10 @@ class Model:
     def _made_anew(self, flow: Flow, packet: Packet) -> bool:
         if not packet.intact:
             return False
-        if flow.packets == 0:
+        early = flow.reached <= IN_FLIGHT + flow.edge.qps
+        if flow.packets == 0 or (flow.first_icrc is None and early):
             flow.first_icrc = packet.icrc
-        return flow.first_icrc not in (None, packet.icrc) and flow.reached > IN_FLIGHT + flow.edge.qps
+        return flow.first_icrc not in (None, packet.icrc) and not early
 
     # -- may it ----------------------------------------------------------------------------------------
 

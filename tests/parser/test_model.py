@@ -217,4 +217,5 @@ def test_one_forged_announcement_leads_nowhere() -> None:
 @given(number=st.integers(0, 10**6), seen_by=st.lists(mirrors, min_size=1, max_size=2),
        arenas=st.sampled_from([2, 8]), look=st.booleans(), seed=st.integers(0, 10**6))
 def test_the_engine_does_what_the_model_does_on_many_jobs(number, seen_by, arenas, look, seed) -> None:  # type: ignore[no-untyped-def]
+    """Another 2000 each time. 40 s of one core."""
     check(number, seen_by, arenas, look, seed)

@@ -176,10 +176,12 @@ def test_another_connection_on_the_same_queue_pair_is_noticed() -> None:
     copy = packets[0][1]
     other = sealed(copy[:51 - 1] + bytes([copy[50] ^ 0x80]) + copy[51:])  # asks for an acknowledgement, or does not
     assert destination(other) == qpn
+    begins = iterations(made, job.flows[1].qpns[0])[0][0][0]  # another connection, so that PSN 1 is young beside it
 
-    def found(after: int, frame: bytes) -> list[str]:
+    def found(after: int, frame: bytes, swapped: bool = False) -> list[str]:
         engine = Engine(plan.engine)
-        for _, each in packets[:after]:
+        first = [begins, packets[1], packets[0]] if swapped else packets[:2]
+        for _, each in first + packets[2:after]:
             assert engine.feed(0, each)
         assert engine.feed(0, frame)
         return [entry["kind"] for entry in engine.disagreements()]
@@ -187,3 +189,5 @@ def test_another_connection_on_the_same_queue_pair_is_noticed() -> None:
     late = sum(len(one) for part in iterations(made, qpn)[:4] for one in part)
     assert found(5, copy) == [] and found(5, other) == []
     assert found(late, copy) == [] and found(late, other) == ["made anew"]
+    assert found(5, other, swapped=True) == [] and found(late, copy, swapped=True) == []
+    assert found(late, other, swapped=True) == ["made anew"], "PSN 0 came second"
