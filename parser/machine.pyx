@@ -45,6 +45,7 @@ cdef extern from "place.h" nogil:
 #: What is known of a flow's position, and whether it is trusted: fc_position and fc_trust.
 POSITIONS = ("UNSEEN", "MID_STREAM", "COUNTED", "ADRIFT")
 TRUSTS = ("TRUSTED", "LOST", "ON_TRIAL", "LOST_FOR_GOOD")
+NOTHING_SEEN = -2  # what Engine.past() says of a stream that has brought no data of the job
 OUTCOME_NAMES = (
     "placed", "compared", "released", "repeated", "control", "other_roce", "not_roce", "truncated", "malformed",
     "fragment", "icrc", "late", "stale", "unanchored", "not_synced", "beyond", "disagreed", "aside",
@@ -322,7 +323,8 @@ cdef class Engine:
     def past(self, uint32_t stream):
         """The iteration the slowest active flow of a stream works on: all before it are behind it.
 
-        A flow that is LOST or whose schedule has ended holds nothing up. -1: no flow seen yet.
+        A flow that is LOST or whose schedule has ended holds nothing up. -1: start-up traffic. NOTHING_SEEN: no data of
+        the job has come there.
         """
         cdef fc_flow *f
         cdef fc_sent *m
@@ -341,7 +343,7 @@ cdef class Engine:
             if m != NULL and m.iteration < slowest:
                 slowest = m.iteration
         fc_give(&M.lock)
-        return slowest if n else -1
+        return slowest if n else NOTHING_SEEN
 
     cdef inline fc_flow *_flow(self, uint32_t stream, uint32_t flow) noexcept:
         M = self.machines[stream % self.threads]

@@ -10,7 +10,8 @@ iteration may close as soon as every stream is past it (or ended) and nothing of
 with gaps stays open for late packets until its arena is needed: then every stream is past it, ended, or
 blocked itself. Iterations that no stream saw anything of, because the mirror was down, close one by one too; after
 a very long outage all but the last of them are skipped. A stream that is ahead waits for the others, so the
-slowest can always go on and nothing dead-locks.
+slowest can always go on and nothing dead-locks. A live stream that has brought no data of the job holds nothing up: its
+port, or its queue, may be for other jobs alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from parser.machine import Engine
+from parser.machine import NOTHING_SEEN, Engine
 
 from flowcheck.errors import UserError
 
@@ -53,7 +54,7 @@ class ArenaScheduler:
         self, engine: Engine, sources: Sequence[Source], cells: tuple[int, int], *, in_order: bool = False
     ) -> None:
         self._engine, self._sources, self._cells = engine, sources, cells
-        self._opening = in_order
+        self._in_order = self._opening = in_order
         self._looked = 0  # sources of which the beginning was looked at
         self._known = 0  # disagreements
         self._whole = -1  # the newest iteration that every stream has passed and of which nothing is missing
@@ -152,11 +153,15 @@ class ArenaScheduler:
     def _may_close(self, oldest: int) -> bool:
         if self._opening or (oldest > self._engine.begun and not any(self._blocked)):
             return False
-        past = [self._ended[i] or self._engine.past(i) > oldest for i in range(len(self._sources))]
+        past = [self._ended[i] or self._is_past(i, oldest) for i in range(len(self._sources))]
         if self._whole != oldest and all(past) and not self.ended and self._is_complete(oldest):
             self._whole = oldest
         forced = any(self._blocked) and all(p or b for p, b in zip(past, self._blocked, strict=True))
         return self._whole == oldest or forced
+
+    def _is_past(self, stream: int, iteration: int) -> bool:
+        past = self._engine.past(stream)
+        return bool(past > iteration or (past == NOTHING_SEEN and not self._in_order))
 
     def _is_complete(self, iteration: int) -> bool:
         """Is every cell there? By their count, which the engine keeps: asked at every look at the rings. The verdict
@@ -179,7 +184,7 @@ class ArenaScheduler:
         """Where a stream stands with respect to an iteration that is closing."""
         if self._ended[stream]:
             return "ended"
-        if self._engine.past(stream) > iteration:
+        if self._is_past(stream, iteration):
             return "past"
         # its own later packets wait for an arena: what is missing of this iteration will not come
         return "lost" if self._blocked[stream] else "behind"

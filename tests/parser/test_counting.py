@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from parser.machine import Engine
+from parser.machine import NOTHING_SEEN, Engine
 
 from flowcheck.lab.synth import Synthesis, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
@@ -185,6 +185,7 @@ def test_the_slowest_flow_says_what_is_past() -> None:
     job, plan, made = traffic("ll")
     fast, slow = (flow.qpns[0] for flow in job.flows)
     engine = Engine(plan.engine)
+    assert engine.past(0) == NOTHING_SEEN
     feed(engine, writes(made.packets, slow)[:2])
     assert engine.past(0) == 0
     ahead = writes(made.packets, fast)

@@ -114,6 +114,17 @@ def test_two_mirrors_with_a_direction_each_make_the_trainers_versions(
     assert said == [f"af_packet:{lan.near}", f"af_packet:{lan.near2}"]
 
 
+def test_a_port_that_brings_nothing_of_the_job_holds_nothing_up(
+    start_node: Any, attach: Any, truth: Any, lan: Any, tmp_path: Path
+) -> None:
+    """It may be other jobs' port."""
+    lan.second()
+    job = _job()
+    node = start_node(captures=_two(lan))
+    _follow(node, attach(node, job), truth(job), lan.send, tmp_path)
+    assert node.end() == 0
+
+
 def test_simple_without_the_other_direction_beside_it_is_not_guessed_and_says_what_to_do(
     start_node: Any, attach: Any, truth: Any, lan: Any
 ) -> None:

@@ -1,6 +1,7 @@
 """The scheduler: which iteration closes when, what holds it, and where each stream stands."""
 
 import pytest
+from parser.machine import NOTHING_SEEN
 
 from flowcheck.errors import UserError
 from flowcheck.lab.synth import example_job, sharded_job
@@ -207,6 +208,22 @@ def test_where_a_stream_stands() -> None:
     made.scheduler.poll()
     assert [made.scheduler.state(i, 0) for i in range(4)] == ["ended", "past", "lost", "behind"]
     assert [made.scheduler.state(i, 1) for i in range(4)] == ["ended", "behind", "lost", "behind"]
+
+
+def test_a_live_stream_that_brings_nothing_of_the_job_holds_nothing_up() -> None:
+    """Its port, or its queue, may be for other jobs alone. Of a capture more may come: its file waits."""
+    one, other = live(whole(0, 1)), live([])
+    made = Scheduled(one, other)
+    made.engine.stand[1] = NOTHING_SEEN
+    assert made.look() == [0, 1] and made.closed[0] == ["past", "past"]
+    other.packets += [Packet(2)]
+    one.packets += whole(2)
+    assert made.look() == []  # now it is one of the job's
+    other.packets += [Packet(2, past=3)]
+    assert made.look() == [2]
+    engine = FakeEngine(None, [live(whole(0)), live([])])
+    engine.stand[1] = NOTHING_SEEN
+    assert ArenaScheduler(engine, engine.sources, (1, 1), in_order=True).state(1, 0) == "behind"
 
 
 # -- one look -------------------------------------------------------------------------------------------
