@@ -48,7 +48,7 @@ class Flow:
 
     sport: UDP source port. mtu: path MTU, None if packets do not tell; largest: bytes of the largest payload.
     messages: what began on it, in PSN order; pieces of messages where these are split over QPs. whole: how many of
-    them follow each other without a gap from PSN 0 on (0: begins in mid-stream, or the first packet is lost).
+    them follow each other without a gap from PSN 0 on (0: begins in mid-stream, or the first is not all there).
     dropped: message starts that were not kept."""
 
     src: str
@@ -60,6 +60,11 @@ class Flow:
     messages: list[Message]
     whole: int
     dropped: int = 0
+
+    @property
+    def begins(self) -> bool:
+        """Was its very first packet seen?"""
+        return bool(self.messages) and self.messages[0].psn == 0
 
     def name(self) -> str:
         return f"{self.src} -> {self.dst} QP {self.qpn:#x}"

@@ -67,10 +67,10 @@ def check_connections(hypothesis: Hypothesis) -> None:
     for c in (on.connection for on in hypothesis.connections):
         # where messages go round several QPs, some may be new to a capture that begins later
         later = len(c.flows) > 1 and bool(c.posted) and min(c.posted) >= c.total // c.used
-        if later or not any(flow.whole for flow in c.flows):
+        if later or not any(flow.begins for flow in c.flows):
             raise UserError(
-                "the capture begins in mid-stream, or lacks packets of a connection's first message: what came before "
-                "is not known, so neither is the position",
+                "the capture begins in mid-stream, or lacks a connection's first packet: what came before is not "
+                "known, so neither is the position",
                 where=c.name(),
                 remedy="capture from the job's start, or give the manifest of this job with --job",
             )
