@@ -70,7 +70,7 @@ def cython_extensions() -> list[Extension]:
                     define_macros=MACROS,
                     extra_compile_args=[*OPTIMISE, *WARNINGS, *EXACT.get(package, [])],
                     depends=[str(p) for folder in folders for p in (ROOT / folder / "include").glob("*.h")]
-                    + ["dataplane/include/packetref.h", "dataplane/include/tunnel.h"],
+                    + [f"dataplane/include/{name}.h" for name in ("fanout", "lock", "packetref", "tunnel")],
                 )
             )
     return found

@@ -2,9 +2,9 @@
 
 Call order: Engine(config); run() per stream until drained; past(), close(), retire() as iterations close; finish() once
 at the end; read results with the accessors. Garbage collection frees the memory.
-Thread rule: one thread is in charge and calls everything. run() releases the GIL; where config.threads > 1, others may
-call it, each for its own streams (stream modulo threads), at the same time as everything else here. What is read of an
-iteration then is as of some moment, and final once close() has returned.
+Thread rule: one thread is in charge and calls everything. Packets may be taken by config.threads others, each for its own
+streams (stream modulo threads): by run() or serve(), which release the GIL. They go on while anything else here is called,
+but finish() and feed(). What is read of an iteration then is as of some moment, and final once close() has returned.
 """
 
 import numpy as np
@@ -24,11 +24,17 @@ from parser.schedule cimport Schedule, zeroed
 
 from parser.cover import count as count_cells, missing as missing_cells
 from parser.nccl import CTS_ELEMENTS
+from parser.names import DISAGREEMENTS, OUTCOMES, POSITIONS, TRUSTS
 from parser.roce import REFUSAL_NAMES
 
 
+cdef extern from "serve.h" nogil:
+    ctypedef struct fc_service:
+        pass
+    void fc_serve(fc_machine *M, fc_service *service)
+
+
 cdef extern from "place.h" nogil:
-    void fc_place_fence()
     void fc_place_choose(int protocol, int way, uint32_t ahead)
     enum:
         FC_WAYS
@@ -42,19 +48,7 @@ cdef extern from "place.h" nogil:
     fc_place_choice fc_placing
 
 
-#: What is known of a flow's position, and whether it is trusted: fc_position and fc_trust.
-POSITIONS = ("UNSEEN", "MID_STREAM", "COUNTED", "ADRIFT")
-TRUSTS = ("TRUSTED", "LOST", "ON_TRIAL", "LOST_FOR_GOOD")
 NOTHING_SEEN = -2  # what Engine.past() says of a stream that has brought no data of the job
-OUTCOME_NAMES = (
-    "placed", "compared", "released", "repeated", "control", "other_roce", "not_roce", "truncated", "malformed",
-    "fragment", "icrc", "late", "stale", "unanchored", "not_synced", "beyond", "disagreed", "aside",
-    "encapsulated",
-)
-DISAGREEMENT_NAMES = (
-    "", "payload length", "opcode", "RETH length", "RETH address", "immediate", "flag", "CTS address",
-    "extra message", "repeated chunk", "made anew",
-)
 
 
 def edges():
@@ -242,6 +236,11 @@ cdef class Engine:
         with nogil:
             done = fc_drive(M, stream, <fc_ring *>ring_address, limit, &blocked)
         return done, bool(blocked)
+
+    def serve(self, uint32_t thread, uintptr_t service):
+        """Be placing thread number `thread` until it is stopped: parser.placers, which made the service."""
+        with nogil:
+            fc_serve(self.machines[thread], <fc_service *>service)
 
     def feed(self, uint32_t stream, const uint8_t[::1] frame):
         """One frame from memory: the same function that run() calls. False: blocked, not consumed."""
@@ -457,11 +456,16 @@ cdef class Engine:
         return found
 
     def missing(self, iteration, int64_t first, int64_t end):
-        """int64 array (n, 2): the runs [start, end) of cells within [first, end) that are not there, in order.
+        """int64 array (n, 2): the runs [start, end) of cells within [first, end) that are not there, in order. Cells that
+        were counted before the call can be read after it: it waits for every thread's burst to end.
 
         Reads the bitmaps by words: a region that is complete costs 16 MB of reading for each GB of it and thread."""
+        cdef uint32_t t
         if not 0 <= first <= end <= <int64_t>self._words(self._slot(iteration)) * 64:
             raise IndexError(f"cells {first} to {end} are not all in the region")
+        for t in range(self.threads):
+            fc_take(&self.machines[t].lock)
+            fc_give(&self.machines[t].lock)
         bitmap = self._bitmap(iteration, first // 64, -(-end // 64))
         if bitmap is None:
             return np.array([(first, end)] if first < end else [], dtype=np.int64).reshape(-1, 2)
@@ -515,7 +519,7 @@ cdef class Engine:
     def outcomes(self, uint32_t stream):
         """{outcome name: (packets, bytes)}; the packets add up to what run() consumed."""
         cdef const fc_outcome_count *counts = &self._of(stream).counts[stream // self.threads * FC_OUTCOMES]
-        return {name: (counts[i].packets, counts[i].bytes) for i, name in enumerate(OUTCOME_NAMES)}
+        return {name: (counts[i].packets, counts[i].bytes) for i, name in enumerate(OUTCOMES)}
 
     def encapsulated(self):
         """{what: packets} of outcome "encapsulated", all streams together: tunnels that are not unpacked."""
@@ -588,7 +592,7 @@ cdef class Engine:
             for i in range(n):
                 entry = &entries[i]
                 out.append({
-                    "kind": DISAGREEMENT_NAMES[entry.kind], "stream": entry.stream * self.threads + t, "flow": entry.flow,
+                    "kind": DISAGREEMENTS[entry.kind], "stream": entry.stream * self.threads + t, "flow": entry.flow,
                     "iteration": entry.iteration, "message": entry.number, "psn": entry.psn,
                     "expected": entry.expected, "found": entry.found,
                 })
@@ -602,7 +606,7 @@ cdef class Engine:
         for t in range(self.threads):
             for i in range(min(self.machines[t].lost, <uint64_t>FC_LOSS_ENTRIES)):
                 loss = &self.machines[t].losses[i]  # no lock: written before it is counted, and dropped by forget() alone
-                out.append({"cause": OUTCOME_NAMES[loss.cause], "target": loss.target, "iteration": loss.iteration,
+                out.append({"cause": OUTCOMES[loss.cause], "target": loss.target, "iteration": loss.iteration,
                             "offset": loss.offset, "bytes": loss.bytes})
         return out
 

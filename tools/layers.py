@@ -6,7 +6,7 @@ Read are `import`, `from`, `cimport`, `include` and `cdef extern from` in .py, .
 in .h and .c and in C text inside strings (cffi set_source, Cython verbatim blocks), import_module("name").
 Import checkers for Python alone are blind to all but the first two.
 
-Beyond the layers: parser sees of dataplane only the plain C headers packetref.h and tunnel.h. A room of flowcheck/
+Beyond the layers: parser sees of dataplane only plain C headers (SHARED_FILES). A room of flowcheck/
 imports the rooms that ROOMS lists, and what a training environment imports needs torch and the standard library and
 nothing else. synth and the lab's softroce never reach parser, not even through another module, because each has to be
 able to prove the other wrong.
@@ -32,7 +32,7 @@ LEFT_OF = {
     "switch_configs": set(),
 }
 # Files of a neighbour that a layer may use although it may not import the neighbour.
-SHARED_FILES = {("parser", "dataplane/include/packetref.h"), ("parser", "dataplane/include/tunnel.h")}
+SHARED_FILES = {("parser", f"dataplane/include/{name}.h") for name in ("fanout", "lock", "packetref", "tunnel")}
 
 CYTHON = {"cython", "Cython", "cpython", "libc", "libcpp", "posix"}
 # None: anything. flowcheck's own rules are by room, below.

@@ -154,7 +154,9 @@ def _threads(config: NodeConfig, planned: Sequence[PlannedCapture]) -> Iterator[
             yield ThreadPlace(f"receive from {one.device}", one.live.queues)
         for queue, core in enumerate(one.live.cores):
             yield ThreadPlace(f"receive from {one.device} queue {queue}", 1, core)
-    yield ThreadPlace("follow a group: place, judge, update", config.groups)
+    queues = sum(one.live.queues for one in planned)
+    yield ThreadPlace("place, one for each queue of each group", config.groups * queues)
+    yield ThreadPlace("follow a group: judge, publish", config.groups)
     if config.replica.threads:
         yield ThreadPlace("updater's workers, of each group", config.replica.threads)
     yield ThreadPlace("main and control", 2)

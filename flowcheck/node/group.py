@@ -4,9 +4,9 @@
                                                              ^---------- lost: the last good version stays
 
 One thread per group drives its session and handles its inbox; connections (control.py) only put into the inbox, and
-never wait for the group. While there is no job the rings are emptied and thrown away, so that the next one begins
-with fresh packets. All groups read all captures of the node (ring_fanout.pyx): a group that waits for a record keeps
-what it has not read in the ring, and if that fills, packets are dropped for all of them, and counted.
+never wait for the group. The session's own threads place, one for each queue. Without a job the rings are emptied, so
+that the next one begins with fresh packets. All groups read all captures of the node (ring_fanout.pyx): one that has no
+arena for what comes leaves it in the ring, and if that fills, packets are dropped for all of them, and counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.node.config import NodeConfig
-from flowcheck.node.live import LiveSession
+from flowcheck.node.live import GroupSource, LiveSession
 from flowcheck.node.members import Inbound, RankSession
 from flowcheck.node.output import Hashes, Writer
 from flowcheck.node.parts import check_job, check_memory, grown, split, union
@@ -36,7 +36,7 @@ from flowcheck.node.silence import Arrivals, Silent
 from flowcheck.node.uploads import Asking
 from flowcheck.rebuild.events import Closed, Event, Lost, Waiting
 from flowcheck.rebuild.plan import JobPlan, plan_job
-from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
+from flowcheck.rebuild.scheduler import IDLE_SECONDS
 from parser.engine_config import EngineConfig
 
 __all__ = ["Group"]
@@ -50,7 +50,7 @@ class Group:
     module for threads."""
 
     def __init__(
-        self, name: str, config: NodeConfig, sources: Sequence[Source], port: Arrivals, say: Callable[..., None],
+        self, name: str, config: NodeConfig, sources: Sequence[GroupSource], port: Arrivals, say: Callable[..., None],
         writer: Writer, hashes: Hashes | None,
     ) -> None:
         self.name, self._config, self._sources, self._port = name, config, sources, port
@@ -229,6 +229,7 @@ class Group:
 
     def _finish(self, session: LiveSession) -> None:
         """Judge what is there."""
+        session.place_here()
         for _ in range(LAST_LOOKS):
             self._take(session.poll())
             if not session.moved:
@@ -257,7 +258,8 @@ class Group:
         job = job_from_dict(body, where="manifest")
         check_job(job, run)
         job.run_id = job.run_id or own_id
-        plan = plan_job(job, streams=len(self._sources), arenas=self._config.replica.arenas)
+        queues = len(self._sources)
+        plan = plan_job(job, streams=queues, threads=queues, arenas=self._config.replica.arenas)
         check_memory(plan, self._config.replica)
         self._drop_session()
         settings = self._config.replica
@@ -267,6 +269,7 @@ class Group:
             plan, self._sources, self._clock, slots=settings.slots, threads=settings.threads,
             record_seconds=self._config.record_seconds, port=self._port,
         )
+        self._session.place_in_threads([(source.ring_address, source.fanout_address) for source in self._sources])
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows))
         self._tell(Wanted(["state"], "the job is known; a state to begin with is not here"))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,7 +28,14 @@ from flowcheck.rebuild.records import StepRecord
 from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
 from flowcheck.rebuild.scheduler import Source
 
-__all__ = ["LiveSession"]
+__all__ = ["GroupSource", "LiveSession"]
+
+
+class GroupSource(Source, Protocol):
+    """A queue of the capture, as one group reads it."""
+
+    @property
+    def fanout_address(self) -> int: ...
 
 
 class LiveSession(Follower):

@@ -11,7 +11,6 @@ it: "af_packet:eth2 ring_full".
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,23 +29,16 @@ class Port(Arrivals):
     def __init__(self, planned: Sequence[PlannedCapture], sources: Sequence[LiveSource], groups: int) -> None:
         self._planned, self._sources = planned, sources
         self.name = " and ".join(one.device for one in planned)
-        self._lock = threading.Lock()
         self._fanouts = [
             (i, RingFanout(address, groups)) for i, source in enumerate(sources) for address in source.ring_addresses
         ]
 
     def open(self, reader: int) -> list[Queue]:
-        with self._lock:
-            return [Queue(self, i, at, fanout.open(reader)) for i, (at, fanout) in enumerate(self._fanouts)]
+        return [Queue(self, i, at, fanout, fanout.open(reader)) for i, (at, fanout) in enumerate(self._fanouts)]
 
     def close(self, reader: int) -> None:
-        with self._lock:
-            for _, fanout in self._fanouts:
-                fanout.close(reader)
-
-    def refresh(self, queue: int) -> None:
-        with self._lock:
-            self._fanouts[queue][1].refresh()
+        for _, fanout in self._fanouts:
+            fanout.close(reader)
 
     def error(self, capture: int) -> Exception | None:
         return self._sources[capture].error
@@ -86,18 +78,25 @@ class Port(Arrivals):
 
 @dataclass(frozen=True)
 class Queue:
-    """One rx queue as a group's source of packets. index: among the queues of all captures."""
+    """One rx queue as a group's source of packets. index: among the queues of all captures. address: of the group's
+    ring."""
 
     port: Port
     index: int
     capture: int
+    _fanout: RingFanout
     address: int
 
     @property
     def ring_address(self) -> int:
         """Asked before each look: what has come meanwhile is shown now."""
-        self.port.refresh(self.index)
+        self._fanout.refresh()
         return self.address
+
+    @property
+    def fanout_address(self) -> int:
+        """For threads that look without asking here."""
+        return int(self._fanout.address)
 
     @property
     def error(self) -> Exception | None:

@@ -1,71 +1,70 @@
-"""One ring, several readers: each gets a ring of its own over the same entries.
+"""One ring, several readers: the Python door to dataplane/include/fanout.h.
 
     fanout = RingFanout(ring_address, 2);  address = fanout.open(0)     a reader begins with what comes from now on
     fanout.refresh()             shows the readers what is new, and gives back what all of them have read
     fanout.close(0)              nobody waits for this reader any more
 
-The slowest open reader decides what the producer may reuse: if it stops, the ring fills for all, and drops are counted
-where they happen. refresh, open and close belong to one thread at a time (the caller has a lock); each reader's ring to
-one thread. The ring must outlive the fanout.
+The ring must outlive the fanout. Any thread.
 """
 
-from libc.stdint cimport uint64_t, uintptr_t
+from libc.stdint cimport uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport free
 from libc.string cimport memset
 
-from parser.packetref cimport fc_ring, fc_ring_release
+from parser.packetref cimport fc_ring
 
 
-cdef extern from *:
-    """
-    #include <stdlib.h>
-    static inline uint64_t fc_load(const uint64_t *at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
-    static inline void fc_store(uint64_t *at, uint64_t value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
-    """
-    uint64_t fc_load(const uint64_t *at) nogil
-    void fc_store(uint64_t *at, uint64_t value) nogil
-    int posix_memalign(void **memory, size_t alignment, size_t size) nogil
+cdef extern from "fanout.h" nogil:
+    ctypedef struct fc_reader:
+        fc_ring ring
+    ctypedef struct fc_fanout:
+        fc_ring *ring
+        fc_reader *readers
+        uint32_t count
+    int fc_fanout_open(fc_fanout *f, uint32_t reader)
+    void fc_fanout_close(fc_fanout *f, uint32_t reader)
+    uint64_t fc_fanout_refresh(fc_fanout *f)
+
+
+cdef extern from "stdlib.h" nogil:
+    int posix_memalign(void **memory, size_t alignment, size_t size)
 
 
 cdef class RingFanout:
-    cdef fc_ring *ring
-    cdef fc_ring *readers
-    cdef int count
-    cdef list active
+    """address: of the fc_fanout, for whoever refreshes without Python."""
+
+    cdef fc_fanout fanout
 
     def __cinit__(self, uintptr_t ring_address, int readers):
         cdef void *memory = NULL
-        if readers < 1 or posix_memalign(&memory, 64, readers * sizeof(fc_ring)) != 0:
+        if readers < 1 or posix_memalign(&memory, 64, readers * sizeof(fc_reader)) != 0:
             raise MemoryError(f"{readers} readers of a ring")
-        memset(memory, 0, readers * sizeof(fc_ring))
-        self.ring, self.readers, self.count = <fc_ring *>ring_address, <fc_ring *>memory, readers
-        self.active = [False] * readers
+        memset(memory, 0, readers * sizeof(fc_reader))
+        self.fanout.ring, self.fanout.readers = <fc_ring *>ring_address, <fc_reader *>memory
+        self.fanout.count = readers
 
     def __dealloc__(self):
-        free(self.readers)
+        free(self.fanout.readers)
+
+    @property
+    def address(self):
+        return <uintptr_t>&self.fanout
+
+    cdef uint32_t _known(self, int reader) except? 0xffffffff:
+        if not 0 <= reader < <int>self.fanout.count:
+            raise IndexError(f"reader {reader} of {self.fanout.count}")
+        return <uint32_t>reader
 
     def open(self, int reader):
         """Address of this reader's ring. Raises IndexError, ValueError if it is open."""
-        cdef fc_ring *mine
-        if self.active[reader]:
+        cdef uint32_t number = self._known(reader)
+        if not fc_fanout_open(&self.fanout, number):
             raise ValueError(f"reader {reader} is open")
-        mine = &self.readers[reader]
-        mine.mask, mine.entries = self.ring.mask, self.ring.entries
-        mine.head = mine.tail = fc_load(&self.ring.head)
-        self.active[reader] = True
-        return <uintptr_t>mine
+        return <uintptr_t>&self.fanout.readers[number].ring
 
     def close(self, int reader):
-        self.active[reader] = False
+        fc_fanout_close(&self.fanout, self._known(reader))
 
     def refresh(self):
         """Returns how many entries were given back to the producer."""
-        cdef uint64_t head = fc_load(&self.ring.head), done = head - self.ring.tail
-        cdef int i
-        for i in range(self.count):
-            if self.active[i]:
-                done = min(done, fc_load(&self.readers[i].tail) - self.ring.tail)
-                fc_store(&self.readers[i].head, head)
-        if done:
-            fc_ring_release(self.ring, done)
-        return done
+        return fc_fanout_refresh(&self.fanout)

@@ -23,8 +23,8 @@ verdict publishes the version or drops it. What is left when the verdict stands 
 where a record brings checksums: the rings are drained meanwhile, and no other iteration closes before this one has
 ended. Its memory is free again once all of it was applied.
 
-One thread, which waits for no worker while there is something in the rings. Memory: `arenas` iterations of gradients, a
-replica, and as many step records as iterations can be open.
+One thread drives it, which waits for no worker while there is something in the rings. Placing may have threads of its
+own. Memory: `arenas` iterations of gradients, a replica, and as many step records as iterations can be open.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from parser.machine import Engine
+from parser.placers import Placers
 
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
@@ -72,6 +73,7 @@ class Follower:
         self.engine = Engine(plan.engine)
         self.collector = EvidenceCollector(plan, self.engine)
         self.scheduler = ArenaScheduler(self.engine, sources, plan.cells, in_order=policy.sources_wait)
+        self._placers: Placers | None = None
         self.records = StepRecords(plan.job, self.clock)
         self._builder = VersionBuilder(plan, self.engine, self.records)
         self._wait = RecordWait(policy.record_seconds)
@@ -131,6 +133,21 @@ class Follower:
 
     # -- driving --
 
+    def place_in_threads(self, rings: Sequence[tuple[int, int]]) -> None:
+        """From now on the engine's threads take packets, at all times; else poll() does. rings: (ring, its fanout or 0)
+        of each source. Until finish() or close()."""
+        assert self._placers is None
+        self._placers = Placers(self.engine, rings)
+        self._placers.start()
+        self.scheduler.leave_to(self._placers)
+
+    def place_here(self) -> None:
+        """The threads end. What they left in the rings is taken by poll()."""
+        if self._placers is not None:
+            self._placers.stop()
+            self._placers = None
+            self.scheduler.leave_to(None)
+
     def run(self) -> Iterator[Event]:
         """All that happens until every source has ended. Rests while nothing moves."""
         while not self.scheduler.ended:
@@ -160,6 +177,7 @@ class Follower:
 
     def finish(self) -> Iterator[Event]:
         """No more traffic: judge what is still open."""
+        self.place_here()
         self.engine.finish()
         self._coming = None
         yield from self.settle()
@@ -173,7 +191,8 @@ class Follower:
             yield from self._heed(-1)
 
     def close(self) -> None:
-        """Let go of the replica."""
+        """End the threads, let go of the replica."""
+        self.place_here()
         self._builder.drop()
         if self.replica is not None:
             self.replica.close()

@@ -115,8 +115,10 @@ def nccl_of(job: Job) -> Nccl:
     return of(job.communicator.nccl_version)
 
 
-def plan_job(job: Job, *, streams: int = 1, arenas: int = 4, check_icrc: bool = True) -> JobPlan:
-    """Plan the whole job for `streams` captures and `arenas` iterations alive at once."""
+def plan_job(
+    job: Job, *, streams: int = 1, threads: int = 1, arenas: int = 4, check_icrc: bool = True
+) -> JobPlan:
+    """Plan the whole job for `streams` captures, `threads` that place and `arenas` iterations alive at once."""
     c = job.communicator
     try:
         nccl = nccl_of(job)
@@ -140,6 +142,7 @@ def plan_job(job: Job, *, streams: int = 1, arenas: int = 4, check_icrc: bool = 
         edges=edges,
         flows=tuple(_flows(job)),
         streams=streams,
+        threads=threads,
         arenas=arenas,
         check_icrc=check_icrc,
         gradient_bytes=max(_end(places + groups), _end(places_0 + groups_0)),

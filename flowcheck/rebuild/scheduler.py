@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from parser.machine import NOTHING_SEEN, Engine
+from parser.placers import Placers
 
 from flowcheck.errors import UserError
 
@@ -54,12 +55,14 @@ class ArenaScheduler:
         self, engine: Engine, sources: Sequence[Source], cells: tuple[int, int], *, in_order: bool = False
     ) -> None:
         self._engine, self._sources, self._cells = engine, sources, cells
+        self._placers: Placers | None = None
         self._in_order = self._opening = in_order
         self._looked = 0  # sources of which the beginning was looked at
         self._known = 0  # disagreements
         self._whole = -1  # the newest iteration that every stream has passed and of which nothing is missing
         self._ended = [False] * len(sources)
         self._blocked = [False] * len(sources)
+        self._taken = [0] * len(sources)  # by the placing threads
         self.consumed = 0
 
     # -- the rings --
@@ -74,7 +77,7 @@ class ArenaScheduler:
         for i, source in enumerate(self._sources):
             if self._ended[i]:
                 continue
-            moved |= self._read(i, BATCH)
+            moved |= self._read(i, BATCH) if self._placers is None else self._ask(i, self._placers)
             if self._engine.drained(source.ring_address):
                 self._end(i)
                 moved = True
@@ -113,6 +116,21 @@ class ArenaScheduler:
         done, self._blocked[stream] = self._engine.run(stream, self._sources[stream].ring_address, most)
         self.consumed += done
         return done > 0
+
+    def _ask(self, stream: int, placers: Placers) -> bool:
+        """What its thread has done since the last look. A packet that was blocked may have its arena by now."""
+        done, blocked = placers.look(stream)
+        self._blocked[stream] = (
+            blocked and self._engine.wanted(stream) >= self._engine.oldest + self._engine.config.arenas
+        )
+        moved = done != self._taken[stream]
+        self.consumed += done - self._taken[stream]
+        self._taken[stream] = done
+        return moved
+
+    def leave_to(self, placers: Placers | None) -> None:
+        """Threads read the rings from now on. None: they have stopped, and whoever looks reads what they left."""
+        self._placers, self._taken = placers, [0] * len(self._sources)
 
     def _end(self, stream: int) -> None:
         self._ended[stream] = True

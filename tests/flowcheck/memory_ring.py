@@ -50,6 +50,7 @@ class MemoryRing:
         self._ring.mask, self._ring.entries = size - 1, ctypes.addressof(self._entries)
         self._frames: list[ctypes.Array[ctypes.c_char]] = []
         self.error: Exception | None = None
+        self.fanout_address = 0
 
     @property
     def ring_address(self) -> int:
@@ -59,6 +60,10 @@ class MemoryRing:
     def waiting(self) -> int:
         """Packets that nobody has taken yet."""
         return self._ring.head - self._ring.tail
+
+    @property
+    def put_so_far(self) -> int:
+        return self._ring.head
 
     def put(self, packets: Sequence[tuple[int, bytes]], stream: int = 0) -> None:
         """packets: (nanoseconds, frame), as flowcheck.lab.synth gives them."""

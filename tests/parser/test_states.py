@@ -4,7 +4,9 @@ import re
 from itertools import product
 from pathlib import Path
 
-from parser.machine import POSITIONS, TRUSTS, edges
+from parser.machine import edges
+
+from parser.names import POSITIONS, TRUSTS
 
 HEADER = Path(__file__).parents[2] / "parser" / "include" / "machine.h"
 

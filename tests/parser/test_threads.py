@@ -4,7 +4,6 @@ Packets are spread as a port with several queues spreads them: all of a connecti
 """
 
 import ipaddress
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parser.machine import Engine
+from parser.placers import Placers
 
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job, generate
@@ -44,45 +44,29 @@ def ring_of(packets: list[Packet], stream: int) -> MemoryRing:
     return ring
 
 
-class Workers:
-    """A thread for each of the engine's, which empties the rings of its streams."""
+class Placing:
+    """The engine's threads over the rings of all streams, and whether they still have something to do."""
 
     def __init__(self, engine: Engine, streams: list[list[Packet]]) -> None:
-        self.engine, threads = engine, engine.config.threads
-        self.rings = [ring_of(packets, i) for i, packets in enumerate(streams)]
-        self.failed: list[BaseException] = []
-        self._threads = [
-            threading.Thread(target=self._serve, args=(range(t, len(streams), threads),)) for t in range(threads)
-        ]
-        self._stop = threading.Event()
+        self.engine, self.rings = engine, [ring_of(packets, i) for i, packets in enumerate(streams)]
+        self.placers = Placers(engine, [(ring.ring_address, 0) for ring in self.rings])
 
-    def _serve(self, streams: range) -> None:
-        try:
-            left = set(streams)
-            while left and not self._stop.is_set():
-                for stream in sorted(left):
-                    self.engine.run(stream, self.rings[stream].ring_address, 256)
-                    if self.engine.drained(self.rings[stream].ring_address):
-                        left.discard(stream)
-        except BaseException as error:
-            self.failed.append(error)
-
-    def __enter__(self) -> "Workers":
-        for thread in self._threads:
-            thread.start()
+    def __enter__(self) -> "Placing":
+        self.placers.start()
         return self
 
     @property
     def running(self) -> bool:
-        return any(thread.is_alive() for thread in self._threads)
+        return not all(self.engine.drained(ring.ring_address) for ring in self.rings)
 
     def __exit__(self, error: object, *_: object) -> None:
         """Waits until the rings are empty, unless the test has failed."""
-        if error is not None:
-            self._stop.set()
-        for thread in self._threads:
-            thread.join()
-        assert not self.failed
+        while error is None and self.running:
+            pass
+        self.placers.stop()
+        if error is None:
+            for i, ring in enumerate(self.rings):
+                assert ring.waiting == 0 and self.placers.look(i) == (ring.put_so_far, False)
 
 
 def alone(plan: JobPlan, streams: list[list[Packet]]) -> Engine:
@@ -122,8 +106,8 @@ def test_threads_find_what_one_finds(
     )
     split = spread(plan, made.packets, streams)
     engine, one = Engine(plan.engine), alone(plan, split)
-    with Workers(engine, split) as workers:
-        while workers.running:  # whoever is in charge looks on
+    with Placing(engine, split) as placing:
+        while placing.running:  # whoever is in charge looks on
             engine.covered(1), engine.missing(1, 0, 8), [engine.past(i) for i in range(streams)]
     engine.finish()
     one.finish()
@@ -149,10 +133,10 @@ def test_iterations_close_while_threads_place(protocol: str, threads: int) -> No
     plan = planned(job, threads, threads, arenas=2)
     made = generate(job, iterations=12, ports=range(3), seed=3)
     engine = Engine(plan.engine)
-    with Workers(engine, spread(plan, made.packets, threads)) as workers:
+    with Placing(engine, spread(plan, made.packets, threads)) as placing:
         for iteration in range(12):
             while not engine.complete(iteration, plan.cells[min(iteration, 1)]):
-                assert workers.running or engine.complete(iteration, plan.cells[min(iteration, 1)])
+                assert placing.running or engine.complete(iteration, plan.cells[min(iteration, 1)])
             engine.close()
             place = plan.iteration_buckets(iteration)[0]
             assert engine.missing(iteration, place.cells.start, place.cells.stop).tolist() == []
@@ -191,3 +175,24 @@ def test_the_first_iteration_is_the_same_for_all_threads() -> None:
 def test_every_thread_has_a_stream(streams: int, threads: int) -> None:
     with pytest.raises(ValueError, match="threads for"):
         Engine(planned(example_job(count=100), streams, threads).engine)
+
+
+def test_every_stream_of_placing_threads_has_a_ring() -> None:
+    engine = Engine(planned(example_job(count=100), 2, 2).engine)
+    with pytest.raises(ValueError, match="1 rings for 2 streams"):
+        Placers(engine, [(MemoryRing(4).ring_address, 0)])
+
+
+def test_a_stream_that_waits_for_an_arena_says_so_and_goes_on() -> None:
+    job = example_job(count=COUNT, protocol="ll", mtu=1024, seed=3)
+    plan = planned(job, 1, 1, arenas=2)
+    made = generate(job, iterations=4, seed=3)
+    engine = Engine(plan.engine)
+    with Placing(engine, [made.packets]) as placing:
+        while not placing.placers.look(0)[1]:
+            pass
+        assert engine.wanted(0) == 2 and engine.complete(0, plan.cells[0])
+        while engine.oldest < 3:
+            if engine.complete(engine.oldest, plan.cells[min(engine.oldest, 1)]):
+                engine.retire()
+    assert outcomes(engine)["late"] == 0

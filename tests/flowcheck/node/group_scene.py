@@ -50,6 +50,13 @@ class FakeSession:
         self.next: int | None = None
         self.serves = -1
         self.closed = threading.Event()
+        self.placing: list[tuple[int, int]] | None = None  # rings that its threads read
+
+    def place_in_threads(self, rings: list[tuple[int, int]]) -> None:
+        self.placing = rings
+
+    def place_here(self) -> None:
+        self.placing = None
 
     @property
     def moved(self) -> bool:

@@ -123,7 +123,8 @@ def test_which_thread_is_pinned_where_and_what_is_left() -> None:
                  replica={"threads": 2})
     assert [(one.name, one.count, one.core) for one in found.threads] == [
         ("receive from ring queue 0", 1, 5), ("receive from ring queue 1", 1, 2), ("receive from null", 1, None),
-        ("follow a group: place, judge, update", 3, None), ("updater's workers, of each group", 2, None),
+        ("place, one for each queue of each group", 9, None), ("follow a group: judge, publish", 3, None),
+        ("updater's workers, of each group", 2, None),
         ("main and control", 2, None),
     ]
     assert found.left == (0, 1, 3, 4, 6, 7)

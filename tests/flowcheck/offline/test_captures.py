@@ -44,7 +44,7 @@ def test_version_that_the_clear_to_send_form_refutes(capture, replayed, tmp_path
     job["communicator"]["nccl_version"] = "2.20.5"
     (tmp_path / "job.json").write_text(json.dumps(job))
     report, failure, out = replayed(capture(HARDWARE.format("iter_40000_p2p_iter10_2")), tmp_path / "job.json")
-    assert "of 32 bytes, as of NCCL 2.19 and older; the manifest says 2.20.5" in failure
+    assert "of 32 bytes, as of NCCL 2.12-2.19; the manifest says 2.20.5" in failure
     assert report["totals"]["iterations_complete"] == 0 and not list(out.glob("step-*"))
 
 
