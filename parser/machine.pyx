@@ -466,7 +466,7 @@ cdef class Engine:
         for t in range(self.threads):
             fc_take(&self.machines[t].lock)
             fc_give(&self.machines[t].lock)
-        bitmap = self._bitmap(iteration, first // 64, -(-end // 64))
+        bitmap = self._bitmap(iteration, first // 64, (end + 63) // 64)
         if bitmap is None:
             return np.array([(first, end)] if first < end else [], dtype=np.int64).reshape(-1, 2)
         return missing_cells(bitmap, first, end)
@@ -486,13 +486,16 @@ cdef class Engine:
         """Are all cells of an iteration there, of which there are so many? Asked at every look at the rings: costs as
         much as covered() until it seems so."""
         cdef int64_t i = self._slot(iteration)
-        if self.covered(iteration) < cells:
-            return False
-        if self.threads > 1:
-            held = [kept[i][1] for t, kept in enumerate(self.bitmaps) if self._holds(t, i, iteration)]
-            either = self._bitmap(iteration, 0, len(held[0]))[:len(held[0])]
-            self.twice[iteration] = sum(map(count_cells, held)) - count_cells(either)
-        return self.covered(iteration) == cells
+        covered = self.covered(iteration)
+        if self.threads == 1 or covered < cells:
+            return covered == cells
+        # The bits have the last word: what two threads have placed counts twice before both have shown it. Bits that come
+        # while this looks count too late here, never too early.
+        held = [kept[i][1] for t, kept in enumerate(self.bitmaps) if self._holds(t, i, iteration)]
+        shown = sum(map(count_cells, held))
+        there = count_cells(self._bitmap(iteration, 0, self._words(i))[:self._words(i)]) if held else 0
+        self.twice[iteration] = max(shown - there, 0)
+        return there == cells
 
     def cells(self, iteration=None):
         """bool array, one per cell of the region: is it there? For tests and tools: a byte for every 8 of the region."""
