@@ -54,11 +54,13 @@ cdef class Placers:
     def start(self):
         cdef uint32_t t
         for t in range(self.engine.config.threads):
-            thread = threading.Thread(
-                target=self.engine.serve, args=(t, <uintptr_t>&self.services[t]), name=f"placing {t}", daemon=True
-            )
+            thread = threading.Thread(target=self._serve, args=(t,), name=f"placing {t}", daemon=True)
             thread.start()
             self.threads.append(thread)
+
+    def _serve(self, uint32_t thread):
+        """A method of ours, so that the services live for as long as a thread that reads them."""
+        self.engine.serve(thread, <uintptr_t>&self.services[thread])
 
     def stop(self):
         """Join the threads. What they have not taken stays in the rings. Idempotent."""

@@ -40,7 +40,7 @@
  *     arenas       bytes: the cells of different threads differ, or hold copies of the same bytes
  *     coverage     a bitmap for each thread, which it alone writes. Others read `shown`, whose bits follow the fence
  *                  after their bytes: what another thread has placed is compared, never written again. Two threads that
- *                  place a cell within one burst both write it; nobody compares these (Engine.raced counts them)
+ *                  place a cell within one burst both write it; nobody compares these two copies
  *     fc_shared    which iteration is the first of captures that begin in mid-stream, set once by who comes first
  *     closed,      of each machine: written by the thread in charge while it holds the machine's lock. An iteration ends
  *     base         in two steps: first no machine places into it (closed), then its arena may be a later one's (base). A

@@ -97,8 +97,8 @@ void fc_end_burst(fc_machine *M)
 
 static void show_later(fc_machine *M, fc_slot *slot, uint64_t first, uint64_t end)
 {
-    fc_unshown *last = &M->unshown[M->n_unshown - 1];
-    if (M->n_unshown && last->slot == slot && last->end == first) {
+    fc_unshown *last = M->n_unshown ? &M->unshown[M->n_unshown - 1] : NULL;
+    if (last != NULL && last->slot == slot && last->end == first) {
         last->end = end;
         return;
     }
