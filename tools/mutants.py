@@ -39,6 +39,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/rebuild/rank_confirmation.py": [f"{FLOW}/rebuild/test_rank_confirmation.py"],
     "flowcheck/rebuild/scheduler.py": [f"{FLOW}/rebuild/test_scheduler.py", f"{FLOW}/rebuild/test_scheduler_run.py"],
     "flowcheck/rebuild/follower.py": [f"{FLOW}/rebuild/test_follower.py", f"{NODE}/test_live_session.py"],
+    "flowcheck/rebuild/building.py": [f"{FLOW}/rebuild/test_building.py"],
     "flowcheck/rebuild/records.py": [f"{NODE}/test_live_session.py"],
     "flowcheck/job/clock.py": [f"{FLOW}/job/test_clock.py"],
     "flowcheck/rebuild/evidence.py": [f"{FLOW}/rebuild/test_evidence.py"],
