@@ -126,6 +126,6 @@ class Silence:
         if "unanchored" not in came or self._plan.job.communicator.protocol != "simple":
             return ""
         return (
-            "SIMPLE finds its place by clear-to-sends, which go the other way and have to come to the same port of the"
-            " node (unanchored: packets that have none): mirror both directions of each port"
+            "SIMPLE finds its place by clear-to-sends, which go the other way (unanchored: packets that have none):"
+            " mirror both directions of each port"
         )

@@ -77,7 +77,12 @@ class ArenaScheduler:
         for i, source in enumerate(self._sources):
             if self._ended[i]:
                 continue
-            moved |= self._read(i, BATCH) if self._placers is None else self._ask(i, self._placers)
+            if self._placers is not None:
+                moved |= self._ask(i, self._placers)
+            elif self._in_order and self._engine.past(i) == NOTHING_SEEN:
+                moved |= self._follow(i)
+            else:
+                moved |= self._read(i, BATCH)
             if self._engine.drained(source.ring_address):
                 self._end(i)
                 moved = True
@@ -111,6 +116,26 @@ class ArenaScheduler:
         if heads:
             self._read(min(heads, key=heads.__getitem__), OPENING)
         return True
+
+    def _follow(self, stream: int) -> bool:
+        """Read a capture without data of the job as far as the others are. It may hold clear-to-sends, which say where
+        others are as long as they are of the same time; and no arena ever makes it wait."""
+        moved = False
+        for _ in range(BATCH // OPENING):
+            if self._leads(stream) or not self._read(stream, OPENING):
+                break
+            moved = True
+        return moved
+
+    def _leads(self, stream: int) -> bool:
+        """Is there a capture with data that can go on and is not as far?"""
+        engine, mine = self._engine, self._engine.next_ns(self._sources[stream].ring_address)
+        for i, source in enumerate(self._sources):
+            if mine is not None and not (self._ended[i] or self._blocked[i] or engine.past(i) == NOTHING_SEEN):
+                its = engine.next_ns(source.ring_address)
+                if its is None or its < mine:
+                    return True
+        return False
 
     def _read(self, stream: int, most: int) -> bool:
         done, self._blocked[stream] = self._engine.run(stream, self._sources[stream].ring_address, most)

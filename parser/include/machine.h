@@ -33,6 +33,14 @@
  *     ON_TRIAL -> TRUSTED         a whole iteration agreed
  *     ON_TRIAL -> LOST_FOR_GOOD   see above
  *
+ * A CTS is written the other way, so it may come over another stream than its data: a mirror with a port for each
+ * direction, a capture of each. Every (stream, connection) has a table of its own, which its thread alone writes. Where
+ * the own one leads nowhere, a flow's place is sought in the tables of the connection's other streams, each by itself and
+ * by the rules that hold for the own one; the order in which streams are read says nothing, so of these only what was
+ * announced within `outage_ns` of the packet counts: it is of this run and this lap of the PSN, where clocks agree. Where
+ * two streams contradict each other nothing is found. What another stream has announced only gives a place. It is never
+ * held against a packet: a stream that lags, leads or was captured at another time must not end a flow.
+ *
  * Threads. A job has one fc_machine for each placing thread, which serves rings of its own; both directions of a
  * connection come over one ring, so all that is known of a flow belongs to one thread. What the threads of a job share:
  *
@@ -42,6 +50,7 @@
  *                  after their bytes: what another thread has placed is compared, never written again. Two threads that
  *                  place a cell within one burst both write it; nobody compares these two copies
  *     fc_shared    which iteration is the first of captures that begin in mid-stream, set once by who comes first
+ *     cts          tables of announcements: each has one writer; others read an entry as index, address and time, index
  *     closed,      of each machine: written by the thread in charge while it holds the machine's lock. An iteration ends
  *     base         in two steps: first no machine places into it (closed), then its arena may be a later one's (base). A
  *                  burst holds the lock, so whoever takes it meets a machine between two bursts
@@ -89,6 +98,7 @@ enum {
     FC_SIDE_BYTES = 4096,     /* largest path MTU                                                      */
     FC_SEEK_LIMIT = 1 << 22,  /* messages walked at most to find one place in the schedule             */
     FC_SEEK_TRIES = 64,       /* absolute witnesses a flow may offer in vain                           */
+    FC_SEEK_PAUSE = 1024,     /* ... then other streams' announcements are looked at once in so many   */
     FC_REACH = 1 << 20,       /* a write lies within so many bytes of the address that its CTS named   */
     FC_YOUNG = 1 << 16,       /* first PSN of a flow that can still be counted from 0                  */
 };
@@ -173,8 +183,8 @@ typedef struct fc_sent { /* one message on one QP, as the schedule says */
     uint8_t agreed;              /* its first packet had a witness that agreed                            */
 } fc_sent;
 
-typedef struct fc_cts_table { /* what the receiver of a connection has announced */
-    uint64_t index[FC_CTS_SLOTS], address[FC_CTS_SLOTS];
+typedef struct fc_cts_table { /* what the receiver of a connection has announced, as one stream sees it */
+    uint64_t index[FC_CTS_SLOTS], address[FC_CTS_SLOTS], time_ns[FC_CTS_SLOTS]; /* index 0: empty, or being written */
     uint32_t tag;   /* who the receiver says the sender is              */
     uint8_t tagged; /* 1: every CTS so far had that tag; 2: they differed */
 } fc_cts_table;
@@ -240,7 +250,7 @@ typedef struct fc_flow { /* one flow as one stream sees it */
     uint8_t rotations;   /* of an iteration's sizes: 0 not looked at, 1 some are alike, 2 none is */
     int32_t edge, qp, cts; /* cts: index into cts tables, -1 unknown                      */
     fc_cursor cursor;    /* the next message to generate                                  */
-    uint32_t seeks;      /* absolute witnesses that led nowhere                           */
+    uint32_t seeks, elsewhere; /* absolute witnesses that led nowhere: its own, other streams' */
     int64_t lost_iteration, trial_iteration, back_iteration; /* lost in, on trial since, trusted again from */
     uint64_t trial_messages;
     uint64_t base[3];    /* address of step 0's slot by protocol, 0 while unknown         */
@@ -427,7 +437,7 @@ void fc_note_loss(fc_machine *M, int cause, const fc_sent *m, uint32_t index, ui
 /* -- position.c ------------------------------------------------------------------------------------------- */
 
 /* Where is a flow whose origin is not known? The packet's ICRC is right. 1: found, and the flow is there now. */
-int fc_find_position(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce *p);
+int fc_find_position(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce *p, uint64_t now_ns);
 /* May a lost flow be trusted again with the count it had? 1: yes, from this packet on. */
 int fc_recover(fc_machine *M, fc_flow *f, const fc_roce *p, uint64_t psn);
 /* PSN 0: is it the first packet of another connection, on the same queue pair? */

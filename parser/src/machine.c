@@ -191,7 +191,7 @@ static int find_place(packet *w)
         fc_set_position(w->f, FC_COUNTED);
         return 1;
     }
-    if (fc_find_position(w->M, w->stream, w->f, w->p))
+    if (fc_find_position(w->M, w->stream, w->f, w->p, w->now_ns))
         return 1;
     if (w->f->position == FC_UNSEEN && w->p->psn >= FC_YOUNG)
         fc_set_position(w->f, FC_MID_STREAM);
@@ -405,8 +405,19 @@ static int read_cts(fc_machine *M, const fc_roce *p, fc_cts *c)
     return 0;
 }
 
+/* Other threads may read the table meanwhile: whoever has read anything of this announcement sees that the index is not
+ * the one before any more. */
+static void announce(fc_cts_table *cts, const fc_cts *c, uint64_t now_ns)
+{
+    uint64_t at = (c->number - 1) % FC_CTS_SLOTS;
+    __atomic_store_n(&cts->index[at], 0, __ATOMIC_RELAXED);
+    __atomic_store_n(&cts->address[at], c->address, __ATOMIC_RELEASE);
+    __atomic_store_n(&cts->time_ns[at], now_ns, __ATOMIC_RELEASE);
+    __atomic_store_n(&cts->index[at], c->number, __ATOMIC_RELEASE);
+}
+
 /* CTS writes (5.4) and ACKs towards the sender of a connection's data. */
-static int control_packet(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce *p)
+static int control_packet(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce *p, uint64_t now_ns)
 {
     fc_cts c;
     if (p->opcode == FC_RC_ACK)
@@ -424,8 +435,7 @@ static int control_packet(fc_machine *M, uint32_t stream, fc_flow *f, const fc_r
     fc_cts_table *cts = &M->cts[stream * M->cts_tables + (uint32_t)f->cts];
     cts->tagged = !cts->tagged || (cts->tagged == 1 && cts->tag == c.tag) ? 1 : 2;
     cts->tag = c.tag;
-    cts->index[(c.number - 1) % FC_CTS_SLOTS] = c.number;
-    cts->address[(c.number - 1) % FC_CTS_SLOTS] = c.address;
+    announce(cts, &c, now_ns);
     return FC_CONTROL;
 }
 
@@ -437,7 +447,7 @@ static int outcome_of(fc_machine *M, uint32_t stream, const fc_roce *p, uint64_t
     fc_flow *f = &M->states[stream * M->flows + (uint32_t)key->flow];
     f->active = 1;
     if (!key->data)
-        return control_packet(M, stream, f, p);
+        return control_packet(M, stream, f, p, now_ns);
     if (FC_RC_WRITE_FIRST <= p->opcode && p->opcode <= FC_RC_WRITE_ONLY_IMM)
         return data_packet(M, stream, f, p, now_ns);
     return p->opcode == FC_RC_ACK ? FC_CONTROL : FC_OTHER_PACKET;

@@ -22,6 +22,9 @@ FOUND            Else a packet with a right ICRC says the place: all its LL or L
                  to the same PSN: one alone cannot say the lap.) Its length has to fit. What lies before it is
                  `unanchored`. An empty piece of a message that is spread over several queue pairs has no address that
                  counts.
+ELSEWHERE        Where no clear-to-send of the own stream says the place, those of the other streams are asked: each
+                 stream's by itself, in the same way, but only what came within `outage_ns` of the packet, before or
+                 after. If any stream wants that message at another address, nobody is believed.
 OUTAGE           After a silence of `outage_ns`, any PSN but the one due means that the place is not known any more.
                  If a later packet names a place that was reached already, what waits aside goes on waiting.
 BEFORE           A PSN before the flow's history is `unanchored`, whatever its ICRC.
@@ -125,7 +128,7 @@ class Model:
         self.differ: dict[tuple[Target, int], Counter[int]] = {}
         self.flows: dict[tuple[int, int], Flow] = {}
         self._opened, self._opener = 0, -1
-        self._announced: dict[tuple[int, int], dict[int, tuple[int, int]]] = {}
+        self._announced: dict[tuple[int, int], dict[int, tuple[int, int, int]]] = {}
         self._table = {(spec.src_addr, spec.dst_addr, spec.qpn): i for i, spec in enumerate(config.flows)}
 
     def look_ahead(self, frames: list[bytes]) -> None:
@@ -161,7 +164,7 @@ class Model:
             return "control"
         spec = self.config.flows[index]
         if not spec.data:
-            return self._clear_to_send(stream, spec.edge, packet)
+            return self._clear_to_send(stream, spec.edge, time_ns, packet)
         if packet.opcode not in WRITES:
             return "other_roce"
         if (stream, index) not in self.flows:
@@ -169,7 +172,7 @@ class Model:
             self.flows[stream, index] = Flow(edge, spec.edge, schedule(edge, spec.qp, self.config.mtu))
         return self._write(stream, self.flows[stream, index], time_ns, packet)
 
-    def _clear_to_send(self, stream: int, edge: int, packet: Packet) -> str:
+    def _clear_to_send(self, stream: int, edge: int, time_ns: int, packet: Packet) -> str:
         """5.4: the address of a message to come, and that message's number + 1."""
         if packet.opcode != ONLY or len(packet.payload) not in {element.bytes for element in CTS_ELEMENTS}:
             return "other_roce"
@@ -185,7 +188,7 @@ class Model:
                 )
             )
             if address and key and 0 < size < 1 << 34 and 0 < index < 1 << 48 and 0 < requests <= 8 and tag < 1 << 24:
-                self._announced.setdefault((stream, edge), {})[index % FIFO_SLOTS] = index, address
+                self._announced.setdefault((stream, edge), {})[index % FIFO_SLOTS] = index, address, time_ns
         return "control"
 
     # -- one write: where is it, may it, does anything contradict, where do its bytes go ----------------
@@ -201,7 +204,7 @@ class Model:
             if not packet.intact:
                 young = flow.packets == 0 and not flow.in_mid_stream and packet.psn < YOUNG
                 return "icrc" if young else "unanchored"
-            if not self._counts_from_0(flow, packet) and not self._find(stream, flow, packet):
+            if not self._counts_from_0(flow, packet) and not self._find(stream, flow, time_ns, packet):
                 flow.in_mid_stream |= packet.intact and packet.psn >= YOUNG
                 return "unanchored"
             psn = self._unwrapped(flow, packet)
@@ -266,7 +269,7 @@ class Model:
         flow.found = flow.packets == 0 and not flow.in_mid_stream and begins
         return flow.found
 
-    def _find(self, stream: int, flow: Flow, packet: Packet) -> bool:
+    def _find(self, stream: int, flow: Flow, time_ns: int, packet: Packet) -> bool:
         """FOUND."""
         if not packet.intact:
             return False
@@ -276,7 +279,7 @@ class Model:
         said = flags(message.protocol, packet.payload)
         by_flag = bool(said) and all(flag == message.step + 1 for flag in said)
         by_address = packet.address is not None and (
-            (message.number + 1, packet.address - offset) in self._near(stream, flow, packet.address)
+            self._announces(stream, flow, time_ns, packet.address, message.number + 1, packet.address - offset)
         )
         fits = index < message.packets and len(packet.payload) == message.length(index, self.config.mtu)
         if not fits or not (by_flag or by_address):
@@ -292,10 +295,21 @@ class Model:
             flow.first_anchor = packet.psn
         return True
 
-    def _near(self, stream: int, flow: Flow, address: int) -> list[tuple[int, int]]:
-        table = self._announced.get((stream, flow.edge_number), {})
-        near = sorted((i, at) for i, at in table.values() if at <= address < at + REACH)[-4:]
-        return [one for one in near if any(0 < abs(other - one[0]) < FIFO_SLOTS for other, _ in table.values())]
+    def _announces(self, stream: int, flow: Flow, time_ns: int, address: int, index: int, buffer: int) -> bool:
+        """FOUND, ELSEWHERE."""
+        own = {i: at for i, at, _ in self._announced.get((stream, flow.edge_number), {}).values()}
+        if (index, buffer) in self._near(own, address):
+            return True
+        others = [
+            {i: at for i, at, time in table.values() if abs(time - time_ns) <= self.config.outage_ns}
+            for (other, edge), table in self._announced.items() if edge == flow.edge_number and other != stream
+        ]
+        said = any((index, buffer) in self._near(table, address) for table in others)
+        return said and all(table.get(index, buffer) == buffer for table in [own, *others])
+
+    def _near(self, announced: dict[int, int], address: int) -> list[tuple[int, int]]:
+        near = sorted((i, at) for i, at in announced.items() if at <= address < at + REACH)[-4:]
+        return [one for one in near if any(0 < abs(other - one[0]) < FIFO_SLOTS for other in announced)]
 
     def _made_anew(self, flow: Flow, packet: Packet) -> bool:
         if not packet.intact:
@@ -345,7 +359,7 @@ class Model:
                 slot = packet.address - message.piece - offset
                 base = slot - message.step % 8 * message.slot_bytes
                 table = self._announced.get((stream, flow.edge_number), {})
-                said, announced = table.get((message.number + 1) % FIFO_SLOTS, (0, 0))
+                said, announced, _ = table.get((message.number + 1) % FIFO_SLOTS, (0, 0, 0))
                 if flow.bases.setdefault(message.protocol, base) != base:
                     return None
                 if said == message.number + 1 and announced != slot:

@@ -22,7 +22,7 @@ from flowcheck.job.model import Job
 from flowcheck.lab.synth import TransportOptions, example_job, generate
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from parser.engine_config import Target
-from tests.flowcheck.altered import PAYLOAD_AT, Packet, opcode, sealed
+from tests.flowcheck.altered import PAYLOAD_AT, Packet, destination, opcode, sealed
 from tests.flowcheck.memory_ring import MemoryRing
 from tests.nccl_versions import VERSIONS
 from tests.parser.model import Model
@@ -187,23 +187,31 @@ def compare(plan: JobPlan, streams: list[list[Packet]], look: bool, r: random.Ra
     return both
 
 
-def check(number: int, seen_by: list[Mirror], arenas: int, look: bool, seed: int) -> None:
+def by_way(job: Job, packets: list[Packet]) -> list[list[Packet]]:
+    """What goes to receivers of data, and what goes to its senders: clear-to-sends and acknowledgements."""
+    receivers = {qpn for flow in job.flows for qpn in flow.qpns}
+    return [[one for one in packets if (destination(one[1]) in receivers) == data] for data in (True, False)]
+
+
+def check(number: int, seen_by: list[Mirror], arenas: int, look: bool, seed: int, *, apart: bool = False) -> None:
     job, ports = traffic(number)
     r = random.Random(seed)
+    if apart:
+        ports = by_way(job, ports[0])
     streams = [mirrored(packets, mirror, r) for packets, mirror in zip(ports, seen_by, strict=False)]
     compare(plan_job(job, streams=len(streams), arenas=arenas), streams, look, r)
 
 
 examples = given(
     number=st.integers(0, 39), seen_by=st.lists(mirrors, min_size=1, max_size=2), arenas=st.sampled_from([2, 8, 8]),
-    look=st.booleans(), seed=st.integers(0, 10**6),
+    look=st.booleans(), seed=st.integers(0, 10**6), apart=st.booleans(),
 )
 
 
 @settings(max_examples=300, derandomize=True, suppress_health_check=list(HealthCheck))
 @examples
-def test_the_engine_does_what_the_model_does(number, seen_by, arenas, look, seed) -> None:  # type: ignore[no-untyped-def]
-    check(number, seen_by, arenas, look, seed)
+def test_the_engine_does_what_the_model_does(number, seen_by, arenas, look, seed, apart) -> None:  # type: ignore[no-untyped-def]
+    check(number, seen_by, arenas, look, seed, apart=apart)
 
 
 def test_one_forged_announcement_leads_nowhere() -> None:
@@ -215,7 +223,7 @@ def test_one_forged_announcement_leads_nowhere() -> None:
 @pytest.mark.slow
 @settings(max_examples=2000, suppress_health_check=list(HealthCheck))
 @given(number=st.integers(0, 10**6), seen_by=st.lists(mirrors, min_size=1, max_size=2),
-       arenas=st.sampled_from([2, 8]), look=st.booleans(), seed=st.integers(0, 10**6))
-def test_the_engine_does_what_the_model_does_on_many_jobs(number, seen_by, arenas, look, seed) -> None:  # type: ignore[no-untyped-def]
+       arenas=st.sampled_from([2, 8]), look=st.booleans(), seed=st.integers(0, 10**6), apart=st.booleans())
+def test_the_engine_does_what_the_model_does_on_many_jobs(number, seen_by, arenas, look, seed, apart) -> None:  # type: ignore[no-untyped-def]
     """Another 2000 each time. 40 s of one core."""
-    check(number, seen_by, arenas, look, seed)
+    check(number, seen_by, arenas, look, seed, apart=apart)

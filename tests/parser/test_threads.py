@@ -171,6 +171,52 @@ def test_the_first_iteration_is_the_same_for_all_threads() -> None:
     assert engine.oldest == first + 1
 
 
+def apart(job: Job, packets: list[Packet]) -> list[list[Packet]]:
+    """What goes to receivers of data; clear-to-sends and what else goes to its senders."""
+    receivers = {qpn for flow in job.flows for qpn in flow.qpns}
+    return [[packet for packet in packets if (destination(packet[1]) in receivers) == data] for data in (True, False)]
+
+
+def test_a_flow_is_found_by_what_another_thread_has_read() -> None:
+    """SIMPLE in mid-stream: one thread has the data, the other the clear-to-sends, each of them a message ahead."""
+    job = example_job(ranks=2, channels=2, count=300_000, protocol="simple", mtu=1024, startup=False, rebuild=False)
+    plan, made = planned(job, 2, 2), generate(job, iterations=3, first_iteration=900)
+    data, announced = apart(job, made.packets)
+    engine = Engine(plan.engine)
+    rings = [MemoryRing(1 << len(made.packets).bit_length()) for _ in range(2)]
+    with Placers(engine, [(ring.ring_address, 0) for ring in rings]) as placers:
+        for at in range(0, len(data), 50):
+            until = data[at : at + 50][-1][0]
+            batch = [packet for packet in announced if packet[0] <= until]
+            announced = announced[len(batch) :]
+            for stream, packets in ((1, batch), (0, data[at : at + 50])):
+                rings[stream].put(packets, stream)
+                while placers.look(stream)[0] < rings[stream].put_so_far:
+                    pass
+    assert engine.outcomes(0)["unanchored"] == (0, 0) and engine.disagreements() == []
+    for (iteration, _), truth in made.reduced.items():
+        assert engine.complete(iteration, plan.cells[1])
+        assert engine.region(iteration)[: truth.nbytes].tobytes() == truth.tobytes()
+
+
+@pytest.mark.timeout(300)
+def test_announcements_are_read_while_they_are_written() -> None:
+    """Both threads run as they like. What is found depends on time, what is placed does not."""
+    job = example_job(ranks=2, count=3000, protocol="simple", mtu=1024, startup=False, rebuild=False)
+    plan, made = planned(job, 2, 2, arenas=64), generate(job, iterations=60, first_iteration=900)
+    for _ in range(20):
+        engine = Engine(plan.engine)
+        with Placing(engine, apart(job, made.packets)):
+            pass
+        engine.finish()
+        assert engine.disagreements() == []
+        for (iteration, _), truth in made.reduced.items():
+            if engine.oldest <= iteration <= engine.begun:
+                wanted = np.frombuffer(truth.tobytes(), np.uint8).reshape(-1, 8)
+                there = engine.cells(iteration)[: len(wanted)]
+                assert (engine.region(iteration)[: truth.nbytes].reshape(-1, 8)[there] == wanted[there]).all()
+
+
 @pytest.mark.parametrize(("streams", "threads"), [(1, 2), (2, 0), (3, 4)])
 def test_every_thread_has_a_stream(streams: int, threads: int) -> None:
     with pytest.raises(ValueError, match="threads for"):
