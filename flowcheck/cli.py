@@ -33,6 +33,7 @@ from flowcheck.learning.cli import (
     hints_of,
     learn,
 )
+from flowcheck.plan.cli import plan
 from flowcheck.switch.cli import switch
 from flowcheck.tables import screen
 
@@ -145,6 +146,7 @@ app.command()(synth)
 app.command()(bench)
 app.command("synth-job")(synth_job)
 app.add_typer(switch, name="switch")
+app.add_typer(plan, name="plan")
 app.add_typer(lab, name="lab")
 
 

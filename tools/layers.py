@@ -57,11 +57,12 @@ ROOMS: dict[str, set[str]] = {
     "rebuild": {*BASE, "job", "checkpoint"},
     "diagnose": {*BASE, "job", "rebuild"},
     "switch": {*BASE, "diagnose"},
+    "plan": BASE,
     "learning": {*BASE, "job", "rebuild", "diagnose"},
     "offline": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "learning"},
     "node": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "control"},
     "lab": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "learning", "offline", "node", "control", "trainer"},
-    "cli": {*BASE, "diagnose", "learning", "offline", "switch", "lab"},
+    "cli": {*BASE, "diagnose", "learning", "offline", "switch", "plan", "lab"},
 }
 # What somebody's training job imports: these need torch and the standard library and nothing else.
 TRAINER_ROOMS = {"errors", "job", "control", "trainer"}

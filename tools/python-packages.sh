@@ -1,7 +1,7 @@
 #!/bin/sh
 # Install FlowCheck and its pinned Python packages into .venv, which is made with $PYTHON (/usr/bin/python3).
 #
-#   tools/python-packages.sh EXTRAS HOW-LONG      EXTRAS of pyproject.toml: node,switch,lab
+#   tools/python-packages.sh EXTRAS HOW-LONG      EXTRAS of pyproject.toml: node,switch,lab,plan,dev
 set -eu
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 

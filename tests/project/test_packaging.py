@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # The extras `make` installs.
-INSTALLED = ("node", "switch", "lab", "dev")
+INSTALLED = ("node", "switch", "lab", "plan", "dev")
 
 
 def tracked() -> list[Path]:

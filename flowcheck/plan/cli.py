@@ -1,0 +1,16 @@
+"""`flowcheck plan`: the group of commands. Each command stands in a module of its own and is added here by one line."""
+
+from __future__ import annotations
+
+import typer
+
+from flowcheck.plan.loss_cli import loss
+
+__all__ = ["plan"]
+
+plan = typer.Typer(
+    no_args_is_help=True,
+    help="Before ports and servers are bought: will it hold, will it fit, what will it cost.",
+)
+
+plan.command()(loss)
