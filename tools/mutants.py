@@ -37,9 +37,11 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/rebuild/verdict.py": [f"{FLOW}/rebuild/test_verdict.py"],
     "flowcheck/rebuild/collector.py": [f"{FLOW}/rebuild/test_collector.py"],
     "flowcheck/rebuild/rank_confirmation.py": [f"{FLOW}/rebuild/test_rank_confirmation.py"],
-    "flowcheck/rebuild/scheduler.py": [f"{FLOW}/rebuild/test_scheduler.py", f"{FLOW}/rebuild/test_scheduler_run.py"],
+    "flowcheck/rebuild/scheduler.py": [
+        f"{FLOW}/rebuild/test_scheduler{part}.py" for part in ("", "_run", "_threads")
+    ],
     "flowcheck/rebuild/follower.py": [f"{FLOW}/rebuild/test_follower.py", f"{NODE}/test_live_session.py"],
-    "flowcheck/rebuild/building.py": [f"{FLOW}/rebuild/test_building.py"],
+    "flowcheck/rebuild/building.py": [f"{FLOW}/rebuild/test_building.py", f"{NODE}/test_live_building.py"],
     "flowcheck/rebuild/records.py": [f"{NODE}/test_live_session.py"],
     "flowcheck/job/clock.py": [f"{FLOW}/job/test_clock.py"],
     "flowcheck/rebuild/evidence.py": [f"{FLOW}/rebuild/test_evidence.py"],
