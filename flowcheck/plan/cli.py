@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from flowcheck.plan.goodput_cli import goodput
 from flowcheck.plan.loss_cli import loss
+from flowcheck.plan.verify_cli import verify
 
 __all__ = ["plan"]
 
@@ -14,3 +16,5 @@ plan = typer.Typer(
 )
 
 plan.command()(loss)
+plan.command()(goodput)
+plan.command()(verify)

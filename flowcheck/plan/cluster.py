@@ -1,0 +1,178 @@
+"""A cluster and its job, as the goodput of checkpointing systems needs them. Every value has a default and its source.
+
+    inputs = Inputs()
+    cluster = read_cluster({"failures_per_day": 4.0}, inputs)      what is not given is noted with where it comes from
+
+"example" as a source means: a value somebody would recognise, from no paper. Give your own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from flowcheck.errors import UserError
+from flowcheck.plan.answer import Inputs, Value, need, need_positive, need_probability
+
+__all__ = ["DEFAULTS", "DAY", "SCALES", "Cluster", "read_cluster"]
+
+DAY = 86400.0
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Resolved inputs; DEFAULTS says of each its unit and where its default comes from."""
+
+    gpus: int
+    gpus_per_server: int
+    data_parallel: int
+    parameters: float
+    state_bytes: float
+    iteration: float
+    failures_per_day: float
+    hardware: float
+    simultaneous: int
+    detect: float
+    replacement: float
+    start: float
+    storage: float
+    disk: float
+    device: float
+    spare: float
+    persist_hours: float
+    replicas: int
+    code_data: int
+    code_parity: int
+    reft_group: int
+    reft_slowdown: float
+    reft_load: float
+    jit_user: float
+    jit_hard: float
+    jit_transient: float
+    jit_steady: float
+    version_lag: float
+    incomplete: float
+    nodes: int
+    node_speed: float
+    node_failures: float
+    node_repair: float
+    server_price: float
+    node_price: float
+
+    @property
+    def servers(self) -> int:
+        return self.gpus // self.gpus_per_server
+
+    @property
+    def state(self) -> float:
+        """Bytes of one checkpoint of the whole job."""
+        return self.parameters * self.state_bytes
+
+    @property
+    def rate(self) -> float:
+        """Failures of the job per second."""
+        return self.failures_per_day / DAY
+
+    @property
+    def restart(self) -> float:
+        """Seconds from a failure until a restarted job can begin to load: detected, replaced if need be, started."""
+        return self.detect + self.hardware * self.replacement + self.start
+
+    def with_failures(self, per_day: float) -> Cluster:
+        return replace(self, failures_per_day=per_day)
+
+
+# name: (default, unit, source of the default)
+DEFAULTS: dict[str, tuple[float | int, str, str]] = {
+    "gpus": (1536, "", "FlowCheck, section 8.5: 175B"),
+    "gpus_per_server": (8, "", "FlowCheck, section 8.5: 192 servers"),
+    "data_parallel": (16, "", "example: 8 x 12 x 16 GPUs"),
+    "parameters": (175e9, "", "FlowCheck, section 8.5"),
+    "state_bytes": (12, "B/parameter", "Gemini, section 2: MT-NLG"),
+    "iteration": (15.0, "s", "example: 6 x 175e9 x 1536 x 2048 FLOP at 46 % of 1536 x 312 TFLOP/s"),
+    "failures_per_day": (2, "1/day", "FlowCheck, section 8.5: cost"),
+    "hardware": (1.0, "share", "example: every failure takes a server"),
+    "simultaneous": (1, "servers", "example: servers lost per failure that takes one"),
+    "detect": (15, "s", "Gemini, section 7: detection"),
+    "replacement": (330, "s", "Gemini, section 7: 4 to 7 minutes without standby"),
+    "start": (240, "s", "Gemini, section 7: restart"),
+    "storage": (2.5, "GB/s", "Gemini, section 2: 20 Gb/s to storage, all servers together"),
+    "disk": (2.0, "GB/s", "example: a server's disks"),
+    "device": (12.0, "GB/s", "example: from one GPU into its server's memory"),
+    "spare": (5.0, "GB/s", "example: idle network of a server beside training, a tenth of 400 Gb/s"),
+    "persist_hours": (3.0, "h", "example: from memory to storage"),
+    "replicas": (2, "", "Gemini: one remote copy"),
+    "code_data": (2, "servers", "ECCheck: k = 2 of 4"),
+    "code_parity": (2, "servers", "ECCheck: m = 2 of 4"),
+    "reft_group": (6, "servers", "REFT, Figure 8: n = 6"),
+    "reft_slowdown": (0.03, "share", "REFT: HAS at most 3 %"),
+    "reft_load": (0.75, "s", "REFT: load with AEC"),
+    "jit_user": (55, "s", "just-in-time: 10 to 55 s at user level"),
+    "jit_hard": (38, "s", "just-in-time: 9 to 38 s, hard errors, transparent"),
+    "jit_transient": (16, "s", "just-in-time: 2 to 16 s, transient errors, transparent"),
+    "jit_steady": (7.3e-5, "share", "just-in-time, Table 8, BERT-L-PT at N = 4, with Table 3's percent as percent"),
+    "version_lag": (15.0, "s", "example: a version one iteration after its gradients; `flowcheck plan capacity`"),
+    "incomplete": (6e-12, "", "FlowCheck, eq. (2), M = 3; `flowcheck plan loss`"),
+    "nodes": (16, "", "FlowCheck, section 8.5: 526 $ a day are 16 nodes"),
+    "node_speed": (50.0, "GB/s", "FlowCheck, section 9: 400 Gb/s"),
+    "node_failures": (0.17, "1/day", "example: all nodes together, each as often as a server: 2 / 192 x 16"),
+    "node_repair": (600.0, "s", "example: a node attached again, with state from the trainers"),
+    "server_price": (30.0, "$/h", "FlowCheck, section 8.5"),
+    "node_price": (1.37, "$/h", "FlowCheck, section 8.5"),
+}
+# The scales of FlowCheck's section 8.5. Iterations: 6 x parameters x GPUs x 2048 FLOP at 46 % of 312 TFLOP/s a GPU.
+SCALES: dict[str, dict[str, float | int]] = {
+    "175b": {"gpus": 1536, "data_parallel": 16, "parameters": 175e9, "iteration": 15.0, "version_lag": 15.0},
+    "530b": {"gpus": 2240, "data_parallel": 8, "parameters": 530e9, "iteration": 45.4, "version_lag": 45.4},
+    "1t": {"gpus": 3072, "data_parallel": 6, "parameters": 1e12, "iteration": 85.6, "version_lag": 85.6},
+}
+
+
+def read_cluster(given: Mapping[str, Value], inputs: Inputs, scale: str = "") -> Cluster:
+    """The cluster of what is given (None: not given), of a scale of FlowCheck's section 8.5, and of the defaults.
+
+    Raises UserError for an unknown scale, and for values that make no sense together.
+    """
+    if scale and scale not in SCALES:
+        raise UserError(f"{scale} is not one of {', '.join(SCALES)}", where="--scale", remedy="name one of them")
+    values: dict[str, Value] = {}
+    for name, (default, unit, source) in DEFAULTS.items():
+        option = name.replace("_", "-")
+        if given.get(name) is None and scale and name in SCALES[scale]:
+            values[name] = inputs.note(option, SCALES[scale][name], unit, f"FlowCheck, section 8.5: {scale}")
+        else:
+            values[name] = inputs.take(option, given.get(name), default, unit, source)
+    for name in ("storage", "disk", "device", "spare", "node_speed"):
+        need_positive(float(values[name] or 0), f"--{name.replace('_', '-')}", "GB/s")
+        values[name] = float(values[name] or 0) * GB
+    cluster = Cluster(**values)  # type: ignore[arg-type]  # DEFAULTS names every field, a test holds them equal
+    _check(cluster)
+    return cluster
+
+
+def _check(cluster: Cluster) -> None:
+    for name in ("gpus", "gpus_per_server", "data_parallel", "parameters", "state_bytes", "iteration",
+                 "persist_hours", "replicas", "code_data", "code_parity", "reft_group", "nodes", "simultaneous"):
+        need_positive(getattr(cluster, name), f"--{name.replace('_', '-')}")
+    for name in ("hardware", "incomplete"):
+        need_probability(getattr(cluster, name), f"--{name}", below_one=name == "incomplete")
+    positive = {field.name for field in fields(cluster)}
+    for name in sorted(positive - {"hardware", "incomplete"}):
+        value = getattr(cluster, name)
+        need(0 <= value < float("inf"), f"{value:g} is below 0 or not finite", f"--{name.replace('_', '-')}",
+             "a number of 0 or more")
+    need(cluster.gpus % cluster.gpus_per_server == 0, f"{cluster.gpus} GPUs do not fill servers of "
+         f"{cluster.gpus_per_server}", "--gpus", "a multiple of --gpus-per-server")
+    servers = cluster.servers
+    need(cluster.simultaneous <= servers, f"{cluster.simultaneous} of {servers} servers cannot be lost",
+         "--simultaneous", "at most the servers of the job")
+    need(cluster.replicas <= servers, f"{cluster.replicas} replicas do not fit {servers} servers", "--replicas",
+         "fewer replicas than servers")
+    need(servers % cluster.data_parallel == 0 or cluster.data_parallel > servers,
+         f"{cluster.data_parallel} data-parallel replicas do not divide {servers} servers", "--data-parallel",
+         "a divisor of the servers, or more than there are")
+    for name, size in (("--code-data", cluster.code_data + cluster.code_parity), ("--reft-group", cluster.reft_group)):
+        need(size <= servers, f"a group of {size} does not fit {servers} servers", name, "a smaller group")
+    need(cluster.iteration * cluster.rate < 1, "a failure comes more often than an iteration ends",
+         "--failures-per-day", "fewer failures, or shorter iterations: nothing would ever be trained")

@@ -1,0 +1,97 @@
+"""`flowcheck plan goodput` and `flowcheck plan verify` as a person asks them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .asking import answer_of, asked, refused
+
+QUICK = "goodput --set persist-hours=1 --iteration 60 --set version-lag=60 --failures-per-day 8"
+
+
+def test_every_input_is_printed_with_its_source(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer_of(capsys, "goodput --gpus 1024 --set data-parallel=8 --set storage=10")
+    assert found["inputs"]["gpus"] == 1024 and found["inputs"]["storage"] == 10
+    assert len(found["inputs"]) >= 35 and found["good"]
+    names = [row[0] for row in found["tables"]["systems"]["rows"]]
+    assert names[0] == "flowcheck" and len(names) == 10
+
+
+def test_by_failures_a_day_it_only_gets_worse(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer_of(capsys, "goodput --scale 530b")
+    assert found["tables"]["failures"]["columns"] == ["effective %", *(f"{count}/day" for count in range(1, 9))]
+    for _, *shares in found["tables"]["failures"]["rows"]:
+        assert shares == sorted(shares, reverse=True) and 0 < shares[-1] < shares[0] < 100
+
+
+def test_the_papers_dollars(capsys: pytest.CaptureFixture[str]) -> None:
+    """526 $ are the nodes. 5,760 $ come out where each of two failures costs half an hour and nothing else is lost."""
+    found = answer_of(capsys, "goodput --scale 175b")
+    columns, rows = (found["tables"]["systems"][key] for key in ("columns", "rows"))
+    row = dict(zip(columns, rows[0], strict=True))
+    assert row["$ nodes a day"] == pytest.approx(526.08)
+    assert row["$ lost a day"] == pytest.approx(192 * 30 * row["hours lost a day"], rel=1e-3)
+    half_hour = "--set start=0 --set detect=0 --set replacement=1800 --set version-lag=0 --set node-failures=0"
+    row = dict(zip(columns, answer_of(capsys, f"goodput {half_hour}")["tables"]["systems"]["rows"][0], strict=True))
+    assert row["$ lost a day"] == pytest.approx(5760, rel=0.03)
+
+
+def test_simulated_beside_the_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("simpy", reason="the extra `plan` is not installed")
+    found = answer_of(capsys, f"{QUICK} --simulate --failures 160 --seed 4")
+    rows = found["tables"]["simulated"]["rows"]
+    assert found["good"] and len(rows) == 10
+    for _, closed, _, low, high, failures, _, word in rows:
+        assert low <= closed <= high and failures == 160 and word == "agrees"
+
+
+def test_bursts_are_simulated_only(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("simpy", reason="the extra `plan` is not installed")
+    options = "--simulate --failures 200 --bursts leaf=0.2 --bursts follow=0.1 --system gemini-group"
+    found = answer_of(capsys, f"{QUICK} {options}")
+    (row,) = found["tables"]["simulated"]["rows"]
+    assert found["inputs"]["leaf"] == 0.2 and row[6] > 10 and row[2] < row[1] and row[7] == ""
+    spread = answer_of(capsys, f"{QUICK} {options} --spread")
+    assert spread["tables"]["simulated"]["rows"][0][6] < row[6]
+    assert refused("goodput --bursts leaf=0.1").where == "--bursts"
+
+
+@pytest.mark.parametrize(
+    ("line", "where"),
+    [
+        ("--interval 100", "--interval"), ("--failures-per-day 0", "--failures-per-day"),
+        ("--set incomplete=1.5", "--incomplete"), ("--set hardware=-0.1", "--hardware"), ("--scale 3b", "--scale"),
+        ("--set tape=1", "--set tape=1"), ("--set storage", "--set storage"),
+        ("--set storage=fast", "--set storage=fast"), ("--set nodes=1.5", "--set nodes=1.5"),
+        ("--gpus 8 --set gpus=8", "--set gpus=8"), ("--system tape", "--system"),
+        ("--simulate --bursts leaf=2", "--burst-leaf"), ("--simulate --bursts fire=1", "--bursts fire=1"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(line: str, where: str) -> None:
+    error = refused(f"goodput {line}")
+    assert error.where == where and error.remedy
+
+
+def test_the_table_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out = asked(capsys, "goodput")
+    assert max(map(len, out.splitlines())) <= 80 and "jit-transparent" in out
+
+
+def test_figure_17_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `plan` is not installed")
+    asked(capsys, f"goodput --plot {tmp_path / 'f17.svg'}")
+    drawn = (tmp_path / "f17.svg").read_text()
+    assert "Effective training time" in drawn and "checkpoint nodes" in drawn
+
+
+def test_verify_prints_every_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("simpy", reason="the extra `plan` is not installed")
+    found = answer_of(capsys, "verify")
+    assert list(found["tables"]) == ["gemini", "eccheck", "reft", "just_in_time", "flowcheck"] and found["good"]
+    tables = found["tables"].values()
+    rows = [dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["rows"]]
+    assert all(row["why"] for row in rows if row["verdict"] in ("differs", "not reproduced"))
+    assert found["results"]["figures that agree"] == 29 and found["results"]["figures that differ"] == 17
