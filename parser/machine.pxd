@@ -71,7 +71,7 @@ cdef extern from "machine.h" nogil:
         uint64_t *cover
         uint64_t *shown
         uint64_t *places
-        uint64_t copies_differ, differ_offset, compared_bytes
+        uint64_t copies_differ, differ_offset, compared_bytes, clear
     ctypedef struct fc_shared:
         int64_t first
         uint8_t from_start
@@ -126,6 +126,8 @@ cdef extern from "machine.h" nogil:
     void fc_enter_flow(fc_flow_key *table, uint32_t mask, const fc_flow_key *key)
     void fc_end_burst(fc_machine *M)
     void fc_close_before(fc_machine *M, int64_t iteration)
+    void fc_retire_before(fc_machine *M, int64_t iteration)
+    int fc_clear(fc_machine *M)
     void fc_forget(fc_machine *M)
     uint64_t fc_unseen(const fc_flow *f)
     int fc_position_edge(int start, int to)

@@ -7,7 +7,6 @@ streams (stream modulo threads): by run() or serve(), which release the GIL. The
 but finish() and feed(). What is read of an iteration then is as of some moment, and final once close() has returned.
 """
 
-import numpy as np
 
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
@@ -20,9 +19,9 @@ from parser.roce cimport (
     fc_roce_decode,
 )
 
-from parser.schedule cimport Schedule, zeroed
+from parser.arenas cimport Arenas
+from parser.schedule cimport zeroed
 
-from parser.cover import count as count_cells, missing as missing_cells
 from parser.nccl import CTS_ELEMENTS
 from parser.names import DISAGREEMENTS, OUTCOMES, POSITIONS, TRUSTS
 from parser.roce import REFUSAL_NAMES
@@ -91,13 +90,6 @@ def choose_placing(int protocol, str way, uint32_t ahead):
     fc_place_choose(protocol, names.index(way), ahead)
 
 
-def _aligned(size_t nbytes):
-    """A zeroed uint8 array of nbytes beginning on a cache line."""
-    raw = np.zeros(nbytes + 64, dtype=np.uint8)
-    skip = -raw.ctypes.data % 64
-    return raw[skip:skip + nbytes]
-
-
 cdef str _state(const fc_flow *f):
     """UNSEEN, MID_STREAM, COUNTED, ANCHORED (a witness agreed with the count), ADRIFT, ON_TRIAL or LOST."""
     if f.trust != FC_TRUSTED:
@@ -105,38 +97,21 @@ cdef str _state(const fc_flow *f):
     return "ANCHORED" if f.position == FC_COUNTED and f.first_anchor else POSITIONS[f.position]
 
 
-cdef class Engine:
+cdef class Engine(Arenas):
     """One job's state machine over `config.streams` captures. See the module docstring for call order.
 
     config: parser.engine_config.EngineConfig. Raises ValueError for a config that contradicts itself.
     """
 
-    cdef fc_machine **machines  # one for each placing thread
     cdef fc_shared shared
-    cdef Schedule schedule
-    cdef list arrays            # keeps the regions alive, by slot
-    cdef list bitmaps           # by thread and slot: coverage, as the thread sees it and as it shows it
-    cdef dict twice             # cells that two threads have placed, by iteration, as far as complete() looked
-    cdef object union           # a bitmap to work in; None: there is one thread
-    cdef uint32_t threads
     cdef tuple elements         # forms of the clear-to-send element: the job's, then the others
-    cdef readonly object config
 
     def __cinit__(self, config):
         cdef uint32_t t, o
-        self.config, self.twice = config, {}
-        if not 1 <= config.streams <= 64 or config.arenas < 2:
-            raise ValueError(f"{config.streams} streams and {config.arenas} arenas: 1..64 and at least 2 are possible")
-        if not 1 <= config.threads <= config.streams:
-            raise ValueError(f"{config.threads} threads for {config.streams} streams")
         if not 256 <= config.mtu <= FC_SIDE_BYTES:
             raise ValueError(f"MTU {config.mtu} is not between 256 and {FC_SIDE_BYTES}")
         self.elements = tuple(dict.fromkeys((config.cts, *CTS_ELEMENTS)))
-        self.schedule = Schedule(config)
-        self.threads, self.shared.first = config.threads, -1
-        self.arrays = [_aligned(self._region_bytes(i)) for i in range(config.arenas + 1)]
-        self.bitmaps = []
-        self.union = np.zeros(max(map(self._words, range(config.arenas + 1))), np.uint64) if self.threads > 1 else None
+        self.shared.first = -1
         self.machines = <fc_machine **>zeroed(config.threads, sizeof(fc_machine *))
         for t in range(config.threads):
             self.machines[t] = <fc_machine *>zeroed(1, sizeof(fc_machine))
@@ -147,13 +122,6 @@ cdef class Engine:
                 if o != t:
                     self.machines[t].others[self.machines[t].n_others] = self.machines[o]
                     self.machines[t].n_others += 1
-
-    cdef int64_t _region_bytes(self, uint32_t slot):
-        return self.schedule.region_bytes[FC_GRADIENT if slot < <uint32_t>self.config.arenas else FC_PARAMETERS]
-
-    cpdef uint64_t _words(self, uint32_t slot):
-        """Of a slot's bitmap."""
-        return (<uint64_t>self._region_bytes(slot) + 511) // 512 + 1
 
     cdef int _build(self, fc_machine *M, uint32_t thread) except -1:
         """All but what depends on the other threads."""
@@ -169,10 +137,7 @@ cdef class Engine:
         M.shared = &self.shared
         M.edges, M.table, M.table_mask = schedule.edges, schedule.table, schedule.table_mask
         M.header_lines, M.places, M.cts_tables = schedule.header_lines, schedule.places, schedule.n_edges
-        M.slots = <fc_slot *>zeroed(M.arenas + 1, sizeof(fc_slot))
-        self.bitmaps.append([])
-        for i in range(M.arenas + 1):
-            self._build_slot(M, i)
+        self.build_slots(M)
         M.states = <fc_flow *>zeroed(<size_t>M.streams * M.flows, sizeof(fc_flow))
         M.cts = <fc_cts_table *>zeroed(<size_t>M.streams * M.cts_tables, sizeof(fc_cts_table))
         for i, spec in enumerate(config.flows):
@@ -185,20 +150,6 @@ cdef class Engine:
             raise MemoryError(f"{FC_SIDE_PACKETS} packets that may be kept aside")
         M.side_free = -1
         M.counts = <fc_outcome_count *>zeroed(M.streams * FC_OUTCOMES, sizeof(fc_outcome_count))
-        return 0
-
-    cdef int _build_slot(self, fc_machine *M, uint32_t i) except -1:
-        target = FC_GRADIENT if i < M.arenas else FC_PARAMETERS
-        M.region_bytes[target] = self._region_bytes(i)
-        M.words[target] = self._words(i)
-        cover = np.zeros(M.words[target], np.uint64)
-        shown = np.zeros(M.words[target], np.uint64) if self.threads > 1 else cover
-        self.bitmaps[len(self.bitmaps) - 1].append((cover, shown))
-        M.slots[i].data = <uint8_t *><uintptr_t>self.arrays[i].ctypes.data
-        M.slots[i].cover = <uint64_t *><uintptr_t>cover.ctypes.data
-        M.slots[i].shown = <uint64_t *><uintptr_t>shown.ctypes.data if self.threads > 1 else NULL
-        M.slots[i].places = <uint64_t *>zeroed(M.places, sizeof(uint64_t))
-        M.slots[i].iteration = -1
         return 0
 
     def __dealloc__(self):
@@ -363,7 +314,8 @@ cdef class Engine:
             fc_give(&M.lock)
 
     def retire(self, int64_t count=1):
-        """Close the oldest iterations, and give their arenas to later ones."""
+        """Close the oldest iterations, and give their arenas to later ones. The bitmaps of those that retired before are
+        cleared, piece by piece, while threads go on: what retires now still tells what its last messages were."""
         cdef uint32_t t
         cdef int64_t end = self.oldest + count
         cdef bint begun = self.begun >= 0
@@ -371,10 +323,22 @@ cdef class Engine:
         for t in range(self.threads):
             M = self.machines[t]
             fc_take(&M.lock)
-            M.base_iteration = end
+            fc_retire_before(M, end)
             M.opened |= begun
             fc_give(&M.lock)
+        self.let_bursts_end()  # nobody looks at what retired before any more
+        for t in range(self.threads):
+            self._clear(self.machines[t])
         self.twice = {iteration: n for iteration, n in self.twice.items() if iteration is None or iteration >= end}
+
+    cdef int _clear(self, fc_machine *M) except -1:
+        cdef int more = 1
+        with nogil:
+            while more:
+                fc_take(&M.lock)
+                more = fc_clear(M)
+                fc_give(&M.lock)
+        return 0
 
     def forget(self):
         """Drop what is logged of closed iterations: a live engine has no last one at which all would be read."""
@@ -432,92 +396,6 @@ cdef class Engine:
                     memset(f.seen, 0xff, 8 * FC_SEEN_WORDS)
 
     # -- results --
-
-    def region(self, iteration=None):
-        """uint8 array of an iteration's gradient region (None: of the parameters), not a copy."""
-        return self.arrays[self._slot(iteration)]
-
-    def covered(self, iteration=None):
-        """How many cells of 8 bytes of an iteration (None: of the parameters) are there. Counted as they come: O(1)."""
-        return int(self.covered_places(iteration).sum()) - self.twice.get(iteration, 0)
-
-    def covered_places(self, iteration=None):
-        """int64 array: cells that are there, by CallSpec.place. Where several threads place, a cell that two of them
-        placed at the same moment counts twice: missing() knows, and then covered() does."""
-        cdef int64_t i = self._slot(iteration)
-        cdef uint32_t t, place
-        cdef int64_t[::1] out
-        found = np.zeros(self.schedule.places, dtype=np.int64)
-        out = found
-        for t in range(self.threads):
-            if self._holds(t, i, iteration):
-                for place in range(self.schedule.places):
-                    out[place] += self.machines[t].slots[i].places[place]
-        return found
-
-    def missing(self, iteration, int64_t first, int64_t end):
-        """int64 array (n, 2): the runs [start, end) of cells within [first, end) that are not there, in order. Cells that
-        were counted before the call can be read after it: it waits for every thread's burst to end.
-
-        Reads the bitmaps by words: a region that is complete costs 16 MB of reading for each GB of it and thread."""
-        cdef uint32_t t
-        if not 0 <= first <= end <= <int64_t>self._words(self._slot(iteration)) * 64:
-            raise IndexError(f"cells {first} to {end} are not all in the region")
-        for t in range(self.threads):
-            fc_take(&self.machines[t].lock)
-            fc_give(&self.machines[t].lock)
-        bitmap = self._bitmap(iteration, first // 64, (end + 63) // 64)
-        if bitmap is None:
-            return np.array([(first, end)] if first < end else [], dtype=np.int64).reshape(-1, 2)
-        return missing_cells(bitmap, first, end)
-
-    cdef object _bitmap(self, object iteration, int64_t first, int64_t end):
-        """The bitmap of what all threads have placed: right in words [first, end), until the next call. None: nothing."""
-        cdef int64_t i = self._slot(iteration)
-        held = [kept[i][1] for t, kept in enumerate(self.bitmaps) if self._holds(t, i, iteration)]
-        if len(held) < 2:
-            return held[0] if held else None
-        np.copyto(self.union[first:end], held[0][first:end])
-        for shown in held[1:]:
-            np.bitwise_or(self.union[first:end], shown[first:end], out=self.union[first:end])
-        return self.union
-
-    def complete(self, iteration, int64_t cells):
-        """Are all cells of an iteration there, of which there are so many? Asked at every look at the rings: costs as
-        much as covered() until it seems so."""
-        cdef int64_t i = self._slot(iteration)
-        covered = self.covered(iteration)
-        if self.threads == 1 or covered < cells:
-            return covered == cells
-        # The bits have the last word: what two threads have placed counts twice before both have shown it. Bits that come
-        # while this looks count too late here, never too early.
-        held = [kept[i][1] for t, kept in enumerate(self.bitmaps) if self._holds(t, i, iteration)]
-        shown = sum(map(count_cells, held))
-        there = count_cells(self._bitmap(iteration, 0, self._words(i))[:self._words(i)]) if held else 0
-        self.twice[iteration] = max(shown - there, 0)
-        return there == cells
-
-    def cells(self, iteration=None):
-        """bool array, one per cell of the region: is it there? For tests and tools: a byte for every 8 of the region."""
-        cdef int64_t i = self._slot(iteration)
-        size = (self._region_bytes(i) + 7) // 8
-        bitmap = self._bitmap(iteration, 0, self._words(i))
-        if bitmap is None:
-            return np.zeros(size, dtype=bool)
-        return np.unpackbits(bitmap.view(np.uint8), bitorder="little", count=size).astype(bool)
-
-    def copies(self, iteration=None):
-        """(cells whose copies differed, region byte of the first such, bytes compared)."""
-        cdef int64_t i = self._slot(iteration)
-        cdef uint32_t t
-        differ = compared = 0
-        first = []
-        for t in range(self.threads):
-            if self._holds(t, i, iteration):
-                slot = &self.machines[t].slots[i]
-                differ, compared = differ + slot.copies_differ, compared + slot.compared_bytes
-                first += [slot.differ_offset] if slot.copies_differ else []
-        return differ, min(first, default=0), compared
 
     def outcomes(self, uint32_t stream):
         """{outcome name: (packets, bytes)}; the packets add up to what run() consumed."""
@@ -612,10 +490,3 @@ cdef class Engine:
                 out.append({"cause": OUTCOMES[loss.cause], "target": loss.target, "iteration": loss.iteration,
                             "offset": loss.offset, "bytes": loss.bytes})
         return out
-
-    cdef int64_t _slot(self, iteration) except -1:
-        return self.config.arenas if iteration is None else <int64_t>iteration % self.config.arenas
-
-    cdef bint _holds(self, uint32_t thread, int64_t slot, iteration):
-        """Has this thread placed anything of the iteration? Before that its slot is still an older one's."""
-        return iteration is None or self.machines[thread].slots[slot].iteration == iteration

@@ -53,7 +53,8 @@
  *     cts          tables of announcements: each has one writer; others read an entry as index, address and time, index
  *     closed,      of each machine: written by the thread in charge while it holds the machine's lock. An iteration ends
  *     base         in two steps: first no machine places into it (closed), then its arena may be a later one's (base). A
- *                  burst holds the lock, so whoever takes it meets a machine between two bursts
+ *                  burst holds the lock, so whoever takes it meets a machine between two bursts. The bitmaps of what
+ *                  retired are cleared in the same way, in pieces; a thread that takes the arena over clears the rest
  *
  * Units: parser/src/schedule.c (which message), witness.c (do they agree), arena.c (bytes into cells), position.c (a
  * flow's place found again), machine.c (a packet's way, rings). Structures and what they call of each other are here.
@@ -205,7 +206,8 @@ typedef struct fc_slot { /* one arena, as one thread sees it: an iteration's gra
     /* the thread's own */
     uint64_t *places; /* how many, by fc_call.place                                                                */
     uint64_t copies_differ, differ_offset, compared_bytes;
-    uint8_t unused_too[32];
+    uint64_t clear;   /* while it has no iteration: how many words from the first on are 0, in both bitmaps; else 0 */
+    uint8_t unused_too[24];
 } __attribute__((aligned(64))) fc_slot;
 
 typedef struct fc_unshown { /* cells that are covered, and not yet for other threads */
@@ -431,6 +433,12 @@ int fc_has_cell(const fc_machine *M, const fc_slot *slot, uint64_t cell);
 void fc_end_burst(fc_machine *M);
 /* Nothing is placed into iterations before this one any more. With the lock. */
 void fc_close_before(fc_machine *M, int64_t iteration);
+/* Arenas of iterations before this one, which is closed, may be later ones'. The newest of them can still be looked at:
+ * fc_repeats_previous(). With the lock. */
+void fc_retire_before(fc_machine *M, int64_t iteration);
+/* Clear a piece of the bitmaps that nobody looks at any more, so that the thread does not have to when it takes their arena
+ * over. 1: there is more. With the lock; since fc_retire_before() every burst, of all threads, has ended. */
+int fc_clear(fc_machine *M);
 /* Region bytes that packet `index` stands for, for reports of losses (LL128: of its slices, rounded). */
 void fc_note_loss(fc_machine *M, int cause, const fc_sent *m, uint32_t index, uint32_t length);
 

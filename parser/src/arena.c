@@ -13,15 +13,24 @@
 
 enum { WORTH_STREAMING = 256 }; /* shorter pieces are few whole cache lines, or none */
 
+/* Words of both bitmaps, from where they are clear on. */
+static void clear_to(fc_slot *slot, uint64_t end)
+{
+    size_t nbytes = (end - slot->clear) * sizeof(uint64_t);
+    memset(slot->cover + slot->clear, 0, nbytes);
+    if (slot->shown != NULL)
+        memset(slot->shown + slot->clear, 0, nbytes);
+    slot->clear = end;
+}
+
 /* A slot becomes a later iteration's. Other threads take a slot's bits for an iteration's only if it says so. */
 static void take_over(fc_machine *M, fc_slot *slot, int64_t iteration)
 {
     __atomic_store_n(&slot->iteration, -1, __ATOMIC_RELEASE);
     slot->copies_differ = slot->compared_bytes = 0;
     memset(slot->places, 0, M->places * sizeof(uint64_t));
-    memset(slot->cover, 0, M->words[FC_GRADIENT] * sizeof(uint64_t));
-    if (slot->shown != NULL)
-        memset(slot->shown, 0, M->words[FC_GRADIENT] * sizeof(uint64_t));
+    clear_to(slot, M->words[FC_GRADIENT]);
+    slot->clear = 0;
     __atomic_store_n(&slot->iteration, iteration, __ATOMIC_RELEASE);
 }
 
@@ -124,6 +133,28 @@ void fc_close_before(fc_machine *M, int64_t iteration)
     M->closed = iteration;
     for (uint64_t i = 0; i < (uint64_t)M->streams * M->flows; i++)
         M->states[i].track_end = 0;
+}
+
+void fc_retire_before(fc_machine *M, int64_t iteration)
+{
+    M->base_iteration = iteration;
+    for (uint32_t i = 0; i < M->arenas; i++)
+        if (M->slots[i].iteration < iteration - 1)
+            __atomic_store_n(&M->slots[i].iteration, -1, __ATOMIC_RELEASE);
+}
+
+int fc_clear(fc_machine *M)
+{
+    enum { AT_ONCE = 8192 }; /* words: some microseconds, for which the thread has to wait */
+    uint64_t words = M->words[FC_GRADIENT];
+    for (uint32_t i = 0; i < M->arenas; i++) {
+        fc_slot *slot = &M->slots[i];
+        if (slot->iteration == -1 && slot->clear < words) {
+            clear_to(slot, words - slot->clear < AT_ONCE ? words : slot->clear + AT_ONCE);
+            return 1;
+        }
+    }
+    return 0;
 }
 
 /* -- placing --------------------------------------------------------------------------------------------------- */

@@ -4,11 +4,13 @@ Copies, losses and another order than the sender's, over one stream and two: the
 """
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from parser.machine import Engine
 
+from flowcheck.lab.synth import example_job, generate
 from flowcheck.rebuild.plan import plan_job
 
 from .test_copies import COUNT, PROTOCOLS, shuffled, traffic
@@ -74,6 +76,25 @@ def test_an_arena_counts_anew_for_its_next_iteration() -> None:
             assert engine.feed(0, frame)
         check(engine, 2)
     assert engine.covered(2) == COUNT // 2 and engine.covered(0) == 0
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_arenas_are_clear_again_one_iteration_after_they_retired(threads: int) -> None:
+    """Bitmaps of several pieces. What retired last stays as it was: it is looked at by the iteration after it."""
+    job = example_job(count=1_200_000, protocol="ll", startup=False, rebuild=False)
+    plan, made = plan_job(job, streams=2, arenas=4), generate(job, iterations=2, ports=[0], seed=1)
+    engine = Engine(replace(plan.engine, threads=threads))
+    assert engine.clear == 4
+    rng = random.Random(1)
+    first = [packet for packet in made.packets if packet[0] < made.packets[-1][0] // 2 + made.packets[0][0] // 2]
+    for number, (_, frame) in enumerate(first):
+        assert rng.random() < 0.05 or engine.feed(number % 2, frame)
+    there = engine.cells(0)
+    assert 0 < there.sum() < len(there) and engine.clear == 3
+    engine.retire()
+    assert (engine.cells(0) == there).all() and engine.clear == 3
+    engine.retire()
+    assert engine.clear == 4 and engine.covered(0) == 0 and not engine.cells(0).any()
 
 
 def test_cells_outside_the_region_are_refused() -> None:

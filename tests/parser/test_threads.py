@@ -125,12 +125,12 @@ def test_threads_find_what_one_finds(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize(("threads", "arenas"), [(2, 2), (2, 4), (4, 2)])
 @pytest.mark.parametrize("protocol", ["ll", "ll128", "simple"])
-def test_iterations_close_while_threads_place(protocol: str, threads: int) -> None:
-    """Two arenas for twelve iterations: each is closed as soon as it is complete, and read while the next one comes."""
+def test_iterations_close_while_threads_place(protocol: str, threads: int, arenas: int) -> None:
+    """Few arenas for twelve iterations: each closes as soon as it is complete, and is read while the next one comes."""
     job = example_job(ranks=4, channels=4, count=COUNT, protocol=protocol, mtu=1024, seed=3)
-    plan = planned(job, threads, threads, arenas=2)
+    plan = planned(job, threads, threads, arenas=arenas)
     made = generate(job, iterations=12, ports=range(3), seed=3)
     engine = Engine(plan.engine)
     with Placing(engine, spread(plan, made.packets, threads)) as placing:

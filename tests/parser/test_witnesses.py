@@ -338,8 +338,9 @@ def test_other_hosts_with_the_same_queue_pair_are_strangers(ipv6: bool) -> None:
 # -- one send too many ---------------------------------------------------------------------------------
 
 
-def repeated(zeros: bool, protocol: str, keep: float = 1.0) -> list[str]:
-    """Disagreements when iteration 1 begins with the chunk that iteration 0 ended with, on either flow."""
+def repeated(zeros: bool, protocol: str, keep: float = 1.0, *, retired: bool = False) -> list[str]:
+    """Disagreements when iteration 1 begins with the chunk that iteration 0 ended with, on either flow. retired: before
+    iteration 1 begins."""
 
     def values(iteration: int, bucket: int, rank: int) -> np.ndarray:
         random = np.random.default_rng([iteration, bucket, rank]).random(COUNT, np.float32)
@@ -368,15 +369,18 @@ def repeated(zeros: bool, protocol: str, keep: float = 1.0) -> list[str]:
             engine = Engine(plan.engine)
             lost = [at for at, (_, f) in enumerate(made.packets[: first[0]]) if keep < 1 and opcode(f) == MIDDLE]
             feed(engine, [packet for at, packet in enumerate(made.packets[: first[0]]) if at not in lost])
+            if retired:
+                engine.retire()
             assert engine.feed(0, sealed(bytes(body)))
             out += kinds(engine)
     return out
 
 
+@pytest.mark.parametrize("retired", [False, True], ids=["open", "retired"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_loop_that_begins_with_the_chunk_before_ends_the_flow(protocol: str) -> None:
+def test_a_loop_that_begins_with_the_chunk_before_ends_the_flow(protocol: str, retired: bool) -> None:
     """Size, slot and flag agree; only the bytes tell that somebody sends once too often. One of two chunks is it."""
-    assert repeated(False, protocol) == ["repeated chunk"] * 2
+    assert repeated(False, protocol, retired=retired) == ["repeated chunk"] * 2
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
