@@ -4,7 +4,7 @@ import pytest
 
 from flowcheck.rebuild.scheduler import ArenaScheduler
 
-from ..fake_engine import FakeEngine, FakeSource, Packet
+from ..fake_engine import FakeEngine, Packet
 from ..scheduled import live
 
 
