@@ -6,6 +6,7 @@ import typer
 
 from flowcheck.plan.goodput_cli import goodput
 from flowcheck.plan.loss_cli import loss
+from flowcheck.plan.report_cli import report
 from flowcheck.plan.verify_cli import verify
 
 __all__ = ["plan"]
@@ -18,3 +19,4 @@ plan = typer.Typer(
 plan.command()(loss)
 plan.command()(goodput)
 plan.command()(verify)
+plan.command()(report)

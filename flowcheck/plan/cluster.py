@@ -129,18 +129,26 @@ SCALES: dict[str, dict[str, float | int]] = {
 }
 
 
-def read_cluster(given: Mapping[str, Value], inputs: Inputs, scale: str = "") -> Cluster:
-    """The cluster of what is given (None: not given), of a scale of FlowCheck's section 8.5, and of the defaults.
+def read_cluster(
+    given: Mapping[str, Value], inputs: Inputs, scale: str = "", computed: Mapping[str, tuple[Value, str]] | None = None
+) -> Cluster:
+    """The cluster of what is given (None: not given), else computed, else of a scale of FlowCheck's section 8.5, else
+    of the defaults.
 
-    Raises UserError for an unknown scale, and for values that make no sense together.
+    computed: (value, source) of another answer. Raises UserError for an unknown scale, and for values that make no
+    sense together.
     """
     if scale and scale not in SCALES:
         raise UserError(f"{scale} is not one of {', '.join(SCALES)}", where="--scale", remedy="name one of them")
+    known: dict[str, tuple[Value, str]] = {
+        name: (value, f"FlowCheck, section 8.5: {scale}") for name, value in SCALES.get(scale, {}).items()
+    }
+    known |= computed or {}
     values: dict[str, Value] = {}
     for name, (default, unit, source) in DEFAULTS.items():
         option = name.replace("_", "-")
-        if given.get(name) is None and scale and name in SCALES[scale]:
-            values[name] = inputs.note(option, SCALES[scale][name], unit, f"FlowCheck, section 8.5: {scale}")
+        if given.get(name) is None and name in known:
+            values[name] = inputs.note(option, known[name][0], unit, known[name][1])
         else:
             values[name] = inputs.take(option, given.get(name), default, unit, source)
     for name in ("storage", "disk", "device", "spare", "node_speed"):

@@ -23,7 +23,7 @@ from flowcheck.plan.answer import (
 )
 from flowcheck.plan.output import JsonOption, PlotOption, publish
 
-__all__ = ["loss"]
+__all__ = ["loss", "loss_answer"]
 
 PAPER = "FlowCheck, equation (2)'s example"
 WIRE_SHARE = {"ll": 1 / 2, "ll128": 15 / 16, "simple": 1.0}  # data bytes per wire byte, nccl-wire 4
@@ -68,6 +68,24 @@ def loss(
 
     Exit status 1: more iterations stay incomplete than --wanted.
     """
+    made = loss_answer(
+        ranks=ranks, mirrors=mirrors, loss=loss, packets=packets, parameters=parameters, direction=direction,
+        algorithm=algorithm, positions=positions, protocol=protocol, mtu=mtu, dtype=dtype, optimizer=optimizer,
+        wanted=wanted, iteration_s=iteration_s, iterations=iterations,
+    )
+    raise typer.Exit(publish(made, as_json, plot))
+
+
+def loss_answer(
+    *, ranks: int | None = None, mirrors: int | None = None, loss: float | None = None, packets: float | None = None,
+    parameters: float | None = None, direction: law.Direction | None = None,
+    algorithm: Literal["ring", "tree"] | None = None, positions: str | None = None,
+    protocol: Literal["ll", "ll128", "simple"] | None = None, mtu: int | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    optimizer: Literal["adam", "adamw", "sgd", "momentum"] | None = None, wanted: float | None = None,
+    iteration_s: float | None = None, iterations: int | None = None,
+) -> Answer:
+    """The answer of `flowcheck plan loss` to these options; None: not given. Raises UserError."""
     inputs = Inputs()
     n = inputs.take("ranks", ranks, 8, "hosts", PAPER)
     m = inputs.take("mirrors", mirrors, len(positions.split(",")) if positions else min(3, n), "ports",
@@ -140,11 +158,10 @@ def loss(
     grid = Grid("by_mirrors", "By mirrored ports", ("ports", "eq. (2), edges", "ring, apart", "ring, neighbours",
                 "tree, worst"), [_row(n, count, way, k, p) for count in range(1, min(n, max(m, 5)) + 1)],
                 "loss_law: the probability that an iteration stays incomplete")
-    answer = Answer(
+    return Answer(
         "loss", "How often does an iteration stay incomplete, and what does that cost?", inputs, results, [grid],
         verdict, good, notes, _figure_13(n, m, way, kind, k, p),
     )
-    raise typer.Exit(publish(answer, as_json, plot))
 
 
 def _positions(text: str) -> list[int]:

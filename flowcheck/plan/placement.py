@@ -116,18 +116,18 @@ def _power(base: list[int], exponent: int, most: int) -> list[int]:
     return product
 
 
-def _circular(size: int, run: int) -> list[int]:
-    """How many subsets of a circle of `size` have k members and no `run` neighbours in a row, for each k.
+def _circular(size: int, run: int, most: int) -> list[int]:
+    """How many subsets of a circle of `size` have k members and no `run` neighbours in a row, for each k <= most.
 
     With z = size - k others between them: size / z times the ways to write k as z ordered parts below `run`. For
     run = 2 this is N/(N-k) C(N-k, k).
     """
     counts = [1]
-    for k in range(1, size):
+    for k in range(1, min(most + 1, size)):
         others = size - k
         ways = _power([1] * run, others, k)
         counts.append(size * ways[k] // others if k < len(ways) else 0)
-    return [*counts, 0]
+    return counts
 
 
 def survival(placement: Placement, lost: int) -> float:
@@ -139,7 +139,7 @@ def survival(placement: Placement, lost: int) -> float:
     _check_lost(placement.machines, lost)
     ways = [1]
     for (size, circle), times in _counted(placement.blocks):
-        one = _circular(size, placement.replicas) if circle else [math.comb(size, i) for i in range(size)]
+        one = _circular(size, placement.replicas, lost) if circle else [math.comb(size, i) for i in range(size)]
         ways = _times(ways, _power(one, times, lost), lost)
     return ways[lost] / math.comb(placement.machines, lost) if lost < len(ways) else 0.0
 

@@ -1,0 +1,154 @@
+"""The page: one file, nothing from outside, readable in light and dark."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.plan.answer import Answer, Grid, Inputs, Plot, Result, Series
+from flowcheck.plan.cluster import read_cluster
+from flowcheck.plan.goodput import evaluate
+from flowcheck.plan.report import page, themed, write
+from flowcheck.plan.sensitivity import CHANGES, break_even, break_even_lines, sensitivity
+
+from .asking import asked, refused
+
+pytest.importorskip("matplotlib", reason="the extra `plan` is not installed")
+
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+
+
+class Reader(HTMLParser):
+    """Every tag closed, every id once, and what is asked for from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.outside: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+        self.look(attributes)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.look(attributes)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def look(self, attributes: list[tuple[str, str | None]]) -> None:
+        for name, value in attributes:
+            if name == "id" and value:
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href") and value and not value.startswith("#"):
+                self.outside.append(value)
+
+
+def answer(command: str = "loss", **changes: object) -> Answer:
+    inputs = Inputs()
+    inputs.take("ports", None, 3, "", "a <switch>'s")
+    plot = Plot("A & B", "x", "y", [Series("one", [1, 2, 3], [3.0, None, 1.0])])
+    fields = {
+        "results": [Result("cost", 526.08, "$", "16 nodes")],
+        "grids": [Grid("rows", "All <rows>", ["name", "value"], [["a<script>", 1.5], ["b", None]], "from here")],
+        "verdict": "it holds", "notes": ["a note"], "plots": [plot],
+    }
+    return Answer(command, "How <often>?", inputs, **(fields | changes))
+
+
+def read(text: str) -> Reader:
+    reader = Reader()
+    reader.feed(text)
+    assert reader.open == []
+    return reader
+
+
+def test_one_file_with_nothing_from_elsewhere() -> None:
+    text = page("A cluster", "Which?", [answer(), answer("capacity", verdict="it does not", good=False)])
+    reader = read(text)
+    assert reader.outside == [] and "script" not in reader.tags and "link" not in reader.tags
+    assert not re.search(r"url\((?!#)|@import", text)
+    assert len(reader.ids) == len(set(reader.ids)) > 10
+    for words in ("A cluster", "Which?", "it holds", "it does not", "526.1", "default: a &lt;switch&gt;&#39;s",
+                  "a&lt;script&gt;", "a note", 'name="viewport"', "prefers-color-scheme: dark"):
+        assert words in text, words
+
+
+def test_pictures_take_the_pages_ink() -> None:
+    text = page("A cluster", "Which?", [answer()])
+    figure = text[text.index("<figure>") : text.index("</figure>")]
+    assert "currentColor" in figure and "#000000" not in figure and "#ffffff" not in figure.lower()
+    assert "<metadata" not in figure and "A &amp; B" in figure
+
+
+def test_names_of_two_pictures_do_not_meet() -> None:
+    drawing = '<svg><g id="a"/><use href="#a"/><path clip-path="url(#a)" style="fill: #000000"/></svg>'
+    one, other = themed(drawing, "p1"), themed(drawing, "p2")
+    assert 'id="p1-a"' in one and 'href="#p1-a"' in one and "url(#p1-a)" in one and "p1" not in other
+
+
+def test_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "report.html"
+    write(file, "first")
+    write(file, "second")
+    assert file.read_text() == "second" and [entry.name for entry in file.parent.iterdir()] == ["report.html"]
+    with pytest.raises(UserError):
+        write(tmp_path / "report.pdf", "")
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(EnvironmentProblem):
+        write(tmp_path / "taken" / "report.html", "")
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_for_a_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    status, out = asked(capsys, f"report --scale 175b --out {file} --mirrors 1 --loss 1e-9")
+    text = file.read_text()
+    reader = read(text)
+    assert status == 0 and "written" in out
+    assert reader.outside == [] and len(reader.ids) == len(set(reader.ids)) > 100
+    assert reader.tags.count("svg") >= 5
+    for words in ("1,536 GPUs", "175 billion parameters", "What would change it", "twice the failures",
+                  "flowcheck costs less than storage at any number of failures", "the answer on loss, on this page",
+                  "FlowCheck, section 8.5: 175b", "does not hold"):
+        assert words in text, words
+
+
+def test_a_page_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    assert refused(f"report --out {file} --set incomplete=2").where == "--incomplete"
+    assert refused(f"report --out {tmp_path / 'report.txt'}").where.endswith("report.txt")
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- what would change it ----------------------------------------------------------------------------------------------
+
+
+def test_each_change_changes_what_it_says() -> None:
+    cluster = read_cluster({}, Inputs())
+    rows = {row[0]: dict(zip(sensitivity(cluster).columns, row, strict=True)) for row in sensitivity(cluster).rows}
+    given = rows["as given"]
+    assert rows["half the failures"]["flowcheck $"] < given["flowcheck $"] < rows["twice the failures"]["flowcheck $"]
+    assert rows["storage four times as fast"]["storage $"] < given["storage $"]
+    assert rows["two servers per failure"]["gemini $"] > given["gemini $"]
+    dear = rows["checkpoint nodes at ten times the price"]
+    assert dear["flowcheck $"] == pytest.approx(given["flowcheck $"] + 9 * 526.08, abs=1.5)
+    assert len(rows) == len(CHANGES)
+
+
+def test_break_even_is_where_both_cost_the_same() -> None:
+    cluster = read_cluster({}, Inputs())
+    least = break_even(cluster, "checkfreq")
+    assert least is not None
+    ours, other = evaluate(cluster.with_failures(least), names=("flowcheck", "checkfreq"))
+    assert ours.dollars == pytest.approx(other.dollars, rel=1e-4)
+    assert break_even(cluster, "jit-transparent") is None
+    assert len(break_even_lines(cluster)) == 9
