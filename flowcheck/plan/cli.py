@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from flowcheck.plan.capacity_cli import capacity
 from flowcheck.plan.goodput_cli import goodput
 from flowcheck.plan.loss_cli import loss
 from flowcheck.plan.report_cli import report
@@ -17,6 +18,7 @@ plan = typer.Typer(
 )
 
 plan.command()(loss)
+plan.command()(capacity)
 plan.command()(goodput)
 plan.command()(verify)
 plan.command()(report)

@@ -1,0 +1,190 @@
+"""What `flowcheck plan capacity` says of a job, and the paper's Figures 10, 15 and 16. Results out; no options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from flowcheck.plan.answer import Answer, Grid, Inputs, Plot, Result, Series, Value
+from flowcheck.plan.capacity import MOST_CORES, STATE_BYTES, Capacity, capacity
+from flowcheck.plan.capacity_request import Asked, Case, case_of
+from flowcheck.plan.models import LARGE, PRESETS, SMALL
+from flowcheck.plan.wire_volume import reduced_packets
+
+__all__ = ["FIGURES", "capacity_answer", "checks_of", "cores_of", "figure_answer"]
+
+STAGES = ("receive", "place", "update")
+#: Figure of the paper -> models, and what it asks.
+FIGURES = {
+    10: (SMALL, "How long does each stage take, beside the iteration? (FlowCheck, Figure 10)"),
+    15: (SMALL, "What does working bucket by bucket gain? (FlowCheck, Figure 15)"),
+    16: (LARGE, "Does a node keep up with the largest jobs? (FlowCheck, Figure 16)"),
+}
+NOT_PRINTED = (
+    "the paper takes iteration and gap times from Calculon and prints neither: here the iteration is computed from "
+    "FLOPs, the GPU's peak and MFU, and the gap is what the allreduces at link speed leave of it"
+)
+THREADS = (
+    "threads are taken to share a stage evenly. What the memory of one machine carries in all is not in these figures: "
+    "measure the node with `flowcheck bench`"
+)
+
+
+def cores_of(case: Case, found: Capacity) -> int:
+    """Threads of a node: receiving, placing, updating, one that follows each group, and main."""
+    return found.receive_cores + case.node.place_cores + case.node.update_cores + case.node.groups + 1
+
+
+def checks_of(case: Case, asked: Asked, found: Capacity) -> list[tuple[str, bool, str]]:
+    """(what, does it hold, by how much) of everything that a node has to meet."""
+    checks = [
+        ("deadline", found.slack_s >= 0, f"{abs(found.slack_s):.4g} s {'early' if found.slack_s >= 0 else 'late'}"),
+        ("ports", found.peak_gbps <= found.room_gbps * (1 + 1e-9),
+         f"{found.peak_gbps:,.0f} of {found.room_gbps:,.0f} Gb/s at the peak"),
+    ]
+    if asked.cores is not None:
+        cores = cores_of(case, found)
+        checks.append(("cores", cores <= asked.cores, f"{cores} of {asked.cores}"))
+    if asked.memory_gb is not None:
+        most = found.memory_most / 1e9
+        checks.append(("memory", most <= asked.memory_gb, f"{most:,.1f} of {asked.memory_gb:,g} GB"))
+    return checks
+
+
+def capacity_answer(asked: Asked) -> Answer:
+    """Of one job. Raises UserError for what makes no sense."""
+    case = case_of(asked)
+    found = capacity(case.job, case.node, case.speeds)
+    checks = checks_of(case, asked, found)
+    good = all(holds for _, holds, _ in checks)
+    verdict = "; ".join(f"{what} {'met' if holds else 'MISSED'}: {text}" for what, holds, text in checks)
+    notes = [THREADS]
+    if asked.iteration_s is None and asked.gap_s is None:
+        notes.append(NOT_PRINTED)
+    if case.node.update_cores == MOST_CORES:
+        notes.append("no number of updating cores meets the deadline: receiving and placing alone take too long")
+    if not checks[1][1]:
+        notes.append("copies that do not fit into the monitor ports are dropped by the switch (`flowcheck plan loss`)")
+    if case.fabric is not None:
+        notes += case.fabric.notes
+    grids = [_stage_grid(case, found)]
+    if case.fabric is not None:
+        rows: list[list[Value]] = [[row.name, row.nodes, row.mirrored, row.monitor] for row in case.fabric.leaves]
+        grids.append(Grid("leaves", "By leaf", ("leaf", "nodes", "mirrored ports", "monitor ports"), rows,
+                          "the plan that `flowcheck switch plan` makes of this topology"))
+    return Answer(
+        "capacity", f"Does a checkpoint node keep up with {case.title}?", case.inputs, _results(case, found), grids,
+        verdict, good, notes, _pictures([(case.title, case, found)]),
+    )
+
+
+def figure_answer(figure: int, asked: Asked) -> Answer:
+    """Figure 10, 15 or 16: the same options for each of its models."""
+    names, question = FIGURES[figure]
+    cases = []
+    for name in names:
+        case = case_of(replace(asked, model=name))
+        cases.append((PRESETS[name].title, case, capacity(case.job, case.node, case.speeds)))
+    rows: list[list[Value]] = [
+        [title, case.job.ranks, case.job.groups, found.traffic.payload / 1e9, case.job.iteration_s, found.gap_s,
+         *found.stages, found.serial_s, found.pipelined_s, cores_of(case, found), found.slack_s]
+        for title, case, found in cases
+    ]
+    columns = ("model", "replicas", "groups", "GB a port", "iteration s", "gap s", "receive s", "place s", "update s",
+               "in turn s", "pipelined s", "cores", "slack s")
+    grid = Grid("models", "A node of each model", columns, rows, "capacity.py")
+    late = [title for title, _, found in cases if found.slack_s < 0]
+    verdict = f"too late: {', '.join(late)}" if late else "each meets its deadline"
+    pictures = _pictures(cases)
+    drawn = {10: pictures[:1], 15: pictures[1:2], 16: pictures[2:]}[figure]
+    notes = [NOT_PRINTED, THREADS]
+    return Answer("capacity", question, _common(names, cases), [], [grid], verdict, not late, notes, drawn)
+
+
+def _common(names: Sequence[str], cases: Sequence[tuple[str, Case, Capacity]]) -> Inputs:
+    """The inputs of all models: one row where all have the same, else one for each model."""
+    inputs = Inputs()
+    rows = [{row.name: row for row in case.inputs} for _, case, _ in cases]
+    for name, first in rows[0].items():
+        if all(one[name].value == first.value for one in rows):
+            inputs.note(name, first.value, first.unit, first.source)
+            continue
+        for model, one in zip(names, rows, strict=True):
+            inputs.note(f"{name} ({model})", one[name].value, first.unit, one[name].source)
+    return inputs
+
+
+def _stage_grid(case: Case, found: Capacity) -> Grid:
+    cores = (found.receive_cores, case.node.place_cores, case.node.update_cores)
+    rows: list[list[Value]] = [
+        [name, seconds, 100 * seconds / case.job.iteration_s, number]
+        for name, seconds, number in zip(STAGES, found.stages, cores, strict=True)
+    ]
+    rows.append(["one after the other", found.serial_s, 100 * found.serial_s / case.job.iteration_s, None])
+    rows.append(["bucket by bucket", found.pipelined_s, 100 * found.pipelined_s / case.job.iteration_s, None])
+    return Grid("stages", "Stages of an iteration", ("stage", "seconds", "% of iteration", "cores"), rows,
+                "capacity.py: bytes / speed / cores; flow shop of equal buckets")
+
+
+def _results(case: Case, found: Capacity) -> list[Result]:
+    job, node, port = case.job, case.node, found.traffic
+    state = STATE_BYTES[job.optimizer]
+    streams = node.mirrors * node.groups
+    elements = min(job.group_parameters, max(1, int(job.bucket_bytes / job.call.element_bytes)))
+    wire = "wire_volume.py, nccl-wire 2 and 4"
+    results = [
+        Result("data-parallel groups", job.groups, "", "tp x pp x shard"),
+        Result("replicas in a group", job.ranks, "", "dp / shard"),
+        Result("parameters of a group", job.group_parameters, "", "parameters / groups"),
+        Result("AllReduces of an iteration", found.buckets, "", "gradient bytes / bucket-mb"),
+        Result("gradient in reduced form, once", port.final_payload / max(port.final_data, 1) * job.group_parameters
+               * job.call.element_bytes / 1e9, "GB on the wire", wire),
+        Result("reduced packets, for `plan loss`", reduced_packets(job.call, elements, job.mtu), "", wire),
+        Result("wire bytes of a mirrored port", port.payload / 1e9, "GB per iteration", wire),
+        Result("packets of a mirrored port", port.packets + port.control, "per iteration", wire),
+        Result("bytes that come to the node", streams * port.all_frames / 1e9, "GB per iteration",
+               "x mirrors x groups, with headers"),
+        Result("allreduces, at link speed", found.comm_s, "s", "bytes of the busier direction / port-gbps"),
+        Result("gap to the next allreduce", found.gap_s, "s", "iteration - allreduces"),
+        Result("version stands", found.pipelined_s - found.comm_s, "s after them", "bucket by bucket"),
+        Result("deadline kept by", found.slack_s, "s", "iteration - bucket by bucket"),
+        Result("copies at the peak", found.peak_gbps, "Gb/s", "mirrors x directions x port-gbps"),
+        Result("the node's ports carry", found.room_gbps, "Gb/s", "node-ports x monitor-gbps"),
+        Result("cores of a node", cores_of(case, found), "", "receive, place, update, followers, main"),
+        Result("memory of a node", found.memory / 1e9, "GB",
+               f"parameters x (slots x {state} + arenas x gradient) + rings"),
+        Result("at most, with a new state", found.memory_most / 1e9, "GB", "docs/use/qualify.md"),
+    ]
+    if case.fabric is not None:
+        results.append(Result("nodes", case.fabric.nodes, "", "flowcheck switch plan"))
+    if case.leaves is not None:
+        even = "groups spread evenly over leaves"
+        results += [
+            Result("GPUs", job.gpus, "", "tp x pp x dp"),
+            Result("leaves", case.leaves.leaves, "", "GPUs / leaf-gpus"),
+            Result("nodes, each full", case.leaves.nodes, "", "groups / groups-per-node"),
+            Result("nodes per leaf, at most", case.leaves.nodes_per_leaf, "", even),
+            Result("nodes, as many on each leaf", case.leaves.leaves * case.leaves.nodes_per_leaf, "", even),
+            Result("monitor ports per leaf, at most", case.leaves.monitor_ports, "", "x node-ports"),
+        ]
+    return results
+
+
+def _pictures(cases: Sequence[tuple[str, Case, Capacity]]) -> list[Plot]:
+    """Figures 10, 15 and 16, of these jobs."""
+    names = [title for title, _, _ in cases]
+
+    def series(label: str, values: Sequence[float]) -> Series:
+        return Series(label, names, list(values))
+
+    stages = [series(stage, [found.stages[at] for _, _, found in cases]) for at, stage in enumerate(STAGES)]
+    turn = series("one after the other", [found.serial_s for _, _, found in cases])
+    overlapped = series("bucket by bucket", [found.pipelined_s for _, _, found in cases])
+    iteration = series("iteration", [case.job.iteration_s for _, case, _ in cases])
+    gap = series("gap between allreduces", [found.gap_s for _, _, found in cases])
+    return [
+        Plot("Stages of a node (Figure 10)", "", "seconds", stages, kind="stacked"),
+        Plot("Pipelined or not (Figure 15)", "", "seconds", [turn, overlapped, iteration], kind="bars"),
+        Plot("Iteration, gap and node (Figure 16)", "", "seconds", [iteration, gap, overlapped], kind="bars",
+             log_y=True),
+    ]

@@ -1,0 +1,83 @@
+"""`flowcheck plan capacity`: options in, an answer out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from flowcheck.plan.answer import need
+from flowcheck.plan.output import JsonOption, PlotOption, publish
+
+__all__ = ["capacity"]
+
+
+def capacity(
+    model: Annotated[str | None, typer.Option(help="bert roberta gpt3-1.3b llama2-7b 175b 530b 1t 405b.")] = None,
+    parameters: Annotated[float | None, typer.Option(help="Of the whole model, such as 7e9.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel ranks.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel ranks.")] = None,
+    shard: Annotated[int | None, typer.Option(help="HSDP: data-parallel ranks that share one replica.")] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, typer.Option(help="Of the gradients on the wire.")
+    ] = None,
+    optimizer: Annotated[Literal["adam", "adamw", "amsgrad", "sgd", "momentum"] | None, typer.Option()] = None,
+    protocol: Annotated[Literal["ll", "ll128", "simple"] | None, typer.Option(help="NCCL's.")] = None,
+    algorithm: Annotated[Literal["ring", "tree"] | None, typer.Option(help="NCCL's.")] = None,
+    channels: Annotated[int | None, typer.Option(help="Of the communicator.")] = None,
+    nccl_version: Annotated[str | None, typer.Option(help="Such as 2.27.7.")] = None,
+    mtu: Annotated[int | None, typer.Option(help="RDMA path MTU.")] = None,
+    bucket_mb: Annotated[float | None, typer.Option(help="Gradients in one AllReduce, 10^6 bytes.")] = None,
+    port_gbps: Annotated[float | None, typer.Option(help="Speed of a trainer's NIC.")] = None,
+    iteration_s: Annotated[float | None, typer.Option(help="Seconds of an iteration. Default: from FLOPs.")] = None,
+    gap_s: Annotated[float | None, typer.Option(help="Instead: seconds between an allreduce and the next.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Of an iteration, all GPUs together.")] = None,
+    peak_tflops: Annotated[float | None, typer.Option(help="Of a GPU.")] = None,
+    mfu: Annotated[float | None, typer.Option(help="Share of the peak that the job reaches.")] = None,
+    topology: Annotated[Path | None, typer.Option(help="The file that `flowcheck switch plan` takes.")] = None,
+    mirrors: Annotated[int | None, typer.Option(help="Mirrored ports of a group, one per replica.")] = None,
+    direction: Annotated[Literal["both", "ingress", "egress"] | None, typer.Option(help="What is copied.")] = None,
+    leaf_gpus: Annotated[int | None, typer.Option(help="GPUs under a leaf.")] = None,
+    leaf_ports: Annotated[int | None, typer.Option(help="Ports of a leaf for GPUs and nodes.")] = None,
+    groups_per_node: Annotated[int | None, typer.Option(help="Groups that one node follows.")] = None,
+    node_ports: Annotated[int | None, typer.Option(help="Monitor ports of a node.")] = None,
+    monitor_gbps: Annotated[float | None, typer.Option(help="Speed of each.")] = None,
+    bench: Annotated[
+        Path | None, typer.Option(help="Output of `flowcheck bench parse place ingest adam --json` on a node.")
+    ] = None,
+    receive_mpps: Annotated[float | None, typer.Option(help="Mpkt/s that a core receives.")] = None,
+    parse_ns: Annotated[float | None, typer.Option(help="Of a packet that carries nothing to keep.")] = None,
+    place_gbs: Annotated[float | None, typer.Option(help="GB/s of a core, read and written.")] = None,
+    update_gbs: Annotated[float | None, typer.Option(help="GB/s of a core, read and written.")] = None,
+    place_cores: Annotated[int | None, typer.Option(help="Default: the fewest that keep up with the ports.")] = None,
+    update_cores: Annotated[int | None, typer.Option(help="Default: the fewest that meet the deadline.")] = None,
+    slots: Annotated[int | None, typer.Option(help="Versions that a node holds.")] = None,
+    arenas: Annotated[int | None, typer.Option(help="Iterations' gradients that it holds.")] = None,
+    cores: Annotated[int | None, typer.Option(help="That a node has. Default: only said.")] = None,
+    memory_gb: Annotated[float | None, typer.Option(help="That a node has. Default: only said.")] = None,
+    figure: Annotated[int | None, typer.Option(help="The paper's Figure 10, 15 or 16, for its models.")] = None,
+    as_json: JsonOption = False,
+    plot: PlotOption = None,
+) -> None:
+    """Does a checkpoint node keep up with a job, and how many nodes, ports, cores and GB does that take?
+
+    Exit status 1: the deadline is missed, or the node lacks ports, cores or memory.
+    """
+    from flowcheck.plan.capacity_answer import FIGURES, capacity_answer, figure_answer
+    from flowcheck.plan.capacity_request import Asked
+
+    asked = Asked(
+        model, parameters, tp, pp, dp, shard, dtype, optimizer, protocol, algorithm, channels, nccl_version, mtu,
+        bucket_mb, port_gbps, iteration_s, gap_s, tokens, peak_tflops, mfu, mirrors, direction, topology, leaf_gpus,
+        leaf_ports, groups_per_node, node_ports, monitor_gbps, bench, receive_mpps, parse_ns, place_gbs, update_gbs,
+        place_cores, update_cores, slots, arenas, cores, memory_gb,
+    )
+    if figure is None:
+        raise typer.Exit(publish(capacity_answer(asked), as_json, plot))
+    need(figure in FIGURES, f"figure {figure} is not of this question", "--figure", ", ".join(map(str, FIGURES)))
+    for name in ("model", "parameters", "topology", "iteration_s", "gap_s"):
+        need(getattr(asked, name) is None, "a figure has its own models and times", f"--{name.replace('_', '-')}",
+             "leave it out, or leave --figure out")
+    raise typer.Exit(publish(figure_answer(figure, asked), as_json, plot))

@@ -1,0 +1,244 @@
+"""From the options of `flowcheck plan capacity` to a job, a node and speeds; every value noted with its source.
+
+    case = case_of(Asked(model="175b"))     -> Case(inputs, job, node, speeds, ...)
+
+An option comes first, then the topology, then the model's preset, then the default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+from pathlib import Path
+from typing import TypeVar
+
+from flowcheck.errors import UserError
+from flowcheck.plan.answer import Inputs, Value, need, need_positive, need_probability
+from flowcheck.plan.capacity import Job, Leaves, Node, comm_seconds, fitted, leaves_of
+from flowcheck.plan.fabric import Fabric, fabric_of
+from flowcheck.plan.loss_law import Direction
+from flowcheck.plan.models import PRESETS, Preset, flops_seconds
+from flowcheck.plan.stage_speeds import Speeds, measured, published
+
+__all__ = ["Asked", "Case", "case_of"]
+
+T = TypeVar("T", bound=Value)
+SWITCH = "what `flowcheck switch plan` takes"
+LINE_RATE = "a copy for every direction of every mirrored port at line rate"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options as they were given; None: not given. Names are those of the options."""
+
+    model: str | None = None
+    parameters: float | None = None
+    tp: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    shard: int | None = None
+    dtype: str | None = None
+    optimizer: str | None = None
+    protocol: str | None = None
+    algorithm: str | None = None
+    channels: int | None = None
+    nccl_version: str | None = None
+    mtu: int | None = None
+    bucket_mb: float | None = None
+    port_gbps: float | None = None
+    iteration_s: float | None = None
+    gap_s: float | None = None
+    tokens: float | None = None
+    peak_tflops: float | None = None
+    mfu: float | None = None
+    mirrors: int | None = None
+    direction: Direction | None = None
+    topology: Path | None = None
+    leaf_gpus: int | None = None
+    leaf_ports: int | None = None
+    groups_per_node: int | None = None
+    node_ports: int | None = None
+    monitor_gbps: float | None = None
+    bench: Path | None = None
+    receive_mpps: float | None = None
+    parse_ns: float | None = None
+    place_gbs: float | None = None
+    update_gbs: float | None = None
+    place_cores: int | None = None
+    update_cores: int | None = None
+    slots: int | None = None
+    arenas: int | None = None
+    cores: int | None = None
+    memory_gb: float | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """leaves: an estimate, or None where `fabric` says it from a topology."""
+
+    inputs: Inputs
+    title: str
+    job: Job
+    node: Node
+    speeds: Speeds
+    fabric: Fabric | None
+    leaves: Leaves | None
+
+
+def case_of(asked: Asked) -> Case:
+    """Raises UserError for what makes no sense, with the option and what to give."""
+    inputs = Inputs()
+    preset = _preset(asked, inputs)
+    layout = _layout(asked, preset, inputs)
+    fabric = None
+    if asked.topology is not None:
+        tensor, pipeline, data, shard = layout
+        need(shard >= 1 and data % shard == 0, f"{data} data-parallel ranks are not shards of {shard}", "--shard",
+             "a divisor of --dp")
+        fabric = fabric_of(asked.topology, data // shard, tensor * pipeline * shard)
+        _not_twice(asked)
+        inputs.note("topology", asked.topology.name, "", "given")
+    job = _job(asked, preset, layout, fabric, inputs)
+    node = _node(asked, job, fabric, inputs)
+    speeds = _speeds(asked, job, inputs)
+    fits = "the fewest that meet the deadline"
+    node = fitted(job, node, speeds, place=asked.place_cores is None, update=asked.update_cores is None)
+    inputs.note("place-cores", node.place_cores, "cores", "given" if asked.place_cores else "the fewest that keep up")
+    inputs.note("update-cores", node.update_cores, "cores", "given" if asked.update_cores else fits)
+    for name, value in (("cores", asked.cores), ("memory-gb", asked.memory_gb)):
+        if value is not None:
+            need_positive(value, f"--{name}")
+            inputs.note(name, value)
+    leaves = None
+    if fabric is None:
+        gpus = inputs.take("leaf-gpus", asked.leaf_gpus, 64, "ports", "an example: 24 leaves for 1536 GPUs")
+        ports = inputs.take("leaf-ports", asked.leaf_ports, 128, "ports", "an example: uplinks not counted")
+        leaves = leaves_of(job, node, gpus, ports)
+    return Case(inputs, preset.title if preset else "a job", job, node, speeds, fabric, leaves)
+
+
+def _not_twice(asked: Asked) -> None:
+    """What the topology says is not said again."""
+    for name in ("port_gbps", "mtu", "mirrors", "direction", "groups_per_node", "node_ports", "monitor_gbps",
+                 "leaf_gpus", "leaf_ports"):
+        need(getattr(asked, name) is None, f"{asked.topology} says it", f"--{name.replace('_', '-')}", "leave it out")
+
+
+def _preset(asked: Asked, inputs: Inputs) -> Preset | None:
+    if asked.model is None and asked.parameters is not None:
+        return None
+    name = inputs.take("model", asked.model, "175b", "", "the paper's example of costs")
+    if name not in PRESETS:
+        raise UserError(f"{name!r} is not a model known by name", where="--model",
+                        remedy=f"{', '.join(PRESETS)}; or give --parameters and the layout")
+    return PRESETS[name]
+
+
+def _of_preset(
+    inputs: Inputs, preset: Preset | None, name: str, given: T | None, default: T, unit: str, why: str
+) -> T:
+    """The option, or the preset's field of that name with the source that it names, or the default."""
+    if given is None and preset is not None:
+        value: T = getattr(preset, name.replace("-", "_"))
+        return inputs.note(name, value, unit, preset.source(name))
+    return inputs.take(name, given, default, unit, why)
+
+
+def _layout(asked: Asked, preset: Preset | None, inputs: Inputs) -> tuple[int, int, int, int]:
+    one = "no such parallelism"
+    tensor = _of_preset(inputs, preset, "tp", asked.tp, 1, "ranks", one)
+    pipeline = _of_preset(inputs, preset, "pp", asked.pp, 1, "ranks", one)
+    data = _of_preset(inputs, preset, "dp", asked.dp, 8, "ranks", "an example")
+    shard = inputs.take("shard", asked.shard, 1, "ranks", "DDP: replicas are not sharded")
+    return tensor, pipeline, data, shard
+
+
+def _job(
+    asked: Asked, preset: Preset | None, layout: tuple[int, int, int, int], fabric: Fabric | None, inputs: Inputs
+) -> Job:
+    def known(name: str, given: T | None, default: T, unit: str, why: str) -> T:
+        return _of_preset(inputs, preset, name, given, default, unit, why)
+
+    parameters = known("parameters", asked.parameters, 0.0, "", "")
+    dtype = known("dtype", asked.dtype, "float32", "", "DDP's without a communication hook")
+    optimizer = inputs.take("optimizer", asked.optimizer, "adam", "", "12 bytes per parameter in float32")
+    protocol = known("protocol", asked.protocol, "simple", "", "NCCL's for large calls")
+    algorithm = inputs.take("algorithm", asked.algorithm, "ring", "", "NCCL's for large calls, nccl-wire 3.4")
+    channels = inputs.take("channels", asked.channels, 2, "", "NCCL doubles the one of a NIC, nccl-wire 3.2")
+    version = inputs.take("nccl-version", asked.nccl_version, "2.27.7", "", "one that was run")
+    bucket = inputs.take("bucket-mb", asked.bucket_mb, 25 * 1.048576, "MB", "DDP's bucket_cap_mb, 25 MiB")
+    if fabric is None:
+        mtu = inputs.take("mtu", asked.mtu, 4096, "bytes", "the largest of RoCE")
+        port = known("port-gbps", asked.port_gbps, 400.0, "Gb/s", "an example")
+    else:
+        mtu = inputs.note("mtu", fabric.path_mtu, "bytes", "topology")
+        port = inputs.note("port-gbps", fabric.port_gbps, "Gb/s", "topology")
+    job = Job(parameters, *layout, dtype, optimizer, protocol, algorithm, channels, version, mtu, bucket * 1e6, port,
+              iteration_s=1.0)
+    return replace(job, iteration_s=_iteration(asked, preset, job, inputs))
+
+
+def _iteration(asked: Asked, preset: Preset | None, job: Job, inputs: Inputs) -> float:
+    """Given; or the allreduces and a given gap; or from FLOPs."""
+    need(asked.iteration_s is None or asked.gap_s is None, "--iteration-s and --gap-s say the same thing", "--gap-s",
+         "give one of them")
+    if asked.gap_s is not None:
+        need_positive(asked.gap_s, "--gap-s", "seconds")
+        gap = inputs.note("gap-s", asked.gap_s, "s")
+        return inputs.note("iteration-s", gap + comm_seconds(job), "s", "the gap and the allreduces")
+    if asked.iteration_s is not None:
+        need_positive(asked.iteration_s, "--iteration-s", "seconds")
+        return inputs.note("iteration-s", asked.iteration_s, "s")
+    need(preset is not None or asked.tokens is not None, "nobody says how long an iteration takes", "--iteration-s",
+         "give it, or --gap-s, or --tokens with --peak-tflops and --mfu")
+    tokens = _of_preset(inputs, preset, "tokens", asked.tokens, 0.0, "per iteration", "")
+    peak = _of_preset(inputs, preset, "peak-tflops", asked.peak_tflops, 312.0, "TFLOPS",
+                      "NVIDIA A100 data sheet, dense bf16")
+    mfu = _of_preset(inputs, preset, "mfu", asked.mfu, 0.4, "of the peak", "an example")
+    need_positive(tokens, "--tokens")
+    need_positive(peak, "--peak-tflops", "TFLOPS")
+    need_probability(mfu, "--mfu")
+    need_positive(mfu, "--mfu")
+    seconds = flops_seconds(job.parameters, tokens, job.gpus, peak, mfu)
+    return inputs.note("iteration-s", seconds, "s", "6 x parameters x tokens / (GPUs x peak x mfu), Kaplan et al.")
+
+
+def _node(asked: Asked, job: Job, fabric: Fabric | None, inputs: Inputs) -> Node:
+    if fabric is not None:
+        mirrors = inputs.note("mirrors", fabric.mirrors, "ports", "switch plan")
+        direction: Direction = inputs.note("direction", fabric.direction, "", "switch plan")
+        monitor = inputs.note("monitor-gbps", fabric.monitor_gbps, "Gb/s", "topology")
+        groups = inputs.note("groups-per-node", fabric.groups_per_node, "", "switch plan")
+        ports = inputs.note("node-ports", fabric.node_ports, "", "switch plan")
+    else:
+        mirrors = inputs.take("mirrors", asked.mirrors, min(3, job.ranks), "ports of a group", SWITCH)
+        direction = inputs.take("direction", asked.direction, "both", "", f"{SWITCH} where ports carry it")
+        monitor = inputs.take("monitor-gbps", asked.monitor_gbps, 400.0, "Gb/s", "an example")
+        need_positive(monitor, "--monitor-gbps", "Gb/s")
+        groups = inputs.take("groups-per-node", asked.groups_per_node, 1, "", "a node for each group")
+        copies = mirrors * (2 if direction == "both" else 1) * job.port_gbps
+        ports = inputs.take("node-ports", asked.node_ports, max(1, groups * ceil(copies / monitor)), "", LINE_RATE)
+    slots = inputs.take("slots", asked.slots, 3, "", "replica.slots of node.toml")
+    arenas = inputs.take("arenas", asked.arenas, 4, "", "replica.arenas of node.toml")
+    place, update = (1 if cores is None else cores for cores in (asked.place_cores, asked.update_cores))
+    return Node(mirrors, direction, groups, ports, monitor, place, update, slots, arenas)
+
+
+def _speeds(asked: Asked, job: Job, inputs: Inputs) -> Speeds:
+    given = (asked.receive_mpps, asked.parse_ns, asked.place_gbs, asked.update_gbs)
+    names = ("receive-mpps", "parse-ns", "place-gbs", "update-gbs")
+    units = ("Mpkt/s per core", "ns per packet", "GB/s per core", "GB/s per core")
+    if all(value is not None for value in given):
+        base = Speeds(1, 1, 1, 1, {})
+    elif asked.bench is not None:
+        base = measured(asked.bench, job.protocol, job.mtu)
+    else:
+        base = published(job.protocol, job.mtu)
+    values = []
+    known = (base.receive_mpps, base.parse_ns, base.place_gbs, base.update_gbs)
+    for name, unit, own, value in zip(names, units, given, known, strict=True):
+        if own is not None:
+            need_positive(own, f"--{name}", unit)
+        values.append(inputs.note(name, value if own is None else own, unit,
+                                  "given" if own is not None else base.sources[name.partition("-")[0]]))
+    return Speeds(values[0], values[1], values[2], values[3], base.sources)

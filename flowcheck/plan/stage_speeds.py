@@ -1,0 +1,99 @@
+"""How fast one core of a node is at each stage: measured by `flowcheck bench`, given, or this project's own figures.
+
+    speeds = measured(Path("bench.json"), "ll", 4096)       of `flowcheck bench parse place ingest adam --json`
+    speeds = published("ll", 4096)                          docs/understand/performance.md
+
+Raises UserError naming the file and the row that is not there. Any thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowcheck.errors import EnvironmentProblem, UserError
+
+__all__ = ["ROWS", "Speeds", "measured", "published"]
+
+TIMED = (1024, 4096)  # path MTUs that bench measures
+#: Stage -> the row that says it, unit that the row has.
+ROWS = {
+    "parse": ("parse.16flows.huge", "ns/packet"),
+    "place": ("place.{protocol}.{mtu}", "GB/s"),
+    "receive": ("ingest.{mtu}.copy", "Mpkt/s"),
+    "update": ("adam.200.1t.torch-cuda-foreach", "GB/s"),
+}
+PAGE = "docs/understand/performance.md"
+ZEN4, ZEN5 = f"{PAGE}, Zen 4", f"{PAGE}, Zen 5"
+PUBLISHED = {
+    "parse.16flows.huge": (11.6, ZEN4),
+    "place.ll.1024": (21.2, ZEN4), "place.ll128.1024": (22.4, ZEN4), "place.simple.1024": (26.8, ZEN4),
+    "place.ll.4096": (24.7, ZEN4), "place.ll128.4096": (26.5, ZEN4), "place.simple.4096": (29.1, ZEN4),
+    "ingest.1024.copy": (13.2, ZEN4), "ingest.4096.copy": (4.2, ZEN4),
+    "adam.200.1t.torch-cuda-foreach": (43.6, ZEN5),
+}
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of one core. receive: Mpkt/s from a port into the ring. parse: ns per packet that carries nothing to keep. place:
+    GB/s, bytes read plus written, of packets with reduced data. update: GB/s, 28 bytes per parameter with Adam and
+    float32 gradients. sources: of each, by field."""
+
+    receive_mpps: float
+    parse_ns: float
+    place_gbs: float
+    update_gbs: float
+    sources: Mapping[str, str]
+
+
+def published(protocol: str, mtu: int) -> Speeds:
+    """Figures of one machine of this project; another processor has others."""
+    return _of({name: value for name, (value, _) in PUBLISHED.items()}, protocol, mtu,
+               {name: where for name, (_, where) in PUBLISHED.items()}, PAGE)
+
+
+def measured(file: Path, protocol: str, mtu: int) -> Speeds:
+    """From the rows that `flowcheck bench ... --json` printed."""
+    try:
+        rows = json.loads(file.read_text())
+    except OSError as error:
+        raise (UserError if isinstance(error, FileNotFoundError) else EnvironmentProblem)(
+            f"cannot be read: {error.strerror or error}", where=str(file), remedy="check the path and its permissions"
+        ) from None
+    except ValueError:
+        rows = None
+    wrong = UserError(
+        "is not what `flowcheck bench --json` prints", where=str(file),
+        remedy="flowcheck bench parse place ingest adam --json > bench.json",
+    )
+    if not isinstance(rows, list):
+        raise wrong
+    values: dict[str, float] = {}
+    where: dict[str, str] = {}
+    for row in rows:
+        if not isinstance(row, dict) or not isinstance(row.get("name"), str):
+            raise wrong
+        value = row.get("value")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+            raise wrong
+        values[row["name"]] = float(value)
+        where[row["name"]] = f"{file.name}, {row.get('processor', 'a processor not named')}"
+    return _of(values, protocol, mtu, where, str(file))
+
+
+def _of(values: Mapping[str, float], protocol: str, mtu: int, where: Mapping[str, str], source: str) -> Speeds:
+    near = max([size for size in TIMED if size <= mtu], default=TIMED[0])
+    names = {stage: name.format(protocol=protocol, mtu=near) for stage, (name, _) in ROWS.items()}
+    lacking = [name for name in names.values() if name not in values]
+    if lacking:
+        raise UserError(
+            f"has no row {lacking[0]}", where=source,
+            remedy="flowcheck bench parse place ingest adam --json > bench.json, or give the speeds one by one",
+        )
+    return Speeds(
+        values[names["receive"]], values[names["parse"]], values[names["place"]], values[names["update"]],
+        {stage: f"{where[name]}: {name}" for stage, name in names.items()},
+    )

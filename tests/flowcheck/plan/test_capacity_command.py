@@ -1,0 +1,148 @@
+"""`flowcheck plan capacity` as a person asks it: presets, figures, a topology, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flowcheck.cli import app
+
+from .asking import answer_of, asked, refused
+
+GIVEN = "--parameters 1e9 --dp 4 --gap-s 1 --port-gbps 100"
+
+
+def topology(folder: Path, *, ranks: int = 4, groups: int = 2, speed: int = 100) -> Path:
+    """Two leaves: rank r of group g on host r, rail g; a node on each leaf."""
+    leaves = [
+        {
+            "name": f"leaf{group}", "vendor": "eos",
+            "ports": [
+                {"port": f"Ethernet{rank + 1}", "rank": group * ranks + rank, "host": f"h{group}-{rank}",
+                 "speed_gbps": speed}
+                for rank in range(ranks)
+            ],
+            "monitor_ports": [
+                {"port": f"Ethernet{48 + number}", "node": f"ck{group}", "speed_gbps": 400} for number in range(2)
+            ],
+        }
+        for group in range(groups)
+    ]
+    made = {
+        "path_mtu": 1024, "leaves": leaves,
+        "groups": [
+            {"name": f"dp{group}", "ranks": [group * ranks + rank for rank in range(ranks)]} for group in range(groups)
+        ],
+    }
+    file = folder / "topology.json"
+    file.write_text(json.dumps(made))
+    return file
+
+
+def test_the_papers_example_meets_its_deadline(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer_of(capsys, "capacity --model 175b")
+    assert found["good"] and "deadline met" in found["verdict"]
+    assert found["results"]["nodes per leaf, at most"] == 3 and found["results"]["nodes, as many on each leaf"] == 72
+    assert any("Calculon" in note for note in found["notes"]), "what the paper does not print is said"
+
+
+def test_a_node_that_is_too_small_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"capacity {GIVEN} --update-cores 1 --update-gbs 10 --memory-gb 10 --cores 2 --node-ports 1"
+    status, out = asked(capsys, line)
+    words = " ".join(out.split())
+    assert status == 1
+    for what in ("deadline MISSED", "ports MISSED", "cores MISSED", "memory MISSED", "dropped by the switch"):
+        assert what in words
+
+
+def test_a_gap_is_what_the_allreduces_leave(capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer_of(capsys, f"capacity {GIVEN}")
+    assert found["results"]["gap to the next allreduce"] == pytest.approx(1)
+    assert found["inputs"]["iteration-s"] == pytest.approx(1 + found["results"]["allreduces, at link speed"])
+
+
+def test_the_tables_fit_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for line in ("capacity", "capacity --figure 16"):
+        _, out = asked(capsys, line)
+        assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("figure", "models"), [
+    (10, ["BERT, 110M", "RoBERTa, 330M", "GPT-3, 1.3B", "Llama2-7B"]),
+    (16, ["175B on 1536 GPUs", "530B on 2240 GPUs", "1T on 3072 GPUs", "405B on 16384 GPUs"]),
+])
+def test_figures_have_the_papers_models(capsys: pytest.CaptureFixture[str], figure: int, models: list[str]) -> None:
+    found = answer_of(capsys, f"capacity --figure {figure}")
+    rows = found["tables"]["models"]["rows"]
+    assert [row[0] for row in rows] == models
+    assert found["verdict"] and found["inputs"]["slots"] == 3
+
+
+@pytest.mark.parametrize(
+    ("figure", "word"), [(10, "receive"), (15, "bucket by bucket"), (16, "gap between allreduces")]
+)
+def test_figures_are_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path, figure: int, word: str) -> None:
+    pytest.importorskip("matplotlib", reason="extra `plan`")
+    asked(capsys, f"capacity --figure {figure} --plot {tmp_path / 'f.svg'}")
+    text = (tmp_path / "f.svg").read_text()
+    assert f"Figure {figure}" in text and word in text
+
+
+def test_a_topology_gives_the_same_nodes_as_switch_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, out = topology(tmp_path), tmp_path / "plan.json"
+    app(["switch", "plan", str(file), "--out", str(out)], standalone_mode=False)
+    planned = json.loads(out.read_text())
+    capsys.readouterr()
+    found = answer_of(capsys, f"capacity --parameters 1e9 --pp 2 --dp 4 --gap-s 1 --topology {file}")
+    assert {row[0]: row[1] for row in found["tables"]["leaves"]["rows"]} == planned["nodes_per_leaf"]
+    assert found["inputs"]["direction"] == planned["groups"][0]["direction"]
+    assert found["inputs"]["mirrors"] == max(len(group["ranks"]) for group in planned["groups"])
+    assert found["inputs"]["mtu"] == 1024 and found["results"]["nodes"] == 2
+    monitor = {row[0]: row[3] for row in found["tables"]["leaves"]["rows"]}
+    assert sum(monitor.values()) == len(planned["sessions"])
+
+
+def test_a_topology_of_another_job_is_refused(tmp_path: Path) -> None:
+    file = topology(tmp_path)
+    line = f"capacity --parameters 1e9 --gap-s 1 --topology {file}"
+    assert "group dp0 has 4 ranks, the job's groups have 8" in refused(f"{line} --pp 2 --dp 8").message()
+    assert "2 groups, the job has 1" in refused(f"{line} --dp 4").message()
+    error = refused(f"{line} --pp 2 --dp 4 --mirrors 2")
+    assert error.where == "--mirrors" and "leave it out" in error.remedy
+    small = topology(tmp_path, speed=1600)
+    assert refused(f"capacity --parameters 1e9 --gap-s 1 --pp 2 --dp 4 --topology {small}").remedy
+    absent = refused(f"capacity --parameters 1e9 --gap-s 1 --topology {tmp_path / 'absent.yaml'}")
+    assert absent.exit_code == 2 and "absent.yaml" in absent.message()
+
+
+@pytest.mark.parametrize(("line", "where"), [
+    ("--model 176b", "--model"),
+    ("--parameters 1e9 --dp 4", "--iteration-s"),
+    ("--parameters 1e9 --iteration-s 1 --gap-s 1", "--gap-s"),
+    ("--parameters 1e9 --gap-s 0", "--gap-s"),
+    ("--parameters 1e9 --dp 1 --gap-s 1", "--dp"),
+    ("--parameters 1e9 --dp 6 --shard 4 --gap-s 1", "--shard"),
+    ("--model 175b --mfu 1.5", "--mfu"),
+    ("--model 175b --iteration-s 0.01", "--iteration-s"),
+    ("--model 175b --mirrors 25", "--mirrors"),
+    ("--model 175b --leaf-ports 66", "--leaf-ports"),
+    ("--model 175b --leaf-gpus 0", "--leaf-gpus"),
+    ("--model 175b --mtu 1500", "--mtu"),
+    ("--model 175b --place-cores 0", "--place-cores"),
+    ("--model 175b --place-gbs 0", "--place-gbs"),
+    ("--model 175b --memory-gb -1", "--memory-gb"),
+    ("--figure 11", "--figure"),
+    ("--figure 10 --model bert", "--model"),
+])
+def test_what_makes_no_sense_is_refused_with_place_and_remedy(line: str, where: str) -> None:
+    error = refused(f"capacity {line}")
+    assert error.where == where and error.remedy and error.exit_code == 2
+
+
+def test_a_version_of_nccl_that_was_never_read_is_refused() -> None:
+    error = refused("capacity --model 175b --nccl-version 2.99.1")
+    assert error.where == "--nccl-version" and "2.99.1" in error.what
+    assert refused("capacity --model 175b --algorithm tree --channels 3").where == "--channels"
