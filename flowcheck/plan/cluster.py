@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from flowcheck.errors import UserError
 from flowcheck.plan.answer import Inputs, Value, need, need_positive, need_probability
+from flowcheck.plan.models import LARGE, PRESETS, flops_seconds
 
-__all__ = ["DEFAULTS", "DAY", "SCALES", "Cluster", "read_cluster"]
+__all__ = ["DEFAULTS", "DAY", "Cluster", "read_cluster"]
 
 DAY = 86400.0
 GB = 1e9
@@ -65,6 +65,11 @@ class Cluster:
         return self.gpus // self.gpus_per_server
 
     @property
+    def model_parallel(self) -> int:
+        """GPUs that hold one copy of the model."""
+        return max(1, self.gpus // self.data_parallel)
+
+    @property
     def state(self) -> float:
         """Bytes of one checkpoint of the whole job."""
         return self.parameters * self.state_bytes
@@ -87,7 +92,7 @@ class Cluster:
 DEFAULTS: dict[str, tuple[float | int, str, str]] = {
     "gpus": (1536, "", "FlowCheck, section 8.5: 175B"),
     "gpus_per_server": (8, "", "FlowCheck, section 8.5: 192 servers"),
-    "data_parallel": (16, "", "example: 8 x 12 x 16 GPUs"),
+    "data_parallel": (24, "", "example: 8 x 8 x 24 GPUs, as `flowcheck plan capacity`"),
     "parameters": (175e9, "", "FlowCheck, section 8.5"),
     "state_bytes": (12, "B/parameter", "Gemini, section 2: MT-NLG"),
     "iteration": (15.0, "s", "example: 6 x 175e9 x 1536 x 2048 FLOP at 46 % of 1536 x 312 TFLOP/s"),
@@ -121,29 +126,30 @@ DEFAULTS: dict[str, tuple[float | int, str, str]] = {
     "server_price": (30.0, "$/h", "FlowCheck, section 8.5"),
     "node_price": (1.37, "$/h", "FlowCheck, section 8.5"),
 }
-# The scales of FlowCheck's section 8.5. Iterations: 6 x parameters x GPUs x 2048 FLOP at 46 % of 312 TFLOP/s a GPU.
-SCALES: dict[str, dict[str, float | int]] = {
-    "175b": {"gpus": 1536, "data_parallel": 16, "parameters": 175e9, "iteration": 15.0, "version_lag": 15.0},
-    "530b": {"gpus": 2240, "data_parallel": 8, "parameters": 530e9, "iteration": 45.4, "version_lag": 45.4},
-    "1t": {"gpus": 3072, "data_parallel": 6, "parameters": 1e12, "iteration": 85.6, "version_lag": 85.6},
-}
+
+
+def _scale(name: str) -> dict[str, tuple[Value, str]]:
+    """What a job of models.py says of its cluster, with the sources there; its iteration by FLOPs."""
+    need(name in LARGE, f"{name} is not one of {', '.join(LARGE)}", "--scale", "name one of them")
+    preset = PRESETS[name]
+    seconds = flops_seconds(preset.parameters, preset.tokens, preset.gpus, preset.peak_tflops, preset.mfu)
+    flops = f"{preset.title}: 6 x parameters x tokens / (GPUs x peak x MFU), as `flowcheck plan capacity`"
+    return {
+        "gpus": (preset.gpus, preset.source("dp")), "data_parallel": (preset.dp, preset.source("dp")),
+        "parameters": (preset.parameters, preset.source("parameters")), "iteration": (seconds, flops),
+        "version_lag": (seconds, "example: a version one iteration after its gradients"),
+    }
 
 
 def read_cluster(
     given: Mapping[str, Value], inputs: Inputs, scale: str = "", computed: Mapping[str, tuple[Value, str]] | None = None
 ) -> Cluster:
-    """The cluster of what is given (None: not given), else computed, else of a scale of FlowCheck's section 8.5, else
-    of the defaults.
+    """The cluster of what is given (None: not given), else computed, else of a scale, else of the defaults.
 
-    computed: (value, source) of another answer. Raises UserError for an unknown scale, and for values that make no
-    sense together.
+    scale: a large job of models.py. computed: (value, source) of another answer. Raises UserError for an unknown scale,
+    and for values that make no sense together.
     """
-    if scale and scale not in SCALES:
-        raise UserError(f"{scale} is not one of {', '.join(SCALES)}", where="--scale", remedy="name one of them")
-    known: dict[str, tuple[Value, str]] = {
-        name: (value, f"FlowCheck, section 8.5: {scale}") for name, value in SCALES.get(scale, {}).items()
-    }
-    known |= computed or {}
+    known = (_scale(scale) if scale else {}) | dict(computed or {})
     values: dict[str, Value] = {}
     for name, (default, unit, source) in DEFAULTS.items():
         option = name.replace("_", "-")

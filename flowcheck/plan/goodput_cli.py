@@ -16,7 +16,7 @@ __all__ = [
     "ServerPriceOption", "SetOption", "given", "goodput",
 ]
 
-ScaleOption = Annotated[str, typer.Option("--scale", help="175b, 530b or 1t: a job of FlowCheck's section 8.5.")]
+ScaleOption = Annotated[str, typer.Option("--scale", help="175b, 530b, 1t or 405b: that job, as in capacity.")]
 GpusOption = Annotated[int | None, typer.Option("--gpus", help="GPUs of the job.")]
 ParametersOption = Annotated[float | None, typer.Option("--parameters", help="Parameters of the model.")]
 IterationOption = Annotated[float | None, typer.Option("--iteration", help="Seconds of an iteration.")]

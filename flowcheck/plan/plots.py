@@ -22,6 +22,7 @@ __all__ = ["KINDS", "save", "svg"]
 KINDS = ("png", "svg")
 SIZE = (8.0, 4.5)  # inches of one panel
 DPI = 120
+MANY = 6  # categories; more are written at a slant
 BAR = 0.8  # share of a category's width that its bars take
 
 
@@ -102,4 +103,5 @@ def _bars(axes: Any, plot: Plot) -> None:
         )
         for name, height in heights.items():
             below[name] += height
-    axes.set_xticks(range(len(names)), names)
+    turned = {"rotation": 30, "ha": "right"} if len(names) > MANY else {}
+    axes.set_xticks(range(len(names)), names, **turned)

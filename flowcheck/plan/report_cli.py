@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flowcheck.plan.answer import Inputs, Value
+from flowcheck.plan.answer import Answer, Inputs, Value
 from flowcheck.plan.goodput_cli import (
     FailuresOption,
     GpusOption,
@@ -32,11 +32,18 @@ def report(
     server_price: ServerPriceOption = None, node_price: NodePriceOption = None, settings: SetOption = None,
     mirrors: Annotated[int | None, typer.Option("--mirrors", help="Mirrored ports of a group.")] = None,
     loss: Annotated[float | None, typer.Option("--loss", help="Probability that the mirror loses a copy.")] = None,
+    topology: Annotated[Path | None, typer.Option("--topology", help="As `flowcheck switch plan` takes it.")] = None,
+    bench: Annotated[
+        Path | None, typer.Option("--bench", help="Of a node: `flowcheck bench parse place ingest adam --json`.")
+    ] = None,
 ) -> None:
     """One page for a cluster: the question, inputs, pictures, verdict, and what would change it. Extra `plan`.
 
-    How often an iteration stays incomplete is computed first, and goes into the effective time.
+    Loss and capacity are answered first: how often an iteration stays incomplete, how late a version stands and how
+    many nodes there are go into the effective time.
     """
+    from flowcheck.plan.capacity_answer import capacity_answer
+    from flowcheck.plan.capacity_request import Asked
     from flowcheck.plan.cluster import read_cluster
     from flowcheck.plan.goodput import answer
     from flowcheck.plan.report import check_name, page, write
@@ -51,15 +58,33 @@ def report(
     job = read_cluster(values, Inputs(), scale)
     held = loss_answer(ranks=job.data_parallel, mirrors=mirrors, loss=loss, parameters=job.parameters,
                        iteration_s=job.iteration)
-    incomplete = next(row.value for row in held.results if row.name == "an iteration stays incomplete")
+    kept = capacity_answer(Asked(
+        model=scale or None, parameters=None if scale else job.parameters, tp=None if scale else job.model_parallel,
+        dp=None if scale else job.data_parallel, iteration_s=None if scale else job.iteration, mirrors=mirrors,
+        topology=topology, bench=bench,
+    ))
     inputs = Inputs()
-    cluster = read_cluster(values, inputs, scale, {"incomplete": (incomplete, "the answer on loss, on this page")})
+    cluster = read_cluster(values, inputs, scale, _computed(held, kept))
     heading = title or f"Checkpoints for {cluster.gpus:,} GPUs"
     question = (
         f"A job trains {cluster.parameters / 1e9:,g} billion parameters on {cluster.gpus:,} GPUs and fails "
-        f"{cluster.failures_per_day:g} times a day. Do the mirrored ports suffice, how much of the time trains with "
-        "each checkpointing system, and what does the rest cost?"
+        f"{cluster.failures_per_day:g} times a day. Do the mirrored ports suffice, does a node keep up, how much of "
+        "the time trains with each checkpointing system, and what does the rest cost?"
     )
-    made = page(heading, question, [held, answer(cluster, inputs)], sensitivity(cluster), break_even_lines(cluster))
-    write(out, made)
+    answers = [held, kept, answer(cluster, inputs)]
+    write(out, page(heading, question, answers, sensitivity(cluster), break_even_lines(cluster)))
     typer.echo(f"written: {out}")
+
+
+def _computed(held: Answer, kept: Answer) -> dict[str, tuple[Value, str]]:
+    """What goodput takes from the answers on loss and capacity: by its inputs' names, with where it comes from."""
+    loss = {row.name: row.value for row in held.results}
+    capacity = {row.name: row.value for row in kept.results}
+    page = "the answer on {}, on this page".format
+    late = capacity["version stands"]
+    assert isinstance(late, float)
+    return {
+        "incomplete": (loss["an iteration stays incomplete"], page("loss")),
+        "version_lag": (max(0.0, late), page("capacity")),
+        "nodes": (capacity.get("nodes", capacity.get("nodes, each full")), page("capacity")),
+    }

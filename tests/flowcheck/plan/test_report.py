@@ -117,9 +117,18 @@ def test_a_page_for_a_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert reader.outside == [] and len(reader.ids) == len(set(reader.ids)) > 100
     assert reader.tags.count("svg") >= 5
     for words in ("1,536 GPUs", "175 billion parameters", "What would change it", "twice the failures",
-                  "flowcheck costs less than storage at any number of failures", "the answer on loss, on this page",
-                  "FlowCheck, section 8.5: 175b", "does not hold"):
+                  "flowcheck costs less than storage from 0.0119 failures a day on", "the answer on loss, on this page",
+                  "the answer on capacity, on this page", "175B on 1536 GPUs: ", "does not hold", "deadline met"):
         assert words in text, words
+
+
+def test_a_page_for_a_job_that_has_no_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    options = "--gpus 64 --parameters 7e9 --iteration 5 --set data-parallel=8 --title Ours"
+    assert asked(capsys, f"report --out {file} {options}")[0] == 0
+    text = re.sub(r"<[^>]*>|\s+", " ", file.read_text())
+    assert "Ours" in text and re.search(r"parameters of a group +875,000,000 ", text)
+    assert re.search(r" nodes +8 +the answer on capacity", text)
 
 
 def test_a_page_that_makes_no_sense_is_refused(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from flowcheck.errors import UserError
 from flowcheck.plan.answer import Inputs
-from flowcheck.plan.cluster import DEFAULTS, SCALES, Cluster, read_cluster
+from flowcheck.plan.cluster import DEFAULTS, Cluster, read_cluster
+from flowcheck.plan.models import LARGE, PRESETS
 from flowcheck.plan.placement import place, ring
 from flowcheck.plan.renewal import effective_share
 from flowcheck.plan.simulation import Bursts, run, t_quantile
@@ -39,13 +40,13 @@ def test_every_field_has_a_default_and_a_source() -> None:
     assert all(row.source.startswith("default: ") and len(row.source) > 15 for row in rows)
 
 
-@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("scale", LARGE)
 def test_scales_say_so(scale: str) -> None:
     inputs = Inputs()
     cluster = read_cluster({"parameters": 1e9}, inputs, scale)
-    assert cluster.gpus == SCALES[scale]["gpus"] and cluster.parameters == 1e9
+    assert cluster.gpus == PRESETS[scale].gpus and cluster.parameters == 1e9
     sources = {row.name: row.source for row in inputs}
-    assert scale in sources["gpus"] and sources["parameters"] == "given"
+    assert PRESETS[scale].title in sources["gpus"] and sources["parameters"] == "given"
 
 
 @pytest.mark.parametrize(
