@@ -9,6 +9,8 @@
     ingest.py    packets from a DPDK port to placed gradients, against minimal.pyx: a loop that does the least
     streams.py   the same packets over 1, 2, 4, 8 and 16 streams
     loss.py      the live node's loop with losses, against without
+    pipeline.py  the stages of a live node, one after another and overlapped; packets from feeder.pyx
+    figure.py    that as a picture
     closing.py   evidence and verdict of an iteration that closes
     sums.py      checksums of a version's parameters, against reading them
     adam.py      a step of the optimizer, against its memory traffic and torch's

@@ -21,6 +21,7 @@ BENCHES = {
     "streams": ("flowcheck.lab.bench.streams", "the same packets over 1 to 16 streams, against over one"),
     "loss": ("flowcheck.lab.bench.loss", "the live node with one packet lost in 10^5, against none lost"),
     "closing": ("flowcheck.lab.bench.closing", "evidence and verdict of an iteration that closes, per GB"),
+    "pipeline": ("flowcheck.lab.bench.pipeline", "stages alone, in sequence and overlapped, against the memory"),
     "checksum": ("flowcheck.lab.bench.sums", "checksums of a version's parameters, against reading them"),
     "adam": ("flowcheck.lab.bench.adam", "one step of the optimizer, against its memory traffic and torch's"),
 }

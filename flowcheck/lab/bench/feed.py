@@ -49,7 +49,7 @@ class Window:
         made = make(Protocol.SIMPLE, MTU, flows, flows * MESSAGES * message)
         slot = made.frames.shape[1]
         self.flows, self.gradient_bytes, self.packets = made.flows, made.wire_bytes, made.packets
-        self.expected = made.expected
+        self.expected, self.addresses, self.lengths = made.expected, made.addresses, made.lengths
         self.each = made.packets // flows
         self._frames = made.frames
         self._psn = made.frames.reshape(self.each, flows, slot)[:, :, PSN_AT : PSN_AT + 4].view(">u4")[:, :, 0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import statistics
 import threading
 import time
@@ -186,19 +187,37 @@ def print_rows(rows: list[Row], console: Console) -> None:
     """The rows beside their limits, a table for each bench and setting; 80 columns are enough."""
     for (bench, setting), group in groupby(rows, key=lambda row: (row.name.partition(".")[0], _sentence(row.setting))):
         console.print(f"{setting}", highlight=False)
+        titles = (bench, "value", "unit", "limit", "ratio", "p10..p90", "target")
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-        for column in (bench, "value", "unit", "limit", "ratio", "p10..p90", "target"):
+        for column in titles:
             table.add_column(column, justify="left" if column in (bench, "unit", "target") else "right", no_wrap=True)
-        for row in group:
-            sign = "<=" if row.less_is_better else ">="
-            missed = "!" if row.reached is False else ""
-            table.add_row(
-                row.name.partition(".")[2], _figure(row.value), row.unit, _figure(row.limit), f"{row.ratio:.2f}",
-                f"{row.p10:.2f}..{row.p90:.2f}", "" if row.target is None else f"{sign}{row.target:g}{missed}",
-            )
+        shown = [(row.name.partition(".")[2], _cells(row)) for row in group]
+        widths = [max(map(len, column)) for column in zip(titles[1:], *(cells for _, cells in shown), strict=True)]
+        room = console.width - sum(widths) - len(widths)
+        for name, cells in shown:
+            table.add_row(_in_lines(name, room), *cells)
         console.print(table)
     if any(row.reached is False for row in rows):
         console.print("! missed")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    """All but its name."""
+    target = ""
+    if row.target is not None:
+        target = f"{'<=' if row.less_is_better else '>='}{row.target:g}{'!' if row.reached is False else ''}"
+    spread = f"{row.p10:.2f}..{row.p90:.2f}"
+    return _figure(row.value), row.unit, _figure(row.limit), f"{row.ratio:.2f}", spread, target
+
+
+def _in_lines(name: str, room: int) -> str:
+    """A name that has no room in a line goes on below, behind one of its dots."""
+    lines = [""]
+    for part in re.findall(r"[^.]+\.?", name):
+        if lines[-1].strip() and len(lines[-1] + part) > room:
+            lines.append("  ")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def _sentence(setting: Setting) -> str:

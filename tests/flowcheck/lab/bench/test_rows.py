@@ -83,6 +83,16 @@ def test_rows_fit_80_columns() -> None:
     assert "flat.1t.torch-cuda-foreach.bf16" in text and "<=1.25!" in text and text.endswith("! missed\n")
 
 
+def test_a_name_without_room_goes_on_below() -> None:
+    """Nothing of any column is left out."""
+    name = "adam.200.2t.torch-cuda-foreach.bf16.torch-single"
+    text = shown(Row.of(name, "param/us", [12345.0] * 3, [678.0, 999.0, 1.0], 1.0, SETTING))
+    assert all(len(line) <= 80 for line in text.splitlines())
+    first, second = text.splitlines()[-2:]
+    assert first.startswith("200.2t.torch-cuda-foreach.bf16. 12345 param/us ") and first.split()[-1] == ">=1"
+    assert second.split() == ["torch-single"] and "…" not in text
+
+
 def test_a_table_for_each_bench_and_setting() -> None:
     text = shown(
         Row.of("a.one", "GB/s", [150.0], [100.0], 1.0, SETTING), Row.of("a.two", "GB/s", [15.0], [10.0], 2.0, SETTING),
