@@ -29,7 +29,7 @@ OUT = ROOT / "build" / "fuzz"
 SITE = OUT / "site"
 PACKAGES = ("parser", "dataplane", "flowcheck")
 #: parser's modules that meet foreign bytes; of the others the ordinary extensions are taken (`make build`).
-CYTHON_MODULES = ("machine", "observer")
+CYTHON_MODULES = ("arenas", "machine", "observer")
 #: Pure Python that is compiled too: libFuzzer sees the branches of compiled code only.
 PYTHON_MODULES = ("dataplane/pcapfile.py", "flowcheck/learning/bootstrap.py")
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
