@@ -79,7 +79,7 @@ def answer(
     rows = evaluate(cluster, interval, names)
     per_day = {count: evaluate(cluster.with_failures(count), interval, names) for count in FAILURES}
     grids = [_systems(rows), _failures(rows, per_day), _intervals(cluster)]
-    notes = [TAKEN, MISSING]
+    notes = [TAKEN, MISSING, *_rests(cluster, rows)]
     good = True
     if simulation is not None:
         found = [(row, run(row.system, cluster, simulation.failures, simulation.seed, simulation.bursts))
@@ -115,6 +115,14 @@ def _verdict(rows: Sequence[Row], good: bool) -> str:
         f"flowcheck trains {100 * ours.share:.2f} % of the time, {other.system.name} {100 * other.share:.2f} %; "
         f"it costs {apart} than {cheapest.system.name}, the cheapest other."
     )
+
+
+def _rests(cluster: Cluster, rows: Sequence[Row]) -> list[str]:
+    """Servers that fill no group: nothing is known of where their copies lie. Gemini places them by itself."""
+    found = [(row.system.name, cluster.servers % row.system.group) for row in rows
+             if not row.system.name.startswith("gemini")]
+    return [f"{rest} servers fill no group of {name}, and count as if their copies were safe"
+            for name, rest in found if rest]
 
 
 # -- tables and plots --------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ t_ckpt + 1/(2f) + t_rtvl. With `lost` = q the process renews at failures that lo
 is a geometric number of such K, the first one with B = exp(-f (persist_restart + lag)), and its generating function
 gives P(S >= j) = w y^j with y = z (q + (1-q) A) / (q + (1-q) A z) and w = ((1-q) A + q B) / ((1-q) A + q). So the
 expected number of whole persistent intervals in S is w y^M / (1 - y^M), M = persist_every, and each is usable with
-exp(-q f persist_lag). Nothing is approximated, but that `skipped` checkpoints delay persistent ones.
+exp(-q f persist_lag). Nothing is approximated but two things of second order: `skipped` checkpoints delay
+persistent ones, and an ordinary failure while the persistent copy is loaded is taken to need `restart` only.
 The simulation (flowcheck/plan/simulation.py) makes the same assumptions, event by event.
 """
 

@@ -57,10 +57,10 @@ class Bursts:
 
     def __post_init__(self) -> None:
         for name in ("leaf", "rack"):
-            need_probability(getattr(self, name), f"--burst-{name}")
-        need_probability(self.follow, "--burst-follow", below_one=True)
-        need_probability(self.leaf + self.rack, "--burst-leaf + --burst-rack")
-        need_positive(self.within, "--burst-within", "seconds")
+            need_probability(getattr(self, name), f"--bursts {name}")
+        need_probability(self.follow, "--bursts follow", below_one=True)
+        need_probability(self.leaf + self.rack, "--bursts leaf and rack together")
+        need_positive(self.within, "--follow-within", "seconds")
         for name in ("leaf_size", "rack_size"):
             need(getattr(self, name) >= 1, f"{getattr(self, name)} is not a number of servers",
                  f"--{name.replace('_', '-')}", "1 or more")
@@ -209,7 +209,7 @@ def _environment() -> simpy.Environment:
     except ImportError as error:
         raise EnvironmentProblem(
             f"{error.name} is not installed, and jobs are simulated with it", where="simulation",
-            remedy="pip install 'flowcheck[plan]'; the closed forms of `goodput` need it not",
+            remedy="pip install 'flowcheck[plan]'; the closed forms of `goodput` do without",
         ) from None
     return simpy.Environment()
 

@@ -1,6 +1,7 @@
 """Checkpointing systems as rhythms: how often, at what cost, how far back, and what takes the copies away.
 
-    for system in systems(cluster): system.rhythm, system.survives({3, 17})
+    for system in systems(cluster): effective_share(system.rhythm, cluster.rate)
+    recovers = system.survives(range(cluster.servers)); recovers(frozenset({3, 17}))
 
 Each system's numbers come from its paper's own description (docstrings), so that all of them stand in the one closed
 form of renewal.py and in the one simulation. Systems that keep copies in memory also write to storage every
@@ -29,8 +30,8 @@ class System:
     """One system on one cluster.
 
     rhythm: its closed form. why: in words, what decides its interval.
-    survives(lost, order): can it recover from its own copies after these servers (numbered from 0) are lost? order: the
-    servers in the order in which they were formed into groups.
+    survives: from the servers (numbered from 0) in the order in which they form groups, a function of the servers that
+    are lost: can it recover from its own copies?
     group: neighbours in that order that form one group, 1: there are no groups.
     nodes: machines beside the trainers' servers. base_lost: the part of rhythm.lost that no loss of servers explains
     (checkpoint nodes that are away).
@@ -88,9 +89,10 @@ def _placed(placement: Placement) -> Arrange:
     return arrange
 
 
-def _memory(cluster: Cluster, work: float, survived: float, *, lag: float, load: float, stall: float = 0.0,
-            slowdown: float = 0.0, restart: float | None = None, base_lost: float = 0.0,
-            skipped: float = 0.0) -> Rhythm:
+def _memory(
+    cluster: Cluster, work: float, survived: float, *, lag: float, load: float, stall: float = 0.0,
+    slowdown: float = 0.0, restart: float | None = None, base_lost: float = 0.0, skipped: float = 0.0,
+) -> Rhythm:
     """A rhythm in memory with storage behind it. survived: probability for `simultaneous` servers lost at once."""
     from_storage = cluster.state / cluster.storage
     lost = 1 - (1 - cluster.hardware * (1 - survived)) * (1 - base_lost)
@@ -124,8 +126,7 @@ def _disk(cluster: Cluster, interval: float | None) -> System:
     """Training stops while each server writes its part to its own disks; a lost server takes its part with it."""
     stall = cluster.state / cluster.servers / cluster.disk
     work = _given_or(interval, best_interval(stall, cluster.rate), stall, "disk", cluster)
-    survived = 1.0 if cluster.simultaneous == 0 else 0.0
-    return System("disk", _memory(cluster, work, survived, lag=0.0, load=stall, stall=stall),
+    return System("disk", _memory(cluster, work, 0.0, lag=0.0, load=stall, stall=stall),
                   "best interval for the stall", _only_without_loss)
 
 

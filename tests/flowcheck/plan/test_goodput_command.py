@@ -26,6 +26,13 @@ def test_by_failures_a_day_it_only_gets_worse(capsys: pytest.CaptureFixture[str]
         assert shares == sorted(shares, reverse=True) and 0 < shares[-1] < shares[0] < 100
 
 
+def test_servers_without_a_group_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    notes = answer_of(capsys, "goodput --scale 530b")["notes"]
+    assert "4 servers fill no group of reft, and count as if their copies were safe" in notes
+    assert not any("gemini" in note for note in notes)
+    assert not any("fill no group" in note for note in answer_of(capsys, "goodput")["notes"])
+
+
 def test_the_papers_dollars(capsys: pytest.CaptureFixture[str]) -> None:
     """526 $ are the nodes. 5,760 $ come out where each of two failures costs half an hour and nothing else is lost."""
     found = answer_of(capsys, "goodput --scale 175b")
@@ -66,7 +73,7 @@ def test_bursts_are_simulated_only(capsys: pytest.CaptureFixture[str]) -> None:
         ("--set tape=1", "--set tape=1"), ("--set storage", "--set storage"),
         ("--set storage=fast", "--set storage=fast"), ("--set nodes=1.5", "--set nodes=1.5"),
         ("--gpus 8 --set gpus=8", "--set gpus=8"), ("--system tape", "--system"),
-        ("--simulate --bursts leaf=2", "--burst-leaf"), ("--simulate --bursts fire=1", "--bursts fire=1"),
+        ("--simulate --bursts leaf=2", "--bursts leaf"), ("--simulate --bursts fire=1", "--bursts fire=1"),
     ],
 )
 def test_what_makes_no_sense_is_refused(line: str, where: str) -> None:
