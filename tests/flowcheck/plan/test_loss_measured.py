@@ -1,0 +1,49 @@
+"""The laws of loss against packets: synth writes them, its mirror loses some, and the engine says what is missing."""
+
+from __future__ import annotations
+
+import pytest
+from parser.machine import Engine
+
+from flowcheck.lab.synth import example_job, generate
+from flowcheck.plan import loss_law as law
+from flowcheck.rebuild.plan import plan_job
+
+RANKS, MTU = 4, 1024
+CHUNK = 8192  # float32 elements of a full LL chunk (nccl-wire 2.3)
+PACKET = MTU // 8  # float32 elements of a full LL packet
+LOOPS = 50
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("algorithm", "ports", "direction", "loss"), [
+    ("ring", (0,), "both", 0.02),
+    ("ring", (0, 2), "both", 0.2),
+    ("ring", (0, 1), "both", 0.2),
+    ("ring", (1, 3), "ingress", 0.05),
+    ("tree", (0, 3), "both", 0.1),
+])
+def test_as_many_packets_are_missing_as_the_law_says(
+    algorithm: str, ports: tuple[int, ...], direction: law.Direction, loss: float, seed: int
+) -> None:
+    """Within the 99.9 % interval of each share of the packets: a share is one number of copies."""
+    elements = LOOPS * RANKS * CHUNK
+    channels = 2 if algorithm == "tree" else 1
+    job = example_job(
+        ranks=RANKS, channels=channels, count=elements, protocol="ll", algorithm=algorithm, mtu=MTU, startup=False,
+        rebuild=False,
+    )
+    way = {"both": "both", "ingress": "out", "egress": "in"}[direction]
+    made = generate(job, iterations=1, ports=ports, directions=way, loss=loss, seed=seed)
+    engine = Engine(plan_job(job, streams=len(ports)).engine)
+    for stream, port in enumerate(ports):
+        for _, frame in made.ports[port]:
+            engine.feed(stream, frame)
+    covered = engine.cells(0)[: elements // 2]
+    missing = (covered.size - int(covered.sum())) / (PACKET // 2)
+    copies = (law.ring_copies if algorithm == "ring" else law.tree_copies)(RANKS, ports, direction)
+    packets = elements // PACKET
+    ends = [law.binomial_interval(round(share * packets), loss**count, 0.999) for count, share in copies.shares.items()]
+    low, high = sum(end[0] for end in ends), sum(end[1] for end in ends)
+    assert 0 < low <= missing <= high
