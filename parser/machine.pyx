@@ -8,6 +8,8 @@ but finish() and feed(). What is read of an iteration then is as of some moment,
 """
 
 
+import numpy as np
+
 from libc.stdint cimport INT64_MAX, int32_t, int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
 from libc.stdlib cimport calloc, free
 from libc.string cimport memcpy, memset
@@ -22,6 +24,7 @@ from parser.roce cimport (
 from parser.arenas cimport Arenas
 from parser.schedule cimport zeroed
 
+from parser.flow_table import FLOW
 from parser.nccl import CTS_ELEMENTS
 from parser.names import DISAGREEMENTS, OUTCOMES, POSITIONS, TRUSTS
 from parser.roce import REFUSAL_NAMES
@@ -47,6 +50,7 @@ cdef extern from "place.h" nogil:
     fc_place_choice fc_placing
 
 
+cdef int64_t ALWAYS = <int64_t>1 << 62  # the end of iterations that a flow ignores until it is trusted again
 NOTHING_SEEN = -2  # what Engine.past() says of a stream that has brought no data of the job
 
 
@@ -358,20 +362,6 @@ cdef class Engine(Arenas):
         return range(min(self.machines[t].unlogged_first for t in full),
                      max(self.machines[t].unlogged_last for t in full) + 1)
 
-    def gaps(self, uint32_t stream):
-        """PSNs of data that were skipped and have not come (so far), all flows of a stream together."""
-        cdef fc_flow *f
-        cdef uint64_t n = 0
-        cdef uint32_t i
-        M = self._of(stream)
-        fc_take(&M.lock)
-        for i in range(M.flows):
-            f = self._flow(stream, i)
-            if f.packets and f.data:
-                n += f.missing + fc_unseen(f)
-        fc_give(&M.lock)
-        return n
-
     def consider_recovery(self):
         """Decide for flows that became LOST since whether they may ever be trusted again: see fc_recover(). Costs one
         walk over an iteration's messages for each."""
@@ -409,8 +399,31 @@ cdef class Engine(Arenas):
         }
         return {what: packets for what, packets in found.items() if packets}
 
+    def flows(self):
+        """What is known of every flow of every stream: parser.flow_table.FLOW array (streams, flows)."""
+        cdef uint32_t s, i
+        cdef fc_flow *f
+        cdef int64_t[:, :, ::1] out
+        table = np.zeros((self.config.streams, len(self.config.flows)), FLOW)
+        out = table.view(np.int64).reshape(*table.shape, len(FLOW.names))
+        for s in range(self.config.streams):
+            M = self._of(s)
+            fc_take(&M.lock)
+            for i in range(M.flows):
+                f = self._flow(s, i)
+                out[s, i, 0], out[s, i, 1], out[s, i, 2] = f.packets, f.first_anchor > 0, f.trust == FC_TRUSTED
+                out[s, i, 3] = f.position == FC_ADRIFT
+                if f.disagreements:
+                    out[s, i, 4] = f.lost_iteration
+                    out[s, i, 5] = ALWAYS if f.trust != FC_TRUSTED else f.back_iteration
+                if f.packets and f.data:
+                    out[s, i, 6] = f.missing + fc_unseen(f)
+                out[s, i, 7] = f.duplicates
+            fc_give(&M.lock)
+        return table
+
     def flow_counters(self, uint32_t stream):
-        """One dict per flow of the config, in order."""
+        """One dict per flow of the config, in order: all counters, for reports."""
         cdef uint32_t i
         cdef fc_flow *f
         M = self._of(stream)
@@ -456,7 +469,7 @@ cdef class Engine(Arenas):
         """range of iterations that the flow, LOST, brought nothing to."""
         if f.disagreements == 0:
             return range(0)
-        return range(f.lost_iteration, <int64_t>1 << 62 if f.trust != FC_TRUSTED else f.back_iteration)
+        return range(f.lost_iteration, ALWAYS if f.trust != FC_TRUSTED else f.back_iteration)
 
     def disagreements(self):
         """The logged disagreements: dicts of kind, stream, flow, iteration, message, psn, expected, found."""

@@ -9,18 +9,18 @@ Reads the engine between runs, on the thread that runs it; decides nothing itsel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 from parser.machine import Engine
 
-from flowcheck.rebuild.evidence import BucketCoverage, Carried, bucket_coverage, data_flows
+from flowcheck.rebuild.evidence import BucketCoverage, Carried, bucket_coverage
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.rank_confirmation import contradiction, other_version
 from flowcheck.rebuild.verdict import BucketEvidence, Evidence, StreamEvidence, Verdict, judge
 from flowcheck.rebuild.wording import describe_disagreement, flow_name, refusal
-from parser.engine_config import FlowSpec
 
 __all__ = ["EvidenceCollector", "Judged"]
 
@@ -42,13 +42,16 @@ class Judged:
 class EvidenceCollector:
     def __init__(self, plan: JobPlan, engine: Engine) -> None:
         self._plan, self._engine, self._carried = plan, engine, Carried(plan)
+        self._data = np.array([flow.data for flow in plan.engine.flows], bool)
 
     def collect(
-        self, iteration: int, streams: tuple[StreamEvidence, ...], *, record: bool, follows: bool
+        self, iteration: int, streams: tuple[StreamEvidence, ...], *, record: bool, follows: bool,
+        flows: np.ndarray | None = None,
     ) -> Judged:
-        """record: the step record of the iteration is here. follows: the version before it was published."""
+        """record: the step record of the iteration is here. follows: the version before it was published. flows:
+        Engine.flows() as of now, if it is known."""
         plan, engine = self._plan, self._engine
-        flows = list(data_flows(plan, engine))
+        flows = engine.flows() if flows is None else flows
         found = bucket_coverage(plan, engine, iteration, flows, self._carried)
         buckets = [b for b in found if b.place.carries == "gradient"]
         groups = [b for b in found if b.place.carries == "parameters"]
@@ -88,16 +91,15 @@ class EvidenceCollector:
             or other_version(plan, engine.cts_forms(), disagreements)
         )
 
-    def _recovered(self, flows: Sequence[tuple[FlowSpec, dict]], iteration: int) -> Iterator[str]:
+    def _recovered(self, flows: np.ndarray, iteration: int) -> Iterator[str]:
         """Calls that the manifest does not list and that fill whole iterations agree with the count as well as the
         manifest's own do: what comes after a disagreement is right only if no such call was its cause."""
-        for spec, counters in flows:
-            ignored = counters["ignored"]
-            if ignored and ignored.stop <= iteration:
-                name = flow_name(self._plan.job, spec.edge)
-                yield f"{name}: disagreed in iteration {ignored.start}, trusted again from {ignored.stop} on"
+        since, until = flows["ignored_from"], flows["ignored_until"]
+        for stream, flow in np.argwhere(self._data & (since < until) & (until <= iteration)).tolist():
+            name = flow_name(self._plan.job, self._plan.engine.flows[flow].edge)
+            yield f"{name}: disagreed in iteration {since[stream, flow]}, trusted again from {until[stream, flow]} on"
 
-    def _unanchored(self, flows: Sequence[tuple[FlowSpec, dict]]) -> Iterator[str]:
-        for spec, counters in flows:
-            if counters["packets"] and not counters["anchored"] and counters["state"] not in ("LOST", "ON_TRIAL"):
-                yield flow_name(self._plan.job, spec.edge)
+    def _unanchored(self, flows: np.ndarray) -> Iterator[str]:
+        unproven = self._data & (flows["packets"] > 0) & (flows["anchored"] == 0) & (flows["trusted"] > 0)
+        for _, flow in np.argwhere(unproven).tolist():
+            yield flow_name(self._plan.job, self._plan.engine.flows[flow].edge)

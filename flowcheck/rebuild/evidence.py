@@ -68,18 +68,22 @@ def _tensor(data: np.ndarray, place: BucketPlace) -> torch.Tensor:
     return torch.frombuffer(data, dtype=dtype) if data.size else torch.zeros(0, dtype=dtype)
 
 
-def data_flows(plan: JobPlan, engine: Engine) -> Iterator[tuple[FlowSpec, dict]]:
-    """(flow, its counters) of every flow that carries data, once for each capture."""
-    for stream in range(plan.engine.streams):
-        for spec, counters in zip(plan.engine.flows, engine.flow_counters(stream), strict=True):
+def data_flows(plan: JobPlan, flows: np.ndarray) -> Iterator[tuple[FlowSpec, np.void]]:
+    """(flow, its row) of every flow that carries data, once for each capture. flows: Engine.flows()."""
+    for rows in flows:
+        for spec, row in zip(plan.engine.flows, rows, strict=True):
             if spec.data:
-                yield spec, counters
+                yield spec, row
 
 
 def edges_with(plan: JobPlan, engine: Engine, counter: str) -> list[int]:
     """Connections of which a flow has this counter in some capture: "seen", "packets" (that found a place in the job's
     traffic) or "adrift" (it lost that in an outage)."""
-    return sorted({spec.edge for spec, counters in data_flows(plan, engine) if counters[counter]})
+    streams = [engine.flow_counters(stream) for stream in range(plan.engine.streams)]
+    return sorted({
+        spec.edge for counters in streams for spec, found in zip(plan.engine.flows, counters, strict=True)
+        if spec.data and found[counter]
+    })
 
 
 def packets_by_outcome(plan: JobPlan, engine: Engine) -> dict[str, int]:
@@ -92,12 +96,11 @@ def packets_by_outcome(plan: JobPlan, engine: Engine) -> dict[str, int]:
 
 
 def bucket_coverage(
-    plan: JobPlan, engine: Engine, iteration: int, flows: Sequence[tuple[FlowSpec, dict]] | None = None,
-    carried: Carried | None = None,
+    plan: JobPlan, engine: Engine, iteration: int, flows: np.ndarray | None = None, carried: Carried | None = None,
 ) -> list[BucketCoverage]:
     """Coverage of every bucket and parameter group of an iteration that is about to close.
 
-    flows: data_flows() as of now, if they are known. carried: of this plan, from whoever closes many iterations."""
+    flows: Engine.flows() as of now, if they are known. carried: of this plan, from whoever closes many iterations."""
     region = engine.region(iteration)
     losses: list[dict] | None = None  # read once, if at all
     causes: dict[str, int]
@@ -109,9 +112,9 @@ def bucket_coverage(
             missing = intervals(_elements(gaps - place.cells.start, place))
             placed = without(placed, missing)
             losses = engine.losses() if losses is None else losses
-            flows = list(data_flows(plan, engine)) if flows is None else flows
+            flows = engine.flows() if flows is None else flows
             carried = carried or Carried(plan)
-            causes = _causes(iteration, place, missing, flows, carried, losses)
+            causes = _causes(iteration, place, missing, list(data_flows(plan, flows)), carried, losses)
         out.append(BucketCoverage(
             place, _bytes(region, place), total(placed), tuple((int(a), int(b)) for a, b in placed), causes
         ))
@@ -138,18 +141,18 @@ def _bytes(region: np.ndarray, place: BucketPlace) -> np.ndarray:
 
 
 def _causes(
-    iteration: int, place: BucketPlace, missing: np.ndarray, flows: Sequence[tuple[FlowSpec, dict]], carried: Carried,
-    losses: Sequence[dict],
+    iteration: int, place: BucketPlace, missing: np.ndarray, flows: Sequence[tuple[FlowSpec, np.void]],
+    carried: Carried, losses: Sequence[dict],
 ) -> dict[str, int]:
     """Missing elements by cause."""
     seen: dict[int, set[int]] = {}  # edge -> its QPs that are in the captures
     lost_flows, adrift = set(), set()
-    for spec, counters in flows:
-        if counters["packets"]:
+    for spec, row in flows:
+        if row["packets"]:
             seen.setdefault(spec.edge, set()).add(spec.qp)
-            if iteration in counters["ignored"]:
+            if row["ignored_from"] <= iteration < row["ignored_until"]:
                 lost_flows.add(spec.edge)
-            if counters["adrift"]:
+            if row["adrift"]:
                 adrift.add(spec.edge)
     brought = {edge: carried.by(edge, queues, iteration, place) for edge, queues in seen.items()}
     said: dict[str, list[tuple[int, int]]] = {"icrc": [], "unanchored": []}

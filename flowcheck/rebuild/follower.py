@@ -32,6 +32,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
+import numpy as np
 from parser.machine import Engine
 from parser.placers import Placers
 
@@ -203,7 +204,9 @@ class Follower:
         """Must this iteration stay open for something that does not come over the wire, and is that to be said?"""
         if self._pending is not None or (self._coming is not None and iteration >= self._coming):
             return True, []
-        if iteration != self.next or not self.plan.job.step_values or iteration in self.records:
+        if iteration != self.next:
+            return False, []
+        if not self.plan.job.step_values or iteration in self.records:
             return False, []
         wait, say = self._wait.look(iteration, self._now())
         return wait, [Waiting(iteration, "its step record is not here")] if say else []
@@ -234,8 +237,9 @@ class Follower:
         )
         record = self.records.of(iteration)
         follows = iteration == self.next or not self._chained
-        judged = self.collector.collect(iteration, streams, record=record is not None, follows=follows)
-        counts = self._count()
+        flows = self.engine.flows()
+        judged = self.collector.collect(iteration, streams, record=record is not None, follows=follows, flows=flows)
+        counts = self._count(flows)
         stands = judged.verdict.publishable
         if stands and self._ready:
             stands = yield from self._build(judged, record)
@@ -358,17 +362,11 @@ class Follower:
         """The iteration whose version is current, -1 and less: none of those that were followed."""
         return self.clock.made(self.replica.step) if self.replica is not None else -1
 
-    def _count(self) -> dict[str, int]:
+    def _count(self, flows: np.ndarray) -> dict[str, int]:
         """Counts of packets since the iteration before closed."""
-        streams = range(self.plan.engine.streams)
         outcomes = packets_by_outcome(self.plan, self.engine)
-        flows = [counters for stream in streams for counters in self.engine.flow_counters(stream)]
-        now = (
-            sum(outcomes.values()),
-            outcomes["placed"],
-            sum(self.engine.gaps(stream) for stream in streams),
-            sum(c["duplicates"] for c in flows),
-        )
+        gaps, duplicates = int(flows["gaps"].sum()), int(flows["duplicates"].sum())
+        now = (sum(outcomes.values()), outcomes["placed"], gaps, duplicates)
         grown = (new - old for new, old in zip(now, self._counted, strict=True))
         self._counted = now
         return dict(zip(("packets", "placed", "gaps", "duplicates"), grown, strict=True))

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from parser.engine_config import EngineConfig, Phase, Target
+from parser.flow_table import FLOW
 from parser.nccl import CTS_ELEMENTS, CtsElement
 from parser.wire import Kind
 
@@ -77,7 +78,7 @@ class FakeEngine:
         self.begins_here: bool = False  # what look_ahead() says
         self.counters = [[self._counters() for _ in self.config.flows] for _ in streams]  # [stream][flow]
         self.counts = [dict.fromkeys(OUTCOMES, (0, 0)) for _ in streams]  # what outcomes() says, by stream
-        self.unseen = [0 for _ in streams]  # what gaps() says
+        self.unseen = [0 for _ in streams]  # gaps of a stream's first flow, as flows() says
         self.log: list[dict[str, Any]] = []  # disagreements
         self.lost: list[dict[str, Any]] = []  # losses
         self.copied: dict[int | None, tuple[int, int, int]] = {}
@@ -227,14 +228,22 @@ class FakeEngine:
     def copies(self, iteration: int | None = None) -> tuple[int, int, int]:
         return self.copied.get(iteration, (0, 0, 0))
 
+    def flows(self) -> np.ndarray:
+        table = np.zeros((self.config.streams, len(self.config.flows)), FLOW)
+        for stream, counters in enumerate(self.counters):
+            for i, found in enumerate(counters):
+                ignored = found["ignored"] or range(0)
+                table[stream, i] = (
+                    found["packets"], found["anchored"], found["state"] not in ("LOST", "ON_TRIAL"), found["adrift"],
+                    ignored.start, ignored.stop, self.unseen[stream] if i == 0 else 0, found["duplicates"],
+                )
+        return table
+
     def flow_counters(self, stream: int) -> list[dict[str, Any]]:
         return self.counters[stream]
 
     def outcomes(self, stream: int) -> dict[str, tuple[int, int]]:
         return dict(self.counts[stream])
-
-    def gaps(self, stream: int) -> int:
-        return self.unseen[stream]
 
     def encapsulated(self) -> dict[str, int]:
         return {}

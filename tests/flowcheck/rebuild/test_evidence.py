@@ -141,7 +141,7 @@ def test_a_second_capture_may_carry_the_rest() -> None:
     assert missing(plan, engine) == {"lost": 20}
     engine.flow(OURS, 1)["packets"] = 0
     assert missing(plan, engine) == {"not_mirrored": 12, "lost": 8}
-    assert [spec.qpn for spec, _ in data_flows(plan, engine)] == [
+    assert [spec.qpn for spec, _ in data_flows(plan, engine.flows())] == [
         plan.engine.flows[OURS].qpn, plan.engine.flows[OTHER].qpn
     ] * 2
 
