@@ -2,6 +2,7 @@
 
     builder = VersionBuilder(plan, engine, records)
     builder.look(replica, iteration)            at every look at the rings, for the iteration that the version waits for
+    builder.reserve(replica, iteration)         it is complete: is there a slot? If not, it has to stay open
     builder.conclude(replica, iteration, ...)   the verdict stands: what is left, with the values of the record
     built = builder.built(seconds)              workers have written it, and compared it where there are checksums
     builder.drop()                              the verdict does not stand: nothing was built
@@ -31,7 +32,7 @@ from flowcheck.rebuild.evidence import BucketCoverage, elements_of
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
 from flowcheck.rebuild.records import StepRecord, StepRecords
 from flowcheck.rebuild.replica import JobReplica
-from updater.errors import UpdaterError
+from updater.errors import NoFreeSlot, UpdaterError
 from updater.step import StepValues
 from updater.verify import Comparison
 
@@ -119,9 +120,24 @@ class VersionBuilder:
             region = self._engine.region(iteration)
             for place in places:
                 self._apply(place, elements_of(region, place))
-        except UpdaterError:  # no slot is free now, or the values are of no use: said when the verdict stands
+        except UpdaterError:  # no slot is free now, or the values are of no use: heeded when the iteration is complete
             self.drop()
             self._seen = seen
+
+    def reserve(self, replica: JobReplica, iteration: int) -> bool:
+        """The iteration is complete and its record, if it has one, is here: begin its version, if nothing has. False:
+        no slot is free, and the update has to wait. What else may be wrong is said by `conclude`."""
+        record = self._records.of(iteration)
+        try:
+            values = StepValues() if record is None else record.values()
+            self._heed(values)
+            if self._replica is None:
+                self._begin(replica, iteration, values)
+        except NoFreeSlot:
+            return False
+        except UpdaterError:
+            self.drop()
+        return True
 
     def conclude(
         self, replica: JobReplica, iteration: int, buckets: Sequence[BucketCoverage], record: StepRecord | None
@@ -132,7 +148,7 @@ class VersionBuilder:
             values = StepValues() if record is None else record.values()
             assumed = self._assumption.values
             self._heed(values)
-            early = self._replica is not None or (assumed is not None and assumed.updates_as(values))
+            early = bool(self._handed) or (assumed is not None and assumed.updates_as(values))
             self._assumption.learn(values)
             if self._replica is None:
                 self._begin(replica, iteration, values)

@@ -29,6 +29,7 @@ own. Memory: `arenas` iterations of gradients, a replica, and as many step recor
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
@@ -54,6 +55,7 @@ __all__ = ["Follower"]
 
 RECORDS_AHEAD = 256  # records kept of iterations whose traffic has not closed yet
 LOOK_SECONDS = 0.001  # that an idle poll waits for the workers
+NO_ROOM = "no slot of the replica is free: readers pin the others; gradients wait in their arenas"
 
 
 class Follower:
@@ -78,6 +80,7 @@ class Follower:
         self.records = StepRecords(plan.job, self.clock)
         self._builder = VersionBuilder(plan, self.engine, self.records)
         self._wait = RecordWait(policy.record_seconds)
+        self._room = RecordWait(math.inf)  # for a slot: readers let go of theirs, or their processes end
         self._gradients = bool(plan.job.gradient_calls(0))  # otherwise all that iterations bring are parameters
         self.next: int | None = None
         self.status = "waiting"
@@ -206,10 +209,20 @@ class Follower:
             return True, []
         if iteration != self.next:
             return False, []
-        if not self.plan.job.step_values or iteration in self.records:
+        if self.plan.job.step_values and iteration not in self.records:
+            wait, say = self._wait.look(iteration, self._now())
+            return wait, [Waiting(iteration, "its step record is not here")] if say else []
+        if self._has_room(iteration):
             return False, []
-        wait, say = self._wait.look(iteration, self._now())
-        return wait, [Waiting(iteration, "its step record is not here")] if say else []
+        _, say = self._room.look(iteration, self._now())
+        return True, [Waiting(iteration, NO_ROOM)] if say else []
+
+    def _has_room(self, iteration: int) -> bool:
+        """Is there a slot for the version of an iteration that is complete? Of another one none will be built."""
+        complete = self.engine.covered(iteration) >= self.plan.cells[min(iteration, 1)]
+        if not complete or self.replica is None or not self.replica.ready:
+            return True
+        return self._builder.reserve(self.replica, iteration)
 
     def _close(self, due: range) -> Iterator[Event]:
         begin = self._now()

@@ -373,6 +373,41 @@ def test_a_job_without_values_of_its_steps_waits_for_no_record(live) -> None:
     assert at.ended == [(2, True, [])] and at.values() == alike(0.5)
 
 
+@pytest.mark.parametrize("records", [False, True])
+def test_an_update_waits_for_a_slot_and_gradients_in_their_arenas(live, records: bool) -> None:
+    """Two slots, of which a reader pins the older version. Nothing is lost, however long it takes."""
+    at = live(small_job(records=records), slots=2, arenas=4)
+    at.state(2)
+    at.step(2)
+    with at.session.replica.pinned():
+        at.step(3)
+        at.traffic(4, 5, 6, 7, 8)  # the last one has no arena yet
+        for iteration in range(4, 9):
+            assert at.record(iteration) == ""
+        for now, said in ((0.0, 0), (0.5, 0), (0.51, 1), (1e6, 1)):
+            at.now = 1000.0 + now
+            at.poll()
+            assert len(at.waiting) == said and [one.iteration for one in at.closed] == [2, 3]
+        [(iteration, why)] = at.waiting
+        assert iteration == 4 and "no slot of the replica is free" in why
+        assert at.values() == alike(0.0) and at.sources[0].packets
+    at.poll()
+    assert at.ended == [(t, True, []) for t in range(2, 9)] and at.lost == []
+    assert at.values() == alike(-2.5) and {one.updates for one in at.closed[3:]} <= {"early", "at_record"}
+
+
+def test_what_will_not_be_published_waits_for_no_slot(live) -> None:
+    at = live(small_job(records=False), slots=2, arenas=2)
+    at.state(2)
+    at.step(2)
+    with at.session.replica.pinned():
+        at.step(3)
+        at.part(4, (0, 20), past=True)
+        at.traffic(5, 6)
+        at.poll()
+        assert at.ended[2][:2] == (4, False) and len(at.lost) == 1 and at.waiting == []
+
+
 def test_where_nothing_is_built_nothing_waits(live) -> None:
     at = live()
     at.traffic(2)
