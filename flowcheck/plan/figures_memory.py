@@ -16,6 +16,7 @@ from flowcheck.plan.coding import (
     replicated_survival,
 )
 from flowcheck.plan.figures import Chance, Figure, chance
+from flowcheck.plan.partition import Link, partition
 from flowcheck.plan.placement import Placement, corollary_1, place, ring, survival, theorem_1_gap, union_bound
 from flowcheck.plan.renewal import Rhythm, effective_share
 from flowcheck.plan.survival import days_at, node_survival, unprotected_survival, with_parity_survival
@@ -56,6 +57,11 @@ def gemini() -> Iterator[Figure]:
     worst = max((a - b) / (2 * m - 3) for n, m in shapes for a, b in (theorem_1_gap(n, m),))
     yield Figure("Theorem 1: fatal sets above the fewest, of 2m - 3, N <= 12, m <= 4", 1.0, worst,
                  why=f"counted over {len(shapes)} shapes; reached by {tight}, where r = 2m - 1")
+    link, spans = Link(12.5e9, start=1e-3), [0.2] * 10
+    sent = partition(spans, 10_000_000_000, 1, link)
+    yield Figure("Algorithm 2: largest piece of 128 MB in 4 parts, MB", 32, max(piece.size for piece in sent) / 1e6)
+    yield Figure("Algorithm 2, m = 2: remote copies that are sent", 2, sum(piece.size for piece in sent) / 1e10,
+                 why="printed, copies are compared with m - 1 before they are counted: m are planned, not m - 1")
     for minutes_away, words in ((4, "fastest"), (5.5, "middle"), (7, "slowest")):
         rhythm = Rhythm(60.0, lag=30.0, restart=15 + 60 * minutes_away + 240)
         yield Figure(f"Figure 15: effective % at 1000 machines, 1.5 % a day, {words} replacement", 91.0,

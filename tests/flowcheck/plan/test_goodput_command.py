@@ -101,4 +101,4 @@ def test_verify_prints_every_paper(capsys: pytest.CaptureFixture[str]) -> None:
     tables = found["tables"].values()
     rows = [dict(zip(table["columns"], row, strict=True)) for table in tables for row in table["rows"]]
     assert all(row["why"] for row in rows if row["verdict"] in ("differs", "not reproduced"))
-    assert found["results"]["figures that agree"] == 29 and found["results"]["figures that differ"] == 17
+    assert found["results"]["figures that agree"] == 30 and found["results"]["figures that differ"] == 18
