@@ -8,5 +8,6 @@
 
 A command makes an Answer (answer.py) of inputs and results, and output.py prints it: a table, JSON, a picture. Pure
 functions stand in modules of their own (loss_law.py, renewal.py, ...), so that measured figures can be held against
-them. No module here reads a capture, opens a port or starts a thread.
+them. Packets and bytes come from the parser's wire model, ports from switch_configs' planner: what is planned is what a
+node will read and a switch will mirror. No module here reads a capture, opens a port or starts a thread.
 """

@@ -108,7 +108,8 @@ class Job:
 @dataclass(frozen=True)
 class Node:
     """A checkpoint node. mirrors: ports of each group, in `direction`. groups: that it follows. ports: its own, each of
-    monitor_gbps. Cores by stage. slots, arenas: versions and gradients that it holds (docs/use/node.md)."""
+    monitor_gbps. Cores by stage. slots, arenas: versions and gradients that it holds (docs/use/node.md). load_gbps:
+    what comes to all its ports together at the peak; None: every direction of every mirrored port at line rate."""
 
     mirrors: int
     direction: Direction
@@ -119,6 +120,7 @@ class Node:
     update_cores: int = 1
     slots: int = 3
     arenas: int = 4
+    load_gbps: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -194,12 +196,13 @@ def capacity(job: Job, node: Node, speeds: Speeds) -> Capacity:
     packets = streams * (port.packets + port.control)
     cores = max(node.ports, math.ceil(packets / comm / (speeds.receive_mpps * 1e6)))
     ring = cores * RING_ENTRIES * (ENTRY_BYTES + SLOT_BYTES[job.mtu])
+    peak = streams * (2 if node.direction == "both" else 1) * job.port_gbps
     each = node.groups * job.group_parameters
     memory = each * (node.slots * state + node.arenas * element * (1 + 1 / 64)) + ring
     return Capacity(
         port, buckets, comm, job.iteration_s - comm, comm, place, update, sum(stages), pipelined,
         job.iteration_s - pipelined, cores,
-        streams * port.all_frames * 8 / comm / 1e9, node.ports * node.monitor_gbps,
+        peak if node.load_gbps is None else node.load_gbps, node.ports * node.monitor_gbps,
         memory, memory + each * (1 + node.slots) * state,
     )
 

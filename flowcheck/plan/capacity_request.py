@@ -204,7 +204,9 @@ def _iteration(asked: Asked, preset: Preset | None, job: Job, inputs: Inputs) ->
 
 
 def _node(asked: Asked, job: Job, fabric: Fabric | None, inputs: Inputs) -> Node:
+    load: float | None = None
     if fabric is not None:
+        load = inputs.note("load-gbps", fabric.load_gbps, "Gb/s", "switch plan, the sum of the ports' peaks")
         mirrors = inputs.note("mirrors", fabric.mirrors, "ports", "switch plan")
         direction: Direction = inputs.note("direction", fabric.direction, "", "switch plan")
         monitor = inputs.note("monitor-gbps", fabric.monitor_gbps, "Gb/s", "topology")
@@ -221,7 +223,7 @@ def _node(asked: Asked, job: Job, fabric: Fabric | None, inputs: Inputs) -> Node
     slots = inputs.take("slots", asked.slots, 3, "", "replica.slots of node.toml")
     arenas = inputs.take("arenas", asked.arenas, 4, "", "replica.arenas of node.toml")
     place, update = (1 if cores is None else cores for cores in (asked.place_cores, asked.update_cores))
-    return Node(mirrors, direction, groups, ports, monitor, place, update, slots, arenas)
+    return Node(mirrors, direction, groups, ports, monitor, place, update, slots, arenas, load)
 
 
 def _speeds(asked: Asked, job: Job, inputs: Inputs) -> Speeds:

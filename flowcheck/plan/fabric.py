@@ -32,7 +32,8 @@ class LeafRow:
 @dataclass(frozen=True)
 class Fabric:
     """The plan, as far as capacity needs it. mirrors: ports of the group with the most. groups_per_node, node_ports: of
-    the node with the most. groups: complete, of all in the file."""
+    the node with the most. groups: in the file. load_gbps: at the peak, of the node with the most, as the planner adds
+    it up (`peak_gbps` of ports counts)."""
 
     leaves: Sequence[LeafRow]
     nodes: int
@@ -43,6 +44,7 @@ class Fabric:
     node_ports: int
     port_gbps: float
     monitor_gbps: float
+    load_gbps: float
     path_mtu: int
     notes: Sequence[str]
 
@@ -71,6 +73,9 @@ def fabric_of(file: Path, ranks: int, groups: int) -> Fabric:
     speeds = [nics[session.leaf, source.port].speed_gbps for session in plan.sessions for source in session.sources]
     follows = Counter(choice.complete[0] for choice in plan.groups if choice.complete)
     ends: Mapping[str, int] = Counter(session.node for session in plan.sessions)
+    loads = dict.fromkeys(ends, 0.0)
+    for session in plan.sessions:
+        loads[session.node] += session.load_gbps
     rows = [
         LeafRow(
             leaf.name, plan.nodes_per_leaf.get(leaf.name, 0),
@@ -86,5 +91,5 @@ def fabric_of(file: Path, ranks: int, groups: int) -> Fabric:
         rows, len({session.node for session in plan.sessions}), plan.groups[0].direction,
         max(len(choice.ranks) for choice in plan.groups), len(plan.groups), max(follows.values(), default=1),
         max(ends.values()), max(speeds), min(session.destination_gbps for session in plan.sessions),
-        plan.path_mtu, notes,
+        max(loads.values()), plan.path_mtu, notes,
     )

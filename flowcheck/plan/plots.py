@@ -83,6 +83,10 @@ def _panel(axes: Any, plot: Plot) -> None:
         axes.set_xscale("log")
     if plot.log_y:
         axes.set_yscale("log")
+    numbers = [x for series in plot.series for x in series.x]
+    if plot.kind == "lines" and not plot.log_x and all(x == int(x) for x in numbers):
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_axisbelow(True)
     axes.grid(True, alpha=0.3)
     if any(series.label for series in plot.series):
         axes.legend(fontsize="small")

@@ -152,21 +152,26 @@ def iteration_of(
     return total, whole + bool(rest)
 
 
-def reduced_packets(call: Call, bucket_elements: int, mtu: int) -> float:
+def reduced_packets(call: Call, bucket_elements: int, mtu: int) -> int:
     """Distinct packets of reduced data in an iteration: one copy of the whole gradient. The law of loss counts these.
 
-    On a ring, every chunk passes each edge but one in reduced form: all edges together carry N - 1 copies.
+    Every chunk of every loop once, whichever edge carries it.
     """
-    if call.algorithm == "tree":
-        parents = [_parents(call.ranks, tree) for tree in (0, 1)]
-        copies = [sum(parent is not None for parent in one) for one in parents]
-        assert copies[0] == copies[1] == call.ranks - 1
-        total = sum(
-            iteration_of(call, bucket_elements, mtu, "ingress", node)[0].final_packets for node in range(call.ranks)
-        )
-        return total / (call.ranks - 1)
-    total = sum(iteration_of(call, bucket_elements, mtu, "ingress", at)[0].final_packets for at in range(call.ranks))
-    return total / (call.ranks - 1)
+    whole, rest = divmod(call.elements, bucket_elements)
+    packets = whole * _one_copy(replace(call, elements=bucket_elements), mtu) if whole else 0
+    return packets + (_one_copy(replace(call, elements=rest), mtu) if rest else 0)
+
+
+def _one_copy(call: Call, mtu: int) -> int:
+    plan, ring = call.plan(), call.algorithm == "ring"
+    packets = 0
+    for channel, segments in enumerate(plan.segments):
+        lane = edge_lane(plan, channel, 0, 1) if ring else None
+        slices, floor = (lane.slices, lane.slice_floor) if lane else (1, 0)
+        for loops, lengths in _chunks(segments, call.ranks if ring else 1):
+            messages = (part for length in lengths for part in _slices(length, slices, floor))
+            packets += loops * sum(int(_message(plan, part, True, mtu).packets) for part in messages)
+    return packets
 
 
 # -- edges ------------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_the_worked_example_of_the_qualify_page() -> None:
     traffic, _ = JOB.traffic("ingress")
     assert traffic.payload == pytest.approx(7.5e9, rel=0.01)
     found = capacity(JOB, NODE, SPEEDS)
-    assert found.peak_gbps == pytest.approx(600, rel=0.01) and found.room_gbps == 800
+    assert found.peak_gbps == 600 and found.room_gbps == 800
     assert found.memory == pytest.approx(52.25e9 + found.receive_cores * 16384 * (24 + 4352))
     assert found.memory_most - found.memory == pytest.approx(48e9)
 
@@ -121,7 +121,7 @@ def test_more_mirrors_groups_and_parameters_are_never_less_work(job: Job, mirror
     ):
         assert more.pipelined_s >= base.pipelined_s * 0.999
         assert more.memory_most - more.memory >= base.memory_most - base.memory, "without the rings"
-        assert more.peak_gbps >= base.peak_gbps * 0.999
+        assert more.peak_gbps >= base.peak_gbps
     faster = capacity(job, replace(node, place_cores=4, update_cores=4), speeds)
     assert faster.pipelined_s <= base.pipelined_s and faster.memory == base.memory
 

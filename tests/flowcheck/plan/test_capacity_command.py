@@ -14,14 +14,14 @@ from .asking import answer_of, asked, refused
 GIVEN = "--parameters 1e9 --dp 4 --gap-s 1 --port-gbps 100"
 
 
-def topology(folder: Path, *, ranks: int = 4, groups: int = 2, speed: int = 100) -> Path:
-    """Two leaves: rank r of group g on host r, rail g; a node on each leaf."""
+def topology(folder: Path, *, ranks: int = 4, groups: int = 2, speed: int = 100, peak: int | None = None) -> Path:
+    """A leaf, a node and the hosts of its own for each group."""
     leaves = [
         {
             "name": f"leaf{group}", "vendor": "eos",
             "ports": [
                 {"port": f"Ethernet{rank + 1}", "rank": group * ranks + rank, "host": f"h{group}-{rank}",
-                 "speed_gbps": speed}
+                 "speed_gbps": speed, "peak_gbps": peak}
                 for rank in range(ranks)
             ],
             "monitor_ports": [
@@ -103,6 +103,15 @@ def test_a_topology_gives_the_same_nodes_as_switch_plan(capsys: pytest.CaptureFi
     assert found["inputs"]["mtu"] == 1024 and found["results"]["nodes"] == 2
     monitor = {row[0]: row[3] for row in found["tables"]["leaves"]["rows"]}
     assert sum(monitor.values()) == len(planned["sessions"])
+
+
+def test_a_known_load_is_believed_as_switch_plan_believes_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = topology(tmp_path, speed=200, peak=50)
+    found = answer_of(capsys, f"capacity --parameters 1e9 --pp 2 --dp 4 --gap-s 1 --topology {file}")
+    assert found["good"] and found["results"]["copies at the peak"] == 300
+    assert found["inputs"]["port-gbps"] == 200
 
 
 def test_a_topology_of_another_job_is_refused(tmp_path: Path) -> None:
