@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
+
+from flowcheck.cli import app
+from flowcheck.errors import EnvironmentProblem
 
 from .asking import answer_of, asked, refused
 
@@ -63,6 +67,18 @@ def test_bursts_are_simulated_only(capsys: pytest.CaptureFixture[str]) -> None:
     spread = answer_of(capsys, f"{QUICK} {options} --spread")
     assert spread["tables"]["simulated"]["rows"][0][6] < row[6]
     assert refused("goodput --bursts leaf=0.1").where == "--bursts"
+
+
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [("goodput --simulate", "simpy"), ("verify", "simpy"), ("report --out x.html", "jinja2"),
+     ("goodput --plot x.svg", "matplotlib")],
+)
+def test_what_is_not_installed_is_named(line: str, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(EnvironmentProblem) as refused:
+        app(["plan", *line.split()], standalone_mode=False)
+    assert missing in refused.value.what and "flowcheck[plan]" in refused.value.remedy
 
 
 @pytest.mark.parametrize(
