@@ -187,6 +187,7 @@ def capacity(job: Job, node: Node, speeds: Speeds) -> Capacity:
     streams = node.mirrors * node.groups
     place = streams * (
         (port.final_payload + port.final_data) / (speeds.place_gbs * 1e9)
+        + port.final_packets * speeds.icrc_ns * 1e-9
         + (port.packets - port.final_packets + port.control) * speeds.parse_ns * 1e-9
     ) / node.place_cores
     state, element = STATE_BYTES[job.optimizer], ELEMENT_BYTES[job.dtype]

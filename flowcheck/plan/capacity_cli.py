@@ -50,6 +50,7 @@ def capacity(
     receive_mpps: Annotated[float | None, typer.Option(help="Mpkt/s that a core receives.")] = None,
     parse_ns: Annotated[float | None, typer.Option(help="Of a packet that carries nothing to keep.")] = None,
     place_gbs: Annotated[float | None, typer.Option(help="GB/s of a core, read and written.")] = None,
+    icrc_ns: Annotated[float | None, typer.Option(help="That checking a placed packet's ICRC adds.")] = None,
     update_gbs: Annotated[float | None, typer.Option(help="GB/s of a core, read and written.")] = None,
     place_cores: Annotated[int | None, typer.Option(help="Default: the fewest that keep up with the ports.")] = None,
     update_cores: Annotated[int | None, typer.Option(help="Default: the fewest that meet the deadline.")] = None,
@@ -71,8 +72,8 @@ def capacity(
     asked = Asked(
         model, parameters, tp, pp, dp, shard, dtype, optimizer, protocol, algorithm, channels, nccl_version, mtu,
         bucket_mb, port_gbps, iteration_s, gap_s, tokens, peak_tflops, mfu, mirrors, direction, topology, leaf_gpus,
-        leaf_ports, groups_per_node, node_ports, monitor_gbps, bench, receive_mpps, parse_ns, place_gbs, update_gbs,
-        place_cores, update_cores, slots, arenas, cores, memory_gb,
+        leaf_ports, groups_per_node, node_ports, monitor_gbps, bench, receive_mpps, parse_ns, place_gbs, icrc_ns,
+        update_gbs, place_cores, update_cores, slots, arenas, cores, memory_gb,
     )
     if figure is None:
         raise typer.Exit(publish(capacity_answer(asked), as_json, plot))

@@ -63,6 +63,7 @@ class Asked:
     receive_mpps: float | None = None
     parse_ns: float | None = None
     place_gbs: float | None = None
+    icrc_ns: float | None = None
     update_gbs: float | None = None
     place_cores: int | None = None
     update_cores: int | None = None
@@ -227,20 +228,20 @@ def _node(asked: Asked, job: Job, fabric: Fabric | None, inputs: Inputs) -> Node
 
 
 def _speeds(asked: Asked, job: Job, inputs: Inputs) -> Speeds:
-    given = (asked.receive_mpps, asked.parse_ns, asked.place_gbs, asked.update_gbs)
-    names = ("receive-mpps", "parse-ns", "place-gbs", "update-gbs")
-    units = ("Mpkt/s per core", "ns per packet", "GB/s per core", "GB/s per core")
+    given = (asked.receive_mpps, asked.parse_ns, asked.place_gbs, asked.icrc_ns, asked.update_gbs)
+    names = ("receive-mpps", "parse-ns", "place-gbs", "icrc-ns", "update-gbs")
+    units = ("Mpkt/s per core", "ns per packet", "GB/s per core", "ns per packet", "GB/s per core")
     if all(value is not None for value in given):
-        base = Speeds(1, 1, 1, 1, {})
+        base = Speeds(1, 1, 1, 1, 1, {})
     elif asked.bench is not None:
         base = measured(asked.bench, job.protocol, job.mtu)
     else:
         base = published(job.protocol, job.mtu)
     values = []
-    known = (base.receive_mpps, base.parse_ns, base.place_gbs, base.update_gbs)
+    known = (base.receive_mpps, base.parse_ns, base.place_gbs, base.icrc_ns, base.update_gbs)
     for name, unit, own, value in zip(names, units, given, known, strict=True):
         if own is not None:
             need_positive(own, f"--{name}", unit)
         values.append(inputs.note(name, value if own is None else own, unit,
                                   "given" if own is not None else base.sources[name.partition("-")[0]]))
-    return Speeds(values[0], values[1], values[2], values[3], base.sources)
+    return Speeds(values[0], values[1], values[2], values[3], values[4], base.sources)

@@ -22,6 +22,7 @@ TIMED = (1024, 4096)  # path MTUs that bench measures
 ROWS = {
     "parse": ("parse.16flows.huge", "ns/packet"),
     "place": ("place.{protocol}.{mtu}", "GB/s"),
+    "icrc": ("place.{protocol}.{mtu}.icrc", "ns/packet"),
     "receive": ("ingest.{mtu}.copy", "Mpkt/s"),
     "update": ("adam.200.1t.torch-cuda-foreach", "GB/s"),
 }
@@ -31,6 +32,8 @@ PUBLISHED = {
     "parse.16flows.huge": (11.6, ZEN4),
     "place.ll.1024": (21.2, ZEN4), "place.ll128.1024": (22.4, ZEN4), "place.simple.1024": (26.8, ZEN4),
     "place.ll.4096": (24.7, ZEN4), "place.ll128.4096": (26.5, ZEN4), "place.simple.4096": (29.1, ZEN4),
+    "place.ll.1024.icrc": (13.1, ZEN4), "place.ll128.1024.icrc": (13.1, ZEN4), "place.simple.1024.icrc": (13.9, ZEN4),
+    "place.ll.4096.icrc": (48.0, ZEN4), "place.ll128.4096.icrc": (52.3, ZEN4), "place.simple.4096.icrc": (48.4, ZEN4),
     "ingest.1024.copy": (13.2, INGEST), "ingest.4096.copy": (4.2, INGEST),
     "adam.200.1t.torch-cuda-foreach": (40.9, ZEN4),
 }
@@ -38,13 +41,20 @@ PUBLISHED = {
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of one core. receive: Mpkt/s from a port into the ring. parse: ns per packet that carries nothing to keep. place:
-    GB/s, bytes read plus written, of packets with reduced data. update: GB/s, 28 bytes per parameter with Adam and
-    float32 gradients. sources: of each, by field."""
+    """Of one core.
+
+    receive_mpps: Mpkt/s from a port into the ring.
+    parse_ns: of a packet that carries nothing to keep.
+    place_gbs: GB/s, bytes read plus written, of packets with reduced data.
+    icrc_ns: that checking such a packet's ICRC adds.
+    update_gbs: GB/s, 28 bytes per parameter with Adam and float32 gradients.
+    sources: of each, by the name of its row in ROWS.
+    """
 
     receive_mpps: float
     parse_ns: float
     place_gbs: float
+    icrc_ns: float
     update_gbs: float
     sources: Mapping[str, str]
 
@@ -94,6 +104,7 @@ def _of(values: Mapping[str, float], protocol: str, mtu: int, where: Mapping[str
             remedy="flowcheck bench parse place ingest adam --json > bench.json, or give the speeds one by one",
         )
     return Speeds(
-        values[names["receive"]], values[names["parse"]], values[names["place"]], values[names["update"]],
+        values[names["receive"]], values[names["parse"]], values[names["place"]], values[names["icrc"]],
+        values[names["update"]],
         {stage: f"{where[name]}: {name}" for stage, name in names.items()},
     )

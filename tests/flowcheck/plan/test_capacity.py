@@ -59,12 +59,14 @@ def test_the_worked_example_of_the_qualify_page() -> None:
 
 def test_stages_by_hand() -> None:
     """1 MB of wire a port and direction at most a few packets off; the sums are those of the formulas' text."""
-    speeds = Speeds(1.0, 100.0, 10.0, 28.0, {})
+    speeds = Speeds(1.0, 100.0, 10.0, 50.0, 28.0, {})
     found = capacity(replace(JOB, iteration_s=10.0), replace(NODE, update_cores=2), speeds)
     port = found.traffic
     assert found.comm_s == pytest.approx(port.all_frames / 2 * 8 / 100e9, rel=1e-4)
     final = 2 * 15 / 16 * 4e9
-    assert found.place_s == pytest.approx(3 * (2 * final / 10e9 + (port.packets / 2 + port.control) * 1e-7), rel=0.01)
+    assert found.place_s == pytest.approx(3 * (
+        2 * final / 10e9 + port.packets / 2 * 5e-8 + (port.packets / 2 + port.control) * 1e-7
+    ), rel=0.01)
     assert found.update_s == pytest.approx(1e9 * 28 / 28e9 / 2)
     assert found.serial_s == pytest.approx(sum(found.stages)) and found.slack_s == 10.0 - found.pipelined_s
     packets = 3 * (port.packets + port.control) / found.comm_s
@@ -186,7 +188,7 @@ def test_more_ports_than_there_are_are_refused() -> None:
 
 def rows(**changes: float) -> list[dict[str, object]]:
     values = {
-        "parse.16flows.huge": 9.0, "place.ll.1024": 20.0, "ingest.1024.copy": 12.0,
+        "parse.16flows.huge": 9.0, "place.ll.1024": 20.0, "place.ll.1024.icrc": 13.0, "ingest.1024.copy": 12.0,
         "adam.200.1t.torch-cuda-foreach": 40.0, **changes,
     }
     return [{"name": name, "value": value, "processor": "a processor"} for name, value in values.items()]
@@ -196,7 +198,8 @@ def test_speeds_come_from_the_rows_of_a_bench(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     file.write_text(json.dumps(rows()))
     found = measured(file, "ll", 2048)
-    assert (found.receive_mpps, found.parse_ns, found.place_gbs, found.update_gbs) == (12.0, 9.0, 20.0, 40.0)
+    assert (found.receive_mpps, found.parse_ns, found.place_gbs, found.icrc_ns) == (12.0, 9.0, 20.0, 13.0)
+    assert found.update_gbs == 40.0
     assert found.sources["place"] == "bench.json, a processor: place.ll.1024"
 
 
@@ -226,6 +229,7 @@ def test_published_speeds_are_those_of_the_page() -> None:
         for mtu in (1024, 4096):
             found = published(protocol, mtu)
             assert f"| place.{protocol}.{mtu} | {found.place_gbs:g} GB/s |" in page
+            assert f"| place.{protocol}.{mtu}.icrc | {found.icrc_ns:g} ns/packet |" in page
             assert f"| ingest.{mtu}.copy | {found.receive_mpps:g}" in page
     assert f"| parse.16flows.huge | {found.parse_ns:g} ns/packet |" in page
     assert f"| adam.200.1t.torch-cuda-foreach | {found.update_gbs:g} GB/s |" in page
