@@ -48,8 +48,10 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/rebuild/wording.py": [f"{FLOW}/rebuild/test_wording.py"],
     "flowcheck/rebuild/replica.py": [f"{FLOW}/rebuild/test_replica.py"],
     "flowcheck/offline/session.py": [f"{FLOW}/offline/test_session.py", f"{FLOW}/offline/test_session_report.py"],
-    "flowcheck/offline/offer.py": [f"{FLOW}/offline/test_session.py"],
-    "flowcheck/offline/summary.py": [f"{FLOW}/offline/test_session_report.py", f"{FLOW}/offline/test_report.py"],
+    "flowcheck/offline/offer.py": [f"{FLOW}/offline/test_offer.py", f"{FLOW}/offline/test_session.py"],
+    "flowcheck/offline/summary.py": [
+        f"{FLOW}/offline/test_summary.py", f"{FLOW}/offline/test_session_report.py", f"{FLOW}/offline/test_report.py",
+    ],
     "flowcheck/control/protocol.py": [
         f"{FLOW}/control/test_protocol.py", f"{FLOW}/control/test_protocol_deadlines.py",
         f"{FLOW}/control/test_protocol_opening.py",

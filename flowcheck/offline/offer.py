@@ -40,7 +40,7 @@ class Offer:
         """Move what was written aside into place; or throw it away, and what is in place already as well."""
         self.confirmed = sound
         if sound:
-            for path in sorted(self.aside.glob("*-*")) if self.aside.is_dir() else ():
+            for path in sorted(self.aside.glob("*-*")):
                 self._place(path)
         else:
             for path in self._offered:

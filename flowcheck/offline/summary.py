@@ -117,7 +117,7 @@ def _headline(report: Report, console: Console) -> None:
         text.append(f", {unseen} never seen", style="not bold default")
     if report.unproven:
         text.append(f"  UNPROVEN ({', '.join(report.unproven)})", style="bold yellow")
-    console.print(text, width=width_of(console), overflow="fold")
+    console.print(text, width=width_of(console))
 
 
 def _flows(flows: list[FlowReport], console: Console) -> None:
@@ -143,7 +143,8 @@ def _flows(flows: list[FlowReport], console: Console) -> None:
         _line(console, "", f"and {len(seen) - FLOWS} more flows in the report")
     absent = sum(not flow.packets and bool(flow.detail) for flow in flows)  # of others only acknowledgements were seen
     if absent:
-        _line(console, "", f"{absent} of {len(flows)} flows of the manifest are not in the captures")
+        count = len({(flow.dst_addr, *flow.qpns) for flow in flows})  # one that two captures carry stands here twice
+        _line(console, "", f"{absent} of {count} flows of the manifest are not in the captures")
 
 
 def _incomplete(report: Report, console: Console) -> None:
@@ -191,7 +192,7 @@ def _checkpoint(report: Report, console: Console) -> None:
 def _line(console: Console, label: str, text: str) -> None:
     """A labelled line; wrapped text stays clear of the label column."""
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(width=12, no_wrap=True, style="bold")
+    grid.add_column(min_width=12, no_wrap=True, style="bold")
     grid.add_column(overflow="fold")
     grid.add_row(Text(label), Text(text))
     console.print(grid, width=width_of(console))

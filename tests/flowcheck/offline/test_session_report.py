@@ -14,6 +14,7 @@ import pytest
 from flowcheck.errors import UserError
 from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.offline.session import ReplayOptions
+from flowcheck.rebuild.wording import flow_name
 from tests.flowcheck.by_hand import Replayed, begin_session
 
 Begin = Callable[..., Replayed]
@@ -33,6 +34,13 @@ def test_fewer_iterations_than_asked_for(begin: Begin) -> None:
     replayed.close(0, 1, without=(1,))
     replayed.engine.missed_iteration = 0
     assert replayed.finish()[1] == "3 iterations were asked for and 2 are in the captures"
+
+
+def test_as_many_iterations_as_asked_for(begin: Begin) -> None:
+    replayed = begin(iterations=2)
+    replayed.close(0, 1)
+    report, failure = replayed.finish()
+    assert failure == "" and report["ok"]
 
 
 def test_captures_read_too_late(begin: Begin) -> None:
@@ -75,12 +83,42 @@ def test_connections_adrift_before_absent_weights(begin: Begin) -> None:
     assert failure.count("channel") == 4 and failure.count("; ") == 3  # of five
 
 
+def test_the_names_of_connections_adrift(begin: Begin) -> None:
+    """They are told apart."""
+    replayed = begin()
+    replayed.close(0, 1)
+    replayed.engine.flow(DATA)["adrift"] = replayed.engine.flow(BACK)["adrift"] = True
+    plan = replayed.session.plan
+    one, other = flow_name(plan.job, 0), flow_name(plan.job, 1)
+    assert one.startswith("channel 0, rank 0 -> 1") and other.startswith("channel 0, rank 1 -> 0")
+    assert replayed.finish()[1].endswith(f"nothing on the wire says it again: {one}; {other}")
+
+
+def test_absent_weights_before_iterations_without_a_version(begin: Begin) -> None:
+    replayed = begin(weights=False)
+    replayed.close(0, 1)
+    assert replayed.finish()[1] == (
+        "no checkpoint: no initial weights: no --init, and 'layer0.weight' is in no complete broadcast"
+    )
+
+
+def test_a_job_without_an_optimizer_misses_no_weights(begin: Begin) -> None:
+    job = example_job(count=[20, 9])
+    job.optimizer = None
+    replayed = begin(job)
+    replayed.close(0, 1)
+    report, failure = replayed.finish()
+    assert failure == "" and report["ok"]
+
+
 def test_the_first_iteration_that_could_not_be_published(begin: Begin) -> None:
     job = example_job(count=[20, 9])
     job.step_values = ["lr"]
     replayed = begin(job)
-    replayed.close(0, 1)
-    assert replayed.clauses() == [["step_record"], ["step_record", "previous"]]
+    replayed.close(0)
+    job.step_values = []
+    replayed.close(1)
+    assert replayed.clauses() == [["step_record"], ["previous"]]
     assert replayed.finish()[1] == (
         "iteration 0 could not be published: step_record: the manifest declares per-step values and their record is"
         " not here"
@@ -137,7 +175,9 @@ def test_what_the_manifest_itself_calls_unproven_is_in_the_report(begin: Begin, 
 @pytest.mark.parametrize(
     ("counts", "words"),
     [
-        ({"icrc": (5, 1), "truncated": (2, 1)}, "; --no-icrc places them all the same and marks the result unproven"),
+        ({"icrc": (5, 1), "truncated": (2, 1)},
+         "their ICRC is wrong: they were changed after they were sent, or the capture did not keep it. Mirror them"
+         " unchanged; --no-icrc places them all the same and marks the result unproven"),
         ({"icrc": (5, 1), "not_roce": (9, 1), "control": (9, 1), "other_roce": (9, 1)}, "; --no-icrc places them all"),
         ({"icrc": (2, 1), "truncated": (5, 1)}, "the packets are cut: raise the snap length"),
         ({"other_roce": (5, 1)}, "`flowcheck inspect` lists the connections; put their addresses and QP"),
@@ -148,7 +188,7 @@ def test_what_to_do_goes_by_what_most_packets_suffered(begin: Begin, counts: dic
     replayed = begin()
     replayed.engine.counts = [counts]
     error = nothing(replayed)
-    assert words in error.remedy
+    assert words in error.remedy and (not words.startswith("their") or error.remedy == words)
     assert ("--no-icrc" in error.remedy) == ("--no-icrc" in words)
     assert "never seen" not in str(error)  # both connections were
 
