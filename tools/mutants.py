@@ -41,7 +41,9 @@ MODULES: dict[str, list[str]] = {
         f"{FLOW}/rebuild/test_scheduler{part}.py" for part in ("", "_run", "_threads")
     ],
     "flowcheck/rebuild/follower.py": [f"{FLOW}/rebuild/test_follower.py", f"{NODE}/test_live_session.py"],
-    "flowcheck/rebuild/building.py": [f"{FLOW}/rebuild/test_building.py", f"{NODE}/test_live_building.py"],
+    "flowcheck/rebuild/building.py": [
+        f"{FLOW}/rebuild/test_building.py", f"{FLOW}/rebuild/test_version_builder.py", f"{NODE}/test_live_building.py",
+    ],
     "flowcheck/rebuild/records.py": [f"{NODE}/test_live_session.py"],
     "flowcheck/job/clock.py": [f"{FLOW}/job/test_clock.py"],
     "flowcheck/rebuild/evidence.py": [f"{FLOW}/rebuild/test_evidence.py"],

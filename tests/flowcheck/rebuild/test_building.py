@@ -80,6 +80,27 @@ def test_the_number_of_records_that_must_agree_has_an_end() -> None:
     assert at.assumed == [begin + MOST] and MOST == 256
 
 
+@pytest.mark.parametrize(("right", "wait"), [(7, 8), (8, 4)])
+def test_as_many_right_assumptions_make_up_for_a_wrong_one(right: int, wait: int) -> None:
+    """After a wrong one four records have to agree; four more that are assumed and right, and it is two again."""
+    at = Counted([0.5] * 4 + [1.0] * (1 + right) + [2.0])
+    assert at.wrong == [4, 5 + right]
+    at.assumed.clear()
+    begin = at.steps
+    at.go([2.0] * 20)
+    assert at.assumed[0] == begin + wait
+
+
+def test_the_first_record_agrees_with_nothing() -> None:
+    """Whatever it says: a job that declares values and sends none in its first steps."""
+    at = Counted()
+    for _ in range(AGREED):
+        at.step(StepValues())
+    assert at.values is None
+    at.step(StepValues())
+    assert at.values == StepValues()
+
+
 def test_a_step_that_is_skipped_is_no_reason_to_skip_the_next() -> None:
     """GradScaler: the scale is another one afterwards, and stays."""
     at = Counted([0.5] * 4)
