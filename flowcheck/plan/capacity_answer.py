@@ -28,6 +28,10 @@ THREADS = (
     "threads are taken to share a stage evenly. What the memory of one machine carries in all is not in these figures: "
     "measure the node with `flowcheck bench`"
 )
+FOLLOWED = (
+    "these are figures of AllReduced gradients: whether a job with such a layout can be followed at all is another "
+    "question (docs/use/qualify.md)"
+)
 
 
 def cores_of(case: Case, found: Capacity) -> int:
@@ -59,6 +63,8 @@ def capacity_answer(asked: Asked) -> Answer:
     good = all(holds for _, holds, _ in checks)
     verdict = "; ".join(f"{what} {'met' if holds else 'MISSED'}: {text}" for what, holds, text in checks)
     notes = [THREADS]
+    if case.job.groups > 1:
+        notes.append(FOLLOWED)
     if asked.iteration_s is None and asked.gap_s is None:
         notes.append(NOT_PRINTED)
     if case.node.update_cores == MOST_CORES:
@@ -97,7 +103,7 @@ def figure_answer(figure: int, asked: Asked) -> Answer:
     verdict = f"too late: {', '.join(late)}" if late else "each meets its deadline"
     pictures = _pictures(cases)
     drawn = {10: pictures[:1], 15: pictures[1:2], 16: pictures[2:]}[figure]
-    notes = [NOT_PRINTED, THREADS]
+    notes = [NOT_PRINTED, THREADS] + [FOLLOWED] * any(case.job.groups > 1 for _, case, _ in cases)
     return Answer("capacity", question, _common(names, cases), [], [grid], verdict, not late, notes, drawn)
 
 

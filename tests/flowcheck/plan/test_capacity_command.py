@@ -46,6 +46,7 @@ def test_the_papers_example_meets_its_deadline(capsys: pytest.CaptureFixture[str
     assert found["good"] and "deadline met" in found["verdict"]
     assert found["results"]["nodes per leaf, at most"] == 3 and found["results"]["nodes, as many on each leaf"] == 72
     assert any("Calculon" in note for note in found["notes"]), "what the paper does not print is said"
+    assert any("qualify.md" in note for note in found["notes"]), "sharded layouts are not followed today"
 
 
 def test_a_node_that_is_too_small_is_said_to_be(capsys: pytest.CaptureFixture[str]) -> None:
