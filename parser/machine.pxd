@@ -22,6 +22,7 @@ cdef extern from "machine.h" nogil:
         FC_LOG_ENTRIES
         FC_LOSS_ENTRIES
         FC_YOUNG
+        FC_TIMES
     enum:
         FC_NOTHING
         FC_GRADIENT
@@ -72,6 +73,11 @@ cdef extern from "machine.h" nogil:
         uint64_t *shown
         uint64_t *places
         uint64_t copies_differ, differ_offset, compared_bytes, clear
+    ctypedef struct fc_times:
+        int64_t iteration
+        uint64_t first_ns, last_ns
+    ctypedef struct fc_shed:
+        int64_t first, end
     ctypedef struct fc_shared:
         int64_t first
         uint8_t from_start
@@ -120,6 +126,8 @@ cdef extern from "machine.h" nogil:
         fc_side_packet *side
         fc_log_entry *log
         fc_loss *losses
+        fc_shed shed
+        fc_times *times
     int64_t fc_drive(fc_machine *M, uint32_t stream, fc_ring *ring, int64_t limit, int *blocked)
     int fc_process(fc_machine *M, uint32_t stream, const fc_packetref *ref)
     const fc_flow_key *fc_find_flow(const fc_machine *M, const uint8_t *ends, uint32_t version, uint32_t qpn)

@@ -138,6 +138,8 @@ cdef class Engine(Arenas):
         M.cts_known = cts_fill(M.cts_elements, self.elements)
         M.begun = M.unlogged_last = M.missed_iteration = -1
         M.unlogged_first = INT64_MAX
+        for i in range(<uint32_t>FC_TIMES):
+            M.times[i].iteration = -1
         M.shared = &self.shared
         M.edges, M.table, M.table_mask = schedule.edges, schedule.table, schedule.table_mask
         M.header_lines, M.places, M.cts_tables = schedule.header_lines, schedule.places, schedule.n_edges
@@ -248,6 +250,11 @@ cdef class Engine(Arenas):
         cdef fc_ring *ring = <fc_ring *>ring_address
         return fc_ring_at(ring, 0).timestamp_ns if fc_ring_peek(ring, 1) else None
 
+    def waiting(self, uintptr_t ring_address):
+        """(packets that wait in a ring, packets that it has room for)."""
+        cdef fc_ring *ring = <fc_ring *>ring_address
+        return fc_ring_peek(ring, ring.mask + 1), ring.mask + 1
+
     def drained(self, uintptr_t ring_address):
         return bool(fc_ring_drained(<fc_ring *>ring_address))
 
@@ -343,6 +350,57 @@ cdef class Engine(Arenas):
                 more = fc_clear(M)
                 fc_give(&M.lock)
         return 0
+
+    def times(self, iteration):
+        """When the first and the last packet of an iteration's gradients were captured that have come so far, nanoseconds
+        since the epoch; None: none has come, it is FC_TIMES iterations ago, or the source has no clock. Between the packets
+        that begin and end a message nobody looks at the clock."""
+        cdef uint32_t t
+        cdef fc_times times
+        first, last = [], []
+        for t in range(self.threads):
+            fc_take(&self.machines[t].lock)
+            times = self.machines[t].times[<uint64_t>iteration % FC_TIMES]
+            fc_give(&self.machines[t].lock)
+            if times.iteration == iteration and times.first_ns:
+                first.append(times.first_ns)
+                last.append(times.last_ns)
+        return (min(first), max(last)) if first else None
+
+    # -- overload --
+
+    def give_up(self):
+        """From the next boundary on packets are counted and not placed, and need no arena, until take_up(). Returns the
+        first iteration that is given up: nothing of it has come. Those given up before must have retired."""
+        return self._set_shed(-1)
+
+    def take_up(self):
+        """From the next boundary on packets are placed again. Returns the first such iteration."""
+        return self._set_shed(self.machines[0].shed.first)
+
+    cdef int64_t _set_shed(self, int64_t first):
+        """All machines meet between two bursts, so none has begun the iteration that the others are told. first: of those
+        given up, -1: they begin now."""
+        cdef uint32_t t
+        cdef int64_t boundary
+        for t in range(self.threads):
+            fc_take(&self.machines[t].lock)
+        boundary = self.begun + 1
+        for t in range(self.threads):
+            self.machines[t].shed.first = boundary if first < 0 else first
+            self.machines[t].shed.end = INT64_MAX if first < 0 else boundary
+        for t in range(self.threads):
+            fc_give(&self.machines[t].lock)
+        return boundary
+
+    @property
+    def given_up(self):
+        """range of the iterations that are given up; without an end until take_up()."""
+        return range(self.machines[0].shed.first, self.machines[0].shed.end)
+
+    def reached(self, uint32_t stream):
+        """The highest iteration of which a stream, or another one that its thread serves, has brought a gradient packet."""
+        return self._of(stream).begun
 
     def forget(self):
         """Drop what is logged of closed iterations: a live engine has no last one at which all would be read."""

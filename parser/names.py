@@ -6,6 +6,7 @@ __all__ = ["DISAGREEMENTS", "OUTCOMES", "POSITIONS", "TRUSTS"]
 OUTCOMES = (
     "placed", "compared", "released", "repeated", "control", "other_roce", "not_roce", "truncated", "malformed",
     "fragment", "icrc", "late", "stale", "unanchored", "not_synced", "beyond", "disagreed", "aside", "encapsulated",
+    "overload",
 )
 #: In what a witness disagreed: fc_disagreement, which begins with 1.
 DISAGREEMENTS = (

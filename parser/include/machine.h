@@ -52,8 +52,8 @@
  *     fc_shared    which iteration is the first of captures that begin in mid-stream, set once by who comes first
  *     cts          tables of announcements: each has one writer; others read an entry as index, address and time, index
  *     closed,      of each machine: written by the thread in charge while it holds the machine's lock. An iteration ends
- *     base         in two steps: first no machine places into it (closed), then its arena may be a later one's (base). A
- *                  burst holds the lock, so whoever takes it meets a machine between two bursts. The bitmaps of what
+ *     base,        in two steps: first no machine places into it (closed), then its arena may be a later one's (base). A
+ *     shed         burst holds the lock, so whoever takes it meets a machine between two bursts. The bitmaps of what
  *                  retired are cleared in the same way, in pieces; a thread that takes the arena over clears the rest
  *
  * Units: parser/src/schedule.c (which message), witness.c (do they agree), arena.c (bytes into cells), position.c (a
@@ -102,6 +102,7 @@ enum {
     FC_SEEK_PAUSE = 1024,     /* ... then other streams' announcements are looked at once in so many   */
     FC_REACH = 1 << 20,       /* a write lies within so many bytes of the address that its CTS named   */
     FC_YOUNG = 1 << 16,       /* first PSN of a flow that can still be counted from 0                  */
+    FC_TIMES = 64,            /* iterations of which it is known when they came: a power of two        */
 };
 #define FC_NEVER (1ull << 40)  /* steps and messages that no connection reaches: a larger claim is not followed */
 #define FC_LL_CLEAN 0x7ffffff8ull /* nccl-wire.md 4.1: steps of these low bits clean their slot */
@@ -128,6 +129,7 @@ enum fc_outcome {
     FC_DISAGREED,    /* the witness that ended its flow                                                */
     FC_ASIDE,        /* provisional; becomes PLACED, COMPARED, LATE or UNANCHORED                      */
     FC_WRAPPED,      /* may carry RoCE inside a tunnel that is not unpacked                            */
+    FC_OVERLOAD,     /* carried final bytes of an iteration that is given up: fc_shed                  */
     FC_OUTCOMES,
     FC_GO_ON = -1,   /* of a step: the next one decides                                                */
     FC_BLOCKED = -2, /* its iteration has no arena yet: come back with the same packet                 */
@@ -215,6 +217,15 @@ typedef struct fc_unshown { /* cells that are covered, and not yet for other thr
     uint64_t first, end;
 } fc_unshown;
 
+typedef struct fc_times { /* when an iteration's gradient packets were captured, nanoseconds since the epoch */
+    int64_t iteration;
+    uint64_t first_ns, last_ns; /* last_ns: of the packets that begin or end a message, the latest */
+} fc_times;
+
+typedef struct fc_shed { /* iterations [first, end) are given up: their packets are counted, and take no arena */
+    int64_t first, end;
+} fc_shed;
+
 typedef struct fc_shared { /* what the machines of a job decide together */
     int64_t first;      /* iteration that captures in mid-stream begin with; -1: nobody has come yet */
     uint8_t from_start; /* a connection's first packet was seen: 0 becomes 1                          */
@@ -230,7 +241,8 @@ typedef struct fc_flow { /* one flow as one stream sees it */
     uint64_t start_psn; /* where this flow's history begins            */
     uint8_t carries_final; /* `ahead` carries final bytes              */
     uint8_t data;       /* its packets bring data, not CTS and ACKs    */
-    uint8_t unused[6];
+    uint8_t passes_as;  /* fc_outcome of packets of `ahead` that are not placed */
+    uint8_t unused[5];
     /* the line that packets to be placed need as well: where those of `ahead` go, see fc_prepare_message() */
     uint64_t track_end;  /* first PSN that is not so plain; 0: none is */
     uint64_t track_psn;  /* its first packet goes to                   */
@@ -329,6 +341,8 @@ typedef struct fc_machine {
     int64_t first_iteration;       /* base_iteration of captures that begin in mid-stream              */
     int64_t missed_iteration;      /* the oldest one missed by that, or -1                             */
     uint32_t first_stream;         /* the stream that decided it                                       */
+    fc_shed shed;                  /* written by the thread in charge, with the lock                   */
+    fc_times times[FC_TIMES];      /* by iteration                                                     */
     fc_unshown unshown[FC_UNSHOWN];
     fc_lock lock __attribute__((aligned(64))); /* held for a burst, and by the thread in charge            */
 } fc_machine;

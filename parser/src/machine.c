@@ -151,6 +151,7 @@ typedef struct packet {
     fc_sent *m;       /* owns it: locate()                        */
     uint32_t index;   /* of the packet in it                      */
     int final;        /* it carries bytes to keep                 */
+    int shed;         /* ... but nobody keeps them: fc_shed       */
     int icrc_checked; /* and right                                */
     int repeated;     /* seen before on this flow: admit()        */
     int witness;      /* 2: a header agreed                       */
@@ -235,6 +236,12 @@ static int count(packet *w)
     return FC_GO_ON;
 }
 
+/* Is the message's iteration given up? */
+static inline int is_shed(const fc_machine *M, const fc_sent *m)
+{
+    return m->target == FC_GRADIENT && M->shed.first <= m->iteration && m->iteration < M->shed.end;
+}
+
 /* Which message owns it? */
 static int locate(packet *w)
 {
@@ -244,6 +251,8 @@ static int locate(packet *w)
     if (w->m != NULL) {
         w->index = (uint32_t)(w->psn - w->m->psn);
         w->final = w->m->target != FC_NOTHING && w->m->content == FC_FINAL && w->index < w->m->packets;
+        w->shed = w->final && is_shed(M, w->m);
+        w->final &= !w->shed;
         return FC_GO_ON;
     }
     if (w->psn < f->cursor.psn)
@@ -265,7 +274,7 @@ static int find_arena(packet *w)
     if (iteration > M->base_iteration) {
         if (!M->opened && !fc_from_start(M))
             fc_open(M, w->stream, iteration); /* the capture began in mid-stream: this is its first */
-        if (iteration >= M->base_iteration + M->arenas) {
+        if (iteration >= M->base_iteration + M->arenas && !is_shed(M, w->m)) {
             M->wanted[w->stream] = iteration;
             return FC_BLOCKED;
         }
@@ -273,6 +282,18 @@ static int find_arena(packet *w)
         fc_reopen(M, iteration);
     }
     return FC_GO_ON;
+}
+
+/* Packets of a message that go by fast_path() are captured between those that begin and end it. */
+static void note_time(fc_machine *M, int64_t iteration, uint64_t now_ns)
+{
+    fc_times *times = &M->times[(uint64_t)iteration % FC_TIMES];
+    if (times->iteration < iteration)
+        *times = (fc_times){iteration, now_ns, now_ns};
+    if (times->iteration == iteration) {
+        times->first_ns = now_ns < times->first_ns ? now_ns : times->first_ns;
+        times->last_ns = now_ns > times->last_ns ? now_ns : times->last_ns;
+    }
 }
 
 /* Is it whole? What ends a flow must be right too: a receiver drops a damaged packet, and the flow goes on. */
@@ -299,9 +320,12 @@ static int admit(packet *w)
     f->packets++;
     f->payload_bytes += p->payload_len;
     w->repeated = note_psn(f, w->psn);
-    if (w->m->target == FC_GRADIENT && w->m->iteration > M->begun) {
-        M->begun = w->m->iteration;
-        M->opened = 1;
+    if (w->m->target == FC_GRADIENT) {
+        note_time(M, w->m->iteration, w->now_ns);
+        if (w->m->iteration > M->begun) {
+            M->begun = w->m->iteration;
+            M->opened = 1;
+        }
     }
     return FC_GO_ON;
 }
@@ -341,6 +365,7 @@ static void open_fast_path(packet *w)
     fc_flow *f = w->f;
     f->fast_end = w->m->psn + w->m->packets - 1;
     f->ahead = w->m;
+    f->passes_as = w->shed ? FC_OVERLOAD : FC_RELEASED;
     if (w->final)
         fc_prepare_message(M, f, w->m);
     if (f->carries_final != w->final) {
@@ -359,7 +384,7 @@ static int place(packet *w)
     if (w->psn + 1 == w->f->next_psn && (!w->final || flagged || m->agreed))
         open_fast_path(w);
     if (!w->final)
-        return w->repeated ? FC_REPEATED : FC_RELEASED;
+        return w->repeated ? FC_REPEATED : w->shed ? FC_OVERLOAD : FC_RELEASED;
     if (flagged)
         return fc_place_flagged(M, w->stream, w->f, m, w->index, p->payload, p->payload_len, w->psn);
     if (m->agreed || w->witness == 2)
@@ -494,7 +519,7 @@ static inline int fast_path(fc_machine *M, uint32_t stream, fc_flow *f, const fc
         *seen |= bit;
     }
     if (!f->carries_final)
-        return FC_RELEASED;
+        return f->passes_as;
     if (LIKELY(psn < f->track_end))
         return fc_place_in_order(M, stream, f, p->bth + 12, psn);
     return fc_place_general(M, stream, f, p->bth + 12, psn);
