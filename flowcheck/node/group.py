@@ -26,6 +26,7 @@ from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.node.config import NodeConfig
+from flowcheck.node.lines import closed_fields, line
 from flowcheck.node.live import GroupSource, LiveSession
 from flowcheck.node.members import Inbound, RankSession
 from flowcheck.node.output import Hashes, Writer
@@ -34,7 +35,7 @@ from flowcheck.node.replica_files import LeftoverReplica, ReplicaFiles
 from flowcheck.node.runs import new_run_id, run_folder
 from flowcheck.node.silence import Arrivals, Silent
 from flowcheck.node.uploads import Asking
-from flowcheck.rebuild.events import Closed, Event, Lost, Waiting
+from flowcheck.rebuild.events import Closed, Event, Lost
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.scheduler import IDLE_SECONDS
 from parser.engine_config import EngineConfig
@@ -325,10 +326,12 @@ class Group:
                     self._closed(event)
                 case Lost():
                     self._lost(event.why)
-                case Waiting():
-                    self._say("waiting", iteration=self._clock.number(event.iteration), why=event.why)
                 case Silent():
                     self._silent(event.why)
+                case _:
+                    said = line(event, self._clock.number)
+                    if said is not None:
+                        self._say(said[0], **said[1])
 
     def _closed(self, closed: Closed) -> None:
         session = self._session
@@ -352,13 +355,7 @@ class Group:
             self._tell(Progress(number, closed.status))
         drops = self._port.drops
         dropped, self._told = grown(self._told, drops), drops
-        self._say(
-            "iteration", iteration=number, published=closed.published, status=closed.status, packets=closed.packets,
-            placed=closed.placed, missing=closed.missing, healed=closed.healed, duplicates=closed.duplicates,
-            dropped=dropped, lag=closed.lag, updates=closed.updates, rebuilt=closed.rebuilt,
-            failed=[clause for clause, _ in closed.why],
-            why=closed.why if session.next is not None else closed.why[:1],
-        )
+        self._say("iteration", **closed_fields(closed, number, dropped, lost=session.next is None))
 
     def _lost(self, why: str) -> None:
         session = self._session
@@ -372,7 +369,9 @@ class Group:
         self._asking.ask(f"checkpoint wanted: {why}")
 
     def _dropped(self) -> int:
-        return sum(self._port.drops.values())
+        """Packets that the node itself has lost: in its own queues, and those of iterations that were given up."""
+        given_up = self._session.overload.packets if self._session is not None else 0
+        return sum(self._port.drops.values()) + given_up
 
     def _silent(self, why: str) -> None:
         if why:

@@ -1,4 +1,4 @@
-"""One job of a node: a follower that trainers feed, and whether its mirror is silent.
+"""One job of a node: a follower that trainers feed, whether it keeps up, and whether its mirror is silent.
 
     session = LiveSession(plan, sources, clock, ...)
     for event in session.poll(): ...                           again and again
@@ -22,6 +22,7 @@ from flowcheck.job.clock import Clock
 from flowcheck.node.silence import Arrivals, Silence
 from flowcheck.rebuild.events import Event
 from flowcheck.rebuild.follower import Follower
+from flowcheck.rebuild.overload import Overload
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.policy import Policy
 from flowcheck.rebuild.records import StepRecord
@@ -40,17 +41,19 @@ class GroupSource(Source, Protocol):
 
 class LiveSession(Follower):
     """sources[i]: ring of stream i. clock: the trainer's. slots, threads: of replicas. record_seconds: as of Policy.
-    port: what the sources belong to. now: seconds of a clock that never goes back."""
+    port: what the sources belong to. now, stamp: clocks, as of Follower."""
 
     def __init__(
         self, plan: JobPlan, sources: Sequence[Source], clock: Clock | None = None, *, slots: int, threads: int,
         record_seconds: float, port: Arrivals | None = None, now: Callable[[], float] = time.monotonic,
+        stamp: Callable[[], int] = time.time_ns,
     ) -> None:
         port = port or Arrivals()
         names = port.stream_names(plan.engine.streams)
-        super().__init__(plan, sources, names, Policy.live(record_seconds), clock=clock, now=now)
+        super().__init__(plan, sources, names, Policy.live(record_seconds), clock=clock, now=now, stamp=stamp)
         self._slots, self._threads = slots, threads
         self._silence = Silence(plan, self.engine, port, self.clock, now)
+        self.overload = Overload(self.engine, self.scheduler)
 
     def record(self, record: Record, buffers: Mapping[str, torch.Tensor], rank: int) -> list[Event]:
         """Keep a step record. Raises UserError where it cannot be believed."""
@@ -74,7 +77,15 @@ class LiveSession(Follower):
     def poll(self) -> Iterator[Event]:
         """One look at the rings, and what may close."""
         yield from super().poll()
+        yield from self.keeper.look(self.next)
+        yield from self.overload.look(busy=self._pending is not None)
         yield from self._silence.look(self.scheduler.blocked)
+
+    def finish(self) -> Iterator[Event]:
+        """No more traffic: judge what is still open."""
+        yield from super().finish()
+        yield from self.keeper.look(self.next)
+        yield from self.keeper.rest()
 
     @property
     def serves(self) -> int:

@@ -79,7 +79,10 @@ class Events:
 
 
 def _text(line: dict[str, Any]) -> str:
-    fields = {key: value for key, value in line.items() if key not in ("event", "time") and value not in ("", [], {})}
+    fields = {
+        key: value for key, value in line.items()
+        if key not in ("event", "time") and value is not None and value not in ("", [], {})
+    }
     if line["event"] != "iteration":
         said = ", ".join(str(value) if key == "text" else f"{key} {value}" for key, value in fields.items())
         said = "; ".join(part.strip() for part in said.splitlines())  # an event is one line, its remedy too

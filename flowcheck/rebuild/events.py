@@ -5,11 +5,18 @@ Iterations count as the manifest does. Sentences in `why` are for people and nam
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from flowcheck.rebuild.building import Built
 from flowcheck.rebuild.collector import Judged
+from flowcheck.rebuild.deadline import Times
+from flowcheck.rebuild.verdict import Clause
 
-__all__ = ["Closed", "Event", "Lost", "Read", "Skipped", "Waiting"]
+__all__ = [
+    "Behind", "Closed", "Event", "GivenUp", "Lost", "OnTime", "Read", "Skipped", "TakenUp", "Timed", "Waiting",
+    "closed",
+]
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,25 @@ class Closed(Event):
     judged: Judged | None = field(default=None, compare=False, repr=False)
 
 
+def closed(
+    judged: Judged, counts: Mapping[str, int], built: Built, *, published: bool, status: str, lag: int, lost: bool
+) -> Closed:
+    """The event of an iteration. counts: of its packets: packets, placed, gaps, duplicates. lost: no version waits for
+    it, so its step record is not missed."""
+    missing: dict[str, int] = {}
+    for bucket in judged.buckets:
+        for cause, count in bucket.missing.items():
+            missing[cause] = missing.get(cause, 0) + count
+    clauses = [(clause.value, reason) for clause, reason in judged.verdict.failing]
+    if lost and not published:
+        clauses = [(name, reason) for name, reason in clauses if name != Clause.STEP_RECORD.value]
+    healed = max(counts["gaps"], 0) if judged.verdict.complete else 0
+    return Closed(
+        judged.verdict.iteration, published, status, counts["packets"], counts["placed"], missing, healed,
+        counts["duplicates"], lag, clauses, built.updates, built.rebuilt, judged,
+    )
+
+
 @dataclass(frozen=True)
 class Lost(Event):
     """The chain of versions has ended; a state is needed to go on from."""
@@ -72,4 +98,56 @@ class Waiting(Event):
 class Read(Event):
     """How many packets were read by now."""
 
+    packets: int
+
+
+@dataclass(frozen=True)
+class Timed(Event):
+    """When an iteration came that has closed, and what became of it. Said when the next one has begun to come, or when
+    none will. rings: the most packets that waited in a ring since the one before, and how many a ring holds. arenas:
+    the most iterations that were alive, and how many can be."""
+
+    times: Times
+    rings: tuple[int, int]
+    arenas: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Behind(Event):
+    """The node does not keep up, and has lost nothing for it so far. Said once, and again when less is left by half.
+
+    late: nanoseconds by which the version of `iteration` is late by now. in_a_row: how many versions before were late.
+    left: iterations until there is no room for another, as it looks now; None: it does not get worse.
+    stage: what takes longest (deadline.py); "rings": packets wait to be placed."""
+
+    iteration: int
+    late: int
+    in_a_row: int
+    left: int | None
+    stage: str
+
+
+@dataclass(frozen=True)
+class OnTime(Event):
+    """Versions are on time again, up to this iteration's; after `Behind`."""
+
+    iteration: int
+
+
+@dataclass(frozen=True)
+class GivenUp(Event):
+    """There is no room for more: from this iteration on packets are counted and not placed. rings: as of `Timed`, now.
+    waits: packets wait for an arena; else they are not taken from the ring fast enough."""
+
+    first: int
+    rings: tuple[int, int]
+    waits: bool
+
+
+@dataclass(frozen=True)
+class TakenUp(Event):
+    """What waited is done: iterations after `last` are placed again. packets: that were not placed."""
+
+    first: int
+    last: int
     packets: int

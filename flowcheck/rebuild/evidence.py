@@ -5,6 +5,7 @@ bits, one for 8 bytes, by words; what is missing is known as runs (intervals.py)
 
 Causes of missing elements, the first that applies:
 
+    overload       their iteration was given up, because the node had no room for it (overload.py)
     not_mirrored   no connection seen in the captures carries them reduced
     icrc           their packet came with a wrong ICRC
     unanchored     their packet came, but no anchors before and after it agreed, or its connection lost its place
@@ -111,10 +112,13 @@ def bucket_coverage(
         if len(gaps):
             missing = intervals(_elements(gaps - place.cells.start, place))
             placed = without(placed, missing)
-            losses = engine.losses() if losses is None else losses
-            flows = engine.flows() if flows is None else flows
-            carried = carried or Carried(plan)
-            causes = _causes(iteration, place, missing, list(data_flows(plan, flows)), carried, losses)
+            if iteration in engine.given_up:
+                causes = {"overload": total(missing)} if len(missing) else {}
+            else:
+                losses = engine.losses() if losses is None else losses
+                flows = engine.flows() if flows is None else flows
+                carried = carried or Carried(plan)
+                causes = _causes(iteration, place, missing, list(data_flows(plan, flows)), carried, losses)
         out.append(BucketCoverage(
             place, _bytes(region, place), total(placed), tuple((int(a), int(b)) for a, b in placed), causes
         ))

@@ -41,14 +41,15 @@ from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.rebuild.building import Built, VersionBuilder
 from flowcheck.rebuild.collector import EvidenceCollector, Judged
-from flowcheck.rebuild.events import Closed, Event, Lost, Read, Skipped, Waiting
+from flowcheck.rebuild.events import Event, Lost, Read, Skipped, Waiting, closed
 from flowcheck.rebuild.evidence import packets_by_outcome
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.policy import Policy
 from flowcheck.rebuild.records import RecordWait, StepRecord, StepRecords
 from flowcheck.rebuild.replica import JobReplica
 from flowcheck.rebuild.scheduler import IDLE_SECONDS, ArenaScheduler, Source
-from flowcheck.rebuild.verdict import Clause, StreamEvidence
+from flowcheck.rebuild.timekeeper import Timekeeper
+from flowcheck.rebuild.verdict import StreamEvidence
 from updater.errors import UpdaterError
 
 __all__ = ["Follower"]
@@ -61,7 +62,7 @@ NO_ROOM = "no slot of the replica is free: readers pin the others; gradients wai
 class Follower:
     """sources[i]: the ring of stream i; names[i]: what people call it. replica: of the captures' weights; None: there
     is no version until `start`. clock: the trainer's; without trainers the first iteration says it. now: seconds of a
-    clock that never goes back.
+    clock that never goes back. stamp: nanoseconds of the clock of the sources' time stamps.
 
     next: the iteration that the current version waits for; None: there is no version, or its chain has ended.
     moved: did the last poll find anything to do? closing_seconds: spent on iterations that closed, and on updates.
@@ -70,12 +71,14 @@ class Follower:
     def __init__(
         self, plan: JobPlan, sources: Sequence[Source], names: Sequence[str], policy: Policy,
         replica: JobReplica | None = None, clock: Clock | None = None, now: Callable[[], float] = time.monotonic,
+        stamp: Callable[[], int] = time.time_ns,
     ) -> None:
         self.plan, self.policy, self.replica, self.clock = plan, policy, replica, clock or Clock()
         self._names, self._now = names, now
         self.engine = Engine(plan.engine)
         self.collector = EvidenceCollector(plan, self.engine)
         self.scheduler = ArenaScheduler(self.engine, sources, plan.cells, in_order=policy.sources_wait)
+        self.keeper = Timekeeper(self.engine, self.scheduler, records=bool(plan.job.step_values), now=stamp)
         self._placers: Placers | None = None
         self.records = StepRecords(plan.job, self.clock)
         self._builder = VersionBuilder(plan, self.engine, self.records)
@@ -110,6 +113,8 @@ class Follower:
             )]
         self._ahead = False
         self.records.keep(iteration, record, rank, self.engine.oldest)
+        if iteration in self.records:
+            self.keeper.note("record", iteration)
         return []
 
     def announce(self, iteration: int) -> None:
@@ -134,6 +139,7 @@ class Follower:
             self.replica.close()
         self.replica, self.next, self.status, self.matched = replica, iteration, "unverified", 0
         self._ahead = False
+        self.keeper.begin()
 
     # -- driving --
 
@@ -166,6 +172,8 @@ class Follower:
         moved = self.scheduler.poll()
         moved |= yield from self._heed(0 if moved else LOOK_SECONDS)
         while due := self.scheduler.due():
+            if self.scheduler.is_whole(due[0]):
+                self.keeper.note("covered", due[0])
             wait, said = self._must_wait(due[0])
             yield from said
             if wait:
@@ -299,6 +307,8 @@ class Follower:
             return False
         try:
             built = self._builder.built(seconds)
+            if not self._builder.reads:
+                self.keeper.note("applied", self._pending[0].verdict.iteration)
             if built is not None:
                 (judged, counts), self._pending = self._pending, None
                 yield from self._end_built(judged, counts, built)
@@ -331,7 +341,10 @@ class Follower:
                 self.replica.publish(verified=built.differs == "")
                 self.status = "verified" if self.matched else "unverified"
             self.next = self.clock.next(self.clock.after(iteration))
-        yield self._closed(judged, counts, stands, built or Built())
+        self.keeper.ended(iteration, published=stands)
+        lag = max(self.records.newest - self.published, 0)
+        yield closed(judged, counts, built or Built(), published=stands, status=self.status, lag=lag,
+                     lost=self.next is None)
         if self.next is not None and iteration >= self.next and not stands:
             clause, reason = judged.verdict.failing[0]
             number = self.clock.number(iteration)
@@ -383,18 +396,3 @@ class Follower:
         grown = (new - old for new, old in zip(now, self._counted, strict=True))
         self._counted = now
         return dict(zip(("packets", "placed", "gaps", "duplicates"), grown, strict=True))
-
-    def _closed(self, judged: Judged, counts: dict[str, int], published: bool, built: Built) -> Closed:
-        missing: dict[str, int] = {}
-        for bucket in judged.buckets:
-            for cause, count in bucket.missing.items():
-                missing[cause] = missing.get(cause, 0) + count
-        clauses = [(clause.value, reason) for clause, reason in judged.verdict.failing]
-        if self.next is None and not published:
-            clauses = [(name, reason) for name, reason in clauses if name != Clause.STEP_RECORD.value]
-        healed = max(counts["gaps"], 0) if judged.verdict.complete else 0
-        return Closed(
-            judged.verdict.iteration, published, self.status, counts["packets"], counts["placed"], missing, healed,
-            counts["duplicates"], max(self.records.newest - self.published, 0), clauses,
-            built.updates, built.rebuilt, judged,
-        )

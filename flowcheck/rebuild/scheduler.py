@@ -8,10 +8,11 @@
 A stream is blocked when its next packet belongs to an iteration that has no arena yet. The oldest
 iteration may close as soon as every stream is past it (or ended) and nothing of it is missing; an iteration
 with gaps stays open for late packets until its arena is needed: then every stream is past it, ended, or
-blocked itself. Iterations that no stream saw anything of, because the mirror was down, close one by one too; after
-a very long outage all but the last of them are skipped. A stream that is ahead waits for the others, so the
-slowest can always go on and nothing dead-locks. A live stream that has brought no data of the job holds nothing up: its
-port, or its queue, may be for other jobs alone.
+blocked itself. Iterations that are given up (overload.py) take no arena: nothing waits for them, and one closes when
+every stream is past it, or so far ahead that it would be blocked otherwise. Iterations that no stream saw anything of,
+because the mirror was down, close one by one too; after a very long outage all but the last of them are skipped. A
+stream that is ahead waits for the others, so the slowest can always go on and nothing dead-locks. A live stream that
+has brought no data of the job holds nothing up: its port, or its queue, may be for other jobs alone.
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ class ArenaScheduler:
         self._ended = [False] * len(sources)
         self._blocked = [False] * len(sources)
         self._taken = [0] * len(sources)  # by the placing threads
+        self._highest = self.fullest = (0, 1)  # (packets that wait in a ring, its room): the most, and the most now
+        self.room = 0  # of all rings
         self.consumed = 0
 
     # -- the rings --
@@ -73,10 +76,11 @@ class ArenaScheduler:
         Raises UserError when a source did not deliver what its file promised."""
         if self._opening:
             return self._open()
-        moved = False
+        moved, self.fullest, self.room = False, (0, 1), 0
         for i, source in enumerate(self._sources):
             if self._ended[i]:
                 continue
+            self._note_fill(*self._engine.waiting(source.ring_address))
             if self._placers is not None:
                 moved |= self._ask(i, self._placers)
             elif self._in_order and self._engine.past(i) == NOTHING_SEEN:
@@ -153,6 +157,21 @@ class ArenaScheduler:
         self._taken[stream] = done
         return moved
 
+    def _note_fill(self, waiting: int, room: int) -> None:
+        self.room += room
+        self.fullest = max(self.fullest, (waiting, room), key=_share)
+        self._highest = max(self._highest, self.fullest, key=_share)
+
+    @property
+    def fill(self) -> float:
+        """Part of the fullest ring that waited at the last look."""
+        return _share(self.fullest)
+
+    def take_highest(self) -> tuple[int, int]:
+        """The most packets that waited in a ring at any look since this was asked last, and its room."""
+        highest, self._highest = self._highest, self.fullest
+        return highest
+
     def leave_to(self, placers: Placers | None) -> None:
         """Threads read the rings from now on. None: they have stopped, and whoever looks reads what they left."""
         self._placers, self._taken = placers, [0] * len(self._sources)
@@ -193,14 +212,26 @@ class ArenaScheduler:
         if len(due) == 1:
             self._blocked = [False] * len(self._sources)
 
+    def is_whole(self, iteration: int) -> bool:
+        """May it close because all of it is there?"""
+        return self._whole == iteration
+
     def _may_close(self, oldest: int) -> bool:
         if self._opening or (oldest > self._engine.begun and not any(self._blocked)):
             return False
         past = [self._ended[i] or self._is_past(i, oldest) for i in range(len(self._sources))]
         if self._whole != oldest and all(past) and not self.ended and self._is_complete(oldest):
             self._whole = oldest
-        forced = any(self._blocked) and all(p or b for p, b in zip(past, self._blocked, strict=True))
+        waits = [self._waits(i, oldest) for i in range(len(self._sources))]
+        given_up = oldest in self._engine.given_up
+        forced = (given_up or any(waits)) and all(p or w for p, w in zip(past, waits, strict=True))
         return self._whole == oldest or forced
+
+    def _waits(self, stream: int, oldest: int) -> bool:
+        """Does a stream wait for this iteration's arena, or would it but for iterations that are given up?"""
+        given_up = self._engine.given_up
+        ahead = oldest < given_up.stop and self._engine.reached(stream) >= oldest + self._engine.config.arenas
+        return self._blocked[stream] or ahead
 
     def _is_past(self, stream: int, iteration: int) -> bool:
         past = self._engine.past(stream)
@@ -230,4 +261,9 @@ class ArenaScheduler:
         if self._is_past(stream, iteration):
             return "past"
         # its own later packets wait for an arena: what is missing of this iteration will not come
-        return "lost" if self._blocked[stream] else "behind"
+        return "lost" if self._waits(stream, iteration) else "behind"
+
+
+def _share(fill: tuple[int, int]) -> float:
+    waiting, room = fill
+    return waiting / room

@@ -24,13 +24,15 @@ from parser.flow_table import FLOW
 from parser.nccl import CTS_ELEMENTS, CtsElement
 from parser.wire import Kind
 
-OUTCOMES = ("placed", "late", "icrc", "unanchored")
+OUTCOMES = ("placed", "late", "icrc", "unanchored", "overload")
+NO_END = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
 class Packet:
     """past: where its stream stands afterwards; None: at the packet's own iteration. -1 as iteration: start-up traffic,
-    which belongs to none. cells: first one that it fills, and the one after the last (None: all that follow)."""
+    which belongs to none. cells: first one that it fills, and the one after the last (None: all that follow). ns: when
+    it was captured; 0: the source has no clock."""
 
     iteration: int
     past: int | None = None
@@ -45,9 +47,10 @@ def whole(*iterations: int) -> list[Packet]:
 
 class FakeSource:
     """A ring. open: more may come, so an empty ring is not drained. slow: how often look_ahead has to be asked, late:
-    how often the ring is looked into, before anything is there."""
+    how often the ring is looked into, before anything is there. room: packets that it holds."""
 
     def __init__(self, packets: Iterable[Packet] = (), *, open: bool = False, slow: int = 0, late: int = 0) -> None:
+        self.room = 1 << 14
         self.packets, self.open, self.slow, self.late = list(packets), open, slow, late
         self.error: Exception | None = None
 
@@ -86,6 +89,9 @@ class FakeEngine:
         self.forms: dict[CtsElement, int] = dict.fromkeys(CTS_ELEMENTS, 0)
         self.filled: dict[int | None, np.ndarray] = {}  # cells
         self.data: dict[int | None, np.ndarray] = {}  # regions
+        self.spans: dict[int, tuple[int, int]] = {}  # what times() says
+        self.given_up = range(0)
+        self._reached = [-1 for _ in streams]
         # what was asked of it
         self.runs: list[tuple[int, int, int]] = []  # (stream, limit, packets taken)
         self.looks: list[int] = []  # streams
@@ -123,7 +129,8 @@ class FakeEngine:
         while packets and done < limit and not blocked:
             packet = packets[0]
             self._open(stream, packet.iteration)
-            blocked = packet.iteration >= self.oldest + self.config.arenas
+            arenas = self.oldest + self.config.arenas
+            blocked = packet.iteration >= arenas and packet.iteration not in self.given_up
             if blocked:
                 self.want[stream] = packet.iteration
             else:
@@ -145,12 +152,18 @@ class FakeEngine:
 
     def _take(self, stream: int, packet: Packet) -> None:
         self.stand[stream] = packet.iteration if packet.past is None else packet.past
-        late = 0 <= packet.iteration < self.oldest
-        if packet.iteration >= 0 and not late:
+        outcome = "late" if 0 <= packet.iteration < self.oldest else "placed"
+        if packet.iteration >= 0 and outcome == "placed":
             self.begun = max(self.begun, packet.iteration)
-            self.cells(packet.iteration)[slice(*packet.cells)] = True
-        packets, size = self.counts[stream]["late" if late else "placed"]
-        self.counts[stream]["late" if late else "placed"] = packets + 1, size + 8
+            self._reached[stream] = max(self._reached[stream], packet.iteration)
+            first, last = self.spans.get(packet.iteration, (packet.ns, packet.ns))
+            self.spans[packet.iteration] = min(first, packet.ns), max(last, packet.ns)
+            if packet.iteration in self.given_up:
+                outcome = "overload"
+            else:
+                self.cells(packet.iteration)[slice(*packet.cells)] = True
+        packets, size = self.counts[stream][outcome]
+        self.counts[stream][outcome] = packets + 1, size + 8
 
     def look_ahead(self, ring_address: int) -> bool | None:
         source = self._ring(ring_address)
@@ -162,6 +175,10 @@ class FakeEngine:
     def next_ns(self, ring_address: int) -> int | None:
         packets = self._ring(ring_address).look()
         return packets[0].ns if packets else None
+
+    def waiting(self, ring_address: int) -> tuple[int, int]:
+        source = self._ring(ring_address)
+        return len(source.packets), source.room
 
     def drained(self, ring_address: int) -> bool:
         source = self._ring(ring_address)
@@ -182,6 +199,22 @@ class FakeEngine:
         assert self.closed == self.oldest + count, "an iteration is closed before it is judged and retires"
         self.oldest += count
         self.retired.append(count)
+
+    def times(self, iteration: int) -> tuple[int, int] | None:
+        span = self.spans.get(iteration, (0, 0))
+        return span if span[0] else None
+
+    def give_up(self) -> int:
+        assert self.oldest >= self.given_up.stop, "what was given up last has not closed"
+        self.given_up = range(self.begun + 1, NO_END)
+        return self.begun + 1
+
+    def take_up(self) -> int:
+        self.given_up = range(self.given_up.start, self.begun + 1)
+        return self.begun + 1
+
+    def reached(self, stream: int) -> int:
+        return self._reached[stream]
 
     def finish(self) -> None:
         self.finished += 1

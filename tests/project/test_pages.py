@@ -43,9 +43,31 @@ def rows(text: str) -> dict[str, str]:
     return found
 
 
+LINES = ast.parse((ROOT / "flowcheck/node/lines.py").read_text())
+
+
+def fields_of(made: ast.expr) -> set[str]:
+    """Of a dict that is written out, or that a function of flowcheck/node/lines.py returns."""
+    if isinstance(made, ast.Call):
+        name = getattr(made.func, "id", "")
+        maker = next(one for one in LINES.body if isinstance(one, ast.FunctionDef) and one.name == name)
+        returned = maker.body[-1]
+        assert isinstance(returned, ast.Return) and returned.value is not None
+        made = returned.value
+    assert isinstance(made, ast.Dict)
+    return {str(key.value) for key in made.keys if isinstance(key, ast.Constant)}
+
+
+def lines() -> dict[str, set[str]]:
+    """Event -> fields, of those that flowcheck/node/lines.py makes of a session's events."""
+    made = [one.value for one in ast.walk(LINES) if isinstance(one, ast.Return) and isinstance(one.value, ast.Tuple)]
+    return {str(name.value): fields_of(fields) for name, fields in (one.elts for one in made)}  # type: ignore[attr-defined]
+
+
 def said() -> dict[str, set[str]]:
-    """Event -> fields, of every call in flowcheck/node/ that says one."""
-    found: dict[str, set[str]] = {}
+    """Event -> fields, of every call in flowcheck/node/ that says one, and of those that a session has."""
+    found = lines()
+    assert {"times", "behind"} <= found.keys()
     for path in sorted((ROOT / "flowcheck/node").glob("*.py")):
         for call in ast.walk(ast.parse(path.read_text())):
             if not isinstance(call, ast.Call) or not call.args or not isinstance(call.args[0], ast.Constant):
@@ -53,6 +75,9 @@ def said() -> dict[str, set[str]]:
             if getattr(call.func, "attr", getattr(call.func, "id", "")) in ("say", "_say", "_say_all"):
                 fields = {keyword.arg for keyword in call.keywords if keyword.arg not in (None, "name")}
                 found.setdefault(str(call.args[0].value), set()).update(map(str, fields))
+                for keyword in call.keywords:
+                    if keyword.arg is None and isinstance(keyword.value, ast.Call):
+                        found[str(call.args[0].value)] |= fields_of(keyword.value)
     return found
 
 
@@ -63,9 +88,10 @@ def test_every_event_stands_in_the_page_with_its_fields() -> None:
     listed = rows(tables)
     assert listed.keys() == events.keys()
     for event, fields in events.items():
-        if event != "iteration":
+        if event not in ("iteration", "times"):
             assert {name for name in fields if f"`{name}`" not in listed[event]} == set(), event
-    assert rows(section(EVENTS, "### iteration")).keys() == events["iteration"]
+    for event in ("iteration", "times"):
+        assert rows(section(EVENTS, f"### {event}")).keys() == events[event]
 
 
 def test_every_counter_stands_in_the_page() -> None:

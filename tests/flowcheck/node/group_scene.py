@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,7 @@ class FakeSession:
         self.replica: Any = None
         self.next: int | None = None
         self.serves = -1
+        self.overload = SimpleNamespace(packets=0)
         self.closed = threading.Event()
         self.placing: list[tuple[int, int]] | None = None  # rings that its threads read
 

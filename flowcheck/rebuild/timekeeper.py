@@ -1,0 +1,140 @@
+"""When each iteration came and what became of it: the stamps of a follower, and what they say about keeping up.
+
+    keeper.note("covered", iteration)        as it happens: covered, record, applied
+    keeper.ended(iteration, published=True)  it has closed
+    for event in keeper.look(wanted): ...    at every look at the rings: Timed, Behind, OnTime
+    keeper.rest()                            no more traffic: those of which the next has not come
+
+A version that is late is `Behind` before it is `Timed`: whoever reads that the slack is negative has been told before.
+The clock is that of the captures' time stamps, so that the two can be compared. One thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+from parser.machine import Engine
+
+from flowcheck.rebuild.deadline import Times, Trend
+from flowcheck.rebuild.events import Behind, Event, OnTime, Timed
+from flowcheck.rebuild.overload import FULL
+from flowcheck.rebuild.scheduler import ArenaScheduler
+
+__all__ = ["Timekeeper"]
+
+CALM = 8  # versions in a row that are on time, before the node counts as on time again
+KEPT = 64  # iterations whose times the engine still knows: FC_TIMES of parser/include/machine.h
+HALF = 0.5  # of a ring: packets are placed too slowly
+
+
+class Timekeeper:
+    """records: no version is made without its step record. now: nanoseconds since the epoch."""
+
+    def __init__(
+        self, engine: Engine, scheduler: ArenaScheduler, *, records: bool, now: Callable[[], int] = time.time_ns
+    ) -> None:
+        self._engine, self._scheduler, self._records, self._now = engine, scheduler, records, now
+        self._stamps: dict[int, dict[str, int]] = {}
+        self._ended: deque[Times] = deque(maxlen=KEPT)  # the next has not come yet
+        self._consumed: deque[tuple[int, int]] = deque(maxlen=2)  # (iteration, packets by then)
+        self._arenas = 0  # the most that were alive
+        self._trend = Trend()
+        self.behind = False
+        self._in_a_row = self._calm = 0
+        self._left: int | None = None  # that was said
+
+    def note(self, what: Literal["covered", "record", "applied"], iteration: int) -> None:
+        """It has happened; only the first time counts."""
+        self._stamps.setdefault(iteration, {}).setdefault(what, self._now())
+
+    def ended(self, iteration: int, *, published: bool) -> None:
+        """It has closed, and all is known of it but what comes next."""
+        stamps = self._stamps.pop(iteration, {})
+        for older in [one for one in self._stamps if one < iteration]:  # that were skipped
+            del self._stamps[older]
+        first, last = self._engine.times(iteration) or (None, None)
+        self._ended.append(Times(
+            iteration, first, last, stamps.get("covered"), stamps.get("record"), stamps.get("applied"),
+            self._now() if published else None,
+        ))
+        self._consumed.append((iteration, self._scheduler.consumed))
+
+    def begin(self) -> None:
+        """Versions begin anew."""
+        self._trend.forget()
+        self.behind, self._in_a_row, self._calm, self._left = False, 0, 0, None
+
+    def look(self, wanted: int | None) -> list[Event]:
+        """wanted: the iteration that the current version waits for, if there is one."""
+        begun, oldest, events = self._engine.begun, self._engine.oldest, list[Event]()
+        self._arenas = max(self._arenas, min(begun - oldest + 1, self._engine.config.arenas))
+        while self._ended and begun > self._ended[0].iteration:
+            times = self._ended.popleft()
+            events += self._told(replace(times, next=self._first_after(times.iteration)))
+        if wanted is not None and (begun > wanted or self._scheduler.fill >= HALF):
+            events += self._watch(wanted)
+        return events
+
+    def rest(self) -> list[Event]:
+        """There is no more traffic."""
+        events: list[Event] = []
+        while self._ended:
+            events += self._told(self._ended.popleft())
+        return events
+
+    def _first_after(self, iteration: int) -> int | None:
+        """When the first packet of a later iteration came."""
+        for later in range(iteration + 1, min(self._engine.begun, iteration + KEPT) + 1):
+            if times := self._engine.times(later):
+                return int(times[0])
+        return None
+
+    def _told(self, times: Times) -> list[Event]:
+        events: list[Event] = []
+        self._trend.add(times)
+        if times.slack is not None and times.slack < 0:
+            self._in_a_row, self._calm = self._in_a_row + 1, 0
+            if not self.behind:
+                events.append(self._say(times.iteration, -times.slack, times.stage(records=self._records)))
+        elif times.slack is not None:
+            self._in_a_row, self._calm = 0, self._calm + 1
+            if self.behind and self._calm >= CALM and self._scheduler.fill < HALF:
+                self.behind, self._left = False, None
+                events.append(OnTime(times.iteration))
+        events.append(Timed(times, self._scheduler.take_highest(), (self._arenas, self._engine.config.arenas)))
+        self._arenas = 0
+        return events
+
+    def _watch(self, wanted: int) -> list[Event]:
+        """Is the version that is not there yet late, or do packets wait?"""
+        next_first = self._first_after(wanted)
+        late = 0 if next_first is None else max(self._now() - next_first, 0)
+        full = self._scheduler.fill >= HALF
+        if not late and not full:
+            return []
+        left = 0 if full and not late else self._trend.left(late, self._room)
+        nearer = left is not None and (self._left is None or left <= self._left // 2 < self._left)
+        if self.behind and not nearer:
+            return []
+        stamps = self._stamps.get(wanted, {})
+        first, last = self._engine.times(wanted) or (None, None)
+        times = Times(wanted, first, last, stamps.get("covered"), stamps.get("record"), stamps.get("applied"))
+        return [self._say(wanted, late, times.stage(records=self._records) if late else "rings", left)]
+
+    @property
+    def _room(self) -> float:
+        """Iterations that may wait besides the one that a version is made of, in arenas and in the rings."""
+        room = float(self._engine.config.arenas - 1)
+        if len(self._consumed) == 2:
+            (first, before), (last, now) = self._consumed
+            if last > first and now > before:
+                room += FULL * self._scheduler.room * (last - first) / (now - before)
+        return room
+
+    def _say(self, iteration: int, late: int, stage: str, left: int | None = None) -> Behind:
+        self.behind, self._calm, self._left = True, 0, left
+        return Behind(iteration, late, self._in_a_row, left, stage)

@@ -1,0 +1,81 @@
+"""What a node says of the times of iterations, of falling behind and of giving up: words, units, whose numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowcheck.node.lines import closed_fields, line
+from flowcheck.node.output import Events
+from flowcheck.rebuild.deadline import Times
+from flowcheck.rebuild.events import Behind, Closed, Event, GivenUp, Lost, OnTime, TakenUp, Timed, Waiting
+
+FIRST = 1_795_364_912_250_000_000
+
+
+def said(event: Event) -> tuple[str, dict[str, Any]]:
+    found = line(event, lambda iteration: iteration + 100)
+    assert found is not None
+    return found
+
+
+def test_times_are_milliseconds_after_the_first_byte() -> None:
+    ms = 1_000_000
+    times = Times(7, FIRST, FIRST + 3 * ms, FIRST + 4 * ms, FIRST + 9 * ms, FIRST + 12 * ms, FIRST + 12_500_000,
+                  FIRST + 12 * ms)
+    assert said(Timed(times, (31, 16384), (2, 4))) == ("times", {
+        "iteration": 107, "first": 1_795_364_912.25, "last": 3.0, "covered": 4.0, "record": 9.0, "applied": 12.0,
+        "published": 12.5, "next": 12.0, "slack": -0.5, "rings": [31, 16384], "arenas": [2, 4],
+    })
+
+
+def test_what_is_not_known_is_null_and_not_in_the_text(capsys) -> None:
+    name, fields = said(Timed(Times(7, FIRST, FIRST + 10**6), (0, 64), (1, 4)))
+    assert {key for key, value in fields.items() if value is None} == {
+        "covered", "record", "applied", "published", "next", "slack"}
+    Events(False, None)(name, **fields)
+    assert capsys.readouterr().out == (
+        "times: iteration 107, first 1795364912.25, last 1.0, rings [0, 64], arenas [1, 4]\n")
+    assert said(Timed(Times(7), (0, 64), (1, 4)))[1]["first"] is None
+
+
+@pytest.mark.parametrize(("stage", "remedy"), [
+    ("placing", "capture.queues"), ("record", "the control network"), ("update", "replica.threads"),
+    ("checksums", "checksum_every"), ("rings", "capture.cores"),
+])
+def test_who_is_behind_says_by_how_much_for_how_long_and_what_to_change(stage: str, remedy: str) -> None:
+    name, fields = said(Behind(7, 35_200_000, 3, 14, stage))
+    assert name == "behind" and fields["why"].count(remedy) == 1
+    assert {key: value for key, value in fields.items() if key != "why"} == {
+        "iteration": 107, "late_ms": 35.2, "in_a_row": 3, "left": 14}
+    assert fields["why"].startswith(
+        "the next iteration had begun 35.2 ms before the version was there; 3 versions in a row were late; in about 14"
+        " iterations there is no room for another one; ")
+
+
+def test_who_is_late_once_makes_no_forecast() -> None:
+    _, fields = said(Behind(7, 200_000, 0, None, "update"))
+    assert fields["why"] == (
+        "the next iteration had begun 0.2 ms before the version was there; its update is late: raise replica.threads,"
+        " with cores that nothing else uses")
+    assert said(OnTime(9)) == ("on_time", {"iteration": 109})
+
+
+@pytest.mark.parametrize(("waits", "why"), [(True, "wait for arenas"), (False, "come faster than they are placed")])
+def test_what_is_given_up_begins_and_ends_with_a_number(waits: bool, why: str) -> None:
+    name, fields = said(GivenUp(12, (12400, 16384), waits))
+    assert name == "overload" and fields["iteration"] == 112
+    assert why in fields["why"] and "12400 of 16384" in fields["why"]
+    assert said(TakenUp(12, 15, 3200)) == ("recovered", {"first": 112, "last": 115, "packets": 3200})
+
+
+def test_events_to_which_more_belongs_have_no_line_here() -> None:
+    closed = Closed(1, True, "verified", 5, 4, {}, 0, 0, 0, [("covered", "x"), ("previous", "y")])
+    assert line(closed, int) is line(Lost("why"), int) is None
+    assert said(Waiting(3, "its step record is not here")) == (
+        "waiting", {"iteration": 103, "why": "its step record is not here"})
+    fields = closed_fields(closed, 101, {"ring_full": 3}, lost=True)
+    assert fields["why"] == [("covered", "x")] and fields["failed"] == ["covered", "previous"]
+    assert fields["dropped"] == {"ring_full": 3} and fields["iteration"] == 101
+    assert closed_fields(closed, 101, {}, lost=False)["why"] == closed.why
