@@ -31,6 +31,7 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 STATE_BYTES = {"adam": 12, "adamw": 12, "sgd": 4, "momentum": 8}  # fp32 parameter, and what the optimizer keeps of it
 LOSSES = [10 ** (exponent / 2) for exponent in range(-20, -5)]  # of the plot, 1e-10 to 1e-3
 SECONDS_PER_DAY = 86400
+MOST_WATCHED = 10**9  # some seconds of summing; more than a job has
 
 
 def loss(
@@ -114,7 +115,8 @@ def loss_answer(
     watched = inputs.take("iterations", iterations, 100, "", "FlowCheck, Figure 13")
     need_probability(limit, "--wanted")
     need_positive(seconds, "--iteration-s", "seconds")
-    need(watched >= 1, f"{watched} iterations show nothing", "--iterations", "at least 1")
+    need(1 <= watched <= MOST_WATCHED, f"{watched} iterations cannot be watched", "--iterations",
+         f"1 to {MOST_WATCHED}")
     if positions is None:
         copies = law.worst(n, m, way, kind)
     else:
@@ -146,7 +148,7 @@ def loss_answer(
     if high == 0:
         notes.append(
             f"{watched:,} iterations cannot show this rate: none of them is expected to be incomplete. It takes "
-            f"{shown(math.ceil(math.log(100) / rate)) if rate else 'infinitely many'} to see one with 99 %"
+            f"{shown(math.log(100) / rate) if rate else 'infinitely many'} to see one with 99 %"
         )
     if copies.least == 0:
         notes.append("some packets are not mirrored in reduced form at all: one direction of one port never is enough")

@@ -62,6 +62,15 @@ def test_figure_13_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert "loss of a copy" in text and "equation (2), 3 edges" in text
 
 
+@pytest.mark.parametrize("loss", ["0", "1", "1e-80", "1e-81"])
+def test_the_ends_of_the_scale_are_answered(capsys: pytest.CaptureFixture[str], loss: str) -> None:
+    """4e6 packets of four copies each: 4e-314 and 4e-318 are so small that one divided by them is no number."""
+    found = answer_of(capsys, f"loss --loss {loss}")
+    rate = found["results"]["an iteration stays incomplete"]
+    assert rate == (1 if loss == "1" else 0 if loss == "0" else pytest.approx(4e6 * float(loss) ** 4, rel=0.1, abs=0))
+    assert found["good"] == (loss != "1")
+
+
 @pytest.mark.parametrize(("line", "where"), [
     ("loss --loss 1.5", "--loss"),
     ("loss --mirrors 9", "--mirrors"),
@@ -74,6 +83,7 @@ def test_figure_13_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     ("loss --packets 5 --parameters 5", "--packets"),
     ("loss --wanted -1", "--wanted"),
     ("loss --iterations 0", "--iterations"),
+    ("loss --iterations 1000000000000", "--iterations"),
     ("loss --iteration-s 0", "--iteration-s"),
     ("loss --mtu 9", "--mtu"),
 ])
