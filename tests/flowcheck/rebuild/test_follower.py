@@ -32,7 +32,7 @@ PARTLY = (0, 4)  # cells of an iteration that is not complete
 
 class FakeReplica:
     """weights: step of the first ones; None: there are none. differs: what a comparison finds; None: not done yet.
-    broken: iterations that cannot be applied."""
+    broken: iterations that cannot be applied. marks: of each version that was published, was it marked verified?"""
 
     def __init__(self, weights: int | None = 0) -> None:
         self.step, self.first_step = weights or 0, weights or 0
@@ -40,6 +40,7 @@ class FakeReplica:
         self.differs: str | None = ""
         self.broken: set[int] = set()
         self.calls: list[str] = []
+        self.marks: list[bool] = []
 
     def learn(self, engine: Any) -> None:
         self.ready = self._weights is not None
@@ -66,6 +67,7 @@ class FakeReplica:
 
     def publish(self, verified: bool) -> None:
         self.step += 1
+        self.marks.append(verified)
 
     def discard(self) -> None:
         self.calls.append("discard")
@@ -176,6 +178,25 @@ def test_a_version_that_is_wrong_is_lost_before_its_iteration_is_told(live, how:
     assert ("discard" in replica.calls) == ("close" in replica.calls) == (how == "differs")
 
 
+def test_only_a_version_that_was_compared_is_marked_verified(live) -> None:
+    at = live(port(2, 3, 4), arenas=4)
+    replica = at.start(2)
+    at.record(2, 4)
+    at.record(3, checksums={"layer0.weight": "0" * 16})
+    assert at.look() + at.look() == ["closed 2", "closed 3", "closed 4"]
+    assert replica.marks == [False, True, False]
+
+
+def test_a_version_that_is_not_the_trainers_fails_by_its_checksum(live) -> None:
+    at = live(port(2))
+    at.start(2).differs = "layer0.weight"
+    at.record(2, checksums={"layer0.weight": "0" * 16})
+    assert at.look() + at.look() == ["lost", "not 2"]
+    closed = at.events[-1]
+    assert isinstance(closed, Closed)
+    assert [clause for clause, _ in closed.why] == ["checksum"] and closed.status == "diverged"
+
+
 def test_an_outage_is_said_before_the_chain_is_lost(live) -> None:
     at = live(port(2, 3000))
     at.start(2)
@@ -229,6 +250,43 @@ def test_it_rests_only_while_nothing_happens(live, monkeypatch) -> None:
     monkeypatch.setattr(flowcheck.rebuild.follower.time, "sleep", sleep)
     at.take(at.follower.run())
     assert naps == [(2, 0.0005)] and at.said == ["not 0"]
+
+
+class Threads:
+    """Placing threads that have taken nothing. said: what was asked of them."""
+
+    def __init__(self, engine: Any, rings: Any) -> None:
+        self.engine, self.rings, self.said = engine, rings, list[str]()
+
+    def start(self) -> None:
+        self.said.append("start")
+
+    def stop(self) -> None:
+        self.said.append("stop")
+
+    def look(self, stream: int) -> tuple[int, bool]:
+        return 0, False
+
+
+def test_threads_place_until_they_are_ended(live, monkeypatch) -> None:
+    made: list[Threads] = []
+    monkeypatch.setattr(
+        flowcheck.rebuild.follower, "Placers", lambda engine, rings: made.append(Threads(engine, rings)) or made[-1]
+    )
+    at = live(port(2))
+    at.follower.place_in_threads([(77, 0)])
+    assert (made[0].engine, made[0].rings, made[0].said) == (at.engine, [(77, 0)], ["start"])
+    assert at.look() == [] and at.engine.runs == [], "the ring is theirs"
+    at.follower.place_here()
+    at.follower.place_here()
+    assert made[0].said == ["start", "stop"]
+    assert at.look() == ["not 2"], "and here is read what they left"
+    for end in (lambda: at.take(at.follower.finish()), at.follower.close):
+        at.follower.place_in_threads([(78, 2)])
+        end()
+        end()
+        assert made[-1].said == ["start", "stop"]
+    assert len(made) == 3
 
 
 # -- who may close --------------------------------------------------------------------------------------
@@ -315,7 +373,7 @@ def test_gradients_that_begin_with_an_outage_are_no_chain(offline) -> None:
     """Their connections begin here, and the first packet that was captured is of iteration 3000."""
     at = offline(FakeSource(whole(3000)), replica=FakeReplica(None))
     at.take(at.follower.run())
-    assert at.said[0] == "skipped 0-2997" and at.said[-1] == "not 3000"
+    assert at.said == ["skipped 0-2997", "not 2998", "not 2999", "not 3000"], "and none that could be lost"
 
 
 # -- nothing waits for ever -----------------------------------------------------------------------------

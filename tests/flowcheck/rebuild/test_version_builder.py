@@ -19,7 +19,7 @@ from flowcheck.rebuild.building import Built, VersionBuilder
 from flowcheck.rebuild.evidence import BucketCoverage, elements_of
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.records import StepRecord, StepRecords
-from updater.errors import ReplicaError
+from updater.errors import NoFreeSlot, ReplicaError
 from updater.step import StepValues
 
 from ..fake_engine import FakeEngine
@@ -59,11 +59,13 @@ class Compared:
 
 
 class Replica:
-    """said: what was asked, in order. refuses: calls that raise UpdaterError. done: have workers written all?"""
+    """said: what was asked, in order. refuses: calls that raise UpdaterError. full: is no slot free? done: have workers
+    written all?"""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
         self.refuses: set[str] = set()
+        self.full = False
         self.done = True
         self.building = False
         self.waited: list[float] = []
@@ -77,6 +79,8 @@ class Replica:
         self.building = what != "discard"
 
     def begin(self, iteration: int, values: StepValues) -> None:
+        if self.full:
+            raise NoFreeSlot("the update waits")
         self._hear("begin", iteration, values.groups[0]["lr"] if values.groups else None)
 
     def apply(self, bucket: int, elements: torch.Tensor) -> None:
@@ -129,6 +133,12 @@ class Scene:
 
     def keep(self, iteration: int, record: StepRecord) -> None:
         self.records.keep(iteration, record, 0, 0)
+
+    def reserve(self, iteration: int) -> tuple[bool, list[Any]]:
+        """Is there a slot, and what was the replica asked?"""
+        self.come(iteration, FIRST, SECOND)
+        before = len(self.replica.said)
+        return self.builder.reserve(self.replica, iteration), self.replica.said[before:]  # type: ignore[arg-type]
 
     def conclude(self, iteration: int, record: StepRecord | None = None) -> list[Any]:
         """What the replica was asked when the verdict stood."""
@@ -311,9 +321,9 @@ def test_buffers_of_the_record_are_taken_at_the_end() -> None:
 
 def test_no_free_slot_at_a_look_is_tried_again_when_more_has_come() -> None:
     at = Scene()
-    at.replica.refuses = {"begin"}
+    at.replica.full = True
     assert at.look(2, FIRST) == []
-    at.replica.refuses = set()
+    at.replica.full = False
     assert at.look(2) == [], "nothing has come"
     assert at.look(2, (24, 25)) == [begun(2), first(2)]
 
@@ -363,6 +373,64 @@ def test_what_was_begun_in_vain_is_not_counted_for_the_next_version() -> None:
     at.replica.refuses = set()
     at.conclude(6, QUARTER)
     assert at.publish() == Built("at_record")
+
+
+# -- a slot for an iteration that is complete ---------------------------------------------------------------
+
+
+def test_a_slot_is_begun_once() -> None:
+    at = Scene()
+    assert at.reserve(2) == (True, [begun(2)])
+    assert at.reserve(2) == (True, [])
+    assert at.conclude(2) == [first(2), second(2), ("finish",)] and at.publish() == Built("early")
+
+
+def test_a_slot_that_is_not_free_is_asked_for_again_and_again() -> None:
+    at = Scene()
+    at.replica.full = True
+    assert at.reserve(2) == at.reserve(2) == (False, [])
+    at.replica.full = False
+    assert at.reserve(2) == (True, [begun(2)])
+
+
+def test_a_slot_is_begun_with_what_the_record_says() -> None:
+    at = agreed()
+    at.look(5, FIRST)
+    at.keep(5, QUARTER)
+    assert at.reserve(5) == (True, [("discard",), begun(5, 0.25)])
+    assert at.conclude(5, QUARTER) == [first(5), second(5), ("finish",)]
+    assert at.publish() == Built("at_record", rebuilt=1)
+
+
+def test_what_was_begun_with_other_values_is_dropped_though_no_slot_is_free() -> None:
+    at = agreed()
+    at.look(5, FIRST)
+    at.keep(5, QUARTER)
+    at.replica.full = True
+    assert at.reserve(5) == (False, [("discard",)])
+    at.replica.full = False
+    assert at.reserve(5) == (True, [begun(5, 0.25)])
+
+
+def test_a_slot_alone_does_not_make_a_version_early() -> None:
+    """Its buckets waited for the record."""
+    at = Scene(declared=True)
+    at.keep(2, HALF)
+    assert at.reserve(2) == (True, [begun(2, 0.5)])
+    at.conclude(2, HALF)
+    assert at.publish() == Built("at_record")
+
+
+def test_what_else_is_wrong_is_no_reason_to_wait() -> None:
+    """It is said when the verdict stands."""
+    at = agreed()
+    at.look(5, FIRST)
+    at.keep(5, USELESS)
+    assert at.reserve(5) == (True, [("discard",)])
+    with pytest.raises(ReplicaError, match="loss scale"):
+        at.conclude(5, USELESS)
+    at.replica.refuses = {"begin"}
+    assert at.reserve(6) == (True, [])
 
 
 # -- the end -------------------------------------------------------------------------------------------------
