@@ -17,6 +17,7 @@ something else, is measured anew, and what cannot be written at the next start. 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -139,12 +140,17 @@ def quickest(ways: Sequence[W], seconds: Callable[[W], float], rounds: int) -> W
 
 def _given(question: Question[W], text: str) -> dict[str, W]:
     found: dict[str, W] = {}
+    as_in = f"as in {question.parts[0]}={question.default}"
     for piece in filter(None, (piece.strip() for piece in text.split(","))):
         part, equals, way = piece.rpartition("=")
+        if way in ("default", "measure"):
+            raise SettingError(f"{way!r} is not for one part, nor beside others", question.setting, f"{way} alone")
         if equals and part not in question.parts:
-            remedy = f"{', '.join(question.parts)}, as in {question.parts[0]}={question.default}"
+            remedy = f"{', '.join(question.parts)}, {as_in}"
             raise SettingError(f"{part!r} is not one of its parts", question.setting, remedy)
         found.update(dict.fromkeys([part] if equals else question.parts, question.parse(way)))
+    if not found:
+        raise SettingError(f"{text!r} is not a way for any part", question.setting, f"one for all parts, or {as_in}")
     return found
 
 
@@ -164,9 +170,14 @@ def processor() -> str:
 
 
 def cache_file(question: Question[W]) -> Path:
-    """Where its answer is kept: {"schema", "processor", "kernels", each of `facts`, "ways": {part: way}}."""
+    """Where its answer is kept: {"schema", "processor", "kernels", each of `facts`, "ways": {part: way}}.
+
+    Raises OSError for a user without a home, as of a container, or with a relative one: the folder that happens to be
+    the current one is no cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(base) if os.path.isabs(base) else Path(os.path.expanduser("~")) / ".cache"
+    if not folder.is_absolute():
+        raise OSError(errno.ENOENT, "no home directory", str(folder))
     return folder / "flowcheck" / f"{question.name}.json"
 
 
@@ -179,7 +190,10 @@ def _read(question: Question[W]) -> dict[str, W] | None:
     """None: nothing that can be used."""
     asked = key(question)
     try:
-        with cache_file(question).open("rb") as file:
+        path = cache_file(question)
+        if not path.is_file():  # a pipe would be waited for
+            return None
+        with path.open("rb") as file:
             data = json.loads(file.read(1 << 16))
         if {name: data[name] for name in asked} != asked:
             return None
@@ -190,10 +204,10 @@ def _read(question: Question[W]) -> dict[str, W] | None:
 
 def _write(question: Question[W], ways: Mapping[str, W]) -> None:
     """Aside, then renamed: nobody reads half a file. What a power cut leaves of it is measured anew."""
-    path = cache_file(question)
-    aside = path.parent / f".{path.name}.partial-{os.getpid()}"
     text = json.dumps({**key(question), "ways": {part: str(way) for part, way in ways.items()}}, indent=1)
     try:
+        path = cache_file(question)
+        aside = path.parent / f".{path.name}.partial-{os.getpid()}"
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             aside.write_text(text + "\n")

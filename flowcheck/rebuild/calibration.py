@@ -16,6 +16,7 @@ decides, remembers and reads the setting; updater/tuning.py asks it in the same 
 from __future__ import annotations
 
 import mmap
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ __all__ = [
 ]
 
 SETTING = "FLOWCHECK_PLACING"
+INSTRUCTIONS = "FLOWCHECK_SIMD"  # read by the kernels, which cannot refuse a name
+INSTRUCTION_SETS = ("avx512", "avx2", "portable")
 NAMES = {Protocol.LL: "ll", Protocol.LL128: "ll128", Protocol.SIMPLE: "simple"}
 DISTANCES = (1024, 2048, 4096, 8192)
 MOST_AHEAD = 1 << 20
@@ -90,15 +93,21 @@ def settle_updates() -> Choice[Tuning]:
         return tuning.settled()
 
 
-def look_at_updates(measure: bool) -> Choice[Tuning]:
-    """What settle_updates would say: nothing is decided or remembered. measure: may it measure? Raises the same."""
+def look_at_updates(measure: bool, *, recall: bool = True) -> Choice[Tuning]:
+    """What settle_updates would say: nothing is decided or remembered. measure: may it measure? recall: as in
+    choosing.settle. Raises the same."""
     with _settings():
-        return tuning.settle(measuring=measure, remember=False)
+        return tuning.settle(measuring=measure, recall=recall, remember=False)
 
 
 @contextmanager
 def _settings() -> Iterator[None]:
+    """Settings that are wrong, also that of the instructions, are the user's errors."""
+    wanted = os.environ.get(INSTRUCTIONS, "")
     try:
+        if wanted and wanted not in INSTRUCTION_SETS:
+            remedy = "avx2 or portable for lesser ones than the processor has; unset it for the best"
+            raise SettingError(f"{wanted!r} is not a set of instructions", INSTRUCTIONS, remedy)
         yield
     except SettingError as error:
         raise UserError(error.what, where=error.where, remedy=error.remedy) from None
@@ -116,7 +125,7 @@ def _parse(text: str) -> Way:
     if name not in place.ways():
         remedy = f"default, measure or one of {', '.join(place.ways())}"
         raise SettingError(f"{name!r} is not a way of placing", SETTING, remedy)
-    if at and not (ahead.isascii() and ahead.isdigit() and 0 < int(ahead) <= MOST_AHEAD):
+    if at and not (ahead.isascii() and ahead.isdigit() and len(ahead) <= 7 and 0 < int(ahead) <= MOST_AHEAD):
         remedy = f"payload bytes, 1 to {MOST_AHEAD}, as in t0@4096"
         raise SettingError(f"{ahead!r} is not a distance", SETTING, remedy)
     return Way(name, int(ahead) if at else DEFAULT.ahead)

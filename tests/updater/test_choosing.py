@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from updater import choosing
+from updater import choosing, tuning
 from updater.choosing import Choice, Measured, Question, SettingError, cache_file, key, processor, quickest, settle
 
 SETTING = "FLOWCHECK_TESTED_WAY"
@@ -198,6 +201,33 @@ def test_a_place_that_is_taken_leaves_nothing_aside() -> None:
     assert [path.name for path in cache_file(question()).parent.iterdir()] == ["tested.json"]
 
 
+def test_without_a_home_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A user of a container: no HOME and no entry in passwd, where "~" stays "~"; or a HOME that is relative."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "not/absolute")
+    for _ in range(2):
+        assert settle(question(), Measure()).how.startswith("measured in")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert settle(question(), Measure()).how.startswith("measured in")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pipe_in_its_place_is_not_waited_for(cache: Path) -> None:
+    """Asked in a process of its own: it would wait for good."""
+    path = cache / "flowcheck/updating.json"
+    path.parent.mkdir()
+    os.mkfifo(path)
+    code = "from updater import tuning; print(tuning.settle(measuring=False).how)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop(tuning.SETTING, None)
+    command = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "not measured\n", done.stderr
+    assert tuning.question().name == "updating", "the pipe is where the answer would be"
+
+
 def test_the_cache_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -236,7 +266,10 @@ def test_the_setting_goes_before_what_is_remembered(monkeypatch: pytest.MonkeyPa
     assert settle(question(), measure, measuring=False).ways == FAST and measure.asked == 1
 
 
-@pytest.mark.parametrize("text", ["faster", "left=", "up=odd", "left:odd", "left=odd=odd", "default,odd", "=odd"])
+@pytest.mark.parametrize(
+    "text",
+    ["faster", "left=", "up=odd", "left:odd", "left=odd=odd", "default,odd", "=odd", "left=measure", ",", " , "],
+)
 def test_a_wrong_setting_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv(SETTING, text)
     with pytest.raises(SettingError, match=f"environment variable {SETTING}: .* is not") as raised:

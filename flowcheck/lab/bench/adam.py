@@ -28,9 +28,10 @@ import torch
 from flowcheck.lab.bench import roof
 from flowcheck.lab.bench.rows import Row, alternate, here, on_threads, timed
 from flowcheck.lab.bench.workload import aligned
+from flowcheck.rebuild.calibration import look_at_updates
 from updater import kernels
 from updater.rounding_modes import ROUNDING_MODES, RoundingMode, cpu_root, rule
-from updater.tuning import PART, Tuning, settle
+from updater.tuning import PART, Tuning
 
 __all__ = ["run"]
 
@@ -46,9 +47,9 @@ LINE = 16  # floats
 def run(rounds: int, ring_bytes: int) -> list[Row]:
     """Rows of every shape and number of threads. Less than 256 MB of `ring_bytes` takes fewer parameters."""
     count = min(PARAMETERS, ring_bytes * 2 // 5) // (200 * LINE) * (200 * LINE)
+    tuning = look_at_updates(measure=True, recall=False).ways[PART]
     arena = _Arena(count)
     before = torch.get_num_threads()
-    tuning = settle(recall=False, remember=False).ways[PART]
     rows = []
     try:
         for shape, tensors in SHAPES.items():

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from parser.machine import Engine, choose_icrc, choose_placing, icrc_kernels, pl
 
 from flowcheck.diagnose.doctor import Machine, Wanted, host
 from flowcheck.errors import UserError
+from flowcheck.lab.bench import adam as bench_adam
+from flowcheck.lab.bench import place as bench_place
 from flowcheck.lab.bench.workload import make
 from flowcheck.rebuild import calibration
 from flowcheck.rebuild.calibration import DEFAULT, NAMES, SETTING, Ground, Way, calibrate, question, settle
@@ -183,7 +186,10 @@ def test_the_setting_goes_before_what_is_remembered(monkeypatch: pytest.MonkeyPa
     assert "measured in" in settle(1024, measure=False).how
 
 
-@pytest.mark.parametrize("text", ["t9", "t0@", "t0@-1", "t0@1e3", "t0@99999999", "ll=", "udp=t0", "ll:t0", "ll=t0=nta"])
+@pytest.mark.parametrize(
+    "text",
+    ["t9", "t0@", "t0@-1", "t0@1e3", "t0@99999999", "t0@" + "9" * 5000, "ll=", "udp=t0", "ll:t0", "ll=t0=nta", ","],
+)
 def test_a_wrong_setting_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     before = used()
     monkeypatch.setenv(SETTING, text)
@@ -200,6 +206,30 @@ def test_a_wrong_setting_of_the_update_is_refused_in_the_same_way(monkeypatch: p
         calibration.look_at_updates(measure=False)
     finding = next(host.check_updating(Machine(), Wanted()))
     assert finding.level == "unusable" and tuning.SETTING in finding.text and finding.remedy
+
+
+def test_unknown_instructions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels take their best where they do not know the name; nobody must believe that it was heeded."""
+    for name in ("AVX2", "sse", "avx2 ", "0"):
+        monkeypatch.setenv("FLOWCHECK_SIMD", name)
+        for decide in (partial(settle, measure=False), partial(calibration.look_at_updates, measure=False)):
+            with pytest.raises(UserError, match=f"environment variable FLOWCHECK_SIMD: '{name}' is not") as raised:
+                decide()
+            assert "avx2 or portable" in raised.value.remedy
+        finding = next(host.check_placing(Machine(), Wanted()))
+        assert finding.level == "unusable" and "FLOWCHECK_SIMD" in finding.text
+    for name in ("", *calibration.INSTRUCTION_SETS):
+        monkeypatch.setenv("FLOWCHECK_SIMD", name)
+        settle(measure=False)
+    assert set(place.names()) <= set(calibration.INSTRUCTION_SETS) >= set(kernels.names())
+
+
+def test_the_bench_refuses_a_wrong_setting_as_a_node_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bench, setting in ((bench_adam, tuning.SETTING), (bench_place, SETTING)):
+        monkeypatch.setenv(setting, "9-vectors")
+        with pytest.raises(UserError, match=setting):
+            bench.run(1, 1 << 20)
+        monkeypatch.delenv(setting)
 
 
 def test_the_doctor_says_both(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
