@@ -88,7 +88,7 @@ def test_a_step_writes_its_piece_and_nothing_else(kernel: str, low: str, shift: 
         pool = kernels.Pool(0, kernel)
         pool.wait(pool.submit([constants], [piece(0, n, g, arrays, narrow and narrow[0])]))
         m = state[1] + (g - state[1]) * torch.tensor(0.1)
-        assert torch.allclose(made[1][0], m, rtol=1e-5)
+        assert torch.allclose(made[1][0], m, rtol=1e-5, atol=1e-6)  # what cancels has fewer digits
         assert torch.equal(made[3][0], torch.maximum(state[3], made[2][0]))
         assert all(untouched(part, whole) for part, whole in made)
         if narrow:
