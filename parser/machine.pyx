@@ -385,7 +385,7 @@ cdef class Engine(Arenas):
         cdef int64_t boundary
         for t in range(self.threads):
             fc_take(&self.machines[t].lock)
-        boundary = self.begun + 1
+        boundary = max(self.begun + 1, self.oldest)  # of an iteration that has retired nothing may have come
         for t in range(self.threads):
             self.machines[t].shed.first = boundary if first < 0 else first
             self.machines[t].shed.end = INT64_MAX if first < 0 else boundary

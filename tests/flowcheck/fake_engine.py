@@ -206,12 +206,12 @@ class FakeEngine:
 
     def give_up(self) -> int:
         assert self.oldest >= self.given_up.stop, "what was given up last has not closed"
-        self.given_up = range(self.begun + 1, NO_END)
-        return self.begun + 1
+        self.given_up = range(max(self.begun + 1, self.oldest), NO_END)
+        return self.given_up.start
 
     def take_up(self) -> int:
-        self.given_up = range(self.given_up.start, self.begun + 1)
-        return self.begun + 1
+        self.given_up = range(self.given_up.start, max(self.begun + 1, self.oldest))
+        return self.given_up.stop
 
     def reached(self, stream: int) -> int:
         return self._reached[stream]

@@ -72,6 +72,16 @@ def test_a_packet_that_waits_for_an_arena_waits_no_longer(protocol: str) -> None
     assert engine.begun == 3 and engine.covered(2) == engine.covered(3) == 0
 
 
+def test_what_has_retired_without_a_packet_is_not_given_up() -> None:
+    job = example_job(count=100, startup=False, rebuild=False)
+    made, engine = generate(job, iterations=1), Engine(plan_job(job).engine)
+    run(engine, made.packets)
+    engine.retire(3)
+    assert engine.begun == 0 and engine.give_up() == 3
+    engine.retire(2)
+    assert engine.take_up() == 5 and engine.given_up == range(3, 5)
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_an_iteration_is_given_up_by_all_threads_or_by_none(protocol: str) -> None:
