@@ -170,7 +170,7 @@ class Fabric:
             self._ovs = OpenVSwitch(self.directory / "ovs", leaf, config.core, keep=self._keep)
             self._ovs.start(BRIDGE, [*ports, *(f"m{node}" for node in range(config.nodes))], MIRROR_MTU)
         for name, megabits in config.rate_mbit.items():
-            self._limit(name, megabits)
+            self.limit(name, megabits)
         self._wait_for_ports(leaf)
         if wires:
             self._impairer = Impairer(wires, config.impairments, self.directory, self.spawn)
@@ -209,12 +209,6 @@ class Fabric:
         netns.plain(leaf, ends)
         return (near, inner) if cut else None
 
-    def _limit(self, name: str, megabits: float) -> None:
-        port = self.leaf_port(name)
-        # tbf: a bucket of at least one frame; what waits longer than 50 ms is dropped
-        netns.run("tc", "-n", self.config.namespace("leaf"), "qdisc", "add", "dev", port, "root", "tbf",
-                  "rate", f"{megabits:g}mbit", "burst", "64k", "latency", "50ms")
-
     @staticmethod
     def leaf_port(name: str) -> str:
         """"r2" -> "p2", "mirror0" -> "m0": the switch port of a cable's name."""
@@ -237,6 +231,16 @@ class Fabric:
     def control_link(self, rank: int, up: bool) -> None:
         """Cut or restore a rank's cable to the control network; nothing that was sent is lost, TCP sends it again."""
         netns.batch(self.config.namespace("leaf"), [f"link set c{rank} {'up' if up else 'down'}"])
+
+    def limit(self, name: str, megabits: float | None) -> None:
+        """Limit what leaves the leaf on this port ("r0", "mirror0"), None: no longer."""
+        device = ("-n", self.config.namespace("leaf"), "qdisc")
+        if megabits is None:
+            netns.run("tc", *device, "del", "dev", self.leaf_port(name), "root")
+            return
+        # tbf: a bucket of at least one frame; what waits longer than 50 ms is dropped
+        netns.run("tc", *device, "replace", "dev", self.leaf_port(name), "root", "tbf", "rate", f"{megabits:g}mbit",
+                  "burst", "64k", "latency", "50ms")
 
     @property
     def impairer(self) -> Impairer:

@@ -33,6 +33,7 @@ from flowcheck.lab.children import Children
 from flowcheck.lab.compare import Ledger
 from flowcheck.lab.fabric import Fabric
 from flowcheck.lab.jobs import Training
+from flowcheck.lab.share import Share
 
 __all__ = ["Cores", "LabRun", "nobody"]
 
@@ -294,6 +295,10 @@ class LabRun:
 
         for name, event in self._events(stop, seconds + 1):
             self._take(name, event)
+
+    def slowed(self, share: float) -> Share:
+        """The nodes that run now get this part of their core's time, until the context ends."""
+        return Share([self._children.process(name).pid for name in self._nodes], share)
 
     def finish_nodes(self) -> list[int]:
         """Stop mirroring, end the nodes in order; their exit statuses."""

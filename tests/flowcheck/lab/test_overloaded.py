@@ -1,0 +1,107 @@
+"""A mirror that carries less than the job sends, and a node that is slower than the job: what is published is equal,
+what is lost is lost as a whole and named, nobody is late who has not said so, and versions are made in the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowcheck.lab.jobs import Training
+from flowcheck.lab.run import LabRun
+
+from .conftest import lab_of
+
+pytestmark = [pytest.mark.root, pytest.mark.slow]
+JOB = {"model": "mlp", "ranks": 2, "softroce": {"protocol": "LL", "mtu": 1024, "seed": 1}}
+MOST = 1500  # iterations in which something must have happened
+
+
+def said(run: LabRun, event: str) -> list[dict[str, Any]]:
+    return [one for _, one in run.events if one["event"] == event]
+
+
+def train_until(run: LabRun, event: str, more_than: int, most: int = MOST) -> None:
+    """Until the node has said this so often."""
+    before = run.iterations[-1]["iteration"]
+    while len(said(run, event)) <= more_than:
+        assert run.iterations[-1]["iteration"] < before + most, [one for _, one in run.events[-5:]]
+        run.train(5)
+
+
+def train_until_published(run: LabRun) -> None:
+    """Until a version is made of what was trained last."""
+    for _ in range(MOST // 5):
+        run.train(5)
+        last = run.iterations[-1]["iteration"]
+        run.wait_for_nodes(last, 5.0)
+        if run.ledger.row(0, last).verdict == "equal":
+            return
+    raise AssertionError([one for _, one in run.events[-5:]])
+
+
+def check(run: LabRun, first: int) -> dict[int, dict[str, Any]]:
+    """What holds however bad it is; the node's lines by iteration."""
+    lines = {one["iteration"]: one for one in said(run, "iteration") if one["iteration"] >= first}
+    last = run.iterations[-1]["iteration"]
+    assert sorted(lines) == list(range(first, last + 1)), "each iteration is named"
+    for iteration, one in lines.items():
+        assert run.ledger.row(0, iteration).verdict == ("equal" if one["published"] else "not published"), one
+        assert one["published"] or one["failed"]
+    behind = False
+    for _, one in run.events:
+        behind = one["event"] == "behind" or (behind and one["event"] not in ("on_time", "state"))
+        if one["event"] == "times" and one["slack"] is not None and one["slack"] < 0:
+            assert behind, one
+    given_up = {i for one in said(run, "recovered") for i in range(one["first"], one["last"] + 1)}
+    for iteration in given_up & lines.keys():
+        assert set(lines[iteration]["missing"]) == {"overload"} and lines[iteration]["placed"] >= 0
+    elements = {sum(lines[i]["missing"].values()) for i in given_up & lines.keys() if i > 0}
+    assert len(elements) <= 1, "of what is given up everything is missing"
+    assert lines[last]["published"]
+    return lines
+
+
+def test_a_mirror_that_carries_less_than_the_job_sends(tmp_path: Path) -> None:
+    with lab_of(ranks=2, mirrored=((0, 1),)) as fabric, LabRun(fabric, tmp_path) as run:
+        job = Training(**JOB)
+        run.start_nodes(job)
+        first = run.attach(job)
+        train_until_published(run)
+        before, losses = run.iterations[-1]["iteration"], len(said(run, "lost"))
+        fabric.limit("mirror0", 2)
+        train_until(run, "lost", losses)
+        fabric.limit("mirror0", None)
+        train_until(run, "state", len(said(run, "state")))
+        train_until_published(run)
+        run.end()
+        run.wait_for_nodes(run.iterations[-1]["iteration"])
+        run.finish_nodes()
+        lines = check(run, first)
+    lost = [one for iteration, one in lines.items() if iteration > before and one["missing"]]
+    assert lost and {cause for one in lost for cause in one["missing"]} == {"lost"}, "the mirror's loss, not the node's"
+
+
+def test_a_node_that_is_slower_than_the_job(tmp_path: Path) -> None:
+    settings = {"capture": {"ring_size": 1024}}
+    with lab_of(ranks=2, mirrored=((0, 1),)) as fabric, LabRun(fabric, tmp_path, node_settings=settings) as run:
+        job = Training(**JOB)
+        run.start_nodes(job)
+        first = run.attach(job)
+        train_until_published(run)
+        before, overloads = len(run.events), len(said(run, "overload"))
+        with run.slowed(0.05):
+            train_until(run, "overload", overloads)
+        train_until(run, "state", len(said(run, "state")))
+        train_until_published(run)
+        run.end()
+        run.wait_for_nodes(run.iterations[-1]["iteration"])
+        run.finish_nodes()
+        lines = check(run, first)
+    order = [one["event"] for _, one in run.events]
+    overload = order.index("overload", before)
+    told = [event for event in order[:overload] if event in ("behind", "on_time", "state")]
+    assert told[-1] == "behind" and overload < order.index("recovered", overload)
+    assert overload < order.index("lost", overload) < order.index("state", overload)
+    assert any("overload" in one["missing"] for one in lines.values())
