@@ -1,6 +1,10 @@
 /* A placing thread: serve.h. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* pthread_setname_np */
+#endif
 #include "serve.h"
 
+#include <pthread.h>
 #include <time.h>
 
 enum {
@@ -33,6 +37,7 @@ static int take_turn(fc_machine *M, fc_queue *q)
 void fc_serve(fc_machine *M, fc_service *service)
 {
     uint32_t idle = 0;
+    pthread_setname_np(pthread_self(), "fc-place");
     while (!__atomic_load_n(&service->stop, __ATOMIC_ACQUIRE)) {
         int moved = 0;
         for (uint32_t i = 0; i < service->n; i++)

@@ -5,6 +5,7 @@ Packets are spread as a port with several queues spreads them: all of a connecti
 
 import ipaddress
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -244,6 +245,7 @@ def test_a_stream_that_waits_for_an_arena_says_so_and_goes_on() -> None:
     with Placing(engine, [made.packets]) as placing:
         while not placing.placers.look(0)[1]:
             pass
+        assert "fc-place" in {task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")}
         assert engine.wanted(0) == 2 and engine.complete(0, plan.cells[0])
         while engine.oldest < 3:
             if engine.complete(engine.oldest, plan.cells[min(engine.oldest, 1)]):

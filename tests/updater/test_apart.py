@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -276,3 +277,12 @@ def test_killed_between_two_buckets(shm: Any) -> None:
 def test_which_values_make_the_same_of_gradients(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
     assert StepValues(**one).updates_as(StepValues(**other)) is same
     assert StepValues(**other).updates_as(StepValues(**one)) is same
+
+
+def test_workers_have_a_name_of_their_own() -> None:
+    """`top -H` shows it: which stage of a node takes how much of the processors."""
+    pool = kernels.Pool(1)
+    given, taken = (torch.ones(64, dtype=torch.uint8) for _ in "12")
+    assert pool.wait(pool.copies([(taken.data_ptr(), given.data_ptr(), 64)]))
+    assert "fc-update" in {task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")}
+    pool.close()

@@ -1,4 +1,7 @@
 /* The choice of kernels, copies and the workers. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* pthread_setname_np */
+#endif
 #include "update.h"
 
 #include <pthread.h>
@@ -187,6 +190,7 @@ static void *worker(void *argument)
 {
     fcu_pool *pool = argument;
     task next;
+    pthread_setname_np(pthread_self(), "fc-update");
     pthread_mutex_lock(&pool->lock);
     for (;;) {
         while (!take(pool, &next)) {
