@@ -35,9 +35,11 @@ from flowcheck.lab.bench.feed import MTU, Window, flows_for
 from flowcheck.lab.bench.feeder import Feeder
 from flowcheck.lab.bench.rows import Row, Setting, alternate, here, on_threads
 from flowcheck.lab.bench.workload import aligned
-from flowcheck.node.live import LiveSession
 from flowcheck.rebuild.calibration import settle
 from flowcheck.rebuild.events import Closed
+from flowcheck.rebuild.follower import Follower
+from flowcheck.rebuild.policy import Policy
+from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
 from flowcheck.rebuild.scheduler import BATCH, IDLE_SECONDS
 from updater import tuning
 
@@ -100,8 +102,8 @@ def _rows(pipeline: Pipeline, optimizer: str, rounds: int, setting: Setting) -> 
 
 
 class Pipeline:
-    """A live session that lasts, fed from two rings: one that an iteration fits into, and one of a node's size. It is
-    the session's source itself (flowcheck.rebuild.scheduler.Source)."""
+    """A follower that lasts, fed from two rings: one that an iteration fits into, and one of a node's size. It is
+    its source itself (flowcheck.rebuild.scheduler.Source)."""
 
     error: Exception | None = None
     fanout_address = 0
@@ -120,8 +122,11 @@ class Pipeline:
             Feeder(window.addresses, window.lengths, len(window.flows), entries) for entries in (whole, RING)
         )
         self._feeder = self._whole
-        self._session = LiveSession(plan, [self], slots=2, threads=1, record_seconds=0.0)
-        list(self._session.state(0, {entry.name: torch.zeros(entry.shape) for entry in plan.job.model}, {}))
+        # A live node's, but for its giving iterations up: this source waits where a port would lose packets.
+        self._follower = Follower(plan, [self], ["bench"], Policy.live(0.0))
+        replica = JobReplica(plan, None, ReplicaOptions(slots=2, threads=1))
+        replica.start({entry.name: torch.zeros(entry.shape) for entry in plan.job.model}, {}, 0)
+        self._follower.start(replica, 0)
         self._closed: list[Closed] = []
         self._fed = self._iteration = 0
         self._alone: list[tuple[float, ...]] = []
@@ -141,7 +146,7 @@ class Pipeline:
 
     def sequence(self) -> float:
         """A contender: an iteration, each stage to its end before the next one begins."""
-        self._feeder, engine = self._whole, self._session.engine
+        self._feeder, engine = self._whole, self._follower.engine
         times = [time.perf_counter()]
         self._whole.feed(self._next(1), self._packets)
         times.append(time.perf_counter())
@@ -161,7 +166,7 @@ class Pipeline:
         """A contender: seconds per iteration of some that follow each other."""
         self._feeder = self._short
         feeding = threading.Thread(target=self._short.feed, args=(self._next(ITERATIONS), ITERATIONS * self._packets))
-        self._session.place_in_threads([(self.ring_address, 0)])
+        self._follower.place_in_threads([(self.ring_address, 0)])
         begin = time.perf_counter()
         feeding.start()
         try:
@@ -172,11 +177,11 @@ class Pipeline:
             raise
         finally:
             feeding.join()
-            self._session.place_here()
+            self._follower.place_here()
         return seconds / ITERATIONS
 
     def close(self) -> None:
-        self._session.close()
+        self._follower.close()
 
     def _next(self, iterations: int) -> int:
         """The number of the packet that the next so many iterations begin with."""
@@ -187,8 +192,8 @@ class Pipeline:
         """Look at the rings, as a node does, until so many iterations have closed."""
         closed: list[Closed] = []
         while len(closed) < count:
-            closed += [event for event in self._session.poll() if isinstance(event, Closed)]
-            if not self._session.moved:
+            closed += [event for event in self._follower.poll() if isinstance(event, Closed)]
+            if not self._follower.moved:
                 time.sleep(IDLE_SECONDS)
         for event in closed:
             assert (event.iteration, event.published, event.updates) == (self._iteration, True, "early"), event
@@ -197,5 +202,5 @@ class Pipeline:
     def _prove(self) -> None:
         """Iteration 0 has one bucket, of which each flow brings a part, a piece of it in every lap."""
         flows = len(self._window.flows)
-        region = self._session.engine.region(0).reshape(flows, LAPS, -1)
+        region = self._follower.engine.region(0).reshape(flows, LAPS, -1)
         assert (region == self._window.expected.reshape(flows, 1, -1)).all(), "other bytes than were sent"
