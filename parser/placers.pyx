@@ -30,12 +30,6 @@ cdef extern from "serve.h" nogil:
         uint32_t n, stop
 
 
-cdef extern from "<pthread.h>" nogil:
-    ctypedef unsigned long pthread_t
-    pthread_t pthread_self()
-    int pthread_setname_np(pthread_t thread, const char *name)
-
-
 cdef class Placers:
     """engine: parser.machine.Engine. rings: one for each of its streams. consumed: packets of all of them so far."""
 
@@ -60,14 +54,12 @@ cdef class Placers:
     def start(self):
         cdef uint32_t t
         for t in range(self.engine.config.threads):
-            thread = threading.Thread(target=self._serve, args=(t,), name=f"fc-place {t}", daemon=True)
+            thread = threading.Thread(target=self._serve, args=(t,), name=f"placing {t}", daemon=True)
             thread.start()
             self.threads.append(thread)
 
     def _serve(self, uint32_t thread):
         """A method of ours, so that the services live for as long as a thread that reads them."""
-        name = f"fc-place {thread}".encode()
-        pthread_setname_np(pthread_self(), name)  # what `top -H` shows
         self.engine.serve(thread, <uintptr_t>&self.services[thread])
 
     def stop(self):

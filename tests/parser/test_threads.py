@@ -4,7 +4,6 @@ Packets are spread as a port with several queues spreads them: all of a connecti
 """
 
 import ipaddress
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -224,17 +223,6 @@ def test_announcements_are_read_while_they_are_written() -> None:
                 wanted = np.frombuffer(truth.tobytes(), np.uint8).reshape(-1, 8)
                 there = engine.cells(iteration)[: len(wanted)]
                 assert (engine.region(iteration)[: truth.nbytes].reshape(-1, 8)[there] == wanted[there]).all()
-
-
-def test_threads_have_names_that_the_system_shows() -> None:
-    engine = Engine(planned(example_job(count=100), 3, 2).engine)
-    with Placing(engine, [[], [], []]):
-        mine = {one.name: one.native_id for one in threading.enumerate() if one.name.startswith("fc-place")}
-        assert sorted(mine) == ["fc-place 0", "fc-place 1"]
-        for name, number in mine.items():
-            comm = Path(f"/proc/self/task/{number}/comm")
-            while comm.read_text().strip() != name:  # the thread gives itself its name
-                pass
 
 
 @pytest.mark.parametrize(("streams", "threads"), [(1, 2), (2, 0), (3, 4)])
