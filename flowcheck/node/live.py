@@ -54,6 +54,8 @@ class LiveSession(Follower):
         self._slots, self._threads = slots, threads
         self._silence = Silence(plan, self.engine, port, self.clock, now)
         self.overload = Overload(self.engine, self.scheduler)
+        for arena in range(plan.engine.arenas):  # now, and not while packets wait: the first touch takes long
+            self.engine.region(arena)[:] = 0
 
     def record(self, record: Record, buffers: Mapping[str, torch.Tensor], rank: int) -> list[Event]:
         """Keep a step record. Raises UserError where it cannot be believed."""
