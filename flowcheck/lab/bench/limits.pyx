@@ -53,7 +53,7 @@ cdef class PacketRing:
         self.packets = addresses.shape[0]
         if lengths.shape[0] != addresses.shape[0]:
             raise ValueError(f"{addresses.shape[0]} addresses, {lengths.shape[0]} lengths")
-        while size < self.packets:
+        while size < 2 * self.packets:  # a live session gives iterations up when a ring is nearly full
             size *= 2
         self.packet_refs = <fc_packetref *>calloc(size, sizeof(fc_packetref))
         self.refs = <fc_packetref *>calloc(size, sizeof(fc_packetref))
