@@ -146,4 +146,5 @@ def need_probability(value: float, where: str, *, below_one: bool = False) -> No
 
 def need_positive(value: float, where: str, unit: str = "") -> None:
     wanted = f"a number above 0, in {unit}" if unit else "a number above 0"
-    need(0 < value < float("inf"), f"{value:g} is not above 0", where, wanted)
+    need(abs(value) < float("inf"), f"{value:g} is not finite", where, wanted)
+    need(value > 0, f"{value:g} is not above 0", where, wanted)

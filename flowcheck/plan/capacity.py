@@ -70,6 +70,8 @@ class Job:
             ("--port-gbps", self.port_gbps, "Gb/s"), ("--iteration-s", self.iteration_s, "s"),
         ):
             need_positive(number, name, unit)
+        need(self.bucket_bytes >= ELEMENT_BYTES[self.dtype], f"{self.bucket_bytes / 1e6:g} MB hold no gradient",
+             "--bucket-mb", f"at least {ELEMENT_BYTES[self.dtype] / 1e6:g}, one gradient")
         need(self.parameters >= self.groups, f"{self.parameters:g} parameters in {self.groups} parts", "--parameters",
              "at least one for each of tensor x pipeline x shard")
 

@@ -183,6 +183,10 @@ def _iteration(asked: Asked, preset: Preset | None, job: Job, inputs: Inputs) ->
     """Given; or the allreduces and a given gap; or from FLOPs."""
     need(asked.iteration_s is None or asked.gap_s is None, "--iteration-s and --gap-s say the same thing", "--gap-s",
          "give one of them")
+    if asked.gap_s is not None or asked.iteration_s is not None:
+        for name, value in (("--tokens", asked.tokens), ("--peak-tflops", asked.peak_tflops), ("--mfu", asked.mfu)):
+            need(value is None, "says how long an iteration takes, and that is given", name,
+                 "leave it out, or leave --gap-s and --iteration-s out")
     if asked.gap_s is not None:
         need_positive(asked.gap_s, "--gap-s", "seconds")
         gap = inputs.note("gap-s", asked.gap_s, "s")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flowcheck.plan.answer import Inputs, Value, need
+from flowcheck.plan.answer import Inputs, Value, need, need_positive
 from flowcheck.plan.cluster import DEFAULTS
 from flowcheck.plan.output import JsonOption, PlotOption, publish
 
@@ -70,7 +70,7 @@ def goodput(
     leaf_size: Annotated[int, typer.Option("--leaf-size", help="Servers of a leaf, with --bursts.")] = 16,
     rack_size: Annotated[int, typer.Option("--rack-size", help="Servers of a rack, with --bursts.")] = 4,
     spread: Annotated[
-        bool, typer.Option("--spread", help="Copies of a group lie on different leaves, not on neighbours.")
+        bool, typer.Option("--spread", help="With --bursts: copies of a group lie on different leaves.")
     ] = False,
     as_json: JsonOption = False, plot: PlotOption = None,
 ) -> None:
@@ -86,9 +86,12 @@ def goodput(
     }
     cluster = read_cluster(given(options, settings or []), inputs, scale)
     if interval is not None:
+        need_positive(interval, "--interval", "seconds")
         inputs.note("interval", interval, "s")
     simulation = None
     need(simulate or not bursts, "bursts are simulated only", "--bursts", "give --simulate too")
+    need(bool(bursts) or not spread, "says where the copies lie that bursts take", "--spread",
+         "give --simulate and --bursts too")
     if simulate:
         shares = _bursts(bursts or [])
         simulation = Simulation(failures, seed, Bursts(**shares, within=follow_within, leaf_size=leaf_size,

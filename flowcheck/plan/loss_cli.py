@@ -87,6 +87,8 @@ def loss_answer(
     iteration_s: float | None = None, iterations: int | None = None,
 ) -> Answer:
     """The answer of `flowcheck plan loss` to these options; None: not given. Raises UserError."""
+    from flowcheck.plan.wire_volume import MTUS
+
     inputs = Inputs()
     n = inputs.take("ranks", ranks, 8, "hosts", PAPER)
     m = inputs.take("mirrors", mirrors, len(positions.split(",")) if positions else min(3, n), "ports",
@@ -98,7 +100,7 @@ def loss_answer(
     size = inputs.take("mtu", mtu, 4096, "bytes", "the largest of RoCE")
     element = inputs.take("dtype", dtype, "float32", "", "DDP's without a communication hook")
     need_probability(p, "--loss")
-    need(size >= 256, f"{size} is not an RDMA path MTU", "--mtu", "256, 512, 1024, 2048 or 4096")
+    need(size in MTUS, f"{size} is not an RDMA path MTU", "--mtu", "256, 512, 1024, 2048 or 4096")
     per_packet = size * WIRE_SHARE[wire] / ELEMENT_BYTES[element]
     if parameters is None:
         k = inputs.take("packets", packets, 16e6, "per iteration", PAPER)

@@ -56,8 +56,8 @@ def _render(plots: Sequence[Plot], kind: str) -> bytes:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise EnvironmentProblem(
-            f"{error.name} is not installed, and pictures are drawn with it", where="--plot",
-            remedy="pip install 'flowcheck[plan]', or leave --plot out: the figures are in --json",
+            f"{error.name} is not installed, and pictures are drawn with it", where="pictures",
+            remedy="pip install 'flowcheck[plan]'; without pictures, `flowcheck plan` prints the same figures",
         ) from None
     with matplotlib.rc_context({"svg.hashsalt": "flowcheck", "svg.fonttype": "none"}):
         figure = Figure(figsize=(SIZE[0], SIZE[1] * len(plots)), dpi=DPI, layout="constrained")

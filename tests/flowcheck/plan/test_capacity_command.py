@@ -131,6 +131,9 @@ def test_a_topology_of_another_job_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("line", "where"), [
     ("--model 176b", "--model"),
     ("--parameters 1e9 --dp 4", "--iteration-s"),
+    (f"{GIVEN} --bucket-mb 1e-9", "--bucket-mb"),
+    (f"{GIVEN} --mfu 0.5", "--mfu"),
+    ("--model 175b --iteration-s 9 --tokens 1e6", "--tokens"),
     ("--parameters 1e9 --iteration-s 1 --gap-s 1", "--gap-s"),
     ("--parameters 1e9 --gap-s 0", "--gap-s"),
     ("--parameters 1e9 --dp 1 --gap-s 1", "--dp"),

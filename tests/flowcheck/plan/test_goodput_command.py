@@ -84,7 +84,8 @@ def test_what_is_not_installed_is_named(line: str, missing: str, monkeypatch: py
 @pytest.mark.parametrize(
     ("line", "where"),
     [
-        ("--interval 100", "--interval"), ("--failures-per-day 0", "--failures-per-day"),
+        ("--interval 100", "--interval"), ("--interval inf", "--interval"), ("--spread", "--spread"),
+        ("--spread --simulate", "--spread"), ("--failures-per-day 0", "--failures-per-day"),
         ("--set incomplete=1.5", "--incomplete"), ("--set hardware=-0.1", "--hardware"), ("--scale 3b", "--scale"),
         ("--set tape=1", "--set tape=1"), ("--set storage", "--set storage"),
         ("--set storage=fast", "--set storage=fast"), ("--set nodes=1.5", "--set nodes=1.5"),

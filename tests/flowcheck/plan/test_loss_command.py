@@ -86,6 +86,7 @@ def test_the_ends_of_the_scale_are_answered(capsys: pytest.CaptureFixture[str], 
     ("loss --iterations 1000000000000", "--iterations"),
     ("loss --iteration-s 0", "--iteration-s"),
     ("loss --mtu 9", "--mtu"),
+    ("loss --mtu 3000 --parameters 1e9", "--mtu"),
 ])
 def test_what_makes_no_sense_is_refused_with_place_and_remedy(line: str, where: str) -> None:
     error = refused(line)
