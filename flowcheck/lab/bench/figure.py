@@ -26,13 +26,14 @@ TITLES = {"adam": "Adam: 28 bytes per parameter", "sgd": "SGD: 12 bytes per para
 def draw(rows: Sequence[dict[str, Any]]) -> str:
     """An SVG of the rows of one run (`--json`)."""
     by_name = {str(row["name"]).removeprefix("pipeline."): row for row in rows}
-    most = max(row["value"] for row in by_name.values())
+    bars = {optimizer: list(_bars(optimizer, by_name)) for optimizer in OPTIMIZERS}
+    most = max(sum(size for _, size in segments) for drawn in bars.values() for _, segments, _ in drawn)
     scale = (WIDTH - LEFT - RIGHT) / most
     parts, y = [], 46
     for optimizer in OPTIMIZERS:
         parts.append(_text(10, y, f"{TITLES[optimizer]}", "bold"))
         y += HEAD - BAR
-        for label, segments, whisker in _bars(optimizer, by_name):
+        for label, segments, whisker in bars[optimizer]:
             parts += list(_bar(y, label, segments, whisker, scale))
             y += BAR + GAP
         y += HEAD
