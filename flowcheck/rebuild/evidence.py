@@ -103,7 +103,8 @@ def bucket_coverage(
 
     flows: Engine.flows() as of now, if they are known. carried: of this plan, from whoever closes many iterations."""
     region = engine.region(iteration)
-    losses: list[dict] | None = None  # read once, if at all
+    losses: list[dict] | None = None  # read once, if at all, and so are the rows of flows with data
+    rows: list[tuple[FlowSpec, np.void]] | None = None
     causes: dict[str, int]
     out = []
     for place in plan.iteration_places(iteration):
@@ -116,9 +117,10 @@ def bucket_coverage(
                 causes = {"overload": total(missing)} if len(missing) else {}
             else:
                 losses = engine.losses() if losses is None else losses
-                flows = engine.flows() if flows is None else flows
+                if rows is None:
+                    rows = list(data_flows(plan, engine.flows() if flows is None else flows))
                 carried = carried or Carried(plan)
-                causes = _causes(iteration, place, missing, list(data_flows(plan, flows)), carried, losses)
+                causes = _causes(iteration, place, missing, rows, carried, losses)
         out.append(BucketCoverage(
             place, _bytes(region, place), total(placed), tuple((int(a), int(b)) for a, b in placed), causes
         ))
