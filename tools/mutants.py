@@ -38,9 +38,15 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/rebuild/collector.py": [f"{FLOW}/rebuild/test_collector.py"],
     "flowcheck/rebuild/rank_confirmation.py": [f"{FLOW}/rebuild/test_rank_confirmation.py"],
     "flowcheck/rebuild/scheduler.py": [
-        f"{FLOW}/rebuild/test_scheduler{part}.py" for part in ("", "_run", "_threads")
+        *(f"{FLOW}/rebuild/test_scheduler{part}.py" for part in ("", "_run", "_rings", "_threads")),
+        f"{FLOW}/rebuild/test_overload.py",
     ],
-    "flowcheck/rebuild/follower.py": [f"{FLOW}/rebuild/test_follower.py", f"{NODE}/test_live_session.py"],
+    "flowcheck/rebuild/follower.py": [
+        f"{FLOW}/rebuild/test_follower.py", f"{FLOW}/rebuild/test_overload.py", f"{NODE}/test_live_session.py",
+    ],
+    "flowcheck/rebuild/deadline.py": [f"{FLOW}/rebuild/test_deadline.py", f"{FLOW}/rebuild/test_overload.py"],
+    "flowcheck/rebuild/timekeeper.py": [f"{FLOW}/rebuild/test_overload.py"],
+    "flowcheck/rebuild/overload.py": [f"{FLOW}/rebuild/test_overload.py"],
     "flowcheck/rebuild/building.py": [
         f"{FLOW}/rebuild/test_building.py", f"{FLOW}/rebuild/test_version_builder.py", f"{NODE}/test_live_building.py",
     ],
@@ -75,6 +81,9 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/node/live.py": [f"{NODE}/test_live_session.py"],
     "flowcheck/node/output.py": [f"{NODE}/test_output.py"],
     "flowcheck/node/replica_files.py": [f"{NODE}/test_replica_files.py"],
+    "flowcheck/node/budget.py": [f"{NODE}/test_budget.py"],
+    "flowcheck/node/lines.py": [f"{NODE}/test_lines.py", f"{NODE}/test_output.py"],
+    "flowcheck/node/runs.py": [f"{NODE}/test_runs.py", f"{NODE}/test_control.py"],
     "flowcheck/node/drops.py": [f"{NODE}/test_drops.py"],
     "flowcheck/node/silence.py": [f"{NODE}/test_live_session.py"],
     "flowcheck/node/uploads.py": [f"{NODE}/test_uploads.py", f"{NODE}/test_group_session.py"],
