@@ -45,7 +45,7 @@ MODULES: dict[str, list[str]] = {
         f"{FLOW}/rebuild/test_follower.py", f"{FLOW}/rebuild/test_overload.py", f"{NODE}/test_live_session.py",
     ],
     "flowcheck/rebuild/deadline.py": [f"{FLOW}/rebuild/test_deadline.py", f"{FLOW}/rebuild/test_overload.py"],
-    "flowcheck/rebuild/timekeeper.py": [f"{FLOW}/rebuild/test_overload.py"],
+    "flowcheck/rebuild/timekeeper.py": [f"{FLOW}/rebuild/test_timekeeper.py", f"{FLOW}/rebuild/test_overload.py"],
     "flowcheck/rebuild/overload.py": [f"{FLOW}/rebuild/test_overload.py"],
     "flowcheck/rebuild/building.py": [
         f"{FLOW}/rebuild/test_building.py", f"{FLOW}/rebuild/test_version_builder.py", f"{NODE}/test_live_building.py",

@@ -2,6 +2,7 @@
 
     check_tensors(...)      tensors, states and ties are such as a replica holds
     plan(...)               entries, states and arrays: the part of a file's layout that they decide
+    needed(...)             bytes of memory that it takes, before any tensor is here
     check_alone(...)        what is updated in 16 bits alone can be exact here
 
 Pure, but for `check_alone`, which tries torch's operators once per process.
@@ -19,9 +20,9 @@ from updater.optimizers import OptimizerSpec, packed
 from updater.rounding_modes import RoundingMode
 from updater.sixteen import check_here
 from updater.slot import STATES
-from updater.store import plan_arrays
+from updater.store import extent, plan_arrays
 
-__all__ = ["check_alone", "check_tensors", "plan"]
+__all__ = ["check_alone", "check_tensors", "needed", "plan"]
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -98,3 +99,14 @@ def plan(
         "constants": [vars(array) for array in plan_arrays(fixed)[0]],
         "arrays": [vars(array) for array in plan_arrays(wanted)[0]],
     }
+
+
+def needed(
+    shapes: Mapping[str, tuple[Sequence[int], torch.dtype]], optimizer: OptimizerSpec, slots: int, *,
+    buffers: frozenset[str] = frozenset(), tied: Mapping[str, str] | None = None, masters: bool = True,
+) -> int:
+    """Bytes of all slots and constants of a replica; its file has its own description beside them. shapes: shape and
+    dtype of every entry."""
+    tensors = {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
+    planned = plan(tensors, optimizer, buffers, tied or {}, masters)
+    return extent(planned["constants"]) + slots * extent(planned["arrays"])

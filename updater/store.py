@@ -98,8 +98,8 @@ class Store:
         """
         text = _text(layout)
         constants = _after(len(text))
-        first = constants + -(-_size(layout["constants"]) // _TEXT) * _TEXT
-        stride = -(-_size(layout["arrays"]) // _TEXT) * _TEXT
+        first = constants + -(-extent(layout["constants"]) // _TEXT) * _TEXT
+        stride = -(-extent(layout["arrays"]) // _TEXT) * _TEXT
         size = first + int(layout["slots"]) * stride
         if path is None:
             memory, fd = mmap.mmap(-1, size), -1
@@ -194,7 +194,7 @@ class Store:
         constants = _after(length)
         try:
             layout = json.loads(text)
-            spans = [(_size(layout["constants"]), first - constants), (_size(layout["arrays"]), stride)]
+            spans = [(extent(layout["constants"]), first - constants), (extent(layout["arrays"]), stride)]
             sound = layout["slots"] == slots and all(0 <= need <= room for need, room in spans)
             items = [*layout["constants"], *layout["arrays"]]
             sound = sound and min((item["offset"] for item in items), default=0) >= 0
@@ -322,7 +322,8 @@ def _after(length: int) -> int:
     return -(-(_TEXT + length) // _TEXT) * _TEXT
 
 
-def _size(arrays: list[dict[str, Any]]) -> int:
+def extent(arrays: list[dict[str, Any]]) -> int:
+    """Bytes from the first array's begin to the end of the last one's last cache line."""
     return max((_array(item).offset + -(-_array(item).nbytes // _LINE) * _LINE for item in arrays), default=0)
 
 

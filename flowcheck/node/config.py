@@ -110,7 +110,7 @@ class Capture(_Part):
 
 class ReplicaSettings(_Part):
     """directory: of the replica files, on tmpfs or hugetlbfs. keep: leave them there at an orderly end. arenas:
-    iterations of gradients alive at once. memory_mb: most that one job may take, state and gradients together."""
+    iterations of gradients alive at once. memory_mb: most that one job may take, versions and gradients together."""
 
     directory: Path = Path("/dev/shm")
     slots: Annotated[int, Field(ge=2, le=4)] = 3

@@ -12,6 +12,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.model import Job
 from flowcheck.node.config import ReplicaSettings
 from flowcheck.rebuild.plan import JobPlan
+from flowcheck.rebuild.replica import replica_bytes
 
 __all__ = ["check_job", "check_memory", "grown", "split", "union"]
 
@@ -61,12 +62,12 @@ def check_job(job: Job, run: tuple[str, int, int]) -> None:
 
 
 def check_memory(plan: JobPlan, settings: ReplicaSettings) -> None:
-    """Raises UserError if a job may take more than the settings allow."""
-    model = sum(entry.elements * getattr(torch, entry.dtype).itemsize for entry in plan.job.model)
-    most = settings.slots * 4 * model + plan.engine.arenas * plan.engine.gradient_bytes
+    """Raises UserError if a job takes more than the settings allow."""
+    gradients = plan.engine.gradient_bytes  # and a bit for every 8 bytes, for what has come
+    most = replica_bytes(plan.job, settings.slots) + plan.engine.arenas * (gradients + gradients // 64)
     if most > settings.memory_mb << 20:
         raise UserError(
-            f"the job may take {most >> 20} MiB ({settings.slots} slots of parameters and optimizer state,"
+            f"the job takes {-(-most >> 20)} MiB ({settings.slots} slots of parameters and optimizer state,"
             f" {plan.engine.arenas} iterations of gradients)", where="replica.memory_mb",
             remedy="raise memory_mb, or use fewer slots or arenas",
         )

@@ -26,8 +26,10 @@ from parser.machine import Engine
 from flowcheck.checkpoint.directory import Loaded, Meta, load_init, write_step
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
+from flowcheck.job.model import Job
 from flowcheck.rebuild.evidence import BucketCoverage, parameter_bytes
 from flowcheck.rebuild.plan import JobPlan
+from updater.arrays import needed
 from updater.errors import UpdaterError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -37,7 +39,7 @@ from updater.sixteen import threads_matter
 from updater.step import StepValues
 from updater.verify import Comparison
 
-__all__ = ["JobReplica", "ReplicaOptions"]
+__all__ = ["JobReplica", "ReplicaOptions", "replica_bytes"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,27 @@ class ReplicaOptions:
     path: str | os.PathLike[str] | None = None
     threads: int = 0
     buffers: bool = False
+
+
+def replica_bytes(job: Job, slots: int) -> int:
+    """Memory that a job's replica takes. Raises UserError: it can have none."""
+    assert job.optimizer is not None
+    try:
+        spec = _spec(job, RoundingMode(job.optimizer.rounding, job.optimizer.torch_version))
+    except UpdaterError as error:
+        raise UserError(str(error), where="job manifest", remedy="correct the optimizer") from None
+    return needed(
+        {entry.name: (entry.shape, getattr(torch, entry.dtype)) for entry in job.model}, spec, slots,
+        buffers=frozenset(entry.name for entry in job.model if entry.kind == "buffer"),
+        tied={entry.name: entry.tied for entry in job.model if entry.tied}, masters=job.optimizer.masters != "none",
+    )
+
+
+def _spec(job: Job, rounding: RoundingMode) -> OptimizerSpec:
+    assert job.optimizer is not None
+    return OptimizerSpec.check(
+        job.optimizer.name, [(group.params, group.options) for group in job.optimizer.groups], fused=rounding.fused,
+    )
 
 
 class JobReplica:
@@ -80,10 +103,7 @@ class JobReplica:
             )
             for held in ("float32", *(self._alone.values())):
                 self._rounding.check(plan.job.optimizer.name, held)
-            self._spec = OptimizerSpec.check(
-                plan.job.optimizer.name, [(group.params, group.options) for group in plan.job.optimizer.groups],
-                fused=self._rounding.fused,
-            )
+            self._spec = _spec(plan.job, self._rounding)
             for first in (True, False):
                 self._layouts[first] = self._layout(0 if first else 1)
         except UpdaterError as error:

@@ -414,9 +414,9 @@ def _job(count: int, dtype: str = "float32") -> Job:
 
 
 @pytest.mark.parametrize(("job", "settings"), [
-    (_job(16384), {"slots": 3, "arenas": 4}),  # 16384 * 4 bytes: 3 slots of 4 of them, and 4 of gradients: 1 MiB
-    (_job(26208), {"slots": 2, "arenas": 2}),  # 40 bytes an element
-    (_job(32768, "bfloat16"), {"slots": 3, "arenas": 4}),
+    (_job(37101), {"slots": 3, "arenas": 4}),  # SGD: 3 slots of 4 bytes an element, 4 arenas of 4 and a bit for 8 bytes
+    (_job(65005), {"slots": 2, "arenas": 2}),
+    (_job(40100, "bfloat16"), {"slots": 3, "arenas": 4}),  # fp32 masters: 3 slots of 6, 4 arenas of 2
 ])
 def test_a_job_that_fits_into_the_memory_is_followed(scene, job: Job, settings: dict[str, int]) -> None:
     at = scene(memory_mb=1, **settings)
@@ -425,17 +425,17 @@ def test_a_job_that_fits_into_the_memory_is_followed(scene, job: Job, settings: 
 
 
 @pytest.mark.parametrize(("job", "settings", "said"), [
-    (_job(16385), {"slots": 3, "arenas": 4}, ("1", "3", "4")),  # one element more
-    (_job(26230), {"slots": 2, "arenas": 2}, ("1", "2", "2")),
-    (_job(32800, "bfloat16"), {"slots": 3, "arenas": 4}, ("1", "3", "4")),
-    (_job(40000), {"slots": 3, "arenas": 2}, ("2", "3", "2")),
+    (_job(37102), {"slots": 3, "arenas": 4}, ("2", "3", "4")),  # one element more
+    (_job(65006), {"slots": 2, "arenas": 2}, ("2", "2", "2")),
+    (_job(40101, "bfloat16"), {"slots": 3, "arenas": 4}, ("2", "3", "4")),
+    (_job(110000), {"slots": 3, "arenas": 2}, ("3", "3", "2")),
 ])
 def test_a_job_that_does_not_fit_is_refused(scene, job: Job, settings: dict[str, int], said: tuple[str, ...]) -> None:
     at = scene(memory_mb=1, **settings)
     peer = at.join()
     at.give(peer, Manifest(job.to_dict()))
     refused(at, peer, (
-        "replica.memory_mb: the job may take {} MiB ({} slots of parameters and optimizer state, {} iterations of"
+        "replica.memory_mb: the job takes {} MiB ({} slots of parameters and optimizer state, {} iterations of"
         " gradients)\n  remedy: raise memory_mb, or use fewer slots or arenas"
     ).format(*said))
 
@@ -443,7 +443,7 @@ def test_a_job_that_does_not_fit_is_refused(scene, job: Job, settings: dict[str,
 def test_a_job_that_does_not_fit_takes_nothing_from_the_one_that_is_followed(scene) -> None:
     at = scene(memory_mb=1)
     peer = at.follow()
-    at.give(peer, Manifest(_job(40000).to_dict()))
+    at.give(peer, Manifest(_job(80000).to_dict()))
     assert len(peer.ended) == 1 and "memory_mb" in peer.ended[0]
     assert len(at.sessions) == 1 and ("close",) not in at.session.calls
 

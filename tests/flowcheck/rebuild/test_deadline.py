@@ -24,6 +24,9 @@ def test_slack_is_from_the_version_to_the_next_iteration() -> None:
     ({"covered": None, "record": None, "applied": None, "published": None}, "placing"),
     ({"record": None, "applied": None, "published": None}, "record"),
     ({"applied": None, "published": None}, "update"), ({"published": None}, "checksums"),
+    ({"covered": 200, "record": 200, "applied": 200, "published": 200}, "placing"),  # nothing took any time
+    ({"last": None, "covered": 1, "record": 2, "applied": 3, "published": 4}, "placing"),  # of like ones the first
+    ({"covered": 199, "record": 202, "applied": 203, "published": 204}, "record"),
 ])
 def test_what_took_longest_or_is_waited_for(changed: dict[str, int | None], stage: str) -> None:
     assert Times(7, **WHOLE | changed).stage(records=True) == stage
@@ -77,6 +80,21 @@ def test_something_is_left_as_long_as_there_is_room(late: int, growth: int, peri
         assert left is None
     else:
         assert left is not None and left >= 0 and (left > 0) == (room * period - late > 0)
+
+
+@pytest.mark.parametrize(("late", "growth", "period", "room", "left"), [
+    (0, 1, MOST, 1, MOST), (0, 1, MOST + 1, 1, None),  # further away is never
+    (0, 1, 1, 5, 5), (0, 1, 0, 5, None), (0, 0, 1, 5, None), (7, 2, 10, 1, 2),
+])
+def test_how_many_are_left(late: int, growth: int, period: int, room: int, left: int | None) -> None:
+    assert iterations_left(late, growth, period, room) == left
+
+
+def test_a_trend_is_from_the_first_to_the_last_of_its_iterations() -> None:
+    trend = Trend()
+    for iteration, first, late in ((0, 0, 0), (1, 100, 90), (4, 430, 40)):
+        trend.add(Times(iteration, first=first, published=1000 + late, next=1000))
+    assert (trend.period, trend.growth) == (430 / 4, 10)
 
 
 def test_a_trend_is_of_the_last_iterations_and_begins_anew() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowcheck.rebuild.events import Behind, Closed, GivenUp, Lost, OnTime, TakenUp, Timed
-from flowcheck.rebuild.overload import is_over, must_give_up
+from flowcheck.rebuild.events import Behind, Closed, Event, GivenUp, Lost, OnTime, TakenUp, Timed
+from flowcheck.rebuild.overload import Overload, is_over, must_give_up
 from flowcheck.rebuild.timekeeper import CALM
 
 from .load_scene import PACKETS, TICK, Loaded
@@ -166,6 +167,71 @@ def test_nobody_is_late_or_loses_a_part_without_having_said_so(
     assert at.dropped == 0
     assert [closed.iteration for closed in at.said(Closed)] == list(range(at.iteration))
     assert at.session.overload.packets == PACKETS * sum(bool(closed.missing) for closed in at.said(Closed))
+
+
+# -- giving up and taking up, by hand -------------------------------------------------------------------------------
+
+
+class Pressed:
+    """An overload by hand: the engine gives up and takes up whenever it is told."""
+
+    def __init__(self, oldest: int = 0, begun: int = 0) -> None:
+        self.dropped, self.given_up, self.oldest, self.begun = 0, range(0), oldest, begun
+        self.fill, self.blocked, self.fullest = 0.0, False, (60, 64)
+        self.config = SimpleNamespace(streams=2)
+        self.overload = Overload(self, self)  # type: ignore[arg-type]
+
+    def outcomes(self, stream: int) -> dict[str, tuple[int, int]]:
+        return {"overload": (self.dropped + stream, 0)}
+
+    def give_up(self) -> int:
+        self.given_up = range(self.begun, 1 << 40)
+        return self.begun
+
+    def take_up(self) -> int:
+        self.given_up = range(self.given_up.start, self.begun + 1)
+        return self.begun + 1
+
+    def look(self, **options: bool) -> list[Event]:
+        return list(self.overload.look(**options))
+
+
+@pytest.mark.parametrize("first", [0, 1, 7])
+def test_what_was_given_up_is_told_when_it_is_over(first: int) -> None:
+    at = Pressed(oldest=first, begun=first)
+    at.fill, at.blocked, at.dropped = 0.8, True, 10
+    assert at.overload.packets == 21
+    assert at.look() == [GivenUp(first, (60, 64), True)]
+    assert at.look() == []  # not twice, and it is not over
+    at.fill, at.dropped, at.begun, at.oldest = 0.1, 40, first + 3, first + 3
+    assert at.look() == [TakenUp(first, first + 3, 60)]  # of this time only
+    assert at.look() == []
+    at.fill, at.begun, at.oldest = 0.95, first + 9, first + 9
+    assert at.look() == [GivenUp(first + 9, (60, 64), True)]  # anew
+    at.fill, at.dropped = 0.0, 41
+    assert at.look() == [TakenUp(first + 9, first + 9, 2)]
+
+
+def test_it_is_not_over_while_a_version_is_made() -> None:
+    at = Pressed(oldest=4, begun=4)
+    at.fill = 1.0
+    assert at.look() == [GivenUp(4, (60, 64), False)]
+    at.fill, at.begun = 0.0, 5
+    assert at.look(busy=True) == [] and at.look() == []  # an iteration is not done, besides the one that arrives
+    at.oldest = 5
+    assert at.look(busy=True) == []
+    assert at.look() == [TakenUp(4, 5, 0)]
+
+
+@pytest.mark.parametrize(("begun", "oldest", "stop", "pressed"), [
+    (0, 0, 0, True), (-1, 0, 0, False), (5, 5, 5, True), (5, 5, 6, False),
+])
+def test_nothing_is_given_up_before_traffic_nor_before_what_was_given_up_last_has_closed(
+    begun: int, oldest: int, stop: int, pressed: bool
+) -> None:
+    at = Pressed(oldest, begun)
+    at.fill, at.given_up = 1.0, range(stop)
+    assert at.overload.pressed is pressed
 
 
 @pytest.mark.parametrize(("fill", "waits", "must"), [

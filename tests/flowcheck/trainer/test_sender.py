@@ -444,7 +444,7 @@ def test_a_node_that_refuses_again_and_again_is_tried_ever_more_rarely_and_its_r
     mine = Made(hand_node.address, Identity("run", 0, 0, 2, ""), list)
     mine._stop = pauses = Pauses(8)
     mine.start()
-    why = "replica.memory_mb: the job may take 7 MiB; remedy: raise memory_mb, or use fewer slots or arenas"
+    why = "replica.memory_mb: the job takes 7 MiB; remedy: raise memory_mb, or use fewer slots or arenas"
     for _ in range(7):
         peer = hand_node.welcome()
         peer.send("wanted", what=["manifest", "flows"], why="nothing is known of the job yet")
