@@ -1,4 +1,4 @@
-"""The stamps of a follower, one at a time: what is told of an iteration, when a node is behind and when on time again."""
+"""The stamps of a follower by hand: what is told of an iteration, when a node is behind and when on time again."""
 
 from __future__ import annotations
 
