@@ -143,6 +143,8 @@ def choice(text: str, start: int, end: int, cython: bool, now: str, mutant: Muta
     if not cython:
         if text[start:end].endswith(";") or text[start:end].endswith("}"):
             return f"{{ if ({test}) {{ {mutant.new} }} else {{ {now} }} }}"
+        if not mutant.new.strip() or text[start:end].lstrip().startswith(("&&", "||")):
+            raise TableError(f"{mutant.name}: not a statement, so both forms have to be whole expressions")
         return f"({test} ? ({mutant.new}) : ({now}))"
     indent, rest = text[line_start:start], text[end:].partition("\n")[0].strip()
     if indent.strip() or (rest and not rest.startswith("#")):

@@ -76,6 +76,8 @@ def test_both_forms_stand_side_by_side(
         ("a b", [("«c» b", "d")], "m1: x.c has this text 0 times, not once: 'c b'"),
         ("a b", [("«a b", "d")], "m1: « and » belong together"),
         ("a b c", [("a b", "d"), ("b c", "e")], "m2: its place overlaps that of m1"),
+        ("a && b", [("a« && b»", "1")], "m1: not a statement, so both forms have to be whole expressions"),
+        ("a && b", [("a && «b»", "")], "m1: not a statement, so both forms have to be whole expressions"),
     ],
 )
 def test_an_entry_that_does_not_fit_is_refused(

@@ -3,6 +3,7 @@ what is lost is lost as a whole and named, nobody is late who has not said so, a
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from flowcheck.lab.run import LabRun
 from .conftest import lab_of
 
 pytestmark = [pytest.mark.root, pytest.mark.slow]
+LONG = 600.0  # seconds of training
 JOB = {"model": "mlp", "ranks": 2, "softroce": {"protocol": "LL", "mtu": 1024, "seed": 1}}
 MOST = 1500  # iterations in which something must have happened
 
@@ -105,3 +107,25 @@ def test_a_node_that_is_slower_than_the_job(tmp_path: Path) -> None:
     assert told[-1] == "behind" and overload < order.index("recovered", overload)
     assert overload < order.index("lost", overload) < order.index("state", overload)
     assert any("overload" in one["missing"] for one in lines.values())
+
+
+def test_ten_minutes_at_full_load(tmp_path: Path) -> None:
+    """Iterations follow each other as fast as the trainers make them, on cores that they share with the node."""
+    with lab_of(ranks=3, mirrored=((0, 1),)) as fabric, LabRun(fabric, tmp_path) as run:
+        job = Training(**JOB | {"model": "gpt", "ranks": 3})
+        run.start_nodes(job)
+        first = run.attach(job)
+        begin = time.monotonic()
+        while time.monotonic() - begin < LONG:
+            run.train(20)
+        train_until_published(run)
+        run.end()
+        run.wait_for_nodes(run.iterations[-1]["iteration"])
+        run.finish_nodes()
+        lines = check(run, first)
+    times = [one for one in said(run, "times") if one["slack"] is not None]
+    late = sorted(one["slack"] for one in times)
+    print(f"{len(lines)} iterations, {sum(one['published'] for one in lines.values())} published; slack of {len(times)}:"
+          f" least {late[0]}, median {late[len(late) // 2]}; behind said {len(said(run, 'behind'))} times,"
+          f" overload {len(said(run, 'overload'))}")
+    assert len(times) > 100
