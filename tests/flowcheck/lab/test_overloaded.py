@@ -125,7 +125,8 @@ def test_ten_minutes_at_full_load(tmp_path: Path) -> None:
         lines = check(run, first)
     times = [one for one in said(run, "times") if one["slack"] is not None]
     late = sorted(one["slack"] for one in times)
-    print(f"{len(lines)} iterations, {sum(one['published'] for one in lines.values())} published; slack of {len(times)}:"
+    published = sum(one["published"] for one in lines.values())
+    print(f"{len(lines)} iterations, {published} published; slack of {len(times)}:"
           f" least {late[0]}, median {late[len(late) // 2]}; behind said {len(said(run, 'behind'))} times,"
           f" overload {len(said(run, 'overload'))}")
     assert len(times) > 100
