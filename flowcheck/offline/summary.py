@@ -205,6 +205,6 @@ def _counts(counts: dict[str, int]) -> str:
 
 def _size(count: int) -> str:
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= scale:
+        if count >= scale - scale // 20_000:  # what would be rounded to 1000.0 of the smaller unit
             return f"{count / scale:.1f} {unit}"
     return f"{count} B"
