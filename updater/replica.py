@@ -7,7 +7,8 @@ Model:
     slot 2   PINNED    version t-1     a reader (persistence, recovery) has not finished with it
 
     FREE -> BUILDING -> COMPLETE <-> PINNED        build, publish, pin, last unpin
-             |             `-> FREE                the oldest complete version makes room
+             | |           `-> FREE                the oldest complete version makes room
+             | `-> PARTIAL -> FREE                 hold; its successor is held or published, or it is abandoned
              `-> FREE                              discard: an iteration that was lost
 
 Three calls are for recovery, which every process that holds versions takes part in: `Replica.attach` finds the versions
@@ -15,15 +16,15 @@ of a process that has ended, `keep(step)` holds the step that all agreed on, and
 the trainers do. flowcheck has no recovery across processes yet, so tests are their only callers.
 
 Legal calls: `build(step, layout, values)`, then `slot.apply(bucket, data)` once per bucket in any order, as they come,
-perhaps `finish(slot, buffers)`, then `publish(slot)` or, at any time, `discard(slot)`. Publishing is the caller's,
-after the verdict; the replica itself only insists that every optimized tensor has been updated. One slot is built at a
-time.
+perhaps `finish(slot, buffers)` and `slot.patch(...)`, then `publish(slot)` or `hold(slot)`, or, at any time,
+`discard(slot)`. Publishing is the caller's, after the verdict; the replica itself only insists that every optimized
+tensor has been updated. One slot is built at a time.
 
-Threads: build, apply, finish, compare, publish and discard belong to one thread. With workers none of them waits for
-work that was queued, but for `publish` and `compare`, which need it: `slot.written()` asks first. `discard` waits for
-the chunk (65536 elements) that each worker is at. `pinned()` and `current` may be used from any thread; a version that
-is pinned does not change. With a path the slots lie in a file of tmpfs or hugetlbfs that outlives the process:
-`Replica.attach` goes on with the newest complete version, other processes read with updater/reader.py.
+Threads: all that builds belongs to one thread. With workers nothing of it waits for work that was queued, but for
+`patch`, `hold`, `publish` and `compare`, which need it: `slot.written()` asks first. `discard` waits for the chunk
+(65536 elements) that each worker is at. `pinned()` and `current` may be used from any thread; a version that is pinned
+does not change. With a path the slots lie in a file of tmpfs or hugetlbfs that outlives the process: `Replica.attach`
+goes on with the newest complete version, other processes read with updater/reader.py.
 
 Step counts published versions: the initial one has step 0 (or what a checkpoint says), the version after iteration i
 of a job that starts at step 0 has step i+1, also if the trainer skipped its optimizer step.
@@ -44,6 +45,7 @@ import torch
 from updater import kernels
 from updater.arrays import check_alone, check_tensors, plan
 from updater.errors import NoFreeSlot, OptimizerError, ReplicaError
+from updater.found import check_found
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.rounding_modes import RoundingMode, cpu_root
@@ -57,7 +59,8 @@ __all__ = ["Replica", "Slot", "SlotState"]
 
 _EDGES = {
     SlotState.FREE: (SlotState.BUILDING,),
-    SlotState.BUILDING: (SlotState.COMPLETE, SlotState.FREE),
+    SlotState.BUILDING: (SlotState.COMPLETE, SlotState.PARTIAL, SlotState.FREE),
+    SlotState.PARTIAL: (SlotState.FREE,),
     SlotState.COMPLETE: (SlotState.PINNED, SlotState.FREE),
     SlotState.PINNED: (SlotState.COMPLETE,),
 }
@@ -131,7 +134,7 @@ class Replica:
         cls, path: str | os.PathLike[str], *, run_id: str | None = None, epoch: int | None = None,
         rounding: RoundingMode | None = None, threads: int = 0,
     ) -> Replica:
-        """Go on with the replica in a file, from its newest complete version; what was being built is gone.
+        """Go on with the replica in a file, from its newest complete version; what was being built or partial is gone.
 
         run_id, epoch: refuse another job's. rounding mode: only to name a root or device powers again; it has to be the
         one of the file. Raises ReplicaError if the file is torn, foreign, or being written to.
@@ -139,34 +142,16 @@ class Replica:
         path = Path(path)
         store = Store.attach(path)
         try:
-            return cls._over(store, path, run_id, epoch, rounding, threads)
+            return cls._over(store, check_found(store, path, run_id, epoch, rounding), threads)
         except BaseException:
             store.close()  # whoever keeps the error must not keep the lock
             raise
 
     @classmethod
-    def _over(
-        cls, store: Store, path: Path, run_id: str | None, epoch: int | None, rounding: RoundingMode | None,
-        threads: int,
-    ) -> Replica:
+    def _over(cls, store: Store, found: tuple[OptimizerSpec, RoundingMode, int], threads: int) -> Replica:
         """The replica that lies in an attached file."""
-        layout = store.layout
-        for what, wanted in (("run_id", run_id), ("epoch", epoch)):
-            if wanted is not None and layout[what] != wanted:
-                raise ReplicaError(f"{path}: belongs to {what} {layout[what]!r}, not {wanted!r}")
-        said = (layout["dialect"], layout["torch_version"], layout["threads"])
-        rounding = rounding or RoundingMode(said[0], said[1], threads=said[2])
-        if (rounding.name, rounding.torch_version, rounding.threads) != said:
-            shared = "" if rounding.threads == said[2] else f", with {said[2] or 'an unknown number of'} threads"
-            raise ReplicaError(f"{path}: was built with rounding mode {said[0]} of torch {said[1]}{shared}")
-        newest = store.newest()
-        if newest is None:
-            raise ReplicaError(f"{path}: no complete version in it")
-        groups = [(group["params"], group["options"]) for group in layout["optimizer"]["groups"]]
-        spec = OptimizerSpec.check(layout["optimizer"]["name"], groups, fused=rounding.fused)
-        check_alone(layout["arrays"], spec, rounding)
-        replica = cls.__new__(cls)
-        replica._take_over(store, spec, rounding, int(layout["divisor"]), threads)
+        (spec, rounding, newest), replica = found, cls.__new__(cls)
+        replica._take_over(store, spec, rounding, int(store.layout["divisor"]), threads)
         for slot in replica.slots:
             state, slot.step = store.slot_header(slot.index) or (FREE, 0)
             slot.state = SlotState.COMPLETE if state == COMPLETE else SlotState.FREE
@@ -216,8 +201,17 @@ class Replica:
     def building(self) -> Slot | None:
         return next((slot for slot in self.slots if slot.state is SlotState.BUILDING), None)
 
+    @property
+    def partial(self) -> Slot | None:
+        return next((slot for slot in self.slots if slot.state is SlotState.PARTIAL), None)
+
+    @property
+    def base(self) -> Slot:
+        """What the next version is built from: the partial one, if there is one, else the current one."""
+        return self.partial or self._current
+
     def build(self, step: int, layout: Layout, values: StepValues | None = None) -> Slot:
-        """Begin version `step` (= current + 1) in a free slot.
+        """Begin version `step` (= base + 1) in a free slot.
 
         Raises NoFreeSlot while readers pin every other slot, ReplicaError if a build is under way, the step is not
         the next one, or the layout's tensors are not the optimized ones; OptimizerError for values it cannot use.
@@ -225,8 +219,9 @@ class Replica:
         values = values or StepValues()
         if self.building is not None:
             raise ReplicaError(f"step {self.building.step} is still being built; publish or discard it first")
-        if step != self._current.step + 1:
-            raise ReplicaError(f"step {step} cannot be built from step {self._current.step}")
+        base = self.base
+        if step != base.step + 1:
+            raise ReplicaError(f"step {step} cannot be built from step {base.step}")
         if layout.shapes != self._shapes:
             names = sorted({*self._shapes, *layout.shapes})
             odd = [name for name in names if self._shapes.get(name) != layout.shapes.get(name)]
@@ -239,7 +234,7 @@ class Replica:
         self._check_buffers(values.buffers)
         with self._lock:
             slot = self._take_slot(step)
-        slot.begin(self._current, step, layout, values)
+        slot.begin(base, step, layout, values)
         return slot
 
     def finish(self, slot: Slot, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -259,23 +254,51 @@ class Replica:
 
     def publish(self, slot: Slot) -> None:
         """Make a built version the current one; only after the verdict. Its predecessor stays readable."""
-        self._must_be_building(slot, "published")
+        self._end(slot, SlotState.COMPLETE, "published")
+
+    def hold(self, slot: Slot) -> None:
+        """Make a built version of which some elements are anything the base of the next one. The current one stays."""
+        self._end(slot, SlotState.PARTIAL, "held")
+
+    def _end(self, slot: Slot, state: SlotState, what: str) -> None:
+        self._must_be_building(slot, what)
         if slot.missing:
-            raise ReplicaError(
-                f"step {slot.step} lacks the gradient of {slot.missing[0]!r}; it cannot be published"
-            )
+            raise ReplicaError(f"step {slot.step} lacks the gradient of {slot.missing[0]!r}; it cannot be {what}")
         slot.end()
+        before = self.partial
         with self._lock:
-            self._set_state(slot, SlotState.COMPLETE)
-            self._current = slot
+            self._set_state(slot, state)
+            if state is SlotState.COMPLETE:
+                self._current = slot
+            if before is not None:
+                self._set_state(before, SlotState.FREE)
+
+    def leap(self, step: int) -> None:
+        """Go on at a later step than the next one, with a partial version of which every element is anything.
+
+        Raises NoFreeSlot as `build` does, ReplicaError while a build is under way, or if the step is not a later one.
+        """
+        if self.building is not None or step <= self.base.step:
+            raise ReplicaError(f"no leap to step {step} from step {(self.building or self.base).step}")
+        with self._lock:
+            slot = self.partial
+            if slot is None:
+                slot = self._take_slot(step)
+                slot.follow(self._current)
+                self._set_state(slot, SlotState.PARTIAL)
+            slot.step = step
+
+    def abandon(self) -> None:
+        """Give the partial version up, if there is one. Not while a build is under way."""
+        if self.partial is not None:
+            self._set_state(self.partial, SlotState.FREE)
 
     def mark_verified(self) -> None:
         """Say in the file, for those who find it later, that the current version is equal to the trainer's."""
         self._store.mark_verified(self._current.step)
 
     def discard(self, slot: Slot) -> None:
-        """Throw a half-built version away. The current version was never touched. Work that no worker has begun is
-        not done."""
+        """Throw a half-built version away. Work that no worker has begun is not done."""
         self._must_be_building(slot, "discarded")
         slot.end(cancel=True)
         with self._lock:
@@ -322,7 +345,7 @@ class Replica:
         self._common = step
 
     def rollback(self, step: int) -> Slot:
-        """Go on from an older complete version; the newer ones are given up. Not while a build is under way.
+        """Go on from an older complete version; newer ones, a partial one too, are given up. Not while one is built.
 
         Raises ReplicaError if there is no such version, NoFreeSlot if a reader pins one that is to be given up.
         """
@@ -341,6 +364,7 @@ class Replica:
                 self._current = older
                 self._set_state(slot, SlotState.FREE)
                 self._store.unlock_slot(slot.index)
+        self.abandon()
         return self._current
 
     def _must_be_building(self, slot: Slot, what: str) -> None:
@@ -370,7 +394,7 @@ class Replica:
         before, slot.state = slot.state, state
         if state is SlotState.PINNED or before is SlotState.PINNED:
             return  # of this process alone
-        word = {SlotState.FREE: FREE, SlotState.BUILDING: BUILDING, SlotState.COMPLETE: COMPLETE}[state]
+        word = {SlotState.FREE: FREE, SlotState.COMPLETE: COMPLETE}.get(state, BUILDING)
         self._store.set_slot_header(slot.index, word, slot.step if state is not SlotState.FREE else 0)
-        if before is SlotState.BUILDING:
+        if before in (SlotState.BUILDING, SlotState.PARTIAL) and state is not SlotState.PARTIAL:
             self._store.unlock_slot(slot.index)

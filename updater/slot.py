@@ -32,8 +32,14 @@ STATES = {"exp_avg": "m", "exp_avg_sq": "v", "max_exp_avg_sq": "x", "momentum_bu
 
 
 class SlotState(enum.Enum):
+    """PARTIAL: a version of which some elements are anything, because their gradients were lost; who asks a trainer for
+    them knows which (flowcheck). It is what the next version is built from, and nothing else: nobody pins it, no reader
+    finds it, and after a kill its slot is free. The last complete version is served meanwhile, so three slots are
+    needed. A version into which the last such element was patched is published as any other."""
+
     FREE = "free"
     BUILDING = "building"
+    PARTIAL = "partial"
     COMPLETE = "complete"
     PINNED = "pinned"
 
@@ -148,6 +154,55 @@ class Slot(Version):
         """Return when everything applied so far is in memory; gradients may be changed from then on."""
         self._pool.wait(self._ticket)
 
+    def patch(
+        self, ranges: Sequence[tuple[str, int, int]], parameters: Mapping[str, torch.Tensor],
+        state: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Write a trainer's own state of some elements over what was built there, once all of that is written.
+
+        ranges: (tensor, first element, elements), disjoint. parameters, state: as of `load`, of these elements alone:
+        1-D, the ranges of a tensor one behind the other. An array that the state lacks becomes 0. Raises ReplicaError
+        for what does not fit; the slot is then as before.
+        """
+        runs: dict[str, list[tuple[int, int]]] = {}
+        for name, start, length in ranges:
+            if not 0 <= start < start + length <= self._sizes.get(name, 0):
+                raise ReplicaError(f"elements [{start}, {start + length}) of {name!r} are none that is optimized")
+            runs.setdefault(name, []).append((start, length))
+        blocks: list[tuple[int, int, int]] = []
+        keep: list[torch.Tensor] = []
+        for name, spans in runs.items():
+            count = sum(length for _, length in spans)
+            for role, values in self._patched(name, parameters, state.get(name, {})).items():
+                held = self._tensors[name, role]
+                values = torch.zeros(count, dtype=held.dtype) if values is None else values.detach().contiguous()
+                if values.shape != (count,) or values.dtype != held.dtype:
+                    raise ReplicaError(
+                        f"a patch of {count} elements of {name!r} has {values.dtype} {tuple(values.shape)} as {role!r},"
+                        f" which is {held.dtype}"
+                    )
+                at, to, width = values.data_ptr(), self._where[name, role], held.element_size()
+                for start, length in spans:
+                    blocks.append((to + width * start, at, width * length))
+                    at += width * length
+                keep.append(values)
+        self.flush()
+        for name in runs:
+            given = state.get(name, {})
+            held_states = any(key in given for key in self._states[name])
+            self._steps[self._order[name]] = float(given.get("step", 1.0 if held_states else 0.0))
+        self._ticket = self._pool.copies(blocks, keep)
+
+    def _patched(
+        self, name: str, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Any]
+    ) -> dict[str, torch.Tensor | None]:
+        """What a patch brings for each array of a tensor."""
+        own = "master" if name in self.masters else ""
+        if name not in parameters or (own and own not in state):
+            raise ReplicaError(f"a patch of {name!r} without its {own or 'parameter'}")
+        found: dict[str, torch.Tensor | None] = {STATES[key]: state.get(key) for key in self._states[name]}
+        return found | ({"p": state[own], "low": parameters[name]} if own else {"p": parameters[name]})
+
     def _submit(self, bucket: Sequence[SliceLike], data: torch.Tensor) -> None:
         source, grad = self._source, _type(data)
         assert source is not None
@@ -205,6 +260,12 @@ class Slot(Version):
                 same.append((tensor.data_ptr(), source._where[name, role], tensor.numel() * tensor.element_size()))
         if same:
             self._ticket = self._pool.copies(same)
+
+    def follow(self, source: Slot) -> None:
+        """Take from `source` what a step has besides elements: counts of steps, options, buffers."""
+        for (name, role), tensor in self._tensors.items():
+            if role in ("raw", "steps", "options"):
+                tensor.copy_(source._tensors[name, role])
 
     def _set_options(self, values: Sequence[Mapping[str, Any]]) -> None:
         self._options = self._spec.with_values(values)

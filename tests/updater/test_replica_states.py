@@ -47,8 +47,9 @@ def refusal(call, *given, error=ReplicaError, **named):
 
 # -- the guarded setter ------------------------------------------------------------------------------------
 
-LEGAL = {(FREE, BUILDING), (BUILDING, COMPLETE), (BUILDING, FREE), (COMPLETE, PINNED), (COMPLETE, FREE),
-         (PINNED, COMPLETE)}
+PARTIAL = SlotState.PARTIAL
+LEGAL = {(FREE, BUILDING), (BUILDING, COMPLETE), (BUILDING, FREE), (BUILDING, PARTIAL), (PARTIAL, FREE),
+         (COMPLETE, PINNED), (COMPLETE, FREE), (PINNED, COMPLETE)}
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(SlotState, SlotState)))
@@ -61,7 +62,7 @@ def test_the_setter_takes_the_legal_edges_and_no_other(before, after):
     if (before, after) in LEGAL:
         made._set_state(slot, after)
         assert slot.state is after
-        known = {FREE: (0, 0), BUILDING: (1, 5), COMPLETE: (2, 5)}
+        known = {FREE: (0, 0), BUILDING: (1, 5), PARTIAL: (1, 5), COMPLETE: (2, 5)}
         assert made._store.slot_header(1) == ((2, 77) if PINNED in (before, after) else known[after])
     else:
         assert refusal(made._set_state, slot, after) == f"slot 1 cannot go from {before.value} to {after.value}"
