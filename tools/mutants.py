@@ -60,6 +60,10 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/offline/summary.py": [
         f"{FLOW}/offline/test_summary.py", f"{FLOW}/offline/test_session_report.py", f"{FLOW}/offline/test_report.py",
     ],
+    "flowcheck/control/messages.py": [
+        f"{FLOW}/control/test_messages.py", f"{FLOW}/control/test_protocol.py",
+        f"{FLOW}/control/test_protocol_opening.py",
+    ],
     "flowcheck/control/protocol.py": [
         f"{FLOW}/control/test_protocol.py", f"{FLOW}/control/test_protocol_deadlines.py",
         f"{FLOW}/control/test_protocol_opening.py",

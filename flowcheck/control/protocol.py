@@ -1,12 +1,13 @@
-"""What trainers and a checkpoint node say to each other: messages, their framing, and who may speak.
+"""How trainers and a checkpoint node speak: frames, their limits, and who may speak. What they say: messages.py.
 
     frame      magic 4 | JSON bytes 4 | payload bytes 8 | JSON object with "type" | payload (raw safetensors)
     opening    node: Challenge    trainer: Hello (proof over both nonces)    node: Welcome (proof) or Refused
-    then       trainer: Flows, Manifest, State, Record, Bye           node: Wanted, Joined, Progress, Notice, Refused
+    then       trainer: Flows, Manifest, State, Record, Patch, Bye
+               node: Wanted, Ranges, Joined, Progress, Notice, Refused
 
 Both sides prove that they know the token (HMAC-SHA256 over both nonces and who is speaking); the token itself never
 travels. Nothing is encrypted: the connection belongs on the control network. Every length is checked before
-memory is taken, every wait has a deadline, and a frame that is not exactly one of the messages below ends the
+memory is taken, every wait has a deadline, and a frame that is not exactly one of the messages ends the
 connection with RecordsError. docs/use/node.md describes every field; this schema is that of the later HTTP API too.
 
 A Link is used by one reader and one writer thread at most. Standard library, and torch for payloads.
@@ -14,7 +15,6 @@ A Link is used by one reader and one writer thread at most. Standard library, an
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import hmac
 import json
@@ -26,15 +26,39 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowcheck.control.messages import (
+    MESSAGES,
+    MOST_RANGES,
+    PATCH_BYTES,
+    PROTOCOL,
+    RANGES_TEXT,
+    RESYNC,
+    Bye,
+    Challenge,
+    Flows,
+    Hello,
+    Joined,
+    Manifest,
+    Notice,
+    Patch,
+    Progress,
+    Range,
+    Ranges,
+    Record,
+    Refused,
+    State,
+    Wanted,
+    Welcome,
+)
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.form import Place, build, parse
 
 __all__ = [
-    "MESSAGES", "PROTOCOL", "Bye", "Challenge", "Flows", "Hello", "Joined", "Limits", "Link", "Manifest", "Notice",
-    "Progress", "Record", "RecordsError", "Refused", "State", "Wanted", "Welcome", "accept", "greet", "token_bytes",
+    "MESSAGES", "MOST_RANGES", "PATCH_BYTES", "PROTOCOL", "RANGES_TEXT", "RESYNC", "Bye", "Challenge", "Flows", "Hello",
+    "Joined", "Limits", "Link", "Manifest", "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "RecordsError",
+    "Refused", "State", "Wanted", "Welcome", "accept", "greet", "token_bytes",
 ]
 
-PROTOCOL = "flowcheck/records/1"
 MAGIC = b"FCR1"
 _HEAD = struct.Struct(">4sIQ")
 TOKEN_BYTES = (16, 4096)
@@ -46,132 +70,6 @@ class RecordsError(FlowcheckError):
     """The other side is gone, slow, not who it should be, or does not speak this protocol."""
 
     exit_code = 3
-
-
-# -- messages ----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Challenge:
-    """Node, first. nonce: 32 random bytes, hexadecimal."""
-
-    nonce: str
-    protocol: str = PROTOCOL
-
-
-@dataclass
-class Hello:
-    """Trainer, answering: one rank of one run. group: which of a node's groups, "" if it has one. instance: of this
-    attachment, so that a job that was started again is known even if it says the same run and epoch."""
-
-    run_id: str
-    epoch: int
-    rank: int
-    ranks: int
-    group: str
-    nonce: str
-    proof: str
-    protocol: str = PROTOCOL
-    instance: str = ""
-
-
-@dataclass
-class Welcome:
-    """Node: it knows the token too."""
-
-    proof: str
-
-
-@dataclass
-class Refused:
-    """Node: why this connection ends."""
-
-    why: str
-
-
-@dataclass
-class Flows:
-    """Every rank: the connections it has, in the manifest's form; a later one replaces an earlier one."""
-
-    flows: list[dict[str, Any]]
-
-
-@dataclass
-class Manifest:
-    """Rank 0: the job. Its flows may be empty: those that every rank has sent are put in. first: the trainer's own
-    number of the manifest's iteration 0; State, Record, Joined and Progress count as the trainer does."""
-
-    job: dict[str, Any]
-    first: int = 0
-
-
-@dataclass
-class State:
-    """Rank 0: the model and the optimizer before iteration `iteration`. Payload: `model.NAME` for every entry,
-    `optimizer.NAME.KEY` for every tensor of the optimizer's state. groups: hyper-parameters by parameter group of the
-    step that made it, or of the optimizer as it is."""
-
-    iteration: int
-    groups: list[dict[str, Any]] = field(default_factory=list)
-
-
-@dataclass
-class Record:
-    """Every rank, once per iteration: what the wire does not carry. Payload: `buffer.NAME`.
-
-    groups: hyper-parameters of this step by parameter group. clip: factor that gradients were multiplied with. scale:
-    loss scale. skipped: the optimizer did nothing. checksums: 16 hexadecimal digits per model entry, after the step.
-    """
-
-    iteration: int
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    clip: float | None = None
-    scale: float | None = None
-    skipped: bool = False
-    checksums: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class Bye:
-    """Trainer: training ends here; nothing more will come."""
-
-
-@dataclass
-class Wanted:
-    """Node: what it needs ("flows", "manifest", "state") to have versions again, and why."""
-
-    what: list[str]
-    why: str
-
-
-@dataclass
-class Joined:
-    """Node: it has the state before `iteration` and builds on it."""
-
-    iteration: int
-
-
-@dataclass
-class Progress:
-    """Node: version after `iteration` is published. status: unverified, verified or diverged."""
-
-    iteration: int
-    status: str
-
-
-@dataclass
-class Notice:
-    """Node: why there are no versions at the moment, although nothing is wanted of a trainer; "": that is over."""
-
-    why: str
-
-
-MESSAGES: dict[str, type] = {
-    kind.__name__.lower(): kind
-    for kind in (
-        Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Bye, Wanted, Joined, Progress, Notice,
-    )
-}
 
 
 @dataclass(frozen=True)
@@ -201,7 +99,7 @@ class Link:
              seconds: float = 10.0) -> None:
         """size: of the payload. seconds: for all of it, and as long again per 10 MB."""
         deadline = time.monotonic() + seconds * (1 + size / 1e7)
-        body = {"type": type(message).__name__.lower(), **dataclasses.asdict(message)}
+        body = {"type": type(message).__name__.lower(), **vars(message)}
         text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
         self._write(_HEAD.pack(MAGIC, len(text), size) + text, deadline)
         sent = 0
@@ -332,19 +230,21 @@ def _proof(token: bytes, side: str, challenge: str, hello: Hello) -> str:
 
 def greet(
     link: Link, token: bytes, *, run_id: str, epoch: int, rank: int, ranks: int, group: str, instance: str = ""
-) -> None:
+) -> Welcome:
     """The trainer's opening. Raises RecordsError: refused, or the node does not know the token."""
     challenge = _expect(link, Challenge)
     hello = Hello(run_id, epoch, rank, ranks, group, secrets.token_hex(32), "", instance=instance)
     hello.proof = _proof(token, "trainer", challenge.nonce, hello)
     link.send(hello)
-    answer = _expect(link, Welcome)
+    answer: Welcome = _expect(link, Welcome)
     if not hmac.compare_digest(answer.proof.encode(), _proof(token, "node", challenge.nonce, hello).encode()):
         raise RecordsError("the node does not know the token", where=link.peer)
+    return answer
 
 
-def accept(link: Link, token: bytes) -> Hello:
-    """The node's opening: who speaks. The caller still has to `welcome` or refuse. Raises RecordsError."""
+def accept(link: Link, token: bytes, resync: str = RESYNC[0]) -> Hello:
+    """The node's opening: who speaks. resync: of Welcome. The caller still has to refuse whom it does not know. Raises
+    RecordsError."""
     challenge = Challenge(secrets.token_hex(32))
     link.send(challenge, seconds=link.limits().seconds)
     hello: Hello = _expect(link, Hello)
@@ -352,7 +252,7 @@ def accept(link: Link, token: bytes) -> Hello:
         raise RecordsError("the token is wrong", where=link.peer)
     if not 0 <= hello.rank < hello.ranks <= 65536:
         raise RecordsError(f"rank {hello.rank} of {hello.ranks}", where=link.peer)
-    link.send(Welcome(_proof(token, "node", challenge.nonce, hello)))
+    link.send(Welcome(_proof(token, "node", challenge.nonce, hello), resync))
     return hello
 
 

@@ -121,7 +121,7 @@ def build(kind: Any, data: Any, place: Place) -> Any:
         if not isinstance(data, list):
             place.fail(f"expected a list, found {shown(data)}")
         (inner,) = typing.get_args(kind)
-        return [build(inner, item, place / i) for i, item in enumerate(data)]
+        return data if inner is Any else [build(inner, item, place / i) for i, item in enumerate(data)]
     if origin is dict:
         if not isinstance(data, dict):
             place.fail(f"expected an object, found {shown(data)}")

@@ -8,7 +8,8 @@ What happens: three iterations are watched (DDP rebuilds its buckets in the seco
 sends the manifest and every rank its connections, the node joins the wire and asks for a state, and rank 0 uploads
 model and optimizer; all ranks wait for that, at most `max_stall_s` seconds and this once. From then on a record per
 iteration goes out, and versions come into being. If the node loses an iteration it asks again, and rank 0 uploads at
-the next boundary, waiting as long.
+the next boundary, waiting as long. A node that asks for ranges of elements instead (ranges.py) gets them from any rank
+at its next boundary, before the record, and nobody waits.
 
 Training comes first: `step` never raises and, but for those uploads, never blocks. A node that is gone, slow or speaks
 nonsense makes the attachment say so (`state`, `why`, logger "flowcheck") and be tried again later. torch and the
@@ -34,6 +35,7 @@ from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
 from flowcheck.trainer.description import Model, Watch, check_gradients, entries, group_options
+from flowcheck.trainer.ranges import Source
 from flowcheck.trainer.sender import Identity, Sender
 
 __all__ = ["Attachment", "attach"]
@@ -119,7 +121,8 @@ class Attachment:
             model, optimizer, self._described, listed, lambda: self._topology()["communicator"], run_id, epoch
         )
         identity = Identity(run_id, epoch, self.rank, ranks, name)
-        self._sender = Sender(address, token, identity, self._opening, self._say)
+        self._source = Source(model.module, optimizer, self._described)
+        self._sender = Sender(address, token, identity, self._opening, self._say, self._source.prepare)
         self._sender.start()
 
     # -- what it is --
@@ -205,10 +208,12 @@ class Attachment:
     def _meet(self, sender: Sender, groups: list[dict[str, Any]] | None) -> None:
         """The one time that all ranks wait, at most `max_stall_s` seconds: until the node has joined the wire, with
         nothing in flight, and has the state. All of them know the job at the same boundary; what they wait for at
-        rank 0 would otherwise hold them up in the next call."""
+        rank 0 would otherwise hold them up in the next call. A node that asks for ranges needs none of it."""
         deadline = time.monotonic() + self._max_stall
         sender.tried.wait(self._max_stall)
         sender.open_again()
+        if sender.by_ranges:
+            return
         while sender.connected and sender.joined is None and (left := deadline - time.monotonic()) > 0:
             if self.rank == 0 and "state" in sender.wanted:
                 self._send_state(sender, deadline, groups)
@@ -246,6 +251,8 @@ class Attachment:
                 record.checksums = {name: f"{value:016x}" for name, value in sums.items()}
             if self.rank == 0:
                 held = {f"buffer.{name}": state[name].detach().to("cpu", copy=True) for name in buffers}
+        for link, wish in sender.asked():  # before the record: who has that has these, if there are any
+            sender.put(*self._source.answer(wish, self.iteration), asked_on=link)
         sender.put(record, held)
 
     def _send_state(self, sender: Sender, deadline: float, groups: list[dict[str, Any]] | None) -> None:

@@ -2,6 +2,7 @@
 
     sender = Sender(address, token, identity, opening)    opening(): messages that every connection begins with
     sender.put(message, tensors)       from the training thread: never waits
+    sender.asked()                     what the node has asked for that may be answered now, for the training thread too
     sender.wanted, sender.joined       what the node has asked for, and answered
     sender.pledged                     iteration of the state that the caller has put: records follow it
 
@@ -19,21 +20,38 @@ import secrets
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 
-from flowcheck.control.protocol import Joined, Limits, Link, Notice, Progress, RecordsError, Refused, Wanted, greet
+from flowcheck.control.protocol import (
+    PATCH_BYTES,
+    RANGES_TEXT,
+    Joined,
+    Limits,
+    Link,
+    Notice,
+    Progress,
+    Ranges,
+    RecordsError,
+    Refused,
+    Wanted,
+    greet,
+)
 from flowcheck.control.tensors import header, packed_bytes, pieces
 from flowcheck.errors import FlowcheckError
+from flowcheck.trainer.ranges import Copies, Wish
 
 __all__ = ["Identity", "Sender"]
 
 QUEUE = 1024  # messages: that many iterations the node may be behind
 PAUSE = (1.0, 30.0)
 CONNECT_SECONDS = 5.0
+REQUESTS = 8  # for ranges, of a node, that no boundary has answered yet
 REASONS = 64  # remembered, so that a refusal that is repeated is told once
 
 
@@ -50,14 +68,19 @@ class Identity:
 class Sender:
     """why: the last reason for not being connected, or what the node has noticed; "" while all is well. notice: what
     keeps the node from making versions although it wants nothing, "": nothing does. iteration, status: of the node's
-    newest version, -1: none yet."""
+    newest version, -1: none yet. by_ranges: the node asks for elements of the state, and no boundary waits for it."""
 
     def __init__(
         self, address: tuple[str, int], token: bytes, identity: Identity, opening: Callable[[], list[Any]],
-        tell: Callable[[str], None],
+        tell: Callable[[str], None], prepare: Callable[[Ranges, int], Wish],
     ) -> None:
+        """prepare(request, bytes that the answer may have): called by the listening thread."""
         self._address, self._token, self._identity, self._opening, self._tell = address, token, identity, opening, tell
-        self._queue: queue.Queue[tuple[Any, Mapping[str, torch.Tensor]]] = queue.Queue(QUEUE)
+        self._prepare = prepare
+        self._queue: queue.Queue[tuple[Link, Any, Mapping[str, torch.Tensor] | Copies]] = queue.Queue(QUEUE)
+        self._requests: deque[tuple[Link, Wish]] = deque()
+        self._copied = 0  # bytes of answers that are not sent yet
+        self._lock = threading.Lock()  # of these two
         self._link: Link | None = None
         self._stop = threading.Event()
         self._again = threading.Event()  # the opening has more to say
@@ -65,6 +88,7 @@ class Sender:
         self.joined: int | None = None
         self.pledged: int | None = None  # None again when the connection ends
         self.notice = ""
+        self.by_ranges = False
         self.tried = threading.Event()  # the first attempt to connect is over
         self.answered = threading.Event()  # something came, or the connection ended
         self.why = "not connected yet"
@@ -82,20 +106,36 @@ class Sender:
     def connected(self) -> bool:
         return self._link is not None
 
-    def put(self, message: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> bool:
-        """False: it will not be sent. Without a connection there is nobody to send to; that is no loss of ours."""
+    def put(self, message: Any, tensors: Mapping[str, torch.Tensor] | Copies | None = None,
+            asked_on: Link | None = None) -> bool:
+        """False: it will not be sent. Without a connection there is nobody to send to; that is no loss of ours. Nor is
+        there with another connection than `asked_on`, if it is given."""
         link = self._link
-        if link is None:
+        if link is None or asked_on not in (None, link):
             return False
         try:
-            self._queue.put_nowait((message, tensors or {}))
+            self._queue.put_nowait((link, message, tensors or {}))
         except queue.Full:
             self.lost += 1
             self._link = None
             self._say(f"the node is more than {QUEUE} iterations behind")
             link.close()
             return False
+        if isinstance(tensors, Copies):
+            with self._lock:
+                self._copied += tensors.nbytes
         return True
+
+    def asked(self) -> list[tuple[Link, Wish]]:
+        """What is to be answered at this boundary, oldest first, and on which connection. What would make more than
+        PATCH_BYTES together with what is still being sent stays for a later one."""
+        out: list[tuple[Link, Wish]] = []
+        with self._lock:
+            room = PATCH_BYTES - self._copied
+            while self._requests and self._requests[0][1].nbytes <= room:
+                out.append(self._requests.popleft())
+                room -= out[-1][1].nbytes
+        return out
 
     def open_again(self) -> None:
         """What `opening` says has changed: send it on the connection that there is."""
@@ -167,10 +207,11 @@ class Sender:
         link = Link(sock)
         link.limits = lambda: Limits(64 << 10)
         try:
-            greet(link, self._token, **asdict(self._identity))
+            self.by_ranges = greet(link, self._token, **asdict(self._identity)).resync == "ranges"
         except BaseException:
             link.close()
             raise
+        link.limits = lambda: Limits(RANGES_TEXT)
         self._again.set()
         return link
 
@@ -182,20 +223,22 @@ class Sender:
                 for message in self._opening():
                     link.send(message)
             try:
-                message, tensors = self._queue.get(timeout=0.05)
+                to, message, tensors = self._queue.get(timeout=0.05)
             except queue.Empty:
                 if not self.connected:
                     return
                 continue
             try:
-                if tensors:
-                    head, order = header(tensors)
-                    parts = (piece for name in order for piece in pieces(tensors[name]))
-                    link.send(message, _chain(head, parts), packed_bytes(tensors))
-                else:
-                    link.send(message)
+                if to is link:
+                    _send(link, message, tensors.on_host() if isinstance(tensors, Copies) else tensors)
             finally:
-                self._queue.task_done()
+                self._done(tensors)
+
+    def _done(self, tensors: Mapping[str, torch.Tensor] | Copies) -> None:
+        if isinstance(tensors, Copies):
+            with self._lock:
+                self._copied -= tensors.nbytes
+        self._queue.task_done()
 
     def _listen(self, link: Link) -> None:
         try:
@@ -218,6 +261,8 @@ class Sender:
                         self._say(message.why)
                     elif self._link is link and self.why == before:
                         self.why = ""  # what else has been said meanwhile stays
+                elif isinstance(message, Ranges):
+                    self._ask(link, message)
                 elif isinstance(message, Progress):
                     self.iteration, self.status = message.iteration, message.status
                 elif isinstance(message, Refused):
@@ -233,20 +278,36 @@ class Sender:
             link.close()
             self.answered.set()
 
+    def _ask(self, link: Link, message: Ranges) -> None:
+        """Into the queue of the next boundary. What lies in it takes memory, and so it is bounded."""
+        with self._lock:
+            waiting, nbytes = len(self._requests), sum(wish.nbytes for _, wish in self._requests)
+        if waiting >= REQUESTS:
+            raise RecordsError(f"asks for ranges again, with {waiting} requests that no boundary has answered yet",
+                               where=link.peer)
+        wish = self._prepare(message, min(PATCH_BYTES, 2 * PATCH_BYTES - nbytes))
+        with self._lock:
+            self._requests.append((link, wish))
+
     def _ended(self, link: Link, error: Exception) -> None:
         """The first reason counts: a connection that was given up fails in other ways after that."""
         if self._link is link and not self._stop.is_set():
             self._say(getattr(error, "what", f"{type(error).__name__}: {error}"))
 
     def _drain(self) -> None:
+        with self._lock:
+            self._requests.clear()
         try:
             while True:
-                self._queue.get_nowait()
-                self._queue.task_done()
+                self._done(self._queue.get_nowait()[2])
         except queue.Empty:
             pass
 
 
-def _chain(head: bytes, parts: Any) -> Any:
-    yield head
-    yield from parts
+def _send(link: Link, message: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+    if not tensors:
+        link.send(message)
+        return
+    head, order = header(tensors)
+    parts = (piece for name in order for piece in pieces(tensors[name]))
+    link.send(message, chain([head], parts), packed_bytes(tensors))

@@ -90,11 +90,11 @@ class Peer:
         self.send("challenge", nonce=self.NONCE, protocol="flowcheck/records/1")
         return self.expect("hello")
 
-    def welcome(self) -> dict[str, Any]:
-        """The whole opening, with right proofs on both sides; the Hello."""
+    def welcome(self, **more: Any) -> dict[str, Any]:
+        """The whole opening, with right proofs on both sides; the Hello. more: fields of the Welcome."""
         hello = self.challenge()
         assert hello["proof"] == self.proof(hello, "trainer")
-        self.send("welcome", proof=self.proof(hello))
+        self.send("welcome", proof=self.proof(hello), **more)
         return hello
 
     def close(self) -> None:
@@ -114,10 +114,10 @@ class HandNode:
         self._peers.append(Peer(self._listener.accept()[0]))
         return self._peers[-1]
 
-    def welcome(self) -> Peer:
+    def welcome(self, **more: Any) -> Peer:
         """A new connection whose opening went well."""
         peer = self.accept()
-        peer.welcome()
+        peer.welcome(**more)
         return peer
 
     def close(self) -> None:

@@ -18,7 +18,9 @@ from flowcheck.control.protocol import (
     Limits,
     Link,
     Manifest,
+    Patch,
     Progress,
+    Ranges,
     Record,
     RecordsError,
     Refused,
@@ -58,7 +60,8 @@ FORMS: list[tuple[Any, bytes]] = [
         b'{"type":"hello","run_id":"r","epoch":1,"rank":2,"ranks":3,"group":"g","nonce":"0a","proof":"0b",'
         b'"protocol":"flowcheck/records/1","instance":"i"}',
     ),
-    (Welcome("0c"), b'{"type":"welcome","proof":"0c"}'),
+    (Welcome("0c"), b'{"type":"welcome","proof":"0c","resync":"state"}'),
+    (Welcome("0c", "ranges"), b'{"type":"welcome","proof":"0c","resync":"ranges"}'),
     (Refused("no"), b'{"type":"refused","why":"no"}'),
     (Flows([{"src": 0}]), b'{"type":"flows","flows":[{"src":0}]}'),
     (Manifest({"epoch": 1}, 7), b'{"type":"manifest","job":{"epoch":1},"first":7}'),
@@ -72,6 +75,12 @@ FORMS: list[tuple[Any, bytes]] = [
         Record(6),
         b'{"type":"record","iteration":6,"groups":[],"clip":null,"scale":null,"skipped":false,"checksums":{}}',
     ),
+    (
+        Ranges(3, [("a.weight", 0, 1), ("b", 7, 20), ("a.weight", 5, 2)]),
+        b'{"type":"ranges","request":3,"ranges":[["a.weight",0,1],["b",7,20],["a.weight",5,2]]}',
+    ),
+    (Patch(3, 8, [("b", 7, 20)]), b'{"type":"patch","request":3,"iteration":8,"ranges":[["b",7,20]],"refused":""}'),
+    (Patch(3, 8, refused="no"), b'{"type":"patch","request":3,"iteration":8,"ranges":[],"refused":"no"}'),
     (Bye(), BYE),
     (Wanted(["state", "flows"], "lost"), b'{"type":"wanted","what":["state","flows"],"why":"lost"}'),
     (Joined(9), b'{"type":"joined","iteration":9}'),
@@ -97,6 +106,9 @@ def test_this_form_is_read_as_the_message(pair: Any, message: Any, text: bytes) 
 @pytest.mark.parametrize(("text", "message"), [
     (b'{"type":"challenge","nonce":"n"}', Challenge("n", "flowcheck/records/1")),
     (b'{"type":"manifest","job":{}}', Manifest({}, 0)),
+    (b'{"type":"welcome","proof":"p"}', Welcome("p", "state")),
+    (b'{"type":"patch","request":1,"iteration":2,"ranges":[["b",7,20]]}', Patch(1, 2, [("b", 7, 20)], "")),
+    (b'{"type":"patch","request":1,"iteration":2,"refused":"no"}', Patch(1, 2, [], "no")),
     (b'{"type":"record","iteration":1}', Record(1, [], None, None, False, {})),
     (
         b'{"type":"hello","run_id":"r","epoch":0,"rank":0,"ranks":1,"group":"","nonce":"n","proof":"p"}',

@@ -121,9 +121,16 @@ def test_a_node_lets_in_who_knows_the_token_and_proves_that_it_knows_it_too(star
     assert re.fullmatch("[0-9a-f]{64}", challenge["nonce"])
     hello = hello_of(challenge["nonce"])
     raw.send(hello)
-    assert raw.receive() == {"type": "welcome", "proof": proof("node", challenge["nonce"], hello)}
+    assert raw.receive() == {"type": "welcome", "proof": proof("node", challenge["nonce"], hello), "resync": "state"}
     who = coming.result(10)
     assert {name: getattr(who, name) for name in WHO} == WHO
+
+
+def test_a_node_says_how_it_wants_to_have_the_state(start: Start) -> None:
+    raw, coming = start(lambda link: accept(link, TOKEN, "ranges"))
+    raw.send(hello_of(raw.receive()["nonce"]))
+    assert raw.receive()["resync"] == "ranges"
+    coming.result(10)
 
 
 def test_an_instance_may_be_left_out(start: Start) -> None:
@@ -281,6 +288,14 @@ def test_a_trainer_says_who_it_is_and_proves_it(start: Start) -> None:
     assert coming.result(10) is None
 
 
+@pytest.mark.parametrize("said", [{}, {"resync": "state"}, {"resync": "ranges"}])
+def test_a_trainer_learns_how_the_node_wants_to_have_the_state(start: Start, said: dict[str, str]) -> None:
+    raw, coming = start(lambda link: greet(link, TOKEN, **WHO))  # type: ignore[arg-type]
+    raw.send({"type": "challenge", "nonce": "0c" * 32})
+    raw.send({"type": "welcome", "proof": proof("node", "0c" * 32, raw.receive()), **said})
+    assert coming.result(10).resync == said.get("resync", "state")
+
+
 def test_the_token_does_not_travel_and_an_instance_is_empty_unless_given(start: Start) -> None:
     who = {key: value for key, value in WHO.items() if key != "instance"}
     raw, coming = start(lambda link: greet(link, TOKEN, **who))  # type: ignore[arg-type]
@@ -363,7 +378,8 @@ def test_an_attachment_does_not_attach_to_an_impostor(welcome: str) -> None:
     said: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(10)
-        sender = Sender(server.getsockname(), TOKEN, Identity("run", 0, 0, 1, ""), lambda: [Flows([])], said.append)
+        sender = Sender(server.getsockname(), TOKEN, Identity("run", 0, 0, 1, ""), lambda: [Flows([])], said.append,
+                        lambda message, room: pytest.fail("nobody asks"))
         sender.start()
         try:
             sock = server.accept()[0]

@@ -13,19 +13,25 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control.protocol import Bye, Flows, Record, State
+from flowcheck.control.protocol import Bye, Flows, Patch, Ranges, Record, State
 from flowcheck.trainer import sender as sending
+from flowcheck.trainer.ranges import Wish
 from flowcheck.trainer.sender import Identity, Sender
 
 from ..hand_node import LONGEST, TOKEN, HandNode, until
 
 
 class Made(Sender):
-    """A Sender that keeps what it tells."""
+    """A Sender that keeps what it tells, and refuses all that is asked for."""
 
     def __init__(self, address: tuple[str, int], identity: Identity, opening: Callable[[], list[Any]]) -> None:
         self.told: list[str] = []
-        super().__init__(address, TOKEN, identity, opening, self.told.append)
+        super().__init__(address, TOKEN, identity, opening, self.told.append, self.prepare)
+
+
+    @staticmethod
+    def prepare(message: Ranges, room: int) -> Wish:
+        return Wish(Patch(message.request, 0, refused=f"room for {room}"))
 
 
 @pytest.fixture
@@ -232,7 +238,7 @@ def test_a_node_may_not_send_payloads(hand_node, sender) -> None:
     peer = hand_node.welcome()
     until(lambda: mine._link is not None)
     link = mine._link
-    assert link.limits().payload == {} and link.limits().text == 65536
+    assert link.limits().payload == {} and link.limits().text == 2 << 20
     link.limits = lambda: sending.Limits(65536, {"joined": 100})
     peer.send("progress", iteration=0, status="")  # the message after this one is read under the new limits
     until(lambda: mine.iteration == 0)
@@ -483,12 +489,12 @@ def test_close_sends_what_is_queued_and_the_last_word(hand_node, sender) -> None
     assert peer.ended() and not mine.connected and not mine._thread.is_alive() and mine.told == []
 
 
-class Slow:
+class Slow(dict[str, float]):
     """A value that takes a while to be written."""
 
-    def __deepcopy__(self, memo: object) -> float:
+    def items(self) -> Any:
         time.sleep(0.3)
-        return 1.0
+        return super().items()
 
 
 def test_close_waits_for_the_last_word_itself(hand_node, sender) -> None:
@@ -499,7 +505,7 @@ def test_close_waits_for_the_last_word_itself(hand_node, sender) -> None:
     peer.expect("record")
     peer.send("joined", iteration=0)
     until(lambda: mine.joined == 0)
-    mine.close(Record(1, [{"x": Slow()}]), LONGEST)
+    mine.close(Record(1, [Slow(x=1.0)]), LONGEST)
     assert peer.expect("record")["iteration"] == 1 and peer.ended()
 
 

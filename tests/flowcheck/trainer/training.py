@@ -63,16 +63,17 @@ class Every(torch.nn.Module):
         return x * self.weight
 
 
-def connected(one: Training, node: HandNode) -> Peer:
-    """The connection, once its opening (which is empty as long as the job is not known) has gone out."""
-    peer = node.welcome()
+def connected(one: Training, node: HandNode, **more: Any) -> Peer:
+    """The connection, once its opening (which is empty as long as the job is not known) has gone out. more: fields of
+    the Welcome."""
+    peer = node.welcome(**more)
     until(lambda: one.attachment._sender.connected and not one.attachment._sender._again.is_set())
     return peer
 
 
-def known(one: Training, node: HandNode, *, manifest: bool = True) -> Peer:
+def known(one: Training, node: HandNode, *, manifest: bool = True, **more: Any) -> Peer:
     """Three iterations, after which the job is known to the node."""
-    peer = connected(one, node)
+    peer = connected(one, node, **more)
     one.iterate(3)
     peer.expect("flows")
     if manifest:

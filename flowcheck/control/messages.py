@@ -1,0 +1,215 @@
+"""The messages of the records protocol, field by field: what may be said. How it is said: protocol.py.
+
+Every field has a type, and a message with any other field, or one of another type, is none. Ranges and Patch check
+themselves further when they are made, on both sides: UserError names the field. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowcheck.errors import UserError
+from flowcheck.job.form import INTEGER_LIMIT, shown
+
+__all__ = [
+    "MESSAGES", "MOST_RANGES", "PATCH_BYTES", "PROTOCOL", "RANGES_TEXT", "RESYNC", "Bye", "Challenge", "Flows", "Hello",
+    "Joined", "Manifest", "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "Refused", "State", "Wanted",
+    "Welcome",
+]
+
+PROTOCOL = "flowcheck/records/1"
+RESYNC = ("state", "ranges")
+MOST_RANGES = 16384  # in one message
+RANGES_TEXT = 2 << 20  # bytes of JSON that a trainer reads at once
+PATCH_BYTES = 64 << 20  # of state that a rank gives at one boundary
+
+Range = tuple[str, int, int]  # entry of the model, first element, elements; of the entry in row-major order
+
+
+@dataclass
+class Challenge:
+    """Node, first. nonce: 32 random bytes, hexadecimal."""
+
+    nonce: str
+    protocol: str = PROTOCOL
+
+
+@dataclass
+class Hello:
+    """Trainer, answering: one rank of one run. group: which of a node's groups, "" if it has one. instance: of this
+    attachment, so that a job that was started again is known even if it says the same run and epoch."""
+
+    run_id: str
+    epoch: int
+    rank: int
+    ranks: int
+    group: str
+    nonce: str
+    proof: str
+    protocol: str = PROTOCOL
+    instance: str = ""
+
+
+@dataclass
+class Welcome:
+    """Node: it knows the token too. resync: what it will ask for to have the trainer's state: "state" (all of it, from
+    rank 0, while ranks wait) or "ranges" (elements, of every rank; nobody waits)."""
+
+    proof: str
+    resync: str = RESYNC[0]
+
+    def __post_init__(self) -> None:
+        if self.resync not in RESYNC:
+            raise UserError(f"{shown(self.resync)} is not one of {', '.join(RESYNC)}", where="welcome: resync")
+
+
+@dataclass
+class Refused:
+    """Node: why this connection ends."""
+
+    why: str
+
+
+@dataclass
+class Flows:
+    """Every rank: the connections it has, in the manifest's form; a later one replaces an earlier one."""
+
+    flows: list[dict[str, Any]]
+
+
+@dataclass
+class Manifest:
+    """Rank 0: the job. Its flows may be empty: those that every rank has sent are put in. first: the trainer's own
+    number of the manifest's iteration 0; State, Record, Joined and Progress count as the trainer does."""
+
+    job: dict[str, Any]
+    first: int = 0
+
+
+@dataclass
+class State:
+    """Rank 0: the model and the optimizer before iteration `iteration`. Payload: `model.NAME` for every entry,
+    `optimizer.NAME.KEY` for every tensor of the optimizer's state. groups: hyper-parameters by parameter group of the
+    step that made it, or of the optimizer as it is."""
+
+    iteration: int
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Record:
+    """Every rank, once per iteration: what the wire does not carry. Payload: `buffer.NAME`.
+
+    groups: hyper-parameters of this step by parameter group. clip: factor that gradients were multiplied with. scale:
+    loss scale. skipped: the optimizer did nothing. checksums: 16 hexadecimal digits per model entry, after the step.
+    """
+
+    iteration: int
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    clip: float | None = None
+    scale: float | None = None
+    skipped: bool = False
+    checksums: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Ranges:
+    """Node, to one rank: elements whose state it lacks. The rank answers with one Patch, at the next boundary that has
+    a record. request: the node's number of it, in the answer again. ranges: of Range, 1 to MOST_RANGES."""
+
+    request: int
+    ranges: list[Any]
+
+    def __post_init__(self) -> None:
+        _count(self.request, "ranges: request")
+        self.ranges = _ranges(self.ranges, "ranges: ranges")
+        if not self.ranges:
+            raise UserError("asks for nothing", where="ranges: ranges")
+
+
+@dataclass
+class Patch:
+    """Trainer: the state after iteration `iteration` of the elements that Ranges `request` named, before this rank's
+    Record of that iteration on the same connection. ranges: as asked. Payload: `model.NAME` and, of an optimized entry,
+    `optimizer.NAME.KEY` of these elements, the ranges of one entry one after the other in the order asked, in one
+    dimension; what the optimizer keeps per tensor (`step`) as in State. refused: why not; then neither ranges nor
+    payload."""
+
+    request: int
+    iteration: int
+    ranges: list[Any] = field(default_factory=list)
+    refused: str = ""
+
+    def __post_init__(self) -> None:
+        _count(self.request, "patch: request")
+        _count(self.iteration, "patch: iteration")
+        self.ranges = _ranges(self.ranges, "patch: ranges")
+        if bool(self.ranges) == bool(self.refused):
+            raise UserError("either ranges, or why they are refused", where="patch: refused")
+
+
+@dataclass
+class Bye:
+    """Trainer: training ends here; nothing more will come."""
+
+
+@dataclass
+class Wanted:
+    """Node: what it needs ("flows", "manifest", "state") to have versions again, and why."""
+
+    what: list[str]
+    why: str
+
+
+@dataclass
+class Joined:
+    """Node: it builds from `iteration` on. It has the state before it, or asks for that by Ranges."""
+
+    iteration: int
+
+
+@dataclass
+class Progress:
+    """Node: version after `iteration` is published. status: unverified, verified or diverged."""
+
+    iteration: int
+    status: str
+
+
+@dataclass
+class Notice:
+    """Node: why there are no versions at the moment, although nothing is wanted of a trainer; "": that is over."""
+
+    why: str
+
+
+MESSAGES: dict[str, type] = {
+    kind.__name__.lower(): kind
+    for kind in (
+        Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Ranges, Patch, Bye, Wanted, Joined,
+        Progress, Notice,
+    )
+}
+
+
+def _count(value: int, where: str) -> None:
+    if value < 0:
+        raise UserError(f"{value} is less than 0", where=where)
+
+
+def _ranges(found: list[Any], where: str) -> list[Range]:
+    """Thousands of them may come at once, into a process that trains: one flat loop, and no object per field."""
+    if len(found) > MOST_RANGES:
+        raise UserError(f"{len(found)} ranges, at most {MOST_RANGES} are taken at once", where=where)
+    out: list[Range] = []
+    for one in found:
+        if not isinstance(one, list | tuple) or len(one) != 3:
+            raise UserError(f"{shown(one)} is not [entry, start, length]", where=f"{where}[{len(out)}]")
+        entry, start, length = one
+        if type(entry) is not str or type(start) is not int or type(length) is not int:
+            raise UserError("is not [text, whole number, whole number]", where=f"{where}[{len(out)}]")
+        if not entry.isprintable() or start < 0 or length < 1 or start + length >= INTEGER_LIMIT:
+            raise UserError(f"{length} elements from {start} on, of entry {shown(entry)}", where=f"{where}[{len(out)}]")
+        out.append((entry, start, length))
+    return out

@@ -1,0 +1,156 @@
+"""Ranges and patches field by field: what is one of them, what is not, and that nothing else comes of either."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flowcheck.control.protocol import (
+    MOST_RANGES,
+    RANGES_TEXT,
+    Limits,
+    Link,
+    Patch,
+    Ranges,
+    RecordsError,
+    Welcome,
+)
+from flowcheck.errors import UserError
+
+names = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=40)
+good = st.tuples(names, st.integers(0, 1 << 62), st.integers(1, (1 << 62) - 1))
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4), max_leaves=12,
+)
+
+
+def came(text: bytes) -> Any:
+    """What a Link makes of this text in a frame: a message, or the sentence of its RecordsError."""
+    near, far = socket.socketpair()
+    link = Link(near)
+    link.limits = lambda: Limits(RANGES_TEXT)
+    sender = threading.Thread(target=far.sendall, args=(struct.pack(">4sIQ", b"FCR1", len(text), 0) + text,))
+    sender.start()
+    try:
+        return link.receive()[0]
+    except RecordsError as error:
+        return error.what
+    finally:
+        sender.join()
+        link.close()
+        far.close()
+
+
+def sent(message: Any) -> Any:
+    near, far = socket.socketpair()
+    link, other = Link(near), Link(far)
+    other.limits = lambda: Limits(RANGES_TEXT)
+    sender = threading.Thread(target=link.send, args=(message,))
+    sender.start()
+    try:
+        return other.receive()[0]
+    finally:
+        sender.join()
+        link.close()
+        other.close()
+
+
+@given(request=st.integers(0, (1 << 63) - 1), ranges=st.lists(good, min_size=1, max_size=30))
+def test_ranges_arrive_as_they_were_sent(request: int, ranges: list[Any]) -> None:
+    assert sent(Ranges(request, ranges)) == Ranges(request, ranges)
+
+
+@given(numbers=st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40)), ranges=st.lists(good, max_size=30))
+def test_patches_arrive_as_they_were_sent(numbers: tuple[int, int], ranges: list[Any]) -> None:
+    patch = Patch(*numbers, ranges, "" if ranges else "why not")
+    assert sent(patch) == patch
+
+
+@given(body=st.fixed_dictionaries({"type": st.sampled_from(["ranges", "patch"])}, optional={
+    "request": st.integers(-2, 2) | anything, "iteration": st.integers(-2, 2) | anything,
+    "ranges": st.lists(good.map(list) | anything, max_size=4) | anything, "refused": st.text(max_size=5) | anything,
+    "more": anything,
+}))
+def test_whatever_comes_is_a_message_or_is_refused(body: dict[str, Any]) -> None:
+    found = came(json.dumps(body).encode())
+    if isinstance(found, str):
+        assert found.startswith("not a message: ")
+        return
+    assert type(found).__name__.lower() == body["type"] and "more" not in body
+    assert type(found.request) is int and found.request >= 0
+    assert [list(one) for one in found.ranges] == body.get("ranges", [])
+    for entry, start, length in found.ranges:
+        assert type(entry) is str and type(start) is type(length) is int
+        assert start >= 0 and length >= 1 and start + length < 1 << 63
+    if body["type"] == "patch":
+        assert type(found.iteration) is int and found.iteration >= 0 and bool(found.ranges) != bool(found.refused)
+
+
+@pytest.mark.parametrize(("fields", "what"), [
+    ({"request": -1}, "-1 is less than 0"),
+    ({"request": True}, "expected a whole number"),
+    ({"ranges": []}, "asks for nothing"),
+    ({"ranges": {"a": [0, 1]}}, "expected a list"),
+    ({"ranges": ["a01"]}, "'a01' is not [entry, start, length]"),
+    ({"ranges": [["a", 0]]}, "a list is not [entry, start, length]"),
+    ({"ranges": [["a", 0, 1, 1]]}, "a list is not [entry, start, length]"),
+    ({"ranges": [[["a"], 0, 1]]}, "is not [text, whole number, whole number]"),
+    ({"ranges": [["a", 0.0, 1]]}, "is not [text, whole number, whole number]"),
+    ({"ranges": [["a", 0, True]]}, "is not [text, whole number, whole number]"),
+    ({"ranges": [["a", -1, 2]]}, "2 elements from -1 on, of entry 'a'"),
+    ({"ranges": [["a", 0, 0]]}, "0 elements from 0 on, of entry 'a'"),
+    ({"ranges": [["a", 0, -1]]}, "-1 elements from 0 on, of entry 'a'"),
+    ({"ranges": [["a", (1 << 63) - 1, 1]]}, f"1 elements from {(1 << 63) - 1} on, of entry 'a'"),
+    ({"ranges": [["a\x1b[2J", 0, 1]]}, "1 elements from 0 on, of entry 'a\\x1b[2J'"),
+    ({"ranges": [["a", 0, 1 << 63]]}, "a whole number of more than 63 bits"),
+])
+def test_ranges_that_are_none(fields: dict[str, Any], what: str) -> None:
+    body = {"type": "ranges", "request": 0, "ranges": [["a", 0, 1]]} | fields
+    found = came(json.dumps(body).encode())
+    assert found.startswith(f"not a message: {what}")
+
+
+@pytest.mark.parametrize(("fields", "what"), [
+    ({}, "either ranges, or why they are refused"),
+    ({"ranges": [["a", 0, 1]], "refused": "no"}, "either ranges, or why they are refused"),
+    ({"iteration": -1, "refused": "no"}, "-1 is less than 0"),
+    ({"request": -1, "refused": "no"}, "-1 is less than 0"),
+    ({"ranges": [["a", 0]]}, "a list is not [entry, start, length]"),
+])
+def test_patches_that_are_none(fields: dict[str, Any], what: str) -> None:
+    body = {"type": "patch", "request": 0, "iteration": 0} | fields
+    assert came(json.dumps(body).encode()) == f"not a message: {what}"
+
+
+def test_another_way_to_get_the_state_is_not_one_of_the_two() -> None:
+    found = came(b'{"type":"welcome","proof":"0c","resync":"both"}')
+    assert found == "not a message: 'both' is not one of state, ranges"
+
+
+@pytest.mark.parametrize("make", [
+    lambda ranges: Ranges(0, ranges), lambda ranges: Patch(0, 0, ranges),
+], ids=["ranges", "patch"])
+def test_as_many_ranges_as_the_limit_and_not_one_more(make: Callable[[list[Any]], Any]) -> None:
+    most = [(f"a.rather.long.name.{number}", number, 1 << 40) for number in range(MOST_RANGES)]
+    assert sent(make(most)) == make(most)
+    with pytest.raises(UserError, match="16385 ranges, at most 16384 are taken at once"):
+        make([*most, most[0]])
+    body = {"type": "ranges", "request": 0, "ranges": [*most, most[0]]}
+    assert came(json.dumps(body).encode()) == "not a message: 16385 ranges, at most 16384 are taken at once"
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Ranges(0, []), lambda: Ranges(-1, [("a", 0, 1)]), lambda: Patch(0, 0), lambda: Welcome("", "both"),
+])
+def test_what_is_not_a_message_cannot_be_made_either(make: Callable[[], Any]) -> None:
+    with pytest.raises(UserError):
+        make()
