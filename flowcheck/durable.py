@@ -32,13 +32,17 @@ def partial_name(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def reporting(path: Path, remedy: str = "free space on that file system, or another directory") -> Iterator[None]:
-    """Turn an OSError into EnvironmentProblem naming the file."""
+def reporting(
+    path: Path, remedy: str = "free space on that file system, or another directory", aside: Path | None = None
+) -> Iterator[None]:
+    """Turn an OSError into EnvironmentProblem naming the file. aside: the name under which `path` is written first,
+    which nobody asked for."""
     try:
         yield
     except OSError as error:
+        named = None if aside is not None and error.filename == os.fspath(aside) else error.filename
         raise EnvironmentProblem(
-            f"cannot be written: {error.strerror or error}", where=str(error.filename or path),
+            f"cannot be written: {error.strerror or error}", where=str(named or path),
             remedy=remedy,
         ) from None
 
@@ -76,9 +80,9 @@ def make_directory(path: Path) -> None:
 def check_writable(directory: Path, remedy: str) -> None:
     """Make a directory if it is missing, and a file in it, which goes again. Raises EnvironmentProblem with `remedy`:
     who starts something that writes for weeks wants to know now."""
-    with reporting(directory, remedy):
+    probe = partial_name(directory / "probe")
+    with reporting(directory, remedy, aside=probe):
         make_directory(directory)
-        probe = partial_name(directory / "probe")
         probe.unlink(missing_ok=True)
         try:
             write_synced(probe, [b"flowcheck"])
@@ -92,7 +96,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     A name that is taken by something else is left alone: renaming over a device would replace it.
     """
     aside = partial_name(path)
-    with reporting(path):
+    with reporting(path, aside=aside):
         if path.exists() and not path.is_file():
             raise EnvironmentProblem("exists and is no regular file", where=str(path), remedy="give another name")
         try:

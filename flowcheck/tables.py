@@ -34,12 +34,12 @@ class Column:
     folds: bool = False
 
 
-def screen() -> Console:
+def screen(no_terminal: int = NO_TERMINAL) -> Console:
     """Standard output, as wide as the terminal; elsewhere COLUMNS, or as wide as reads well."""
     console = Console(highlight=False)
     if console.is_terminal or console._environ.get("COLUMNS", "").isdigit():
         return console
-    return Console(width=NO_TERMINAL, highlight=False)
+    return Console(width=no_terminal, highlight=False)
 
 
 def width_of(console: Console) -> int:

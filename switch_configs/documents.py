@@ -31,9 +31,14 @@ def read_document(path: str | os.PathLike[str]) -> Any:
         raise PlanError(f"larger than {FILE_LIMIT >> 20} MiB", where=str(path), remedy="check the file name")
     try:
         text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PlanError(
+            f"not text: byte {error.start} is not UTF-8", where=str(path), remedy="name a YAML or JSON file"
+        ) from None
+    try:
         if path.suffix.lower() == ".json" or text.lstrip()[:1] in ("{", "["):
             return json.loads(text)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise PlanError(f"not JSON: {error}", where=str(path), remedy="correct the file") from None
     try:
         import yaml
@@ -51,6 +56,10 @@ def read_document(path: str | os.PathLike[str]) -> Any:
 def validated(kind: type[Any], data: Any, where: str) -> Any:
     """`kind` made of plain data. Raises PlanError naming the first field that is wrong; a key that does not exist comes
     first, because one that is misspelt is missing, too."""
+    if not isinstance(data, Mapping):
+        held = "a list" if isinstance(data, list) else "one value"
+        what = "is empty" if data is None else f"holds {held} and no keys"
+        raise PlanError(f"the document {what}", where=where, remedy="docs/use/switch.md lists the keys")
     try:
         return kind.model_validate(data)
     except ValidationError as error:
@@ -66,6 +75,8 @@ def validated(kind: type[Any], data: Any, where: str) -> Any:
 
 def _said(kind: type[BaseModel], error: Mapping[str, Any]) -> str:
     """What is wrong with one field; of a key that does not exist, which one is meant."""
+    if error["type"] == "missing":
+        return "is missing"
     if error["type"] != "extra_forbidden":
         return str(error["msg"]).removeprefix("Value error, ")
     *path, key = error["loc"]

@@ -10,19 +10,20 @@ output.py prints it, plots.py draws its plots.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from flowcheck.errors import UserError
 
 __all__ = [
-    "Answer", "Grid", "Input", "Inputs", "Plot", "Result", "Series", "Value", "need", "need_positive",
+    "Answer", "Grid", "Input", "Inputs", "Plot", "Result", "Series", "Value", "need", "need_at_most", "need_positive",
     "need_probability", "shown",
 ]
 
 Value = float | int | str | bool | None
 T = TypeVar("T", bound=Value)
+MOST, LEAST = 1e18, 1e-12  # of any input, and of what is divided by: what is made of it then stays a number
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,26 @@ class Input:
 
 
 class Inputs:
-    """The inputs of one answer, in the order in which they were taken."""
+    """The inputs of one answer, in the order in which they were taken. sources: by name, where values come from that
+    are given, and not by the person who asks.
 
-    def __init__(self) -> None:
+    Whatever is given is refused above MOST, with its option.
+    """
+
+    def __init__(self, sources: Mapping[str, str] | None = None) -> None:
         self._rows: list[Input] = []
+        self._sources = dict(sources or {})
 
     def take(self, name: str, given: T | None, default: T, unit: str = "", source: str = "") -> T:
         """The given value, or the default; noted with its source either way."""
-        value, why = (default, f"default: {source}") if given is None else (given, "given")
-        self._rows.append(Input(name, value, unit, why))
-        return value
+        if given is not None:
+            return self.note(name, given, unit, self._sources.get(name, "given"))
+        return self.note(name, default, unit, f"default: {source}")
 
     def note(self, name: str, value: T, unit: str = "", source: str = "given") -> T:
         """A value that came otherwise: from a file, from a preset, or computed from other inputs."""
+        if source == "given" and isinstance(value, int | float):
+            need_at_most(value, MOST, f"--{name}")
         self._rows.append(Input(name, value, unit, source))
         return value
 
@@ -141,10 +149,21 @@ def need(holds: bool, what: str, where: str, remedy: str) -> None:
 
 def need_probability(value: float, where: str, *, below_one: bool = False) -> None:
     good = 0 <= value < 1 if below_one else 0 <= value <= 1
-    need(good, f"{value:g} is not a probability", where, f"a number from 0 to {'below ' if below_one else ''}1")
+    need(good, f"{_said(value)} is not a probability", where, f"a number from 0 to {'below ' if below_one else ''}1")
 
 
 def need_positive(value: float, where: str, unit: str = "") -> None:
     wanted = f"a number above 0, in {unit}" if unit else "a number above 0"
-    need(abs(value) < float("inf"), f"{value:g} is not finite", where, wanted)
-    need(value > 0, f"{value:g} is not above 0", where, wanted)
+    need(abs(value) < float("inf"), f"{_said(value)} is not finite", where, wanted)
+    need(value > 0, f"{_said(value)} is not above 0", where, wanted)
+    need(value >= LEAST, f"{_said(value)} is as good as 0", where, wanted)
+
+
+def need_at_most(value: float, most: float, where: str, why: str = "") -> None:
+    """why: what has no more than that."""
+    need(not value > most, f"{_said(value)} is too much{f': {why}' if why else ''}", where, f"at most {shown(most)}")
+
+
+def _said(value: float) -> str:
+    """In a sentence: a whole number may have more digits than a float can tell."""
+    return f"{value:g}" if abs(value) <= MOST or isinstance(value, float) else f"a number of {len(str(value))} digits"

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from flowcheck.plan.answer import need, need_positive
+from flowcheck.plan.answer import need, need_at_most, need_positive
 from flowcheck.plan.loss_law import Direction
 from flowcheck.plan.stage_speeds import Speeds
 from flowcheck.plan.wire_volume import Call, Traffic, iteration_of
@@ -34,6 +34,8 @@ STATE_BYTES = {"adam": 12, "adamw": 12, "amsgrad": 16, "sgd": 4, "momentum": 8}
 SLOT_BYTES = {256: 1152, 512: 1152, 1024: 1152, 2048: 2176, 4096: 4352}
 RING_ENTRIES, ENTRY_BYTES = 16384, 24
 MOST_CORES = 512  # of a stage, when the fewest are looked for
+MOST_GPUS, MOST_PARAMETERS = 1_000_000, 1e15
+MOST_OF_A_NODE = 100_000  # of ports, groups, cores, slots
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,10 @@ class Job:
         parts = (("--tp", self.tensor), ("--pp", self.pipeline), ("--dp", self.data), ("--shard", self.shard))
         for name, value in parts:
             need(value >= 1, f"{value} ranks", name, "at least 1")
+            need_at_most(value, MOST_GPUS, name, "no job has so many GPUs")
+        gpus = f"{' x '.join(name for name, _ in parts[:3])}"
+        need_at_most(self.gpus, MOST_GPUS, gpus, "no job has so many GPUs")
+        need_at_most(self.parameters, MOST_PARAMETERS, "--parameters", "no model has so many")
         need(self.data % self.shard == 0, f"{self.data} data-parallel ranks are not shards of {self.shard}", "--shard",
              "a divisor of --dp")
         need(self.ranks >= 2, f"{self.data} data-parallel ranks in shards of {self.shard} leave nothing to AllReduce",
@@ -130,8 +136,11 @@ class Node:
             ("--place-cores", self.place_cores), ("--update-cores", self.update_cores),
         ):
             need(value >= 1, f"{value} is not a number of these", name, "at least 1")
+            need_at_most(value, MOST_OF_A_NODE, name, "no node has so many")
         need(self.slots >= 2, f"{self.slots} slots hold no version while the next is built", "--slots", "at least 2")
         need(self.arenas >= 2, f"{self.arenas} arenas cannot take the next iteration", "--arenas", "at least 2")
+        for name, value in (("--slots", self.slots), ("--arenas", self.arenas)):
+            need_at_most(value, MOST_OF_A_NODE, name, "no node has so many")
         need_positive(self.monitor_gbps, "--monitor-gbps", "Gb/s")
 
 
@@ -254,6 +263,8 @@ def leaves_of(job: Job, node: Node, leaf_gpus: int, leaf_ports: int) -> Leaves:
     nodes_per_leaf = math.ceil(math.ceil(job.groups / leaves) / node.groups)
     ports = nodes_per_leaf * node.ports
     used = min(leaf_gpus, job.gpus)
+    fewer = f"at most {leaf_ports - ports} GPUs each (--leaf-gpus), " if ports < leaf_ports else ""
     need(used + ports <= leaf_ports, f"{used} GPUs and {ports} monitor ports are more than a leaf's {leaf_ports} ports",
-         "--leaf-ports", f"larger leaves, at most {max(0, leaf_ports - ports)} GPUs each, or fewer mirrored ports")
+         "--leaf-ports", f"leaves of {used + ports} ports or more, {fewer}or fewer monitor ports: --mirrors, "
+         "--node-ports, or faster ones by --monitor-gbps")
     return Leaves(leaves, math.ceil(job.groups / node.groups), nodes_per_leaf, ports)

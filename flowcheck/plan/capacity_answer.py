@@ -55,9 +55,9 @@ def checks_of(case: Case, asked: Asked, found: Capacity) -> list[tuple[str, bool
     return checks
 
 
-def capacity_answer(asked: Asked) -> Answer:
-    """Of one job. Raises UserError for what makes no sense."""
-    case = case_of(asked)
+def capacity_answer(asked: Asked, case: Case | None = None) -> Answer:
+    """Of one job. case: what `asked` comes to, if that is known already. Raises UserError for what makes no sense."""
+    case = case or case_of(asked)
     found = capacity(case.job, case.node, case.speeds)
     checks = checks_of(case, asked, found)
     good = all(holds for _, holds, _ in checks)

@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from flowcheck.plan.answer import Inputs, Value, need, need_positive, need_probability
+from flowcheck.plan.answer import Inputs, Value, need, need_at_most, need_positive, need_probability
 from flowcheck.plan.models import LARGE, PRESETS, flops_seconds
 
-__all__ = ["DEFAULTS", "DAY", "Cluster", "read_cluster"]
+__all__ = ["DEFAULTS", "DAY", "OPTIONS", "Cluster", "named", "read_cluster"]
 
 DAY = 86400.0
 GB = 1e9
+#: Inputs with an option of their own; the others are given by --set.
+OPTIONS = ("gpus", "parameters", "iteration", "failures_per_day", "server_price", "node_price")
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,27 @@ DEFAULTS: dict[str, tuple[float | int, str, str]] = {
 }
 
 
+# name: (the most, why). Numbers of servers decide how long it takes to compute what survives.
+MOST = {
+    "gpus": (1_000_000, "no job has so many"),
+    "parameters": (1e15, "no model has so many"),
+    "state_bytes": (1000, "no optimizer keeps so many for a parameter"),
+    "replicas": (64, "no server keeps so many"),
+    "code_data": (128, "a code over bytes has no more"),
+    "code_parity": (128, "a code over bytes has no more"),
+    "reft_group": (1024, "no pipeline stage has so many servers"),
+    "simultaneous": (64, "no failure takes so many servers"),
+    "nodes": (1_000_000, "no job has so many"),
+}
+MOST_OF_OTHERS = (1e9, "no cluster has that")
+
+
+def named(name: str) -> str:
+    """How an input is given: `--gpus`, `--set storage=`."""
+    option = name.replace("_", "-")
+    return f"--{option}" if name in OPTIONS else f"--set {option}="
+
+
 def _scale(name: str) -> dict[str, tuple[Value, str]]:
     """What a job of models.py says of its cluster, with the sources there; its iteration by FLOPs."""
     need(name in LARGE, f"{name} is not one of {', '.join(LARGE)}", "--scale", "name one of them")
@@ -153,12 +176,16 @@ def read_cluster(
     values: dict[str, Value] = {}
     for name, (default, unit, source) in DEFAULTS.items():
         option = name.replace("_", "-")
-        if given.get(name) is None and name in known:
+        one = given.get(name)
+        if isinstance(one, int | float):
+            most, why = MOST.get(name, MOST_OF_OTHERS)
+            need_at_most(one, most, named(name), why)
+        if one is None and name in known:
             values[name] = inputs.note(option, known[name][0], unit, known[name][1])
         else:
-            values[name] = inputs.take(option, given.get(name), default, unit, source)
+            values[name] = inputs.take(option, one, default, unit, source)
     for name in ("storage", "disk", "device", "spare", "node_speed"):
-        need_positive(float(values[name] or 0), f"--{name.replace('_', '-')}", "GB/s")
+        need_positive(float(values[name] or 0), named(name), "GB/s")
         values[name] = float(values[name] or 0) * GB
     cluster = Cluster(**values)  # type: ignore[arg-type]  # DEFAULTS names every field, a test holds them equal
     _check(cluster)
@@ -168,25 +195,25 @@ def read_cluster(
 def _check(cluster: Cluster) -> None:
     for name in ("gpus", "gpus_per_server", "data_parallel", "parameters", "state_bytes", "iteration",
                  "persist_hours", "replicas", "code_data", "code_parity", "reft_group", "nodes", "simultaneous"):
-        need_positive(getattr(cluster, name), f"--{name.replace('_', '-')}")
+        need_positive(getattr(cluster, name), named(name))
     for name in ("hardware", "incomplete"):
-        need_probability(getattr(cluster, name), f"--{name}", below_one=name == "incomplete")
+        need_probability(getattr(cluster, name), named(name), below_one=name == "incomplete")
     positive = {field.name for field in fields(cluster)}
     for name in sorted(positive - {"hardware", "incomplete"}):
         value = getattr(cluster, name)
-        need(0 <= value < float("inf"), f"{value:g} is below 0 or not finite", f"--{name.replace('_', '-')}",
-             "a number of 0 or more")
+        need(0 <= value < float("inf"), f"{value:g} is below 0 or not finite", named(name), "a number of 0 or more")
     need(cluster.gpus % cluster.gpus_per_server == 0, f"{cluster.gpus} GPUs do not fill servers of "
-         f"{cluster.gpus_per_server}", "--gpus", "a multiple of --gpus-per-server")
+         f"{cluster.gpus_per_server}", "--gpus",
+         f"a multiple of {cluster.gpus_per_server}, or another {named('gpus_per_server')}")
     servers = cluster.servers
     need(cluster.simultaneous <= servers, f"{cluster.simultaneous} of {servers} servers cannot be lost",
-         "--simultaneous", "at most the servers of the job")
-    need(cluster.replicas <= servers, f"{cluster.replicas} replicas do not fit {servers} servers", "--replicas",
-         "fewer replicas than servers")
+         named("simultaneous"), f"at most {servers}, the servers of the job")
+    need(cluster.replicas <= servers, f"{cluster.replicas} replicas do not fit {servers} servers", named("replicas"),
+         f"at most {servers}, the servers of the job")
     need(servers % cluster.data_parallel == 0 or cluster.data_parallel > servers,
-         f"{cluster.data_parallel} data-parallel replicas do not divide {servers} servers", "--data-parallel",
-         "a divisor of the servers, or more than there are")
-    for name, size in (("--code-data", cluster.code_data + cluster.code_parity), ("--reft-group", cluster.reft_group)):
-        need(size <= servers, f"a group of {size} does not fit {servers} servers", name, "a smaller group")
+         f"{cluster.data_parallel} data-parallel replicas do not divide {servers} servers", named("data_parallel"),
+         f"a divisor of {servers}, or more")
+    for name, size in (("code_data", cluster.code_data + cluster.code_parity), ("reft_group", cluster.reft_group)):
+        need(size <= servers, f"a group of {size} does not fit {servers} servers", named(name), "a smaller group")
     need(cluster.iteration * cluster.rate < 1, "a failure comes more often than an iteration ends",
          "--failures-per-day", "fewer failures, or shorter iterations: nothing would ever be trained")

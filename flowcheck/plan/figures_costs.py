@@ -15,7 +15,7 @@ __all__ = ["flowcheck", "just_in_time"]
 
 # Table 8's failures, and BERT-L-PT's stall and restart in seconds.
 FAILURES, STALL, RESTART = 2.0, 5.0, 9.9
-# o_jit of BERT-L-PT: Table 3's percent taken as percent, so that N = 4 gives 0.0073 %.
+# o_jit of BERT-L-PT: Table 3's percent taken as percent, so that N = 4 gives 0.0073 %. Table 3 itself was not at hand.
 STEADY = 7.2e-5
 SIMULATED = 800  # failures
 
@@ -54,7 +54,8 @@ def just_in_time() -> Iterator[Figure]:
                      why=f"with r + m / 2 = {waits:.1f} s, which N = 8192 asks for, and o_jit = 0", tolerance=tolerance)
     yield Figure("Table 8, BERT-B-FT, user level, wasted %", 0.23, why="missing input: follows from nothing printed")
     yield Figure("failures cost a month, 1000 GPUs, $", 30_000.0, gpu_dollars(1000, 1, 15, 4, 30),
-                 why="1 failure a day per 1000 GPUs, 15 minutes each, 4 $ per GPU and hour, 30 days")
+                 why="1 failure a day per 1000 GPUs, 30 days, 1 $ per GPU and failure; that these are 15 minutes at "
+                 "4 $ an hour was not at hand")
     yield Figure("failures cost a month, 10,000 GPUs, $", 3_000_000.0, gpu_dollars(10_000, 10, 15, 4, 30),
                  why="the same: ten times the GPUs, ten times the failures")
     yield Figure("recovery: 10-55 s user level, 2-16 s transient, 9-38 s hard", "10-55 / 2-16 / 9-38",

@@ -59,7 +59,7 @@ def goodput(
         float | None, typer.Option("--interval", help="Seconds between periodic checkpoints. Default: the best.")
     ] = None,
     simulate: Annotated[bool, typer.Option("--simulate", help="Also simulate each system (extra `plan`).")] = False,
-    failures: Annotated[int, typer.Option("--failures", min=80, help="With --simulate: how many per system.")] = 400,
+    failures: Annotated[int, typer.Option("--failures", min=80, max=100_000, help="With --simulate: how many.")] = 400,
     seed: Annotated[int, typer.Option("--seed", help="With --simulate: of the dice.")] = 1,
     bursts: Annotated[
         list[str] | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import typer
@@ -17,6 +18,7 @@ from flowcheck.plan.answer import (
     Series,
     Value,
     need,
+    need_at_most,
     need_positive,
     need_probability,
     shown,
@@ -28,10 +30,13 @@ __all__ = ["loss", "loss_answer"]
 PAPER = "FlowCheck, equation (2)'s example"
 WIRE_SHARE = {"ll": 1 / 2, "ll128": 15 / 16, "simple": 1.0}  # data bytes per wire byte, nccl-wire 4
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-STATE_BYTES = {"adam": 12, "adamw": 12, "sgd": 4, "momentum": 8}  # fp32 parameter, and what the optimizer keeps of it
+#: Of the fp32 parameter, and what the optimizer keeps of it.
+STATE_BYTES = {"adam": 12, "adamw": 12, "amsgrad": 16, "sgd": 4, "momentum": 8}
 LOSSES = [10 ** (exponent / 2) for exponent in range(-20, -5)]  # of the plot, 1e-10 to 1e-3
 SECONDS_PER_DAY = 86400
 MOST_WATCHED = 10**9  # some seconds of summing; more than a job has
+MOST_PARAMETERS, MOST_PACKETS = 1e15, 1e15  # a thousand times the largest model
+IN_TABLE = 5  # mirrored ports from 1 on that have a row; as many as are asked for have one, too
 
 
 def loss(
@@ -55,7 +60,8 @@ def loss(
         Literal["float32", "bfloat16", "float16"] | None, typer.Option("--dtype", help="Of the gradients.")
     ] = None,
     optimizer: Annotated[
-        Literal["adam", "adamw", "sgd", "momentum"] | None, typer.Option("--optimizer", help="What a loss costs.")
+        Literal["adam", "adamw", "amsgrad", "sgd", "momentum"] | None,
+        typer.Option("--optimizer", help="What a loss costs."),
     ] = None,
     wanted: Annotated[
         float | None, typer.Option("--wanted", help="Share of iterations that may stay incomplete.")
@@ -80,16 +86,15 @@ def loss(
 def loss_answer(
     *, ranks: int | None = None, mirrors: int | None = None, loss: float | None = None, packets: float | None = None,
     parameters: float | None = None, direction: law.Direction | None = None,
-    algorithm: Literal["ring", "tree"] | None = None, positions: str | None = None,
-    protocol: Literal["ll", "ll128", "simple"] | None = None, mtu: int | None = None,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    optimizer: Literal["adam", "adamw", "sgd", "momentum"] | None = None, wanted: float | None = None,
-    iteration_s: float | None = None, iterations: int | None = None,
+    algorithm: str | None = None, positions: str | None = None, protocol: str | None = None, mtu: int | None = None,
+    dtype: str | None = None, optimizer: str | None = None, wanted: float | None = None,
+    iteration_s: float | None = None, iterations: int | None = None, sources: Mapping[str, str] | None = None,
 ) -> Answer:
-    """The answer of `flowcheck plan loss` to these options; None: not given. Raises UserError."""
+    """The answer of `flowcheck plan loss` to these options; None: not given. sources: where options come from that the
+    person who asks has not given. Raises UserError."""
     from flowcheck.plan.wire_volume import MTUS
 
-    inputs = Inputs()
+    inputs = Inputs(sources)
     n = inputs.take("ranks", ranks, 8, "hosts", PAPER)
     m = inputs.take("mirrors", mirrors, len(positions.split(",")) if positions else min(3, n), "ports",
                     "what `flowcheck switch plan` takes, and the paper recommends")
@@ -100,15 +105,18 @@ def loss_answer(
     size = inputs.take("mtu", mtu, 4096, "bytes", "the largest of RoCE")
     element = inputs.take("dtype", dtype, "float32", "", "DDP's without a communication hook")
     need_probability(p, "--loss")
+    need_at_most(n, law.MOST_RANKS, "--ranks", "no group has so many")
     need(size in MTUS, f"{size} is not an RDMA path MTU", "--mtu", "256, 512, 1024, 2048 or 4096")
     per_packet = size * WIRE_SHARE[wire] / ELEMENT_BYTES[element]
     if parameters is None:
         k = inputs.take("packets", packets, 16e6, "per iteration", PAPER)
         need_positive(k, "--packets")
+        need_at_most(k, MOST_PACKETS, "--packets", "no iteration has so many")
         total = inputs.note("parameters", k * per_packet, "", "packets x elements of a packet")
     else:
         need(packets is None, "--packets and --parameters say the same thing", "--packets", "give one of them")
         need_positive(parameters, "--parameters")
+        need_at_most(parameters, MOST_PARAMETERS, "--parameters", "no model has so many")
         total = inputs.note("parameters", parameters)
         k = inputs.note("packets", float(math.ceil(total / per_packet)), "per iteration", "parameters / elements")
     state = STATE_BYTES[inputs.take("optimizer", optimizer, "adam", "", "12 bytes per parameter in float32")]
@@ -160,12 +168,17 @@ def loss_answer(
         + ("" if good or enough is None else f"; {enough} mirrored ports would do")
     )
     grid = Grid("by_mirrors", "By mirrored ports", ("ports", "eq. (2), edges", "ring, apart", "ring, neighbours",
-                "tree, worst"), [_row(n, count, way, k, p) for count in range(1, min(n, max(m, 5)) + 1)],
+                "tree, worst"), [_row(n, count, way, k, p) for count in _counts(n, m)],
                 "loss_law: the probability that an iteration stays incomplete")
     return Answer(
         "loss", "How often does an iteration stay incomplete, and what does that cost?", inputs, results, [grid],
         verdict, good, notes, _figure_13(n, m, way, kind, k, p),
     )
+
+
+def _counts(ranks: int, mirrors: int) -> list[int]:
+    """Mirrored ports that the table has: the first few, and as many as are asked for."""
+    return sorted({*range(1, min(ranks, IN_TABLE) + 1), mirrors})
 
 
 def _positions(text: str) -> list[int]:
@@ -190,14 +203,14 @@ def _figure_13(
 ) -> list[Plot]:
     """The paper's Figure 13: iterations that stay incomplete, over the mirror's loss; and over the mirrored ports."""
     losses = sorted({*LOSSES, p} - {0.0})
-    counts = range(1, min(ranks, max(mirrors, 5)) + 1)
+    counts = _counts(ranks, mirrors)
 
     def over_loss(copies: law.Copies) -> list[float | None]:
         return [law.incomplete(copies, packets, one) or None for one in losses]
 
     lines = [
         Series(f"{count} mirrored, {way}", losses, over_loss(law.worst(ranks, count, way, kind)))
-        for count in range(1, min(ranks, max(mirrors, 3)) + 1)
+        for count in sorted({*range(1, min(ranks, 3) + 1), mirrors})
     ]
     lines += [
         Series(f"equation (2), {count} edges", losses, [law.equation_2(ranks, count, packets, one) or None

@@ -14,22 +14,25 @@ overflows loses bursts of all its sources at once; that has to be measured. Pure
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
-from flowcheck.plan.answer import need, need_probability
+from flowcheck.plan.answer import need, need_at_most, need_probability
 from parser.trees import tree_parent
 
 __all__ = [
-    "DIRECTIONS", "Copies", "Direction", "apart", "binomial_interval", "edge_copies", "equation_2", "incomplete",
-    "mirrors_needed", "missing", "neighbours", "ring_copies", "ring_views", "tree_copies", "worst",
+    "DIRECTIONS", "MOST_RANKS", "Copies", "Direction", "apart", "binomial_interval", "edge_copies", "equation_2",
+    "incomplete", "mirrors_needed", "missing", "neighbours", "ring_copies", "ring_views", "tree_copies", "worst",
 ]
 
 Direction = Literal["both", "ingress", "egress"]
 #: As in `flowcheck switch`: ingress is what the NIC sends, egress what it receives.
 DIRECTIONS: tuple[Direction, ...] = ("both", "ingress", "egress")
+MOST_RANKS = 1_000_000  # whose trees take seconds
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,15 @@ def edge_copies(ranks: int, views: Mapping[int, int]) -> Copies:
 
     Edge e goes from ring position e to e + 1, and carries every chunk in reduced form but e + 1 (nccl-wire 2.2).
     """
-    total = sum(views.values())
-    lacking = Counter({(edge + 1) % ranks: count for edge, count in views.items()})
-    found = Counter(total - lacking[chunk] for chunk in range(ranks))
-    return Copies({count: chunks / ranks for count, chunks in sorted(found.items())})
+    return _by_lack(ranks, Counter(views.values()))
+
+
+def _by_lack(ranks: int, edges: Mapping[int, int]) -> Copies:
+    """The same from the number of edges by their views: each edge lacks one chunk, no two the same."""
+    total = sum(views * number for views, number in edges.items())
+    chunks = Counter({total - views: number for views, number in edges.items()})
+    chunks[total] += ranks - chunks.total()
+    return Copies({count: number / ranks for count, number in sorted(chunks.items()) if number})
 
 
 def ring_views(ranks: int, mirrored: Iterable[int], direction: Direction) -> dict[int, int]:
@@ -121,13 +129,26 @@ def tree_copies(ranks: int, mirrored: Sequence[int], direction: Direction, trees
     _check_positions(ranks, mirrored)
     shares: Counter[int] = Counter()
     for tree in trees:
-        parents = [tree_parent(ranks, tree, node) for node in range(ranks)]
-        seen = 0
-        for node in mirrored:
-            seen += parents.count(node) if direction != "egress" else 0
-            seen += parents[node] is not None if direction != "ingress" else 0
-        shares[seen] += 1
+        views = _tree_views(ranks, tree, direction)
+        shares[sum(views[node] for node in mirrored)] += 1
     return Copies({count: number / len(trees) for count, number in sorted(shares.items())})
+
+
+def _tree_views(ranks: int, tree: int, direction: Direction) -> list[int]:
+    """By node, how often it sees every packet of a tree if it is mirrored."""
+    views = [0] * ranks
+    for node in range(ranks):
+        parent = tree_parent(ranks, tree, node)
+        if parent is not None:
+            views[parent] += direction != "egress"
+            views[node] += direction != "ingress"
+    return views
+
+
+@lru_cache(maxsize=8)
+def _nodes_by_views(ranks: int, tree: int, direction: Direction) -> tuple[tuple[int, int], ...]:
+    """(views, nodes that have so many), fewest views first."""
+    return tuple(sorted(Counter(_tree_views(ranks, tree, direction)).items()))
 
 
 # -- which ports ------------------------------------------------------------------------------------------------------
@@ -153,26 +174,35 @@ def mirrors_needed(
     The worst places are assumed: neighbours on a ring, and of a tree the nodes that see least.
     """
     need_probability(wanted, "wanted")
-    for mirrors in range(1, ranks + 1):
-        if incomplete(worst(ranks, mirrors, direction, algorithm), packets, loss) <= wanted:
-            return mirrors
-    return None
+
+    def enough(mirrors: int) -> bool:
+        return incomplete(worst(ranks, mirrors, direction, algorithm), packets, loss) <= wanted
+
+    if not enough(ranks):
+        return None
+    return 1 + bisect_left(range(1, ranks + 1), True, key=enough)  # one port more is never worse
 
 
 def worst(ranks: int, mirrors: int, direction: Direction, algorithm: str) -> Copies:
-    """The copies that so many ports give at the worst places."""
-    if algorithm == "ring":
-        return ring_copies(ranks, neighbours(ranks, mirrors), direction)
+    """The copies that so many ports give at the worst places: on a ring those of `neighbours`."""
     _check_mirrors(ranks, mirrors)
-    seen = [tree_copies(ranks, [node], direction, [tree]).least for tree in (0, 1) for node in range(ranks)]
+    if algorithm == "ring":
+        if direction != "both":
+            return _by_lack(ranks, {1: mirrors})
+        return _by_lack(ranks, {1: 2, 2: mirrors - 1} if mirrors < ranks else {2: ranks})
     shares: Counter[int] = Counter()
     for tree in (0, 1):
-        shares[sum(sorted(seen[tree * ranks : (tree + 1) * ranks])[:mirrors])] += 1
+        seen, left = 0, mirrors
+        for views, nodes in _nodes_by_views(ranks, tree, direction):
+            taken = min(nodes, left)
+            seen, left = seen + views * taken, left - taken
+        shares[seen] += 1
     return Copies({count: number / 2 for count, number in sorted(shares.items())})
 
 
 def _check_mirrors(ranks: int, mirrors: int) -> None:
     need(ranks >= 2, f"{ranks} ranks reduce nothing", "--ranks", "at least 2")
+    need_at_most(ranks, MOST_RANKS, "--ranks", "no group has so many")
     need(1 <= mirrors <= ranks, f"{mirrors} mirrored ports of {ranks} ranks", "--mirrors", f"1 to {ranks}")
 
 

@@ -22,6 +22,7 @@ from flowcheck.tables import Column, print_table, screen
 
 __all__ = ["JsonOption", "PlotOption", "document", "print_answer", "publish"]
 
+COLUMNS = 80  # of files and pipes
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object for machines (docs/use/planning.md).")]
 PlotOption = Annotated[
     Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it: FILE.png or FILE.svg (extra `plan`).")
@@ -41,7 +42,7 @@ def publish(answer: Answer, as_json: bool = False, plot: Path | None = None) -> 
         json.dump(document(answer), sys.stdout, indent=1, allow_nan=False)
         sys.stdout.write("\n")
     else:
-        print_answer(answer, screen())
+        print_answer(answer, screen(COLUMNS))
         if plot is not None:
             typer.echo(f"drawn: {plot}")
     return int(not answer.good)

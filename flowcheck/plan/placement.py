@@ -139,7 +139,8 @@ def survival(placement: Placement, lost: int) -> float:
     _check_lost(placement.machines, lost)
     ways = [1]
     for (size, circle), times in _counted(placement.blocks):
-        one = _circular(size, placement.replicas, lost) if circle else [math.comb(size, i) for i in range(size)]
+        least = min(size, lost + 1)  # higher powers never come into x^lost
+        one = _circular(size, placement.replicas, lost) if circle else [math.comb(size, i) for i in range(least)]
         ways = _times(ways, _power(one, times, lost), lost)
     return ways[lost] / math.comb(placement.machines, lost) if lost < len(ways) else 0.0
 
@@ -186,8 +187,8 @@ def beyond_most(machines: int, group: int, most: int, lost: int) -> float:
     _check_lost(machines, lost)
     if not 1 <= group <= machines:
         raise UserError(f"groups of {group} do not fit {machines} machines", where="group", remedy="give fewer")
-    one = [math.comb(group, i) for i in range(min(most, group) + 1)]
-    rest = [math.comb(machines % group, i) for i in range(machines % group + 1)]
+    one = [math.comb(group, i) for i in range(min(most, group, lost) + 1)]
+    rest = [math.comb(machines % group, i) for i in range(min(machines % group, lost) + 1)]
     ways = _times(_power(one, machines // group, lost), rest, lost)
     return ways[lost] / math.comb(machines, lost) if lost < len(ways) else 0.0
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from flowcheck.errors import UserError
 from flowcheck.plan.answer import Answer, Inputs, Value
+from flowcheck.plan.cluster import named
 from flowcheck.plan.goodput_cli import (
     FailuresOption,
     GpusOption,
@@ -23,6 +28,14 @@ from flowcheck.plan.loss_cli import loss_answer
 
 __all__ = ["report"]
 
+#: What loss and capacity call an option that has another name here.
+RENAMED = {"--dp": named("data_parallel"), "--ranks": named("data_parallel"), "--iteration-s": "--iteration"}
+#: Options of this command that loss and capacity have, too.
+OWN = ("--set", "--iteration", "--parameters", "--mirrors", "--loss", "--protocol", "--topology", "--bench", "--scale")
+#: Inputs of loss that are capacity's.
+SHARED = ("mirrors", "direction", "algorithm", "protocol", "mtu", "dtype", "optimizer")
+OTHER = "the answer on {}, on this page"
+
 
 def report(
     out: Annotated[Path, typer.Option("--out", help="The page, FILE.html.")],
@@ -32,6 +45,7 @@ def report(
     server_price: ServerPriceOption = None, node_price: NodePriceOption = None, settings: SetOption = None,
     mirrors: Annotated[int | None, typer.Option("--mirrors", help="Mirrored ports of a group.")] = None,
     loss: Annotated[float | None, typer.Option("--loss", help="Probability that the mirror loses a copy.")] = None,
+    protocol: Annotated[Literal["ll", "ll128", "simple"] | None, typer.Option("--protocol", help="NCCL's.")] = None,
     topology: Annotated[Path | None, typer.Option("--topology", help="As `flowcheck switch plan` takes it.")] = None,
     bench: Annotated[
         Path | None, typer.Option("--bench", help="Of a node: `flowcheck bench parse place ingest adam --json`.")
@@ -43,7 +57,7 @@ def report(
     many nodes there are go into the effective time.
     """
     from flowcheck.plan.capacity_answer import capacity_answer
-    from flowcheck.plan.capacity_request import Asked
+    from flowcheck.plan.capacity_request import Asked, case_of
     from flowcheck.plan.cluster import read_cluster
     from flowcheck.plan.goodput import answer
     from flowcheck.plan.report import check_name, page, write
@@ -56,13 +70,22 @@ def report(
     }
     values = given(options, settings or [])
     job = read_cluster(values, Inputs(), scale)
-    held = loss_answer(ranks=job.data_parallel, mirrors=mirrors, loss=loss, parameters=job.parameters,
-                       iteration_s=job.iteration)
-    kept = capacity_answer(Asked(
-        model=scale or None, parameters=None if scale else job.parameters, tp=None if scale else job.model_parallel,
-        dp=None if scale else job.data_parallel, iteration_s=None if scale else job.iteration, mirrors=mirrors,
+    own = {name for name in ("parameters", "data_parallel", "iteration") if not scale or values.get(name) is not None}
+    asked = Asked(
+        model=scale or None, parameters=job.parameters if "parameters" in own else None,
+        tp=None if scale else job.model_parallel, dp=job.data_parallel if "data_parallel" in own else None,
+        iteration_s=job.iteration if "iteration" in own else None, protocol=protocol, mirrors=mirrors,
         topology=topology, bench=bench,
-    ))
+    )
+    with _renamed():
+        case = case_of(asked)
+        kept = capacity_answer(asked, case)
+        held = loss_answer(
+            ranks=case.job.ranks, mirrors=case.node.mirrors, loss=loss, parameters=job.parameters,
+            direction=case.node.direction, algorithm=case.job.algorithm, protocol=case.job.protocol, mtu=case.job.mtu,
+            dtype=case.job.dtype, optimizer=case.job.optimizer, iteration_s=job.iteration,
+            sources=dict.fromkeys(SHARED, OTHER.format("capacity")),
+        )
     inputs = Inputs()
     cluster = read_cluster(values, inputs, scale, _computed(held, kept))
     heading = title or f"Checkpoints for {cluster.gpus:,} GPUs"
@@ -76,15 +99,28 @@ def report(
     typer.echo(f"written: {out}")
 
 
+@contextlib.contextmanager
+def _renamed() -> Iterator[None]:
+    """Refusals of loss and capacity, with the options that this command has."""
+    try:
+        yield
+    except UserError as error:
+        where, remedy = RENAMED.get(error.where, error.where), error.remedy
+        for theirs, ours in RENAMED.items():
+            remedy = re.sub(rf"{theirs}(?![a-z-])", ours, remedy)
+        if where.startswith("--") and where.split()[0] not in OWN:
+            remedy = f"ask `flowcheck plan capacity`, which has this option: {remedy}"
+        raise UserError(error.what, where=where, remedy=remedy) from None
+
+
 def _computed(held: Answer, kept: Answer) -> dict[str, tuple[Value, str]]:
     """What goodput takes from the answers on loss and capacity: by its inputs' names, with where it comes from."""
     loss = {row.name: row.value for row in held.results}
     capacity = {row.name: row.value for row in kept.results}
-    page = "the answer on {}, on this page".format
     late = capacity["version stands"]
     assert isinstance(late, float)
     return {
-        "incomplete": (loss["an iteration stays incomplete"], page("loss")),
-        "version_lag": (max(0.0, late), page("capacity")),
-        "nodes": (capacity.get("nodes", capacity.get("nodes, each full")), page("capacity")),
+        "incomplete": (loss["an iteration stays incomplete"], OTHER.format("loss")),
+        "version_lag": (max(0.0, late), OTHER.format("capacity")),
+        "nodes": (capacity.get("nodes", capacity.get("nodes, each full")), OTHER.format("capacity")),
     }

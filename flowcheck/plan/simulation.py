@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.plan.answer import need, need_positive, need_probability
+from flowcheck.plan.answer import need, need_at_most, need_positive, need_probability
 from flowcheck.plan.cluster import Cluster
 from flowcheck.plan.placement import across_domains
 from flowcheck.plan.renewal import Rhythm
@@ -61,7 +61,9 @@ class Bursts:
         need_probability(self.follow, "--bursts follow", below_one=True)
         need_probability(self.leaf + self.rack, "--bursts leaf and rack together")
         need_positive(self.within, "--follow-within", "seconds")
+        need_at_most(self.within, 1e9, "--follow-within", "no job trains so long")
         for name in ("leaf_size", "rack_size"):
+            need_at_most(getattr(self, name), 1_000_000, f"--{name.replace('_', '-')}", "no job has so many servers")
             need(getattr(self, name) >= 1, f"{getattr(self, name)} is not a number of servers",
                  f"--{name.replace('_', '-')}", "1 or more")
 

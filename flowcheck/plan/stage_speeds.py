@@ -70,8 +70,10 @@ def measured(file: Path, protocol: str, mtu: int) -> Speeds:
     try:
         rows = json.loads(file.read_text())
     except OSError as error:
-        raise (UserError if isinstance(error, FileNotFoundError) else EnvironmentProblem)(
-            f"cannot be read: {error.strerror or error}", where=str(file), remedy="check the path and its permissions"
+        named = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
+        raise (UserError if named else EnvironmentProblem)(
+            f"cannot be read: {error.strerror or error}", where=str(file),
+            remedy="name the file that `flowcheck bench --json` printed into" if named else "check its permissions",
         ) from None
     except ValueError:
         rows = None

@@ -15,11 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flowcheck.plan.answer import need
-from flowcheck.plan.cluster import DAY, Cluster
+from flowcheck.plan.cluster import DAY, Cluster, named
 from flowcheck.plan.placement import Placement, beyond_most, place, ring, survival
 from flowcheck.plan.renewal import Rhythm, best_interval
 
 __all__ = ["System", "by_name", "grouped_survivor", "systems"]
+
+#: One strategy of Gemini's: the first where replicas divide the servers, else the second.
+GEMINI = ("gemini-group", "gemini-mixed")
 
 Survives = Callable[[frozenset[int]], bool]
 Arrange = Callable[[Sequence[int]], Survives]
@@ -210,8 +213,8 @@ def _flowcheck(cluster: Cluster) -> System:
     the node's leaf. A version skipped is an iteration that stays incomplete.
     """
     away = cluster.node_failures * cluster.node_repair / DAY
-    need(away < 1, "checkpoint nodes fail faster than they are repaired", "--node-failures",
-         "fewer failures, or a shorter --node-repair")
+    need(away < 1, "checkpoint nodes fail faster than they are repaired", named("node_failures"),
+         f"fewer failures, or a shorter {named('node_repair')}")
     load = cluster.state / (cluster.nodes * cluster.node_speed)
     return System(
         "flowcheck",
@@ -236,5 +239,9 @@ def by_name(found: Sequence[System], names: Sequence[str]) -> list[System]:
     """Those of these names, in that order, or all. Raises UserError for a name that is not there."""
     known = {system.name: system for system in found}
     for name in names:
-        need(name in known, f"{name} is not one of {', '.join(known)}", "--system", "name one of them")
+        other = next((one for one in GEMINI if name in GEMINI and one in known), "")
+        why = (f"; {other} is what it is here, as its replicas {'do not ' * (name == GEMINI[0])}divide the servers"
+               if other else "")
+        need(name in known, f"{name} is not one of {', '.join(known)}{why}", "--system",
+             f"{other}, or another number of {named('replicas')}" if other else "name one of them")
     return [known[name] for name in names] or list(found)

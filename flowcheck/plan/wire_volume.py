@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flowcheck.errors import UserError
-from flowcheck.plan.answer import need
+from flowcheck.plan.answer import need, need_at_most
 from flowcheck.plan.loss_law import Direction
 from parser.chunk_layout import Protocol, Segment, Topology
 from parser.nccl import WireError, of
@@ -30,6 +30,7 @@ __all__ = ["HEADERS", "Call", "Traffic", "iteration_of", "message_bytes", "reduc
 HEADERS = 14 + 20 + 8 + 12 + 4 + 4 + 20
 RETH, IMMEDIATE, AETH = 16, 4, 4
 MTUS = (256, 512, 1024, 2048, 4096)
+MOST_CHANNELS = 64
 
 
 class Traffic(NamedTuple):
@@ -75,6 +76,7 @@ class Call:
         need(self.ranks >= 2, f"{self.ranks} ranks reduce nothing over a network", "--dp", "at least 2 replicas")
         need(self.elements >= 1, "a call of no elements", "--parameters", "at least one element per group")
         need(self.channels >= 1, f"{self.channels} channels carry nothing", "--channels", "at least 1")
+        need_at_most(self.channels, MOST_CHANNELS, "--channels", "NCCL has no more (MAXCHANNELS)")
         where, remedy = "--nccl-version", "one that the wire model has (docs/understand/wire.md)"
         try:
             of(self.version)

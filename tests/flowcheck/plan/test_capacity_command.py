@@ -147,12 +147,45 @@ def test_a_topology_of_another_job_is_refused(tmp_path: Path) -> None:
     ("--model 175b --place-cores 0", "--place-cores"),
     ("--model 175b --place-gbs 0", "--place-gbs"),
     ("--model 175b --memory-gb -1", "--memory-gb"),
+    ("--parameters 1e300 --gap-s 1", "--parameters"),
+    ("--parameters 1e16 --gap-s 1", "--parameters"),
+    ("--model 175b --channels 100000", "--channels"),
+    ("--model 175b --channels 65", "--channels"),
+    (f"--model 175b --channels {'9' * 400}", "--channels"),
+    (f"--model 175b --dp {'9' * 400}", "--dp"),
+    ("--model 175b --dp 100000", "--tp x --pp x --dp"),
+    (f"--model 175b --place-cores {'9' * 400}", "--place-cores"),
+    ("--model 175b --slots 1000000", "--slots"),
+    ("--model 175b --place-gbs 1e-300", "--place-gbs"),
+    ("--model 175b --receive-mpps 1e-300", "--receive-mpps"),
+    ("--model 175b --monitor-gbps 1e-300", "--monitor-gbps"),
+    ("--model 175b --node-ports 100000", "--leaf-ports"),
     ("--figure 11", "--figure"),
     ("--figure 10 --model bert", "--model"),
 ])
 def test_what_makes_no_sense_is_refused_with_place_and_remedy(line: str, where: str) -> None:
     error = refused(f"capacity {line}")
     assert error.where == where and error.remedy and error.exit_code == 2
+
+
+def test_a_remedy_can_be_followed(tmp_path: Path) -> None:
+    """Of too many monitor ports no leaf has 0 GPUs; a folder is a mistake of who asks, and not of the machine."""
+    many, some = (refused(f"capacity --model 175b --node-ports {ports}").remedy for ports in (100_000, 30))
+    assert "GPUs each" not in many and "--node-ports" in many
+    assert "at most 38 GPUs each" in some
+    folder = refused(f"capacity --model 175b --bench {tmp_path}")
+    assert folder.exit_code == 2 and folder.where == str(tmp_path) and "flowcheck bench" in folder.remedy
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    (b"\xff\xfe\x80random", "not text: byte 0 is not UTF-8"), (b"", "the document is empty"),
+    (b"# nothing\n", "the document is empty"), (b"[1, 2]", "the document holds a list and no keys"),
+    (b"leaves: [{}]\ngroups: []\n", "name: is missing"),
+])
+def test_a_file_that_is_no_topology_is_said_in_words(tmp_path: Path, content: bytes, said: str) -> None:
+    (tmp_path / "fabric.yaml").write_bytes(content)
+    error = refused(f"capacity --parameters 1e9 --gap-s 1 --topology {tmp_path / 'fabric.yaml'}")
+    assert said in error.what and error.where == str(tmp_path / "fabric.yaml") and error.remedy
 
 
 def test_a_version_of_nccl_that_was_never_read_is_refused() -> None:

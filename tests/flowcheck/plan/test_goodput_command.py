@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flowcheck.cli import app
-from flowcheck.errors import EnvironmentProblem
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.plan.answer import Inputs
+from flowcheck.plan.cluster import DEFAULTS, read_cluster
+from flowcheck.plan.goodput import answer
+from flowcheck.plan.goodput_cli import WHOLE
 
 from .asking import answer_of, asked, refused
 
@@ -86,7 +93,13 @@ def test_what_is_not_installed_is_named(line: str, missing: str, monkeypatch: py
     [
         ("--interval 100", "--interval"), ("--interval inf", "--interval"), ("--spread", "--spread"),
         ("--spread --simulate", "--spread"), ("--failures-per-day 0", "--failures-per-day"),
-        ("--set incomplete=1.5", "--incomplete"), ("--set hardware=-0.1", "--hardware"), ("--scale 3b", "--scale"),
+        ("--set incomplete=1.5", "--set incomplete="), ("--set hardware=-0.1", "--set hardware="),
+        ("--scale 3b", "--scale"), ("--set storage=0", "--set storage="), ("--set storage=1e-300", "--set storage="),
+        ("--set state-bytes=1e300", "--set state-bytes="), (f"--gpus {'9' * 400}", "--gpus"),
+        (f"--set nodes={'9' * 400}", "--set nodes="), ("--parameters 1e300", "--parameters"), ("--gpus 12", "--gpus"),
+        ("--set simultaneous=200", "--set simultaneous="), ("--set replicas=193", "--set replicas="),
+        ("--set data-parallel=7", "--set data-parallel="), ("--set reft-group=500", "--set reft-group="),
+        ("--set node-failures=1e6", "--set node-failures="),
         ("--set tape=1", "--set tape=1"), ("--set storage", "--set storage"),
         ("--set storage=fast", "--set storage=fast"), ("--set nodes=1.5", "--set nodes=1.5"),
         ("--gpus 8 --set gpus=8", "--set gpus=8"), ("--system tape", "--system"),
@@ -96,6 +109,31 @@ def test_what_is_not_installed_is_named(line: str, missing: str, monkeypatch: py
 def test_what_makes_no_sense_is_refused(line: str, where: str) -> None:
     error = refused(f"goodput {line}")
     assert error.where == where and error.remedy
+
+
+def test_the_strategy_of_gemini_is_said_where_the_other_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which of the two it is follows from the servers."""
+    for replicas, here, other in ((2, "gemini-group", "gemini-mixed"), (5, "gemini-mixed", "gemini-group")):
+        line = f"goodput --set replicas={replicas} --system"
+        assert answer_of(capsys, f"{line} {here}")["tables"]["systems"]["rows"][0][0] == here
+        error = refused(f"{line} {other}")
+        assert error.where == "--system" and here in error.remedy and "replicas" in error.remedy
+        assert f"replicas {'do not ' if replicas == 5 else ''}divide the servers" in error.what
+
+
+@settings(max_examples=60)
+@given(st.dictionaries(st.sampled_from(list(DEFAULTS)), st.sampled_from(
+    [0.0, 1e-300, 1e-12, 1e-9, 1e-3, 0.5, 1.0, 2.0, 3.0, 64.0, 1000.0, 1e6, 1e9, 1e15, 1e18, 1e300, math.inf, math.nan],
+), min_size=1, max_size=4))
+def test_whatever_is_given_is_answered_or_refused(values: dict[str, float]) -> None:
+    """Never a bug: the ends of every input, some together."""
+    whole = {name: int(value) if name in WHOLE and math.isfinite(value) else value for name, value in values.items()}
+    inputs = Inputs()
+    try:
+        cluster = read_cluster(whole, inputs)
+        answer(cluster, inputs)
+    except UserError as error:
+        assert error.where and error.remedy
 
 
 def test_the_table_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

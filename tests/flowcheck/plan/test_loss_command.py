@@ -55,6 +55,20 @@ def test_the_table_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypat
     assert max(map(len, out.splitlines())) <= 80 and "By mirrored ports" in out
 
 
+def test_as_many_ranks_as_a_fabric_may_have_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    """The law was summed over all ranks for each number of ports."""
+    found = answer_of(capsys, "loss --ranks 1000000 --mirrors 1000")
+    assert found["good"] and found["results"]["mirrored ports needed"] == 2
+    assert [row[0] for row in found["tables"]["by_mirrors"]["rows"]] == [1, 2, 3, 4, 5, 1000]
+
+
+def test_into_a_file_lines_are_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for command in ("loss", "capacity", "goodput"):
+        _, out = asked(capsys, command)
+        assert 60 < max(map(len, out.splitlines())) <= 80, command
+
+
 def test_figure_13_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="extra `plan`")
     _, out = asked(capsys, f"loss --plot {tmp_path / 'f13.svg'}")
@@ -88,6 +102,12 @@ def test_the_ends_of_the_scale_are_answered(capsys: pytest.CaptureFixture[str], 
     ("loss --iteration-s 0", "--iteration-s"),
     ("loss --mtu 9", "--mtu"),
     ("loss --mtu 3000 --parameters 1e9", "--mtu"),
+    ("loss --parameters 1e300", "--parameters"),
+    ("loss --parameters 1e16", "--parameters"),
+    ("loss --packets 1e16", "--packets"),
+    ("loss --ranks 1000001", "--ranks"),
+    (f"loss --ranks {'9' * 400}", "--ranks"),
+    (f"loss --mirrors {'9' * 400}", "--mirrors"),
 ])
 def test_what_makes_no_sense_is_refused_with_place_and_remedy(line: str, where: str) -> None:
     error = refused(line)

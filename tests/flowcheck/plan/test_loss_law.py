@@ -209,6 +209,24 @@ def test_enough_ports_are_the_fewest() -> None:
     assert law.mirrors_needed(2, 16e6, 0.5, 1e-8, "egress") is None
 
 
+@pytest.mark.parametrize("direction", law.DIRECTIONS)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 5, 8, 13])
+def test_the_worst_and_the_fewest_are_those_of_the_definition(ranks: int, direction: law.Direction) -> None:
+    """They are computed without walking the ring, and by halving."""
+    for mirrors in range(1, ranks + 1):
+        walked = law.ring_copies(ranks, law.neighbours(ranks, mirrors), direction)
+        assert law.worst(ranks, mirrors, direction, "ring") == walked
+        nodes = [[law.tree_copies(ranks, [node], direction, [tree]).least for node in range(ranks)] for tree in (0, 1)]
+        least = Counter(sum(sorted(seen)[:mirrors]) for seen in nodes)
+        assert law.worst(ranks, mirrors, direction, "tree").shares == {
+            count: number / 2 for count, number in least.items()
+        }
+    for kind, loss, wanted in itertools.product(("ring", "tree"), (0.0, 1e-9, 1e-3, 0.3, 1.0), (0.0, 1e-8, 0.01, 1.0)):
+        rates = [law.incomplete(law.worst(ranks, count, direction, kind), 1e6, loss) for count in range(1, ranks + 1)]
+        fewest = next((count for count, rate in enumerate(rates, 1) if rate <= wanted), None)
+        assert law.mirrors_needed(ranks, 1e6, loss, wanted, direction, kind) == fewest
+
+
 def test_small_probabilities_are_not_rounded_away() -> None:
     copies = law.ring_copies(8, (0, 2, 4, 6), "both")
     assert law.incomplete(copies, 16e6, 1e-9) == pytest.approx(16e6 * 1e-63, rel=1e-3)

@@ -40,6 +40,15 @@ def test_every_input_says_where_it_comes_from() -> None:
     ]
 
 
+@pytest.mark.parametrize("value", [math.inf, 1e19, 10**400, -(10**400), math.nan, 1e-300])
+def test_what_no_formula_takes_is_refused_in_words(value: float) -> None:
+    """A whole number of 400 digits is no float, and broke the very sentence that refused it."""
+    with pytest.raises(UserError) as caught:
+        Inputs().take("ports", value, 1)
+        need_positive(value, "--ports")
+    assert caught.value.where == "--ports" and caught.value.remedy and len(caught.value.what) < 60
+
+
 @pytest.mark.parametrize("width", [40, 80, 160])
 def test_nothing_is_cut_on_any_screen(width: int) -> None:
     out = io.StringIO()
@@ -71,6 +80,13 @@ def test_values_for_people(value: Value, text: str) -> None:
     if text == "17,000,000,000,000":
         text = "1.7e+13"
     assert shown(value) == text
+
+
+def test_a_picture_that_cannot_be_written_is_named_as_it_was_asked_for() -> None:
+    pytest.importorskip("matplotlib", reason="extra `plan`")
+    with pytest.raises(EnvironmentProblem) as caught:
+        save([PLOT], Path("/proc/x.png"))
+    assert caught.value.where == "/proc/x.png"
 
 
 def test_the_exit_status_follows_the_answer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,11 +1,13 @@
 """The page: one file, nothing from outside, readable in light and dark."""
 
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from flowcheck.cli import app
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.plan.answer import Answer, Grid, Inputs, Plot, Result, Series
 from flowcheck.plan.cluster import read_cluster
@@ -14,6 +16,7 @@ from flowcheck.plan.report import page, themed, write
 from flowcheck.plan.sensitivity import CHANGES, break_even, break_even_lines, sensitivity
 
 from .asking import asked, refused
+from .test_capacity_command import topology
 
 pytest.importorskip("matplotlib", reason="the extra `plan` is not installed")
 
@@ -133,9 +136,46 @@ def test_a_page_for_a_job_that_has_no_name(capsys: pytest.CaptureFixture[str], t
 
 def test_a_page_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "report.html"
-    assert refused(f"report --out {file} --set incomplete=2").where == "--incomplete"
+    assert refused(f"report --out {file} --set incomplete=2").where == "--set incomplete="
     assert refused(f"report --out {tmp_path / 'report.txt'}").where.endswith("report.txt")
     assert list(tmp_path.iterdir()) == []
+
+
+def inputs_of(file: Path) -> list[dict[str, tuple[str, str]]]:
+    """The inputs of loss, capacity and goodput on a page: name -> (value, source)."""
+    found = []
+    for section in re.findall(r"<details>(.*?)</details>", file.read_text(), re.DOTALL):
+        rows = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in section.split("<tr>")]
+        found.append({row[0]: (row[1], row[3]) for row in rows if row})
+    return found
+
+
+def test_loss_takes_mirrors_and_mtu_from_the_topology_as_capacity_does(tmp_path: Path) -> None:
+    """Three ports of each group and an MTU of 1024; the page said the default of 4096 under loss."""
+    file = tmp_path / "report.html"
+    fabric = topology(tmp_path, ranks=4, groups=1)
+    job = "--gpus 4 --parameters 7e9 --iteration 9 --set gpus-per-server=1 --set data-parallel=4 --set reft-group=4"
+    line = f"report --out {file} {job} --topology {fabric} --protocol ll128"
+    assert not app(["plan", *line.split()], standalone_mode=False)
+    loss, capacity, _ = inputs_of(file)
+    for name, value in (("mtu", "1,024"), ("mirrors", "3"), ("direction", "both"), ("protocol", "ll128")):
+        assert loss[name][0] == capacity[name][0] == value, name
+        assert loss[name][1] == "the answer on capacity, on this page"
+    assert capacity["mtu"][1] == "topology" and loss["ranks"][0] == "4"
+    assert loss["packets"][0] == f"{math.ceil(7e9 / (1024 * 15 / 16 / 4)):,}"
+
+
+def test_what_the_answers_refuse_names_options_of_this_command(tmp_path: Path) -> None:
+    line = f"report --out {tmp_path / 'report.html'}"
+    job = "--gpus 8 --parameters 7e9 --set gpus-per-server=1"
+    assert refused(f"{line} {job} --set data-parallel=1").where == "--set data-parallel="
+    short = refused(f"{line} {job} --set data-parallel=8 --iteration 0.01")
+    assert short.where == "--iteration" and "shorter than its allreduces" in short.what
+    fabric = topology(tmp_path, ranks=4, groups=1)
+    other = refused(f"{line} {job} --set data-parallel=8 --topology {fabric}")
+    assert "ranks" in other.what and "--dp" not in other.remedy
+    large = refused(f"{line} --gpus 1024 --parameters 7e9 --set data-parallel=128 --set gpus-per-server=8 --mirrors 99")
+    assert large.where == "--leaf-ports" and "flowcheck plan capacity" in large.remedy
 
 
 # -- what would change it ----------------------------------------------------------------------------------------------

@@ -52,11 +52,13 @@ def test_scales_say_so(scale: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
-        ({"incomplete": 1.5}, "--incomplete"), ({"hardware": 2}, "--hardware"), ({"gpus": 100}, "--gpus"),
-        ({"simultaneous": 13}, "--simultaneous"), ({"replicas": 13}, "--replicas"), ({"storage": 0}, "--storage"),
+        ({"incomplete": 1.5}, "--set incomplete="), ({"hardware": 2}, "--set hardware="), ({"gpus": 100}, "--gpus"),
+        ({"simultaneous": 13}, "--set simultaneous="), ({"replicas": 13}, "--set replicas="),
+        ({"storage": 0}, "--set storage="), ({"parameters": 1e300}, "--parameters"),
         ({"iteration": -1}, "--iteration"), ({"failures_per_day": -1}, "--failures-per-day"),
-        ({"failures_per_day": 1e5}, "--failures-per-day"), ({"data_parallel": 5}, "--data-parallel"),
-        ({"reft_group": 20}, "--reft-group"), ({"code_data": 12}, "--code-data"), ({"nodes": 0}, "--nodes"),
+        ({"failures_per_day": 1e5}, "--failures-per-day"), ({"data_parallel": 5}, "--set data-parallel="),
+        ({"reft_group": 20}, "--set reft-group="), ({"code_data": 12}, "--set code-data="),
+        ({"nodes": 0}, "--set nodes="),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes: dict[str, float], where: str) -> None:
