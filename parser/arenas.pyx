@@ -8,11 +8,35 @@ Thread rule: as Engine's.
 import numpy as np
 
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t, uintptr_t
+from libc.string cimport memcpy, memset
 
-from parser.machine cimport FC_GRADIENT, FC_PARAMETERS, fc_give, fc_machine, fc_slot, fc_take
+from parser.lane cimport FC_FINAL, FC_LL, FC_LL128
+from parser.machine cimport (
+    FC_DIFFERENCES, FC_GRADIENT, FC_PARAMETERS, fc_cursor, fc_difference, fc_give, fc_machine, fc_seek, fc_sent, fc_slot,
+    fc_step_on, fc_take,
+)
 from parser.schedule cimport Schedule, zeroed
 
 from parser.cover import count as count_cells, missing as missing_cells
+
+
+cdef extern from "place.h" nogil:
+    uint32_t fc_ll128_offset(uint32_t line, uint32_t word)
+
+
+cdef int64_t _wire_byte(const fc_sent *m, int64_t offset) noexcept:
+    """Where the cell at this byte of the region lies in the message; -1: it does not carry it."""
+    cdef int64_t data = offset - m.offset
+    cdef uint32_t line, word
+    if not 0 <= data < m.data_bytes:
+        return -1
+    if m.call.lane.protocol != FC_LL128:
+        return 2 * data if m.call.lane.protocol == FC_LL else data
+    for line in range(8):
+        for word in range(15):
+            if fc_ll128_offset(line, word) == data % 960:
+                return data // 960 * 1024 + 128 * line + 8 * word
+    return -1
 
 
 def _aligned(size_t nbytes):
@@ -34,7 +58,7 @@ cdef class Arenas:
         self.threads, self.schedule = config.threads, Schedule(config)
         slots = range(config.arenas + 1)
         self.arrays = [_aligned(self.region_bytes(i)) for i in slots]
-        self.union = np.zeros(max([self.words(i) for i in slots]), np.uint64) if self.threads > 1 else None
+        self.union = np.zeros(max([self.words(i) for i in slots]), np.uint64)
 
     cdef int64_t region_bytes(self, uint32_t slot):
         return self.schedule.region_bytes[FC_GRADIENT if slot < <uint32_t>self.config.arenas else FC_PARAMETERS]
@@ -54,7 +78,9 @@ cdef class Arenas:
             M.words[target] = self.words(i)
             cover = np.zeros(M.words[target], np.uint64)
             shown = np.zeros(M.words[target], np.uint64) if self.threads > 1 else cover
-            self.bitmaps[len(self.bitmaps) - 1].append((cover, shown))
+            voids = np.zeros(M.words[target], np.uint64)
+            self.bitmaps[len(self.bitmaps) - 1].append((cover, shown, voids))
+            M.slots[i].voids = <uint64_t *><uintptr_t>voids.ctypes.data
             M.slots[i].data = <uint8_t *><uintptr_t>self.arrays[i].ctypes.data
             M.slots[i].cover = <uint64_t *><uintptr_t>cover.ctypes.data
             M.slots[i].shown = <uint64_t *><uintptr_t>shown.ctypes.data if self.threads > 1 else NULL
@@ -86,12 +112,17 @@ cdef class Arenas:
         return self.arrays[self.slot(iteration)]
 
     def covered(self, iteration=None):
-        """How many cells of 8 bytes of an iteration (None: of the parameters) are there. Counted as they come: O(1)."""
+        """How many cells of 8 bytes of an iteration (None: of the parameters) are there. Counted as they come: O(1), but
+        where copies differ, of which two threads may count the same."""
+        if self.voids(iteration):
+            words = self.words(self.slot(iteration))
+            return count_cells(self.bitmap(iteration, 0, words)[:words])
         return int(self.covered_places(iteration).sum()) - self.twice.get(iteration, 0)
 
     def covered_places(self, iteration=None):
         """int64 array: cells that are there, by CallSpec.place. Where several threads place, a cell that two of them
-        placed at the same moment counts twice: missing() knows, and then covered() does."""
+        placed at the same moment counts twice: missing() knows, and then covered() does. One whose copies differ may be
+        taken off by each of them: what lacks nothing counts no less than it has."""
         cdef int64_t i = self.slot(iteration)
         cdef uint32_t t, place
         cdef int64_t[::1] out
@@ -117,20 +148,35 @@ cdef class Arenas:
         return missing_cells(bitmap, first, end)
 
     cdef object bitmap(self, object iteration, int64_t first, int64_t end):
-        """The bitmap of what all threads have placed: right in words [first, end), until the next call. None: nothing."""
+        """The bitmap of what all threads have placed, less what is void: right in words [first, end), until the next call.
+        None: nothing."""
         cdef int64_t i = self.slot(iteration)
+        cdef list voids = self.voids(iteration)
         held = [kept[i][1] for t, kept in enumerate(self.bitmaps) if self.holds(t, i, iteration)]
-        if len(held) < 2:
+        if not held or (len(held) == 1 and not voids):
             return held[0] if held else None
-        np.copyto(self.union[first:end], held[0][first:end])
+        found = self.union[first:end]
+        np.copyto(found, held[0][first:end])
         for shown in held[1:]:
-            np.bitwise_or(self.union[first:end], shown[first:end], out=self.union[first:end])
+            np.bitwise_or(found, shown[first:end], out=found)
+        for void in voids:
+            np.bitwise_and(found, ~void[first:end], out=found)
         return self.union
+
+    cdef list voids(self, object iteration):
+        """The bitmaps of void cells that are not empty."""
+        cdef int64_t i = self.slot(iteration)
+        return [
+            kept[i][2] for t, kept in enumerate(self.bitmaps)
+            if self.holds(t, i, iteration) and self.machines[t].slots[i].voided
+        ]
 
     def complete(self, iteration, int64_t cells):
         """Are all cells of an iteration there, of which there are so many? Asked at every look at the rings: costs as
         much as covered() until it seems so."""
         cdef int64_t i = self.slot(iteration)
+        if self.voids(iteration):
+            return False  # for good
         covered = self.covered(iteration)
         if self.threads == 1 or covered < cells:
             return covered == cells
@@ -163,6 +209,68 @@ cdef class Arenas:
                 differ, compared = differ + slot.copies_differ, compared + slot.compared_bytes
                 first += [slot.differ_offset] if slot.copies_differ else []
         return differ, min(first, default=0), compared
+
+    def void_cells(self, iteration, int64_t first, int64_t end):
+        """int64 array (n, 2): the runs of cells within [first, end) of which two copies differed, in order. missing() has
+        them as well."""
+        if not 0 <= first <= end <= self.words(self.slot(iteration)) * 64:
+            raise IndexError(f"cells {first} to {end} are not all in the region")
+        self.let_bursts_end()
+        voids = self.voids(iteration)
+        if not voids:
+            return np.empty((0, 2), np.int64)
+        low, high = first // 64, (end + 63) // 64
+        there = ~voids[0][low:high]
+        for void in voids[1:]:
+            np.bitwise_and(there, ~void[low:high], out=there)
+        return missing_cells(there, first - 64 * low, end - 64 * low) + 64 * low
+
+    def differences(self):
+        """Copies that differed: dicts of stream, flow, psn (all three of the packet that came later), target, iteration,
+        offset, bytes (region bytes, whole cells but for the last of a tensor). The newest FC_DIFFERENCES of a thread are
+        left out where there are more: void_cells() is complete."""
+        cdef uint32_t t
+        cdef uint64_t i, n
+        cdef fc_difference found[FC_DIFFERENCES]
+        out = []
+        for t in range(self.threads):
+            M = self.machines[t]
+            fc_take(&M.lock)
+            n = min(M.differed, <uint64_t>FC_DIFFERENCES)
+            memcpy(found, M.differences, n * sizeof(fc_difference))
+            fc_give(&M.lock)
+            for i in range(n):
+                one = &found[i]
+                out.append({
+                    "stream": one.stream * self.threads + t, "flow": one.flow, "psn": one.psn, "target": one.target,
+                    "iteration": one.iteration, "offset": one.offset, "bytes": one.bytes,
+                })
+        return out
+
+    def carriers(self, int64_t iteration, int64_t offset):
+        """[(flow, PSN)]: the packets that carry the cell at this byte of an iteration's region reduced, one for each queue
+        pair that does. By the schedule alone: a walk over the messages of one iteration for each of them."""
+        cdef fc_machine *M = self.machines[0]
+        cdef fc_cursor cursor
+        cdef fc_sent m
+        cdef uint32_t flow
+        cdef int64_t wire
+        out = []
+        for flow in range(M.flows):
+            if not M.states[flow].data:
+                continue
+            first = self.schedule.messages_before(M.states[flow].edge, iteration)
+            memset(&m, 0, sizeof(m))
+            if not fc_seek(M, &M.states[flow], 0, first, &cursor, &m) and <int64_t>m.number < first:
+                continue
+            while m.iteration <= iteration:
+                if m.iteration == iteration and m.target == FC_GRADIENT and m.content == FC_FINAL and m.packets:
+                    wire = _wire_byte(&m, offset) - m.piece
+                    if 0 <= wire < m.size:
+                        out.append((flow, m.psn + wire // M.mtu))
+                if not fc_step_on(M.mtu, &M.edges[M.states[flow].edge], M.states[flow].qp, &cursor, &m):
+                    break
+        return out
 
     cdef int64_t slot(self, iteration) except -1:
         return self.config.arenas if iteration is None else <int64_t>iteration % self.config.arenas

@@ -23,6 +23,7 @@ cdef extern from "machine.h" nogil:
         FC_LOSS_ENTRIES
         FC_YOUNG
         FC_TIMES
+        FC_DIFFERENCES
     enum:
         FC_NOTHING
         FC_GRADIENT
@@ -58,8 +59,11 @@ cdef extern from "machine.h" nogil:
         int32_t flow
         uint64_t ends[4]
     ctypedef struct fc_sent:
-        uint32_t size, total
-        int64_t iteration
+        uint64_t psn, number
+        uint32_t size, total, piece, packets
+        int64_t iteration, offset, data_bytes
+        const fc_call *call
+        uint8_t target, content
     ctypedef struct fc_cts_table:
         uint32_t tag
         uint8_t tagged
@@ -72,7 +76,8 @@ cdef extern from "machine.h" nogil:
         uint64_t *cover
         uint64_t *shown
         uint64_t *places
-        uint64_t copies_differ, differ_offset, compared_bytes, clear
+        uint64_t copies_differ, differ_offset, compared_bytes, clear, voided
+        uint64_t *voids
     ctypedef struct fc_times:
         int64_t iteration
         uint64_t first_ns, last_ns
@@ -99,6 +104,10 @@ cdef extern from "machine.h" nogil:
     ctypedef struct fc_loss:
         int32_t cause, target
         int64_t iteration, offset, bytes
+    ctypedef struct fc_difference:
+        int32_t stream, flow, target
+        int64_t iteration, offset, bytes
+        uint64_t psn
     ctypedef struct fc_outcome_count:
         uint64_t packets, bytes
     ctypedef struct fc_machine:
@@ -126,6 +135,8 @@ cdef extern from "machine.h" nogil:
         fc_side_packet *side
         fc_log_entry *log
         fc_loss *losses
+        fc_difference *differences
+        uint64_t differed
         fc_shed shed
         fc_times *times
     int64_t fc_drive(fc_machine *M, uint32_t stream, fc_ring *ring, int64_t limit, int *blocked)
@@ -141,5 +152,6 @@ cdef extern from "machine.h" nogil:
     int fc_position_edge(int start, int to)
     int fc_trust_edge(int start, int to)
     fc_sent *fc_locate(fc_machine *M, fc_flow *f, uint64_t psn)
+    int fc_seek(const fc_machine *M, const fc_flow *f, int by_step, uint64_t want, fc_cursor *c, fc_sent *m)
     int fc_step_on(uint32_t mtu, const fc_edge *e, int32_t qp, fc_cursor *c, fc_sent *m)
     void fc_settle_aside(fc_machine *M, uint32_t stream, fc_flow *f, uint64_t before_psn)

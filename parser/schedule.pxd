@@ -12,6 +12,7 @@ cdef class Schedule:
     cdef int64_t region_bytes[3]        # by target
     cdef list orders          # ring orders that lanes point to
 
+    cdef int64_t messages_before(self, int32_t edge, int64_t iteration)
     cdef bint unlike_rotations(self, int32_t edge, int32_t qp) except -1
 
 

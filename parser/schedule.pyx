@@ -122,6 +122,21 @@ cdef class Schedule:
             fc_enter_flow(self.table, self.table_mask, &key)
             self.header_lines = max(self.header_lines, 1 if version == 4 else 2)
 
+    cdef int64_t messages_before(self, int32_t edge, int64_t iteration):
+        """Messages of a connection, on all its QPs, before those of an iteration."""
+        cdef const fc_edge *e = &self.edges[edge]
+        cdef int64_t once = 0, each = 0
+        cdef int32_t c
+        if iteration == 0:
+            return 0
+        for c in range(e.ncalls):
+            if e.calls[c].has_lane:
+                if c < e.steady:
+                    once += e.calls[c].lane.messages
+                else:
+                    each += e.calls[c].lane.messages
+        return once + (iteration - 1) * each
+
     cdef bint unlike_rotations(self, int32_t edge, int32_t qp) except -1:
         """Are the sizes of one steady iteration's messages on a QP, as a circle, unlike every rotation of themselves?"""
         cdef const fc_edge *e = &self.edges[edge]

@@ -17,12 +17,16 @@ import numpy as np
 from parser.machine import Engine
 
 from flowcheck.rebuild.evidence import BucketCoverage, Carried, bucket_coverage
+from flowcheck.rebuild.intervals import intervals, total, without
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.rank_confirmation import contradiction, other_version
 from flowcheck.rebuild.verdict import BucketEvidence, Evidence, StreamEvidence, Verdict, judge
-from flowcheck.rebuild.wording import describe_disagreement, flow_name, refusal
+from flowcheck.rebuild.wording import describe_difference, describe_disagreement, flow_name, refusal
+from parser.engine_config import Target
 
 __all__ = ["EvidenceCollector", "Judged"]
+
+NAMED = 3  # copies that differ, by connection and PSN: each costs a walk over an iteration's messages
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class EvidenceCollector:
         if iteration in engine.unlogged:
             sentences.append("more disagreements than the log holds")
         differ, offset, _ = engine.copies(iteration)
+        kept = self._counted_all_the_same(iteration, differ, found)
         evidence = Evidence(
             iteration=iteration,
             buckets=tuple(
@@ -72,7 +77,8 @@ class EvidenceCollector:
             recovered=tuple(self._recovered(flows, iteration)),
             icrc_checked=plan.engine.check_icrc,
             streams=streams,
-            copies_disagreed=differ * 8,
+            differences=tuple(self._differences(iteration, streams, flows)) if differ else (),
+            copies_disagreed=kept * 8,
             copies_first=f"byte {offset} of the iteration's region" if differ else "",
             step_record_declared=bool(plan.job.step_values),
             step_record_present=record,
@@ -81,6 +87,32 @@ class EvidenceCollector:
             previous_published=follows,
         )
         return Judged(evidence, judge(evidence), buckets, groups)
+
+    def _counted_all_the_same(self, iteration: int, differ: int, found: list[BucketCoverage]) -> int:
+        """Cells whose copies differ although they count as there, of `differ` that were found. None, unless the
+        books of the engine are wrong."""
+        if not differ:
+            return 0
+        void = self._engine.void_cells(iteration, 0, -(-self._plan.engine.gradient_bytes // 8))
+        of_buckets = intervals([(b.place.cells.start, b.place.cells.stop) for b in found])
+        return total(without(void, of_buckets)) if len(void) else differ
+
+    def _differences(
+        self, iteration: int, streams: tuple[StreamEvidence, ...], flows: np.ndarray
+    ) -> Iterator[str]:
+        """A sentence for each of the first copies that differed, as far as the engine's log has them."""
+        logged = [one for one in self._engine.differences()
+                  if one["iteration"] == iteration and one["target"] == Target.GRADIENT]
+        for number, one in enumerate(logged):
+            if number == NAMED:
+                yield f"and {len(logged) - NAMED} more"
+                break
+            others = [
+                (streams[stream].name, flow, psn)
+                for flow, psn in self._engine.carriers(iteration, one["offset"]) for stream in range(len(streams))
+                if flows[stream, flow]["packets"] and (stream, flow) != (one["stream"], one["flow"])
+            ]
+            yield describe_difference(self._plan, streams[one["stream"]].name, one, others)
 
     def refused(self, disagreements: list[dict]) -> str:
         """Why the traffic as a whole is not what the manifest describes, or ""."""

@@ -5,6 +5,7 @@ bits, one for 8 bytes, by words; what is missing is known as runs (intervals.py)
 
 Causes of missing elements, the first that applies:
 
+    disagreed      two copies of them came that differ, both with a right ICRC: nobody knows which is the trainer's
     overload       their iteration was given up, because the node had no room for it (overload.py)
     not_mirrored   no connection seen in the captures carries them reduced
     icrc           their packet came with a wrong ICRC
@@ -120,7 +121,9 @@ def bucket_coverage(
                 if rows is None:
                     rows = list(data_flows(plan, engine.flows() if flows is None else flows))
                 carried = carried or Carried(plan)
-                causes = _causes(iteration, place, missing, rows, carried, losses)
+                void = engine.void_cells(iteration, place.cells.start, place.cells.stop)
+                differ = intervals(_elements(void - place.cells.start, place))
+                causes = _causes(iteration, place, missing, differ, rows, carried, losses)
         out.append(BucketCoverage(
             place, _bytes(region, place), total(placed), tuple((int(a), int(b)) for a, b in placed), causes
         ))
@@ -147,10 +150,10 @@ def _bytes(region: np.ndarray, place: BucketPlace) -> np.ndarray:
 
 
 def _causes(
-    iteration: int, place: BucketPlace, missing: np.ndarray, flows: Sequence[tuple[FlowSpec, np.void]],
-    carried: Carried, losses: Sequence[dict],
+    iteration: int, place: BucketPlace, missing: np.ndarray, differ: np.ndarray,
+    flows: Sequence[tuple[FlowSpec, np.void]], carried: Carried, losses: Sequence[dict],
 ) -> dict[str, int]:
-    """Missing elements by cause."""
+    """Missing elements by cause. differ: those of which two copies differ."""
     seen: dict[int, set[int]] = {}  # edge -> its QPs that are in the captures
     lost_flows, adrift = set(), set()
     for spec, row in flows:
@@ -170,6 +173,7 @@ def _causes(
         return intervals(np.concatenate([np.empty((0, 2), np.int64), *(brought[edge] for edge in edges)]))
 
     by_cause = {  # the first that applies
+        "disagreed": differ,
         "not_mirrored": without(missing, of(brought)),
         "icrc": both(missing, intervals(said["icrc"])),
         "unanchored": both(missing, intervals([*said["unanchored"], *of(adrift)])),

@@ -8,7 +8,7 @@ clause they belong to. Nothing else in the project may decide that an iteration 
     covered        every element of every bucket is there                       gradients
     anchored       every flow is anchored, no two witnesses disagreed           gradients
     streams_past   every stream is past the last message, ended, or lost        gradients
-    copies_agree   no two copies of the same bytes differed                     gradients
+    copies_agree   copies that differed left holes, which `covered` names       gradients
     supported      the job is one whose traffic we can place                    gradients
     step_record    the step record is there, if the manifest declares one       this update
     checksum       no checksum of the trainer mismatched                        this update
@@ -79,7 +79,9 @@ class Evidence:
     recovered: one sentence per flow that disagreed before this iteration and has been trusted again since.
     icrc_checked: the ICRC of every packet that was placed was right. (One that was wrong is a loss: it shows as
         missing elements, cause icrc.)
-    copies_disagreed: bytes of later copies that differed from the first; copies_first: the first place.
+    differences: one sentence per copy that differed from the one before, with connection and PSN of both. What they
+        carry is missing, cause disagreed.
+    copies_disagreed: bytes of copies that differ and are not missing; copies_first: the first place of any that differ.
     step_record_declared, step_record_present: the manifest declares per-step values; the record is here.
     checksum: what the trainer's checksum of this iteration said, None if there was none.
     refused: why the traffic cannot be placed at all ("" if it can).
@@ -93,6 +95,7 @@ class Evidence:
     recovered: tuple[str, ...]
     icrc_checked: bool
     streams: tuple[StreamEvidence, ...]
+    differences: tuple[str, ...]
     copies_disagreed: int
     copies_first: str
     step_record_declared: bool
@@ -163,7 +166,7 @@ def _covered(evidence: Evidence) -> str:
         if bucket.covered + sum(bucket.missing.values()) != bucket.elements:
             text += " (the counts do not add up)"
         texts.append(text)
-    return _some(texts)
+    return "; ".join([_some(texts)] + ([_some(list(evidence.differences))] if texts and evidence.differences else []))
 
 
 def _anchored(evidence: Evidence) -> str:

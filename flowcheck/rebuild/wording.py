@@ -8,7 +8,7 @@ from __future__ import annotations
 from flowcheck.job.model import Job
 from flowcheck.rebuild.plan import JobPlan
 
-__all__ = ["describe_disagreement", "flow_name", "refusal"]
+__all__ = ["describe_difference", "describe_disagreement", "flow_name", "refusal"]
 
 _MEANING = {
     "payload length": "a packet of {expected} payload bytes was due and {found} came",
@@ -44,6 +44,20 @@ def describe_disagreement(plan: JobPlan, entry: dict) -> str:
     return (
         f"{flow_name(plan.job, edge)}, iteration {entry['iteration']}, message {entry['message']}, "
         f"PSN {entry['psn']}: {text}"
+    )
+
+
+def describe_difference(plan: JobPlan, stream: str, entry: dict, others: list[tuple[str, int, int]]) -> str:
+    """One packet whose bytes differ from those that had come before, as a sentence. entry: of Engine.differences().
+    others: (stream, flow, PSN) of each packet that may have brought those; none: the same packet, sent again."""
+
+    def packet(name: str, flow: int, psn: int) -> str:
+        return f"PSN {psn} of {flow_name(plan.job, plan.engine.flows[flow].edge)} in {name}"
+
+    before = " or ".join(packet(*other) for other in others[:4]) or "an earlier packet of the same PSN"
+    return (
+        f"{entry['bytes']} bytes at byte {entry['offset']} of the iteration's region: "
+        f"{packet(stream, entry['flow'], entry['psn'])} differs from {before}"
     )
 
 

@@ -56,8 +56,8 @@
  *     shed         burst holds the lock, so whoever takes it meets a machine between two bursts. The bitmaps of what
  *                  retired are cleared in the same way, in pieces; a thread that takes the arena over clears the rest
  *
- * Units: parser/src/schedule.c (which message), witness.c (do they agree), arena.c (bytes into cells), position.c (a
- * flow's place found again), machine.c (a packet's way, rings). Structures and what they call of each other are here.
+ * Units: parser/src/schedule.c (which message), witness.c (do they agree), arena.c (bytes into cells), differ.c (copies
+ * that differ), position.c (a flow's place found again), machine.c (a packet's way, rings). Structures and what they call of each other are here.
  * Legal call order: see parser/machine.pyx, which builds the machines. Thread rule: one thread at a time for one
  * fc_machine. Nothing is allocated per packet; per message work is O(1), memory does not grow with messages.
  */
@@ -103,6 +103,7 @@ enum {
     FC_REACH = 1 << 20,       /* a write lies within so many bytes of the address that its CTS named   */
     FC_YOUNG = 1 << 16,       /* first PSN of a flow that can still be counted from 0                  */
     FC_TIMES = 64,            /* iterations of which it is known when they came: a power of two        */
+    FC_DIFFERENCES = 256,     /* pieces of copies that differed, kept with where they came from        */
 };
 #define FC_NEVER (1ull << 40)  /* steps and messages that no connection reaches: a larger claim is not followed */
 #define FC_LL_CLEAN 0x7ffffff8ull /* nccl-wire.md 4.1: steps of these low bits clean their slot */
@@ -208,8 +209,10 @@ typedef struct fc_slot { /* one arena, as one thread sees it: an iteration's gra
     /* the thread's own */
     uint64_t *places; /* how many, by fc_call.place                                                                */
     uint64_t copies_differ, differ_offset, compared_bytes;
-    uint64_t clear;   /* while it has no iteration: how many words from the first on are 0, in both bitmaps; else 0 */
-    uint8_t unused_too[24];
+    uint64_t clear;   /* while it has no iteration: how many words from the first on are 0, in all bitmaps; else 0 */
+    uint64_t *voids;  /* cells of which this thread has seen two copies that differ: they count as missing         */
+    uint64_t voided;  /* how many                                                                                  */
+    uint8_t unused_too[8];
 } __attribute__((aligned(64))) fc_slot;
 
 typedef struct fc_unshown { /* cells that are covered, and not yet for other threads */
@@ -296,6 +299,18 @@ typedef struct fc_loss {
     int64_t iteration, offset, bytes;
 } fc_loss;
 
+typedef struct fc_origin { /* the packet that brings what is placed or compared */
+    uint32_t stream;
+    const fc_flow *f;
+    uint64_t psn;
+} fc_origin;
+
+typedef struct fc_difference { /* cells, one after the other, of which a packet brought other bytes than had come before */
+    int32_t stream, flow, target;
+    int64_t iteration, offset, bytes; /* region bytes                         */
+    uint64_t psn;                     /* of the packet that came later        */
+} fc_difference;
+
 typedef struct fc_outcome_count { /* packets with one outcome */
     uint64_t packets, bytes;
 } fc_outcome_count;
@@ -333,6 +348,8 @@ typedef struct fc_machine {
     int64_t unlogged_first, unlogged_last; /* iterations of those that found no room                   */
     fc_loss losses[FC_LOSS_ENTRIES];
     uint64_t lost;
+    fc_difference differences[FC_DIFFERENCES];
+    uint64_t differed;             /* so far: more than FC_DIFFERENCES are only counted                */
     /* what few packets need stays after here: the lines above are those of every packet */
     uint64_t refused[FC_REFUSALS]; /* encapsulated packets by fc_refusal                               */
     fc_cts_element cts_elements[FC_CTS_ELEMENTS_MAX]; /* forms of the CTS element: the job's, then the others */
@@ -431,7 +448,8 @@ static inline uint32_t fc_length_of(const fc_machine *M, const fc_sent *m, uint3
 /* -- arena.c ---------------------------------------------------------------------------------------------- */
 
 /* Final bytes of packet `index` of a message into its region; cells that have arrived are compared. Flags were checked. */
-int fc_place(fc_machine *M, const fc_sent *m, uint32_t index, const uint8_t *wire, uint32_t length);
+int fc_place(fc_machine *M, uint32_t stream, const fc_flow *f, const fc_sent *m, uint32_t index, const uint8_t *wire,
+             uint32_t length);
 /* fc_check_flags() and fc_place() in one pass over the bytes, where nothing of the packet has arrived yet. */
 int fc_place_flagged(fc_machine *M, uint32_t stream, fc_flow *f, const fc_sent *m, uint32_t index, const uint8_t *wire,
                      uint32_t length, uint64_t psn);
@@ -455,6 +473,14 @@ void fc_retire_before(fc_machine *M, int64_t iteration);
 int fc_clear(fc_machine *M);
 /* Region bytes that packet `index` stands for, for reports of losses (LL128: of its slices, rounded). */
 void fc_note_loss(fc_machine *M, int cause, const fc_sent *m, uint32_t index, uint32_t length);
+
+/* -- differ.c --------------------------------------------------------------------------------------------- */
+
+/* A copy of a cell differs from the one before: the cell is void for the rest of its iteration. count: cells of its place
+ * that are there. nbytes: of the cell, all but for the last of a tensor. */
+void fc_void(fc_machine *M, fc_slot *slot, uint64_t *count, const fc_origin *from, uint64_t cell, uint64_t nbytes);
+/* Drop what is logged of closed iterations: of fc_forget(). */
+void fc_forget_differences(fc_machine *M);
 
 /* -- position.c ------------------------------------------------------------------------------------------- */
 

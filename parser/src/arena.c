@@ -1,7 +1,8 @@
 /* Bytes into the gradient arena: machine.h.
  *
  * A cell is 8 bytes. A slot has a coverage bitmap for each placing thread, whatever the number of streams that it serves
- * (cover.h). The first copy of a cell is placed, later ones are compared, whichever stream and thread they come over.
+ * (cover.h). The first copy of a cell is placed, later ones are compared, whichever stream and thread they come over; a
+ * cell of which two differ is void (differ.c).
  * Flags were checked before anything here is called, unless a name says otherwise. Data is stored past the cache:
  * fc_end_burst() fences, and then shows others what is covered. */
 #include "machine.h"
@@ -13,13 +14,15 @@
 
 enum { WORTH_STREAMING = 256 }; /* shorter pieces are few whole cache lines, or none */
 
-/* Words of both bitmaps, from where they are clear on. */
+/* Words of all bitmaps, from where they are clear on. */
 static void clear_to(fc_slot *slot, uint64_t end)
 {
     size_t nbytes = (end - slot->clear) * sizeof(uint64_t);
     memset(slot->cover + slot->clear, 0, nbytes);
     if (slot->shown != NULL)
         memset(slot->shown + slot->clear, 0, nbytes);
+    if (slot->voided)
+        memset(slot->voids + slot->clear, 0, nbytes);
     slot->clear = end;
 }
 
@@ -30,7 +33,7 @@ static void take_over(fc_machine *M, fc_slot *slot, int64_t iteration)
     slot->copies_differ = slot->compared_bytes = 0;
     memset(slot->places, 0, M->places * sizeof(uint64_t));
     clear_to(slot, M->words[FC_GRADIENT]);
-    slot->clear = 0;
+    slot->clear = slot->voided = 0;
     __atomic_store_n(&slot->iteration, iteration, __ATOMIC_RELEASE);
 }
 
@@ -167,10 +170,21 @@ static inline const uint8_t *take_next(fc_machine *M, const uint8_t *none)
     return next != NULL ? next : none;
 }
 
+/* What is known of bytes that are to be placed. */
+typedef struct arrival {
+    fc_machine *M;
+    fc_slot *slot;
+    const fc_sent *m;
+    uint64_t *count; /* how many cells of the message's tensor are there */
+    fc_origin from;
+} arrival;
+
 /* Place contiguous bytes; cells that have arrived are compared instead. 1 if any cell was new.
  * offset is a multiple of a cell; only the end of a tensor is not, and nothing else lives in that cell. */
-static int put(fc_machine *M, fc_slot *slot, uint64_t *count, int64_t offset, const uint8_t *data, int64_t nbytes)
+static int put(const arrival *a, int64_t offset, const uint8_t *data, int64_t nbytes)
 {
+    fc_machine *M = a->M;
+    fc_slot *slot = a->slot;
     uint64_t first = (uint64_t)offset / FC_CELL, end = (uint64_t)(offset + nbytes + FC_CELL - 1) / FC_CELL;
     int new = 0;
     if (!has_any(M, slot, first, end)) {
@@ -178,7 +192,7 @@ static int put(fc_machine *M, fc_slot *slot, uint64_t *count, int64_t offset, co
             fc_copy_place(slot->data + offset, data, (uint64_t)nbytes, take_next(M, data));
         else
             memcpy(slot->data + offset, data, (size_t)nbytes);
-        cover(M, slot, count, first, end);
+        cover(M, slot, a->count, first, end);
         return 1;
     }
     for (uint64_t cell = first; cell < end; cell++) {
@@ -186,7 +200,7 @@ static int put(fc_machine *M, fc_slot *slot, uint64_t *count, int64_t offset, co
         size_t n = (size_t)(nbytes - here < FC_CELL ? nbytes - here : FC_CELL);
         if (!fc_has_cell(M, slot, cell)) {
             memcpy(slot->data + offset + here, data + here, n);
-            cover(M, slot, count, cell, cell + 1);
+            cover(M, slot, a->count, cell, cell + 1);
             new = 1;
             continue;
         }
@@ -195,6 +209,7 @@ static int put(fc_machine *M, fc_slot *slot, uint64_t *count, int64_t offset, co
             if (slot->copies_differ == 0)
                 slot->differ_offset = (uint64_t)(offset + here);
             slot->copies_differ++;
+            fc_void(M, slot, a->count, &a->from, cell, n);
         }
     }
     return new;
@@ -208,15 +223,14 @@ static inline uint64_t *count_of(fc_slot *slot, const fc_sent *m)
 
 /* The words of a LL128 line from `word` on that lie together, cut at the message's last element. 1 if any cell was new,
  * 0 if none, -1 if there are none of the message's. */
-static int put_words(fc_machine *M, fc_slot *slot, const fc_sent *m, int64_t offset, const uint8_t *data, int64_t n)
+static int put_words(const arrival *a, int64_t offset, const uint8_t *data, int64_t n)
 {
-    n = m->data_bytes - offset < n ? m->data_bytes - offset : n;
-    return n > 0 ? put(M, slot, count_of(slot, m), m->offset + offset, data, n) : -1;
+    n = a->m->data_bytes - offset < n ? a->m->data_bytes - offset : n;
+    return n > 0 ? put(a, a->m->offset + offset, data, n) : -1;
 }
 
 /* Lines of a LL128 message beginning at wire byte `at` of the message (a multiple of 128). Returns as put_words(). */
-static int put_ll128(
-    fc_machine *M, fc_slot *slot, const fc_sent *m, uint64_t at, const uint8_t *wire, uint32_t length)
+static int put_ll128(const arrival *a, uint64_t at, const uint8_t *wire, uint32_t length)
 {
     int new = -1;
     for (uint32_t i = 0; i < length / FC_LL128_LINE; i++) {
@@ -224,17 +238,18 @@ static int put_ll128(
         int64_t half = (int64_t)fc_data_bytes(FC_LL128, at + FC_LL128_LINE * i);
         uint32_t line = (uint32_t)((at + FC_LL128_LINE * i) / FC_LL128_LINE % 8);
         /* words 0..13 lie together; word 14 follows them only in lines 0..3 */
-        int found = put_words(M, slot, m, half + fc_ll128_offset(line, 0), words, line < 4 ? 120 : 112);
+        int found = put_words(a, half + fc_ll128_offset(line, 0), words, line < 4 ? 120 : 112);
         new = found > new ? found : new;
         if (line >= 4) {
-            found = put_words(M, slot, m, half + fc_ll128_offset(line, 14), words + 112, 8);
+            found = put_words(a, half + fc_ll128_offset(line, 14), words + 112, 8);
             new = found > new ? found : new;
         }
     }
     return new;
 }
 
-int fc_place(fc_machine *M, const fc_sent *m, uint32_t index, const uint8_t *wire, uint32_t length)
+int fc_place(fc_machine *M, uint32_t stream, const fc_flow *f, const fc_sent *m, uint32_t index, const uint8_t *wire,
+             uint32_t length)
 {
     fc_slot *slot = slot_of(M, m);
     int protocol = m->call->lane.protocol;
@@ -242,8 +257,9 @@ int fc_place(fc_machine *M, const fc_sent *m, uint32_t index, const uint8_t *wir
     uint8_t unpacked[FC_SIDE_BYTES];
     if (slot == NULL)
         return FC_LATE;
+    arrival a = {.M = M, .slot = slot, .m = m, .count = count_of(slot, m), .from = {stream, f, m->psn + index}};
     if (protocol == FC_LL128) {
-        int new = put_ll128(M, slot, m, at, wire, length);
+        int new = put_ll128(&a, at, wire, length);
         return new > 0 ? FC_PLACED : new == 0 ? FC_COMPARED : FC_RELEASED;
     }
     int64_t offset = (int64_t)fc_data_bytes(protocol, at), n = (int64_t)fc_data_bytes(protocol, length);
@@ -255,13 +271,13 @@ int fc_place(fc_machine *M, const fc_sent *m, uint32_t index, const uint8_t *wir
         uint64_t end = (uint64_t)(m->offset + offset + n + FC_CELL - 1) / FC_CELL;
         if (!has_any(M, slot, first, end)) {
             fc_ll_unpack(slot->data + m->offset + offset, wire, (uint64_t)n);
-            cover(M, slot, count_of(slot, m), first, end);
+            cover(M, slot, a.count, first, end);
             return FC_PLACED;
         }
         fc_ll_unpack(unpacked, wire, (uint64_t)n);
         wire = unpacked;
     }
-    return put(M, slot, count_of(slot, m), m->offset + offset, wire, n) ? FC_PLACED : FC_COMPARED;
+    return put(&a, m->offset + offset, wire, n) ? FC_PLACED : FC_COMPARED;
 }
 
 /* A wrong flag leaves bytes of no meaning in cells that stay uncovered. */
@@ -281,7 +297,7 @@ int fc_place_flagged(fc_machine *M, uint32_t stream, fc_flow *f, const fc_sent *
         || has_any(M, slot, first, end)) {
         if (!fc_check_flags(M, stream, f, m, index, wire, length, psn))
             return FC_DISAGREED;
-        return fc_place(M, m, index, wire, length);
+        return fc_place(M, stream, f, m, index, wire, length);
     }
     uint8_t *to = slot->data + m->offset + offset;
     if (is_ll)
@@ -323,7 +339,7 @@ int fc_place_general(fc_machine *M, uint32_t stream, fc_flow *f, const uint8_t *
     const fc_sent *m = f->ahead;
     uint32_t index = (uint32_t)(psn - m->psn);
     if (m->call->lane.protocol == FC_SIMPLE)
-        return fc_place(M, m, index, wire, M->mtu);
+        return fc_place(M, stream, f, m, index, wire, M->mtu);
     return fc_place_flagged(M, stream, f, m, index, wire, M->mtu, psn);
 }
 

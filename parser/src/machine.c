@@ -388,7 +388,7 @@ static int place(packet *w)
     if (flagged)
         return fc_place_flagged(M, w->stream, w->f, m, w->index, p->payload, p->payload_len, w->psn);
     if (m->agreed || w->witness == 2)
-        return fc_place(M, m, w->index, p->payload, p->payload_len);
+        return fc_place(M, w->stream, w->f, m, w->index, p->payload, p->payload_len);
     if (w->repeated)
         return FC_REPEATED; /* its first copy is aside */
     int outcome = fc_keep_aside(M, w->f, w->f->current, w->index, p->payload, p->payload_len);

@@ -45,6 +45,7 @@ void fc_forget(fc_machine *M)
     for (uint64_t i = 0; i < lost; i++)
         if (M->losses[i].target == FC_GRADIENT && M->losses[i].iteration >= M->base_iteration)
             M->losses[M->lost++] = M->losses[i];
+    fc_forget_differences(M);
     if (M->unlogged_last < M->base_iteration) {
         M->unlogged_first = INT64_MAX;
         M->unlogged_last = -1;
@@ -232,14 +233,15 @@ int fc_keep_aside(fc_machine *M, fc_flow *f, uint64_t message, uint32_t index, c
 
 /* What becomes of a packet aside, now that a witness agreed before `before_psn`; FC_ASIDE: it stays, as long as what
  * comes late may vouch for it. */
-static int judge_aside(fc_machine *M, const fc_flow *f, const fc_side_packet *packet, uint64_t before_psn)
+static int judge_aside(
+    fc_machine *M, uint32_t stream, const fc_flow *f, const fc_side_packet *packet, uint64_t before_psn)
 {
     const fc_sent *m = &packet->sent;
     uint64_t psn = m->psn + packet->index;
     int remembered = packet->message + FC_WINDOW >= f->messages;
     if ((f->first_anchor - 1 < psn && psn < before_psn)
         || (remembered && f->window[packet->message % FC_WINDOW].agreed))
-        return fc_place(M, m, packet->index, packet->bytes, packet->length);
+        return fc_place(M, stream, f, m, packet->index, packet->bytes, packet->length);
     if (remembered && before_psn)
         return FC_ASIDE;
     fc_note_loss(M, FC_UNANCHORED, m, packet->index, packet->length);
@@ -253,7 +255,7 @@ void fc_settle_aside(fc_machine *M, uint32_t stream, fc_flow *f, uint64_t before
     for (int32_t i = f->side_head, following; i >= 0; i = following) {
         fc_side_packet *packet = &M->side[i];
         following = packet->next;
-        int outcome = judge_aside(M, f, packet, before_psn);
+        int outcome = judge_aside(M, stream, f, packet, before_psn);
         if (outcome == FC_ASIDE) {
             *(kept_tail < 0 ? &kept_head : &M->side[kept_tail].next) = i;
             kept_tail = i;

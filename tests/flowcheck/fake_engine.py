@@ -85,6 +85,9 @@ class FakeEngine:
         self.log: list[dict[str, Any]] = []  # disagreements
         self.lost: list[dict[str, Any]] = []  # losses
         self.copied: dict[int | None, tuple[int, int, int]] = {}
+        self.void: dict[int | None, list[tuple[int, int]]] = {}  # cells: a test also takes them out of cells()
+        self.differing: list[dict[str, Any]] = []  # what differences() says
+        self.carried: list[tuple[int, int]] = []  # what carriers() says, of any byte
         self.tags: dict[int, int] = {}
         self.forms: dict[CtsElement, int] = dict.fromkeys(CTS_ELEMENTS, 0)
         self.filled: dict[int | None, np.ndarray] = {}  # cells
@@ -260,6 +263,16 @@ class FakeEngine:
 
     def copies(self, iteration: int | None = None) -> tuple[int, int, int]:
         return self.copied.get(iteration, (0, 0, 0))
+
+    def void_cells(self, iteration: int | None, first: int, end: int) -> np.ndarray:
+        runs = [(max(a, first), min(b, end)) for a, b in self.void.get(iteration, [])]
+        return np.array([run for run in runs if run[0] < run[1]], np.int64).reshape(-1, 2)
+
+    def differences(self) -> list[dict[str, Any]]:
+        return list(self.differing)
+
+    def carriers(self, iteration: int, offset: int) -> list[tuple[int, int]]:
+        return list(self.carried)
 
     def flows(self) -> np.ndarray:
         table = np.zeros((self.config.streams, len(self.config.flows)), FLOW)

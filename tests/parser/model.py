@@ -44,6 +44,8 @@ ASIDE            SIMPLE bytes that nothing vouches for wait. They are placed whe
                  MIDDLE aside, LAST with its immediate agrees: placed if a message before it had agreed. A copy of what
                  waits is `repeated`. When something agrees, what waits of messages more than 64 ago is `unanchored`; so
                  is what still waits at the end.
+DIFFERING        A copy of a cell that differs from what came first makes the cell void: it is missing for the rest of
+                 its iteration, also if a later copy agrees with one of the two.
 EMPTY            Of a final message, what has no byte of the tensor is `released` each time that it comes.
 
 Not covered. Raises: other frames than plain IPv4, unchecked ICRCs, slots that LL cleans, a schedule that ends.
@@ -114,7 +116,8 @@ class Final:
 
 
 class Model:
-    """outcomes: by stream. regions: (target, iteration) -> {cell: its bytes}. differ: cells whose copies differed."""
+    """outcomes: by stream. regions: (target, iteration) -> {cell: its bytes}. differ: cells whose copies differed:
+    void (DIFFERING)."""
 
     def __init__(self, config: EngineConfig) -> None:
         if not config.check_icrc:

@@ -1,4 +1,4 @@
-"""Two copies of the same bytes that differ: counted, and the first copy stays. The engine alone, fed from memory.
+"""Two copies of the same bytes that differ: counted, and their cells are missing. The engine alone, fed from memory.
 
 Both ways through the engine must compare: the fast one (a MIDDLE packet that comes in order) and the general one.
 """
@@ -6,6 +6,7 @@ Both ways through the engine must compare: the fast one (a MIDDLE packet that co
 import functools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from parser.machine import Engine
 
@@ -41,14 +42,27 @@ def fed(plan: JobPlan, *turns: tuple[int, list[Packet]]) -> Engine:
         assert two.copies(iteration) == engine.copies(iteration)
         assert (two.cells(iteration) == engine.cells(iteration)).all()
         assert (two.region(iteration) == engine.region(iteration)).all()
+        assert two.covered(iteration) == engine.covered(iteration) == engine.cells(iteration).sum()
+        assert (void(two, iteration) == void(engine, iteration)).all()
+    assert sorted(map(str, two.differences())) == sorted(map(str, engine.differences()))
     return engine
 
 
+def void(engine: Engine, iteration: int) -> np.ndarray:
+    """The cells whose copies differed."""
+    runs = engine.void_cells(iteration, 0, len(engine.cells(iteration)))
+    return np.concatenate([np.arange(0), *(np.arange(first, end) for first, end in runs)])
+
+
 def check(engine: Engine, made: Synthesis, differ: int, offset: int, holds: bytes | None = None) -> None:
-    """Everything is there, came twice, and differs in iteration TIME only."""
+    """Everything came twice, and differs in iteration TIME only: all of it is there but the cells that differ."""
     for iteration in range(3):
-        assert engine.cells(iteration)[: COUNT // 2].all()
+        cells = void(engine, iteration)
         found = (differ, offset) if iteration == TIME else (0, 0)
+        assert len(cells) == found[0] and (len(cells) == 0 or found[1] // 8 in cells)
+        there = np.ones(COUNT // 2, bool)
+        there[cells] = False
+        assert (engine.cells(iteration)[: COUNT // 2] == there).all()
         assert engine.copies(iteration) == (*found, 4 * COUNT)
         right = made.reduced[iteration, 0].tobytes()
         if iteration == TIME and holds is not None:
@@ -172,9 +186,11 @@ def test_the_next_iteration_in_an_arena_begins_anew(protocol: str) -> None:
                 taken[stream] += 1
         if engine.oldest == 0:
             assert engine.copies(0) == (1, offset, 4 * COUNT) and engine.copies(2) == (0, 0, 0)
+            assert not engine.complete(0, COUNT // 2) and engine.covered(0) == COUNT // 2 - 1
             engine.retire()
     assert taken == [len(made.packets)] * 2
     assert engine.copies(2)[0] == 0 and engine.copies(2)[2] == 4 * COUNT
+    assert engine.cells(2)[: COUNT // 2].all() and len(void(engine, 2)) == 0 and engine.complete(2, COUNT // 2)
     assert engine.copies(0) == (0, 0, 0)  # closed
 
 

@@ -148,10 +148,14 @@ class Both:
     def same_region(self, iteration: int | None) -> None:
         key = (Target.PARAMETERS, 0) if iteration is None else (Target.GRADIENT, iteration)
         region, wanted = self.engine.region(iteration), self.model.regions.get(key, {})
-        assert np.flatnonzero(self.engine.cells(iteration)).tolist() == sorted(wanted)
+        differ = self.model.differ.get(key, Counter())
+        there = self.engine.cells(iteration)
+        assert np.flatnonzero(there).tolist() == sorted(wanted.keys() - differ.keys())
+        assert self.engine.covered(iteration) == len(wanted) - len(differ)
+        void = self.engine.void_cells(iteration, 0, len(there))
+        assert [cell for first, end in void.tolist() for cell in range(first, end)] == sorted(differ)
         for cell, data in wanted.items():
             assert region[8 * cell : 8 * cell + len(data)].tobytes() == data
-        differ = self.model.differ.get(key, Counter())
         assert self.engine.copies(iteration)[0] == differ.total()
 
     def close_oldest(self) -> None:

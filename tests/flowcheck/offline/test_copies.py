@@ -1,4 +1,4 @@
-"""Two mirrors of the same ports whose copies differ: the replay says so, and nothing is published from there on.
+"""Two mirrors of the same ports whose copies differ: the replay says where, and nothing is published from there on.
 
 Captures with one payload byte changed and the ICRC made right again, replayed as a user would. What the engine does
 with every byte and on both of its ways is tested without DPDK in tests/parser/test_copies.py.
@@ -46,14 +46,26 @@ def write(folder: Path, protocol: str, *captures: list[Packet]) -> list[Path]:
 
 
 def check_refused(report: dict, failure: str, out: Path, offset: int) -> None:
-    """Iteration TIME fails for its copies alone; those before stand, those after have nothing to build on."""
+    """Iteration TIME lacks what differs and nothing else; those before stand, those after have nothing to build on."""
     verdicts = [iteration["verdict"] for iteration in report["iterations"]]
     assert [verdict["complete"] for verdict in verdicts] == [True, True, False, True]
     assert [verdict["publishable"] for verdict in verdicts] == [True, True, False, False]
-    reason = f"8 bytes of later copies differ, first at byte {offset} of the iteration's region"
-    assert verdicts[2]["failing"] == [{"clause": "copies_agree", "reason": reason}]
+    assert [entry["clause"] for entry in verdicts[2]["failing"]] == ["covered"]
+    reason = verdicts[2]["failing"][0]["reason"]
+    assert reason.startswith(
+        "bucket 1: 8998 of 9000 elements, missing by cause: disagreed 2; "
+        f"8 bytes at byte {offset} of the iteration's region: PSN "
+    )
+    assert reason.count("PSN") == reason.count("(QP 0x") == 2 and "a.pcap" in reason and "b.pcap" in reason
     assert [entry["clause"] for entry in verdicts[3]["failing"]] == ["previous"]
-    assert all(bucket["complete"] for iteration in report["iterations"] for bucket in iteration["buckets"])
+    incomplete = {
+        (number, index): bucket["missing"] for number, iteration in enumerate(report["iterations"])
+        for index, bucket in enumerate(iteration["buckets"]) if not bucket["complete"]
+    }
+    assert incomplete == {(TIME, 1): {"disagreed": 2}}
+    first = (offset - BASE) // 4
+    placed = [(part["start"], part["end"]) for part in report["iterations"][TIME]["buckets"][1]["placed"]]
+    assert placed == [(0, first), (first + 2, 9000)]
     assert failure == "1 of 4 iterations are incomplete, the first is 2"
     assert not report["ok"]
     assert report["checkpoint"]["step"] == 2
@@ -108,7 +120,7 @@ def test_copies_that_differ_in_the_first_iterations_leave_no_checkpoint(replayed
     assert [iteration["verdict"]["complete"] for iteration in report["iterations"]] == [False, True, True, True]
     assert [iteration["verdict"]["publishable"] for iteration in report["iterations"]] == [False] * 4
     failing = report["iterations"][0]["verdict"]["failing"]
-    assert [entry["clause"] for entry in failing] == ["copies_agree"] and f"byte {offset} " in failing[0]["reason"]
+    assert [entry["clause"] for entry in failing] == ["covered"] and f"byte {offset} " in failing[0]["reason"]
     assert failure == "1 of 4 iterations are incomplete, the first is 0"
     assert report["checkpoint"] is None and not list(out.glob("step-*")) and not (out / ".unconfirmed").exists()
 

@@ -41,7 +41,8 @@ def test_an_engine_without_complaints_is_evidence_of_a_publishable_iteration() -
     assert judged.evidence == Evidence(
         iteration=3, buckets=(BucketEvidence(0, 24, 24, {}, "bucket"), BucketEvidence(1, 9, 9, {}, "bucket")),
         unanchored=(), disagreements=(), recovered=(), icrc_checked=True, streams=STREAMS,
-        copies_disagreed=0, copies_first="", step_record_declared=False, step_record_present=False, checksum=None,
+        differences=(), copies_disagreed=0, copies_first="",
+        step_record_declared=False, step_record_present=False, checksum=None,
         refused="", previous_published=True,
     )
     assert judged.verdict.publishable and judged.verdict.unproven == () and judged.verdict.iteration == 3
@@ -182,6 +183,57 @@ def test_copies_that_agree_fail_nothing() -> None:
     judged = look(plan, engine)
     assert judged.verdict.publishable
     assert (judged.evidence.copies_disagreed, judged.evidence.copies_first) == (0, "")
+
+
+def differing(engine: FakeEngine, cells: tuple[int, int], **one: int) -> None:
+    """The copies of these cells of iteration 3 differ, as far as the engine's books go."""
+    engine.cells(3)[slice(*cells)] = False
+    engine.void[3] = [cells]
+    engine.copied[3] = (cells[1] - cells[0], 8 * cells[0], 4096)
+    entry = {"stream": 1, "flow": DATA, "psn": 70, "target": 1, "iteration": 3, "offset": 8 * cells[0], "bytes": 8}
+    engine.differing.append({**entry, **one})
+
+
+def test_what_copies_differ_in_is_missing_and_both_packets_are_named() -> None:
+    plan, engine = made()
+    differing(engine, (4, 6))
+    engine.carried = [(DATA, 70), (DATA_BACK, 9)]
+    judged = look(plan, engine)
+    assert judged.verdict.failing == ((
+        Clause.COVERED,
+        "bucket 0: 20 of 24 elements, missing by cause: disagreed 4; "
+        f"8 bytes at byte 32 of the iteration's region: PSN 70 of {FORWARD} in b differs from "
+        f"PSN 70 of {FORWARD} in a or PSN 9 of {BACK} in a or PSN 9 of {BACK} in b",
+    ),)
+    assert judged.evidence.copies_disagreed == 0 and judged.buckets[0].placed == ((0, 8), (12, 24))
+
+
+def test_a_retransmission_of_other_bytes_is_named() -> None:
+    plan, engine = made()
+    differing(engine, (4, 5))
+    engine.carried = [(DATA, 70)]
+    engine.flow(DATA)["packets"] = 0  # nothing of it is in the other capture
+    (_, reason), = look(plan, engine).verdict.failing
+    assert reason.endswith(f"PSN 70 of {FORWARD} in b differs from an earlier packet of the same PSN")
+
+
+def test_differences_of_other_iterations_are_not_named_and_few_of_this_one_are() -> None:
+    plan, engine = made()
+    differing(engine, (4, 5), iteration=2, psn=99)
+    for psn in range(71, 77):
+        differing(engine, (4, 5), psn=psn)
+    differences = look(plan, engine).evidence.differences
+    assert len(differences) == 4 and "PSN 71" in differences[0] and differences[3] == "and 3 more"
+
+
+def test_cells_that_differ_and_count_as_there_fail_the_iteration() -> None:
+    """The engine's books are wrong: between the buckets lies nothing that could be missing."""
+    plan, engine = made()
+    differing(engine, (12, 13))
+    verdict = look(plan, engine).verdict
+    assert verdict.failing == (
+        (Clause.COPIES_AGREE, "8 bytes of later copies differ, first at byte 96 of the iteration's region"),
+    )
 
 
 @pytest.mark.parametrize("change", [

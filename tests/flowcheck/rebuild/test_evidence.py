@@ -155,6 +155,17 @@ def test_a_noted_loss_has_its_cause(cause: str) -> None:
     assert missing(plan, engine) == {cause: 4, "lost": 14}
 
 
+def test_what_copies_differ_in_is_named_before_all_else() -> None:
+    """Cells 1 and 2 are void; another packet of cell 2 came with a wrong ICRC."""
+    plan, engine = example()
+    place(plan, engine, 0, "1001111111")
+    engine.void[2], engine.lost = [(1, 3)], [loss("icrc", 16, 8)]
+    (found,) = bucket_coverage(plan, engine, 2)
+    assert (found.missing, found.placed) == ({"disagreed": 4}, ((0, 2), (6, 20)))
+    place(plan, engine, 0, "1000111111")  # and one that never came
+    assert missing(plan, engine) == {"disagreed": 4, "lost": 2}
+
+
 @pytest.mark.parametrize(
     "noted",
     [

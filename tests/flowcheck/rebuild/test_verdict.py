@@ -13,6 +13,7 @@ GOOD = Evidence(
     recovered=(),
     icrc_checked=True,
     streams=(StreamEvidence("a", "past"), StreamEvidence("b", "ended"), StreamEvidence("c", "lost")),
+    differences=(),
     copies_disagreed=0,
     copies_first="",
     step_record_declared=True,
