@@ -76,7 +76,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/trainer/attachment.py": [
         f"{FLOW}/trainer/test_attachment{part}.py" for part in ("", "_arguments", "_state", "_records")
     ],
-    "flowcheck/trainer/sender.py": [f"{FLOW}/trainer/test_link.py"],
+    "flowcheck/trainer/sender.py": [f"{FLOW}/trainer/test_sender.py"],
     "flowcheck/trainer/description.py": [f"{FLOW}/trainer/test_description.py", f"{FLOW}/trainer/test_watch.py"],
     "flowcheck/node/control.py": [f"{NODE}/test_control.py", f"{NODE}/test_control_server.py"],
     "flowcheck/node/config.py": [f"{NODE}/test_config.py"],
