@@ -46,7 +46,6 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "updater": ([], []),
     "flowcheck/lab/bench": (["isal"], ["parser"]),
     "flowcheck/lab": ([], []),
-    "flowcheck/node": ([], []),
     "flowcheck/lab/softroce": (["isal"], []),
 }
 
@@ -70,7 +69,7 @@ def cython_extensions() -> list[Extension]:
                     define_macros=MACROS,
                     extra_compile_args=[*OPTIMISE, *WARNINGS, *EXACT.get(package, [])],
                     depends=[str(p) for folder in folders for p in (ROOT / folder / "include").glob("*.h")]
-                    + [f"dataplane/include/{name}.h" for name in ("fanout", "lock", "packetref", "tunnel")],
+                    + [f"dataplane/include/{name}.h" for name in ("lock", "packetref", "tunnel")],
                 )
             )
     return found

@@ -110,6 +110,10 @@ cdef extern from "machine.h" nogil:
         uint64_t psn
     ctypedef struct fc_outcome_count:
         uint64_t packets, bytes
+    ctypedef struct fc_strangers:
+        fc_outcome_count *counts
+        uint64_t *refused
+        uint64_t packets
     ctypedef struct fc_machine:
         uint32_t mtu, streams, flows, arenas, table_mask, header_lines, cts_tables, cts_known
         uint32_t n_others, places
@@ -124,6 +128,8 @@ cdef extern from "machine.h" nogil:
         int64_t *region_bytes
         uint64_t *words
         uint64_t *refused
+        uint8_t *final_hint
+        uint8_t *own_hint
         fc_cts_element *cts_elements
         uint64_t *cts_forms
         fc_outcome_count *counts

@@ -3,7 +3,7 @@
 Call order: Engine(config); run() per stream until drained; past(), close(), retire() as iterations close; finish() once
 at the end; read results with the accessors. Garbage collection frees the memory.
 Thread rule: one thread is in charge and calls everything. Packets may be taken by config.threads others, each for its own
-streams (stream modulo threads): by run() or serve(), which release the GIL. They go on while anything else here is called,
+streams (stream modulo threads): by run() or parser.placers, without the GIL. They go on while anything else here is called,
 but finish() and feed(). What is read of an iteration then is as of some moment, and final once close() has returned.
 """
 
@@ -33,7 +33,7 @@ from parser.roce import REFUSAL_NAMES
 cdef extern from "serve.h" nogil:
     ctypedef struct fc_service:
         pass
-    void fc_serve(fc_machine *M, fc_service *service)
+    void fc_serve(fc_service *service)
 
 
 cdef extern from "place.h" nogil:
@@ -94,6 +94,12 @@ def choose_placing(int protocol, str way, uint32_t ahead):
     fc_place_choose(protocol, names.index(way), ahead)
 
 
+def serve(uintptr_t service):
+    """Be a placing thread until it is stopped: parser.placers, which made the service."""
+    with nogil:
+        fc_serve(<fc_service *>service)
+
+
 cdef str _state(const fc_flow *f):
     """UNSEEN, MID_STREAM, COUNTED, ANCHORED (a witness agreed with the count), ADRIFT, ON_TRIAL or LOST."""
     if f.trust != FC_TRUSTED:
@@ -109,6 +115,7 @@ cdef class Engine(Arenas):
 
     cdef fc_shared shared
     cdef tuple elements         # forms of the clear-to-send element: the job's, then the others
+    cdef public object placers  # of parser.placers, while the engine has a seat there: machines point into their memory
 
     def __cinit__(self, config):
         cdef uint32_t t, o
@@ -140,7 +147,7 @@ cdef class Engine(Arenas):
         M.unlogged_first = INT64_MAX
         for i in range(<uint32_t>FC_TIMES):
             M.times[i].iteration = -1
-        M.shared = &self.shared
+        M.shared, M.final_hint = &self.shared, M.own_hint
         M.edges, M.table, M.table_mask = schedule.edges, schedule.table, schedule.table_mask
         M.header_lines, M.places, M.cts_tables = schedule.header_lines, schedule.places, schedule.n_edges
         self.build_slots(M)
@@ -194,10 +201,9 @@ cdef class Engine(Arenas):
             done = fc_drive(M, stream, <fc_ring *>ring_address, limit, &blocked)
         return done, bool(blocked)
 
-    def serve(self, uint32_t thread, uintptr_t service):
-        """Be placing thread number `thread` until it is stopped: parser.placers, which made the service."""
-        with nogil:
-            fc_serve(self.machines[thread], <fc_service *>service)
+    def machine(self, uint32_t thread):
+        """Address of a thread's machine, for parser.placers. It lives as long as the engine."""
+        return <uintptr_t>self.machines[thread]
 
     def feed(self, uint32_t stream, const uint8_t[::1] frame):
         """One frame from memory: the same function that run() calls. False: blocked, not consumed."""

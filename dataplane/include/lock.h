@@ -22,6 +22,13 @@ static inline void fc_take(fc_lock *lock)
     }
 }
 
+/* 1: taken. 0: somebody has it, or waits for it. */
+static inline int fc_try(fc_lock *lock)
+{
+    uint32_t mine = __atomic_load_n(&lock->serving, __ATOMIC_ACQUIRE);
+    return __atomic_compare_exchange_n(&lock->next, &mine, mine + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+}
+
 static inline void fc_give(fc_lock *lock)
 {
     __atomic_store_n(&lock->serving, lock->serving + 1, __ATOMIC_RELEASE);

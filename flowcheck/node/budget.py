@@ -127,7 +127,7 @@ def budget(config: NodeConfig, planned: Sequence[PlannedCapture], facts: Machine
     captures = tuple(_figures(one, huge, facts) for one in planned)
     kernel = sum(one.kernel for one in captures)
     dpdk = (need.huge_mb if huge else need.total_mb) << 20
-    pinned = {core for one in planned for core in one.live.cores}
+    pinned = {core for one in planned for core in (*one.live.cores, *one.settings.place_cores)}
     made = Budget(
         huge=huge, captures=captures, dpdk=dpdk, kernel=kernel, replicas=config.groups * config.replica.memory_mb << 20,
         ordinary=kernel + (0 if huge else dpdk), available=facts.available, huge_free=facts.huge_free,
@@ -154,8 +154,11 @@ def _threads(config: NodeConfig, planned: Sequence[PlannedCapture]) -> Iterator[
             yield ThreadPlace(f"receive from {one.device}", one.live.queues)
         for queue, core in enumerate(one.live.cores):
             yield ThreadPlace(f"receive from {one.device} queue {queue}", 1, core)
-    queues = sum(one.live.queues for one in planned)
-    yield ThreadPlace("place, one for each queue of each group", config.groups * queues)
+    for one in planned:
+        if not one.settings.place_cores:
+            yield ThreadPlace(f"place from {one.device}, for all groups", one.live.queues)
+        for queue, core in enumerate(one.settings.place_cores):
+            yield ThreadPlace(f"place from {one.device} queue {queue}, for all groups", 1, core)
     yield ThreadPlace("follow a group: judge, publish", config.groups)
     if config.replica.threads:
         yield ThreadPlace("updater's workers, of each group", config.replica.threads)
@@ -166,12 +169,13 @@ def _problems(
     config: NodeConfig, planned: Sequence[PlannedCapture], facts: MachineFacts, made: Budget
 ) -> Iterator[FlowcheckError]:
     for one in planned:
-        absent = [str(core) for core in one.live.cores if core not in facts.cpus]
-        if absent:
-            yield EnvironmentProblem(
-                f"this machine has no core {', '.join(absent)}", where=f"{one.table}.cores",
-                remedy="cores that `lscpu -e` lists as online",
-            )
+        for key, cores in (("cores", one.live.cores), ("place_cores", one.settings.place_cores)):
+            absent = [str(core) for core in cores if core not in facts.cpus]
+            if absent:
+                yield EnvironmentProblem(
+                    f"this machine has no core {', '.join(absent)}", where=f"{one.table}.{key}",
+                    remedy="cores that `lscpu -e` lists as online",
+                )
         if 0 < (there := facts.rx_queues.get(one.device, -1)) < one.live.queues:
             yield EnvironmentProblem(
                 f"{one.live.queues} queues, {one.device} has {there}", where=f"{one.table}.queues",
@@ -223,12 +227,13 @@ def _notes(
             " refuses such a job before it begins"
         )
     if not made.left:
-        yield "a receiving thread is pinned to each core: groups, updates and the kernel have none for themselves"
+        yield "a thread is pinned to each core: groups, updates and the kernel have none for themselves"
     for one in planned:
         near = facts.node_cpus.get(one.node)
-        far = [str(core) for core in one.live.cores if near and core not in near]
-        if far:
-            yield f"{one.table}.cores: {', '.join(far)} on another NUMA node than {one.device} (node {one.node})"
+        for key, cores in (("cores", one.live.cores), ("place_cores", one.settings.place_cores)):
+            far = [str(core) for core in cores if near and core not in near]
+            if far:
+                yield f"{one.table}.{key}: {', '.join(far)} on another NUMA node than {one.device} (node {one.node})"
         nodes = facts.engine_nodes
         far = [name for name in one.live.engines if min(one.node, nodes.get(name, -1)) >= 0 and nodes[name] != one.node]
         if far:

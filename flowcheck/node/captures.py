@@ -21,7 +21,7 @@ from dataplane.pydpdk.errors import DpdkError
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node.config import AUTO, LARGEST_RING, Capture, NodeConfig
 
-__all__ = ["PlannedCapture", "naming", "plan_captures", "ring_memory"]
+__all__ = ["PlannedCapture", "naming", "place_cores", "plan_captures", "ring_memory"]
 
 LEAST_RING = 64
 VIRTUAL = "dma_"  # how the names of engines without hardware begin: DPDK makes them when they are asked for
@@ -82,6 +82,11 @@ def naming(capture: PlannedCapture) -> Iterator[None]:
         if capture.device in error.what:
             raise
         raise DpdkError(error.errno or 0, f"{capture.device}: {error.what}", error.remedy) from None
+
+
+def place_cores(planned: Iterable[PlannedCapture]) -> tuple[int | None, ...]:
+    """Of the placing thread of each queue, over all captures. None: wherever the kernel puts it."""
+    return tuple(core for one in planned for core in one.settings.place_cores or [None] * one.live.queues)
 
 
 def ring_memory(live: LiveConfig) -> int:

@@ -53,8 +53,7 @@ class Node:
         self._stopping = False  # no Event: a signal's handler may interrupt its very lock
         self._lock = threading.Lock()
         self._groups: dict[str, Group] = {}
-        self._readers: dict[str, int] = {}  # of the captures, by group
-        self._started = False  # with the first group: packets that nobody reads would only fill the ring
+        self._started = False  # with the first group
         token = _check_files(config)
         planned = plan_captures(config)
         with ExitStack() as undo:
@@ -66,7 +65,7 @@ class Node:
                 with naming(one):
                     self._captures.append(undo.enter_context(LiveSource(eal, one.live)))
             self._planned = planned
-            self._port = Port(planned, self._captures, config.groups)
+            self._port = Port(planned, self._captures)
             self._drops = [Drops(one, partial(self._port.drops_of, i), say) for i, one in enumerate(planned)]
             path = config.output.keep_hashes
             self._hashes = undo.enter_context(closing(Hashes(path))) if path else None
@@ -97,18 +96,27 @@ class Node:
                 if not idle:
                     return f"{len(self._groups)} groups are attached, this node has room for no more"
                 self._groups.pop(idle[0]).stop()
-                self._port.close(self._readers.pop(idle[0]))
-            reader = next(i for i in range(self.config.groups) if i not in self._readers.values())
             if not self._started:
-                for one, capture in zip(self._planned, self._captures, strict=True):
-                    with naming(one):
-                        capture.start()
-                self._started = True
-            sources = self._port.open(reader)
-            group = Group(name, self.config, sources, self._port, self._say, self._writer, self._hashes)
+                self._start()
+            port = self._port
+            group = Group(name, self.config, port.queues, port.placers, port, self._say, self._writer, self._hashes)
             group.start()
-            self._groups[name], self._readers[name] = group, reader
+            self._groups[name] = group
             return group
+
+    def _start(self) -> None:
+        """Receive and place. Raises EnvironmentProblem, DpdkError."""
+        try:
+            self._port.placers.start()
+        except OSError as error:
+            raise EnvironmentProblem(
+                f"a placing thread cannot be pinned: {error.strerror}", where="capture.place_cores",
+                remedy="cores that this process may use, or none",
+            ) from None
+        for one, capture in zip(self._planned, self._captures, strict=True):
+            with naming(one):
+                capture.start()
+        self._started = True
 
     def wait(self) -> None:
         """Until `stop`, until a group's thread has died of a fault of ours, or a capture cannot go on (its interface is
@@ -135,6 +143,7 @@ class Node:
     def _stop_groups(self) -> None:
         for group in self._groups.values():
             group.stop()
+        self._port.placers.stop()
         for capture in self._captures:
             capture.stop()
         for capture in self._captures:

@@ -64,8 +64,9 @@ class Capture(_Part):
 
     device: as dataplane/ports.py names them. path_mtu: RoCE's, 0: whole frames of the interface. dump: how packets
     get into the rings (docs/understand/dataplane.md). engines: for dump = "dma", each used by one queue: names, a
-    multiple of queues, or "auto": one for each queue, on the device's NUMA node. queues: each has a ring and a thread.
-    cores: one for each queue, or none. huge: packet memory in huge pages, for all captures of the node; left out: if
+    multiple of queues, or "auto": one for each queue, on the device's NUMA node. queues: each has a ring, a thread that
+    receives and one that places. cores: of those that receive, place_cores: of those that place; one for each queue, or
+    none. huge: packet memory in huge pages, for all captures of the node; left out: if
     enough of them are free when the node starts.
 
     The ring of each queue, one of: ring_size: packets, a power of two. ring_mb: MiB of memory for it. iteration_bytes:
@@ -82,6 +83,7 @@ class Capture(_Part):
     ring_mb: Annotated[int, Field(ge=1, le=1 << 24)] | None = None
     iteration_bytes: Annotated[int, Field(ge=1, le=1 << 48)] | None = None
     cores: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
+    place_cores: tuple[Annotated[int, Field(ge=0, le=1023)], ...] = ()
     huge: bool | None = None
 
     @field_validator("engines", mode="before")
@@ -98,8 +100,9 @@ class Capture(_Part):
             raise _wrong(rings[1], f"{rings[0]} is given, too: one of them decides how large the rings are")
         if self.ring_size is not None and self.ring_size & (self.ring_size - 1):
             raise _wrong("ring_size", f"{self.ring_size} is not a power of two")
-        if self.cores and len(self.cores) != self.queues:
-            raise _wrong("cores", f"{len(self.cores)} cores for {self.queues} queues: one for each, or none")
+        for key, cores in (("cores", self.cores), ("place_cores", self.place_cores)):
+            if cores and len(cores) != self.queues:
+                raise _wrong(key, f"{len(cores)} cores for {self.queues} queues: one for each, or none")
         if (self.dump == "dma") != bool(self.engines):
             raise _wrong("engines", 'dump = "dma" needs DMA engines: their names, or "auto"' if self.dump == "dma" else
                          f'DMA engines are for dump = "dma", this is {self.dump!r}')
@@ -154,14 +157,15 @@ class NodeConfig(_Part):
         """What may be there once, and what all captures share."""
         taken: dict[tuple[str, str], str] = {}
         for i, capture in enumerate(captures):
-            kind, _, interface = capture.device.partition(":")
-            given = [("device", interface if kind in ("af_packet", "af_xdp") else capture.device.lower())]
-            given += [("cores", str(core)) for core in capture.cores]
+            driver, _, interface = capture.device.partition(":")
+            given = [("device", interface if driver in ("af_packet", "af_xdp") else capture.device.lower())]
+            given += [(key, str(core)) for key in ("cores", "place_cores") for core in getattr(capture, key)]
             given += [("engines", name) for name in capture.engines if name not in (*AUTO, SKELETON)]
             for key, name in given:
-                if (key, name) in taken:
-                    raise _wrong(f"{_index(i, captures)}.{key}", f"{name} is given twice: {taken[key, name]} has it")
-                taken[key, name] = f"capture{_index(i, captures)}.{key}"
+                kind = key.removeprefix("place_")  # a thread that receives leaves nothing of its core to another
+                if (kind, name) in taken:
+                    raise _wrong(f"{_index(i, captures)}.{key}", f"{name} is given twice: {taken[kind, name]} has it")
+                taken[kind, name] = f"capture{_index(i, captures)}.{key}"
         huge = {capture.huge for capture in captures} - {None}
         if len(huge) > 1:
             raise _wrong(".huge", "true in one and false in another: all captures of a node have the same memory")

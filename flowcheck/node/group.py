@@ -4,9 +4,9 @@
                                                              ^---------- lost: the last good version stays
 
 One thread per group drives its session and handles its inbox; connections (control.py) only put into the inbox, and
-never wait for the group. The session's own threads place, one for each queue. Without a job the rings are emptied, so
-that the next one begins with fresh packets. All groups read all captures of the node (ring_fanout.pyx): one that has no
-arena for what comes leaves it in the ring, and if that fills, packets are dropped for all of them, and counted.
+never wait for the group. The node's threads place, one for each queue, for all groups (parser/placers.pyx): a job has
+what comes from its manifest on. A group that has no arena for what comes leaves it in the ring, and if that fills,
+packets are dropped for all of them, and counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from parser.machine import Engine
+from parser.placers import Placers
 
 from flowcheck.control.protocol import Bye, Flows, Joined, Manifest, Notice, Progress, Record, State, Wanted
 from flowcheck.errors import FlowcheckError, UserError
@@ -27,7 +27,7 @@ from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.lines import closed_fields, line
-from flowcheck.node.live import GroupSource, LiveSession
+from flowcheck.node.live import LiveSession
 from flowcheck.node.members import Inbound, RankSession
 from flowcheck.node.output import Hashes, Writer
 from flowcheck.node.parts import check_job, check_memory, grown, split, union
@@ -37,24 +37,23 @@ from flowcheck.node.silence import Arrivals, Silent
 from flowcheck.node.uploads import Asking
 from flowcheck.rebuild.events import Closed, Event, Lost
 from flowcheck.rebuild.plan import JobPlan, plan_job
-from flowcheck.rebuild.scheduler import IDLE_SECONDS
-from parser.engine_config import EngineConfig
+from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
 
 __all__ = ["Group"]
 
-LAST_LOOKS = 4096  # batches that are still taken from the rings when an end was asked for
+LAST_LOOKS = 4096  # at what is still placed when an end was asked for
 INBOX = 4096  # messages; a connection that finds it full is too fast for anything honest
 
 
 class Group:
-    """name: what trainers call it. sources: rings of the captures, port: where they come from. say: events. See the
-    module for threads."""
+    """name: what trainers call it. sources: rings of the captures, which placers read; port: where they come from.
+    say: events. See the module for threads."""
 
     def __init__(
-        self, name: str, config: NodeConfig, sources: Sequence[GroupSource], port: Arrivals, say: Callable[..., None],
-        writer: Writer, hashes: Hashes | None,
+        self, name: str, config: NodeConfig, sources: Sequence[Source], placers: Placers, port: Arrivals,
+        say: Callable[..., None], writer: Writer, hashes: Hashes | None,
     ) -> None:
-        self.name, self._config, self._sources, self._port = name, config, sources, port
+        self.name, self._config, self._sources, self._placers, self._port = name, config, sources, placers, port
         self._say_all, self._writer, self._hashes = say, writer, hashes
         self._inbox: queue.Queue[Inbound] = queue.Queue(INBOX)
         self._lock = threading.Lock()
@@ -76,7 +75,6 @@ class Group:
         self._base: dict[str, int] = {}  # drops of the node when the state came
         self._told: dict[str, int] = {}  # of those, what lines about iterations have said
         self.files = ReplicaFiles(config.replica.directory, config.name, name)
-        self._idle = Engine(EngineConfig(4096, (), (), 0, streams=len(sources)))
         self._gone: list[RankSession] = []  # connections that ended; a list, because an inbox may be full
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name=f"flowcheck group {name}")
@@ -159,9 +157,6 @@ class Group:
                 if self._session is not None:
                     self._take(self._session.poll())
                     moved |= self._session.moved
-                else:
-                    for i, source in enumerate(self._sources):
-                        moved |= self._idle.run(i, source.ring_address, 4096)[0] > 0
                 if not moved:
                     time.sleep(IDLE_SECONDS)
             while self._handle_one():
@@ -226,15 +221,18 @@ class Group:
             self._take(self._session.record(message, inbound.tensors, member.rank))
         elif isinstance(message, Bye) and self._session is not None and member.rank == 0:
             self._finish(self._session)
+            self._session.place_in_threads(self._placers)  # somebody may come back
             self._say("end", run_id=self._session.plan.job.run_id, serves=self._session.serves)
 
     def _finish(self, session: LiveSession) -> None:
         """Judge what is there."""
-        session.place_here()
+        last = session.mark()
         for _ in range(LAST_LOOKS):
             self._take(session.poll())
             if not session.moved:
-                break
+                if session.passed(last):
+                    break
+                time.sleep(IDLE_SECONDS)
         self._take(session.finish())
 
     def _plan(self) -> None:
@@ -270,7 +268,7 @@ class Group:
             plan, self._sources, self._clock, slots=settings.slots, threads=settings.threads,
             record_seconds=self._config.record_seconds, port=self._port,
         )
-        self._session.place_in_threads([(source.ring_address, source.fanout_address) for source in self._sources])
+        self._session.place_in_threads(self._placers)
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows))
         self._tell(Wanted(["state"], "the job is known; a state to begin with is not here"))
 

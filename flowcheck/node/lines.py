@@ -13,13 +13,14 @@ from flowcheck.rebuild.events import Behind, Closed, Event, GivenUp, OnTime, Tak
 __all__ = ["closed_fields", "line"]
 
 _REMEDIES = {
-    "placing": "its packets are placed, or looked at, late: more capture.queues, each with a core of its own in"
-    " capture.cores, and a core for the group's thread",
+    "placing": "its packets are placed, or looked at, late: more capture.queues, each with cores of its own in"
+    " capture.cores and capture.place_cores, and a core for the group's thread",
     "record": "its step record comes late: look at the trainer and the control network, and leave a core for the"
     " group's thread",
     "update": "its update is late: raise replica.threads, with cores that nothing else uses",
     "checksums": "comparing its checksums takes long: raise replica.threads, or attach's checksum_every",
-    "rings": "packets wait to be placed: capture.queues, each with a core of its own in capture.cores",
+    "rings": "packets wait to be placed: capture.queues, each with cores of its own in capture.cores and"
+    " capture.place_cores",
 }
 
 

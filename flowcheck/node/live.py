@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,14 +29,7 @@ from flowcheck.rebuild.records import StepRecord
 from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
 from flowcheck.rebuild.scheduler import Source
 
-__all__ = ["GroupSource", "LiveSession"]
-
-
-class GroupSource(Source, Protocol):
-    """A queue of the capture, as one group reads it."""
-
-    @property
-    def fanout_address(self) -> int: ...
+__all__ = ["LiveSession"]
 
 
 class LiveSession(Follower):
@@ -88,6 +81,14 @@ class LiveSession(Follower):
         yield from super().finish()
         yield from self.keeper.look(self.next)
         yield from self.keeper.rest()
+
+    def mark(self) -> list[int]:
+        """Where the rings end now: for `passed`."""
+        return self.scheduler.mark()
+
+    def passed(self, mark: Sequence[int]) -> bool:
+        """Was all that was in the rings then taken, as far as there are arenas for it?"""
+        return self.scheduler.passed(mark)
 
     @property
     def serves(self) -> int:

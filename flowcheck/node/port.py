@@ -1,7 +1,8 @@
-"""The node's mirror ports: captures that all groups read, and what their counters say.
+"""The node's mirror ports: captures, the threads that place what they bring, and what their counters say.
 
-    port = Port(planned, sources, groups)   planned[i]: a capture of the settings; sources[i]: what was opened for it
-    port.open(reader)                       rings of its own for one group: every group sees every packet
+    port = Port(planned, sources)           planned[i]: a capture of the settings; sources[i]: what was opened for it
+    port.placers                            a thread for each queue, for all groups (parser.placers); start and stop it
+    port.queues                             what each group has as sources: one for each ring of the placers
     port.arrived, port.drops                packets so far, and those that the node itself has lost, by cause
     port.explain(drops)                     the same in words, with the setting that would have kept them
 
@@ -14,31 +15,39 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from parser.placers import Placers
+
 from dataplane.live import LiveSource
-from flowcheck.node.captures import PlannedCapture
+from flowcheck.node.captures import PlannedCapture, place_cores
 from flowcheck.node.drops import OWN, describe
-from flowcheck.node.ring_fanout import RingFanout
 from flowcheck.node.silence import Arrivals
 
 __all__ = ["Port", "Queue"]
 
 
-class Port(Arrivals):
-    """The queues of all captures, each read by up to `groups` readers."""
+@dataclass(frozen=True)
+class Queue:
+    """One rx queue, as a group's source of packets. index: among the queues of all captures."""
 
-    def __init__(self, planned: Sequence[PlannedCapture], sources: Sequence[LiveSource], groups: int) -> None:
+    port: Port
+    index: int
+    capture: int
+    ring_address: int
+
+    @property
+    def error(self) -> Exception | None:
+        return self.port.error(self.capture)
+
+
+class Port(Arrivals):
+    """The queues of all captures."""
+
+    def __init__(self, planned: Sequence[PlannedCapture], sources: Sequence[LiveSource]) -> None:
         self._planned, self._sources = planned, sources
         self.name = " and ".join(one.device for one in planned)
-        self._fanouts = [
-            (i, RingFanout(address, groups)) for i, source in enumerate(sources) for address in source.ring_addresses
-        ]
-
-    def open(self, reader: int) -> list[Queue]:
-        return [Queue(self, i, at, fanout, fanout.open(reader)) for i, (at, fanout) in enumerate(self._fanouts)]
-
-    def close(self, reader: int) -> None:
-        for _, fanout in self._fanouts:
-            fanout.close(reader)
+        rings = [(i, address) for i, source in enumerate(sources) for address in source.ring_addresses]
+        self.queues = [Queue(self, index, capture, address) for index, (capture, address) in enumerate(rings)]
+        self.placers = Placers([address for _, address in rings], cores=place_cores(planned))
 
     def error(self, capture: int) -> Exception | None:
         return self._sources[capture].error
@@ -59,6 +68,14 @@ class Port(Arrivals):
             for i in range(len(self._sources)) for cause, count in self.drops_of(i).items()
         }
 
+    @property
+    def unclaimed(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for queue in range(len(self.queues)):
+            for outcome, (packets, _) in self.placers.strangers(queue).items():
+                found[outcome] = found.get(outcome, 0) + packets
+        return found
+
     def stream_names(self, streams: int) -> list[str]:
         if len(self._planned) == 1:
             return super().stream_names(streams)
@@ -74,30 +91,3 @@ class Port(Arrivals):
 
     def _label(self, capture: int, cause: str) -> str:
         return cause if len(self._planned) == 1 else f"{self._planned[capture].device} {cause}"
-
-
-@dataclass(frozen=True)
-class Queue:
-    """One rx queue as a group's source of packets. index: among the queues of all captures. address: of the group's
-    ring."""
-
-    port: Port
-    index: int
-    capture: int
-    _fanout: RingFanout
-    address: int
-
-    @property
-    def ring_address(self) -> int:
-        """Asked before each look: what has come meanwhile is shown now."""
-        self._fanout.refresh()
-        return self.address
-
-    @property
-    def fanout_address(self) -> int:
-        """For threads that look without asking here."""
-        return int(self._fanout.address)
-
-    @property
-    def error(self) -> Exception | None:
-        return self.port.error(self.capture)

@@ -50,6 +50,11 @@ class Arrivals:
     def drops(self) -> dict[str, int]:
         return {}
 
+    @property
+    def unclaimed(self) -> dict[str, int]:
+        """Packets of no job that the node follows, by outcome."""
+        return {}
+
     def stream_names(self, streams: int) -> list[str]:
         """What people call the streams that come from here."""
         return [f"queue {i}" for i in range(streams)]
@@ -95,7 +100,10 @@ class Silence:
         return [Silent(self._why(now - self._since))]
 
     def _counts(self) -> tuple[int, dict[str, int]]:
-        return self._port.arrived, packets_by_outcome(self._plan, self._engine)
+        became = packets_by_outcome(self._plan, self._engine)
+        for outcome, packets in self._port.unclaimed.items():
+            became[outcome] = became.get(outcome, 0) + packets
+        return self._port.arrived, became
 
     def _came(self) -> tuple[int, dict[str, int]]:
         """What has arrived since a record was ahead, and what became of it."""

@@ -23,8 +23,9 @@ verdict publishes the version or drops it. What is left when the verdict stands 
 where a record brings checksums: the rings are drained meanwhile, and no other iteration closes before this one has
 ended. Its memory is free again once all of it was applied.
 
-One thread drives it, which waits for no worker while there is something in the rings. Placing may have threads of its
-own. Memory: `arenas` iterations of gradients, a replica, and as many step records as iterations can be open.
+One thread drives it, which waits for no worker while there is something in the rings. A node's threads may place for it
+(parser.placers). Memory: `arenas` iterations of gradients, a replica, and as many step records as iterations can be
+open.
 """
 
 from __future__ import annotations
@@ -79,7 +80,6 @@ class Follower:
         self.collector = EvidenceCollector(plan, self.engine)
         self.scheduler = ArenaScheduler(self.engine, sources, plan.cells, in_order=policy.sources_wait)
         self.keeper = Timekeeper(self.engine, self.scheduler, records=bool(plan.job.step_values), now=stamp)
-        self._placers: Placers | None = None
         self.records = StepRecords(plan.job, self.clock)
         self._builder = VersionBuilder(plan, self.engine, self.records)
         self._wait = RecordWait(policy.record_seconds)
@@ -143,20 +143,14 @@ class Follower:
 
     # -- driving --
 
-    def place_in_threads(self, rings: Sequence[tuple[int, int]]) -> None:
-        """From now on the engine's threads take packets, at all times; else poll() does. rings: (ring, its fanout or 0)
-        of each source. Until finish() or close()."""
-        assert self._placers is None
-        self._placers = Placers(self.engine, rings)
-        self._placers.start()
-        self.scheduler.leave_to(self._placers)
+    def place_in_threads(self, placers: Placers) -> None:
+        """From now on these threads take packets, at all times; else poll() does. Their rings are those of the sources.
+        Until finish() or close()."""
+        self.scheduler.leave_to(placers.attach(self.engine))
 
-    def place_here(self) -> None:
-        """The threads end. What they left in the rings is taken by poll()."""
-        if self._placers is not None:
-            self._placers.stop()
-            self._placers = None
-            self.scheduler.leave_to(None)
+    def leave_threads(self) -> None:
+        """The threads take nothing more for this job."""
+        self.scheduler.leave_to(None)
 
     def run(self) -> Iterator[Event]:
         """All that happens until every source has ended. Rests while nothing moves."""
@@ -189,7 +183,7 @@ class Follower:
 
     def finish(self) -> Iterator[Event]:
         """No more traffic: judge what is still open."""
-        self.place_here()
+        self.leave_threads()
         self.engine.finish()
         self._coming = None
         yield from self.settle()
@@ -203,8 +197,8 @@ class Follower:
             yield from self._heed(-1)
 
     def close(self) -> None:
-        """End the threads, let go of the replica."""
-        self.place_here()
+        """Let go of the threads and of the replica."""
+        self.leave_threads()
         self._builder.drop()
         if self.replica is not None:
             self.replica.close()

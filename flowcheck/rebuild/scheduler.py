@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from parser.machine import NOTHING_SEEN, Engine
-from parser.placers import Placers
+from parser.placers import Seat
 
 from flowcheck.errors import UserError
 
@@ -56,14 +56,15 @@ class ArenaScheduler:
         self, engine: Engine, sources: Sequence[Source], cells: tuple[int, int], *, in_order: bool = False
     ) -> None:
         self._engine, self._sources, self._cells = engine, sources, cells
-        self._placers: Placers | None = None
+        self._seat: Seat | None = None
         self._in_order = self._opening = in_order
         self._looked = 0  # sources of which the beginning was looked at
         self._known = 0  # disagreements
         self._whole = -1  # the newest iteration that every stream has passed and of which nothing is missing
         self._ended = [False] * len(sources)
         self._blocked = [False] * len(sources)
-        self._taken = [0] * len(sources)  # by the placing threads
+        self._taken = [0] * len(sources)  # by the placing threads, of the job's packets
+        self._gone_by = [0] * len(sources)  # packets of the rings that they are past, of whatever job
         self._highest = self.fullest = (0, 1)  # (packets that wait in a ring, its room): the most, and the most now
         self.room = 0  # of all rings
         self.consumed = 0
@@ -80,14 +81,13 @@ class ArenaScheduler:
         for i, source in enumerate(self._sources):
             if self._ended[i]:
                 continue
-            self._note_fill(*self._engine.waiting(source.ring_address))
-            if self._placers is not None:
-                moved |= self._ask(i, self._placers)
-            elif self._in_order and self._engine.past(i) == NOTHING_SEEN:
-                moved |= self._follow(i)
+            if self._seat is not None:
+                moved |= self._ask(i, self._seat)
             else:
-                moved |= self._read(i, BATCH)
-            if self._engine.drained(source.ring_address):
+                self._note_fill(*self._engine.waiting(source.ring_address))
+                follows = self._in_order and self._engine.past(i) == NOTHING_SEEN
+                moved |= self._follow(i) if follows else self._read(i, BATCH)
+            if self._engine.drained(source.ring_address) if self._seat is None else self._seat.drained(i):
                 self._end(i)
                 moved = True
         if self._engine.disagreed > self._known:
@@ -146,15 +146,18 @@ class ArenaScheduler:
         self.consumed += done
         return done > 0
 
-    def _ask(self, stream: int, placers: Placers) -> bool:
+    def _ask(self, stream: int, seat: Seat) -> bool:
         """What its thread has done since the last look. A packet that was blocked may have its arena by now."""
-        done, blocked = placers.look(stream)
+        done, blocked = seat.look(stream)
         self._blocked[stream] = (
             blocked and self._engine.wanted(stream) >= self._engine.oldest + self._engine.config.arenas
         )
         moved = done != self._taken[stream]
-        self.consumed += done - self._taken[stream]
         self._taken[stream] = done
+        gone_by, waiting, room = seat.ring(stream)
+        self.consumed += gone_by - self._gone_by[stream]
+        self._gone_by[stream] = gone_by
+        self._note_fill(waiting, room)
         return moved
 
     def _note_fill(self, waiting: int, room: int) -> None:
@@ -172,9 +175,22 @@ class ArenaScheduler:
         highest, self._highest = self._highest, self.fullest
         return highest
 
-    def leave_to(self, placers: Placers | None) -> None:
-        """Threads read the rings from now on. None: they have stopped, and whoever looks reads what they left."""
-        self._placers, self._taken = placers, [0] * len(self._sources)
+    def leave_to(self, seat: Seat | None) -> None:
+        """Threads read the rings from now on, until the next call. None: whoever looks does."""
+        if self._seat is not None:
+            self._seat.leave()
+        self._seat = seat
+        if seat is not None:
+            self._taken = [0] * len(self._sources)
+            self._gone_by = [seat.ring(i)[0] for i in range(len(self._sources))]
+
+    def mark(self) -> list[int]:
+        """Where the rings end now: for `passed`."""
+        return self._seat.mark() if self._seat is not None else []
+
+    def passed(self, mark: Sequence[int]) -> bool:
+        """Have the threads taken all that was in the rings then, as far as there are arenas for it?"""
+        return self._seat is None or self.blocked or bool(self._seat.passed(mark))
 
     def _end(self, stream: int) -> None:
         self._ended[stream] = True

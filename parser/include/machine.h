@@ -56,8 +56,11 @@
  *     shed         burst holds the lock, so whoever takes it meets a machine between two bursts. The bitmaps of what
  *                  retired are cleared in the same way, in pieces; a thread that takes the arena over clears the rest
  *
+ * Several jobs are served by one thread: serve.h.
+ *
  * Units: parser/src/schedule.c (which message), witness.c (do they agree), arena.c (bytes into cells), differ.c (copies
- * that differ), position.c (a flow's place found again), machine.c (a packet's way, rings). Structures and what they call of each other are here.
+ * that differ), position.c (a flow's place found again), machine.c (a packet's way, rings). Structures and what they
+ * call of each other are here.
  * Legal call order: see parser/machine.pyx, which builds the machines. Thread rule: one thread at a time for one
  * fc_machine. Nothing is allocated per packet; per message work is O(1), memory does not grow with messages.
  */
@@ -315,6 +318,12 @@ typedef struct fc_outcome_count { /* packets with one outcome */
     uint64_t packets, bytes;
 } fc_outcome_count;
 
+typedef struct fc_strangers { /* packets of no flow that anybody follows */
+    fc_outcome_count counts[FC_OUTCOMES];
+    uint64_t refused[FC_REFUSALS]; /* encapsulated packets by fc_refusal */
+    uint64_t packets;              /* all of them                        */
+} fc_strangers;
+
 typedef struct fc_machine {
     uint32_t mtu, streams, flows, arenas, table_mask;
     uint8_t check_icrc;
@@ -330,10 +339,12 @@ typedef struct fc_machine {
     int64_t region_bytes[FC_TARGETS];
     uint64_t words[FC_TARGETS];    /* of a region's coverage                                           */
     fc_outcome_count *counts;      /* [stream * FC_OUTCOMES + outcome]                                 */
+    fc_strangers *strangers;       /* where packets of no flow are counted; NULL: in `counts`, as others' */
     const uint8_t *next;           /* headers and payload of a packet soon to be placed, or NULL: fc_drive() */
     uint32_t n_final;              /* flows that carry final bytes at the moment                       */
     uint32_t header_lines;         /* cache lines in which the headers of MIDDLE packets end: IPv6 needs two */
-    uint8_t final_hint[FC_HINTS];  /* by QP number: does its flow carry final bytes at the moment? A guess   */
+    uint8_t *final_hint;           /* [QP number % FC_HINTS]: does its flow carry final bytes at the moment? A guess,
+                                    * shared with other jobs of the same thread: serve.h                     */
     fc_flow_key *table;
     fc_edge *edges;
     fc_flow *states;               /* [stream * flows + flow]                                          */
@@ -360,6 +371,7 @@ typedef struct fc_machine {
     uint32_t first_stream;         /* the stream that decided it                                       */
     fc_shed shed;                  /* written by the thread in charge, with the lock                   */
     fc_times times[FC_TIMES];      /* by iteration                                                     */
+    uint8_t own_hint[FC_HINTS];
     fc_unshown unshown[FC_UNSHOWN];
     fc_lock lock __attribute__((aligned(64))); /* held for a burst, and by the thread in charge            */
 } fc_machine;
@@ -372,6 +384,11 @@ int64_t fc_drive(fc_machine *M, uint32_t stream, fc_ring *ring, int64_t limit, i
 int fc_process(fc_machine *M, uint32_t stream, const fc_packetref *ref);
 /* The flow of a packet of these ends, source and destination one after the other as in both IP headers; or NULL. */
 const fc_flow_key *fc_find_flow(const fc_machine *M, const uint8_t *ends, uint32_t version, uint32_t qpn);
+/* Where a hash table of flows begins to look. first: the first eight bytes of the addresses as they lie in the header. */
+static inline uint32_t fc_key_hash(uint64_t first, uint32_t qpn)
+{
+    return (uint32_t)((first ^ (uint64_t)qpn << 20) * 0x9e3779b97f4a7c15u >> 32);
+}
 /* Enter a flow whose number, ends, data and flow are set. The table must have room; mask: its places less one. */
 void fc_enter_flow(fc_flow_key *table, uint32_t mask, const fc_flow_key *key);
 /* PSNs of the history that never came. */

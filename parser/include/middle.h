@@ -74,6 +74,25 @@ static inline int fc_middle_decode(const uint8_t *frame, size_t len, uint32_t mt
     return 1;
 }
 
+/* The same of a packet whose `mtu` nobody knows yet: its payload's bytes, 0 if it is no such packet. */
+static inline uint32_t fc_middle_read(const uint8_t *frame, size_t len, fc_middle *out)
+{
+    enum { AROUND = 8 + 12 + 4 }; /* UDP, BTH, ICRC */
+    if (len < (size_t)14 + 40 + AROUND)
+        return 0;
+    uint32_t udp_len = __builtin_bswap16(fc_word16(frame + (frame[12] == 0x08 ? 14 + 20 : 14 + 40) + 4));
+    return udp_len > AROUND && fc_middle_decode(frame, len, udp_len - AROUND, out) ? udp_len - AROUND : 0;
+}
+
+/* Where things lie in such a packet, which was decoded before; of its headers only these are looked at again. */
+static inline void fc_middle_at(const uint8_t *frame, uint32_t version, fc_middle *out)
+{
+    out->ip = frame + 14;
+    out->version = version;
+    out->ends = out->ip + (version == 4 ? 12 : 8);
+    out->bth = out->ip + (version == 4 ? 20 : 40) + 8;
+}
+
 /* fc_icrc_ok for such a packet. */
 int fc_middle_icrc_ok(const fc_middle *p, uint32_t mtu);
 

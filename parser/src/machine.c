@@ -10,6 +10,7 @@
 #include "middle.h"
 #include "place.h"
 #include "psn.h"
+#include "serve.h"
 
 #define LIKELY(x) __builtin_expect(!!(x), 1)
 /* Not inlined into what every packet passes: their registers and stack would burden the others. */
@@ -54,17 +55,11 @@ void fc_set_trust(fc_flow *f, enum fc_trust to)
 
 /* -- which flow ----------------------------------------------------------------------------------------------- */
 
-/* first: the first eight bytes of the addresses as they lie in the header. */
-static inline uint32_t key_hash(uint64_t first, uint32_t qpn)
-{
-    return (uint32_t)((first ^ (uint64_t)qpn << 20) * 0x9e3779b97f4a7c15u >> 32);
-}
-
 static inline const fc_flow_key *find_flow(const fc_machine *M, const uint8_t *ends, uint32_t version, uint32_t qpn)
 {
     uint64_t first, number = qpn | (uint64_t)version << 32;
     memcpy(&first, ends, 8);
-    for (uint32_t i = key_hash(first, qpn) & M->table_mask;; i = (i + 1) & M->table_mask) {
+    for (uint32_t i = fc_key_hash(first, qpn) & M->table_mask;; i = (i + 1) & M->table_mask) {
         const fc_flow_key *key = &M->table[i];
         if (key->ends[0] == first && key->number == number && (version == 4 || memcmp(key->ends, ends, 32) == 0))
             return key;
@@ -80,7 +75,7 @@ const fc_flow_key *fc_find_flow(const fc_machine *M, const uint8_t *ends, uint32
 
 void fc_enter_flow(fc_flow_key *table, uint32_t mask, const fc_flow_key *key)
 {
-    uint32_t i = key_hash(key->ends[0], (uint32_t)key->number) & mask;
+    uint32_t i = fc_key_hash(key->ends[0], (uint32_t)key->number) & mask;
     while (table[i].number)
         i = (i + 1) & mask;
     table[i] = *key;
@@ -464,36 +459,58 @@ static int control_packet(fc_machine *M, uint32_t stream, fc_flow *f, const fc_r
     return FC_CONTROL;
 }
 
-static int outcome_of(fc_machine *M, uint32_t stream, const fc_roce *p, uint64_t now_ns)
+static int outcome_of(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce *p, uint64_t now_ns)
 {
-    const fc_flow_key *key = find_flow(M, p->src, p->ip_version, p->dest_qp);
-    if (key == NULL)
-        return FC_OTHER_PACKET;
-    fc_flow *f = &M->states[stream * M->flows + (uint32_t)key->flow];
     f->active = 1;
-    if (!key->data)
+    if (!f->data)
         return control_packet(M, stream, f, p, now_ns);
     if (FC_RC_WRITE_FIRST <= p->opcode && p->opcode <= FC_RC_WRITE_ONLY_IMM)
         return data_packet(M, stream, f, p, now_ns);
     return p->opcode == FC_RC_ACK ? FC_CONTROL : FC_OTHER_PACKET;
 }
 
+/* A packet of no flow. status: what fc_roce_decode() said of it. length: of the frame. */
+static void count_as(fc_outcome_count *counts, uint64_t *refused, int status, const fc_roce *p, uint32_t length)
+{
+    static const uint8_t outcomes[FC_DECODE_STATUS_COUNT] = {
+        [FC_ROCE] = FC_OTHER_PACKET, [FC_NOT_ROCE] = FC_NO_ROCE, [FC_TRUNCATED] = FC_CUT,
+        [FC_MALFORMED] = FC_CONTRADICTORY, [FC_FRAGMENT] = FC_FRAGMENTED, [FC_ENCAPSULATED] = FC_WRAPPED,
+    };
+    if (status == FC_ENCAPSULATED)
+        refused[p->refusal]++;
+    counts[outcomes[status]].packets++;
+    counts[outcomes[status]].bytes += status == FC_ROCE ? p->payload_len : length;
+}
+
+static void count_stranger(fc_strangers *strangers, int status, const fc_roce *p, uint32_t length)
+{
+    count_as(strangers->counts, strangers->refused, status, p, length);
+    strangers->packets++;
+}
+
+/* The long way of a packet whose flow is known. */
+static inline int settle(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce *p, uint64_t now_ns)
+{
+    int outcome = outcome_of(M, stream, f, p, now_ns);
+    if (outcome == FC_BLOCKED)
+        return 0;
+    M->counts[stream * FC_OUTCOMES + (uint32_t)outcome].packets++;
+    M->counts[stream * FC_OUTCOMES + (uint32_t)outcome].bytes += p->payload_len;
+    return 1;
+}
+
 /* process() for the packets that fast_path() is not for. */
 RARE static int examine(fc_machine *M, uint32_t stream, const fc_packetref *ref)
 {
-    static const uint8_t undecoded[FC_DECODE_STATUS_COUNT] = {
-        [FC_NOT_ROCE] = FC_NO_ROCE, [FC_TRUNCATED] = FC_CUT, [FC_MALFORMED] = FC_CONTRADICTORY,
-        [FC_FRAGMENT] = FC_FRAGMENTED, [FC_ENCAPSULATED] = FC_WRAPPED,
-    };
     fc_roce p;
     int status = fc_roce_decode(ref->data, ref->length, &p);
-    int outcome = status == FC_ROCE ? outcome_of(M, stream, &p, ref->timestamp_ns) : undecoded[status];
-    if (outcome == FC_BLOCKED)
-        return 0;
-    if (status == FC_ENCAPSULATED)
-        M->refused[p.refusal]++;
-    M->counts[stream * FC_OUTCOMES + (uint32_t)outcome].packets++;
-    M->counts[stream * FC_OUTCOMES + (uint32_t)outcome].bytes += status == FC_ROCE ? p.payload_len : ref->length;
+    const fc_flow_key *key = status == FC_ROCE ? find_flow(M, p.src, p.ip_version, p.dest_qp) : NULL;
+    if (key != NULL)
+        return settle(M, stream, &M->states[stream * M->flows + (uint32_t)key->flow], &p, ref->timestamp_ns);
+    if (M->strangers == NULL)
+        count_as(&M->counts[stream * FC_OUTCOMES], M->refused, status, &p, ref->length);
+    else
+        count_stranger(M->strangers, status, &p, ref->length);
     return 1;
 }
 
@@ -525,6 +542,21 @@ static inline int fast_path(fc_machine *M, uint32_t stream, fc_flow *f, const fc
     return fc_place_general(M, stream, f, p->bth + 12, psn);
 }
 
+/* A full MIDDLE packet may take the fast path. */
+static inline int is_expected(const fc_flow *f, uint32_t psn)
+{
+    return f->next_psn < f->fast_end && !((psn ^ f->next_psn) & FC_PSN_MASK);
+}
+
+static inline int go_fast(fc_machine *M, uint32_t stream, fc_flow *f, const fc_middle *p, uint64_t now_ns)
+{
+    int outcome = fast_path(M, stream, f, p, now_ns);
+    fc_outcome_count *n = &M->counts[stream * FC_OUTCOMES + (uint32_t)outcome];
+    n->packets++;
+    n->bytes += M->mtu;
+    return 1;
+}
+
 static inline int process(fc_machine *M, uint32_t stream, const fc_packetref *ref)
 {
     fc_middle p;
@@ -532,13 +564,8 @@ static inline int process(fc_machine *M, uint32_t stream, const fc_packetref *re
         const fc_flow_key *key = find_flow(M, p.ends, p.version, p.dest_qp);
         if (LIKELY(key != NULL)) {
             fc_flow *f = &M->states[stream * M->flows + (uint32_t)key->flow];
-            if (LIKELY(f->next_psn < f->fast_end && !((p.psn ^ f->next_psn) & FC_PSN_MASK))) {
-                int outcome = fast_path(M, stream, f, &p, ref->timestamp_ns);
-                fc_outcome_count *n = &M->counts[stream * FC_OUTCOMES + (uint32_t)outcome];
-                n->packets++;
-                n->bytes += M->mtu;
-                return 1;
-            }
+            if (LIKELY(is_expected(f, p.psn)))
+                return go_fast(M, stream, f, &p, ref->timestamp_ns);
         }
     }
     return examine(M, stream, ref);
@@ -550,14 +577,14 @@ int fc_process(fc_machine *M, uint32_t stream, const fc_packetref *ref)
 }
 
 /* The packet if it will be placed, otherwise NULL. A guess: the price is a useless load or a late one. */
-static inline const uint8_t *worth_fetching(const fc_machine *M, const fc_packetref *ref)
+static inline const uint8_t *worth_fetching(const uint8_t *final_hint, const fc_packetref *ref)
 {
     const uint8_t *bth = fc_probable_bth(ref->data, ref->length);
     uint32_t qpn;
     if (bth == NULL)
         return NULL;
     memcpy(&qpn, bth + 4, 4);
-    return M->final_hint[__builtin_bswap32(qpn) % FC_HINTS] ? bth : NULL;
+    return final_hint[__builtin_bswap32(qpn) % FC_HINTS] ? bth : NULL;
 }
 
 int64_t fc_drive(fc_machine *M, uint32_t stream, fc_ring *ring, int64_t limit, int *blocked)
@@ -583,7 +610,7 @@ int64_t fc_drive(fc_machine *M, uint32_t stream, fc_ring *ring, int64_t limit, i
                 if (wide_headers)
                     fc_prefetch(refs[i + FC_HEADERS_AHEAD].data + 64);
             }
-            M->next = M->n_final && i + ahead < seen ? worth_fetching(M, &refs[i + ahead]) : NULL;
+            M->next = M->n_final && i + ahead < seen ? worth_fetching(M->final_hint, &refs[i + ahead]) : NULL;
             if (!process(M, stream, &refs[i])) {
                 *blocked = 1;
                 n = i;
@@ -598,4 +625,175 @@ int64_t fc_drive(fc_machine *M, uint32_t stream, fc_ring *ring, int64_t limit, i
         done += (int64_t)n;
     }
     return done;
+}
+
+/* -- several jobs at a ring: serve.h -------------------------------------------------------------------------- */
+
+static inline const fc_route *find_route(const fc_table *t, const uint8_t *ends, uint32_t version, uint32_t qpn)
+{
+    uint64_t first, number = qpn | (uint64_t)version << 32;
+    memcpy(&first, ends, 8);
+    for (uint32_t i = fc_key_hash(first, qpn) & t->mask;; i = (i + 1) & t->mask) {
+        const fc_route *r = &t->routes[i];
+        if (r->ends[0] == first && r->number == number && (version == 4 || memcmp(r->ends, ends, 32) == 0))
+            return r;
+        if (r->number == 0)
+            return NULL;
+    }
+}
+
+/* A packet that was not placed fetches what is to be fetched now. */
+static inline void fetch_next(fc_machine *M)
+{
+    if (M->next != NULL)
+        fc_place_fetch(M->placing, M->next, M->mtu);
+}
+
+/* deal() for the packets that fast_path() is not for. */
+RARE static uint8_t deal_long(fc_queue *q, const fc_table *t, const fc_packetref *ref, uint64_t at, const uint8_t *next)
+{
+    fc_roce p;
+    int status = fc_roce_decode(ref->data, ref->length, &p);
+    uint8_t owner = FC_NOBODY;
+    const fc_route *r = status == FC_ROCE ? find_route(t, p.src, p.ip_version, p.dest_qp) : NULL;
+    for (; r != NULL; r = r->also) {
+        fc_seat *s = r->seat;
+        if (s->waits != FC_CURRENT && at < s->waits)
+            continue; /* it has not begun */
+        owner = owner == FC_NOBODY ? (uint8_t)s->number : FC_SEVERAL;
+        if (s->waits != FC_CURRENT)
+            continue; /* what is new waits as well */
+        s->M->next = next;
+        if (settle(s->M, s->stream, r->flow, &p, ref->timestamp_ns))
+            s->taken++;
+        else
+            fc_seat_waits(s, at, 1);
+        fetch_next(s->M);
+    }
+    if (owner == FC_NOBODY)
+        count_stranger(&q->strangers, status, &p, ref->length);
+    return owner;
+}
+
+/* A packet to the jobs that it belongs to. at: its place in the ring. Returns its owner. */
+static inline uint8_t deal(fc_queue *q, const fc_table *t, const fc_packetref *ref, uint64_t at, const uint8_t *next)
+{
+    fc_middle p;
+    uint32_t payload = fc_middle_read(ref->data, ref->length, &p);
+    const fc_route *r = LIKELY(payload) ? find_route(t, p.ends, p.version, p.dest_qp) : NULL;
+    if (LIKELY(r != NULL && r->also == NULL)) {
+        fc_seat *s = r->seat;
+        fc_machine *M = s->M;
+        if (LIKELY(s->waits == FC_CURRENT && payload == M->mtu && is_expected(r->flow, p.psn))) {
+            M->next = next;
+            go_fast(M, s->stream, r->flow, &p, ref->timestamp_ns);
+            fetch_next(M);
+            s->taken++;
+            q->lead = M;
+            return (uint8_t)s->number;
+        }
+    }
+    return deal_long(q, t, ref, at, next);
+}
+
+/* The machines of all seats that wait for nothing. Whoever has one may be clearing its arenas, or wait for Python's lock
+ * while its owner waits for another machine: the thread waits for none here. A seat whose machine is taken catches up. */
+static void take_all(const fc_queue *q, const fc_table *t)
+{
+    for (uint32_t i = 0; i < t->n; i++) {
+        fc_seat *s = t->seats[i];
+        s->held = s->waits == FC_CURRENT && fc_try(&s->M->lock);
+        if (s->waits == FC_CURRENT && !s->held)
+            fc_seat_waits(s, q->scan, 0);
+    }
+}
+
+/* Other threads of the same job may know of what it placed after every FC_BURST packets, as those of fc_drive(). */
+static void show_all(const fc_table *t)
+{
+    for (uint32_t i = 0; i < t->n; i++)
+        if (t->seats[i]->taken && t->seats[i]->M->n_unshown)
+            fc_end_burst(t->seats[i]->M);
+}
+
+static void give_all(const fc_table *t)
+{
+    for (uint32_t i = 0; i < t->n; i++) {
+        fc_seat *s = t->seats[i];
+        if (!s->held)
+            continue;
+        if (s->taken)
+            fc_end_burst(s->M); /* before anybody may read what it placed */
+        fc_give(&s->M->lock);
+        __atomic_store_n(&s->consumed, s->consumed + s->taken, __ATOMIC_RELEASE);
+        s->taken = 0;
+    }
+}
+
+uint64_t fc_deal(fc_queue *q, const fc_table *t)
+{
+    fc_ring *ring = q->ring;
+    uint64_t from = q->scan & ring->mask, seen = fc_ring_head(ring) - q->scan, to_end = ring->mask + 1 - from;
+    const fc_packetref *refs = &ring->entries[from];
+    seen = seen < to_end ? seen : to_end; /* references one after the other are cheap to walk */
+    uint64_t n = seen < FC_DEAL ? seen : FC_DEAL, ahead = q->ahead;
+    if (n == 0)
+        return 0;
+    take_all(q, t);
+    q->lead = NULL;
+    for (uint64_t i = 0; i < n; i++) {
+        if (i + FC_HEADERS_AHEAD < seen) {
+            fc_prefetch(&refs[i + 2 * FC_HEADERS_AHEAD]); /* may lie after the last: harmless */
+            fc_prefetch(refs[i + FC_HEADERS_AHEAD].data);
+            if (t->header_lines > 1)
+                fc_prefetch(refs[i + FC_HEADERS_AHEAD].data + 64);
+        }
+        const uint8_t *next = i + ahead < seen ? worth_fetching(q->final_hint, &refs[i + ahead]) : NULL;
+        q->owners[from + i] = deal(q, t, &refs[i], q->scan + i, next);
+        if ((i + 1) % FC_BURST == 0)
+            show_all(t);
+    }
+    if (q->lead != NULL)
+        q->ahead = fc_place_ahead(q->lead->placing, q->lead->mtu, FC_HEADERS_AHEAD - 1);
+    give_all(t);
+    __atomic_store_n(&q->scan, q->scan + n, __ATOMIC_RELEASE);
+    return n;
+}
+
+/* The next packet from `at` on that may be the seat's. */
+static uint64_t next_of(const fc_queue *q, const fc_seat *s, uint64_t at)
+{
+    uint8_t owner;
+    while (at < q->scan && (owner = q->owners[at & q->ring->mask]) != s->number && owner != FC_SEVERAL)
+        at++;
+    return at;
+}
+
+/* A packet of several jobs that this one does not claim is counted by nobody a second time. */
+int fc_catch_up(fc_queue *q, fc_seat *s)
+{
+    fc_machine *M = s->M;
+    const uint64_t from = s->waits, others = q->counted.packets;
+    uint64_t at, taken = 0;
+    int blocked = 0;
+    if (from > q->scan)
+        return 0; /* it has not begun */
+    at = next_of(q, s, from);
+    if (at < q->scan) {
+        if (!fc_try(&M->lock))
+            return 0;
+        M->strangers = &q->counted;
+        for (; at < q->scan && taken < 2 * FC_DEAL && !blocked; at = blocked ? at : next_of(q, s, at + 1)) {
+            M->next = NULL;
+            blocked = !process(M, s->stream, &q->ring->entries[at & q->ring->mask]);
+            taken += !blocked;
+        }
+        M->strangers = NULL;
+        fc_end_burst(M);
+        fc_give(&M->lock);
+        taken -= q->counted.packets - others;
+        __atomic_store_n(&s->consumed, s->consumed + taken, __ATOMIC_RELEASE);
+    }
+    fc_seat_waits(s, at < q->scan ? at : FC_CURRENT, blocked);
+    return at != from;
 }

@@ -50,7 +50,6 @@ class MemoryRing:
         self._ring.mask, self._ring.entries = size - 1, ctypes.addressof(self._entries)
         self._frames: list[ctypes.Array[ctypes.c_char]] = []
         self.error: Exception | None = None
-        self.fanout_address = 0
 
     @property
     def ring_address(self) -> int:

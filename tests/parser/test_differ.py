@@ -192,10 +192,11 @@ def test_threads_that_place_for_real_find_the_same(protocol: str) -> None:
     other, offset = altered(made.packets, spot, packet=2, byte=5)
     rings = [MemoryRing(1 << len(made.packets).bit_length()) for _ in range(2)]
     engine = Engine(plan.engine)
-    with Placers(engine, [(ring.ring_address, 0) for ring in rings]) as placers:
+    with Placers([ring.ring_address for ring in rings]) as placers:
+        seat = placers.attach(engine)
         for stream, packets in enumerate((made.packets, other)):
             rings[stream].put(packets, stream)
-            while placers.look(stream)[0] < len(packets):
+            while seat.look(stream)[0] < len(packets):
                 pass
     assert void(engine, 1) == [offset // 8] and engine.covered(1) == CELLS - 1
     assert not engine.complete(1, CELLS) and engine.complete(0, CELLS)

@@ -96,7 +96,8 @@ def test_an_iteration_is_given_up_by_all_threads_or_by_none(protocol: str) -> No
         streams[edges.get(int.from_bytes(frame[47:50], "big"), 0) % 3].append((ns, frame))
     rings = [MemoryRing(1 << max(len(packets), 2).bit_length()) for packets in streams]
     engine, given_up, first, resumed = Engine(plan.engine), set[int](), -1, -1
-    with Placers(engine, [(ring.ring_address, 0) for ring in rings]):
+    with Placers([ring.ring_address for ring in rings]) as placers:
+        placers.attach(engine)
         for at in range(0, max(map(len, streams)), 40):
             for i, ring in enumerate(rings):
                 ring.put(streams[i][at : at + 40], i)

@@ -38,19 +38,16 @@ def spread(plan: JobPlan, packets: list[Packet], streams: int) -> list[list[Pack
     return out
 
 
-def ring_of(packets: list[Packet], stream: int) -> MemoryRing:
-    ring = MemoryRing(1 << max(len(packets), 2).bit_length())
-    ring.put(packets, stream)
-    ring.end()
-    return ring
-
-
 class Placing:
     """The engine's threads over the rings of all streams, and whether they still have something to do."""
 
     def __init__(self, engine: Engine, streams: list[list[Packet]]) -> None:
-        self.engine, self.rings = engine, [ring_of(packets, i) for i, packets in enumerate(streams)]
-        self.placers = Placers(engine, [(ring.ring_address, 0) for ring in self.rings])
+        self.engine, self.rings = engine, [MemoryRing(1 << max(len(packets), 2).bit_length()) for packets in streams]
+        self.placers = Placers([ring.ring_address for ring in self.rings], engine.config.threads)
+        self.seat = self.placers.attach(engine)
+        for i, (ring, packets) in enumerate(zip(self.rings, streams, strict=True)):
+            ring.put(packets, i)
+            ring.end()
 
     def __enter__(self) -> "Placing":
         self.placers.start()
@@ -58,7 +55,10 @@ class Placing:
 
     @property
     def running(self) -> bool:
-        return not all(self.engine.drained(ring.ring_address) for ring in self.rings)
+        return not all(self.seat.drained(i) for i in range(len(self.rings)))
+
+    def strangers(self, stream: int) -> int:
+        return sum(packets for packets, _ in self.placers.strangers(stream).values())
 
     def __exit__(self, error: object, *_: object) -> None:
         """Waits until the rings are empty, unless the test has failed."""
@@ -67,7 +67,7 @@ class Placing:
         self.placers.stop()
         if error is None:
             for i, ring in enumerate(self.rings):
-                assert ring.waiting == 0 and self.placers.look(i) == (ring.put_so_far, False)
+                assert ring.waiting == 0 and self.seat.look(i) == (ring.put_so_far - self.strangers(i), False)
 
 
 def alone(plan: JobPlan, streams: list[list[Packet]]) -> Engine:
@@ -192,14 +192,15 @@ def test_a_flow_is_found_by_what_another_thread_has_read() -> None:
     data, announced = apart(job, made.packets)
     engine = Engine(plan.engine)
     rings = [MemoryRing(1 << len(made.packets).bit_length()) for _ in range(2)]
-    with Placers(engine, [(ring.ring_address, 0) for ring in rings]) as placers:
+    with Placers([ring.ring_address for ring in rings]) as placers:
+        seat = placers.attach(engine)
         for at in range(0, len(data), 50):
             until = data[at : at + 50][-1][0]
             batch = [packet for packet in announced if packet[0] <= until]
             announced = announced[len(batch) :]
             for stream, packets in ((1, batch), (0, data[at : at + 50])):
                 rings[stream].put(packets, stream)
-                while placers.look(stream)[0] < rings[stream].put_so_far:
+                while not seat.passed([ring.put_so_far for ring in rings]):
                     pass
     assert engine.outcomes(0)["unanchored"] == (0, 0) and engine.disagreements() == []
     for (iteration, _), truth in made.reduced.items():
@@ -233,8 +234,9 @@ def test_every_thread_has_a_stream(streams: int, threads: int) -> None:
 
 def test_every_stream_of_placing_threads_has_a_ring() -> None:
     engine = Engine(planned(example_job(count=100), 2, 2).engine)
-    with pytest.raises(ValueError, match="1 rings for 2 streams"):
-        Placers(engine, [(MemoryRing(4).ring_address, 0)])
+    ring = MemoryRing(4)
+    with pytest.raises(ValueError, match="an engine of 2 streams and 2 threads at 1 rings, which 1 threads read"):
+        Placers([ring.ring_address]).attach(engine)
 
 
 def test_a_stream_that_waits_for_an_arena_says_so_and_goes_on() -> None:
@@ -243,7 +245,7 @@ def test_a_stream_that_waits_for_an_arena_says_so_and_goes_on() -> None:
     made = generate(job, iterations=4, seed=3)
     engine = Engine(plan.engine)
     with Placing(engine, [made.packets]) as placing:
-        while not placing.placers.look(0)[1]:
+        while not placing.seat.look(0)[1]:
             pass
         assert "fc-place" in {task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")}
         assert engine.wanted(0) == 2 and engine.complete(0, plan.cells[0])

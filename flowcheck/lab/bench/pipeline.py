@@ -29,6 +29,7 @@ import time
 from dataclasses import replace
 
 import torch
+from parser.placers import Placers
 
 from flowcheck.lab.bench import limits
 from flowcheck.lab.bench.feed import MTU, Window, flows_for
@@ -106,7 +107,6 @@ class Pipeline:
     its source itself (flowcheck.rebuild.scheduler.Source)."""
 
     error: Exception | None = None
-    fanout_address = 0
 
     def __init__(self, window: Window, optimizer: str) -> None:
         plan = window.plan(LAPS, arenas=ARENAS)
@@ -166,18 +166,19 @@ class Pipeline:
         """A contender: seconds per iteration of some that follow each other."""
         self._feeder = self._short
         feeding = threading.Thread(target=self._short.feed, args=(self._next(ITERATIONS), ITERATIONS * self._packets))
-        self._follower.place_in_threads([(self.ring_address, 0)])
-        begin = time.perf_counter()
-        feeding.start()
-        try:
-            self._publish(ITERATIONS)
-            seconds = time.perf_counter() - begin
-        except BaseException:
-            self._short.stop()
-            raise
-        finally:
-            feeding.join()
-            self._follower.place_here()
+        with Placers([self.ring_address]) as placers:
+            self._follower.place_in_threads(placers)
+            begin = time.perf_counter()
+            feeding.start()
+            try:
+                self._publish(ITERATIONS)
+                seconds = time.perf_counter() - begin
+            except BaseException:
+                self._short.stop()
+                raise
+            finally:
+                feeding.join()
+                self._follower.leave_threads()
         return seconds / ITERATIONS
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from parser.placers import Placers
 
 import flowcheck.node.group
 from flowcheck.control.protocol import Manifest
@@ -52,13 +53,19 @@ class FakeSession:
         self.serves = -1
         self.overload = SimpleNamespace(packets=0)
         self.closed = threading.Event()
-        self.placing: list[tuple[int, int]] | None = None  # rings that its threads read
+        self.placers: Placers | None = None  # that place for it
+        self.behind = 0  # looks until they have taken what was there
 
-    def place_in_threads(self, rings: list[tuple[int, int]]) -> None:
-        self.placing = rings
+    def place_in_threads(self, placers: Placers) -> None:
+        self.placers = placers
 
-    def place_here(self) -> None:
-        self.placing = None
+    def mark(self) -> list[int]:
+        return [7]
+
+    def passed(self, mark: list[int]) -> bool:
+        assert mark == [7]
+        self.behind -= 1
+        return self.behind < 0
 
     @property
     def moved(self) -> bool:
@@ -93,6 +100,7 @@ class FakeSession:
 
     def finish(self) -> list[Event]:
         self.calls.append(("finish",))
+        self.placers = None
         return []
 
     def close(self) -> None:
@@ -162,10 +170,12 @@ class Scene:
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.written = Written()
         self.rings = [MemoryRing() for _ in range(rings)]
+        self.placers = Placers([ring.ring_address for ring in self.rings])
         self.port = FakePort()
         self.sessions: list[FakeSession] = []
         self.group = Group(
-            name, config, self.rings, self.port, say or (lambda event, **fields: self.said.append((event, fields))),
+            name, config, self.rings, self.placers, self.port,
+            say or (lambda event, **fields: self.said.append((event, fields))),
             self.written, self.written if hashes else None,  # type: ignore[arg-type]
         )
 

@@ -80,8 +80,10 @@ class World:
 
         return Capture()
 
-    def group(self, name: str, config: Any, sources: Any, port: Any, say: Any, writer: Any, hashes: Any) -> Any:
-        self.groups.append(NotedGroup(self, name, config, sources, port, say, writer, hashes))
+    def group(
+        self, name: str, config: Any, sources: Any, placers: Any, port: Any, say: Any, writer: Any, hashes: Any
+    ) -> Any:
+        self.groups.append(NotedGroup(self, name, config, sources, placers, port, say, writer, hashes))
         return self.groups[-1]
 
     def say(self, event: str, **fields: Any) -> None:
@@ -108,7 +110,7 @@ def _noting(world: World, name: str) -> Any:
 class NotedGroup:
     def __init__(self, world: World, name: str, *given: Any) -> None:
         self.world, self.name, self.given = world, name, given
-        self.sources = given[1]
+        self.sources, self.placers, self.port = given[1:4]
         self.members: dict[int, Any] = {}
         self.plan: Any = None
         self.failure: BaseException | None = None

@@ -119,21 +119,25 @@ def test_a_bound_of_replicas_that_was_set_has_to_fit_and_one_that_was_not_is_a_n
 
 
 def test_which_thread_is_pinned_where_and_what_is_left() -> None:
-    found = made(ROOMY, {"device": "ring", "queues": 2, "cores": [5, 2]}, {"device": "null"}, groups=3,
-                 replica={"threads": 2})
+    found = made(ROOMY, {"device": "ring", "queues": 2, "cores": [5, 2], "place_cores": [6, 1]},
+                 {"device": "null"}, groups=3, replica={"threads": 2})
     assert [(one.name, one.count, one.core) for one in found.threads] == [
         ("receive from ring queue 0", 1, 5), ("receive from ring queue 1", 1, 2), ("receive from null", 1, None),
-        ("place, one for each queue of each group", 9, None), ("follow a group: judge, publish", 3, None),
+        ("place from ring queue 0, for all groups", 1, 6), ("place from ring queue 1, for all groups", 1, 1),
+        ("place from null, for all groups", 1, None), ("follow a group: judge, publish", 3, None),
         ("updater's workers, of each group", 2, None),
         ("main and control", 2, None),
     ]
-    assert found.left == (0, 1, 3, 4, 6, 7)
+    assert found.left == (0, 3, 4, 7)
 
 
 def test_cores_that_do_not_exist_are_refused_with_their_table() -> None:
     (problem,) = made(ROOMY, {"device": "null"}, {"device": "ring", "queues": 3, "cores": [1, 8, 9]}).problems
     assert isinstance(problem, EnvironmentProblem) and problem.where == "capture[1].cores"
     assert problem.what == "this machine has no core 8, 9"
+    (problem,) = made(ROOMY, {"device": "ring", "queues": 2, "cores": [0, 1], "place_cores": [7, 8]}).problems
+    assert isinstance(problem, EnvironmentProblem) and problem.where == "capture.place_cores"
+    assert problem.what == "this machine has no core 8"
 
 
 def test_a_core_for_everybody_and_a_near_one() -> None:
@@ -141,6 +145,8 @@ def test_a_core_for_everybody_and_a_near_one() -> None:
     found = made(facts, {"device": "ring", "queues": 2, "cores": [0, 1]}, at=(1,))
     assert found.left == () and any("have none for themselves" in note for note in found.notes)
     assert "capture.cores: 0 on another NUMA node than ring (node 1)" in found.notes
+    found = made(facts, {"device": "ring", "cores": [1], "place_cores": [0]}, at=(1,))
+    assert found.left == () and "capture.place_cores: 0 on another NUMA node than ring (node 1)" in found.notes
 
 
 # -- engines and queues ----------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """One node process: what starts in which order, which group is made or refused, and how it ends.
 
-The capture is a ring in memory and the groups only note what happens to them; control port, fanouts and settings are
-real.
+The capture is a ring in memory and the groups only note what happens to them; control port, placing threads and
+settings are real.
 test_cli_command.py has the command itself.
 """
 
@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +27,6 @@ from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import cli
 from flowcheck.node.config import NodeConfig
 
-from ..memory_ring import MemoryRing
 from .node_scene import World, put_in
 
 TOKEN = "a token that only tests have"
@@ -88,7 +88,7 @@ def test_order_of_start_and_end(begin: Begin, world: World, tmp_path: Path) -> N
 def test_a_checkpoint_that_is_being_written_is_waited_for(begin: Begin, world: World, tmp_path: Path) -> None:
     node = begin()
     node._group("a")
-    _, _, _, say, writer, _ = world.groups[0].given
+    *_, say, writer, _ = world.groups[0].given
     assert say == world.say
     stopped = threading.Event()
     world.groups[0].stop = stopped.set
@@ -252,8 +252,7 @@ def test_a_group_that_is_not_in_use_makes_room(begin: Begin, world: World, idle:
     world.groups[1 - idle].members[0] = "somebody"
     group: Any = node._group("c")
     assert world.done[-2:] == [f"stop group {'ab'[idle]!r}", "start group 'c'"]
-    assert group.sources[0].address == world.groups[idle].sources[0].address  # its place at the capture
-    assert group.sources[0].address != world.groups[1 - idle].sources[0].address
+    assert group.sources == world.groups[idle].sources
     world.groups[1 - idle].members.clear()
     assert node._group("ab"[1 - idle]) is world.groups[1 - idle]  # the other one was not touched
     assert world.done.count("start capture") == 1
@@ -284,40 +283,56 @@ def test_no_more_groups_are_taken_over_than_there_is_room(begin: Begin, world: W
 # -- the capture, shared ---------------------------------------------------------------------------------------
 
 
-def test_every_group_sees_every_packet_of_every_queue(begin: Begin, world: World) -> None:
+def test_all_groups_have_the_same_threads_which_empty_all_queues(begin: Begin, world: World) -> None:
     node = begin(groups=2, capture={"queues": 2})
     node._group("a")
     node._group("b")
     sources = [one.sources for one in world.groups]
     assert [[source.index for source in both] for both in sources] == [[0, 1], [0, 1]]
-    assert len({source.address for both in sources for source in both}) == 4
+    assert [source.ring_address for source in sources[0]] == [ring.ring_address for ring in world.rings]
+    first, second = (one.placers for one in world.groups)
+    assert first is second and (first.count, first.n_threads) == (2, 2)
     world.rings[1].put([(1, b"x"), (2, b"y")])
-    for both in sources:
-        assert [_waiting(source.ring_address) for source in both] == [0, 2]
-    assert world.rings[1].waiting == 2  # nobody has taken them yet
-
-
-def _waiting(address: int) -> int:
-    return type(MemoryRing()._ring).from_address(address).head - type(MemoryRing()._ring).from_address(address).tail
-
-
-def test_a_group_begins_with_what_comes_after_it(begin: Begin, world: World) -> None:
-    node = begin(groups=2)
-    node._group("a")
+    until(lambda: world.rings[1].waiting == 0)
+    assert world.groups[0].port.unclaimed["truncated"] == 2  # without a job nobody claims them
+    node.close()
+    assert placing_threads() == []
     world.rings[0].put([(1, b"x")])
-    assert _waiting(world.groups[0].sources[0].ring_address) == 1
-    node._group("b")
-    world.rings[0].put([(2, b"y")])
-    assert [_waiting(one.sources[0].ring_address) for one in world.groups] == [2, 1]
+    assert world.rings[0].waiting == 1  # their memory is gone now
 
 
-def test_a_group_that_made_room_holds_up_nobody(begin: Begin, world: World) -> None:
-    node = begin()
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120.0
+    while not condition():
+        assert time.monotonic() < end, "the placing thread has not done it"
+        time.sleep(0)
+
+
+def placing_threads() -> list[str]:
+    return sorted(one.name for one in threading.enumerate() if one.name.startswith("fc-place"))
+
+
+def test_threads_place_from_the_first_group_on(begin: Begin, world: World) -> None:
+    node = begin(capture={"queues": 2})
+    assert placing_threads() == []
     node._group("a")
-    world.rings[0].put([(1, b"x")] * 3)
-    node._group("b")
-    assert _waiting(world.groups[1].sources[0].ring_address) == 0
-    assert world.rings[0].waiting == 0  # what "a" had not read is given back
+    assert placing_threads() == ["fc-place 0", "fc-place 1"]
+
+
+def test_placing_threads_are_pinned_where_the_settings_say(begin: Begin, world: World) -> None:
+    core = max(os.sched_getaffinity(0))
+    before = os.sched_getaffinity(0)
+    begin(capture={"place_cores": [core]})._group("a")
+    (number,) = (one.native_id for one in threading.enumerate() if one.name == "fc-place 0")
+    assert os.sched_getaffinity(number or 0) == {core} and os.sched_getaffinity(0) == before
+
+
+def test_a_core_that_no_thread_can_have_is_named(begin: Begin, world: World) -> None:
+    node = begin(capture={"place_cores": [1023]})
+    with pytest.raises(EnvironmentProblem, match="a placing thread cannot be pinned") as refused:
+        node._group("a")
+    assert refused.value.where == "capture.place_cores" and placing_threads() == []
+    assert "start capture" not in world.done
 
 
 def test_a_failed_capture_is_a_failed_source(begin: Begin, world: World) -> None:
@@ -361,17 +376,18 @@ def test_every_queue_of_every_capture_is_a_stream_of_every_group(begin: Begin, w
     node._group("b")
     sources = [one.sources for one in world.groups]
     assert [[source.index for source in three] for three in sources] == [[0, 1, 2]] * 2
+    assert [source.capture for source in sources[0]] == [0, 0, 1]
     world.rings[2].put([(1, b"x"), (2, b"y")])  # of the second capture
-    for three in sources:
-        assert [_waiting(source.ring_address) for source in three] == [0, 0, 2]
-    port = world.groups[0].given[2]
+    until(lambda: world.rings[2].waiting == 0)
+    assert [world.groups[1].placers.strangers(i)["truncated"][0] for i in range(3)] == [0, 0, 2]
+    port = world.groups[0].port
     assert port.name == "af_packet:lo and ring"
     assert port.stream_names(3) == ["af_packet:lo queue 0", "af_packet:lo queue 1", "ring queue 0"]
 
 
 def test_counters_are_of_all_captures_and_drops_say_of_which(begin: Begin, world: World) -> None:
     begin(capture=[*TWO])._group("a")
-    port = world.groups[0].given[2]
+    port = world.groups[0].port
     world.counters = {"af_packet:lo": {"received": 5}, "ring": {"received": 7}}
     assert (port.arrived, port.drops) == (12, {})
     world.counters["ring"] |= {"ring_full": 3, "oversize": 1}

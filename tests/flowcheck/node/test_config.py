@@ -63,7 +63,8 @@ def test_what_is_left_out(tmp_path: Path) -> None:
     assert load(path).model_dump() == {
         "control": {"listen": "h:1", "token_file": Path("t"), "connections": 256},
         "capture": ({
-            "device": "d", "path_mtu": 0, "dump": "copy", "engines": (), "queues": 1, "cores": (), "huge": None,
+            "device": "d", "path_mtu": 0, "dump": "copy", "engines": (), "queues": 1, "cores": (),
+            "place_cores": (), "huge": None,
             "ring_size": None, "ring_mb": None, "iteration_bytes": None,
         },),
         "replica": {"directory": Path("/dev/shm"), "slots": 3, "threads": 1, "keep": True, "arenas": 4,
@@ -343,6 +344,9 @@ def test_one_capture_is_a_table_or_a_list_of_one(tmp_path: Path, form: str) -> N
     ('device = "af_xdp:a"', "[1].device", "a is given twice: capture[0].device has it"),
     ('device = "b"\nqueues = 2\ncores = [3, 1]', "[1].cores", "1 is given twice: capture[0].cores has it"),
     ('device = "b"\nqueues = 2\ncores = [3, 3]', "[1].cores", "3 is given twice: capture[1].cores has it"),
+    ('device = "b"\nplace_cores = [1]', "[1].place_cores", "1 is given twice: capture[0].cores has it"),
+    ('device = "b"\ncores = [2]\nplace_cores = [2]', "[1].place_cores", "2 is given twice: capture[1].cores has it"),
+    ('device = "b"\nqueues = 2\nplace_cores = [4]', "[1].place_cores", "1 cores for 2 queues"),
     ('device = "b"\ndump = "dma"\nengines = ["wq0.0"]', "[1].engines", "wq0.0 is given twice: capture[0].engines"),
     ('device = "b"\nhuge = false', ".huge", "all captures of a node have the same memory"),
 ])

@@ -241,7 +241,7 @@ def test_a_whole_manifest_begins_a_session(scene, tmp_path) -> None:
     (session,) = at.sessions
     assert session.plan.job.run_id == "synth-0" and at.group.plan is session.plan
     assert (session.plan.engine.streams, session.plan.engine.threads, session.plan.engine.arenas) == (2, 2, 5)
-    assert session.placing == [(ring.ring_address, ring.fanout_address) for ring in at.rings]
+    assert session.placers is at.placers
     assert session.sources == at.rings and session.clock.first == 5
     assert session.options == {"slots": 4, "threads": 2, "record_seconds": 7.5, "port": at.port}
     assert at.said == [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -447,7 +446,8 @@ def test_a_group_follows_a_job_with_real_packets(tmp_path, truth) -> None:
     at.rings[0].put(made.packets)
     run.advance(made)
     at.give(peer, Record(2, checksums={n: f"{value:016x}" for n, value in checksums(run.tensors()).items()}))
-    at.give(peer, Bye())
+    with at.placers:
+        at.give(peer, Bye())
     assert at.events("iteration")[0]["published"] and peer.told[-1] == Progress(2, "verified")
     assert at.events("end") == [{"name": "", "run_id": "synth-0", "serves": 2}]
     assert [p.name for p in tmp_path.glob("*.replica")] == ["flowcheck-node--1.replica"]
@@ -471,34 +471,6 @@ class Heard:
         return self._said.get(timeout=SECONDS)
 
 
-class Watched:
-    """A ring that tells when it has been looked at `times` times."""
-
-    def __init__(self, ring: Any, times: int) -> None:
-        self._ring, self._left, self.done = ring, times, threading.Event()
-        self.error = None
-
-    @property
-    def ring_address(self) -> int:
-        self._left -= 1
-        if self._left <= 0:
-            self.done.set()
-        return int(self._ring.ring_address)
-
-
-def test_without_a_job_the_rings_are_emptied(scene) -> None:
-    at = scene(rings=2)
-    for ring in at.rings:
-        ring.put([(0, b"no packet of ours")] * 5000)
-    watched = [Watched(ring, 3) for ring in at.rings]
-    at.group._sources = watched
-    at.group.start()
-    assert all(one.done.wait(SECONDS) for one in watched)
-    at.group.stop()
-    assert [ring.waiting for ring in at.rings] == [0, 0] and at.group.failure is None
-    at.group.stop()
-
-
 @pytest.mark.parametrize("job", [False, True])
 def test_the_thread_sleeps_when_nothing_moves_and_not_before(scene, monkeypatch, job: bool) -> None:
     at, left = scene(rings=2), []
@@ -507,17 +479,15 @@ def test_the_thread_sleeps_when_nothing_moves_and_not_before(scene, monkeypatch,
         for t in range(3):
             at.post(peer, Record(t))
         at.session.moves = 5
-    else:
-        at.rings[0].put([(0, b"x")] * 9000)
 
     def sleep(seconds: float) -> None:
         assert seconds == 0.0005
-        left.append((at.group._inbox.qsize(), at.rings[0].waiting, at.session.moves if job else -1))
+        left.append((at.group._inbox.qsize(), at.session.moves if job else -1))
         at.group._stop.set()
 
     monkeypatch.setattr(flowcheck.node.group, "time", SimpleNamespace(sleep=sleep))
     at.group._main()
-    assert left == [(0, 0, -1)] and at.group.failure is None
+    assert left == [(0, -1)] and at.group.failure is None
 
 
 def test_a_group_that_was_never_started_can_be_stopped(scene) -> None:
@@ -554,6 +524,16 @@ def test_the_last_packets_are_judged_at_a_stop(scene, moves: int, polls: int) ->
     at.group._main()
     records = [("record", 1, {}, 0), ("record", 2, {}, 0)]
     assert at.session.calls == records + [("poll",)] * polls + [("finish",), ("close",)]
+
+
+def test_what_the_placing_threads_have_not_taken_is_waited_for(scene, monkeypatch) -> None:
+    at, naps = scene(), []
+    peer = at.follow()
+    at.session.behind = 3
+    monkeypatch.setattr(flowcheck.node.group, "time", SimpleNamespace(sleep=naps.append))
+    at.give(peer, Bye())
+    assert at.session.calls == [("poll",)] * 4 + [("finish",)] and naps == [0.0005] * 3
+    assert at.session.placers is at.placers  # somebody may come back
 
 
 def test_a_new_start_ends_the_session_before_anything_of_it_is_here(scene) -> None:

@@ -42,7 +42,7 @@ def test_what_is_not_known_is_null_and_not_in_the_text(capsys) -> None:
 
 @pytest.mark.parametrize(("stage", "remedy"), [
     ("placing", "capture.queues"), ("record", "the control network"), ("update", "replica.threads"),
-    ("checksums", "checksum_every"), ("rings", "capture.cores"),
+    ("checksums", "checksum_every"), ("rings", "capture.place_cores"),
 ])
 def test_who_is_behind_says_by_how_much_for_how_long_and_what_to_change(stage: str, remedy: str) -> None:
     name, fields = said(Behind(7, 35_200_000, 3, 14, stage))

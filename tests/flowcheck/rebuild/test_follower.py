@@ -253,40 +253,45 @@ def test_it_rests_only_while_nothing_happens(live, monkeypatch) -> None:
 
 
 class Threads:
-    """Placing threads that have taken nothing. said: what was asked of them."""
+    """Placing threads of all jobs, which have taken nothing, and a job's seat there. said: what was asked of them."""
 
-    def __init__(self, engine: Any, rings: Any) -> None:
-        self.engine, self.rings, self.said = engine, rings, list[str]()
+    def __init__(self) -> None:
+        self.engine: Any = None
+        self.said = list[str]()
 
-    def start(self) -> None:
-        self.said.append("start")
+    def attach(self, engine: Any) -> Threads:
+        self.engine = engine
+        self.said.append("attach")
+        return self
 
-    def stop(self) -> None:
-        self.said.append("stop")
+    def leave(self) -> None:
+        self.said.append("leave")
 
     def look(self, stream: int) -> tuple[int, bool]:
         return 0, False
 
+    def ring(self, stream: int) -> tuple[int, int, int]:
+        return 0, 0, 1
 
-def test_threads_place_until_they_are_ended(live, monkeypatch) -> None:
-    made: list[Threads] = []
-    monkeypatch.setattr(
-        flowcheck.rebuild.follower, "Placers", lambda engine, rings: made.append(Threads(engine, rings)) or made[-1]
-    )
-    at = live(port(2))
-    at.follower.place_in_threads([(77, 0)])
-    assert (made[0].engine, made[0].rings, made[0].said) == (at.engine, [(77, 0)], ["start"])
+    def drained(self, stream: int) -> bool:
+        return False
+
+
+def test_threads_place_until_they_are_left(live) -> None:
+    at, threads = live(port(2)), Threads()
+    at.follower.place_in_threads(threads)
+    assert (threads.engine, threads.said) == (at.engine, ["attach"])
     assert at.look() == [] and at.engine.runs == [], "the ring is theirs"
-    at.follower.place_here()
-    at.follower.place_here()
-    assert made[0].said == ["start", "stop"]
+    at.follower.leave_threads()
+    at.follower.leave_threads()
+    assert threads.said == ["attach", "leave"]
     assert at.look() == ["not 2"], "and here is read what they left"
     for end in (lambda: at.take(at.follower.finish()), at.follower.close):
-        at.follower.place_in_threads([(78, 2)])
+        threads = Threads()
+        at.follower.place_in_threads(threads)
         end()
         end()
-        assert made[-1].said == ["start", "stop"]
-    assert len(made) == 3
+        assert threads.said == ["attach", "leave"]
 
 
 # -- who may close --------------------------------------------------------------------------------------
