@@ -74,9 +74,11 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/control/checksum.py": [f"{FLOW}/control/test_checksum.py"],
     "flowcheck/control/tensors.py": [f"{FLOW}/control/test_tensors.py"],
     "flowcheck/trainer/attachment.py": [
-        f"{FLOW}/trainer/test_attachment{part}.py" for part in ("", "_arguments", "_state", "_records")
+        f"{FLOW}/trainer/test_attachment{part}.py"
+        for part in ("", "_arguments", "_state", "_records", "_ranges", "_nodes")
     ],
-    "flowcheck/trainer/sender.py": [f"{FLOW}/trainer/test_sender.py"],
+    "flowcheck/trainer/ranges.py": [f"{FLOW}/trainer/test_ranges.py", f"{FLOW}/trainer/test_attachment_ranges.py"],
+    "flowcheck/trainer/sender.py": [f"{FLOW}/trainer/test_sender.py", f"{FLOW}/trainer/test_attachment_ranges.py"],
     "flowcheck/trainer/description.py": [f"{FLOW}/trainer/test_description.py", f"{FLOW}/trainer/test_watch.py"],
     "flowcheck/node/control.py": [f"{NODE}/test_control.py", f"{NODE}/test_control_server.py"],
     "flowcheck/node/config.py": [f"{NODE}/test_config.py"],

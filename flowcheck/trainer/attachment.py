@@ -1,6 +1,7 @@
 """Trainer hook: what a checkpoint node has to know of a running DDP job, sent from a background thread.
 
     attachment = flowcheck.attach(ddp_model, optimizer, node="10.0.0.2:7070", token=..., checksum_every=100)
+    (several nodes that mirror the same ranks: node=["10.0.0.2:7070", "10.0.0.3:7070"])
     ...  optimizer.step(); attachment.step()          once per iteration, also when the optimizer was skipped
     attachment.close()
 
@@ -9,7 +10,8 @@ sends the manifest and every rank its connections, the node joins the wire and a
 model and optimizer; all ranks wait for that, at most `max_stall_s` seconds and this once. From then on a record per
 iteration goes out, and versions come into being. If the node loses an iteration it asks again, and rank 0 uploads at
 the next boundary, waiting as long. A node that asks for ranges of elements instead (ranges.py) gets them from any rank
-at its next boundary, before the record, and nobody waits.
+at its next boundary, before the record, and nobody waits. Of several nodes each is served as if it were the only
+one, but that none is waited for that is not connected.
 
 Training comes first: `step` never raises and, but for those uploads, never blocks. A node that is gone, slow or speaks
 nonsense makes the attachment say so (`state`, `why`, logger "flowcheck") and be tried again later. torch and the
@@ -22,7 +24,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,17 +44,18 @@ from flowcheck.trainer.sender import Identity, Sender
 __all__ = ["Attachment", "attach"]
 
 _log = logging.getLogger("flowcheck")
+STATES = ("attached", "attaching", "watching", "lost")  # of a node, the best first
 
 
 def attach(
-    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, node: str, token: str,
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, node: str | Sequence[str], token: str,
     checksum_every: int = 0, group: str = "", run_id: str = "", epoch: int = 0, iteration: int = 0,
     max_stall_s: float = 10.0, topology: Callable[[], dict[str, Any]] | None = None,
     collectives: Callable[[int], list[dict[str, Any]]] | None = None,
 ) -> Attachment:
     """Attach a training job to a checkpoint node; on every rank, best right after DDP was made.
 
-    node: HOST:PORT of its control port.
+    node: HOST:PORT of its control port; or a list of them, of nodes that mirror the same ranks.
     token: the shared secret, 16 characters or more.
     checksum_every: send parameter checksums each K-th iteration; 0: never, and the replica stays unverified.
     group: name of this group of ranks, where a node follows several.
@@ -63,9 +67,10 @@ def attach(
 
     Raises UserError for arguments that cannot be; all else is said by the attachment.
     """
-    host, _, port = node.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"{node!r} is not an address", where="node", remedy="HOST:PORT of the node's control port")
+    nodes = [node] if isinstance(node, str) else list(node)
+    addresses = [_address(one) for one in nodes]
+    if not addresses or len(set(addresses)) < len(addresses):
+        raise UserError(f"{nodes!r} is empty, or names a node twice", where="node", remedy="each node once")
     secret = token_bytes(token)
     for what, number in (("checksum_every", checksum_every), ("epoch", epoch), ("iteration", iteration)):
         if not isinstance(number, int) or number < 0:
@@ -73,17 +78,25 @@ def attach(
     if not 0 <= max_stall_s <= threading.TIMEOUT_MAX:
         raise UserError(f"{max_stall_s!r} is not a time", where="max_stall_s", remedy="seconds, 0 or more")
     return Attachment(
-        model, optimizer, (host.strip("[]"), int(port)), secret, checksum_every, group, run_id, epoch, iteration,
-        max_stall_s, topology, collectives,
+        model, optimizer, addresses, secret, checksum_every, group, run_id, epoch, iteration, max_stall_s, topology,
+        collectives,
     )
 
 
+def _address(node: str) -> tuple[str, int]:
+    host, _, port = node.rpartition(":") if isinstance(node, str) else ("", "", "")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise UserError(f"{node!r} is not an address", where="node", remedy="HOST:PORT of the node's control port")
+    return host.strip("[]"), int(port)
+
+
 class Attachment:
-    """Made by `attach`. state: watching, attaching, attached, lost (tried again), refused (never), closed."""
+    """Made by `attach`. state: watching, attaching, attached, lost (tried again), refused (never), closed; of several
+    nodes that of the best."""
 
     def __init__(
-        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, address: tuple[str, int], token: bytes,
-        checksum_every: int, name: str, run_id: str, epoch: int, iteration: int, max_stall_s: float,
+        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, addresses: list[tuple[str, int]],
+        token: bytes, checksum_every: int, name: str, run_id: str, epoch: int, iteration: int, max_stall_s: float,
         topology: Callable[[], dict[str, Any]] | None, collectives: Callable[[int], list[dict[str, Any]]] | None,
     ) -> None:
         self.iteration = iteration
@@ -97,17 +110,18 @@ class Attachment:
         self._first = 0
         self._flows: list[dict[str, Any]] | None = None
         self._groups: list[dict[str, Any]] | None = None
-        self._sender: Sender | None = None
+        self._senders: list[Sender] = []
+        self._answered = threading.Event()  # by any of the nodes
         self._watch: Watch | None = None
         self._hook: Any = None
         try:
-            self._begin(model, optimizer, address, token, name, run_id, epoch, topology, collectives)
+            self._begin(model, optimizer, addresses, token, name, run_id, epoch, topology, collectives)
         except Exception as error:  # whatever it is, training goes on without us
             self._refuse(error)
 
     def _begin(
-        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, address: tuple[str, int], token: bytes,
-        name: str, run_id: str, epoch: int, topology: Callable[[], dict[str, Any]] | None,
+        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, addresses: list[tuple[str, int]],
+        token: bytes, name: str, run_id: str, epoch: int, topology: Callable[[], dict[str, Any]] | None,
         collectives: Callable[[int], list[dict[str, Any]]] | None,
     ) -> None:
         self._described: Model = entries(model, optimizer)
@@ -122,41 +136,55 @@ class Attachment:
         )
         identity = Identity(run_id, epoch, self.rank, ranks, name)
         self._source = Source(model.module, optimizer, self._described)
-        self._sender = Sender(address, token, identity, self._opening, self._say, self._source.prepare)
-        self._sender.start()
+        for address in addresses:
+            self._senders.append(Sender(
+                address, token, identity, self._opening, partial(self._said, address), self._source.prepare,
+                self._answered,
+            ))
+        for sender in self._senders:
+            sender.start()
 
     # -- what it is --
 
     @property
     def state(self) -> str:
-        sender = self._sender
         if self._closed:
             return "closed"
-        if self._refused or sender is None:
+        if self._refused or not self._senders:
             return "refused"
+        return min((self._state(sender) for sender in self._senders), key=STATES.index)
+
+    def _state(self, sender: Sender) -> str:
         if not sender.connected:
             return "lost" if sender.tried.is_set() else "watching"  # the first attempt may still be under way
         if self._job is None:
             return "watching"
-        joined = sender.joined is not None and "state" not in sender.wanted and not sender.notice
-        return "attached" if joined else "attaching"
+        return "attached" if sender.attached else "attaching"
 
     @property
     def why(self) -> str:
-        """Why the state is not "attached", or why the last iteration had no record, or ""."""
+        """Why the state is not "attached", or why the last iteration had no record, or "". Of several nodes: of each
+        that is not."""
         if self._refused or self._unsaid:
             return self._refused or self._unsaid
-        sender = self._sender
-        if self._watch is not None and self._job is None and (sender is None or sender.connected):
-            return self._watch.why  # whatever the node says meanwhile: it is waiting for the job
-        if sender is not None and sender.why:
-            return sender.why
-        return "" if self.state in ("attached", "closed") else "the node has not joined yet"
+        connected = any(sender.connected for sender in self._senders)
+        if self._watch is not None and self._job is None and (connected or not self._senders):
+            return self._watch.why  # whatever a node says meanwhile: it is waiting for the job
+        reasons = [(sender, self._why(sender)) for sender in self._senders]
+        return "; ".join(f"{self._name(sender.address)}{why}" for sender, why in reasons if why)
+
+    def _why(self, sender: Sender) -> str:
+        return sender.why or ("" if self._closed or self._state(sender) == "attached" else
+                              "the node has not joined yet")
+
+    def _name(self, address: tuple[str, int]) -> str:
+        """Of a node, where there are several."""
+        return f"{address[0]}:{address[1]}: " if len(self._senders) > 1 else ""
 
     @property
     def published(self) -> tuple[int, str]:
-        """(iteration, status) of the node's newest version; (-1, "") if there is none."""
-        return (self._sender.iteration, self._sender.status) if self._sender is not None else (-1, "")
+        """(iteration, status) of the nodes' newest version; (-1, "") if there is none."""
+        return max(((sender.iteration, sender.status) for sender in self._senders), default=(-1, ""))
 
     # -- the training thread --
 
@@ -175,8 +203,8 @@ class Attachment:
         self.iteration += 1
 
     def _step(self, clip: float | None, scale: float | None, skipped: bool) -> None:
-        sender, watch = self._sender, self._watch
-        assert sender is not None and watch is not None
+        watch = self._watch
+        assert watch is not None
         if scale is not None and self._described.threads:
             raise UserError("a loss scale with 16-bit parameters, whose gradients are unscaled otherwise",
                             where=f"iteration {self.iteration}", remedy="parameters in float32 and autocast")
@@ -194,35 +222,56 @@ class Attachment:
             self._job, self._first = watch.look(), self.iteration
             if self._job is not None:
                 self._flows = self._topology()["flows"]
-                self._meet(sender, groups)
+                self._meet(groups)
                 return
-        # A node may take longer to take a state in than ranks wait for that: the records of what follows it are
-        # queued after it all the same, or it would lose its place at once and ask for a state again, without end.
-        if sender.connected and (
-            sender.joined is not None or (sender.pledged is not None and "state" not in sender.wanted)
-        ):
-            self._send_record(sender, groups, clip, scale, skipped)
-        if self.rank == 0 and self._job is not None and "state" in sender.wanted:
-            self._send_state(sender, time.monotonic() + self._max_stall, groups)
+        if followers := [sender for sender in self._senders if sender.follows]:
+            self._send_record(followers, groups, clip, scale, skipped)
+        if self._job is not None and (wanting := [one for one in self._senders if self._wants(one)]):
+            self._serve(wanting, time.monotonic() + self._max_stall, groups)
 
-    def _meet(self, sender: Sender, groups: list[dict[str, Any]] | None) -> None:
+    def _wants(self, sender: Sender) -> bool:
+        return self.rank == 0 and "state" in sender.wanted
+
+    def _meet(self, groups: list[dict[str, Any]] | None) -> None:
         """The one time that all ranks wait, at most `max_stall_s` seconds: until the node has joined the wire, with
         nothing in flight, and has the state. All of them know the job at the same boundary; what they wait for at
-        rank 0 would otherwise hold them up in the next call. A node that asks for ranges needs none of it."""
+        rank 0 would otherwise hold them up in the next call. A node that asks for ranges needs none of it, and one of
+        several that is not connected by now is not waited for."""
         deadline = time.monotonic() + self._max_stall
-        sender.tried.wait(self._max_stall)
-        sender.open_again()
-        if sender.by_ranges:
-            return
-        while sender.connected and sender.joined is None and (left := deadline - time.monotonic()) > 0:
-            if self.rank == 0 and "state" in sender.wanted:
-                self._send_state(sender, deadline, groups)
+        if len(self._senders) == 1:
+            self._senders[0].tried.wait(self._max_stall)
+        for sender in self._senders:
+            sender.open_again()
+        self._serve([sender for sender in self._senders if not sender.by_ranges], deadline, groups, meeting=True)
+
+    def _serve(
+        self, senders: list[Sender], deadline: float, groups: list[dict[str, Any]] | None, meeting: bool = False
+    ) -> None:
+        """Give the state to those that want it, once each, and wait until they have it. meeting: wait until the others
+        have joined, too, or want it."""
+        given: dict[Sender, str] = {}  # and what each had noticed by then
+        number = Clock().after(self.iteration)  # of updates so far, which is the number of the next iteration
+        self._answered.clear()
+        while True:
+            wanting = [sender for sender in senders if sender not in given and self._wants(sender)]
+            given |= {sender: sender.notice for sender in wanting}
+            if wanting:
+                self._send_state(wanting, number, groups)
+            waiting = [
+                sender for sender in senders if sender.connected and (
+                    # Wanted again, or something noticed: it came too late. Again at the next boundary, or when asked.
+                    sender.joined != number and "state" not in sender.wanted and sender.notice in ("", given[sender])
+                    if sender in given else meeting and sender.joined is None
+                )
+            ]
+            left = deadline - time.monotonic()
+            if not waiting or left <= 0:
                 return
-            sender.answered.wait(left)
-            sender.answered.clear()
+            self._answered.wait(left)
+            self._answered.clear()
 
     def _send_record(
-        self, sender: Sender, groups: list[dict[str, Any]] | None, clip: float | None, scale: float | None,
+        self, senders: list[Sender], groups: list[dict[str, Any]] | None, clip: float | None, scale: float | None,
         skipped: bool,
     ) -> None:
         module = self._model.module
@@ -251,16 +300,17 @@ class Attachment:
                 record.checksums = {name: f"{value:016x}" for name, value in sums.items()}
             if self.rank == 0:
                 held = {f"buffer.{name}": state[name].detach().to("cpu", copy=True) for name in buffers}
-        for link, wish in sender.asked():  # before the record: who has that has these, if there are any
-            sender.put(*self._source.answer(wish, self.iteration), asked_on=link)
-        sender.put(record, held)
+        for sender in senders:
+            for link, wish in sender.asked():  # before the record: who has that has these, if there are any
+                sender.put(*self._source.answer(wish, self.iteration), asked_on=link)
+            sender.put(record, held)
 
-    def _send_state(self, sender: Sender, deadline: float, groups: list[dict[str, Any]] | None) -> None:
-        """Model and optimizer as they are now, before the next iteration; waits until the node has them. groups: as the
-        step used them that made this state; None: it made none."""
-        number = Clock().after(self.iteration)  # of updates so far, which is the number of the next iteration
-        sender.wanted, sender.joined = sender.wanted - {"state"}, None
-        sender.pledged = number
+    def _send_state(self, senders: list[Sender], number: int, groups: list[dict[str, Any]] | None) -> None:
+        """Model and optimizer as they are now, before iteration `number`. groups: as the step used them that made this
+        state; None: it made none."""
+        for sender in senders:
+            sender.wanted, sender.joined = sender.wanted - {"state"}, None
+            sender.pledged = number
         tensors = {
             f"model.{name}": tensor.detach().to("cpu", copy=True)
             for name, tensor in self._model.module.state_dict().items()
@@ -271,23 +321,18 @@ class Attachment:
                 for key, value in self._optimizer.state.get(parameter, {}).items():
                     if name is not None and isinstance(value, torch.Tensor):
                         tensors[f"optimizer.{name}.{key}"] = value.detach().to("cpu", copy=True)
-        sender.answered.clear()
-        if not sender.put(State(number, groups or group_options(self._described, self._optimizer)), tensors):
-            sender.pledged = None
-            return
-        while sender.connected and sender.joined != number and (left := deadline - time.monotonic()) > 0:
-            sender.answered.wait(left)
-            sender.answered.clear()
-            if "state" in sender.wanted or sender.notice:
-                return  # it came too late for the node: again at the next boundary, or when it asks for one
+        state = State(number, groups or group_options(self._described, self._optimizer))
+        for sender in senders:
+            if not sender.put(state, tensors):
+                sender.pledged = None
 
     def close(self, seconds: float = 5.0) -> None:
-        """Say goodbye, if the node listens within `seconds`; idempotent."""
+        """Say goodbye, if the node listens within `seconds`, which several nodes share; idempotent."""
         if self._closed:
             return
         try:
-            if self._sender is not None:
-                self._sender.close(Bye(), seconds)
+            for sender in self._senders:
+                sender.close(Bye(), seconds / len(self._senders))
             if self._hook is not None:
                 self._hook.remove()
         except Exception as error:
@@ -314,6 +359,9 @@ class Attachment:
             out.append(Manifest(self._job.to_dict(), self._first))
         return out
 
+    def _said(self, address: tuple[str, int], why: str) -> None:
+        self._say(f"{self._name(address)}{why}")
+
     def _say(self, why: str) -> None:
         _log.warning("flowcheck: rank %d: %s", getattr(self, "rank", -1), why)
 
@@ -325,8 +373,8 @@ class Attachment:
         else:
             self._refused = f"{type(error).__name__}: {error}"
             _log.warning("flowcheck: not attached: %s", self._refused, exc_info=error)
-        if self._sender is not None:
-            self._sender.close(Bye(), 0.0)
+        for sender in self._senders:
+            sender.close(Bye(), 0.0)
 
 
 def _communicator(

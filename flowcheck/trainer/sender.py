@@ -1,4 +1,4 @@
-"""The background half of an attachment: one thread that sends, one per connection that listens.
+"""The background half of an attachment to one node: one thread that sends, one per connection that listens.
 
     sender = Sender(address, token, identity, opening)    opening(): messages that every connection begins with
     sender.put(message, tensors)       from the training thread: never waits
@@ -72,10 +72,11 @@ class Sender:
 
     def __init__(
         self, address: tuple[str, int], token: bytes, identity: Identity, opening: Callable[[], list[Any]],
-        tell: Callable[[str], None], prepare: Callable[[Ranges, int], Wish],
+        tell: Callable[[str], None], prepare: Callable[[Ranges, int], Wish], answered: threading.Event | None = None,
     ) -> None:
-        """prepare(request, bytes that the answer may have): called by the listening thread."""
-        self._address, self._token, self._identity, self._opening, self._tell = address, token, identity, opening, tell
+        """prepare(request, bytes that the answer may have): called by the listening thread. answered: one that several
+        senders may share."""
+        self.address, self._token, self._identity, self._opening, self._tell = address, token, identity, opening, tell
         self._prepare = prepare
         self._queue: queue.Queue[tuple[Link, Any, Mapping[str, torch.Tensor] | Copies]] = queue.Queue(QUEUE)
         self._requests: deque[tuple[Link, Wish]] = deque()
@@ -90,7 +91,7 @@ class Sender:
         self.notice = ""
         self.by_ranges = False
         self.tried = threading.Event()  # the first attempt to connect is over
-        self.answered = threading.Event()  # something came, or the connection ended
+        self.answered = answered or threading.Event()  # something came, or the connection ended
         self.why = "not connected yet"
         self._refused = False  # this connection, by the node
         self._refusing = False  # the connection before this one was refused
@@ -105,6 +106,19 @@ class Sender:
     @property
     def connected(self) -> bool:
         return self._link is not None
+
+    @property
+    def attached(self) -> bool:
+        """Versions are made, as far as is known."""
+        return self.connected and self.joined is not None and "state" not in self.wanted and not self.notice
+
+    @property
+    def follows(self) -> bool:
+        """Records are of use to it. A node may take longer to take a state in than ranks wait for that: the records of
+        what follows it are queued after it all the same, or it would lose its place at once and ask again, without
+        end."""
+        pledged = self.pledged is not None and "state" not in self.wanted
+        return self.connected and (self.joined is not None or pledged)
 
     def put(self, message: Any, tensors: Mapping[str, torch.Tensor] | Copies | None = None,
             asked_on: Link | None = None) -> bool:
@@ -153,7 +167,8 @@ class Sender:
         link = self._link
         if link is not None:
             link.close()
-        self._thread.join(max(seconds, 0.1))
+        if self._thread.is_alive():  # where threads run out it was never started
+            self._thread.join(max(seconds, 0.1))
 
     # -- the thread --
 
@@ -201,7 +216,7 @@ class Sender:
             self._told.add(why)
 
     def _connect(self) -> Link:
-        sock = socket.create_connection(self._address, timeout=CONNECT_SECONDS)
+        sock = socket.create_connection(self.address, timeout=CONNECT_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         link = Link(sock)

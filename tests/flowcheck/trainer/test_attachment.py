@@ -25,7 +25,7 @@ def test_states_from_watching_to_closed(training, hand_node) -> None:
     peer = connected(one, hand_node)
     assert (attachment.state, attachment.why) == ("watching", "the job's iterations are being watched")
     peer.send("wanted", what=["manifest", "flows"], why="nothing is known of the job yet")
-    until(lambda: attachment._sender.why)
+    until(lambda: attachment._senders[0].why)
     assert attachment.why == "the job's iterations are being watched"  # it is this that the node waits for
     one.iterate(2)
     assert (attachment.state, attachment.iteration) == ("watching", 2)
@@ -33,7 +33,7 @@ def test_states_from_watching_to_closed(training, hand_node) -> None:
     assert (attachment.state, attachment.why) == ("attaching", "nothing is known of the job yet")
     assert attachment.published == (-1, "")
     peer.send("joined", iteration=3)
-    until(lambda: attachment._sender.joined == 3 and not attachment._sender.why)
+    until(lambda: attachment._senders[0].joined == 3 and not attachment._senders[0].why)
     assert (attachment.state, attachment.why, attachment.iteration) == ("attached", "", 3)
     peer.send("progress", iteration=3, status="unverified")
     until(lambda: attachment.published == (3, "unverified"))
@@ -63,7 +63,7 @@ def test_a_node_that_is_not_connected_yet_is_waited_for(training, hand_node, scr
         peer.send("joined", iteration=3)
 
     one = training(rank=1, max_stall_s=LONGEST)
-    one.attachment._sender.tried = Tried()  # nobody has answered the connection so far
+    one.attachment._senders[0].tried = Tried()  # nobody has answered the connection so far
     one.iterate(2)
     script(node)
     one.iterate()
@@ -82,7 +82,7 @@ def test_other_things_that_a_node_wants_do_not_change_that_it_has_joined(trainin
     one = training()
     peer = joined(one, hand_node)
     peer.send("wanted", what=["flows"], why="of rank 1")
-    until(lambda: one.attachment._sender.wanted)
+    until(lambda: one.attachment._senders[0].wanted)
     assert one.attachment.state == "attached"
 
 
@@ -91,7 +91,7 @@ def test_a_node_that_is_gone(wrapped, hand_node) -> None:
     hand_node.close()
     one = Training(wrapped, address)
     until(lambda: one.attachment.state == "lost")
-    assert one.attachment.why == "no connection: Connection refused" and not one.attachment._sender.wanted
+    assert one.attachment.why == "no connection: Connection refused" and not one.attachment._senders[0].wanted
     one.iterate(4)
     assert one.attachment.state == "lost" and one.attachment.iteration == 4
     one.attachment.close(0.0)
@@ -125,7 +125,7 @@ def test_an_impostor_at_the_nodes_address_gets_nothing(training, hand_node) -> N
     until(lambda: one.attachment.state == "lost")
     assert one.attachment.why == "the node does not know the token"
     one.iterate(5)
-    assert one.attachment.state == "lost" and one.attachment._sender._queue.empty()
+    assert one.attachment.state == "lost" and one.attachment._senders[0]._queue.empty()
 
 
 def test_rank_0_tells_the_job_and_its_flows(training, hand_node) -> None:
@@ -151,7 +151,7 @@ def test_other_ranks_tell_their_flows_only(training, hand_node) -> None:
     assert peer.expect("record")["iteration"] == 3  # and nothing before it
     peer.send("wanted", what=["state"], why="iteration 3 is lost")
     until(lambda: one.attachment.state == "attaching")
-    one.attachment._sender.joined = 3  # so that records go on
+    one.attachment._senders[0].joined = 3  # so that records go on
     one.iterate(2)
     assert [peer.expect("record")["iteration"] for _ in range(2)] == [4, 5]  # the state is for rank 0 to send
 

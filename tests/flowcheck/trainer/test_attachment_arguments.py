@@ -33,8 +33,12 @@ def attach(**options: Any) -> flowcheck.Attachment:
     ("host:65536", TOKEN.decode(), "not an address"), ("host:-1", TOKEN.decode(), "not an address"),
     (":7070", TOKEN.decode(), "not an address"), ("host:", TOKEN.decode(), "not an address"),
     ("host:http", TOKEN.decode(), "not an address"), ("host:1", "short", "token of 5 characters"),
+    (["host:1", "host"], TOKEN.decode(), "node: 'host' is not an address"),
+    ([7070], TOKEN.decode(), "node: 7070 is not an address"),
+    ([], TOKEN.decode(), r"node: \[\] is empty, or names a node twice"),
+    (["::1:7", "host:1", "[::1]:7"], TOKEN.decode(), "is empty, or names a node twice"),
 ])
-def test_arguments_that_cannot_be_are_refused_at_once(node: str, token: str, what: str) -> None:
+def test_arguments_that_cannot_be_are_refused_at_once(node: Any, token: str, what: str) -> None:
     with pytest.raises(UserError, match=what):
         attach(node=node, token=token)
 
@@ -53,6 +57,7 @@ def test_numbers_that_cannot_be_are_refused_at_once(odd: dict[str, Any]) -> None
     {"checksum_every": 0, "epoch": 0, "iteration": 0, "max_stall_s": 0},
     {"checksum_every": 1, "epoch": 1, "iteration": 1, "max_stall_s": 1},
     {"max_stall_s": threading.TIMEOUT_MAX}, {"node": "host:65535"}, {"node": "[::1]:7070"},
+    {"node": ["host:1"]}, {"node": ("host:1", "host:2")},
 ], ids=str)
 def test_numbers_at_their_bounds_are_taken(good: dict[str, Any]) -> None:
     assert "model: is a Linear" in attach(**good).why
@@ -70,7 +75,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     class Kept(module.Sender):
         def start(self) -> None:
-            made.append(self._address)
+            made.append(self.address)
 
         def close(self, last: Any, seconds: float) -> None:
             made.append((last, seconds))

@@ -21,9 +21,9 @@ ALL = [["weight", 0, 4], ["bias", 0, 2]]
 
 def asked(one: Training, peer: Peer, request: int, ranges: list[Any]) -> None:
     """The request lies ready for the next boundary."""
-    before = len(one.attachment._sender._requests)
+    before = len(one.attachment._senders[0]._requests)
     peer.send("ranges", request=request, ranges=ranges)
-    until(lambda: len(one.attachment._sender._requests) > before)
+    until(lambda: len(one.attachment._senders[0]._requests) > before)
 
 
 def state(one: Training) -> dict[str, list[float]]:
@@ -90,8 +90,8 @@ def test_a_patch_is_the_one_of_its_boundary_however_late_it_is_sent(training, ha
         assert release.wait(LONGEST)
         return []
 
-    one.attachment._sender._opening = opening
-    one.attachment._sender.open_again()
+    one.attachment._senders[0]._opening = opening
+    one.attachment._senders[0].open_again()
     assert held.wait(LONGEST)
     one.iterate()
     then = state(one)
@@ -150,14 +150,14 @@ def test_what_is_more_than_a_boundary_gives_waits_for_the_next(training, hand_no
 
     for request, ranges in ((1, [["weight", 0, 4]]), (2, [["weight", 0, 3]]), (3, [["weight", 3, 1]])):
         asked(one, peer, request, ranges)
-    one.attachment._sender._opening = opening
-    one.attachment._sender.open_again()
+    one.attachment._senders[0]._opening = opening
+    one.attachment._senders[0].open_again()
     assert held.wait(LONGEST)
     one.iterate(2)
     release.set()
     assert patch(peer)[0]["request"] == 1
     assert [peer.expect("record")["iteration"] for _ in range(2)] == [3, 4]
-    until(lambda: not one.attachment._sender._copied)
+    until(lambda: not one.attachment._senders[0]._copied)
     one.iterate()
     assert [patch(peer)[0]["request"] for _ in range(2)] == [2, 3] and peer.expect("record")["iteration"] == 5
     asked(one, peer, 4, [["weight", 0, 4], ["bias", 0, 2], ["bias", 0, 1]])
@@ -184,11 +184,11 @@ def test_an_answer_does_not_go_to_another_connection(training, hand_node) -> Non
     one = training()
     peer = joined(one, hand_node)
     asked(one, peer, 1, ALL)
-    ((link, wish),) = one.attachment._sender.asked()
+    ((link, wish),) = one.attachment._senders[0].asked()
     peer.close()
     peer = connected(one, hand_node)
-    assert not one.attachment._sender.put(*one.attachment._source.answer(wish, 3), asked_on=link)
-    assert one.attachment._sender._copied == 0
+    assert not one.attachment._senders[0].put(*one.attachment._source.answer(wish, 3), asked_on=link)
+    assert one.attachment._senders[0]._copied == 0
     one.attachment.close(LONGEST)
     assert peer.rest() == ["flows", "manifest", "bye"]
 
@@ -221,7 +221,7 @@ def test_a_node_that_falls_back_to_a_state_gets_one(training, hand_node, script)
     peer.expect("flows")
     peer.expect("manifest")
     peer.send("wanted", what=["state"], why="an optimizer that is not followed by elements")
-    until(lambda: one.attachment._sender.wanted)
+    until(lambda: one.attachment._senders[0].wanted)
 
     def node() -> None:
         assert peer.receive()[0].items() >= {"type": "state", "iteration": 4}.items()
@@ -246,7 +246,7 @@ def test_more_requests_than_a_node_has_any_use_for_end_the_connection(training, 
     one.iterate()
     assert one.attachment.state != "refused"
     connected(one, hand_node)  # it is tried again, and nothing of before is answered
-    until(lambda: not one.attachment._sender._requests)
+    until(lambda: not one.attachment._senders[0]._requests)
 
 
 def test_what_waits_for_a_boundary_is_bounded_in_bytes(training, hand_node, monkeypatch) -> None:
@@ -258,7 +258,7 @@ def test_what_waits_for_a_boundary_is_bounded_in_bytes(training, hand_node, monk
     one.iterate()
     assert [patch(peer)[0]["refused"] for _ in range(1)] == [""]
     assert peer.expect("record")["iteration"] == 3
-    until(lambda: not one.attachment._sender._copied)
+    until(lambda: not one.attachment._senders[0]._copied)
     one.iterate()
     assert [patch(peer)[0]["refused"] for _ in range(2)] == ["", "request: 48 bytes of state, at most 0 are given now"]
 

@@ -50,7 +50,7 @@ def test_the_first_attempt_is_waited_for_as_long_as_told(training) -> None:
             return False
 
     one = training(max_stall_s=0.25)
-    one.attachment._sender.tried = Tried()
+    one.attachment._senders[0].tried = Tried()
     one.iterate(4)
     assert told == [0.25] and one.attachment.iteration == 4
 
@@ -83,7 +83,7 @@ def test_without_any_time_nothing_is_waited_for(training, hand_node, monkeypatch
     one.iterate(3)
     assert one.attachment.state == "attaching"
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._sender.wanted)
+    until(lambda: one.attachment._senders[0].wanted)
     one.iterate()
     assert (one.attachment.state, one.attachment.iteration) == ("attaching", 4)
 
@@ -95,7 +95,7 @@ def test_other_ranks_wait_at_that_boundary_too(training, hand_node, script) -> N
     def node() -> None:
         peer.expect("flows")
         peer.send("wanted", what=["state"], why="of rank 0")
-        until(lambda: one.attachment._sender.wanted)
+        until(lambda: one.attachment._senders[0].wanted)
         peer.send("joined", iteration=3)
 
     script(node)
@@ -150,18 +150,64 @@ def test_a_state_that_came_too_late_is_sent_again_at_the_next_boundary(training,
 
     script(later)
     one.iterate()
-    assert one.attachment._sender.joined == 4
+    assert one.attachment._senders[0].joined == 4
+
+
+def test_a_node_that_notices_something_while_it_takes_a_state_is_not_waited_for(training, hand_node, script) -> None:
+    """What it had noticed before is no reason: it has asked all the same."""
+    one = training(max_stall_s=3600.0)
+    peer = connected(one, hand_node)
+    waited: list[int | None] = []
+
+    def node() -> None:
+        peer.expect("flows")
+        peer.expect("manifest")
+        peer.send("notice", why="the mirror brings nothing")
+        peer.send("wanted", what=["state"], why="a state to begin with")
+        assert peer.receive()[0].items() >= {"type": "state", "iteration": 3}.items()
+        peer.send("progress", iteration=1, status="")
+        until(lambda: one.attachment.published == (1, ""))
+        waited.append(one.attachment.iteration)
+        peer.send("notice", why="it came too late; a state is asked for later")
+
+    script(node)
+    one.iterate(3)
+    until(lambda: waited)
+    assert waited == [2]  # the boundary was not over yet
+    assert (one.attachment.state, one.attachment._senders[0].joined) == ("attaching", None)
+
+
+def test_a_state_that_is_no_longer_wanted_is_not_waited_for(training, hand_node, monkeypatch) -> None:
+    """The node may take it back while the boundary begins."""
+    one = training(max_stall_s=3600.0)
+    peer = connected(one, hand_node, resync="ranges")
+    one.iterate(3)
+    peer.expect("flows")
+    peer.expect("manifest")
+    sender = one.attachment._senders[0]
+    peer.send("wanted", what=["state"], why="iteration 2 is lost")
+    until(lambda: sender.wanted)
+
+    def clock() -> float:
+        if sender.wanted:
+            peer.send("wanted", what=[], why="")
+            until(lambda: not sender.wanted)
+        return 1000.0
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
+    one.iterate()
+    assert one.attachment.iteration == 4 and not sender.pledged
 
 
 def test_a_state_without_time_is_sent_and_not_waited_for(training, hand_node) -> None:
     one = training()
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="iteration 2 is lost")
-    until(lambda: one.attachment._sender.wanted)
+    until(lambda: one.attachment._senders[0].wanted)
     one.iterate()
     assert peer.expect("record")["iteration"] == 3
     assert peer.receive()[0].items() >= {"type": "state", "iteration": 4}.items()
-    assert (one.attachment.state, one.attachment._sender.wanted) == ("attaching", frozenset())
+    assert (one.attachment.state, one.attachment._senders[0].wanted) == ("attaching", frozenset())
     one.iterate(2)  # the node is still busy with the state: what it will need next is on its way all the same
     assert [peer.expect("record")["iteration"] for _ in range(2)] == [4, 5]
     peer.send("joined", iteration=4)
@@ -174,7 +220,7 @@ def test_a_state_ends_with_its_connection_and_so_do_the_records_after_it(trainin
     one = training()
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="iteration 2 is lost")
-    until(lambda: one.attachment._sender.wanted)
+    until(lambda: one.attachment._senders[0].wanted)
     one.iterate()
     assert peer.expect("record")["iteration"] == 3 and peer.receive()[0]["type"] == "state"
     peer.close()
@@ -183,7 +229,7 @@ def test_a_state_ends_with_its_connection_and_so_do_the_records_after_it(trainin
     peer.expect("flows")
     peer.expect("manifest")
     peer.send("wanted", what=["state"], why="a state to begin with")
-    until(lambda: one.attachment._sender.wanted)
+    until(lambda: one.attachment._senders[0].wanted)
     one.iterate()
     assert peer.receive()[0].items() >= {"type": "state", "iteration": 6}.items()
 
@@ -192,7 +238,7 @@ def test_a_state_that_is_not_wanted_is_not_sent(training, hand_node) -> None:
     one = training()
     peer = joined(one, hand_node)
     peer.send("wanted", what=["flows"], why="of rank 1")
-    until(lambda: one.attachment._sender.wanted)
+    until(lambda: one.attachment._senders[0].wanted)
     one.iterate(2)
     assert [peer.expect("record")["iteration"] for _ in range(2)] == [3, 4]
     one.attachment.close(LONGEST)
@@ -203,7 +249,7 @@ def test_a_state_has_every_entry_and_every_tensor_of_the_optimizer(training, han
     one = training(layer=Every(), make=lambda p: torch.optim.AdamW(p, lr=0.5))
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._sender.wanted)
+    until(lambda: one.attachment._senders[0].wanted)
     one.iterate()
     peer.receive()
     state = safetensors.torch.load(peer.receive()[1])
@@ -223,10 +269,10 @@ def test_a_state_is_the_one_of_its_boundary(training, hand_node) -> None:
     queued: list[dict[str, torch.Tensor]] = []
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._sender.wanted)
-    one.attachment._sender.put = lambda message, tensors: queued.append(tensors)
+    until(lambda: one.attachment._senders[0].wanted)
+    one.attachment._senders[0].put = lambda message, tensors: queued.append(tensors)
     one.iterate()
-    del one.attachment._sender.put
+    del one.attachment._senders[0].put
     _, state = queued
     then = {name: value.clone() for name, value in state.items()}
     one.train()
@@ -241,7 +287,7 @@ def test_what_is_not_in_the_manifest_is_not_in_a_state(training, hand_node) -> N
     one.optimizer.state[one.model.module.weight]["note"] = 7
     peer = joined(one, hand_node)
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._sender.wanted)
+    until(lambda: one.attachment._senders[0].wanted)
     one.iterate()
     peer.receive()
     assert safetensors.torch.load(peer.receive()[1]).keys() == {"model.weight", "model.frozen", "model.count"}
@@ -254,7 +300,7 @@ def test_a_node_that_says_nothing_is_not_waited_for_for_ever(training, hand_node
     one.iterate(3)
     assert one.attachment.state == "attaching"
     peer.send("wanted", what=["state"], why="a state")
-    until(lambda: one.attachment._sender.wanted)
-    one.attachment._sender.answered.clear()
+    until(lambda: one.attachment._senders[0].wanted)
+    one.attachment._senders[0].answered.clear()
     one.iterate()
-    assert one.attachment.state == "attaching" and one.attachment._sender.wanted == frozenset()
+    assert one.attachment.state == "attaching" and one.attachment._senders[0].wanted == frozenset()

@@ -359,6 +359,27 @@ def test_what_was_queued_for_a_connection_goes_with_it(hand_node, sender, no_pau
     assert peer.expect("record")["iteration"] == 3
 
 
+def test_what_was_put_for_a_connection_that_has_ended_meanwhile_does_not_go_to_the_next(
+    hand_node, sender, no_pause, monkeypatch
+) -> None:
+    """The training thread may have looked for the connection long before it comes to the queue."""
+    mine = sender()
+    peer = hand_node.welcome()
+    until(lambda: mine.connected)
+    put, before, after = mine._queue.put_nowait, mine._link, list[Any]()
+
+    def late(item: Any) -> None:
+        peer.close()
+        after.append(hand_node.welcome())
+        until(lambda: mine._link not in (None, before))
+        put(item)
+
+    monkeypatch.setattr(mine._queue, "put_nowait", late)
+    mine.put(Record(1))
+    monkeypatch.undo()
+    assert mine.put(Record(2)) and after[0].expect("record")["iteration"] == 2
+
+
 def test_a_full_queue_gives_the_connection_up(hand_node, sender, no_pause) -> None:
     """1024 messages may wait. With the next one all of them are lost, which is said and counted, and the next
     connection begins anew."""

@@ -18,15 +18,16 @@ FLOW = {"src": 0, "dst": 1, "channel": 0, "src_addr": "10.0.0.1", "dst_addr": "1
 class Training:
     """A training loop whose communicator's calls are made up, and its attachment."""
 
-    def __init__(self, wrap: Any, address: tuple[str, int], *, layer: torch.nn.Module | None = None, rank: int = 0,
+    def __init__(self, wrap: Any, *addresses: tuple[str, int], layer: torch.nn.Module | None = None, rank: int = 0,
                  make: Callable[[Any], torch.optim.Optimizer] | None = None, **options: Any) -> None:
         torch.manual_seed(1)
         self.model = wrap(layer if layer is not None else torch.nn.Linear(2, 2), rank=rank)
         self.optimizer = (make or (lambda p: torch.optim.SGD(p, lr=1.0)))(self.model.parameters())
         self.elements = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.said: list[dict[str, Any]] = []
+        nodes = [f"{host}:{port}" for host, port in addresses]
         self.attachment = flowcheck.attach(
-            self.model, self.optimizer, node=f"{address[0]}:{address[1]}", token=TOKEN.decode(),
+            self.model, self.optimizer, node=nodes if len(nodes) > 1 else nodes[0], token=TOKEN.decode(),
             **{"max_stall_s": 0.0, "topology": lambda: {"communicator": COMMUNICATOR, "flows": [FLOW]},
                "collectives": lambda since: self.said[since:]} | options,
         )
@@ -67,7 +68,7 @@ def connected(one: Training, node: HandNode, **more: Any) -> Peer:
     """The connection, once its opening (which is empty as long as the job is not known) has gone out. more: fields of
     the Welcome."""
     peer = node.welcome(**more)
-    until(lambda: one.attachment._sender.connected and not one.attachment._sender._again.is_set())
+    until(lambda: one.attachment._senders[0].connected and not one.attachment._senders[0]._again.is_set())
     return peer
 
 
