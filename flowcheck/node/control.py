@@ -10,18 +10,21 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from flowcheck.control.protocol import (
+    PATCH_BYTES,
     Bye,
     Flows,
     Hello,
     Limits,
     Link,
     Manifest,
+    Patch,
     Record,
     RecordsError,
     Refused,
@@ -171,7 +174,7 @@ class _Connection:
             if error.what == "connection closed":
                 return False
             raise
-        if not isinstance(message, Flows | Manifest | State | Record | Bye):
+        if not isinstance(message, Flows | Manifest | State | Record | Patch | Bye):
             raise RecordsError(f"a {type(message).__name__} from a trainer", where=self._link.peer)
         tensors: Mapping[str, torch.Tensor] = {}
         try:
@@ -185,8 +188,8 @@ class _Connection:
                 if missing:
                     raise RecordsError(f"tensor {missing[0]!r} is missing", where=where)
                 tensors = {name.removeprefix("buffer."): tensor for name, tensor in found.items()}
-            elif isinstance(message, State):
-                raise RecordsError("a state without tensors", where=self._link.peer)
+            elif isinstance(message, State) or (isinstance(message, Patch) and not message.refused):
+                raise RecordsError(f"a {type(message).__name__.lower()} without tensors", where=self._link.peer)
             group.put(Inbound(member, message, tensors))
         except queue.Full:
             raise RecordsError("sends more than the node takes", where=self._link.peer) from None
@@ -204,7 +207,10 @@ class _Connection:
         for name, message in (("state", State(0)), ("record", Record(0))):
             specs = _specs(plan, message)
             sizes[name] = sum(spec.nbytes for spec in specs.values()) + HEADERS + 200 * len(specs) if specs else 0
-        return Limits(TEXT, sizes if self._hello.rank == 0 else {"record": sizes["record"]}, 30.0)
+        sizes["patch"] = min(sizes["state"], PATCH_BYTES + HEADERS + 200 * len(_specs(plan, State(0))))
+        if self._hello.rank != 0:
+            del sizes["state"]
+        return Limits(TEXT, sizes, 30.0)
 
     def _send(self, message: Any) -> None:
         try:
@@ -232,10 +238,16 @@ def _specs(plan: JobPlan | None, message: Any) -> dict[str, TensorSpec]:
     model = plan.job.model
     if isinstance(message, Record):
         return {f"buffer.{e.name}": TensorSpec(e.dtype, tuple(e.shape)) for e in model if e.kind == "buffer"}
-    specs = {f"model.{e.name}": TensorSpec(e.dtype, tuple(e.shape)) for e in model}
+    shapes = {e.name: tuple(e.shape) for e in model}
+    if isinstance(message, Patch):  # of elements, in one dimension
+        sizes = Counter[str]()
+        for name, _, length in message.ranges:
+            sizes[name] += length
+        shapes = {name: (sizes[name],) for name in shapes if name in sizes}
+    specs = {f"model.{e.name}": TensorSpec(e.dtype, shapes[e.name]) for e in model if e.name in shapes}
     for entry in model:
-        if entry.kind == "optimized" and not entry.tied:
+        if entry.kind == "optimized" and not entry.tied and entry.name in shapes:
             for key in STATES:
-                shape = () if key == "step" else tuple(entry.shape)
+                shape = () if key == "step" else shapes[entry.name]
                 specs[f"optimizer.{entry.name}.{key}"] = TensorSpec("float32", shape)
     return specs

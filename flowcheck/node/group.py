@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from parser.placers import Placers
 
-from flowcheck.control.protocol import Bye, Flows, Joined, Manifest, Notice, Progress, Record, State, Wanted
+from flowcheck.control.protocol import Bye, Flows, Joined, Manifest, Notice, Patch, Progress, Record, State, Wanted
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
@@ -32,6 +32,7 @@ from flowcheck.node.members import Inbound, RankSession
 from flowcheck.node.output import Hashes, Writer
 from flowcheck.node.parts import check_job, check_memory, grown, split, union
 from flowcheck.node.replica_files import LeftoverReplica, ReplicaFiles
+from flowcheck.node.resync import Resync
 from flowcheck.node.runs import new_run_id, run_folder
 from flowcheck.node.silence import Arrivals, Silent
 from flowcheck.node.uploads import Asking
@@ -219,6 +220,8 @@ class Group:
         elif isinstance(message, Record) and self._session is not None and self._manifest is not None:
             message = replace(message, iteration=self._clock.iteration(message.iteration))
             self._take(self._session.record(message, inbound.tensors, member.rank))
+        elif isinstance(message, Patch) and self._session is not None:
+            self._session.patch(member.rank, message, inbound.tensors)
         elif isinstance(message, Bye) and self._session is not None and member.rank == 0:
             self._finish(self._session)
             self._session.place_in_threads(self._placers)  # somebody may come back
@@ -264,12 +267,14 @@ class Group:
         settings = self._config.replica
         self._job, self._clock = body, Clock(manifest.first)
         self._settled, self._persisted = False, threading.Event()
+        resync = Resync(settings, plan, lambda: self.members)
         self._session = LiveSession(
-            plan, self._sources, self._clock, slots=settings.slots, threads=settings.threads,
-            record_seconds=self._config.record_seconds, port=self._port,
+            plan, self._sources, self._clock, slots=settings.slots, threads=settings.threads, resync=resync,
+            record_seconds=self._config.record_seconds, port=self._port, patched=resync.how == "ranges",
         )
         self._session.place_in_threads(self._placers)
-        self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows))
+        self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows),
+                  resync=resync.how)
         self._tell(Wanted(["state"], "the job is known; a state to begin with is not here"))
 
     def _state(self, member: RankSession, message: State, tensors: Mapping[str, torch.Tensor]) -> None:

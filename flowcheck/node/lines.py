@@ -8,7 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flowcheck.rebuild.events import Behind, Closed, Event, GivenUp, OnTime, TakenUp, Timed, Waiting
+from flowcheck.rebuild.events import (
+    Asked,
+    Behind,
+    Closed,
+    Event,
+    GivenUp,
+    Held,
+    OnTime,
+    Patched,
+    TakenUp,
+    Timed,
+    Waiting,
+)
 
 __all__ = ["closed_fields", "line"]
 
@@ -46,6 +58,23 @@ def line(event: Event, number: Callable[[int], int]) -> tuple[str, dict[str, Any
                 "why": f"{why}, and a ring has {waiting} of {room} packets: from here on they are counted and not"
                 " placed, until what waits is done",
             }
+        case Held():
+            what = "the iteration was lost whole" if event.all else "its version is built without them"
+            return "stale", {
+                "iteration": number(event.iteration), "elements": event.stale,
+                "why": f"{event.why}; {what}, and none is published until the trainers have sent their own state of"
+                " these elements",
+            }
+        case Asked():
+            return "ranges", {
+                "iteration": number(event.iteration), "elements": event.elements, "bytes": event.nbytes,
+                "ranks": list(event.ranks),
+            }
+        case Patched():
+            return "patched", {
+                "iteration": number(event.iteration), "since": number(event.since), "elements": event.elements,
+                "source": "trainer",
+            }
         case TakenUp():
             return "recovered", {"first": number(event.first), "last": number(event.last), "packets": event.packets}
     return None
@@ -57,6 +86,7 @@ def closed_fields(closed: Closed, number: int, dropped: Mapping[str, int], *, lo
         "iteration": number, "published": closed.published, "status": closed.status, "packets": closed.packets,
         "placed": closed.placed, "missing": closed.missing, "healed": closed.healed, "duplicates": closed.duplicates,
         "dropped": dropped, "lag": closed.lag, "updates": closed.updates, "rebuilt": closed.rebuilt,
+        "patched": closed.patched, "stale": closed.stale,
         "failed": [clause for clause, _ in closed.why], "why": closed.why[:1] if lost else closed.why,
     }
 

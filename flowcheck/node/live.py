@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from flowcheck.control.protocol import Record
+from flowcheck.control.protocol import Patch, Record
 from flowcheck.job.clock import Clock
+from flowcheck.node.resync import Resync
 from flowcheck.node.silence import Arrivals, Silence
 from flowcheck.rebuild.events import Event
-from flowcheck.rebuild.follower import Follower
+from flowcheck.rebuild.going_on import PartialFollower
 from flowcheck.rebuild.overload import Overload
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.policy import Policy
@@ -32,19 +33,21 @@ from flowcheck.rebuild.scheduler import Source
 __all__ = ["LiveSession"]
 
 
-class LiveSession(Follower):
+class LiveSession(PartialFollower):
     """sources[i]: ring of stream i. clock: the trainer's. slots, threads: of replicas. record_seconds: as of Policy.
-    port: what the sources belong to. now, stamp: clocks, as of Follower."""
+    port: what the sources belong to. now, stamp: clocks, as of Follower. patched: as of PartialFollower.
+    resync: asks trainers for what is stale."""
 
     def __init__(
         self, plan: JobPlan, sources: Sequence[Source], clock: Clock | None = None, *, slots: int, threads: int,
         record_seconds: float, port: Arrivals | None = None, now: Callable[[], float] = time.monotonic,
-        stamp: Callable[[], int] = time.time_ns,
+        stamp: Callable[[], int] = time.time_ns, patched: bool = False, resync: Resync | None = None,
     ) -> None:
         port = port or Arrivals()
         names = port.stream_names(plan.engine.streams)
-        super().__init__(plan, sources, names, Policy.live(record_seconds), clock=clock, now=now, stamp=stamp)
-        self._slots, self._threads = slots, threads
+        policy = Policy.live(record_seconds)
+        super().__init__(plan, sources, names, policy, clock=clock, now=now, stamp=stamp, patched=patched)
+        self._slots, self._threads, self._resync = slots, threads, resync
         self._silence = Silence(plan, self.engine, port, self.clock, now)
         self.overload = Overload(self.engine, self.scheduler)
         for arena in range(plan.engine.arenas):  # now, and not while packets wait: the first touch takes long
@@ -55,6 +58,11 @@ class LiveSession(Follower):
         self._silence.over(record.iteration)
         said = StepRecord(record.groups, record.clip, record.scale, record.skipped, record.checksums, buffers)
         return self.keep_record(record.iteration, said, rank)
+
+    def patch(self, rank: int, message: Patch, tensors: Mapping[str, torch.Tensor]) -> None:
+        """A rank's state of elements that it was asked for. Raises UserError if it is not that."""
+        if self._resync is not None:
+            self._resync.take(self, rank, message, tensors)
 
     def state(
         self, iteration: int, parameters: Mapping[str, torch.Tensor], state: Mapping[str, Any],
@@ -75,6 +83,8 @@ class LiveSession(Follower):
         yield from self.keeper.look(self.next)
         yield from self.overload.look(busy=self._pending is not None)
         yield from self._silence.look(self.scheduler.blocked)
+        if self._resync is not None:
+            yield from self._resync.look(self)
 
     def finish(self) -> Iterator[Event]:
         """No more traffic: judge what is still open."""

@@ -29,6 +29,7 @@ import torch
 from parser.machine import Engine
 
 from flowcheck.rebuild.evidence import BucketCoverage, elements_of
+from flowcheck.rebuild.partial import Partial
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
 from flowcheck.rebuild.records import StepRecord, StepRecords
 from flowcheck.rebuild.replica import JobReplica
@@ -78,18 +79,21 @@ class Built:
     updates: "early": its buckets were applied as they became complete, with values that were known or rightly assumed;
         "at_record": all of them after its iteration had closed; "": there is no version.
     rebuilt: how often it was begun in vain, because its record said otherwise.
-    differs: the first tensor that is not the trainer's, "": none is; None: no checksums came."""
+    differs: the first tensor that is not the trainer's, "": none is; None: no checksums came.
+    patched: elements into which the trainer's own state was written."""
 
     updates: Literal["", "early", "at_record"] = ""
     rebuilt: int = 0
     differs: str | None = None
+    patched: int = 0
 
 
 class VersionBuilder:
     """One version at a time, of the replica that `look` or `conclude` is given. Order: look, again and again; then
-    conclude, and built until it says something; or drop."""
+    conclude, and built until it says something; or drop. partial: what is stale in it; None: nothing may be."""
 
     def __init__(self, plan: JobPlan, engine: Engine, records: StepRecords) -> None:
+        self.partial: Partial | None = None
         self._plan, self._engine, self._records = plan, engine, records
         self._assumption = Assumption(known=not plan.job.step_values)
         self._replica: JobReplica | None = None  # that is building
@@ -98,6 +102,7 @@ class VersionBuilder:
         self._seen = (-1, b"")  # the iteration that was looked at last, and how many cells of each place were there
         self._rebuilt = 0
         self._concluded: Built | None = None  # the version that workers are at
+        self._iteration = -1  # that makes it
         self._sums: dict[str, int] = {}  # the trainer's of it
         self._comparison: Comparison | None = None
 
@@ -142,8 +147,8 @@ class VersionBuilder:
     def conclude(
         self, replica: JobReplica, iteration: int, buckets: Sequence[BucketCoverage], record: StepRecord | None
     ) -> None:
-        """All buckets are complete, and the verdict stands: hand over what is left. Raises UpdaterError; then nothing
-        is being built."""
+        """All buckets are complete, and the verdict stands, or what they lack is known to `partial`: hand over what is
+        left. Raises UpdaterError; then nothing is being built."""
         try:
             values = StepValues() if record is None else record.values()
             assumed = self._assumption.values
@@ -159,7 +164,7 @@ class VersionBuilder:
         except UpdaterError:
             self.drop()
             raise
-        self._concluded = Built("early" if early else "at_record", self._rebuilt)
+        self._concluded, self._iteration = Built("early" if early else "at_record", self._rebuilt), iteration
         self._sums = {} if record is None else record.sums()
         self._handed.clear()
         self._rebuilt = 0
@@ -178,7 +183,7 @@ class VersionBuilder:
             differs = self._comparison.differing(seconds)
             if differs is None:
                 return None
-        elif not self._replica.written(seconds):
+        elif not self._replica.written(seconds) or self._patch():
             return None
         elif self._sums:
             self._comparison = self._replica.compare(self._sums)
@@ -186,6 +191,16 @@ class VersionBuilder:
         built = replace(self._concluded, differs=differs)
         self._replica = self._concluded = self._comparison = None
         return built
+
+    def _patch(self) -> bool:
+        """Write what the trainers have sent of this version's elements, once; are workers at it?"""
+        if self.partial is None:
+            return False
+        assert self._replica is not None and self._concluded is not None
+        patched = self.partial.write(self._replica, self._iteration)
+        self._concluded = replace(self._concluded, patched=self._concluded.patched + patched)
+        self._sums = self.partial.trusted(self._sums)
+        return patched > 0
 
     def drop(self) -> None:
         """Let go of what was begun, if anything was; not of what was concluded."""

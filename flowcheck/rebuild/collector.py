@@ -3,6 +3,7 @@
     collector = EvidenceCollector(plan, engine)
     judged = collector.collect(iteration, streams, record=..., follows=...)     when the iteration closes
     judged = judged.with_checksum("mismatch")       if the trainer's checksum was compared later
+    judged = judged.with_stale(0)                   if its version was built from holes, and patched
 
 Reads the engine between runs, on the thread that runs it; decides nothing itself (flowcheck.rebuild.verdict does).
 """
@@ -40,6 +41,12 @@ class Judged:
 
     def with_checksum(self, found: Literal["match", "mismatch"]) -> Judged:
         evidence = replace(self.evidence, checksum=found)
+        return replace(self, evidence=evidence, verdict=judge(evidence))
+
+
+    def with_stale(self, elements: int) -> Judged:
+        """elements: of its version that wait for the trainer's state; 0: all that had to was patched."""
+        evidence = replace(self.evidence, stale=elements)
         return replace(self, evidence=evidence, verdict=judge(evidence))
 
 
@@ -85,6 +92,7 @@ class EvidenceCollector:
             checksum=None,
             refused=self.refused(disagreements),
             previous_published=follows,
+            stale=None,
         )
         return Judged(evidence, judge(evidence), buckets, groups)
 

@@ -14,8 +14,8 @@ from flowcheck.rebuild.deadline import Times
 from flowcheck.rebuild.verdict import Clause
 
 __all__ = [
-    "Behind", "Closed", "Event", "GivenUp", "Lost", "OnTime", "Read", "Skipped", "TakenUp", "Timed", "Waiting",
-    "closed",
+    "Asked", "Behind", "Closed", "Event", "GivenUp", "Held", "Lost", "OnTime", "Patched", "Read", "Skipped", "TakenUp",
+    "Timed", "Waiting", "closed",
 ]
 
 
@@ -32,6 +32,7 @@ class Closed(Event):
     missing: elements by cause. healed: packets that some stream or connection lacked although nothing is missing.
     lag: iterations of which records have come and no version is published.
     updates, rebuilt: how the version was built (building.py:Built); "" and 0 where none was.
+    patched: elements of its version that are the trainer's own, sent by it. stale: that still wait for that.
     why: (clause, reason) of what failed; without the step record where none was waited for.
     judged: all that is known. The bytes of its buckets lie in the arena until the next event is asked for, and where
     checksums were compared they are gone.
@@ -50,6 +51,8 @@ class Closed(Event):
     updates: str = ""
     rebuilt: int = 0
     judged: Judged | None = field(default=None, compare=False, repr=False)
+    patched: int = 0
+    stale: int = 0
 
 
 def closed(
@@ -67,7 +70,8 @@ def closed(
     healed = max(counts["gaps"], 0) if judged.verdict.complete else 0
     return Closed(
         judged.verdict.iteration, published, status, counts["packets"], counts["placed"], missing, healed,
-        counts["duplicates"], lag, clauses, built.updates, built.rebuilt, judged,
+        counts["duplicates"], lag, clauses, built.updates, built.rebuilt, judged, built.patched,
+        judged.evidence.stale or 0,
     )
 
 
@@ -76,6 +80,38 @@ class Lost(Event):
     """The chain of versions has ended; a state is needed to go on from."""
 
     why: str
+
+
+@dataclass(frozen=True)
+class Held(Event):
+    """From this iteration on versions are built although gradients were lost, and none is published until the trainers
+    have sent their own state of the elements that are stale. all: the iteration was lost whole."""
+
+    iteration: int
+    stale: int
+    all: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class Asked(Event):
+    """Trainers are asked for their state of stale elements: so many, so many bytes of parameter and optimizer state, of
+    these ranks. iteration: the next one that closes."""
+
+    iteration: int
+    elements: int
+    nbytes: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Patched(Event):
+    """The version after `iteration` holds nothing stale any more: it is published, those from `since` on are not.
+    elements: that were patched since then."""
+
+    iteration: int
+    since: int
+    elements: int
 
 
 @dataclass(frozen=True)

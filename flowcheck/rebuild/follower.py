@@ -255,7 +255,7 @@ class Follower:
         flows = self.engine.flows()
         judged = self.collector.collect(iteration, streams, record=record is not None, follows=follows, flows=flows)
         counts = self._count(flows)
-        stands = judged.verdict.publishable
+        stands = self._buildable(judged)
         if stands and self._ready:
             stands = yield from self._build(judged, record)
         if stands and self._ready:
@@ -266,6 +266,10 @@ class Follower:
         self.records.forget(iteration)
         if self.policy.endless and iteration > self.first_iteration + 1:
             self.engine.forget()  # but what may refute the manifest as a whole stays for the first two
+
+    def _buildable(self, judged: Judged) -> bool:
+        """May the version of this iteration be built?"""
+        return judged.verdict.publishable
 
     def _begin(self, iteration: int) -> Iterator[Event]:
         """The first iteration closes."""
@@ -329,20 +333,25 @@ class Follower:
     ) -> Iterator[Event]:
         """Publish the version that was built for this iteration, or give the chain up; say what became of it."""
         iteration = judged.verdict.iteration
+        published = stands
         if stands:
-            if built is not None:
-                assert self.replica is not None
-                self.replica.publish(verified=built.differs == "")
-                self.status = "verified" if self.matched else "unverified"
+            published = built is None or self._publish(judged, built)
             self.next = self.clock.next(self.clock.after(iteration))
-        self.keeper.ended(iteration, published=stands)
+        self.keeper.ended(iteration, published=published)
         lag = max(self.records.newest - self.published, 0)
-        yield closed(judged, counts, built or Built(), published=stands, status=self.status, lag=lag,
+        yield closed(judged, counts, built or Built(), published=published, status=self.status, lag=lag,
                      lost=self.next is None)
         if self.next is not None and iteration >= self.next and not stands:
             clause, reason = judged.verdict.failing[0]
             number = self.clock.number(iteration)
-            yield from self._lose(f"iteration {number} is not published: {clause.value}: {reason}")
+            yield from self._lose(f"iteration {number} is not published: {clause.value}: {reason}", last=iteration)
+
+    def _publish(self, judged: Judged, built: Built) -> bool:
+        """Publish the version that was built. False: it is one that must not be."""
+        assert self.replica is not None
+        self.replica.publish(verified=built.differs == "")
+        self.status = "verified" if self.matched else "unverified"
+        return True
 
     def _skip(self, first: int, last: int) -> Iterator[Event]:
         self._gap = True
@@ -353,9 +362,10 @@ class Follower:
         if self.next is not None and self.next <= last:
             one, other = self.clock.number(first), self.clock.number(last)
             said = f"iterations {one} to {other}" if first < last else f"iteration {other}"
-            yield from self._lose(f"{said} passed while no packet came")
+            yield from self._lose(f"{said} passed while no packet came", last=last)
 
-    def _lose(self, why: str, status: str = "lost") -> Iterator[Event]:
+    def _lose(self, why: str, status: str = "lost", last: int | None = None) -> Iterator[Event]:
+        """last: the iteration that was lost, and those before it; None: more is wrong than that."""
         if self.next is None or not self._chained:
             return
         self._builder.drop()

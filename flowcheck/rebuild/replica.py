@@ -4,7 +4,7 @@
                             or  start(parameters, state, step): what the trainer uploaded (live)
                             ->  begin(iteration, values), apply(bucket, elements) for each bucket, in any order and as
                             they come, finish(buffers); written() says when workers are done with it
-                        ->  publish() or discard()
+                        ->  publish() or discard(); or, of lost gradients, patch(...), hold() (partial.py)
 
 In a replay weights come from --init, else from the parameter broadcast in the capture; where both are there they
 must be equal, bit for bit: a replica that starts from other weights than the trainer's is wrong for ever.
@@ -25,7 +25,6 @@ from parser.machine import Engine
 
 from flowcheck.checkpoint.directory import Loaded, Meta, load_init, write_step
 from flowcheck.errors import UserError
-from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
 from flowcheck.rebuild.evidence import BucketCoverage, parameter_bytes
 from flowcheck.rebuild.plan import JobPlan
@@ -205,10 +204,10 @@ class JobReplica:
                 )
 
     def begin(self, iteration: int, values: StepValues) -> None:
-        """Begin the version after the current one. Raises UpdaterError: no free slot, or values that the optimizer
-        cannot use; then nothing is being built."""
+        """Begin the version after the newest one, partial or not. Raises UpdaterError: no free slot, or values that the
+        optimizer cannot use; then nothing is being built."""
         assert self._replica is not None and self._slot is None
-        self._slot = self._replica.build(Clock().after(self.step), self._layouts[iteration == 0], values)
+        self._slot = self._replica.build(self._replica.base.step + 1, self._layouts[iteration == 0], values)
 
     def apply(self, bucket: int, elements: torch.Tensor) -> None:
         """Hand a complete bucket of gradients to the workers. It stays as it is until `written`, or the end."""
@@ -239,6 +238,31 @@ class JobReplica:
             self._replica.mark_verified()
         self._slot = None
         return self._replica.current.step
+
+    def patch(
+        self, ranges: Sequence[tuple[str, int, int]], parameters: Mapping[str, torch.Tensor],
+        state: Mapping[str, Mapping[str, Any]],
+    ) -> None:
+        """Write the trainer's own state of some elements into the version being built, all of which is written. Raises
+        UpdaterError, as updater/slot.py says."""
+        assert self._slot is not None
+        self._slot.patch(ranges, parameters, state)
+
+    def hold(self) -> None:
+        """Keep the version that was built as a partial one, to build on."""
+        assert self._replica is not None and self._slot is not None
+        self._replica.hold(self._slot)
+        self._slot = None
+
+    def leap(self, step: int) -> None:
+        """Go on at a later step, where every element is stale. Raises UpdaterError: no slot is free."""
+        assert self._replica is not None and self._slot is None
+        self._replica.leap(step)
+
+    def abandon(self) -> None:
+        """Give a partial version up."""
+        if self._replica is not None:
+            self._replica.abandon()
 
     def discard(self) -> None:
         assert self._replica is not None and self._slot is not None

@@ -5,7 +5,7 @@ an iteration without buckets or streams, books that do not balance, or a word it
 clause they belong to. Nothing else in the project may decide that an iteration is complete.
 
     clause         holds when                                                    about
-    covered        every element of every bucket is there                       gradients
+    covered        every element of every bucket is there, or patched           gradients
     anchored       every flow is anchored, no two witnesses disagreed           gradients
     streams_past   every stream is past the last message, ended, or lost        gradients
     copies_agree   copies that differed left holes, which `covered` names       gradients
@@ -14,7 +14,9 @@ clause they belong to. Nothing else in the project may decide that an iteration 
     checksum       no checksum of the trainer mismatched                        this update
     previous       the previous iteration was published                         this update
 
-A verdict is *complete* when the clauses about gradients hold: the reduced gradients are the trainer's.
+A verdict is *complete* when the clauses about gradients hold without a patch: the reduced gradients are the trainer's.
+A version into which the trainer's own state of every element that was lost has been written is as good as one whose
+gradients were all there; one that waits for such elements, of this iteration or of one before, is not published.
 It is *publishable* when all hold: then, and only then, the caller may publish the new version. A packet with a wrong
 ICRC is not placed: its elements are missing, and `covered` names the cause. ICRCs that nobody checks fail no clause,
 nor does a flow that disagreed in an earlier iteration and was trusted again; they mark the verdict *unproven*, and the
@@ -85,7 +87,10 @@ class Evidence:
     step_record_declared, step_record_present: the manifest declares per-step values; the record is here.
     checksum: what the trainer's checksum of this iteration said, None if there was none.
     refused: why the traffic cannot be placed at all ("" if it can).
-    previous_published: the version before was published (true for the first iteration of a replica).
+    previous_published: the version before was published (true for the first iteration of a replica), or is partial and
+        known to the element.
+    stale: elements of the version, which was built although gradients of this iteration or of one before are missing,
+        that still wait for the trainer's own state of them. None: it was not built so.
     """
 
     iteration: int
@@ -103,6 +108,7 @@ class Evidence:
     checksum: Literal["match", "mismatch"] | None
     refused: str
     previous_published: bool
+    stale: int | None
 
 
 @dataclass(frozen=True)
@@ -130,8 +136,9 @@ class Verdict:
 
 def judge(evidence: Evidence) -> Verdict:
     """The verdict over one iteration; see the module's table."""
+    holes = _covered(evidence)
     reasons = {
-        Clause.COVERED: _covered(evidence),
+        Clause.COVERED: holes if evidence.stale is None else _patched(evidence.stale, holes),
         Clause.ANCHORED: _anchored(evidence),
         Clause.STREAMS_PAST: _streams_past(evidence),
         Clause.COPIES_AGREE: _copies_agree(evidence),
@@ -141,9 +148,10 @@ def judge(evidence: Evidence) -> Verdict:
         Clause.PREVIOUS: _previous(evidence),
     }
     failing = tuple((clause, reason) for clause, reason in reasons.items() if reason)
+    gradients = {clause for clause, _ in failing if clause in ABOUT_GRADIENTS} - {Clause.COVERED}
     return Verdict(
         iteration=evidence.iteration,
-        complete=not any(clause in ABOUT_GRADIENTS for clause, _ in failing),
+        complete=not holes and not gradients,
         publishable=not failing,
         failing=failing,
         unproven=(() if evidence.icrc_checked else ("icrc off",)) + evidence.recovered,
@@ -167,6 +175,13 @@ def _covered(evidence: Evidence) -> str:
             text += " (the counts do not add up)"
         texts.append(text)
     return "; ".join([_some(texts)] + ([_some(list(evidence.differences))] if texts and evidence.differences else []))
+
+
+def _patched(stale: int, holes: str) -> str:
+    if not stale:
+        return ""
+    waiting = f"{stale} elements of the version wait for the trainer's own state of them"
+    return f"{waiting}; {holes}" if holes else waiting
 
 
 def _anchored(evidence: Evidence) -> str:

@@ -7,7 +7,7 @@ before it. Later iterations have two buckets: FIRST and SECOND are their cells.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,12 @@ from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job, ModelEntry
 from flowcheck.lab.synth import example_job
+from flowcheck.node.config import ReplicaSettings
 from flowcheck.node.live import LiveSession
+from flowcheck.node.members import RankSession
+from flowcheck.node.resync import Resync
 from flowcheck.node.silence import Silent
-from flowcheck.rebuild.events import Closed, Event, Lost, Waiting
+from flowcheck.rebuild.events import Asked, Closed, Event, Held, Lost, Patched, Waiting
 from flowcheck.rebuild.plan import plan_job
 
 from ..fake_engine import FakeEngine, FakeSource, Packet, whole
@@ -51,11 +54,12 @@ def small_job(*, buffers: bool = False, records: bool = True, **options: Any) ->
 
 
 class Live:
-    """A session, and the events that it returned. now: the time of its clock. folder: for its replicas."""
+    """A session, and the events that it returned. now: the time of its clock. folder: for its replicas. members: who is
+    asked for ranges."""
 
     def __init__(self, patch: pytest.MonkeyPatch, job: Job | None = None, *, first: int = 0, streams: int = 1,
                  record_seconds: float = 10.0, folder: Path | None = None, slots: int = 2, threads: int = 0,
-                 arenas: int = 4) -> None:
+                 arenas: int = 4, patched: bool = False, members: Mapping[int, RankSession] | None = None) -> None:
         self.job, self.now = job or small_job(), 1000.0
         plan = plan_job(self.job, streams=streams, arenas=arenas)
         self.sources = [FakeSource(open=True) for _ in range(streams)]
@@ -65,11 +69,13 @@ class Live:
         self.lost: list[str] = []
         self.waiting: list[tuple[int, str]] = []
         self.silent: list[str] = []
+        self.said: list[Held | Asked | Patched] = []
         self.port = FakePort()
         self.folder = folder
         self.session = LiveSession(
             plan, self.sources, Clock(first), slots=slots, threads=threads, record_seconds=record_seconds,
-            port=self.port, now=lambda: self.now,
+            port=self.port, now=lambda: self.now, patched=patched,
+            resync=None if members is None else Resync(ReplicaSettings(resync="ranges"), plan, lambda: members),
         )
 
     def take(self, events: Iterable[Event]) -> None:
@@ -83,6 +89,8 @@ class Live:
                     self.waiting.append((iteration, why))
                 case Silent(why):
                     self.silent.append(why)
+                case Held() | Asked() | Patched():
+                    self.said.append(event)
 
     def look(self) -> bool:
         """One poll; did it find anything to do?"""

@@ -354,7 +354,8 @@ def test_a_known_trainer_may_say_16_mb_and_has_30_seconds(enter: Enter) -> None:
     known = enter(plan=PLAN)
     known.send(Flows([]))
     known.group.next()  # by now the limits are those of a known trainer
-    assert known.near.limits() == Limits(16777216, {"state": STATE_BYTES, "record": RECORD_BYTES}, 30.0, 1e6)
+    most = {"state": STATE_BYTES, "record": RECORD_BYTES, "patch": STATE_BYTES}
+    assert known.near.limits() == Limits(16777216, most, 30.0, 1e6)
     known.group.plan = None
     assert known.near.limits() == Limits(16777216, {}, 30.0, 1e6)
 

@@ -12,6 +12,7 @@ import torch
 from flowcheck.control.protocol import Bye, Flows, Manifest, Record, State, Wanted
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
+from flowcheck.node.resync import Resync
 
 from .group_scene import Peer, Scene, fake_sessions, small_job
 
@@ -243,9 +244,10 @@ def test_a_whole_manifest_begins_a_session(scene, tmp_path) -> None:
     assert (session.plan.engine.streams, session.plan.engine.threads, session.plan.engine.arenas) == (2, 2, 5)
     assert session.placers is at.placers
     assert session.sources == at.rings and session.clock.first == 5
+    assert isinstance(session.options.pop("resync"), Resync) and session.options.pop("patched") is False
     assert session.options == {"slots": 4, "threads": 2, "record_seconds": 7.5, "port": at.port}
     assert at.said == [
-        ("attached", {"name": "a", "run_id": "synth-0", "epoch": 0, "ranks": 2, "flows": 2})
+        ("attached", {"name": "a", "run_id": "synth-0", "epoch": 0, "ranks": 2, "flows": 2, "resync": "state"})
     ]
     assert peer.told == other.told == [NOTHING_KNOWN, STATE_WANTED]
 

@@ -21,6 +21,7 @@ GOOD = Evidence(
     checksum="match",
     refused="",
     previous_published=True,
+    stale=None,
 )
 
 # The clauses that say whether the gradients are the trainer's; the other three are about this update alone.
@@ -82,6 +83,29 @@ def test_each_clause_fails_alone(clause, change, reason):
         "complete": clause not in GRADIENTS, "publishable": False,
         "failing": [{"clause": clause.value, "reason": reason}], "unproven": list(verdict.unproven),
     }
+
+
+HOLES = {"buckets": (BucketEvidence(0, 10, 7, {"lost": 3}),)}
+
+
+def test_a_version_whose_holes_were_patched_is_published_and_its_gradients_are_not_complete():
+    verdict = judge(dataclasses.replace(GOOD, stale=0, **HOLES))
+    assert (verdict.publishable, verdict.complete, verdict.failing) == (True, False, ())
+    verdict = judge(dataclasses.replace(GOOD, stale=0))
+    assert (verdict.publishable, verdict.complete) == (True, True)
+    for clause, change, reason in FAILS:
+        verdict = judge(dataclasses.replace(GOOD, stale=0, **HOLES) if clause is Clause.COVERED else
+                        dataclasses.replace(GOOD, stale=0, **{**HOLES, **change}))
+        assert verdict.failing == (() if clause is Clause.COVERED else ((clause, reason),)), "a patch heals holes alone"
+
+
+def test_a_version_that_waits_for_patches_is_not_published():
+    waits = "8 elements of the version wait for the trainer's own state of them"
+    verdict = judge(dataclasses.replace(GOOD, stale=8))
+    assert (verdict.publishable, verdict.complete) == (False, True) and verdict.failing == ((Clause.COVERED, waits),)
+    verdict = judge(dataclasses.replace(GOOD, stale=8, **HOLES))
+    assert (verdict.publishable, verdict.complete) == (False, False)
+    assert verdict.failing[0][1] == f"{waits}; bucket 0: 7 of 10 elements, missing by cause: lost 3"
 
 
 def test_every_clause_has_such_a_test_and_a_stable_name():

@@ -1,0 +1,152 @@
+"""A follower that goes on from lost gradients: versions are built with holes, held, patched, and then published.
+
+    follower = PartialFollower(plan, sources, names, policy, ..., patched=True)
+    follower.partial.ask(budget, ranks), take(patch)           whoever talks to the trainers (node/resync.py)
+    follower.give_up_ranges(why)                                they cannot: the chain ends as it does without
+
+What was lost of an iteration is stale (partial.py). One that was lost whole, or of which more is wrong than that
+gradients are missing, leaves everything stale. Nothing is published before the last stale element was patched, and the
+last complete version is served meanwhile. An iteration waits for the records of ranks that were asked, as it does for
+its own: with them their patches are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from flowcheck.rebuild.building import Built
+from flowcheck.rebuild.collector import Judged
+from flowcheck.rebuild.events import Event, Held, Patched, Waiting
+from flowcheck.rebuild.follower import Follower
+from flowcheck.rebuild.partial import Partial
+from flowcheck.rebuild.records import RecordWait, StepRecord
+from flowcheck.rebuild.replica import JobReplica
+from flowcheck.rebuild.verdict import Clause
+from updater.errors import UpdaterError
+
+__all__ = ["PartialFollower"]
+
+
+class PartialFollower(Follower):
+    """patched: may versions be built with holes? It takes trainers that can be asked, step records, and three slots.
+    partial: what is stale; None: nothing may be."""
+
+    def __init__(self, *given: Any, patched: bool = False, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.partial = Partial(self.plan) if patched else None
+        self._builder.partial = self.partial
+        self._patches_wait = RecordWait(self.policy.record_seconds)
+        self._since: int | None = None  # the first iteration of which no version was published
+        self._healed = 0  # elements patched until then
+
+    # -- from trainers --
+
+    def keep_record(self, iteration: int, record: StepRecord, rank: int) -> list[Event]:
+        if self.partial is not None:
+            self.partial.heard(rank, iteration)
+        return super().keep_record(iteration, record, rank)
+
+    def start(self, replica: JobReplica, iteration: int) -> None:
+        if self.partial is not None:
+            self.partial.clear()
+        self._since = None
+        super().start(replica, iteration)
+
+    def give_up_ranges(self, why: str) -> Iterator[Event]:
+        """Elements that are stale will not come: end the chain, if there are any, and go on as without ranges."""
+        yield from self.settle()
+        stale = self.partial is not None and bool(self.partial.stale)
+        self._forget_stale()
+        self.partial = self._builder.partial = None
+        if stale:
+            yield from self._lose(why)
+
+    # -- one iteration --
+
+    def _must_wait(self, iteration: int) -> tuple[bool, list[Event]]:
+        wait, said = super()._must_wait(iteration)
+        if wait or self.partial is None or iteration != self.next or not self.partial.awaits(iteration):
+            return wait, said
+        wait, say = self._patches_wait.look(iteration, self._now())
+        if not wait:
+            self.partial.give_up(iteration)
+        late = [Waiting(iteration, "the step record of a rank that was asked is not here")] if say else []
+        return wait, [*said, *late]
+
+    def _has_room(self, iteration: int) -> bool:
+        """With holes or without, its version will be built."""
+        if self.partial is None or self.replica is None or not self.replica.ready:
+            return super()._has_room(iteration)
+        return self._builder.reserve(self.replica, iteration)
+
+    def _buildable(self, judged: Judged) -> bool:
+        iteration, clauses = judged.verdict.iteration, {clause for clause, _ in judged.verdict.failing}
+        if self.partial is None or clauses != {Clause.COVERED} or iteration != self.next or not self._ready:
+            return super()._buildable(judged)
+        self.partial.lost(iteration, judged.buckets)
+        return True
+
+    def _end(
+        self, judged: Judged, counts: dict[str, int], stands: bool, built: Built | None = None
+    ) -> Iterator[Event]:
+        if self.partial is None or built is None or not stands:
+            yield from super()._end(judged, counts, stands, built)
+            return
+        stale, iteration = self.partial.stale.elements, judged.verdict.iteration
+        if self._since is None and (stale or built.patched):
+            self._since, self._healed = iteration, self.partial.healed - built.patched
+            held = stale > 0
+        else:
+            held = False
+        if self._since is not None:
+            judged = judged.with_stale(stale)
+        yield from super()._end(judged, counts, stands, built)
+        if held:
+            yield Held(iteration, stale, all=False, why="gradients were lost")
+        elif self._since is not None and not stale:
+            since, self._since = self._since, None
+            yield Patched(iteration, since, self.partial.healed - self._healed)
+
+    def _publish(self, judged: Judged, built: Built) -> bool:
+        assert self.replica is not None
+        if not judged.verdict.publishable:
+            self.replica.hold()
+            return False
+        if self._since is not None:  # what was patched is verified when a sum of it was compared
+            self.matched = int(built.differs == "")
+        return super()._publish(judged, built)
+
+    def _lose(self, why: str, status: str = "lost", last: int | None = None) -> Iterator[Event]:
+        """Leap over what was lost, if that is all that is wrong."""
+        if last is None or self.next is None or not self._leap(last):
+            self._forget_stale()
+            yield from super()._lose(why, status, last)
+            return
+        assert self.partial is not None
+        before, self.next = self.next, last + 1
+        if self._since is None:
+            self._since, self._healed = before, self.partial.healed
+        yield Held(last, self.partial.stale.elements, all=True, why=why)
+
+    def _leap(self, last: int) -> bool:
+        if self.partial is None or self.replica is None or not self._ready:
+            return False
+        if self.collector.refused(self.engine.disagreements()):
+            return False
+        self._builder.drop()
+        try:
+            self.replica.leap(self.clock.after(last))
+        except UpdaterError:  # readers pin every slot
+            return False
+        self.partial.lost_all()
+        return True
+
+    def _forget_stale(self) -> None:
+        """The chain ends: the next version is built from no partial one."""
+        if self.partial is not None:
+            self._builder.drop()
+            self.partial.clear()
+            if self.replica is not None:
+                self.replica.abandon()
+            self._since = None

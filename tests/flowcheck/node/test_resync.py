@@ -1,0 +1,117 @@
+"""Who is asked for what is stale, by which message, and what becomes of the answers (holes_scene.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flowcheck.control.protocol import Patch, Ranges
+from flowcheck.errors import UserError
+from flowcheck.lab.synth import example_job
+from flowcheck.node.config import ReplicaSettings
+from flowcheck.node.members import RankSession
+from flowcheck.node.resync import Resync
+from flowcheck.rebuild.events import Asked, Patched
+from flowcheck.rebuild.plan import plan_job
+
+from .group_scene import Peer
+from .holes_scene import HOLE, Scene
+from .live_scene import alike
+
+
+class Asking(Scene):
+    """peers: by rank; members: those that are attached."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.peers = {rank: Peer(rank) for rank in (0, 1)}
+        self.members: dict[int, RankSession] = {rank: peer.member for rank, peer in self.peers.items()}
+        super().__init__(patch, members=self.members, **options)
+
+    def told(self, rank: int) -> list[Ranges]:
+        return [message for message in self.peers[rank].told if isinstance(message, Ranges)]
+
+    def give(self, rank: int, number: int, value: float, request: int = -1) -> None:
+        """A rank's answer to the last question, as it comes over its connection. number: the trainer's iteration."""
+        asked = self.told(rank)[-1]
+        sizes: dict[str, int] = {}
+        for name, _, length in asked.ranges:
+            sizes[name] = sizes.get(name, 0) + length
+        tensors = {f"model.{name}": torch.full((size,), value) for name, size in sizes.items()}
+        answer = Patch(asked.request if request < 0 else request, number, asked.ranges)
+        self.session.patch(rank, answer, tensors)
+
+
+@pytest.mark.parametrize("first", [0, 100])
+def test_a_hole_is_asked_for_and_healed(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    """Iterations of messages are the trainer's, who may count from another one."""
+    at = Asking(monkeypatch, holes={3: HOLE}, first=first)
+    at.go(2)
+    assert at.told(0) == at.told(1) == []
+    at.go(3)
+    [question] = at.told(0)
+    assert sum(length for _, _, length in question.ranges) == 6 and at.told(1) == []
+    assert at.said[1:] == [Asked(4, 6, 24, (0,))]
+    at.poll()
+    assert len(at.told(0)) == 1, "once"
+    at.give(0, first + 4, -0.5)
+    at.go(4)
+    assert at.last == (4, True, 6, 0) and at.values() == alike(-0.5) and at.said[2:] == [Patched(4, 3, 6)]
+
+
+def test_the_next_hole_is_asked_of_the_next_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Asking(monkeypatch, holes={2: HOLE, 3: (0, 1)})
+    at.go(2)
+    at.go(3)
+    assert [len(at.told(rank)) for rank in (0, 1)] == [1, 1]
+    at.give(0, 4, -0.5)
+    at.give(1, 4, -0.5)
+    at.go(4)
+    assert at.last == (4, True, 8, 0)
+
+
+def test_a_rank_that_has_left_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Asking(monkeypatch, holes={2: HOLE})
+    at.go(2)
+    del at.members[0]
+    at.record(3, 1)
+    at.poll()
+    at.poll()
+    assert at.last == (3, False, 0, 6) and len(at.told(1)) == 1, "the other one is asked"
+    at.give(1, 4, -0.5)
+    at.go(4, (1,))
+    assert at.last == (4, True, 6, 0)
+
+
+def test_who_cannot_give_it_is_not_asked_again_and_a_state_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Asking(monkeypatch, holes={2: HOLE})
+    at.go(2)
+    at.session.patch(0, Patch(at.told(0)[0].request, 0, refused="exp_avg is not all on this rank"), {})
+    at.poll()
+    assert at.lost == ["the state of single elements cannot be had: exp_avg is not all on this rank"]
+    assert at.session.partial is None and at.session.next is None
+    at.give(0, 3, 0.0)  # too late, and of no use
+
+
+def test_an_answer_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Asking(monkeypatch, holes={2: HOLE})
+    at.go(2)
+    at.give(0, 3, 0.0, request=99)
+    with pytest.raises(UserError, match="other elements than request"):
+        at.session.patch(1, Patch(at.told(0)[0].request, 3, [("layer0.bias", 0, 1)]), {})
+    at.give(0, 3, 0.0)
+    at.go(3)
+    assert at.last == (3, True, 6, 0)
+
+
+@pytest.mark.parametrize(("settings", "values", "how"), [
+    ({}, ["lr"], "state"),
+    ({"resync": "ranges"}, ["lr"], "ranges"),
+    ({"resync": "ranges", "slots": 2}, ["lr"], "state: replica.slots is 2, and a version with stale elements takes a"),
+    ({"resync": "ranges"}, [], "state: the manifest declares no values of a step"),
+])
+def test_how_a_job_is_healed(settings: dict[str, Any], values: list[str], how: str) -> None:
+    job = example_job(count=[40, 20], startup=False)
+    job.step_values = values
+    assert Resync(ReplicaSettings(**settings), plan_job(job), dict).how.startswith(how)
