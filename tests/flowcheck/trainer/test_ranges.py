@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowcheck.control.messages import PATCH_BYTES, Ranges
-from flowcheck.trainer.description import entries
+from flowcheck.job.model import ModelEntry
+from flowcheck.trainer.description import Model, entries
 from flowcheck.trainer.ranges import FEW, Source
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -202,6 +204,39 @@ def test_state_that_was_loaded_is_given(made) -> None:
     assert bits(one.ask(whole(one))) == bits(one.expected(whole(one)))
 
 
+@pytest.mark.parametrize("device", [
+    "cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")),
+])
+@pytest.mark.parametrize("count", [1, 500])
+def test_a_device_that_is_behind_gives_the_state_of_the_boundary(device: str, count: int) -> None:
+    """A GPU runs what it was told long after that: the copies have their place in the order of its stream, and are
+    brought to the CPU from another one, on another thread."""
+    module = torch.nn.Linear(1000, 1000, bias=False, device=device)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    entry = ModelEntry("weight", [1000, 1000], "float32")
+    described = Model([entry], {id(module.weight): "weight"}, [["weight"]], "adamw", ("torch-cuda-foreach", ""))
+    source = Source(module, optimizer, described)
+    ranges = [("weight", 1001 * number, 7) for number in range(count)]
+    found, expected = [], []
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(20):
+            wish = other.submit(source.prepare, Ranges(0, ranges), PATCH_BYTES).result()
+            module.weight.grad = torch.full_like(module.weight, float(len(found) - 7))
+            optimizer.step()
+            _, copies = source.answer(wish, 0)
+            found.append(other.submit(copies.on_host))
+            state = optimizer.state[module.weight]
+            expected.append([state["step"].clone(), *(
+                torch.cat([whole.detach().view(-1)[start : start + length] for _, start, length in ranges])
+                for whole in (state["exp_avg"], state["exp_avg_sq"], module.weight)
+            )])
+    names = [*(f"optimizer.weight.{key}" for key in ("step", "exp_avg", "exp_avg_sq")), "model.weight"]
+    for one, values in zip(found, expected, strict=True):
+        tensors = one.result()
+        assert all(tensors[name].device.type == "cpu" for name in names)
+        assert all(torch.equal(tensors[name], value.cpu()) for name, value in zip(names, values, strict=True))
+
+
 # -- what it costs -------------------------------------------------------------------------------------------
 
 
@@ -336,7 +371,15 @@ def test_what_the_options_of_the_group_need_is_asked_for(made, kind: str, key: s
 def test_what_torch_itself_cannot_copy_is_refused(made) -> None:
     one = made()
     _sparse(one)
-    assert one.refusal([("weight", 3, 2)])
+    assert one.refusal([("weight", 3, 2)]).startswith(("RuntimeError: ", "NotImplementedError: "))
+
+
+def test_a_state_on_another_device_than_its_parameter_is_refused_where_there_is_an_index(made) -> None:
+    one = made()
+    state = one.optimizer.state[one.module.weight]
+    state["exp_avg"] = state["exp_avg"].to("meta")
+    many = [("weight", 3 * number, 1) for number in range(FEW + 1)]
+    assert one.refusal(many) == "'weight': exp_avg is on meta, not on cpu"
 
 
 def test_a_buffer_that_is_gone_is_refused(made) -> None:
