@@ -4,9 +4,10 @@
     fitted(job, node, speeds)                -> Node with the fewest cores that meet the deadline
 
 The deadline: an iteration's version stands before the next iteration's allreduce begins. The node receives while the
-ports send, places and updates bucket by bucket, and each stage goes on with the next bucket meanwhile. Source of the
-deadline and the pipeline: FlowCheck, sections 3.1, 6.1 and 7. Threads of a stage are taken to share its work evenly.
-What a machine's memory can carry in all is not in here, because `flowcheck bench` measures one core. Pure functions.
+ports send, places packet by packet behind that, and updates bucket by bucket; each stage goes on with what comes next
+meanwhile. Source of the deadline and the pipeline: FlowCheck, sections 3.1, 6.1 and 7. Threads of a stage are taken to
+share its work evenly. Two things are no stage's: all cores together move no more bytes than the memory carries, and do
+no more work at once than there are cores (`flowcheck bench pipeline` compares with both). Pure functions.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from parser.chunk_layout import Protocol
 
 __all__ = [
     "ELEMENT_BYTES", "MOST_CORES", "PROTOCOLS", "STATE_BYTES", "Capacity", "Job", "Leaves", "Node", "capacity",
-    "comm_seconds", "fitted", "flow_shop", "leaves_of",
+    "comm_seconds", "fitted", "flow_shop", "leaves_of", "overlapped",
 ]
 
 PROTOCOLS = {"ll": Protocol.LL, "ll128": Protocol.LL128, "simple": Protocol.SIMPLE}
@@ -117,7 +118,8 @@ class Job:
 class Node:
     """A checkpoint node. mirrors: ports of each group, in `direction`. groups: that it follows. ports: its own, each of
     monitor_gbps. Cores by stage. slots, arenas: versions and gradients that it holds (docs/use/node.md). load_gbps:
-    what comes to all its ports together at the peak; None: every direction of every mirrored port at line rate."""
+    what comes to all its ports together at the peak; None: every direction of every mirrored port at line rate. cores:
+    that it has in all; None: one for every thread."""
 
     mirrors: int
     direction: Direction
@@ -129,6 +131,7 @@ class Node:
     slots: int = 3
     arenas: int = 4
     load_gbps: float | None = None
+    cores: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -149,9 +152,11 @@ class Capacity:
     """Seconds are of one iteration, from the first packet on; bytes and packets of one mirrored port unless said.
 
     comm_s: the allreduces at the port's speed. gap_s: from there to the next allreduce. receive_s, place_s, update_s:
-    the node's stages, each alone. serial_s: one after the other. pipelined_s: bucket by bucket. slack_s: to the
-    deadline, below 0: missed. peak_gbps: of all mirrored ports of the node together; room_gbps: what its ports carry.
-    memory: bytes, always; memory_most: while it takes in a state and the replica before still stands.
+    the node's stages, each alone. serial_s: one after the other. moved_s: all bytes that they move, at the speed of the
+    memory (0: not known). shared_s: all their work, spread over the cores (0: a core for every thread). pipelined_s:
+    overlapped, and no less than these two. slack_s: to the deadline, below 0: missed. peak_gbps: of all mirrored ports
+    of the node together; room_gbps: what its ports carry. memory: bytes, always; memory_most: while it takes in a state
+    and the replica before still stands.
     """
 
     traffic: Traffic
@@ -162,6 +167,8 @@ class Capacity:
     place_s: float
     update_s: float
     serial_s: float
+    moved_s: float
+    shared_s: float
     pipelined_s: float
     slack_s: float
     receive_cores: int
@@ -181,6 +188,13 @@ def flow_shop(stages: Sequence[float], parts: int) -> float:
     return sum(stages) / parts + max(stages) * (parts - 1) / parts
 
 
+def overlapped(stages: tuple[float, float, float], parts: int) -> float:
+    """Seconds of receiving, placing and updating `parts` buckets. A packet is placed as soon as it is received, and a
+    bucket is updated when all of it is placed."""
+    receive, place, update = stages
+    return flow_shop((max(receive, place), update), parts)
+
+
 def comm_seconds(job: Job) -> float:
     """Of an iteration's allreduces at the speed of the ports, which is the shortest that they can take."""
     one_way = max(job.traffic("ingress")[0].all_frames, job.traffic("egress")[0].all_frames)
@@ -196,23 +210,34 @@ def capacity(job: Job, node: Node, speeds: Speeds) -> Capacity:
     need(comm < job.iteration_s, f"an iteration of {job.iteration_s:.4g} s is shorter than its allreduces, "
          f"{comm:.4g} s at {job.port_gbps:g} Gb/s", "--iteration-s", "a longer iteration or a faster port")
     streams = node.mirrors * node.groups
-    place = streams * (
-        (port.final_payload + port.final_data) / (speeds.place_gbs * 1e9)
+    final = port.final_payload + port.final_data
+    first = min(1.0, job.group_parameters * ELEMENT_BYTES[job.dtype] / (node.mirrors * port.final_data or 1))
+    place = streams * (  # the first copy of each byte is placed, and all others are compared with it
+        final * (first / speeds.place_gbs + (1 - first) / speeds.again_gbs) / 1e9
         + port.final_packets * speeds.icrc_ns * 1e-9
         + (port.packets - port.final_packets + port.control) * speeds.parse_ns * 1e-9
     ) / node.place_cores
     state, element = STATE_BYTES[job.optimizer], ELEMENT_BYTES[job.dtype]
     update = node.groups * job.group_parameters * (2 * state + element) / (speeds.update_gbs * 1e9) / node.update_cores
     stages = (comm, place, update)
-    pipelined = flow_shop(stages, buckets)
     packets = streams * (port.packets + port.control)
-    cores = max(node.ports, math.ceil(packets / comm / (speeds.receive_mpps * 1e6)))
+    receiving = packets / (speeds.receive_mpps * 1e6)
+    cores = max(node.ports, math.ceil(receiving / comm))
+    shared = 0.0
+    if node.cores is not None:
+        shared = (receiving + place * node.place_cores + update * node.update_cores) / node.cores
+    moved = 0.0
+    if speeds.copy_gbs is not None:  # a packet is copied into the ring: read once and written once
+        each = 2 * port.all_frames + final
+        updated = node.groups * job.group_parameters * (2 * state + element)
+        moved = (streams * each + updated) / (speeds.copy_gbs * 1e9)
+    pipelined = max(overlapped(stages, buckets), moved, shared)
     ring = cores * RING_ENTRIES * (ENTRY_BYTES + SLOT_BYTES[job.mtu])
     peak = streams * (2 if node.direction == "both" else 1) * job.port_gbps
     each = node.groups * job.group_parameters
     memory = each * (node.slots * state + node.arenas * element * (1 + 1 / 64)) + ring
     return Capacity(
-        port, buckets, comm, job.iteration_s - comm, comm, place, update, sum(stages), pipelined,
+        port, buckets, comm, job.iteration_s - comm, comm, place, update, sum(stages), moved, shared, pipelined,
         job.iteration_s - pipelined, cores,
         peak if node.load_gbps is None else node.load_gbps, node.ports * node.monitor_gbps,
         memory, memory + each * (1 + node.slots) * state,
@@ -233,7 +258,8 @@ def fitted(job: Job, node: Node, speeds: Speeds, *, place: bool = True, update: 
         while first < last:
             middle = (first + last) // 2
             stages = (one.receive_s, one.place_s, one.update_s / middle)
-            first, last = (first, middle) if flow_shop(stages, one.buckets) <= job.iteration_s else (middle + 1, last)
+            enough = max(overlapped(stages, one.buckets), one.moved_s, one.shared_s) <= job.iteration_s
+            first, last = (first, middle) if enough else (middle + 1, last)
         node = replace(node, update_cores=first)
     return node
 

@@ -24,9 +24,10 @@ NOT_PRINTED = (
     "the paper takes iteration and gap times from Calculon and prints neither: here the iteration is computed from "
     "FLOPs, the GPU's peak and MFU, and the gap is what the allreduces at link speed leave of it"
 )
-THREADS = (
-    "threads are taken to share a stage evenly. What the memory of one machine carries in all is not in these figures: "
-    "measure the node with `flowcheck bench`"
+THREADS = "threads are taken to share a stage evenly"
+MEMORY = (
+    "what the memory of one machine carries in all is not in these figures: give --copy-gbs, or --bench with the rows "
+    "of `flowcheck bench pipeline`"
 )
 FOLLOWED = (
     "these are figures of AllReduced gradients: whether a job with such a layout can be followed at all is another "
@@ -63,12 +64,14 @@ def capacity_answer(asked: Asked, case: Case | None = None) -> Answer:
     good = all(holds for _, holds, _ in checks)
     verdict = "; ".join(f"{what} {'met' if holds else 'MISSED'}: {text}" for what, holds, text in checks)
     notes = [THREADS]
+    if case.speeds.copy_gbs is None:
+        notes.append(MEMORY)
     if case.job.groups > 1:
         notes.append(FOLLOWED)
     if asked.iteration_s is None and asked.gap_s is None:
         notes.append(NOT_PRINTED)
     if case.node.update_cores == MOST_CORES:
-        notes.append("no number of updating cores meets the deadline: receiving and placing alone take too long")
+        notes.append("no number of updating cores meets the deadline: everything else alone takes too long")
     if not checks[1][1]:
         notes.append("copies that do not fit into the monitor ports are dropped by the switch (`flowcheck plan loss`)")
     if case.fabric is not None:
@@ -103,7 +106,7 @@ def figure_answer(figure: int, asked: Asked) -> Answer:
     verdict = f"too late: {', '.join(late)}" if late else "each meets its deadline"
     pictures = _pictures(cases)
     drawn = {10: pictures[:1], 15: pictures[1:2], 16: pictures[2:]}[figure]
-    notes = [NOT_PRINTED, THREADS] + [FOLLOWED] * any(case.job.groups > 1 for _, case, _ in cases)
+    notes = [NOT_PRINTED, THREADS, MEMORY] + [FOLLOWED] * any(case.job.groups > 1 for _, case, _ in cases)
     return Answer("capacity", question, _common(names, cases), [], [grid], verdict, not late, notes, drawn)
 
 
@@ -127,9 +130,12 @@ def _stage_grid(case: Case, found: Capacity) -> Grid:
         for name, seconds, number in zip(STAGES, found.stages, cores, strict=True)
     ]
     rows.append(["one after the other", found.serial_s, 100 * found.serial_s / case.job.iteration_s, None])
+    for name, seconds in (("all bytes, by memory", found.moved_s), ("all work, by cores", found.shared_s)):
+        if seconds:
+            rows.append([name, seconds, 100 * seconds / case.job.iteration_s, None])
     rows.append(["bucket by bucket", found.pipelined_s, 100 * found.pipelined_s / case.job.iteration_s, None])
     return Grid("stages", "Stages of an iteration", ("stage", "seconds", "% of iteration", "cores"), rows,
-                "capacity.py: bytes / speed / cores; flow shop of equal buckets")
+                "capacity.py: bytes / speed / cores; a flow shop of equal buckets, and no less than memory and cores")
 
 
 def _results(case: Case, found: Capacity) -> list[Result]:

@@ -63,8 +63,10 @@ class Asked:
     receive_mpps: float | None = None
     parse_ns: float | None = None
     place_gbs: float | None = None
+    again_gbs: float | None = None
     icrc_ns: float | None = None
     update_gbs: float | None = None
+    copy_gbs: float | None = None
     place_cores: int | None = None
     update_cores: int | None = None
     slots: int | None = None
@@ -228,24 +230,30 @@ def _node(asked: Asked, job: Job, fabric: Fabric | None, inputs: Inputs) -> Node
     slots = inputs.take("slots", asked.slots, 3, "", "replica.slots of node.toml")
     arenas = inputs.take("arenas", asked.arenas, 4, "", "replica.arenas of node.toml")
     place, update = (1 if cores is None else cores for cores in (asked.place_cores, asked.update_cores))
-    return Node(mirrors, direction, groups, ports, monitor, place, update, slots, arenas, load)
+    return Node(mirrors, direction, groups, ports, monitor, place, update, slots, arenas, load, asked.cores)
 
 
 def _speeds(asked: Asked, job: Job, inputs: Inputs) -> Speeds:
-    given = (asked.receive_mpps, asked.parse_ns, asked.place_gbs, asked.icrc_ns, asked.update_gbs)
-    names = ("receive-mpps", "parse-ns", "place-gbs", "icrc-ns", "update-gbs")
-    units = ("Mpkt/s per core", "ns per packet", "GB/s per core", "ns per packet", "GB/s per core")
+    given = (asked.receive_mpps, asked.parse_ns, asked.place_gbs, asked.again_gbs, asked.icrc_ns, asked.update_gbs)
+    names = ("receive-mpps", "parse-ns", "place-gbs", "again-gbs", "icrc-ns", "update-gbs")
+    units = ("Mpkt/s per core", "ns per packet", "GB/s per core", "GB/s per core", "ns per packet", "GB/s per core")
     if all(value is not None for value in given):
-        base = Speeds(1, 1, 1, 1, 1, {})
+        base = Speeds(1, 1, 1, 1, 1, 1, {})
     elif asked.bench is not None:
         base = measured(asked.bench, job.protocol, job.mtu)
     else:
         base = published(job.protocol, job.mtu)
     values = []
-    known = (base.receive_mpps, base.parse_ns, base.place_gbs, base.icrc_ns, base.update_gbs)
+    known = (base.receive_mpps, base.parse_ns, base.place_gbs, base.again_gbs, base.icrc_ns, base.update_gbs)
     for name, unit, own, value in zip(names, units, given, known, strict=True):
         if own is not None:
             need_positive(own, f"--{name}", unit)
         values.append(inputs.note(name, value if own is None else own, unit,
                                   "given" if own is not None else base.sources[name.partition("-")[0]]))
-    return Speeds(values[0], values[1], values[2], values[3], values[4], base.sources)
+    copy = base.copy_gbs
+    if asked.copy_gbs is not None:
+        need_positive(asked.copy_gbs, "--copy-gbs", "GB/s")
+        copy = inputs.note("copy-gbs", asked.copy_gbs, "GB/s of all cores")
+    elif copy is not None:
+        inputs.note("copy-gbs", copy, "GB/s of all cores", base.sources["copy"])
+    return Speeds(values[0], values[1], values[2], values[3], values[4], values[5], base.sources, copy)

@@ -25,6 +25,7 @@ from flowcheck.plan.goodput_cli import (
     given,
 )
 from flowcheck.plan.loss_cli import loss_answer
+from flowcheck.plan.stage_speeds import BENCH
 
 __all__ = ["report"]
 
@@ -47,9 +48,7 @@ def report(
     loss: Annotated[float | None, typer.Option("--loss", help="Probability that the mirror loses a copy.")] = None,
     protocol: Annotated[Literal["ll", "ll128", "simple"] | None, typer.Option("--protocol", help="NCCL's.")] = None,
     topology: Annotated[Path | None, typer.Option("--topology", help="As `flowcheck switch plan` takes it.")] = None,
-    bench: Annotated[
-        Path | None, typer.Option("--bench", help="Of a node: `flowcheck bench parse place ingest adam --json`.")
-    ] = None,
+    bench: Annotated[Path | None, typer.Option("--bench", help=f"Of a node: `{BENCH}`.")] = None,
 ) -> None:
     """One page for a cluster: the question, inputs, pictures, verdict, and what would change it. Extra `plan`.
 

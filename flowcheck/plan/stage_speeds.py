@@ -1,6 +1,6 @@
 """How fast one core of a node is at each stage: measured by `flowcheck bench`, given, or this project's own figures.
 
-    speeds = measured(Path("bench.json"), "ll", 4096)       of `flowcheck bench parse place ingest adam --json`
+    speeds = measured(Path("bench.json"), "ll", 4096)   of `flowcheck bench parse place ingest adam pipeline --json`
     speeds = published("ll", 4096)                          docs/understand/performance.md
 
 Raises UserError naming the file and the row that is not there. Any thread.
@@ -15,25 +15,32 @@ from pathlib import Path
 
 from flowcheck.errors import EnvironmentProblem, UserError
 
-__all__ = ["ROWS", "Speeds", "measured", "published"]
+__all__ = ["BENCH", "COPY", "ROWS", "Speeds", "measured", "published"]
 
+BENCH = "flowcheck bench parse place ingest adam pipeline --json"
 TIMED = (1024, 4096)  # path MTUs that bench measures
 #: Stage -> the row that says it, unit that the row has.
 ROWS = {
     "parse": ("parse.16flows.huge", "ns/packet"),
     "place": ("place.{protocol}.{mtu}", "GB/s"),
+    "again": ("place.{protocol}.{mtu}.again", "GB/s"),
     "icrc": ("place.{protocol}.{mtu}.icrc", "ns/packet"),
     "receive": ("ingest.{mtu}.copy", "Mpkt/s"),
     "update": ("adam.200.1t.torch-cuda-foreach", "GB/s"),
 }
+#: The limit of this row, in ms per GB of gradients, is two bytes for each at the speed of two threads that copy.
+COPY = "pipeline.adam.place"
 PAGE = "docs/understand/performance.md"
-ZEN4, INGEST = f"{PAGE}, Zen 4", f"{PAGE}, ingest"
+ZEN4, INGEST, AGAIN = f"{PAGE}, Zen 4", f"{PAGE}, ingest", f"{PAGE}, copies that come again"
 PUBLISHED = {
     "parse.16flows.huge": (11.6, ZEN4),
     "place.ll.1024": (21.2, ZEN4), "place.ll128.1024": (22.4, ZEN4), "place.simple.1024": (26.8, ZEN4),
     "place.ll.4096": (24.7, ZEN4), "place.ll128.4096": (26.5, ZEN4), "place.simple.4096": (29.1, ZEN4),
     "place.ll.1024.icrc": (13.1, ZEN4), "place.ll128.1024.icrc": (13.1, ZEN4), "place.simple.1024.icrc": (13.9, ZEN4),
     "place.ll.4096.icrc": (48.0, ZEN4), "place.ll128.4096.icrc": (52.3, ZEN4), "place.simple.4096.icrc": (48.4, ZEN4),
+    "place.ll.1024.again": (8.06, AGAIN), "place.ll128.1024.again": (7.62, AGAIN),
+    "place.simple.1024.again": (9.65, AGAIN), "place.ll.4096.again": (11.6, AGAIN),
+    "place.ll128.4096.again": (7.68, AGAIN), "place.simple.4096.again": (15.4, AGAIN),
     "ingest.1024.copy": (13.2, INGEST), "ingest.4096.copy": (4.2, INGEST),
     "adam.200.1t.torch-cuda-foreach": (40.9, ZEN4),
 }
@@ -46,17 +53,21 @@ class Speeds:
     receive_mpps: Mpkt/s from a port into the ring.
     parse_ns: of a packet that carries nothing to keep.
     place_gbs: GB/s, bytes read plus written, of packets with reduced data.
+    again_gbs: the same of second copies, which are compared with what is there and not placed.
     icrc_ns: that checking such a packet's ICRC adds.
     update_gbs: GB/s, 28 bytes per parameter with Adam and float32 gradients.
-    sources: of each, by the name of its row in ROWS.
+    sources: of each, by the name of its row in ROWS, and "copy".
+    copy_gbs: GB/s, read plus written, that all cores together reach; None: nobody measured it.
     """
 
     receive_mpps: float
     parse_ns: float
     place_gbs: float
+    again_gbs: float
     icrc_ns: float
     update_gbs: float
     sources: Mapping[str, str]
+    copy_gbs: float | None = None
 
 
 def published(protocol: str, mtu: int) -> Speeds:
@@ -79,12 +90,13 @@ def measured(file: Path, protocol: str, mtu: int) -> Speeds:
         rows = None
     wrong = UserError(
         "is not what `flowcheck bench --json` prints", where=str(file),
-        remedy="flowcheck bench parse place ingest adam --json > bench.json",
+        remedy=f"{BENCH} > bench.json",
     )
     if not isinstance(rows, list):
         raise wrong
     values: dict[str, float] = {}
     where: dict[str, str] = {}
+    copy: float | None = None
     for row in rows:
         if not isinstance(row, dict) or not isinstance(row.get("name"), str):
             raise wrong
@@ -93,20 +105,27 @@ def measured(file: Path, protocol: str, mtu: int) -> Speeds:
             raise wrong
         values[row["name"]] = float(value)
         where[row["name"]] = f"{file.name}, {row.get('processor', 'a processor not named')}"
-    return _of(values, protocol, mtu, where, str(file))
+        limit = row.get("limit")
+        if row["name"] == COPY and isinstance(limit, int | float) and 0 < limit < float("inf"):
+            copy = 2000 / limit
+    return _of(values, protocol, mtu, where, str(file), copy)
 
 
-def _of(values: Mapping[str, float], protocol: str, mtu: int, where: Mapping[str, str], source: str) -> Speeds:
+def _of(
+    values: Mapping[str, float], protocol: str, mtu: int, where: Mapping[str, str], source: str,
+    copy: float | None = None,
+) -> Speeds:
     near = max([size for size in TIMED if size <= mtu], default=TIMED[0])
     names = {stage: name.format(protocol=protocol, mtu=near) for stage, (name, _) in ROWS.items()}
     lacking = [name for name in names.values() if name not in values]
     if lacking:
         raise UserError(
             f"has no row {lacking[0]}", where=source,
-            remedy="flowcheck bench parse place ingest adam --json > bench.json, or give the speeds one by one",
+            remedy=f"{BENCH} > bench.json, or give the speeds one by one",
         )
     return Speeds(
-        values[names["receive"]], values[names["parse"]], values[names["place"]], values[names["icrc"]],
-        values[names["update"]],
-        {stage: f"{where[name]}: {name}" for stage, name in names.items()},
+        values[names["receive"]], values[names["parse"]], values[names["place"]], values[names["again"]],
+        values[names["icrc"]], values[names["update"]],
+        {stage: f"{where[name]}: {name}" for stage, name in names.items()}
+        | ({} if copy is None else {"copy": f"{where[COPY]}: 2000 / limit of {COPY}"}), copy,
     )

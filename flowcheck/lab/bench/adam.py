@@ -33,7 +33,7 @@ from updater import kernels
 from updater.rounding_modes import ROUNDING_MODES, RoundingMode, cpu_root, rule
 from updater.tuning import PART, Tuning
 
-__all__ = ["run"]
+__all__ = ["SHAPES", "Arena", "run", "step"]
 
 PARAMETERS = 100_000_000
 SHAPES = {"flat": 1, "200": 200}
@@ -48,7 +48,7 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
     """Rows of every shape and number of threads. Less than 256 MB of `ring_bytes` takes fewer parameters."""
     count = min(PARAMETERS, ring_bytes * 2 // 5) // (200 * LINE) * (200 * LINE)
     tuning = look_at_updates(measure=True, recall=False).ways[PART]
-    arena = _Arena(count)
+    arena = Arena(count)
     before = torch.get_num_threads()
     rows = []
     try:
@@ -61,7 +61,7 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
     return rows
 
 
-class _Arena:
+class Arena:
     """Parameters, two moments and their next version, gradients in both widths; values as in a running job."""
 
     def __init__(self, count: int) -> None:
@@ -79,7 +79,7 @@ class _Arena:
             tensor.zero_()
 
 
-def _rows(arena: _Arena, shape: str, tensors: int, threads: int, rounds: int, tuning: Tuning) -> list[Row]:
+def _rows(arena: Arena, shape: str, tensors: int, threads: int, rounds: int, tuning: Tuning) -> list[Row]:
     pool = kernels.Pool(threads, "", *tuning)
     setting = here(adam=str(tuning), root=cpu_root())
     contenders: dict[str, Callable[[], float]] = {
@@ -87,8 +87,8 @@ def _rows(arena: _Arena, shape: str, tensors: int, threads: int, rounds: int, tu
         "in-place": _roof(arena, arena.g, threads, in_place=True),
     }
     for rounding in ROUNDING_MODES:
-        contenders[rounding] = _ours(arena, pool, rounding, arena.g, tensors)
-        contenders[f"{rounding}.bf16"] = _ours(arena, pool, rounding, arena.narrow, tensors)
+        contenders[rounding] = step(arena, pool, rounding, arena.g, tensors)
+        contenders[f"{rounding}.bf16"] = step(arena, pool, rounding, arena.narrow, tensors)
     for mode, options in MODES.items():
         contenders[mode] = _torch(arena, tensors, options)
     seconds = alternate(contenders, rounds)
@@ -109,8 +109,8 @@ def _rows(arena: _Arena, shape: str, tensors: int, threads: int, rounds: int, tu
     return rows
 
 
-def _ours(
-    arena: _Arena, pool: kernels.Pool, rounding: str, gradient: torch.Tensor, tensors: int
+def step(
+    arena: Arena, pool: kernels.Pool, rounding: str, gradient: torch.Tensor, tensors: int
 ) -> Callable[[], float]:
     """A contender: one step by the kernels, from version t to t+1."""
     dtype, size = str(gradient.dtype).removeprefix("torch."), arena.count // tensors
@@ -123,7 +123,7 @@ def _ours(
     return timed(lambda: not pool.wait(pool.submit([constants], pieces, keep=gradient)))
 
 
-def _roof(arena: _Arena, gradient: torch.Tensor, threads: int, in_place: bool = False) -> Callable[[], float]:
+def _roof(arena: Arena, gradient: torch.Tensor, threads: int, in_place: bool = False) -> Callable[[], float]:
     """A contender: the memory traffic alone, the parameters divided among the threads.
 
     In place it works on the version that is written anyway, so that values stay what they are elsewhere.
@@ -138,7 +138,7 @@ def _roof(arena: _Arena, gradient: torch.Tensor, threads: int, in_place: bool = 
     return on_threads(part, arena.count, threads, LINE)
 
 
-def _torch(arena: _Arena, tensors: int, options: dict[str, Any]) -> Callable[[], float]:
+def _torch(arena: Arena, tensors: int, options: dict[str, Any]) -> Callable[[], float]:
     """A contender: torch.optim.Adam in place, on the memory that ours writes (values do not matter to its speed)."""
     size = arena.count // tensors
     parameters = []

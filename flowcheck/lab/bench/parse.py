@@ -17,7 +17,7 @@ from flowcheck.lab.bench.rows import Row, alternate
 from flowcheck.lab.bench.workload import Traffic, make
 from parser.chunk_layout import Protocol
 
-__all__ = ["run"]
+__all__ = ["MODELS", "engine", "run"]
 
 FLOWS = (1, 16, 256)
 MODELS = {"small": 16 << 20, "huge": 4 << 30}  # gradient bytes of an iteration

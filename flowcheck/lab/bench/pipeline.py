@@ -44,7 +44,7 @@ from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
 from flowcheck.rebuild.scheduler import BATCH, IDLE_SECONDS
 from updater import tuning
 
-__all__ = ["STAGES", "run"]
+__all__ = ["STAGES", "Pipeline", "run"]
 
 LAPS = 4  # of 64 MB, in an iteration
 ITERATIONS = 4  # that overlap in one sample
@@ -162,16 +162,16 @@ class Pipeline:
         self._alone.append(tuple(end - begin for begin, end in itertools.pairwise(times)))
         return times[-1] - times[0]
 
-    def overlapped(self) -> float:
+    def overlapped(self, iterations: int = ITERATIONS) -> float:
         """A contender: seconds per iteration of some that follow each other."""
         self._feeder = self._short
-        feeding = threading.Thread(target=self._short.feed, args=(self._next(ITERATIONS), ITERATIONS * self._packets))
+        feeding = threading.Thread(target=self._short.feed, args=(self._next(iterations), iterations * self._packets))
         with Placers([self.ring_address]) as placers:
             self._follower.place_in_threads(placers)
             begin = time.perf_counter()
             feeding.start()
             try:
-                self._publish(ITERATIONS)
+                self._publish(iterations)
                 seconds = time.perf_counter() - begin
             except BaseException:
                 self._short.stop()
@@ -179,7 +179,7 @@ class Pipeline:
             finally:
                 feeding.join()
                 self._follower.leave_threads()
-        return seconds / ITERATIONS
+        return seconds / iterations
 
     def close(self) -> None:
         self._follower.close()

@@ -7,6 +7,8 @@ read and written whole.
 
     place.PROTOCOL.MTU          the engine: headers, flow, schedule, every flag, coverage, fence, and the bytes
     place.PROTOCOL.MTU.kernel   the bare kernel, packet by packet to places in random order; its roof has that order
+    place.PROTOCOL.MTU.again    the engine, the same packets once more over a second stream: nothing is placed, all is
+                                compared with what is there. Its limit is the first time, only reported
     place.PROTOCOL.MTU.roof     that roof, beside a plain copy of the packets' memory past the cache: only reported
     place.PROTOCOL.MTU.icrc     what the ICRC adds to the engine, beside isa-l's time for the same bytes in the nearest
                                 cache; .icrc.NAME: by a lesser way to compute it that this processor has,
@@ -32,7 +34,7 @@ from flowcheck.lab.bench.workload import Traffic, aligned, data_bytes, make
 from flowcheck.rebuild.calibration import NAMES, Way, settle
 from parser.chunk_layout import Protocol
 
-__all__ = ["run"]
+__all__ = ["FLOWS", "engine", "run"]
 
 ENGINE_TARGETS = {1024: 0.82, 4096: 0.90}
 KERNEL_TARGETS = {Protocol.LL: 0.95, Protocol.LL128: 0.92, Protocol.SIMPLE: 0.95}
@@ -66,15 +68,15 @@ def _rows(protocol: Protocol, mtu: int, way: Way, rounds: int, ring_bytes: int) 
     icrcs, best = icrc_kernels(), icrc_kernels()[0]
     contenders: dict[str, Callable[[], float]] = {
         "copy": _copy(traffic, arena),
-        "engine": _engine(traffic, None),
+        "engine": engine(traffic, None),
         "kernel": _kernel(protocol, way, traffic, at_random),
-        "isal": _isal(traffic),
+        "isal": _isal(traffic), "again": engine(traffic, None, again=True),
     }
     for ahead in ROOF_AHEAD[mtu]:
         contenders[f"engine.roof.{ahead}"] = _roof(traffic, in_turns, int(piece), ahead)
         contenders[f"kernel.roof.{ahead}"] = _roof(traffic, at_random, int(piece), ahead)
     for name in icrcs:
-        contenders[f"icrc.{name}"] = _engine(traffic, name)
+        contenders[f"icrc.{name}"] = engine(traffic, name)
     seconds = alternate(contenders, rounds)
     moved = 1e-9 * (traffic.wire_bytes + traffic.expected.size)
     rate = {name: [moved / s for s in taken] for name, taken in seconds.items()}
@@ -87,6 +89,7 @@ def _rows(protocol: Protocol, mtu: int, way: Way, rounds: int, ring_bytes: int) 
     title = f"place.{protocol.name.lower()}.{mtu}"
     rows = [
         Row.of(title, "GB/s", rate["engine"], roof["engine"], ENGINE_TARGETS[mtu]),
+        Row.of(f"{title}.again", "GB/s", rate["again"], rate["engine"], None),
         Row.of(f"{title}.kernel", "GB/s", rate["kernel"], roof["kernel"], KERNEL_TARGETS[protocol]),
         Row.of(f"{title}.roof", "GB/s", roof["kernel"], rate["copy"], None),
     ]
@@ -127,10 +130,10 @@ def _isal(traffic: Traffic) -> Callable[[], float]:
     return timed(lambda: limits.crc_hot(data, traffic.packets) is None)
 
 
-def _engine(traffic: Traffic, icrc: str | None) -> Callable[[], float]:
+def engine(traffic: Traffic, icrc: str | None, again: bool = False) -> Callable[[], float]:
     """A new engine each time, so that no cell is covered; its arena is touched before the clock starts. icrc: how it is
-    computed, None: not."""
-    config = replace(traffic.config, check_icrc=icrc is not None)
+    computed, None: not. again: the second copy of every packet is timed, and not the first."""
+    config = replace(traffic.config, check_icrc=icrc is not None, streams=1 + again)
     proven = False
 
     def measure() -> float:
@@ -138,12 +141,14 @@ def _engine(traffic: Traffic, icrc: str | None) -> Callable[[], float]:
         choose_icrc(icrc or icrc_kernels()[0])
         machine = Engine(config)
         machine.region(0)[:] = 0
-        traffic.ring.rewind()
-        begin = time.perf_counter()
-        done, blocked = machine.run(0, traffic.ring.address, traffic.packets)
-        seconds = time.perf_counter() - begin
-        assert not blocked and done == traffic.packets
-        assert machine.outcomes(0)["placed"][0] == traffic.packets, machine.disagreements()
+        for stream in range(config.streams):
+            traffic.ring.rewind()
+            begin = time.perf_counter()
+            done, blocked = machine.run(stream, traffic.ring.address, traffic.packets)
+            seconds = time.perf_counter() - begin
+            assert not blocked and done == traffic.packets
+            found = machine.outcomes(stream)["compared" if stream else "placed"][0]
+            assert found == traffic.packets, machine.disagreements()
         if not proven:  # the bytes, once: a round should not read the arena more often than it must
             proven = bool((machine.region(0) == traffic.expected).all() and machine.cells(0).all())
             assert proven, "the engine placed other bytes than were sent"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.errors import UserError
-from flowcheck.plan.capacity import Job, Node, capacity, comm_seconds, fitted, flow_shop, leaves_of
+from flowcheck.plan.capacity import Job, Node, capacity, comm_seconds, fitted, flow_shop, leaves_of, overlapped
 from flowcheck.plan.models import LARGE, PRESETS, SMALL, flops_seconds
 from flowcheck.plan.stage_speeds import Speeds, measured, published
 
@@ -59,18 +59,45 @@ def test_the_worked_example_of_the_qualify_page() -> None:
 
 def test_stages_by_hand() -> None:
     """1 MB of wire a port and direction at most a few packets off; the sums are those of the formulas' text."""
-    speeds = Speeds(1.0, 100.0, 10.0, 50.0, 28.0, {})
+    speeds = Speeds(1.0, 100.0, 10.0, 5.0, 50.0, 28.0, {})
     found = capacity(replace(JOB, iteration_s=10.0), replace(NODE, update_cores=2), speeds)
     port = found.traffic
     assert found.comm_s == pytest.approx(port.all_frames / 2 * 8 / 100e9, rel=1e-4)
     final = 2 * 15 / 16 * 4e9
+    first = 4e9 / (3 * final)  # each byte is placed once, and compared as often as it comes again
     assert found.place_s == pytest.approx(3 * (
-        2 * final / 10e9 + port.packets / 2 * 5e-8 + (port.packets / 2 + port.control) * 1e-7
+        2 * final * (first / 10e9 + (1 - first) / 5e9) + port.packets / 2 * 5e-8
+        + (port.packets / 2 + port.control) * 1e-7
     ), rel=0.01)
+    alone = capacity(replace(JOB, iteration_s=10.0), replace(NODE, mirrors=1, direction="ingress"), speeds)
+    assert alone.place_s < found.place_s / 6 * 0.8, "nothing comes twice"
     assert found.update_s == pytest.approx(1e9 * 28 / 28e9 / 2)
     assert found.serial_s == pytest.approx(sum(found.stages)) and found.slack_s == 10.0 - found.pipelined_s
     packets = 3 * (port.packets + port.control) / found.comm_s
     assert packets / 1e6 <= found.receive_cores < packets / 1e6 + 1
+
+
+def test_packets_are_placed_while_their_bucket_comes() -> None:
+    """Of a single bucket only the update is left after its last packet, if placing keeps up."""
+    assert overlapped((3.0, 1.0, 2.0), 1) == 5.0 and overlapped((1.0, 3.0, 2.0), 1) == 5.0
+    assert overlapped((3.0, 3.0, 3.0), 3) == pytest.approx(4.0)
+    whole = capacity(replace(JOB, bucket_bytes=4e9), NODE, SPEEDS)
+    assert whole.buckets == 1 and whole.pipelined_s == pytest.approx(max(whole.comm_s, whole.place_s) + whole.update_s)
+
+
+def test_memory_and_cores_are_shared_by_all_stages() -> None:
+    speeds = replace(SPEEDS, copy_gbs=50.0)
+    found, port = capacity(replace(JOB, iteration_s=10.0), NODE, speeds), JOB.traffic("both")[0]
+    moved = 3 * (2 * port.all_frames + port.final_payload + port.final_data) + 28e9
+    assert found.moved_s == pytest.approx(moved / 50e9) and found.shared_s == 0
+    assert found.pipelined_s == max(overlapped(found.stages, found.buckets), found.moved_s)
+    slow = capacity(replace(JOB, iteration_s=10.0), NODE, replace(SPEEDS, copy_gbs=20.0))
+    assert slow.pipelined_s == slow.moved_s > found.pipelined_s and slow.stages == found.stages
+    two = capacity(replace(JOB, iteration_s=10.0), replace(NODE, place_cores=3, cores=2), SPEEDS)
+    packets = 3 * (port.packets + port.control)
+    work = packets / (SPEEDS.receive_mpps * 1e6) + 3 * two.place_s + two.update_s
+    assert two.shared_s == pytest.approx(work / 2) == two.pipelined_s and two.moved_s == 0
+    assert fitted(JOB, NODE, replace(SPEEDS, copy_gbs=1.0)).update_cores == 512, "no core carries more"
 
 
 def test_iteration_times_are_those_that_the_sources_report() -> None:
@@ -188,7 +215,8 @@ def test_more_ports_than_there_are_are_refused() -> None:
 
 def rows(**changes: float) -> list[dict[str, object]]:
     values = {
-        "parse.16flows.huge": 9.0, "place.ll.1024": 20.0, "place.ll.1024.icrc": 13.0, "ingest.1024.copy": 12.0,
+        "parse.16flows.huge": 9.0, "place.ll.1024": 20.0, "place.ll.1024.again": 8.0, "place.ll.1024.icrc": 13.0,
+        "ingest.1024.copy": 12.0,
         "adam.200.1t.torch-cuda-foreach": 40.0, **changes,
     }
     return [{"name": name, "value": value, "processor": "a processor"} for name, value in values.items()]
@@ -199,8 +227,14 @@ def test_speeds_come_from_the_rows_of_a_bench(tmp_path: Path) -> None:
     file.write_text(json.dumps(rows()))
     found = measured(file, "ll", 2048)
     assert (found.receive_mpps, found.parse_ns, found.place_gbs, found.icrc_ns) == (12.0, 9.0, 20.0, 13.0)
-    assert found.update_gbs == 40.0
+    assert found.update_gbs == 40.0 and found.again_gbs == 8.0
     assert found.sources["place"] == "bench.json, a processor: place.ll.1024"
+    assert found.copy_gbs is None, "what nobody measured is no limit"
+    row = {"name": "pipeline.adam.place", "value": 140.0, "limit": 80.0, "processor": "a processor"}
+    file.write_text(json.dumps([*rows(), row]))
+    found = measured(file, "ll", 2048)
+    assert found.copy_gbs == 25.0, "two bytes of each gradient byte in 80 ms per GB"
+    assert "pipeline.adam.place" in found.sources["copy"]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"name": "x"}]', '[{"name": "x", "value": -1}]',
@@ -229,6 +263,7 @@ def test_published_speeds_are_those_of_the_page() -> None:
         for mtu in (1024, 4096):
             found = published(protocol, mtu)
             assert f"| place.{protocol}.{mtu} | {found.place_gbs:g} GB/s |" in page
+            assert f"| place.{protocol}.{mtu}.again | {found.again_gbs:g} GB/s |" in page
             assert f"| place.{protocol}.{mtu}.icrc | {found.icrc_ns:g} ns/packet |" in page
             assert f"| ingest.{mtu}.copy | {found.receive_mpps:g}" in page
     assert f"| parse.16flows.huge | {found.parse_ns:g} ns/packet |" in page

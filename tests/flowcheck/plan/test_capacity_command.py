@@ -168,6 +168,16 @@ def test_what_makes_no_sense_is_refused_with_place_and_remedy(line: str, where: 
     assert error.where == where and error.remedy and error.exit_code == 2
 
 
+def test_the_speed_of_the_memory_is_an_input(capsys: pytest.CaptureFixture[str]) -> None:
+    free = answer_of(capsys, f"capacity {GIVEN}")
+    assert "copy-gbs" not in free["inputs"] and any("--copy-gbs" in note for note in free["notes"])
+    found = answer_of(capsys, f"capacity {GIVEN} --copy-gbs 1")
+    stages = {row[0]: row[1] for row in found["tables"]["stages"]["rows"]}
+    assert not found["good"] and stages["bucket by bucket"] == stages["all bytes, by memory"] > 28
+    assert found["inputs"]["copy-gbs"] == 1 and not any("--copy-gbs" in note for note in found["notes"])
+    assert refused(f"capacity {GIVEN} --copy-gbs 0").where == "--copy-gbs"
+
+
 def test_a_remedy_can_be_followed(tmp_path: Path) -> None:
     """Of too many monitor ports no leaf has 0 GPUs; a folder is a mistake of who asks, and not of the machine."""
     many, some = (refused(f"capacity --model 175b --node-ports {ports}").remedy for ports in (100_000, 30))
