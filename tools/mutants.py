@@ -43,6 +43,7 @@ MODULES: dict[str, list[str]] = {
     ],
     "flowcheck/rebuild/follower.py": [
         f"{FLOW}/rebuild/test_follower.py", f"{FLOW}/rebuild/test_overload.py", f"{NODE}/test_live_session.py",
+        f"{NODE}/test_live_partial.py",
     ],
     "flowcheck/rebuild/deadline.py": [f"{FLOW}/rebuild/test_deadline.py", f"{FLOW}/rebuild/test_overload.py"],
     "flowcheck/rebuild/timekeeper.py": [f"{FLOW}/rebuild/test_timekeeper.py", f"{FLOW}/rebuild/test_overload.py"],
@@ -50,6 +51,9 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/rebuild/building.py": [
         f"{FLOW}/rebuild/test_building.py", f"{FLOW}/rebuild/test_version_builder.py", f"{NODE}/test_live_building.py",
     ],
+    "flowcheck/rebuild/going_on.py": [f"{NODE}/test_live_partial.py"],
+    "flowcheck/rebuild/partial.py": [f"{NODE}/test_live_partial.py"],
+    "flowcheck/rebuild/stale.py": [f"{FLOW}/rebuild/test_stale.py"],
     "flowcheck/rebuild/records.py": [f"{NODE}/test_live_session.py"],
     "flowcheck/job/clock.py": [f"{FLOW}/job/test_clock.py"],
     "flowcheck/rebuild/evidence.py": [f"{FLOW}/rebuild/test_evidence.py"],
@@ -64,6 +68,7 @@ MODULES: dict[str, list[str]] = {
         f"{FLOW}/control/test_messages.py", f"{FLOW}/control/test_protocol.py",
         f"{FLOW}/control/test_protocol_opening.py",
     ],
+    "flowcheck/control/messages.py": [f"{FLOW}/control/test_messages.py"],
     "flowcheck/control/protocol.py": [
         f"{FLOW}/control/test_protocol.py", f"{FLOW}/control/test_protocol_deadlines.py",
         f"{FLOW}/control/test_protocol_opening.py",
@@ -79,7 +84,9 @@ MODULES: dict[str, list[str]] = {
     ],
     "flowcheck/trainer/ranges.py": [f"{FLOW}/trainer/test_ranges.py", f"{FLOW}/trainer/test_attachment_ranges.py"],
     "flowcheck/trainer/sender.py": [f"{FLOW}/trainer/test_sender.py", f"{FLOW}/trainer/test_attachment_ranges.py"],
-    "flowcheck/trainer/description.py": [f"{FLOW}/trainer/test_description.py", f"{FLOW}/trainer/test_watch.py"],
+    "flowcheck/trainer/description.py": [
+        f"{FLOW}/trainer/test_description.py", f"{FLOW}/trainer/test_watch.py", f"{FLOW}/rebuild/test_sixteen_alone.py",
+    ],
     "flowcheck/node/control.py": [f"{NODE}/test_control.py", f"{NODE}/test_control_server.py"],
     "flowcheck/node/config.py": [f"{NODE}/test_config.py"],
     "flowcheck/node/cli.py": [f"{NODE}/test_cli.py", f"{NODE}/test_cli_command.py"],
@@ -89,6 +96,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/node/replica_files.py": [f"{NODE}/test_replica_files.py"],
     "flowcheck/node/budget.py": [f"{NODE}/test_budget.py"],
     "flowcheck/node/lines.py": [f"{NODE}/test_lines.py", f"{NODE}/test_output.py"],
+    "flowcheck/node/resync.py": [f"{NODE}/test_resync.py", f"{NODE}/test_live_partial.py"],
     "flowcheck/node/runs.py": [f"{NODE}/test_runs.py", f"{NODE}/test_control.py"],
     "flowcheck/node/drops.py": [f"{NODE}/test_drops.py"],
     "flowcheck/node/silence.py": [f"{NODE}/test_live_session.py"],
@@ -99,7 +107,7 @@ MODULES: dict[str, list[str]] = {
     "updater/sixteen.py": [f"{UPDATER}/test_sixteen.py"],
     "updater/arrays.py": [f"{UPDATER}/test_replica_states.py", f"{UPDATER}/test_sixteen.py"],
     "updater/replica.py": [f"{UPDATER}/test_replica.py", f"{UPDATER}/test_replica_states.py"],
-    "updater/slot.py": [f"{UPDATER}/test_slot.py", f"{UPDATER}/test_replica.py"],
+    "updater/slot.py": [f"{UPDATER}/test_{part}.py" for part in ("slot", "replica", "partial", "replica_states")],
     "updater/store.py": [f"{UPDATER}/test_store.py"],
     "updater/reader.py": [f"{UPDATER}/test_reader.py"],
     "updater/step.py": [f"{UPDATER}/test_step.py"],
