@@ -68,7 +68,6 @@ MODULES: dict[str, list[str]] = {
         f"{FLOW}/control/test_messages.py", f"{FLOW}/control/test_protocol.py",
         f"{FLOW}/control/test_protocol_opening.py",
     ],
-    "flowcheck/control/messages.py": [f"{FLOW}/control/test_messages.py"],
     "flowcheck/control/protocol.py": [
         f"{FLOW}/control/test_protocol.py", f"{FLOW}/control/test_protocol_deadlines.py",
         f"{FLOW}/control/test_protocol_opening.py",
