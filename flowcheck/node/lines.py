@@ -73,7 +73,7 @@ def line(event: Event, number: Callable[[int], int]) -> tuple[str, dict[str, Any
         case Patched():
             return "patched", {
                 "iteration": number(event.iteration), "since": number(event.since), "elements": event.elements,
-                "source": "trainer",
+                "bytes": event.nbytes, "source": "trainer",
             }
         case TakenUp():
             return "recovered", {"first": number(event.first), "last": number(event.last), "packets": event.packets}

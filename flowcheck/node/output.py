@@ -93,8 +93,8 @@ def _text(line: dict[str, Any]) -> str:
     failed = f", {'; '.join(f'{clause}: {reason}' for clause, reason in line['why'])}" if line["why"] else ""
     updates = f", updates {line['updates']}" if line["updates"] else ""
     updates += f", rebuilt {line['rebuilt']}" if line["rebuilt"] else ""
-    updates += f", patched {line['patched']}" if line.get("patched") else ""
-    updates += f", stale {line['stale']}" if line.get("stale") else ""
+    updates += f", patched {line['patched']}" if line["patched"] else ""
+    updates += f", stale {line['stale']}" if line["stale"] else ""
     return (
         f"{name}iteration {line['iteration']}: {'published' if line['published'] else 'NOT published'}"
         f" {line['status']}, {line['packets']} packets, {line['placed']} placed, missing {missing or 0},"

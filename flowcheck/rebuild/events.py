@@ -107,11 +107,12 @@ class Asked(Event):
 @dataclass(frozen=True)
 class Patched(Event):
     """The version after `iteration` holds nothing stale any more: it is published, those from `since` on are not.
-    elements: that were patched since then."""
+    elements: that were patched since then. nbytes: of state that the trainers have sent for it."""
 
     iteration: int
     since: int
     elements: int
+    nbytes: int
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class PartialFollower(Follower):
         self._builder.partial = self.partial
         self._patches_wait = RecordWait(self.policy.record_seconds)
         self._since: int | None = None  # the first iteration of which no version was published
-        self._healed = 0  # elements patched until then
+        self._before = (0, 0)  # elements patched until then, and bytes of state that had come
 
     # -- from trainers --
 
@@ -95,7 +95,7 @@ class PartialFollower(Follower):
             return
         stale, iteration = self.partial.stale.elements, judged.verdict.iteration
         if self._since is None and (stale or built.patched):
-            self._since, self._healed = iteration, self.partial.healed - built.patched
+            self._begin_stale(iteration, built.patched)
             held = stale > 0
         else:
             held = False
@@ -106,7 +106,8 @@ class PartialFollower(Follower):
             yield Held(iteration, stale, all=False, why="gradients were lost")
         elif self._since is not None and not stale:
             since, self._since = self._since, None
-            yield Patched(iteration, since, self.partial.healed - self._healed)
+            healed, received = self._before
+            yield Patched(iteration, since, self.partial.healed - healed, self.partial.received - received)
 
     def _publish(self, judged: Judged, built: Built) -> bool:
         assert self.replica is not None
@@ -126,8 +127,13 @@ class PartialFollower(Follower):
         assert self.partial is not None
         before, self.next = self.next, last + 1
         if self._since is None:
-            self._since, self._healed = before, self.partial.healed
+            self._begin_stale(before)
         yield Held(last, self.partial.stale.elements, all=True, why=why)
+
+    def _begin_stale(self, iteration: int, patched: int = 0) -> None:
+        """No version is published from this iteration on. patched: elements of its own."""
+        assert self.partial is not None
+        self._since, self._before = iteration, (self.partial.healed - patched, self.partial.received)
 
     def _leap(self, last: int) -> bool:
         if self.partial is None or self.replica is None or not self._ready:

@@ -74,8 +74,8 @@ def cost_of(job: Job) -> dict[str, int]:
 
 
 class Partial:
-    """stale: of the version that comes next. asked, received: bytes of state. healed: elements, patched or asked for in
-    vain no more. refused: why no trainer can be asked, "" as long as one can."""
+    """stale: of the version that comes next. asked, received: bytes of state. healed: stale elements that were patched.
+    refused: why no trainer can be asked, "" as long as one can."""
 
     def __init__(self, plan: JobPlan) -> None:
         self._job, self.cost = plan.job, cost_of(plan.job)

@@ -9,7 +9,20 @@ import pytest
 from flowcheck.node.lines import closed_fields, line
 from flowcheck.node.output import Events
 from flowcheck.rebuild.deadline import Times
-from flowcheck.rebuild.events import Behind, Closed, Event, GivenUp, Lost, OnTime, TakenUp, Timed, Waiting
+from flowcheck.rebuild.events import (
+    Asked,
+    Behind,
+    Closed,
+    Event,
+    GivenUp,
+    Held,
+    Lost,
+    OnTime,
+    Patched,
+    TakenUp,
+    Timed,
+    Waiting,
+)
 
 FIRST = 1_795_364_912_250_000_000
 
@@ -38,6 +51,20 @@ def test_what_is_not_known_is_null_and_not_in_the_text(capsys) -> None:
     assert capsys.readouterr().out == (
         "times: iteration 107, first 1795364912.25, last 1.0, rings [0, 64], arenas [1, 4]\n")
     assert said(Timed(Times(7), (0, 64), (1, 4)))[1]["first"] is None
+
+
+def test_what_is_stale_is_asked_for_and_patched() -> None:
+    name, fields = said(Held(7, 30, False, "gradients were lost"))
+    assert (name, fields["iteration"], fields["elements"]) == ("stale", 107, 30)
+    assert fields["why"] == (
+        "gradients were lost; its version is built without them, and none is published until the trainers have sent"
+        " their own state of these elements")
+    _, fields = said(Held(7, 30, True, "no record of it came"))
+    assert fields["why"].startswith("no record of it came; the iteration was lost whole, and none is published until")
+    assert said(Asked(8, 30, 360, (0, 2))) == ("ranges", {
+        "iteration": 108, "elements": 30, "bytes": 360, "ranks": [0, 2]})
+    assert said(Patched(9, 7, 30, 360)) == ("patched", {
+        "iteration": 109, "since": 107, "elements": 30, "bytes": 360, "source": "trainer"})
 
 
 @pytest.mark.parametrize(("stage", "remedy"), [

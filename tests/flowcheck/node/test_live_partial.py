@@ -38,7 +38,7 @@ def test_what_was_lost_is_asked_for_and_patched(scene: Callable[..., Scene], thr
     at.answer(4, -0.5)
     at.go(4)
     assert at.last == (4, True, 6, 0) and at.values() == alike(-0.5)
-    assert at.said[1:] == [Patched(4, 3, 6)] and at.closed[-1].status == "unverified"
+    assert at.said[1:] == [Patched(4, 3, 6, 24)] and at.closed[-1].status == "unverified"
     at.go(5, checksums=at.sums(-1.0))
     assert at.last == (5, True, 0, 0) and at.closed[-1].status == "verified" and at.lost == []
 
@@ -90,7 +90,7 @@ def test_new_holes_join_and_those_that_are_being_asked_for_are_not_asked_for_aga
     at.answer(5, -1.0)
     at.go(5)
     assert at.last == (5, True, 2, 0) and at.values() == alike(-1.0)
-    assert at.said == [Held(2, 6, False, GRADIENTS_LOST), Patched(5, 2, 12)]
+    assert at.said == [Held(2, 6, False, GRADIENTS_LOST), Patched(5, 2, 12, 48)]
 
 
 def test_a_hole_in_what_a_patch_brings_is_healed_by_it(scene: Callable[..., Scene]) -> None:
@@ -149,7 +149,8 @@ def test_an_iteration_without_a_record_leaves_everything_stale_and_it_is_patched
         at.go(step)
         assert at.last == (step, left == 0, found, left)
         step += 1
-    assert at.values() == alike(0.5 - 0.5 * (step - 3)) and at.said[1:] == [Patched(step - 1, 3, everything)]
+    assert at.values() == alike(0.5 - 0.5 * (step - 3))
+    assert at.said[1:] == [Patched(step - 1, 3, everything, 4 * everything)]
     at.go(step, checksums=at.sums(0.5 - 0.5 * (step - 2)))
     assert at.closed[-1].status == "verified" and at.partial.asked == 4 * everything
 

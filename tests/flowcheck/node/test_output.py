@@ -37,7 +37,7 @@ def clock(monkeypatch) -> None:
 ITERATION = {
     "name": "a", "iteration": 7, "published": True, "status": "verified", "packets": 100, "placed": 60, "missing": {},
     "healed": 3, "duplicates": 5, "dropped": {}, "lag": 2, "updates": "", "rebuilt": 0,
-    "failed": [], "why": [],
+    "patched": 0, "stale": 0, "failed": [], "why": [],
 }
 
 
@@ -59,6 +59,9 @@ ITERATION = {
     ("iteration", ITERATION | {"name": "", "updates": "at_record", "rebuilt": 1},
      "iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3, duplicates 5, lag 2, updates"
      " at_record, rebuilt 1"),
+    ("iteration", ITERATION | {"updates": "early", "patched": 6, "stale": 2},
+     "a iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3, duplicates 5, lag 2, updates"
+     " early, patched 6, stale 2"),
 ])
 def test_lines_for_people(capsys, event: str, fields: dict[str, Any], line: str) -> None:
     Events(False, None)(event, **fields)

@@ -57,7 +57,7 @@ def test_a_hole_is_asked_for_and_healed(monkeypatch: pytest.MonkeyPatch, first: 
     assert len(at.told(0)) == 1, "once"
     at.give(0, first + 4, -0.5)
     at.go(4)
-    assert at.last == (4, True, 6, 0) and at.values() == alike(-0.5) and at.said[2:] == [Patched(4, 3, 6)]
+    assert at.last == (4, True, 6, 0) and at.values() == alike(-0.5) and at.said[2:] == [Patched(4, 3, 6, 24)]
 
 
 def test_the_next_hole_is_asked_of_the_next_rank(monkeypatch: pytest.MonkeyPatch) -> None:
