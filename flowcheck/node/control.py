@@ -245,9 +245,11 @@ def _specs(plan: JobPlan | None, message: Any) -> dict[str, TensorSpec]:
             sizes[name] += length
         shapes = {name: (sizes[name],) for name in shapes if name in sizes}
     specs = {f"model.{e.name}": TensorSpec(e.dtype, shapes[e.name]) for e in model if e.name in shapes}
+    alone = plan.job.optimizer is not None and plan.job.optimizer.masters == "none"  # states have the parameter's type
     for entry in model:
         if entry.kind == "optimized" and not entry.tied and entry.name in shapes:
             for key in STATES:
+                dtype = entry.dtype if alone and key not in ("step", "master") else "float32"
                 shape = () if key == "step" else shapes[entry.name]
-                specs[f"optimizer.{entry.name}.{key}"] = TensorSpec("float32", shape)
+                specs[f"optimizer.{entry.name}.{key}"] = TensorSpec(dtype, shape)
     return specs

@@ -148,9 +148,20 @@ def test_as_many_ranges_as_the_limit_and_not_one_more(make: Callable[[list[Any]]
     assert came(json.dumps(body).encode()) == "not a message: 16385 ranges, at most 16384 are taken at once"
 
 
-@pytest.mark.parametrize("make", [
-    lambda: Ranges(0, []), lambda: Ranges(-1, [("a", 0, 1)]), lambda: Patch(0, 0), lambda: Welcome("", "both"),
+@pytest.mark.parametrize(("make", "where"), [
+    (lambda: Ranges(-1, [("a", 0, 1)]), "ranges: request"),
+    (lambda: Ranges(0, []), "ranges: ranges"),
+    (lambda: Ranges(0, [("a", 0, 1)] * (MOST_RANGES + 1)), "ranges: ranges"),
+    (lambda: Ranges(0, [("a", 0, 1), ("a", 0)]), "ranges: ranges[1]"),
+    (lambda: Ranges(0, [("a", 0, 1), ("a", 0, None)]), "ranges: ranges[1]"),
+    (lambda: Ranges(0, [("a", 0, 1), ("a", 0, 0)]), "ranges: ranges[1]"),
+    (lambda: Patch(-1, 0, [("a", 0, 1)]), "patch: request"),
+    (lambda: Patch(0, -1, [("a", 0, 1)]), "patch: iteration"),
+    (lambda: Patch(0, 0, [("a", 0)]), "patch: ranges[0]"),
+    (lambda: Patch(0, 0), "patch: refused"),
+    (lambda: Welcome("", "both"), "welcome: resync"),
 ])
-def test_what_is_not_a_message_cannot_be_made_either(make: Callable[[], Any]) -> None:
-    with pytest.raises(UserError):
+def test_what_is_not_a_message_cannot_be_made_either(make: Callable[[], Any], where: str) -> None:
+    with pytest.raises(UserError) as refused:
         make()
+    assert refused.value.where == where

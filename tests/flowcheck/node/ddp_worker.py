@@ -5,7 +5,7 @@
 NODES: one or several with commas between, attached to one after the other for STEPS each. JOB: manifest whose
 communicator and flows stand for those that gloo has not. What may happen at a step: "nan", clipping by no number;
 "skipped", so after an overflow; "twice", the attachment is told twice; "extra", one more reduction, as long as a
-bucket; "unused", a parameter without a gradient.
+bucket; "unused", a parameter without a gradient; "bf16" (step 0), parameters and buffers of 16 bits.
 """
 
 import json
@@ -43,7 +43,9 @@ def main() -> None:
     odd = {int(step): what for step, _, what in (word.partition("=") for word in sys.argv[9:])}
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(ranks))
     torch.manual_seed(5)
-    model = DistributedDataParallel(Net())
+    wide = torch.bfloat16 if odd.get(0) == "bf16" else torch.float32
+    model = DistributedDataParallel(Net().to(wide))
+    dtype = str(wide).removeprefix("torch.")
     decay = [model.module.embed.weight, model.module.middle.weight]
     rest = [model.module.middle.bias, model.module.norm.weight, model.module.norm.bias, model.module.frozen]
     optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
@@ -64,9 +66,9 @@ def main() -> None:
             loss = model(torch.randint(50, (8, 4))).square().mean()
             if step == 1:
                 said.append({"op": "Broadcast", "count": 7, "dtype": "int32"})
-            said.append({"op": "Broadcast", "count": 32, "dtype": "float32"})
+            said.append({"op": "Broadcast", "count": 32, "dtype": dtype})
             loss.backward()
-            said.extend({"op": "AllReduce", "count": count, "dtype": "float32"} for count in sizes())
+            said.extend({"op": "AllReduce", "count": count, "dtype": dtype} for count in sizes())
             if odd.get(step) == "extra":
                 said.append(dict(said[-1]))
             if odd.get(step) == "unused":

@@ -88,11 +88,12 @@ def train(tmp_path: Path) -> Iterator[Any]:
 
 
 @pytest.mark.root
-def test_manifest_and_state_of_live_objects(start_node, train, tmp_path: Path) -> None:
+@pytest.mark.parametrize("odd", [(), ("0=bf16",)], ids=["float32", "bfloat16"])
+def test_manifest_and_state_of_live_objects(start_node, train, tmp_path: Path, odd: Sequence[str]) -> None:
     """Tied, frozen, buffers, two groups, a schedule, rebuilt buckets: accepted by the node, and the state that it
     holds is the model's and the optimizer's of that very iteration, bit for bit."""
     node = start_node(replica="keep = true")
-    ranks = train(f"127.0.0.1:{node.address[1]}", 6)
+    ranks = train(f"127.0.0.1:{node.address[1]}", 6, odd=odd)
     attached = node.wait("attached")
     assert attached["run_id"] == "gloo" and attached["flows"] == 2
     assert node.wait("state")["iteration"] == 3

@@ -27,6 +27,7 @@ from flowcheck.control.protocol import (
     Limits,
     Link,
     Manifest,
+    Patch,
     Progress,
     Record,
     RecordsError,
@@ -45,7 +46,7 @@ MODEL = [
     ModelEntry("w", [3]), ModelEntry("tie", [3], tied="w"), ModelEntry("c", [2], "float16", "constant"),
     ModelEntry("b", [2], "int64", "buffer"), ModelEntry("d", [], "float32", "buffer"),
 ]
-PLAN = SimpleNamespace(job=SimpleNamespace(model=MODEL))
+PLAN = SimpleNamespace(job=SimpleNamespace(model=MODEL, optimizer=None))
 STATE = {
     "model.w": torch.tensor([1.0, 2.0, 3.0]), "model.tie": torch.zeros(3),
     "model.c": torch.ones(2, dtype=torch.float16), "model.b": torch.tensor([4, 5]), "model.d": torch.tensor(6.0),
@@ -271,6 +272,26 @@ def test_a_state_may_lack_tensors_of_the_optimizer(enter: Enter, kept: tuple[str
     assert set(known.group.next()[1]) == {*STATE, *kept}
 
 
+@pytest.mark.parametrize(("masters", "held"), [("none", torch.bfloat16), ("state", torch.float32)])
+def test_the_optimizer_of_16_bit_parameters_has_their_type_or_masters(
+    enter: Enter, masters: str, held: torch.dtype
+) -> None:
+    """torch.optim makes its states in the parameter's type; only the number of steps is a float32 in any case."""
+    model = [ModelEntry("w", [3], "bfloat16")]
+    plan = SimpleNamespace(job=SimpleNamespace(model=model, optimizer=SimpleNamespace(masters=masters)))
+    state = {"model.w": torch.ones(3, dtype=torch.bfloat16), "optimizer.w.step": torch.tensor(2.0),
+             "optimizer.w.exp_avg": torch.tensor([1.0, 2.0, 3.0], dtype=held)}
+    known = enter(plan=plan)
+    known.send(State(5), state)
+    assert known.group.next() == ("announced", 5)
+    assert known.group.next()[1] == {name: tensor.tolist() for name, tensor in state.items()}
+    known.send(Patch(1, 5, [("w", 0, 1), ("w", 1, 2)]), state)
+    assert known.group.next()[1] == {name: tensor.tolist() for name, tensor in state.items()}
+    other = torch.float32 if held == torch.bfloat16 else torch.bfloat16
+    known.send(State(6), state | {"optimizer.w.exp_avg": torch.ones(3, dtype=other)})
+    assert "tensor 'optimizer.w.exp_avg' is " in known.why()[0]
+
+
 @pytest.mark.parametrize("missing", list(STATE))
 def test_a_state_may_not_lack_a_tensor_of_the_model(enter: Enter, missing: str) -> None:
     known = enter(plan=PLAN)
@@ -319,7 +340,7 @@ def test_a_tensor_that_the_job_does_not_have_is_refused(
 # bytes each. Record: 16 + 4 bytes and 2 tensors. Both: a mebibyte of other headers.
 STATE_BYTES = 48 + 64 + 2200 + 1048576
 RECORD_BYTES = 20 + 400 + 1048576
-WITHOUT = SimpleNamespace(job=SimpleNamespace(model=MODEL[:3]))
+WITHOUT = SimpleNamespace(job=SimpleNamespace(model=MODEL[:3], optimizer=None))
 
 
 @pytest.mark.parametrize(("rank", "plan", "message", "most"), [
