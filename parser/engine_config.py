@@ -80,7 +80,9 @@ class EngineConfig:
     """threads: that place; stream s is served by thread s modulo threads.
     arenas: iterations alive at once. gradient_bytes, parameter_bytes: sizes of the regions.
     cts: form of the job's clear-to-send writes; those of other forms are no witnesses.
-    outage_ns: silence on a flow in which 2^23 packets could have passed: then its PSN alone proves nothing."""
+    outage_ns: silence on a flow in which 2^23 packets could have passed: then its PSN alone proves nothing.
+    patience: packets of a flow after one that is missing, before no repeat of it is expected any more; 0: those of a
+    step of the ring, and where ACKs are seen as many as NCCL has in flight."""
 
     mtu: int
     edges: tuple[EdgeSpec, ...]
@@ -93,3 +95,4 @@ class EngineConfig:
     check_icrc: bool = True
     cts: CtsElement = CTS_ELEMENTS[0]
     outage_ns: int = 10**15
+    patience: int = 0

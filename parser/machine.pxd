@@ -42,6 +42,8 @@ cdef extern from "machine.h" nogil:
         FC_TRUSTS
     enum:
         FC_OUTCOMES
+    enum fc_hope:
+        FC_HOPES
     ctypedef struct fc_call:
         fc_lane lane
         uint8_t has_lane, target
@@ -89,7 +91,7 @@ cdef extern from "machine.h" nogil:
     ctypedef struct fc_flow:
         uint64_t next_psn, packets, payload_bytes
         uint8_t data, position, trust, active, rotations
-        int32_t edge, qp, cts
+        int32_t edge, qp, cts, partner
         int64_t lost_iteration, back_iteration
         int32_t side_head, side_tail
         uint64_t missing, duplicates, retransmissions, out_of_order, bad_icrc, first_psn, agreements, disagreements
@@ -124,7 +126,7 @@ cdef extern from "machine.h" nogil:
         int32_t side_free
         int64_t base_iteration, begun, closed, unlogged_first, unlogged_last, missed_iteration
         int64_t *wanted
-        uint64_t outage_ns, logged, kept, lost
+        uint64_t outage_ns, patience, logged, kept, lost
         int64_t *region_bytes
         uint64_t *words
         uint64_t *refused
@@ -154,6 +156,7 @@ cdef extern from "machine.h" nogil:
     void fc_retire_before(fc_machine *M, int64_t iteration)
     int fc_clear(fc_machine *M)
     void fc_forget(fc_machine *M)
+    fc_hope fc_hope_of(fc_machine *M, uint32_t stream, int64_t iteration)
     uint64_t fc_unseen(const fc_flow *f)
     int fc_position_edge(int start, int to)
     int fc_trust_edge(int start, int to)

@@ -26,7 +26,7 @@ from parser.schedule cimport zeroed
 
 from parser.flow_table import FLOW
 from parser.nccl import CTS_ELEMENTS
-from parser.names import DISAGREEMENTS, OUTCOMES, POSITIONS, TRUSTS
+from parser.names import DISAGREEMENTS, HOPES, OUTCOMES, POSITIONS, TRUSTS
 from parser.roce import REFUSAL_NAMES
 
 
@@ -141,7 +141,7 @@ cdef class Engine(Arenas):
         config, schedule = self.config, self.schedule
         M.mtu, M.flows, M.arenas = config.mtu, len(config.flows), config.arenas
         M.streams = len(range(thread, config.streams, config.threads))
-        M.check_icrc, M.outage_ns = config.check_icrc, config.outage_ns
+        M.check_icrc, M.outage_ns, M.patience = config.check_icrc, config.outage_ns, config.patience
         M.cts_known = cts_fill(M.cts_elements, self.elements)
         M.begun = M.unlogged_last = M.missed_iteration = -1
         M.unlogged_first = INT64_MAX
@@ -153,10 +153,12 @@ cdef class Engine(Arenas):
         self.build_slots(M)
         M.states = <fc_flow *>zeroed(<size_t>M.streams * M.flows, sizeof(fc_flow))
         M.cts = <fc_cts_table *>zeroed(<size_t>M.streams * M.cts_tables, sizeof(fc_cts_table))
+        partners = {(spec.edge, spec.qp): i for i, spec in enumerate(config.flows) if spec.data}
         for i, spec in enumerate(config.flows):
             for s in range(M.streams):
                 f = &M.states[s * M.flows + i]
                 f.edge, f.qp, f.cts, f.data = spec.edge, spec.qp, spec.edge, spec.data
+                f.partner = -1 if spec.data else partners.get((spec.edge, spec.qp), -1)
                 f.side_head = f.side_tail = -1
         M.side = <fc_side_packet *>calloc(FC_SIDE_PACKETS, sizeof(fc_side_packet))  # pages are taken as they are used
         if M.side == NULL:
@@ -311,6 +313,15 @@ cdef class Engine(Arenas):
                 slowest = m.iteration
         fc_give(&M.lock)
         return slowest if n else NOTHING_SEEN
+
+    def hope(self, uint32_t stream, int64_t iteration):
+        """May a stream, which is past the iteration, still bring something of it? parser.names.HOPES; hope.c has the rules."""
+        cdef fc_hope found
+        M = self._of(stream)
+        fc_take(&M.lock)
+        found = fc_hope_of(M, stream // self.threads, iteration)
+        fc_give(&M.lock)
+        return HOPES[<int>found]
 
     cdef inline fc_flow *_flow(self, uint32_t stream, uint32_t flow) noexcept:
         M = self.machines[stream % self.threads]

@@ -1,6 +1,6 @@
 """Names of what the state machine counts and knows: the enums of parser/include/machine.h, in their order."""
 
-__all__ = ["DISAGREEMENTS", "OUTCOMES", "POSITIONS", "TRUSTS"]
+__all__ = ["DISAGREEMENTS", "HOPES", "OUTCOMES", "POSITIONS", "TRUSTS"]
 
 #: What became of a packet: fc_outcome.
 OUTCOMES = (
@@ -16,3 +16,5 @@ DISAGREEMENTS = (
 #: What is known of a flow's position, and whether it is trusted: fc_position and fc_trust.
 POSITIONS = ("UNSEEN", "MID_STREAM", "COUNTED", "ADRIFT")
 TRUSTS = ("TRUSTED", "LOST", "ON_TRIAL", "LOST_FOR_GOOD")
+#: May something that is missing still come: fc_hope.
+HOPES = ("may_come", "all_came", "acknowledged", "passed")

@@ -113,7 +113,9 @@ class Capture(_Part):
 
 class ReplicaSettings(_Part):
     """directory: of the replica files, on tmpfs or hugetlbfs. keep: leave them there at an orderly end. arenas:
-    iterations of gradients alive at once. memory_mb: most that one job may take, versions and gradients together.
+    iterations of gradients alive at once. patience_packets: how many of a connection follow one that is missing before
+    no repeat of it is expected; 0: those of a step of the ring. memory_mb: most that one job may take, versions and
+    gradients together.
     resync: what trainers are asked for where gradients were lost: the state of these elements, at most resync_mb MiB of
     it per iteration, or all of it.
     """
@@ -123,6 +125,7 @@ class ReplicaSettings(_Part):
     threads: Annotated[int, Field(ge=0, le=256)] = 1
     keep: bool = True
     arenas: Annotated[int, Field(ge=2, le=64)] = 4
+    patience_packets: Annotated[int, Field(ge=0)] = 0
     memory_mb: Annotated[int, Field(ge=1)] = 65536
     resync: Literal["ranges", "state"] = "state"
     resync_mb: Annotated[int, Field(ge=1, le=32)] = 32  # of which a trainer may count twice as much: PATCH_BYTES

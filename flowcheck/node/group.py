@@ -261,7 +261,10 @@ class Group:
         check_job(job, run)
         job.run_id = job.run_id or own_id
         queues = len(self._sources)
-        plan = plan_job(job, streams=queues, threads=queues, arenas=self._config.replica.arenas)
+        plan = plan_job(
+            job, streams=queues, threads=queues, arenas=self._config.replica.arenas,
+            patience=self._config.replica.patience_packets,
+        )
         check_memory(plan, self._config.replica)
         self._drop_session()
         settings = self._config.replica

@@ -1,7 +1,7 @@
 """What an engine knows about an iteration, put before the verdict: one way, for replays and for the live node.
 
     collector = EvidenceCollector(plan, engine)
-    judged = collector.collect(iteration, streams, record=..., follows=...)     when the iteration closes
+    judged = collector.collect(iteration, streams, record=..., follows=..., final=...)     when the iteration closes
     judged = judged.with_checksum("mismatch")       if the trainer's checksum was compared later
     judged = judged.with_stale(0)                   if its version was built from holes, and patched
 
@@ -18,6 +18,7 @@ import numpy as np
 from parser.machine import Engine
 
 from flowcheck.rebuild.evidence import BucketCoverage, Carried, bucket_coverage
+from flowcheck.rebuild.holes import Finality
 from flowcheck.rebuild.intervals import intervals, total, without
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.rank_confirmation import contradiction, other_version
@@ -57,10 +58,10 @@ class EvidenceCollector:
 
     def collect(
         self, iteration: int, streams: tuple[StreamEvidence, ...], *, record: bool, follows: bool,
-        flows: np.ndarray | None = None,
+        final: Finality, flows: np.ndarray | None = None,
     ) -> Judged:
-        """record: the step record of the iteration is here. follows: the version before it was published. flows:
-        Engine.flows() as of now, if it is known."""
+        """record: the step record of the iteration is here. follows: the version before it was published. final: why it
+        gets nothing more (holes.py). flows: Engine.flows() as of now, if it is known."""
         plan, engine = self._plan, self._engine
         flows = engine.flows() if flows is None else flows
         found = bucket_coverage(plan, engine, iteration, flows, self._carried)
@@ -79,6 +80,7 @@ class EvidenceCollector:
                 for what, part in (("bucket", buckets), ("parameter group", groups))
                 for b in part
             ),
+            final="" if all(b.complete for b in found) else final,
             unanchored=tuple(self._unanchored(flows)),
             disagreements=tuple(sentences),
             recovered=tuple(self._recovered(flows, iteration)),

@@ -29,7 +29,8 @@ class Closed(Event):
     """One iteration as it went by. Counts are of packets, since the iteration before closed.
 
     published: its verdict stands, and so does the version that was built with it. status: of the versions, then.
-    missing: elements by cause. healed: packets that some stream or connection lacked although nothing is missing.
+    missing: elements by cause. final: by which sign they are missing for good (holes.py). healed: packets that some
+        stream or connection lacked although nothing is missing.
     lag: iterations of which records have come and no version is published.
     updates, rebuilt: how the version was built (building.py:Built); "" and 0 where none was.
     patched: elements of its version that are the trainer's own, sent by it. stale: that still wait for that.
@@ -53,6 +54,7 @@ class Closed(Event):
     judged: Judged | None = field(default=None, compare=False, repr=False)
     patched: int = 0
     stale: int = 0
+    final: str = ""
 
 
 def closed(
@@ -71,7 +73,7 @@ def closed(
     return Closed(
         judged.verdict.iteration, published, status, counts["packets"], counts["placed"], missing, healed,
         counts["duplicates"], lag, clauses, built.updates, built.rebuilt, judged, built.patched,
-        judged.evidence.stale or 0,
+        judged.evidence.stale or 0, judged.verdict.final,
     )
 
 

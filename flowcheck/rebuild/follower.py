@@ -44,6 +44,7 @@ from flowcheck.rebuild.building import Built, VersionBuilder
 from flowcheck.rebuild.collector import EvidenceCollector, Judged
 from flowcheck.rebuild.events import Event, Lost, Read, Skipped, Waiting, closed
 from flowcheck.rebuild.evidence import packets_by_outcome
+from flowcheck.rebuild.holes import Finality, HoleWatch
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.policy import Policy
 from flowcheck.rebuild.records import RecordWait, StepRecord, StepRecords
@@ -78,7 +79,9 @@ class Follower:
         self._names, self._now = names, now
         self.engine = Engine(plan.engine)
         self.collector = EvidenceCollector(plan, self.engine)
-        self.scheduler = ArenaScheduler(self.engine, sources, plan.cells, in_order=policy.sources_wait)
+        self.scheduler = ArenaScheduler(
+            self.engine, sources, plan.cells, in_order=policy.sources_wait, holes=HoleWatch(plan, self.engine)
+        )
         self.keeper = Timekeeper(self.engine, self.scheduler, records=bool(plan.job.step_values), now=stamp)
         self.records = StepRecords(plan.job, self.clock)
         self._builder = VersionBuilder(plan, self.engine, self.records)
@@ -92,6 +95,7 @@ class Follower:
         self.moved = False
         self.closing_seconds = 0.0
         self._gap = False  # iterations were skipped
+        self._over = False  # there is no more traffic
         self._coming: int | None = None  # a state before this iteration is on its way
         self._ahead = False  # records run ahead of the traffic, and that was said
         self._counted = (0, 0, 0, 0)
@@ -185,6 +189,7 @@ class Follower:
         """No more traffic: judge what is still open."""
         self.leave_threads()
         self.engine.finish()
+        self._over = True
         self._coming = None
         yield from self.settle()
         for iteration in self.scheduler.open:
@@ -253,7 +258,9 @@ class Follower:
         record = self.records.of(iteration)
         follows = iteration == self.next or not self._chained
         flows = self.engine.flows()
-        judged = self.collector.collect(iteration, streams, record=record is not None, follows=follows, flows=flows)
+        judged = self.collector.collect(
+            iteration, streams, record=record is not None, follows=follows, final=self._final(iteration), flows=flows
+        )
         counts = self._count(flows)
         stands = self._buildable(judged)
         if stands and self._ready:
@@ -270,6 +277,9 @@ class Follower:
     def _buildable(self, judged: Judged) -> bool:
         """May the version of this iteration be built?"""
         return judged.verdict.publishable
+
+    def _final(self, iteration: int) -> Finality:
+        return "ended" if self._over else self.scheduler.final(iteration)
 
     def _begin(self, iteration: int) -> Iterator[Event]:
         """The first iteration closes."""

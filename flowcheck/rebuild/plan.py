@@ -116,9 +116,10 @@ def nccl_of(job: Job) -> Nccl:
 
 
 def plan_job(
-    job: Job, *, streams: int = 1, threads: int = 1, arenas: int = 4, check_icrc: bool = True
+    job: Job, *, streams: int = 1, threads: int = 1, arenas: int = 4, check_icrc: bool = True, patience: int = 0
 ) -> JobPlan:
-    """Plan the whole job for `streams` captures, `threads` that place and `arenas` iterations alive at once."""
+    """Plan the whole job for `streams` captures, `threads` that place and `arenas` iterations alive at once. patience:
+    see EngineConfig."""
     c = job.communicator
     try:
         nccl = nccl_of(job)
@@ -145,6 +146,7 @@ def plan_job(
         threads=threads,
         arenas=arenas,
         check_icrc=check_icrc,
+        patience=patience,
         gradient_bytes=max(_end(places + groups), _end(places_0 + groups_0)),
         parameter_bytes=parameter_bytes,
         outage_ns=int(2**23 * c.mtu * 8 / FASTEST_PORT * 1e9),

@@ -6,13 +6,14 @@
     scheduler.retire(due)         it was judged: its arena is free
 
 A stream is blocked when its next packet belongs to an iteration that has no arena yet. The oldest
-iteration may close as soon as every stream is past it (or ended) and nothing of it is missing; an iteration
-with gaps stays open for late packets until its arena is needed: then every stream is past it, ended, or
-blocked itself. Iterations that are given up (overload.py) take no arena: nothing waits for them, and one closes when
-every stream is past it, or so far ahead that it would be blocked otherwise. Iterations that no stream saw anything of,
-because the mirror was down, close one by one too; after a very long outage all but the last of them are skipped. A
-stream that is ahead waits for the others, so the slowest can always go on and nothing dead-locks. A live stream that
-has brought no data of the job holds nothing up: its port, or its queue, may be for other jobs alone.
+iteration may close as soon as every stream is past it (or ended) and nothing of it is missing. One with gaps
+stays open for late packets until none can come any more (holes.py), or its arena is needed: then every stream is
+past it, ended, or blocked itself. Iterations that are given up (overload.py) take no arena: nothing waits for them,
+and one closes when every stream is past it, or so far ahead that it would be blocked otherwise. Iterations that no
+stream saw anything of, because the mirror was down, close one by one too; after a very long outage all but the last
+of them are skipped. A stream that is ahead waits for the others, so the slowest can always go on and nothing
+dead-locks. A live stream that has brought no data of the job holds nothing up: its port, or its queue, may be for
+other jobs alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from parser.machine import NOTHING_SEEN, Engine
 from parser.placers import Seat
 
 from flowcheck.errors import UserError
+from flowcheck.rebuild.holes import Finality, HoleWatch
 
 __all__ = ["IDLE_SECONDS", "ArenaScheduler", "Source", "StreamState"]
 
@@ -48,19 +50,22 @@ class ArenaScheduler:
     """sources[i] feeds stream i of the engine. All sources were started by the caller.
 
     cells: how many cells iteration 0 brings, and every later one; with all of them an iteration is complete.
+    holes: what knows whether missing packets still come; None: they may, until the arena is needed.
     in_order: the sources are captures that begin anywhere and can wait. Until the first iteration has begun they are
     read in the order of their times.
     """
 
     def __init__(
-        self, engine: Engine, sources: Sequence[Source], cells: tuple[int, int], *, in_order: bool = False
+        self, engine: Engine, sources: Sequence[Source], cells: tuple[int, int], *, in_order: bool = False,
+        holes: HoleWatch | None = None,
     ) -> None:
-        self._engine, self._sources, self._cells = engine, sources, cells
+        self._engine, self._sources, self._cells, self._holes = engine, sources, cells, holes
         self._seat: Seat | None = None
         self._in_order = self._opening = in_order
         self._looked = 0  # sources of which the beginning was looked at
         self._known = 0  # disagreements
         self._whole = -1  # the newest iteration that every stream has passed and of which nothing is missing
+        self._final: tuple[int, Finality] = (-1, "")  # by which sign nothing more of an iteration comes
         self._ended = [False] * len(sources)
         self._blocked = [False] * len(sources)
         self._taken = [0] * len(sources)  # by the placing threads, of the job's packets
@@ -241,7 +246,27 @@ class ArenaScheduler:
         waits = [self._waits(i, oldest) for i in range(len(self._sources))]
         given_up = oldest in self._engine.given_up
         forced = (given_up or any(waits)) and all(p or w for p, w in zip(past, waits, strict=True))
-        return self._whole == oldest or forced
+        return self._whole == oldest or forced or (all(past) and not given_up and self._nothing_comes(oldest))
+
+    def _nothing_comes(self, oldest: int) -> bool:
+        """Is all that is missing of an iteration, which every stream has passed, lost for good? What waits in the ring
+        of a stream that has brought nothing yet may be the job's."""
+        if self._holes is None or self.ended:
+            return False
+        going_on = [i for i, ended in enumerate(self._ended) if not ended]
+        if any(self._engine.past(i) == NOTHING_SEEN and self._engine.waiting(self._sources[i].ring_address)[0]
+               for i in going_on):
+            return False
+        self._final = oldest, self._holes.final(oldest, going_on)
+        return self._final[1] != ""
+
+    def final(self, iteration: int) -> Finality:
+        """Why an iteration that is closing gets nothing more. "": nothing is missing."""
+        if self.ended:
+            return "ended"
+        if self._whole == iteration:
+            return ""
+        return self._final[1] or "arena_needed" if self._final[0] == iteration else "arena_needed"
 
     def _waits(self, stream: int, oldest: int) -> bool:
         """Does a stream wait for this iteration's arena, or would it but for iterations that are given up?"""

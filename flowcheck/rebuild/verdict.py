@@ -76,6 +76,7 @@ class StreamEvidence:
 class Evidence:
     """All that counts for one iteration. No field has a default: what nobody looked at must not pass.
 
+    final: by which sign nothing more of what is missing comes (holes.py); "": nothing is missing.
     unanchored: names of flows of this iteration whose packet count no other witness confirmed.
     disagreements: one logged sentence per disagreement between witnesses, values included.
     recovered: one sentence per flow that disagreed before this iteration and has been trusted again since.
@@ -95,6 +96,7 @@ class Evidence:
 
     iteration: int
     buckets: tuple[BucketEvidence, ...]
+    final: str
     unanchored: tuple[str, ...]
     disagreements: tuple[str, ...]
     recovered: tuple[str, ...]
@@ -117,6 +119,7 @@ class Verdict:
 
     failing: (clause, reason) of every clause that does not hold, in the order of the module's table.
     unproven: marks that go wherever the result goes; empty when every packet was checked.
+    final: by which sign its holes are holes for good: the evidence's word.
     """
 
     iteration: int
@@ -124,6 +127,7 @@ class Verdict:
     publishable: bool
     failing: tuple[tuple[Clause, str], ...]
     unproven: tuple[str, ...]
+    final: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -131,6 +135,7 @@ class Verdict:
             "publishable": self.publishable,
             "failing": [{"clause": clause.value, "reason": reason} for clause, reason in self.failing],
             "unproven": list(self.unproven),
+            "final": self.final,
         }
 
 
@@ -155,6 +160,7 @@ def judge(evidence: Evidence) -> Verdict:
         publishable=not failing,
         failing=failing,
         unproven=(() if evidence.icrc_checked else ("icrc off",)) + evidence.recovered,
+        final=evidence.final,
     )
 
 

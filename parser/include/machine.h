@@ -59,8 +59,8 @@
  * Several jobs are served by one thread: serve.h.
  *
  * Units: parser/src/schedule.c (which message), witness.c (do they agree), arena.c (bytes into cells), differ.c (copies
- * that differ), position.c (a flow's place found again), machine.c (a packet's way, rings). Structures and what they
- * call of each other are here.
+ * that differ), hope.c (may a missing packet still come), position.c (a flow's place found again), machine.c (a packet's
+ * way, rings). Structures and what they call of each other are here.
  * Legal call order: see parser/machine.pyx, which builds the machines. Thread rule: one thread at a time for one
  * fc_machine. Nothing is allocated per packet; per message work is O(1), memory does not grow with messages.
  */
@@ -153,6 +153,9 @@ enum fc_disagreement {
 };
 
 enum fc_target { FC_NOTHING, FC_GRADIENT, FC_PARAMETERS, FC_TARGETS };
+
+/* What is known of packets that are missing: hope.c. The later one counts of two. */
+enum fc_hope { FC_MAY_COME, FC_ALL_CAME, FC_ACKNOWLEDGED, FC_PASSED, FC_HOPES };
 
 typedef struct fc_call { /* one collective call as one connection sees it */
     fc_lane lane;
@@ -281,6 +284,8 @@ typedef struct fc_flow { /* one flow as one stream sees it */
     uint64_t seen[FC_SEEN_WORDS];
     fc_sent window[FC_WINDOW];
     uint32_t first_icrc; /* of PSN 0; 0: it was not seen */
+    int32_t partner;     /* of the way back: the data flow whose ACKs it carries, -1: none          */
+    uint64_t acked;      /* one past the highest PSN that the receiver has acknowledged, 0: none was */
 } __attribute__((aligned(64))) fc_flow; /* whole cache lines: every flow's first two are its own */
 
 typedef struct fc_side_packet {
@@ -336,6 +341,7 @@ typedef struct fc_machine {
     uint32_t n_others, n_unshown;
     int64_t wanted[64];            /* by stream: iteration that its blocked packet belongs to          */
     uint64_t outage_ns;            /* silence in which half of the PSN space could have passed         */
+    uint64_t patience;             /* packets after one that is missing; 0: a step of the ring's       */
     int64_t region_bytes[FC_TARGETS];
     uint64_t words[FC_TARGETS];    /* of a region's coverage                                           */
     fc_outcome_count *counts;      /* [stream * FC_OUTCOMES + outcome]                                 */
@@ -498,6 +504,13 @@ void fc_note_loss(fc_machine *M, int cause, const fc_sent *m, uint32_t index, ui
 void fc_void(fc_machine *M, fc_slot *slot, uint64_t *count, const fc_origin *from, uint64_t cell, uint64_t nbytes);
 /* Drop what is logged of closed iterations: of fc_forget(). */
 void fc_forget_differences(fc_machine *M);
+
+/* -- hope.c ----------------------------------------------------------------------------------------------- */
+
+/* An ACK, on the flow that carries it. Returns its outcome. */
+int fc_acknowledge(fc_machine *M, uint32_t stream, const fc_flow *back, const fc_roce *p);
+/* May a stream, which is past the iteration, still bring something of it? */
+enum fc_hope fc_hope_of(fc_machine *M, uint32_t stream, int64_t iteration);
 
 /* -- position.c ------------------------------------------------------------------------------------------- */
 

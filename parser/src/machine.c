@@ -441,7 +441,7 @@ static int control_packet(fc_machine *M, uint32_t stream, fc_flow *f, const fc_r
 {
     fc_cts c;
     if (p->opcode == FC_RC_ACK)
-        return FC_CONTROL;
+        return fc_acknowledge(M, stream, f, p);
     if (p->opcode != FC_RC_WRITE_ONLY || !is_cts_length(M, p->payload_len) || f->cts < 0)
         return FC_OTHER_PACKET;
     if (M->check_icrc && !fc_icrc_ok(p))

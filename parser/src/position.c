@@ -58,6 +58,7 @@ static void take_place(fc_machine *M, uint32_t stream, fc_flow *f, const place *
             f->missing += psn - f->next_psn;
     }
     memset(f->seen, 0, sizeof f->seen);
+    f->acked = 0;
     f->window[0] = at->m;
     f->messages = 1;
     f->current = 0;

@@ -84,5 +84,7 @@ def begin_session(
     infos = [info(f"{name}.pcapng") for name in "abcd"[:streams]]
     session = ReplaySession(plan, JobReplica(plan, chosen.init), chosen, infos)
     session.begin([])
-    session.follower.scheduler = SimpleNamespace(state=lambda stream, iteration: "past")  # type: ignore[assignment]
+    session.follower.scheduler = SimpleNamespace(  # type: ignore[assignment]
+        state=lambda stream, iteration: "past", final=lambda iteration: "arena_needed"
+    )
     return Replayed(session, engine, chosen.out)

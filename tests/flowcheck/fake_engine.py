@@ -94,6 +94,7 @@ class FakeEngine:
         self.data: dict[int | None, np.ndarray] = {}  # regions
         self.spans: dict[int, tuple[int, int]] = {}  # what times() says
         self.given_up = range(0)
+        self.hopes: dict[tuple[int, int], str] = {}  # what hope() says, by stream and iteration
         self._reached = [-1 for _ in streams]
         # what was asked of it
         self.runs: list[tuple[int, int, int]] = []  # (stream, limit, packets taken)
@@ -191,6 +192,9 @@ class FakeEngine:
 
     def past(self, stream: int) -> int:
         return self.stand[stream]
+
+    def hope(self, stream: int, iteration: int) -> str:
+        return self.hopes.get((stream, iteration), "may_come")
 
     def wanted(self, stream: int) -> int:
         return self.want[stream]

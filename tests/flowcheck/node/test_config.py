@@ -68,7 +68,7 @@ def test_what_is_left_out(tmp_path: Path) -> None:
             "ring_size": None, "ring_mb": None, "iteration_bytes": None,
         },),
         "replica": {"directory": Path("/dev/shm"), "slots": 3, "threads": 1, "keep": True, "arenas": 4,
-                    "memory_mb": 65536, "resync": "state", "resync_mb": 32},
+                    "patience_packets": 0, "memory_mb": 65536, "resync": "state", "resync_mb": 32},
         "output": {"directory": Path("out"), "every": 0, "keep_hashes": None, "status_file": None},
         "name": "node", "groups": 1, "record_seconds": 30.0,
     }

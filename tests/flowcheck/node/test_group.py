@@ -236,12 +236,13 @@ def test_a_manifest_that_cannot_be_followed(scene, changes: dict[str, Any], why:
 
 
 def test_a_whole_manifest_begins_a_session(scene, tmp_path) -> None:
-    at = scene(name="a", rings=2, slots=4, threads=2, arenas=5)
+    at = scene(name="a", rings=2, slots=4, threads=2, arenas=5, patience_packets=900)
     peer, other = at.join(0), at.join(1)
     at.give(peer, Manifest(body(), 5))
     (session,) = at.sessions
     assert session.plan.job.run_id == "synth-0" and at.group.plan is session.plan
     assert (session.plan.engine.streams, session.plan.engine.threads, session.plan.engine.arenas) == (2, 2, 5)
+    assert session.plan.engine.patience == 900
     assert session.placers is at.placers
     assert session.sources == at.rings and session.clock.first == 5
     assert isinstance(session.options.pop("resync"), Resync) and session.options.pop("patched") is False

@@ -321,7 +321,8 @@ def test_the_state_of_each_capture_is_judged(begin: Begin) -> None:
     replayed = begin(streams=3)
     asked = []
     replayed.session.follower.scheduler = SimpleNamespace(  # type: ignore[assignment]
-        state=lambda stream, iteration: asked.append((stream, iteration)) or ["past", "behind", "ended"][stream]
+        state=lambda stream, iteration: asked.append((stream, iteration)) or ["past", "behind", "ended"][stream],
+        final=lambda iteration: "arena_needed",
     )
     replayed.close(0)
     (_, reason), = replayed.session.report.iterations[0].verdict.failing

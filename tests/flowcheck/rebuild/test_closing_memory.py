@@ -27,7 +27,7 @@ def peak(count: int, threads: int, *, lost: bool = False) -> int:
     tracemalloc.start()
     try:
         assert engine.complete(0, plan.cells[0])
-        judged = collector.collect(0, STREAMS, record=False, follows=True)
+        judged = collector.collect(0, STREAMS, record=False, follows=True, final="ended")
         assert judged.verdict.publishable and judged.buckets[0].tensor().numel() == count
         engine.close()
         engine.retire()

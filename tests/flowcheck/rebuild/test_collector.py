@@ -32,7 +32,9 @@ def made(check_icrc: bool = True, step_values: tuple[str, ...] = (), **job: obje
 
 
 def look(plan: JobPlan, engine: FakeEngine, iteration: int = 3, *, streams=STREAMS, record=False, follows=True):
-    return EvidenceCollector(plan, engine).collect(iteration, streams, record=record, follows=follows)
+    return EvidenceCollector(plan, engine).collect(
+        iteration, streams, record=record, follows=follows, final="arena_needed"
+    )
 
 
 def test_an_engine_without_complaints_is_evidence_of_a_publishable_iteration() -> None:
@@ -41,7 +43,7 @@ def test_an_engine_without_complaints_is_evidence_of_a_publishable_iteration() -
     assert judged.evidence == Evidence(
         iteration=3, buckets=(BucketEvidence(0, 24, 24, {}, "bucket"), BucketEvidence(1, 9, 9, {}, "bucket")),
         unanchored=(), disagreements=(), recovered=(), icrc_checked=True, streams=STREAMS,
-        differences=(), copies_disagreed=0, copies_first="",
+        final="", differences=(), copies_disagreed=0, copies_first="",
         step_record_declared=False, step_record_present=False, checksum=None,
         refused="", previous_published=True, stale=None,
     )
@@ -261,6 +263,16 @@ def test_the_whole_traffic_is_refused_for_the_most_telling_reason() -> None:
     one_message_too_many(engine)
     assert "one message too many" in EvidenceCollector(plan, engine).refused(engine.disagreements())
     assert [clause for clause, _ in look(plan, engine).verdict.failing] == [Clause.SUPPORTED]
+
+
+@pytest.mark.parametrize("final", ["all_came", "acknowledged", "passed", "arena_needed", "ended"])
+def test_the_verdict_says_why_nothing_more_comes(final: str) -> None:
+    plan, engine = made()
+    whole = EvidenceCollector(plan, engine).collect(3, STREAMS, record=False, follows=True, final=final)
+    assert whole.verdict.final == ""
+    a_cell_is_missing(engine)
+    lacking = EvidenceCollector(plan, engine).collect(3, STREAMS, record=False, follows=True, final=final)
+    assert lacking.verdict.final == lacking.verdict.to_dict()["final"] == final
 
 
 # -- what is a mark -------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ GOOD = Evidence(
     recovered=(),
     icrc_checked=True,
     streams=(StreamEvidence("a", "past"), StreamEvidence("b", "ended"), StreamEvidence("c", "lost")),
+    final="",
     differences=(),
     copies_disagreed=0,
     copies_first="",
@@ -70,7 +71,7 @@ def test_a_perfect_iteration_is_complete_and_publishable():
     verdict = judge(GOOD)
     assert (verdict.complete, verdict.publishable, verdict.failing, verdict.unproven) == (True, True, (), ())
     assert verdict.iteration == 3
-    assert verdict.to_dict() == {"complete": True, "publishable": True, "failing": [], "unproven": []}
+    assert verdict.to_dict() == {"complete": True, "publishable": True, "failing": [], "unproven": [], "final": ""}
 
 
 @pytest.mark.parametrize(("clause", "change", "reason"), FAILS, ids=[clause.value for clause, _, _ in FAILS])
@@ -81,7 +82,7 @@ def test_each_clause_fails_alone(clause, change, reason):
     assert verdict.complete == (clause not in GRADIENTS)
     assert verdict.to_dict() == {
         "complete": clause not in GRADIENTS, "publishable": False,
-        "failing": [{"clause": clause.value, "reason": reason}], "unproven": list(verdict.unproven),
+        "failing": [{"clause": clause.value, "reason": reason}], "unproven": list(verdict.unproven), "final": "",
     }
 
 

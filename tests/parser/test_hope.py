@@ -1,0 +1,199 @@
+"""May a packet that is missing still come? By ACKs where they are seen, else by what has followed it."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from parser.machine import Engine
+
+from flowcheck.job.model import Job
+from flowcheck.lab.synth import Synthesis, TransportOptions, example_job, generate
+from flowcheck.rebuild.plan import JobPlan, plan_job
+from tests.flowcheck.altered import Packet, destination, opcode, psn, sealed, spots
+
+COUNT = 40_000
+ACK = 17
+PROTOCOLS = ["ll", "ll128", "simple"]
+
+
+@functools.cache
+def traffic(protocol: str) -> tuple[Job, JobPlan, Synthesis]:
+    job = example_job(count=COUNT, protocol=protocol, mtu=1024, startup=False, rebuild=False, seed=9)
+    return job, plan_job(job), generate(job, iterations=4, seed=9)
+
+
+def spot(protocol: str, message: int = -1) -> tuple[int, list[int]]:
+    """A connection's QP number, and where the packets of a message lie that it brings reduced in iteration 1."""
+    job, _, made = traffic(protocol)
+    qpn = job.flows[0].qpns[0]
+    return qpn, list(spots(made, protocol, qpn, 1)[message].packets)
+
+
+def is_ack(frame: bytes) -> bool:
+    return opcode(frame) == ACK
+
+
+def after(engine: Engine, packets: list[Packet], *, iteration: int = 1) -> list[str]:
+    """What is said of an iteration after each packet, from the first at which the stream is past it."""
+    said = []
+    for _, frame in packets:
+        assert engine.feed(0, frame)
+        if engine.past(0) > iteration:
+            said.append(engine.hope(0, iteration))
+    return said
+
+
+def ack_of(packets: list[Packet], qpn: int) -> bytes:
+    """An ACK of the connection's data."""
+    job = traffic("ll")[0]
+    assert job.flows[0].qpns[0] == qpn
+    return next(frame for _, frame in packets if is_ack(frame) and destination(frame) == job.flows[0].cts_qpns[0])
+
+
+def with_psn(frame: bytes, number: int) -> bytes:
+    return sealed(frame[:51] + number.to_bytes(3, "big") + frame[54:])
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_packet_that_is_acknowledged_does_not_come_again(protocol: str) -> None:
+    _, plan, made = traffic(protocol)
+    _, places = spot(protocol)
+    lost = [packet for at, packet in enumerate(made.packets) if at != places[1]]
+    said = after(Engine(plan.engine), lost)
+    assert set(said) == {"may_come", "acknowledged"} or set(said) == {"acknowledged"}
+    assert said == sorted(said, key=["may_come", "acknowledged"].index)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_where_nothing_is_missing_nothing_is_waited_for(protocol: str) -> None:
+    _, plan, made = traffic(protocol)
+    assert set(after(Engine(plan.engine), made.packets)) == {"all_came"}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_without_acks_a_step_of_the_ring_has_to_follow(protocol: str) -> None:
+    """The last packet but one of a connection's last message is lost: as many as the message has must follow."""
+    _, plan, made = traffic(protocol)
+    qpn, places = spot(protocol)
+    lost = made.packets[places[-2]][1]
+    engine, passed, said = Engine(plan.engine), -1, []
+    for at, (_, frame) in enumerate(made.packets):
+        if at == places[-2] or is_ack(frame):
+            continue
+        assert engine.feed(0, frame)
+        if destination(frame) == qpn and psn(frame) > psn(lost):
+            passed = psn(frame) - psn(lost)
+        if engine.past(0) > 1 and passed > 0:
+            said.append((passed, engine.hope(0, 1)))
+    decided = min(passed for passed, hope in said if hope == "passed")
+    step = plan.engine.edges[0].calls[-1].lane.slices * len(places)
+    assert decided >= step and {hope for passed, hope in said if passed < step} <= {"may_come"}
+    assert {hope for passed, hope in said if passed >= step} == {"passed"}
+
+
+@pytest.mark.parametrize("patience", [1, 7])
+def test_how_many_packets_have_to_follow_can_be_set(patience: int) -> None:
+    job, _, made = traffic("ll")
+    plan = plan_job(job)
+    engine = Engine(replace(plan.engine, patience=patience))
+    _, places = spot("ll")
+    packets = [one for at, one in enumerate(made.packets) if at != places[-1] and not is_ack(one[1])]
+    said = []
+    for _, frame in packets:
+        engine.feed(0, frame)
+        if engine.past(0) > 1:
+            said.append(engine.hope(0, 1))
+    assert said == sorted(said, key=["may_come", "passed"].index) and said[-1] == "passed"
+    assert (said[0] == "may_come") or patience == 1
+
+
+def open_hole() -> tuple[Engine, list[Packet], bytes, int]:
+    """An engine past iteration 1, whose ACKs it has seen up to there; a packet of its last message was lost, and no ACK
+    of that message has come. With the packets that follow, the one that was lost, and the connection's QP."""
+    _, plan, made = traffic("ll")
+    qpn, places = spot("ll")
+    lost = made.packets[places[1]][1]
+    engine = Engine(plan.engine)
+    back = {flow.qpns[0]: flow.cts_qpns[0] for flow in traffic("ll")[0].flows}[qpn]
+    later = psn(made.packets[places[0]][1])
+    for at, (_, frame) in enumerate(made.packets):
+        if at == places[1] or (is_ack(frame) and destination(frame) == back and psn(frame) >= later):
+            continue
+        engine.feed(0, frame)
+        if engine.past(0) > 1:
+            return engine, made.packets[at + 1 :], lost, qpn
+    raise AssertionError("the stream is never past iteration 1")
+
+
+def test_a_retransmission_that_comes_before_the_ack_heals() -> None:
+    engine, _, lost, _ = open_hole()
+    cells = COUNT // 2
+    assert engine.hope(0, 1) == "may_come" and not engine.complete(1, cells)
+    assert engine.feed(0, lost) and engine.complete(1, cells)
+    assert engine.hope(0, 1) == "all_came"
+
+
+def test_a_forged_ack_of_what_was_not_sent_proves_nothing() -> None:
+    engine, _, lost, qpn = open_hole()
+    ack = ack_of(traffic("ll")[2].packets, qpn)
+    for ahead in (100, 5000, 1 << 22, (1 << 23) - 1):
+        engine.feed(0, with_psn(ack, (psn(lost) + ahead) % (1 << 24)))
+        assert engine.hope(0, 1) == "may_come"
+    for frame in (with_psn(ack, psn(lost))[:-4] + bytes(4), with_psn(ack, psn(lost) - 1)):  # damaged; before it
+        engine.feed(0, frame)
+        assert engine.hope(0, 1) == "may_come"
+    refusal = with_psn(ack, psn(lost) + 1)
+    engine.feed(0, sealed(refusal[:54] + b"\x60" + refusal[55:]))  # a NAK
+    assert engine.hope(0, 1) == "may_come"
+    engine.feed(0, with_psn(ack, psn(lost)))
+    assert engine.hope(0, 1) == "acknowledged"
+
+
+def test_where_acks_stay_away_a_step_slot_that_is_filled_again_decides() -> None:
+    """NCCL fills it only when the write before was acknowledged: eight steps after."""
+    engine, rest, _, qpn = open_hole()
+    back = {flow.qpns[0]: flow.cts_qpns[0] for flow in traffic("ll")[0].flows}[qpn]
+    said = after(engine, [one for one in rest if not (is_ack(one[1]) and destination(one[1]) == back)])
+    assert said[0] == "may_come" and said[-1] == "passed"
+    assert said == sorted(said, key=["may_come", "passed"].index)
+
+
+def test_what_waits_aside_may_still_be_placed() -> None:
+    """SIMPLE: a message's first packet was lost, and what follows it has no witness yet."""
+    _, plan, made = traffic("simple")
+    _, places = spot("simple")
+    engine = Engine(plan.engine)
+    for at, (_, frame) in enumerate(made.packets[: places[-1]]):
+        if at != places[0] and not is_ack(frame):
+            engine.feed(0, frame)
+    assert engine.outcomes(0)["aside"][0] > 0
+    assert engine.hope(0, 1) == "may_come"
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(
+    protocol=st.sampled_from(PROTOCOLS), ranks=st.integers(2, 4), channels=st.sampled_from([1, 2]),
+    loss=st.sampled_from([0.0, 0.02, 0.1]), retransmit=st.sampled_from([0.0, 0.3]), qps=st.sampled_from([1, 2]),
+    seed=st.integers(0, 999),
+)
+def test_what_was_acknowledged_never_comes(  # type: ignore[no-untyped-def]
+    protocol, ranks, channels, loss, retransmit, qps, seed
+) -> None:
+    """Go-back-N on the link, losses of the mirror: once all that is missing is acknowledged, nothing new is placed."""
+    job = example_job(
+        ranks=ranks, channels=channels, count=6000, protocol=protocol, mtu=1024, qps=qps, startup=False, rebuild=False,
+        seed=seed,
+    )
+    made = generate(job, iterations=3, seed=seed, loss=loss, transport=TransportOptions(retransmit=retransmit))
+    plan = plan_job(job)
+    engine, known = Engine(plan.engine), {}
+    for _, frame in made.packets:
+        assert engine.feed(0, frame)
+        past = engine.past(0)
+        for iteration in range(1, min(past, 3)):  # in the first some connections may not have begun
+            if iteration not in known and engine.hope(0, iteration) in ("acknowledged", "all_came"):
+                known[iteration] = engine.covered(iteration)
+    for iteration, covered in known.items():
+        assert engine.covered(iteration) == covered
