@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from updater.errors import LayoutError, NoFreeSlot, OptimizerError, ReplicaError, UpdaterError
-from updater.optimizers import Group, OptimizerSpec
+from updater.optimizers import Group, OptimizerSpec, pack, packed, unpack
 
 LARGEST = 3.4028234663852886e38  # the largest float of 32 bits
 ABOVE = math.nextafter(LARGEST, math.inf)
@@ -259,3 +259,31 @@ def test_torch_and_we_know_the_same_options():
     for name, cls in {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}.items():
         theirs = set(cls([torch.zeros(1)], lr=1).defaults)
         assert ours[name] == theirs - orders
+
+
+# -- as numbers ----------------------------------------------------------------------------------------------
+
+
+NAN = math.nan
+EVERY = {"lr": 0.1, "betas": (0.5, 0.9), "eps": 1e-8, "weight_decay": 0.25, "amsgrad": True, "maximize": False}
+
+
+@pytest.mark.parametrize(("name", "options", "numbers"), [
+    ("sgd", {"lr": 0.1}, [0.1, NAN, NAN, NAN, NAN, NAN]),
+    ("sgd", {"lr": 2.0, "momentum": 0.5, "dampening": -1.0, "weight_decay": 3.0, "nesterov": True, "maximize": False},
+     [2.0, 0.5, -1.0, 3.0, 1.0, 0.0]),
+    ("adamw", {}, [NAN] * 7),
+    ("adamw", EVERY, [0.1, 0.5, 0.9, 1e-8, 0.25, 1.0, 0.0]),
+    ("adam", {"betas": (0.0, 0.5), "decoupled_weight_decay": True}, [NAN, 0.0, 0.5, NAN, NAN, NAN, NAN, 1.0]),
+    ("adam", EVERY, [0.1, 0.5, 0.9, 1e-8, 0.25, 1.0, 0.0, NAN]),
+])
+def test_options_as_numbers_and_back(name, options, numbers):
+    """NaN is an option that was not given; a version keeps its own options so, in a fixed order."""
+    found = pack(name, options)
+    assert all(isinstance(number, float) for number in found) and packed(name) == len(found)
+    assert [None if math.isnan(number) else number for number in found] == [
+        None if math.isnan(number) else number for number in numbers
+    ]
+    back = unpack(name, found)
+    assert back == options
+    assert {key: type(value) for key, value in back.items()} == {key: type(value) for key, value in options.items()}
