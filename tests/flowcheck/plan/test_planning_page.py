@@ -14,6 +14,20 @@ DECISION = PAGE[PAGE.index("## A decision") :]
 BLOCKS = re.findall(r"```\n\$ flowcheck (.*?)\n(.*?)```", DECISION, re.DOTALL)
 
 
+#: Commands in the text, without those that take files or seconds.
+SHOWN = [
+    line for line in re.findall(r"^    flowcheck (plan \S+ --\S.*?)(?: {3,}.*)?$", PAGE, re.MULTILINE)
+    if not any(word in line for word in ("...", "--simulate", "--plot", "plan report"))
+]
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_commands_in_the_text_are_answered(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of them was refused: its servers could not be divided by the default of another input."""
+    app(command.split(), standalone_mode=False)
+    assert capsys.readouterr().out.strip() and len(SHOWN) >= 6
+
+
 def test_the_page_has_a_decision() -> None:
     assert len(BLOCKS) >= 5 and len(re.findall(r"```yaml\n", DECISION)) == 1
 
