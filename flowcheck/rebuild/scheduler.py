@@ -254,11 +254,16 @@ class ArenaScheduler:
         if self._holes is None or self.ended:
             return False
         going_on = [i for i, ended in enumerate(self._ended) if not ended]
-        if any(self._engine.past(i) == NOTHING_SEEN and self._engine.waiting(self._sources[i].ring_address)[0]
-               for i in going_on):
+        if any(self._engine.past(i) == NOTHING_SEEN and self._unread(i) for i in going_on):
             return False
         self._final = oldest, self._holes.final(oldest, going_on)
         return self._final[1] != ""
+
+    def _unread(self, stream: int) -> int:
+        """Packets of a stream's ring that were not looked at for this job, whatever the ring still keeps for others."""
+        if self._seat is not None:
+            return self._seat.ring(stream)[1]
+        return self._engine.waiting(self._sources[stream].ring_address)[0]
 
     def final(self, iteration: int) -> Finality:
         """Why an iteration that is closing gets nothing more. "": nothing is missing."""

@@ -1,7 +1,12 @@
 """The scheduler where placing threads read the rings: it asks them what they have done, and reads nothing itself."""
 
-import pytest
+from collections.abc import Iterable
+from typing import Any
 
+import pytest
+from parser.machine import NOTHING_SEEN
+
+from flowcheck.rebuild.holes import Finality
 from flowcheck.rebuild.scheduler import ArenaScheduler
 
 from ..fake_engine import FakeEngine, Packet
@@ -35,12 +40,14 @@ class FakeSeat:
         return False
 
 
-def of_threads(*said: tuple[int, bool], arenas: int = 2) -> tuple[ArenaScheduler, FakeEngine, FakeSeat]:
+def of_threads(
+    *said: tuple[int, bool], arenas: int = 2, holes: Any = None
+) -> tuple[ArenaScheduler, FakeEngine, FakeSeat]:
     """A scheduler of live streams whose packets are left to threads, after its first look."""
     sources = [live([Packet(0)]) for _ in said]
     engine, seat = FakeEngine(None, sources, arenas=arenas), FakeSeat(*(len(said) * [(0, False)]))
     engine.begins_here = True
-    scheduler = ArenaScheduler(engine, sources, (1, 1))
+    scheduler = ArenaScheduler(engine, sources, (1, 1), holes=holes)
     scheduler.poll()
     engine.runs.clear()
     scheduler.leave_to(seat)
@@ -119,3 +126,22 @@ def test_new_threads_count_from_nothing_and_without_them_the_rings_are_read() ->
     assert fresh.left == 1
     engine.sources[0].packets.append(Packet(0))
     assert scheduler.poll() is True and scheduler.consumed == before + 4 and engine.runs == [(0, 2048, 1)]
+
+
+class _Lost:
+    """What is missing is lost for good."""
+
+    def final(self, iteration: int, streams: Iterable[int]) -> Finality:
+        return "passed"
+
+
+def test_what_a_ring_keeps_for_other_jobs_is_not_waited_for() -> None:
+    """The second stream has brought nothing of the job, and its ring holds packets for a job that has no arena."""
+    scheduler, engine, seat = of_threads((5, False), (0, False), holes=_Lost())
+    engine.stand[:] = [1, NOTHING_SEEN]
+    engine.begun = 0
+    engine.sources[1].packets = [Packet(0)] * 3
+    seat.rings[1] = (3, 8)
+    assert not scheduler.due(), "these may be the job's: its thread has not looked at them"
+    seat.rings[1] = (0, 8)
+    assert scheduler.due() == range(1) and scheduler.final(0) == "passed"
