@@ -168,6 +168,25 @@ def test_a_seat_that_waits_holds_up_nobody() -> None:
     assert found == all_at_once
 
 
+def test_packets_of_an_engine_that_is_asked_at_the_moment_are_placed_later() -> None:
+    """Whoever asks holds the engine's machine for a moment: packets wait, and none is placed twice or forgotten."""
+    jobs = [job_of(i, count=40_000) for i in (1, 2)]
+    plans = [plan_of(job, arenas=6) for job in jobs]
+    made = [generate(job, iterations=6, seed=i) for i, job in enumerate(jobs)]
+    mixed = shuffled([one.packets for one in made], 3)
+    (ring,) = rings = room(len(mixed))
+    engines = [Engine(plan.engine) for plan in plans]
+    with placing(rings) as placers:
+        seats = [placers.attach(engine) for engine in engines]
+        ring.put(mixed)
+        while not all(seat.passed([ring.put_so_far]) for seat in seats):
+            for engine in engines:
+                engine.times(0)
+        assert [seat.look(0) for seat in seats] == [(len(one.packets), False) for one in made]
+    for engine, plan, one in zip(engines, plans, made, strict=True):
+        assert_equal(engine, alone(plan, [one.packets]), 6)
+
+
 def test_a_waiting_seat_that_is_left_gives_the_ring_back() -> None:
     job, other = job_of(1), job_of(2)
     made = generate(job, iterations=4, seed=1)
