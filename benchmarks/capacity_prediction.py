@@ -4,7 +4,8 @@
 
 The job is that of `flowcheck bench pipeline`: 67 million fp32 parameters, Adam, buckets of 32 MB, SIMPLE packets of
 1 KB of which every one is placed, every ICRC checked, through the live node's own follower. In the same rounds this
-machine's speeds are taken by the contenders of `flowcheck bench parse place adam`. They go through stage_speeds.py into
+machine's speeds are taken by the contenders of `flowcheck bench parse place adam`, the last of them in shared memory,
+where a replica lies: in small pages an update takes longer. They go through stage_speeds.py into
 capacity.py, which is asked for this very traffic. Nothing that was measured of the stages goes in but the speed of the
 port, which is that of the thread in C that stands for one.
 
@@ -68,7 +69,7 @@ class Machine:
         ways = settle(MTU, recall=False, remember=False).ways
         self._partial = make(Protocol.LL, 1024, 16, RING_BYTES, final=False, model_bytes=parse.MODELS["huge"])
         self._placed = make(Protocol.SIMPLE, MTU, place.FLOWS, RING_BYTES, icrc=True)
-        self._arena = adam.Arena(PARAMETERS)
+        self._arena = adam.Arena(PARAMETERS, shared=True)
         tuning = look_at_updates(measure=True, recall=False).ways[PART]
         self._pool = kernels.Pool(1, "", *tuning)
         self._source, self._target = aligned(RING_BYTES), aligned(RING_BYTES)

@@ -19,6 +19,7 @@ of every row.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import Any
 
@@ -62,12 +63,18 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
 
 
 class Arena:
-    """Parameters, two moments and their next version, gradients in both widths; values as in a running job."""
+    """Parameters, two moments and their next version, gradients in both widths; values as in a running job. shared:
+    versions lie in shared memory, as a replica's do, and not in pages that numpy asks for."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, shared: bool = False) -> None:
         self.count = count
         generator = torch.Generator().manual_seed(1)
-        self.now, self.next = ([torch.from_numpy(aligned(4 * count).view(np.float32)) for _ in range(3)] for _ in "12")
+
+        def made() -> torch.Tensor:
+            memory = np.frombuffer(mmap.mmap(-1, 4 * count), np.uint8) if shared else aligned(4 * count)
+            return torch.from_numpy(memory.view(np.float32))
+
+        self.now, self.next = ([made() for _ in range(3)] for _ in "12")
         self.g = torch.from_numpy(aligned(4 * count).view(np.float32))
         self.narrow = torch.from_numpy(aligned(2 * count)).view(torch.bfloat16)
         self.g.normal_(generator=generator).mul_(0.01)
