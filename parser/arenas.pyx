@@ -210,6 +210,11 @@ cdef class Arenas:
                 first += [slot.differ_offset] if slot.copies_differ else []
         return differ, min(first, default=0), compared
 
+    def late(self, iteration=None):
+        """Cells that were placed from packets which came after later ones of their connection."""
+        cdef int64_t i = self.slot(iteration)
+        return sum(self.machines[t].slots[i].late for t in range(self.threads) if self.holds(t, i, iteration))
+
     def void_cells(self, iteration, int64_t first, int64_t end):
         """int64 array (n, 2): the runs of cells within [first, end) of which two copies differed, in order. missing() has
         them as well."""

@@ -78,7 +78,7 @@ cdef extern from "machine.h" nogil:
         uint64_t *cover
         uint64_t *shown
         uint64_t *places
-        uint64_t copies_differ, differ_offset, compared_bytes, clear, voided
+        uint64_t copies_differ, differ_offset, compared_bytes, clear, voided, late
         uint64_t *voids
     ctypedef struct fc_times:
         int64_t iteration

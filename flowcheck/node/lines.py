@@ -87,7 +87,7 @@ def closed_fields(closed: Closed, number: int, dropped: Mapping[str, int], *, lo
         "placed": closed.placed, "missing": closed.missing, "healed": closed.healed, "duplicates": closed.duplicates,
         "dropped": dropped, "lag": closed.lag, "updates": closed.updates, "rebuilt": closed.rebuilt,
         "patched": closed.patched, "stale": closed.stale,
-        "final": closed.final,
+        "final": closed.final, "filled": closed.filled,
         "failed": [clause for clause, _ in closed.why], "why": closed.why[:1] if lost else closed.why,
     }
 

@@ -11,7 +11,7 @@ Reads the engine between runs, on the thread that runs it; decides nothing itsel
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -20,6 +20,7 @@ from parser.machine import Engine
 from flowcheck.rebuild.evidence import BucketCoverage, Carried, bucket_coverage
 from flowcheck.rebuild.holes import Finality
 from flowcheck.rebuild.intervals import intervals, total, without
+from flowcheck.rebuild.merger import filled
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.rank_confirmation import contradiction, other_version
 from flowcheck.rebuild.verdict import BucketEvidence, Evidence, StreamEvidence, Verdict, judge
@@ -33,12 +34,14 @@ NAMED = 3  # copies that differ, by connection and PSN: each costs a walk over a
 
 @dataclass(frozen=True)
 class Judged:
-    """One iteration as it closed. buckets: of gradients; groups: of gathered parameters."""
+    """One iteration as it closed. buckets: of gradients; groups: of gathered parameters. filled: cells by the source
+    that filled them (merger.py)."""
 
     evidence: Evidence
     verdict: Verdict
     buckets: list[BucketCoverage]
     groups: list[BucketCoverage]
+    filled: dict[str, int] = field(default_factory=dict)
 
     def with_checksum(self, found: Literal["match", "mismatch"]) -> Judged:
         evidence = replace(self.evidence, checksum=found)
@@ -54,6 +57,7 @@ class Judged:
 class EvidenceCollector:
     def __init__(self, plan: JobPlan, engine: Engine) -> None:
         self._plan, self._engine, self._carried = plan, engine, Carried(plan)
+        self._cells = -(-plan.engine.gradient_bytes // 8)
         self._data = np.array([flow.data for flow in plan.engine.flows], bool)
 
     def collect(
@@ -96,14 +100,14 @@ class EvidenceCollector:
             previous_published=follows,
             stale=None,
         )
-        return Judged(evidence, judge(evidence), buckets, groups)
+        return Judged(evidence, judge(evidence), buckets, groups, filled(engine, iteration, self._cells))
 
     def _counted_all_the_same(self, iteration: int, differ: int, found: list[BucketCoverage]) -> int:
         """Cells whose copies differ although they count as there, of `differ` that were found. None, unless the
         books of the engine are wrong."""
         if not differ:
             return 0
-        void = self._engine.void_cells(iteration, 0, -(-self._plan.engine.gradient_bytes // 8))
+        void = self._engine.void_cells(iteration, 0, self._cells)
         of_buckets = intervals([(b.place.cells.start, b.place.cells.stop) for b in found])
         return total(without(void, of_buckets)) if len(void) else differ
 

@@ -35,6 +35,7 @@ class Closed(Event):
     updates, rebuilt: how the version was built (building.py:Built); "" and 0 where none was.
     patched: elements of its version that are the trainer's own, sent by it. stale: that still wait for that.
     why: (clause, reason) of what failed; without the step record where none was waited for.
+    filled: cells of 8 bytes by the source that brought them (merger.py).
     judged: all that is known. The bytes of its buckets lie in the arena until the next event is asked for, and where
     checksums were compared they are gone.
     """
@@ -55,6 +56,7 @@ class Closed(Event):
     patched: int = 0
     stale: int = 0
     final: str = ""
+    filled: dict[str, int] = field(default_factory=dict)
 
 
 def closed(
@@ -73,7 +75,7 @@ def closed(
     return Closed(
         judged.verdict.iteration, published, status, counts["packets"], counts["placed"], missing, healed,
         counts["duplicates"], lag, clauses, built.updates, built.rebuilt, judged, built.patched,
-        judged.evidence.stale or 0, judged.verdict.final,
+        judged.evidence.stale or 0, judged.verdict.final, judged.filled,
     )
 
 

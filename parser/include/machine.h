@@ -218,7 +218,7 @@ typedef struct fc_slot { /* one arena, as one thread sees it: an iteration's gra
     uint64_t clear;   /* while it has no iteration: how many words from the first on are 0, in all bitmaps; else 0 */
     uint64_t *voids;  /* cells of which this thread has seen two copies that differ: they count as missing         */
     uint64_t voided;  /* how many                                                                                  */
-    uint8_t unused_too[8];
+    uint64_t late;    /* cells that this thread placed from packets that came after later ones: repeats, as a rule */
 } __attribute__((aligned(64))) fc_slot;
 
 typedef struct fc_unshown { /* cells that are covered, and not yet for other threads */

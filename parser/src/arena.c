@@ -30,7 +30,7 @@ static void clear_to(fc_slot *slot, uint64_t end)
 static void take_over(fc_machine *M, fc_slot *slot, int64_t iteration)
 {
     __atomic_store_n(&slot->iteration, -1, __ATOMIC_RELEASE);
-    slot->copies_differ = slot->compared_bytes = 0;
+    slot->copies_differ = slot->compared_bytes = slot->late = 0;
     memset(slot->places, 0, M->places * sizeof(uint64_t));
     clear_to(slot, M->words[FC_GRADIENT]);
     slot->clear = slot->voided = 0;
@@ -186,12 +186,18 @@ static inline const uint8_t *take_next(fc_machine *M, const uint8_t *none)
     return next != NULL ? next : none;
 }
 
+static uint64_t is_late(const fc_flow *f, uint64_t psn)
+{
+    return psn + 1 < f->next_psn;
+}
+
 /* What is known of bytes that are to be placed. */
 typedef struct arrival {
     fc_machine *M;
     fc_slot *slot;
     const fc_sent *m;
     uint64_t *count; /* how many cells of the message's tensor are there */
+    uint64_t late;   /* 1: packets that were sent after it have come before */
     fc_origin from;
 } arrival;
 
@@ -209,8 +215,12 @@ static int put(const arrival *a, int64_t offset, const uint8_t *data, int64_t nb
         else
             memcpy(slot->data + offset, data, (size_t)nbytes);
         cover(M, slot, a->count, first, end);
+        slot->late += a->late ? end - first : 0;
         return 1;
     }
+    /* a copy of what is there, as a rule all of it: fetch what the next packet of its message will be held against */
+    for (int64_t at = 0; nbytes >= WORTH_STREAMING && at < nbytes; at += 64)
+        fc_prefetch(slot->data + offset + nbytes + at);
     if (has_all(M, slot, first, end) && memcmp(slot->data + offset, data, (size_t)nbytes) == 0) {
         slot->compared_bytes += (uint64_t)nbytes;
         return 0;
@@ -221,6 +231,7 @@ static int put(const arrival *a, int64_t offset, const uint8_t *data, int64_t nb
         if (!fc_has_cell(M, slot, cell)) {
             memcpy(slot->data + offset + here, data + here, n);
             cover(M, slot, a->count, cell, cell + 1);
+            slot->late += a->late;
             new = 1;
             continue;
         }
@@ -247,6 +258,20 @@ static int put_words(const arrival *a, int64_t offset, const uint8_t *data, int6
 {
     n = a->m->data_bytes - offset < n ? a->m->data_bytes - offset : n;
     return n > 0 ? put(a, a->m->offset + offset, data, n) : -1;
+}
+
+/* Whole half-slices of a LL128 message: their data lies together, and goes as one piece. Returns as put_words(). */
+static int put_halves(const arrival *a, uint64_t at, const uint8_t *wire, uint32_t length, uint8_t *unpacked)
+{
+    uint32_t lines = length / FC_LL128_LINE;
+    for (uint32_t i = 0; i < lines; i++) {
+        const uint8_t *words = wire + FC_LL128_LINE * i;
+        uint8_t *half = unpacked + fc_data_bytes(FC_LL128, FC_LL128_WIRE) * (i / 8);
+        memcpy(half + fc_ll128_offset(i % 8, 0), words, i % 8 < 4 ? 120 : 112);
+        if (i % 8 >= 4)
+            memcpy(half + fc_ll128_offset(i % 8, 14), words + 112, 8);
+    }
+    return put_words(a, (int64_t)fc_data_bytes(FC_LL128, at), unpacked, (int64_t)fc_data_bytes(FC_LL128, length));
 }
 
 /* Lines of a LL128 message beginning at wire byte `at` of the message (a multiple of 128). Returns as put_words(). */
@@ -277,9 +302,11 @@ int fc_place(fc_machine *M, uint32_t stream, const fc_flow *f, const fc_sent *m,
     uint8_t unpacked[FC_SIDE_BYTES];
     if (slot == NULL)
         return FC_LATE;
-    arrival a = {.M = M, .slot = slot, .m = m, .count = count_of(slot, m), .from = {stream, f, m->psn + index}};
+    arrival a = {.M = M, .slot = slot, .m = m, .count = count_of(slot, m),
+                 .late = is_late(f, m->psn + index), .from = {stream, f, m->psn + index}};
     if (protocol == FC_LL128) {
-        int new = put_ll128(&a, at, wire, length);
+        int whole = (at | length) % FC_LL128_WIRE == 0;
+        int new = whole ? put_halves(&a, at, wire, length, unpacked) : put_ll128(&a, at, wire, length);
         return new > 0 ? FC_PLACED : new == 0 ? FC_COMPARED : FC_RELEASED;
     }
     int64_t offset = (int64_t)fc_data_bytes(protocol, at), n = (int64_t)fc_data_bytes(protocol, length);
@@ -292,6 +319,7 @@ int fc_place(fc_machine *M, uint32_t stream, const fc_flow *f, const fc_sent *m,
         if (!has_any(M, slot, first, end)) {
             fc_ll_unpack(slot->data + m->offset + offset, wire, (uint64_t)n);
             cover(M, slot, a.count, first, end);
+            slot->late += a.late ? end - first : 0;
             return FC_PLACED;
         }
         fc_ll_unpack(unpacked, wire, (uint64_t)n);
@@ -329,6 +357,7 @@ int fc_place_flagged(fc_machine *M, uint32_t stream, fc_flow *f, const fc_sent *
         return FC_DISAGREED;
     }
     cover(M, slot, count_of(slot, m), first, end);
+    slot->late += is_late(f, psn) ? end - first : 0;
     fc_agree(M, stream, f, psn);
     return FC_PLACED;
 }

@@ -86,6 +86,7 @@ class FakeEngine:
         self.lost: list[dict[str, Any]] = []  # losses
         self.copied: dict[int | None, tuple[int, int, int]] = {}
         self.void: dict[int | None, list[tuple[int, int]]] = {}  # cells: a test also takes them out of cells()
+        self.repeated: dict[int | None, int] = {}  # what late() says
         self.differing: list[dict[str, Any]] = []  # what differences() says
         self.carried: list[tuple[int, int]] = []  # what carriers() says, of any byte
         self.tags: dict[int, int] = {}
@@ -267,6 +268,9 @@ class FakeEngine:
 
     def copies(self, iteration: int | None = None) -> tuple[int, int, int]:
         return self.copied.get(iteration, (0, 0, 0))
+
+    def late(self, iteration: int | None = None) -> int:
+        return self.repeated.get(iteration, 0)
 
     def void_cells(self, iteration: int | None, first: int, end: int) -> np.ndarray:
         runs = [(max(a, first), min(b, end)) for a, b in self.void.get(iteration, [])]

@@ -18,6 +18,7 @@ BENCHES = {
     "parse": ("flowcheck.lab.bench.parse", "packets that carry nothing to keep, against a minimal parse"),
     "ingest": ("flowcheck.lab.bench.ingest", "packets from a DPDK port to placed gradients, against a minimal loop"),
     "place": ("flowcheck.lab.bench.place", "gradients into the arena, against a roof of the same traffic"),
+    "merge": ("flowcheck.lab.bench.merge", "three mirrors of the same packets, compared, against one of them"),
     "streams": ("flowcheck.lab.bench.streams", "the same packets over 1 to 16 streams, against over one"),
     "loss": ("flowcheck.lab.bench.loss", "the live node with one packet lost in 10^5, against none lost"),
     "closing": ("flowcheck.lab.bench.closing", "evidence and verdict of an iteration that closes, per GB"),

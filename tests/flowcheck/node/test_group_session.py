@@ -173,7 +173,7 @@ def test_the_end_is_said_by_rank_0(scene) -> None:
 LINE = Closed(2, True, "verified", 100, 60, {"lost": 4}, 3, 5, 7, [], "early", 1)
 SAID = {"status": "verified", "packets": 100, "placed": 60, "missing": {"lost": 4}, "healed": 3, "duplicates": 5,
         "dropped": {}, "lag": 7, "updates": "early", "rebuilt": 1, "patched": 0, "stale": 0,
-        "final": ""}
+        "final": "", "filled": {}}
 
 
 def test_a_published_iteration_is_told_to_everybody(scene, tmp_path) -> None:
