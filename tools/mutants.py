@@ -102,7 +102,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/node/uploads.py": [f"{NODE}/test_uploads.py", f"{NODE}/test_group_session.py"],
     "updater/layout.py": [f"{UPDATER}/test_layout.py"],
     "updater/optimizers.py": [f"{UPDATER}/test_optimizers.py"],
-    "updater/rounding_modes.py": [f"{UPDATER}/test_rounding_modes.py"],
+    "updater/rounding_modes.py": [f"{UPDATER}/test_rounding_modes.py", f"{UPDATER}/test_sixteen.py"],
     "updater/sixteen.py": [f"{UPDATER}/test_sixteen.py"],
     "updater/arrays.py": [f"{UPDATER}/test_replica_states.py", f"{UPDATER}/test_sixteen.py"],
     "updater/replica.py": [f"{UPDATER}/test_replica.py", f"{UPDATER}/test_replica_states.py"],
