@@ -397,8 +397,6 @@ static inline uint32_t fc_key_hash(uint64_t first, uint32_t qpn)
 }
 /* Enter a flow whose number, ends, data and flow are set. The table must have room; mask: its places less one. */
 void fc_enter_flow(fc_flow_key *table, uint32_t mask, const fc_flow_key *key);
-/* PSNs of the history that never came. */
-uint64_t fc_unseen(const fc_flow *f);
 /* Which changes of position and trust are legal: 1 or 0. */
 int fc_position_edge(int from, int to);
 int fc_trust_edge(int from, int to);
@@ -414,6 +412,19 @@ static inline int fc_from_start(const fc_machine *M)
 static inline int fc_is_trusted(const fc_flow *f)
 {
     return f->trust == FC_TRUSTED;
+}
+
+/* -- packet.c --------------------------------------------------------------------------------------------- */
+
+/* What becomes of a packet of a flow, by the long way: its outcome. FC_BLOCKED: nothing was counted. */
+int fc_outcome_of(fc_machine *M, uint32_t stream, fc_flow *f, const fc_roce *p, uint64_t now_ns);
+int fc_refuse_icrc(fc_flow *f);
+/* PSNs of the history that never came. */
+uint64_t fc_unseen(const fc_flow *f);
+
+static inline uint64_t *fc_seen_word(fc_flow *f, uint64_t psn)
+{
+    return &f->seen[psn / 64 % FC_SEEN_WORDS];
 }
 
 /* -- schedule.c ------------------------------------------------------------------------------------------- */
