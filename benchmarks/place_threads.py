@@ -26,12 +26,13 @@ from dataclasses import replace
 
 import numpy as np
 from flowcheck.lab.bench.limits import PacketRing
+from numpy.typing import NDArray
 from parser.machine import Engine
 from parser.placers import Placers
 from rich.console import Console
 
 from flowcheck.lab.bench.rows import Row, alternate, print_rows
-from flowcheck.lab.bench.workload import Traffic, make
+from flowcheck.lab.bench.workload import Bytes, Traffic, aligned, make
 from parser.chunk_layout import Protocol
 
 FLOWS, MTU = 32, 1024
@@ -47,11 +48,17 @@ class OnThreads:
         flow = np.arange(traffic.packets) % FLOWS
         self._traffic, self._cores, self._least = traffic, tuple(cores[:threads]), 0.0
         self._config = replace(traffic.config, streams=threads, threads=threads)
-        self._rings = [
-            PacketRing(traffic.addresses[flow % threads == queue], traffic.lengths[flow % threads == queue])
-            for queue in range(threads)
-        ]
+        self._memory: list[Bytes] = []  # the packets of each queue one after the other, as in a pool of its own
+        self._rings = [self._ring(flow % threads == queue) for queue in range(threads)]
         self.had: list[float] = []
+
+    def _ring(self, chosen: NDArray[np.bool_]) -> PacketRing:
+        frames = self._traffic.frames
+        own = aligned(int(chosen.sum()) * frames.shape[1]).reshape(-1, frames.shape[1])
+        own[:] = frames[chosen]
+        self._memory.append(own)
+        starts = np.uint64(own.ctypes.data) + np.arange(len(own), dtype=np.uint64) * np.uint64(frames.shape[1])
+        return PacketRing(starts, self._traffic.lengths[chosen])
 
     def measure(self) -> float:
         for ring in self._rings:

@@ -10,6 +10,7 @@ Reads the engine between runs, on the thread that runs it; decides nothing itsel
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -17,7 +18,7 @@ from typing import Literal
 import numpy as np
 from parser.machine import Engine
 
-from flowcheck.rebuild.evidence import BucketCoverage, Carried, bucket_coverage
+from flowcheck.rebuild.evidence import BucketCoverage, Carried, bucket_coverage, packets_by_outcome
 from flowcheck.rebuild.holes import Finality
 from flowcheck.rebuild.intervals import intervals, total, without
 from flowcheck.rebuild.merger import filled
@@ -47,7 +48,6 @@ class Judged:
         evidence = replace(self.evidence, checksum=found)
         return replace(self, evidence=evidence, verdict=judge(evidence))
 
-
     def with_stale(self, elements: int) -> Judged:
         """elements: of its version that wait for the trainer's state; 0: all that had to was patched."""
         evidence = replace(self.evidence, stale=elements)
@@ -59,6 +59,7 @@ class EvidenceCollector:
         self._plan, self._engine, self._carried = plan, engine, Carried(plan)
         self._cells = -(-plan.engine.gradient_bytes // 8)
         self._data = np.array([flow.data for flow in plan.engine.flows], bool)
+        self._counts = Counter[str]()
 
     def collect(
         self, iteration: int, streams: tuple[StreamEvidence, ...], *, record: bool, follows: bool,
@@ -101,6 +102,17 @@ class EvidenceCollector:
             stale=None,
         )
         return Judged(evidence, judge(evidence), buckets, groups, filled(engine, iteration, self._cells))
+
+    def grown(self, flows: np.ndarray) -> dict[str, int]:
+        """Packets that have come since this was asked last, those placed, PSNs that never came and that came again."""
+        outcomes = packets_by_outcome(self._plan, self._engine)
+        now = {
+            "packets": sum(outcomes.values()), "placed": outcomes["placed"], "gaps": int(flows["gaps"].sum()),
+            "duplicates": int(flows["duplicates"].sum()),
+        }
+        grown = {what: count - self._counts[what] for what, count in now.items()}
+        self._counts = Counter(now)
+        return grown
 
     def _counted_all_the_same(self, iteration: int, differ: int, found: list[BucketCoverage]) -> int:
         """Cells whose copies differ although they count as there, of `differ` that were found. None, unless the

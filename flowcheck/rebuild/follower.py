@@ -34,7 +34,6 @@ import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
-import numpy as np
 from parser.machine import Engine
 from parser.placers import Placers
 
@@ -43,7 +42,6 @@ from flowcheck.job.clock import Clock
 from flowcheck.rebuild.building import Built, VersionBuilder
 from flowcheck.rebuild.collector import EvidenceCollector, Judged
 from flowcheck.rebuild.events import Event, Lost, Read, Skipped, Waiting, closed
-from flowcheck.rebuild.evidence import packets_by_outcome
 from flowcheck.rebuild.holes import Finality, HoleWatch
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.policy import Policy
@@ -98,8 +96,7 @@ class Follower:
         self._over = False  # there is no more traffic
         self._coming: int | None = None  # a state before this iteration is on its way
         self._ahead = False  # records run ahead of the traffic, and that was said
-        self._counted = (0, 0, 0, 0)
-        self._pending: tuple[Judged, dict[str, int]] | None = None  # workers are at its version; what `_count` said
+        self._pending: tuple[Judged, dict[str, int]] | None = None  # workers are at its version; what `grown` said
         self._held: range | None = None  # closed, and workers still read its arena
 
     # -- from trainers --
@@ -261,7 +258,7 @@ class Follower:
         judged = self.collector.collect(
             iteration, streams, record=record is not None, follows=follows, final=self._final(iteration), flows=flows
         )
-        counts = self._count(flows)
+        counts = self.collector.grown(flows)
         stands = self._buildable(judged)
         if stands and self._ready:
             stands = yield from self._build(judged, record)
@@ -401,12 +398,3 @@ class Follower:
     def published(self) -> int:
         """The iteration whose version is current, -1 and less: none of those that were followed."""
         return self.clock.made(self.replica.step) if self.replica is not None else -1
-
-    def _count(self, flows: np.ndarray) -> dict[str, int]:
-        """Counts of packets since the iteration before closed."""
-        outcomes = packets_by_outcome(self.plan, self.engine)
-        gaps, duplicates = int(flows["gaps"].sum()), int(flows["duplicates"].sum())
-        now = (sum(outcomes.values()), outcomes["placed"], gaps, duplicates)
-        grown = (new - old for new, old in zip(now, self._counted, strict=True))
-        self._counted = now
-        return dict(zip(("packets", "placed", "gaps", "duplicates"), grown, strict=True))

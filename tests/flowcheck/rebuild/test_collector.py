@@ -334,3 +334,16 @@ def test_a_checksum_compared_later_makes_a_verdict_of_its_own() -> None:
     right = judged.with_checksum("match")
     assert right.verdict.publishable and right.evidence.checksum == "match"
     assert judged.verdict.publishable and judged.evidence.checksum is None
+
+
+def test_counts_are_of_what_has_come_since_they_were_asked_last() -> None:
+    plan, engine = made()
+    collector = EvidenceCollector(plan, engine)
+    assert collector.grown(engine.flows()) == {"packets": 0, "placed": 0, "gaps": 0, "duplicates": 0}
+    engine.counts[0] |= {"placed": (5, 40), "late": (2, 16)}
+    engine.counts[1]["placed"] = (3, 24)
+    engine.unseen[1] = 4
+    engine.flow(DATA)["duplicates"], engine.flow(DATA_BACK, stream=1)["duplicates"] = 6, 1
+    assert collector.grown(engine.flows()) == {"packets": 10, "placed": 8, "gaps": 4, "duplicates": 7}
+    engine.counts[1]["late"], engine.unseen[1] = (1, 8), 3  # a gap that was filled
+    assert collector.grown(engine.flows()) == {"packets": 1, "placed": 0, "gaps": -1, "duplicates": 0}
