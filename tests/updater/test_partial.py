@@ -294,3 +294,51 @@ def test_killed_while_partial(shm):
 @pytest.mark.slow
 def test_killed_while_partial_at_a_hundred_random_instants(shm):
     kill_while_partial(shm, 100, 4)
+
+
+# -- what a step has besides elements --------------------------------------------------------------------
+
+
+FLAT = Layout([[BucketSlice("w", 0, 4)]], {"w": (4,)}, [4])
+
+
+def momentum(dtype=torch.float32, **options):
+    """One tensor of four elements, whose first update sets the momentum buffer as it is, and later ones dampen it."""
+    spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 1.0, "momentum": 0.5, "dampening": 0.5})])
+    tensors = {"w": torch.zeros(4, dtype=dtype), "mean": torch.arange(2.0)}
+    return Replica(tensors, spec, rounding=RoundingMode("torch-cpu", threads=1), slots=3, **options)
+
+
+def once(replica, gradient, **values):
+    slot = replica.build(replica.base.step + 1, FLAT, StepValues(**values))
+    slot.apply(0, torch.full((4,), gradient, dtype=replica.base.parameters["w"].dtype))
+    return slot
+
+
+@pytest.mark.parametrize(("state", "after"), [
+    ({"momentum_buffer": 4.0}, 7.0),  # 10 - (0.5 * 4 + 0.5 * 2)
+    ({}, 8.0),  # the trainer had no buffer yet: its next update is the first
+])
+@pytest.mark.parametrize(("dtype", "masters"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_a_patch_says_whether_there_was_an_update_before(state, after, dtype, masters):
+    replica = momentum(dtype, masters=masters)
+    replica.hold(once(replica, float("nan")))
+    slot = once(replica, 1.0)
+    held = {key: torch.full((4,), value, dtype=dtype) for key, value in state.items()}
+    slot.patch([("w", 0, 4)], {"w": torch.full((4,), 10.0, dtype=dtype)}, {"w": held} if held else {})
+    replica.publish(slot)
+    replica.publish(once(replica, 2.0))
+    assert replica.current.parameters["w"].tolist() == [after] * 4
+
+
+def test_a_leap_takes_along_what_is_not_of_elements():
+    """Options of the step before, its count and its buffers; elements are anything."""
+    replica = momentum(buffers=frozenset(["mean"]))
+    slot = once(replica, 1.0, buffers={"mean": torch.tensor([5.0, 6.0])}, groups=[{"lr": 0.25}])
+    replica.publish(slot)
+    replica.leap(7)
+    found = replica.partial
+    assert found.step == 7 and found.parameters["mean"].tolist() == [5.0, 6.0]
+    assert found.optimizer == replica.current.optimizer and found.optimizer["groups"][0]["options"]["lr"] == 0.25
+    assert float(found._steps[0]) == float(replica.current._steps[0]) == 1.0
+    assert found.parameters["w"].tolist() != replica.current.parameters["w"].tolist()
