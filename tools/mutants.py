@@ -105,8 +105,10 @@ MODULES: dict[str, list[str]] = {
     "updater/rounding_modes.py": [f"{UPDATER}/test_rounding_modes.py", f"{UPDATER}/test_sixteen.py"],
     "updater/sixteen.py": [f"{UPDATER}/test_sixteen.py"],
     "updater/arrays.py": [f"{UPDATER}/test_replica_states.py", f"{UPDATER}/test_sixteen.py"],
-    "updater/replica.py": [f"{UPDATER}/test_replica.py", f"{UPDATER}/test_replica_states.py"],
-    "updater/slot.py": [f"{UPDATER}/test_{part}.py" for part in ("slot", "replica", "partial", "replica_states", "apart")],
+    "updater/replica.py": [f"{UPDATER}/test_{part}.py" for part in ("replica", "partial", "replica_states")],
+    "updater/slot.py": [
+        f"{UPDATER}/test_{part}.py" for part in ("slot", "replica", "partial", "replica_states", "apart")
+    ],
     "updater/store.py": [f"{UPDATER}/test_store.py"],
     "updater/reader.py": [f"{UPDATER}/test_reader.py"],
     "updater/step.py": [f"{UPDATER}/test_step.py"],
