@@ -56,7 +56,9 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/rebuild/stale.py": [f"{FLOW}/rebuild/test_stale.py"],
     "flowcheck/rebuild/records.py": [f"{NODE}/test_live_session.py"],
     "flowcheck/job/clock.py": [f"{FLOW}/job/test_clock.py"],
-    "flowcheck/rebuild/evidence.py": [f"{FLOW}/rebuild/test_evidence.py"],
+    "flowcheck/rebuild/evidence.py": [
+        f"{FLOW}/rebuild/test_{part}.py" for part in ("evidence", "collector", "building", "sixteen_alone")
+    ],
     "flowcheck/rebuild/wording.py": [f"{FLOW}/rebuild/test_wording.py"],
     "flowcheck/rebuild/replica.py": [f"{FLOW}/rebuild/test_replica.py"],
     "flowcheck/offline/session.py": [f"{FLOW}/offline/test_session.py", f"{FLOW}/offline/test_session_report.py"],
