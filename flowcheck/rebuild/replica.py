@@ -59,10 +59,18 @@ def replica_bytes(job: Job, slots: int) -> int:
     except UpdaterError as error:
         raise UserError(str(error), where="job manifest", remedy="correct the optimizer") from None
     return needed(
-        {entry.name: (entry.shape, getattr(torch, entry.dtype)) for entry in job.model}, spec, slots,
-        buffers=frozenset(entry.name for entry in job.model if entry.kind == "buffer"),
-        tied={entry.name: entry.tied for entry in job.model if entry.tied}, masters=job.optimizer.masters != "none",
+        {entry.name: (entry.shape, getattr(torch, entry.dtype)) for entry in job.model}, spec, slots, **_kinds(job)
     )
+
+
+def _kinds(job: Job) -> dict[str, Any]:
+    """What updater.replica.Replica is told of a job's entries besides shapes."""
+    assert job.optimizer is not None
+    return {
+        "buffers": frozenset(entry.name for entry in job.model if entry.kind == "buffer"),
+        "tied": {entry.name: entry.tied for entry in job.model if entry.tied},
+        "masters": job.optimizer.masters != "none",
+    }
 
 
 def _spec(job: Job, rounding: RoundingMode) -> OptimizerSpec:
@@ -170,9 +178,7 @@ class JobReplica:
             self._replica = Replica(
                 parameters, self._spec, slots=options.slots, divisor=job.gradients.divisor, step=step,
                 optimizer_state=state, rounding=self._rounding, path=options.path, run_id=job.run_id, epoch=job.epoch,
-                buffers=frozenset(entry.name for entry in job.model if entry.kind == "buffer"),
-                tied={entry.name: entry.tied for entry in job.model if entry.tied}, threads=options.threads,
-                values=values, masters=job.optimizer.masters != "none",
+                threads=options.threads, values=values, **_kinds(job),
             )
         except UpdaterError as error:
             raise UserError(str(error), where=str(self._init_path or "job manifest")) from None
