@@ -1,7 +1,8 @@
 """Extensions only; metadata is in pyproject.toml.
 
 Every .pyx in the folders of PACKAGES is one extension, with the C sources that PACKAGES names. The
-dataplane extension is a cffi module in API mode, built where pkg-config finds libdpdk.
+dataplane extension is a cffi module in API mode, built where pkg-config finds libdpdk. NCCL's profiler plugin is a
+plain shared object that is not imported; where it cannot be built all else is.
 FLOWCHECK_BUILD=parser.machine,dataplane limits a build to the named extensions (development); "none" builds
 nothing. FLOWCHECK_DEBUG=1 compiles C assertions, bounds checks and line tracing (coverage of Cython) in; Cython
 does not see that the mode has changed, so change it with `build_ext --force`, as the Makefile does.
@@ -75,14 +76,40 @@ def cython_extensions() -> list[Extension]:
     return found
 
 
+PLUGIN = "flowcheck.trainer.nccl_profiler"
+
+
+def nccl_plugin() -> list[Extension]:
+    if not wanted(PLUGIN):
+        return []
+    folder = "flowcheck/trainer"
+    return [Extension(
+        PLUGIN, [f"{folder}/src/nccl_profiler.c"], include_dirs=[f"{folder}/include"],
+        extra_compile_args=["-std=gnu11", *OPTIMISE, *WARNINGS, "-fvisibility=hidden"], optional=True,
+        depends=[str(p) for p in (ROOT / folder / "include").glob("*.h")],
+    )]
+
+
 class BuildApart(build_ext):
     """Object files of each extension in a folder of their own: `-j` links one extension while the C files that it
-    shares with another are compiled again."""
+    shares with another are compiled again. The plugin has no Python in it, and a name that is no module's."""
 
     def build_extension(self, ext: Extension) -> None:
         mine = copy.copy(self)
         mine.build_temp = str(Path(self.build_temp) / ext.name)
-        super(BuildApart, mine).build_extension(ext)
+        try:
+            super(BuildApart, mine).build_extension(ext)
+        except Exception:
+            if ext.name == PLUGIN:
+                print("flowcheck: NCCL's profiler plugin was not built; without it attach() has to be told the calls of"
+                      " a job on NCCL")
+            raise  # setuptools goes on, with a warning: it is optional
+
+    def get_ext_filename(self, name: str) -> str:
+        path = super().get_ext_filename(name)
+        if name.split(".")[-1] == PLUGIN.split(".")[-1]:
+            return str(Path(path).parent / "nccl_profiler.plugin.so")
+        return path
 
 
 def cffi_modules() -> list[str]:
@@ -97,7 +124,7 @@ def cffi_modules() -> list[str]:
 
 
 setup(
-    ext_modules=cythonize(
+    ext_modules=nccl_plugin() + cythonize(
         cython_extensions(),
         language_level=3,
         force="--force" in sys.argv,

@@ -12,10 +12,11 @@ port, which is that of the thread in C that stands for one.
     place        one thread, all packets of an iteration waiting
     update       evidence, verdict and one worker, all of it placed
     in turn      receiving, placing and updating, one after another
-    to version   from an iteration's first packet to its version, the stages overlapped; no sooner than all bytes at the
-                 speed of two threads that copy, and all work on the processors that there are
-    port         placing at a port of a ring of four as `synth` writes it: half of the packets carry partial sums, and
-                 clear-to-sends and acknowledgements are among them
+    to version   from an iteration's first packet to its version, the stages overlapped on the processors that there
+                 are: four threads, as sharing.py has them; and no more bytes than two threads copy
+    port         placing at a port of a ring of four as `synth` writes it, in memory: half of the packets carry partial
+                 sums, clear-to-sends and acknowledgements are among them, and a third of the gradient comes twice. Four
+                 flows: their speeds are of the rows of four
 
 Predicted and measured are medians over the rounds, the ratio is predicted by measured in each round. --bench keeps the
 speeds as `flowcheck bench --json` prints them.
@@ -68,7 +69,9 @@ class Machine:
     def __init__(self) -> None:
         ways = settle(MTU, recall=False, remember=False).ways
         self._partial = make(Protocol.LL, 1024, 16, RING_BYTES, final=False, model_bytes=parse.MODELS["huge"])
-        self._placed = make(Protocol.SIMPLE, MTU, place.FLOWS, RING_BYTES, icrc=True)
+        self._placed, self._few = (
+            make(Protocol.SIMPLE, MTU, flows, RING_BYTES, icrc=True) for flows in (place.FLOWS, place.FEW)
+        )
         self._arena = adam.Arena(PARAMETERS, shared=True)
         tuning = look_at_updates(measure=True, recall=False).ways[PART]
         self._pool = kernels.Pool(1, "", *tuning)
@@ -82,6 +85,7 @@ class Machine:
         return {
             "parse": parse.engine(self._partial), "engine": place.engine(self._placed, None),
             "again": place.engine(self._placed, None, again=True),
+            "few": place.engine(self._few, None), "few again": place.engine(self._few, None, again=True),
             "icrc": place.engine(self._placed, icrc_kernels()[0]),
             "adam": adam.step(self._arena, self._pool, "torch-cuda-foreach", self._arena.g, TENSORS),
             "copy": on_threads(copy, RING_BYTES, 2, 256),
@@ -90,11 +94,13 @@ class Machine:
     def speeds(self, seconds: Mapping[str, float], receive_mpps: float) -> list[Row]:
         """The rows of one round. receive_mpps: of what stands for a port."""
         packets = self._placed.packets
-        moved = self._placed.wire_bytes + self._placed.expected.size
+        moved, of_few = (each.wire_bytes + each.expected.size for each in (self._placed, self._few))
         values = {
             "parse.16flows.huge": ("ns/packet", 1e9 * seconds["parse"]),
             f"place.simple.{MTU}": ("GB/s", 1e-9 * moved / seconds["engine"]),
             f"place.simple.{MTU}.again": ("GB/s", 1e-9 * moved / seconds["again"]),
+            f"place.simple.{MTU}.4flows": ("GB/s", 1e-9 * of_few / seconds["few"]),
+            f"place.simple.{MTU}.4flows.again": ("GB/s", 1e-9 * of_few / seconds["few again"]),
             f"place.simple.{MTU}.icrc": ("ns/packet", 1e9 * (seconds["icrc"] - seconds["engine"]) / packets),
             f"ingest.{MTU}.copy": ("Mpkt/s", receive_mpps),
             ADAM_ROW: ("GB/s", 28e-9 * PARAMETERS / seconds["adam"]),
@@ -104,10 +110,10 @@ class Machine:
         return [*rows, Row.of(COPY, "ms/GB", [1e12 * seconds["place"] / (4 * PIPELINE_ELEMENTS)], [copying], None)]
 
 
-def speeds_of(rows: Sequence[Row], file: Path) -> Speeds:
+def speeds_of(rows: Sequence[Row], file: Path, flows: int) -> Speeds:
     """As capacity reads them from `--bench`."""
     file.write_text(json.dumps([row.as_dict() for row in rows]))
-    return measured(file, "simple", MTU)
+    return measured(file, "simple", MTU, flows)
 
 
 # -- a port as synth writes it -------------------------------------------------------------------------------
@@ -197,9 +203,8 @@ def main() -> None:
         file = given.bench or Path(folder) / "bench.json"
         for took in rounds:
             rows = machine.speeds(took, 1e-6 * LAPS * window.packets / took["receive"])
-            speeds = speeds_of(rows, file)
-            found = predicted(job, node, speeds, took["receive"])
-            at_port = predicted(ring, both, speeds, took["receive"])
+            found = predicted(job, node, speeds_of(rows, file, place.FLOWS), took["receive"])
+            at_port = predicted(ring, both, speeds_of(rows, file, place.FEW), took["receive"])
             for name, value in (
                 ("place", found.place_s), ("update", found.update_s), ("in turn", found.serial_s),
                 ("to version", found.pipelined_s), ("port", at_port.place_s),
@@ -211,7 +216,7 @@ def main() -> None:
         one, other = (1e3 * statistics.median(column) for column in zip(*both_of, strict=True))
         print(f"{name:12}{one:12.1f}{other:12.1f}{statistics.median(ratios):8.2f}   "
               f"{quantile(ratios, 0.1):.2f}..{quantile(ratios, 0.9):.2f}{least[0] / least[1]:14.2f}")
-    for name in (*STAGES, "copy", "adam", "engine", "again", "icrc", "parse"):
+    for name in (*STAGES, "copy", "adam", "engine", "again", "few", "few again", "icrc", "parse"):
         print(f"  {name}: {1e3 * statistics.median(seconds[name]):.5f} ms, at least {1e3 * min(seconds[name]):.5f}")
 
 

@@ -1,6 +1,8 @@
 """FlowCheck: checkpoints rebuilt from mirrored RoCEv2 allreduce traffic.
 
     attach(ddp_model, optimizer, node=..., token=...)     in a training process: tell a checkpoint node of the job
+    recover("10.0.0.2:7071", token=...)     in a training process: the newest version that nodes have, into training
+    fetch("10.0.0.2:7071", out, token=...)  the same into files: safetensors, torch.save or torch's DCP
     replay(captures, job)        gradients, checkpoints and a report from captures
     inspect(captures)            what is in captures, with no job given
     learn(captures)              the job manifest, from the traffic itself
@@ -18,6 +20,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flowcheck.checkpoint.fetch import Taken, fetch
     from flowcheck.checkpoint.replica import Replica
     from flowcheck.checkpoint.state import Checkpoint, load_checkpoint
     from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
@@ -26,16 +29,18 @@ if TYPE_CHECKING:
     from flowcheck.offline.calls import inspect, learn, replay
     from flowcheck.offline.result import Inspection, Iteration, Missing, Result
     from flowcheck.trainer.attachment import Attachment, attach
+    from flowcheck.trainer.recovery import Recovered, recover
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Attachment", "Checkpoint", "EnvironmentProblem", "FlowcheckError", "Inspection", "InternalError", "Iteration",
-    "Job", "Missing", "Replica", "Result", "UserError", "attach", "inspect", "learn", "load_checkpoint", "load_job",
-    "replay",
+    "Job", "Missing", "Recovered", "Replica", "Result", "Taken", "UserError", "attach", "fetch", "inspect", "learn",
+    "load_checkpoint", "load_job", "recover", "replay",
 ]
 
 _HOMES = {
+    "flowcheck.checkpoint.fetch": ("Taken", "fetch"),
     "flowcheck.checkpoint.replica": ("Replica",),
     "flowcheck.checkpoint.state": ("Checkpoint", "load_checkpoint"),
     "flowcheck.errors": ("EnvironmentProblem", "FlowcheckError", "InternalError", "UserError"),
@@ -44,6 +49,7 @@ _HOMES = {
     "flowcheck.offline.calls": ("inspect", "learn", "replay"),
     "flowcheck.offline.result": ("Inspection", "Iteration", "Missing", "Result"),
     "flowcheck.trainer.attachment": ("Attachment", "attach"),
+    "flowcheck.trainer.recovery": ("Recovered", "recover"),
 }
 
 

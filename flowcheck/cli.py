@@ -16,6 +16,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+import flowcheck
 from flowcheck import __version__
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError
 from flowcheck.interrupts import Heard
@@ -139,6 +140,26 @@ def doctor(
     from flowcheck.diagnose.doctor import Wanted, run
 
     raise typer.Exit(run(Wanted(tuple(device or ()), path_mtu, memory, tuple(core or ())), as_json, screen()))
+
+
+@app.command()
+def fetch(
+    nodes: Annotated[str, typer.Argument(help="HOST:PORT of a node's api.listen; several with commas.")],
+    out: Annotated[Path, typer.Option("--out", help="Directory for what is written.")],
+    token_file: Annotated[Path, typer.Option("--token-file", help="Its first line is the nodes' token.")],
+    format: Annotated[
+        str, typer.Option("--format", help="safetensors: a step directory; torch: torch.save; dcp: torch's own DCP.")
+    ] = "safetensors",
+    run_id: Annotated[str | None, typer.Option("--run-id", help="Which run. Default: the only one.")] = None,
+    shard: Annotated[str | None, typer.Option("--shard", help="Which group of ranks. Default: the only one.")] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, help="This step. Default: the newest.")] = None,
+) -> None:
+    """Take a version from checkpoint nodes into files, every hash checked."""
+    token = token_file.read_text().split("\n", 1)[0]
+    taken = flowcheck.fetch(nodes, out, token=token, format=format, run_id=run_id, shard=shard, step=step)
+    for why in taken.passed:
+        typer.echo(f"not taken: {why}", err=True)
+    typer.echo(repr(taken))
 
 
 app.command()(learn)

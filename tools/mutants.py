@@ -51,16 +51,27 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/rebuild/building.py": [
         f"{FLOW}/rebuild/test_building.py", f"{FLOW}/rebuild/test_version_builder.py", f"{NODE}/test_live_building.py",
     ],
-    "flowcheck/rebuild/going_on.py": [f"{NODE}/test_live_partial.py"],
-    "flowcheck/rebuild/partial.py": [f"{NODE}/test_live_partial.py"],
+    "flowcheck/rebuild/going_on.py": [
+        f"{NODE}/test_{part}.py" for part in ("live_begin", "live_partial", "live_session")
+    ],
+    "flowcheck/rebuild/partial.py": [
+        f"{FLOW}/rebuild/test_partial.py", f"{NODE}/test_live_partial.py", f"{NODE}/test_live_begin.py"
+    ],
+    "flowcheck/rebuild/healed.py": [f"{NODE}/test_live_peers.py"],
+    "flowcheck/rebuild/given.py": [f"{FLOW}/rebuild/test_given.py"],
+    "flowcheck/rebuild/holes.py": [f"{FLOW}/rebuild/test_holes.py"],
+    "flowcheck/rebuild/merger.py": [f"{FLOW}/rebuild/test_merger.py"],
+    "flowcheck/rebuild/intervals.py": [f"{FLOW}/rebuild/test_intervals.py"],
     "flowcheck/rebuild/stale.py": [f"{FLOW}/rebuild/test_stale.py"],
-    "flowcheck/rebuild/records.py": [f"{NODE}/test_live_session.py"],
+    "flowcheck/rebuild/records.py": [f"{NODE}/test_live_session.py", f"{NODE}/test_live_begin.py"],
     "flowcheck/job/clock.py": [f"{FLOW}/job/test_clock.py"],
     "flowcheck/rebuild/evidence.py": [
         f"{FLOW}/rebuild/test_{part}.py" for part in ("evidence", "collector", "building", "sixteen_alone")
     ],
     "flowcheck/rebuild/wording.py": [f"{FLOW}/rebuild/test_wording.py"],
-    "flowcheck/rebuild/replica.py": [f"{FLOW}/rebuild/test_replica.py"],
+    "flowcheck/rebuild/replica.py": [
+        f"{FLOW}/rebuild/test_{part}.py" for part in ("replica", "masters", "sixteen_alone")
+    ],
     "flowcheck/offline/session.py": [f"{FLOW}/offline/test_session.py", f"{FLOW}/offline/test_session_report.py"],
     "flowcheck/offline/offer.py": [f"{FLOW}/offline/test_offer.py", f"{FLOW}/offline/test_session.py"],
     "flowcheck/offline/summary.py": [
@@ -68,31 +79,61 @@ MODULES: dict[str, list[str]] = {
     ],
     "flowcheck/control/messages.py": [
         f"{FLOW}/control/test_messages.py", f"{FLOW}/control/test_protocol.py",
-        f"{FLOW}/control/test_protocol_opening.py",
+        f"{FLOW}/control/test_protocol_opening.py", f"{NODE}/test_shelf.py",
     ],
     "flowcheck/control/protocol.py": [
         f"{FLOW}/control/test_protocol.py", f"{FLOW}/control/test_protocol_deadlines.py",
         f"{FLOW}/control/test_protocol_opening.py",
     ],
     "flowcheck/checkpoint/directory.py": [f"{FLOW}/checkpoint/test_directory.py", f"{FLOW}/checkpoint/test_reading.py"],
+    "flowcheck/checkpoint/fetch.py": [f"{FLOW}/checkpoint/test_fetch.py"],
     "flowcheck/checkpoint/files.py": [f"{FLOW}/checkpoint/test_directory.py", f"{FLOW}/checkpoint/test_reading.py"],
+    "flowcheck/checkpoint/state.py": [f"{FLOW}/checkpoint/test_state.py"],
+    "flowcheck/checkpoint/replica.py": [f"{FLOW}/checkpoint/test_open_replica.py"],
     "flowcheck/durable.py": [f"{FLOW}/test_durable.py"],
+    "flowcheck/control/torch_state.py": [f"{FLOW}/checkpoint/test_state.py"],
     "flowcheck/control/checksum.py": [f"{FLOW}/control/test_checksum.py"],
     "flowcheck/control/tensors.py": [f"{FLOW}/control/test_tensors.py"],
+    "flowcheck/control/version.py": [f"{FLOW}/control/test_version.py"],
+    "flowcheck/control/ask.py": [f"{FLOW}/control/test_ask.py"],
+    "flowcheck/control/sources.py": [
+        f"{FLOW}/control/test_sources.py", f"{FLOW}/checkpoint/test_fetch.py",
+    ],
+    "flowcheck/trainer/recovery.py": [f"{FLOW}/trainer/test_recovery.py"],
+    "flowcheck/node/holdings.py": [f"{NODE}/test_holdings.py"],
+    "flowcheck/node/api.py": [f"{NODE}/test_api.py"],
+    "flowcheck/node/listening.py": [f"{NODE}/test_control_server.py", f"{NODE}/test_serving.py"],
+    "flowcheck/node/serving.py": [f"{NODE}/test_serving.py"],
     "flowcheck/trainer/attachment.py": [
         f"{FLOW}/trainer/test_attachment{part}.py"
         for part in ("", "_arguments", "_state", "_records", "_ranges", "_nodes")
     ],
     "flowcheck/trainer/ranges.py": [f"{FLOW}/trainer/test_ranges.py", f"{FLOW}/trainer/test_attachment_ranges.py"],
     "flowcheck/trainer/sender.py": [f"{FLOW}/trainer/test_sender.py", f"{FLOW}/trainer/test_attachment_ranges.py"],
+    "flowcheck/trainer/profiler.py": ["tests/attacks/test_profiler_ring.py"],
+    "flowcheck/trainer/profiler_calls.py": [f"{FLOW}/trainer/test_profiler_calls.py"],
     "flowcheck/trainer/description.py": [
         f"{FLOW}/trainer/test_description.py", f"{FLOW}/trainer/test_watch.py", f"{FLOW}/rebuild/test_sixteen_alone.py",
     ],
     "flowcheck/node/control.py": [f"{NODE}/test_control.py", f"{NODE}/test_control_server.py"],
     "flowcheck/node/config.py": [f"{NODE}/test_config.py"],
+    "flowcheck/node/captures.py": [f"{NODE}/test_captures.py", f"{NODE}/test_port.py"],
+    "flowcheck/node/port.py": [f"{NODE}/test_port.py"],
+    "flowcheck/node/peering.py": [f"{NODE}/test_peering.py"],
+    "flowcheck/node/peers.py": [f"{NODE}/test_peers.py"],
+    "flowcheck/node/shelf.py": [f"{NODE}/test_shelf.py"],
+    "flowcheck/node/parts.py": [f"{NODE}/test_parts.py"],
     "flowcheck/node/cli.py": [f"{NODE}/test_cli.py", f"{NODE}/test_cli_command.py"],
-    "flowcheck/node/group.py": [f"{NODE}/test_group.py", f"{NODE}/test_group_session.py"],
-    "flowcheck/node/live.py": [f"{NODE}/test_live_session.py"],
+    "flowcheck/node/membership.py": [f"{NODE}/test_group.py"],
+    "flowcheck/node/standing.py": [f"{NODE}/test_{part}.py" for part in ("group", "group_ranges", "group_session")],
+    "flowcheck/node/group.py": [
+        f"{NODE}/test_{part}.py" for part in ("group", "group_ranges", "group_session")
+    ],
+    "flowcheck/node/live.py": [
+        *(f"{NODE}/test_{part}.py" for part in ("live_session", "live_partial", "live_begin", "resync")),
+        f"{NODE}/test_group_session.py",
+        f"{FLOW}/rebuild/test_overload.py",
+    ],
     "flowcheck/node/output.py": [f"{NODE}/test_output.py"],
     "flowcheck/node/replica_files.py": [f"{NODE}/test_replica_files.py"],
     "flowcheck/node/budget.py": [f"{NODE}/test_budget.py"],
@@ -101,18 +142,25 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/node/runs.py": [f"{NODE}/test_runs.py", f"{NODE}/test_control.py"],
     "flowcheck/node/drops.py": [f"{NODE}/test_drops.py"],
     "flowcheck/node/silence.py": [f"{NODE}/test_live_session.py"],
-    "flowcheck/node/uploads.py": [f"{NODE}/test_uploads.py", f"{NODE}/test_group_session.py"],
+    "flowcheck/node/uploads.py": [f"{NODE}/test_asking.py", f"{NODE}/test_uploads.py"],
     "updater/layout.py": [f"{UPDATER}/test_layout.py"],
     "updater/optimizers.py": [f"{UPDATER}/test_optimizers.py"],
     "updater/rounding_modes.py": [f"{UPDATER}/test_rounding_modes.py", f"{UPDATER}/test_sixteen.py"],
     "updater/sixteen.py": [f"{UPDATER}/test_sixteen.py"],
-    "updater/arrays.py": [f"{UPDATER}/test_replica_states.py", f"{UPDATER}/test_sixteen.py"],
-    "updater/replica.py": [f"{UPDATER}/test_{part}.py" for part in ("replica", "partial", "replica_states")],
+    "updater/arrays.py": [f"{UPDATER}/test_{part}.py" for part in ("arrays", "replica_states", "sixteen")],
+    "updater/found.py": [f"{UPDATER}/test_replica_states.py"],
+    "updater/choosing.py": [f"{UPDATER}/test_choosing.py"],
+    "updater/tuning.py": [f"{UPDATER}/test_tuning.py"],
+    "updater/constants.py": [f"{UPDATER}/test_empty.py", f"{UPDATER}/test_step_values.py"],
+    "updater/replica.py": [
+        f"{UPDATER}/test_{part}.py" for part in ("replica", "replica_calls", "partial", "replica_states", "empty")
+    ],
     "updater/slot.py": [
         f"{UPDATER}/test_{part}.py" for part in ("slot", "replica", "partial", "replica_states", "apart")
     ],
-    "updater/store.py": [f"{UPDATER}/test_store.py"],
-    "updater/reader.py": [f"{UPDATER}/test_reader.py"],
+    "updater/remarks.py": [f"{UPDATER}/test_remarks.py"],
+    "updater/store.py": [f"{UPDATER}/test_{part}.py" for part in ("store", "replica_calls", "remarks")],
+    "updater/reader.py": [f"{UPDATER}/test_reader.py", f"{UPDATER}/test_remarks.py"],
     "updater/step.py": [f"{UPDATER}/test_step.py"],
     "updater/verify.py": [f"{UPDATER}/test_verify.py"],
 }

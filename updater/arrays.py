@@ -40,7 +40,8 @@ def check_tensors(
     for name, owner in tied.items():
         if owner not in optimizer.params or name in optimizer.params or name not in tensors:
             raise ReplicaError(f"{name!r} cannot be tied to {owner!r}: one model entry, one optimized tensor")
-        if tensors[name].shape != tensors[owner].shape or not torch.equal(tensors[name], tensors[owner]):
+        here = not tensors[name].is_meta
+        if tensors[name].shape != tensors[owner].shape or (here and not torch.equal(tensors[name], tensors[owner])):
             raise ReplicaError(f"{name!r} is tied to {owner!r} and differs from it")
     group = {name: group.options for group in optimizer.groups for name in group.params}
     for name in state:

@@ -16,10 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from updater.errors import ReplicaError
+from updater.remarks import read
 from updater.slot import Version
 from updater.store import COMPLETE, Store
 
-__all__ = ["PinnedVersion", "Reader"]
+__all__ = ["UNSAID", "PinnedVersion", "Reader"]
+
+UNSAID = "the replica was written by a version of flowcheck that did not say what it leaves open"
 
 
 class PinnedVersion(Version):
@@ -28,6 +31,9 @@ class PinnedVersion(Version):
     def __init__(self, store: Store, index: int, step: int) -> None:
         super().__init__(store, index)
         self.step = step
+        #: What the version was found to be when it was published, and what nothing has shown of it.
+        self.status, unproven = _said(store, index)
+        self.unproven = (*_unproven(store), *unproven)
 
 
 class Reader:
@@ -55,6 +61,20 @@ class Reader:
         return str(self._store.layout["dialect"])
 
     @property
+    def unproven(self) -> tuple[str, ...]:
+        """Marks of what all versions rest on and nothing has shown, as their writer said."""
+        return _unproven(self._store)
+
+    @property
+    def slots(self) -> int:
+        return self._store.slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one version's arrays."""
+        return sum(array.nbytes for array in (*self._store.constants, *self._store.arrays))
+
+    @property
     def verified(self) -> int | None:
         """The newest step that was found equal to the trainer's own state; None: none was compared."""
         return self._store.verified
@@ -63,6 +83,12 @@ class Reader:
     def steps(self) -> list[int]:
         """Steps of the complete versions at this moment, newest last."""
         return sorted(self._store.complete())
+
+    @property
+    def statuses(self) -> dict[int, str]:
+        """Step -> status of the complete versions at this moment, newest last. A pinned version's own is surer: a slot
+        may be taken between two looks."""
+        return {step: _said(self._store, index)[0] for step, index in sorted(self._store.complete().items())}
 
     def close(self) -> None:
         """Let go of the file; may be called twice. Pins that are held stay until their blocks are left."""
@@ -99,3 +125,14 @@ class Reader:
                 return fd, index, step
             os.close(fd)
         raise ReplicaError(f"{self._path}: no complete version could be pinned")
+
+
+def _unproven(store: Store) -> tuple[str, ...]:
+    marks = store.layout.get("unproven")
+    return (UNSAID,) if marks is None else tuple(map(str, marks))
+
+
+def _said(store: Store, index: int) -> tuple[str, tuple[str, ...]]:
+    """Status and marks of the version in a slot; where its writer said nothing of it, what holds for the replica."""
+    status, unproven = read(store.remarks(index))
+    return status or ("unverified" if store.verified is None else "verified"), unproven

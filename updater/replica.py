@@ -11,6 +11,9 @@ Model:
              | `-> PARTIAL -> FREE                 hold; its successor is held or published, or it is abandoned
              `-> FREE                              discard: an iteration that was lost
 
+A replica may begin without any version (`empty`): with a partial one, of which every element is anything. Its file has
+no name before the first version is complete, so a kill before that leaves nothing.
+
 Three calls are for recovery, which every process that holds versions takes part in: `Replica.attach` finds the versions
 of a process that has ended, `keep(step)` holds the step that all agreed on, and `rollback(step)` goes on from it where
 the trainers do. flowcheck has no recovery across processes yet, so tests are their only callers.
@@ -44,10 +47,12 @@ import torch
 
 from updater import kernels
 from updater.arrays import check_alone, check_tensors, plan
+from updater.constants import check_buffers, fill
 from updater.errors import NoFreeSlot, OptimizerError, ReplicaError
 from updater.found import check_found
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
+from updater.remarks import remarks
 from updater.rounding_modes import RoundingMode, cpu_root
 from updater.slot import Slot, SlotState
 from updater.step import StepValues
@@ -77,6 +82,8 @@ class Replica:
     slots: 2 to 4. divisor: gradients are divided by it. step, optimizer_state: where a checkpoint was taken.
     path: a file to create (tmpfs, hugetlbfs); None: memory of this process. threads: workers, 0 for none.
     values: per group the options of the step that made these tensors, where they are not the optimizer's (a schedule).
+    unproven: what readers are told that nothing has shown.
+    empty: of the tensors only shapes and types count ("meta" will do). The first version is partial, as after `leap`.
 
     Memory: V * (bytes per parameter: 12 for Adam in fp32, 16 with amsgrad, 8 for SGD with momentum, 4 without, and
     2 more for a 16-bit copy; half of it in 16 bits alone) plus constants once; every array begins on a cache line.
@@ -100,6 +107,8 @@ class Replica:
         threads: int = 0,
         values: Sequence[Mapping[str, Any]] = (),
         masters: bool = True,
+        unproven: Sequence[str] = (),
+        empty: bool = False,
     ) -> None:
         rounding, state = rounding or RoundingMode(), optimizer_state or {}
         if not 2 <= slots <= 4:
@@ -112,22 +121,23 @@ class Replica:
         identity = {
             "run_id": run_id, "epoch": epoch, "slots": slots, "divisor": divisor, "dialect": rounding.name,
             "torch_version": rounding.torch_version, "threads": rounding.threads, "optimizer": optimizer.to_dict(),
+            "unproven": list(unproven),
         }
         path = None if path is None else Path(path)
         planned = plan(tensors, optimizer, buffers, tied or {}, masters)
         check_alone(planned["arrays"], optimizer, rounding)
         store = Store.create(identity | planned, path)
         store.lock_writer(path)
+        self._take_over(store, optimizer, rounding, divisor, threads)
+        first = self._take_slot(step)
+        if empty:
+            first.clear(step, values)
+            self._set_state(first, SlotState.PARTIAL)
+            return
         for (name, _), constant in store.tensors(None).items():
             constant.copy_(tensors[name])
-        self._take_over(store, optimizer, rounding, divisor, threads)
-        first = self.slots[0]
-        first.step = step
-        self._set_state(first, SlotState.BUILDING)
         first.load(tensors, state, step, values)
-        self._set_state(first, SlotState.COMPLETE)
-        self._current = first
-        store.publish_file()
+        self._complete(first)
 
     @classmethod
     def attach(
@@ -166,6 +176,7 @@ class Replica:
         self.optimizer, self.rounding = spec, rounding
         self._store = store
         self._common: int | None = None
+        self._current: Slot | None = None
         self._lock = threading.Lock()
         self._tuning = chosen()
         self._pool = kernels.Pool(threads, "", *self._tuning)
@@ -194,8 +205,15 @@ class Replica:
 
     @property
     def current(self) -> Slot:
-        """The newest published version. Pin it to read it while updates go on."""
+        """The newest published version. Pin it to read it while updates go on. Raises ReplicaError: there is none."""
+        if self._current is None:
+            raise ReplicaError("no version of this replica is complete yet")
         return self._current
+
+    @property
+    def empty(self) -> bool:
+        """No version has been complete yet."""
+        return self._current is None
 
     @property
     def building(self) -> Slot | None:
@@ -208,7 +226,7 @@ class Replica:
     @property
     def base(self) -> Slot:
         """What the next version is built from: the partial one, if there is one, else the current one."""
-        return self.partial or self._current
+        return self.partial or self.current
 
     def build(self, step: int, layout: Layout, values: StepValues | None = None) -> Slot:
         """Begin version `step` (= base + 1) in a free slot.
@@ -231,29 +249,34 @@ class Replica:
             raise OptimizerError(
                 f"{self._alone!r} is updated in 16 bits alone: there is no kernel for gradients with a loss scale"
             )
-        self._check_buffers(values.buffers)
+        check_buffers(self._store, values.buffers)
         with self._lock:
             slot = self._take_slot(step)
         slot.begin(base, step, layout, values)
         return slot
 
+    def fill(self, ranges: Sequence[tuple[str, int, int]], values: Mapping[str, torch.Tensor]) -> None:
+        """Write elements of constants while no version is complete: afterwards all versions share them.
+
+        ranges, values: as of `Slot.patch`. Raises ReplicaError for what does not fit; nothing is written then.
+        """
+        if self._current is not None:
+            raise ReplicaError("a complete version has these constants; they cannot be written any more")
+        fill(self._store, ranges, values)
+
     def finish(self, slot: Slot, buffers: Mapping[str, torch.Tensor]) -> None:
         """Take buffers of the step that became known after `build`. Raises ReplicaError for what is none."""
         self._must_be_building(slot, "finished")
-        self._check_buffers(buffers)
+        check_buffers(self._store, buffers)
         slot.finish(buffers)
 
-    def _check_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        raw = {array.name: array for array in self._store.arrays if array.role == "raw"}
-        for name, tensor in buffers.items():
-            if name not in raw:
-                raise ReplicaError(f"{name!r} is not a buffer")
-            if (raw[name].dtype, raw[name].shape) != (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)):
-                raise ReplicaError(f"buffer {name!r} is {raw[name].dtype} {raw[name].shape}, given {tensor.dtype}"
-                                   f" {tuple(tensor.shape)}")
+    def publish(self, slot: Slot, status: str = "", unproven: Sequence[str] = ()) -> None:
+        """Make a built version the current one; only after the verdict. Its predecessor stays readable.
 
-    def publish(self, slot: Slot) -> None:
-        """Make a built version the current one; only after the verdict. Its predecessor stays readable."""
+        status, unproven: what readers are told of this version alone; "": what they are told of the replica.
+        """
+        self._must_be_building(slot, "published")
+        self._store.set_remarks(slot.index, remarks(status, unproven))
         self._end(slot, SlotState.COMPLETE, "published")
 
     def hold(self, slot: Slot) -> None:
@@ -266,12 +289,22 @@ class Replica:
             raise ReplicaError(f"step {slot.step} lacks the gradient of {slot.missing[0]!r}; it cannot be {what}")
         slot.end()
         before = self.partial
-        with self._lock:
-            self._set_state(slot, state)
-            if state is SlotState.COMPLETE:
-                self._current = slot
-            if before is not None:
+        if state is SlotState.COMPLETE:
+            self._complete(slot)
+        else:
+            with self._lock:
+                self._set_state(slot, state)
+        if before is not None:
+            with self._lock:
                 self._set_state(before, SlotState.FREE)
+
+    def _complete(self, slot: Slot) -> None:
+        """A version is there to be read. The first one of a replica gives its file a name."""
+        with self._lock:
+            self._set_state(slot, SlotState.COMPLETE)
+            first, self._current = self._current is None, slot
+        if first:
+            self._store.publish_file()
 
     def leap(self, step: int) -> None:
         """Go on at a later step than the next one, with a partial version of which every element is anything.
@@ -284,18 +317,19 @@ class Replica:
             slot = self.partial
             if slot is None:
                 slot = self._take_slot(step)
-                slot.follow(self._current)
+                slot.follow(self.current)
                 self._set_state(slot, SlotState.PARTIAL)
             slot.step = step
 
     def abandon(self) -> None:
-        """Give the partial version up, if there is one. Not while a build is under way."""
+        """Give the partial version up, if there is one. Not while a build is under way. An empty replica has nothing
+        to go on from then."""
         if self.partial is not None:
             self._set_state(self.partial, SlotState.FREE)
 
     def mark_verified(self) -> None:
         """Say in the file, for those who find it later, that the current version is equal to the trainer's."""
-        self._store.mark_verified(self._current.step)
+        self._store.mark_verified(self.current.step)
 
     def discard(self, slot: Slot) -> None:
         """Throw a half-built version away. Work that no worker has begun is not done."""
@@ -319,7 +353,7 @@ class Replica:
     def pinned(self) -> Iterator[Slot]:
         """The current version, kept as it is until the block is left; may nest and run in any thread."""
         with self._lock:
-            slot = self._current
+            slot = self.current
             if slot.state is SlotState.COMPLETE:
                 self._set_state(slot, SlotState.PINNED)
             slot.pins += 1
@@ -365,7 +399,7 @@ class Replica:
                 self._set_state(slot, SlotState.FREE)
                 self._store.unlock_slot(slot.index)
         self.abandon()
-        return self._current
+        return self.current
 
     def _must_be_building(self, slot: Slot, what: str) -> None:
         if slot.state is not SlotState.BUILDING:

@@ -261,6 +261,12 @@ class Slot(Version):
         if same:
             self._ticket = self._pool.copies(same)
 
+    def clear(self, step: int, values: Sequence[Mapping[str, Any]]) -> None:
+        """Be a version of which every element is anything, and no update has been counted."""
+        self.step = step
+        self._set_options(values)
+        self._steps.zero_()
+
     def follow(self, source: Slot) -> None:
         """Take from `source` what a step has besides elements: counts of steps, options, buffers."""
         for (name, role), tensor in self._tensors.items():

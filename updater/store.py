@@ -3,6 +3,7 @@
     0       magic, format, sizes, hash of the layout, CRC of all that       (written once, before the file has its name)
     128     one header per slot, each on a cache line of its own           (state, check, step: one 8-byte store)
     512     the newest step that was verified, in the same form             (0: none)
+    1024    remarks on the version of each slot, 768 bytes each             (length, text; written before its header)
     4096    the layout as JSON: run, epoch, entries, arrays of a slot      (so that a reader needs nothing else)
     ...     constants, once; then V slots of equal size, arrays on cache lines
 
@@ -35,13 +36,15 @@ import torch
 
 from updater.errors import ReplicaError
 
-__all__ = ["BUILDING", "COMPLETE", "FREE", "Array", "Store", "plan_arrays"]
+__all__ = ["BUILDING", "COMPLETE", "FREE", "MOST_REMARKS", "Array", "Store", "plan_arrays"]
 
 MAGIC, FORMAT = b"FCREPLIC", 2
 _HEADER = struct.Struct("<8sIIQQQQI4x32s")  # magic, format, slots, size, json bytes, first slot, stride, pad, hash
 _CRC = struct.Struct("<I")
 _CRC_AT = 120
-_WORDS, _VERIFIED, _LINE, _TEXT = 128, 512, 64, 4096
+_WORDS, _VERIFIED, _REMARKS, _LINE, _TEXT = 128, 512, 1024, 64, 4096
+_REMARK = 768  # bytes of a slot, its length included
+MOST_REMARKS = _REMARK - 2
 FREE, BUILDING, COMPLETE = 0, 1, 2
 _WRITER = 64  # byte of the writer's lock; a slot's is its index
 
@@ -227,6 +230,19 @@ class Store:
     def mark_verified(self, step: int) -> None:
         """This step was compared with the trainer's own state, and is equal."""
         self._mark[0] = _packed(COMPLETE, step)
+
+    def set_remarks(self, slot: int, text: bytes) -> None:
+        """What is to be said of the version in a slot that is being built; at most MOST_REMARKS bytes."""
+        if len(text) > MOST_REMARKS:
+            raise ValueError(f"{len(text)} bytes of remarks, at most {MOST_REMARKS}")
+        at = _REMARKS + slot * _REMARK
+        self.memory[at : at + 2 + len(text)] = len(text).to_bytes(2, "little") + text
+
+    def remarks(self, slot: int) -> bytes:
+        """Of a slot that is complete, and pinned: else they may be another version's."""
+        at = _REMARKS + slot * _REMARK
+        length = min(int.from_bytes(self.memory[at : at + 2], "little"), MOST_REMARKS)
+        return self.memory[at + 2 : at + 2 + length]
 
     @property
     def verified(self) -> int | None:

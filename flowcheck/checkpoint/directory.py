@@ -18,7 +18,6 @@ Threads: any; two writers of the same DIR must be two processes or take turns.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -32,6 +31,7 @@ import torch
 from flowcheck import __version__
 from flowcheck.checkpoint.files import load_file, readable, refuse, tensor_sha256, write_file
 from flowcheck.control.tensors import DTYPES
+from flowcheck.control.version import MODEL, OPTIMIZER, SCHEMA, SCHEMAS, seal, self_hash
 from flowcheck.durable import (
     exchange,
     fsync_directory,
@@ -45,13 +45,12 @@ from flowcheck.errors import UserError
 from flowcheck.job.model import ModelEntry
 
 __all__ = [
-    "PARAMETERS_SCHEMA", "SCHEMA", "Loaded", "Meta", "check_replaceable", "load_init", "load_parameters", "load_step",
-    "parameters_path", "step_path", "tensor_sha256", "write_parameters", "write_step",
+    "MANIFEST", "PARAMETERS_SCHEMA", "Loaded", "Meta", "check_replaceable", "load_init", "load_parameters", "load_step",
+    "parameters_path", "read_step_manifest", "step_path", "tensor_sha256", "write_parameters", "write_step",
 ]
 
-SCHEMA, PARAMETERS_SCHEMA = "flowcheck/checkpoint/1", "flowcheck/parameters/1"
-MODEL, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.safetensors", "manifest.json"
-PARAMETERS = "parameters.safetensors"
+PARAMETERS_SCHEMA = "flowcheck/parameters/1"
+MANIFEST, PARAMETERS = "manifest.json", "parameters.safetensors"
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,8 @@ class Meta:
 
     status: "unverified" until enough trainer checksums matched, then "verified". unproven: marks of the
     verdict (see flowcheck.rebuild.verdict); empty if every packet was checked. optimizer: name and groups in the
-    job manifest's form, {} if the job has none. rounding: the rounding order the updates were computed in.
+    job manifest's form, {} if the job has none. rounding: the rounding order the updates were computed in. shard: name
+    of the group of ranks whose state it is.
     """
 
     run_id: str = ""
@@ -69,6 +69,7 @@ class Meta:
     unproven: tuple[str, ...] = ()
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     rounding: str = ""
+    shard: str = ""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def write_step(
         for name, state in optimizer_state.items() for key, value in state.items()
     }
     about = {
-        "status": meta.status, "unproven": list(meta.unproven), "optimizer": dict(meta.optimizer),
+        "shard": meta.shard, "status": meta.status, "unproven": list(meta.unproven), "optimizer": dict(meta.optimizer),
         "rounding": meta.rounding,
     }
     files = {MODEL: dict(parameters), OPTIMIZER: flat}
@@ -179,7 +180,7 @@ def _write_directory(
 def load_step(path: str | os.PathLike[str]) -> Loaded:
     """Read a step directory, checking every hash. Raises UserError naming file and tensor."""
     path = Path(path)
-    manifest = _read_manifest(path, SCHEMA, "step", (MODEL, OPTIMIZER))
+    manifest = read_step_manifest(path)
     found = {name: load_file(path / name, manifest["files"][name]) for name in (MODEL, OPTIMIZER)}
     state: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in found[OPTIMIZER].items():
@@ -188,10 +189,15 @@ def load_step(path: str | os.PathLike[str]) -> Loaded:
     return Loaded(manifest["step"], found[MODEL], state, manifest)
 
 
+def read_step_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The manifest of a step directory, which no tensor was held against yet. Raises UserError."""
+    return _read_manifest(Path(path), SCHEMAS, "step", (MODEL, OPTIMIZER))
+
+
 def load_parameters(path: str | os.PathLike[str]) -> Loaded:
     """Read a directory of gathered parameters, checking every hash; no optimizer state. Raises UserError."""
     path = Path(path)
-    manifest = _read_manifest(path, PARAMETERS_SCHEMA, "parameters", (PARAMETERS,))
+    manifest = _read_manifest(path, (PARAMETERS_SCHEMA,), "parameters", (PARAMETERS,))
     return Loaded(manifest["step"], load_file(path / PARAMETERS, manifest["files"][PARAMETERS]), {}, manifest)
 
 
@@ -228,25 +234,14 @@ def _head(schema: str, step: int, meta: Meta) -> dict[str, Any]:
 
 
 def _manifest(about: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:
-    manifest: dict[str, Any] = {
-        **about,
-        "written_by": {"flowcheck": __version__, "torch": str(torch.__version__)},
-        "files": files,
-    }
-    manifest["manifest_sha256"] = _self_hash(manifest)
-    return manifest
-
-
-def _self_hash(manifest: Mapping[str, Any]) -> str:
-    """Over the JSON without this field, keys sorted, no spaces: a flipped bit in the manifest shows too."""
-    body = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    by = {"flowcheck": __version__, "torch": str(torch.__version__)}
+    return seal({**about, "written_by": by, "files": files})
 
 
 # -- reading ----------------------------------------------------------------------------------------
 
 
-def _read_manifest(path: Path, schema: str, name: str, files: tuple[str, ...]) -> dict[str, Any]:
+def _read_manifest(path: Path, schemas: tuple[str, ...], name: str, files: tuple[str, ...]) -> dict[str, Any]:
     foreign = f"give a directory named {name}-NNNNNN that this project wrote"
     if ".partial-" in path.name:
         raise refuse(path, "is a step that was not finished or was replaced", foreign)
@@ -257,11 +252,11 @@ def _read_manifest(path: Path, schema: str, name: str, files: tuple[str, ...]) -
     except (ValueError, RecursionError):
         raise refuse(path / MANIFEST, "is not JSON") from None
     found = manifest.get("schema") if isinstance(manifest, dict) else None
-    if found != schema and found == PARAMETERS_SCHEMA:
+    if found not in schemas and found == PARAMETERS_SCHEMA:
         raise refuse(path, "holds gathered parameters alone, in compute precision, and no optimizer state", foreign)
-    if not isinstance(manifest, dict) or found != schema:
-        raise refuse(path / MANIFEST, f"is not a {schema} manifest", foreign)
-    if manifest.get("manifest_sha256") != _self_hash(manifest):
+    if not isinstance(manifest, dict) or found not in schemas:
+        raise refuse(path / MANIFEST, f"is not a {schemas[-1]} manifest", foreign)
+    if manifest.get("manifest_sha256") != self_hash(manifest):
         raise refuse(path / MANIFEST, "was changed after it was written (its own hash does not match)")
     if not _well_formed(manifest, files):
         raise refuse(path / MANIFEST, "lacks a field that every checkpoint has", foreign)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from flowcheck.checkpoint.state import torch_state
+from flowcheck.control.torch_state import torch_state
 from flowcheck.errors import UserError
 from updater.errors import UpdaterError
 from updater.reader import PinnedVersion, Reader

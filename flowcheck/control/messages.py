@@ -13,17 +13,22 @@ from flowcheck.errors import UserError
 from flowcheck.job.form import INTEGER_LIMIT, shown
 
 __all__ = [
-    "MESSAGES", "MOST_RANGES", "PATCH_BYTES", "PROTOCOL", "RANGES_TEXT", "RESYNC", "Bye", "Challenge", "Flows", "Hello",
-    "Joined", "Manifest", "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "Refused", "State", "Wanted",
-    "Welcome",
+    "MESSAGES", "MOST_RANGES", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT", "RESYNC",
+    "ROLES", "Bye", "Bytes", "Challenge", "Flows", "Hello", "Holes", "Joined", "Manifest", "Notice", "Patch",
+    "Progress", "Range", "Ranges", "Record", "Refused", "Span", "State", "Wanted", "Welcome",
 ]
 
 PROTOCOL = "flowcheck/records/1"
 RESYNC = ("state", "ranges")
+ROLES = ("trainer", "peer")
 MOST_RANGES = 16384  # in one message
 RANGES_TEXT = 2 << 20  # bytes of JSON that a trainer reads at once
 PATCH_BYTES = 64 << 20  # of state that a rank gives at one boundary
+PEER_BYTES = 64 << 20  # of an arena that a peer is asked for at once
+PEER_SECONDS = 10.0  # that a peer may wait for an answer
+CELL = 8  # bytes of an arena that are there or not
 
+Span = tuple[int, int]  # first byte in an iteration's arena, bytes
 Range = tuple[str, int, int]  # entry of the model, first element, elements; of the entry in row-major order
 
 
@@ -37,8 +42,9 @@ class Challenge:
 
 @dataclass
 class Hello:
-    """Trainer, answering: one rank of one run. group: which of a node's groups, "" if it has one. instance: of this
-    attachment, so that a job that was started again is known even if it says the same run and epoch."""
+    """Who comes, answering: one rank of one run. group: which of a node's groups, "" if it has one. instance: of this
+    attachment, so that a job that was started again is known even if it says the same run and epoch. role: "trainer",
+    or "peer": another node that follows the same group; it is rank 0 of 1."""
 
     run_id: str
     epoch: int
@@ -49,6 +55,7 @@ class Hello:
     proof: str
     protocol: str = PROTOCOL
     instance: str = ""
+    role: str = ROLES[0]
 
 
 @dataclass
@@ -150,6 +157,48 @@ class Patch:
 
 
 @dataclass
+class Holes:
+    """Peer, asking: bytes of the arena of the trainer's iteration `iteration` that it lacks, and some beside them.
+    plan: 64 hexadecimal digits that stand for the job and where its bytes lie. ranges: of Span, in order, each from
+    the beginning of a cell on. seconds: for which an answer is of use."""
+
+    request: int
+    iteration: int
+    plan: str
+    ranges: list[Any]
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _count(self.request, "holes: request")
+        _count(self.iteration, "holes: iteration")
+        self.ranges = _spans(self.ranges, "holes: ranges")
+        if not self.ranges:
+            raise UserError("asks for nothing", where="holes: ranges")
+        if not 0 < self.seconds <= PEER_SECONDS:
+            raise UserError(f"{self.seconds} is not between 0 and {PEER_SECONDS}", where="holes: seconds")
+
+
+@dataclass
+class Bytes:
+    """Node, to a peer: what it has of Holes `request`, from its own mirror and checked. ranges: of Span, each inside
+    one of those asked for; payload: their bytes, one after the other. digest: SHA-256 of the payload, hexadecimal.
+    why: why nothing is here; then neither ranges nor payload."""
+
+    request: int
+    iteration: int
+    ranges: list[Any] = field(default_factory=list)
+    digest: str = ""
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        _count(self.request, "bytes: request")
+        _count(self.iteration, "bytes: iteration")
+        self.ranges = _spans(self.ranges, "bytes: ranges")
+        if bool(self.ranges) == bool(self.why):
+            raise UserError("either ranges, or why there are none", where="bytes: why")
+
+
+@dataclass
 class Bye:
     """Trainer: training ends here; nothing more will come."""
 
@@ -187,8 +236,8 @@ class Notice:
 MESSAGES: dict[str, type] = {
     kind.__name__.lower(): kind
     for kind in (
-        Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Ranges, Patch, Bye, Wanted, Joined,
-        Progress, Notice,
+        Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Ranges, Patch, Holes, Bytes, Bye, Wanted,
+        Joined, Progress, Notice,
     )
 }
 
@@ -212,4 +261,23 @@ def _ranges(found: list[Any], where: str) -> list[Range]:
         if not entry.isprintable() or start < 0 or length < 1 or start + length >= INTEGER_LIMIT:
             raise UserError(f"{length} elements from {start} on, of entry {shown(entry)}", where=f"{where}[{len(out)}]")
         out.append((entry, start, length))
+    return out
+
+
+def _spans(found: list[Any], where: str) -> list[Span]:
+    if len(found) > MOST_RANGES:
+        raise UserError(f"{len(found)} ranges, at most {MOST_RANGES} are taken at once", where=where)
+    out: list[Span] = []
+    end = nbytes = 0
+    for one in found:
+        here = f"{where}[{len(out)}]"
+        if not isinstance(one, list | tuple) or len(one) != 2 or not all(type(number) is int for number in one):
+            raise UserError(f"{shown(one)} is not [first byte, bytes]", where=here)
+        start, length = one
+        if start < end or start % CELL or length < 1 or start + length >= INTEGER_LIMIT:
+            raise UserError(f"{length} bytes from {start} on: overlaps, is empty, or begins within a cell", where=here)
+        end, nbytes = start + length, nbytes + length
+        out.append((start, length))
+    if nbytes > PEER_BYTES:
+        raise UserError(f"{nbytes} bytes, at most {PEER_BYTES} are given at once", where=where)
     return out

@@ -1,9 +1,10 @@
 """How trainers and a checkpoint node speak: frames, their limits, and who may speak. What they say: messages.py.
 
     frame      magic 4 | JSON bytes 4 | payload bytes 8 | JSON object with "type" | payload (raw safetensors)
-    opening    node: Challenge    trainer: Hello (proof over both nonces)    node: Welcome (proof) or Refused
+    opening    node: Challenge    trainer or peer: Hello (proof over both nonces)    node: Welcome (proof) or Refused
     then       trainer: Flows, Manifest, State, Record, Patch, Bye
                node: Wanted, Ranges, Joined, Progress, Notice, Refused
+    or         peer: Holes         node: Bytes, Refused
 
 Both sides prove that they know the token (HMAC-SHA256 over both nonces and who is speaking); the token itself never
 travels. Nothing is encrypted: the connection belongs on the control network. Every length is checked before
@@ -30,13 +31,18 @@ from flowcheck.control.messages import (
     MESSAGES,
     MOST_RANGES,
     PATCH_BYTES,
+    PEER_BYTES,
+    PEER_SECONDS,
     PROTOCOL,
     RANGES_TEXT,
     RESYNC,
+    ROLES,
     Bye,
+    Bytes,
     Challenge,
     Flows,
     Hello,
+    Holes,
     Joined,
     Manifest,
     Notice,
@@ -46,6 +52,7 @@ from flowcheck.control.messages import (
     Ranges,
     Record,
     Refused,
+    Span,
     State,
     Wanted,
     Welcome,
@@ -54,9 +61,10 @@ from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.form import Place, build, parse
 
 __all__ = [
-    "MESSAGES", "MOST_RANGES", "PATCH_BYTES", "PROTOCOL", "RANGES_TEXT", "RESYNC", "Bye", "Challenge", "Flows", "Hello",
-    "Joined", "Limits", "Link", "Manifest", "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "RecordsError",
-    "Refused", "State", "Wanted", "Welcome", "accept", "greet", "token_bytes",
+    "MESSAGES", "MOST_RANGES", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT", "RESYNC",
+    "ROLES", "Bye", "Bytes", "Challenge", "Flows", "Hello", "Holes", "Joined", "Limits", "Link", "Manifest", "Notice",
+    "Patch", "Progress", "Range", "Ranges", "Record", "RecordsError", "Refused", "Span", "State", "Wanted", "Welcome",
+    "accept", "greet", "token_bytes",
 ]
 
 MAGIC = b"FCR1"
@@ -229,12 +237,13 @@ def _proof(token: bytes, side: str, challenge: str, hello: Hello) -> str:
 
 
 def greet(
-    link: Link, token: bytes, *, run_id: str, epoch: int, rank: int, ranks: int, group: str, instance: str = ""
+    link: Link, token: bytes, *, run_id: str, epoch: int, rank: int, ranks: int, group: str, instance: str = "",
+    role: str = ROLES[0],
 ) -> Welcome:
-    """The trainer's opening. Raises RecordsError: refused, or the node does not know the token."""
+    """The opening of a trainer or a peer. Raises RecordsError: refused, or the node does not know the token."""
     challenge = _expect(link, Challenge)
-    hello = Hello(run_id, epoch, rank, ranks, group, secrets.token_hex(32), "", instance=instance)
-    hello.proof = _proof(token, "trainer", challenge.nonce, hello)
+    hello = Hello(run_id, epoch, rank, ranks, group, secrets.token_hex(32), "", instance=instance, role=role)
+    hello.proof = _proof(token, role, challenge.nonce, hello)
     link.send(hello)
     answer: Welcome = _expect(link, Welcome)
     if not hmac.compare_digest(answer.proof.encode(), _proof(token, "node", challenge.nonce, hello).encode()):
@@ -248,7 +257,9 @@ def accept(link: Link, token: bytes, resync: str = RESYNC[0]) -> Hello:
     challenge = Challenge(secrets.token_hex(32))
     link.send(challenge, seconds=link.limits().seconds)
     hello: Hello = _expect(link, Hello)
-    if not hmac.compare_digest(hello.proof.encode(), _proof(token, "trainer", challenge.nonce, hello).encode()):
+    if hello.role not in ROLES:
+        raise RecordsError(f"{hello.role[:40]!r} is not one of {', '.join(ROLES)}", where=link.peer)
+    if not hmac.compare_digest(hello.proof.encode(), _proof(token, hello.role, challenge.nonce, hello).encode()):
         raise RecordsError("the token is wrong", where=link.peer)
     if not 0 <= hello.rank < hello.ranks <= 65536:
         raise RecordsError(f"rank {hello.rank} of {hello.ranks}", where=link.peer)

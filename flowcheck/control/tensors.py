@@ -3,6 +3,7 @@
     head, order = header(tensors)              what a file begins with, and the tensors' order in it
     pieces(tensor)                             a tensor's bytes, a few MiB at a time
     unpack(data, expected) -> {name: tensor}   bytes from a stranger, checked against what must be in them
+    places(text, expected, size)               where each tensor lies behind a header from a stranger, checked likewise
 
 Widest elements first keeps every tensor aligned, which loaders that map a file rely on. Both of our targets (x86-64,
 aarch64) are little-endian, as the format is. Any thread.
@@ -20,7 +21,9 @@ import torch
 
 from flowcheck.errors import UserError
 
-__all__ = ["DTYPES", "TensorSpec", "header", "packed_bytes", "pieces", "unpack"]
+__all__ = [
+    "CHUNK", "DTYPES", "HEADER_LIMIT", "TensorSpec", "header", "memory", "packed_bytes", "pieces", "places", "unpack",
+]
 
 #: torch dtype -> name in manifests, name in safetensors.
 DTYPES = {
@@ -74,15 +77,23 @@ def packed_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
 
 def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The tensor's bytes in row-major order."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    data = memory(tensor.detach().cpu().contiguous())
+    for start in range(0, len(data), CHUNK):
+        yield data[start : start + CHUNK]
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor of this machine's memory in row-major order, to read or to write. Raises ValueError for one
+    that lies elsewhere or otherwise."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"a tensor on {tensor.device}, contiguous: {tensor.is_contiguous()}")
+    flat = tensor.detach().reshape(-1)
     size = flat.numel() * flat.element_size()
     if not size:
-        return
-    memory = (ctypes.c_char * size).from_address(flat.data_ptr())  # not Tensor.numpy(): trainers need not have numpy
-    memory.tensor = flat  # type: ignore[attr-defined]  # lives as long as any piece of it
-    data = memoryview(memory).cast("B")
-    for start in range(0, size, CHUNK):
-        yield data[start : start + CHUNK]
+        return memoryview(b"")
+    held = (ctypes.c_char * size).from_address(flat.data_ptr())  # not Tensor.numpy(): trainers need not have numpy
+    held.tensor = flat  # type: ignore[attr-defined]  # lives as long as any piece of it
+    return memoryview(held).cast("B")
 
 
 def unpack(data: bytearray, expected: Mapping[str, TensorSpec], where: str) -> dict[str, torch.Tensor]:
@@ -90,17 +101,13 @@ def unpack(data: bytearray, expected: Mapping[str, TensorSpec], where: str) -> d
 
     Raises UserError for anything that is not whole, not expected, of another dtype or shape, or overlapping.
     """
-    entries, start = _entries(data, where)
+    length = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or length > min(HEADER_LIMIT, len(data) - 8):
+        raise UserError(f"a safetensors header of {length} bytes in {len(data)}", where=where)
+    start = 8 + length
     found: dict[str, torch.Tensor] = {}
-    spans = []
-    for name, entry in entries.items():
-        spec = expected.get(name)
-        if spec is None:
-            raise UserError(f"tensor {name[:80]!r} is not expected", where=where)
-        begin, end = _span(entry, spec, name, where)
-        if not 0 <= begin <= end <= len(data) - start or end - begin != spec.nbytes:
-            raise UserError(f"tensor {name!r} lies at {begin}..{end} of {len(data) - start} bytes", where=where)
-        spans.append((begin, end))
+    for name, (begin, end) in places(data[8:start], expected, len(data) - start, where).items():
+        spec = expected[name]
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if begin == end:
             found[name] = torch.empty(spec.shape, dtype=dtype)
@@ -110,28 +117,45 @@ def unpack(data: bytearray, expected: Mapping[str, TensorSpec], where: str) -> d
         else:
             count = (end - begin) // dtype.itemsize
             found[name] = torch.frombuffer(data, dtype=dtype, count=count, offset=start + begin).reshape(spec.shape)
-    reach = 0
-    for begin, end in sorted(spans):
-        if begin != reach:
-            raise UserError(f"tensors overlap or leave a gap at byte {reach}", where=where)
-        reach = end
-    if reach != len(data) - start:
-        raise UserError(f"{len(data) - start - reach} bytes behind the last tensor", where=where)
     return {name: found[name] for name in expected if name in found}
 
 
-def _entries(data: bytearray, where: str) -> tuple[dict[str, Any], int]:
-    length = int.from_bytes(data[:8], "little")
-    if len(data) < 8 or length > min(HEADER_LIMIT, len(data) - 8):
-        raise UserError(f"a safetensors header of {length} bytes in {len(data)}", where=where)
+def places(
+    text: bytes | bytearray, expected: Mapping[str, TensorSpec], size: int, where: str
+) -> dict[str, tuple[int, int]]:
+    """Begin and end of each tensor in the `size` bytes that follow a header, in the data's order.
+
+    text: the header's JSON. Raises UserError as `unpack` does.
+    """
+    spans: dict[str, tuple[int, int]] = {}
+    for name, entry in _entries(text, where).items():
+        spec = expected.get(name)
+        if spec is None:
+            raise UserError(f"tensor {name[:80]!r} is not expected", where=where)
+        begin, end = _span(entry, spec, name, where)
+        if not 0 <= begin <= end <= size or end - begin != spec.nbytes:
+            raise UserError(f"tensor {name!r} lies at {begin}..{end} of {size} bytes", where=where)
+        spans[name] = begin, end
+    spans = dict(sorted(spans.items(), key=lambda item: item[1]))
+    reach = 0
+    for begin, end in spans.values():
+        if begin != reach:
+            raise UserError(f"tensors overlap or leave a gap at byte {reach}", where=where)
+        reach = end
+    if reach != size:
+        raise UserError(f"{size - reach} bytes behind the last tensor", where=where)
+    return spans
+
+
+def _entries(text: bytes | bytearray, where: str) -> dict[str, Any]:
     try:
-        entries = json.loads(data[8 : 8 + length])
+        entries = json.loads(text)
     except (ValueError, RecursionError):
         raise UserError("the safetensors header is not JSON", where=where) from None
     if not isinstance(entries, dict):
         raise UserError("the safetensors header is no object", where=where)
     entries.pop("__metadata__", None)
-    return entries, 8 + length
+    return entries
 
 
 def _span(entry: Any, spec: TensorSpec, name: str, where: str) -> tuple[int, int]:

@@ -24,6 +24,11 @@ MirrorOption = Annotated[
     str | None,
     typer.Option("--mirror", help="Ranks whose switch ports are mirrored, e.g. 0,1,2.", show_default="the first three"),
 ]
+PeerOption = Annotated[
+    str | None,
+    typer.Option("--peer-mirror", help="Ranks whose ports a second node mirrors; each node asks the other for what its"
+                 " own mirror has lost."),
+]
 SwitchOption = Annotated[
     Literal["tc", "ovs"], typer.Option("--switch", help="tc: Linux bridge and tc mirred; ovs: Open vSwitch.")
 ]
@@ -62,6 +67,7 @@ def run(
     name: NameOption = "lab",
     ranks: RanksOption = 4,
     mirror: MirrorOption = None,
+    peer_mirror: PeerOption = None,
     switch: SwitchOption = "tc",
     direction: DirectionOption = "both",
     model: Annotated[str, typer.Option("--model", help="gpt, conv or mlp.")] = "gpt",
@@ -78,7 +84,7 @@ def run(
     loss_scale: Annotated[float | None, typer.Option("--loss-scale", help="First scale of GradScaler.")] = None,
     schedule: Annotated[str, typer.Option("--schedule", help="constant, step, cosine or warmup.")] = "constant",
     training_loss: Annotated[float, typer.Option("--training-loss", help="Loss on rank 0's cable, 0 to 1.")] = 0,
-    mirror_loss: Annotated[float, typer.Option("--mirror-loss", help="Loss of copies, 0 to 1.")] = 0,
+    mirror_loss: Annotated[float, typer.Option("--mirror-loss", help="Loss of the first node's copies, 0 to 1.")] = 0,
     seed: Annotated[int, typer.Option("--seed", help="Of weights, data and losses.")] = 1,
     step_time: Annotated[
         int, typer.Option("--step-time", min=0, help="Iterations per arm of the step-time check; 0: none.")
@@ -108,9 +114,15 @@ def run(
             f"no rank of stage {stage} is mirrored", where="--mirror",
             remedy=f"one or more of {', '.join(map(str, job.group(stage)))} besides",
         )
+    groups = [tuple(job.group(stage)) for stage in range(stages)]
+    if peer_mirror is not None:
+        if stages > 1:
+            raise UserError("several stages have a node each, and no peers here", where="--peer-mirror",
+                            remedy="--stages 1")
+        nodes, groups = [*nodes, _ranks(peer_mirror, ranks)], groups * 2
     config = FabricConfig(
         name=name, ranks=ranks, switch=switch, direction=direction, algorithm=algorithm, path_mtu=mtu,
-        mirrored=tuple(nodes), groups=tuple(tuple(job.group(stage)) for stage in range(stages)),
+        mirrored=tuple(nodes), groups=tuple(groups),
         impairments=tuple(wires),
     )
     raise typer.Exit(run_lab(LabOptions(config, job, out, iterations, step_time), screen()))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import signal
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from flowcheck.lab.run import Cores, LabRun, nobody
 from flowcheck.lab.shape import FabricConfig
 from flowcheck.lab.view import Screen
 
-__all__ = ["LabOptions", "report", "run_lab", "step_times"]
+__all__ = ["LabOptions", "attach_steps", "report", "run_lab", "step_times"]
 
+WATCHED = 3  # iterations before attach sends anything
 SETTLING = 5  # first iterations of an arm without node: DDP's second bucket layout; attach takes as many
 TROUBLE = ("silent", "dropped", "lost", "deferred", "waiting", "refused", "problem")  # what a node says of itself
 DEEP = {"capture": {"ring_size": 1 << 16}}  # some iterations of packets: a node that shares its core must not lose any
@@ -65,10 +67,12 @@ def run_lab(options: LabOptions, console: Console) -> int:
             run.watch(run.ledger, last=True)
             summary, events = run.ledger.summary(), [event for _, event in run.events]
             trained = time.monotonic() - begin - started
+            attaching = attach_steps([(one["iteration"], one["seconds"]) for one in run.iterations], first)
         run.watch = nobody
         if options.arm:
             _say_step_times(step_times(run, options.job, options.arm), console)
         run.finish_trainers()
+    console.print(attaching, highlight=False)
     return report(options, summary, events, (started, trained), console)
 
 
@@ -90,6 +94,21 @@ def step_times(run: LabRun, job: Training, iterations: int) -> dict[bool, list[f
         if arm:
             run.finish_nodes()
     return times
+
+
+def attach_steps(steps: Sequence[tuple[int, float]], first: int) -> str:
+    """How long the longest step around attach was, in words. steps: (iteration, seconds) of all of a job; first: the
+    iteration of the node's first version."""
+    around = [(seconds, i) for i, seconds in steps if WATCHED <= i <= first + 1]
+    others = [seconds for i, seconds in steps if i > first + 1]
+    if not around or not others:
+        return "attach       too few steps to compare"
+    longest, at = max(around)
+    return (
+        f"attach       longest step {longest * 1e3:.1f} ms (iteration {at} of {WATCHED} to {first + 1}, from the"
+        f" manifest to the first\n             version); median of the {len(others)} after them"
+        f" {statistics.median(others) * 1e3:.1f} ms, longest {max(others) * 1e3:.1f} ms"
+    )
 
 
 # -- words ------------------------------------------------------------------------------------------------
@@ -149,6 +168,10 @@ def report(
                   highlight=False)
     counted = f"{packets:,} mirrored packets, {placed:,} placed, {twice:,} seen twice"
     console.print("captured     " + (counted if lines else "no iteration that could be judged"), highlight=False)
+    cells = {source: sum(line.get("filled", {}).get(source, 0) for line in lines) for source in ("peer", "trainer")}
+    if any(cells.values()):
+        by = " and ".join(f"{count:,} by the {source}" for source, count in cells.items() if count)
+        console.print(f"healed       of cells of 8 bytes {by}", highlight=False)
     for row in [*summary.differing, *summary.unpublished][:20]:
         console.print(f"iteration {row.iteration} {row.verdict}: {row.why}", highlight=False)
     console.print(f"files        {options.out}", highlight=False)
@@ -163,7 +186,7 @@ def report(
             f"the trainers' own state: {summary.tensors:,} tensors (parameters, optimizer state, buffers)\n"
             f"compared by SHA-256, none differs. {job.ranks} ranks trained with torch's\n"
             "DistributedDataParallel; their gradients came to the node in mirrored packets\n"
-            "and in no other way.", highlight=False,
+            + ("and in no other way." if not any(cells.values()) else "but for what was healed."), highlight=False,
         )
         return 0
     console.print(

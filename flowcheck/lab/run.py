@@ -8,9 +8,16 @@
         run.finish_nodes()                      nodes say what they have, and end
         run.ledger.summary().all_equal
 
+        run.train_and_die(30, rank=2, iteration=17, at="allreduce")     a rank is killed, and with it the job
+        run.start_trainers_again()
+        run.begin(job, attach=True, recover=True)                       the job goes on from what the nodes have
+
 `begin(job)` instead of `attach` trains without a node. Jobs may follow each other in the same processes, with nodes of
 their own or none. Trainers run on one core, everything that is not training on another, where there are two. The run
 belongs to the thread that made it: processes are killed when that thread ends.
+
+Several nodes and one stage: all of them follow the same job, and are each other's peers. The ledger is of the first
+one; what the others have published is in `twins`.
 """
 
 from __future__ import annotations
@@ -37,12 +44,14 @@ from flowcheck.lab.share import Share
 
 __all__ = ["Cores", "LabRun", "nobody"]
 
-CONTROL_PORT = 7070
+CONTROL_PORT, API_PORT = 7070, 7071
+RUN = "lab"  # run id of a job that may be recovered
 START_SECONDS = 120.0  # four imports of torch on one core that others use too
 ATTACHING = 4  # attach watches three, and sends manifest and connections after the next
+PEERING = {"peer_iterations": 8, "peer_seconds": 5.0}  # nodes that share a core are not in step
 QUIET_SECONDS = 90.0  # softroce gives a dead peer up after 60
 END_SECONDS = 120.0
-OUTPUTS = ("rank[0-9]*.jsonl", "rank[0-9]*.log", "node[0-9]*-[0-9]*", "token")
+OUTPUTS = ("rank[0-9]*.jsonl", "rank[0-9]*.log", "node[0-9]*-[0-9]*", "again[0-9]*", "token")
 MARK = ".flowcheck-lab"  # such a folder's outputs are ours to remove
 
 
@@ -61,21 +70,23 @@ def nobody(ledger: Ledger, *, last: bool = False) -> None:
 
 class LabRun:
     """watch: set it to be called with the ledger after every event. node_settings: per table of node.toml, added to
-    ours."""
+    ours. api: nodes serve their versions, and jobs may be recovered."""
 
     def __init__(
         self, fabric: Fabric, out: Path, *, backend: str = "softroce", cores: Cores | None = None, checksums: int = 5,
-        node_settings: Mapping[str, Mapping[str, Any]] | None = None,
+        node_settings: Mapping[str, Mapping[str, Any]] | None = None, api: bool = False,
     ) -> None:
         self.fabric, self.out = fabric, out
         self.ledger = Ledger(0, [])
         self.events: list[tuple[str, dict[str, Any]]] = []  # of the nodes of this job, all of them
+        self.twins: list[tuple[str, dict[str, Any]]] = []  # hashes of versions of nodes that the ledger is not of
         self.iterations: list[dict[str, Any]] = []  # of this job's first rank of each stage, in order
         self.communicators: list[dict[str, Any]] = []  # what each rank said of its connections when the job ended
         self._backend = backend
         self.watch: Callable[..., None] = nobody
         self._cores = cores or Cores()
-        self._checksums, self._node_settings = checksums, node_settings or {}
+        self._checksums, self._node_settings, self._api = checksums, node_settings or {}, api
+        self.recovered: list[dict[str, Any]] = []  # what each rank of this job said of it
         self._children = Children()
         self._tails: dict[str, _Tail] = {}
         self._said: dict[str, Path] = {}  # where what a node says is kept
@@ -119,13 +130,29 @@ class LabRun:
                 shutil.rmtree(old)
             else:
                 old.unlink()
+        self._spawn_trainers(self.out)
+
+    def start_trainers_again(self) -> None:
+        """In place of those that are gone; nodes go on. What they write goes into a folder of its own."""
+        for name in self._trainers:
+            self._children.let_end(name)
+            self._children.process(name).kill()
+        for name in self._trainers:
+            self._children.wait(name, END_SECONDS)
+        for name, event in self._children.drain():
+            self._take(name, event)
+        out = self.out / f"again{self._jobs}"
+        out.mkdir()
+        self._spawn_trainers(out)
+
+    def _spawn_trainers(self, out: Path) -> None:
         for rank, name in enumerate(self._trainers):
             settings = {"interface": "fab0", "address": f"10.77.0.{10 + rank}"}
             command = [sys.executable, "-P", "-m", "flowcheck.lab.trainer", "--rank", str(rank), "--ranks",
-                       str(self.fabric.config.ranks), "--backend", self._backend, "--out", str(self.out)]
+                       str(self.fabric.config.ranks), "--backend", self._backend, "--out", str(out)]
             environment = {"FLOWCHECK_SOFTROCE": json.dumps(settings), "OMP_NUM_THREADS": "1"}
-            self._start(name, f"r{rank}", command, self.out / f"rank{rank}.log", self._cores.trainers, environment)
-            self._tails[name] = _Tail(self.out / f"rank{rank}.jsonl")
+            self._start(name, f"r{rank}", command, out / f"rank{rank}.log", self._cores.trainers, environment)
+            self._tails[name] = _Tail(out / f"rank{rank}.jsonl")
         self._all_say("ready", self._trainers, START_SECONDS)
 
     def _all_say(self, what: str, names: Sequence[str], seconds: float) -> None:
@@ -153,22 +180,38 @@ class LabRun:
                                         stdout=subprocess.PIPE, stderr=stderr)
         self._children.add(name, process, log)
 
-    def begin(self, job: Training, *, attach: bool = False) -> None:
-        """A job with new communicators, without a step of it. Raises UserError where it does not fit the lab."""
+    def begin(self, job: Training, *, attach: bool = False, recover: bool = False) -> None:
+        """A job with new communicators, without a step of it. recover: from what the nodes have. Raises UserError where
+        it does not fit the lab."""
         if job.ranks > len(self._trainers):
             raise UserError(f"the job has {job.ranks} ranks and the lab {len(self._trainers)}", where="flowcheck lab",
                             remedy="give both the same number")
         self._follow()  # what is left of the job before
         self._job, self._jobs = job, self._jobs + 1
         self.ledger = Ledger(job.data_ranks, _names(job))
-        self.iterations, self.communicators = [], []
+        self.iterations, self.communicators, self.twins, self.recovered = [], [], [], []
         orders = self._attach_orders(job) if attach else None
         begin = {"number": self._jobs, "job": job.to_dict(), "softroce": dict(job.softroce), "attach": orders}
+        if recover:
+            nodes = [f"10.78.0.{2 + node}:{API_PORT}" for node in range(self.fabric.config.nodes)]
+            begin["recover"] = {"nodes": nodes, "token": self._token, "run_id": RUN, "seconds": QUIET_SECONDS}
         self._order({"begin": begin})
 
     def train(self, iterations: int) -> None:
         """So many more iterations of the job."""
         self._order({"iterations": iterations})
+
+    def train_and_die(self, iterations: int, *, rank: int, iteration: int, at: str) -> None:
+        """Train until a rank kills itself at an instant of an iteration (trainer.INSTANTS); the others stand still."""
+        for name in self._trainers:
+            self._children.let_end(name)
+        victim = f"rank {rank}"
+        die = {"rank": rank, "iteration": iteration, "at": at}
+        for name in self._trainers:
+            self._children.tell(name, {"iterations": iterations, "die": die})
+        process = self._children.process(victim)
+        for name, event in self._events(lambda: process.poll() is not None, QUIET_SECONDS):
+            self._take(name, event)
 
     def end(self) -> None:
         """Trainers let nodes and communicators go."""
@@ -180,27 +223,32 @@ class LabRun:
         self._all_say("done", self._trainers, QUIET_SECONDS)
 
     def attach(self, job: Training, most: int = 60) -> int:
-        """Begin a job with the nodes, and train until every stage's node has the trainers' state; the iteration that
-        its first version will be of. Raises EnvironmentProblem if that takes more than `most` iterations."""
+        """Begin a job with the nodes, and train until every stage's node has the trainers' state, whole or by ranges;
+        the iteration that its first version is of. Raises EnvironmentProblem if that takes more than `most` iterations.
+        """
         self.begin(job, attach=True)
         self.train(ATTACHING)
-        wanted = set(_names(job))
+        names, nodes = _names(job), self._nodes  # a node for each stage, one for all of them, or several for one
+        wanted = {(nodes[i % len(nodes)], names[i % len(names)]) for i in range(max(len(nodes), len(names)))}
 
-        def named(event: str) -> dict[str, dict[str, Any]]:
-            return {said.get("name", ""): said for name, said in self.events
-                    if name in self._nodes and said["event"] == event}
+        def named(*events: str) -> dict[tuple[str, str], dict[str, Any]]:
+            return {(node, said.get("name", "")): said for node, said in self.events
+                    if node in self._nodes and said["event"] in events}
+
+        def here() -> dict[tuple[str, str], dict[str, Any]]:
+            return named("state", "patched")
 
         self._quietly(lambda: named("attached").keys() >= wanted, START_SECONDS)
         trained = ATTACHING
-        while not named("state").keys() >= wanted:
+        while not here().keys() >= wanted:
             if trained >= most:
                 said = "; ".join(str(event) for _, event in self.events[-3:])
                 raise EnvironmentProblem(f"no state was taken in {trained} iterations; the nodes said: {said}",
                                          where="flowcheck lab", remedy=f"see the logs in {self.out}")
             self.train(1)
             trained += 1
-            self._quietly(lambda: named("state").keys() >= wanted, 0.2)
-        return max(said["iteration"] for said in named("state").values())
+            self._quietly(lambda: here().keys() >= wanted, 0.2)
+        return max(said["iteration"] for said in here().values())
 
     def _attach_orders(self, job: Training) -> dict[str, dict[str, Any]]:
         """For each stage the arguments of flowcheck.attach."""
@@ -208,11 +256,16 @@ class LabRun:
             raise UserError("no node is running", where="begin", remedy="call start_nodes first")
         return {
             str(stage): {
-                "node": f"10.78.0.{2 + (stage if self.fabric.config.nodes > 1 else 0)}:{CONTROL_PORT}",
+                "node": self._addresses if job.stages == 1 else self._addresses[stage % self.fabric.config.nodes],
                 "token": self._token, "checksum_every": self._checksums, "group": name,
+                **({"run_id": RUN} if self._api else {}),
             }
             for stage, name in enumerate(_names(job))
         }
+
+    @property
+    def _addresses(self) -> list[str]:
+        return [f"10.78.0.{2 + node}:{CONTROL_PORT}" for node in range(self.fabric.config.nodes)]
 
     def finish_trainers(self) -> None:
         """Trainers end by themselves: their orders are over."""
@@ -249,15 +302,19 @@ class LabRun:
         self.fabric.start_mirror()
 
     def _toml(self, job: Training, node: int, directory: Path, token: Path, hashes: Path) -> str:
-        shared = job.stages if self.fabric.config.nodes == 1 else 1
+        shared, own = (job.stages if self.fabric.config.nodes == 1 else 1), self._addresses[node]
+        peers = [address for address in self._addresses if address != own] if job.stages == 1 else []
         tables: dict[str, dict[str, Any]] = {
-            "": {"name": self.fabric.config.name, "groups": shared},
-            "control": {"listen": f"10.78.0.{2 + node}:{CONTROL_PORT}", "token_file": str(token)},
+            "": {"name": f"{self.fabric.config.name}.{node}" if peers else self.fabric.config.name, "groups": shared},
+            "control": {"listen": own, "token_file": str(token)},
             # Ordinary memory: several nodes and tests would take the machine's few huge pages from each other.
             "capture": {"device": "af_packet:mir0", "path_mtu": job.softroce.get("mtu", 4096), "huge": False},
             "replica": {"directory": str(self.fabric.shared), "keep": False},
             "output": {"directory": str(directory / "steps"), "keep_hashes": str(hashes)},
         }
+        tables["replica"] |= PEERING | {"peers": peers} if peers else {}
+        if self._api:
+            tables["api"] = {"listen": f"10.78.0.{2 + node}:{API_PORT}", "insecure": True}
         for table, values in self._node_settings.items():
             tables[table] = {**tables.get(table, {}), **values}
         lines = []
@@ -320,22 +377,31 @@ class LabRun:
             self.events.append((name, event))
             with self._said[name].open("a", encoding="utf-8") as file:
                 file.write(json.dumps(event) + "\n")
-            if event.get("event") == "iteration":
+            if event.get("event") == "iteration" and not self._is_twin(name):
                 self.ledger.status(event)
-            elif event.get("event") == "state":
+            elif event.get("event") in ("state", "patched") and not self._is_twin(name):  # the first: versions begin
                 self.ledger.state(event)
         elif event.get("event") == "iteration" and self._job and event["rank"] % self._job.data_ranks == 0:
             self.iterations.append(event)
+        elif event.get("event") == "recovered":
+            self.recovered.append(event)
         elif event.get("event") == "communicator":
             self.communicators.append(event)
         self._follow()
         self.watch(self.ledger)
 
+    def _is_twin(self, name: str) -> bool:
+        """Does a node follow what the first one follows, too?"""
+        one = self._job is None or self._job.stages == 1
+        return one and name.startswith("node") and not name.startswith("node 0")
+
     def _follow(self) -> None:
         """Read what is new in the hash files, of this job."""
         for name, tail in self._tails.items():
             for line in tail.lines():
-                if name.startswith("node"):
+                if self._is_twin(name):
+                    self.twins.append((name, line))
+                elif name.startswith("node"):
                     self.ledger.node(line)
                 elif line["job"] == self._jobs:
                     self.ledger.trainer(line)

@@ -7,8 +7,10 @@
               at the end of a job {"event": "communicator", ...}: connections and calls as a job manifest has them
     DIR/rankR.jsonl    per iteration the SHA-256 of every tensor of this rank's own state: what the replica must equal
 
-    {"begin": {"number": K, "job": {...}, "softroce": {...}, "attach": {...} or null}}    a job, with new communicators
-    {"iterations": N}           so many steps of it
+    {"begin": {"number": K, "job": {...}, "softroce": {...}, "attach": {...} or null}}    a job, with new communicators;
+                                with "recover": {...}, arguments of flowcheck.recover, it goes on from what nodes have
+    {"iterations": N}           so many steps of it; with "die": {"rank": R, "iteration": I, "at": one of INSTANTS}
+                                that rank kills itself there
     {"end": true}               let the node and the communicators go
 
 A job may have fewer ranks than the lab: the rest is idle. "iteration" counts from the beginning of the job. No
@@ -27,6 +29,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -40,8 +43,9 @@ import flowcheck
 from flowcheck.checkpoint.directory import tensor_sha256
 from flowcheck.lab.jobs import BACKENDS, Text, Training, loss_of, make_optimizer, make_schedule, stage_of
 
-__all__ = ["Groups", "Rank", "Worker", "hashes", "main"]
+__all__ = ["INSTANTS", "Groups", "Rank", "Worker", "hashes", "main"]
 
+INSTANTS = ("forward", "backward", "allreduce", "optimizer", "boundary")  # of an iteration, in order
 PORT = 29500
 SETTINGS = "FLOWCHECK_SOFTROCE"
 
@@ -97,9 +101,53 @@ class Rank:
         self._wire: Any = sys.modules.get("flowcheck.lab.softroce")
         self._ddp = DistributedDataParallel(self.model, process_group=self._group, bucket_cap_mb=job.bucket_mb)
         self._attachment: Any = None
+        self._death = -1, ""
 
     def attach(self, settings: dict[str, Any]) -> None:
         self._attachment = flowcheck.attach(self._ddp, self.optimizer, **settings)
+
+    def recover(self, settings: dict[str, Any]) -> flowcheck.Recovered:
+        """Go on from what the nodes have.
+
+        A backward before that, whose gradients are thrown away: DDP puts its buckets in another order after the first
+        one, and in a ring of more than two ranks the place of an element decides in which order it is summed up.
+        """
+        self._micro(0)
+        self.optimizer.zero_grad(set_to_none=True)
+        recovered = flowcheck.recover(**settings)
+        if recovered:
+            rates = self._rates(recovered.step)
+            self.model.load_state_dict(recovered.model)
+            self.optimizer.load_state_dict(recovered.optimizer)
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group |= rate
+        self._iteration = recovered.step
+        say({"event": "recovered", "rank": self.rank, "step": recovered.step, "source": recovered.source,
+             "passed": recovered.passed, "text": repr(recovered)})
+        return recovered
+
+    def _rates(self, step: int) -> list[dict[str, Any]]:
+        """The schedule as it is before that iteration, and what each group then has of it."""
+        if self.schedule is None:
+            return [{}] * len(self.optimizer.param_groups)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # before the optimizer's
+            for _ in range(step):
+                self.schedule.step()
+        return [{key: group[key] for key in ("lr", "initial_lr")} for group in self.optimizer.param_groups]
+
+    def die_at(self, iteration: int, at: str) -> None:
+        """Let this process be killed at an instant of an iteration, as a fault would."""
+        self._death = iteration, at
+        parameters = list(self.model.parameters())
+        for instant, parameter in (("backward", parameters[-1]), ("allreduce", parameters[0])):
+            # The last layer's gradient is the first that is there; when the first layer's is, others are on the wire.
+            parameter.register_hook(lambda gradient, instant=instant: self._reached(instant))
+        self.optimizer.register_step_post_hook(lambda *_: self._reached("optimizer"))
+
+    def _reached(self, instant: str) -> None:
+        if self._death == (self._iteration, instant):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def close(self) -> None:
         if self._attachment is not None:
@@ -134,6 +182,7 @@ class Rank:
             coefficient = 1.0
         if self._attachment is not None:
             self._attachment.step(clip=coefficient, scale=scale, skipped=skipped)
+        self._reached("boundary")
         if self.schedule is not None:
             self.schedule.step()
         seconds = time.perf_counter() - begin
@@ -157,6 +206,7 @@ class Rank:
             dist.recv(inputs, self.rank - job.data_ranks, group=self._pipe(self.stage - 1))
             inputs.requires_grad_()
         output = self._ddp(inputs)
+        self._reached("forward")
         if self.stage < job.stages - 1:
             dist.send(output.detach().contiguous(), self.rank + job.data_ranks, group=self._pipe(self.stage))
             gradient = torch.empty_like(output)
@@ -199,6 +249,9 @@ class Worker:
     def obey(self, order: dict[str, Any]) -> None:
         if "begin" in order:
             self._begin(**order["begin"])
+        die = order.get("die")
+        if die is not None and die["rank"] == self._rank and self._member is not None:
+            self._member.die_at(die["iteration"], die["at"])
         for _ in range(order.get("iterations", 0)):
             if self._member is not None:
                 self._member.step()
@@ -206,15 +259,22 @@ class Worker:
             self.end()
         say({"event": "done", "rank": self._rank})
 
-    def _begin(self, number: int, job: dict[str, Any], softroce: dict[str, Any], attach: dict[str, Any] | None) -> None:
+    def _begin(
+        self, number: int, job: dict[str, Any], softroce: dict[str, Any], attach: dict[str, Any] | None,
+        recover: dict[str, Any] | None = None,
+    ) -> None:
         self.end()
         training = Training.from_dict(job)
         os.environ[SETTINGS] = json.dumps(self._place | softroce)
         self._groups = Groups.make(training)
         if self._rank < training.ranks:
             self._member = Rank(training, self._rank, number, self._groups, self._out)
+            since: dict[str, Any] = {}
+            if recover is not None:
+                recovered = self._member.recover(recover)
+                since = {"epoch": recovered.epoch, "iteration": recovered.step}
             if attach is not None:
-                self._member.attach(attach[str(self._member.stage)])
+                self._member.attach(attach[str(self._member.stage)] | since)
 
     def end(self) -> None:
         if self._member is not None:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,12 +18,12 @@ from rich.text import Text
 from flowcheck.lab.compare import Ledger, Row
 from flowcheck.tables import Column, table, width_of
 
-__all__ = ["Screen", "columns"]
+__all__ = ["Screen", "columns", "healed_by"]
 
 ROWS = 14
 SECONDS = 0.3
 COLORS = {"equal": "green", "differs": "bold red", "not published": "yellow", "waiting": "dim", "no state yet": "dim"}
-HEADS = ("step", "loss", "packets", "placed", "lost", "recovered", "dup", "behind", "replica")
+HEADS = ("step", "loss", "packets", "placed", "lost", "healed by", "dup", "behind", "replica")
 
 
 class Screen:
@@ -75,8 +76,8 @@ def _rows(ledger: Ledger) -> list[Row]:
 
 
 def columns(row: Row, ledger: Ledger) -> tuple[str, ...]:
-    """One iteration as text. lost: elements of gradients that nobody has; recovered: packets that
-    another port's copy made up for; dup: packets seen before; behind: iterations, of the newest record."""
+    """One iteration as text. lost: elements of gradients that nobody has; healed by: what made up for losses; dup:
+    packets seen before; behind: iterations, of the newest record."""
     status: Any = row.status
     loss = row.line.get("loss")
     name = ledger.names[row.stage]
@@ -84,14 +85,28 @@ def columns(row: Row, ledger: Ledger) -> tuple[str, ...]:
     return (
         f"{row.iteration}" + (f" {name}" if name else ""),
         f"{loss:.3f}" if loss else "-",
-        *("-" if value is None else f"{value:,}" for value in (
-            status.get("packets"), status.get("placed"), lost, status.get("healed"), status.get("duplicates"),
-            status.get("lag"))),
+        *(_number(value) for value in (status.get("packets"), status.get("placed"), lost)), healed_by(status),
+        *(_number(value) for value in (status.get("duplicates"), status.get("lag"))),
         row.verdict + (f": {row.why}" if row.why and row.verdict != "waiting" else "")
         + (", verified" if row.verdict == "equal" and status.get("status") == "verified" else ""),
     )
 
 
+def _number(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def healed_by(status: Mapping[str, Any]) -> str:
+    """Where what was lost came from: cells of a peer or of the trainer, else packets that other ports' copies made up
+    for; both names without their counts, where both were needed."""
+    filled = status.get("filled") or {}
+    by = {source: filled[source] for source in ("peer", "trainer") if filled.get(source)}
+    if not by:
+        copies = status.get("healed")
+        return f"copies {copies:,}" if copies else _number(copies)
+    return " ".join((*by, f"{sum(by.values()):,}")) if len(by) == 1 else "+".join(by)
+
+
 def line_of(cells: tuple[str, ...]) -> str:
-    widths = (14 if " " in cells[0] else 5, 6, 8, 8, 7, 9, 7, 6)
+    widths = (14 if " " in cells[0] else 5, 6, 7, 7, 6, 12, 7, 6)
     return " ".join(f"{cell:>{width}}" for cell, width in zip(cells[:-1], widths, strict=True)) + f"  {cells[-1]}"

@@ -19,6 +19,7 @@ from dataplane.live import live_memory, memory_by_node
 from dataplane.ports import link_speed, rx_queues
 from dataplane.pydpdk.dmadev import PCI_ADDRESS
 from dataplane.pydpdk.eal import available_bytes, free_huge_pages
+from flowcheck.control.protocol import PEER_BYTES
 from flowcheck.diagnose.doctor.machine import Machine, cpu_list
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.node.captures import PlannedCapture
@@ -78,14 +79,16 @@ class ThreadPlace:
 @dataclass(frozen=True)
 class Budget:
     """huge: packet memory lies in huge pages. dpdk, kernel: bytes of packet memory, DPDK's tables among them, and of
-    rings in the kernel. replicas: bytes that all groups together may take at most. ordinary: bytes of ordinary memory
-    that the captures take. left: CPUs that no thread is pinned to. notes: what is unwise. problems: what cannot be."""
+    rings in the kernel. replicas: bytes that all groups together may take at most. peers: of answers that peers give
+    and are given, at most. ordinary: bytes of ordinary memory that captures and these take. left: CPUs that no thread
+    is pinned to. notes: what is unwise. problems: what cannot be."""
 
     huge: bool
     captures: tuple[CaptureFigures, ...]
     dpdk: int
     kernel: int
     replicas: int
+    peers: int
     ordinary: int
     available: int
     huge_free: int
@@ -127,10 +130,12 @@ def budget(config: NodeConfig, planned: Sequence[PlannedCapture], facts: Machine
     captures = tuple(_figures(one, huge, facts) for one in planned)
     kernel = sum(one.kernel for one in captures)
     dpdk = (need.huge_mb if huge else need.total_mb) << 20
+    peers = 2 * config.groups * len(config.replica.peers) * PEER_BYTES
     pinned = {core for one in planned for core in (*one.live.cores, *one.settings.place_cores)}
     made = Budget(
         huge=huge, captures=captures, dpdk=dpdk, kernel=kernel, replicas=config.groups * config.replica.memory_mb << 20,
-        ordinary=kernel + (0 if huge else dpdk), available=facts.available, huge_free=facts.huge_free,
+        peers=peers, ordinary=kernel + peers + (0 if huge else dpdk), available=facts.available,
+        huge_free=facts.huge_free,
         threads=tuple(_threads(config, planned)), left=tuple(sorted(facts.cpus - pinned)), notes=(), problems=(),
     )
     return replace(
@@ -162,6 +167,8 @@ def _threads(config: NodeConfig, planned: Sequence[PlannedCapture]) -> Iterator[
     yield ThreadPlace("follow a group: judge, publish", config.groups)
     if config.replica.threads:
         yield ThreadPlace("updater's workers, of each group", config.replica.threads)
+    if config.replica.peers:
+        yield ThreadPlace("ask a peer, of each group", config.groups * len(config.replica.peers))
     yield ThreadPlace("main and control", 2)
 
 
@@ -195,7 +202,8 @@ def _problems(
             )
     if made.ordinary > facts.available:
         yield EnvironmentProblem(
-            f"captures take {_mb(made.ordinary)} MB of ordinary memory, {_mb(facts.available)} MB are available",
+            f"captures{' and peers' if made.peers else ''} take {_mb(made.ordinary)} MB of ordinary memory,"
+            f" {_mb(facts.available)} MB are available",
             where="capture", remedy="smaller rings or fewer queues, or more memory",
         )
     elif made.replicas > _spare(made) and "memory_mb" in config.replica.model_fields_set:

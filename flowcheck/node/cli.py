@@ -37,6 +37,9 @@ from flowcheck.node.drops import Drops
 from flowcheck.node.group import Group
 from flowcheck.node.output import Events, Hashes, Writer, check_places
 from flowcheck.node.port import Port
+from flowcheck.node.resync import wished
+from flowcheck.node.serving import Serving
+from flowcheck.node.shelf import Shelf
 from flowcheck.rebuild.calibration import settle, settle_updates
 from flowcheck.tables import Column, print_table, screen
 
@@ -74,10 +77,17 @@ class Node:
             for name in self._left_behind():
                 self._group(name)
             self.control = undo.enter_context(closing(ControlServer(
-                config.control.address, token, config.control.connections, self._group, say,
+                config.control.address, token, config.control.connections, self._group, say, self._shelf,
+                wished(config.replica),
             )))
+            self._serving = undo.enter_context(closing(Serving(config, token, say))) if config.api else None
             self.control.start()
             self._undo = undo.pop_all()
+
+    @property
+    def api(self) -> str | None:
+        """Where versions are served, if they are."""
+        return self._serving.address if self._serving is not None else None
 
     def _left_behind(self) -> list[str]:
         """Groups whose replicas an earlier process of this name left."""
@@ -104,6 +114,11 @@ class Node:
             self._groups[name] = group
             return group
 
+    def _shelf(self, name: str) -> Shelf | None:
+        with self._lock:
+            group = self._groups.get(name)
+        return group.peering.shelf if group is not None and self.config.replica.peers else None
+
     def _start(self) -> None:
         """Receive and place. Raises EnvironmentProblem, DpdkError."""
         try:
@@ -127,6 +142,8 @@ class Node:
                 drops.look()
             if self._started:
                 self._check_captures()
+            if self._serving is not None:
+                self._serving.look()
             failed = next((g.failure for g in self._groups.values() if g.failure is not None), None)
             if failed is not None:
                 raise failed
@@ -206,6 +223,7 @@ def _show(made: Budget, console: Console) -> None:
     print_table(console, [Column("memory"), Column("MB", number=True)], [
         [f"captures, in {kind}", _mb(made.dpdk)], ["captures, in the kernel", _mb(made.kernel)],
         ["replicas and gradients of all groups, at most", _mb(made.replicas)],
+        *([["answers of peers and to them, at most", _mb(made.peers)]] if made.peers else []),
         ["free huge pages", _mb(made.huge_free)], ["available ordinary memory", _mb(made.available)],
     ])
     threads = [Column("threads", folds=True), Column("how many", number=True), Column("core", number=True)]
@@ -276,7 +294,7 @@ def run(
 
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, stop)
-            say("listening", control=node.control.address, groups=settings.groups)
+            say("listening", control=node.control.address, groups=settings.groups, api=node.api)
             node.wait()
             why = signal.Signals(came[0]).name if came else "asked to"
             say("stopping", why=f"{why}: what is in the rings is judged and published first")

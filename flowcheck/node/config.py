@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import os
 import re
 import tomllib
@@ -13,10 +14,10 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from flowcheck.control.protocol import token_bytes
+from flowcheck.control.protocol import PEER_SECONDS, token_bytes
 from flowcheck.errors import EnvironmentProblem, UserError
 
-__all__ = ["Capture", "Control", "NodeConfig", "Output", "ReplicaSettings", "load"]
+__all__ = ["Api", "Capture", "Control", "NodeConfig", "Output", "ReplicaSettings", "load"]
 
 MOST_BYTES = 1 << 20
 LARGEST_RING = 1 << 24
@@ -38,6 +39,12 @@ def _wrong(key: str, what: str) -> PydanticCustomError:
     return PydanticCustomError("together", "{what}", {"key": key, "what": what})
 
 
+def _listens(text: str) -> str:
+    if not re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+):[0-9]{1,5}", text) or int(text.rpartition(":")[2]) > 65535:
+        raise ValueError("HOST:PORT, an IPv6 address in brackets")
+    return text
+
+
 class Control(_Part):
     """listen: HOST:PORT on the control network, port 0 for any. token_file: its first line is the shared secret.
     connections: at once, known or not."""
@@ -46,17 +53,45 @@ class Control(_Part):
     token_file: Path
     connections: Annotated[int, Field(ge=1, le=65536)] = 256
 
-    @field_validator("listen")
-    @classmethod
-    def _address(cls, text: str) -> str:
-        if not re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[^\[\]:]+):[0-9]{1,5}", text) or int(text.rpartition(":")[2]) > 65535:
-            raise ValueError("HOST:PORT, an IPv6 address in brackets")
-        return text
+    _address = field_validator("listen")(_listens)
 
     @property
     def address(self) -> tuple[str, int]:
-        host, _, port = self.listen.rpartition(":")
-        return host.strip("[]"), int(port)
+        return _host_and_port(self.listen)
+
+
+def _host_and_port(listen: str) -> tuple[str, int]:
+    host, _, port = listen.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+class Api(_Part):
+    """listen: HOST:PORT for readers of versions, port 0 for any. insecure: listen elsewhere than on the loopback,
+    although nothing that is sent is encrypted."""
+
+    listen: str
+    insecure: bool = False
+
+    _address = field_validator("listen")(_listens)
+
+    @model_validator(mode="after")
+    def _near(self) -> Self:
+        host = self.address[0]
+        if not self.insecure and host != "localhost" and not _is_loopback(host):
+            raise _wrong("listen", f"{host} is not the loopback, and nothing that is sent there is encrypted: set"
+                         " insecure = true if that network may be trusted")
+        return self
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return _host_and_port(self.listen)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class Capture(_Part):
@@ -116,8 +151,10 @@ class ReplicaSettings(_Part):
     iterations of gradients alive at once. patience_packets: how many of a connection follow one that is missing before
     no repeat of it is expected; 0: those of a step of the ring. memory_mb: most that one job may take, versions and
     gradients together.
-    resync: what trainers are asked for where gradients were lost: the state of these elements, at most resync_mb MiB of
-    it per iteration, or all of it.
+    resync: what trainers are asked for at the beginning, and where gradients were lost: the state of single elements,
+    at most resync_mb MiB of it per iteration, or all of it at once, while training waits.
+    peers: HOST:PORT of nodes that mirror the same groups, and are asked before. peer_iterations: that have closed and
+    that they may read, each with an arena of its own. peer_seconds: how long an iteration waits for them.
     """
 
     directory: Path = Path("/dev/shm")
@@ -127,8 +164,30 @@ class ReplicaSettings(_Part):
     arenas: Annotated[int, Field(ge=2, le=64)] = 4
     patience_packets: Annotated[int, Field(ge=0)] = 0
     memory_mb: Annotated[int, Field(ge=1)] = 65536
-    resync: Literal["ranges", "state"] = "state"
+    resync: Literal["ranges", "state"] = "ranges"
     resync_mb: Annotated[int, Field(ge=1, le=32)] = 32  # of which a trainer may count twice as much: PATCH_BYTES
+    peers: Annotated[tuple[str, ...], Field(max_length=16)] = ()
+    peer_iterations: Annotated[int, Field(ge=1, le=64)] = 2
+    peer_seconds: Annotated[float, Field(gt=0, le=PEER_SECONDS)] = 1.0
+
+    @field_validator("peers")
+    @classmethod
+    def _addresses(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
+        for text in texts:
+            if _host_and_port(_listens(text))[1] == 0:
+                raise ValueError(f"{text}: nobody listens at port 0")
+            if texts.count(text) > 1:
+                raise ValueError(f"{text} is given twice")
+        return texts
+
+    @property
+    def peer_addresses(self) -> list[tuple[str, int]]:
+        return [_host_and_port(text) for text in self.peers]
+
+    @property
+    def regions(self) -> int:
+        """Iterations of gradients that memory is taken for: those that are alive, and those that peers may read."""
+        return self.arenas + (self.peer_iterations if self.peers else 0)
 
 
 class Output(_Part):
@@ -148,6 +207,7 @@ class NodeConfig(_Part):
     capture: tuple[Capture, ...]
     replica: ReplicaSettings = ReplicaSettings()
     output: Output = Output()
+    api: Api | None = None
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,32}$")] = "node"
     groups: Annotated[int, Field(ge=1, le=8)] = 1
     record_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
@@ -180,6 +240,13 @@ class NodeConfig(_Part):
         if (queues := sum(capture.queues for capture in captures)) > MOST_STREAMS:
             raise _wrong(".queues", f"{queues} in all captures together: a node reads at most {MOST_STREAMS}")
         return captures
+
+    @model_validator(mode="after")
+    def _served(self) -> Self:
+        if self.api is not None and self.replica.slots < 3:
+            raise _wrong("replica.slots", f"{self.replica.slots} leave none to update while a version is read: 3 at"
+                         " least with an [api], and 4 with resync = \"ranges\"")
+        return self
 
     @property
     def huge(self) -> bool | None:
@@ -235,13 +302,13 @@ def load(path: str | os.PathLike[str]) -> NodeConfig:
 
 def _key(error: Mapping[str, Any], several: bool) -> str:
     """`replica.slots`; `capture.cores` or, of several, `capture[1].cores`; elements of a list: the list's."""
-    table, *rest = error["loc"]
+    beside = [error["ctx"]["key"]] if error["type"] == "together" else []
+    table, *rest = error["loc"] or [""]
     if table != "capture":
-        return ".".join(map(str, error["loc"]))
+        return ".".join(map(str, [*error["loc"], *beside]))
     index = f"[{rest.pop(0)}]" if rest and isinstance(rest[0], int) else ""
     keys = [f".{part}" for part in rest[:1]]
-    if error["type"] == "together":
-        key = error["ctx"]["key"]
+    for key in beside:
         keys = [key if key[0] in ".[" else f".{key}"]
     return f"capture{index if several else ''}{''.join(keys)}"
 

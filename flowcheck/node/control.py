@@ -1,4 +1,5 @@
 """The node's control port: trainers come in, prove that they know the token, and their messages go to their group.
+Peers come in the same way, and are answered from its shelf (shelf.py).
 
 One reader and one writer thread per connection, at most `connections` of them. A connection that is not yet known may
 send 4 KB within five seconds; a known one may send payloads up to what its job's manifest implies, at a megabyte per
@@ -12,12 +13,14 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from flowcheck.control.protocol import (
     PATCH_BYTES,
+    RESYNC,
     Bye,
     Flows,
     Hello,
@@ -32,9 +35,11 @@ from flowcheck.control.protocol import (
     accept,
 )
 from flowcheck.control.tensors import TensorSpec, unpack
-from flowcheck.errors import EnvironmentProblem, FlowcheckError
+from flowcheck.errors import FlowcheckError
 from flowcheck.node.group import Group
+from flowcheck.node.listening import listen
 from flowcheck.node.members import Inbound, RankSession
+from flowcheck.node.shelf import Shelf, serve
 from flowcheck.rebuild.plan import JobPlan
 
 __all__ = ["ControlServer"]
@@ -42,28 +47,23 @@ __all__ = ["ControlServer"]
 TEXT = 16 << 20  # largest message of a known trainer: the manifest of a large job
 HEADERS = 1 << 20  # of a payload's tensors, plus 200 bytes for each
 OUTBOX = 256
+BACKLOG = 64
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 STATES = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master")
 
 
 class ControlServer:
-    """group_of(name): the group of that name, or why there is none. Context manager; main thread opens and closes."""
+    """group_of(name): the group of that name, or why there is none. shelf_of(name): what peers may read of it, None:
+    there is no such group. resync: what trainers will be asked for, as far as the settings say. Context manager; main
+    thread opens and closes."""
 
     def __init__(
         self, address: tuple[str, int], token: bytes, connections: int, group_of: Callable[[str], Group | str],
-        say: Callable[..., None],
+        say: Callable[..., None], shelf_of: Callable[[str], Shelf | None] = lambda name: None, resync: str = RESYNC[0],
     ) -> None:
         self._token, self._most, self._group_of, self._say = token, connections, group_of, say
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        try:
-            self._listener = socket.create_server(address, family=family, backlog=64)
-        except OSError as error:
-            raise EnvironmentProblem(
-                f"cannot listen: {error.strerror or error}", where=f"{address[0]}:{address[1]}",
-                remedy="an address of this machine and a free port in control.listen",
-            ) from None
-        host, port = self._listener.getsockname()[:2]
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._shelf_of, self._resync = shelf_of, resync
+        self._listener, self.address = listen(address, "control.listen", BACKLOG)
         self._lock = threading.Lock()
         self._open: dict[Link, threading.Thread] = {}
         self._closed = threading.Event()
@@ -114,8 +114,11 @@ class ControlServer:
 
     def _serve(self, link: Link) -> None:
         try:
-            hello = accept(link, self._token)
-            _Connection(link, hello, self._group_of).run()
+            hello = accept(link, self._token, self._resync)
+            if hello.role == "peer":
+                serve(link, partial(self._shelf_of, hello.group))
+            else:
+                _Connection(link, hello, self._group_of).run()
         except RecordsError as error:
             self._say("connection", peer=link.peer, why=error.what)
             _part(link, error.what)

@@ -1,6 +1,6 @@
 """One group of a node: the job that it follows at the moment, and what it still needs for that.
 
-    nothing -> manifest and flows -> engine (joins the wire) -> state -> versions
+    nothing -> manifest and flows -> engine (joins the wire) -> ranges of the state, or all of it -> versions
                                                              ^---------- lost: the last good version stays
 
 One thread per group drives its session and handles its inbox; connections (control.py) only put into the inbox, and
@@ -29,14 +29,17 @@ from flowcheck.node.config import NodeConfig
 from flowcheck.node.lines import closed_fields, line
 from flowcheck.node.live import LiveSession
 from flowcheck.node.members import Inbound, RankSession
+from flowcheck.node.membership import Membership
 from flowcheck.node.output import Hashes, Writer
 from flowcheck.node.parts import check_job, check_memory, grown, split, union
-from flowcheck.node.replica_files import LeftoverReplica, ReplicaFiles
+from flowcheck.node.peering import Peering
+from flowcheck.node.replica_files import ReplicaFiles
 from flowcheck.node.resync import Resync
-from flowcheck.node.runs import new_run_id, run_folder
+from flowcheck.node.runs import run_folder
 from flowcheck.node.silence import Arrivals, Silent
+from flowcheck.node.standing import Standing
 from flowcheck.node.uploads import Asking
-from flowcheck.rebuild.events import Closed, Event, Lost
+from flowcheck.rebuild.events import Begun, Closed, Event, Lost
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
 
@@ -46,7 +49,7 @@ LAST_LOOKS = 4096  # at what is still placed when an end was asked for
 INBOX = 4096  # messages; a connection that finds it full is too fast for anything honest
 
 
-class Group:
+class Group(Membership):
     """name: what trainers call it. sources: rings of the captures, which placers read; port: where they come from.
     say: events. See the module for threads."""
 
@@ -54,69 +57,29 @@ class Group:
         self, name: str, config: NodeConfig, sources: Sequence[Source], placers: Placers, port: Arrivals,
         say: Callable[..., None], writer: Writer, hashes: Hashes | None,
     ) -> None:
+        super().__init__()
         self.name, self._config, self._sources, self._placers, self._port = name, config, sources, placers, port
         self._say_all, self._writer, self._hashes = say, writer, hashes
         self._inbox: queue.Queue[Inbound] = queue.Queue(INBOX)
-        self._lock = threading.Lock()
-        self.members: dict[int, RankSession] = {}
-        self.run: tuple[str, int, int] | None = None  # run id, epoch, ranks
-        self._start = 0  # counts runs, and starts of the same one
         self._followed = 0  # the start that the session belongs to
-        self._instances: dict[int, str] = {}  # of this start, by rank
-        self._own_id = ""  # of this start, for a job that says none
+        self._resync: Resync | None = None  # of the session
+        self._due = False  # the session is to begin by ranges
         self._settled = False  # this run has a version that may be relied on: those of others are gone
         self._persisted = threading.Event()  # a verified version of this run is on disk
-        self._manifest: Manifest | None = None
         self._session: LiveSession | None = None
         self._job: dict[str, Any] | None = None  # what the session was planned from
         self._clock = Clock()  # the trainers'
-        self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
-        self._notice = Notice("")
         self._asking = Asking(self._tell, self._say, self._dropped)
         self._base: dict[str, int] = {}  # drops of the node when the state came
         self._told: dict[str, int] = {}  # of those, what lines about iterations have said
+        self.peering = Peering(config, name)
         self.files = ReplicaFiles(config.replica.directory, config.name, name)
-        self._gone: list[RankSession] = []  # connections that ended; a list, because an inbox may be full
+        self._standing = Standing(self.files, self._say)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name=f"flowcheck group {name}")
         self.failure: BaseException | None = None
 
     # -- for connections: any thread --
-
-    def join(self, run: tuple[str, int, int], member: RankSession, instance: str = "") -> str:
-        """A rank has said hello. Returns why it may not stay, or "". Says what is wanted, if it may.
-
-        A rank that comes back as another instance is a job that was started again: nothing that the one before has
-        sent, or has on the wire, belongs to it.
-        """
-        with self._lock:
-            if self.run is not None and self.run != run and self.members:
-                return f"run {self.run[0]!r}, epoch {self.run[1]}, {self.run[2]} ranks, is attached here"
-            if member.rank in self.members:
-                return f"rank {member.rank} is attached already"
-            before: list[RankSession] = []
-            if self.run != run or self._instances.get(member.rank, instance) != instance:
-                before = list(self.members.values())
-                self.run, self._manifest, self._instances = run, None, {}
-                self._start += 1
-                self._own_id = new_run_id()
-                self.members.clear()
-                self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
-            self._instances[member.rank] = instance
-            member.start = self._start
-            self.members[member.rank] = member
-            member.send(self._wanted)
-            if self._notice.why:
-                member.send(self._notice)
-        for one in before:
-            one.end("the job was started again")
-        return ""
-
-    def leave(self, member: RankSession) -> None:
-        with self._lock:
-            if self.members.get(member.rank) is member:
-                del self.members[member.rank]
-        self._gone.append(member)
 
     def put(self, inbound: Inbound) -> None:
         """Raises queue.Full."""
@@ -154,7 +117,7 @@ class Group:
             while not self._stop.is_set():
                 self._follow(self._start)
                 moved = self._handle_one()
-                self._asking.again()
+                self._ask_again()
                 if self._session is not None:
                     self._take(self._session.poll())
                     moved |= self._session.moved
@@ -176,6 +139,20 @@ class Group:
         if start > self._followed:
             self._drop_session()
             self._followed = start
+
+    def _ask_again(self) -> None:
+        """What had to wait: for its time, or for the session to be through with what ended its versions."""
+        self._asking.again()
+        if not self._due:
+            return
+        self._due = False
+        try:
+            self._begin()
+        except FlowcheckError as error:  # no room for another replica: trainers come again, and so does the job
+            self._say("problem", why=error.message())
+            self._drop_session()
+            for member in list(self.members.values()):
+                member.end(error.message())
 
     def _handle_one(self) -> bool:
         try:
@@ -255,14 +232,17 @@ class Group:
                 return
             body["flows"] = union([flows for flows in sent if flows is not None])
         if self._session is not None and self._job == body and self._clock.first == manifest.first:
-            self._asking.ask("the trainer has come back")
+            if self._by_ranges:
+                self._joined(self._session)  # its records are all that may be missing
+            else:
+                self._asking.ask("the trainer has come back")
             return
         job = job_from_dict(body, where="manifest")
         check_job(job, run)
         job.run_id = job.run_id or own_id
         queues = len(self._sources)
         plan = plan_job(
-            job, streams=queues, threads=queues, arenas=self._config.replica.arenas,
+            job, streams=queues, threads=queues, arenas=self._config.replica.regions,
             patience=self._config.replica.patience_packets,
         )
         check_memory(plan, self._config.replica)
@@ -270,15 +250,47 @@ class Group:
         settings = self._config.replica
         self._job, self._clock = body, Clock(manifest.first)
         self._settled, self._persisted = False, threading.Event()
-        resync = Resync(settings, plan, lambda: self.members)
+        resync = self._resync = Resync(settings, plan, lambda: self.members)
         self._session = LiveSession(
             plan, self._sources, self._clock, slots=settings.slots, threads=settings.threads, resync=resync,
-            record_seconds=self._config.record_seconds, port=self._port, patched=resync.how == "ranges",
+            record_seconds=self._config.record_seconds, port=self._port, patched=resync.by_ranges,
+            peers=self.peering.of(body, plan, run, self._clock),
         )
         self._session.place_in_threads(self._placers)
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows),
                   resync=resync.how)
-        self._tell(Wanted(["state"], "the job is known; a state to begin with is not here"))
+        if not resync.by_ranges:
+            self._tell(Wanted(["state"], "the job is known; a state to begin with is not here"))
+            return
+        self._asking = Asking(self._tell, self._say, self._dropped, self._begin_soon)
+        try:
+            self._begin()
+        except FlowcheckError:
+            self._drop_session()
+            raise
+
+    @property
+    def _by_ranges(self) -> bool:
+        return self._resync is not None and self._resync.by_ranges
+
+    def _begin_soon(self) -> None:
+        self._due = True
+
+    def _begin(self) -> None:
+        """Go on without a state: trainers send records, and ranges as they are asked. Raises FlowcheckError."""
+        session = self._session
+        assert session is not None
+        self._base = self._port.drops
+        try:
+            self._take(session.begin(self._standing.new))
+        except UserError as error:
+            raise self._standing.no_room(error) from None
+        self._asking.beginnings.begun()
+        self._tell(Wanted([], ""))
+        self._joined(session)
+
+    def _joined(self, session: LiveSession) -> None:
+        self._tell(Joined(self._clock.first if session.next is None else self._clock.number(session.next)))
 
     def _state(self, member: RankSession, message: State, tensors: Mapping[str, torch.Tensor]) -> None:
         """A state: announced (no tensors yet), then here."""
@@ -300,27 +312,18 @@ class Group:
             self._take(session.state(iteration, parameters, state, message.groups, self.files.path()))
         except UserError as error:
             if "cannot be reserved" in error.what:
-                raise self._no_room(error) from None
+                raise self._standing.no_room(error) from None
             if "has passed" not in error.what:
                 raise
             self._asking.ask(error.what)
             return
         assert session.replica is not None
-        for kept in self.files.stands(session.plan.job.run_id, session.plan.job.epoch, session.replica.step):
-            self._removed(kept, "it was never verified, and a better or newer one is kept")
+        self._standing.has(session.plan.job, session.replica.step)
         self._say("state", iteration=number, kernels=session.replica.kernels)
         with self._lock:
             self._wanted = Wanted([], "")
         self._asking.answered()
         self._tell(Joined(number))
-
-    def _no_room(self, error: UserError) -> UserError:
-        held = ", ".join(f"{kept.path} (run {kept.run_id}, step {kept.step})" for kept in self.files.found())
-        remedy = f"more room on tmpfs, or fewer slots; kept there until this run is verified: {held}" if held else ""
-        return UserError(error.what, where=error.where, remedy=remedy or error.remedy)
-
-    def _removed(self, kept: LeftoverReplica, why: str) -> None:
-        self._say("removed", run_id=kept.run_id, step=kept.step, path=str(kept.path), why=why)
 
     # -- what the session says --
 
@@ -331,7 +334,9 @@ class Group:
                 case Closed():
                     self._closed(event)
                 case Lost():
-                    self._lost(event.why)
+                    self._lost(event)
+                case Begun():
+                    self._begun(event)
                 case Silent():
                     self._silent(event.why)
                 case _:
@@ -344,6 +349,7 @@ class Group:
         assert session is not None
         number = self._clock.number(closed.iteration)
         if closed.published and session.replica is not None:
+            self._standing.first(session.plan.job, session.replica.step)
             if self._hashes is not None:
                 try:
                     self._hashes.add(number, self.name, session.replica)
@@ -353,21 +359,27 @@ class Group:
             if output.every and session.replica.step % output.every == 0:
                 out = output.directory / self.name / run_folder(session.plan.job.run_id, session.plan.job.epoch)
                 done = self._persisted.set if closed.status == "verified" else None
-                self._writer.write(self.name, session.replica, out, closed.status, done)
+                self._writer.write(self.name, session.replica, out, closed.status, done, closed.unproven)
             if closed.status == "verified" and not self._settled and (not output.every or self._persisted.is_set()):
                 self._settled = True
-                for kept in self.files.settle():
-                    self._removed(kept, f"run {session.plan.job.run_id} has a verified version of its own")
+                self._standing.settle(session.plan.job)
             self._tell(Progress(number, closed.status))
         drops = self._port.drops
         dropped, self._told = grown(self._told, drops), drops
         self._say("iteration", **closed_fields(closed, number, dropped, lost=session.next is None))
 
-    def _lost(self, why: str) -> None:
-        session = self._session
+    def _begun(self, begun: Begun) -> None:
+        said = line(begun, self._clock.number)
+        assert said is not None and self._session is not None and self._session.replica is not None
+        self._say(said[0], **said[1], kernels=self._session.replica.kernels)
+
+    def _lost(self, lost: Lost) -> None:
+        session, why = self._session, lost.why
         assert session is not None
-        if session.replica is None:
+        if lost.withdrawn:
             self.files.discard()
+        if not self._by_ranges:
+            self._asking.by_state()
         drops = grown(self._base, self._port.drops)
         if drops:
             why += f"; since its state the node itself has dropped {self._port.explain(drops)}"
@@ -386,20 +398,11 @@ class Group:
             self._say("heard", why="the mirror brings the job's packets again")
         self._asking.silent(why)
 
-    def _tell(self, message: Any) -> None:
-        with self._lock:
-            if isinstance(message, Wanted):
-                self._wanted = message
-            elif isinstance(message, Notice):
-                self._notice = message
-            members = list(self.members.values())
-        for member in members:
-            member.send(message)
-
     def _drop_session(self) -> None:
         if self._session is not None:
             self._session.close()
-        self._session = None
+        self._session = self._resync = None
+        self._due = False
         self._asking = Asking(self._tell, self._say, self._dropped)
         with self._lock:
             self._notice = Notice("")

@@ -10,9 +10,11 @@ from typing import Any
 
 from flowcheck.rebuild.events import (
     Asked,
+    Begun,
     Behind,
     Closed,
     Event,
+    FromPeers,
     GivenUp,
     Held,
     OnTime,
@@ -58,6 +60,12 @@ def line(event: Event, number: Callable[[int], int]) -> tuple[str, dict[str, Any
                 "why": f"{why}, and a ring has {waiting} of {room} packets: from here on they are counted and not"
                 " placed, until what waits is done",
             }
+        case Begun():
+            return "begun", {
+                "iteration": number(event.iteration), "elements": event.elements,
+                "why": "all of the job's state is asked for by ranges: no version is published until the trainers have"
+                " sent their own state of these elements",
+            }
         case Held():
             what = "the iteration was lost whole" if event.all else "its version is built without them"
             return "stale", {
@@ -75,6 +83,11 @@ def line(event: Event, number: Callable[[int], int]) -> tuple[str, dict[str, Any
                 "iteration": number(event.iteration), "since": number(event.since), "elements": event.elements,
                 "bytes": event.nbytes, "source": "trainer",
             }
+        case FromPeers():
+            return "peers", {
+                "iteration": number(event.iteration), "bytes": event.nbytes, "filled": dict(event.filled),
+                "failed": dict(event.failed),
+            }
         case TakenUp():
             return "recovered", {"first": number(event.first), "last": number(event.last), "packets": event.packets}
     return None
@@ -87,7 +100,7 @@ def closed_fields(closed: Closed, number: int, dropped: Mapping[str, int], *, lo
         "placed": closed.placed, "missing": closed.missing, "healed": closed.healed, "duplicates": closed.duplicates,
         "dropped": dropped, "lag": closed.lag, "updates": closed.updates, "rebuilt": closed.rebuilt,
         "patched": closed.patched, "stale": closed.stale,
-        "final": closed.final, "filled": closed.filled,
+        "final": closed.final, "filled": closed.filled, "unproven": closed.unproven,
         "failed": [clause for clause, _ in closed.why], "why": closed.why[:1] if lost else closed.why,
     }
 

@@ -3,6 +3,7 @@
     session = LiveSession(plan, sources, clock, ...)
     for event in session.poll(): ...                           again and again
     session.record(...), announce(iteration), state(...)       what trainers send, on the same thread
+    session.begin(path)                                        they are not asked for a state, but for ranges of it
 
 Everything that it is told or asked returns events; they are to be handled one by one, because versions and arenas are
 as an event says only until the next one is asked for. Iterations are counted as the manifest does.
@@ -22,7 +23,7 @@ from flowcheck.job.clock import Clock
 from flowcheck.node.resync import Resync
 from flowcheck.node.silence import Arrivals, Silence
 from flowcheck.rebuild.events import Event
-from flowcheck.rebuild.going_on import PartialFollower
+from flowcheck.rebuild.healed import HealedFollower, Peers
 from flowcheck.rebuild.overload import Overload
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.policy import Policy
@@ -33,20 +34,21 @@ from flowcheck.rebuild.scheduler import Source
 __all__ = ["LiveSession"]
 
 
-class LiveSession(PartialFollower):
+class LiveSession(HealedFollower):
     """sources[i]: ring of stream i. clock: the trainer's. slots, threads: of replicas. record_seconds: as of Policy.
     port: what the sources belong to. now, stamp: clocks, as of Follower. patched: as of PartialFollower.
-    resync: asks trainers for what is stale."""
+    resync: asks trainers for what is stale. peers: as of HealedFollower."""
 
     def __init__(
         self, plan: JobPlan, sources: Sequence[Source], clock: Clock | None = None, *, slots: int, threads: int,
         record_seconds: float, port: Arrivals | None = None, now: Callable[[], float] = time.monotonic,
         stamp: Callable[[], int] = time.time_ns, patched: bool = False, resync: Resync | None = None,
+        peers: Peers | None = None,
     ) -> None:
         port = port or Arrivals()
         names = port.stream_names(plan.engine.streams)
         policy = Policy.live(record_seconds)
-        super().__init__(plan, sources, names, policy, clock=clock, now=now, stamp=stamp, patched=patched)
+        super().__init__(plan, sources, names, policy, clock=clock, now=now, stamp=stamp, patched=patched, peers=peers)
         self._slots, self._threads, self._resync = slots, threads, resync
         self._silence = Silence(plan, self.engine, port, self.clock, now)
         self.overload = Overload(self.engine, self.scheduler)
@@ -77,6 +79,16 @@ class LiveSession(PartialFollower):
         fresh.start(parameters, state, self.clock.before(iteration), groups)
         self.start(fresh, iteration)
 
+    def begin(self, path: Callable[[], Path]) -> Iterator[Event]:
+        """Go on without a state, by ranges, after what is still under way. path(): a file for a replica, where there is
+        none to go on with. Raises UserError: there cannot be one."""
+        yield from self.settle()
+        replica = self.replica
+        if replica is None:
+            replica = JobReplica(self.plan, None, ReplicaOptions(self._slots, path(), self._threads, True))
+            replica.start_empty(self.clock.before(0))
+        yield from self.begin_from(replica)
+
     def poll(self) -> Iterator[Event]:
         """One look at the rings, and what may close."""
         yield from super().poll()
@@ -103,4 +115,4 @@ class LiveSession(PartialFollower):
     @property
     def serves(self) -> int:
         """The trainer's number of the iteration that made the version which can be read, -1: there is none."""
-        return self.clock.number(self.published) if self.replica is not None else -1
+        return self.clock.number(self.published) if self.replica is not None and self.replica.serves else -1

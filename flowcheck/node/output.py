@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,10 +145,11 @@ class Writer:
         self._lanes: dict[str, _Lane] = {}
 
     def write(
-        self, name: str, replica: JobReplica, out: Path, status: str, done: Callable[[], None] | None = None
+        self, name: str, replica: JobReplica, out: Path, status: str, done: Callable[[], None] | None = None,
+        unproven: Sequence[str] = (),
     ) -> None:
         """Begin to write the current version of a group, unless it is one that is left out. done: called on the
-        writer's thread when it is on disk."""
+        writer's thread when it is on disk. unproven: marks of its verdict."""
         with self._lock:
             lane = self._lanes.setdefault(name, _Lane())
         stride, now = 1, self._clock()
@@ -167,19 +168,20 @@ class Writer:
         ready = threading.Event()
         lane.began = now
         lane.thread = threading.Thread(
-            target=self._work, args=(lane, name, replica, out, status, ready, done), name=f"flowcheck writer {name}"
+            target=self._work, args=(lane, name, replica, out, status, ready, done, unproven),
+            name=f"flowcheck writer {name}",
         )
         lane.thread.start()
         ready.wait()  # until the version is pinned
 
     def _work(
         self, lane: _Lane, name: str, replica: JobReplica, out: Path, status: str, ready: threading.Event,
-        done: Callable[[], None] | None,
+        done: Callable[[], None] | None, unproven: Sequence[str],
     ) -> None:
         try:
             with replica.pinned() as version:
                 ready.set()  # from here on the replica may go on: this version stays
-                path = replica.write(out, replica.unproven, version, status)
+                path = replica.write(out, [*replica.unproven, *unproven], version, status, name)
                 step = version.step
             lane.seconds = self._clock() - lane.began
             if done is not None:

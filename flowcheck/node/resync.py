@@ -2,6 +2,7 @@
 
     resync = Resync(settings, plan, members)
     resync.how                                 what the job is healed by: "ranges", or "state" and why
+    resync.by_ranges                           the first of these, and no trainer has refused
     for event in resync.look(session): ...     at every turn: ask for what is stale
     resync.take(session, rank, message, ...)   a rank has answered
 
@@ -29,7 +30,7 @@ from flowcheck.rebuild.plan import JobPlan
 if TYPE_CHECKING:
     from flowcheck.rebuild.going_on import PartialFollower
 
-__all__ = ["Resync"]
+__all__ = ["Resync", "wished"]
 
 SLOTS = 3  # the version that is served, the partial one, and the one that is built from it
 
@@ -44,11 +45,16 @@ class Resync:
         self.how = _how(settings, plan)
         self._asked: int | None = None  # the iteration that was next when a question went out last
 
+    @property
+    def by_ranges(self) -> bool:
+        return self.how == "ranges"
+
     def look(self, session: PartialFollower) -> Iterator[Event]:
         partial = session.partial
         if partial is None or session.next is None:
             return
         if partial.refused:
+            self.how = f"state: {partial.refused}"
             yield from session.give_up_ranges(f"the state of single elements cannot be had: {partial.refused}")
             return
         members = dict(self._members())
@@ -80,6 +86,11 @@ class Resync:
         partial.take(patch, session.next or 0)
 
 
+def wished(settings: ReplicaSettings) -> str:
+    """What a node says that it will ask for, before it knows the job: "ranges" or "state"."""
+    return settings.resync if settings.slots >= SLOTS else "state"
+
+
 def _how(settings: ReplicaSettings, plan: JobPlan) -> str:
     if settings.resync != "ranges":
         return settings.resync
@@ -87,6 +98,9 @@ def _how(settings: ReplicaSettings, plan: JobPlan) -> str:
         return f"state: replica.slots is {settings.slots}, and a version with stale elements takes a third one"
     if not plan.job.step_values:
         return "state: the manifest declares no values of a step, so no records say whether a patch has come"
+    empty = [entry.name for entry in plan.job.model if entry.kind == "optimized" and not entry.elements]
+    if empty:
+        return f"state: {empty[0]!r} has no elements, and no range brings what the optimizer keeps per tensor"
     if any(place.carries == "parameters" for place in (*plan.iteration_places(0), *plan.iteration_places(1))):
         return "state: parameters are gathered, and no rank holds all of its state"
     return "ranges"

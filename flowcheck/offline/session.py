@@ -81,7 +81,6 @@ class ReplaySession:
     ended: str = ""  # why no version was built any more
 
     def __post_init__(self) -> None:
-        settle(self.plan.engine.mtu, measure=False)  # what is known: a replay does not pay for a measurement
         if self.plan.job.optimizer is not None:
             settle_updates()
         self.offer = Offer(self.options.out)
@@ -100,6 +99,8 @@ class ReplaySession:
             eal = stack.enter_context(Eal.start(memory_mb=need.total_mb))
             if not eal.huge:
                 self.report.notes.append(eal.describe())
+            # what is known of the pages that packets lie in: a replay does not pay for a measurement
+            settle(self.plan.engine.mtu, eal.huge, measure=False)
             sources = [
                 stack.enter_context(PcapSource(eal, info.path, stream=i, info=info))
                 for i, info in enumerate(self.infos)

@@ -6,25 +6,25 @@
 The deadline: an iteration's version stands before the next iteration's allreduce begins. The node receives while the
 ports send, places packet by packet behind that, and updates bucket by bucket; each stage goes on with what comes next
 meanwhile. Source of the deadline and the pipeline: FlowCheck, sections 3.1, 6.1 and 7. Threads of a stage are taken to
-share its work evenly. Two things are no stage's: all cores together move no more bytes than the memory carries, and do
-no more work at once than there are cores (`flowcheck bench pipeline` compares with both). Pure functions.
+share its work evenly. Two things are no stage's: all cores together move no more bytes than the memory carries, and
+threads share the cores that there are (sharing.py; `flowcheck bench pipeline` compares with both). Pure functions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from flowcheck.plan.answer import need, need_at_most, need_positive
 from flowcheck.plan.loss_law import Direction
+from flowcheck.plan.sharing import Load, Stage, together
 from flowcheck.plan.stage_speeds import Speeds
 from flowcheck.plan.wire_volume import Call, Traffic, iteration_of
 from parser.chunk_layout import Protocol
 
 __all__ = [
     "ELEMENT_BYTES", "MOST_CORES", "PROTOCOLS", "STATE_BYTES", "Capacity", "Job", "Leaves", "Node", "capacity",
-    "comm_seconds", "fitted", "flow_shop", "leaves_of", "overlapped",
+    "comm_seconds", "fitted", "leaves_of",
 ]
 
 PROTOCOLS = {"ll": Protocol.LL, "ll128": Protocol.LL128, "simple": Protocol.SIMPLE}
@@ -145,20 +145,22 @@ class Node:
         for name, value in (("--slots", self.slots), ("--arenas", self.arenas)):
             need_at_most(value, MOST_OF_A_NODE, name, "no node has so many")
         need_positive(self.monitor_gbps, "--monitor-gbps", "Gb/s")
+        need(self.cores is None or self.cores >= 1, f"{self.cores} cores run no thread", "--cores", "at least 1")
 
 
 @dataclass(frozen=True)
 class Capacity:
     """Seconds are of one iteration, from the first packet on; bytes and packets of one mirrored port unless said.
 
-    comm_s: the allreduces at the port's speed. gap_s: from there to the next allreduce. receive_s, place_s, update_s:
-    the node's stages, each alone. serial_s: one after the other. moved_s: all bytes that they move, at the speed of the
-    memory (0: not known). shared_s: all their work, spread over the cores (0: a core for every thread). pipelined_s:
-    overlapped, and no less than these two. slack_s: to the deadline, below 0: missed. peak_gbps: of all mirrored ports
-    of the node together; room_gbps: what its ports carry. memory: bytes, always; memory_most: while it takes in a state
-    and the replica before still stands.
+    load: of the stages' threads. comm_s: the allreduces at the port's speed. gap_s: from there to the next allreduce.
+    receive_s, place_s, update_s: the node's stages, each alone. serial_s: one after the other. moved_s: all bytes that
+    they move, at the speed of the memory (0: not known). shared_s: all their work, spread over the cores (0: a core for
+    every thread). pipelined_s: overlapped, on these cores and this memory; no less than those two. slack_s: to the
+    deadline, below 0: missed. peak_gbps: of all mirrored ports of the node together; room_gbps: what its ports carry.
+    memory: bytes, always; memory_most: while it takes in a state and the replica before still stands.
     """
 
+    load: Load
     traffic: Traffic
     buckets: int
     comm_s: float
@@ -180,19 +182,6 @@ class Capacity:
     @property
     def stages(self) -> tuple[float, float, float]:
         return self.receive_s, self.place_s, self.update_s
-
-
-def flow_shop(stages: Sequence[float], parts: int) -> float:
-    """Seconds of `parts` equal parts through stages that work at the same time: one part through all, and the others
-    behind it at the pace of the slowest stage. Source: makespan of a flow shop with equal jobs."""
-    return sum(stages) / parts + max(stages) * (parts - 1) / parts
-
-
-def overlapped(stages: tuple[float, float, float], parts: int) -> float:
-    """Seconds of receiving, placing and updating `parts` buckets. A packet is placed as soon as it is received, and a
-    bucket is updated when all of it is placed."""
-    receive, place, update = stages
-    return flow_shop((max(receive, place), update), parts)
 
 
 def comm_seconds(job: Job) -> float:
@@ -218,26 +207,27 @@ def capacity(job: Job, node: Node, speeds: Speeds) -> Capacity:
         + (port.packets - port.final_packets + port.control) * speeds.parse_ns * 1e-9
     ) / node.place_cores
     state, element = STATE_BYTES[job.optimizer], ELEMENT_BYTES[job.dtype]
-    update = node.groups * job.group_parameters * (2 * state + element) / (speeds.update_gbs * 1e9) / node.update_cores
+    updated = node.groups * job.group_parameters * (2 * state + element)
+    update = updated / (speeds.update_gbs * 1e9) / node.update_cores
     stages = (comm, place, update)
     packets = streams * (port.packets + port.control)
-    receiving = packets / (speeds.receive_mpps * 1e6)
+    receiving = packets * (1 / (speeds.receive_mpps * 1e6) + speeds.kernel_ns * 1e-9)
     cores = max(node.ports, math.ceil(receiving / comm))
-    shared = 0.0
-    if node.cores is not None:
-        shared = (receiving + place * node.place_cores + update * node.update_cores) / node.cores
-    moved = 0.0
-    if speeds.copy_gbs is not None:  # a packet is copied into the ring: read once and written once
-        each = 2 * port.all_frames + final
-        updated = node.groups * job.group_parameters * (2 * state + element)
-        moved = (streams * each + updated) / (speeds.copy_gbs * 1e9)
-    pipelined = max(overlapped(stages, buckets), moved, shared)
+    load = Load(
+        receive=Stage(receiving, cores, 2 * streams * port.all_frames),  # copied into the ring: read, and written
+        place=Stage(place * node.place_cores, node.place_cores, streams * final),
+        update=Stage(update * node.update_cores, node.update_cores, updated),
+        parts=buckets, pace=comm, ring=cores * RING_ENTRIES / packets, watchers=node.groups,
+    )
+    pipelined = together(load, node.cores, speeds.copy_gbs)
+    shared = 0.0 if node.cores is None else load.seconds / node.cores
+    moved = 0.0 if speeds.copy_gbs is None else load.nbytes / (speeds.copy_gbs * 1e9)
     ring = cores * RING_ENTRIES * (ENTRY_BYTES + SLOT_BYTES[job.mtu])
     peak = streams * (2 if node.direction == "both" else 1) * job.port_gbps
     each = node.groups * job.group_parameters
     memory = each * (node.slots * state + node.arenas * element * (1 + 1 / 64)) + ring
     return Capacity(
-        port, buckets, comm, job.iteration_s - comm, comm, place, update, sum(stages), moved, shared, pipelined,
+        load, port, buckets, comm, job.iteration_s - comm, comm, place, update, sum(stages), moved, shared, pipelined,
         job.iteration_s - pipelined, cores,
         peak if node.load_gbps is None else node.load_gbps, node.ports * node.monitor_gbps,
         memory, memory + each * (1 + node.slots) * state,
@@ -257,8 +247,8 @@ def fitted(job: Job, node: Node, speeds: Speeds, *, place: bool = True, update: 
         first, last = 1, MOST_CORES
         while first < last:
             middle = (first + last) // 2
-            stages = (one.receive_s, one.place_s, one.update_s / middle)
-            enough = max(overlapped(stages, one.buckets), one.moved_s, one.shared_s) <= job.iteration_s
+            load = replace(one.load, update=replace(one.load.update, threads=middle))
+            enough = together(load, node.cores, speeds.copy_gbs) <= job.iteration_s
             first, last = (first, middle) if enough else (middle + 1, last)
         node = replace(node, update_cores=first)
     return node

@@ -45,12 +45,20 @@ def capacity(
     groups_per_node: Annotated[int | None, typer.Option(help="Groups that one node follows.")] = None,
     node_ports: Annotated[int | None, typer.Option(help="Monitor ports of a node.")] = None,
     monitor_gbps: Annotated[float | None, typer.Option(help="Speed of each.")] = None,
+    flows: Annotated[int | None, typer.Option(help="Whose data packets come in turns at a port of the node.")] = None,
+    replica_pages: Annotated[
+        Literal["shared", "huge"] | None,
+        typer.Option(help="Of versions: /dev/shm as it comes, or large ones (hugetlbfs, or shmem_enabled).")
+    ] = None,
     bench: Annotated[Path | None, typer.Option(help=f"Output of `{BENCH}` on a node.")] = None,
     receive_mpps: Annotated[float | None, typer.Option(help="Mpkt/s that a core receives.")] = None,
     parse_ns: Annotated[float | None, typer.Option(help="Of a packet that carries nothing to keep.")] = None,
     place_gbs: Annotated[float | None, typer.Option(help="GB/s of a core, read and written.")] = None,
     again_gbs: Annotated[float | None, typer.Option(help="The same where a second copy is compared.")] = None,
     icrc_ns: Annotated[float | None, typer.Option(help="That checking a placed packet's ICRC adds.")] = None,
+    kernel_ns: Annotated[
+        float | None, typer.Option(help="The kernel's for a packet, if the port is af_packet. Default: 0, DPDK's NIC.")
+    ] = None,
     update_gbs: Annotated[float | None, typer.Option(help="GB/s of a core, read and written.")] = None,
     copy_gbs: Annotated[
         float | None, typer.Option(help="GB/s of all cores together. Default: as --bench says, otherwise no limit.")
@@ -75,8 +83,9 @@ def capacity(
     asked = Asked(
         model, parameters, tp, pp, dp, shard, dtype, optimizer, protocol, algorithm, channels, nccl_version, mtu,
         bucket_mb, port_gbps, iteration_s, gap_s, tokens, peak_tflops, mfu, mirrors, direction, topology, leaf_gpus,
-        leaf_ports, groups_per_node, node_ports, monitor_gbps, bench, receive_mpps, parse_ns, place_gbs, again_gbs,
-        icrc_ns, update_gbs, copy_gbs, place_cores, update_cores, slots, arenas, cores, memory_gb,
+        leaf_ports, groups_per_node, node_ports, monitor_gbps, flows, replica_pages, bench, receive_mpps, parse_ns,
+        place_gbs, again_gbs, icrc_ns, kernel_ns, update_gbs, copy_gbs, place_cores, update_cores, slots, arenas, cores,
+        memory_gb,
     )
     if figure is None:
         raise typer.Exit(publish(capacity_answer(asked), as_json, plot))

@@ -8,7 +8,7 @@ An option comes first, then the topology, then the model's preset, then the defa
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import ceil
+from math import ceil, inf
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from flowcheck.plan.capacity import Job, Leaves, Node, comm_seconds, fitted, lea
 from flowcheck.plan.fabric import Fabric, fabric_of
 from flowcheck.plan.loss_law import Direction
 from flowcheck.plan.models import PRESETS, Preset, flops_seconds
-from flowcheck.plan.stage_speeds import Speeds, measured, published
+from flowcheck.plan.stage_speeds import Pages, Speeds, measured, published
 
 __all__ = ["Asked", "Case", "case_of"]
 
@@ -59,12 +59,15 @@ class Asked:
     groups_per_node: int | None = None
     node_ports: int | None = None
     monitor_gbps: float | None = None
+    flows: int | None = None
+    replica_pages: Pages | None = None
     bench: Path | None = None
     receive_mpps: float | None = None
     parse_ns: float | None = None
     place_gbs: float | None = None
     again_gbs: float | None = None
     icrc_ns: float | None = None
+    kernel_ns: float | None = None
     update_gbs: float | None = None
     copy_gbs: float | None = None
     place_cores: int | None = None
@@ -103,7 +106,7 @@ def case_of(asked: Asked) -> Case:
         inputs.note("topology", asked.topology.name, "", "given")
     job = _job(asked, preset, layout, fabric, inputs)
     node = _node(asked, job, fabric, inputs)
-    speeds = _speeds(asked, job, inputs)
+    speeds = _speeds(asked, job, _flows(asked, job, node, inputs), inputs)
     fits = "the fewest that meet the deadline"
     node = fitted(job, node, speeds, place=asked.place_cores is None, update=asked.update_cores is None)
     inputs.note("place-cores", node.place_cores, "cores", "given" if asked.place_cores else "the fewest that keep up")
@@ -233,16 +236,29 @@ def _node(asked: Asked, job: Job, fabric: Fabric | None, inputs: Inputs) -> Node
     return Node(mirrors, direction, groups, ports, monitor, place, update, slots, arenas, load, asked.cores)
 
 
-def _speeds(asked: Asked, job: Job, inputs: Inputs) -> Speeds:
+def _flows(asked: Asked, job: Job, node: Node, inputs: Inputs) -> int:
+    """Whose data packets come in turns at a port of the node."""
+    connections = 1 if job.algorithm == "ring" else 3  # to a parent and two children
+    streams = ceil(node.mirrors * node.groups / node.ports)
+    each = connections * (2 if node.direction == "both" else 1)
+    flows = inputs.take("flows", asked.flows, streams * each * job.channels, "at a port of the node",
+                        "connections x directions x channels of the mirrored ports that one monitor port carries")
+    need(flows >= 1, f"{flows} flows bring nothing", "--flows", "at least 1")
+    return flows
+
+
+def _speeds(asked: Asked, job: Job, flows: int, inputs: Inputs) -> Speeds:
     given = (asked.receive_mpps, asked.parse_ns, asked.place_gbs, asked.again_gbs, asked.icrc_ns, asked.update_gbs)
     names = ("receive-mpps", "parse-ns", "place-gbs", "again-gbs", "icrc-ns", "update-gbs")
     units = ("Mpkt/s per core", "ns per packet", "GB/s per core", "GB/s per core", "ns per packet", "GB/s per core")
+    default: Pages = "shared"
+    pages = inputs.take("replica-pages", asked.replica_pages, default, "", "replica.directory of node.toml is /dev/shm")
     if all(value is not None for value in given):
         base = Speeds(1, 1, 1, 1, 1, 1, {})
     elif asked.bench is not None:
-        base = measured(asked.bench, job.protocol, job.mtu)
+        base = measured(asked.bench, job.protocol, job.mtu, flows, pages)
     else:
-        base = published(job.protocol, job.mtu)
+        base = published(job.protocol, job.mtu, pages)
     values = []
     known = (base.receive_mpps, base.parse_ns, base.place_gbs, base.again_gbs, base.icrc_ns, base.update_gbs)
     for name, unit, own, value in zip(names, units, given, known, strict=True):
@@ -256,4 +272,7 @@ def _speeds(asked: Asked, job: Job, inputs: Inputs) -> Speeds:
         copy = inputs.note("copy-gbs", asked.copy_gbs, "GB/s of all cores")
     elif copy is not None:
         inputs.note("copy-gbs", copy, "GB/s of all cores", base.sources["copy"])
-    return Speeds(values[0], values[1], values[2], values[3], values[4], values[5], base.sources, copy)
+    kernel = inputs.take("kernel-ns", asked.kernel_ns, 0.0, "ns per packet", "DPDK drives the NIC, not the kernel")
+    need(0 <= kernel < inf, f"{kernel:g} ns", "--kernel-ns", "0 or more")
+    receive, parse, place, again, icrc, update = values
+    return Speeds(receive, parse, place, again, icrc, update, base.sources, copy, kernel)

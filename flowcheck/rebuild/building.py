@@ -161,6 +161,8 @@ class VersionBuilder:
                 if bucket.place.index not in self._handed:
                     self._apply(bucket.place, bucket.tensor())
             replica.finish(values.buffers)
+            if self.partial is not None:
+                self.partial.brought(values.buffers)
         except UpdaterError:
             self.drop()
             raise

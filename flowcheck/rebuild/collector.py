@@ -19,6 +19,7 @@ import numpy as np
 from parser.machine import Engine
 
 from flowcheck.rebuild.evidence import BucketCoverage, Carried, bucket_coverage, packets_by_outcome
+from flowcheck.rebuild.given import NOTHING, Hearsay
 from flowcheck.rebuild.holes import Finality
 from flowcheck.rebuild.intervals import intervals, total, without
 from flowcheck.rebuild.merger import filled
@@ -58,6 +59,7 @@ class EvidenceCollector:
     def __init__(self, plan: JobPlan, engine: Engine) -> None:
         self._plan, self._engine, self._carried = plan, engine, Carried(plan)
         self._cells = -(-plan.engine.gradient_bytes // 8)
+        self.given, self.hearsay = NOTHING, Hearsay()  # of the iteration that closes; what its version holds with it
         self._data = np.array([flow.data for flow in plan.engine.flows], bool)
         self._counts = Counter[str]()
 
@@ -69,7 +71,7 @@ class EvidenceCollector:
         gets nothing more (holes.py). flows: Engine.flows() as of now, if it is known."""
         plan, engine = self._plan, self._engine
         flows = engine.flows() if flows is None else flows
-        found = bucket_coverage(plan, engine, iteration, flows, self._carried)
+        found = bucket_coverage(plan, engine, iteration, flows, self._carried, self.given)
         buckets = [b for b in found if b.place.carries == "gradient"]
         groups = [b for b in found if b.place.carries == "parameters"]
         disagreements = engine.disagreements()
@@ -91,7 +93,7 @@ class EvidenceCollector:
             recovered=tuple(self._recovered(flows, iteration)),
             icrc_checked=plan.engine.check_icrc,
             streams=streams,
-            differences=tuple(self._differences(iteration, streams, flows)) if differ else (),
+            differences=(*(self._differences(iteration, streams, flows) if differ else ()), *self._peers_differ()),
             copies_disagreed=kept * 8,
             copies_first=f"byte {offset} of the iteration's region" if differ else "",
             step_record_declared=bool(plan.job.step_values),
@@ -100,8 +102,10 @@ class EvidenceCollector:
             refused=self.refused(disagreements),
             previous_published=follows,
             stale=None,
+            from_peers=str(self.hearsay),
         )
-        return Judged(evidence, judge(evidence), buckets, groups, filled(engine, iteration, self._cells))
+        came = filled(engine, iteration, self._cells, self.given)
+        return Judged(evidence, judge(evidence), buckets, groups, came)
 
     def grown(self, flows: np.ndarray) -> dict[str, int]:
         """Packets that have come since this was asked last, those placed, PSNs that never came and that came again."""
@@ -139,6 +143,10 @@ class EvidenceCollector:
                 if flows[stream, flow]["packets"] and (stream, flow) != (one["stream"], one["flow"])
             ]
             yield describe_difference(self._plan, streams[one["stream"]].name, one, others)
+
+    def _peers_differ(self) -> Iterator[str]:
+        for peer, why in self.given.refused.items():
+            yield f"peer {peer}: {why}"
 
     def refused(self, disagreements: list[dict]) -> str:
         """Why the traffic as a whole is not what the manifest describes, or ""."""

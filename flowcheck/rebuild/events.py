@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from flowcheck.rebuild.building import Built
 from flowcheck.rebuild.collector import Judged
 from flowcheck.rebuild.deadline import Times
+from flowcheck.rebuild.merger import healed
 from flowcheck.rebuild.verdict import Clause
 
 __all__ = [
-    "Asked", "Behind", "Closed", "Event", "GivenUp", "Held", "Lost", "OnTime", "Patched", "Read", "Skipped", "TakenUp",
-    "Timed", "Waiting", "closed",
+    "Asked", "Begun", "Behind", "Closed", "Event", "FromPeers", "GivenUp", "Held", "Lost", "OnTime", "Patched", "Read",
+    "Skipped", "TakenUp", "Timed", "Waiting", "closed",
 ]
 
 
@@ -36,6 +37,7 @@ class Closed(Event):
     patched: elements of its version that are the trainer's own, sent by it. stale: that still wait for that.
     why: (clause, reason) of what failed; without the step record where none was waited for.
     filled: cells of 8 bytes by the source that brought them (merger.py).
+    unproven: what the verdict rests on and nothing has shown.
     judged: all that is known. The bytes of its buckets lie in the arena until the next event is asked for, and where
     checksums were compared they are gone.
     """
@@ -57,6 +59,7 @@ class Closed(Event):
     stale: int = 0
     final: str = ""
     filled: dict[str, int] = field(default_factory=dict)
+    unproven: list[str] = field(default_factory=list)
 
 
 def closed(
@@ -71,19 +74,32 @@ def closed(
     clauses = [(clause.value, reason) for clause, reason in judged.verdict.failing]
     if lost and not published:
         clauses = [(name, reason) for name, reason in clauses if name != Clause.STEP_RECORD.value]
-    healed = max(counts["gaps"], 0) if judged.verdict.complete else 0
+    whole = max(counts["gaps"], 0) if judged.verdict.complete else 0
+    patched = {"trainer": healed(built.patched, judged.buckets[0].place)} if built.patched else {}
     return Closed(
-        judged.verdict.iteration, published, status, counts["packets"], counts["placed"], missing, healed,
+        judged.verdict.iteration, published, status, counts["packets"], counts["placed"], missing, whole,
         counts["duplicates"], lag, clauses, built.updates, built.rebuilt, judged, built.patched,
-        judged.evidence.stale or 0, judged.verdict.final, judged.filled,
+        judged.evidence.stale or 0, judged.verdict.final, judged.filled | patched,
+        list(judged.verdict.unproven),
     )
 
 
 @dataclass(frozen=True)
 class Lost(Event):
-    """The chain of versions has ended; a state is needed to go on from."""
+    """The chain of versions has ended; a state is needed to go on from. withdrawn: what was served until now must not
+    be any more."""
 
     why: str
+    withdrawn: bool = False
+
+
+@dataclass(frozen=True)
+class Begun(Event):
+    """Versions are built from `iteration` on, of which nothing is here yet but these gradients: none is published until
+    the trainers have sent their own state of so many elements."""
+
+    iteration: int
+    elements: int
 
 
 @dataclass(frozen=True)
@@ -117,6 +133,17 @@ class Patched(Event):
     since: int
     elements: int
     nbytes: int
+
+
+@dataclass(frozen=True)
+class FromPeers(Event):
+    """Other nodes were asked for what an iteration lacks: so many bytes, with those beside the holes. filled: cells, by
+    peer. failed: why nothing came of the others, or is not used."""
+
+    iteration: int
+    nbytes: int
+    filled: Mapping[str, int]
+    failed: Mapping[str, str]
 
 
 @dataclass(frozen=True)

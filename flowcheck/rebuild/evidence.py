@@ -5,7 +5,8 @@ bits, one for 8 bytes, by words; what is missing is known as runs (intervals.py)
 
 Causes of missing elements, the first that applies:
 
-    disagreed      two copies of them came that differ, both with a right ICRC: nobody knows which is the trainer's
+    disagreed      two copies of them came that differ, both with a right ICRC, or a peer's differs from what is here:
+                   nobody knows which is the trainer's
     overload       their iteration was given up, because the node had no room for it (overload.py)
     not_mirrored   no connection seen in the captures carries them reduced
     icrc           their packet came with a wrong ICRC
@@ -25,6 +26,7 @@ import torch
 from parser.lane import messages
 from parser.machine import Engine
 
+from flowcheck.rebuild.given import NOTHING, Given
 from flowcheck.rebuild.intervals import both, intervals, total, without
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
 from parser.chunk_layout import Protocol
@@ -99,17 +101,19 @@ def packets_by_outcome(plan: JobPlan, engine: Engine) -> dict[str, int]:
 
 def bucket_coverage(
     plan: JobPlan, engine: Engine, iteration: int, flows: np.ndarray | None = None, carried: Carried | None = None,
+    given: Given = NOTHING,
 ) -> list[BucketCoverage]:
     """Coverage of every bucket and parameter group of an iteration that is about to close.
 
-    flows: Engine.flows() as of now, if they are known. carried: of this plan, from whoever closes many iterations."""
+    flows: Engine.flows() as of now, if they are known. carried: of this plan, from whoever closes many iterations.
+    given: by peers."""
     region = engine.region(iteration)
     losses: list[dict] | None = None  # read once, if at all, and so are the rows of flows with data
     rows: list[tuple[FlowSpec, np.void]] | None = None
     causes: dict[str, int]
     out = []
     for place in plan.iteration_places(iteration):
-        gaps = engine.missing(iteration, place.cells.start, place.cells.stop)
+        gaps = given.missing(engine.missing(iteration, place.cells.start, place.cells.stop), place)
         placed, causes = intervals([(0, place.elements)]), {}
         if len(gaps):
             missing = intervals(_elements(gaps - place.cells.start, place))
@@ -121,7 +125,9 @@ def bucket_coverage(
                 if rows is None:
                     rows = list(data_flows(plan, engine.flows() if flows is None else flows))
                 carried = carried or Carried(plan)
-                void = engine.void_cells(iteration, place.cells.start, place.cells.stop)
+                void = np.concatenate((
+                    engine.void_cells(iteration, place.cells.start, place.cells.stop), both(given.void, gaps)
+                ))
                 differ = intervals(_elements(void - place.cells.start, place))
                 causes = _causes(iteration, place, missing, differ, rows, carried, losses)
         out.append(BucketCoverage(

@@ -10,8 +10,8 @@
     for event in follower.poll(): ...                  again and again, and finish() where training ends
 
 Whoever drives it learns what happened from the events that it returns (events.py), one at a time: the current version
-and the arena are as the event says until the next one is asked for, and nothing goes on before that. What a replay and
-a node do differently is the policy's (policy.py).
+and the arena are as the event says until the next one is asked for. What a replay and a node do differently is the
+policy's (policy.py).
 
 The wire may be joined in mid-stream: each connection finds its place by what never restarts (LL and LL128 flags, the
 index of a clear-to-send), checked against the manifest's whole history of calls; until then its packets are
@@ -136,7 +136,7 @@ class Follower:
         """Go on from a version that waits for `iteration`. No other may have to be ended (settle)."""
         assert self._pending is None
         self._builder.drop()
-        if self.replica is not None:
+        if self.replica is not None and self.replica is not replica:
             self.replica.close()
         self.replica, self.next, self.status, self.matched = replica, iteration, "unverified", 0
         self._ahead = False
@@ -213,13 +213,17 @@ class Follower:
             return True, []
         if iteration != self.next:
             return False, []
-        if self.plan.job.step_values and iteration not in self.records:
+        if self._awaits_record(iteration):
             wait, say = self._wait.look(iteration, self._now())
             return wait, [Waiting(iteration, "its step record is not here")] if say else []
         if self._has_room(iteration):
             return False, []
         _, say = self._room.look(iteration, self._now())
         return True, [Waiting(iteration, NO_ROOM)] if say else []
+
+    def _awaits_record(self, iteration: int) -> bool:
+        """May a record that this iteration needs still come?"""
+        return bool(self.plan.job.step_values) and iteration not in self.records
 
     def _has_room(self, iteration: int) -> bool:
         """Is there a slot for the version of an iteration that is complete? Of another one none will be built."""
@@ -356,8 +360,8 @@ class Follower:
     def _publish(self, judged: Judged, built: Built) -> bool:
         """Publish the version that was built. False: it is one that must not be."""
         assert self.replica is not None
-        self.replica.publish(verified=built.differs == "")
         self.status = "verified" if self.matched else "unverified"
+        self.replica.publish(built.differs == "", self.status, judged.verdict.unproven)
         return True
 
     def _skip(self, first: int, last: int) -> Iterator[Event]:
@@ -376,11 +380,12 @@ class Follower:
         if self.next is None or not self._chained:
             return
         self._builder.drop()
-        self.next, self.status = None, status
+        self.next, self.status, withdrawn = None, status, False
         if status == "diverged" and self.replica is not None:
-            self.replica.close()  # what was wrong may have been wrong for some iterations: it is served no more
+            withdrawn = self.replica.serves  # what was wrong may have been wrong for some iterations
+            self.replica.close()
             self.replica = None
-        yield Lost(why)
+        yield Lost(why, withdrawn)
 
     @property
     def _ready(self) -> bool:
@@ -397,4 +402,4 @@ class Follower:
     @property
     def published(self) -> int:
         """The iteration whose version is current, -1 and less: none of those that were followed."""
-        return self.clock.made(self.replica.step) if self.replica is not None else -1
+        return self.clock.made(self.replica.step) if self.replica is not None and self.replica.serves else -1

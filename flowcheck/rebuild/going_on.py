@@ -3,11 +3,13 @@
     follower = PartialFollower(plan, sources, names, policy, ..., patched=True)
     follower.partial.ask(budget, ranks), take(patch)           whoever talks to the trainers (node/resync.py)
     follower.give_up_ranges(why)                                they cannot: the chain ends as it does without
+    follower.begin_from(replica)                                of a job of which nothing is here, or not any more
 
 What was lost of an iteration is stale (partial.py). One that was lost whole, or of which more is wrong than that
 gradients are missing, leaves everything stale. Nothing is published before the last stale element was patched, and the
 last complete version is served meanwhile. An iteration waits for the records of ranks that were asked, as it does for
-its own: with them their patches are here.
+its own: with them their patches are here. A job is begun in the same way, at the oldest step of which records are here
+without a gap behind them.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 from flowcheck.rebuild.building import Built
 from flowcheck.rebuild.collector import Judged
-from flowcheck.rebuild.events import Event, Held, Patched, Waiting
+from flowcheck.rebuild.events import Begun, Event, Held, Patched, Waiting
 from flowcheck.rebuild.follower import Follower
 from flowcheck.rebuild.partial import Partial
 from flowcheck.rebuild.records import RecordWait, StepRecord
@@ -37,6 +39,7 @@ class PartialFollower(Follower):
         self.partial = Partial(self.plan) if patched else None
         self._builder.partial = self.partial
         self._patches_wait = RecordWait(self.policy.record_seconds)
+        self._begins = False  # with the next record
         self._since: int | None = None  # the first iteration of which no version was published
         self._before = (0, 0)  # elements patched until then, and bytes of state that had come
 
@@ -45,18 +48,49 @@ class PartialFollower(Follower):
     def keep_record(self, iteration: int, record: StepRecord, rank: int) -> list[Event]:
         if self.partial is not None:
             self.partial.heard(rank, iteration)
-        return super().keep_record(iteration, record, rank)
+        begun: list[Event] = []
+        if self._begins and self.records.counts(rank):
+            begun = self._begin_at(max(iteration, self.engine.oldest))  # whose record comes, too
+        return begun + super().keep_record(iteration, record, rank)
 
     def start(self, replica: JobReplica, iteration: int) -> None:
         if self.partial is not None:
             self.partial.clear()
-        self._since = None
+        self._since, self._begins = None, False
         super().start(replica, iteration)
+
+    def begin_from(self, replica: JobReplica) -> list[Event]:
+        """Go on without a state, as soon as there is a record to go on with: from `replica`, which is empty, or has a
+        version that is served until there is a newer one. No other may have to be ended (settle)."""
+        assert self._pending is None and self.partial is not None and self.next is None
+        self._builder.drop()
+        if self.replica is not None and self.replica is not replica:
+            self.replica.close()
+        self.replica, self._begins = replica, True
+        first = self.records.since(self.engine.oldest)
+        return [] if first is None else self._begin_at(first)
+
+    def _begin_at(self, iteration: int) -> list[Event]:
+        """All that the version before this iteration holds is stale."""
+        assert self.partial is not None and self.replica is not None
+        try:
+            self.replica.leap(self.clock.before(iteration))
+        except UpdaterError:  # readers pin every slot: with a later record
+            return []
+        super().start(self.replica, iteration)
+        self._begins = False
+        if self.replica.serves:
+            self.partial.clear()
+            self.partial.lost_all()
+        else:
+            self.partial.begin()
+        self._begin_stale(iteration)
+        return [Begun(iteration, self.partial.elements)]
 
     def give_up_ranges(self, why: str) -> Iterator[Event]:
         """Elements that are stale will not come: end the chain, if there are any, and go on as without ranges."""
         yield from self.settle()
-        stale = self.partial is not None and bool(self.partial.stale)
+        stale = self.partial is not None and self.partial.elements > 0
         self._forget_stale()
         self.partial = self._builder.partial = None
         if stale:
@@ -73,6 +107,11 @@ class PartialFollower(Follower):
             self.partial.give_up(iteration)
         late = [Waiting(iteration, "the step record of a rank that was asked is not here")] if say else []
         return wait, [*said, *late]
+
+    def _awaits_record(self, iteration: int) -> bool:
+        """Trainers that were away have sent none of some iterations, and those that come are in order."""
+        past = self.partial is not None and self.partial.passed(iteration, self.records.counts)
+        return super()._awaits_record(iteration) and not past
 
     def _has_room(self, iteration: int) -> bool:
         """With holes or without, its version will be built."""
@@ -93,7 +132,7 @@ class PartialFollower(Follower):
         if self.partial is None or built is None or not stands:
             yield from super()._end(judged, counts, stands, built)
             return
-        stale, iteration = self.partial.stale.elements, judged.verdict.iteration
+        stale, iteration = self.partial.elements, judged.verdict.iteration
         if self._since is None and (stale or built.patched):
             self._begin_stale(iteration, built.patched)
             held = stale > 0
@@ -128,7 +167,7 @@ class PartialFollower(Follower):
         before, self.next = self.next, last + 1
         if self._since is None:
             self._begin_stale(before)
-        yield Held(last, self.partial.stale.elements, all=True, why=why)
+        yield Held(last, self.partial.elements, all=True, why=why)
 
     def _begin_stale(self, iteration: int, patched: int = 0) -> None:
         """No version is published from this iteration on. patched: elements of its own."""
@@ -153,6 +192,9 @@ class PartialFollower(Follower):
         if self.partial is not None:
             self._builder.drop()
             self.partial.clear()
-            if self.replica is not None:
+            if self.replica is not None and self.replica.serves:
                 self.replica.abandon()
+            elif self.replica is not None:  # it never had a version
+                self.replica.close()
+                self.replica = None
             self._since = None

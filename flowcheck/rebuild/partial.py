@@ -2,6 +2,7 @@
 
     partial = Partial(plan)
     partial.lost(buckets)                       an iteration closed with holes; lost_all(): it was lost whole
+    partial.begin()                             nothing of the job is here yet
     partial.ask(budget, ranks)                  what each rank is to be asked for now
     partial.take(patch)                         what one has answered
     partial.heard(rank, iteration)              its record of an iteration is here
@@ -13,6 +14,9 @@ the arena at a hole is nobody's, and its result is stale until a patch: the stat
 elements. A rank sends its patch of an iteration before its record of it, on one connection. So once the records of an
 iteration are here, its patches are, and nothing is kept of the iterations between.
 
+A job that is begun so lacks its constants, too. They are asked of rank 0, whose model DDP gave to all others. Buffers
+are not asked for: each record of rank 0 brings them, and other ranks may have other ones.
+
 A request is answered once. While it is, and until its answer was written, its elements are not asked for again; those
 of a request whose rank has left, or whose answer came too late, are. One thread.
 """
@@ -21,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,13 +78,16 @@ def cost_of(job: Job) -> dict[str, int]:
 
 
 class Partial:
-    """stale: of the version that comes next. asked, received: bytes of state. healed: stale elements that were patched.
-    refused: why no trainer can be asked, "" as long as one can."""
+    """stale: of the version that comes next; `absent`: buffers that no record has brought. asked, received: bytes of
+    state. healed: stale elements that were patched. refused: why no trainer can be asked, "" as long as one can."""
 
     def __init__(self, plan: JobPlan) -> None:
-        self._job, self.cost = plan.job, cost_of(plan.job)
-        sizes = {entry.name: math.prod(entry.shape) for entry in plan.job.model if entry.name in self.cost}
-        self.stale = Stale(sizes, self.cost)
+        self._job, self._optimized = plan.job, cost_of(plan.job)
+        self._sizes = {entry.name: math.prod(entry.shape) for entry in plan.job.model}
+        self._constants = {e.name: dtype_size(e.dtype) for e in plan.job.model if e.kind == "constant"}
+        self.cost = self._constants | self._optimized
+        self.stale = Stale({name: self._sizes[name] for name in self.cost}, self.cost)
+        self.absent: set[str] = set()
         self._requests: dict[int, _Request] = {}
         self._numbers = 0
         self._turn = 0  # which rank is asked first
@@ -107,18 +114,34 @@ class Partial:
 
     def lost_all(self) -> None:
         self.stale.begin()
-        self.stale.add_all()
+        self.stale.add_all(self._optimized)
+
+    def begin(self) -> None:
+        """The version that comes next has nothing of the job yet."""
+        self.clear()
+        self.stale.add_all(self.cost)
+        self.absent = {entry.name for entry in self._job.model if entry.kind == "buffer"}
+
+    def brought(self, buffers: Collection[str]) -> None:
+        """The record of the version that is being built has these."""
+        self.absent.difference_update(buffers)
+
+    @property
+    def elements(self) -> int:
+        """How many of the version that comes next are anything."""
+        return self.stale.elements + sum(self._sizes[name] for name in self.absent)
 
     def clear(self) -> None:
         """There is a state of everything, or none of anything."""
         self.stale.clear()
+        self.absent.clear()
         self._patches.clear()
         self._requests.clear()
         self.refused = ""
 
     def trusted(self, sums: Mapping[str, int]) -> dict[str, int]:
         """Those of a trainer's sums that can be compared: of entries of which nothing is stale."""
-        stale = self.stale.names
+        stale = self.stale.names | self.absent
         owner = {entry.name: entry.tied or entry.name for entry in self._job.model}
         return {name: value for name, value in sums.items() if owner[name] not in stale}
 
@@ -126,6 +149,7 @@ class Partial:
 
     def left(self, ranks: Collection[int]) -> bool:
         """Only these ranks are there. Were others asked?"""
+        self._heard = {rank: iteration for rank, iteration in self._heard.items() if rank in ranks}
         before = len(self._requests)
         self._requests = {number: one for number, one in self._requests.items() if one.rank in ranks}
         return len(self._requests) < before
@@ -139,17 +163,22 @@ class Partial:
         open_ = [range_ for one in self._requests.values() for range_ in one.ranges]
         room = budget - sum(length * self.cost[name] for name, _, length in open_)
         here = [range_ for patches in self._patches.values() for one in patches for range_ in one.ranges]
-        wanted = self.stale.oldest(room, by_entry(open_ + here))[:MOST]
         busy = Counter(one.rank for one in self._requests.values())
         order = [rank for rank in sorted(ranks) if busy[rank] < OPEN]
-        found = []
-        for part in deal(wanted, self.cost, len(order)):
-            rank = order[self._turn % len(order)]
-            self._turn, self._numbers = self._turn + 1, self._numbers + 1
-            self._requests[self._numbers] = _Request(rank, tuple(part))
-            self.asked += sum(length * self.cost[name] for name, _, length in part)
-            found.append((rank, self._numbers, part))
+        later = [] if 0 in order else [(name, 0, self._sizes[name]) for name in self._constants]
+        wanted = self.stale.oldest(room, by_entry(open_ + here + later))[:MOST]
+        fixed = [range_ for range_ in wanted if range_[0] in self._constants]
+        found = [self._request(0, fixed)] if fixed else []
+        for part in deal([range_ for range_ in wanted if range_[0] in self._optimized], self.cost, len(order)):
+            found.append(self._request(order[self._turn % len(order)], part))
+            self._turn += 1
         return found
+
+    def _request(self, rank: int, part: list[Range]) -> tuple[int, int, list[Range]]:
+        self._numbers += 1
+        self._requests[self._numbers] = _Request(rank, tuple(part))
+        self.asked += sum(length * self.cost[name] for name, _, length in part)
+        return rank, self._numbers, part
 
     def take(self, patch: Patch, first: int) -> bool:
         """Keep an answer until its iteration is built; iterations before `first` were. False: it is of no use any more.
@@ -175,6 +204,11 @@ class Partial:
 
     def heard(self, rank: int, iteration: int) -> None:
         self._heard[rank] = max(self._heard.get(rank, -1), iteration)
+
+    def passed(self, iteration: int, counts: Callable[[int], bool]) -> bool:
+        """Is each rank that is there, and whose records count, past this iteration? Then no record of it will come."""
+        heard = [newest for rank, newest in self._heard.items() if counts(rank)]
+        return bool(heard) and min(heard) > iteration
 
     def awaits(self, iteration: int) -> bool:
         """Has a rank been asked whose record of the iteration, and with it its answer, may still come?"""

@@ -66,11 +66,24 @@ class StepRecords:
         """The record of an iteration; None: none has come that can be believed."""
         return None if iteration in self._disputed else self._kept.get(iteration)
 
+    def counts(self, rank: int) -> bool:
+        """Are the records of this rank kept? DDP's buffers are those of rank 0."""
+        return rank == 0 or not self._needs_buffers
+
+    def since(self, oldest: int) -> int | None:
+        """The first iteration, `oldest` or later, from which on no record is missing up to the newest that is kept."""
+        found = None
+        for iteration in sorted(self._kept, reverse=True):
+            if iteration < oldest or (found is not None and iteration != found - 1):
+                break
+            found = iteration
+        return found
+
     def keep(self, iteration: int, record: StepRecord, rank: int, oldest: int) -> None:
         """oldest: iterations before it have closed. Raises UserError where a record cannot be believed."""
         self.newest = max(self.newest, iteration)
-        if iteration < oldest or (self._needs_buffers and rank != 0):
-            return  # DDP's buffers are those of rank 0
+        if iteration < oldest or not self.counts(rank):
+            return
         for name, text in record.checksums.items():
             if name not in self._names or not re.fullmatch("[0-9a-f]{16}", text):
                 raise UserError(f"a checksum {text[:20]!r} of {name[:80]!r}", where=f"rank {rank}")

@@ -2,6 +2,7 @@
 
     JobReplica(plan, init)  ->  learn(engine) once, before the first update (replay)
                             or  start(parameters, state, step): what the trainer uploaded (live)
+                            or  start_empty(step): what trainers send element by element (live, partial.py)
                             ->  begin(iteration, values), apply(bucket, elements) for each bucket, in any order and as
                             they come, finish(buffers); written() says when workers are done with it
                         ->  publish() or discard(); or, of lost gradients, patch(...), hold() (partial.py)
@@ -29,7 +30,7 @@ from flowcheck.job.model import Job
 from flowcheck.rebuild.evidence import BucketCoverage, parameter_bytes
 from flowcheck.rebuild.plan import JobPlan
 from updater.arrays import needed
-from updater.errors import UpdaterError
+from updater.errors import ReplicaError, UpdaterError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica, Slot
@@ -136,7 +137,12 @@ class JobReplica:
 
     @property
     def step(self) -> int:
-        return self._replica.current.step if self._replica else 0
+        return self._replica.current.step if self._replica and not self._replica.empty else 0
+
+    @property
+    def serves(self) -> bool:
+        """Is there a version that may be read?"""
+        return self._replica is not None and not self._replica.empty
 
     @property
     def first_step(self) -> int:
@@ -164,8 +170,8 @@ class JobReplica:
     ) -> None:
         """Make the first version, `step`. values: hyper-parameters that it was made with, per group, where they are not
         the manifest's. Raises UserError if it does not fit the manifest's model and optimizer."""
-        assert self._spec is not None and self._replica is None
-        job, options = self._plan.job, self._options
+        assert self._replica is None
+        job = self._plan.job
         assert job.optimizer is not None
         absent = [name for name in job.narrow if state.get(name, {}).get("master") is None]
         if job.optimizer.masters == "state" and absent:
@@ -174,11 +180,25 @@ class JobReplica:
                 " earlier", where=str(self._init_path or "job manifest: optimizer.masters"),
                 remedy="--init with a step directory that has them as optimizer state `master`",
             )
+        self._make(parameters, step, optimizer_state=state, values=values)
+
+    def start_empty(self, step: int) -> None:
+        """Make a partial version `step`, of which every element is anything. Raises UserError as `start` does."""
+        assert self._replica is None
+        tensors = {
+            entry.name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+            for entry in self._plan.job.model
+        }
+        self._make(tensors, step, empty=True)
+
+    def _make(self, tensors: Mapping[str, torch.Tensor], step: int, **more: Any) -> None:
+        assert self._spec is not None
+        job, options = self._plan.job, self._options
         try:
             self._replica = Replica(
-                parameters, self._spec, slots=options.slots, divisor=job.gradients.divisor, step=step,
-                optimizer_state=state, rounding=self._rounding, path=options.path, run_id=job.run_id, epoch=job.epoch,
-                threads=options.threads, values=values, **_kinds(job),
+                tensors, self._spec, slots=options.slots, divisor=job.gradients.divisor, step=step,
+                rounding=self._rounding, path=options.path, run_id=job.run_id, epoch=job.epoch,
+                threads=options.threads, unproven=self.unproven, **_kinds(job), **more,
             )
         except UpdaterError as error:
             raise UserError(str(error), where=str(self._init_path or "job manifest")) from None
@@ -236,10 +256,11 @@ class JobReplica:
         for bucket in buckets:
             self.apply(bucket.place.index, bucket.tensor())
 
-    def publish(self, verified: bool = False) -> int:
-        """verified: it was compared with the trainer's checksums and is equal."""
+    def publish(self, verified: bool = False, status: str = "", unproven: Sequence[str] = ()) -> int:
+        """verified: it was compared with the trainer's checksums and is equal. status, unproven: of the verdict, for
+        those who read this version in shared memory."""
         assert self._replica is not None and self._slot is not None
-        self._replica.publish(self._slot)
+        self._replica.publish(self._slot, status, unproven)
         if verified:
             self._replica.mark_verified()
         self._slot = None
@@ -249,10 +270,20 @@ class JobReplica:
         self, ranges: Sequence[tuple[str, int, int]], parameters: Mapping[str, torch.Tensor],
         state: Mapping[str, Mapping[str, Any]],
     ) -> None:
-        """Write the trainer's own state of some elements into the version being built, all of which is written. Raises
-        UpdaterError, as updater/slot.py says."""
-        assert self._slot is not None
-        self._slot.patch(ranges, parameters, state)
+        """Write the trainer's own state of some elements into the version being built, all of which is written;
+        elements of constants while nothing is served. Raises UpdaterError: it does not fit, or lacks something that the
+        optimizer keeps of an element."""
+        assert self._slot is not None and self._replica is not None and self._spec is not None
+        owned = {name: group.options for group in self._spec.groups for name in group.params}
+        for name in {name for name, _, _ in ranges} & owned.keys():
+            kept = [*self._spec.states(owned[name]), *(["step"] if self._spec.name != "sgd" else [])]
+            absent = [key for key in kept if key not in state.get(name, {})]
+            if absent:
+                raise ReplicaError(f"a patch of {name!r} without its {absent[0]}")
+        fixed = [one for one in ranges if one[0] not in owned]
+        if fixed:
+            self._replica.fill(fixed, {name: parameters[name] for name, _, _ in fixed if name in parameters})
+        self._slot.patch([one for one in ranges if one[0] in owned], parameters, state)
 
     def hold(self) -> None:
         """Keep the version that was built as a partial one, to build on."""
@@ -261,9 +292,11 @@ class JobReplica:
         self._slot = None
 
     def leap(self, step: int) -> None:
-        """Go on at a later step, where every element is stale. Raises UpdaterError: no slot is free."""
+        """Go on at a later step, or at that of an empty replica, where every element is stale. Raises UpdaterError: no
+        slot is free."""
         assert self._replica is not None and self._slot is None
-        self._replica.leap(step)
+        if not (self._replica.empty and self._replica.base.step == step):
+            self._replica.leap(step)
 
     def abandon(self) -> None:
         """Give a partial version up."""
@@ -338,10 +371,11 @@ class JobReplica:
         return self._replica is not None
 
     def write(
-        self, out: str | os.PathLike[str], unproven: Sequence[str], version: Slot, status: str = "unverified"
+        self, out: str | os.PathLike[str], unproven: Sequence[str], version: Slot, status: str = "unverified",
+        shard: str = "",
     ) -> Path:
         """Write a version that the caller has pinned as a checkpoint; returns its directory. Any thread."""
         assert self._rounding is not None
         job = self._plan.job
-        meta = Meta(job.run_id, job.epoch, status, tuple(unproven), version.optimizer, self._rounding.name)
+        meta = Meta(job.run_id, job.epoch, status, tuple(unproven), version.optimizer, self._rounding.name, shard)
         return write_step(out, version.step, version.parameters, version.optimizer_state, meta)

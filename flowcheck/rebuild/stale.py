@@ -1,7 +1,7 @@
 """Which elements of a partial version are anything, until a trainer's own state of them is written there.
 
     stale = Stale({"w": 300}, {"w": 12})      elements of each entry, and bytes of state of each element
-    stale.add("w", runs)         of a gradient that was lost; stale.add_all(): of a whole iteration
+    stale.add("w", runs)         of a gradient that was lost; stale.add_all(names): of a whole iteration
     stale.remove("w", runs)      patched
     stale.oldest(budget, but)    what to ask for now: (entry, first element, elements), the longest waiting first
     deal(ranges, cost, shares)   the same elements in so many parts of about the same bytes
@@ -65,9 +65,10 @@ class Stale:
         newest = self._ages[-1]
         newest[name] = intervals(np.concatenate([newest.get(name, _NONE), fresh]))
 
-    def add_all(self) -> None:
-        for name, size in self._sizes.items():
-            self.add(name, np.array([(0, size)], np.int64))
+    def add_all(self, names: Iterable[str]) -> None:
+        """Whole entries."""
+        for name in names:
+            self.add(name, np.array([(0, self._sizes[name])], np.int64))
 
     def remove(self, name: str, runs: np.ndarray) -> None:
         runs = intervals(runs)

@@ -19,8 +19,8 @@ A version into which the trainer's own state of every element that was lost has 
 gradients were all there; one that waits for such elements, of this iteration or of one before, is not published.
 It is *publishable* when all hold: then, and only then, the caller may publish the new version. A packet with a wrong
 ICRC is not placed: its elements are missing, and `covered` names the cause. ICRCs that nobody checks fail no clause,
-nor does a flow that disagreed in an earlier iteration and was trusted again; they mark the verdict *unproven*, and the
-mark goes wherever the result goes.
+nor does a flow that disagreed in an earlier iteration and was trusted again, nor bytes that another node gave, until a
+checksum of the trainer has matched; they mark the verdict *unproven*, and the mark goes wherever the result goes.
 
 Clause values are stable names: reports, metrics and status use them.
 """
@@ -28,7 +28,7 @@ Clause values are stable names: reports, metrics and status use them.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -92,6 +92,8 @@ class Evidence:
         known to the element.
     stale: elements of the version, which was built although gradients of this iteration or of one before are missing,
         that still wait for the trainer's own state of them. None: it was not built so.
+    from_peers: what the version holds of other nodes' bytes, of this iteration or of one before, that no checksum of an
+        earlier iteration has confirmed; "" if nothing.
     """
 
     iteration: int
@@ -111,6 +113,7 @@ class Evidence:
     refused: str
     previous_published: bool
     stale: int | None
+    from_peers: str
 
 
 @dataclass(frozen=True)
@@ -159,9 +162,17 @@ def judge(evidence: Evidence) -> Verdict:
         complete=not holes and not gradients,
         publishable=not failing,
         failing=failing,
-        unproven=(() if evidence.icrc_checked else ("icrc off",)) + evidence.recovered,
+        unproven=tuple(_unproven(evidence)),
         final=evidence.final,
     )
+
+
+def _unproven(evidence: Evidence) -> Iterator[str]:
+    if not evidence.icrc_checked:
+        yield "icrc off"
+    yield from evidence.recovered
+    if evidence.from_peers and evidence.checksum != "match":
+        yield evidence.from_peers
 
 
 # -- one function per clause: the reason why it fails, or "" -------------------------------------------

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowcheck import durable
 from flowcheck.checkpoint.directory import Meta, load_parameters, load_step, write_parameters, write_step
 from flowcheck.durable import (
     adopt,
+    check_writable,
     exchange,
     fsync_directory,
     make_directory,
@@ -360,3 +362,42 @@ def test_what_was_adopted_can_be_read(tmp_path):
     """The names that adopt and the checkpoint's own rename give hold whole checkpoints."""
     assert load_step(by_write_step(tmp_path)).step == 1
     assert load_parameters(by_write_parameters(tmp_path)).step == 1
+
+
+# -- may be written to? --------------------------------------------------------------------------------------
+
+
+def test_a_place_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    check_writable(tmp_path / "a" / "b", "a remedy")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    left = partial_name(tmp_path / "a" / "b" / "probe")
+    left.write_text("of a process with this number that was killed")
+    check_writable(tmp_path / "a" / "b", "a remedy")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_a_place_that_cannot_be_made_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentProblem) as refused:
+        check_writable(tmp_path / "file" / "folder", "a remedy")
+    assert refused.value.remedy == "a remedy" and str(tmp_path / "file") in refused.value.where
+
+
+def test_a_file_that_cannot_be_written_there_is_no_name_that_anybody_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is named, not the file beside which it was tried; and that goes again."""
+    tried = []
+
+    def full(path: Path, parts: list[bytes]) -> None:
+        tried.append((path, parts))
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(durable, "write_synced", full)
+    with pytest.raises(EnvironmentProblem, match="No space left") as refused:
+        check_writable(tmp_path, "a remedy")
+    assert refused.value.where == str(tmp_path) and refused.value.remedy == "a remedy"
+    [(path, parts)] = tried
+    assert path == partial_name(tmp_path / "probe") and path.parent == tmp_path and parts == [b"flowcheck"]
+    assert list(tmp_path.iterdir()) == []

@@ -49,7 +49,7 @@ def test_names_are_what_they_say(name: str) -> None:
 
 
 def test_functions_have_real_signatures() -> None:
-    for name in ("attach", "inspect", "learn", "load_checkpoint", "load_job", "replay"):
+    for name in ("attach", "fetch", "inspect", "learn", "load_checkpoint", "load_job", "recover", "replay"):
         function = getattr(flowcheck, name)
         parameters = inspect.signature(function).parameters.values()
         assert all(p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters), name

@@ -256,29 +256,6 @@ def test_killed_between_two_buckets(shm: Any) -> None:
     found.close()
 
 
-# -- when two steps make the same ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("one", "other", "same"), [
-    ({}, {}, True), ({"groups": ({"lr": 0.5},)}, {"groups": [{"lr": 0.5}]}, True),
-    ({"groups": ({"lr": 0.5, "eps": 1e-8},)}, {"groups": ({"eps": 1e-8, "lr": 0.5},)}, True),
-    ({"groups": ({"betas": [0.9, 0.99]},)}, {"groups": ({"betas": (0.9, 0.99)},)}, True),
-    ({"groups": ({"betas": [0.9, 0.99]},)}, {"groups": ({"betas": [0.9, 0.999]},)}, False),
-    ({"groups": ({"lr": 0.5},)}, {"groups": ({"lr": 0.5 + 2**-53},)}, False),
-    ({"groups": ({"lr": 0.0},)}, {"groups": ({"lr": -0.0},)}, False), ({"clip": 0.0}, {"clip": -0.0}, False),
-    ({"groups": ({"lr": 1},)}, {"groups": ({"lr": 1.0},)}, False),
-    ({"groups": ({"amsgrad": True},)}, {"groups": ({"amsgrad": 1},)}, False),
-    ({"groups": ({"lr": 0.5}, {"lr": 0.25})}, {"groups": ({"lr": 0.25}, {"lr": 0.5})}, False),
-    ({"groups": ({"lr": torch.tensor(0.5)},)}, {"groups": ({"lr": torch.tensor(0.5)},)}, False),
-    ({"groups": ({"lr": 0.5},)}, {"groups": ()}, False), ({"clip": 1.0}, {}, False), ({"loss_scale": 1.0}, {}, False),
-    ({"skip": True}, {}, False), ({"groups": ({"lr": "0.5"},)}, {"groups": ({"lr": 0.5},)}, False),
-    ({"buffers": {"mean": torch.zeros(1)}}, {}, True),
-])
-def test_which_values_make_the_same_of_gradients(one: dict[str, Any], other: dict[str, Any], same: bool) -> None:
-    assert StepValues(**one).updates_as(StepValues(**other)) is same
-    assert StepValues(**other).updates_as(StepValues(**one)) is same
-
-
 def test_workers_have_a_name_of_their_own() -> None:
     """`top -H` shows it: which stage of a node takes how much of the processors."""
     pool = kernels.Pool(1)

@@ -1,4 +1,5 @@
 """Reading a replica beside its writer: which version is given, what is waited for, a writer that dies at each store."""
+import contextlib
 import gc
 import os
 
@@ -9,7 +10,7 @@ from flowcheck.job.model import BucketSlice
 from updater.errors import NoFreeSlot, ReplicaError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
-from updater.reader import Reader
+from updater.reader import UNSAID, Reader
 from updater.replica import Replica
 from updater.rounding_modes import RoundingMode
 from updater.store import Store
@@ -258,3 +259,23 @@ def test_words_half_written_are_refused_by_readers_and_writers(made, shm):
                 assert refusal(how, shm / "copy") == (
                     f"{shm}/copy: not a replica that can be used: the header of slot 2 is damaged"
                 )
+
+
+# -- what is left open -------------------------------------------------------------------------------------
+
+
+def test_what_the_writer_leaves_open_is_read(made, shm):
+    spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 1.0})])
+    marks = ["buffers are as at the start", "an order of roundings"]
+    Replica({"w": torch.zeros(3)}, spec, path=shm / "open", unproven=marks, slots=4).close()
+    with contextlib.closing(Reader(shm / "open")) as reader:
+        assert reader.unproven == tuple(marks) and reader.slots == 4
+    with contextlib.closing(Reader(shm / "r")) as reader:
+        assert reader.unproven == () and reader.slots == 3
+
+
+def test_a_replica_that_does_not_say_what_it_leaves_open(made, shm, monkeypatch):
+    """Of a version before that: nothing may be taken for proven."""
+    with contextlib.closing(Reader(shm / "r")) as reader:
+        monkeypatch.delitem(reader._store.layout, "unproven")
+        assert reader.unproven == (UNSAID,)

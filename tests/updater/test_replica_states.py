@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flowcheck.job.model import BucketSlice
+from updater import found
 from updater.errors import LayoutError, NoFreeSlot, OptimizerError, ReplicaError
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -357,6 +358,39 @@ def test_a_file_of_another_job_or_order(shm, asked, why):
         Replica.attach(shm / "r", **asked)
     assert str(caught.value) == f"{shm}/r: {why}"
     Replica.attach(shm / "r", rounding=ROUNDING, run_id="run", epoch=2).close()
+
+
+@pytest.mark.parametrize(("threads", "said"), [(0, "an unknown number of"), (3, "3")])
+def test_a_file_of_another_number_of_threads(shm, threads, said):
+    """What is updated in 16 bits alone rounds otherwise: the number is told, and the file's own is no difference."""
+    made = RoundingMode("torch-cpu", "2.13.0", threads=threads)
+    spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 1.0})])
+    Replica({"w": torch.zeros(4)}, spec, path=shm / "r", rounding=made).close()
+    wrong = refusal(Replica.attach, shm / "r", rounding=RoundingMode("torch-cpu", "2.13.0", threads=2))
+    assert wrong == f"{shm}/r: was built with rounding mode torch-cpu of torch 2.13.0, with {said} threads"
+    wrong = refusal(Replica.attach, shm / "r", rounding=RoundingMode("torch-cpu", "2.12.0", threads=threads))
+    assert wrong == f"{shm}/r: was built with rounding mode torch-cpu of torch 2.13.0"
+    again = Replica.attach(shm / "r")
+    assert again.rounding.threads == threads
+    again.close()
+
+
+def test_what_is_said_in_the_file_is_checked_as_when_it_was_made(shm, monkeypatch):
+    """The optimizer with its order of roundings, and what is updated in 16 bits alone with both."""
+    rounding = RoundingMode("torch-cpu-fused", "2.13.0")
+    spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 1.0, "fused": True})], fused=True)
+    Replica({"w": torch.zeros(4)}, spec, path=shm / "r", rounding=rounding).close()
+    seen = []
+    monkeypatch.setattr(found, "check_alone", lambda *given: seen.append(given))
+    again = Replica.attach(shm / "r")
+    [(arrays, optimizer, mode)] = seen
+    assert arrays == again._store.layout["arrays"] and optimizer is again.optimizer and mode is again.rounding
+    assert mode.name == "torch-cpu-fused"
+    again.close()
+    check = OptimizerSpec.check
+    monkeypatch.setattr(OptimizerSpec, "check", lambda *given, **named: (seen.append(named), check(*given, **named))[1])
+    Replica.attach(shm / "r").close()
+    assert seen[1] == {"fused": True}
 
 
 def test_a_file_without_a_complete_version(shm):

@@ -10,6 +10,10 @@ As one tensor and as 200, on one and on two threads. All sides use the same memo
                                          unless told otherwise, with fp32 gradients
     adam.SHAPE.THREADS.torch-foreach, torch-fused
                                          torch-cpu against torch.optim.Adam so
+    adam.200.1t.torch-cuda-foreach.shared
+                                         GB/s where versions lie in shared memory, as a replica's in /dev/shm do (in
+                                         pages of 4 KB unless the kernel is told otherwise), against the same elsewhere;
+                                         for information
     adam.SHAPE.THREADS.in-place          ours against a roof that stores through the cache where it has just read, which
                                          a replica cannot do (it would overwrite the version it serves); for information
 
@@ -43,6 +47,7 @@ OVER_TORCH = 1.0  # never slower than its default
 LR = 1e-3
 MODES = {"torch-single": {"foreach": False}, "torch-foreach": {"foreach": True}, "torch-fused": {"fused": True}}
 LINE = 16  # floats
+SHARED_MODE, SHARED_PARAMETERS = "torch-cuda-foreach", 40_000_000
 
 
 def run(rounds: int, ring_bytes: int) -> list[Row]:
@@ -59,7 +64,7 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
                 rows += _rows(arena, shape, tensors, threads, rounds, tuning)
     finally:
         torch.set_num_threads(before)
-    return rows
+    return [*rows, _shared_row(arena, min(count, SHARED_PARAMETERS), rounds, tuning)]
 
 
 class Arena:
@@ -114,6 +119,18 @@ def _rows(arena: Arena, shape: str, tensors: int, threads: int, rounds: int, tun
     for mode in ("torch-foreach", "torch-fused"):
         rows.append(Row.of(f"{name}.{mode}", "param/us", rate["torch-cpu"], rate[mode], None, setting))
     return rows
+
+
+def _shared_row(arena: Arena, count: int, rounds: int, tuning: Tuning) -> Row:
+    shared = Arena(count, shared=True)
+    pool = kernels.Pool(1, "", *tuning)
+    seconds = alternate(
+        {name: step(of, pool, SHARED_MODE, of.g, 200) for name, of in (("here", arena), ("shared", shared))}, rounds
+    )
+    pool.close()
+    rate = {name: [28e-9 * of.count / s for s in seconds[name]] for name, of in (("here", arena), ("shared", shared))}
+    return Row.of(f"adam.200.1t.{SHARED_MODE}.shared", "GB/s", rate["shared"], rate["here"], None,
+                  here(adam=str(tuning), root=cpu_root()))
 
 
 def step(

@@ -7,8 +7,10 @@ read and written whole.
 
     place.PROTOCOL.MTU          the engine: headers, flow, schedule, every flag, coverage, fence, and the bytes
     place.PROTOCOL.MTU.kernel   the bare kernel, packet by packet to places in random order; its roof has that order
-    place.PROTOCOL.MTU.again    the engine, the same packets once more over a second stream: nothing is placed, all is
-                                compared with what is there. Its limit is the first time, only reported
+    place.PROTOCOL.MTU.again    the engine, the same packets once more over a second stream, BEHIND packets after the
+                                first: nothing is placed, all is compared with what is there. Its limit is the first
+                                time, only reported
+    place.PROTOCOL.MTU.4flows, .4flows.again    the same two where four flows take turns and not 16, beside those
     place.PROTOCOL.MTU.roof     that roof, beside a plain copy of the packets' memory past the cache: only reported
     place.PROTOCOL.MTU.icrc     what the ICRC adds to the engine, beside isa-l's time for the same bytes in the nearest
                                 cache; .icrc.NAME: by a lesser way to compute it that this processor has,
@@ -29,6 +31,7 @@ from numpy.typing import NDArray
 from parser.machine import Engine, choose_icrc, icrc_kernels
 
 from flowcheck.lab.bench import limits
+from flowcheck.lab.bench.limits import PacketRing
 from flowcheck.lab.bench.rows import Row, alternate, here, timed
 from flowcheck.lab.bench.workload import Traffic, aligned, data_bytes, make
 from flowcheck.rebuild.calibration import NAMES, Way, settle
@@ -39,7 +42,9 @@ __all__ = ["FLOWS", "engine", "run"]
 ENGINE_TARGETS = {1024: 0.82, 4096: 0.90}
 KERNEL_TARGETS = {Protocol.LL: 0.95, Protocol.LL128: 0.92, Protocol.SIMPLE: 0.95}
 ICRC_TARGET = 1.2
-FLOWS = 16
+FLOWS, FEW = 16, 4
+#: A ring's packets leave a port a few steps after they have come to it: 8 slots of 512 KB, or fewer (nccl-wire 1.5).
+BEHIND = 2048
 ROOF_AHEAD = {1024: (0, 2, 4, 8), 4096: (0, 1, 2, 4)}
 LRH, ETHERNET, ICRC = 8, 14, 4
 
@@ -57,7 +62,7 @@ def run(rounds: int, ring_bytes: int) -> list[Row]:
 
 
 def _rows(protocol: Protocol, mtu: int, way: Way, rounds: int, ring_bytes: int) -> list[Row]:
-    traffic = make(protocol, mtu, FLOWS, ring_bytes, icrc=True)
+    traffic, few = (make(protocol, mtu, flows, ring_bytes, icrc=True) for flows in (FLOWS, FEW))
     arena = aligned(traffic.frames.size)
     number, piece = np.arange(traffic.packets, dtype=np.uint64), np.uint64(data_bytes(protocol, mtu))
     each = np.uint64(traffic.packets // FLOWS)
@@ -71,6 +76,7 @@ def _rows(protocol: Protocol, mtu: int, way: Way, rounds: int, ring_bytes: int) 
         "engine": engine(traffic, None),
         "kernel": _kernel(protocol, way, traffic, at_random),
         "isal": _isal(traffic), "again": engine(traffic, None, again=True),
+        "few": engine(few, None), "few.again": engine(few, None, again=True),
     }
     for ahead in ROOF_AHEAD[mtu]:
         contenders[f"engine.roof.{ahead}"] = _roof(traffic, in_turns, int(piece), ahead)
@@ -78,8 +84,10 @@ def _rows(protocol: Protocol, mtu: int, way: Way, rounds: int, ring_bytes: int) 
     for name in icrcs:
         contenders[f"icrc.{name}"] = engine(traffic, name)
     seconds = alternate(contenders, rounds)
-    moved = 1e-9 * (traffic.wire_bytes + traffic.expected.size)
-    rate = {name: [moved / s for s in taken] for name, taken in seconds.items()}
+    moved, of_few = (1e-9 * (one.wire_bytes + one.expected.size) for one in (traffic, few))
+    rate = {
+        name: [(of_few if name.startswith("few") else moved) / s for s in taken] for name, taken in seconds.items()
+    }
     rate["copy"] = [2e-9 * _whole(traffic) / s for s in seconds["copy"]]
     roof = {
         name: [max(of) for of in zip(*(rate[f"{name}.roof.{ahead}"] for ahead in ROOF_AHEAD[mtu]), strict=True)]
@@ -90,6 +98,8 @@ def _rows(protocol: Protocol, mtu: int, way: Way, rounds: int, ring_bytes: int) 
     rows = [
         Row.of(title, "GB/s", rate["engine"], roof["engine"], ENGINE_TARGETS[mtu]),
         Row.of(f"{title}.again", "GB/s", rate["again"], rate["engine"], None),
+        Row.of(f"{title}.4flows", "GB/s", rate["few"], rate["engine"], None),
+        Row.of(f"{title}.4flows.again", "GB/s", rate["few.again"], rate["again"], None),
         Row.of(f"{title}.kernel", "GB/s", rate["kernel"], roof["kernel"], KERNEL_TARGETS[protocol]),
         Row.of(f"{title}.roof", "GB/s", roof["kernel"], rate["copy"], None),
     ]
@@ -134,6 +144,8 @@ def engine(traffic: Traffic, icrc: str | None, again: bool = False) -> Callable[
     """A new engine each time, so that no cell is covered; its arena is touched before the clock starts. icrc: how it is
     computed, None: not. again: the second copy of every packet is timed, and not the first."""
     config = replace(traffic.config, check_icrc=icrc is not None, streams=1 + again)
+    rings = [traffic.ring, *(PacketRing(traffic.addresses, traffic.lengths) for _ in range(again))]
+    turn = BEHIND if again else traffic.packets
     proven = False
 
     def measure() -> float:
@@ -141,17 +153,27 @@ def engine(traffic: Traffic, icrc: str | None, again: bool = False) -> Callable[
         choose_icrc(icrc or icrc_kernels()[0])
         machine = Engine(config)
         machine.region(0)[:] = 0
-        for stream in range(config.streams):
-            traffic.ring.rewind()
-            begin = time.perf_counter()
-            done, blocked = machine.run(stream, traffic.ring.address, traffic.packets)
-            seconds = time.perf_counter() - begin
-            assert not blocked and done == traffic.packets
-            found = machine.outcomes(stream)["compared" if stream else "placed"][0]
-            assert found == traffic.packets, machine.disagreements()
+        seconds = [0.0] * len(rings)
+        for ring in rings:
+            ring.rewind()
+        for begun in range(0, traffic.packets, turn):
+            most = min(turn, traffic.packets - begun)
+            for stream, ring in enumerate(rings):
+                seconds[stream] += _run(machine, stream, ring, most)
+        for stream, outcome in enumerate(("placed", "compared")[: len(rings)]):
+            assert machine.outcomes(stream)[outcome][0] == traffic.packets, machine.disagreements()
         if not proven:  # the bytes, once: a round should not read the arena more often than it must
             proven = bool((machine.region(0) == traffic.expected).all() and machine.cells(0).all())
             assert proven, "the engine placed other bytes than were sent"
-        return seconds
+        return seconds[-1]
 
     return measure
+
+
+def _run(machine: Engine, stream: int, ring: PacketRing, packets: int) -> float:
+    """Seconds of so many packets of a stream."""
+    begin = time.perf_counter()
+    done, blocked = machine.run(stream, ring.address, packets)
+    seconds = time.perf_counter() - begin
+    assert not blocked and done == packets
+    return seconds

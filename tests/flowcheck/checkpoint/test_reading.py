@@ -56,7 +56,7 @@ def test_where_steps_and_parameters_lie():
 
 
 def test_the_manifest_of_a_step(tmp_path):
-    meta = Meta("run", 2, "verified", ("icrc off", "other"), {"name": "adam", "groups": []}, "torch-cpu")
+    meta = Meta("run", 2, "verified", ("icrc off", "other"), {"name": "adam", "groups": []}, "torch-cpu", "stage1")
     path = write_step(tmp_path, 7, {"w": WEIGHT}, {"w": {"step": 3, "scale": 0.1, "on": True}}, meta)
     scalars = {
         "state.w.step": ("int64", (3).to_bytes(8, "little")),
@@ -64,7 +64,7 @@ def test_the_manifest_of_a_step(tmp_path):
         "state.w.on": ("int64", (1).to_bytes(8, "little")),
     }
     assert json.loads((path / "manifest.json").read_text()) == seal({
-        "schema": "flowcheck/checkpoint/1", "run_id": "run", "epoch": 2, "step": 7,
+        "schema": "flowcheck/checkpoint/2", "run_id": "run", "epoch": 2, "step": 7, "shard": "stage1",
         "status": "verified", "unproven": ["icrc off", "other"], "optimizer": {"name": "adam", "groups": []},
         "rounding": "torch-cpu", "written_by": {"flowcheck": __version__, "torch": str(torch.__version__)},
         "files": {
@@ -223,14 +223,21 @@ def test_a_manifest_that_was_changed_after_it_was_written(step):
     ("text", "what", "remedy"),
     [
         ("", "is not JSON", DAMAGED), ("{", "is not JSON", DAMAGED), ("[" * 100_000, "is not JSON", DAMAGED),
-        ("[]", "is not a flowcheck/checkpoint/1 manifest", FOREIGN),
-        ("{}", "is not a flowcheck/checkpoint/1 manifest", FOREIGN),
-        ('{"schema": "flowcheck/checkpoint/2"}', "is not a flowcheck/checkpoint/1 manifest", FOREIGN),
+        ("[]", "is not a flowcheck/checkpoint/2 manifest", FOREIGN),
+        ("{}", "is not a flowcheck/checkpoint/2 manifest", FOREIGN),
+        ('{"schema": "flowcheck/checkpoint/3"}', "is not a flowcheck/checkpoint/2 manifest", FOREIGN),
     ],
 )
 def test_a_manifest_that_is_none(step, text, what, remedy):
     (step / "manifest.json").write_text(text)
     assert refused(load_step, step) == (str(step / "manifest.json"), what, remedy)
+
+
+def test_a_step_of_the_schema_before_is_read(step):
+    manifest = json.loads((step / "manifest.json").read_text())
+    del manifest["shard"]
+    (step / "manifest.json").write_text(json.dumps(seal({**manifest, "schema": "flowcheck/checkpoint/1"})))
+    assert torch.equal(load_step(step).parameters["w"], WEIGHT)
 
 
 def test_parameters_are_no_step_and_a_step_is_no_parameters(tmp_path, step):

@@ -11,9 +11,11 @@ import pytest
 
 from flowcheck.control.protocol import (
     Bye,
+    Bytes,
     Challenge,
     Flows,
     Hello,
+    Holes,
     Joined,
     Limits,
     Link,
@@ -58,7 +60,19 @@ FORMS: list[tuple[Any, bytes]] = [
     (
         Hello("r", 1, 2, 3, "g", "0a", "0b", instance="i"),
         b'{"type":"hello","run_id":"r","epoch":1,"rank":2,"ranks":3,"group":"g","nonce":"0a","proof":"0b",'
-        b'"protocol":"flowcheck/records/1","instance":"i"}',
+        b'"protocol":"flowcheck/records/1","instance":"i","role":"trainer"}',
+    ),
+    (
+        Holes(2, 8, "ab", [(16, 8), (64, 4)], 0.5),
+        b'{"type":"holes","request":2,"iteration":8,"plan":"ab","ranges":[[16,8],[64,4]],"seconds":0.5}',
+    ),
+    (
+        Bytes(2, 8, [(16, 8)], "cd"),
+        b'{"type":"bytes","request":2,"iteration":8,"ranges":[[16,8]],"digest":"cd","why":""}',
+    ),
+    (
+        Bytes(2, 8, why="gone"),
+        b'{"type":"bytes","request":2,"iteration":8,"ranges":[],"digest":"","why":"gone"}',
     ),
     (Welcome("0c"), b'{"type":"welcome","proof":"0c","resync":"state"}'),
     (Welcome("0c", "ranges"), b'{"type":"welcome","proof":"0c","resync":"ranges"}'),
@@ -112,7 +126,7 @@ def test_this_form_is_read_as_the_message(pair: Any, message: Any, text: bytes) 
     (b'{"type":"record","iteration":1}', Record(1, [], None, None, False, {})),
     (
         b'{"type":"hello","run_id":"r","epoch":0,"rank":0,"ranks":1,"group":"","nonce":"n","proof":"p"}',
-        Hello("r", 0, 0, 1, "", "n", "p", "flowcheck/records/1", ""),
+        Hello("r", 0, 0, 1, "", "n", "p", "flowcheck/records/1", "", "trainer"),
     ),
 ])
 def test_fields_that_may_be_left_out(pair: Any, text: bytes, message: Any) -> None:

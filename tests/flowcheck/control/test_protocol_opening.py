@@ -36,7 +36,8 @@ def proof(side: str, challenge: str, hello: dict[str, Any], token: bytes = TOKEN
 def hello_of(challenge: str, **changed: Any) -> dict[str, Any]:
     """A right Hello of who it says, to this challenge."""
     hello = {"nonce": NONCE, **WHO, **changed}
-    return {"type": "hello", **hello, "proof": proof("trainer", challenge, hello), "protocol": "flowcheck/records/1"}
+    said = proof(hello.get("role", "trainer"), challenge, hello)
+    return {"type": "hello", **hello, "proof": said, "protocol": "flowcheck/records/1"}
 
 
 class Raw:
@@ -179,6 +180,7 @@ def test_a_proof_with_another_token_is_refused(start: Start) -> None:
     ("run_id", "run2"), ("run_id", ""), ("epoch", 4), ("epoch", 0), ("rank", 0), ("rank", 2), ("ranks", 5),
     ("ranks", 2), ("group", "other"), ("group", ""), ("instance", "second start"), ("instance", ""),
     ("nonce", "5b" * 32), ("nonce", ""),
+    ("role", "peer"),
 ])
 def test_a_field_changed_after_the_proof_was_made_is_refused(start: Start, field: str, value: Any) -> None:
     """A man in the middle passes on what the product's trainer says, but for one field."""
@@ -189,6 +191,29 @@ def test_a_field_changed_after_the_proof_was_made_is_refused(start: Start, field
     assert hello[field] != value
     ours.send(hello | {field: value})
     assert why(coming) == "the token is wrong" and ours.rest() == b""
+
+
+def test_a_peer_is_known_by_its_own_proof(start: Start) -> None:
+    raw, coming = start(node)
+    challenge = raw.receive()["nonce"]
+    raw.send(hello_of(challenge, role="peer"))
+    assert raw.receive()["type"] == "welcome" and coming.result(timeout=10).role == "peer"
+
+
+def test_a_product_says_which_of_them_it_is(start: Start) -> None:
+    ours, coming = start(node)
+    theirs, _ = start(lambda link: greet(link, TOKEN, **WHO, role="peer"))
+    theirs.send(ours.receive())
+    ours.send(theirs.receive())
+    theirs.send(ours.receive())
+    assert coming.result(timeout=10).role == "peer"
+
+
+@pytest.mark.parametrize("role", ["", "node", "Peer"])
+def test_another_role_is_refused(start: Start, role: str) -> None:
+    raw, coming = start(node)
+    raw.send(hello_of(raw.receive()["nonce"], role=role))
+    assert why(coming) == f"{role!r} is not one of trainer, peer" and raw.rest() == b""
 
 
 def test_a_proof_for_another_challenge_is_refused(start: Start) -> None:
@@ -282,7 +307,7 @@ def test_a_trainer_says_who_it_is_and_proves_it(start: Start) -> None:
     raw.send({"type": "challenge", "nonce": "0c" * 32, "protocol": "flowcheck/records/1"})
     hello = raw.receive()
     assert hello == {"type": "hello", **WHO, "nonce": hello["nonce"], "protocol": "flowcheck/records/1",
-                     "proof": proof("trainer", "0c" * 32, hello)}
+                     "role": "trainer", "proof": proof("trainer", "0c" * 32, hello)}
     assert re.fullmatch("[0-9a-f]{64}", hello["nonce"])
     raw.send({"type": "welcome", "proof": proof("node", "0c" * 32, hello)})
     assert coming.result(10) is None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from flowcheck.lab.compare import Ledger
-from flowcheck.lab.experiment import LabOptions, report
+from flowcheck.lab.experiment import LabOptions, attach_steps, report
 from flowcheck.lab.jobs import Training
 from flowcheck.lab.shape import FabricConfig
 
@@ -169,3 +169,16 @@ def test_the_summary_counts_the_rows_of_the_table(data: st.DataObject) -> None:
     counted = Counter({"equal": summary.equal, "differs": len(summary.differing),
                        "not published": len(summary.unpublished), "no state yet": summary.before})
     assert +counted == rows
+
+
+@pytest.mark.parametrize(("steps", "first", "said"), [
+    ([0.1, 0.1, 9.0, 0.2, 0.5, 0.3, 0.9, 0.1, 0.3, 0.2], 5, [
+        "longest step 900.0 ms (iteration 6 of 3 to 6,", "median of the 3 after them 200.0 ms, longest 300.0 ms"]),
+    ([0.1, 0.1, 9.0, 0.2, 0.5, 0.3, 0.9, 0.1, 0.3, 0.2], 4, [
+        "longest step 500.0 ms (iteration 4 of 3 to 5,", "median of the 4 after them 250.0 ms, longest 900.0 ms"]),
+    ([0.1, 0.1, 0.1, 0.1], 4, ["too few steps"]),
+])
+def test_the_longest_step_around_attach_is_named(steps: list[float], first: int, said: list[str]) -> None:
+    """The first three were before it."""
+    text = " ".join(attach_steps(list(enumerate(steps)), first).split())
+    assert all(part in text for part in said), text

@@ -20,6 +20,7 @@ from flowcheck.lab.synth.schedule import message_bytes, messages
 from .conftest import lab_of
 
 pytestmark = pytest.mark.root
+STATE = {"replica": {"resync": "state"}}  # what follows a whole state is what these tests are about
 WRITES = range(6, 12)  # opcodes of RC RDMA WRITE
 MTU = 1024
 ARENAS = 4  # of a node, as it comes: an iteration with gaps closes when as many have begun behind it
@@ -36,7 +37,10 @@ def test_two_hundred_iterations_with_everything_wrong_on_the_training_link(tmp_p
 
 def train_lossy(tmp_path: Path, iterations: int, **rates: float) -> None:
     wire = Impairment("r0", **rates)  # type: ignore[arg-type]
-    with lab_of(ranks=3, mirrored=((0, 1),), impairments=(wire,)) as fabric, LabRun(fabric, tmp_path) as run:
+    with (
+        lab_of(ranks=3, mirrored=((0, 1),), impairments=(wire,)) as fabric,
+        LabRun(fabric, tmp_path, node_settings=STATE) as run,
+    ):
         job = Training(model="mlp", ranks=3, softroce={"protocol": "LL128", "mtu": MTU, "seed": 1, "retransmit_ms": 5})
         run.start_nodes(job)
         first = run.attach(job)
@@ -54,7 +58,7 @@ def train_lossy(tmp_path: Path, iterations: int, **rates: float) -> None:
 def test_a_mirror_that_is_down_for_two_iterations(tmp_path: Path) -> None:
     """Nothing of them is there: they are not published, and the node goes on from a state that it asks for."""
     with lab_of(ranks=2, mirrored=((0, 1),), impairments=(Impairment("mirror0"),)) as fabric:
-        with LabRun(fabric, tmp_path) as run:
+        with LabRun(fabric, tmp_path, node_settings=STATE) as run:
             job = Training(model="mlp", ranks=2, softroce={"protocol": "LL", "seed": 1})
             run.start_nodes(job)
             first = run.attach(job)
@@ -92,7 +96,7 @@ def states_taken(run: LabRun) -> list[dict[str, Any]]:
 def test_copies_are_lost(tmp_path: Path, direction: str, drop: float, iterations: int) -> None:
     wire = Impairment("mirror0", way="from", drop=drop, trace=True)
     with lab_of(ranks=4, mirrored=((0, 1, 2),), direction=direction, impairments=(wire,)) as fabric:
-        with LabRun(fabric, tmp_path) as run:
+        with LabRun(fabric, tmp_path, node_settings=STATE) as run:
             job = Training(model="mlp", ranks=4, softroce={"protocol": "LL", "mtu": MTU, "seed": 1})
             run.start_nodes(job)
             first = run.attach(job)

@@ -14,6 +14,7 @@ from flowcheck.lab.run import LabRun
 
 from .conftest import lab_of
 
+STATE = {"resync": "state"}  # what follows a whole state is what these tests are about
 pytestmark = [pytest.mark.root, pytest.mark.slow]
 LONG = 600.0  # seconds of training
 JOB = {"model": "mlp", "ranks": 2, "softroce": {"protocol": "LL", "mtu": 1024, "seed": 1}}
@@ -66,7 +67,10 @@ def check(run: LabRun, first: int) -> dict[int, dict[str, Any]]:
 
 
 def test_a_mirror_that_carries_less_than_the_job_sends(tmp_path: Path) -> None:
-    with lab_of(ranks=2, mirrored=((0, 1),)) as fabric, LabRun(fabric, tmp_path) as run:
+    with (
+        lab_of(ranks=2, mirrored=((0, 1),)) as fabric,
+        LabRun(fabric, tmp_path, node_settings={"replica": STATE}) as run,
+    ):
         job = Training(**JOB)
         run.start_nodes(job)
         first = run.attach(job)
@@ -86,7 +90,7 @@ def test_a_mirror_that_carries_less_than_the_job_sends(tmp_path: Path) -> None:
 
 
 def test_a_node_that_is_slower_than_the_job(tmp_path: Path) -> None:
-    settings = {"capture": {"ring_size": 1024}}
+    settings = {"capture": {"ring_size": 1024}, "replica": STATE}
     with lab_of(ranks=2, mirrored=((0, 1),)) as fabric, LabRun(fabric, tmp_path, node_settings=settings) as run:
         job = Training(**JOB)
         run.start_nodes(job)
@@ -111,7 +115,10 @@ def test_a_node_that_is_slower_than_the_job(tmp_path: Path) -> None:
 
 def test_ten_minutes_at_full_load(tmp_path: Path) -> None:
     """Iterations follow each other as fast as the trainers make them, on cores that they share with the node."""
-    with lab_of(ranks=3, mirrored=((0, 1),)) as fabric, LabRun(fabric, tmp_path) as run:
+    with (
+        lab_of(ranks=3, mirrored=((0, 1),)) as fabric,
+        LabRun(fabric, tmp_path, node_settings={"replica": STATE}) as run,
+    ):
         job = Training(**JOB | {"model": "gpt", "ranks": 3})
         run.start_nodes(job)
         first = run.attach(job)

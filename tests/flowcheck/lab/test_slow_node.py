@@ -12,12 +12,13 @@ from flowcheck.node import uploads
 
 from .conftest import lab_of
 
+STATE = {"resync": "state"}  # what follows a whole state is what these tests are about
 pytestmark = pytest.mark.root
 
 
 def test_a_ring_that_is_too_small_is_named_and_makes_no_storm_of_uploads(tmp_path: Path) -> None:
     with lab_of(ranks=2, mirrored=((0, 1),)) as fabric:
-        with LabRun(fabric, tmp_path, node_settings={"capture": {"ring_size": 64}}) as run:
+        with LabRun(fabric, tmp_path, node_settings={"capture": {"ring_size": 64}, "replica": STATE}) as run:
             job = Training(model="mlp", ranks=2, softroce={"protocol": "LL", "mtu": 1024, "seed": 1})
             run.start_nodes(job)
             run.attach(job)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control.protocol import Flows, Link, Manifest, Record, Refused, State, greet
+from flowcheck.control.protocol import Flows, Link, Manifest, Patch, Ranges, Record, Refused, State, greet
 from flowcheck.control.tensors import header, packed_bytes, pieces
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, generate
@@ -167,10 +167,12 @@ class NodeProcess:
 @pytest.fixture
 def start_node(lan: Lan, tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]:
     """start_node(extra="", **settings of NodeConfig) -> a running node on the near end of the pair. captures: tables
-    in place of the one of that capture."""
+    in place of the one of that capture. resync: most tests are about what follows a whole state."""
     started: list[NodeProcess] = []
 
-    def start(extra: str = "", replica: str = "", captures: str = "", **settings: Any) -> NodeProcess:
+    def start(
+        extra: str = "", replica: str = "", captures: str = "", resync: str = "state", **settings: Any
+    ) -> NodeProcess:
         text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
         one = f'[capture]\ndevice = "af_packet:{lan.near}"\nring_size = 8192\nhuge = false'
         text += f"""
@@ -181,6 +183,7 @@ token_file = "{tmp_path / 'token'}"
 {captures or one}
 [replica]
 directory = "{tmp_path}"
+resync = "{resync}"
 {replica}
 [output]
 directory = "{tmp_path / 'out'}"
@@ -246,6 +249,22 @@ class Trainer:
 
     def record(self, iteration: int, **fields: Any) -> None:
         self.link.send(Record(iteration, **fields))
+
+    def patch(self, iteration: int, parameters: Mapping[str, torch.Tensor],
+              state: Mapping[str, Mapping[str, torch.Tensor]]) -> int:
+        """Answer the next question, with the state after an iteration; how many elements that were."""
+        asked = self.expect(Ranges)
+        runs: dict[str, list[slice]] = {}
+        for name, start, length in asked.ranges:
+            runs.setdefault(name, []).append(slice(start, start + length))
+        tensors = {}
+        for name, parts in runs.items():
+            held = {f"model.{name}": parameters[name]} | {f"optimizer.{name}.{k}": t for k, t in state[name].items()}
+            for key, tensor in held.items():
+                flat = tensor.detach().reshape(-1)
+                tensors[key] = torch.cat([flat[part] for part in parts]) if tensor.dim() else tensor.detach().clone()
+        self.send(Patch(asked.request, iteration, asked.ranges), tensors)
+        return sum(length for _, _, length in asked.ranges)
 
     def close(self) -> None:
         self.link.close()

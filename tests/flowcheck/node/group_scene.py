@@ -36,6 +36,7 @@ def small_job(**options: Any) -> Job:
 class FakeReplica:
     def __init__(self, step: int = 0) -> None:
         self.step, self.kernels = step, "avx2, and so on"
+        self.serves = True
 
 
 class FakeSession:
@@ -47,7 +48,7 @@ class FakeSession:
         self.calls: list[tuple[Any, ...]] = []
         self.moves = 0
         self.poll_error: Exception | None = None
-        self.record_answer, self.state_error = "", None
+        self.record_answer, self.state_error, self.begin_error = "", None, None
         self.replica: Any = None
         self.next: int | None = None
         self.serves = -1
@@ -96,6 +97,14 @@ class FakeSession:
         if self.state_error is not None:
             raise UserError(self.state_error)
         self.replica = FakeReplica()
+        return []
+
+    def begin(self, path: Callable[[], Path]) -> list[Event]:
+        self.calls.append(("begin",))
+        if self.begin_error is not None:
+            raise UserError(self.begin_error)
+        if self.replica is None:
+            self.path, self.replica = path(), FakeReplica()
         return []
 
     def finish(self) -> list[Event]:
@@ -164,7 +173,8 @@ class Scene:
                  hashes: bool = True, rings: int = 1, **replica: Any) -> None:
         config = NodeConfig(
             control=Control(listen="127.0.0.1:0", token_file=folder / "token"), capture=Capture(device="none"),
-            replica=ReplicaSettings(directory=folder, **replica), output=Output(directory=folder / "out", every=every),
+            replica=ReplicaSettings(directory=folder, **{"resync": "state", **replica}),
+            output=Output(directory=folder / "out", every=every),
             record_seconds=7.5,
         )
         self.said: list[tuple[str, dict[str, Any]]] = []
@@ -196,7 +206,7 @@ class Scene:
         self.group._follow(self.group._start)
         while self.group._handle_one():
             self.group._follow(self.group._start)
-        self.group._asking.again()
+        self.group._ask_again()
 
     def give(self, peer: Peer, message: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.post(peer, message, tensors)

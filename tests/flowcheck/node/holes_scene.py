@@ -5,7 +5,7 @@ Every version is 0.5 less than the one before it, in all elements; what lies in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from flowcheck.rebuild.partial import Partial, Patch
 from flowcheck.rebuild.stale import Range
 
 from ..fake_engine import Packet
-from .live_scene import Live
+from .live_scene import NAMES, Live
 
 HOLE = (5, 8)  # cells of the first bucket: its elements 10 to 16
 LOTS = 1 << 20
@@ -25,13 +25,16 @@ LOTS = 1 << 20
 
 class Scene(Live):
     """The wire brings all iterations at once, with holes in some; one closes when its records come, which ranks 0 and 1
-    send. asked: (rank, request, ranges) that were not answered."""
+    send. asked: (rank, request, ranges) that were not answered. empty: there is no state to go on from."""
 
     def __init__(self, patch: pytest.MonkeyPatch, holes: dict[int, tuple[int, int]] | None = None,
-                 wire: Iterable[int] = range(2, 16), **options: Any) -> None:
+                 wire: Iterable[int] = range(2, 16), empty: bool = False, **options: Any) -> None:
         super().__init__(patch, **{"slots": 3, "patched": True, "arenas": 2, **options})
         self.asked: list[tuple[int, int, list[Range]]] = []
-        self.state(2)
+        if empty:
+            self.begin()
+        else:
+            self.state(2)
         for t in wire:
             first, end = (holes or {}).get(t, (0, 0))
             region = self.engine.region(t).view(np.float32)
@@ -59,16 +62,19 @@ class Scene(Live):
         self.asked += new
         return sum(length for _, _, ranges in new for _, _, length in ranges)
 
-    def answer(self, iteration: int, value: float) -> list[bool]:
-        """The trainers send what they were asked for: their state after an iteration."""
+    def answer(self, iteration: int, value: float, state: Mapping[str, float] | None = None) -> list[bool]:
+        """The trainers send what they were asked for: their state after an iteration. state: of the optimizer."""
         found = []
+        types = {entry.name: getattr(torch, entry.dtype) for entry in self.job.model}
         for rank, request, ranges in self.asked:
             sizes: dict[str, int] = {}
             for name, _, length in ranges:
                 sizes[name] = sizes.get(name, 0) + length
-            values = {name: torch.full((size,), value) for name, size in sizes.items()}
+            values = {name: torch.full((size,), value, dtype=types[name]) for name, size in sizes.items()}
+            held = {name: {key: torch.full((() if key == "step" else (size,)), one) for key, one in state.items()}
+                    for name, size in sizes.items() if name in NAMES} if state else {}
             assert self.session.next is not None
-            patch = Patch(rank, request, iteration, tuple(ranges), values, {})
+            patch = Patch(rank, request, iteration, tuple(ranges), values, held)
             found.append(self.partial.take(patch, self.session.next))
         self.asked = []
         return found

@@ -27,7 +27,8 @@ from flowcheck.node.live import LiveSession
 from flowcheck.node.members import RankSession
 from flowcheck.node.resync import Resync
 from flowcheck.node.silence import Silent
-from flowcheck.rebuild.events import Asked, Closed, Event, Held, Lost, Patched, Waiting
+from flowcheck.rebuild.events import Asked, Begun, Closed, Event, FromPeers, Held, Lost, Patched, Waiting
+from flowcheck.rebuild.healed import Peers
 from flowcheck.rebuild.plan import plan_job
 
 from ..fake_engine import FakeEngine, FakeSource, Packet, whole
@@ -59,7 +60,8 @@ class Live:
 
     def __init__(self, patch: pytest.MonkeyPatch, job: Job | None = None, *, first: int = 0, streams: int = 1,
                  record_seconds: float = 10.0, folder: Path | None = None, slots: int = 2, threads: int = 0,
-                 arenas: int = 4, patched: bool = False, members: Mapping[int, RankSession] | None = None) -> None:
+                 arenas: int = 4, patched: bool = False, members: Mapping[int, RankSession] | None = None,
+                 peers: Peers | None = None) -> None:
         self.job, self.now = job or small_job(), 1000.0
         plan = plan_job(self.job, streams=streams, arenas=arenas)
         self.sources = [FakeSource(open=True) for _ in range(streams)]
@@ -69,13 +71,17 @@ class Live:
         self.lost: list[str] = []
         self.waiting: list[tuple[int, str]] = []
         self.silent: list[str] = []
-        self.said: list[Held | Asked | Patched] = []
+        self.withdrawn: list[bool] = []  # of each loss
+        self.said: list[Begun | Held | Asked | Patched] = []
+        self.from_peers: list[FromPeers] = []
+        self.files = 0
         self.port = FakePort()
         self.folder = folder
         self.session = LiveSession(
             plan, self.sources, Clock(first), slots=slots, threads=threads, record_seconds=record_seconds,
             port=self.port, now=lambda: self.now, patched=patched,
             resync=None if members is None else Resync(ReplicaSettings(resync="ranges"), plan, lambda: members),
+            peers=peers,
         )
 
     def take(self, events: Iterable[Event]) -> None:
@@ -83,13 +89,16 @@ class Live:
             match event:
                 case Closed():
                     self.closed.append(event)
-                case Lost(why):
+                case Lost(why, withdrawn):
                     self.lost.append(why)
+                    self.withdrawn.append(withdrawn)
                 case Waiting(iteration, why):
                     self.waiting.append((iteration, why))
                 case Silent(why):
                     self.silent.append(why)
-                case Held() | Asked() | Patched():
+                case FromPeers():
+                    self.from_peers.append(event)
+                case Begun() | Held() | Asked() | Patched():
                     self.said.append(event)
 
     def look(self) -> bool:
@@ -110,6 +119,14 @@ class Live:
     def state(self, iteration: int, value: float = 1.0, **more: Any) -> None:
         path = self.folder / f"{iteration}.replica" if self.folder else None
         self.take(self.session.state(iteration, self.tensors(value), more.get("state", {}), path=path))
+
+    def begin(self) -> None:
+        """Without a state, by ranges."""
+        self.take(self.session.begin(self.new_file))
+
+    def new_file(self) -> Path | None:
+        self.files += 1
+        return self.folder / f"{self.files}.replica" if self.folder else None
 
     def traffic(self, *iterations: int) -> None:
         for t in iterations:

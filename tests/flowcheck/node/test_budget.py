@@ -115,6 +115,18 @@ def test_a_bound_of_replicas_that_was_set_has_to_fit_and_one_that_was_not_is_a_n
     assert any("replica.memory_mb is not set: a job may take 65536 MB" in note for note in unset.notes)
 
 
+def test_answers_of_peers_and_to_them_take_memory() -> None:
+    table = {"device": "ring", "path_mtu": 4096, "ring_size": 1 << 20}
+    alone, two = made(ROOMY, table), made(ROOMY, table, groups=3, replica={"peers": ["a:1", "b:1"]})
+    assert (alone.peers, two.peers) == (0, 2 * 3 * 2 * (64 << 20))
+    assert two.ordinary == alone.ordinary + two.peers
+    (problem,) = made(replace(ROOMY, available=two.ordinary - 1), table, groups=3,
+                      replica={"peers": ["a:1", "b:1"], "memory_mb": 1}).problems
+    assert problem.where == "capture" and problem.what.startswith("captures and peers take ")
+    assert [one.count for one in two.threads if one.name == "ask a peer, of each group"] == [6]
+    assert not any("peer" in one.name for one in alone.threads)
+
+
 # -- cores -----------------------------------------------------------------------------------------------------
 
 

@@ -226,6 +226,17 @@ def test_a_group_is_made_when_it_is_asked_for_and_found_again(begin: Begin, worl
     assert world.done.count("start capture") == 1
 
 
+def test_peers_read_the_shelf_of_a_group_that_is_there_and_make_none(
+    begin: Begin, world: World, tmp_path: Path,
+) -> None:
+    alone, among = begin(), begin(replica={"directory": str(tmp_path), "peers": ["127.0.0.1:1"]})
+    assert among._shelf("a") is None and world.groups == []
+    for node in (alone, among):
+        node._group("a").peering = SimpleNamespace(shelf="its shelf")  # type: ignore[union-attr, assignment]
+    assert among._shelf("a") == "its shelf" and among._shelf("b") is None
+    assert alone._shelf("a") is None, "who names no peers gives nothing"
+
+
 @pytest.mark.parametrize("name", ["x" * 33, "a-b", "a/b", "../../etc", "a b", "\u00e9", "a\n"])
 def test_names_that_groups_cannot_have(begin: Begin, world: World, name: str) -> None:
     """They become names of files and folders. A hyphen separates the parts of a replica's name."""
@@ -482,3 +493,33 @@ def test_a_capture_that_cannot_go_on_ends_the_wait(
     node._group("a")
     with pytest.raises(DpdkError, match="the interface is gone"):
         node.wait()
+
+
+# -- the HTTP API ----------------------------------------------------------------------------------------------
+
+
+def test_versions_are_served_where_that_is_asked_for(
+    begin: Begin, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Noted:
+        address = "127.0.0.1:7071"
+
+        def __init__(self, config: NodeConfig, token: bytes, say: Any) -> None:
+            assert config.api is not None and token == TOKEN.encode() and say == world.say
+            world.done.append("open api")
+
+        def look(self) -> None:
+            world.done.append("look at api")
+            node.stop()
+
+        def close(self) -> None:
+            world.done.append("close api")
+
+    monkeypatch.setattr(cli, "Serving", Noted)
+    assert begin().api is None and "open api" not in world.done
+    node = begin(api={"listen": "127.0.0.1:0"})
+    assert node.api == "127.0.0.1:7071" and world.done[-1] == "open api"
+    node.wait()
+    assert world.done[-1] == "look at api"
+    node.close()
+    assert world.done.count("close api") == 1

@@ -46,6 +46,11 @@ def test_a_good_one(tmp_path: Path) -> None:
     ('"127.0.0.1:0"', '"127.0.0.1:70000"', "control.listen", "HOST:PORT"),
     ("huge = false", "queues = 0", "capture.queues", "greater than or equal to 1"),
     ("[replica]", "[replica]\nslots = 9", "replica.slots", "less than or equal to 4"),
+    ("[replica]", '[replica]\npeers = ["a"]', "replica.peers", "HOST:PORT, an IPv6 address"),
+    ("[replica]", '[replica]\npeers = ["b:1", "a:0"]', "replica.peers", "a:0: nobody listens at port 0"),
+    ("[replica]", '[replica]\npeers = ["a:70000"]', "replica.peers", "HOST:PORT, an IPv6 address"),
+    ("[replica]", '[replica]\npeers = ["a:1", "a:1"]', "replica.peers", "a:1 is given twice"),
+    ("[replica]", "[replica]\npeers = " + str([f"a:{i}" for i in range(1, 18)]), "replica.peers", "at most 16"),
     ("[replica]", "[replica", "node.toml", "is not TOML"),
 ])
 def test_wrong_ones_are_named(tmp_path: Path, old: str, new: str, where: str, what: str) -> None:
@@ -68,10 +73,20 @@ def test_what_is_left_out(tmp_path: Path) -> None:
             "ring_size": None, "ring_mb": None, "iteration_bytes": None,
         },),
         "replica": {"directory": Path("/dev/shm"), "slots": 3, "threads": 1, "keep": True, "arenas": 4,
-                    "patience_packets": 0, "memory_mb": 65536, "resync": "state", "resync_mb": 32},
+                    "patience_packets": 0, "memory_mb": 65536, "resync": "ranges", "resync_mb": 32,
+                    "peers": (), "peer_iterations": 2, "peer_seconds": 1.0},
         "output": {"directory": Path("out"), "every": 0, "keep_hashes": None, "status_file": None},
-        "name": "node", "groups": 1, "record_seconds": 30.0,
+        "api": None, "name": "node", "groups": 1, "record_seconds": 30.0,
     }
+
+
+def test_peers_have_addresses_and_their_iterations_take_arenas(tmp_path: Path) -> None:
+    alone = load(settings(tmp_path)).replica
+    assert (alone.peer_addresses, alone.arenas, alone.regions) == ([], 4, 4)
+    keys = 'peer_iterations = 5\npeers = ["a:7070", "[::1]:65535"]'
+    found = load(settings(tmp_path, "[replica]", f"[replica]\n{keys}")).replica
+    assert found.peer_addresses == [("a", 7070), ("::1", 65535)]
+    assert (found.arenas, found.regions) == (4, 9)
 
 
 @pytest.mark.parametrize(("table", "key"), [
@@ -134,6 +149,8 @@ BOUNDS = [
     ("replica", "threads", "0", "256", "-1", "257"),
     ("replica", "arenas", "2", "64", "1", "65"),
     ("replica", "memory_mb", "1", "1000000000", "0", ""),
+    ("replica", "peer_iterations", "1", "64", "0", "65"),
+    ("replica", "peer_seconds", "1e-9", "10.0", "0.0", "10.01"),
     ("output", "every", "0", "1000000000", "-1", ""),
     ("", "groups", "1", "8", "0", "9"),
     ("", "record_seconds", "1e-9", "86400.0", "0.0", "86400.01"),
@@ -379,3 +396,44 @@ def test_what_is_not_a_capture(tmp_path: Path, given: str, what: str) -> None:
     with pytest.raises(UserError) as refused:
         load(path)
     assert refused.value.where == f"{path}: capture" and what in refused.value.what
+
+
+# -- the HTTP API --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:7071", "127.9.9.9:0", "[::1]:7071", "localhost:7071"])
+def test_the_loopback_may_be_listened_at(tmp_path: Path, listen: str) -> None:
+    api = load(settings(tmp_path, "[replica]", f'[api]\nlisten = "{listen}"\n[replica]')).api
+    assert api is not None and not api.insecure
+    host, _, port = listen.rpartition(":")
+    assert api.address == (host.strip("[]"), int(port))
+
+
+@pytest.mark.parametrize("listen", ["10.0.0.2:7071", "0.0.0.0:7071", "[::]:7071", "node1:7071", "localhost.evil:1"])
+def test_elsewhere_only_in_so_many_words(tmp_path: Path, listen: str) -> None:
+    text = f'[api]\nlisten = "{listen}"\n'
+    with pytest.raises(UserError, match="is not the loopback") as refused:
+        load(settings(tmp_path, "[replica]", f"{text}[replica]"))
+    assert refused.value.where.endswith(": api.listen") and "insecure = true" in refused.value.what
+    api = load(settings(tmp_path, "[replica]", f"{text}insecure = true\n[replica]")).api
+    assert api is not None and api.insecure
+
+
+def test_an_api_listens_somewhere(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Field required") as refused:
+        load(settings(tmp_path, "[replica]", "[api]\n[replica]"))
+    assert refused.value.where.endswith(": api.listen")
+    with pytest.raises(UserError, match="HOST:PORT"):
+        load(settings(tmp_path, "[replica]", '[api]\nlisten = "7071"\n[replica]'))
+    with pytest.raises(UserError, match="did you mean insecure"):
+        load(settings(tmp_path, "[replica]", '[api]\nlisten = "localhost:1"\ninsecur = true\n[replica]'))
+
+
+def test_a_replica_that_is_read_needs_three_slots(tmp_path: Path) -> None:
+    """One is served, one is pinned by who reads, one is built."""
+    table = '[api]\nlisten = "localhost:1"\n[replica]\nslots = '
+    with pytest.raises(UserError) as refused:
+        load(settings(tmp_path, "[replica]", f"{table}2"))
+    assert refused.value.where.endswith(": replica.slots") and "3 at least" in refused.value.what
+    assert load(settings(tmp_path, "[replica]", f"{table}3")).replica.slots == 3
+    assert load(settings(tmp_path, "[replica]", "[replica]\nslots = 2")).api is None

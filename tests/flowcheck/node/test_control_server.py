@@ -10,11 +10,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
-from flowcheck.control.protocol import Bye, Flows, Link, RecordsError, Refused, Wanted, greet
+from flowcheck.control.protocol import Bye, Flows, Holes, Limits, Link, RecordsError, Refused, Wanted, greet
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.control import ControlServer
+from flowcheck.node.shelf import Shelf
 
 TOKEN = b"a token that only tests have"
 TCP = socket.IPPROTO_TCP
@@ -46,11 +48,11 @@ class Port:
     """A server on the loopback, and what it said."""
 
     def __init__(self, connections: int, host: str = "127.0.0.1") -> None:
-        self.group = OneGroup()
+        self.group, self.shelf = OneGroup(), Shelf(2)
         self.events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self.server = ControlServer(
             (host, 0), TOKEN, connections, lambda name: f"no group {name!r}" if name else self.group,  # type: ignore
-            lambda event, **fields: self.events.put((event, fields)),
+            lambda event, **fields: self.events.put((event, fields)), {"": self.shelf}.get,
         )
         self.links: list[Link] = []
 
@@ -59,9 +61,9 @@ class Port:
         self.links.append(Link(socket.create_connection((host.strip("[]"), int(port)), timeout=60)))
         return self.links[-1]
 
-    def attach(self, rank: int = 0, token: bytes = TOKEN, group: str = "") -> Link:
+    def attach(self, rank: int = 0, token: bytes = TOKEN, group: str = "", role: str = "trainer") -> Link:
         link = self.connect()
-        greet(link, token, run_id="run", epoch=3, rank=rank, ranks=4, group=group, instance="first")
+        greet(link, token, run_id="run", epoch=3, rank=rank, ranks=4, group=group, instance="first", role=role)
         return link
 
     def ended(self, link: Link) -> bool:
@@ -125,6 +127,27 @@ def test_a_trainer_that_is_not_let_in_is_told_why(port: Callable[..., Port], opt
     peer = "{}:{}".format(*link._socket.getsockname())
     assert one.events.get(timeout=60) == ("connection", {"peer": peer, "why": why})
     assert one.group.said.empty()
+
+
+def test_a_peer_is_answered_from_the_shelf_and_is_no_rank_of_the_group(port: Callable[..., Port]) -> None:
+    one = port()
+    one.shelf.follow("p")
+    one.shelf.show(7, np.arange(64, dtype=np.uint8), np.array([(1, 3)]), lambda: True)
+    link = one.attach(role="peer")
+    link.limits = lambda: Limits(4096, {"bytes": 64})
+    link.send(Holes(1, 7, "p", [(0, 64)], 1.0))
+    answer, size = link.receive(wait=10)
+    assert answer.ranges == [(8, 16)] and bytes(link.payload(size)) == bytes(range(8, 24))
+    link.close()
+    assert one.group.said.empty() and one.events.empty()
+
+
+def test_a_peer_of_a_group_that_is_not_there(port: Callable[..., Port]) -> None:
+    one = port()
+    link = one.attach(role="peer", group="second")
+    link.send(Holes(1, 7, "p", [(0, 64)], 1.0))
+    assert link.receive(wait=10) == (Refused("no such group is followed here"), 0)
+    assert one.events.get(timeout=60)[1]["why"] == "no such group is followed here" and one.group.said.empty()
 
 
 def test_a_wrong_token_is_told_and_noted(port: Callable[..., Port]) -> None:

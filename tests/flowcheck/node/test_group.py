@@ -6,12 +6,15 @@ import queue
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from flowcheck.control.protocol import Bye, Flows, Manifest, Record, State, Wanted
+from flowcheck.control.protocol import Bye, Flows, Holes, Manifest, Record, State, Wanted
 from flowcheck.errors import UserError
+from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
+from flowcheck.node.peering import digest_of
 from flowcheck.node.resync import Resync
 
 from .group_scene import Peer, Scene, fake_sessions, small_job
@@ -246,11 +249,24 @@ def test_a_whole_manifest_begins_a_session(scene, tmp_path) -> None:
     assert session.placers is at.placers
     assert session.sources == at.rings and session.clock.first == 5
     assert isinstance(session.options.pop("resync"), Resync) and session.options.pop("patched") is False
+    assert session.options.pop("peers") is None
     assert session.options == {"slots": 4, "threads": 2, "record_seconds": 7.5, "port": at.port}
     assert at.said == [
         ("attached", {"name": "a", "run_id": "synth-0", "epoch": 0, "ranks": 2, "flows": 2, "resync": "state"})
     ]
     assert peer.told == other.told == [NOTHING_KNOWN, STATE_WANTED]
+
+
+def test_peers_are_those_of_the_settings_and_their_iterations_take_arenas(scene, tmp_path) -> None:
+    (tmp_path / "token").write_text("a token that only tests have\n")
+    at = scene(name="a", arenas=5, peer_iterations=3, peers=("127.0.0.1:1",))
+    at.give(at.join(0), Manifest(body(), 5))
+    peers, plan = at.session.options["peers"], at.session.plan
+    assert plan.engine.arenas == 8
+    digest = digest_of(body(), plan, ("synth-0", 0, 2), Clock(5))
+    peers.show(2, np.zeros(8, np.uint8), np.array([(0, 1)]), lambda: True)
+    assert at.group.peering.shelf.read(Holes(1, 7, digest, [(0, 8)], 0.1))[0].ranges == [(0, 8)]
+    peers.close()
 
 
 def test_a_manifest_that_is_said_again_changes_nothing(scene) -> None:

@@ -170,10 +170,10 @@ def test_the_end_is_said_by_rank_0(scene) -> None:
 
 # -- what the session says -----------------------------------------------------------------------------------------
 
-LINE = Closed(2, True, "verified", 100, 60, {"lost": 4}, 3, 5, 7, [], "early", 1)
+LINE = Closed(2, True, "verified", 100, 60, {"lost": 4}, 3, 5, 7, [], "early", 1, unproven=["a peer"])
 SAID = {"status": "verified", "packets": 100, "placed": 60, "missing": {"lost": 4}, "healed": 3, "duplicates": 5,
         "dropped": {}, "lag": 7, "updates": "early", "rebuilt": 1, "patched": 0, "stale": 0,
-        "final": "", "filled": {}}
+        "final": "", "filled": {}, "unproven": ["a peer"]}
 
 
 def test_a_published_iteration_is_told_to_everybody(scene, tmp_path) -> None:
@@ -188,8 +188,9 @@ def test_a_published_iteration_is_told_to_everybody(scene, tmp_path) -> None:
     assert at.written.hashes == [(7, "a", replica)] and at.written.checkpoints == []
     replica.step = 9
     at.happens(LINE)
-    ((*said, _),) = at.written.checkpoints
+    ((*said, _, unproven),) = at.written.checkpoints
     assert said == ["a", replica, tmp_path / "out" / "a" / "synth-0" / "epoch-0", "verified"]
+    assert unproven == ["a peer"]
     assert len(at.written.hashes) == 2
 
 
@@ -216,7 +217,7 @@ def test_each_kth_version_is_written(scene, tmp_path, every: int, steps: list[in
         at.session.replica = FakeReplica(step)
         at.happens(LINE)
         found += [step] * len(at.written.checkpoints)
-        assert all(out == tmp_path / "out" / "synth-0" / "epoch-0" for _, _, out, _, _ in at.written.checkpoints)
+        assert all(out == tmp_path / "out" / "synth-0" / "epoch-0" for _, _, out, *_ in at.written.checkpoints)
         at.written.checkpoints.clear()
     assert found == steps and at.written.hashes == []
 
@@ -226,7 +227,7 @@ def test_an_iteration_that_is_not_published_is_said_and_nothing_more(scene) -> N
     peer = at.follow()
     at.session.replica, at.session.next = FakeReplica(3), 2
     why = [("covered", "bucket 0"), ("previous", "nothing to build on")]
-    line = Closed(2, False, "verified", 100, 60, {"lost": 4}, 3, 5, 7, why, "early", 1)
+    line = Closed(2, False, "verified", 100, 60, {"lost": 4}, 3, 5, 7, why, "early", 1, unproven=["a peer"])
     at.happens(line)
     fields = {"name": "", "iteration": 2, "published": False, "failed": ["covered", "previous"], **SAID}
     assert at.said[-1] == ("iteration", fields | {"why": why})
@@ -256,7 +257,7 @@ def test_when_the_chain_ends_a_state_is_asked_for(scene, tmp_path) -> None:
     assert at.events("lost") == [{"name": "a", "why": "iteration 3 is not published", "serves": 2, "dropped": {}}]
     assert peer.told[-1] == other.told[-1] == wanted and path.exists()
     at.session.replica, at.session.serves = None, -1  # it diverged
-    at.happens(Lost("tensor differs"))
+    at.happens(Lost("tensor differs", withdrawn=True))
     assert not path.exists() and at.events("lost")[1]["serves"] == -1
     at.group.leave(peer.member)
     assert at.join(0).told == [Wanted(["state"], "checkpoint wanted: tensor differs")]
@@ -399,7 +400,7 @@ def test_a_version_that_diverged_takes_no_other_runs_replica_with_it(scene, tmp_
     at.give(peer, State(3), MODEL)
     assert own.exists() and at.session.path == own
     at.session.replica = None
-    at.happens(Lost("tensor differs"))
+    at.happens(Lost("tensor differs", withdrawn=True))
     assert before.exists() and not own.exists()
 
 

@@ -11,9 +11,11 @@ from flowcheck.node.output import Events
 from flowcheck.rebuild.deadline import Times
 from flowcheck.rebuild.events import (
     Asked,
+    Begun,
     Behind,
     Closed,
     Event,
+    FromPeers,
     GivenUp,
     Held,
     Lost,
@@ -67,6 +69,11 @@ def test_what_is_stale_is_asked_for_and_patched() -> None:
         "iteration": 109, "since": 107, "elements": 30, "bytes": 360, "source": "trainer"})
 
 
+def test_what_peers_have_given_is_said_by_peer() -> None:
+    assert said(FromPeers(9, 640, {"b:7070": 3}, {"c:7070": "no answer in time"})) == ("peers", {
+        "iteration": 109, "bytes": 640, "filled": {"b:7070": 3}, "failed": {"c:7070": "no answer in time"}})
+
+
 @pytest.mark.parametrize(("stage", "remedy"), [
     ("placing", "capture.queues"), ("record", "the control network"), ("update", "replica.threads"),
     ("checksums", "checksum_every"), ("rings", "capture.place_cores"),
@@ -106,3 +113,43 @@ def test_events_to_which_more_belongs_have_no_line_here() -> None:
     assert fields["why"] == [("covered", "x")] and fields["failed"] == ["covered", "previous"]
     assert fields["dropped"] == {"ring_full": 3} and fields["iteration"] == 101
     assert closed_fields(closed, 101, {}, lost=False)["why"] == closed.why
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_every_field_of_an_iteration_has_its_name(lost: bool) -> None:
+    """Where there is no version to go on from, the first reason is enough."""
+    why = [("covered", "a hole"), ("previous", "no")]
+    one = Closed(7, True, "verified", 11, 12, {"lost": 13}, 14, 15, 16, why, "early", 17, None, 18, 19, "passed",
+                 {"stream": 20}, ["a mark"])
+    assert closed_fields(one, 107, {"ring_full": 21}, lost=lost) == {
+        "iteration": 107, "published": True, "status": "verified", "packets": 11, "placed": 12, "missing": {"lost": 13},
+        "healed": 14, "duplicates": 15, "dropped": {"ring_full": 21}, "lag": 16, "updates": "early", "rebuilt": 17,
+        "patched": 18, "stale": 19, "final": "passed", "filled": {"stream": 20}, "unproven": ["a mark"],
+        "failed": ["covered", "previous"], "why": why[:1] if lost else why,
+    }
+
+
+def test_a_job_that_is_begun_says_how_much_has_to_come() -> None:
+    assert said(Begun(7, 1234)) == ("begun", {
+        "iteration": 107, "elements": 1234,
+        "why": "all of the job's state is asked for by ranges: no version is published until the trainers have sent"
+               " their own state of these elements",
+    })
+
+
+@pytest.mark.parametrize(("waits", "why"), [
+    (True, "iterations wait for arenas"), (False, "packets come faster than they are placed"),
+])
+def test_why_iterations_are_given_up(waits: bool, why: str) -> None:
+    event, fields = said(GivenUp(7, (12, 16), waits))
+    assert (event, fields["iteration"]) == ("overload", 107)
+    assert fields["why"].startswith(f"{why}, and a ring has 12 of 16 packets: from here on")
+
+
+def test_one_late_version_is_not_a_row_of_them_and_milliseconds_have_three_places() -> None:
+    def why(in_a_row: int, late: int) -> str:
+        found = str(said(Behind(7, late, in_a_row, None, "update"))[1]["why"])
+        return found
+
+    assert "in a row" not in why(1, 5) and "2 versions in a row were late" in why(2, 5)
+    assert "had begun 12345.679 ms before" in why(1, 12_345_678_901)

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import output
-from flowcheck.node.output import Events, Hashes, Writer
+from flowcheck.node.config import Output
+from flowcheck.node.output import Events, Hashes, Writer, check_places
 
 SECONDS = 120.0  # until a thread must have done something
 
@@ -59,6 +60,9 @@ ITERATION = {
     ("iteration", ITERATION | {"name": "", "updates": "at_record", "rebuilt": 1},
      "iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3, duplicates 5, lag 2, updates"
      " at_record, rebuilt 1"),
+    ("iteration", ITERATION | {"dropped": {"ring_full": 3, "eth1 no_mbuf": 1}},
+     "a iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3, duplicates 5, the node itself"
+     " dropped ring_full 3 eth1 no_mbuf 1, lag 2"),
     ("iteration", ITERATION | {"updates": "early", "patched": 6, "stale": 2},
      "a iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3, duplicates 5, lag 2, updates"
      " early, patched 6, stale 2"),
@@ -141,7 +145,72 @@ def test_a_status_file_that_can_no_longer_be_written_ends_nothing_and_is_said_on
     assert json.loads((folder / "status.json").read_text())["lost"]["why"] == "three"
 
 
+def test_a_status_file_that_never_could_be_written_is_said_with_the_time(capsys, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(output.time, "time", lambda: 1234.56789)
+    say = Events(True, tmp_path / "absent" / "status.json")
+    for why in ("one", "two"):
+        say("lost", why=why)
+    first, problem, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["why"], second["why"]) == ("one", "two")
+    assert (problem["event"], problem["time"]) == ("problem", 1234.568) and "cannot be written" in problem["why"]
+    (tmp_path / "absent").mkdir()
+    say("lost", why="three")
+    (tmp_path / "absent" / "status.json").unlink()
+    (tmp_path / "absent").rmdir()
+    say("lost", why="four")
+    assert [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()] == ["lost", "lost", "problem"]
+
+
 # -- hashes --------------------------------------------------------------------------------------------------------
+
+
+# -- places --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unwritable(tmp_path: Path) -> Path:
+    """A folder that nobody can make: its parent is a file."""
+    (tmp_path / "file").write_text("a file")
+    return tmp_path / "file" / "folder"
+
+
+def test_only_what_is_written_is_tried(tmp_path: Path, unwritable: Path) -> None:
+    check_places(Output(directory=unwritable, every=0))
+    check_places(Output(directory=tmp_path / "out", every=1, keep_hashes=tmp_path / "h" / "hashes"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "h", "out"]
+    assert list((tmp_path / "h").iterdir()) == [] == list((tmp_path / "out").iterdir()), "nothing is left there"
+
+
+@pytest.mark.parametrize(("setting", "said"), [
+    ({"every": 1}, "a directory that the node may write to as output.directory, and free space"),
+    ({"keep_hashes": "hashes"}, "a directory that the node may write to in output.keep_hashes, and free space"),
+    ({"status_file": "status"}, "a directory that the node may write to in output.status_file, and free space"),
+])
+def test_a_place_that_cannot_be_written_is_named_with_its_setting(
+    unwritable: Path, setting: dict[str, Any], said: str
+) -> None:
+    paths = {key: unwritable / value if isinstance(value, str) else value for key, value in setting.items()}
+    with pytest.raises(EnvironmentProblem) as refused:
+        check_places(Output(directory=unwritable, **{"every": 0, **paths}))
+    assert refused.value.remedy == said and str(unwritable) in refused.value.where
+
+
+def test_a_status_file_is_replaced_and_hashes_are_appended(tmp_path: Path) -> None:
+    """So the one must be a regular file, and the other may be a pipe. No folder can be either."""
+    pipe, file, folder = (tmp_path / name for name in ("pipe", "file", "folder"))
+    os.mkfifo(pipe)
+    file.write_text("old")
+    folder.mkdir()
+    for path in (pipe, file, tmp_path / "absent"):
+        check_places(Output(every=0, keep_hashes=path))
+    for path in (file, tmp_path / "absent"):
+        check_places(Output(every=0, status_file=path))
+    for setting, path in (("keep_hashes", folder), ("status_file", folder), ("status_file", pipe)):
+        with pytest.raises(EnvironmentProblem) as refused:
+            check_places(Output(every=0, **{setting: path}))
+        assert (refused.value.what, refused.value.where) == ("is no regular file", str(path))
+        assert refused.value.remedy == f"the name of a file in output.{setting}"
+    assert file.read_text() == "old"
 
 
 class Version:
@@ -167,8 +236,9 @@ class FakeReplica:
         yield Version()
         self.pins -= 1
 
-    def write(self, out: Path, unproven: Any, version: Version, status: str) -> Path:
+    def write(self, out: Path, unproven: Any, version: Version, status: str, shard: str) -> Path:
         assert self.pins == 1
+        self.shard = shard
         self.written.append((out, unproven, version.step, status))
         if self.hold is not None:
             assert self.hold.wait(SECONDS)
@@ -198,15 +268,17 @@ def test_hashes_of_every_version_are_appended(tmp_path) -> None:
 
 def test_hashes_that_cannot_be_written_are_a_problem_of_the_machine(tmp_path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(EnvironmentProblem, match="hashes"):
+    with pytest.raises(EnvironmentProblem) as refused:
         Hashes(tmp_path / "file" / "hashes")
+    assert str(tmp_path / "file") in refused.value.message()
+    assert refused.value.remedy == "free space on that file system, or another file as output.keep_hashes"
 
 
 def test_a_full_disk_under_the_hashes_is_a_problem_with_its_setting() -> None:
     hashes = Hashes(Path("/dev/full"))
     with pytest.raises(EnvironmentProblem, match="No space left") as refused:
         hashes.add(6, "a", FakeReplica())  # type: ignore[arg-type]
-    assert "output.keep_hashes" in refused.value.remedy
+    assert "output.keep_hashes" in refused.value.remedy and "/dev/full" in refused.value.message()
     with contextlib.suppress(OSError):
         hashes.close()
 
@@ -222,6 +294,7 @@ def test_a_version_is_written_while_it_is_pinned(tmp_path) -> None:
         writer.write("a", replica, tmp_path, "verified")  # type: ignore[arg-type]
         writer.close()
         assert replica.written == [(tmp_path, ["icrc off"], 7, "verified")] and replica.pins == 0
+        assert replica.shard == "a"
     assert said == [("written", {"name": "a", "step": 7, "path": str(tmp_path / "step-000007")})] * 2
     writer.close()
 
@@ -330,3 +403,12 @@ def test_who_waits_for_a_checkpoint_is_told_once_it_is_there(tmp_path) -> None:
         writer.write("a", FakeReplica(error=error), tmp_path, "verified", lambda: told.append("done"))  # type: ignore[arg-type]
         writer.close()
     assert told == ["problem", "done", "written"]
+
+
+def test_marks_of_a_verdict_are_written_with_those_of_the_replica(tmp_path: Path) -> None:
+    replica = FakeReplica()
+    writer = Writer(lambda *_, **__: None)
+    writer.write("a", replica, tmp_path, "unverified", None, ["3 cells came from a peer"])  # type: ignore[arg-type]
+    writer.close()
+    assert replica.written == [(tmp_path, ["icrc off", "3 cells came from a peer"], 7, "unverified")]
+    assert replica.unproven == ["icrc off"]

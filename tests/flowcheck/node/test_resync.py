@@ -106,7 +106,8 @@ def test_an_answer_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("settings", "values", "how"), [
-    ({}, ["lr"], "state"),
+    ({}, ["lr"], "ranges"),
+    ({"resync": "state"}, ["lr"], "state"),
     ({"resync": "ranges"}, ["lr"], "ranges"),
     ({"resync": "ranges", "slots": 2}, ["lr"], "state: replica.slots is 2, and a version with stale elements takes a"),
     ({"resync": "ranges"}, [], "state: the manifest declares no values of a step"),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+from datetime import UTC, datetime, timedelta, timezone, tzinfo
 from pathlib import Path
 
 import pytest
 
-from flowcheck.node.runs import new_run_id, run_folder
+from flowcheck.node import runs
+from flowcheck.node.runs import LONGEST_NAME, new_run_id, run_folder
 
 
 @pytest.mark.parametrize(("run_id", "folder"), [
@@ -22,3 +26,25 @@ def test_a_folder_of_any_run_can_be_made(tmp_path) -> None:
     for folder in long:
         (tmp_path / folder).mkdir(parents=True)
     assert long[0] != long[1] and len({new_run_id() for _ in range(100)}) == 100
+
+
+def test_the_longest_names_are_cut_and_told_apart_by_their_sums() -> None:
+    whole, cut = "x" * LONGEST_NAME, "x" * (LONGEST_NAME + 1)
+    assert run_folder(whole, 0).parts[0] == whole
+    assert run_folder(cut, 0).parts[0] == f"{'x' * 64}-{hashlib.sha256(cut.encode()).hexdigest()[:32]}"
+
+
+def test_letters_that_every_file_system_takes_stay_as_they_are() -> None:
+    assert run_folder("a+b@c=d,e:f", 0).parts[0] == "a+b@c=d,e:f"
+    assert run_folder("X!X", 0).parts[0] == "X%21X"
+
+
+def test_a_run_without_a_name_has_the_time_of_greenwich(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
+            moment = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+            return moment if tz is UTC else moment.astimezone(timezone(timedelta(hours=5)))
+
+    monkeypatch.setattr(runs, "datetime", Clock)
+    assert re.fullmatch(r"20260102-030405-[0-9a-f]{6}", new_run_id())

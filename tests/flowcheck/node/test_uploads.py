@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flowcheck.node.uploads import MOST, SHARE, Uploads
+from flowcheck.node.uploads import MOST, OWN, SHARE, SOON, Beginnings, Uploads
 
 
 class Clock:
@@ -118,3 +118,46 @@ def test_a_storm_of_drops_asks_a_handful_of_times() -> None:
         at.until_due()
         asked += 1
     assert asked <= 6
+
+
+# -- by ranges -----------------------------------------------------------------------------------------------------
+
+
+class Begun:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.pace = Beginnings(lambda: self.now)
+
+    def ends(self, after: float) -> float:
+        """Versions were begun, lasted so long, and ended; how long until they are begun again."""
+        self.pace.begun()
+        self.now += after
+        pause = self.pace.lost()
+        assert self.pace.due() == (pause == 0)
+        if pause:
+            self.now += pause - 0.001
+            assert not self.pace.due()
+            self.now += 0.001
+            assert self.pace.due()
+        return pause
+
+
+def test_what_lasted_is_begun_again_at_once() -> None:
+    at = Begun()
+    assert [at.ends(SOON * OWN + 1) for _ in range(4)] == [0.0] * 4
+
+
+def test_what_ends_soon_again_and_again_is_begun_ever_more_rarely() -> None:
+    at = Begun()
+    assert [at.ends(1.0) for _ in range(8)] == [0.0, OWN, 2 * OWN, 4 * OWN, 8 * OWN, 16 * OWN, MOST, MOST]
+    assert at.ends(SOON * MOST + 1) == 0.0 and at.ends(1.0) == OWN
+
+
+def test_soon_is_a_matter_of_the_pause_before() -> None:
+    at = Begun()
+    assert [at.ends(1.0), at.ends(1.0), at.ends(1.0)] == [0.0, OWN, 2 * OWN]
+    assert at.ends(SOON * 4 * OWN) == 4 * OWN and at.ends(SOON * 8 * OWN + 1) == 0.0
+
+
+def test_the_first_end_is_free() -> None:
+    assert Begun().ends(0.0) == 0.0

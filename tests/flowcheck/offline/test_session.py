@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from parser.machine import Engine
+from parser.machine import Engine, choose_placing, placing
 from rich.console import Console
 
 from dataplane.pcapfile import PcapInfo
@@ -21,10 +21,13 @@ from flowcheck.errors import UserError
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, example_job, generate, sharded_job
 from flowcheck.offline.session import ReplayOptions, ReplaySession
+from flowcheck.rebuild.calibration import DEFAULT, question
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.replica import JobReplica
+from parser.chunk_layout import Protocol
 from tests.flowcheck.by_hand import Replayed, begin_session, info
 from tests.flowcheck.memory_ring import MemoryRing
+from updater.choosing import cache_file, key
 
 Begin = Callable[..., Replayed]
 
@@ -458,6 +461,36 @@ def test_a_replay_from_start_to_end(memory, huge: bool, monkeypatch: pytest.Monk
     assert set(report.stages) == {"start", "receive and place", "verdict, update, write"}
     assert all(seconds > 0 for seconds in report.stages.values())
     assert report.stages["receive and place"] + report.stages["verdict, update, write"] == pytest.approx(report.seconds)
+
+
+@pytest.mark.parametrize("huge", [True, False])
+def test_a_replay_places_as_is_known_of_the_pages_that_it_has(
+    memory, huge: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is known of other pages is not taken, and where it is told to measure no answer for these is kept."""
+    memory(huge)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("FLOWCHECK_PLACING")
+    job = example_job(count=900, seed=3)
+    made, mtu = generate(job, iterations=1, seed=3), job.communicator.mtu
+    known = {True: "nta@1024", False: "none"}
+    for pages, way in known.items():
+        asked = question(mtu, pages)
+        cache_file(asked).parent.mkdir(parents=True, exist_ok=True)
+        cache_file(asked).write_text(json.dumps({**key(asked), "ways": dict.fromkeys(asked.parts, way)}))
+    try:
+        drive(job, made, tmp_path / "out")
+        assert {name for name, _ in placing()[1]} == {known[huge].partition("@")[0]}
+        for pages in known:
+            cache_file(question(mtu, pages)).unlink()
+        monkeypatch.setenv("FLOWCHECK_PLACING", "measure")
+        drive(job, made, tmp_path / "again")
+        kept = [path.name for path in (tmp_path / "cache" / "flowcheck").glob("placing-*")]
+        none_free = huge and not kept  # measured on other pages, which is no answer either
+        assert none_free or kept == [f"placing-{mtu}-{'huge' if huge else 'normal'}.json"]
+    finally:
+        for protocol in Protocol:
+            choose_placing(protocol, DEFAULT.name, DEFAULT.ahead)
 
 
 def test_a_replay_of_the_iterations_asked_for(memory, tmp_path: Path) -> None:

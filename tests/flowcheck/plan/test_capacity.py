@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.errors import UserError
-from flowcheck.plan.capacity import Job, Node, capacity, comm_seconds, fitted, flow_shop, leaves_of, overlapped
+from flowcheck.plan.capacity import Job, Node, capacity, comm_seconds, fitted, leaves_of
 from flowcheck.plan.models import LARGE, PRESETS, SMALL, flops_seconds
 from flowcheck.plan.stage_speeds import Speeds, measured, published
 
@@ -33,17 +33,6 @@ def jobs(draw: st.DrawFn) -> Job:
 
 
 # -- formulas ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_flow_shop_is_what_passing_part_by_part_takes() -> None:
-    """Each part enters a stage when the part before has left it, and itself has left the stage before."""
-    for stages, parts in (((3.0, 1.0, 2.0), 4), ((1.0, 5.0, 1.0), 7), ((2.0, 2.0, 2.0), 1)):
-        free = [0.0] * len(stages)
-        for _ in range(parts):
-            ready = 0.0
-            for at, seconds in enumerate(stages):
-                ready = free[at] = max(ready, free[at]) + seconds / parts
-        assert flow_shop(stages, parts) == pytest.approx(ready)
 
 
 def test_the_worked_example_of_the_qualify_page() -> None:
@@ -77,26 +66,44 @@ def test_stages_by_hand() -> None:
     assert packets / 1e6 <= found.receive_cores < packets / 1e6 + 1
 
 
+def test_packets_that_carry_nothing_to_keep_cost_and_each_port_has_a_thread_and_a_ring() -> None:
+    """Parsing takes so long that nothing else counts: clear-to-sends and acknowledgements are parsed, too."""
+    job, node = replace(JOB, iteration_s=10.0), replace(NODE, ports=8)
+    found = capacity(job, node, replace(SPEEDS, parse_ns=1e12, receive_mpps=100.0))
+    port = found.traffic
+    assert port.control > 0
+    parsed = 3 * (port.packets - port.final_packets + port.control)
+    assert found.place_s == pytest.approx(parsed * 1e3, rel=1e-6)
+    assert found.receive_cores == 8 == found.load.receive.threads
+    assert found.load.ring == pytest.approx(8 * 16384 / (3 * (port.packets + port.control)))
+
+
 def test_packets_are_placed_while_their_bucket_comes() -> None:
     """Of a single bucket only the update is left after its last packet, if placing keeps up."""
-    assert overlapped((3.0, 1.0, 2.0), 1) == 5.0 and overlapped((1.0, 3.0, 2.0), 1) == 5.0
-    assert overlapped((3.0, 3.0, 3.0), 3) == pytest.approx(4.0)
     whole = capacity(replace(JOB, bucket_bytes=4e9), NODE, SPEEDS)
     assert whole.buckets == 1 and whole.pipelined_s == pytest.approx(max(whole.comm_s, whole.place_s) + whole.update_s)
+    some = capacity(JOB, NODE, SPEEDS)
+    placed, each = max(some.comm_s, some.place_s), some.update_s / some.buckets
+    assert some.buckets == 154 and each < placed / some.buckets and some.pipelined_s == pytest.approx(placed + each)
 
 
 def test_memory_and_cores_are_shared_by_all_stages() -> None:
-    speeds = replace(SPEEDS, copy_gbs=50.0)
-    found, port = capacity(replace(JOB, iteration_s=10.0), NODE, speeds), JOB.traffic("both")[0]
-    moved = 3 * (2 * port.all_frames + port.final_payload + port.final_data) + 28e9
-    assert found.moved_s == pytest.approx(moved / 50e9) and found.shared_s == 0
-    assert found.pipelined_s == max(overlapped(found.stages, found.buckets), found.moved_s)
-    slow = capacity(replace(JOB, iteration_s=10.0), NODE, replace(SPEEDS, copy_gbs=20.0))
-    assert slow.pipelined_s == slow.moved_s > found.pipelined_s and slow.stages == found.stages
-    two = capacity(replace(JOB, iteration_s=10.0), replace(NODE, place_cores=3, cores=2), SPEEDS)
-    packets = 3 * (port.packets + port.control)
-    work = packets / (SPEEDS.receive_mpps * 1e6) + 3 * two.place_s + two.update_s
-    assert two.shared_s == pytest.approx(work / 2) == two.pipelined_s and two.moved_s == 0
+    long, node = replace(JOB, iteration_s=10.0), replace(NODE, place_cores=3)
+    packets = JOB.traffic("both")[0]
+    received = 3 * (packets.packets + packets.control)
+    free = capacity(long, node, SPEEDS)
+    assert free.moved_s == free.shared_s == 0
+    moved = 3 * (2 * packets.all_frames + packets.final_payload + packets.final_data) + 28e9
+    slow = capacity(long, node, replace(SPEEDS, copy_gbs=20.0))
+    assert slow.moved_s == pytest.approx(moved / 20e9) and slow.shared_s == 0
+    assert slow.pipelined_s >= slow.moved_s > free.pipelined_s and slow.stages == free.stages
+    two = capacity(long, replace(node, cores=2), SPEEDS)
+    work = received / (SPEEDS.receive_mpps * 1e6) + 3 * two.place_s + two.update_s
+    assert two.shared_s == pytest.approx(work / 2) and two.moved_s == 0
+    # receiving has five threads, placing three, updating one, and one looks on: each has a fifth of a core
+    assert two.receive_cores == 5 and two.shared_s * 1.05 < two.pipelined_s < two.shared_s * 1.4
+    assert capacity(long, replace(node, cores=10), SPEEDS).pipelined_s == pytest.approx(free.pipelined_s)
+    assert capacity(long, replace(node, cores=6), SPEEDS).pipelined_s > free.pipelined_s * 1.05
     assert fitted(JOB, NODE, replace(SPEEDS, copy_gbs=1.0)).update_cores == 512, "no core carries more"
 
 
@@ -237,6 +244,31 @@ def test_speeds_come_from_the_rows_of_a_bench(tmp_path: Path) -> None:
     assert "pipeline.adam.place" in found.sources["copy"]
 
 
+def test_speeds_of_few_flows_are_taken_for_few_flows(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    few = {"place.ll.1024.4flows": 25.0, "place.ll.1024.4flows.again": 14.0}
+    file.write_text(json.dumps(rows(**few)))
+    at = {flows: measured(file, "ll", 1024, flows) for flows in (1, 4, 5, 16)}
+    assert {flows: (found.place_gbs, found.again_gbs) for flows, found in at.items()} == {
+        1: (25.0, 14.0), 4: (25.0, 14.0), 5: (20.0, 8.0), 16: (20.0, 8.0),
+    }
+    assert at[4].sources["again"] == "bench.json, a processor: place.ll.1024.4flows.again"
+    assert at[4].icrc_ns == at[5].icrc_ns and at[5] == measured(file, "ll", 1024)
+    file.write_text(json.dumps(rows()))
+    assert measured(file, "ll", 1024, 4) == measured(file, "ll", 1024, 16), "a bench before there were such rows"
+
+
+def test_an_update_is_as_fast_as_in_the_pages_that_a_node_uses(tmp_path: Path) -> None:
+    file, name = tmp_path / "bench.json", "adam.200.1t.torch-cuda-foreach.shared"
+    file.write_text(json.dumps(rows(**{name: 25.0})))
+    small, large = measured(file, "ll", 1024), measured(file, "ll", 1024, pages="huge")
+    assert (small.update_gbs, large.update_gbs) == (25.0, 40.0)
+    assert small.sources["update"] == f"bench.json, a processor: {name}"
+    file.write_text(json.dumps(rows()))
+    old = measured(file, "ll", 1024)
+    assert old.update_gbs == 40.0 and old.sources["update"].endswith("adam.200.1t.torch-cuda-foreach")
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"name": "x"}]', '[{"name": "x", "value": -1}]',
                                   '[{"name": "x", "value": "fast"}]'])
 def test_a_file_that_no_bench_wrote_is_refused(tmp_path: Path, text: str) -> None:
@@ -267,4 +299,6 @@ def test_published_speeds_are_those_of_the_page() -> None:
             assert f"| place.{protocol}.{mtu}.icrc | {found.icrc_ns:g} ns/packet |" in page
             assert f"| ingest.{mtu}.copy | {found.receive_mpps:g}" in page
     assert f"| parse.16flows.huge | {found.parse_ns:g} ns/packet |" in page
-    assert f"| adam.200.1t.torch-cuda-foreach | {found.update_gbs:g} GB/s |" in page
+    assert f"| adam.200.1t.torch-cuda-foreach.shared | {found.update_gbs:g} GB/s |" in page
+    large = published("simple", 4096, "huge")
+    assert f"| adam.200.1t.torch-cuda-foreach | {large.update_gbs:g} GB/s |" in page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,11 @@ def test_a_topology_of_another_job_is_refused(tmp_path: Path) -> None:
     ("--model 175b --dp 100000", "--tp x --pp x --dp"),
     (f"--model 175b --place-cores {'9' * 400}", "--place-cores"),
     ("--model 175b --slots 1000000", "--slots"),
+    ("--model 175b --cores 0", "--cores"),
+    ("--model 175b --kernel-ns -1", "--kernel-ns"),
+    ("--model 175b --kernel-ns nan", "--kernel-ns"),
+    ("--model 175b --kernel-ns inf", "--kernel-ns"),
+    ("--model 175b --cores -4", "--cores"),
     ("--model 175b --place-gbs 1e-300", "--place-gbs"),
     ("--model 175b --receive-mpps 1e-300", "--receive-mpps"),
     ("--model 175b --monitor-gbps 1e-300", "--monitor-gbps"),
@@ -173,7 +179,8 @@ def test_the_speed_of_the_memory_is_an_input(capsys: pytest.CaptureFixture[str])
     assert "copy-gbs" not in free["inputs"] and any("--copy-gbs" in note for note in free["notes"])
     found = answer_of(capsys, f"capacity {GIVEN} --copy-gbs 1")
     stages = {row[0]: row[1] for row in found["tables"]["stages"]["rows"]}
-    assert not found["good"] and stages["bucket by bucket"] == stages["all bytes, by memory"] > 28
+    assert not found["good"] and stages["all bytes, by memory"] > 28
+    assert stages["bucket by bucket"] == pytest.approx(stages["all bytes, by memory"])
     assert found["inputs"]["copy-gbs"] == 1 and not any("--copy-gbs" in note for note in found["notes"])
     assert refused(f"capacity {GIVEN} --copy-gbs 0").where == "--copy-gbs"
 
@@ -202,3 +209,43 @@ def test_a_version_of_nccl_that_was_never_read_is_refused() -> None:
     error = refused("capacity --model 175b --nccl-version 2.99.1")
     assert error.where == "--nccl-version" and "2.99.1" in error.what
     assert refused("capacity --model 175b --algorithm tree --channels 3").where == "--channels"
+
+
+@pytest.mark.parametrize(("options", "flows"), [
+    ("--mirrors 1 --node-ports 1", 4), ("--mirrors 3 --node-ports 2", 8), ("--mirrors 3 --node-ports 3", 4),
+    ("--mirrors 1 --node-ports 1 --direction ingress --channels 3", 3),
+    ("--mirrors 1 --node-ports 1 --algorithm tree", 12), ("--mirrors 1 --node-ports 1 --groups-per-node 2", 8),
+    ("--flows 9", 9),
+])
+def test_how_many_flows_take_turns_is_an_input(capsys: pytest.CaptureFixture[str], options: str, flows: int) -> None:
+    """Two channels but where it is said otherwise."""
+    assert answer_of(capsys, f"capacity {GIVEN} {options}")["inputs"]["flows"] == flows
+    assert refused(f"capacity {GIVEN} --flows 0").where == "--flows"
+
+
+def test_where_versions_lie_is_an_input(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    names = {
+        "parse.16flows.huge": 9.0, "place.simple.4096": 20.0, "place.simple.4096.again": 8.0,
+        "place.simple.4096.icrc": 13.0, "ingest.4096.copy": 12.0, "adam.200.1t.torch-cuda-foreach": 40.0,
+        "adam.200.1t.torch-cuda-foreach.shared": 25.0,
+    }
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps([{"name": name, "value": value} for name, value in names.items()]))
+    found = {
+        pages: answer_of(capsys, f"capacity {GIVEN} --bench {file} {option}")["inputs"]
+        for pages, option in (("", ""), ("shared", "--replica-pages shared"), ("huge", "--replica-pages huge"))
+    }
+    assert found[""]["update-gbs"] == found["shared"]["update-gbs"] == 25 and found["huge"]["update-gbs"] == 40
+    assert found[""]["replica-pages"] == "shared"
+
+
+def test_what_the_kernel_does_with_a_packet_is_done_by_the_same_cores(capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"capacity {GIVEN} --mirrors 1 --node-ports 1 --receive-mpps 1"
+    free, taken = (answer_of(capsys, f"{line} {more}") for more in ("", "--kernel-ns 2000"))
+    assert free["inputs"]["kernel-ns"] == 0 and taken["inputs"]["kernel-ns"] == 2000
+    packets, seconds = (free["results"][name] for name in ("packets of a mirrored port", "allreduces, at link speed"))
+    more = taken["results"]["cores of a node"] - free["results"]["cores of a node"]
+    assert more == ceil(packets * 3e-6 / seconds) - ceil(packets * 1e-6 / seconds) > 1
+    few = {name: answer_of(capsys, f"{line} --cores 2 {option}")["tables"]["stages"]["rows"][-1][1]
+           for name, option in (("free", ""), ("taken", "--kernel-ns 2000"))}
+    assert few["taken"] > few["free"]

@@ -39,7 +39,9 @@ class SlowReplica:
     def written(self, seconds: float) -> bool:
         return self._now() >= self._done or seconds < 0
 
-    def publish(self, verified: bool) -> None:
+    serves = True
+
+    def publish(self, verified: bool, status: str, unproven: tuple[str, ...]) -> None:
         self.step += 1
 
     def discard(self) -> None: ...

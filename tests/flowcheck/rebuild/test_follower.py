@@ -18,6 +18,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job, sharded_job
+from flowcheck.rebuild import verdict
 from flowcheck.rebuild.events import Closed, Event, Lost, Read, Skipped, Waiting
 from flowcheck.rebuild.follower import Follower
 from flowcheck.rebuild.plan import plan_job
@@ -41,6 +42,8 @@ class FakeReplica:
         self.broken: set[int] = set()
         self.calls: list[str] = []
         self.marks: list[bool] = []
+        self.said: list[str] = []
+        self.unproven: list[tuple[str, ...]] = []
 
     def learn(self, engine: Any) -> None:
         self.ready = self._weights is not None
@@ -65,9 +68,13 @@ class FakeReplica:
     def differing(self, seconds: float) -> str | None:
         return "layer0.weight" if self.differs is None and seconds < 0 else self.differs
 
-    def publish(self, verified: bool) -> None:
+    serves = True
+
+    def publish(self, verified: bool, status: str, unproven: tuple[str, ...]) -> None:
         self.step += 1
         self.marks.append(verified)
+        self.said.append(status)
+        self.unproven.append(unproven)
 
     def discard(self) -> None:
         self.calls.append("discard")
@@ -185,6 +192,16 @@ def test_only_a_version_that_was_compared_is_marked_verified(live) -> None:
     at.record(3, checksums={"layer0.weight": "0" * 16})
     assert at.look() + at.look() == ["closed 2", "closed 3", "closed 4"]
     assert replica.marks == [False, True, False]
+    assert replica.said == ["unverified", "verified", "verified"]  # to those who read it in shared memory
+
+
+def test_what_nothing_has_shown_goes_with_the_version(live, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = live(port(2, 3), arenas=4)
+    replica = at.start(2)
+    at.record(2, 3)
+    monkeypatch.setattr(verdict, "_unproven", lambda evidence: iter(["a mark"]))
+    assert at.look() + at.look() == ["closed 2", "closed 3"]
+    assert replica.unproven == [("a mark",), ("a mark",)]
 
 
 def test_a_version_that_is_not_the_trainers_fails_by_its_checksum(live) -> None:

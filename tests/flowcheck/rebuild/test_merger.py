@@ -4,8 +4,9 @@ import pytest
 from parser.machine import Engine
 
 from flowcheck.lab.synth import TransportOptions, example_job, generate
-from flowcheck.rebuild.merger import SOURCES, filled
-from flowcheck.rebuild.plan import plan_job
+from flowcheck.rebuild.given import Given
+from flowcheck.rebuild.merger import SOURCES, filled, healed
+from flowcheck.rebuild.plan import BucketPlace, plan_job
 from tests.flowcheck.altered import altered, spots
 from tests.flowcheck.fake_engine import FakeEngine
 
@@ -23,7 +24,21 @@ def test_only_sources_that_occur_are_named() -> None:
     engine.cells(1)[2] = False  # copies of it differ: it came all the same
     engine.void[1] = [(2, 3)]
     assert filled(engine, 1, 10) == {"stream": 6, "retransmission": 4}
-    assert tuple(filled(engine, 1, 10)) == SOURCES
+    engine.cells(1)[0] = engine.cells(1)[9] = False  # also of the first one, and of the last
+    engine.void[1] = [(0, 1), (2, 3), (9, 10)]
+    assert filled(engine, 1, 10) == {"stream": 6, "retransmission": 4}
+    given = Given(cells={"a": 3, "b": 4})
+    assert filled(engine, 1, 10, given) == {"stream": 6, "retransmission": 4, "peer": 7}
+    assert (*filled(engine, 1, 10, given), "trainer") == SOURCES
+
+
+@pytest.mark.parametrize(("dtype", "elements", "cells"), [
+    ("float32", 1, 1), ("float32", 2, 1), ("float32", 3, 2), ("bfloat16", 8, 2), ("bfloat16", 9, 3),
+])
+def test_what_the_trainer_has_healed_is_counted_as_the_cells_of_its_gradients(
+    dtype: str, elements: int, cells: int,
+) -> None:
+    assert healed(elements, BucketPlace(0, 100, 0, 400, dtype)) == cells
 
 
 @pytest.mark.parametrize("protocol", ["ll", "ll128", "simple"])

@@ -18,8 +18,9 @@ from flowcheck.job.model import Job, ModelEntry
 from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.evidence import bucket_coverage
 from flowcheck.rebuild.plan import plan_job
-from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
-from updater.errors import NoFreeSlot, OptimizerError
+from flowcheck.rebuild.replica import JobReplica, ReplicaOptions, replica_bytes
+from updater.errors import NoFreeSlot, OptimizerError, ReplicaError
+from updater.reader import Reader
 from updater.replica import Replica, Slot
 from updater.step import StepValues
 
@@ -427,18 +428,19 @@ def test_a_version_that_is_written_has_its_own_step_and_not_the_newest(tmp_path:
     assert path == tmp_path / "step-000000" and same(load_step(path).parameters, weights())
 
 
-@pytest.mark.parametrize("status", [None, "verified"])
-def test_a_version_is_written_with_all_that_is_known_of_it(tmp_path: Path, status: str | None) -> None:
+@pytest.mark.parametrize("said", [(), ("verified",), ("verified", "stage1")])
+def test_a_version_is_written_with_all_that_is_known_of_it(tmp_path: Path, said: tuple[str, ...]) -> None:
     replica = started()
     replica.build(0, gradients(replica, 0, weights()))
     replica.publish()
     with replica.pinned() as version:
-        path = replica.write(tmp_path, ["icrc off"], version, *([status] if status else []))
+        path = replica.write(tmp_path, ["icrc off"], version, *said)
     assert path == tmp_path / "step-000001"
     loaded = load_step(path)
     assert loaded.step == 1 and same(loaded.parameters, {name: 0.5 * t for name, t in weights().items()})
     manifest = json.loads((path / "manifest.json").read_text())
-    assert (manifest["run_id"], manifest["epoch"], manifest["status"]) == ("a-run", 3, status or "unverified")
+    assert (manifest["run_id"], manifest["epoch"]) == ("a-run", 3)
+    assert (manifest["status"], manifest["shard"]) == (said[0] if said else "unverified", said[1] if said[1:] else "")
     assert manifest["unproven"] == ["icrc off"] and manifest["rounding"] == "torch-cpu-fused"
     assert manifest["optimizer"]["name"] == "sgd" and manifest["optimizer"]["groups"][0]["params"] == NAMES
 
@@ -498,3 +500,98 @@ def test_what_nothing_has_shown_is_a_mark() -> None:
     assert JobReplica(plan_job(described), None, ReplicaOptions(buffers=True)).unproven == [
         "rounding mode torch-cpu-fused is proven for torch 2.13, not for 2.6"
     ]
+
+
+# -- partial versions, late buffers, memory ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("settings", "change"), [
+    ({"optimizer": "adam", "options": {"lr": 0.1}}, None),
+    ({"optimizer": "adam", "options": {"lr": 0.1}, "dtype": "bfloat16"}, None),
+    ({"optimizer": "adam", "options": {"lr": 0.1}, "dtype": "bfloat16", "masters": "none"}, None),
+    ({}, "buffer"), ({}, "tied"),
+])
+@pytest.mark.parametrize("slots", [2, 4])
+def test_the_memory_that_a_replica_takes_is_known_before(settings: dict, change: str | None, slots: int) -> None:
+    """To some pages: a file has its description as well, and begins each slot on one."""
+    described = job(count=[40000, 20000], **settings)
+    assert described.optimizer is not None
+    described.optimizer.rounding = "torch-cpu"
+    described.optimizer.threads = 1
+    if change:
+        one = described.model[0]
+        described.model.append(ModelEntry("more", one.shape, one.dtype, kind="buffer" if change == "buffer" else
+                                          "parameter", tied=one.name if change == "tied" else ""))
+    made = JobReplica(plan_job(described), None, ReplicaOptions(slots=slots))
+    tensors = {entry.name: torch.zeros(entry.shape, dtype=getattr(torch, entry.dtype)) for entry in described.model}
+    made.start(tensors, {}, 0)
+    assert made._replica is not None
+    assert 0 <= made._replica.nbytes - replica_bytes(described, slots) <= 4096 * (slots + 3)
+    made.close()
+
+
+def test_an_optimizer_that_no_replica_can_follow_takes_no_memory_but_is_refused() -> None:
+    described = job(options={"lr": -1.0})
+    with pytest.raises(UserError, match="lr") as refused:
+        replica_bytes(described, 2)
+    assert (refused.value.where, refused.value.remedy) == ("job manifest", "correct the optimizer")
+
+
+def test_a_state_has_the_values_of_its_step() -> None:
+    replica = JobReplica(plan_job(job()), None)
+    replica.start(weights(), {}, 4, [{"lr": 0.25}])
+    with replica.pinned() as version:
+        assert version.optimizer["groups"][0]["options"]["lr"] == 0.25 and replica.step == 4
+
+
+def test_what_was_built_with_holes_is_held_and_patched() -> None:
+    """Held, built upon, patched, published; beside it the version before is what is read."""
+    replica = started(slots=3)
+    ones = {name: torch.ones_like(tensor) for name, tensor in weights().items()}
+    replica.build(0, gradients(replica, 0, ones))
+    assert replica.written(-1)
+    replica.hold()
+    assert replica.step == 0 and same(parameters(replica), weights())
+    replica.build(1, gradients(replica, 1, ones))
+    assert replica.written(-1)
+    replica.patch([("layer0.bias", 0, 1)], {"layer0.bias": torch.tensor([77.0])}, {})
+    with pytest.raises(ReplicaError, match="none that is optimized"):
+        replica.patch([("layer0.bias", 1, 1)], {"layer0.bias": torch.tensor([77.0])}, {})
+    assert replica.publish() == 2
+    held = {name: tensor - 1.0 for name, tensor in weights().items()} | {"layer0.bias": torch.tensor([77.0])}
+    assert same(parameters(replica), held)
+
+
+def test_a_leap_goes_on_at_a_later_step_and_can_be_given_up() -> None:
+    replica = started(slots=3)
+    replica.leap(7)
+    ones = {name: torch.ones_like(tensor) for name, tensor in weights().items()}
+    replica.build(1, gradients(replica, 1, ones))
+    assert replica.publish() == 8
+    replica.leap(20)
+    replica.abandon()
+    replica.build(1, gradients(replica, 1, ones))
+    assert replica.publish() == 9
+    JobReplica(plan_job(job()), None).abandon()  # there is nothing yet
+
+
+def test_buffers_may_come_after_the_buckets() -> None:
+    described = job()
+    described.model.append(ModelEntry("mean", [2], "float32", kind="buffer"))
+    replica = JobReplica(plan_job(described), None, ReplicaOptions(buffers=True))
+    replica.start(weights() | {"mean": torch.zeros(2)}, {}, 0)
+    replica.build(0, gradients(replica, 0, weights()))
+    replica.finish({"mean": torch.tensor([3.0, 4.0])})
+    replica.publish()
+    assert parameters(replica)["mean"].tolist() == [3.0, 4.0]
+
+
+def test_only_what_was_compared_is_marked_as_verified(tmp_path: Path) -> None:
+    replica = started(path=tmp_path / "flowcheck-n-g-1.replica")
+    reader = Reader(tmp_path / "flowcheck-n-g-1.replica")
+    for verified, newest in ((None, None), (False, None), (True, 3)):
+        replica.build(1, gradients(replica, 1, weights()))
+        replica.publish() if verified is None else replica.publish(verified)
+        assert reader.verified == newest
+    reader.close()
+    replica.close()

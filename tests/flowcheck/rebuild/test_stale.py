@@ -51,7 +51,7 @@ class Sets(RuleBasedStateMachine):
 
     @rule()
     def add_all(self) -> None:
-        self.stale.add_all()
+        self.stale.add_all(SIZES)
         for name, size in SIZES.items():
             for element in elements(name, [(0, size)]):
                 self.since.setdefault(element, self.now)
@@ -138,3 +138,81 @@ def test_nothing_is_dealt_of_nothing_and_to_nobody() -> None:
 def test_ranges_by_entry() -> None:
     found = by_entry([("w", 5, 2), ("b", 0, 1), ("w", 7, 1)])
     assert {name: each.tolist() for name, each in found.items()} == {"w": [[5, 8]], "b": [[0, 1]]}
+
+
+# -- ages ----------------------------------------------------------------------------------------------------
+
+
+def order(stale: Stale) -> list[int]:
+    """The elements, as they are asked for one by one."""
+    found = []
+    while first := stale.oldest(1, {}):
+        [(name, element, _)] = first
+        found.append(element)
+        stale.remove(name, runs([(element, element + 1)]))
+    return found
+
+
+def single() -> Stale:
+    return Stale({"a": 4 * AGES}, {"a": 1})
+
+
+def test_what_is_added_without_a_beginning_is_of_the_same_age() -> None:
+    stale = single()
+    stale.begin()
+    stale.add("a", runs([(9, 10)]))
+    stale.add("a", runs([(3, 4)]))
+    assert order(stale) == [3, 9]
+    stale.add("a", runs([(9, 10)]))
+    stale.begin()
+    stale.add("a", runs([(3, 4)]))
+    assert order(stale) == [9, 3]
+
+
+def test_the_age_that_may_grow_is_the_newest_as_long_as_anything_of_it_is_left() -> None:
+    stale = single()
+    stale.begin()
+    stale.add("a", runs([(20, 21)]))
+    stale.begin()
+    stale.add("a", runs([(8, 10)]))
+    stale.remove("a", runs([(8, 9)]))
+    stale.add("a", runs([(5, 6)]))  # of the same age as 9
+    stale.begin()
+    stale.add("a", runs([(1, 2)]))
+    assert order(stale) == [20, 5, 9, 1]
+
+
+def test_an_age_that_is_gone_grows_no_more() -> None:
+    stale = single()
+    stale.begin()
+    stale.add("a", runs([(20, 21)]))
+    stale.begin()
+    stale.add("a", runs([(8, 9)]))
+    stale.remove("a", runs([(8, 9)]))
+    stale.add("a", runs([(5, 6)]))  # younger than 20
+    assert order(stale) == [20, 5]
+
+
+def test_so_many_ages_are_told_apart_and_no_more() -> None:
+    stale = single()
+    for age in range(AGES + 3):
+        stale.begin()
+        stale.add("a", runs([(4 * AGES - 1 - age, 4 * AGES - age)]))
+    last = 4 * AGES - 1 - (AGES + 2)
+    told = [4 * AGES - 1 - age for age in range(AGES - 1)]
+    assert order(stale) == [*told, *range(last, last + 4)]
+
+
+def test_a_budget_of_one_byte_brings_one_element_of_any_size() -> None:
+    stale = Stale({"a": 5}, {"a": 16})
+    stale.add("a", runs([(0, 5)]))
+    assert stale.oldest(1, {}) == [("a", 0, 1)] and stale.oldest(0, {}) == []
+
+
+def test_a_share_is_full_when_it_has_its_bytes() -> None:
+    """Cut at the element with which it has them, and nothing is added to one that is full."""
+    cost = {"a": SHARE}
+    assert deal([("a", 0, 3)], cost, 3) == [[("a", 0, 1)], [("a", 1, 1)], [("a", 2, 1)]]
+    assert deal([("a", 0, 1), ("a", 5, 1)], cost, 2) == [[("a", 0, 1)], [("a", 5, 1)]]
+    odd = {"a": SHARE - 1, "b": 1}
+    assert deal([("a", 0, 1), ("b", 0, 2)], odd, 2)[0] == [("a", 0, 1), ("b", 0, 1)]

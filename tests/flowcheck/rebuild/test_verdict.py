@@ -23,6 +23,7 @@ GOOD = Evidence(
     refused="",
     previous_published=True,
     stale=None,
+    from_peers="",
 )
 
 # The clauses that say whether the gradients are the trainer's; the other three are about this update alone.
@@ -65,6 +66,16 @@ FAILS = [
     (Clause.PREVIOUS, {"previous_published": False},
      "the iteration before was not published; there is nothing to build on"),
 ]
+
+
+def test_what_peers_gave_is_unproven_until_a_checksum_has_matched() -> None:
+    mark = "3 cells came from a peer"
+    given = dataclasses.replace(GOOD, from_peers=mark, checksum=None)
+    assert judge(given).unproven == (mark,) and judge(given).publishable
+    assert judge(dataclasses.replace(given, checksum="mismatch")).unproven == (mark,)
+    assert judge(dataclasses.replace(given, checksum="match")).unproven == ()
+    every = dataclasses.replace(given, icrc_checked=False, recovered=("flow 1",))
+    assert judge(every).unproven == ("icrc off", "flow 1", mark)
 
 
 def test_a_perfect_iteration_is_complete_and_publishable():

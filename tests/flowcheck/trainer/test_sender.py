@@ -65,7 +65,7 @@ def test_the_hello_says_who_it_is(hand_node, sender) -> None:
     del hello["nonce"], hello["proof"]
     assert hello == {
         "run_id": "a run", "epoch": 3, "rank": 1, "ranks": 4, "group": "the group", "instance": "an instance",
-        "protocol": "flowcheck/records/1",
+        "protocol": "flowcheck/records/1", "role": "trainer",
     }
 
 

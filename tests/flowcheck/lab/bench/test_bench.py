@@ -45,7 +45,8 @@ def test_rows_of_the_command() -> None:
     assert {f"parse.{flows}flows.{model}" for flows in (1, 16, 256) for model in ("small", "huge")} <= set(names)
     for protocol in ("ll", "ll128", "simple"):
         for mtu in (1024, 4096):
-            kinds = ["", ".kernel", ".roof", ".icrc", *(f".icrc.{name}" for name in icrc_kernels()[1:])]
+            twice = [".again", ".4flows", ".4flows.again"]
+            kinds = ["", ".kernel", ".roof", ".icrc", *twice, *(f".icrc.{name}" for name in icrc_kernels()[1:])]
             assert {f"place.{protocol}.{mtu}{kind}" for kind in kinds} <= set(names)
     targets = {row["name"]: row["target"] for row in rows}
     assert [targets[f"place.{kind}"] for kind in ("ll.1024", "ll.4096", "ll128.1024.kernel", "simple.1024.kernel")] == [
@@ -62,7 +63,7 @@ def test_rows_of_adam() -> None:
     modes = [f"{name}{width}" for name in ROUNDING_MODES for width in ("", ".bf16")]
     kinds = {*modes, *(f"{mode}.torch-single" for mode in modes), "in-place", "torch-foreach", "torch-fused"}
     wanted = {f"adam.{shape}.{threads}t.{kind}" for shape in ("flat", "200") for threads in (1, 2) for kind in kinds}
-    assert {row["name"] for row in rows} == wanted
+    assert {row["name"] for row in rows} == wanted | {"adam.200.1t.torch-cuda-foreach.shared"}
     targets = {row["name"]: row["target"] for row in rows if row["target"] is not None}
     assert targets["adam.flat.1t.torch-cpu"] == 0.95 and targets["adam.200.1t.torch-cuda-fused.bf16"] == 0.93
     assert targets["adam.200.2t.torch-cpu-fused.bf16.torch-single"] == 1.0 and "adam.flat.2t.torch-cpu" not in targets

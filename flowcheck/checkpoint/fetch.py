@@ -1,0 +1,155 @@
+"""A version from a node into files: `flowcheck fetch`, for whoever is not the training script.
+
+    taken = flowcheck.fetch("10.0.0.2:7071", "out", token=secret, format="dcp")      taken.path is what was written
+
+    safetensors   OUT/step-000020/       a checkpoint directory (directory.py), as the node writes it
+    torch         OUT/step-000020.pt     torch.save: model and optimizer as torch's own state_dicts; no code in it
+    dcp           OUT/step-000020.dcp/   by torch.distributed.checkpoint's own writer: any world size, or FSDP, loads it
+
+Every hash is checked before anything is written, and what is written appears whole or not at all. Any thread.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from flowcheck.checkpoint.directory import Meta, write_step
+from flowcheck.control.ask import SECONDS, Node, reader_key
+from flowcheck.control.protocol import token_bytes
+from flowcheck.control.sources import Fetched, addresses, take
+from flowcheck.control.torch_state import torch_state
+from flowcheck.durable import adopt, fsync_directory, make_directory, partial_name, remove_tree, reporting
+from flowcheck.errors import UserError
+
+__all__ = ["FORMATS", "Taken", "fetch"]
+
+FORMATS = ("safetensors", "torch", "dcp")
+
+
+@dataclass(frozen=True, repr=False)
+class Taken:
+    """What `fetch` wrote.
+
+    path: file or directory.
+    step, run_id, epoch, shard, status, unproven: as the version says of itself.
+    source: node and tier that it came from. nbytes: received. seconds: that it took to receive.
+    passed: of each source that was nearer, or newer, or did not answer: why it was not taken.
+    """
+
+    path: Path
+    step: int
+    run_id: str
+    epoch: int
+    shard: str
+    status: str
+    unproven: tuple[str, ...]
+    source: str
+    nbytes: int
+    seconds: float
+    passed: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        open_ = f", unproven: {'; '.join(self.unproven)}" if self.unproven else ""
+        return (
+            f"Taken(step {self.step} of run {self.run_id!r}, epoch {self.epoch}, {self.status}{open_}, from"
+            f" {self.source}: {self.nbytes:,} bytes in {self.seconds:.2f} s; {self.path})"
+        )
+
+
+def fetch(
+    nodes: str | Sequence[str], out: str | os.PathLike[str], *, token: str, format: str = "safetensors",
+    run_id: str | None = None, shard: str | None = None, step: int | None = None, seconds: float = SECONDS,
+) -> Taken:
+    """The newest version that nodes have, as files in the directory `out`; one that is there already is replaced.
+
+    nodes: HOST:PORT of their `api.listen`, a list or one text with commas. token: the nodes' shared secret.
+    format: one of FORMATS. run_id, shard: which run, and which group of ranks of it; None: the only one that there is.
+    step: this one and no other. seconds: that a node may be silent.
+
+    Raises UserError, and EnvironmentProblem: there is none, none proved good, or it cannot be written.
+    """
+    if format not in FORMATS:
+        raise UserError(f"{format!r} is none of {', '.join(FORMATS)}", where="format", remedy="one of them")
+    key = reader_key(token_bytes(token))
+    fetched = take([Node(address, key, seconds) for address in addresses(nodes)], run_id, shard, step)
+    version, folder = fetched.version, Path(out)
+    writers = {"safetensors": _safetensors, "torch": _torch, "dcp": _dcp}
+    path = writers[format](fetched, folder)
+    return Taken(
+        path, version.step, version.run_id, version.epoch, version.shard, version.status, version.unproven,
+        fetched.source, fetched.nbytes, fetched.seconds, fetched.passed,
+    )
+
+
+def _safetensors(fetched: Fetched, out: Path) -> Path:
+    one = fetched.version
+    meta = Meta(one.run_id, one.epoch, one.status, one.unproven, one.optimizer, one.rounding, one.shard)
+    return write_step(out, one.step, fetched.model, fetched.state, meta)
+
+
+def _torch(fetched: Fetched, out: Path) -> Path:
+    one, path = fetched.version, out / f"step-{fetched.version.step:06d}.pt"
+    aside = partial_name(path)
+    with reporting(path, aside=aside):
+        make_directory(out)
+        try:
+            with aside.open("wb") as file:
+                torch.save({
+                    "step": one.step, "run_id": one.run_id, "epoch": one.epoch, "status": one.status,
+                    "unproven": list(one.unproven), "model": fetched.model, "optimizer": _optimizer(fetched),
+                }, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+            fsync_directory(out)
+        finally:
+            aside.unlink(missing_ok=True)
+    return path
+
+
+def _dcp(fetched: Fetched, out: Path) -> Path:
+    path = out / f"step-{fetched.version.step:06d}.dcp"
+    aside = partial_name(path)
+    if path.exists() and not (path / ".metadata").is_file():
+        raise UserError("exists and is not a checkpoint of torch's; it is left alone", where=str(path),
+                        remedy="move it away, or use another directory")
+    with reporting(path, aside=aside):
+        make_directory(out)
+        remove_tree(aside)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
+                save(_by_name(fetched), storage_writer=FileSystemWriter(aside), no_dist=True)
+            fsync_directory(aside)
+            adopt(aside, path)
+        finally:
+            remove_tree(aside)  # what is left is half of the new one, or all of the one that it replaced
+    return path
+
+
+def _optimizer(fetched: Fetched) -> dict[str, Any]:
+    one = fetched.version
+    return torch_state(one.optimizer, fetched.state, one.rounding, fetched.source)
+
+
+def _by_name(fetched: Fetched) -> dict[str, Any]:
+    """As torch.distributed.checkpoint.state_dict has a model and an optimizer: parameters by their names, which other
+    shardings share. Every parameter has a state there, once the optimizer has stepped."""
+    optimizer = _optimizer(fetched)
+    names = [name for group in fetched.version.optimizer["groups"] for name in group["params"]]
+    state: Mapping[int, Any] = optimizer["state"]
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in
+              optimizer["param_groups"]]
+    return {
+        "model": fetched.model,
+        "optimizer": {"state": {names[number]: values for number, values in state.items()}, "param_groups": groups},
+    }

@@ -1,0 +1,291 @@
+"""Asking a node for versions: the client's side of its HTTP API, and the key that opens it.
+
+    node = Node(("10.0.0.2", 7071), reader_key(token))
+    offers = node.offers()                           what it has: memory and disk, newest first
+    version = node.version(offers[0])                the manifest; a version in memory stays as it is from here on
+    tensors = node.tensors(offers[0], version, MODEL, into={})
+
+Nothing that a node sends is believed: sizes are checked before memory is taken, every wait has a deadline, and every
+tensor is hashed as it arrives and held against the manifest, whose own hash is checked first. A connection that breaks
+is made anew and goes on where it was. AskError says which node, what of it, and why. Torch and the standard library
+(http.client). A Node belongs to one thread; several may be used at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import http.client
+import json
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flowcheck.control.tensors import CHUNK, HEADER_LIMIT, memory, places
+from flowcheck.control.version import STATUSES, Version
+from flowcheck.errors import FlowcheckError, UserError
+
+__all__ = ["MEMORY", "TIERS", "AskError", "Node", "Offer", "reader_key", "split"]
+
+MEMORY, DISK = "memory", "disk"
+TIERS = (MEMORY, DISK)  # of a node, the nearest first
+MOST_TEXT = 256 << 20  # a manifest has some 150 bytes per tensor
+SECONDS = 10.0  # without a byte
+RATE = 1e6  # bytes per second that an answer must have
+ATTEMPTS = 3  # connections for one file
+
+
+class AskError(FlowcheckError):
+    """The node is gone, slow, does not know the key, or sent something other than what it should be."""
+
+    exit_code = 3
+
+
+def reader_key(token: bytes) -> str:
+    """What a reader shows a node: derived from the token, so that the token itself, which lets trainers speak, never
+    travels."""
+    return hmac.new(token, b"flowcheck reader 1", hashlib.sha256).hexdigest()
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A version that a node says it has. id: its name in requests. tier: one of TIERS. nbytes: of all tensors."""
+
+    id: str
+    tier: str
+    run_id: str
+    epoch: int
+    step: int
+    shard: str
+    status: str
+    nbytes: int
+
+    @classmethod
+    def of(cls, said: Any, where: str) -> Offer:
+        """Raises AskError."""
+        kinds = {"id": str, "tier": str, "run_id": str, "epoch": int, "step": int, "shard": str, "status": str,
+                 "nbytes": int}
+        values: dict[str, Any] = {name: said.get(name) if isinstance(said, dict) else None for name in kinds}
+        sound = all(type(values[name]) is kind for name, kind in kinds.items())
+        if not sound or min(values["epoch"], values["step"], values["nbytes"]) < 0:
+            raise AskError("lists a version that is not described", where=where)
+        if values["tier"] not in TIERS or values["status"] not in STATUSES or not values["id"].isalnum():
+            raise AskError("lists a version of an unknown tier or status", where=where)
+        return cls(**values)
+
+
+class Node:
+    """address: host and port of a node's API. key: of `reader_key`. seconds: that it may be silent."""
+
+    def __init__(self, address: tuple[str, int], key: str, seconds: float = SECONDS) -> None:
+        self._address, self._key, self._seconds = address, key, seconds
+        self._connection: http.client.HTTPConnection | None = None
+        self._response: http.client.HTTPResponse | None = None
+        host, port = address
+        self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.received = 0  # bytes of tensors
+
+    def close(self) -> None:
+        """Let the connection go; may be called twice."""
+        if self._response is not None:
+            self._response.close()  # it may have the connection's socket for its own
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = self._response = None
+
+    def offers(self) -> list[Offer]:
+        """All that the node has now. Raises AskError."""
+        said = self._json("/v1/versions")
+        listed = said.get("versions") if isinstance(said, dict) else None
+        if not isinstance(listed, list):
+            raise AskError("does not list versions", where=self.name)
+        return [Offer.of(one, self.name) for one in listed]
+
+    def version(self, offer: Offer) -> Version:
+        """The manifest of what was offered. Raises AskError."""
+        where = f"{self.name}, {offer.tier}"
+        try:
+            version = Version.of(self._json(f"/v1/versions/{offer.id}/manifest.json"), where)
+        except UserError as error:
+            raise AskError(f"its manifest {error.what}", where=where) from None
+        for name in ("run_id", "epoch", "step", "shard"):
+            if getattr(version, name) != getattr(offer, name):
+                raise AskError(f"offered {name} {getattr(offer, name)!r} and sent {getattr(version, name)!r}",
+                               where=where)
+        return version
+
+    def tensors(
+        self, offer: Offer, version: Version, file: str, into: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """One file's tensors in the manifest's order, every hash checked.
+
+        into: tensors to receive into, of the right dtype and shape; for others memory is taken. Those on another device
+        or not in row-major order are written once their hash agreed; the rest is written as it arrives, so after an
+        AskError it holds anything.
+        """
+        try:
+            return self._tensors(offer, version, file, into)
+        finally:
+            self.close()
+
+    def _tensors(
+        self, offer: Offer, version: Version, file: str, into: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        where = f"{self.name}, {offer.tier}: {file}"
+        stream = _Stream(self, f"/v1/versions/{offer.id}/{file}", where)
+        expected = {name: digest.spec for name, digest in version.files[file].items()}
+        head = stream.take(8)
+        length = int.from_bytes(head, "little")
+        if length > HEADER_LIMIT or 8 + length > stream.size:
+            raise AskError(f"a safetensors header of {length} bytes in {stream.size}", where=where)
+        try:
+            lie = places(stream.take(length), expected, stream.size - 8 - length, where)
+        except UserError as error:
+            raise AskError(error.what, where=where) from None
+        if missing := expected.keys() - lie.keys():
+            raise AskError(f"lacks tensor {min(missing)!r}, which its manifest lists", where=where)
+        found: dict[str, torch.Tensor] = {}
+        for name in lie:
+            digest = version.files[file][name]
+            given = into.get(name)
+            straight = given is not None and given.device.type == "cpu" and given.is_contiguous()
+            target = given if given is not None and straight else torch.empty(
+                digest.spec.shape, dtype=getattr(torch, digest.spec.dtype)
+            )
+            if stream.fill(memory(target)) != digest.sha256:
+                raise AskError(f"tensor {name!r} has other bytes than its manifest says (SHA-256 differs)", where=where)
+            if given is not None and not straight:
+                with torch.no_grad():
+                    given.copy_(target)
+            found[name] = target if given is None else given
+        return {name: found[name] for name in expected}
+
+    # -- requests --
+
+    def _json(self, path: str) -> Any:
+        deadline = time.monotonic() + self._seconds + MOST_TEXT / RATE
+        try:
+            response = self.open(path)
+            text = bytearray()
+            while piece := response.read(CHUNK):
+                text += piece
+                if len(text) > MOST_TEXT or time.monotonic() > deadline:
+                    raise AskError("an answer that is too long, or too slow", where=self.name)
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise AskError("an answer that is not JSON", where=self.name) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise self.lost(error) from None
+        finally:
+            self.close()
+
+    def open(self, path: str, first: int = 0) -> http.client.HTTPResponse:
+        """The answer to a request, from byte `first` on. Raises AskError for another status than is due; OSError and
+        HTTPException."""
+        self.close()
+        connection = self._connection = http.client.HTTPConnection(*self._address, timeout=self._seconds)
+        headers = {"Authorization": f"Bearer {self._key}", "Accept-Encoding": "identity"}
+        if first:
+            headers["Range"] = f"bytes={first}-"
+        connection.request("GET", path, headers=headers)
+        assert connection.sock is not None
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        response = self._response = connection.getresponse()
+        if response.status != (206 if first else 200):
+            raise AskError(_why(response), where=self.name)
+        return response
+
+    def lost(self, error: Exception) -> AskError:
+        if isinstance(error, TimeoutError):
+            return AskError(f"no answer within {self._seconds:g} s", where=self.name)
+        return AskError(f"connection lost: {getattr(error, 'strerror', None) or error or type(error).__name__}",
+                        where=self.name)
+
+
+class _Stream:
+    """The bytes of one file, in order, over as many connections as it takes."""
+
+    def __init__(self, node: Node, path: str, where: str) -> None:
+        self._node, self._path, self._where = node, path, where
+        self._at = 0  # bytes taken
+        self._attempts = ATTEMPTS
+        self._response: http.client.HTTPResponse | None = None
+        self.size = -1  # of the file
+        self._open()
+        self._deadline = time.monotonic() + SECONDS + self.size / RATE
+
+    def take(self, count: int) -> bytes:
+        data = bytearray(count)
+        self.fill(memoryview(data))
+        return bytes(data)
+
+    def fill(self, view: memoryview) -> str:
+        """Exactly so many bytes; SHA-256 of them. Raises AskError."""
+        digest = hashlib.sha256()
+        while view:
+            count = self._some(view[:CHUNK])
+            digest.update(view[:count])
+            view = view[count:]
+        return digest.hexdigest()
+
+    def _some(self, view: memoryview) -> int:
+        """One byte at least."""
+        while True:
+            if time.monotonic() > self._deadline:
+                raise AskError(f"too slow: {self.size - self._at} bytes still missing", where=self._where)
+            if self._response is None:
+                self._open()
+            assert self._response is not None
+            why: Exception = EOFError("closed before its end")
+            try:
+                count = self._response.readinto(view)
+            except (OSError, http.client.HTTPException) as error:
+                count, why = 0, error
+            if count:
+                self._at += count
+                self._node.received += count
+                return count
+            self._response = None
+            self._again(why)
+
+    def _open(self) -> None:
+        while True:
+            try:
+                self._response = self._node.open(self._path, self._at)
+            except (OSError, http.client.HTTPException) as error:
+                self._again(error)
+                continue
+            left = self._response.length
+            if left is None or (self.size >= 0 and left != self.size - self._at):
+                raise AskError("does not say how long its answer is, or not twice the same", where=self._where)
+            self.size = self._at + left
+            return
+
+    def _again(self, error: Exception) -> None:
+        self._attempts -= 1
+        if not self._attempts:
+            raise AskError(self._node.lost(error).what, where=self._where) from None
+
+
+def _why(response: http.client.HTTPResponse) -> str:
+    """What a node says when it refuses."""
+    try:
+        said = json.loads(response.read(4096)).get("why", "")
+    except (ValueError, AttributeError, OSError, http.client.HTTPException):
+        said = ""
+    if response.status == 401:
+        return "the token is wrong"
+    return f"refused: {said if isinstance(said, str) and said else f'status {response.status}'}"
+
+
+def split(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Tensors of the file OPTIMIZER as parameter -> key -> tensor."""
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        parameter, _, key = name.removeprefix("state.").rpartition(".")
+        state.setdefault(parameter, {})[key] = tensor
+    return state

@@ -1,0 +1,200 @@
+"""Which versions there are to go on from, which one is taken, and where each comes from.
+
+    found = look(nodes, run_id, shard)          every node asked at once; who does not answer is absent, and named
+    key = choose([found.versions, ...], ...)    the newest that all ranks can have
+    fetched = fetch(found, key, into)           from the nearest source that proves good
+    take(nodes, run_id, shard, step)            all of that, for one that nobody waits for
+
+A source that cannot be had, or of which a byte is not what its manifest says, is left for the next one, and the reason
+is kept.
+Torch and the standard library.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+
+from flowcheck.control.ask import TIERS, AskError, Node, Offer, split
+from flowcheck.control.version import MODEL, OPTIMIZER, Version
+from flowcheck.errors import EnvironmentProblem, UserError
+
+__all__ = ["Fetched", "Found", "Key", "NoSource", "addresses", "choose", "fetch", "look", "take"]
+
+MOST_ROUNDS = 16
+Key = tuple[int, int]  # epoch and step: what orders the versions of a run
+
+
+class NoSource(EnvironmentProblem):
+    """A version that is there and could not be had from anywhere."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What nodes have of one shard of a run. run_id, shard: "" as long as nothing was found. places: nearest first.
+    absent: of each node that did not answer, its name and why."""
+
+    run_id: str
+    shard: str
+    places: tuple[tuple[Node, Offer], ...]
+    absent: tuple[str, ...]
+
+    @property
+    def versions(self) -> dict[Key, str]:
+        """What there is, and its status: verified where any holder knows that."""
+        out: dict[Key, str] = {}
+        for _, offer in self.places:
+            key = offer.epoch, offer.step
+            if out.get(key) != "verified":
+                out[key] = offer.status
+        return out
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A version whose every hash agreed. model: {name: tensor}; state: {parameter: {key: tensor}}. source: node and
+    tier. nbytes: received, those of sources that were given up too. passed: why nearer sources were not taken."""
+
+    version: Version
+    model: dict[str, torch.Tensor]
+    state: dict[str, dict[str, torch.Tensor]]
+    source: str
+    nbytes: int
+    seconds: float
+    passed: tuple[str, ...]
+
+
+def addresses(nodes: str | Sequence[str]) -> list[tuple[str, int]]:
+    """HOST:PORT of each node, from a list of them or one text with commas. Raises UserError."""
+    texts = nodes.split(",") if isinstance(nodes, str) else list(nodes)
+    out = []
+    for text in texts:
+        host, _, port = text.strip().rpartition(":") if isinstance(text, str) else ("", "", "")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise UserError(f"{text!r} is not an address", where="nodes", remedy="HOST:PORT of a node's api.listen")
+        out.append((host.strip("[]"), int(port)))
+    if not out or len(set(out)) < len(out):
+        raise UserError(f"{nodes!r} is empty, or names a node twice", where="nodes", remedy="each node once")
+    return out
+
+
+def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
+    """Ask every node what it has. run_id, shard: None takes the only one that there is.
+
+    Raises UserError where several runs or shards are there and it was not said which.
+    """
+    with ThreadPoolExecutor(len(nodes), "flowcheck look") as pool:
+        answers = list(pool.map(_offers, nodes))
+    absent = tuple(answer for answer in answers if isinstance(answer, str))
+    offered = [(node, offer) for node, answer in zip(nodes, answers, strict=True) if not isinstance(answer, str)
+               for offer in answer]
+    run_id, offered = _only("run_id", run_id, offered)
+    shard, offered = _only("shard", shard, offered)
+    return Found(run_id, shard, tuple(sorted(offered, key=lambda place: TIERS.index(place[1].tier))), absent)
+
+
+def _offers(node: Node) -> list[Offer] | str:
+    try:
+        return node.offers()
+    except AskError as error:
+        return f"{node.name}: {error.what}"
+    finally:
+        node.close()
+
+
+def _only(
+    name: str, wanted: str | None, offered: list[tuple[Node, Offer]]
+) -> tuple[str, list[tuple[Node, Offer]]]:
+    there = sorted({getattr(offer, name) for _, offer in offered})
+    if wanted is None and len(there) > 1:
+        raise UserError(f"the nodes have several: {', '.join(map(repr, there))}", where=name, remedy=f"say {name}=")
+    value = wanted if wanted is not None else there[0] if there else ""
+    return value, [(node, offer) for node, offer in offered if getattr(offer, name) == value]
+
+
+def choose(
+    held: Sequence[Mapping[Key, str]], *, step: int | None = None, prefer_verified: int = 0,
+    bad: Collection[Key] = (),
+) -> Key | None:
+    """The version to take: the newest that everybody holds; None: there is none.
+
+    held: of each rank what it can have, and its status. step: only this one. prefer_verified: a version that is
+    verified for everybody is taken although it is so many steps older, of the same epoch. bad: not these.
+    """
+    common = set.intersection(*(set(one) for one in held)) - set(bad)
+    common = {key for key in common if step is None or key[1] == step}
+    if not common:
+        return None
+    epoch, newest = max(common)
+    verified = [
+        key for key in common
+        if key[0] == epoch and key[1] >= newest - prefer_verified and all(one[key] == "verified" for one in held)
+    ]
+    return max(verified, default=(epoch, newest))
+
+
+def fetch(found: Found, key: Key, into: Mapping[str, torch.Tensor]) -> Fetched:
+    """The version `key`, from the nearest source of which every hash agrees.
+
+    into: tensors of the model to receive into (Node.tensors). Raises NoSource that says of each source why not; then
+    `into` holds anything. Raises UserError if `into` does not fit; then it is as it was.
+    """
+    began, passed = time.monotonic(), list(found.absent)
+    received = 0
+    for node, offer in found.places:
+        if (offer.epoch, offer.step) != key:
+            continue
+        before = node.received
+        try:
+            version = node.version(offer)
+            _fits(version, into)
+            model = node.tensors(offer, version, MODEL, into)
+            state = split(node.tensors(offer, version, OPTIMIZER, {}))
+        except AskError as error:
+            passed.append(f"{error.where or node.name}: {error.what}")
+            continue
+        finally:
+            node.close()
+            received += node.received - before
+        source = f"{node.name}, {offer.tier}"
+        return Fetched(version, model, state, source, received, time.monotonic() - began, tuple(passed))
+    raise NoSource(
+        f"step {key[1]} of epoch {key[0]} could be had from nowhere: {'; '.join(passed) or 'nobody has it any more'}",
+        where="recover", remedy="an older step, or see the nodes",
+    )
+
+
+def take(nodes: Sequence[Node], run_id: str | None, shard: str | None, step: int | None) -> Fetched:
+    """The newest version that proves good, or `step`. Raises EnvironmentProblem: there is none; UserError as `look`."""
+    passed: list[str] = []
+    bad: list[Key] = []
+    for _ in range(MOST_ROUNDS):
+        found = look(nodes, run_id, shard)  # anew each time: what was there may have made room for newer versions
+        key = choose([found.versions], step=step, bad=bad)
+        if key is None:
+            break
+        try:
+            fetched = fetch(found, key, {})
+            return replace(fetched, passed=(*passed, *fetched.passed))
+        except NoSource as error:
+            passed.append(error.what)
+            bad.append(key)
+    what = f"step {step} is not there" if step is not None and not bad else "there is no version"
+    what = "none of the versions that were found is good" if bad else what
+    why = "; ".join([*passed, *found.absent])
+    raise EnvironmentProblem(f"{what}{f': {why}' if why else ''}", where=", ".join(node.name for node in nodes),
+                             remedy="see the nodes' lines, or a checkpoint directory")
+
+
+def _fits(version: Version, into: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in into.items():
+        digest = version.files[MODEL].get(name)
+        is_ = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        if digest is None or is_ != (digest.spec.dtype, digest.spec.shape):
+            has = "does not have it" if digest is None else f"has {digest.spec.dtype} {list(digest.spec.shape)}"
+            raise UserError(f"tensor {name!r} is {is_[0]} {list(is_[1])}, step {version.step} {has}", where="into",
+                            remedy="the state_dict of the model that the run trains")

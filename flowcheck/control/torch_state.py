@@ -1,0 +1,43 @@
+"""A version's optimizer state in the form of torch's own `state_dict`. Torch and the standard library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from flowcheck.errors import UserError
+
+__all__ = ["torch_state"]
+
+_CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
+}
+
+
+def torch_state(
+    optimizer: Mapping[str, Any], state: Mapping[str, Mapping[str, torch.Tensor]], rounding: str, where: str
+) -> dict[str, Any]:
+    """What `torch.optim.Optimizer.state_dict()` of the trainer would have given.
+
+    optimizer: name and groups in the manifest's form. Options that a group does not name have torch's defaults. An
+    optimizer that rounds as `fused` does is said to be fused. Raises UserError if there is no optimizer.
+    """
+    if not optimizer.get("name"):
+        raise UserError(
+            "has no optimizer state", where=where,
+            remedy="name the optimizer in the job manifest; a job that gathers parameters puts none on the wire",
+        )
+    groups: list[dict[str, Any]] = []
+    numbers: dict[str, int] = {}
+    for group in optimizer["groups"]:
+        options = {key: tuple(value) if isinstance(value, list) else value for key, value in group["options"].items()}
+        (complete,) = _CLASSES[optimizer["name"]]([{"params": [torch.zeros(1)], **options}]).param_groups
+        if rounding.endswith("-fused"):
+            complete["fused"] = True
+        first = len(numbers)
+        numbers.update({name: first + i for i, name in enumerate(group["params"])})
+        groups.append({**complete, "params": list(range(first, len(numbers)))})
+    held = {numbers[name]: dict(values) for name, values in state.items() if name in numbers}
+    return {"state": dict(sorted(held.items())), "param_groups": groups}

@@ -1,0 +1,147 @@
+"""What a version is, wherever it lies: one description for a replica's slot, a checkpoint directory and an answer.
+
+    version = Version(run_id, epoch, step, shard, status, unproven, optimizer, rounding, files)
+    document = version.document(...)            the manifest: JSON, with a hash over itself
+    Version.of(document, where)                 read from anybody, checked
+
+The manifest of a checkpoint directory is this description on disk (flowcheck/checkpoint/directory.py), a slot of a
+replica has it in memory (flowcheck/node/holdings.py), and both are asked for with the same requests (ask.py). Torch and
+the standard library: trainers read it. Any thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flowcheck.control.tensors import DTYPES, TensorSpec
+from flowcheck.errors import UserError
+
+__all__ = ["MODEL", "OPTIMIZER", "SCHEMA", "SCHEMAS", "STATUSES", "Digest", "Version", "seal", "self_hash"]
+
+SCHEMA = "flowcheck/checkpoint/2"
+SCHEMAS = ("flowcheck/checkpoint/1", SCHEMA)  # that are read; the first has no shard
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+STATUSES = ("unverified", "verified")
+_FIELDS: dict[str, type] = {
+    "run_id": str, "epoch": int, "step": int, "shard": str, "status": str, "unproven": list, "optimizer": dict,
+    "rounding": str, "files": dict,
+}
+_NAMES = {name for name, _ in DTYPES.values()}
+
+
+@dataclass(frozen=True)
+class Digest:
+    """One tensor: what it must be, and SHA-256 over its little-endian elements in row-major order, in hexadecimal."""
+
+    spec: TensorSpec
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Version:
+    """The complete state of one shard after `step` updates.
+
+    run_id, epoch: which run, and which start of it.
+    step: updates since the start of the job.
+    shard: name of the group of ranks that hold it in common (attach's `group`); "" where a job has one.
+    status: "verified" once a checksum of the trainer matched, else "unverified".
+    unproven: what nothing has shown; empty if nothing is left open.
+    optimizer: name and groups as in the job manifest, with the options of the step that made this version; {}: none.
+    rounding: the order of roundings that its updates were computed in.
+    files: MODEL and OPTIMIZER, each tensor name -> Digest, in the model's order; of the optimizer
+        `state.<parameter>.<key>`.
+    """
+
+    run_id: str
+    epoch: int
+    step: int
+    shard: str
+    status: str
+    unproven: tuple[str, ...]
+    optimizer: Mapping[str, Any]
+    rounding: str
+    files: Mapping[str, Mapping[str, Digest]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(digest.spec.nbytes for tensors in self.files.values() for digest in tensors.values())
+
+    def document(self) -> dict[str, Any]:
+        """The manifest, sealed."""
+        files = {
+            file: {
+                "bytes": sum(digest.spec.nbytes for digest in tensors.values()),
+                "tensors": {
+                    name: {"dtype": one.spec.dtype, "shape": list(one.spec.shape), "sha256": one.sha256}
+                    for name, one in tensors.items()
+                },
+            }
+            for file, tensors in self.files.items()
+        }
+        return seal({
+            "schema": SCHEMA, "run_id": self.run_id, "epoch": self.epoch, "step": self.step, "shard": self.shard,
+            "status": self.status, "unproven": list(self.unproven), "optimizer": dict(self.optimizer),
+            "rounding": self.rounding, "files": files,
+        })
+
+    @classmethod
+    def of(cls, document: Any, where: str) -> Version:
+        """Raises UserError: not such a manifest, of a schema that is not read, changed since, or a field that is not
+        what it must be."""
+        if not isinstance(document, dict) or document.get("schema") not in SCHEMAS:
+            raise _refuse(f"is not a {SCHEMA} manifest", where)
+        if document.get("manifest_sha256") != self_hash(document):
+            raise _refuse("was changed after it was written (its own hash does not match)", where)
+        document = {"shard": "", **document}
+        for name, kind in _FIELDS.items():
+            if type(document.get(name)) is not kind:
+                raise _refuse(f"{name} is not what every version has", where)
+        if document["epoch"] < 0 or document["step"] < 0:
+            raise _refuse("epoch or step is not what every version has", where)
+        if document["status"] not in STATUSES or not all(isinstance(mark, str) for mark in document["unproven"]):
+            raise _refuse("status or unproven is not what every version has", where)
+        if set(document["files"]) != {MODEL, OPTIMIZER}:
+            raise _refuse(f"files are not {MODEL} and {OPTIMIZER}", where)
+        files = {file: _digests(document["files"][file], f"{where}: {file}") for file in (MODEL, OPTIMIZER)}
+        return cls(
+            document["run_id"], document["epoch"], document["step"], document["shard"], document["status"],
+            tuple(document["unproven"]), document["optimizer"], document["rounding"], files,
+        )
+
+
+def seal(document: dict[str, Any]) -> dict[str, Any]:
+    """The same with a hash over itself as the last field."""
+    return {**document, "manifest_sha256": self_hash(document)}
+
+
+def self_hash(document: Mapping[str, Any]) -> str:
+    """Over the JSON without `manifest_sha256`, keys sorted, no spaces: a flipped bit in the manifest shows too."""
+    body = {key: value for key, value in document.items() if key != "manifest_sha256"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _digests(entry: Any, where: str) -> dict[str, Digest]:
+    tensors = entry.get("tensors") if isinstance(entry, dict) else None
+    if not isinstance(tensors, dict):
+        raise _refuse("lists no tensors", where)
+    return {name: _digest(tensor, f"{where}: tensor {name!r}") for name, tensor in tensors.items()}
+
+
+def _digest(tensor: Any, where: str) -> Digest:
+    if not isinstance(tensor, dict):
+        raise _refuse("is not described", where)
+    dtype, shape, sha256 = tensor.get("dtype"), tensor.get("shape"), tensor.get("sha256")
+    if dtype not in _NAMES or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise _refuse("has no proper dtype and shape", where)
+    if not isinstance(sha256, str) or len(sha256) != 64:
+        raise _refuse("has no SHA-256", where)
+    return Digest(TensorSpec(dtype, tuple(shape)), sha256)
+
+
+def _refuse(what: str, where: str) -> UserError:
+    return UserError(what, where=where, remedy="use another version of the run; this one is damaged, or not ours")

@@ -1,0 +1,285 @@
+"""The node's HTTP API: what it holds, as manifests and as safetensors files in ranges. Who does not show the key gets
+nothing but /healthz.
+
+    GET /healthz                                   200: this process answers
+    GET /openapi.json                              this, described
+    GET /v1/status                                 newest version of each run, shard and tier
+    GET /v1/versions                               every version that can be had at this moment
+    GET /v1/versions/{id}/manifest.json            its manifest; a version in memory is pinned from here on
+    GET /v1/versions/{id}/model.safetensors        one loadable file each, whole or `Range: bytes=...`
+    GET /v1/versions/{id}/optimizer.safetensors
+
+An ASGI application (Starlette); serving.py runs it. Files are read on one thread for each tier, so a disk that hangs
+holds up the disk's versions alone, and nothing is read faster than it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import re
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from flowcheck import __version__
+from flowcheck.control.ask import Offer
+from flowcheck.control.version import MODEL, OPTIMIZER
+from flowcheck.errors import FlowcheckError
+from flowcheck.node.holdings import Gone, Held, Pressed, Shelf
+
+__all__ = ["OPEN", "make_app"]
+
+CHUNK = 1 << 20
+LOOK_SECONDS = 5.0  # that a tier may take to list what it has
+EXPIRE_SECONDS = 1.0
+OPEN = "/healthz"  # the one path that needs no key
+
+
+def make_app(shelves: Mapping[str, Shelf], key: str) -> ASGIApp:
+    """shelves: by tier. key: of `reader_key`."""
+    return _Guard(_Api(shelves).app, key)
+
+
+class _Guard:
+    """Lets nobody in who does not show the key, whatever he asks for."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._shown = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != OPEN:
+            given = [value for name, value in scope["headers"] if name == b"authorization"]
+            if len(given) != 1 or not hmac.compare_digest(given[0], self._shown):
+                refused = JSONResponse({"why": "the key is missing or wrong"}, 401, {"WWW-Authenticate": "Bearer"})
+                await refused(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class _Api:
+    def __init__(self, shelves: Mapping[str, Shelf]) -> None:
+        self._shelves = shelves
+        self._threads = {tier: ThreadPoolExecutor(1, f"flowcheck {tier}") for tier in shelves}
+        self._hashing = asyncio.Lock()  # one version at a time has all cores
+        versions = "/v1/versions/{id}"
+        self.app = Starlette(
+            routes=[
+                Route(OPEN, self._health),
+                Route("/openapi.json", self._described),
+                Route("/v1/status", self._status),
+                Route("/v1/versions", self._versions),
+                Route(f"{versions}/manifest.json", self._manifest),
+                Route(f"{versions}/{MODEL}", self._file),
+                Route(f"{versions}/{OPTIMIZER}", self._file),
+            ],
+            exception_handlers={Gone: _gone, Pressed: _pressed, FlowcheckError: _failed},
+            lifespan=self._lifespan,
+        )
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        expiring = asyncio.create_task(self._expire())
+        try:
+            yield
+        finally:
+            expiring.cancel()
+            self.close()
+
+    def close(self) -> None:
+        """Let everything go, on the threads that have it. May be called twice."""
+        while self._threads:
+            tier, thread = self._threads.popitem()
+            thread.submit(self._shelves[tier].close)
+            thread.shutdown(wait=False)
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRE_SECONDS)
+            for tier, shelf in self._shelves.items():
+                self._threads[tier].submit(shelf.expire)
+
+    async def _on(self, tier: str, call: Callable[..., Any], *given: Any) -> Any:
+        """On the thread that the tier's files belong to."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads[tier], call, *given)
+
+    # -- routes --
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"ok": True, "version": __version__})
+
+    async def _described(self, request: Request) -> Response:
+        return JSONResponse(DESCRIPTION)
+
+    async def _status(self, request: Request) -> Response:
+        offers, absent = await self._look()
+        newest: dict[tuple[str, str, str], Offer] = {}
+        for offer in offers:
+            newest.setdefault((offer.run_id, offer.shard, offer.tier), offer)
+        return JSONResponse({"newest": [asdict(offer) for offer in newest.values()], "absent": absent})
+
+    async def _versions(self, request: Request) -> Response:
+        offers, absent = await self._look()
+        return JSONResponse({"versions": [asdict(offer) for offer in offers], "absent": absent})
+
+    async def _look(self) -> tuple[list[Offer], list[str]]:
+        """What there is, newest first, and tiers that did not say so in time."""
+        asked = {tier: asyncio.ensure_future(self._on(tier, shelf.look)) for tier, shelf in self._shelves.items()}
+        await asyncio.wait(asked.values(), timeout=LOOK_SECONDS)
+        offers = [one.offer for task in asked.values() if task.done() for one in task.result()]
+        order = list(asked)
+        offers.sort(key=lambda offer: (-offer.epoch, -offer.step, order.index(offer.tier)))
+        return offers, [tier for tier, task in asked.items() if not task.done()]
+
+    async def _manifest(self, request: Request) -> Response:
+        tier, held = await self._held(request)
+        held.busy += 1
+        try:
+            async with self._hashing:
+                text = await asyncio.to_thread(held.manifest)
+        finally:
+            held.busy -= 1
+        await self._on(tier, held.check)  # hashing takes long
+        return Response(text, media_type="application/json")
+
+    async def _file(self, request: Request) -> Response:
+        tier, held = await self._held(request)
+        file = request.url.path.rpartition("/")[2]
+        size = await self._on(tier, held.size, file)
+        span = span_of(request.headers.get("range"), size)
+        if span is None:
+            return JSONResponse({"why": f"the file has {size} bytes"}, 416, {"Content-Range": f"bytes */{size}"})
+        first, after = span
+        headers = {"Accept-Ranges": "bytes", "Content-Length": str(after - first), "ETag": f'"{held.offer.id}"'}
+        whole = "range" not in request.headers
+        if not whole:
+            headers["Content-Range"] = f"bytes {first}-{after - 1}/{size}"
+        return StreamingResponse(
+            self._read(tier, held.offer.id, file, first, after), 200 if whole else 206, headers,
+            media_type="application/octet-stream",
+        )
+
+    async def _read(self, tier: str, id: str, file: str, first: int, after: int) -> AsyncIterator[bytes]:
+        """Whatever goes wrong here ends the connection before its length is reached, which the reader notices."""
+        while first < after:
+            piece = await self._on(tier, self._piece, tier, id, file, first, min(CHUNK, after - first))
+            yield piece
+            first += len(piece)
+
+    def _piece(self, tier: str, id: str, file: str, first: int, count: int) -> bytes:
+        piece = self._shelves[tier].hold(id).read(file, first, count)
+        if not piece:
+            raise Gone(f"ends at byte {first}", where=file)
+        return piece
+
+    async def _held(self, request: Request) -> tuple[str, Held]:
+        id = request.path_params["id"]
+        tier = next((tier for tier in self._shelves if id.startswith(tier[0])), "")
+        if not tier:
+            raise Gone("there is no such version", where=id[:64])
+        return tier, await self._on(tier, self._shelves[tier].hold, id)
+
+
+def span_of(header: str | None, size: int) -> tuple[int, int] | None:
+    """First byte and the one after the last that a `Range` asks for; None: there is no such part. One range alone."""
+    if header is None:
+        return 0, size
+    named = re.fullmatch(r"bytes=([0-9]{0,18})-([0-9]{0,18})", header.strip())
+    if named is None or not (named[1] or named[2]):
+        return None
+    if not named[1]:  # the last so many
+        first, after = max(0, size - int(named[2])), size
+    else:
+        first, after = int(named[1]), min(size, int(named[2]) + 1) if named[2] else size
+    return (first, after) if first < after else None
+
+
+def _said(status: int, headers: Mapping[str, str] | None = None) -> Callable[[Request, Exception], Response]:
+    def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, FlowcheckError)
+        where = f"{error.where}: " if error.where else ""
+        return JSONResponse({"why": f"{where}{error.what}"}, status, headers)
+
+    return answer
+
+
+_gone, _pressed, _failed = _said(404), _said(503, {"Retry-After": "5"}), _said(500)
+
+
+# -- the description ---------------------------------------------------------------------------------------
+
+
+def _answer(text: str, schema: Mapping[str, Any] | None = None, kind: str = "application/json") -> dict[str, Any]:
+    return {"description": text, **({"content": {kind: {"schema": schema}}} if schema else {})}
+
+
+def _get(summary: str, answers: Mapping[str, Any], parameters: Sequence[Any] = (), guarded: bool = True) -> Any:
+    refused = {"401": {"$ref": "#/components/responses/Refused"}} if guarded else {}
+    return {"get": {
+        "summary": summary, "parameters": list(parameters), "responses": {**answers, **refused},
+        "security": [{"reader": []}] if guarded else [],
+    }}
+
+
+_WHY = {"type": "object", "required": ["why"], "properties": {"why": {"type": "string"}}}
+_OFFER = {"$ref": "#/components/schemas/Offer"}
+_ABSENT = {"type": "array", "items": {"type": "string"}, "description": "Tiers that did not answer in time."}
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[md][0-9a-f]{31}$"}}
+_RANGE = {"name": "Range", "in": "header", "schema": {"type": "string"}, "description": "One range of bytes."}
+_LOST = {
+    "404": _answer("There is no such version, or no longer.", _WHY),
+    "503": _answer("As many versions of the replica are being read as may be; try again.", _WHY),
+}
+_BYTES = {"type": "string", "format": "binary"}
+_FILE = _get(
+    "A safetensors file.",
+    {
+        "200": _answer("The file.", _BYTES, "application/octet-stream"),
+        "206": _answer("The range.", _BYTES, "application/octet-stream"),
+        "416": _answer("There is no such range.", _WHY), **_LOST,
+    },
+    [_ID, _RANGE],
+)
+_TYPES = {"id": "string", "tier": "string", "run_id": "string", "epoch": "integer", "step": "integer",
+          "shard": "string", "status": "string", "nbytes": "integer"}
+
+
+def _list(name: str) -> dict[str, Any]:
+    properties = {name: {"type": "array", "items": _OFFER}, "absent": _ABSENT}
+    return {"type": "object", "required": [*properties], "properties": properties}
+
+
+DESCRIPTION: dict[str, Any] = {
+    "openapi": "3.1.0",
+    "info": {"title": "FlowCheck node", "version": __version__},
+    "paths": {
+        OPEN: _get("Does this process answer?", {"200": _answer("It does.", {"type": "object"})}, guarded=False),
+        "/openapi.json": _get("This description.", {"200": _answer("OpenAPI 3.1.", {"type": "object"})}),
+        "/v1/status": _get("The newest version of each run, shard and tier.",
+                           {"200": _answer("What is newest.", _list("newest"))}),
+        "/v1/versions": _get("Every version that can be had at this moment, newest first.",
+                             {"200": _answer("What there is.", _list("versions"))}),
+        "/v1/versions/{id}/manifest.json": _get(
+            "A version's manifest. A version in memory is pinned from here on, for as long as it is read.",
+            {"200": _answer("docs/reference/checkpoint.md", {"type": "object"}), **_LOST}, [_ID],
+        ),
+        f"/v1/versions/{{id}}/{MODEL}": _FILE,
+        f"/v1/versions/{{id}}/{OPTIMIZER}": _FILE,
+    },
+    "components": {
+        "securitySchemes": {"reader": {"type": "http", "scheme": "bearer"}},
+        "responses": {"Refused": _answer("The key is missing or wrong.", _WHY)},
+        "schemas": {"Offer": {
+            "type": "object", "required": [*_TYPES], "properties": {name: {"type": kind} for name, kind in
+                                                                     _TYPES.items()},
+        }},
+    },
+}

@@ -1,0 +1,364 @@
+"""What a node has to recover from: versions in its replica files, and those that it wrote to disk.
+
+    shelf = MemoryShelf(directory, node) or DiskShelf(directory)
+    for holding in shelf.look(): holding.offer           what there is at this moment
+    held = shelf.hold(id)                                pinned; the same again while it is
+    held.manifest()                                      hashed once, by all cores, and kept
+    held.size(file), held.read(file, first, count)       a safetensors file, whole or in ranges
+    shelf.expire()                                       again and again: lets go of what nobody reads any more
+
+It reads the files that the node's process writes and nothing else, so it may live in another process and outlive that
+one. A version in memory is pinned from the first question about it on, because its slot is needed again. A pin can hold
+up updates (never the capture), so there are at most as many as leave a replica two slots, each ends HOLD_SECONDS after
+the last byte that was read, and none lasts longer than its bytes take at RATE. A replica that its node has removed,
+because it found it to be wrong, is served no more, not even its rest.
+
+A shelf and what it holds belong to one thread, but for `manifest`, which takes long and may run in any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowcheck.checkpoint.directory import MANIFEST, read_step_manifest
+from flowcheck.checkpoint.files import tensor_sha256
+from flowcheck.control.ask import DISK, MEMORY, Offer
+from flowcheck.control.tensors import TensorSpec, header, memory
+from flowcheck.control.version import MODEL, OPTIMIZER, Digest, Version
+from flowcheck.errors import FlowcheckError, UserError
+from updater.errors import UpdaterError
+from updater.reader import PinnedVersion, Reader
+
+__all__ = ["DiskShelf", "Gone", "Held", "Holding", "MemoryShelf", "Pressed", "Shelf"]
+
+HOLD_SECONDS = 20.0
+RATE = 4e6  # bytes per second that whoever reads a pinned version must have
+GROUP = r"[A-Za-z0-9_.]{0,32}"
+KEPT = 16  # manifests of versions in memory
+
+
+class Gone(FlowcheckError):
+    """There is no such version, or no longer."""
+
+    exit_code = 3
+
+
+class Pressed(FlowcheckError):
+    """As many versions are being read as may be."""
+
+    exit_code = 3
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A version that could be held. path: the replica's file, or the step's directory. inode: the file's."""
+
+    offer: Offer
+    path: Path
+    inode: int
+
+
+class Held:
+    """A version that stays as it is until it is let go."""
+
+    def __init__(self, holding: Holding, now: float) -> None:
+        self.offer, self.path, self._inode = holding.offer, holding.path, holding.inode
+        self._began = self._read = now
+        self.busy = 0  # threads that hash it
+
+    def touch(self, now: float) -> None:
+        self._read = now
+
+    def is_due(self, now: float) -> bool:
+        """Nobody has read from it for a while, or not fast enough."""
+        longest = HOLD_SECONDS + self.offer.nbytes / RATE
+        return (now - self._read > HOLD_SECONDS and not self.busy) or now - self._began > longest
+
+    def is_gone(self) -> bool:
+        """The file was removed or replaced."""
+        return _inode(self.path) != self._inode
+
+    def check(self) -> None:
+        """Raises Gone."""
+        if self.is_gone():
+            raise Gone("the node has removed it", where=f"step {self.offer.step}, {self.offer.tier}")
+
+    def manifest(self) -> bytes:
+        """Raises FlowcheckError."""
+        raise NotImplementedError
+
+    def size(self, file: str) -> int:
+        raise NotImplementedError
+
+    def read(self, file: str, first: int, count: int) -> bytes:
+        """Bytes of a file from `first` on, at most `count`. Raises Gone."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let it go; may be called twice."""
+
+
+class _InMemory(Held):
+    def __init__(self, holding: Holding, reader: Reader, kept: dict[str, bytes], now: float) -> None:
+        super().__init__(holding, now)
+        self._reader, self._kept = reader, kept
+        self._stack = ExitStack()
+        try:
+            self._pinned: PinnedVersion | None = self._stack.enter_context(reader.pinned(holding.offer.step))
+        except UpdaterError as error:
+            raise Gone(str(error)) from None
+        files = _files(self._pinned)
+        self._layouts = {file: _Layout(tensors) for file, tensors in files.items()}
+        self._files = files
+
+    def manifest(self) -> bytes:
+        """Any thread; the hashes of all tensors are computed by as many threads as there are cores."""
+        if self.offer.id in self._kept:
+            return self._kept[self.offer.id]
+        version, offer, found = self._pinned, self.offer, self._files
+        named = [(file, name, tensor) for file, tensors in found.items() for name, tensor in tensors.items()]
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "flowcheck hash") as pool:
+            sums = list(pool.map(tensor_sha256, (tensor for _, _, tensor in named)))
+        files: dict[str, dict[str, Digest]] = {file: {} for file in found}
+        for (file, name, tensor), sha256 in zip(named, sums, strict=True):
+            files[file][name] = Digest(TensorSpec.of(tensor), sha256)
+        if version is None or self._pinned is None:  # the slot may have been written to meanwhile
+            raise Gone("was let go before it was hashed", where=f"step {offer.step}")
+        document = Version(
+            offer.run_id, offer.epoch, offer.step, offer.shard, version.status, version.unproven, version.optimizer,
+            self._reader.rounding, files,
+        ).document()
+        while len(self._kept) >= KEPT:
+            del self._kept[next(iter(self._kept))]
+        self._kept[offer.id] = json.dumps(document).encode()
+        return self._kept[offer.id]
+
+    def size(self, file: str) -> int:
+        return self._layouts[file].size
+
+    def read(self, file: str, first: int, count: int) -> bytes:
+        self.check()
+        if self._pinned is None:
+            raise Gone("was let go: it was not read from for too long, or too slowly", where=f"step {self.offer.step}")
+        return self._layouts[file].read(first, count)
+
+    def close(self) -> None:
+        self._pinned = None
+        self._layouts, self._files = {}, {}
+        self._stack.close()
+
+
+class _OnDisk(Held):
+    def __init__(self, holding: Holding, now: float) -> None:
+        super().__init__(holding, now)
+        self._open: dict[str, int] = {}
+        try:
+            for file in (MANIFEST, MODEL, OPTIMIZER):
+                self._open[file] = os.open(self.path / file, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            self.close()
+            raise Gone(f"cannot be read: {error.strerror}", where=str(self.path)) from None
+
+    def manifest(self) -> bytes:
+        return self.read(MANIFEST, 0, self.size(MANIFEST))
+
+    def size(self, file: str) -> int:
+        return os.fstat(self._file(file)).st_size
+
+    def read(self, file: str, first: int, count: int) -> bytes:
+        try:
+            return os.pread(self._file(file), count, first)
+        except OSError as error:
+            raise Gone(f"cannot be read: {error.strerror}", where=str(self.path / file)) from None
+
+    def _file(self, file: str) -> int:
+        if file not in self._open:
+            raise Gone("was let go", where=str(self.path))
+        return self._open[file]
+
+    def close(self) -> None:
+        for fd in self._open.values():
+            os.close(fd)
+        self._open = {}
+
+
+class Shelf:
+    """Versions of one tier. now: a clock."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._held: dict[str, Held] = {}
+
+    def look(self) -> list[Holding]:
+        """Everything that there is, newest first."""
+        raise NotImplementedError
+
+    def hold(self, id: str) -> Held:
+        """Pin a version, or touch one that is held. Raises Gone, Pressed."""
+        self.expire()
+        if id not in self._held:
+            holding = next((one for one in self.look() if one.offer.id == id), None)
+            if holding is None:
+                raise Gone("there is no such version, or no longer", where=id[:64])
+            self._held[id] = self._pin(holding)
+        held = self._held[id]
+        held.touch(self._now())
+        return held
+
+    def _pin(self, holding: Holding) -> Held:
+        raise NotImplementedError
+
+    def expire(self) -> None:
+        """Let go of what is due."""
+        now = self._now()
+        for id, held in list(self._held.items()):
+            if held.is_due(now) or held.is_gone():
+                held.close()
+                del self._held[id]
+
+    def close(self) -> None:
+        for held in self._held.values():
+            held.close()
+        self._held = {}
+
+
+class MemoryShelf(Shelf):
+    """directory: `replica.directory` of the node of this name."""
+
+    def __init__(self, directory: Path, node: str, now: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(now)
+        self._directory = directory
+        self._name = re.compile(rf"flowcheck-{re.escape(node)}-({GROUP})-[0-9]+\.replica")
+        self._readers: dict[tuple[Path, int], Reader] = {}
+        self._kept: dict[str, bytes] = {}
+
+    def look(self) -> list[Holding]:
+        there: dict[tuple[Path, int], str] = {}
+        for path in self._directory.glob("*.replica"):
+            if (named := self._name.fullmatch(path.name)) and (inode := _inode(path)):
+                there[path, inode] = named[1]
+        for key in self._readers.keys() - there.keys():
+            self._readers.pop(key).close()
+        return _sorted(one for key, shard in there.items() for one in self._slots(key, shard))
+
+    def _slots(self, key: tuple[Path, int], shard: str) -> Iterator[Holding]:
+        try:
+            reader = self._readers[key] = self._readers.get(key) or Reader(key[0])
+        except (UpdaterError, OSError):
+            return  # torn, of another format, or gone meanwhile
+        for step, status in reader.statuses.items():
+            yield Holding(Offer(
+                _id(MEMORY, *key, step), MEMORY, reader.run_id, reader.epoch, step, shard, status, reader.nbytes
+            ), *key)
+
+    def _pin(self, holding: Holding) -> Held:
+        reader = self._readers[holding.path, holding.inode]
+        pinned = [held for held in self._held.values() if held.path == holding.path]
+        if len(pinned) >= max(1, reader.slots - 2):
+            steps = ", ".join(str(held.offer.step) for held in pinned)
+            raise Pressed(f"step {steps} is being read, and no slot is left for another", where=holding.path.name)
+        return _InMemory(holding, reader, self._kept, self._now())
+
+    def close(self) -> None:
+        super().close()
+        for reader in self._readers.values():
+            reader.close()
+        self._readers = {}
+
+
+class DiskShelf(Shelf):
+    """directory: `output.directory` of the node: DIR/RUN/epoch-E/step-N, with the group's folder before the run's if
+    it has a name."""
+
+    def __init__(self, directory: Path, now: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(now)
+        self._directory = directory
+        self._steps: dict[tuple[Path, int], Offer | None] = {}  # a directory that is whole stays as it is
+
+    def look(self) -> list[Holding]:
+        seen: dict[tuple[Path, int], Offer | None] = {}
+        for depth in ("*/epoch-*/step-*", "*/*/epoch-*/step-*"):
+            for path in self._directory.glob(depth):
+                if inode := _inode(path):
+                    key = path, inode
+                    seen[key] = self._steps[key] if key in self._steps else _offered(path, inode)
+        self._steps = seen
+        return _sorted(Holding(offer, *key) for key, offer in seen.items() if offer is not None)
+
+    def _pin(self, holding: Holding) -> Held:
+        return _OnDisk(holding, self._now())
+
+
+class _Layout:
+    """The bytes of a safetensors file over tensors in memory."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        head, order = header(tensors)
+        self._parts: list[memoryview] = [memoryview(head), *(memory(tensors[name]) for name in order)]
+        self._parts = [part for part in self._parts if len(part)]
+        self._begins: list[int] = []
+        self.size = 0
+        for part in self._parts:
+            self._begins.append(self.size)
+            self.size += len(part)
+
+    def read(self, first: int, count: int) -> bytes:
+        out: list[memoryview] = []
+        at, end = first, min(first + count, self.size)
+        while at < end:
+            index = bisect_right(self._begins, at) - 1
+            begin = at - self._begins[index]
+            piece = self._parts[index][begin : begin + end - at]
+            out.append(piece)
+            at += len(piece)
+        return b"".join(out)
+
+
+def _files(version: PinnedVersion) -> dict[str, dict[str, torch.Tensor]]:
+    """What a checkpoint directory would have of it."""
+    state = {
+        f"state.{name}.{key}": tensor for name, values in version.optimizer_state.items()
+        for key, tensor in values.items()
+    }
+    return {MODEL: version.parameters, OPTIMIZER: state}
+
+
+def _offered(path: Path, inode: int) -> Offer | None:
+    """What a step's directory says of itself; None: it cannot be used."""
+    try:
+        document: dict[str, Any] = read_step_manifest(path)
+        version = Version.of(document, str(path))
+    except UserError:
+        return None
+    return Offer(_id(DISK, path, inode, version.step), DISK, version.run_id, version.epoch, version.step,
+                 version.shard, version.status, version.nbytes)
+
+
+def _sorted(found: Iterable[Holding]) -> list[Holding]:
+    return sorted(found, key=lambda one: (-one.offer.epoch, -one.offer.step, one.path))
+
+
+def _inode(path: Path) -> int:
+    """0: it is not there."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
+
+
+def _id(tier: str, path: Path, inode: int, step: int) -> str:
+    """A name from which no path can be made. Its first letter is the tier's."""
+    return tier[0] + hashlib.sha256(f"{path} {inode} {step}".encode()).hexdigest()[:31]

@@ -1,0 +1,24 @@
+"""A node's listening sockets: of its control port and of its HTTP API."""
+
+from __future__ import annotations
+
+import socket
+
+from flowcheck.errors import EnvironmentProblem
+
+__all__ = ["listen"]
+
+
+def listen(address: tuple[str, int], setting: str, backlog: int) -> tuple[socket.socket, str]:
+    """A listening socket, and HOST:PORT as it is now; port 0 takes a free one. setting: where the address stands.
+    Raises EnvironmentProblem naming it."""
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    try:
+        listener = socket.create_server(address, family=family, backlog=backlog)
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"cannot listen: {error.strerror or error}", where=f"{address[0]}:{address[1]}",
+            remedy=f"an address of this machine and a free port in {setting}",
+        ) from None
+    host, port = listener.getsockname()[:2]
+    return listener, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

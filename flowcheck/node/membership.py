@@ -1,0 +1,80 @@
+"""Which ranks a group has, of which run, and what it tells them: the part of a group that connections call.
+
+    membership.join(run, member, instance)      a rank has said hello: why it may not stay, or ""
+    membership.leave(member)                    its connection has ended
+    membership._tell(message)                   to all that are there; those that come later hear what is wanted then
+
+Any thread, behind one lock. Connections never wait for the group.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from flowcheck.control.protocol import Manifest, Notice, Wanted
+from flowcheck.node.members import RankSession
+from flowcheck.node.runs import new_run_id
+
+__all__ = ["Membership"]
+
+
+class Membership:
+    """members: by rank. run: run id, epoch, ranks; None: nobody has come yet."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.members: dict[int, RankSession] = {}
+        self.run: tuple[str, int, int] | None = None
+        self._start = 0  # counts runs, and starts of the same one
+        self._instances: dict[int, str] = {}  # of this start, by rank
+        self._own_id = ""  # of this start, for a job that says none
+        self._manifest: Manifest | None = None  # of this start
+        self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
+        self._notice = Notice("")
+        self._gone: list[RankSession] = []  # connections that ended; a list, because an inbox may be full
+
+    def join(self, run: tuple[str, int, int], member: RankSession, instance: str = "") -> str:
+        """A rank has said hello. Returns why it may not stay, or "". Says what is wanted, if it may.
+
+        A rank that comes back as another instance is a job that was started again: nothing that the one before has
+        sent, or has on the wire, belongs to it.
+        """
+        with self._lock:
+            if self.run is not None and self.run != run and self.members:
+                return f"run {self.run[0]!r}, epoch {self.run[1]}, {self.run[2]} ranks, is attached here"
+            if member.rank in self.members:
+                return f"rank {member.rank} is attached already"
+            before: list[RankSession] = []
+            if self.run != run or self._instances.get(member.rank, instance) != instance:
+                before = list(self.members.values())
+                self.run, self._manifest, self._instances = run, None, {}
+                self._start += 1
+                self._own_id = new_run_id()
+                self.members.clear()
+                self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
+            self._instances[member.rank] = instance
+            member.start = self._start
+            self.members[member.rank] = member
+            member.send(self._wanted)
+            if self._notice.why:
+                member.send(self._notice)
+        for one in before:
+            one.end("the job was started again")
+        return ""
+
+    def leave(self, member: RankSession) -> None:
+        with self._lock:
+            if self.members.get(member.rank) is member:
+                del self.members[member.rank]
+        self._gone.append(member)
+
+    def _tell(self, message: Any) -> None:
+        with self._lock:
+            if isinstance(message, Wanted):
+                self._wanted = message
+            elif isinstance(message, Notice):
+                self._notice = message
+            members = list(self.members.values())
+        for member in members:
+            member.send(message)

@@ -1,0 +1,86 @@
+"""The process that answers a node's HTTP API: started, watched and ended by the node, and never waited for.
+
+    serving = Serving(config, token, say)      in the node
+    serving.address, serving.look()            where; again and again
+
+It shares nothing with the node but files: what it does, and however it ends, holds up no capture. It has the cores that
+no capture is pinned to, at a lower priority. The node keeps the listening socket, so a process that died is replaced
+without a connection being refused. The key comes over stdin: neither arguments nor environment show it. The process
+itself: answering.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from flowcheck.control.ask import reader_key
+from flowcheck.node.config import NodeConfig
+from flowcheck.node.listening import listen
+
+__all__ = ["Serving"]
+
+BACKLOG = 256
+AGAIN_SECONDS = 5.0  # between two starts
+END_SECONDS = 5.0
+
+
+class Serving:
+    """config: with an `api`. say: events. Belongs to the node's main thread."""
+
+    def __init__(self, config: NodeConfig, token: bytes, say: Callable[..., None]) -> None:
+        assert config.api is not None
+        self._say = say
+        pinned = {core for one in config.capture for core in (*one.cores, *one.place_cores)}
+        self._settings = {
+            "key": reader_key(token), "node": config.name, "replicas": str(config.replica.directory),
+            "checkpoints": str(config.output.directory), "cores": sorted(os.sched_getaffinity(0) - pinned),
+        }
+        self._socket, self.address = listen(config.api.address, "api.listen", BACKLOG)
+        self._began = time.monotonic()
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", "flowcheck.node.answering"]
+        descriptor = self._socket.fileno()
+        process = subprocess.Popen(  # a session of its own: Ctrl-C is for the node, which ends it
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[descriptor], start_new_session=True,
+        )
+        assert process.stdin is not None
+        try:
+            process.stdin.write((json.dumps(self._settings | {"socket": descriptor}) + "\n").encode())
+            process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended, which `look` will see
+        return process
+
+    def look(self) -> None:
+        """Start it anew if it has ended."""
+        status = self._process.poll()
+        if status is None or time.monotonic() - self._began < AGAIN_SECONDS:
+            return
+        self._say("problem", why=f"the process that answers api.listen ended with status {status}; it is started anew")
+        self._reap()
+        self._began = time.monotonic()
+        self._process = self._start()
+
+    def _reap(self) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def close(self) -> None:
+        """End it; answers that are under way are cut. May be called twice."""
+        self._reap()
+        self._socket.close()

@@ -1,0 +1,134 @@
+"""What a group's node lets its peers read: the arenas of the last iterations that have closed.
+
+    shelf = Shelf(most)
+    shelf.follow(plan)                                       the job that it is of, from now on
+    shelf.show(iteration, region, there, alive)              the group's thread: what its streams have brought
+    answer, pieces = shelf.read(holes)                       a peer's connection
+
+Nothing but runs of cells that were shown is ever given: placed and checked, with copies that agree. A reader copies
+from the arena itself, and holds no lock while it does. The shelf's own lock it takes for a moment, to find the
+iteration; placing threads take none of these. An arena may become a later iteration's meanwhile: `alive` and the shelf
+are asked again when all was copied, and if it has, the answer is that it is gone. An iteration that has not closed here
+is waited for, on the reader's thread, as long as the peer says that an answer is of use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from flowcheck.control.protocol import RANGES_TEXT, Bytes, Holes, Limits, Link, RecordsError, Span
+from flowcheck.rebuild.intervals import both
+
+__all__ = ["Shelf", "serve"]
+
+CELL = 8
+AT_ONCE = 1 << 20  # bytes copied before other threads of Python may go on
+IDLE_SECONDS = 3600.0  # a peer that has not asked for so long comes again
+
+
+@dataclass(frozen=True)
+class _Shown:
+    region: np.ndarray
+    there: np.ndarray
+    alive: Callable[[], bool]
+
+
+class Shelf:
+    """most: iterations. Iterations are the trainer's numbers."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._changed = threading.Condition()
+        self._plan = ""
+        self._shown: dict[int, _Shown] = {}
+        self._newest = -1
+
+    # -- the group's thread --
+
+    def follow(self, plan: str) -> None:
+        """From now on of this job, "": of none. What was shown before is of another one, or of another start of it."""
+        with self._changed:
+            self._plan, self._shown, self._newest = plan, {}, -1
+            self._changed.notify_all()
+
+    def show(self, iteration: int, region: np.ndarray, there: np.ndarray, alive: Callable[[], bool]) -> None:
+        """there: runs of cells of 8 bytes of the region. alive: are they still this iteration's? Any thread asks."""
+        with self._changed:
+            self._shown[iteration] = _Shown(region, there, alive)
+            self._newest = max(self._newest, iteration)
+            for old in sorted(self._shown)[: -self._most]:
+                del self._shown[old]
+            self._changed.notify_all()
+
+    def hide(self, iteration: int) -> None:
+        """This one and those before it can be read no more."""
+        with self._changed:
+            self._shown = {number: shown for number, shown in self._shown.items() if number > iteration}
+
+    # -- peers --
+
+    def read(self, holes: Holes) -> tuple[Bytes, list[bytes]]:
+        """The answer, and its payload. Waits for the iteration at most as long as an answer is of use."""
+        shown, why = self._find(holes)
+        if shown is None:
+            return Bytes(holes.request, holes.iteration, why=why), []
+        ranges = _inside(holes.ranges, shown)
+        pieces: list[bytes] = []
+        digest = hashlib.sha256()
+        for start, length in ranges:
+            for at in range(start, start + length, AT_ONCE):
+                pieces.append(shown.region[at : min(at + AT_ONCE, start + length)].tobytes())
+                digest.update(pieces[-1])
+        with self._changed:
+            still = self._shown.get(holes.iteration) is not None and self._plan == holes.plan
+        if not still or not shown.alive():
+            return Bytes(holes.request, holes.iteration, why="its arena has been given to a later iteration"), []
+        if not ranges:
+            return Bytes(holes.request, holes.iteration, why="nothing of it is here either"), []
+        return Bytes(holes.request, holes.iteration, list(ranges), digest.hexdigest()), pieces
+
+    def _find(self, holes: Holes) -> tuple[_Shown | None, str]:
+        end = time.monotonic() + holes.seconds
+        with self._changed:
+            while self._plan == holes.plan and self._newest < holes.iteration:
+                left = end - time.monotonic()
+                if left <= 0 or not self._changed.wait(left):
+                    return None, "it has not closed here"
+            if self._plan != holes.plan:
+                return None, "another job is followed here, or none"
+            shown = self._shown.get(holes.iteration)
+        return shown, "" if shown is not None else "its arena has been given to a later iteration"
+
+
+def _inside(ranges: list[Span], shown: _Shown) -> list[Span]:
+    """Those parts of byte ranges that were shown."""
+    size = len(shown.region)
+    asked = np.array([(start, min(start + length, size)) for start, length in ranges], np.int64)
+    return [(first, end - first) for first, end in both(asked[asked[:, 0] < asked[:, 1]], shown.there * CELL).tolist()]
+
+
+def serve(link: Link, find: Callable[[], Shelf | None]) -> None:
+    """Answer a peer until it goes. find(): its group's, as of now. Raises RecordsError."""
+    link.limits = lambda: Limits(RANGES_TEXT)
+    while True:
+        try:
+            message, _ = link.receive(wait=IDLE_SECONDS)
+        except TimeoutError:
+            return
+        except RecordsError as error:
+            if error.what == "connection closed":
+                return
+            raise
+        if not isinstance(message, Holes):
+            raise RecordsError(f"a {type(message).__name__} from a peer", where=link.peer)
+        shelf = find()
+        if shelf is None:
+            raise RecordsError("no such group is followed here", where=link.peer)
+        answer, pieces = shelf.read(message)
+        link.send(answer, pieces, sum(map(len, pieces)), seconds=message.seconds)

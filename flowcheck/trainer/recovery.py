@@ -1,0 +1,252 @@
+"""A version back into training: asked of checkpoint nodes, checked, and the same on every rank.
+
+    recovered = flowcheck.recover("10.0.0.2:7071", token=secret)
+    if recovered:
+        model.load_state_dict(recovered.model)
+        optimizer.load_state_dict(recovered.optimizer)
+    attachment = flowcheck.attach(..., epoch=recovered.epoch, iteration=recovered.step)
+
+Where torch.distributed is up, all ranks call it and take one step: the newest that each of them can have (of its own
+shard). They agree through the store that the job was started with; no collective is called, so nothing of it is on the
+training network. If one rank finds that step bad at every source, it is bad for all, and they take the next one.
+Torch and the standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from flowcheck.control.ask import SECONDS, Node, reader_key
+from flowcheck.control.protocol import token_bytes
+from flowcheck.control.sources import (
+    MOST_ROUNDS,
+    Fetched,
+    Found,
+    Key,
+    NoSource,
+    addresses,
+    choose,
+    fetch,
+    look,
+)
+from flowcheck.control.torch_state import torch_state
+from flowcheck.errors import EnvironmentProblem, UserError
+
+__all__ = ["Recovered", "recover"]
+
+_log = logging.getLogger("flowcheck")
+NODES, TOKEN_FILE = "FLOWCHECK_NODES", "FLOWCHECK_TOKEN_FILE"
+TOGETHER_SECONDS = 600.0  # that ranks wait for each other
+
+
+@dataclass(frozen=True, repr=False)
+class Recovered:
+    """A version to go on from; false where there is none: the job starts fresh.
+
+    step: updates that it has seen, and so the number of the next iteration; 0 of a fresh start.
+    epoch: for `attach`: one more than the version's; 0 of a fresh start.
+    run_id, shard: whose it is.
+    model: for `model.load_state_dict`; optimizer: for `optimizer.load_state_dict`, in torch's own numbering. Both empty
+        of a fresh start.
+    status, unproven: as the version says of itself (docs/reference/checkpoint.md).
+    source: node and tier that it came from. nbytes: received. seconds: that it took.
+    passed: of each source that was nearer, or newer, or did not answer: why it was not taken.
+    """
+
+    step: int
+    epoch: int
+    run_id: str
+    shard: str
+    model: dict[str, torch.Tensor] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    status: str = ""
+    unproven: tuple[str, ...] = ()
+    source: str = ""
+    nbytes: int = 0
+    seconds: float = 0.0
+    passed: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.source)
+
+    def __repr__(self) -> str:
+        not_taken = f"; not taken: {'; '.join(self.passed)}" if self.passed else ""
+        if not self:
+            return f"Recovered(nothing: no node has a version, a fresh start at step 0{not_taken})"
+        open_ = f", unproven: {'; '.join(self.unproven)}" if self.unproven else ""
+        return (
+            f"Recovered(step {self.step} of run {self.run_id!r}, epoch {self.epoch - 1}, {self.status}{open_}, from"
+            f" {self.source}: {self.nbytes:,} bytes in {self.seconds:.2f} s{not_taken})"
+        )
+
+
+def recover(
+    nodes: str | Sequence[str] | None = None, *, token: str | None = None, run_id: str | None = None,
+    shard: str | None = None, step: int | None = None, into: Mapping[str, torch.Tensor] | None = None,
+    prefer_verified: int = 10, fresh: bool = False, seconds: float = SECONDS, together: bool = True,
+) -> Recovered:
+    """The newest version that the nodes have, every hash checked; on every rank, after init_process_group.
+
+    nodes: HOST:PORT of their `api.listen`, a list or one text with commas; None: the variable FLOWCHECK_NODES.
+    token: the nodes' shared secret; None: the first line of the file that FLOWCHECK_TOKEN_FILE names.
+    run_id, shard: which run, and which group of ranks (attach's `group`) of it; None: the only one that there is.
+    step: this one and no other.
+    into: tensors that the model's are received into, by name, such as `model.state_dict()`: no second copy in memory.
+    prefer_verified: a version that a checksum of the trainer has confirmed is taken although it is so many steps older.
+    fresh: start fresh although a node did not answer, which may have had a version.
+    seconds: that a node may be silent; one that is silent for longer is absent.
+    together: agree with the other ranks, where torch.distributed is up.
+
+    Raises EnvironmentProblem: no version was found and a node did not answer; `step` is not there; none of the versions
+    found proved good (then `into` holds anything); another rank is gone. UserError for arguments that cannot be.
+    """
+    asked = [Node(address, reader_key(_token(token)), seconds) for address in addresses(_nodes(nodes))]
+    ranks = _ranks(together)
+    bad: list[Key] = []
+    passed: list[str] = []
+    for _ in range(MOST_ROUNDS):
+        found = look(asked, run_id, shard)  # anew each time: what was there may have made room for newer versions
+        said = ranks.exchange({"run_id": found.run_id, "versions": [[*k, s] for k, s in found.versions.items()],
+                               "absent": list(found.absent)})
+        held = [{(epoch, at): status for epoch, at, status in one["versions"]} for one in said]
+        _same_run(said)
+        key = choose(held, step=step, prefer_verified=prefer_verified, bad=bad)
+        if key is None:
+            return _fresh(found, said, held, step, passed, fresh)
+        fetched: Fetched | None = None
+        why = ""
+        try:
+            fetched = fetch(found, key, into or {})
+        except NoSource as error:
+            why = error.what
+        reasons = [one["why"] for one in ranks.exchange({"why": why})]
+        if fetched is not None and not any(reasons):
+            return _recovered(fetched, passed)
+        bad.append(key)
+        passed += [f"rank {rank}: {reason}" if len(reasons) > 1 else reason
+                   for rank, reason in enumerate(reasons) if reason]
+    raise EnvironmentProblem(f"none of {MOST_ROUNDS} versions proved good: {'; '.join(passed)}", where="recover",
+                             remedy="see the nodes' lines; a checkpoint directory")
+
+
+def _same_run(said: Sequence[Mapping[str, Any]]) -> None:
+    """Steps of different runs must not be taken for each other."""
+    runs = sorted({one["run_id"] for one in said if one["versions"]})
+    if len(runs) > 1:
+        raise UserError(f"ranks see different runs: {', '.join(map(repr, runs))}", where="run_id", remedy="say run_id=")
+
+
+def _nodes(nodes: str | Sequence[str] | None) -> str | Sequence[str]:
+    if nodes is None:
+        nodes = os.environ.get(NODES, "")
+    if not nodes:
+        raise UserError("no node is named", where="nodes",
+                        remedy=f"HOST:PORT of a node's api.listen, as an argument or in {NODES}")
+    return nodes
+
+
+def _token(token: str | None) -> bytes:
+    if token is None:
+        path = os.environ.get(TOKEN_FILE, "")
+        try:
+            token = Path(path).read_text().split("\n", 1)[0] if path else ""
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot be read: {error}", where=f"{TOKEN_FILE}: {path}",
+                            remedy="a readable file with the nodes' token") from None
+    return token_bytes(token)
+
+
+def _recovered(fetched: Fetched, passed: Sequence[str]) -> Recovered:
+    version = fetched.version
+    optimizer = torch_state(version.optimizer, fetched.state, version.rounding, fetched.source)
+    done = Recovered(
+        version.step, version.epoch + 1, version.run_id, version.shard, fetched.model, optimizer, version.status,
+        version.unproven, fetched.source, fetched.nbytes, fetched.seconds, (*passed, *fetched.passed),
+    )
+    _log.info("flowcheck: %s", done)
+    return done
+
+
+def _fresh(
+    found: Found, said: Sequence[Mapping[str, Any]], held: Sequence[Mapping[Key, str]], step: int | None,
+    passed: Sequence[str], fresh: bool,
+) -> Recovered:
+    """Nothing can be had: a fresh start, if there was nothing and everybody said so."""
+    absent = sorted({why for one in said for why in one["absent"]})
+    if step is not None or passed or any(held):
+        have = "; ".join(f"rank {rank}: {_steps(one)}" for rank, one in enumerate(held))
+        what = f"step {step} is not there for every rank" if step is not None else "no version is there for every rank"
+        what = "none of the versions that were found is good" if passed else what
+        why = "; ".join([*passed, *absent])
+        raise EnvironmentProblem(f"{what} ({have}){f': {why}' if why else ''}", where="recover",
+                                 remedy="see the nodes' lines; another step, or a checkpoint directory")
+    if absent and not fresh:
+        raise EnvironmentProblem(
+            f"no version was found, and who may have one did not answer: {'; '.join(absent)}", where="recover",
+            remedy="start the node, or fresh=True to begin at step 0 all the same",
+        )
+    done = Recovered(0, 0, found.run_id, found.shard, passed=tuple(absent))
+    _log.warning("flowcheck: %s", done)
+    return done
+
+
+def _steps(held: Mapping[Key, str]) -> str:
+    newest = sorted(held)[-8:]
+    return ", ".join(f"step {step} of epoch {epoch}" for epoch, step in newest) or "nothing"
+
+
+# -- with other ranks --------------------------------------------------------------------------------------
+
+
+class Ranks(Protocol):
+    def exchange(self, mine: dict[str, Any]) -> list[Any]:
+        """What each rank says, by rank."""
+        ...
+
+
+class _Alone:
+    def exchange(self, mine: dict[str, Any]) -> list[Any]:
+        return [mine]
+
+
+class _Together:
+    """Ranks that tell each other JSON through the store of torch.distributed. All make the same exchanges."""
+
+    def __init__(self, store: Any, rank: int, ranks: int) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._call = store.add(f"flowcheck/recover/{rank}", 1)  # the same number on all: each counts its own calls
+        self._round = 0
+
+    def exchange(self, mine: dict[str, Any]) -> list[Any]:
+        self._round += 1
+        names = [f"flowcheck/recover/{self._call}/{self._round}/{rank}" for rank in range(self._ranks)]
+        self._store.set(names[self._rank], json.dumps(mine))
+        deadline = time.monotonic() + TOGETHER_SECONDS
+        out = []
+        for rank, name in enumerate(names):
+            try:
+                self._store.wait([name], timedelta(seconds=max(1.0, deadline - time.monotonic())))
+                out.append(json.loads(self._store.get(name)))
+            except (RuntimeError, ValueError) as error:  # torch's DistStoreError is a RuntimeError
+                raise EnvironmentProblem(
+                    f"rank {rank} has not said what it can have: {str(error).splitlines()[0]}", where="recover",
+                    remedy="every rank calls recover once; together=False for a rank that is alone",
+                ) from None
+        return out
+
+
+def _ranks(together: bool) -> Ranks:
+    if not together or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        return _Alone()
+    return _Together(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())

@@ -1,0 +1,203 @@
+"""A version from a node into files that stock loaders read, whole or not at all."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+import flowcheck
+from flowcheck.checkpoint import fetch as module
+from flowcheck.checkpoint.directory import load_step
+from flowcheck.errors import EnvironmentProblem, UserError
+
+from ..hand_api import TOKEN, HandApi, HandVersion
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process loads
+NAMES = {"safetensors": "step-000007", "torch": "step-000007.pt", "dcp": "step-000007.dcp"}
+
+
+@pytest.fixture
+def api() -> Iterator[HandApi]:
+    with HandApi(HandVersion(7, status="unverified", shard="a", epoch=2)) as made:
+        yield made
+
+
+def fetch(api: HandApi, out: Path, format: str = "safetensors", **named: Any) -> flowcheck.Taken:
+    return flowcheck.fetch(api.name, out, token=TOKEN, format=format, **named)
+
+
+def made() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model of the version's shape, other values, and an optimizer that has stepped, as loaders of DCP want it."""
+    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(2)), "b": torch.nn.Parameter(torch.zeros(1))})
+    return model, torch.optim.SGD([model["w"], model["b"]], lr=1.0, momentum=0.5)
+
+
+def check(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    assert model["w"].tolist() == [7.5, 2.0] and model["b"].tolist() == [3.0]
+    assert optimizer.state[model["w"]]["momentum_buffer"].tolist() == [1.0, 7.0]
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.1, 0.9)
+
+
+def test_what_is_said_of_it(api: HandApi, tmp_path: Path) -> None:
+    taken = fetch(api, tmp_path / "new" / "out")
+    assert taken.path == tmp_path / "new" / "out" / "step-000007" and taken.source == f"{api.name}, memory"
+    assert (taken.step, taken.run_id, taken.epoch, taken.shard, taken.status) == (7, "run", 2, "a", "unverified")
+    assert taken.unproven == taken.passed == () and taken.nbytes > 20 and taken.seconds > 0
+    assert repr(taken) == (
+        f"Taken(step 7 of run 'run', epoch 2, unverified, from {api.name}, memory: {taken.nbytes:,} bytes in"
+        f" {taken.seconds:.2f} s; {taken.path})"
+    )
+
+
+def test_a_checkpoint_directory(api: HandApi, tmp_path: Path) -> None:
+    taken = fetch(api, tmp_path)
+    manifest = load_step(taken.path).manifest
+    assert (manifest["epoch"], manifest["shard"], manifest["status"]) == (2, "a", "unverified")
+    checkpoint = flowcheck.load_checkpoint(tmp_path)
+    model, optimizer = made()
+    model.load_state_dict(checkpoint.state_dict())
+    optimizer.load_state_dict(checkpoint.optimizer_state_dict())
+    check(model, optimizer)
+
+
+def test_torchs_own_file(api: HandApi, tmp_path: Path) -> None:
+    held = torch.load(fetch(api, tmp_path, "torch").path, weights_only=True)
+    assert {key: value for key, value in held.items() if key not in ("model", "optimizer")} == {
+        "step": 7, "run_id": "run", "epoch": 2, "status": "unverified", "unproven": [],
+    }
+    model, optimizer = made()
+    model.load_state_dict(held["model"])
+    optimizer.load_state_dict(held["optimizer"])
+    check(model, optimizer)
+
+
+def test_a_directory_of_torchs_distributed_checkpoint(api: HandApi, tmp_path: Path) -> None:
+    """Loaded by torch's own functions, by name: with other groups, too, b first."""
+    one = HandVersion(7, state={"state.w.momentum_buffer": [1.0, 7.0], "state.b.momentum_buffer": [9.0]})
+    api.versions[:] = [one]
+    path = fetch(api, tmp_path, "dcp").path
+    model, optimizer = made()
+    other = torch.optim.SGD([model["b"], model["w"]], lr=1.0, momentum=0.5)
+    for stepped in (optimizer, other):
+        held, states = dcp_state.get_state_dict(model, stepped)
+        both = {"model": held, "optimizer": states}
+        dcp_load(both, checkpoint_id=path, no_dist=True)
+        dcp_state.set_state_dict(model, stepped, model_state_dict=held, optim_state_dict=states)
+        check(model, stepped)
+        assert stepped.state[model["b"]]["momentum_buffer"].tolist() == [9.0]
+
+
+@pytest.mark.parametrize("format", NAMES)
+def test_what_is_there_is_replaced(api: HandApi, tmp_path: Path, format: str) -> None:
+    fetch(api, tmp_path, format)
+    api.versions[0] = HandVersion(7, {"w": [0.25]}, {})
+    path = fetch(api, tmp_path, format).path
+    assert [one.name for one in tmp_path.iterdir()] == [NAMES[format]] == [path.name]
+    if format == "safetensors":
+        assert load_step(path).parameters["w"].tolist() == [0.25]
+    elif format == "torch":
+        assert torch.load(path, weights_only=True)["model"]["w"].tolist() == [0.25]
+    else:
+        into = {"model": {"w": torch.zeros(1)}}
+        dcp_load(into, checkpoint_id=path, no_dist=True)
+        assert into["model"]["w"].tolist() == [0.25]
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_what_is_somebody_elses_stays(api: HandApi, tmp_path: Path, format: str) -> None:
+    other = tmp_path / NAMES[format]
+    other.mkdir()
+    (other / "mine").touch()
+    with pytest.raises(UserError, match="it is left alone"):
+        fetch(api, tmp_path, format)
+    assert [one.name for one in tmp_path.rglob("*")] == [other.name, "mine"]
+
+
+@pytest.mark.parametrize("format", NAMES)
+def test_what_cannot_be_written_leaves_nothing(api: HandApi, tmp_path: Path, format: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentProblem, match="cannot be written"):
+        fetch(api, tmp_path / "file", format)
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("format", ["torch", "dcp"])
+def test_a_disk_that_is_full_leaves_the_old_one(
+    api: HandApi, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = fetch(api, tmp_path, format).path
+    before = {one: one.read_bytes() for one in tmp_path.rglob("*") if one.is_file()}
+
+    def full(*given: Any, **named: Any) -> None:
+        for one in given:
+            if isinstance(one, io.IOBase):
+                one.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(module, "save", full)
+    with pytest.raises(EnvironmentProblem, match="No space left") as caught:
+        fetch(api, tmp_path, format)
+    assert caught.value.where == str(path)
+    assert {one: one.read_bytes() for one in tmp_path.rglob("*") if one.is_file()} == before
+
+
+def test_a_step_and_a_run_that_are_asked_for(api: HandApi, tmp_path: Path) -> None:
+    api.versions += [HandVersion(6, shard="a", epoch=2), HandVersion(5, run_id="x"), HandVersion(9, shard="b")]
+    assert fetch(api, tmp_path, run_id="run", shard="a", step=6).step == 6
+    assert fetch(api, tmp_path, run_id="run", shard="b").step == 9
+    assert fetch(api, tmp_path, run_id="x").step == 5
+    with pytest.raises(UserError, match="the nodes have several"):
+        fetch(api, tmp_path)
+    with pytest.raises(EnvironmentProblem, match="step 8 is not there") as caught:
+        fetch(api, tmp_path, run_id="x", step=8)
+    assert caught.value.where == api.name
+
+
+def test_an_older_version_where_the_newest_is_bad(api: HandApi, tmp_path: Path) -> None:
+    api.versions[0].files["optimizer.safetensors"] = b""
+    with pytest.raises(EnvironmentProblem, match="none of the versions that were found is good: step 7 of epoch 2"):
+        fetch(api, tmp_path)
+    api.versions.append(HandVersion(6, shard="a", epoch=2))
+    taken = fetch(api, tmp_path)
+    assert taken.step == 6 and len(taken.passed) == 1 and taken.passed[0].startswith("step 7 of epoch 2 could be had")
+
+
+def test_there_is_nothing(api: HandApi, tmp_path: Path) -> None:
+    api.versions.clear()
+    with pytest.raises(EnvironmentProblem, match="there is no version\n"):
+        fetch(api, tmp_path)
+    api.answers["/v1/versions"] = 503, b'{"why": "busy"}'
+    with pytest.raises(EnvironmentProblem, match=f"there is no version: {api.name}: refused: busy"):
+        fetch(api, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_formats_that_do_not_exist(api: HandApi, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="'hf' is none of safetensors, torch, dcp") as caught:
+        fetch(api, tmp_path, "hf")
+    assert caught.value.where == "format" and api.asked == []
+
+
+def test_the_command(api: HandApi, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from flowcheck.cli import app
+
+    (tmp_path / "token").write_text(f"{TOKEN}\n")
+    api.versions.append(HandVersion(6, shard="a", epoch=2))
+    api.versions[0].files["model.safetensors"] = b""
+    words = ["fetch", api.name, "--out", str(tmp_path / "out"), "--token-file", str(tmp_path / "token"), "--format",
+             "torch", "--run-id", "run", "--shard", "a"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("Taken(step 6 of run 'run'") and "not taken: step 7" in done.stderr
+    assert (tmp_path / "out" / "step-000006.pt").is_file()
+    assert CliRunner().invoke(app, [*words, "--step", "6"]).exit_code == 0

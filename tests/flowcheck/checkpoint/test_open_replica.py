@@ -1,0 +1,170 @@
+"""A replica file as one version that is open: which file is found, what its calls give, and when the pin ends."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowcheck.checkpoint.replica import Replica
+from flowcheck.errors import UserError
+from flowcheck.job.model import BucketSlice
+from updater.layout import Layout
+from updater.optimizers import OptimizerSpec
+from updater.replica import Replica as Writer
+from updater.rounding_modes import RoundingMode
+
+WHOLE = Layout([[BucketSlice("w", 0, 4)]], {"w": (2, 2)}, [4])
+
+
+def _writer(path: Path, step: int = 0, **about: Any) -> Writer:
+    spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 0.5, "momentum": 0.9})])
+    return Writer(
+        {"w": torch.full((2, 2), 8.0), "count": torch.arange(2)}, spec, path=path, step=step,
+        rounding=RoundingMode("torch-cuda-foreach", "2.13.0"),
+        optimizer_state={"w": {"momentum_buffer": torch.ones(2, 2)}} if step else None, **about,
+    )
+
+
+def _advance(made: Writer) -> None:
+    slot = made.build(made.current.step + 1, WHOLE)
+    slot.apply(0, torch.full((4,), 2.0))
+    made.publish(slot)
+
+
+def test_a_version_as_torch_takes_it(shm: Path) -> None:
+    made = _writer(shm / "flowcheck-n-g-1.replica", step=5, run_id="run", epoch=3)
+    with Replica.open(shm / "flowcheck-n-g-1.replica") as replica:
+        assert (replica.step, replica.run_id, replica.epoch, replica.verified) == (5, "run", 3, None)
+        assert replica.path == shm / "flowcheck-n-g-1.replica"
+        state = replica.state_dict()
+        assert list(state) == ["w", "count"] and state["w"].tolist() == [[8.0, 8.0], [8.0, 8.0]]
+        state["w"].zero_()  # a copy: the file is not written
+        assert replica.state_dict()["w"].tolist() == [[8.0, 8.0], [8.0, 8.0]]
+        held = replica.optimizer_state_dict()
+        assert held["state"][0]["momentum_buffer"].tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        held["state"][0]["momentum_buffer"].zero_()
+        assert replica.optimizer_state_dict()["state"][0]["momentum_buffer"].sum() == 4
+        assert held["param_groups"][0]["momentum"] == 0.9
+        assert repr(replica) == f"Replica(step 5 of run 'run', epoch 3, no checksum compared; {replica.path})"
+    made.close()
+
+
+def test_a_version_stays_while_it_is_open_and_no_longer(shm: Path) -> None:
+    path = shm / "flowcheck-n-g-1.replica"
+    made = _writer(path)
+    replica = Replica.open(path, 0)
+    for _ in range(6):
+        _advance(made)
+    assert replica.step == 0 and replica.state_dict()["w"].tolist() == [[8.0, 8.0], [8.0, 8.0]]
+    assert Replica.open(path).step == 6 and 0 in made.steps
+    replica.close()
+    replica.close()
+    for call in (replica.state_dict, replica.optimizer_state_dict):
+        with pytest.raises(UserError) as refused:
+            call()
+        assert (refused.value.what, refused.value.where) == ("is closed", str(path))
+    for _ in range(4):
+        _advance(made)
+    with pytest.raises(UserError, match="no complete version 0; there is") as gone:
+        Replica.open(path, 0)
+    assert gone.value.where == str(path) and gone.value.what.startswith("no complete version")
+    made.close()
+
+
+def test_one_that_is_forgotten_lets_go_of_its_version(shm: Path) -> None:
+    path = shm / "flowcheck-n-g-1.replica"
+    made = _writer(path)
+    Replica.open(path)
+    gc.collect()
+    for _ in range(5):
+        _advance(made)
+    assert 0 not in made.steps
+    made.close()
+
+
+def test_verified_is_said(shm: Path) -> None:
+    path = shm / "flowcheck-n-g-1.replica"
+    made = _writer(path)
+    _advance(made)
+    made.mark_verified()
+    with Replica.open(path) as replica:
+        assert replica.verified == 1 and ", verified up to step 1; " in repr(replica)
+    made.close()
+
+
+def test_what_is_not_a_replica_is_refused(shm: Path) -> None:
+    (shm / "text").write_text("no replica")
+    for name, what in (("text", "not a replica that can be used"), ("absent", "cannot be opened: No such file")):
+        with pytest.raises(UserError) as refused:
+            Replica.open(str(shm / name))
+        assert refused.value.what.startswith(what) and refused.value.where == str(shm / name)
+        assert refused.value.remedy.startswith("give a file *.replica of a node")
+
+
+# -- which file ----------------------------------------------------------------------------------------------
+
+
+def test_the_file_that_was_begun_last(shm: Path) -> None:
+    """By its number and not by its letters. What has another name is left alone."""
+    made = [_writer(shm / f"flowcheck-node-a-{number}.replica", step=number) for number in (2, 9, 10)]
+    (shm / "flowcheck-node-a-11.replica.partial").write_bytes(b"")
+    (shm / "flowcheck-node-a-x12.replica").write_bytes(b"")
+    with Replica.latest(shm) as replica:
+        assert replica.step == 10
+    with Replica.latest(str(shm), node="node", group="a") as replica:
+        assert replica.step == 10
+    for one in made:
+        one.close()
+
+
+def test_a_newer_file_without_a_version_of_the_run_is_passed_over(shm: Path) -> None:
+    made = [
+        _writer(shm / "flowcheck-n-g-1.replica", step=1, run_id="a", epoch=0),
+        _writer(shm / "flowcheck-n-g-2.replica", step=2, run_id="a", epoch=1),
+        _writer(shm / "flowcheck-n-g-3.replica", step=3, run_id="b", epoch=1),
+    ]
+    (shm / "flowcheck-n-g-4.replica").write_bytes(b"torn")
+    for asked, step in (({}, 3), ({"run_id": "a"}, 2), ({"epoch": 1}, 3), ({"run_id": "a", "epoch": 0}, 1)):
+        with Replica.latest(shm, **asked) as replica:
+            assert replica.step == step, asked
+    for asked, said in (({"run_id": "c"}, " of run_id 'c'"), ({"run_id": "b", "epoch": 0}, " of run_id 'b', epoch 0"),
+                        ({"group": "h"}, " of group 'h'")):
+        with pytest.raises(UserError) as refused:
+            Replica.latest(shm, **asked)
+        assert (refused.value.what, refused.value.where) == (f"no replica with a complete version{said}", str(shm))
+    for one in made:
+        one.close()
+
+
+def test_groups_are_told_apart(shm: Path) -> None:
+    """Node and group may have dashes of their own: both together are the whole name."""
+    labels = {"node-1-a": 1, "node-1-b": 2, "other-b": 3}
+    made = [_writer(shm / f"flowcheck-{label}-1.replica", step=step) for label, step in labels.items()]
+    for asked, step in (
+        ({"node": "node-1", "group": "a"}, 1), ({"node": "node", "group": "1-a"}, 1), ({"group": "a"}, 1),
+        ({"node": "other"}, 3), ({"node": "node-1", "group": "b"}, 2),
+    ):
+        with Replica.latest(shm, **asked) as replica:
+            assert replica.step == step, asked
+    for asked, fit in (({}, "node-1-a, node-1-b, other-b"), ({"node": "node-1"}, "node-1-a, node-1-b"),
+                       ({"group": "b"}, "node-1-b, other-b")):
+        with pytest.raises(UserError) as refused:
+            Replica.latest(shm, **asked)
+        assert refused.value.what == f"replicas of several groups fit: {fit} (node-group)"
+        assert refused.value.where == str(shm)
+    for asked in ({"node": "nod"}, {"group": "1"}, {"node": "node-1", "group": "c"}):
+        with pytest.raises(UserError, match="no replica with a complete version"):
+            Replica.latest(shm, **asked)
+    for one in made:
+        one.close()
+
+
+def test_an_empty_folder_says_where_to_look(shm: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        Replica.latest(shm)
+    assert refused.value.what == "no replica with a complete version"
+    assert refused.value.remedy.startswith("check `replica.directory`")

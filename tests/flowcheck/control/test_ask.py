@@ -1,0 +1,293 @@
+"""Asking a node for versions: what it may say, what is refused of it, and connections that break."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from flowcheck.control import ask
+from flowcheck.control.ask import AskError, Node, Offer, reader_key, split
+from flowcheck.control.version import MODEL, OPTIMIZER
+
+from ..hand_api import KEY, TOKEN, HandApi, HandVersion, safetensors, seal
+
+BIG = [float(i) for i in range(3 << 20)]  # more than one chunk
+
+
+@pytest.fixture
+def api() -> Iterator[HandApi]:
+    with HandApi(HandVersion(7)) as made:
+        yield made
+
+
+@pytest.fixture
+def node(api: HandApi) -> Iterator[Node]:
+    made = Node(api.address, KEY, 30.0)
+    yield made
+    made.close()
+
+
+def refused(call: Any, *given: Any) -> str:
+    with pytest.raises(AskError) as caught:
+        call(*given)
+    assert caught.value.exit_code == 3 and "127.0.0.1" in caught.value.where
+    return caught.value.what
+
+
+def model_of(node: Node, **into: torch.Tensor) -> dict[str, torch.Tensor]:
+    (offer,) = node.offers()
+    return node.tensors(offer, node.version(offer), MODEL, into)
+
+
+# -- what is there -----------------------------------------------------------------------------------------
+
+
+def test_the_key_is_not_the_token() -> None:
+    assert reader_key(TOKEN.encode()) == KEY and TOKEN not in KEY
+    assert reader_key(b"another token, as long") != KEY
+
+
+def test_who_has_another_key_is_refused(api: HandApi) -> None:
+    assert refused(Node(api.address, KEY[::-1]).offers) == "the token is wrong"
+
+
+def test_what_a_node_offers(api: HandApi, node: Node) -> None:
+    api.versions.append(HandVersion(5, tier="disk", epoch=2, shard="dp0", run_id="x", status="unverified"))
+    first, second = node.offers()
+    assert first == Offer("m0070", "memory", "run", 0, 7, "", "verified", 20)
+    assert second == Offer("d2050dp0", "disk", "x", 2, 5, "dp0", "unverified", 20)
+    assert node.name == api.name and Node(("::1", 7), KEY).name == "[::1]:7"
+
+
+@pytest.mark.parametrize("said", [b"[]", b"{}", b'{"versions": 3}', b'{"versions": {}}'])
+def test_a_list_that_is_none(api: HandApi, node: Node, said: bytes) -> None:
+    api.answers["/v1/versions"] = 200, said
+    assert refused(node.offers) == "does not list versions"
+
+
+@pytest.mark.parametrize("said", [b"", b"{", b"\xff", b"[" * 100_000])
+def test_an_answer_that_is_not_json(api: HandApi, node: Node, said: bytes) -> None:
+    api.answers["/v1/versions"] = 200, said
+    assert refused(node.offers) == "an answer that is not JSON"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("id", 3), ("id", "../x"), ("id", ""), ("tier", "tape"), ("tier", None), ("run_id", None), ("epoch", "1"),
+     ("epoch", -1), ("step", True), ("step", -1), ("shard", 0), ("status", "diverged"), ("nbytes", -1),
+     ("nbytes", 1.5)],
+)
+def test_an_offer_that_is_none(api: HandApi, node: Node, field: str, value: Any) -> None:
+    api.versions[0].offer[field] = value
+    assert refused(node.offers).startswith("lists a version")
+    del api.versions[0].offer[field]
+    assert refused(node.offers) == "lists a version that is not described"
+
+
+def test_an_offer_that_is_no_object() -> None:
+    with pytest.raises(AskError, match="not described"):
+        Offer.of(3, "x")
+
+
+def test_numbers_of_an_offer_may_be_0() -> None:
+    said = HandVersion(0).offer | {"nbytes": 0}
+    assert Offer.of(said, "x").step == 0
+
+
+def test_an_answer_without_an_end(api: HandApi, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "MOST_TEXT", 100)
+    api.answers["/v1/versions"] = 200, b" " * 101
+    assert refused(node.offers) == "an answer that is too long, or too slow"
+    api.answers["/v1/versions"] = 200, b'{"versions": []}'.ljust(100)
+    assert node.offers() == []
+
+
+def test_a_node_that_says_why_not(api: HandApi, node: Node) -> None:
+    for status, said, why in ((503, b'{"why": "step 3 is being read"}', "refused: step 3 is being read"),
+                              (404, b"[]", "refused: status 404"), (500, b'{"why": 3}', "refused: status 500"),
+                              (404, b"nothing", "refused: status 404"), (206, b"{}", "refused: status 206")):
+        api.answers["/v1/versions"] = status, said
+        assert refused(node.offers) == why
+
+
+def test_nobody_is_there(node: Node) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    assert refused(Node(("127.0.0.1", port), KEY).offers) == "connection lost: Connection refused"
+
+
+def test_a_node_that_is_silent(api: HandApi) -> None:
+    api.quiet.add("/v1/versions")
+    assert refused(Node(api.address, KEY, 0.2).offers) == "no answer within 0.2 s"
+
+
+# -- manifests ---------------------------------------------------------------------------------------------
+
+
+def test_the_manifest_of_an_offer(node: Node) -> None:
+    (offer,) = node.offers()
+    version = node.version(offer)
+    assert (version.run_id, version.epoch, version.step, version.shard) == ("run", 0, 7, "")
+    assert list(version.files[MODEL]) == ["w", "b"] and list(version.files[OPTIMIZER]) == ["state.w.momentum_buffer"]
+
+
+def test_a_manifest_that_was_changed(api: HandApi, node: Node) -> None:
+    (offer,) = node.offers()
+    api.versions[0].document["step"] = 8
+    assert refused(node.version, offer) == (
+        "its manifest was changed after it was written (its own hash does not match)"
+    )
+
+
+@pytest.mark.parametrize(("field", "value"), [("run_id", "x"), ("epoch", 3), ("step", 8), ("shard", "dp1")])
+def test_a_manifest_of_another_version(api: HandApi, node: Node, field: str, value: Any) -> None:
+    (offer,) = node.offers()
+    api.versions[0].document = seal({**api.versions[0].document, field: value})
+    assert refused(node.version, offer) == f"offered {field} {getattr(offer, field)!r} and sent {value!r}"
+
+
+# -- tensors -----------------------------------------------------------------------------------------------
+
+
+def test_tensors_come_in_the_manifests_order(api: HandApi, node: Node) -> None:
+    api.versions[0].files[MODEL] = safetensors({"b": [3.0], "w": [7.5, 2.0]})
+    found = model_of(node)
+    assert list(found) == ["w", "b"] and found["w"].tolist() == [7.5, 2.0] and found["b"].tolist() == [3.0]
+    (offer,) = node.offers()
+    state = split(node.tensors(offer, node.version(offer), OPTIMIZER, {}))
+    assert list(state) == ["w"] and state["w"]["momentum_buffer"].tolist() == [1.0, 7.0]
+
+
+def test_names_may_have_points() -> None:
+    one = torch.zeros(1)
+    assert split({"state.layer.0.weight.exp_avg": one, "state.layer.0.weight.step": one, "state.b.step": one}) == {
+        "layer.0.weight": {"exp_avg": one, "step": one}, "b": {"step": one},
+    }
+
+
+def test_tensors_go_straight_into_what_is_given(api: HandApi, node: Node) -> None:
+    straight, apart = torch.zeros(1, requires_grad=True), torch.zeros(4)
+    found = model_of(node, b=straight, w=apart[::2])
+    assert found["b"] is straight and straight.tolist() == [3.0]
+    assert found["w"].tolist() == [7.5, 2.0] and apart.tolist() == [7.5, 0.0, 2.0, 0.0]
+
+
+def test_what_is_not_in_row_major_order_is_written_once_its_hash_agreed(api: HandApi, node: Node) -> None:
+    files = api.versions[0].files
+    files[MODEL] = files[MODEL][:-5] + bytes([files[MODEL][-5] ^ 1]) + files[MODEL][-4:]  # b has the last four
+    given = torch.zeros(4)
+    assert "tensor 'w' has other bytes" in refused(lambda: model_of(node, w=given[::2]))
+    assert given.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("at", [0, 5, 8, 11])  # of w's eight bytes and b's four
+def test_a_flipped_bit_on_the_way(api: HandApi, node: Node, at: int) -> None:
+    data = bytearray(api.versions[0].files[MODEL])
+    data[len(data) - 12 + at] ^= 0x10
+    api.versions[0].files[MODEL] = bytes(data)
+    name = "w" if at < 8 else "b"
+    assert refused(lambda: model_of(node)) == (
+        f"tensor {name!r} has other bytes than its manifest says (SHA-256 differs)"
+    )
+
+
+def test_a_tensor_that_is_missing(api: HandApi, node: Node) -> None:
+    api.versions[0].files[MODEL] = safetensors({"w": [7.5, 2.0]})
+    assert refused(lambda: model_of(node)) == "lacks tensor 'b', which its manifest lists"
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (safetensors({"w": [1.0]}), "tensor 'w' is F32 [1], not F32 [2]"),
+        (safetensors({"x": [1.0]}), "tensor 'x' is not expected"),
+        (safetensors({"w": [7.5, 2.0], "b": [3.0]}) + b"\0", "1 bytes behind the last tensor"),
+        (b"\xff" * 8, f"a safetensors header of {(1 << 64) - 1} bytes in 8"),
+        ((9).to_bytes(8, "little") + b"{}      ", "a safetensors header of 9 bytes in 16"),
+        ((17 << 20).to_bytes(8, "little") + bytes(18 << 20), f"a safetensors header of {17 << 20} bytes in"),
+        ((2).to_bytes(8, "little") + b"[]", "the safetensors header is no object"),
+        ((2).to_bytes(8, "little") + b"{]", "the safetensors header is not JSON"),
+    ],
+)
+def test_a_file_that_is_none(api: HandApi, node: Node, data: bytes, what: str) -> None:
+    api.versions[0].files[MODEL] = data
+    assert refused(lambda: model_of(node)).startswith(what)
+
+
+def test_a_file_that_ends_before_its_header_does(api: HandApi, node: Node) -> None:
+    api.versions[0].files[MODEL] = b"\x01\x00"
+    assert "connection lost: closed before its end" in refused(lambda: model_of(node))
+
+
+def test_a_connection_that_breaks_goes_on_where_it_was(api: HandApi, node: Node) -> None:
+    api.versions[0] = HandVersion(7, {"w": BIG, "b": [3.0]})
+    data = api.versions[0].files[MODEL]
+    path = f"/v1/versions/{api.versions[0].id}/{MODEL}"
+    api.cut[path] = [5, len(data) - 5 - 3]
+    found = model_of(node)
+    assert torch.equal(found["w"], torch.tensor(BIG)) and found["b"].tolist() == [3.0]
+    assert [span for asked, span in api.asked if asked == path] == [None, "bytes=5-", f"bytes={len(data) - 3}-"]
+    assert node.received == len(data)
+
+
+def test_a_connection_that_breaks_too_often(api: HandApi, node: Node) -> None:
+    path = f"/v1/versions/{api.versions[0].id}/{MODEL}"
+    api.cut[path] = [3, 3, 3]
+    assert refused(lambda: model_of(node)) == "connection lost: closed before its end"
+    assert api.asked_for(MODEL) == 3
+
+
+def test_a_file_that_is_another_length_the_second_time(api: HandApi, node: Node) -> None:
+    path = f"/v1/versions/{api.versions[0].id}/{MODEL}"
+    (offer,) = node.offers()
+    version = node.version(offer)
+    api.cut[path] = [3]
+
+    class Shrinks(dict[str, Any]):
+        def __getitem__(self, name: str) -> bytes:
+            data: bytes = super().__getitem__(name)
+            self[name] = data[:-4]
+            return data
+
+    api.versions[0].files = Shrinks(api.versions[0].files)
+    assert refused(node.tensors, offer, version, MODEL, {}) == (
+        "does not say how long its answer is, or not twice the same"
+    )
+
+
+def test_an_answer_that_does_not_say_how_long_it_is(api: HandApi, node: Node) -> None:
+    api.unmeasured.add(f"/v1/versions/{api.versions[0].id}/{MODEL}")
+    assert "does not say how long" in refused(lambda: model_of(node))
+
+
+def test_a_version_that_is_gone_by_now(api: HandApi, node: Node) -> None:
+    (offer,) = node.offers()
+    version = node.version(offer)
+    api.versions.clear()
+    why = "refused: there is no such version, or no longer"
+    assert refused(node.version, offer) == why and refused(node.tensors, offer, version, MODEL, {}) == why
+    assert api.asked_for(MODEL) == 1  # a refusal is an answer
+
+
+def test_a_file_that_trickles(api: HandApi, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "SECONDS", -1.0)  # what the deadline adds to the time that the bytes may take
+    assert refused(lambda: model_of(node)).startswith("too slow: ")
+
+
+def test_an_empty_tensor(api: HandApi, node: Node) -> None:
+    api.versions[0] = HandVersion(7, {"w": [], "b": [3.0]}, {})
+    found = model_of(node)
+    assert found["w"].shape == (0,) and found["b"].tolist() == [3.0]
+
+
+def test_a_node_may_be_closed_at_any_time(node: Node) -> None:
+    node.close()
+    assert len(node.offers()) == 1
+    node.close()
+    node.close()
+    assert json.dumps(len(node.offers())) == "1"

@@ -1,0 +1,228 @@
+"""Which version is taken, and from where: choices by hand, and fetching from nodes that lie, fail or are silent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from flowcheck.control.ask import Node
+from flowcheck.control.sources import Key, NoSource, addresses, choose, fetch, look
+from flowcheck.control.version import MODEL, OPTIMIZER
+from flowcheck.errors import UserError
+
+from ..hand_api import KEY, HandApi, HandVersion, seal
+
+V, U = "verified", "unverified"
+
+
+def refused(call: Any, *given: Any) -> UserError:
+    with pytest.raises(UserError) as caught:
+        call(*given)
+    assert caught.value.remedy
+    return caught.value
+
+
+# -- addresses ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodes", "found"),
+    [
+        ("h:1", [("h", 1)]), ("a:1, [::1]:65535", [("a", 1), ("::1", 65535)]),
+        (["a:1", "b:1"], [("a", 1), ("b", 1)]), (("a:1",), [("a", 1)]),
+    ],
+)
+def test_addresses(nodes: str | Sequence[str], found: list[tuple[str, int]]) -> None:
+    assert addresses(nodes) == found
+
+
+@pytest.mark.parametrize("nodes", ["h", "h:", ":1", "h:0", "h:65536", "h:x", "h:-1", "a:1,", [3], ""])
+def test_what_is_not_an_address(nodes: Any) -> None:
+    assert "is not an address" in refused(addresses, nodes).what
+
+
+@pytest.mark.parametrize("nodes", [[], "a:1,a:1"])
+def test_no_node_and_one_that_is_named_twice(nodes: Any) -> None:
+    assert "is empty, or names a node twice" in refused(addresses, nodes).what
+
+
+# -- the choice --------------------------------------------------------------------------------------------
+
+CHOICES: dict[str, tuple[list[dict[Key, str]], dict[str, Any], Key | None]] = {
+    "nothing": ([{}], {}, None),
+    "the newest": ([{(0, 5): V, (0, 7): V, (0, 6): V}], {}, (0, 7)),
+    "of the newest epoch, though its step is older": ([{(0, 9): V, (1, 7): V}], {}, (1, 7)),
+    "what all have": ([{(0, 7): V, (0, 6): V}, {(0, 6): V, (0, 5): V}], {}, (0, 6)),
+    "nothing that all have": ([{(0, 7): V}, {(0, 6): V}], {}, None),
+    "one has nothing": ([{(0, 7): V}, {}], {}, None),
+    "the same step of another epoch is another version": ([{(0, 7): V}, {(1, 7): V}], {}, None),
+    "a step that was asked for": ([{(0, 7): V, (0, 6): U}], {"step": 6}, (0, 6)),
+    "of the newest epoch that has it": ([{(0, 6): V, (1, 6): U, (2, 7): V}], {"step": 6}, (1, 6)),
+    "a step that is not there": ([{(0, 7): V}], {"step": 8}, None),
+    "step 0 is a step": ([{(0, 0): V, (0, 7): V}], {"step": 0}, (0, 0)),
+    "what is bad is not taken": ([{(0, 7): V, (0, 6): V}], {"bad": [(0, 7)]}, (0, 6)),
+    "all is bad": ([{(0, 7): V}], {"bad": [(0, 7)]}, None),
+    "unverified, and nothing better": ([{(0, 7): U, (0, 6): U}], {"prefer_verified": 9}, (0, 7)),
+    "verified, one older": ([{(0, 7): U, (0, 6): V}], {"prefer_verified": 1}, (0, 6)),
+    "verified, too old": ([{(0, 7): U, (0, 5): V}], {"prefer_verified": 1}, (0, 7)),
+    "verified is not preferred": ([{(0, 7): U, (0, 6): V}], {}, (0, 7)),
+    "the newest of those that are verified": ([{(0, 7): U, (0, 6): V, (0, 5): V}], {"prefer_verified": 9}, (0, 6)),
+    "verified for one only": ([{(0, 7): U, (0, 6): V}, {(0, 7): U, (0, 6): U}], {"prefer_verified": 9}, (0, 7)),
+    "verified in an epoch before": ([{(1, 7): U, (0, 7): V}], {"prefer_verified": 9}, (1, 7)),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_choice(name: str) -> None:
+    held, options, chosen = CHOICES[name]
+    assert choose(held, **options) == chosen
+
+
+# -- looking -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def near() -> Iterator[HandApi]:
+    with HandApi(HandVersion(7), HandVersion(6, tier="disk")) as made:
+        yield made
+
+
+@pytest.fixture
+def far() -> Iterator[HandApi]:
+    with HandApi(HandVersion(7)) as made:
+        yield made
+
+
+def nodes(*apis: HandApi, seconds: float = 30.0) -> list[Node]:
+    return [Node(api.address, KEY, seconds) for api in apis]
+
+
+def test_the_nearest_tier_comes_first(near: HandApi, far: HandApi) -> None:
+    near.versions.insert(0, HandVersion(5, tier="disk", status=U))
+    far.versions.append(HandVersion(5, tier="disk"))
+    found = look(nodes(near, far), None, None)
+    assert (found.run_id, found.shard, found.absent) == ("run", "", ())
+    assert [(node.name, offer.tier, offer.step) for node, offer in found.places] == [
+        (near.name, "memory", 7), (far.name, "memory", 7), (near.name, "disk", 5), (near.name, "disk", 6),
+        (far.name, "disk", 5),
+    ]
+    assert found.versions == {(0, 7): V, (0, 5): V, (0, 6): V}
+    assert look(nodes(far, near), None, None).versions[0, 5] == V  # whoever is asked first
+
+
+def test_who_is_silent_is_absent(near: HandApi, far: HandApi) -> None:
+    far.quiet.add("/v1/versions")
+    found = look([*nodes(near), *nodes(far, seconds=0.2)], None, None)
+    assert found.absent == (f"{far.name}: no answer within 0.2 s",) and len(found.places) == 2
+    alone = look(nodes(far, seconds=0.2), "run", None)
+    assert (alone.run_id, alone.shard, alone.places, alone.versions) == ("run", "", (), {})
+
+
+def test_nothing_is_there(near: HandApi) -> None:
+    near.versions.clear()
+    found = look(nodes(near), None, None)
+    assert (found.run_id, found.shard, found.places, found.absent) == ("", "", (), ())
+
+
+@pytest.mark.parametrize("name", ["run_id", "shard"])
+def test_several_runs_or_shards(near: HandApi, name: str) -> None:
+    near.versions.append(HandVersion(7, **{name: "other"}))  # type: ignore[arg-type]
+    first = "run" if name == "run_id" else ""
+    error = refused(look, nodes(near), None, None)
+    several = ", ".join(sorted([repr(first), repr("other")]))
+    assert error.where == name and error.what == f"the nodes have several: {several}"
+    for value, steps in ((first, [7, 6]), ("other", [7]), ("none", [])):
+        wanted: dict[str, Any] = {"run_id": None, "shard": None, name: value}
+        found = look(nodes(near), **wanted)
+        assert [offer.step for _, offer in found.places] == steps and getattr(found, name) == value
+
+
+# -- fetching ----------------------------------------------------------------------------------------------
+
+
+def test_a_version_from_the_nearest_source(near: HandApi, far: HandApi) -> None:
+    fetched = fetch(look(nodes(near, far), None, None), (0, 7), {})
+    assert fetched.source == f"{near.name}, memory" and fetched.passed == () and fetched.version.step == 7
+    assert fetched.model["w"].tolist() == [7.5, 2.0]
+    assert fetched.state["w"]["momentum_buffer"].tolist() == [1.0, 7.0]
+    assert fetched.nbytes == sum(map(len, near.versions[0].files.values())) and fetched.seconds > 0
+    assert far.asked_for("manifest.json") == 0 and near.asked_for("manifest.json") == 1
+
+
+def test_a_source_of_another_step_is_not_asked(near: HandApi, far: HandApi) -> None:
+    near.versions[0] = HandVersion(8)
+    fetched = fetch(look(nodes(near, far), None, None), (0, 7), {})
+    assert fetched.source == f"{far.name}, memory" and near.asked_for("manifest.json") == 0
+
+
+@pytest.mark.parametrize("file", [MODEL, OPTIMIZER])
+def test_a_flipped_bit_is_never_loaded(near: HandApi, far: HandApi, file: str) -> None:
+    data = near.versions[0].files[file]
+    near.versions[0].files[file] = data[:-1] + bytes([data[-1] ^ 0x40])
+    given = {"w": torch.zeros(2)}
+    fetched = fetch(look(nodes(near, far), None, None), (0, 7), given)
+    name = "b" if file == MODEL else "state.w.momentum_buffer"
+    assert fetched.source == f"{far.name}, memory"
+    assert fetched.passed == (f"{near.name}, memory: {file}: tensor {name!r} has other bytes than its manifest says"
+                              " (SHA-256 differs)",)
+    assert fetched.model["w"] is given["w"] and given["w"].tolist() == [7.5, 2.0]
+    assert fetched.nbytes > 2 * len(data)
+
+
+def test_a_changed_manifest_is_not_believed(near: HandApi, far: HandApi) -> None:
+    near.versions[0].document["optimizer"] = {"name": "sgd", "groups": []}
+    fetched = fetch(look(nodes(near, far), None, None), (0, 7), {})
+    assert fetched.source == f"{far.name}, memory" and "own hash does not match" in fetched.passed[0]
+
+
+def test_the_disk_is_the_next_tier(near: HandApi, far: HandApi) -> None:
+    near.versions[1] = HandVersion(7, tier="disk")
+    found = look([*nodes(near), *nodes(far)], None, None)
+    near.versions.pop(0)
+    far.versions.clear()
+    fetched = fetch(found, (0, 7), {})
+    assert fetched.source == f"{near.name}, disk"
+    why = "refused: there is no such version, or no longer"
+    assert fetched.passed == (f"{near.name}: {why}", f"{far.name}: {why}")
+
+
+def test_no_source_is_good(near: HandApi, far: HandApi) -> None:
+    found = look([*nodes(near), *nodes(far, seconds=5)], None, None)
+    near.versions[0].document = {}
+    far.close()
+    with pytest.raises(NoSource) as caught:
+        fetch(found, (0, 7), {})
+    assert caught.value.what == (
+        f"step 7 of epoch 0 could be had from nowhere: {near.name}, memory: its manifest is not a"
+        f" flowcheck/checkpoint/2 manifest; {far.name}: connection lost: Connection refused"
+    )
+    with pytest.raises(NoSource, match="nobody has it any more"):
+        fetch(found, (0, 8), {})
+
+
+def test_who_was_absent_is_said(near: HandApi, far: HandApi) -> None:
+    far.answers["/v1/versions"] = 503, b'{"why": "busy"}'
+    assert fetch(look(nodes(near, far), None, None), (0, 7), {}).passed == (f"{far.name}: refused: busy",)
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"x": torch.zeros(2)}, "tensor 'x' is float32 [2], step 7 does not have it"),
+        ({"w": torch.zeros(3)}, "tensor 'w' is float32 [3], step 7 has float32 [2]"),
+        ({"w": torch.zeros(2, dtype=torch.float64)}, "tensor 'w' is float64 [2], step 7 has float32 [2]"),
+    ],
+)
+def test_tensors_that_do_not_fit(near: HandApi, given: dict[str, torch.Tensor], what: str) -> None:
+    error = refused(fetch, look(nodes(near), None, None), (0, 7), {"b": torch.zeros(1), **given})
+    assert (error.what, error.where) == (what, "into") and near.asked_for(MODEL) == 0
+
+
+def test_a_manifest_may_have_no_optimizer(near: HandApi) -> None:
+    one = HandVersion(7, state={})
+    one.document = seal({**one.document, "optimizer": {}})
+    near.versions[0] = one
+    assert fetch(look(nodes(near), None, None), (0, 7), {}).state == {}

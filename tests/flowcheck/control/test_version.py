@@ -1,0 +1,117 @@
+"""The description of a version: what it is as JSON, and what is refused of one that somebody else wrote."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import pytest
+
+from flowcheck.control.tensors import TensorSpec
+from flowcheck.control.version import MODEL, OPTIMIZER, SCHEMA, Digest, Version, seal, self_hash
+from flowcheck.errors import UserError
+
+A, B = "a" * 64, "b" * 64
+VERSION = Version(
+    "a run", 2, 7, "stage1", "verified", ("icrc off",), {"name": "sgd", "groups": []}, "torch-cpu",
+    {MODEL: {"w": Digest(TensorSpec("bfloat16", (2, 3)), A)},
+     OPTIMIZER: {"state.w.step": Digest(TensorSpec("float32", ()), B)}},
+)
+DOCUMENT: dict[str, Any] = {
+    "schema": "flowcheck/checkpoint/2", "run_id": "a run", "epoch": 2, "step": 7, "shard": "stage1",
+    "status": "verified", "unproven": ["icrc off"], "optimizer": {"name": "sgd", "groups": []},
+    "rounding": "torch-cpu",
+    "files": {
+        "model.safetensors": {"bytes": 12, "tensors": {"w": {"dtype": "bfloat16", "shape": [2, 3], "sha256": A}}},
+        "optimizer.safetensors": {
+            "bytes": 4, "tensors": {"state.w.step": {"dtype": "float32", "shape": [], "sha256": B}},
+        },
+    },
+}
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return seal({**DOCUMENT, **fields})
+
+
+def refused(document: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        Version.of(document, "the manifest")
+    assert caught.value.where.startswith("the manifest") and caught.value.remedy
+    return caught.value.what
+
+
+def test_a_version_is_one_json_object_and_back() -> None:
+    text = json.dumps(DOCUMENT, sort_keys=True, separators=(",", ":")).encode()
+    assert VERSION.document() == {**DOCUMENT, "manifest_sha256": hashlib.sha256(text).hexdigest()}
+    assert Version.of(json.loads(json.dumps(VERSION.document())), "x") == VERSION
+    assert VERSION.nbytes == 16 and SCHEMA == "flowcheck/checkpoint/2"
+
+
+def test_the_schema_before_had_no_shard() -> None:
+    old = {name: value for name, value in DOCUMENT.items() if name != "shard"}
+    assert Version.of(seal({**old, "schema": "flowcheck/checkpoint/1"}), "x").shard == ""
+
+
+def test_the_hash_is_over_all_but_itself() -> None:
+    assert self_hash(seal(DOCUMENT)) == self_hash(DOCUMENT) != self_hash({**DOCUMENT, "step": 8})
+
+
+@pytest.mark.parametrize("field", [name for name in DOCUMENT if name not in ("schema", "shard")])
+def test_every_field_is_needed(field: str) -> None:
+    missing = {name: value for name, value in DOCUMENT.items() if name != field}
+    assert refused(seal(missing)) == f"{field} is not what every version has"
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"run_id": 1}, "run_id is"), ({"epoch": True}, "epoch is"), ({"step": 1.0}, "step is"),
+        ({"shard": None}, "shard is"), ({"unproven": "icrc off"}, "unproven is"), ({"optimizer": []}, "optimizer is"),
+        ({"rounding": None}, "rounding is"), ({"files": []}, "files is"), ({"status": "good"}, "status or unproven is"),
+        ({"unproven": [1]}, "status or unproven is"), ({"epoch": -1}, "epoch or step is"),
+        ({"step": -1}, "epoch or step is"), ({"schema": "flowcheck/checkpoint/3"}, f"is not a {SCHEMA} manifest"),
+        ({"files": {MODEL: {}}}, f"files are not {MODEL} and {OPTIMIZER}"),
+        ({"files": {MODEL: {}, OPTIMIZER: {}, "x": {}}}, f"files are not {MODEL} and {OPTIMIZER}"),
+        ({"files": {MODEL: {}, OPTIMIZER: {"tensors": {}}}}, "lists no tensors"),
+        ({"files": {MODEL: {"tensors": []}, OPTIMIZER: {"tensors": {}}}}, "lists no tensors"),
+        ({"files": {MODEL: 3, OPTIMIZER: {"tensors": {}}}}, "lists no tensors"),
+    ],
+)
+def test_a_field_that_is_something_else(fields: dict[str, Any], what: str) -> None:
+    assert refused(changed(**fields)).startswith(what)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "what"),
+    [
+        (3, "is not described"), ({}, "has no proper dtype and shape"),
+        ({"dtype": "complex64", "shape": [1], "sha256": A}, "has no proper dtype and shape"),
+        ({"dtype": "float32", "shape": 1, "sha256": A}, "has no proper dtype and shape"),
+        ({"dtype": "float32", "shape": [-1], "sha256": A}, "has no proper dtype and shape"),
+        ({"dtype": "float32", "shape": [True], "sha256": A}, "has no proper dtype and shape"),
+        ({"dtype": "float32", "shape": [1], "sha256": A[1:]}, "has no SHA-256"),
+        ({"dtype": "float32", "shape": [1], "sha256": None}, "has no SHA-256"),
+    ],
+)
+def test_a_tensor_that_is_not_described(tensor: Any, what: str) -> None:
+    document = changed(files={MODEL: {"tensors": {"w": tensor}}, OPTIMIZER: {"tensors": {}}})
+    assert refused(document) == what
+
+
+def test_dimensions_may_be_empty() -> None:
+    entry = {"dtype": "float32", "shape": [0, 3], "sha256": A}
+    document = changed(files={MODEL: {"tensors": {"w": entry}}, OPTIMIZER: {"tensors": {}}}, step=0, epoch=0)
+    assert Version.of(document, "x").nbytes == 0
+
+
+@pytest.mark.parametrize("document", [None, [], 3, {}])
+def test_what_is_no_manifest_at_all(document: Any) -> None:
+    assert refused(document) == f"is not a {SCHEMA} manifest"
+
+
+def test_a_flipped_bit_shows() -> None:
+    sealed = seal(DOCUMENT)
+    assert refused({**sealed, "step": 8}) == "was changed after it was written (its own hash does not match)"
+    assert "own hash" in refused({**sealed, "manifest_sha256": "0" * 64}) and "own hash" in refused(DOCUMENT)

@@ -1,0 +1,153 @@
+"""A node's HTTP API made by hand: manifests and safetensors files are built here and not by the product. Whatever it
+says can be changed, cut short or held back."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import struct
+import threading
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+TOKEN = "a token that only tests have"
+KEY = hmac.new(TOKEN.encode(), b"flowcheck reader 1", hashlib.sha256).hexdigest()
+FILES = ("model.safetensors", "optimizer.safetensors")
+Floats = dict[str, list[float]]
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def floats(values: Sequence[float]) -> bytes:
+    return struct.pack(f"<{len(values)}f", *values)
+
+
+def safetensors(tensors: Floats) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, values in tensors.items():
+        start, end = end, end + 4 * len(values)
+        entries[name] = {"dtype": "F32", "shape": [len(values)], "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + b"".join(floats(values) for values in tensors.values())
+
+
+def seal(document: dict[str, Any]) -> dict[str, Any]:
+    body = {name: value for name, value in document.items() if name != "manifest_sha256"}
+    text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    return {**body, "manifest_sha256": sha256(text)}
+
+
+class HandVersion:
+    """A version that a node holds; what of it is asked for. Everything may be changed after it was made."""
+
+    def __init__(
+        self, step: int, model: Floats | None = None, state: Floats | None = None, *, tier: str = "memory",
+        epoch: int = 0, shard: str = "", run_id: str = "run", status: str = "verified",
+    ) -> None:
+        self.id = f"{tier[0]}{epoch}0{step}0{shard}"
+        model = {"w": [step + 0.5, 2.0], "b": [3.0]} if model is None else model
+        state = {"state.w.momentum_buffer": [1.0, float(step)]} if state is None else state
+        self.offer: dict[str, Any] = {
+            "id": self.id, "tier": tier, "run_id": run_id, "epoch": epoch, "step": step, "shard": shard,
+            "status": status, "nbytes": 4 * sum(map(len, (*model.values(), *state.values()))),
+        }
+        held = dict(zip(FILES, (model, state), strict=True))
+        self.document = seal({
+            "schema": "flowcheck/checkpoint/2", "run_id": run_id, "epoch": epoch, "step": step, "shard": shard,
+            "status": status, "unproven": [], "rounding": "torch-cpu",
+            "optimizer": {"name": "sgd", "groups": [{"params": list(model), "options": {"lr": 0.1, "momentum": 0.9}}]},
+            "files": {
+                file: {"bytes": 0, "tensors": {
+                    name: {"dtype": "float32", "shape": [len(values)], "sha256": sha256(floats(values))}
+                    for name, values in tensors.items()
+                }} for file, tensors in held.items()
+            },
+        })
+        self.files = {file: safetensors(tensors) for file, tensors in held.items()}
+
+
+class HandApi:
+    """A node. versions: what it lists. asked: (path, Range) of each request. cut: per path, after how many bytes each
+    request's connection ends, the first for the first. answers: what is said instead, per path: status and body. quiet:
+    paths that are not answered until `close`."""
+
+    def __init__(self, *versions: HandVersion, absent: Sequence[str] = ()) -> None:
+        self.versions = list(versions)
+        self.asked: list[tuple[str, str | None]] = []
+        self.cut: dict[str, list[int]] = {}
+        self.answers: dict[str, tuple[int, bytes]] = {}
+        self.quiet: set[str] = set()
+        self.unmeasured: set[str] = set()  # paths whose answers do not say how long they are
+        self._ended = threading.Event()
+        api = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                api._answer(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.address: tuple[str, int] = ("127.0.0.1", self._server.server_address[1])
+        self.name = f"127.0.0.1:{self.address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def __enter__(self) -> HandApi:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def asked_for(self, end: str) -> int:
+        return sum(path.endswith(end) for path, _ in self.asked)
+
+    def _answer(self, request: Any) -> None:
+        wanted = request.headers.get("Range")
+        self.asked.append((request.path, wanted))
+        if request.path in self.quiet:
+            self._ended.wait()
+            request.close_connection = True
+            return
+        status, body = self._body(request)
+        if wanted is not None and status == 200:
+            first = int(re.fullmatch(r"bytes=(\d+)-", wanted)[1])  # type: ignore[index]
+            status, body = 206, body[first:]
+        request.send_response(status)
+        if request.path not in self.unmeasured:
+            request.send_header("Content-Length", str(len(body)))
+        request.send_header("Connection", "close")
+        request.end_headers()
+        cuts = self.cut.get(request.path, [])
+        request.wfile.write(body[: cuts.pop(0)] if cuts else body)
+        request.close_connection = True
+
+    def _body(self, request: Any) -> tuple[int, bytes]:
+        if request.headers.get("Authorization") != f"Bearer {KEY}":
+            return 401, b'{"why": "the key is missing or wrong"}'
+        if request.path in self.answers:
+            return self.answers[request.path]
+        if request.path == "/v1/versions":
+            return 200, json.dumps({"versions": [one.offer for one in self.versions], "absent": []}).encode()
+        for one in self.versions:
+            for file in ("manifest.json", *FILES):
+                if request.path == f"/v1/versions/{one.id}/{file}":
+                    return 200, json.dumps(one.document).encode() if file == "manifest.json" else one.files[file]
+        return 404, b'{"why": "there is no such version, or no longer"}'

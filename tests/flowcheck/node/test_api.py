@@ -1,0 +1,358 @@
+"""The HTTP API as an ASGI application: who may ask, what each route says, ranges, and what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from flowcheck.control.ask import Offer
+from flowcheck.control.version import MODEL, OPTIMIZER
+from flowcheck.errors import EnvironmentProblem
+from flowcheck.node import api
+from flowcheck.node.api import DESCRIPTION, make_app, span_of
+from flowcheck.node.holdings import Gone, Held, Holding, Pressed, Shelf
+
+KEY = "k" * 64
+SHOWN = [(b"authorization", f"Bearer {KEY}".encode())]
+DATA = bytes(range(256)) * (3 << 12)  # three chunks
+
+
+def offer(tier: str, step: int, **fields: Any) -> Offer:
+    given = {"id": f"{tier[0]}{step:031x}", "tier": tier, "run_id": "run", "epoch": 0, "step": step, "shard": "",
+             "status": "verified", "nbytes": 5} | fields
+    return Offer(**given)
+
+
+class FakeHeld:
+    def __init__(self, shelf: FakeShelf, one: Offer) -> None:
+        self.shelf, self.offer, self.busy = shelf, one, 0
+
+    def check(self) -> None:
+        if self.shelf.gone:
+            raise Gone("removed", where="x")
+
+    def manifest(self) -> bytes:
+        self.shelf.hashing.append(self.busy)
+        if self.shelf.fails is not None:
+            raise self.shelf.fails
+        return b'{"step": %d}' % self.offer.step
+
+    def size(self, file: str) -> int:
+        return len(DATA) if file == MODEL else 0
+
+    def read(self, file: str, first: int, count: int) -> bytes:
+        self.shelf.reads.append((first, count))
+        if len(self.shelf.reads) == self.shelf.ends:
+            raise Gone("let go", where="x")
+        return DATA[first : first + count]
+
+
+class FakeShelf(Shelf):
+    """Notes what is done, and on which threads. gone, fails, ends: what is to go wrong."""
+
+    def __init__(self, *offers: Offer) -> None:
+        super().__init__()
+        self.offers = list(offers)
+        self.hashing: list[int] = []
+        self.reads: list[tuple[int, int]] = []
+        self.threads: set[str] = set()
+        self.gone, self.ends = False, 0
+        self.fails: Exception | None = None
+        self.waits: threading.Event | None = None
+        self.expired, self.closed = threading.Event(), threading.Event()
+        self.last: FakeHeld | None = None
+
+    def look(self) -> list[Holding]:
+        self.threads.add(threading.current_thread().name)
+        if self.waits is not None:
+            self.waits.wait(60)
+        return [Holding(one, None, 1) for one in self.offers]  # type: ignore[arg-type]
+
+    def hold(self, id: str) -> Held:
+        self.threads.add(threading.current_thread().name)
+        for one in self.offers:
+            if one.id == id:
+                self.last = self.last or FakeHeld(self, one)
+                return self.last  # type: ignore[return-value]
+        raise Gone("there is no such version, or no longer", where=id)
+
+    def expire(self) -> None:
+        self.expired.set()
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    whole: bool
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+async def _get(app: Any, path: str, headers: list[tuple[bytes, bytes]], method: str) -> Answer:
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0 if not sent else 3600)
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path,
+             "raw_path": path.encode(), "query_string": b"", "headers": headers, "scheme": "http", "root_path": "",
+             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}
+    whole = True
+    try:
+        await app(scope, receive, send)
+    except Exception:
+        whole = False
+    body = b"".join(message.get("body", b"") for message in sent[1:])
+    said = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    return Answer(sent[0]["status"], said, body, whole)
+
+
+def get(
+    app: Any, path: str, shown: list[tuple[bytes, bytes]] = SHOWN, method: str = "GET", **headers: str
+) -> Answer:
+    more = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return asyncio.run(_get(app, path, [*shown, *more], method))
+
+
+@pytest.fixture
+def memory() -> FakeShelf:
+    return FakeShelf(offer("memory", 7), offer("memory", 6))
+
+
+@pytest.fixture
+def disk() -> FakeShelf:
+    return FakeShelf(offer("disk", 7), offer("disk", 3, epoch=1))
+
+
+@pytest.fixture
+def app(memory: FakeShelf, disk: FakeShelf) -> Iterator[Any]:
+    made = api._Api({"memory": memory, "disk": disk})
+    yield api._Guard(made.app, KEY)
+    made.close()
+
+
+def test_an_application_is_guarded() -> None:
+    made = make_app({}, KEY)
+    assert get(made, "/v1/versions", []).status == 401 and get(made, "/openapi.json").status == 200
+
+
+ID = offer("memory", 7).id
+PATHS = [path.replace("{id}", ID) for path in DESCRIPTION["paths"]]
+
+
+# -- who may ask -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/", "/v1", "/healthz/", "/nowhere", "//healthz", "/v1/../healthz"])
+@pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"])
+def test_without_the_key_nothing_but_healthz(app: Any, memory: FakeShelf, path: str, method: str) -> None:
+    for shown in ([], [(b"authorization", b"Bearer x")], [(b"authorization", KEY.encode())],
+                  [(b"authorization", f"bearer {KEY}".encode())], [*SHOWN, *SHOWN],
+                  [(b"authorization", f"Bearer {KEY} ".encode())], [(b"x-authorization", SHOWN[0][1])]):
+        answer = get(app, path, shown, method)
+        if path == "/healthz":
+            assert answer.status == (200 if method in ("GET", "HEAD") else 405)
+        else:
+            assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
+    assert memory.threads == set() and memory.reads == []
+
+
+def test_nothing_is_written_over_http(app: Any) -> None:
+    for path in PATHS:
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            assert get(app, path, method=method).status == 405
+    assert get(app, "/nowhere").status == 404
+
+
+def test_health_says_nothing_of_what_there_is(app: Any) -> None:
+    assert get(app, "/healthz", []).json.keys() == {"ok", "version"}
+
+
+# -- what there is -----------------------------------------------------------------------------------------
+
+
+def test_versions_newest_first(app: Any) -> None:
+    said = get(app, "/v1/versions").json
+    assert [(one["epoch"], one["step"], one["tier"]) for one in said["versions"]] == [
+        (1, 3, "disk"), (0, 7, "memory"), (0, 7, "disk"), (0, 6, "memory"),
+    ]
+    assert said["versions"][1] == vars(offer("memory", 7)) and said["absent"] == []
+
+
+def test_status_has_the_newest_of_each(app: Any, memory: FakeShelf) -> None:
+    memory.offers += [offer("memory", 5, shard="b"), offer("memory", 4, run_id="x"), offer("memory", 2, shard="b")]
+    said = get(app, "/v1/status").json
+    assert [(one["run_id"], one["shard"], one["tier"], one["step"]) for one in said["newest"]] == [
+        ("run", "", "disk", 3), ("run", "", "memory", 7), ("run", "b", "memory", 5), ("x", "", "memory", 4),
+    ]
+
+
+def test_a_tier_that_hangs_holds_up_no_other(
+    app: Any, disk: FakeShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "LOOK_SECONDS", 0.05)
+    disk.waits = threading.Event()
+
+    async def both() -> tuple[Answer, Answer, Answer]:
+        try:
+            return (await _get(app, "/v1/versions", SHOWN, "GET"), await _get(app, "/v1/status", SHOWN, "GET"),
+                    await _get(app, f"/v1/versions/{ID}/{MODEL}", SHOWN, "GET"))
+        finally:
+            assert disk.waits is not None
+            disk.waits.set()
+
+    versions, status, file = asyncio.run(both())
+    for said in (versions.json, status.json):
+        assert said["absent"] == ["disk"]
+    assert [one["step"] for one in versions.json["versions"]] == [7, 6] and file.body == DATA
+
+
+def test_each_tier_has_one_thread(app: Any, memory: FakeShelf, disk: FakeShelf) -> None:
+    for path in ("/v1/versions", f"/v1/versions/{ID}/{MODEL}", f"/v1/versions/{offer('disk', 7).id}/{MODEL}"):
+        get(app, path)
+    assert memory.threads == {"flowcheck memory_0"} and disk.threads == {"flowcheck disk_0"}
+
+
+# -- a version ---------------------------------------------------------------------------------------------
+
+
+def test_a_manifest(app: Any, memory: FakeShelf) -> None:
+    answer = get(app, f"/v1/versions/{ID}/manifest.json")
+    assert (answer.status, answer.json) == (200, {"step": 7}) and "json" in answer.headers["content-type"]
+    assert memory.hashing == [1] and memory.last is not None and memory.last.busy == 0
+
+
+def test_a_manifest_that_was_removed_while_it_was_hashed(app: Any, memory: FakeShelf) -> None:
+    memory.gone = True
+    answer = get(app, f"/v1/versions/{ID}/manifest.json")
+    assert (answer.status, answer.json) == (404, {"why": "x: removed"})
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(Gone("a"), 404), (Pressed("a", where="w"), 503), (EnvironmentProblem("a"), 500)]
+)
+def test_what_goes_wrong_is_said(app: Any, memory: FakeShelf, error: Any, status: int) -> None:
+    memory.fails = error
+    answer = get(app, f"/v1/versions/{ID}/manifest.json")
+    assert (answer.status, answer.json["why"]) == (status, "w: a" if status == 503 else "a")
+    assert ("retry-after" in answer.headers) == (status == 503)
+    assert memory.last is not None and memory.last.busy == 0
+
+
+@pytest.mark.parametrize("id", ["m" + "0" * 31, "d" + "0" * 31, "x", "0" * 32, "..", "%2e%2e"])
+@pytest.mark.parametrize("file", ["manifest.json", MODEL, OPTIMIZER])
+def test_a_version_that_is_not_there(app: Any, id: str, file: str) -> None:
+    assert get(app, f"/v1/versions/{id}/{file}").status == 404
+
+
+def test_a_whole_file(app: Any, memory: FakeShelf) -> None:
+    answer = get(app, f"/v1/versions/{ID}/{MODEL}")
+    assert answer.status == 200 and answer.body == DATA and answer.whole
+    assert answer.headers["content-length"] == str(len(DATA)) and answer.headers["accept-ranges"] == "bytes"
+    assert answer.headers["etag"] == f'"{ID}"' and "content-range" not in answer.headers
+    assert memory.reads == [(0, api.CHUNK), (api.CHUNK, api.CHUNK), (2 * api.CHUNK, api.CHUNK)]
+
+
+def test_an_empty_file(app: Any) -> None:
+    answer = get(app, f"/v1/versions/{ID}/{OPTIMIZER}")
+    assert (answer.status, answer.body, answer.headers["content-length"]) == (200, b"", "0")
+
+
+def test_a_range(app: Any, memory: FakeShelf) -> None:
+    first = api.CHUNK - 2
+    answer = get(app, f"/v1/versions/{ID}/{MODEL}", range=f"bytes={first}-{first + 4}")
+    assert answer.status == 206 and answer.body == DATA[first : first + 5] and answer.headers["content-length"] == "5"
+    assert answer.headers["content-range"] == f"bytes {first}-{first + 4}/{len(DATA)}"
+    answer = get(app, f"/v1/versions/{ID}/{MODEL}", range=f"bytes={len(DATA)}-")
+    assert answer.status == 416 and answer.headers["content-range"] == f"bytes */{len(DATA)}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "span"),
+    [
+        (None, (0, 10)), ("bytes=0-", (0, 10)), ("bytes=3-", (3, 10)), ("bytes=3-3", (3, 4)), ("bytes=3-99", (3, 10)),
+        ("bytes=-3", (7, 10)), ("bytes=-99", (0, 10)), (" bytes=9- ", (9, 10)), ("bytes=10-", None), ("bytes=-0", None),
+        ("bytes=5-4", None), ("bytes=-", None), ("bytes=0-1,3-4", None), ("bytes=x-", None), ("chunks=0-", None),
+        ("bytes=" + "9" * 19 + "-", None), ("", None),
+    ],
+)
+def test_ranges(asked: str | None, span: tuple[int, int] | None) -> None:
+    assert span_of(asked, 10) == span
+
+
+@pytest.mark.parametrize("ends", [1, 2, 3])
+def test_a_version_that_goes_while_it_is_sent_ends_the_connection(app: Any, memory: FakeShelf, ends: int) -> None:
+    memory.ends = ends
+    answer = get(app, f"/v1/versions/{ID}/{MODEL}")
+    assert not answer.whole and answer.body == DATA[: (ends - 1) * api.CHUNK]
+
+
+def test_a_file_that_became_shorter_ends_the_connection(
+    app: Any, memory: FakeShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeHeld, "size", lambda self, file: len(DATA) + 1)
+    answer = get(app, f"/v1/versions/{ID}/{MODEL}")
+    assert not answer.whole and answer.body == DATA
+
+
+# -- its life ----------------------------------------------------------------------------------------------
+
+
+def test_it_lets_go_of_versions_by_and_by(
+    app: Any, memory: FakeShelf, disk: FakeShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "EXPIRE_SECONDS", 0.01)
+
+    async def live() -> None:
+        told: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+        said: asyncio.Queue[Any] = asyncio.Queue()
+        running = asyncio.create_task(app({"type": "lifespan", "asgi": {"version": "3.0"}}, told.get, said.put))
+        await told.put({"type": "lifespan.startup"})
+        assert (await said.get())["type"] == "lifespan.startup.complete"
+        for shelf in (memory, disk):
+            assert await asyncio.to_thread(shelf.expired.wait, 60) and not shelf.closed.is_set()
+        await told.put({"type": "lifespan.shutdown"})
+        assert (await said.get())["type"] == "lifespan.shutdown.complete"
+        await running
+
+    asyncio.run(live())
+    assert memory.closed.wait(60) and disk.closed.wait(60)
+
+
+# -- the description ---------------------------------------------------------------------------------------
+
+
+def test_the_description_has_every_route_and_no_other(app: Any) -> None:
+    routes = {route.path for route in api._Api({}).app.routes}  # type: ignore[attr-defined]
+    assert set(DESCRIPTION["paths"]) == routes
+    assert get(app, "/openapi.json").json == json.loads(json.dumps(DESCRIPTION))
+    open_ = [path for path, item in DESCRIPTION["paths"].items() if not item["get"]["security"]]
+    assert open_ == ["/healthz"]
+    for path, item in DESCRIPTION["paths"].items():
+        assert ("401" in item["get"]["responses"]) == (path not in open_)
+        assert ("{id}" in path) == any(one["name"] == "id" for one in item["get"]["parameters"])
+
+
+def test_an_offer_is_described(app: Any) -> None:
+    described = DESCRIPTION["components"]["schemas"]["Offer"]
+    kinds = {"string": str, "integer": int}
+    for one in get(app, "/v1/versions").json["versions"]:
+        assert set(one) == set(described["properties"]) == set(described["required"])
+        assert all(type(one[name]) is kinds[kind["type"]] for name, kind in described["properties"].items())

@@ -1,0 +1,152 @@
+"""What trainers hear while there are no versions: each message once, in which order, and what the log says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flowcheck.control.protocol import Notice, Wanted
+from flowcheck.node import uploads
+from flowcheck.node.uploads import LOOK_SECONDS, OWN, QUIET, SOON, Asking, Uploads
+
+
+class Scene:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, now: float = 0.0) -> None:
+        self.now, self.drops = now, 0
+        self.told: list[Any] = []
+        self.said: list[tuple[str, dict[str, Any]]] = []
+        pace = Uploads
+        monkeypatch.setattr(uploads, "Uploads", lambda drops: pace(drops, lambda: self.now))
+        self.asking = Asking(
+            self.told.append, lambda event, **fields: self.said.append((event, fields)), lambda: self.drops
+        )
+
+    def heard(self) -> list[Any]:
+        found, self.told[:] = list(self.told), []
+        return found
+
+    def state(self) -> None:
+        """One came, and cost no time."""
+        self.asking.uploads.announced()
+        self.asking.uploads.taken()
+        self.asking.answered()
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+def test_the_first_question_goes_out_at_once_and_nothing_else(at: Scene) -> None:
+    at.asking.ask("gone")
+    assert at.heard() == [Wanted(["state"], "gone")] and at.said == []
+    at.asking.again()
+    at.state()
+    at.asking.again()
+    assert at.heard() == []
+
+
+def test_what_has_to_wait_is_said_and_asked_later(at: Scene) -> None:
+    at.state()
+    at.drops = 1
+    at.now = 3.0
+    at.asking.ask("gone")
+    assert at.heard() == [Wanted([], ""), Notice("gone; a state is asked for later")]
+    assert at.said == [("deferred", {"seconds": OWN, "why": (
+        "uploads would follow each other too fast: the next one is asked for after this time, and not while the node"
+        " itself drops packets")})]
+    at.now += OWN - 0.001
+    at.asking.again()
+    assert at.heard() == []
+    at.now += 0.001
+    at.asking.again()
+    assert at.heard() == [Notice(""), Wanted(["state"], "gone")]
+    at.asking.again()
+    assert at.heard() == [] and len(at.said) == 1
+
+
+def test_seconds_are_said_to_a_tenth(at: Scene) -> None:
+    at.asking.uploads.announced()
+    at.now = 0.123456
+    at.asking.uploads.taken()
+    at.asking.ask("gone")
+    assert [fields["seconds"] for _, fields in at.said] == [2.5]
+
+
+def test_a_state_that_comes_unasked_ends_the_waiting(at: Scene) -> None:
+    at.state()
+    at.drops = 1
+    at.asking.ask("gone")
+    at.heard()
+    at.state()
+    assert at.heard() == [Notice("")]
+    at.now += 1000
+    at.asking.again()
+    assert at.heard() == []
+
+
+def test_a_silent_mirror_is_said_beside_what_waits(at: Scene) -> None:
+    at.asking.silent("nothing comes")
+    assert at.heard() == [Notice("nothing comes")]
+    at.asking.silent("nothing comes")
+    assert at.heard() == []
+    at.state()
+    at.drops = 1
+    at.asking.ask("gone")
+    assert at.heard() == [Wanted([], ""), Notice("nothing comes; gone; a state is asked for later")]
+    at.asking.silent("")
+    assert at.heard() == [Notice("gone; a state is asked for later")]
+    at.asking.answered()
+    assert at.heard() == [Notice("")]
+    at.asking.silent("")
+    assert at.heard() == []
+
+
+# -- the clock's own beginning -------------------------------------------------------------------------------
+
+
+def test_a_job_that_begins_when_the_machine_does_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A monotonic clock may begin at 0; nothing may be measured from there."""
+    at = Scene(monkeypatch, now=0.0)
+    assert at.asking.uploads.due()
+    at.asking.uploads.taken()  # of which no beginning was seen: it cost nothing
+    at.now = 0.05
+    assert at.asking.uploads.lost() == 0.0 and at.asking.uploads.due()
+
+
+def test_before_a_state_came_no_pause_is_due_whatever_was_dropped(at: Scene) -> None:
+    at.drops = 5
+    assert at.asking.uploads.lost() == 0.0
+    at.now = QUIET
+    assert at.asking.uploads.due()
+
+
+def test_drops_are_looked_at_now_and_then_and_a_new_one_starts_the_quiet_time_anew(at: Scene) -> None:
+    at.state()
+    at.drops = 1
+    at.asking.uploads.lost()
+    at.now = OWN
+    at.drops = 2
+    assert not at.asking.uploads.due()
+    at.now = OWN + LOOK_SECONDS / 2
+    at.drops = 3  # seen at the next look only
+    assert not at.asking.uploads.due()
+    at.now = OWN + QUIET - 0.5
+    assert not at.asking.uploads.due()
+    at.now = OWN + 2 * QUIET - 0.75
+    assert not at.asking.uploads.due()
+    at.now = OWN + 2 * QUIET - 0.5
+    assert at.asking.uploads.due()
+
+
+def test_a_chain_of_just_the_length_is_still_a_short_one(at: Scene) -> None:
+    at.state()
+    at.now, at.drops = SOON * OWN, 1
+    assert at.asking.uploads.lost() == OWN
+    at.state()
+    at.now, at.drops = at.now + SOON * 2 * OWN, 2
+    assert at.asking.uploads.lost() == 2 * OWN
+    at.state()
+    at.now, at.drops = at.now + SOON * 4 * OWN + 1, 3
+    assert at.asking.uploads.lost() == OWN

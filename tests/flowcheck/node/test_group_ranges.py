@@ -1,0 +1,182 @@
+"""A group whose job's state comes by ranges: what trainers hear, what is begun again and when, which file stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from flowcheck.control.protocol import Flows, Joined, Manifest, Wanted
+from flowcheck.errors import UserError
+from flowcheck.job.model import Job
+from flowcheck.node import uploads
+from flowcheck.rebuild.events import Begun, Closed, Lost
+
+from .group_scene import FakeSession, Scene, fake_sessions, small_job
+
+PUBLISHED = Closed(6, True, "unverified", 1, 1, {}, 0, 0, 0)
+
+
+@pytest.fixture
+def scene(tmp_path, monkeypatch) -> Iterator[Callable[..., Scene]]:
+    with fake_sessions() as begun:
+
+        def make(**options: Any) -> Scene:
+            made = Scene(tmp_path, **{"resync": "ranges", **options})
+            made.sessions = begun
+            return made
+
+        yield make
+
+
+def job() -> Job:
+    made = small_job()
+    made.step_values = ["lr"]
+    return made
+
+
+def refuse(at: Scene) -> None:
+    """A trainer has refused to give ranges."""
+    resync = at.group._resync
+    assert resync is not None
+    resync.how = "state: exp_avg is not all on this rank"
+
+
+def test_a_job_is_begun_as_soon_as_it_is_known(scene) -> None:
+    at = scene(name="a")
+    other = at.join(1)
+    peer = at.follow(job(), first=5)
+    assert at.session.calls == [("begin",)] and at.session.options["patched"] is True
+    assert at.events("attached")[0]["resync"] == "ranges"
+    assert peer.told[1:] == other.told[1:] == [Wanted([], ""), Joined(5)]
+    assert at.join(2, ("synth-0", 0, 2)).told == [Wanted([], "")], "who comes later is asked for nothing"
+    at.happens(Begun(1, 60))
+    assert at.events("begun")[0] == {
+        "name": "a", "iteration": 6, "elements": 60, "kernels": "avx2, and so on", "why": at.events("begun")[0]["why"]
+    }
+
+
+def test_a_job_that_does_not_qualify_is_asked_for_a_state(scene) -> None:
+    at = scene()
+    peer = at.follow()
+    assert at.session.calls == [] and peer.told[-1].what == ["state"]
+    assert at.events("attached")[0]["resync"].startswith("state: the manifest declares no values of a step")
+
+
+def test_a_rank_that_comes_back_hears_that_it_is_followed(scene) -> None:
+    """Its records are all that is wanted of it."""
+    at = scene()
+    at.join(1, instance="of rank 1")
+    first = at.follow(job(), instance="a")
+    at.group.leave(first.member)
+    again = at.join(0, instance="a")
+    at.session.next = 4
+    at.give(again, Flows([]))
+    assert again.told == [Wanted([], ""), Joined(4)]
+    at.give(again, Manifest(job().to_dict(), 0))
+    assert again.told[2:] == [Joined(4)] and len(at.sessions) == 1 and at.session.calls.count(("begin",)) == 1
+
+
+def test_what_has_ended_is_begun_again_and_not_at_once_each_time(scene, monkeypatch) -> None:
+    at = scene()
+    peer = at.follow(job())
+    now = [1000.0]
+    at.group._asking.beginnings._clock = lambda: now[0]
+    at.group._asking.beginnings.begun()
+    at.happens(Lost("tensor 'w' differs", withdrawn=True))
+    assert at.session.calls == [("begin",)], "the session is not through with what has ended it"
+    assert at.events("lost")[0]["why"] == "tensor 'w' differs"
+    at.turn()
+    assert at.session.calls == [("begin",), ("begin",)] and peer.told[-2:] == [Wanted([], ""), Joined(0)]
+    at.turn()
+    assert len(at.session.calls) == 2
+    at.happens(Lost("and again"))
+    at.turn()
+    assert len(at.session.calls) == 2 and at.events("deferred")[0]["seconds"] == uploads.OWN
+    assert at.events("deferred")[0]["why"].startswith("versions ended soon after they were begun")
+    now[0] += uploads.OWN
+    at.turn()
+    assert len(at.session.calls) == 3
+    assert all(message.what == [] for message in peer.told[1:] if isinstance(message, Wanted)), "no state, ever"
+
+
+def test_a_trainer_that_refuses_is_asked_for_a_state(scene) -> None:
+    at = scene()
+    peer = at.follow(job())
+    refuse(at)
+    at.happens(Lost("the state of single elements cannot be had"))
+    at.turn()
+    assert at.session.calls == [("begin",)] and peer.told[-1].what == ["state"]
+    at.give(peer, Flows([{"src": 0}]))
+    assert len(at.sessions) == 1, "the manifest has its flows"
+    assert peer.told[-1] == Wanted(["state"], "the trainer has come back")
+
+
+def test_a_file_stands_with_its_first_version(scene, tmp_path) -> None:
+    at = scene()
+    old = tmp_path / "flowcheck-node--3.replica"
+    old.touch()
+    at.follow(job())
+    assert at.session.path == tmp_path / "flowcheck-node--1.replica" and old.exists()
+    at.happens(replace(PUBLISHED, published=False))
+    assert old.exists()
+    at.session.path.touch()
+    at.happens(PUBLISHED)
+    assert not old.exists() and at.session.path.exists()
+    newer = tmp_path / "flowcheck-node--7.replica"
+    newer.touch()
+    at.happens(replace(PUBLISHED, iteration=7))
+    assert newer.exists(), "once"
+
+
+@pytest.mark.parametrize("withdrawn", [False, True])
+def test_what_was_served_goes_only_if_it_was_wrong(scene, withdrawn: bool) -> None:
+    at = scene()
+    at.follow(job())
+    at.session.path.touch()
+    at.happens(PUBLISHED, Lost("it has ended", withdrawn))
+    assert at.session.path.exists() != withdrawn
+
+
+def test_a_replica_that_goes_on_needs_no_other_file(scene) -> None:
+    at = scene()
+    at.follow(job())
+    path = at.session.path
+    path.touch()
+    at.happens(PUBLISHED, Lost("no slot was free"))
+    at.turn()
+    at.happens(replace(PUBLISHED, iteration=9))
+    assert at.session.path == path and path.exists() and len(at.session.calls) == 2
+
+
+def test_no_room_for_a_replica_is_said_to_the_rank_that_brought_the_job(scene, monkeypatch) -> None:
+    def no_room(self: Any, path: Any) -> Any:
+        raise UserError("12 MiB cannot be reserved: No space left on device")
+
+    at = scene()
+    peer = at.join(0)
+    monkeypatch.setattr(FakeSession, "begin", no_room)
+    at.give(peer, Manifest(job().to_dict(), 0))
+    assert "cannot be reserved" in peer.ended[0] and at.session.calls == [("close",)] and at.group.plan is None
+
+
+def test_no_room_for_another_replica_sends_the_ranks_away(scene) -> None:
+    at = scene()
+    peer = at.follow(job())
+    at.happens(Lost("tensor 'w' differs", withdrawn=True))
+    at.session.begin_error = "12 MiB cannot be reserved: No space left on device"
+    at.turn()
+    assert "cannot be reserved" in peer.ended[0] and at.session.calls[-1] == ("close",) and at.group.plan is None
+    assert "cannot be reserved" in at.events("problem")[0]["why"]
+
+
+def test_an_ended_session_is_not_begun_again(scene) -> None:
+    at = scene()
+    peer = at.follow(job(), instance="a")
+    at.happens(Lost("it has ended"))
+    at.group.leave(peer.member)
+    at.join(0, instance="b")
+    at.turn()
+    assert [call[0] for call in at.session.calls] == ["begin", "close"]

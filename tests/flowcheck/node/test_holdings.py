@@ -1,0 +1,397 @@
+"""What a node has to recover from, as another process sees it: versions that come, are pinned, hashed, let go or
+removed."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from flowcheck.checkpoint.directory import Meta, write_parameters, write_step
+from flowcheck.control.version import MODEL, OPTIMIZER, Version, seal
+from flowcheck.job.model import BucketSlice
+from flowcheck.node import holdings
+from flowcheck.node.holdings import DiskShelf, Gone, Held, MemoryShelf, Pressed
+from updater.errors import NoFreeSlot
+from updater.layout import Layout
+from updater.optimizers import OptimizerSpec
+from updater.replica import Replica
+
+WHOLE = Layout([[BucketSlice("w", 0, 3)]], {"w": (3,)}, [3])
+GROUPS = [(["w"], {"lr": 1.0, "momentum": 0.5})]
+
+
+def advance(replica: Replica, steps: int = 1) -> None:
+    for _ in range(steps):
+        slot = replica.build(replica.current.step + 1, WHOLE)
+        slot.apply(0, torch.full((3,), 2.0))
+        replica.publish(slot)
+
+
+@pytest.fixture
+def make(shm: Path) -> Iterator[Callable[..., Replica]]:
+    """make(name, steps, **options): a replica in a file of that name, after so many steps."""
+    with contextlib.ExitStack() as stack:
+
+        def made(name: str = "flowcheck-n-dp0-1.replica", steps: int = 2, **options: Any) -> Replica:
+            tensors = {"w": torch.zeros(3), "k": torch.tensor([4, 5])}
+            spec = OptimizerSpec.check("sgd", GROUPS)
+            given = {"run_id": "run", "epoch": 3, "slots": 4, "unproven": ["a mark"]} | options
+            replica = Replica(tensors, spec, path=shm / name, **given)
+            stack.enter_context(contextlib.closing(replica))
+            advance(replica, steps)
+            return replica
+
+        yield made
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def memory(shm: Path, clock: Clock) -> Iterator[MemoryShelf]:
+    with contextlib.closing(MemoryShelf(shm, "n", clock)) as shelf:
+        yield shelf
+
+
+def steps(shelf: Any) -> list[tuple[int, int, str]]:
+    return [(one.offer.epoch, one.offer.step, one.offer.shard) for one in shelf.look()]
+
+
+def id_of(shelf: Any, step: int) -> str:
+    return next(one.offer.id for one in shelf.look() if one.offer.step == step)
+
+
+def whole(held: Held, file: str, piece: int = 7) -> bytes:
+    data = b""
+    while len(data) < held.size(file):
+        data += held.read(file, len(data), piece)
+    return data
+
+
+# -- memory ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_in_memory(make: Callable[..., Replica], memory: MemoryShelf, shm: Path) -> None:
+    assert memory.look() == []
+    replica = make()
+    make("flowcheck-n--1.replica", 0, epoch=4)  # a group without a name
+    make("flowcheck-other-dp0-1.replica")
+    make("flowcheck-n-dp0-x.replica")
+    (shm / "flowcheck-n-dp0-2.replica").write_bytes(b"torn" * 4096)
+    assert steps(memory) == [(4, 0, ""), (3, 2, "dp0"), (3, 1, "dp0"), (3, 0, "dp0")]
+    offer = memory.look()[1].offer
+    assert (offer.tier, offer.run_id, offer.status) == ("memory", "run", "unverified")
+    assert offer.id.startswith("m") and len(offer.id) == 32 and offer.nbytes >= 3 * 4 * 2 + 16
+    advance(replica)
+    replica.mark_verified()
+    assert memory.look()[1].offer.step == 3 and memory.look()[1].offer.status == "verified"
+    assert len({one.offer.id for one in memory.look()}) == 5
+
+
+def test_what_a_version_was_found_to_be_goes_with_it(make: Callable[..., Replica], memory: MemoryShelf) -> None:
+    """Bytes of peers make a version unverified in a replica that was verified: its description says so."""
+    replica = make()
+    replica.mark_verified()
+    slot = replica.build(3, WHOLE)
+    slot.apply(0, torch.ones(3))
+    replica.publish(slot, "unverified", ["a peer gave bytes"])
+    assert [(one.offer.step, one.offer.status) for one in memory.look()][:2] == [(3, "unverified"), (2, "verified")]
+    version = Version.of(json.loads(memory.hold(id_of(memory, 3)).manifest()), "x")
+    assert (version.status, version.unproven) == ("unverified", ("a mark", "a peer gave bytes"))
+
+
+def test_a_node_name_is_no_pattern(make: Callable[..., Replica], shm: Path) -> None:
+    make("flowcheck-nan-dp0-1.replica")
+    with contextlib.closing(MemoryShelf(shm, "n.n")) as shelf:
+        assert shelf.look() == []
+
+
+def test_a_version_in_memory_has_its_file_form(make: Callable[..., Replica], memory: MemoryShelf) -> None:
+    replica = make()
+    held = memory.hold(id_of(memory, 2))
+    version = Version.of(json.loads(held.manifest()), "x")
+    assert (version.run_id, version.epoch, version.step, version.shard) == ("run", 3, 2, "dp0")
+    assert version.status == "unverified" and version.unproven == ("a mark",)
+    assert version.optimizer == replica.current.optimizer and version.rounding == replica.rounding.name
+    model, state = load(whole(held, MODEL)), load(whole(held, OPTIMIZER))
+    assert set(model) == {"w", "k"} and torch.equal(model["w"], replica.current.parameters["w"])
+    assert model["k"].tolist() == [4, 5]
+    assert torch.equal(state["state.w.momentum_buffer"], replica.current.optimizer_state["w"]["momentum_buffer"])
+    for file, tensors in ((MODEL, model), (OPTIMIZER, state)):
+        assert {name: one.sha256 for name, one in version.files[file].items()} == {
+            name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()
+        }
+
+
+@pytest.mark.parametrize("piece", [1, 5, 8, 64, 1000])
+def test_a_file_in_ranges(make: Callable[..., Replica], memory: MemoryShelf, piece: int) -> None:
+    make()
+    held = memory.hold(id_of(memory, 2))
+    data = whole(held, MODEL, 1 << 20)
+    assert whole(held, MODEL, piece) == data and len(data) == held.size(MODEL)
+    assert held.read(MODEL, len(data) - 3, piece) == data[-3:][:piece] and held.read(MODEL, len(data), piece) == b""
+
+
+def test_what_is_held_stays_while_the_node_goes_on(make: Callable[..., Replica], memory: MemoryShelf) -> None:
+    replica = make()
+    id = id_of(memory, 2)
+    held = memory.hold(id)
+    data = whole(held, MODEL)
+    advance(replica, 9)
+    assert memory.hold(id) is held and whole(held, MODEL) == data
+    assert [step for _, step, _ in steps(memory)] == [11, 10, 9, 2]
+
+
+def test_hashes_are_kept(make: Callable[..., Replica], memory: MemoryShelf, clock: Clock) -> None:
+    """So a bit that flips in memory after they were asked for shows when the version is read."""
+    make()
+    id = id_of(memory, 2)
+    text = memory.hold(id).manifest()
+    kept = dict(memory._kept)
+    assert list(kept.values()) == [text]
+    clock.now += 1000
+    memory.expire()
+    kept_again = memory.hold(id)
+    memory._kept[id] = b"kept"
+    assert kept_again.manifest() == b"kept"
+
+
+def test_old_hashes_go(make: Callable[..., Replica], memory: MemoryShelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holdings, "KEPT", 1)
+    make()
+    first, second = id_of(memory, 1), id_of(memory, 2)
+    memory.hold(first).manifest()
+    memory.hold(second).manifest()
+    assert list(memory._kept) == [second]
+
+
+@pytest.mark.parametrize(("slots", "most"), [(2, 1), (3, 1), (4, 2)])
+def test_pins_leave_slots_to_update(
+    make: Callable[..., Replica], memory: MemoryShelf, slots: int, most: int
+) -> None:
+    replica = make(slots=slots, steps=slots - 1)
+    there = [step for _, step, _ in steps(memory)]
+    assert len(there) == slots
+    for step in there[:most]:
+        memory.hold(id_of(memory, step))
+    with pytest.raises(Pressed) as caught:
+        memory.hold(id_of(memory, there[most]))
+    assert caught.value.where == "flowcheck-n-dp0-1.replica" and str(there[0]) in caught.value.what
+    memory.hold(id_of(memory, there[0]))  # which is held
+    if slots > 2:
+        advance(replica, 5)
+
+
+def test_another_replica_has_pins_of_its_own(make: Callable[..., Replica], memory: MemoryShelf) -> None:
+    make(slots=3)
+    make("flowcheck-n-dp1-1.replica", 5, slots=3)
+    for step in (2, 5):
+        memory.hold(id_of(memory, step))
+
+
+def test_what_nobody_reads_is_let_go(make: Callable[..., Replica], memory: MemoryShelf, clock: Clock) -> None:
+    replica = make(slots=2, steps=1)
+    id = id_of(memory, 0)
+    held = memory.hold(id)
+    with pytest.raises(NoFreeSlot):
+        advance(replica)
+    clock.now += holdings.HOLD_SECONDS
+    memory.expire()
+    with pytest.raises(NoFreeSlot):
+        advance(replica)
+    clock.now += 0.1
+    memory.expire()
+    advance(replica)
+    with pytest.raises(Gone):
+        held.read(MODEL, 0, 1)
+    with pytest.raises(Gone, match="no such version"):
+        memory.hold(id)
+    held.close()
+
+
+def test_who_reads_on_keeps_it_until_it_takes_too_long(
+    make: Callable[..., Replica], memory: MemoryShelf, clock: Clock
+) -> None:
+    make()
+    id = id_of(memory, 2)
+    held = memory.hold(id)
+    for _ in range(2):
+        clock.now += holdings.HOLD_SECONDS / 2
+        assert memory.hold(id) is held
+    clock.now += 1.0  # a version of some bytes is to be read in HOLD_SECONDS
+    assert memory.hold(id) is not held and held.is_due(clock.now)
+
+
+def test_a_large_version_may_take_longer(make: Callable[..., Replica], memory: MemoryShelf, clock: Clock) -> None:
+    make()
+    held = memory.hold(id_of(memory, 2))
+    clock.now += holdings.HOLD_SECONDS + held.offer.nbytes / holdings.RATE
+    held.touch(clock.now)
+    assert not held.is_due(clock.now) and held.is_due(clock.now + 0.001)
+
+
+def test_hashing_may_take_its_time(make: Callable[..., Replica], memory: MemoryShelf, clock: Clock) -> None:
+    make()
+    held = memory.hold(id_of(memory, 2))
+    held.offer.__dict__["nbytes"] = int(1000 * holdings.RATE)
+    clock.now += holdings.HOLD_SECONDS + 1
+    held.busy = 1
+    assert not held.is_due(clock.now)
+    held.busy = 0
+    assert held.is_due(clock.now)
+
+
+def test_a_version_that_is_let_go_while_it_is_hashed(
+    make: Callable[..., Replica], memory: MemoryShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make()
+    held = memory.hold(id_of(memory, 2))
+
+    def hashed(tensor: torch.Tensor) -> str:
+        held.close()
+        return "0" * 64
+
+    monkeypatch.setattr(holdings, "tensor_sha256", hashed)
+    with pytest.raises(Gone, match="let go"):
+        held.manifest()
+    with pytest.raises(Gone, match="let go"):
+        held.manifest()
+    assert memory._kept == {}
+
+
+def test_a_replica_that_the_node_removed_is_served_no_more(
+    make: Callable[..., Replica], memory: MemoryShelf, shm: Path
+) -> None:
+    """It had diverged: not even the rest of it."""
+    make()
+    id = id_of(memory, 2)
+    held = memory.hold(id)
+    assert held.read(MODEL, 0, 4) and not held.is_gone()
+    (shm / "flowcheck-n-dp0-1.replica").unlink()
+    for call in (held.check, lambda: held.read(MODEL, 4, 4), lambda: memory.hold(id)):
+        with pytest.raises(Gone):
+            call()
+    assert memory.look() == []
+
+
+def test_a_replica_of_the_same_name_is_another_one(
+    make: Callable[..., Replica], memory: MemoryShelf, shm: Path
+) -> None:
+    make()
+    id = id_of(memory, 2)
+    held = memory.hold(id)
+    (shm / "flowcheck-n-dp0-1.replica").unlink()
+    make(epoch=4)
+    with pytest.raises(Gone):
+        held.read(MODEL, 0, 1)
+    assert id not in {one.offer.id for one in memory.look()} and steps(memory)[0] == (4, 2, "dp0")
+
+
+# -- disk --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(tmp_path: Path, clock: Clock) -> Iterator[DiskShelf]:
+    with contextlib.closing(DiskShelf(tmp_path, clock)) as shelf:
+        yield shelf
+
+
+def write(folder: Path, step: int, epoch: int = 0, shard: str = "", status: str = "verified") -> Path:
+    meta = Meta("run", epoch, status, ("x",), {"name": "sgd", "groups": []}, "torch-cpu", shard)
+    return write_step(folder / f"epoch-{epoch}", step, {"w": torch.ones(3)}, {"w": {"step": 1.0}}, meta)
+
+
+def test_what_is_on_disk(tmp_path: Path, disk: DiskShelf) -> None:
+    assert disk.look() == []
+    write(tmp_path / "run", 10)
+    write(tmp_path / "stage1" / "run", 20, 1, "stage1", "unverified")
+    write(tmp_path / "a" / "b" / "run", 30)  # no place of a node's
+    write_parameters(tmp_path / "run" / "epoch-0", 40, {"w": torch.ones(1)}, [], Meta())
+    (tmp_path / "run" / "epoch-0" / "step-000050").mkdir()
+    assert steps(disk) == [(1, 20, "stage1"), (0, 10, "")]
+    offer = disk.look()[0].offer
+    assert (offer.tier, offer.run_id, offer.status, offer.nbytes) == ("disk", "run", "unverified", 20)
+    assert offer.id.startswith("d") and len(offer.id) == 32
+    assert disk.look() == disk.look()
+    shutil.rmtree(tmp_path / "stage1")
+    assert steps(disk) == [(0, 10, "")]
+
+
+def test_a_manifest_is_read_once(tmp_path: Path, disk: DiskShelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "run", 10)
+    before = disk.look()
+    monkeypatch.setattr(holdings, "read_step_manifest", None)
+    assert disk.look() == before
+
+
+def test_a_step_that_was_replaced_is_another_version(tmp_path: Path, disk: DiskShelf) -> None:
+    write(tmp_path / "run", 10)
+    id = id_of(disk, 10)
+    held = disk.hold(id)
+    write(tmp_path / "run", 10, status="unverified")
+    assert disk.look()[0].offer.id != id and disk.look()[0].offer.status == "unverified"
+    assert held.is_gone() and not disk.hold(id_of(disk, 10)).is_gone()
+    with pytest.raises(Gone):
+        disk.hold(id)
+
+
+def test_a_manifest_that_cannot_be_used(tmp_path: Path, disk: DiskShelf) -> None:
+    manifest = write(tmp_path / "run", 10) / "manifest.json"
+    text = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(text | {"status": "diverged"}))
+    assert disk.look() == []
+    path = write(tmp_path / "run", 11) / "manifest.json"
+    path.write_text(json.dumps(seal({**json.loads(path.read_text()), "status": "diverged"})))
+    assert disk.look() == []
+
+
+def test_the_files_of_a_step(tmp_path: Path, disk: DiskShelf) -> None:
+    path = write(tmp_path / "run", 10)
+    held = disk.hold(id_of(disk, 10))
+    assert held.manifest() == (path / "manifest.json").read_bytes()
+    for file in (MODEL, OPTIMIZER):
+        assert whole(held, file) == (path / file).read_bytes()
+    held.check()
+    held.close()
+    held.close()
+    for call in (held.manifest, lambda: held.size(MODEL), lambda: held.read(MODEL, 0, 1)):
+        with pytest.raises(Gone, match="let go"):
+            call()
+
+
+def test_a_step_without_a_file(tmp_path: Path, disk: DiskShelf) -> None:
+    path = write(tmp_path / "run", 10)
+    id = id_of(disk, 10)
+    (path / OPTIMIZER).unlink()
+    with pytest.raises(Gone, match="No such file"):
+        disk.hold(id)
+
+
+def test_any_number_of_steps_may_be_read(tmp_path: Path, disk: DiskShelf, clock: Clock) -> None:
+    for step in range(6):
+        write(tmp_path / "run", step)
+    held = [disk.hold(id_of(disk, step)) for step in range(6)]
+    clock.now += holdings.HOLD_SECONDS + 1
+    disk.expire()
+    for one in held:
+        with pytest.raises(Gone):
+            one.read(MODEL, 0, 1)

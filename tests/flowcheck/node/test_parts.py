@@ -1,0 +1,118 @@
+"""Small parts of a group: counts that have grown, flows of all ranks, a state's payload, jobs that can be followed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from flowcheck.errors import UserError
+from flowcheck.lab.synth import example_job
+from flowcheck.node.config import ReplicaSettings
+from flowcheck.node.parts import check_job, check_memory, grown, split, union
+from flowcheck.rebuild.plan import plan_job
+from flowcheck.rebuild.replica import replica_bytes
+
+
+def test_only_counts_that_have_grown_are_named() -> None:
+    assert grown({"a": 1, "b": 2, "c": 5}, {"a": 1, "b": 3, "c": 4, "d": 7, "e": 0}) == {"b": 1, "d": 7}
+    assert grown({}, {"a": 1}) == {"a": 1} and grown({"a": 1}, {}) == {}
+
+
+def _flow(channel: int, src: int, dst: int, **known: Any) -> dict[str, Any]:
+    return {"channel": channel, "src": src, "dst": dst, **known}
+
+
+def test_both_ends_of_a_connection_are_one_flow() -> None:
+    """Each end knows its own numbers; what only one says is taken, 0 and "" are not known."""
+    found = union([
+        [_flow(1, 0, 1, src_qpn=17, dst_qpn=0, src_ip="10.0.0.1"), _flow(0, 0, 1, src_qpn=16)],
+        [_flow(1, 0, 1, src_qpn=0, dst_qpn=18, src_ip=""), _flow(0, 1, 0, src_qpn=9)],
+    ])
+    assert found == [
+        _flow(0, 0, 1, src_qpn=16), _flow(0, 1, 0, src_qpn=9),
+        _flow(1, 0, 1, src_qpn=17, dst_qpn=18, src_ip="10.0.0.1"),
+    ]
+    assert union([]) == union([[], []]) == []
+
+
+def test_ends_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(UserError) as refused:
+        union([[_flow(2, 0, 1, dst_qpn=18)], [_flow(2, 0, 1, dst_qpn=19)]])
+    assert (refused.value.what, refused.value.where) == (
+        "the ends of connection 2, 0, 1 say different dst_qpn", "flows")
+    same = [_flow(2, 0, 1, dst_qpn=18)]
+    assert union([same, same]) == same
+
+
+def test_flows_without_channel_or_rank_are_told_apart_by_what_they_have() -> None:
+    assert union([[{"src": 0, "dst": 1}], [{"src": 1, "dst": 0}]]) == [{"src": 0, "dst": 1}, {"src": 1, "dst": 0}]
+
+
+def test_a_payload_is_parameters_and_the_state_of_each() -> None:
+    """Names may hold dots; the last part of an optimizer's name is torch's key."""
+    one, two, three, four = (torch.tensor([float(i)]) for i in range(4))
+    parameters, state = split({
+        "model.layer.0.weight": one, "optimizer.layer.0.weight.exp_avg": two, "optimizer.layer.0.weight.step": three,
+        "optimizer.bias.step": four,
+    })
+    assert parameters == {"layer.0.weight": one}
+    assert state == {"layer.0.weight": {"exp_avg": two, "step": three}, "bias": {"step": four}}
+    assert split({}) == ({}, {})
+
+
+def _job(**options: Any) -> Any:
+    job = example_job(**{"ranks": 2, "count": [700, 300], "optimizer": "adamw", "options": {"lr": 0.01}, **options})
+    job.run_id, job.epoch = "run", 3
+    return job
+
+
+def test_a_manifest_of_this_run_is_taken() -> None:
+    check_job(_job(), ("run", 3, 2))
+
+
+@pytest.mark.parametrize("run", [("other", 3, 2), ("run", 4, 2), ("run", 3, 4)])
+def test_a_manifest_of_another_run_is_refused(run: tuple[str, int, int]) -> None:
+    with pytest.raises(UserError) as refused:
+        check_job(_job(), run)
+    assert refused.value.where == "manifest"
+    assert refused.value.what == (
+        f"the manifest is of run 'run', epoch 3, 2 ranks; this is {run[0]!r}, {run[1]}, {run[2]}")
+
+
+def test_a_manifest_without_an_optimizer_is_refused() -> None:
+    job = _job()
+    job.optimizer = None
+    with pytest.raises(UserError, match="names no optimizer") as refused:
+        check_job(job, ("run", 3, 2))
+    assert refused.value.where == "manifest"
+
+
+@pytest.mark.parametrize("arenas", [2, 5])
+@pytest.mark.parametrize("slots", [2, 4])
+def test_a_job_that_takes_all_of_memory_mb_fits_and_one_byte_more_does_not(arenas: int, slots: int) -> None:
+    """The largest model that fits: found by adding elements; the formula is the page's, in whole MiB."""
+    def fits(elements: int) -> bool:
+        plan = plan_job(_job(count=[elements], ranks=2), arenas=arenas)
+        try:
+            check_memory(plan, ReplicaSettings(memory_mb=1, slots=slots))
+        except UserError as refused:
+            took = re.match(rf"the job takes (\d+) MiB \({slots} slots .*, {arenas} iterations", refused.what)
+            assert took and int(took[1]) >= 2 and refused.where == "replica.memory_mb"
+            return False
+        return True
+
+    least, most = 1000, 400_000
+    assert fits(least) and not fits(most)
+    while most - least > 2:
+        middle = (least + most) // 4 * 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+
+    def taken(elements: int) -> int:
+        plan = plan_job(_job(count=[elements], ranks=2), arenas=arenas)
+        gradients = plan.engine.gradient_bytes
+        return replica_bytes(plan.job, slots) + arenas * gradients + arenas * (gradients // 64)
+
+    assert taken(least) <= 1 << 20 < taken(most)

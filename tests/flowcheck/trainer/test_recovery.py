@@ -1,0 +1,269 @@
+"""recover: what comes back, a fresh start and when there is none, and ranks that agree on one step."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import flowcheck
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.trainer import recovery
+from flowcheck.trainer.recovery import Recovered, recover
+
+from ..hand_api import TOKEN, HandApi, HandVersion
+
+U = "unverified"
+
+
+@pytest.fixture
+def api() -> Iterator[HandApi]:
+    with HandApi(HandVersion(7), HandVersion(6, tier="disk")) as made:
+        yield made
+
+
+def problem(call: Any, *given: Any, **named: Any) -> EnvironmentProblem:
+    with pytest.raises(EnvironmentProblem) as caught:
+        call(*given, **named)
+    assert caught.value.remedy
+    return caught.value
+
+
+def spoil(version: HandVersion) -> None:
+    data = version.files["model.safetensors"]
+    version.files["model.safetensors"] = data[:-1] + bytes([data[-1] ^ 1])
+
+
+# -- what comes back ---------------------------------------------------------------------------------------
+
+
+def test_a_version_is_loaded_by_torchs_own_loaders(api: HandApi) -> None:
+    recovered = flowcheck.recover(api.name, token=TOKEN)
+    assert recovered and (recovered.step, recovered.epoch, recovered.run_id, recovered.shard) == (7, 1, "run", "")
+    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(2)), "b": torch.nn.Parameter(torch.zeros(1))})
+    model.load_state_dict(recovered.model)
+    # In the optimizer's numbering w is 0 and b is 1, as the groups of the manifest have them.
+    optimizer = torch.optim.SGD([model["w"], model["b"]], lr=1.0, momentum=0.5)
+    optimizer.load_state_dict(recovered.optimizer)
+    assert model["w"].tolist() == [7.5, 2.0] and model["b"].tolist() == [3.0]
+    assert optimizer.state[model["w"]]["momentum_buffer"].tolist() == [1.0, 7.0]
+    assert model["b"] not in optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.1 and optimizer.param_groups[0]["momentum"] == 0.9
+    assert repr(recovered) == (
+        f"Recovered(step 7 of run 'run', epoch 0, verified, from {api.name}, memory: {recovered.nbytes:,} bytes in"
+        f" {recovered.seconds:.2f} s)"
+    )
+
+
+def test_what_a_version_says_of_itself_comes_with_it() -> None:
+    with HandApi(HandVersion(7, status=U, shard="dp1", epoch=4)) as api:
+        recovered = recover(api.name, token=TOKEN)
+    assert (recovered.status, recovered.unproven, recovered.shard, recovered.epoch) == (U, (), "dp1", 5)
+    said = repr(Recovered(7, 5, "run", "", status=U, unproven=("a", "b"), source="x", passed=("y", "z")))
+    assert "epoch 4, unverified, unproven: a; b, from x" in said and said.endswith("not taken: y; z)")
+
+
+def test_it_goes_straight_into_the_tensors_of_the_model(api: HandApi) -> None:
+    given = {"w": torch.zeros(2), "b": torch.zeros(1)}
+    assert recover(api.name, token=TOKEN, into=given).model["w"] is given["w"]
+    assert given["w"].tolist() == [7.5, 2.0]
+
+
+def test_nodes_and_token_from_the_environment(
+    api: HandApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text(f"{TOKEN}\nanother line\n")
+    monkeypatch.setenv("FLOWCHECK_NODES", api.name)
+    monkeypatch.setenv("FLOWCHECK_TOKEN_FILE", str(tmp_path / "token"))
+    assert recover().step == 7
+    assert recover([api.name], token=TOKEN).step == 7
+
+
+@pytest.mark.parametrize(
+    ("named", "where"),
+    [
+        ({"token": TOKEN}, "nodes"), ({"nodes": "", "token": TOKEN}, "nodes"), ({"nodes": [], "token": TOKEN}, "nodes"),
+        ({"nodes": "h", "token": TOKEN}, "nodes"), ({"nodes": "h:1"}, "token"),
+        ({"nodes": "h:1", "token": "x"}, "token"),
+    ],
+)
+def test_arguments_that_cannot_be(named: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLOWCHECK_NODES", raising=False)
+    monkeypatch.delenv("FLOWCHECK_TOKEN_FILE", raising=False)
+    with pytest.raises(UserError) as caught:
+        recover(**named)
+    assert caught.value.where == where and caught.value.remedy
+
+
+def test_a_token_file_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWCHECK_TOKEN_FILE", "/nowhere")
+    with pytest.raises(UserError, match="FLOWCHECK_TOKEN_FILE: /nowhere: cannot be read"):
+        recover("h:1")
+
+
+def test_an_older_step_where_it_is_asked_for(api: HandApi) -> None:
+    assert recover(api.name, token=TOKEN, step=6).source == f"{api.name}, disk"
+
+
+def test_a_verified_version_is_preferred(api: HandApi) -> None:
+    api.versions[0] = HandVersion(17, status=U)
+    api.versions[1] = HandVersion(7)
+    assert recover(api.name, token=TOKEN).step == 7
+    assert recover(api.name, token=TOKEN, prefer_verified=9).step == 17
+
+
+# -- doubt -------------------------------------------------------------------------------------------------
+
+
+def test_an_older_version_is_taken_where_the_newest_is_bad_everywhere(api: HandApi) -> None:
+    spoil(api.versions[0])
+    recovered = recover(api.name, token=TOKEN)
+    assert recovered.step == 6 and recovered.model["w"].tolist() == [6.5, 2.0]
+    assert len(recovered.passed) == 1 and recovered.passed[0].startswith("step 7 of epoch 0 could be had from nowhere")
+    assert "tensor 'b' has other bytes" in recovered.passed[0] and "tensor 'b'" in repr(recovered)
+
+
+def test_nothing_that_was_found_is_good(api: HandApi) -> None:
+    spoil(api.versions[0])
+    spoil(api.versions[1])
+    error = problem(recover, api.name, token=TOKEN)
+    assert error.what.startswith("none of the versions that were found is good") and error.what.count("tensor 'b'") == 2
+    assert "fresh" not in error.what
+    problem(recover, api.name, token=TOKEN, fresh=True)  # there are versions: a fresh start would hide that
+
+
+def test_a_step_that_is_not_there(api: HandApi) -> None:
+    error = problem(recover, api.name, token=TOKEN, step=8)
+    assert error.what == (
+        "step 8 is not there for every rank (rank 0: step 6 of epoch 0, step 7 of epoch 0)"
+    )
+    api.versions.clear()
+    assert "(rank 0: nothing)" in problem(recover, api.name, token=TOKEN, step=8).what
+
+
+def test_versions_that_are_bad_one_after_the_other(api: HandApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "MOST_ROUNDS", 1)
+    spoil(api.versions[0])
+    assert problem(recover, api.name, token=TOKEN).what.startswith("none of 1 versions proved good: step 7")
+
+
+# -- a fresh start -----------------------------------------------------------------------------------------
+
+
+def test_a_fresh_start_says_so(api: HandApi, caplog: pytest.LogCaptureFixture) -> None:
+    api.versions.clear()
+    recovered = recover(api.name, token=TOKEN)
+    assert not recovered and (recovered.step, recovered.epoch, recovered.model, recovered.optimizer) == (0, 0, {}, {})
+    assert repr(recovered) == "Recovered(nothing: no node has a version, a fresh start at step 0)"
+    assert repr(recovered) in caplog.text and caplog.records[-1].levelname == "WARNING"
+
+
+def test_no_fresh_start_by_chance(api: HandApi, caplog: pytest.LogCaptureFixture) -> None:
+    """A node that does not answer may have the version: training that begins anew would throw it away."""
+    api.versions.clear()
+    with HandApi() as gone:
+        pass
+    why = f"{gone.name}: connection lost: Connection refused"
+    error = problem(recover, [api.name, gone.name], token=TOKEN)
+    assert error.what == f"no version was found, and who may have one did not answer: {why}"
+    recovered = recover([api.name, gone.name], token=TOKEN, fresh=True)
+    assert not recovered and repr(recovered).endswith(f"; not taken: {why})")
+
+
+# -- ranks together ----------------------------------------------------------------------------------------
+
+
+def together(count: int, call: Any, store: dist.Store | None = None) -> list[Any]:
+    """What `call(rank)` gives on each rank, or raises: threads that share a store, as ranks do."""
+    store = store or dist.HashStore()
+    out: list[Any] = [None] * count
+    own = threading.local()
+
+    def rank(number: int) -> None:
+        own.ranks = recovery._Together(store, number, count)
+        try:
+            out[number] = call(number)
+        except Exception as error:
+            out[number] = error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recovery, "_ranks", lambda wanted: own.ranks)
+        threads = [threading.Thread(target=rank, args=(number,)) for number in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return out
+
+
+def test_ranks_take_the_newest_that_all_can_have() -> None:
+    with HandApi(HandVersion(8, shard="a"), HandVersion(7, shard="a")) as a, HandApi(
+        HandVersion(7, shard="b"), HandVersion(6, shard="b")
+    ) as b:
+        found = together(2, lambda rank: recover((a, b)[rank].name, token=TOKEN))
+    assert [(one.step, one.shard) for one in found] == [(7, "a"), (7, "b")]
+
+
+def test_what_is_bad_for_one_is_bad_for_all() -> None:
+    with HandApi(HandVersion(7), HandVersion(6, tier="disk")) as good, HandApi(
+        HandVersion(7), HandVersion(6, tier="disk")
+    ) as bad:
+        spoil(bad.versions[0])
+        found = together(2, lambda rank: recover((good, bad)[rank].name, token=TOKEN))
+    assert [one.step for one in found] == [6, 6]
+    for one in found:
+        assert len(one.passed) == 1 and one.passed[0].startswith("rank 1: step 7 of epoch 0 could be had from nowhere")
+
+
+def test_no_rank_starts_fresh_alone() -> None:
+    with HandApi(HandVersion(7)) as has, HandApi() as empty:
+        found = together(2, lambda rank: recover((has, empty)[rank].name, token=TOKEN))
+    for one in found:
+        assert isinstance(one, EnvironmentProblem)
+        assert one.what == "no version is there for every rank (rank 0: step 7 of epoch 0; rank 1: nothing)"
+
+
+def test_all_start_fresh_or_none() -> None:
+    with HandApi() as empty, HandApi() as gone:
+        gone.close()
+        found = together(2, lambda rank: recover((empty, gone)[rank].name, token=TOKEN))
+        assert all(isinstance(one, EnvironmentProblem) and gone.name in one.what for one in found)
+        assert not any(together(2, lambda rank: recover(empty.name, token=TOKEN)))
+
+
+def test_steps_of_different_runs_are_not_taken_for_each_other() -> None:
+    with HandApi(HandVersion(7)) as one, HandApi(HandVersion(7, run_id="other")) as other:
+        found = together(2, lambda rank: recover((one, other)[rank].name, token=TOKEN))
+    assert all(isinstance(error, UserError) and error.where == "run_id" for error in found)
+    assert "'other', 'run'" in found[0].what
+
+
+def test_a_second_call_is_another_one(api: HandApi) -> None:
+    store = dist.HashStore()
+    for step in (7, 9):
+        api.versions[0] = HandVersion(step)
+        assert [one.step for one in together(2, lambda rank: recover(api.name, token=TOKEN), store)] == [step] * 2
+
+
+def test_a_rank_that_does_not_come(api: HandApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "TOGETHER_SECONDS", 0.1)
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    ranks = recovery._Together(store, 0, 2)
+    error = problem(ranks.exchange, {})
+    assert error.what.startswith("rank 1 has not said what it can have: ")
+
+
+def test_alone_where_torch_distributed_is_not_up(api: HandApi) -> None:
+    assert isinstance(recovery._ranks(True), recovery._Alone)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert isinstance(recovery._ranks(True), recovery._Alone)  # nobody to agree with
+    finally:
+        dist.destroy_process_group()
