@@ -112,6 +112,10 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/trainer/sender.py": [f"{FLOW}/trainer/test_sender.py", f"{FLOW}/trainer/test_attachment_ranges.py"],
     "flowcheck/trainer/profiler.py": ["tests/attacks/test_profiler_ring.py"],
     "flowcheck/trainer/profiler_calls.py": [f"{FLOW}/trainer/test_profiler_calls.py"],
+    "flowcheck/trainer/nccl_log.py": [f"{FLOW}/trainer/test_nccl_log.py"],
+    "flowcheck/trainer/flight_recorder.py": [f"{FLOW}/trainer/test_flight_recorder.py"],
+    "flowcheck/trainer/rdma.py": [f"{FLOW}/trainer/test_rdma.py"],
+    "flowcheck/trainer/agreement.py": [f"{FLOW}/trainer/test_agreement.py"],
     "flowcheck/trainer/description.py": [
         f"{FLOW}/trainer/test_description.py", f"{FLOW}/trainer/test_watch.py", f"{FLOW}/rebuild/test_sixteen_alone.py",
     ],
