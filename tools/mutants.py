@@ -52,7 +52,7 @@ MODULES: dict[str, list[str]] = {
         f"{FLOW}/rebuild/test_building.py", f"{FLOW}/rebuild/test_version_builder.py", f"{NODE}/test_live_building.py",
     ],
     "flowcheck/rebuild/going_on.py": [
-        f"{NODE}/test_{part}.py" for part in ("live_begin", "live_partial", "live_session")
+        f"{NODE}/test_{part}.py" for part in ("live_begin", "live_partial", "live_session", "resync", "live_peers")
     ],
     "flowcheck/rebuild/partial.py": [
         f"{FLOW}/rebuild/test_partial.py", f"{NODE}/test_live_partial.py", f"{NODE}/test_live_begin.py"
@@ -70,7 +70,8 @@ MODULES: dict[str, list[str]] = {
     ],
     "flowcheck/rebuild/wording.py": [f"{FLOW}/rebuild/test_wording.py"],
     "flowcheck/rebuild/replica.py": [
-        f"{FLOW}/rebuild/test_{part}.py" for part in ("replica", "masters", "sixteen_alone")
+        *(f"{FLOW}/rebuild/test_{part}.py" for part in ("replica", "masters", "sixteen_alone")),
+        *(f"{NODE}/test_{part}.py" for part in ("live_begin", "live_partial", "resync")),
     ],
     "flowcheck/offline/session.py": [f"{FLOW}/offline/test_session.py", f"{FLOW}/offline/test_session_report.py"],
     "flowcheck/offline/offer.py": [f"{FLOW}/offline/test_offer.py", f"{FLOW}/offline/test_session.py"],
@@ -134,8 +135,8 @@ MODULES: dict[str, list[str]] = {
         f"{NODE}/test_{part}.py" for part in ("group", "group_ranges", "group_session")
     ],
     "flowcheck/node/live.py": [
-        *(f"{NODE}/test_{part}.py" for part in ("live_session", "live_partial", "live_begin", "resync")),
-        f"{NODE}/test_group_session.py",
+        *(f"{NODE}/test_live_{part}.py" for part in ("session", "partial", "begin", "peers", "building")),
+        f"{NODE}/test_resync.py", f"{NODE}/test_group_session.py",
         f"{FLOW}/rebuild/test_overload.py",
     ],
     "flowcheck/node/output.py": [f"{NODE}/test_output.py"],
@@ -145,7 +146,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/node/resync.py": [f"{NODE}/test_resync.py", f"{NODE}/test_live_partial.py"],
     "flowcheck/node/runs.py": [f"{NODE}/test_runs.py", f"{NODE}/test_control.py"],
     "flowcheck/node/drops.py": [f"{NODE}/test_drops.py"],
-    "flowcheck/node/silence.py": [f"{NODE}/test_live_session.py"],
+    "flowcheck/node/silence.py": [f"{NODE}/test_silence.py", f"{NODE}/test_live_session.py"],
     "flowcheck/node/uploads.py": [f"{NODE}/test_asking.py", f"{NODE}/test_uploads.py"],
     "updater/layout.py": [f"{UPDATER}/test_layout.py"],
     "updater/optimizers.py": [f"{UPDATER}/test_optimizers.py"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,44 @@ def test_every_choice_is_one_that_a_pool_takes_and_can_be_measured(kernel: str) 
     assert len(set(CHOICES)) == len(CHOICES)
 
 
+def test_a_sample_is_of_another_piece_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven arrays of whole cache lines, one after the other in memory of the sampler's own, and no piece twice in a
+    row: until all have had their turn nothing is in a cache again."""
+    given: list[tuple[int, ...]] = []
+
+    class Pool:
+        def submit(self, rules: list[object], jobs: list[tuple[int, ...]]) -> None:
+            given.extend(jobs)
+
+    monkeypatch.setattr(tuning, "PIECES", 3)
+    ground = Ground()
+    first, end = ground._memory.data_ptr(), ground._memory.data_ptr() + 4 * ground._memory.numel()
+    ground._pool = lambda choice: Pool()  # type: ignore[assignment]
+    times = iter([5.0, 5.25] * 7)
+    monkeypatch.setattr(tuning.time, "perf_counter", lambda: next(times))
+    assert [ground.seconds(CHOICES[0]) for _ in range(7)] == [0.25] * 7
+    piece, arrays = tuning.PIECE, []
+    for job in given:
+        assert job[:2] == (0, piece) and job[6] == 0 and job[10:] == (0, 0, 0), "no masters, no bf16, the whole piece"
+        arrays.append((*job[2:6], *job[7:10]))
+    assert all(at % 64 == 0 and first <= at and at + 4 * piece <= end for job in arrays for at in job)
+    places = sorted(at for job in arrays[:3] for at in job)
+    assert all(b - a == 4 * piece for a, b in pairwise(places)) and len(set(places)) == 21
+    assert arrays[3:6] == arrays[:3] and arrays[6] == arrays[0]
+
+
+def test_a_sample_is_updated_by_the_choice_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a pool without threads, made once for each choice."""
+    made: list[tuple[object, ...]] = []
+    real = kernels.Pool
+    monkeypatch.setattr(tuning.kernels, "Pool", lambda *options: made.append(options) or real(*options))
+    name = kernels.names()[0]
+    ground = Ground(name)
+    for choice in (CHOICES[3], CHOICES[1], CHOICES[3]):
+        ground.seconds(choice)
+    assert made == [(0, name, 2, 1024), (0, name, 4, 0)]
+
+
 def test_a_choice_is_read_from_its_text() -> None:
     for choice in (*CHOICES, Tuning(1, 1 << 16)):
         assert question().parse(str(choice)) == choice
@@ -56,6 +95,23 @@ def test_what_was_measured_is_remembered_and_says_for_which_kernels() -> None:
     assert again.ways == first.ways and again.how == f"measured before: {cache_file(question())}"
     kept = json.loads(cache_file(question()).read_text())
     assert kept["ways"] == {PART: str(first.ways[PART])} and kept["kernels"] == kernels.in_use()
+
+
+def test_nothing_is_measured_read_or_written_where_that_is_asked_for(cache: Path) -> None:
+    assert settle(measuring=False).how == "not measured" and settle(remember=False).how.endswith(" on normal pages")
+    assert not cache_file(question()).exists()
+    settle()
+    assert cache_file(question()) == cache / "flowcheck/updating.json"
+    assert settle(measuring=False, recall=False) == choosing.Choice(
+        {PART: Tuning(8, 0)}, "not measured", kernels.in_use()
+    )
+
+
+def test_a_refusal_names_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SETTING, "none")
+    with pytest.raises(SettingError) as raised:
+        settle()
+    assert raised.value.remedy.startswith("default, measure or 8-vectors, 4-vectors, 2-vectors, 2-vectors@1024, 8-")
 
 
 def test_the_quickest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

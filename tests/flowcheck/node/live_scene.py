@@ -61,7 +61,7 @@ class Live:
     def __init__(self, patch: pytest.MonkeyPatch, job: Job | None = None, *, first: int = 0, streams: int = 1,
                  record_seconds: float = 10.0, folder: Path | None = None, slots: int = 2, threads: int = 0,
                  arenas: int = 4, patched: bool = False, members: Mapping[int, RankSession] | None = None,
-                 peers: Peers | None = None) -> None:
+                 peers: Peers | None = None, resync_mb: int = 32) -> None:
         self.job, self.now = job or small_job(), 1000.0
         plan = plan_job(self.job, streams=streams, arenas=arenas)
         self.sources = [FakeSource(open=True) for _ in range(streams)]
@@ -77,11 +77,12 @@ class Live:
         self.files = 0
         self.port = FakePort()
         self.folder = folder
+        settings = ReplicaSettings(resync="ranges", resync_mb=resync_mb)
+        self.resync = None if members is None else Resync(settings, plan, lambda: members)
         self.session = LiveSession(
             plan, self.sources, Clock(first), slots=slots, threads=threads, record_seconds=record_seconds,
             port=self.port, now=lambda: self.now, patched=patched,
-            resync=None if members is None else Resync(ReplicaSettings(resync="ranges"), plan, lambda: members),
-            peers=peers,
+            resync=self.resync, peers=peers,
         )
 
     def take(self, events: Iterable[Event]) -> None:

@@ -56,6 +56,49 @@ def test_the_speed_of_each_link_counts_and_one_that_nobody_says_is_an_example() 
     assert fast.pause_ms == pytest.approx(54.8, rel=1e-2) and unknown.pause_ms == pytest.approx(5.48, rel=1e-2)
 
 
+def test_a_speed_that_is_not_one_is_not_known() -> None:
+    """As of an interface that is down."""
+    for speed, shown in ((0, -1), (-1, -1), (1, 1)):
+        (one,) = made(replace(ROOMY, speeds={"ring": speed}), {"device": "ring"}).captures
+        assert one.mbps == shown
+
+
+def test_the_figures_of_a_capture_are_its_own() -> None:
+    """Buffers in huge pages take what whole pages take; of each queue."""
+    engines = ["dma_skeleton", "dma_skeleton1"]
+    table = {"device": "ring", "path_mtu": 4096, "queues": 2, "dump": "dma", "engines": engines}
+    plan = plan_captures(config(table), Path("/none such"))[0].live.queue_plan()
+    assert plan.huge_pool_bytes != plan.pool_bytes
+    for huge, buffers in ((False, plan.pool_bytes), (True, plan.huge_pool_bytes)):
+        (one,) = made(replace(ROOMY, huge_free=90 * GB, huge_by_node={1: 90 * GB}), {**table, "huge": huge}, at=(1,),
+                      ).captures
+        assert (one.device, one.node, one.dump, one.engines) == ("ring", 1, "dma", ("dma_skeleton", "dma_skeleton1"))
+        assert (one.queues, one.ring_packets) == (2, 16384)
+        assert (one.buffers, one.rings, one.kernel) == (2 * buffers, 2 * plan.ring_bytes, 2 * plan.kernel_bytes)
+
+
+def test_what_is_left_is_ordinary_memory_and_huge_pages_that_captures_do_not_take() -> None:
+    """Said to the megabyte, where a bound that was not set is larger than that."""
+    def left(huge: bool, available: int, free: int) -> tuple[int, Budget]:
+        facts = replace(ROOMY, available=available, huge_free=free, huge_by_node={0: free})
+        found = made(facts, {"device": "ring", "huge": huge}, at=(0,))
+        (note,) = [note for note in found.notes if note.startswith("replica.memory_mb is not set")]
+        return int(note.split(" MB are left")[0].rsplit(" ", 1)[1]), found
+
+    mb, found = left(huge=False, available=9 * GB, free=GB)
+    assert mb == (9 * GB - found.dpdk + GB) >> 20 and found.dpdk > 0
+    mb, found = left(huge=True, available=9 * GB, free=2 * GB)
+    assert mb == (9 * GB + 2 * GB - found.dpdk) >> 20
+    mb, found = left(huge=True, available=9 * GB, free=0)
+    assert mb == 9 << 10, "huge pages that are not there take nothing from ordinary memory"
+
+
+def test_a_bound_that_was_not_set_and_fits_is_no_note() -> None:
+    assert not [note for note in made(ROOMY, {"device": "ring"}).notes if "memory_mb" in note]
+    notes = made(replace(ROOMY, available=9 * GB), {"device": "ring"}, replica={"memory_mb": 100}).notes
+    assert not [note for note in notes if "memory_mb" in note]
+
+
 # -- memory ----------------------------------------------------------------------------------------------------
 
 

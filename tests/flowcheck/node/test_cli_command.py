@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
 
@@ -20,6 +23,7 @@ from flowcheck import __version__
 from flowcheck.errors import UserError
 from flowcheck.interrupts import handled
 from flowcheck.node import cli
+from flowcheck.node.budget import Budget, CaptureFigures, ThreadPlace
 
 from .node_scene import World, put_in
 
@@ -35,13 +39,14 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     """command(device=...) -> exit status of `flowcheck-node --config node.toml`."""
 
-    def run(*options: str, device: str = "af_packet:lo", directory: str = "", text: str = "") -> int:
+    def run(*options: str, device: str = "af_packet:lo", directory: str = "", text: str = "",
+            settings: str = "") -> int:
         path = tmp_path / "node.toml"
         (tmp_path / "token").write_text(TOKEN)
         path.write_text(text or (
             f'[control]\nlisten = "127.0.0.1:0"\ntoken_file = "{tmp_path}/token"\n[capture]\nhuge = false\n'
             f'device = "{device}"\n[replica]\ndirectory = "{directory or tmp_path}"\n'
-            f'[output]\nstatus_file = "{tmp_path}/status.json"\n'
+            f'{settings}\n[output]\nstatus_file = "{tmp_path}/status.json"\n'
         ))
         config = () if options == ("--json",) else ("--config", str(path))
         monkeypatch.setattr(sys, "argv", ["flowcheck-node", *config, *options])
@@ -204,6 +209,81 @@ def test_a_check_prints_the_figures_in_80_columns_and_starts_nothing(
     assert "note: packet memory without huge pages: too slow for line rate" in " ".join(out.split())
     assert world.done == [] and not (tmp_path / "s" / "status.json").exists()
 
+WIDE = """\
+Captures
+device          NUMA node  dump  queues  packets per ring  buffers MB  rings MB  in the kernel MB
+─────────────────────────────────────────────────────────────────────────────────────────────────
+0000:81:00.1            1  dma        4            16,384       2,049         3                 0
+af_packet:eth5          -  copy       1             1,024           5         1                64
+
+A ring bears, if full packets of the whole link come to one queue
+device                           link Gb/s  longest pause ms  DMA engines
+────────────────────────────────────────────────────────────────────────────────────────
+0000:81:00.1                           200               1.2  0000:00:01.0, 0000:00:01.1
+af_packet:eth5  unknown; as an example 100               0.5  -
+
+memory                                             MB
+─────────────────────────────────────────────────────
+captures, in huge pages                         2,057
+captures, in the kernel                            64
+replicas and gradients of all groups, at most  40,960
+answers of peers and to them, at most               7
+free huge pages                                 3,072
+available ordinary memory                      92,160
+
+threads                            how many  core
+─────────────────────────────────────────────────
+receive from 0000:81:00.1 queue 0         1     3
+update                                   12   any
+
+cores that no thread is pinned to: 5, 7
+note: one [bold]thing[/bold]
+note: another
+"""
+NARROW = """\
+Captures
+                                  packets                 in the
+                 NUMA                 per buffers  rings  kernel
+device           node dump queues    ring      MB     MB      MB
+────────────────────────────────────────────────────────────────
+0000:81:00.1        1 dma       4  16,384   2,049      3       0
+af_packet:eth5      - copy      1   1,024       5      1      64
+
+A ring bears, if full packets of the whole link come to one
+queue
+                                  longest pause
+device               link Gb/s               ms  DMA engines
+────────────────────────────────────────────────────────────────
+0000:81:00.1               200              1.2  0000:00:01.0,
+                                                 0000:00:01.1
+af_packet:eth5  unknown; as an              0.5  -
+                   example 100
+"""
+
+
+@pytest.mark.parametrize(("width", "shown"), [(160, WIDE), (64, NARROW)])
+def test_what_a_check_prints(width: int, shown: str) -> None:
+    """Columns that may take several lines do on a narrow screen, and others do not. Sizes are rounded up."""
+    mib = 1 << 20
+    of_node = CaptureFigures(
+        "0000:81:00.1", 1, "dma", ("0000:00:01.0", "0000:00:01.1"), 4, 16384, (2 << 30) + 1, 3 * mib, 0, 200_000, 1.25
+    )
+    of_none = CaptureFigures("af_packet:eth5", -1, "copy", (), 1, 1024, 5 * mib, mib, 64 * mib, -1, 0.5)
+    made = Budget(
+        huge=True, captures=(of_node, of_none), dpdk=(2 << 30) + 9 * mib, kernel=64 * mib, replicas=40 << 30,
+        peers=7 * mib, ordinary=1, available=90 << 30, huge_free=3 << 30,
+        threads=(ThreadPlace("receive from 0000:81:00.1 queue 0", 1, 3), ThreadPlace("update", 12)), left=(5, 7),
+        notes=("one [bold]thing[/bold]", "another"), problems=(),
+    )
+    out = io.StringIO()
+    cli._show(made, Console(file=out, width=width, highlight=False))
+    assert [line.rstrip() for line in out.getvalue().splitlines()][: len(shown.splitlines())] == shown.splitlines()
+    out = io.StringIO()
+    cli._show(replace(made, huge=False, peers=0, left=()), Console(file=out, width=160))
+    said = out.getvalue()
+    assert "captures, in ordinary memory" in said and "answers of peers" not in said
+    assert "cores that no thread is pinned to: none\n" in said
+
 
 def test_a_check_for_machines(command: Callable[..., int], world: World, capsys: Any) -> None:
     assert command("--check", "--json", device="ring") == 0
@@ -211,6 +291,12 @@ def test_a_check_for_machines(command: Callable[..., int], world: World, capsys:
     (capture,) = said["captures"]
     assert (capture["device"], capture["ring_packets"], capture["mbps"]) == ("ring", 16384, -1)
     assert said["problems"] == [] and said["huge"] is False and said["ordinary"] == said["dpdk"] > 16384 * 1152
+
+
+def test_a_check_tells_machines_its_problems(command: Callable[..., int], world: World, capsys: Any) -> None:
+    assert command("--check", "--json", device="ring", settings="memory_mb = 1000000000") == 2
+    (problem,) = json.loads(capsys.readouterr().out)["problems"]
+    assert problem.startswith("replica.memory_mb: a job may take 1000000000 MB")
 
 
 def test_a_check_refuses_after_it_has_printed(

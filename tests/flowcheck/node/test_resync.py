@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,16 +10,17 @@ import torch
 
 from flowcheck.control.protocol import Patch, Ranges
 from flowcheck.errors import UserError
+from flowcheck.job.model import ModelEntry
 from flowcheck.lab.synth import example_job
 from flowcheck.node.config import ReplicaSettings
 from flowcheck.node.members import RankSession
-from flowcheck.node.resync import Resync
+from flowcheck.node.resync import Resync, wished
 from flowcheck.rebuild.events import Asked, Patched
 from flowcheck.rebuild.plan import plan_job
 
 from .group_scene import Peer
 from .holes_scene import HOLE, Scene
-from .live_scene import alike
+from .live_scene import alike, small_job
 
 
 class Asking(Scene):
@@ -110,9 +112,62 @@ def test_an_answer_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
     ({"resync": "state"}, ["lr"], "state"),
     ({"resync": "ranges"}, ["lr"], "ranges"),
     ({"resync": "ranges", "slots": 2}, ["lr"], "state: replica.slots is 2, and a version with stale elements takes a"),
+    ({"resync": "ranges", "slots": 3}, ["lr"], "ranges"),
     ({"resync": "ranges"}, [], "state: the manifest declares no values of a step"),
 ])
 def test_how_a_job_is_healed(settings: dict[str, Any], values: list[str], how: str) -> None:
     job = example_job(count=[40, 20], startup=False)
     job.step_values = values
     assert Resync(ReplicaSettings(**settings), plan_job(job), dict).how.startswith(how)
+
+
+def test_an_entry_without_elements_is_not_healed_by_ranges() -> None:
+    """What the optimizer keeps of it per tensor is in no range. Of a buffer it keeps nothing."""
+    job = example_job(count=[40, 20], startup=False)
+    job.step_values = ["lr"]
+    job.model.append(ModelEntry("mean", [0], kind="buffer"))
+    assert Resync(ReplicaSettings(), plan_job(job), dict).how == "ranges"
+    job.model.append(ModelEntry("unused", [0], kind="optimized"))
+    assert Resync(ReplicaSettings(), plan_job(job), dict).how.startswith("state: 'unused' has no elements")
+
+
+@pytest.mark.parametrize("where", ["groups_0", "groups"])
+def test_gathered_parameters_are_not_healed_by_ranges(where: str) -> None:
+    """Whichever iterations gather them, the first or the later ones."""
+    job = example_job(count=[40, 20], startup=False)
+    job.step_values = ["lr"]
+    plan = plan_job(job)
+    gathered = replace(plan.iteration_places(0)[0], carries="parameters")
+    how = Resync(ReplicaSettings(), replace(plan, **{where: (gathered,)}), dict).how
+    assert how == "state: parameters are gathered, and no rank holds all of its state"
+
+
+@pytest.mark.parametrize(("settings", "how"), [
+    ({"slots": 3}, "ranges"), ({"slots": 2}, "state"), ({"slots": 4, "resync": "state"}, "state"),
+])
+def test_what_a_node_says_before_it_knows_the_job(settings: dict[str, Any], how: str) -> None:
+    assert wished(ReplicaSettings(**settings)) == how
+
+
+def test_what_is_out_counts_against_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 MiB an iteration, 4 bytes an element: of a larger hole so many elements are asked for, and no more."""
+    at = Asking(monkeypatch, job=small_job(count=[300_000, 20]), holes={2: (0, 140_000)}, resync_mb=1)
+    at.go(2)
+    asked = [said for said in at.said if isinstance(said, Asked)]
+    assert [(said.elements, said.nbytes) for said in asked] == [(1 << 18, 1 << 20)]
+
+
+def test_each_question_says_its_own_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of the questions before."""
+    at = Asking(monkeypatch, holes={2: HOLE, 3: (0, 1)})
+    at.go(2)
+    at.go(3)
+    assert [said.nbytes for said in at.said if isinstance(said, Asked)] == [24, 8]
+
+
+def test_a_refusal_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = Asking(monkeypatch, holes={2: HOLE})
+    at.go(2)
+    at.session.patch(0, Patch(at.told(0)[0].request, 0, refused="exp_avg is not all on this rank"), {})
+    at.poll()
+    assert at.resync.how == "state: exp_avg is not all on this rank" and not at.resync.by_ranges
