@@ -171,3 +171,16 @@ def test_a_refusal_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     at.session.patch(0, Patch(at.told(0)[0].request, 0, refused="exp_avg is not all on this rank"), {})
     at.poll()
     assert at.resync.how == "state: exp_avg is not all on this rank" and not at.resync.by_ranges
+
+
+def test_each_chain_says_its_own_elements_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of the chains before it."""
+    at = Asking(monkeypatch, holes={2: HOLE, 5: (0, 1)})
+    at.go(2)
+    at.give(0, 3, -0.5 + 0.5)
+    at.go(3)
+    at.go(4)
+    at.go(5)
+    at.give(1, 6, -1.5)
+    at.go(6)
+    assert [said for said in at.said if isinstance(said, Patched)] == [Patched(3, 2, 6, 24), Patched(6, 5, 2, 8)]
