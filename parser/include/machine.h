@@ -251,7 +251,8 @@ typedef struct fc_flow { /* one flow as one stream sees it */
     uint8_t carries_final; /* `ahead` carries final bytes              */
     uint8_t data;       /* its packets bring data, not CTS and ACKs    */
     uint8_t passes_as;  /* fc_outcome of packets of `ahead` that are not placed */
-    uint8_t unused[5];
+    uint8_t brings_copies; /* its newest packet to be placed had come before, over another stream; a guess for the next */
+    uint8_t unused[4];
     /* the line that packets to be placed need as well: where those of `ahead` go, see fc_prepare_message() */
     uint64_t track_end;  /* first PSN that is not so plain; 0: none is */
     uint64_t track_psn;  /* its first packet goes to                   */
@@ -348,6 +349,7 @@ typedef struct fc_machine {
     fc_strangers *strangers;       /* where packets of no flow are counted; NULL: in `counts`, as others' */
     const uint8_t *next;           /* headers and payload of a packet soon to be placed, or NULL: fc_drive() */
     uint32_t n_final;              /* flows that carry final bytes at the moment                       */
+    uint32_t copying[64];          /* by stream: flows that bring copies at the moment                 */
     uint32_t header_lines;         /* cache lines in which the headers of MIDDLE packets end: IPv6 needs two */
     uint8_t *final_hint;           /* [QP number % FC_HINTS]: does its flow carry final bytes at the moment? A guess,
                                     * shared with other jobs of the same thread: serve.h                     */

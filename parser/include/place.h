@@ -78,6 +78,8 @@ typedef struct fc_place_choice {
     fc_ll_kernel *ll;
     fc_ll128_kernel *ll128;
     fc_copy_kernel *copy;
+    fc_ll_kernel *ll_near;       /* as ll and ll128 fetch, with stores through the cache */
+    fc_ll128_kernel *ll128_near;
     const fc_place_kernels *kernels;
     int way[3];        /* by protocol: 0 LL, 1 LL128, 2 SIMPLE (lane.h) */
     uint32_t ahead[3]; /* payload bytes under way to the cache          */
@@ -106,6 +108,18 @@ static inline int64_t fc_ll128_place(uint8_t *dst, const uint8_t *wire, uint64_t
 static inline void fc_copy_place(uint8_t *dst, const uint8_t *src, uint64_t bytes, const uint8_t *next)
 {
     fc_placing.copy(dst, src, bytes, next);
+}
+
+/* The same two to bytes that are read next: a copy's, on their way to be compared. dst may hold anything. */
+static inline int64_t fc_ll_near(uint8_t *dst, const uint8_t *wire, uint64_t bytes, uint32_t flag, const uint8_t *next)
+{
+    return fc_placing.ll_near(dst, wire, bytes, flag, next);
+}
+
+static inline int64_t fc_ll128_near(uint8_t *dst, const uint8_t *wire, uint64_t halves, uint64_t bytes, uint64_t flag,
+                                    const uint8_t *next)
+{
+    return fc_placing.ll128_near(dst, wire, halves, bytes, flag, next);
 }
 
 /* `next` of a packet that was not placed: fetched all the same, as the protocol's way is. */

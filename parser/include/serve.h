@@ -67,6 +67,7 @@ typedef struct fc_queue {
     uint8_t *owners;         /* by place in the ring                           */
     uint8_t *final_hint;     /* of the thread's machines: fc_machine.final_hint */
     fc_machine *lead;        /* that placed last, while packets are dealt      */
+    uint32_t copying;        /* flows of the job dealt to last that bring copies: fc_machine.copying */
     uint64_t ahead;          /* packets after the one that is placed, from which payload is fetched */
     fc_strangers strangers;  /* packets of nobody                              */
     fc_strangers counted;    /* ... that were met again: of no meaning         */

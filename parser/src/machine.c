@@ -202,6 +202,25 @@ static inline const uint8_t *worth_fetching(const uint8_t *final_hint, const fc_
     return final_hint[__builtin_bswap32(qpn) % FC_HINTS] ? bth : NULL;
 }
 
+/* The cells with which a packet soon to come is compared. Not those of its flow's next packet: of many flows that take
+ * turns, the lines fetched so early push each other out of the cache. Guessed from headers alone, as above. */
+static inline void fetch_cells(const fc_flow *f, uint32_t psn)
+{
+    uint64_t index = (psn - f->track_psn) & FC_PSN_MASK;
+    if (f->brings_copies && f->track_psn + index < f->track_end)
+        fc_prefetch_bytes_far(f->track_to + index * f->track_bytes, f->track_bytes);
+}
+
+static inline void fetch_cells_of(const fc_machine *M, uint32_t stream, const fc_packetref *ref)
+{
+    fc_middle p;
+    if (!fc_middle_decode(ref->data, ref->length, M->mtu, &p))
+        return;
+    const fc_flow_key *key = find_flow(M, p.ends, p.version, p.dest_qp);
+    if (key != NULL)
+        fetch_cells(&M->states[stream * M->flows + (uint32_t)key->flow], p.psn);
+}
+
 int64_t fc_drive(fc_machine *M, uint32_t stream, fc_ring *ring, int64_t limit, int *blocked)
 {
     int64_t done = 0;
@@ -226,6 +245,8 @@ int64_t fc_drive(fc_machine *M, uint32_t stream, fc_ring *ring, int64_t limit, i
                     fc_prefetch(refs[i + FC_HEADERS_AHEAD].data + 64);
             }
             M->next = M->n_final && i + ahead < seen ? worth_fetching(M->final_hint, &refs[i + ahead]) : NULL;
+            if (M->copying[stream] && M->next != NULL)
+                fetch_cells_of(M, stream, &refs[i + ahead]);
             if (!process(M, stream, &refs[i])) {
                 *blocked = 1;
                 n = i;
@@ -255,6 +276,14 @@ static inline const fc_route *find_route(const fc_table *t, const uint8_t *ends,
         if (r->number == 0)
             return NULL;
     }
+}
+
+static inline void fetch_cells_by_route(const fc_table *t, const fc_packetref *ref)
+{
+    fc_middle p;
+    const fc_route *r = fc_middle_read(ref->data, ref->length, &p) ? find_route(t, p.ends, p.version, p.dest_qp) : NULL;
+    if (r != NULL && r->also == NULL)
+        fetch_cells(r->flow, p.psn);
 }
 
 /* A packet that was not placed fetches what is to be fetched now. */
@@ -305,6 +334,7 @@ static inline uint8_t deal(fc_queue *q, const fc_table *t, const fc_packetref *r
             fetch_next(M);
             s->taken++;
             q->lead = M;
+            q->copying = M->copying[s->stream];
             return (uint8_t)s->number;
         }
     }
@@ -364,6 +394,8 @@ uint64_t fc_deal(fc_queue *q, const fc_table *t)
                 fc_prefetch(refs[i + FC_HEADERS_AHEAD].data + 64);
         }
         const uint8_t *next = i + ahead < seen ? worth_fetching(q->final_hint, &refs[i + ahead]) : NULL;
+        if (q->copying && next != NULL)
+            fetch_cells_by_route(t, &refs[i + ahead]);
         q->owners[from + i] = deal(q, t, &refs[i], q->scan + i, next);
         if ((i + 1) % FC_BURST == 0)
             show_all(t);

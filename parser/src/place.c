@@ -99,10 +99,11 @@ fc_place_choice fc_placing;
 
 void fc_place_choose(int protocol, int way, uint32_t ahead)
 {
+    int near = way % FC_FETCHES + FC_REGULAR;
     if (protocol == 0)
-        fc_placing.ll = fc_placing.kernels->ll[way];
+        fc_placing.ll = fc_placing.kernels->ll[way], fc_placing.ll_near = fc_placing.kernels->ll[near];
     else if (protocol == 1)
-        fc_placing.ll128 = fc_placing.kernels->ll128[way];
+        fc_placing.ll128 = fc_placing.kernels->ll128[way], fc_placing.ll128_near = fc_placing.kernels->ll128[near];
     else
         fc_placing.copy = fc_placing.kernels->copy[way];
     fc_placing.way[protocol] = way;
