@@ -1,5 +1,6 @@
 """FlowCheck: checkpoints rebuilt from mirrored RoCEv2 allreduce traffic.
 
+    prepare()                    in a training process, first of all: NCCL and torch say what they do
     attach(ddp_model, optimizer, node=..., token=...)     in a training process: tell a checkpoint node of the job
     recover("10.0.0.2:7071", token=...)     in a training process: the newest version that nodes have, into training
     fetch("10.0.0.2:7071", out, token=...)  the same into files: safetensors, torch.save or torch's DCP
@@ -29,14 +30,15 @@ if TYPE_CHECKING:
     from flowcheck.offline.calls import inspect, learn, replay
     from flowcheck.offline.result import Inspection, Iteration, Missing, Result
     from flowcheck.trainer.attachment import Attachment, attach
+    from flowcheck.trainer.prepare import Prepared, prepare
     from flowcheck.trainer.recovery import Recovered, recover
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Attachment", "Checkpoint", "EnvironmentProblem", "FlowcheckError", "Inspection", "InternalError", "Iteration",
-    "Job", "Missing", "Recovered", "Replica", "Result", "Taken", "UserError", "attach", "fetch", "inspect", "learn",
-    "load_checkpoint", "load_job", "recover", "replay",
+    "Job", "Missing", "Prepared", "Recovered", "Replica", "Result", "Taken", "UserError", "attach", "fetch", "inspect",
+    "learn", "load_checkpoint", "load_job", "prepare", "recover", "replay",
 ]
 
 _HOMES = {
@@ -49,6 +51,7 @@ _HOMES = {
     "flowcheck.offline.calls": ("inspect", "learn", "replay"),
     "flowcheck.offline.result": ("Inspection", "Iteration", "Missing", "Result"),
     "flowcheck.trainer.attachment": ("Attachment", "attach"),
+    "flowcheck.trainer.prepare": ("Prepared", "prepare"),
     "flowcheck.trainer.recovery": ("Recovered", "recover"),
 }
 

@@ -67,6 +67,8 @@ ROOMS: dict[str, set[str]] = {
 # What somebody's training job imports: these need torch and the standard library and nothing else.
 TRAINER_ROOMS = {"errors", "job", "control", "trainer"}
 TRAINER_THIRD_PARTY = {"torch"}
+# How flowcheck is started: no rooms. flowcheck.run is started in a training job.
+STARTED = ("__main__", "run")
 # Names the public names for type checkers; at run time each is loaded when it is asked for.
 PUBLIC_NAMES = Path("flowcheck/__init__.py")
 # Written from the reference alone, so that they and the parser can prove each other wrong.
@@ -222,11 +224,11 @@ def _under(module: str, prefix: str) -> bool:
 def room_of(module: str) -> str:
     """flowcheck.job.check -> job; "" for flowcheck itself, for how it is started, and for other packages."""
     parts = module.split(".")
-    return parts[1] if parts[0] == "flowcheck" and len(parts) > 1 and parts[1] != "__main__" else ""
+    return parts[1] if parts[0] == "flowcheck" and len(parts) > 1 and parts[1] not in STARTED else ""
 
 
 def _trainer_side(module: str) -> bool:
-    return module == "flowcheck" or room_of(module) in TRAINER_ROOMS
+    return module in ("flowcheck", "flowcheck.run") or room_of(module) in TRAINER_ROOMS
 
 
 def _say(reference: Reference, why: str) -> str:

@@ -24,7 +24,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,13 +33,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from flowcheck.control.checksum import checksums
-from flowcheck.control.protocol import Bye, Flows, Manifest, Record, State, token_bytes
+from flowcheck.control.protocol import Bye, Flows, Manifest, Record, State
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
 from flowcheck.trainer.description import Model, Watch, check_gradients, entries, group_options
 from flowcheck.trainer.ranges import Source
 from flowcheck.trainer.sender import Identity, Sender
+from flowcheck.trainer.settings import nodes_of, token_of
+from flowcheck.trainer.sources import Collectives, Topology, sources_of
 
 __all__ = ["Attachment", "attach"]
 
@@ -48,30 +50,32 @@ STATES = ("attached", "attaching", "watching", "lost")  # of a node, the best fi
 
 
 def attach(
-    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, node: str | Sequence[str], token: str,
-    checksum_every: int = 0, group: str = "", run_id: str = "", epoch: int = 0, iteration: int = 0,
-    max_stall_s: float = 10.0, topology: Callable[[], dict[str, Any]] | None = None,
-    collectives: Callable[[int], list[dict[str, Any]]] | None = None,
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, node: str | Sequence[str] | None = None,
+    token: str | None = None, checksum_every: int = 0, group: str = "", run_id: str = "", epoch: int = 0,
+    iteration: int = 0, max_stall_s: float = 10.0, topology: Topology | None = None,
+    collectives: Collectives | None = None,
 ) -> Attachment:
     """Attach a training job to a checkpoint node; on every rank, best right after DDP was made.
 
-    node: HOST:PORT of its control port; or a list of them, of nodes that mirror the same ranks.
-    token: the shared secret, 16 characters or more.
+    node: HOST:PORT of its control port; or a list of them, of nodes that mirror the same ranks. None: what the variable
+        FLOWCHECK_NODE says, several with commas.
+    token: the shared secret, 16 characters or more. None: the first line of the file that FLOWCHECK_TOKEN_FILE names.
     checksum_every: send parameter checksums each K-th iteration; 0: never, and the replica stays unverified.
     group: name of this group of ranks, where a node follows several.
     run_id, epoch: who this run is; a restarted job has another epoch.
     iteration: the trainer's number of the next iteration.
     max_stall_s: seconds that a boundary may take at which a state goes up; 0: none.
     topology, collectives: what the communicator is, and its calls since a number (docs/use/node.md). A process group
-        that offers both as attributes, `flowcheck_topology` and `flowcheck_collectives`, needs neither.
+        that offers both as attributes, `flowcheck_topology` and `flowcheck_collectives`, needs neither. On NCCL after
+        `flowcheck.prepare()` the calls are known without `collectives`.
 
     Raises UserError for arguments that cannot be; all else is said by the attachment.
     """
-    nodes = [node] if isinstance(node, str) else list(node)
+    nodes = nodes_of(node)
     addresses = [_address(one) for one in nodes]
     if not addresses or len(set(addresses)) < len(addresses):
         raise UserError(f"{nodes!r} is empty, or names a node twice", where="node", remedy="each node once")
-    secret = token_bytes(token)
+    secret = token_of(token)
     for what, number in (("checksum_every", checksum_every), ("epoch", epoch), ("iteration", iteration)):
         if not isinstance(number, int) or number < 0:
             raise UserError(f"{number!r} is not a count", where=what, remedy="a whole number, 0 or more")
@@ -97,7 +101,7 @@ class Attachment:
     def __init__(
         self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, addresses: list[tuple[str, int]],
         token: bytes, checksum_every: int, name: str, run_id: str, epoch: int, iteration: int, max_stall_s: float,
-        topology: Callable[[], dict[str, Any]] | None, collectives: Callable[[int], list[dict[str, Any]]] | None,
+        topology: Topology | None, collectives: Collectives | None,
     ) -> None:
         self.iteration = iteration
         self._checksum_every, self._max_stall = checksum_every, max_stall_s
@@ -121,12 +125,11 @@ class Attachment:
 
     def _begin(
         self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, addresses: list[tuple[str, int]],
-        token: bytes, name: str, run_id: str, epoch: int, topology: Callable[[], dict[str, Any]] | None,
-        collectives: Callable[[int], list[dict[str, Any]]] | None,
+        token: bytes, name: str, run_id: str, epoch: int, topology: Topology | None, collectives: Collectives | None,
     ) -> None:
         self._described: Model = entries(model, optimizer)
         group = model.process_group
-        self._topology, listed = _communicator(group, topology, collectives)
+        self._topology, listed = sources_of(group, topology, collectives)
         self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         if ranks < 2:
             raise UserError("a job of one rank sends no gradients", where="attach", remedy="leave attach out")
@@ -375,20 +378,3 @@ class Attachment:
             _log.warning("flowcheck: not attached: %s", self._refused, exc_info=error)
         for sender in self._senders:
             sender.close(Bye(), 0.0)
-
-
-def _communicator(
-    group: dist.ProcessGroup, topology: Callable[[], dict[str, Any]] | None,
-    collectives: Callable[[int], list[dict[str, Any]]] | None,
-) -> tuple[Callable[[], dict[str, Any]], Callable[[int], list[dict[str, Any]]]]:
-    """Who says what the communicator is: the caller, or the process group itself."""
-    topology = topology or getattr(group, "flowcheck_topology", None)
-    collectives = collectives or getattr(group, "flowcheck_collectives", None)
-    if topology is not None and collectives is not None:
-        return topology, collectives
-    raise UserError(
-        f"the {dist.get_backend(group)} backend does not tell torch its connections (addresses, queue pairs) and past"
-        " calls",
-        where="attach",
-        remedy="give topology= and collectives=; docs/use/node.md shows what of an NCCL_DEBUG log goes where",
-    )

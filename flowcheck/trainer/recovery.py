@@ -21,14 +21,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from flowcheck.control.ask import SECONDS, Node, reader_key
-from flowcheck.control.protocol import token_bytes
 from flowcheck.control.sources import (
     MOST_ROUNDS,
     Fetched,
@@ -42,11 +40,12 @@ from flowcheck.control.sources import (
 )
 from flowcheck.control.torch_state import torch_state
 from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.trainer.settings import token_of
 
 __all__ = ["Recovered", "recover"]
 
 _log = logging.getLogger("flowcheck")
-NODES, TOKEN_FILE = "FLOWCHECK_NODES", "FLOWCHECK_TOKEN_FILE"
+NODES = "FLOWCHECK_NODES"
 TOGETHER_SECONDS = 600.0  # that ranks wait for each other
 
 
@@ -111,7 +110,7 @@ def recover(
     Raises EnvironmentProblem: no version was found and a node did not answer; `step` is not there; none of the versions
     found proved good (then `into` holds anything); another rank is gone. UserError for arguments that cannot be.
     """
-    asked = [Node(address, reader_key(_token(token)), seconds) for address in addresses(_nodes(nodes))]
+    asked = [Node(address, reader_key(token_of(token)), seconds) for address in addresses(_nodes(nodes))]
     ranks = _ranks(together)
     bad: list[Key] = []
     passed: list[str] = []
@@ -154,17 +153,6 @@ def _nodes(nodes: str | Sequence[str] | None) -> str | Sequence[str]:
         raise UserError("no node is named", where="nodes",
                         remedy=f"HOST:PORT of a node's api.listen, as an argument or in {NODES}")
     return nodes
-
-
-def _token(token: str | None) -> bytes:
-    if token is None:
-        path = os.environ.get(TOKEN_FILE, "")
-        try:
-            token = Path(path).read_text().split("\n", 1)[0] if path else ""
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot be read: {error}", where=f"{TOKEN_FILE}: {path}",
-                            remedy="a readable file with the nodes' token") from None
-    return token_bytes(token)
 
 
 def _recovered(fetched: Fetched, passed: Sequence[str]) -> Recovered:

@@ -13,6 +13,7 @@ import flowcheck
 from flowcheck.control.protocol import Bye
 from flowcheck.errors import UserError
 from flowcheck.trainer import attachment as module
+from flowcheck.trainer.sources import sources_of
 
 from ..hand_node import TOKEN
 from .training import Training
@@ -160,6 +161,6 @@ def test_a_process_group_may_tell_them_itself(wrapped) -> None:
     """By two documented attributes; what the caller gives goes before them."""
     group = wrapped(torch.nn.Linear(1, 1)).process_group
     group.flowcheck_topology, group.flowcheck_collectives = lambda: "topology", lambda since: ("since", since)
-    topology, collectives = module._communicator(group, None, None)
+    topology, collectives = sources_of(group, None, None)
     assert topology() == "topology" and collectives(7) == ("since", 7)
-    assert module._communicator(group, dict, None) == (dict, group.flowcheck_collectives)
+    assert sources_of(group, dict, None) == (dict, group.flowcheck_collectives)

@@ -1,0 +1,40 @@
+"""Where a training job's nodes and their secret come from when they are not given: the environment.
+
+    FLOWCHECK_NODE          HOST:PORT of a node's control port, or several with commas: for `attach`
+    FLOWCHECK_TOKEN_FILE    a file whose first line is the nodes' token: for `attach` and `recover`
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from flowcheck.control.protocol import token_bytes
+from flowcheck.errors import UserError
+
+__all__ = ["NODE", "TOKEN_FILE", "nodes_of", "token_of"]
+
+NODE, TOKEN_FILE = "FLOWCHECK_NODE", "FLOWCHECK_TOKEN_FILE"
+
+
+def nodes_of(given: str | Sequence[str] | None) -> list[str]:
+    """As given, or as the environment has them. Raises UserError if neither says one."""
+    if given is not None:
+        return [given] if isinstance(given, str) else list(given)
+    found = [one.strip() for one in os.environ.get(NODE, "").split(",") if one.strip()]
+    if not found:
+        raise UserError("no node is named", where="node", remedy=f"node=\"HOST:PORT\", or {NODE} in the environment")
+    return found
+
+
+def token_of(given: str | None) -> bytes:
+    """As given, or the first line of the file that the environment names. Raises UserError for none, or a short one."""
+    if given is None:
+        path = os.environ.get(TOKEN_FILE, "")
+        try:
+            given = Path(path).read_text().split("\n", 1)[0] if path else ""
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot be read: {error}", where=f"{TOKEN_FILE}: {path}",
+                            remedy="a readable file with the nodes' token") from None
+    return token_bytes(given)
