@@ -277,5 +277,6 @@ def test_killed_while_it_has_nothing_but_a_partial_version(start_node, attach, t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # a node is started a hundred times
 def test_killed_a_hundred_times(start_node, attach, truth, lan, tmp_path: Path) -> None:
     kill_while_begun(start_node, attach, truth, lan, tmp_path, 100, 6)
