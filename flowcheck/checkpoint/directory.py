@@ -2,6 +2,7 @@
 
     DIR/step-000020/model.safetensors        every model entry by its state_dict name
                     optimizer.safetensors    state.<parameter>.<key>: exp_avg, momentum_buffer, step, ...
+                    user/rank-00003.safetensors   what rank 3 gave of itself, where ranks do
                     manifest.json            what this is, hashes of every tensor and file; written last
 
     DIR/parameters-000020/parameters.safetensors   parameters alone, in the precision of the wire
@@ -21,7 +22,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ import torch
 
 from flowcheck import __version__
 from flowcheck.checkpoint.files import load_file, readable, refuse, tensor_sha256, write_file
+from flowcheck.checkpoint.users import write_users
 from flowcheck.control.tensors import DTYPES
 from flowcheck.control.version import MODEL, OPTIMIZER, SCHEMA, SCHEMAS, seal, self_hash
 from flowcheck.durable import (
@@ -101,11 +103,13 @@ def write_step(
     parameters: Mapping[str, torch.Tensor],
     optimizer_state: Mapping[str, Mapping[str, torch.Tensor | float | int]],
     meta: Meta,
+    users: Callable[[], Mapping[int, bytes]] | None = None,
 ) -> Path:
     """Write one step and return its directory. Raises EnvironmentProblem; then the old one, if any, stands.
 
     parameters: every model entry in state_dict order. optimizer_state: parameter -> key -> tensor or number
-    (an int becomes an int64 scalar, a float a float64 one).
+    (an int becomes an int64 scalar, a float a float64 one). users: called when all of that is written: by rank, a
+    file of flowcheck/control/user_state.py.
     """
     flat = {
         f"state.{name}.{key}": _as_tensor(value)
@@ -116,7 +120,7 @@ def write_step(
         "rounding": meta.rounding,
     }
     files = {MODEL: dict(parameters), OPTIMIZER: flat}
-    return _write_directory(Path(out), step_path(out, step), files, _head(SCHEMA, step, meta) | about)
+    return _write_directory(Path(out), step_path(out, step), files, _head(SCHEMA, step, meta) | about, users)
 
 
 def write_parameters(
@@ -148,7 +152,8 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
 
 
 def _write_directory(
-    out: Path, path: Path, files: Mapping[str, Mapping[str, torch.Tensor]], about: dict[str, Any]
+    out: Path, path: Path, files: Mapping[str, Mapping[str, torch.Tensor]], about: dict[str, Any],
+    users: Callable[[], Mapping[int, bytes]] | None = None,
 ) -> Path:
     """The files and their manifest under `path`, all or nothing."""
     aside = partial_name(path)
@@ -163,6 +168,9 @@ def _write_directory(
             remove_tree(aside)  # of an earlier process that had our pid
             os.mkdir(aside)
             written = {name: write_file(aside / name, tensors) for name, tensors in files.items()}
+            given = users() if users is not None else {}
+            if given:
+                about = about | {"user": write_users(aside, given)}
             manifest = _manifest(about, written)
             write_synced(aside / MANIFEST, [json.dumps(manifest, indent=1).encode() + b"\n"])
             fsync_directory(aside)

@@ -27,6 +27,7 @@ from flowcheck.control.ask import SECONDS, Node, reader_key
 from flowcheck.control.protocol import token_bytes
 from flowcheck.control.sources import Fetched, addresses, take
 from flowcheck.control.torch_state import torch_state
+from flowcheck.control.user_state import pack
 from flowcheck.durable import adopt, fsync_directory, make_directory, partial_name, remove_tree, reporting
 from flowcheck.errors import UserError
 
@@ -80,7 +81,8 @@ def fetch(
     if format not in FORMATS:
         raise UserError(f"{format!r} is none of {', '.join(FORMATS)}", where="format", remedy="one of them")
     key = reader_key(token_bytes(token))
-    fetched = take([Node(address, key, seconds) for address in addresses(nodes)], run_id, shard, step)
+    own = format == "safetensors"  # the form that has room for what ranks gave of themselves
+    fetched = take([Node(address, key, seconds) for address in addresses(nodes)], run_id, shard, step, own)
     version, folder = fetched.version, Path(out)
     writers = {"safetensors": _safetensors, "torch": _torch, "dcp": _dcp}
     path = writers[format](fetched, folder)
@@ -93,7 +95,9 @@ def fetch(
 def _safetensors(fetched: Fetched, out: Path) -> Path:
     one = fetched.version
     meta = Meta(one.run_id, one.epoch, one.status, one.unproven, one.optimizer, one.rounding, one.shard)
-    return write_step(out, one.step, fetched.model, fetched.state, meta)
+    return write_step(out, one.step, fetched.model, fetched.state, meta, lambda: {
+        rank: pack(user.state, step=user.step, rank=rank, ranks=user.ranks) for rank, user in fetched.users.items()
+    })
 
 
 def _torch(fetched: Fetched, out: Path) -> Path:

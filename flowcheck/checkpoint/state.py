@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from flowcheck.checkpoint.directory import MANIFEST, load_parameters, load_step
+from flowcheck.checkpoint.directory import MANIFEST, load_parameters, load_step, read_step_manifest
+from flowcheck.checkpoint.users import load_user, users_of
 from flowcheck.control.torch_state import torch_state
 from flowcheck.errors import UserError
 
@@ -37,6 +38,7 @@ class Checkpoint:
     optimizer_state: {parameter: {torch's key: tensor}}.
     optimizer: name and groups (`params`, `options`) as in the job manifest; empty for parameters alone.
     rounding: the order of roundings that the updates were computed in.
+    users: ranks whose own states it has, for `user`.
     """
 
     path: Path
@@ -49,6 +51,15 @@ class Checkpoint:
     optimizer_state: dict[str, dict[str, torch.Tensor]]
     optimizer: dict[str, Any]
     rounding: str
+    users: tuple[int, ...] = ()
+
+    def user(self, rank: int) -> dict[str, Any]:
+        """What a rank gave of itself where iteration `step` begins: `user`, `scheduler`, `scaler`, `rng`, `groups`.
+
+        Raises UserError: there is nothing of that rank, or it is damaged.
+        """
+        found: dict[str, Any] = load_user(self.path, read_step_manifest(self.path), rank).state
+        return found
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """For `model.load_state_dict`. The tensors are the checkpoint's own, not copies."""
@@ -86,6 +97,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(
         path, loaded.step, str(about["run_id"]), int(about["epoch"]), str(about["status"]), tuple(about["unproven"]),
         loaded.parameters, loaded.optimizer_state, dict(about.get("optimizer") or {}), str(about.get("rounding", "")),
+        tuple(users_of(about)),
     )
 
 

@@ -4,6 +4,7 @@
     offers = node.offers()                           what it has: memory and disk, newest first
     version = node.version(offers[0])                the manifest; a version in memory stays as it is from here on
     tensors = node.tensors(offers[0], version, MODEL, into={})
+    state = node.user(offers[0], rank=3)             what that rank gave of itself
 
 Nothing that a node sends is believed: sizes are checked before memory is taken, every wait has a deadline, and every
 tensor is hashed as it arrives and held against the manifest, whose own hash is checked first. A connection that breaks
@@ -19,17 +20,19 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.tensors import CHUNK, HEADER_LIMIT, memory, places
+from flowcheck.control.user_state import USER_BYTES, UserState
 from flowcheck.control.version import STATUSES, Version
 from flowcheck.errors import FlowcheckError, UserError
 
-__all__ = ["MEMORY", "TIERS", "AskError", "Node", "Offer", "reader_key", "split"]
+__all__ = ["MEMORY", "TIERS", "AskError", "Node", "Offer", "reader_key", "spans", "split"]
 
 MEMORY, DISK = "memory", "disk"
 TIERS = (MEMORY, DISK)  # of a node, the nearest first
@@ -53,7 +56,8 @@ def reader_key(token: bytes) -> str:
 
 @dataclass(frozen=True)
 class Offer:
-    """A version that a node says it has. id: its name in requests. tier: one of TIERS. nbytes: of all tensors."""
+    """A version that a node says it has. id: its name in requests. tier: one of TIERS. nbytes: of all tensors. user:
+    whose own states it has: first and last rank of each row of them."""
 
     id: str
     tier: str
@@ -63,6 +67,15 @@ class Offer:
     shard: str
     status: str
     nbytes: int
+    user: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def with_user(self) -> list[int]:
+        """Ranks whose own states it has."""
+        return [rank for first, last in self.user for rank in range(first, last + 1)]
+
+    def has_user(self, rank: int) -> bool:
+        return any(first <= rank <= last for first, last in self.user)
 
     @classmethod
     def of(cls, said: Any, where: str) -> Offer:
@@ -75,7 +88,29 @@ class Offer:
             raise AskError("lists a version that is not described", where=where)
         if values["tier"] not in TIERS or values["status"] not in STATUSES or not values["id"].isalnum():
             raise AskError("lists a version of an unknown tier or status", where=where)
-        return cls(**values)
+        return cls(**values, user=_spans(said.get("user", []), where))
+
+
+def spans(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Ranks in ascending order as first and last of each row of them."""
+    out: list[tuple[int, int]] = []
+    for rank in ranks:
+        if out and out[-1][1] == rank - 1:
+            out[-1] = out[-1][0], rank
+        else:
+            out.append((rank, rank))
+    return tuple(out)
+
+
+def _spans(said: Any, where: str) -> tuple[tuple[int, int], ...]:
+    """As a node says them; one that knows nothing of them says nothing."""
+    sound = isinstance(said, list) and all(
+        isinstance(one, list) and len(one) == 2 and all(type(rank) is int and 0 <= rank < MOST_RANKS for rank in one)
+        for one in said
+    )
+    if not sound:
+        raise AskError("lists a version with states of ranks that are none", where=where)
+    return tuple((first, last) for first, last in said)
 
 
 class Node:
@@ -164,20 +199,36 @@ class Node:
             found[name] = target if given is None else given
         return {name: found[name] for name in expected}
 
+    def user(self, offer: Offer, rank: int) -> UserState:
+        """What a rank gave of itself with that version, checked. Raises AskError."""
+        where = f"{self.name}, {offer.tier}: state of rank {rank}"
+        try:
+            found = UserState.of(self._take(f"/v1/versions/{offer.id}/user/{rank}", USER_BYTES), where)
+        except UserError as error:
+            raise AskError(error.what, where=where) from None
+        if (found.step, found.rank) != (offer.step, rank):
+            raise AskError(f"is of step {found.step} and rank {found.rank}", where=where)
+        return found
+
     # -- requests --
 
     def _json(self, path: str) -> Any:
-        deadline = time.monotonic() + self._seconds + MOST_TEXT / RATE
+        try:
+            return json.loads(self._take(path, MOST_TEXT))
+        except (ValueError, RecursionError):
+            raise AskError("an answer that is not JSON", where=self.name) from None
+
+    def _take(self, path: str, most: int) -> bytearray:
+        """A whole answer, of at most so many bytes."""
+        deadline = time.monotonic() + self._seconds + most / RATE
         try:
             response = self.open(path)
             text = bytearray()
             while piece := response.read(CHUNK):
                 text += piece
-                if len(text) > MOST_TEXT or time.monotonic() > deadline:
+                if len(text) > most or time.monotonic() > deadline:
                     raise AskError("an answer that is too long, or too slow", where=self.name)
-            return json.loads(text)
-        except (ValueError, RecursionError):
-            raise AskError("an answer that is not JSON", where=self.name) from None
+            return text
         except (OSError, http.client.HTTPException) as error:
             raise self.lost(error) from None
         finally:

@@ -13,14 +13,15 @@ from flowcheck.errors import UserError
 from flowcheck.job.form import INTEGER_LIMIT, shown
 
 __all__ = [
-    "MESSAGES", "MOST_RANGES", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT", "RESYNC",
-    "ROLES", "Bye", "Bytes", "Challenge", "Flows", "Hello", "Holes", "Joined", "Manifest", "Notice", "Patch",
-    "Progress", "Range", "Ranges", "Record", "Refused", "Span", "State", "Wanted", "Welcome",
+    "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
+    "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Flows", "Hello", "Holes", "Joined", "Manifest", "Notice", "Patch",
+    "Progress", "Range", "Ranges", "Record", "Refused", "Span", "State", "User", "Wanted", "Welcome",
 ]
 
 PROTOCOL = "flowcheck/records/1"
 RESYNC = ("state", "ranges")
 ROLES = ("trainer", "peer")
+MOST_RANKS = 65536
 MOST_RANGES = 16384  # in one message
 RANGES_TEXT = 2 << 20  # bytes of JSON that a trainer reads at once
 PATCH_BYTES = 64 << 20  # of state that a rank gives at one boundary
@@ -199,13 +200,31 @@ class Bytes:
 
 
 @dataclass
+class User:
+    """Every rank, before its Record of that iteration, if the node has asked for it: what it gives of itself after
+    iteration `iteration`, where the next one begins. rank: of the whole job, so the same in every group. Payload: a
+    file of flowcheck/control/user_state.py, of that rank and the step after the iteration."""
+
+    iteration: int
+    rank: int
+
+    def __post_init__(self) -> None:
+        _count(self.iteration, "user: iteration")
+        _count(self.rank, "user: rank")
+        if self.rank >= MOST_RANKS:
+            raise UserError(f"{self.rank}, at most {MOST_RANKS} ranks are known", where="user: rank")
+
+
+@dataclass
 class Bye:
     """Trainer: training ends here; nothing more will come."""
 
 
 @dataclass
 class Wanted:
-    """Node: what it needs ("flows", "manifest", "state") to have versions again, and why."""
+    """Node: what it needs ("flows", "manifest", "state") to have versions again, and why. Alone and before all else:
+    "user", it keeps the states of ranks; that stays so for the connection, and a trainer that does not know it may
+    ignore it."""
 
     what: list[str]
     why: str
@@ -236,8 +255,8 @@ class Notice:
 MESSAGES: dict[str, type] = {
     kind.__name__.lower(): kind
     for kind in (
-        Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Ranges, Patch, Holes, Bytes, Bye, Wanted,
-        Joined, Progress, Notice,
+        Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Ranges, Patch, Holes, Bytes, User, Bye,
+        Wanted, Joined, Progress, Notice,
     )
 }
 

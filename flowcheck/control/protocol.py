@@ -2,7 +2,7 @@
 
     frame      magic 4 | JSON bytes 4 | payload bytes 8 | JSON object with "type" | payload (raw safetensors)
     opening    node: Challenge    trainer or peer: Hello (proof over both nonces)    node: Welcome (proof) or Refused
-    then       trainer: Flows, Manifest, State, Record, Patch, Bye
+    then       trainer: Flows, Manifest, State, Patch, User, Record, Bye
                node: Wanted, Ranges, Joined, Progress, Notice, Refused
     or         peer: Holes         node: Bytes, Refused
 
@@ -30,6 +30,7 @@ from typing import Any
 from flowcheck.control.messages import (
     MESSAGES,
     MOST_RANGES,
+    MOST_RANKS,
     PATCH_BYTES,
     PEER_BYTES,
     PEER_SECONDS,
@@ -54,6 +55,7 @@ from flowcheck.control.messages import (
     Refused,
     Span,
     State,
+    User,
     Wanted,
     Welcome,
 )
@@ -61,10 +63,10 @@ from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.form import Place, build, parse
 
 __all__ = [
-    "MESSAGES", "MOST_RANGES", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT", "RESYNC",
-    "ROLES", "Bye", "Bytes", "Challenge", "Flows", "Hello", "Holes", "Joined", "Limits", "Link", "Manifest", "Notice",
-    "Patch", "Progress", "Range", "Ranges", "Record", "RecordsError", "Refused", "Span", "State", "Wanted", "Welcome",
-    "accept", "greet", "token_bytes",
+    "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
+    "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Flows", "Hello", "Holes", "Joined", "Limits", "Link", "Manifest",
+    "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "RecordsError", "Refused", "Span", "State", "User",
+    "Wanted", "Welcome", "accept", "greet", "token_bytes",
 ]
 
 MAGIC = b"FCR1"
@@ -261,7 +263,7 @@ def accept(link: Link, token: bytes, resync: str = RESYNC[0]) -> Hello:
         raise RecordsError(f"{hello.role[:40]!r} is not one of {', '.join(ROLES)}", where=link.peer)
     if not hmac.compare_digest(hello.proof.encode(), _proof(token, hello.role, challenge.nonce, hello).encode()):
         raise RecordsError("the token is wrong", where=link.peer)
-    if not 0 <= hello.rank < hello.ranks <= 65536:
+    if not 0 <= hello.rank < hello.ranks <= MOST_RANKS:
         raise RecordsError(f"rank {hello.rank} of {hello.ranks}", where=link.peer)
     link.send(Welcome(_proof(token, "node", challenge.nonce, hello), resync))
     return hello

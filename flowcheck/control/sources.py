@@ -13,13 +13,14 @@ Torch and the standard library.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from flowcheck.control.ask import TIERS, AskError, Node, Offer, split
+from flowcheck.control.user_state import UserState
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.errors import EnvironmentProblem, UserError
 
@@ -53,11 +54,16 @@ class Found:
                 out[key] = offer.status
         return out
 
+    def with_user(self, rank: int) -> set[Key]:
+        """Versions of which somebody has that rank's own state."""
+        return {(offer.epoch, offer.step) for _, offer in self.places if offer.has_user(rank)}
+
 
 @dataclass(frozen=True)
 class Fetched:
     """A version whose every hash agreed. model: {name: tensor}; state: {parameter: {key: tensor}}. source: node and
-    tier. nbytes: received, those of sources that were given up too. passed: why nearer sources were not taken."""
+    tier. nbytes: received, those of sources that were given up too. passed: why nearer sources were not taken. users:
+    the own states of those ranks that were asked for."""
 
     version: Version
     model: dict[str, torch.Tensor]
@@ -66,6 +72,7 @@ class Fetched:
     nbytes: int
     seconds: float
     passed: tuple[str, ...]
+    users: Mapping[int, UserState] = field(default_factory=dict)
 
 
 def addresses(nodes: str | Sequence[str]) -> list[tuple[str, int]]:
@@ -118,18 +125,23 @@ def _only(
 
 def choose(
     held: Sequence[Mapping[Key, str]], *, step: int | None = None, prefer_verified: int = 0,
-    bad: Collection[Key] = (),
+    bad: Collection[Key] = (), users: Sequence[Collection[Key]] = (), prefer_user: int = 0,
 ) -> Key | None:
     """The version to take: the newest that everybody holds; None: there is none.
 
     held: of each rank what it can have, and its status. step: only this one. prefer_verified: a version that is
-    verified for everybody is taken although it is so many steps older, of the same epoch. bad: not these.
+    verified for everybody is taken although it is so many steps older, of the same epoch. bad: not these. users: of
+    each rank the versions that have its own state; if there are some that have everybody's and are at most prefer_user
+    steps older, it is one of them.
     """
     common = set.intersection(*(set(one) for one in held)) - set(bad)
     common = {key for key in common if step is None or key[1] == step}
     if not common:
         return None
     epoch, newest = max(common)
+    whole = {key for key in common if users and all(key in one for one in users)}
+    if whole := {key for key in whole if key[0] == epoch and key[1] >= newest - prefer_user}:
+        common, (epoch, newest) = whole, max(whole)
     verified = [
         key for key in common
         if key[0] == epoch and key[1] >= newest - prefer_verified and all(one[key] == "verified" for one in held)
@@ -137,23 +149,26 @@ def choose(
     return max(verified, default=(epoch, newest))
 
 
-def fetch(found: Found, key: Key, into: Mapping[str, torch.Tensor]) -> Fetched:
+def fetch(
+    found: Found, key: Key, into: Mapping[str, torch.Tensor], ranks: Callable[[Offer], Sequence[int]] = lambda one: ()
+) -> Fetched:
     """The version `key`, from the nearest source of which every hash agrees.
 
+    ranks: whose own states are wanted of an offer; sources that have more of them come first.
     into: tensors of the model to receive into (Node.tensors). Raises NoSource that says of each source why not; then
     `into` holds anything. Raises UserError if `into` does not fit; then it is as it was.
     """
     began, passed = time.monotonic(), list(found.absent)
     received = 0
-    for node, offer in found.places:
-        if (offer.epoch, offer.step) != key:
-            continue
+    places = [place for place in found.places if (place[1].epoch, place[1].step) == key]
+    for node, offer in sorted(places, key=lambda place: -len(ranks(place[1]))):
         before = node.received
         try:
             version = node.version(offer)
             _fits(version, into)
             model = node.tensors(offer, version, MODEL, into)
             state = split(node.tensors(offer, version, OPTIMIZER, {}))
+            users = {rank: node.user(offer, rank) for rank in ranks(offer)}
         except AskError as error:
             passed.append(f"{error.where or node.name}: {error.what}")
             continue
@@ -161,15 +176,18 @@ def fetch(found: Found, key: Key, into: Mapping[str, torch.Tensor]) -> Fetched:
             node.close()
             received += node.received - before
         source = f"{node.name}, {offer.tier}"
-        return Fetched(version, model, state, source, received, time.monotonic() - began, tuple(passed))
+        return Fetched(version, model, state, source, received, time.monotonic() - began, tuple(passed), users)
     raise NoSource(
         f"step {key[1]} of epoch {key[0]} could be had from nowhere: {'; '.join(passed) or 'nobody has it any more'}",
         where="recover", remedy="an older step, or see the nodes",
     )
 
 
-def take(nodes: Sequence[Node], run_id: str | None, shard: str | None, step: int | None) -> Fetched:
-    """The newest version that proves good, or `step`. Raises EnvironmentProblem: there is none; UserError as `look`."""
+def take(
+    nodes: Sequence[Node], run_id: str | None, shard: str | None, step: int | None, users: bool = False
+) -> Fetched:
+    """The newest version that proves good, or `step`. users: with the own states of all ranks that gave one. Raises
+    EnvironmentProblem: there is none; UserError as `look`."""
     passed: list[str] = []
     bad: list[Key] = []
     for _ in range(MOST_ROUNDS):
@@ -178,7 +196,7 @@ def take(nodes: Sequence[Node], run_id: str | None, shard: str | None, step: int
         if key is None:
             break
         try:
-            fetched = fetch(found, key, {})
+            fetched = fetch(found, key, {}, lambda offer: offer.with_user if users else ())
             return replace(fetched, passed=(*passed, *fetched.passed))
         except NoSource as error:
             passed.append(error.what)

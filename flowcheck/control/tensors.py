@@ -56,10 +56,12 @@ class TensorSpec:
         return size
 
 
-def header(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, list[str]]:
-    """(length and JSON that the data follows, names in the data's order)."""
+def header(
+    tensors: Mapping[str, torch.Tensor], about: Mapping[str, str] | None = None
+) -> tuple[bytes, list[str]]:
+    """(length and JSON that the data follows, names in the data's order). about: the file's metadata."""
     order = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": about or {"format": "pt"}}
     end = 0
     for name in order:
         start, end = end, end + tensors[name].numel() * tensors[name].element_size()

@@ -8,6 +8,7 @@ nothing but /healthz.
     GET /v1/versions/{id}/manifest.json            its manifest; a version in memory is pinned from here on
     GET /v1/versions/{id}/model.safetensors        one loadable file each, whole or `Range: bytes=...`
     GET /v1/versions/{id}/optimizer.safetensors
+    GET /v1/versions/{id}/user/{rank}              what that rank gave of itself; a safetensors file, whole
 
 An ASGI application (Starlette); serving.py runs it. Files are read on one thread for each tier, so a disk that hangs
 holds up the disk's versions alone, and nothing is read faster than it is sent.
@@ -32,6 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowcheck import __version__
 from flowcheck.control.ask import Offer
+from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.holdings import Gone, Held, Pressed, Shelf
@@ -80,6 +82,7 @@ class _Api:
                 Route(f"{versions}/manifest.json", self._manifest),
                 Route(f"{versions}/{MODEL}", self._file),
                 Route(f"{versions}/{OPTIMIZER}", self._file),
+                Route(f"{versions}/user/{{rank:int}}", self._user),
             ],
             exception_handlers={Gone: _gone, Pressed: _pressed, FlowcheckError: _failed},
             lifespan=self._lifespan,
@@ -167,6 +170,11 @@ class _Api:
             media_type="application/octet-stream",
         )
 
+    async def _user(self, request: Request) -> Response:
+        tier, held = await self._held(request)
+        data = await self._on(tier, held.user, min(request.path_params["rank"], MOST_RANKS))
+        return Response(data, media_type="application/octet-stream")
+
     async def _read(self, tier: str, id: str, file: str, first: int, after: int) -> AsyncIterator[bytes]:
         """Whatever goes wrong here ends the connection before its length is reached, which the reader notices."""
         while first < after:
@@ -234,6 +242,11 @@ _OFFER = {"$ref": "#/components/schemas/Offer"}
 _ABSENT = {"type": "array", "items": {"type": "string"}, "description": "Tiers that did not answer in time."}
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[md][0-9a-f]{31}$"}}
 _RANGE = {"name": "Range", "in": "header", "schema": {"type": "string"}, "description": "One range of bytes."}
+_RANK = {"name": "rank", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 0}}
+_USER = {
+    "type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
+    "description": "Whose own states it has: first and last rank of each row of them.",
+}
 _LOST = {
     "404": _answer("There is no such version, or no longer.", _WHY),
     "503": _answer("As many versions of the replica are being read as may be; try again.", _WHY),
@@ -273,13 +286,17 @@ DESCRIPTION: dict[str, Any] = {
         ),
         f"/v1/versions/{{id}}/{MODEL}": _FILE,
         f"/v1/versions/{{id}}/{OPTIMIZER}": _FILE,
+        "/v1/versions/{id}/user/{rank}": _get(
+            "What a rank gave of itself: a safetensors file, whole.",
+            {"200": _answer("The file.", _BYTES, "application/octet-stream"), **_LOST}, [_ID, _RANK],
+        ),
     },
     "components": {
         "securitySchemes": {"reader": {"type": "http", "scheme": "bearer"}},
         "responses": {"Refused": _answer("The key is missing or wrong.", _WHY)},
         "schemas": {"Offer": {
-            "type": "object", "required": [*_TYPES], "properties": {name: {"type": kind} for name, kind in
-                                                                     _TYPES.items()},
+            "type": "object", "required": [*_TYPES, "user"],
+            "properties": {name: {"type": kind} for name, kind in _TYPES.items()} | {"user": _USER},
         }},
     },
 }

@@ -32,9 +32,12 @@ from flowcheck.control.protocol import (
     RecordsError,
     Refused,
     State,
+    User,
+    Wanted,
     accept,
 )
 from flowcheck.control.tensors import TensorSpec, unpack
+from flowcheck.control.user_state import USER_BYTES, seal_of
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.group import Group
 from flowcheck.node.listening import listen
@@ -118,6 +121,7 @@ class ControlServer:
             if hello.role == "peer":
                 serve(link, partial(self._shelf_of, hello.group))
             else:
+                link.send(Wanted(["user"], ""), seconds=link.limits().seconds)
                 _Connection(link, hello, self._group_of).run()
         except RecordsError as error:
             self._say("connection", peer=link.peer, why=error.what)
@@ -177,13 +181,17 @@ class _Connection:
             if error.what == "connection closed":
                 return False
             raise
-        if not isinstance(message, Flows | Manifest | State | Record | Patch | Bye):
+        if not isinstance(message, Flows | Manifest | State | Record | Patch | User | Bye):
             raise RecordsError(f"a {type(message).__name__} from a trainer", where=self._link.peer)
         tensors: Mapping[str, torch.Tensor] = {}
+        data = b""
         try:
             if isinstance(message, State):
                 group.announce(member, message.iteration)
-            if size:
+            if isinstance(message, User):
+                data = bytes(self._link.payload(size))
+                seal_of(data, f"{self._link.peer}: User")
+            elif size:
                 specs = _specs(group.plan, message)
                 where = f"{self._link.peer}: {type(message).__name__}"
                 found = unpack(self._link.payload(size), specs, where)
@@ -193,7 +201,7 @@ class _Connection:
                 tensors = {name.removeprefix("buffer."): tensor for name, tensor in found.items()}
             elif isinstance(message, State) or (isinstance(message, Patch) and not message.refused):
                 raise RecordsError(f"a {type(message).__name__.lower()} without tensors", where=self._link.peer)
-            group.put(Inbound(member, message, tensors))
+            group.put(Inbound(member, message, tensors, data))
         except queue.Full:
             raise RecordsError("sends more than the node takes", where=self._link.peer) from None
         except RecordsError:
@@ -210,6 +218,7 @@ class _Connection:
         for name, message in (("state", State(0)), ("record", Record(0))):
             specs = _specs(plan, message)
             sizes[name] = sum(spec.nbytes for spec in specs.values()) + HEADERS + 200 * len(specs) if specs else 0
+        sizes["user"] = USER_BYTES
         sizes["patch"] = min(sizes["state"], PATCH_BYTES + HEADERS + 200 * len(_specs(plan, State(0))))
         if self._hello.rank != 0:
             del sizes["state"]

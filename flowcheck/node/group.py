@@ -16,12 +16,25 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from parser.placers import Placers
 
-from flowcheck.control.protocol import Bye, Flows, Joined, Manifest, Notice, Patch, Progress, Record, State, Wanted
+from flowcheck.control.protocol import (
+    Bye,
+    Flows,
+    Joined,
+    Manifest,
+    Notice,
+    Patch,
+    Progress,
+    Record,
+    State,
+    User,
+    Wanted,
+)
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
@@ -39,6 +52,7 @@ from flowcheck.node.runs import run_folder
 from flowcheck.node.silence import Arrivals, Silent
 from flowcheck.node.standing import Standing
 from flowcheck.node.uploads import Asking
+from flowcheck.node.user_states import UserStates
 from flowcheck.rebuild.events import Begun, Closed, Event, Lost
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
@@ -75,6 +89,7 @@ class Group(Membership):
         self.peering = Peering(config, name)
         self.files = ReplicaFiles(config.replica.directory, config.name, name)
         self._standing = Standing(self.files, self._say)
+        self._users = UserStates(self._say)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name=f"flowcheck group {name}")
         self.failure: BaseException | None = None
@@ -108,6 +123,7 @@ class Group(Membership):
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._users.close()
 
     def _say(self, event: str, **fields: Any) -> None:
         self._say_all(event, name=self.name, **fields)
@@ -131,6 +147,7 @@ class Group(Membership):
             self.failure = error
         finally:
             self._drop_session()
+            self._users.close()
             if not self._config.replica.keep:
                 self.files.discard()
 
@@ -165,7 +182,7 @@ class Group(Membership):
             return False
         self._follow(inbound.member.start)
         gone = self.members.get(inbound.member.rank) is not inbound.member
-        if inbound.member.start != self._followed or (gone and not isinstance(inbound.message, Record | Bye)):
+        if inbound.member.start != self._followed or (gone and not isinstance(inbound.message, Record | User | Bye)):
             return True  # of somebody who has left; records of a run stay good until it is started again
         try:
             self._handle(inbound)
@@ -197,6 +214,8 @@ class Group(Membership):
         elif isinstance(message, Record) and self._session is not None and self._manifest is not None:
             message = replace(message, iteration=self._clock.iteration(message.iteration))
             self._take(self._session.record(message, inbound.tensors, member.rank))
+        elif isinstance(message, User) and self._session is not None and self.files.named is not None:
+            self._users.put(self.files.named, Clock().after(message.iteration), message.rank, inbound.data)
         elif isinstance(message, Patch) and self._session is not None:
             self._session.patch(member.rank, message, inbound.tensors)
         elif isinstance(message, Bye) and self._session is not None and member.rank == 0:
@@ -350,6 +369,7 @@ class Group(Membership):
         number = self._clock.number(closed.iteration)
         if closed.published and session.replica is not None:
             self._standing.first(session.plan.job, session.replica.step)
+            self._users.published(session.replica.steps)
             if self._hashes is not None:
                 try:
                     self._hashes.add(number, self.name, session.replica)
@@ -359,7 +379,9 @@ class Group(Membership):
             if output.every and session.replica.step % output.every == 0:
                 out = output.directory / self.name / run_folder(session.plan.job.run_id, session.plan.job.epoch)
                 done = self._persisted.set if closed.status == "verified" else None
-                self._writer.write(self.name, session.replica, out, closed.status, done, closed.unproven)
+                named = self.files.named
+                users = partial(self._users.gathered, named, session.replica.step) if named is not None else None
+                self._writer.write(self.name, session.replica, out, closed.status, done, closed.unproven, users)
             if closed.status == "verified" and not self._settled and (not output.every or self._persisted.is_set()):
                 self._settled = True
                 self._standing.settle(session.plan.job)

@@ -5,6 +5,7 @@
     held = shelf.hold(id)                                pinned; the same again while it is
     held.manifest()                                      hashed once, by all cores, and kept
     held.size(file), held.read(file, first, count)       a safetensors file, whole or in ranges
+    held.user(rank)                                      what a rank gave of itself
     shelf.expire()                                       again and again: lets go of what nobody reads any more
 
 It reads the files that the node's process writes and nothing else, so it may live in another process and outlive that
@@ -35,10 +36,13 @@ import torch
 
 from flowcheck.checkpoint.directory import MANIFEST, read_step_manifest
 from flowcheck.checkpoint.files import tensor_sha256
-from flowcheck.control.ask import DISK, MEMORY, Offer
+from flowcheck.checkpoint.users import file_of, users_of
+from flowcheck.control.ask import DISK, MEMORY, Offer, spans
 from flowcheck.control.tensors import TensorSpec, header, memory
+from flowcheck.control.user_state import USER_BYTES
 from flowcheck.control.version import MODEL, OPTIMIZER, Digest, Version
 from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.node.user_states import rank_file, ranks_in, user_folder
 from updater.errors import UpdaterError
 from updater.reader import PinnedVersion, Reader
 
@@ -107,6 +111,17 @@ class Held:
         """Bytes of a file from `first` on, at most `count`. Raises Gone."""
         raise NotImplementedError
 
+    def user(self, rank: int) -> bytes:
+        """A rank's own state, as it gave it: whoever reads it checks it. Raises Gone."""
+        raise NotImplementedError
+
+    def _user(self, path: Path) -> bytes:
+        try:
+            with path.open("rb") as file:
+                return file.read(USER_BYTES)
+        except OSError:
+            raise Gone("has no such state of a rank", where=f"step {self.offer.step}, {self.offer.tier}") from None
+
     def close(self) -> None:
         """Let it go; may be called twice."""
 
@@ -155,6 +170,11 @@ class _InMemory(Held):
             raise Gone("was let go: it was not read from for too long, or too slowly", where=f"step {self.offer.step}")
         return self._layouts[file].read(first, count)
 
+    def user(self, rank: int) -> bytes:
+        data = self._user(rank_file(user_folder(self.path, self.offer.step), rank))
+        self.check()  # another replica may have the name by now
+        return data
+
     def close(self) -> None:
         self._pinned = None
         self._layouts, self._files = {}, {}
@@ -183,6 +203,11 @@ class _OnDisk(Held):
             return os.pread(self._file(file), count, first)
         except OSError as error:
             raise Gone(f"cannot be read: {error.strerror}", where=str(self.path / file)) from None
+
+    def user(self, rank: int) -> bytes:
+        data = self._user(file_of(self.path, rank))
+        self.check()
+        return data
 
     def _file(self, file: str) -> int:
         if file not in self._open:
@@ -261,7 +286,8 @@ class MemoryShelf(Shelf):
             return  # torn, of another format, or gone meanwhile
         for step, status in reader.statuses.items():
             yield Holding(Offer(
-                _id(MEMORY, *key, step), MEMORY, reader.run_id, reader.epoch, step, shard, status, reader.nbytes
+                _id(MEMORY, *key, step), MEMORY, reader.run_id, reader.epoch, step, shard, status, reader.nbytes,
+                spans(ranks_in(user_folder(key[0], step))),
             ), *key)
 
     def _pin(self, holding: Holding) -> Held:
@@ -344,7 +370,7 @@ def _offered(path: Path, inode: int) -> Offer | None:
     except UserError:
         return None
     return Offer(_id(DISK, path, inode, version.step), DISK, version.run_id, version.epoch, version.step,
-                 version.shard, version.status, version.nbytes)
+                 version.shard, version.status, version.nbytes, spans(users_of(document)))
 
 
 def _sorted(found: Iterable[Holding]) -> list[Holding]:

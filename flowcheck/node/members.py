@@ -28,8 +28,9 @@ class RankSession:
 
 @dataclass(frozen=True)
 class Inbound:
-    """A message of a member; tensors: its payload."""
+    """A message of a member; tensors: its payload, data: the payload of one that has no tensors."""
 
     member: RankSession
     message: Any
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    data: bytes = b""

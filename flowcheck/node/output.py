@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from flowcheck.rebuild.replica import JobReplica
 
 __all__ = ["Events", "Hashes", "Writer", "check_places"]
 
+Users = Callable[[], Mapping[int, bytes]]  # by rank: a file of flowcheck/control/user_state.py
 MARGIN = 1.25  # a checkpoint has to be done before the next one is due by this factor
 MOST_LEFT_OUT = 1 << 20
 
@@ -146,10 +147,11 @@ class Writer:
 
     def write(
         self, name: str, replica: JobReplica, out: Path, status: str, done: Callable[[], None] | None = None,
-        unproven: Sequence[str] = (),
+        unproven: Sequence[str] = (), users: Users | None = None,
     ) -> None:
         """Begin to write the current version of a group, unless it is one that is left out. done: called on the
-        writer's thread when it is on disk. unproven: marks of its verdict."""
+        writer's thread when it is on disk. unproven: marks of its verdict. users: what ranks gave of
+        themselves; it may wait a little."""
         with self._lock:
             lane = self._lanes.setdefault(name, _Lane())
         stride, now = 1, self._clock()
@@ -168,7 +170,7 @@ class Writer:
         ready = threading.Event()
         lane.began = now
         lane.thread = threading.Thread(
-            target=self._work, args=(lane, name, replica, out, status, ready, done, unproven),
+            target=self._work, args=(lane, name, replica, out, status, ready, done, unproven, users),
             name=f"flowcheck writer {name}",
         )
         lane.thread.start()
@@ -176,12 +178,12 @@ class Writer:
 
     def _work(
         self, lane: _Lane, name: str, replica: JobReplica, out: Path, status: str, ready: threading.Event,
-        done: Callable[[], None] | None, unproven: Sequence[str],
+        done: Callable[[], None] | None, unproven: Sequence[str], users: Users | None,
     ) -> None:
         try:
             with replica.pinned() as version:
                 ready.set()  # from here on the replica may go on: this version stays
-                path = replica.write(out, [*replica.unproven, *unproven], version, status, name)
+                path = replica.write(out, [*replica.unproven, *unproven], version, status, name, users)
                 step = version.step
             lane.seconds = self._clock() - lane.began
             if done is not None:

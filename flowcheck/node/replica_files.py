@@ -5,7 +5,8 @@ Names are flowcheck-NODE-GROUP-NUMBER.replica. A new state gets a file of its ow
 killed, a job that was started again) stay readable (updater/reader.py): the good ones until this run has a version of
 its own that is verified, and on disk if the settings ask for that (`settle`). Good is what was verified; where
 nothing was, the newest file and the one that is furthest. So a job that dies over and over before its first
-verification takes the memory of three replicas and not of one per start.
+verification takes the memory of three replicas and not of one per start. What ranks gave of themselves lies beside a
+replica (user_states.py), and goes with it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowcheck.durable import remove_tree
 from updater.errors import UpdaterError
 from updater.reader import Reader
 
@@ -63,6 +65,11 @@ class ReplicaFiles:
         self._named = self._directory / f"{self._prefix}{self._number}.replica"
         return self._named
 
+    @property
+    def named(self) -> Path | None:
+        """The name that was given out last."""
+        return self._named
+
     def stands(self, run_id: str, epoch: int, step: int) -> list[LeftoverReplica]:
         """The file named last holds a version of this run, `step`. Removes what this run has no more use for, and of
         other runs what is not good; returns what went of those."""
@@ -72,6 +79,9 @@ class ReplicaFiles:
         others = [kept for kept in found if kept.path not in mine]
         good = _good(others)
         self._remove(path for path in self._files() if path not in good)
+        for folder in self._directory.glob(f"{self._prefix}*.user"):
+            if folder.with_suffix(".replica") != self._named and not folder.with_suffix(".replica").exists():
+                remove_tree(folder)  # of a replica that had no version
         return [kept for kept in others if kept.path not in good]
 
     def settle(self) -> list[LeftoverReplica]:
@@ -84,12 +94,17 @@ class ReplicaFiles:
         """The file that is served must not be, or need not be any more. Those of other runs stay."""
         served, self._served = self._served, None
         if served is not None:
-            served.unlink(missing_ok=True)
+            _unlink(served)
 
     def _remove(self, paths: Iterable[Path]) -> None:
         for path in paths:
             if path != self._served:
-                path.unlink(missing_ok=True)
+                _unlink(path)
+
+
+def _unlink(replica: Path) -> None:
+    replica.unlink(missing_ok=True)
+    remove_tree(replica.with_suffix(".user"))
 
 
 def _good(kept: list[LeftoverReplica]) -> set[Path]:

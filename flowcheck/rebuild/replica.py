@@ -14,7 +14,7 @@ must be equal, bit for bit: a replica that starts from other weights than the tr
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,6 +138,11 @@ class JobReplica:
     @property
     def step(self) -> int:
         return self._replica.current.step if self._replica and not self._replica.empty else 0
+
+    @property
+    def steps(self) -> list[int]:
+        """Of all complete versions."""
+        return self._replica.steps if self._replica is not None else []
 
     @property
     def serves(self) -> bool:
@@ -372,10 +377,11 @@ class JobReplica:
 
     def write(
         self, out: str | os.PathLike[str], unproven: Sequence[str], version: Slot, status: str = "unverified",
-        shard: str = "",
+        shard: str = "", users: Callable[[], Mapping[int, bytes]] | None = None,
     ) -> Path:
-        """Write a version that the caller has pinned as a checkpoint; returns its directory. Any thread."""
+        """Write a version that the caller has pinned as a checkpoint; returns its directory. users: of write_step. Any
+        thread."""
         assert self._rounding is not None
         job = self._plan.job
         meta = Meta(job.run_id, job.epoch, status, tuple(unproven), version.optimizer, self._rounding.name, shard)
-        return write_step(out, version.step, version.parameters, version.optimizer_state, meta)
+        return write_step(out, version.step, version.parameters, version.optimizer_state, meta, users)

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from flowcheck.control.checksum import checksums
-from flowcheck.control.protocol import Bye, Flows, Manifest, Record, State
+from flowcheck.control.protocol import Bye, Flows, Manifest, Record, State, User
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
@@ -42,6 +42,7 @@ from flowcheck.trainer.ranges import Source
 from flowcheck.trainer.sender import Identity, Sender
 from flowcheck.trainer.settings import nodes_of, token_of
 from flowcheck.trainer.sources import Collectives, Topology, sources_of
+from flowcheck.trainer.user import Keeper
 
 __all__ = ["Attachment", "attach"]
 
@@ -53,7 +54,7 @@ def attach(
     model: DistributedDataParallel, optimizer: torch.optim.Optimizer, *, node: str | Sequence[str] | None = None,
     token: str | None = None, checksum_every: int = 0, group: str = "", run_id: str = "", epoch: int = 0,
     iteration: int = 0, max_stall_s: float = 10.0, topology: Topology | None = None,
-    collectives: Collectives | None = None,
+    collectives: Collectives | None = None, scheduler: Any = None, scaler: Any = None,
 ) -> Attachment:
     """Attach a training job to a checkpoint node; on every rank, best right after DDP was made.
 
@@ -68,6 +69,7 @@ def attach(
     topology, collectives: what the communicator is, and its calls since a number (docs/use/node.md). A process group
         that offers both as attributes, `flowcheck_topology` and `flowcheck_collectives`, needs neither. On NCCL after
         `flowcheck.prepare()` the calls are known without `collectives`.
+    scheduler, scaler: objects whose `state_dict()` is kept with every version.
 
     Raises UserError for arguments that cannot be; all else is said by the attachment.
     """
@@ -83,7 +85,7 @@ def attach(
         raise UserError(f"{max_stall_s!r} is not a time", where="max_stall_s", remedy="seconds, 0 or more")
     return Attachment(
         model, optimizer, addresses, secret, checksum_every, group, run_id, epoch, iteration, max_stall_s, topology,
-        collectives,
+        collectives, Keeper(optimizer, scheduler, scaler),
     )
 
 
@@ -101,9 +103,9 @@ class Attachment:
     def __init__(
         self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, addresses: list[tuple[str, int]],
         token: bytes, checksum_every: int, name: str, run_id: str, epoch: int, iteration: int, max_stall_s: float,
-        topology: Topology | None, collectives: Collectives | None,
+        topology: Topology | None, collectives: Collectives | None, keeper: Keeper,
     ) -> None:
-        self.iteration = iteration
+        self.iteration, self._keeper = iteration, keeper
         self._checksum_every, self._max_stall = checksum_every, max_stall_s
         self._optimizer, self._model = optimizer, model
         self._refused = ""
@@ -131,6 +133,7 @@ class Attachment:
         group = model.process_group
         self._topology, listed = sources_of(group, topology, collectives)
         self.rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._world = dist.get_rank(), dist.get_world_size()
         if ranks < 2:
             raise UserError("a job of one rank sends no gradients", where="attach", remedy="leave attach out")
         self._hook = optimizer.register_step_pre_hook(self._before_step)
@@ -168,8 +171,8 @@ class Attachment:
     def why(self) -> str:
         """Why the state is not "attached", or why the last iteration had no record, or "". Of several nodes: of each
         that is not."""
-        if self._refused or self._unsaid:
-            return self._refused or self._unsaid
+        if reason := self._refused or self._unsaid or self._keeper.why:
+            return reason
         connected = any(sender.connected for sender in self._senders)
         if self._watch is not None and self._job is None and (connected or not self._senders):
             return self._watch.why  # whatever a node says meanwhile: it is waiting for the job
@@ -191,21 +194,25 @@ class Attachment:
 
     # -- the training thread --
 
-    def step(self, clip: float | None = None, scale: float | None = None, skipped: bool = False) -> None:
-        """The iteration is over, its optimizer step done (or skipped). Never raises.
+    def step(
+        self, clip: float | None = None, scale: float | None = None, skipped: bool = False,
+        user: dict[str, Any] | None = None,
+    ) -> None:
+        """The iteration is over, its optimizer step done (or skipped), and the next one begins. Never raises.
 
         clip: the factor that gradients were multiplied with, as torch formed it in fp32. scale: AMP's loss scale of
-        this iteration. skipped: an overflow was found and the optimizer did nothing.
+        this iteration. skipped: an overflow was found and the optimizer did nothing. user: what else the next
+        iteration begins with, such as the loader's position: see flowcheck/control/user_state.py for the types.
         """
         if self._refused or self._closed:
             return
         try:
-            self._step(clip, scale, skipped)
+            self._step(clip, scale, skipped, user)
         except Exception as error:  # whatever it is, training goes on without us
             self._refuse(error)
         self.iteration += 1
 
-    def _step(self, clip: float | None, scale: float | None, skipped: bool) -> None:
+    def _step(self, clip: float | None, scale: float | None, skipped: bool, user: dict[str, Any] | None) -> None:
         watch = self._watch
         assert watch is not None
         if scale is not None and self._described.threads:
@@ -228,7 +235,7 @@ class Attachment:
                 self._meet(groups)
                 return
         if followers := [sender for sender in self._senders if sender.follows]:
-            self._send_record(followers, groups, clip, scale, skipped)
+            self._send_record(followers, groups, clip, scale, skipped, user)
         if self._job is not None and (wanting := [one for one in self._senders if self._wants(one)]):
             self._serve(wanting, time.monotonic() + self._max_stall, groups)
 
@@ -275,7 +282,7 @@ class Attachment:
 
     def _send_record(
         self, senders: list[Sender], groups: list[dict[str, Any]] | None, clip: float | None, scale: float | None,
-        skipped: bool,
+        skipped: bool, user: dict[str, Any] | None,
     ) -> None:
         module = self._model.module
         if skipped and clip is not None and not math.isfinite(clip):
@@ -303,9 +310,14 @@ class Attachment:
                 record.checksums = {name: f"{value:016x}" for name, value in sums.items()}
             if self.rank == 0:
                 held = {f"buffer.{name}": state[name].detach().to("cpu", copy=True) for name in buffers}
+        kept = None
+        if any(sender.takes_user for sender in senders):
+            kept = self._keeper.give(user, Clock().after(self.iteration), *self._world, self._say)
         for sender in senders:
             for link, wish in sender.asked():  # before the record: who has that has these, if there are any
                 sender.put(*self._source.answer(wish, self.iteration), asked_on=link)
+            if kept is not None and sender.takes_user:
+                sender.put(User(self.iteration, self._world[0]), kept)
             sender.put(record, held)
 
     def _send_state(self, senders: list[Sender], number: int, groups: list[dict[str, Any]] | None) -> None:
@@ -348,6 +360,7 @@ class Attachment:
         """Hyper-parameters as this step uses them: a scheduler may change them before `step` is called."""
         self._stepped = max(self._stepped, 0) + 1
         try:
+            self._keeper.look(self._say)
             self._groups = group_options(self._described, optimizer)
             check_gradients(self._described, optimizer)
         except Exception as error:

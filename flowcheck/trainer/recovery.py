@@ -4,6 +4,9 @@
     if recovered:
         model.load_state_dict(recovered.model)
         optimizer.load_state_dict(recovered.optimizer)
+        scheduler.load_state_dict(recovered.scheduler)      # what was given to attach, and to step(user=...)
+        loader.load_state_dict(recovered.user["loader"])
+        recovered.restore_rng()
     attachment = flowcheck.attach(..., epoch=recovered.epoch, iteration=recovered.step)
 
 Where torch.distributed is up, all ranks call it and take one step: the newest that each of them can have (of its own
@@ -26,7 +29,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from flowcheck.control.ask import SECONDS, Node, reader_key
+from flowcheck.control.ask import SECONDS, Node, Offer, reader_key
 from flowcheck.control.sources import (
     MOST_ROUNDS,
     Fetched,
@@ -41,11 +44,13 @@ from flowcheck.control.sources import (
 from flowcheck.control.torch_state import torch_state
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.trainer.settings import token_of
+from flowcheck.trainer.user import restore_rng
 
 __all__ = ["Recovered", "recover"]
 
 _log = logging.getLogger("flowcheck")
 NODES = "FLOWCHECK_NODES"
+OLDER_WITH_USER = 10  # steps that a version may be older which has every rank's own state
 TOGETHER_SECONDS = 600.0  # that ranks wait for each other
 
 
@@ -58,6 +63,9 @@ class Recovered:
     run_id, shard: whose it is.
     model: for `model.load_state_dict`; optimizer: for `optimizer.load_state_dict`, in torch's own numbering. Both empty
         of a fresh start.
+    user: what this rank gave to `attachment.step(user=...)` at the end of the iteration before `step`; scheduler,
+        scaler: state_dicts of those that it gave to `attach`; rng: random generators as they were then, for
+        `restore_rng`. Empty where the version has nothing of this rank.
     status, unproven: as the version says of itself (docs/reference/checkpoint.md).
     source: node and tier that it came from. nbytes: received. seconds: that it took.
     passed: of each source that was nearer, or newer, or did not answer: why it was not taken.
@@ -69,6 +77,10 @@ class Recovered:
     shard: str
     model: dict[str, torch.Tensor] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
+    user: dict[str, Any] = field(default_factory=dict)
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    rng: dict[str, Any] = field(default_factory=dict)
     status: str = ""
     unproven: tuple[str, ...] = ()
     source: str = ""
@@ -78,6 +90,14 @@ class Recovered:
 
     def __bool__(self) -> bool:
         return bool(self.source)
+
+    def restore_rng(self) -> None:
+        """Set the generators of this process (python's, numpy's, torch's on the CPU and on devices) to where they were
+        when iteration `step` began. Raises UserError: the version has no such state, or it does not fit here."""
+        if not self.rng:
+            raise UserError(f"step {self.step} has no state of this rank's random generators", where="recover",
+                            remedy="a node and trainers that keep it; without it seed them: `recovered.rng` is empty")
+        restore_rng(self.rng)
 
     def __repr__(self) -> str:
         not_taken = f"; not taken: {'; '.join(self.passed)}" if self.passed else ""
@@ -94,6 +114,7 @@ def recover(
     nodes: str | Sequence[str] | None = None, *, token: str | None = None, run_id: str | None = None,
     shard: str | None = None, step: int | None = None, into: Mapping[str, torch.Tensor] | None = None,
     prefer_verified: int = 10, fresh: bool = False, seconds: float = SECONDS, together: bool = True,
+    rank: int | None = None,
 ) -> Recovered:
     """The newest version that the nodes have, every hash checked; on every rank, after init_process_group.
 
@@ -106,32 +127,36 @@ def recover(
     fresh: start fresh although a node did not answer, which may have had a version.
     seconds: that a node may be silent; one that is silent for longer is absent.
     together: agree with the other ranks, where torch.distributed is up.
+    rank: whose own state is wanted, of the job that gave it; None: of this rank, in a job of as many.
 
     Raises EnvironmentProblem: no version was found and a node did not answer; `step` is not there; none of the versions
     found proved good (then `into` holds anything); another rank is gone. UserError for arguments that cannot be.
     """
     asked = [Node(address, reader_key(token_of(token)), seconds) for address in addresses(_nodes(nodes))]
-    ranks = _ranks(together)
+    ranks, own = _ranks(together), _own(rank)
     bad: list[Key] = []
     passed: list[str] = []
     for _ in range(MOST_ROUNDS):
         found = look(asked, run_id, shard)  # anew each time: what was there may have made room for newer versions
         said = ranks.exchange({"run_id": found.run_id, "versions": [[*k, s] for k, s in found.versions.items()],
+                               "user": sorted(found.with_user(own)) if own is not None else [],
                                "absent": list(found.absent)})
+        users = [{(epoch, at) for epoch, at in one["user"]} for one in said]
         held = [{(epoch, at): status for epoch, at, status in one["versions"]} for one in said]
         _same_run(said)
-        key = choose(held, step=step, prefer_verified=prefer_verified, bad=bad)
+        key = choose(held, step=step, prefer_verified=prefer_verified, bad=bad, users=users,
+                     prefer_user=OLDER_WITH_USER)
         if key is None:
             return _fresh(found, said, held, step, passed, fresh)
         fetched: Fetched | None = None
         why = ""
         try:
-            fetched = fetch(found, key, into or {})
+            fetched = fetch(found, key, into or {}, lambda offer: _wanted(offer, own))
         except NoSource as error:
             why = error.what
         reasons = [one["why"] for one in ranks.exchange({"why": why})]
         if fetched is not None and not any(reasons):
-            return _recovered(fetched, passed)
+            return _recovered(fetched, passed, own, rank is None)
         bad.append(key)
         passed += [f"rank {rank}: {reason}" if len(reasons) > 1 else reason
                    for rank, reason in enumerate(reasons) if reason]
@@ -155,12 +180,53 @@ def _nodes(nodes: str | Sequence[str] | None) -> str | Sequence[str]:
     return nodes
 
 
-def _recovered(fetched: Fetched, passed: Sequence[str]) -> Recovered:
+def _own(rank: int | None) -> int | None:
+    """Whose own state is wanted; None: nobody's."""
+    if rank is not None and (type(rank) is not int or rank < 0):
+        raise UserError(f"{rank!r} is not a rank", where="rank", remedy="a whole number, 0 or more")
+    return dist.get_rank() if rank is None and dist.is_available() and dist.is_initialized() else rank
+
+
+def _wanted(offer: Offer, own: int | None) -> list[int]:
+    return [own] if own is not None and offer.has_user(own) else []
+
+
+def _user(fetched: Fetched, own: int | None, as_many: bool) -> tuple[dict[str, Any], str]:
+    """This rank's own state, or why it is not taken."""
+    found = fetched.users.get(own) if own is not None else None
+    if found is None:
+        return {}, ""
+    if as_many and found.ranks != dist.get_world_size():
+        return {}, (f"states of ranks are those of a job of {found.ranks} ranks, this one has {dist.get_world_size()}:"
+                    " none is taken; rank= takes one")
+    state = found.state
+    parts = [state.get(name, {}) for name in ("rng", "user", "scheduler", "scaler")] if isinstance(state, dict) else []
+    groups = state.get("groups") if parts else None
+    if not isinstance(groups, list) or not all(isinstance(part, dict) for part in [*parts, *groups]):
+        return {}, f"the state of rank {own} is not one of this version of flowcheck"
+    return state, ""
+
+
+def _now(optimizer: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """The groups' options as they were when the next iteration began: a scheduler may have changed them since the step
+    that made the version, and has what it needs there."""
+    there = optimizer.get("param_groups", [])
+    if len(groups) == len(there):
+        for group, options in zip(there, groups, strict=True):
+            group |= {key: value for key, value in options.items() if key != "params"}
+
+
+def _recovered(fetched: Fetched, passed: Sequence[str], own: int | None, as_many: bool) -> Recovered:
     version = fetched.version
     optimizer = torch_state(version.optimizer, fetched.state, version.rounding, fetched.source)
+    state, why = _user(fetched, own, as_many)
+    _now(optimizer, state.get("groups", []))
+    parts = {name: state.get(name, {}) for name in ("user", "scheduler", "scaler", "rng")}
     done = Recovered(
-        version.step, version.epoch + 1, version.run_id, version.shard, fetched.model, optimizer, version.status,
-        version.unproven, fetched.source, fetched.nbytes, fetched.seconds, (*passed, *fetched.passed),
+        version.step, version.epoch + 1, version.run_id, version.shard, fetched.model, optimizer, **parts,
+        status=version.status,
+        unproven=version.unproven, source=fetched.source, nbytes=fetched.nbytes, seconds=fetched.seconds,
+        passed=(*passed, *fetched.passed, *([why] if why else [])),
     )
     _log.info("flowcheck: %s", done)
     return done

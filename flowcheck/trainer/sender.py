@@ -48,11 +48,15 @@ from flowcheck.trainer.ranges import Copies, Wish
 
 __all__ = ["Identity", "Sender"]
 
+USER_UNSENT = 64 << 20  # bytes of user states that wait to be sent
 QUEUE = 1024  # messages: that many iterations the node may be behind
 PAUSE = (1.0, 30.0)
 CONNECT_SECONDS = 5.0
 REQUESTS = 8  # for ranges, of a node, that no boundary has answered yet
 REASONS = 64  # remembered, so that a refusal that is repeated is told once
+
+
+Payload = Mapping[str, torch.Tensor] | Copies | bytes  # bytes: as they are
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,8 @@ class Identity:
 class Sender:
     """why: the last reason for not being connected, or what the node has noticed; "" while all is well. notice: what
     keeps the node from making versions although it wants nothing, "": nothing does. iteration, status: of the node's
-    newest version, -1: none yet. by_ranges: the node asks for elements of the state, and no boundary waits for it."""
+    newest version, -1: none yet. by_ranges: the node asks for elements of the state, and no boundary waits for it.
+    takes_user: the node keeps what ranks give of themselves."""
 
     def __init__(
         self, address: tuple[str, int], token: bytes, identity: Identity, opening: Callable[[], list[Any]],
@@ -78,10 +83,11 @@ class Sender:
         senders may share."""
         self.address, self._token, self._identity, self._opening, self._tell = address, token, identity, opening, tell
         self._prepare = prepare
-        self._queue: queue.Queue[tuple[Link, Any, Mapping[str, torch.Tensor] | Copies]] = queue.Queue(QUEUE)
+        self._queue: queue.Queue[tuple[Link, Any, Payload]] = queue.Queue(QUEUE)
         self._requests: deque[tuple[Link, Wish]] = deque()
         self._copied = 0  # bytes of answers that are not sent yet
-        self._lock = threading.Lock()  # of these two
+        self._unsent = 0  # bytes of user states
+        self._lock = threading.Lock()  # of these three
         self._link: Link | None = None
         self._stop = threading.Event()
         self._again = threading.Event()  # the opening has more to say
@@ -90,6 +96,7 @@ class Sender:
         self.pledged: int | None = None  # None again when the connection ends
         self.notice = ""
         self.by_ranges = False
+        self.takes_user = False
         self.tried = threading.Event()  # the first attempt to connect is over
         self.answered = answered or threading.Event()  # something came, or the connection ended
         self.why = "not connected yet"
@@ -120,16 +127,24 @@ class Sender:
         pledged = self.pledged is not None and "state" not in self.wanted
         return self.connected and (self.joined is not None or pledged)
 
-    def put(self, message: Any, tensors: Mapping[str, torch.Tensor] | Copies | None = None,
-            asked_on: Link | None = None) -> bool:
+    def put(self, message: Any, tensors: Payload | None = None, asked_on: Link | None = None) -> bool:
         """False: it will not be sent. Without a connection there is nobody to send to; that is no loss of ours. Nor is
-        there with another connection than `asked_on`, if it is given."""
+        there with another connection than `asked_on`, if it is given. bytes: a user state, which is left out where
+        USER_UNSENT of them wait already."""
         link = self._link
         if link is None or asked_on not in (None, link):
             return False
+        if isinstance(tensors, bytes):
+            with self._lock:
+                if self._unsent + len(tensors) > USER_UNSENT:
+                    return False
+                self._unsent += len(tensors)
         try:
             self._queue.put_nowait((link, message, tensors or {}))
         except queue.Full:
+            if isinstance(tensors, bytes):
+                with self._lock:
+                    self._unsent -= len(tensors)
             self.lost += 1
             self._link = None
             self._say(f"the node is more than {QUEUE} iterations behind")
@@ -197,6 +212,7 @@ class Sender:
                 listener.join()
                 self._drain()
                 self.wanted, self.joined, self.pledged, self.notice = frozenset(), None, None, ""
+                self.takes_user = False
                 self.answered.set()
             self._refusing = self._refused
             if not self._refused or time.monotonic() - began > PAUSE[1]:
@@ -249,10 +265,12 @@ class Sender:
             finally:
                 self._done(tensors)
 
-    def _done(self, tensors: Mapping[str, torch.Tensor] | Copies) -> None:
-        if isinstance(tensors, Copies):
-            with self._lock:
+    def _done(self, tensors: Payload) -> None:
+        with self._lock:
+            if isinstance(tensors, Copies):
                 self._copied -= tensors.nbytes
+            elif isinstance(tensors, bytes):
+                self._unsent -= len(tensors)
         self._queue.task_done()
 
     def _listen(self, link: Link) -> None:
@@ -261,7 +279,9 @@ class Sender:
                 message, size = link.receive()
                 if size:
                     raise RecordsError("a payload from a node", where=link.peer)
-                if isinstance(message, Wanted):
+                if isinstance(message, Wanted) and message.what == ["user"]:
+                    self.takes_user = True
+                elif isinstance(message, Wanted):
                     self.wanted = frozenset(message.what)
                     if message.what:
                         self._say(message.why)
@@ -319,7 +339,10 @@ class Sender:
             pass
 
 
-def _send(link: Link, message: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+def _send(link: Link, message: Any, tensors: Mapping[str, torch.Tensor] | bytes) -> None:
+    if isinstance(tensors, bytes):
+        link.send(message, [tensors], len(tensors))
+        return
     if not tensors:
         link.send(message)
         return

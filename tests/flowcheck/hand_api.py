@@ -71,6 +71,12 @@ class HandVersion:
             },
         })
         self.files = {file: safetensors(tensors) for file, tensors in held.items()}
+        self.users: dict[int, bytes] = {}
+
+    def give(self, rank: int, data: bytes) -> None:
+        """What that rank gave of itself."""
+        self.users[rank] = data
+        self.offer["user"] = [[one, one] for one in sorted(self.users)]
 
 
 class HandApi:
@@ -150,4 +156,7 @@ class HandApi:
             for file in ("manifest.json", *FILES):
                 if request.path == f"/v1/versions/{one.id}/{file}":
                     return 200, json.dumps(one.document).encode() if file == "manifest.json" else one.files[file]
+            for rank, data in one.users.items():
+                if request.path == f"/v1/versions/{one.id}/user/{rank}":
+                    return 200, data
         return 404, b'{"why": "there is no such version, or no longer"}'

@@ -99,6 +99,22 @@ def test_numbers_of_an_offer_may_be_0() -> None:
     assert Offer.of(said, "x").step == 0
 
 
+def test_whose_own_states_there_are(api: HandApi, node: Node) -> None:
+    api.versions[0].offer["user"] = [[0, 3], [7, 7]]
+    offer = node.offers()[0]
+    assert offer.with_user == [0, 1, 2, 3, 7] and offer.has_user(7) and not offer.has_user(4)
+    for said in (7, [3], [[1]], [["0", 1]], [[0, -1]], [[0, 65536]], [[False, 1]]):
+        api.versions[0].offer["user"] = said
+        assert refused(node.offers) == "lists a version with states of ranks that are none"
+
+
+@pytest.mark.parametrize("ranks", [[], [0], [0, 1, 2], [1, 3, 4, 9]])
+def test_ranks_in_rows(ranks: list[int]) -> None:
+    rows = ask.spans(ranks)
+    assert [rank for first, last in rows for rank in range(first, last + 1)] == ranks
+    assert len(rows) == sum(rank - 1 not in ranks for rank in ranks)
+
+
 def test_an_answer_without_an_end(api: HandApi, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask, "MOST_TEXT", 100)
     api.answers["/v1/versions"] = 200, b" " * 101

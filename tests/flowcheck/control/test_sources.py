@@ -226,3 +226,17 @@ def test_a_manifest_may_have_no_optimizer(near: HandApi) -> None:
     one.document = seal({**one.document, "optimizer": {}})
     near.versions[0] = one
     assert fetch(look(nodes(near), None, None), (0, 7), {}).state == {}
+
+
+def test_a_version_that_everybody_has_whole_is_taken_first() -> None:
+    held = [{(0, 7): "unverified", (0, 8): "unverified", (1, 2): "unverified"}] * 2
+    whole: list[Any] = [{(1, 2), (0, 8)}, {(1, 2), (0, 7), (0, 8)}]
+    assert choose(held, users=whole) == (1, 2)
+    assert choose(held, users=whole, bad=[(1, 2)]) == (0, 8)
+    assert choose(held, users=[{(0, 7)}, {(0, 7)}], bad=[(1, 2)], prefer_user=1) == (0, 7)
+    assert choose(held, users=[{(0, 7)}, {(0, 7)}], bad=[(1, 2)], prefer_user=0) == (0, 8)
+    assert choose(held, users=[{(0, 8)}, {(0, 8)}], prefer_user=99) == (1, 2), "no other start of the run"
+    assert choose(held, users=[{(0, 8)}, set()], bad=[(1, 2)], prefer_user=9) == (0, 8)
+    told = [held[0] | {(0, 7): "verified"}] * 2
+    assert choose(told, users=[{(0, 8)}] * 2, bad=[(1, 2)], prefer_user=9, prefer_verified=9) == (0, 8)
+    assert choose(told, users=[{(0, 7), (0, 8)}] * 2, bad=[(1, 2)], prefer_user=9, prefer_verified=9) == (0, 7)

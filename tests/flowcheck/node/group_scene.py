@@ -37,6 +37,7 @@ class FakeReplica:
     def __init__(self, step: int = 0) -> None:
         self.step, self.kernels = step, "avx2, and so on"
         self.serves = True
+        self.steps = [step]
 
 
 class FakeSession:

@@ -26,7 +26,7 @@ DATA = bytes(range(256)) * (3 << 12)  # three chunks
 def offer(tier: str, step: int, **fields: Any) -> Offer:
     given = {"id": f"{tier[0]}{step:031x}", "tier": tier, "run_id": "run", "epoch": 0, "step": step, "shard": "",
              "status": "verified", "nbytes": 5} | fields
-    return Offer(**given)
+    return Offer(**given, user=((0, 1), (3, 3)))
 
 
 class FakeHeld:
@@ -45,6 +45,11 @@ class FakeHeld:
 
     def size(self, file: str) -> int:
         return len(DATA) if file == MODEL else 0
+
+    def user(self, rank: int) -> bytes:
+        if rank != 3:
+            raise Gone("has no such state of a rank", where="x")
+        return b"of rank 3"
 
     def read(self, file: str, first: int, count: int) -> bytes:
         self.shelf.reads.append((first, count))
@@ -154,7 +159,7 @@ def test_an_application_is_guarded() -> None:
 
 
 ID = offer("memory", 7).id
-PATHS = [path.replace("{id}", ID) for path in DESCRIPTION["paths"]]
+PATHS = [path.replace("{id}", ID).replace("{rank}", "3") for path in DESCRIPTION["paths"]]
 
 
 # -- who may ask -------------------------------------------------------------------------------------------
@@ -193,7 +198,7 @@ def test_versions_newest_first(app: Any) -> None:
     assert [(one["epoch"], one["step"], one["tier"]) for one in said["versions"]] == [
         (1, 3, "disk"), (0, 7, "memory"), (0, 7, "disk"), (0, 6, "memory"),
     ]
-    assert said["versions"][1] == vars(offer("memory", 7)) and said["absent"] == []
+    assert said["versions"][1] == vars(offer("memory", 7)) | {"user": [[0, 1], [3, 3]]} and said["absent"] == []
 
 
 def test_status_has_the_newest_of_each(app: Any, memory: FakeShelf) -> None:
@@ -270,6 +275,14 @@ def test_a_whole_file(app: Any, memory: FakeShelf) -> None:
     assert memory.reads == [(0, api.CHUNK), (api.CHUNK, api.CHUNK), (2 * api.CHUNK, api.CHUNK)]
 
 
+def test_what_a_rank_gave_of_itself(app: Any, memory: FakeShelf) -> None:
+    answer = get(app, f"/v1/versions/{ID}/user/3")
+    assert (answer.status, answer.body, answer.headers["content-length"]) == (200, b"of rank 3", "9")
+    for path in (f"{ID}/user/4", f"{ID}/user/{'9' * 30}", f"{ID}/user/x", f"{ID}/user/-3", f"{'m' + '0' * 31}/user/3"):
+        assert get(app, f"/v1/versions/{path}").status == 404
+    assert memory.threads == {"flowcheck memory_0"}
+
+
 def test_an_empty_file(app: Any) -> None:
     answer = get(app, f"/v1/versions/{ID}/{OPTIMIZER}")
     assert (answer.status, answer.body, answer.headers["content-length"]) == (200, b"", "0")
@@ -341,7 +354,7 @@ def test_it_lets_go_of_versions_by_and_by(
 
 def test_the_description_has_every_route_and_no_other(app: Any) -> None:
     routes = {route.path for route in api._Api({}).app.routes}  # type: ignore[attr-defined]
-    assert set(DESCRIPTION["paths"]) == routes
+    assert set(DESCRIPTION["paths"]) == {route.replace(":int", "") for route in routes}
     assert get(app, "/openapi.json").json == json.loads(json.dumps(DESCRIPTION))
     open_ = [path for path, item in DESCRIPTION["paths"].items() if not item["get"]["security"]]
     assert open_ == ["/healthz"]
@@ -355,4 +368,5 @@ def test_an_offer_is_described(app: Any) -> None:
     kinds = {"string": str, "integer": int}
     for one in get(app, "/v1/versions").json["versions"]:
         assert set(one) == set(described["properties"]) == set(described["required"])
-        assert all(type(one[name]) is kinds[kind["type"]] for name, kind in described["properties"].items())
+        assert one.pop("user") == [[0, 1], [3, 3]]
+        assert all(type(one[name]) is kinds[described["properties"][name]["type"]] for name in one)

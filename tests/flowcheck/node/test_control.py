@@ -33,10 +33,12 @@ from flowcheck.control.protocol import (
     RecordsError,
     Refused,
     State,
+    User,
     Wanted,
     Welcome,
 )
 from flowcheck.control.tensors import header, packed_bytes, pieces
+from flowcheck.control.user_state import pack
 from flowcheck.errors import UserError
 from flowcheck.job.model import ModelEntry
 from flowcheck.node import control
@@ -86,6 +88,7 @@ class NotedGroup:
         assert inbound.member is self.member
         if self.refuses is not None:
             raise self.refuses
+        self.data = inbound.data
         self.said.put((inbound.message, {name: tensor.tolist() for name, tensor in inbound.tensors.items()}))
 
     def next(self) -> Any:
@@ -375,10 +378,37 @@ def test_a_known_trainer_may_say_16_mb_and_has_30_seconds(enter: Enter) -> None:
     known = enter(plan=PLAN)
     known.send(Flows([]))
     known.group.next()  # by now the limits are those of a known trainer
-    most = {"state": STATE_BYTES, "record": RECORD_BYTES, "patch": STATE_BYTES}
+    most = {"state": STATE_BYTES, "record": RECORD_BYTES, "patch": STATE_BYTES, "user": 1 << 20}
     assert known.near.limits() == Limits(16777216, most, 30.0, 1e6)
     known.group.plan = None
     assert known.near.limits() == Limits(16777216, {}, 30.0, 1e6)
+
+
+# -- what a rank gives of itself ----------------------------------------------------------------------------------
+
+
+def test_a_state_of_a_rank_goes_into_the_inbox_as_it_is(enter: Enter) -> None:
+    known = enter(rank=2, plan=PLAN)
+    data = pack({"a": torch.ones(2)}, step=6, rank=2, ranks=4)
+    known.link.send(User(5, 2), [data], len(data))
+    assert known.group.next() == (User(5, 2), {})
+    assert known.group.data == data
+
+
+@pytest.mark.parametrize("spoil", [lambda data: data[:-1] + b"x", lambda data: b"", lambda data: data[:-1]])
+def test_a_state_of_a_rank_that_is_none_is_refused(enter: Enter, spoil: Any) -> None:
+    known = enter(plan=PLAN)
+    data = spoil(pack({"a": torch.ones(2)}, step=6, rank=0, ranks=4))
+    known.link.send(User(5, 0), [data], len(data))
+    what, where = known.why()
+    assert where == "host:1: User" and ("SHA-256 differs" in what or "is not a user state" in what)
+    assert known.group.next() == ("left", True)
+
+
+def test_a_state_of_a_rank_before_there_is_a_job_is_refused(enter: Enter) -> None:
+    known = enter()
+    known.promise(User(5, 0), 1)
+    assert known.why()[0] == "a payload of 1 bytes, at most 0 are read here"
 
 
 # -- what the group refuses ------------------------------------------------------------------------------------

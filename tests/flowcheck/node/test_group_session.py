@@ -13,14 +13,17 @@ import torch
 
 import flowcheck.node.group
 import flowcheck.node.uploads
-from flowcheck.control.protocol import Bye, Joined, Manifest, Notice, Progress, Record, State, Wanted
+from flowcheck.control.protocol import Bye, Joined, Manifest, Notice, Progress, Record, State, User, Wanted
 from flowcheck.errors import UserError
+from flowcheck.node.members import Inbound
 from flowcheck.node.silence import Silent
 from flowcheck.node.uploads import Uploads
+from flowcheck.node.user_states import ranks_in, user_folder
 from flowcheck.rebuild.events import Closed, Lost, Waiting
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
+from ..hand_node import until
 from .group_scene import FakeReplica, Scene, fake_sessions, small_job
 
 MODEL = {"model.layer0.weight": torch.zeros(2), "optimizer.layer0.weight.exp_avg": torch.ones(2),
@@ -188,9 +191,9 @@ def test_a_published_iteration_is_told_to_everybody(scene, tmp_path) -> None:
     assert at.written.hashes == [(7, "a", replica)] and at.written.checkpoints == []
     replica.step = 9
     at.happens(LINE)
-    ((*said, _, unproven),) = at.written.checkpoints
+    ((*said, _, unproven, users),) = at.written.checkpoints
     assert said == ["a", replica, tmp_path / "out" / "a" / "synth-0" / "epoch-0", "verified"]
-    assert unproven == ["a peer"]
+    assert unproven == ["a peer"] and users is None
     assert len(at.written.hashes) == 2
 
 
@@ -206,6 +209,38 @@ def test_hashes_that_cannot_be_written_are_said_and_end_nothing(scene) -> None:
     at.happens(LINE)
     assert at.events("problem") == [{"name": "a", "why": "hashes: no space"}]
     assert at.said[-1][0] == "iteration"
+
+
+def test_what_ranks_give_of_themselves_lies_beside_their_versions_and_goes_with_them(scene, tmp_path) -> None:
+    at = scene(name="a", every=1)
+    peer, other = at.follow(first=5), at.join(1)
+    at.group.put(Inbound(other.member, User(6, 1), data=b"no replica has a name yet"))
+    at.give(peer, State(7), MODEL)
+    replica = tmp_path / "flowcheck-node-a-1.replica"
+    replica.touch()
+    for rank, one in enumerate((peer, other)):
+        at.group.put(Inbound(one.member, User(7, rank), data=b"of %d" % rank))
+    at.turn()
+    until(lambda: ranks_in(user_folder(replica, 8)) == [0, 1])
+    at.session.replica.step = 8
+    at.session.replica.steps = [7, 8]
+    at.happens(LINE)
+    assert at.written.checkpoints[-1][-1]() == {0: b"of 0", 1: b"of 1"}
+    assert not user_folder(replica, 7).exists()
+    at.happens(Lost("tensor differs", True))
+    assert not replica.with_suffix(".user").exists()
+
+
+def test_a_replica_that_had_no_version_leaves_no_states_behind(scene, tmp_path) -> None:
+    at = scene(name="a")
+    orphan, mine = tmp_path / "flowcheck-node-a-1.user", tmp_path / "flowcheck-node-a-3.user"
+    for folder in (orphan, mine, tmp_path / "flowcheck-node-b-1.user"):
+        folder.mkdir()
+    at.group.files.path()
+    at.group.files.path()
+    at.group.files.path()
+    at.group.files.stands("synth-0", 0, 7)
+    assert not orphan.exists() and mine.exists() and (tmp_path / "flowcheck-node-b-1.user").exists()
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4]), (2, [2, 4])])

@@ -20,6 +20,7 @@ from flowcheck.control.version import MODEL, OPTIMIZER, Version, seal
 from flowcheck.job.model import BucketSlice
 from flowcheck.node import holdings
 from flowcheck.node.holdings import DiskShelf, Gone, Held, MemoryShelf, Pressed
+from flowcheck.node.user_states import rank_file, user_folder
 from updater.errors import NoFreeSlot
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -306,6 +307,24 @@ def test_a_replica_of_the_same_name_is_another_one(
     assert id not in {one.offer.id for one in memory.look()} and steps(memory)[0] == (4, 2, "dp0")
 
 
+def test_what_ranks_gave_is_offered_and_read(make: Callable[..., Replica], memory: MemoryShelf, shm: Path) -> None:
+    make()
+    folder = user_folder(shm / "flowcheck-n-dp0-1.replica", 2)
+    folder.mkdir(parents=True)
+    for rank in (0, 1, 3):
+        rank_file(folder, rank).write_bytes(b"of %d" % rank)
+    (folder / ".rank-00002.partial").write_bytes(b"half")
+    (folder / "rank-99999.safetensors").write_bytes(b"nobody")
+    assert [one.offer.user for one in memory.look()] == [((0, 1), (3, 3)), (), ()]
+    held = memory.hold(id_of(memory, 2))
+    assert held.user(3) == b"of 3"
+    with pytest.raises(Gone, match="has no such state of a rank"):
+        held.user(2)
+    (shm / "flowcheck-n-dp0-1.replica").unlink()
+    with pytest.raises(Gone, match="the node has removed it"):
+        held.user(3)
+
+
 # -- disk --------------------------------------------------------------------------------------------------
 
 
@@ -395,3 +414,18 @@ def test_any_number_of_steps_may_be_read(tmp_path: Path, disk: DiskShelf, clock:
     for one in held:
         with pytest.raises(Gone):
             one.read(MODEL, 0, 1)
+
+
+def test_what_ranks_gave_lies_in_the_step_on_disk(tmp_path: Path) -> None:
+    out = tmp_path / "run" / "epoch-0"
+    path = write_step(out, 7, {"w": torch.zeros(2)}, {}, Meta(run_id="run"), lambda: {0: b"of 0", 4: b"of 4"})
+    write_step(out, 8, {"w": torch.zeros(2)}, {}, Meta(run_id="run"), dict)
+    with contextlib.closing(DiskShelf(tmp_path)) as shelf:
+        assert [(one.offer.step, one.offer.user) for one in shelf.look()] == [(8, ()), (7, ((0, 0), (4, 4)))]
+        held = shelf.hold(id_of(shelf, 7))
+        assert held.user(4) == b"of 4"
+        with pytest.raises(Gone, match="has no such state of a rank"):
+            held.user(1)
+        shutil.rmtree(path)
+        with pytest.raises(Gone):
+            held.user(4)

@@ -236,8 +236,9 @@ class FakeReplica:
         yield Version()
         self.pins -= 1
 
-    def write(self, out: Path, unproven: Any, version: Version, status: str, shard: str) -> Path:
+    def write(self, out: Path, unproven: Any, version: Version, status: str, shard: str, users: Any) -> Path:
         assert self.pins == 1
+        self.users = users
         self.shard = shard
         self.written.append((out, unproven, version.step, status))
         if self.hold is not None:
@@ -249,6 +250,14 @@ class FakeReplica:
 
 def sha256(*values: float) -> str:
     return hashlib.sha256(torch.tensor(values).numpy().tobytes()).hexdigest()
+
+
+def test_a_checkpoint_is_given_what_ranks_gave(tmp_path) -> None:
+    writer, replica = Writer(lambda event, **fields: None), FakeReplica()
+    users = lambda: {3: b"of 3"}  # noqa: E731
+    writer.write("a", replica, tmp_path, "", users=users)  # type: ignore[arg-type]
+    writer.close()
+    assert replica.users is users
 
 
 def test_hashes_of_every_version_are_appended(tmp_path) -> None:

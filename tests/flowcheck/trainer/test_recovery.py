@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 import flowcheck
+from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.trainer import recovery
 from flowcheck.trainer.recovery import Recovered, recover
+from flowcheck.trainer.user import rng_state
 
 from ..hand_api import TOKEN, HandApi, HandVersion
 
@@ -174,6 +176,99 @@ def test_no_fresh_start_by_chance(api: HandApi, caplog: pytest.LogCaptureFixture
     assert error.what == f"no version was found, and who may have one did not answer: {why}"
     recovered = recover([api.name, gone.name], token=TOKEN, fresh=True)
     assert not recovered and repr(recovered).endswith(f"; not taken: {why})")
+
+
+# -- what this rank gave of itself ---------------------------------------------------------------------------
+
+
+def own(step: int, rank: int = 1, ranks: int = 2, **state: Any) -> bytes:
+    given = {"rng": rng_state(), "groups": [{"lr": 0.05, "initial_lr": 0.4}], "user": {"at": step}, **state}
+    return pack(given, step=step, rank=rank, ranks=ranks)
+
+
+def test_what_a_rank_gave_comes_back(api: HandApi) -> None:
+    torch.manual_seed(5)
+    api.versions[0].give(1, own(7, scheduler={"last_epoch": 7}, scaler={"scale": 2.0}))
+    drawn = torch.rand(3).tolist()
+    recovered = recover(api.name, token=TOKEN, rank=1)
+    assert (recovered.user, recovered.scheduler, recovered.scaler) == ({"at": 7}, {"last_epoch": 7}, {"scale": 2.0})
+    recovered.restore_rng()
+    assert torch.rand(3).tolist() == drawn
+    (group,) = recovered.optimizer["param_groups"]  # as it was when the iteration began, not in the step before
+    assert (group["lr"], group["initial_lr"], group["momentum"], group["params"]) == (0.05, 0.4, 0.9, [0, 1])
+
+
+def test_a_version_without_it_is_a_version(api: HandApi) -> None:
+    for recovered in (recover(api.name, token=TOKEN), recover(api.name, token=TOKEN, rank=1)):
+        assert recovered.step == 7 and not (recovered.user or recovered.scheduler or recovered.scaler or recovered.rng)
+        assert recovered.optimizer["param_groups"][0]["lr"] == 0.1 and recovered.passed == ()
+        with pytest.raises(UserError, match="step 7 has no state of this rank's random generators"):
+            recovered.restore_rng()
+
+
+def test_a_version_that_has_it_is_preferred_to_a_newer_one(api: HandApi) -> None:
+    api.versions[1].give(1, own(6))
+    assert recover(api.name, token=TOKEN, rank=1).user == {"at": 6}
+    assert recover(api.name, token=TOKEN, rank=0).step == 7 and recover(api.name, token=TOKEN).step == 7
+    api.versions[0] = HandVersion(17)
+    assert recover(api.name, token=TOKEN, rank=1).step == 17  # but not at any price
+
+
+def test_a_source_that_has_it_is_preferred_to_a_nearer_one() -> None:
+    with HandApi(HandVersion(7), HandVersion(7, tier="disk")) as api:
+        api.versions[1].give(1, own(7))
+        assert recover(api.name, token=TOKEN, rank=1).source == f"{api.name}, disk"
+        assert recover(api.name, token=TOKEN, rank=0).source == f"{api.name}, memory"
+
+
+@pytest.mark.parametrize(("data", "why"), [
+    (b"", "is not a user state"), (own(7)[:-1] + b"x", "has other bytes than those written"),
+    (own(6), "is of step 6 and rank 1"), (own(7, rank=0), "is of step 7 and rank 0"),
+])
+def test_one_that_is_damaged_is_not_taken(data: bytes, why: str) -> None:
+    with HandApi(HandVersion(7), HandVersion(7, tier="disk")) as api:
+        api.versions[0].give(1, data)
+        api.versions[1].give(1, own(7))
+        recovered = recover(api.name, token=TOKEN, rank=1)
+    assert recovered.source == f"{api.name}, disk" and recovered.user == {"at": 7}
+    assert recovered.passed == (f"{api.name}, memory: state of rank 1: {why}",) or why in recovered.passed[0]
+
+
+@pytest.mark.parametrize("state", [[], {"groups": 7}, {"groups": [], "user": 7}, {"groups": [7]}, {}])
+def test_one_of_another_kind_is_not_taken(api: HandApi, state: Any) -> None:
+    api.versions[0].give(1, pack(state, step=7, rank=1, ranks=2))
+    recovered = recover(api.name, token=TOKEN, rank=1)
+    assert recovered.step == 7 and recovered.user == {} and "not one of this version" in recovered.passed[0]
+
+
+@pytest.mark.parametrize("rank", [-1, True, "0"])
+def test_a_rank_that_is_none(rank: Any) -> None:
+    with pytest.raises(UserError, match="is not a rank"):
+        recover("h:1", token=TOKEN, rank=rank)
+
+
+def test_a_job_of_another_size_takes_none_by_itself(api: HandApi) -> None:
+    api.versions[0].give(0, own(7, rank=0, ranks=1))
+    api.versions[1] = HandVersion(5)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert recover(api.name, token=TOKEN).user == {"at": 7}
+        api.versions[0].give(0, own(7, rank=0, ranks=2))
+        recovered = recover(api.name, token=TOKEN)
+        assert recovered.step == 7 and recovered.user == {}
+        assert "those of a job of 2 ranks, this one has 1" in recovered.passed[0]
+        assert recover(api.name, token=TOKEN, rank=0).user == {"at": 7}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_take_a_version_that_has_everybodys() -> None:
+    with HandApi(HandVersion(8), HandVersion(7), HandVersion(6)) as api:
+        for version, ranks in zip(api.versions, ((0,), (0, 1), (0, 1)), strict=True):
+            for rank in ranks:
+                version.give(rank, own(version.offer["step"], rank))
+        found = together(2, lambda rank: recover(api.name, token=TOKEN, rank=rank))
+    assert [(one.step, one.user) for one in found] == [(7, {"at": 7})] * 2
 
 
 # -- ranks together ----------------------------------------------------------------------------------------

@@ -1,0 +1,168 @@
+"""What ranks give of themselves, beside the versions that it belongs to: a small file for each rank and step.
+
+    states = UserStates(say)
+    states.put(replica, step, rank, data)          the group's thread: never waits
+    states.published(steps)                        those that the replica has now: the others are let go of
+    states.gathered(replica, step)                 of every rank that gives some, for who writes the version to disk
+
+    DIR/flowcheck-NODE-GROUP-1.replica             the replica
+        flowcheck-NODE-GROUP-1.user/step-000020/rank-00003.safetensors
+
+So another process that serves the replica (holdings.py) finds them by its name. A thread writes them, each aside and
+renamed, so a file of that name is whole; what is in it is checked by who reads it (flowcheck/control/user_state.py). A
+state may come before its version, or after it. Nothing here can keep a version from being published.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from flowcheck.control.messages import MOST_RANKS
+from flowcheck.durable import remove_tree
+
+__all__ = ["UserStates", "ranks_in", "rank_file", "user_folder"]
+
+AHEAD = 64  # steps, newer than the newest version, whose states are kept
+UNWRITTEN = 64 << 20  # bytes that wait for the thread
+GATHER_SECONDS = 1.0  # that a checkpoint waits for states that are still on their way
+
+_Item = tuple[Path, int, int, bytes] | frozenset[int] | None
+
+
+def user_folder(replica: Path, step: int) -> Path:
+    """Where the states of a step lie."""
+    return replica.with_suffix(".user") / f"step-{step:06d}"
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.safetensors"
+
+
+def ranks_in(folder: Path) -> list[int]:
+    """Whose states lie in a folder, in order."""
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return []
+    found = (re.fullmatch(r"rank-([0-9]{5})\.safetensors", name) for name in names)
+    return sorted(rank for one in found if one and (rank := int(one[1])) < MOST_RANKS)
+
+
+class UserStates:
+    """say: events. Its thread begins with the first state."""
+
+    def __init__(self, say: Callable[..., None]) -> None:
+        self._say = say
+        self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._waiting = 0  # bytes in the queue
+        self._came = self._done = 0  # states
+        self._replica: Path | None = None  # that the rest is of
+        self._newest: dict[int, int] = {}  # by rank: of the last state that came
+        self._steps: set[int] = set()  # that have a folder
+        self._complete: frozenset[int] = frozenset()  # versions
+        self._failing = ""
+        self._thread: threading.Thread | None = None
+
+    # -- the group's thread --
+
+    def put(self, replica: Path, step: int, rank: int, data: bytes) -> None:
+        """Of a version that the replica of this name has, or will have. Dropped where the thread is too far behind."""
+        with self._changed:
+            if self._waiting + len(data) > UNWRITTEN:
+                return
+            self._waiting += len(data)
+            self._came += 1
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, name="flowcheck user states", daemon=True)
+            self._thread.start()
+        self._queue.put((replica, step, rank, data))
+
+    def published(self, steps: Collection[int]) -> None:
+        """The versions that there are."""
+        if self._thread is not None:
+            self._queue.put(frozenset(steps))
+
+    def close(self) -> None:
+        """Write what has come. Idempotent."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    # -- any thread --
+
+    def gathered(self, replica: Path, step: int, seconds: float = GATHER_SECONDS) -> dict[int, bytes]:
+        """By rank, of a version that stays meanwhile. Waits for those that are still coming, `seconds` at most."""
+        deadline = time.monotonic() + seconds
+
+        def all_here() -> bool:
+            """What had come by now is written, and who gave one for a step shortly before this one has for this one."""
+            late = any(step - AHEAD <= newest < step for newest in self._newest.values())
+            return self._done >= came and (self._replica != replica or not late)
+
+        with self._changed:
+            came = self._came
+            self._changed.wait_for(all_here, max(0.0, deadline - time.monotonic()))
+        folder = user_folder(replica, step)
+        out = {}
+        for rank in ranks_in(folder):
+            try:
+                out[rank] = rank_file(folder, rank).read_bytes()
+            except OSError:
+                continue  # removed with its replica
+        return out
+
+    # -- the thread --
+
+    def _main(self) -> None:
+        while (item := self._queue.get()) is not None:
+            try:
+                if isinstance(item, frozenset):
+                    self._complete = item
+                else:
+                    self._write(*item)
+                self._prune()
+                self._failing = ""
+            except OSError as error:
+                if not self._failing:
+                    self._say("problem", why=f"states of ranks cannot be kept beside {self._replica}:"
+                              f" {error.strerror or error}; versions are without them until there is room")
+                self._failing = str(error)
+
+    def _write(self, replica: Path, step: int, rank: int, data: bytes) -> None:
+        try:
+            with self._changed:
+                if replica != self._replica:
+                    self._replica, self._newest, self._steps = replica, {}, set()
+                    self._complete = frozenset()
+            if not self._is_old(step):
+                folder = user_folder(replica, step)
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                aside = folder / f".rank-{rank:05d}.partial"
+                aside.write_bytes(data)
+                os.replace(aside, rank_file(folder, rank))
+                self._steps.add(step)
+        finally:
+            with self._changed:
+                self._waiting -= len(data)
+                self._done += 1
+                self._newest[rank] = max(step, self._newest.get(rank, 0))
+                self._changed.notify_all()
+
+    def _is_old(self, step: int) -> bool:
+        return bool(self._complete) and step < max(self._complete) and step not in self._complete
+
+    def _prune(self) -> None:
+        if self._replica is None:
+            return
+        ahead = sorted(step for step in self._steps if step > max(self._complete, default=-1))
+        for step in [*(step for step in self._steps if self._is_old(step)), *ahead[:-AHEAD]]:
+            remove_tree(user_folder(self._replica, step))
+            self._steps.discard(step)

@@ -1,0 +1,80 @@
+"""What ranks gave of themselves, in a checkpoint directory and out of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flowcheck
+from flowcheck.checkpoint.directory import Meta, write_step
+from flowcheck.checkpoint.fetch import fetch
+from flowcheck.checkpoint.users import file_of, users_of
+from flowcheck.control.user_state import pack
+from flowcheck.errors import UserError
+
+from ..hand_api import TOKEN, HandApi, HandVersion
+
+
+def given(rank: int, step: int = 7, at: int = 0) -> bytes:
+    return pack({"user": {"at": at or rank}, "rng": {}, "groups": []}, step=step, rank=rank, ranks=4)
+
+
+def written(out: Path, **users: bytes) -> Path:
+    held = {int(rank.removeprefix("r")): data for rank, data in users.items()}
+    return write_step(out, 7, {"w": torch.zeros(2)}, {}, Meta(run_id="run"), lambda: held)
+
+
+def test_every_ranks_own_comes_back(tmp_path: Path) -> None:
+    path = written(tmp_path, r0=given(0), r3=given(3))
+    checkpoint = flowcheck.load_checkpoint(tmp_path)
+    assert checkpoint.users == (0, 3) and checkpoint.user(3)["user"] == {"at": 3}
+    assert sorted(one.name for one in path.iterdir()) == [
+        "manifest.json", "model.safetensors", "optimizer.safetensors", "user"
+    ]
+    assert json.loads((path / "manifest.json").read_text())["user"].keys() == {"0", "3"}
+    with pytest.raises(UserError, match="has no state of rank 1"):
+        checkpoint.user(1)
+
+
+def test_a_checkpoint_without_is_as_it_was(tmp_path: Path) -> None:
+    path = write_step(tmp_path, 7, {"w": torch.zeros(2)}, {}, Meta(), dict)
+    assert "user" not in json.loads((path / "manifest.json").read_text()) and not (path / "user").exists()
+    checkpoint = flowcheck.load_checkpoint(path)
+    assert checkpoint.users == ()
+    with pytest.raises(UserError, match="has no state of rank 0"):
+        checkpoint.user(0)
+
+
+def test_what_is_no_entry_is_left_out() -> None:
+    good = {"bytes": 1, "sha256": "x"}
+    said: dict[str, Any] = {"user": {"3": good, "0": good, "x": good, "70000": good, "1": 7, "2": {}, "²": good}}
+    assert list(users_of(said)) == [0, 3] and users_of({"user": []}) == users_of({}) == {}
+
+
+def test_a_file_that_is_another_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, r0=given(0), r1=given(1), r2=given(2, step=6))
+    checkpoint = flowcheck.load_checkpoint(path)
+    file_of(path, 0).write_bytes(given(0, at=9))  # whole in itself, and not what was written
+    with pytest.raises(UserError, match=r"rank-00000\.safetensors: has other bytes than those written"):
+        checkpoint.user(0)
+    file_of(path, 1).unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        checkpoint.user(1)
+    with pytest.raises(UserError, match="is of step 6 and rank 2"):
+        checkpoint.user(2)
+
+
+def test_fetched_files_have_those_of_all_ranks(tmp_path: Path) -> None:
+    with HandApi(HandVersion(7)) as api:
+        for rank in (0, 3):
+            api.versions[0].give(rank, given(rank))
+        taken = fetch(api.name, tmp_path, token=TOKEN)
+        asked = api.asked_for("/user/3")
+        fetch(api.name, tmp_path, token=TOKEN, format="torch")
+        assert asked == api.asked_for("/user/3") == 1
+    checkpoint = flowcheck.load_checkpoint(taken.path)
+    assert checkpoint.users == (0, 3) and checkpoint.user(3)["user"] == {"at": 3}
