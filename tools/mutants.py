@@ -100,6 +100,10 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/control/sources.py": [
         f"{FLOW}/control/test_sources.py", f"{FLOW}/checkpoint/test_fetch.py",
     ],
+    "flowcheck/control/user_state.py": [f"{FLOW}/control/test_user_state.py"],
+    "flowcheck/trainer/user.py": [f"{FLOW}/trainer/test_user.py"],
+    "flowcheck/checkpoint/users.py": [f"{FLOW}/checkpoint/test_users.py"],
+    "flowcheck/node/user_states.py": [f"{NODE}/test_user_states.py"],
     "flowcheck/trainer/recovery.py": [f"{FLOW}/trainer/test_recovery.py"],
     "flowcheck/node/holdings.py": [f"{NODE}/test_holdings.py"],
     "flowcheck/node/api.py": [f"{NODE}/test_api.py"],

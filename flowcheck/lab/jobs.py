@@ -57,7 +57,9 @@ class Training:
     optimizer: name and torch's options; decay applies to matrices only, so AdamW has two groups. clip: largest norm
     of a stage's gradients, None: not clipped. loss_scale: first scale of torch.amp.GradScaler, None: none;
     overflow_at: iterations whose loss is made infinite, which GradScaler then skips. bucket_mb: DDP's.
-    softroce: settings of that backend (softroce/settings.py).
+    softroce: settings of that backend (softroce/settings.py). dropout: of the mlp, drawn from torch's generator. noise:
+    added to what a rank reads, drawn from python's generator: as a loader that shuffles does, it makes an iteration
+    depend on how many there were before.
     """
 
     model: str = "gpt"
@@ -74,6 +76,8 @@ class Training:
     bucket_mb: float = 1.0
     softroce: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 1
+    dropout: float = 0.0
+    noise: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in (("model", MODELS), ("schedule", SCHEDULES)):
@@ -198,7 +202,8 @@ def _make(job: Training, name: str) -> nn.Module:
         return Numbers()
     if name == "last":
         return nn.Linear(width, VOCABULARY)
-    return nn.Sequential(nn.Linear(context if index == 0 else width, width), nn.Tanh())
+    layer = [nn.Linear(context if index == 0 else width, width), nn.Tanh()]
+    return nn.Sequential(*layer, nn.Dropout(job.dropout)) if job.dropout else nn.Sequential(*layer)
 
 
 def whole_model(job: Training) -> nn.Sequential:

@@ -26,10 +26,10 @@ import faulthandler
 import importlib
 import json
 import os
+import random
 import signal
 import sys
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flowcheck
 from flowcheck.checkpoint.directory import tensor_sha256
-from flowcheck.lab.jobs import BACKENDS, Text, Training, loss_of, make_optimizer, make_schedule, stage_of
+from flowcheck.lab.jobs import BACKENDS, VOCABULARY, Text, Training, loss_of, make_optimizer, make_schedule, stage_of
 
 __all__ = ["INSTANTS", "Groups", "Rank", "Worker", "hashes", "main"]
 
@@ -97,6 +97,9 @@ class Rank:
             self.scaler.scale(torch.zeros(()))  # it is made by the first loss, and only the last stage has losses
         self._text = Text(job)
         self._iteration = 0
+        self._seen = 0  # samples; with the generators, all that this rank has beside model and optimizer
+        torch.manual_seed(job.seed * 1000 + rank)
+        random.seed(job.seed * 1000 + rank)
         self._group = groups.stages[self.stage]
         self._wire: Any = sys.modules.get("flowcheck.lab.softroce")
         self._ddp = DistributedDataParallel(self.model, process_group=self._group, bucket_cap_mb=job.bucket_mb)
@@ -104,7 +107,9 @@ class Rank:
         self._death = -1, ""
 
     def attach(self, settings: dict[str, Any]) -> None:
-        self._attachment = flowcheck.attach(self._ddp, self.optimizer, **settings)
+        self._attachment = flowcheck.attach(
+            self._ddp, self.optimizer, scheduler=self.schedule, scaler=self.scaler, **settings
+        )
 
     def recover(self, settings: dict[str, Any]) -> flowcheck.Recovered:
         """Go on from what the nodes have.
@@ -116,25 +121,18 @@ class Rank:
         self.optimizer.zero_grad(set_to_none=True)
         recovered = flowcheck.recover(**settings)
         if recovered:
-            rates = self._rates(recovered.step)
             self.model.load_state_dict(recovered.model)
             self.optimizer.load_state_dict(recovered.optimizer)
-            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-                group |= rate
+            if self.schedule is not None:
+                self.schedule.load_state_dict(recovered.scheduler)
+            if self.scaler is not None:
+                self.scaler.load_state_dict(recovered.scaler)
+            self._seen = recovered.user["seen"]
+            recovered.restore_rng()
         self._iteration = recovered.step
         say({"event": "recovered", "rank": self.rank, "step": recovered.step, "source": recovered.source,
              "passed": recovered.passed, "text": repr(recovered)})
         return recovered
-
-    def _rates(self, step: int) -> list[dict[str, Any]]:
-        """The schedule as it is before that iteration, and what each group then has of it."""
-        if self.schedule is None:
-            return [{}] * len(self.optimizer.param_groups)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")  # before the optimizer's
-            for _ in range(step):
-                self.schedule.step()
-        return [{key: group[key] for key in ("lr", "initial_lr")} for group in self.optimizer.param_groups]
 
     def die_at(self, iteration: int, at: str) -> None:
         """Let this process be killed at an instant of an iteration, as a fault would."""
@@ -180,11 +178,12 @@ class Rank:
         skipped = self.scaler is not None and self.scaler.get_scale() < (scale or 0.0)
         if skipped and coefficient is not None:
             coefficient = 1.0
-        if self._attachment is not None:
-            self._attachment.step(clip=coefficient, scale=scale, skipped=skipped)
-        self._reached("boundary")
         if self.schedule is not None:
             self.schedule.step()
+        self._seen += self.job.batch * self.job.accumulate
+        if self._attachment is not None:
+            self._attachment.step(clip=coefficient, scale=scale, skipped=skipped, user={"seen": self._seen})
+        self._reached("boundary")
         seconds = time.perf_counter() - begin
         line = {
             "job": self._number, "iteration": self._iteration, "rank": self.rank, "stage": self.stage,
@@ -201,6 +200,8 @@ class Rank:
         """Forward and backward of one micro-batch through this stage; the loss where it is known, else 0."""
         job = self.job
         inputs, targets = self._text.batch(self.data_rank, self._iteration, micro)
+        if job.noise:
+            inputs = (inputs + random.randrange(VOCABULARY) + self._seen) % VOCABULARY
         if self.stage:
             inputs = torch.empty(self._shape)
             dist.recv(inputs, self.rank - job.data_ranks, group=self._pipe(self.stage - 1))

@@ -12,7 +12,6 @@ thread.
 
 from __future__ import annotations
 
-import importlib
 import random
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -108,11 +107,13 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
         if "numpy" in state:
             name, keys, *rest = state["numpy"]
-            importlib.import_module("numpy").random.set_state((name, keys.numpy(), *rest))
+            if (numpy := sys.modules.get("numpy")) is None:
+                raise ValueError("numpy's had one, and numpy is not imported here yet")
+            numpy.random.set_state((name, keys.numpy(), *rest))
         for what, states in state.items():
             if what.startswith("device "):
                 _restore_devices(what.removeprefix("device "), states)
-    except (KeyError, TypeError, ValueError, ImportError, RuntimeError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         raise UserError(f"the state of random numbers does not fit this process: {type(error).__name__}: {error}",
                         where="recover", remedy="the same packages and devices, or seeds of your own") from None
 

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.root
 
 AFTER = 5  # iterations that the job trains on after the fault
 SHAPES: list[dict[str, Any]] = [
-    {"optimizer": {"name": "adamw", "lr": 1e-2}, "clip": 0.1},
-    {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "schedule": "cosine"},
+    {"optimizer": {"name": "adamw", "lr": 1e-2}, "clip": 0.1, "dropout": 0.2, "noise": True, "schedule": "cosine"},
+    {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9}, "schedule": "cosine", "loss_scale": 1024.0,
+     "dropout": 0.5},
     {"model": "conv", "optimizer": {"name": "adam", "lr": 1e-3}, "schedule": "step", "accumulate": 2},
 ]
 

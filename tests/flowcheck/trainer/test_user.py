@@ -48,8 +48,12 @@ def test_random_numbers_go_on_where_they_were() -> None:
 
 def test_numpy_is_taken_only_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "numpy" in rng_state()
+    state = rng_state()
     monkeypatch.delitem(sys.modules, "numpy")
     assert rng_state().keys() == {"python", "torch"}
+    restore_rng(rng_state())
+    with pytest.raises(UserError, match="numpy is not imported here yet"):
+        restore_rng(state)
 
 
 class Module:
