@@ -136,8 +136,10 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/node/shelf.py": [f"{NODE}/test_shelf.py"],
     "flowcheck/node/parts.py": [f"{NODE}/test_parts.py"],
     "flowcheck/node/cli.py": [f"{NODE}/test_cli.py", f"{NODE}/test_cli_command.py"],
-    "flowcheck/node/membership.py": [f"{NODE}/test_group.py"],
-    "flowcheck/node/standing.py": [f"{NODE}/test_{part}.py" for part in ("group", "group_ranges", "group_session")],
+    "flowcheck/node/membership.py": [f"{NODE}/test_membership.py", f"{NODE}/test_group.py"],
+    "flowcheck/node/standing.py": [
+        f"{NODE}/test_{part}.py" for part in ("standing", "group", "group_ranges", "group_session")
+    ],
     "flowcheck/node/group.py": [
         f"{NODE}/test_{part}.py" for part in ("group", "group_ranges", "group_session")
     ],

@@ -134,7 +134,7 @@ def test_a_node_that_is_started_in_the_middle(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "resync_mb"), [(2000, 1), (6800, 12)])
+@pytest.mark.parametrize(("width", "resync_mb"), [(2000, 1), (6800, 11)])
 def test_a_state_that_takes_fifty_iterations_to_come(tmp_path: Path, width: int, resync_mb: int) -> None:
     """18 and 195 MB of parameters. Each slice is of its own step; none of it is asked for twice but what was lost
     meanwhile."""
