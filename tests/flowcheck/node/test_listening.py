@@ -1,0 +1,37 @@
+"""Listening sockets of a node: addresses, what is refused, how many may wait."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import pytest
+
+from flowcheck.errors import EnvironmentProblem
+from flowcheck.node.listening import listen
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_free_port_is_taken_and_said(host: str) -> None:
+    listener, said = listen((host, 0), "control.listen", 3)
+    with listener:
+        port = listener.getsockname()[1]
+        assert port > 0 and said == (f"[::1]:{port}" if ":" in host else f"127.0.0.1:{port}")
+        with socket.create_connection((host, port), timeout=10):
+            pass
+
+
+@pytest.mark.parametrize("backlog", [1, 77])
+def test_so_many_connections_may_wait(backlog: int) -> None:
+    """As the kernel says of a listening socket: tcpi_sacked, the eighth word of struct tcp_info (linux/tcp.h)."""
+    listener, _ = listen(("127.0.0.1", 0), "control.listen", backlog)
+    with listener:
+        info = listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 64)
+        assert struct.unpack_from("8I", info)[7] == backlog
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    first, said = listen(("127.0.0.1", 0), "api.listen", 1)
+    with first, pytest.raises(EnvironmentProblem, match="cannot listen: Address already in use") as raised:
+        listen(("127.0.0.1", first.getsockname()[1]), "api.listen", 1)
+    assert raised.value.where == said and raised.value.remedy.endswith("a free port in api.listen")
