@@ -107,6 +107,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/trainer/recovery.py": [f"{FLOW}/trainer/test_recovery.py"],
     "flowcheck/node/holdings.py": [f"{NODE}/test_holdings.py"],
     "flowcheck/node/api.py": [f"{NODE}/test_api.py"],
+    "flowcheck/node/api_description.py": [f"{NODE}/test_api.py"],
     "flowcheck/node/listening.py": [f"{NODE}/test_listening.py", f"{NODE}/test_control_server.py"],
     "flowcheck/node/serving.py": [f"{NODE}/test_serving.py"],
     "flowcheck/trainer/attachment.py": [

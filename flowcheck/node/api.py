@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import hmac
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -36,6 +36,7 @@ from flowcheck.control.ask import Offer
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError
+from flowcheck.node.api_description import describe
 from flowcheck.node.holdings import Gone, Held, Pressed, Shelf
 
 __all__ = ["OPEN", "make_app"]
@@ -84,7 +85,9 @@ class _Api:
                 Route(f"{versions}/{OPTIMIZER}", self._file),
                 Route(f"{versions}/user/{{rank:int}}", self._user),
             ],
-            exception_handlers={Gone: _gone, Pressed: _pressed, FlowcheckError: _failed},
+            exception_handlers={
+                Gone: _said(404), Pressed: _said(503, {"Retry-After": "5"}), FlowcheckError: _said(500),
+            },
             lifespan=self._lifespan,
         )
 
@@ -120,7 +123,7 @@ class _Api:
         return JSONResponse({"ok": True, "version": __version__})
 
     async def _described(self, request: Request) -> Response:
-        return JSONResponse(DESCRIPTION)
+        return JSONResponse(describe(OPEN))
 
     async def _status(self, request: Request) -> Response:
         offers, absent = await self._look()
@@ -217,86 +220,3 @@ def _said(status: int, headers: Mapping[str, str] | None = None) -> Callable[[Re
         return JSONResponse({"why": f"{where}{error.what}"}, status, headers)
 
     return answer
-
-
-_gone, _pressed, _failed = _said(404), _said(503, {"Retry-After": "5"}), _said(500)
-
-
-# -- the description ---------------------------------------------------------------------------------------
-
-
-def _answer(text: str, schema: Mapping[str, Any] | None = None, kind: str = "application/json") -> dict[str, Any]:
-    return {"description": text, **({"content": {kind: {"schema": schema}}} if schema else {})}
-
-
-def _get(summary: str, answers: Mapping[str, Any], parameters: Sequence[Any] = (), guarded: bool = True) -> Any:
-    refused = {"401": {"$ref": "#/components/responses/Refused"}} if guarded else {}
-    return {"get": {
-        "summary": summary, "parameters": list(parameters), "responses": {**answers, **refused},
-        "security": [{"reader": []}] if guarded else [],
-    }}
-
-
-_WHY = {"type": "object", "required": ["why"], "properties": {"why": {"type": "string"}}}
-_OFFER = {"$ref": "#/components/schemas/Offer"}
-_ABSENT = {"type": "array", "items": {"type": "string"}, "description": "Tiers that did not answer in time."}
-_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[md][0-9a-f]{31}$"}}
-_RANGE = {"name": "Range", "in": "header", "schema": {"type": "string"}, "description": "One range of bytes."}
-_RANK = {"name": "rank", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 0}}
-_USER = {
-    "type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
-    "description": "Whose own states it has: first and last rank of each row of them.",
-}
-_LOST = {
-    "404": _answer("There is no such version, or no longer.", _WHY),
-    "503": _answer("As many versions of the replica are being read as may be; try again.", _WHY),
-}
-_BYTES = {"type": "string", "format": "binary"}
-_FILE = _get(
-    "A safetensors file.",
-    {
-        "200": _answer("The file.", _BYTES, "application/octet-stream"),
-        "206": _answer("The range.", _BYTES, "application/octet-stream"),
-        "416": _answer("There is no such range.", _WHY), **_LOST,
-    },
-    [_ID, _RANGE],
-)
-_TYPES = {"id": "string", "tier": "string", "run_id": "string", "epoch": "integer", "step": "integer",
-          "shard": "string", "status": "string", "nbytes": "integer"}
-
-
-def _list(name: str) -> dict[str, Any]:
-    properties = {name: {"type": "array", "items": _OFFER}, "absent": _ABSENT}
-    return {"type": "object", "required": [*properties], "properties": properties}
-
-
-DESCRIPTION: dict[str, Any] = {
-    "openapi": "3.1.0",
-    "info": {"title": "FlowCheck node", "version": __version__},
-    "paths": {
-        OPEN: _get("Does this process answer?", {"200": _answer("It does.", {"type": "object"})}, guarded=False),
-        "/openapi.json": _get("This description.", {"200": _answer("OpenAPI 3.1.", {"type": "object"})}),
-        "/v1/status": _get("The newest version of each run, shard and tier.",
-                           {"200": _answer("What is newest.", _list("newest"))}),
-        "/v1/versions": _get("Every version that can be had at this moment, newest first.",
-                             {"200": _answer("What there is.", _list("versions"))}),
-        "/v1/versions/{id}/manifest.json": _get(
-            "A version's manifest. A version in memory is pinned from here on, for as long as it is read.",
-            {"200": _answer("docs/reference/checkpoint.md", {"type": "object"}), **_LOST}, [_ID],
-        ),
-        f"/v1/versions/{{id}}/{MODEL}": _FILE,
-        f"/v1/versions/{{id}}/{OPTIMIZER}": _FILE,
-        "/v1/versions/{id}/user/{rank}": _get(
-            "What a rank gave of itself: a safetensors file, whole.",
-            {"200": _answer("The file.", _BYTES, "application/octet-stream"), **_LOST}, [_ID, _RANK],
-        ),
-    },
-    "components": {
-        "securitySchemes": {"reader": {"type": "http", "scheme": "bearer"}},
-        "responses": {"Refused": _answer("The key is missing or wrong.", _WHY)},
-        "schemas": {"Offer": {
-            "type": "object", "required": [*_TYPES, "user"],
-            "properties": {name: {"type": kind} for name, kind in _TYPES.items()} | {"user": _USER},
-        }},
-    },
-}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from flowcheck import __version__
 from flowcheck.control.ask import Offer
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import api
-from flowcheck.node.api import DESCRIPTION, make_app, span_of
+from flowcheck.node.api import OPEN, make_app, span_of
+from flowcheck.node.api_description import describe
 from flowcheck.node.holdings import Gone, Held, Holding, Pressed, Shelf
 
 KEY = "k" * 64
@@ -159,7 +162,7 @@ def test_an_application_is_guarded() -> None:
 
 
 ID = offer("memory", 7).id
-PATHS = [path.replace("{id}", ID).replace("{rank}", "3") for path in DESCRIPTION["paths"]]
+PATHS = [path.replace("{id}", ID).replace("{rank}", "3") for path in describe(OPEN)["paths"]]
 
 
 # -- who may ask -------------------------------------------------------------------------------------------
@@ -187,7 +190,13 @@ def test_nothing_is_written_over_http(app: Any) -> None:
 
 
 def test_health_says_nothing_of_what_there_is(app: Any) -> None:
-    assert get(app, "/healthz", []).json.keys() == {"ok", "version"}
+    assert get(app, "/healthz", []).json == {"ok": True, "version": __version__}
+
+
+def test_who_has_no_key_is_told_so(app: Any) -> None:
+    answer = get(app, "/v1/versions", [])
+    assert answer.json == {"why": "the key is missing or wrong"}
+    assert answer.headers["content-type"] == "application/json"
 
 
 # -- what there is -----------------------------------------------------------------------------------------
@@ -240,7 +249,8 @@ def test_each_tier_has_one_thread(app: Any, memory: FakeShelf, disk: FakeShelf) 
 
 def test_a_manifest(app: Any, memory: FakeShelf) -> None:
     answer = get(app, f"/v1/versions/{ID}/manifest.json")
-    assert (answer.status, answer.json) == (200, {"step": 7}) and "json" in answer.headers["content-type"]
+    assert (answer.status, answer.json) == (200, {"step": 7})
+    assert answer.headers["content-type"] == "application/json"
     assert memory.hashing == [1] and memory.last is not None and memory.last.busy == 0
 
 
@@ -256,8 +266,8 @@ def test_a_manifest_that_was_removed_while_it_was_hashed(app: Any, memory: FakeS
 def test_what_goes_wrong_is_said(app: Any, memory: FakeShelf, error: Any, status: int) -> None:
     memory.fails = error
     answer = get(app, f"/v1/versions/{ID}/manifest.json")
-    assert (answer.status, answer.json["why"]) == (status, "w: a" if status == 503 else "a")
-    assert ("retry-after" in answer.headers) == (status == 503)
+    assert (answer.status, answer.json) == (status, {"why": "w: a" if status == 503 else "a"})
+    assert answer.headers.get("retry-after") == ("5" if status == 503 else None)
     assert memory.last is not None and memory.last.busy == 0
 
 
@@ -272,6 +282,7 @@ def test_a_whole_file(app: Any, memory: FakeShelf) -> None:
     assert answer.status == 200 and answer.body == DATA and answer.whole
     assert answer.headers["content-length"] == str(len(DATA)) and answer.headers["accept-ranges"] == "bytes"
     assert answer.headers["etag"] == f'"{ID}"' and "content-range" not in answer.headers
+    assert answer.headers["content-type"] == "application/octet-stream"
     assert memory.reads == [(0, api.CHUNK), (api.CHUNK, api.CHUNK), (2 * api.CHUNK, api.CHUNK)]
 
 
@@ -295,6 +306,7 @@ def test_a_range(app: Any, memory: FakeShelf) -> None:
     assert answer.headers["content-range"] == f"bytes {first}-{first + 4}/{len(DATA)}"
     answer = get(app, f"/v1/versions/{ID}/{MODEL}", range=f"bytes={len(DATA)}-")
     assert answer.status == 416 and answer.headers["content-range"] == f"bytes */{len(DATA)}"
+    assert answer.json == {"why": f"the file has {len(DATA)} bytes"}
 
 
 @pytest.mark.parametrize(
@@ -354,17 +366,57 @@ def test_it_lets_go_of_versions_by_and_by(
 
 def test_the_description_has_every_route_and_no_other(app: Any) -> None:
     routes = {route.path for route in api._Api({}).app.routes}  # type: ignore[attr-defined]
-    assert set(DESCRIPTION["paths"]) == {route.replace(":int", "") for route in routes}
-    assert get(app, "/openapi.json").json == json.loads(json.dumps(DESCRIPTION))
-    open_ = [path for path, item in DESCRIPTION["paths"].items() if not item["get"]["security"]]
+    described = get(app, "/openapi.json").json
+    assert described == json.loads(json.dumps(describe(OPEN)))
+    assert set(described["paths"]) == {route.replace(":int", "") for route in routes}
+    open_ = [path for path, item in described["paths"].items() if not item["get"]["security"]]
     assert open_ == ["/healthz"]
-    for path, item in DESCRIPTION["paths"].items():
+    for path, item in described["paths"].items():
         assert ("401" in item["get"]["responses"]) == (path not in open_)
-        assert ("{id}" in path) == any(one["name"] == "id" for one in item["get"]["parameters"])
+        in_path = [one["name"] for one in item["get"]["parameters"] if one["in"] == "path"]
+        assert in_path == re.findall(r"{(\w+)}", path)
+
+
+def test_what_a_route_says_is_described_in_full() -> None:
+    """One of each kind, spelled out."""
+    why = {"application/json": {"schema": {
+        "type": "object", "required": ["why"], "properties": {"why": {"type": "string"}},
+    }}}
+    refused = {"$ref": "#/components/responses/Refused"}
+    described = describe("/open")
+    assert (described["openapi"], described["info"]) == ("3.1.0", {"title": "FlowCheck node", "version": __version__})
+    assert described["paths"]["/open"]["get"] == {
+        "summary": "Does this process answer?", "parameters": [], "security": [],
+        "responses": {
+            "200": {"description": "It does.", "content": {"application/json": {"schema": {"type": "object"}}}},
+        },
+    }
+    listed = described["paths"]["/v1/versions"]["get"]
+    assert listed["security"] == [{"reader": []}] and listed["parameters"] == []
+    assert listed["responses"]["401"] == refused and listed["summary"].startswith("Every version that can be had")
+    assert listed["responses"]["200"]["content"] == {"application/json": {"schema": {
+        "type": "object", "required": ["versions", "absent"], "properties": {
+            "versions": {"type": "array", "items": {"$ref": "#/components/schemas/Offer"}},
+            "absent": {"type": "array", "items": {"type": "string"},
+                       "description": "Tiers that did not answer in time."},
+        },
+    }}}
+    newest = described["paths"]["/v1/status"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    assert newest["required"] == ["newest", "absent"] and set(newest["properties"]) == {"newest", "absent"}
+    binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+    for file in (MODEL, OPTIMIZER):
+        answers = described["paths"][f"/v1/versions/{{id}}/{file}"]["get"]["responses"]
+        assert set(answers) == {"200", "206", "416", "401", "404", "503"} and answers["401"] == refused
+        assert answers["200"]["content"] == answers["206"]["content"] == binary
+        assert all(answers[status]["content"] == why for status in ("404", "416", "503"))
+    assert described["components"]["responses"]["Refused"] == {
+        "description": "The key is missing or wrong.", "content": why,
+    }
+    assert described["components"]["securitySchemes"] == {"reader": {"type": "http", "scheme": "bearer"}}
 
 
 def test_an_offer_is_described(app: Any) -> None:
-    described = DESCRIPTION["components"]["schemas"]["Offer"]
+    described = describe(OPEN)["components"]["schemas"]["Offer"]
     kinds = {"string": str, "integer": int}
     for one in get(app, "/v1/versions").json["versions"]:
         assert set(one) == set(described["properties"]) == set(described["required"])

@@ -1,0 +1,90 @@
+"""The node's HTTP API in the words of OpenAPI 3.1, for whoever asks /openapi.json: api.py has the routes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowcheck import __version__
+from flowcheck.control.version import MODEL, OPTIMIZER
+
+__all__ = ["describe"]
+
+_WHY = {"type": "object", "required": ["why"], "properties": {"why": {"type": "string"}}}
+_OFFER = {"$ref": "#/components/schemas/Offer"}
+_ABSENT = {"type": "array", "items": {"type": "string"}, "description": "Tiers that did not answer in time."}
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[md][0-9a-f]{31}$"}}
+_RANGE = {"name": "Range", "in": "header", "schema": {"type": "string"}, "description": "One range of bytes."}
+_RANK = {"name": "rank", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 0}}
+_USER = {
+    "type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
+    "description": "Whose own states it has: first and last rank of each row of them.",
+}
+_BYTES = {"type": "string", "format": "binary"}
+_TYPES = {"id": "string", "tier": "string", "run_id": "string", "epoch": "integer", "step": "integer",
+          "shard": "string", "status": "string", "nbytes": "integer"}
+
+
+def describe(open_path: str) -> dict[str, Any]:
+    """open_path: that of the one route that needs no key."""
+    lost = {
+        "404": _answer("There is no such version, or no longer.", _WHY),
+        "503": _answer("As many versions of the replica are being read as may be; try again.", _WHY),
+    }
+    file = _get(
+        "A safetensors file.",
+        {
+            "200": _answer("The file.", _BYTES, "application/octet-stream"),
+            "206": _answer("The range.", _BYTES, "application/octet-stream"),
+            "416": _answer("There is no such range.", _WHY), **lost,
+        },
+        [_ID, _RANGE],
+    )
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "FlowCheck node", "version": __version__},
+        "paths": {
+            open_path: _get("Does this process answer?", {"200": _answer("It does.", {"type": "object"})},
+                            guarded=False),
+            "/openapi.json": _get("This description.", {"200": _answer("OpenAPI 3.1.", {"type": "object"})}),
+            "/v1/status": _get("The newest version of each run, shard and tier.",
+                               {"200": _answer("What is newest.", _list("newest"))}),
+            "/v1/versions": _get("Every version that can be had at this moment, newest first.",
+                                 {"200": _answer("What there is.", _list("versions"))}),
+            "/v1/versions/{id}/manifest.json": _get(
+                "A version's manifest. A version in memory is pinned from here on, for as long as it is read.",
+                {"200": _answer("docs/reference/checkpoint.md", {"type": "object"}), **lost}, [_ID],
+            ),
+            f"/v1/versions/{{id}}/{MODEL}": file,
+            f"/v1/versions/{{id}}/{OPTIMIZER}": file,
+            "/v1/versions/{id}/user/{rank}": _get(
+                "What a rank gave of itself: a safetensors file, whole.",
+                {"200": _answer("The file.", _BYTES, "application/octet-stream"), **lost}, [_ID, _RANK],
+            ),
+        },
+        "components": {
+            "securitySchemes": {"reader": {"type": "http", "scheme": "bearer"}},
+            "responses": {"Refused": _answer("The key is missing or wrong.", _WHY)},
+            "schemas": {"Offer": {
+                "type": "object", "required": [*_TYPES, "user"],
+                "properties": {name: {"type": kind} for name, kind in _TYPES.items()} | {"user": _USER},
+            }},
+        },
+    }
+
+
+def _answer(text: str, schema: Mapping[str, Any] | None = None, kind: str = "application/json") -> dict[str, Any]:
+    return {"description": text, **({"content": {kind: {"schema": schema}}} if schema else {})}
+
+
+def _get(summary: str, answers: Mapping[str, Any], parameters: Sequence[Any] = (), guarded: bool = True) -> Any:
+    refused = {"401": {"$ref": "#/components/responses/Refused"}} if guarded else {}
+    return {"get": {
+        "summary": summary, "parameters": list(parameters), "responses": {**answers, **refused},
+        "security": [{"reader": []}] if guarded else [],
+    }}
+
+
+def _list(name: str) -> dict[str, Any]:
+    properties = {name: {"type": "array", "items": _OFFER}, "absent": _ABSENT}
+    return {"type": "object", "required": [*properties], "properties": properties}
