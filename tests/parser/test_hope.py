@@ -45,9 +45,9 @@ def after(engine: Engine, packets: list[Packet], *, iteration: int = 1) -> list[
     return said
 
 
-def ack_of(packets: list[Packet], qpn: int) -> bytes:
+def ack_of(packets: list[Packet], qpn: int, protocol: str = "ll") -> bytes:
     """An ACK of the connection's data."""
-    job = traffic("ll")[0]
+    job = traffic(protocol)[0]
     assert job.flows[0].qpns[0] == qpn
     return next(frame for _, frame in packets if is_ack(frame) and destination(frame) == job.flows[0].cts_qpns[0])
 
@@ -151,25 +151,61 @@ def test_a_forged_ack_of_what_was_not_sent_proves_nothing() -> None:
     assert engine.hope(0, 1) == "acknowledged"
 
 
+def test_an_ack_of_the_packet_before_it_is_not_its_own() -> None:
+    """The first ACK of the connection that is seen at all."""
+    _, plan, made = traffic("ll")
+    qpn, places = spot("ll")
+    lost, ack, engine = psn(made.packets[places[1]][1]), ack_of(made.packets, qpn), Engine(plan.engine)
+    back = destination(ack)
+    for at, (_, frame) in enumerate(made.packets[: places[2] + 1]):
+        if at != places[1] and not (is_ack(frame) and destination(frame) == back):
+            engine.feed(0, frame)
+    engine.feed(0, with_psn(ack, lost - 1))
+    assert engine.hope(0, 1) == "may_come"
+    engine.feed(0, with_psn(ack, lost))
+    assert engine.hope(0, 1) == "acknowledged"
+
+
+def test_an_ack_of_the_packet_that_is_sent_next_proves_nothing() -> None:
+    engine, _, _, qpn = open_hole()
+    flow = [spec.qpn for spec in engine.config.flows].index(qpn)
+    following = engine.flow_counters(0)[flow]["next_psn"]
+    engine.feed(0, with_psn(ack_of(traffic("ll")[2].packets, qpn), following % (1 << 24)))
+    assert engine.hope(0, 1) == "may_come"
+
+
 def test_where_acks_stay_away_a_step_slot_that_is_filled_again_decides() -> None:
-    """NCCL fills it only when the write before was acknowledged: eight steps after."""
-    engine, rest, _, qpn = open_hole()
+    """NCCL fills it only when the write before was acknowledged: eight steps after. Where no ACK was seen, one step
+    is enough."""
+    engine, rest, lost, qpn = open_hole()
     back = {flow.qpns[0]: flow.cts_qpns[0] for flow in traffic("ll")[0].flows}[qpn]
-    said = after(engine, [one for one in rest if not (is_ack(one[1]) and destination(one[1]) == back)])
-    assert said[0] == "may_come" and said[-1] == "passed"
-    assert said == sorted(said, key=["may_come", "passed"].index)
+    step = engine.config.edges[0].calls[-1].lane.slices * len(spot("ll")[1])
+    said, passed = [], -1
+    for _, frame in rest:
+        if is_ack(frame) and destination(frame) == back:
+            continue
+        assert engine.feed(0, frame)
+        if destination(frame) == qpn:
+            passed = psn(frame) - psn(lost)
+        said.append((engine.hope(0, 1), passed))
+    assert [hope for hope, _ in said] == sorted((hope for hope, _ in said), key=["may_come", "passed"].index)
+    assert said[0][0] == "may_come" and said[-1][0] == "passed"
+    assert min(passed for hope, passed in said if hope == "passed") > 4 * step
 
 
 def test_what_waits_aside_may_still_be_placed() -> None:
     """SIMPLE: a message's first packet was lost, and what follows it has no witness yet."""
     _, plan, made = traffic("simple")
-    _, places = spot("simple")
+    made_for, places = spot("simple")
     engine = Engine(plan.engine)
     for at, (_, frame) in enumerate(made.packets[: places[-1]]):
         if at != places[0] and not is_ack(frame):
             engine.feed(0, frame)
     assert engine.outcomes(0)["aside"][0] > 0
     assert engine.hope(0, 1) == "may_come"
+    ack = ack_of(made.packets, made_for, "simple")
+    engine.feed(0, with_psn(ack, psn(made.packets[places[-2]][1])))
+    assert engine.hope(0, 1) == "may_come", "what is missing is acknowledged, and yet they wait"
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
