@@ -104,7 +104,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/trainer/user.py": [f"{FLOW}/trainer/test_user.py"],
     "flowcheck/checkpoint/users.py": [f"{FLOW}/checkpoint/test_users.py"],
     "flowcheck/node/user_states.py": [f"{NODE}/test_user_states.py"],
-    "flowcheck/trainer/recovery.py": [f"{FLOW}/trainer/test_recovery.py"],
+    "flowcheck/trainer/recovery.py": [f"{FLOW}/trainer/test_recovery{part}.py" for part in ("", "_together")],
     "flowcheck/node/holdings.py": [f"{NODE}/test_holdings.py"],
     "flowcheck/node/api.py": [f"{NODE}/test_api.py"],
     "flowcheck/node/api_description.py": [f"{NODE}/test_api.py"],

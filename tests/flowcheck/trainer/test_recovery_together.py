@@ -1,0 +1,75 @@
+"""With whom `recover` agrees: the ranks of torch.distributed, through the store that it was started with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake", which has no peers
+
+from flowcheck.errors import EnvironmentProblem
+from flowcheck.trainer import recovery
+
+
+@contextmanager
+def group(rank: int, ranks: int, store: dist.Store) -> Iterator[None]:
+    dist.init_process_group("fake", store=store, rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_of_a_job_agree_through_its_store(ranks: int) -> None:
+    """Exchange after exchange, each what was said in it, by rank."""
+    store = dist.HashStore()
+    with group(0, ranks, store):
+        mine = recovery._ranks(True)
+        assert isinstance(mine, recovery._Together)
+        found = dist.distributed_c10d._get_default_store()
+        others = [recovery._Together(found, rank, ranks) for rank in range(1, ranks)]
+        for turn in range(2):
+            for other in others:
+                other._round = turn + 1
+                said = json.dumps({"from": other._rank + turn})
+                found.set(f"flowcheck/recover/{other._call}/{turn + 1}/{other._rank}", said)
+            assert mine.exchange({"from": turn}) == [{"from": rank + turn} for rank in range(ranks)]
+
+
+def test_who_is_alone_agrees_with_nobody() -> None:
+    assert isinstance(recovery._ranks(True), recovery._Alone), "torch.distributed is not up"
+    with group(0, 1, dist.HashStore()):
+        assert isinstance(recovery._ranks(True), recovery._Alone)
+    with group(0, 2, dist.HashStore()):
+        alone = recovery._ranks(False)
+        assert isinstance(alone, recovery._Alone) and alone.exchange({"a": 1}) == [{"a": 1}]
+
+
+def test_a_rank_is_waited_for_until_the_deadline_and_no_less_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[timedelta] = []
+
+    class Store:
+        def add(self, name: str, number: int) -> int:
+            return number
+
+        def set(self, name: str, value: str) -> None: ...
+
+        def wait(self, names: list[str], timeout: timedelta) -> None:
+            waited.append(timeout)
+            if len(waited) == 2:
+                raise RuntimeError("not there")
+
+        def get(self, name: str) -> bytes:
+            times.append(1000.0)
+            return b"{}"
+
+    times = [0.0]
+    monkeypatch.setattr(recovery.time, "monotonic", lambda: times[-1])
+    with pytest.raises(EnvironmentProblem, match="rank 1 has not said what it can have: not there"):
+        recovery._Together(Store(), 0, 2).exchange({})
+    assert waited == [timedelta(seconds=recovery.TOGETHER_SECONDS), timedelta(seconds=1)]
