@@ -107,7 +107,6 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/trainer/recovery.py": [f"{FLOW}/trainer/test_recovery{part}.py" for part in ("", "_together")],
     "flowcheck/node/holdings.py": [f"{NODE}/test_holdings.py"],
     "flowcheck/node/api.py": [f"{NODE}/test_api.py"],
-    "flowcheck/node/api_description.py": [f"{NODE}/test_api.py"],
     "flowcheck/node/listening.py": [f"{NODE}/test_listening.py", f"{NODE}/test_control_server.py"],
     "flowcheck/node/serving.py": [f"{NODE}/test_serving.py"],
     "flowcheck/trainer/attachment.py": [

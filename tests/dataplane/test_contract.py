@@ -97,8 +97,10 @@ def test_packets_in_many_buffers(eal, captures, dump, tmp_path, room):
     records = captures.records(500, sizes=(60, 1082, 4170, 9000))
     path = tmp_path / "capture.pcap"
     path.write_bytes(captures.pcap(records))
-    packets = replay(PcapSource(eal, path, data_room=room, **dump()))
+    source = PcapSource(eal, path, data_room=room, **dump())
+    packets = replay(source)
     assert [p.data for p in packets] == [r.data for r in records]
+    assert source.counters()["bytes"] == sum(len(r.data) for r in records)
 
 
 def test_cut_packets_are_delivered_and_marked(eal, captures, file_format, dump, tmp_path):

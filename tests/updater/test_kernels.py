@@ -3,6 +3,9 @@
 The pairwise sample runs in `make test`; the whole grid of the issue (200 steps, sizes 1..100, odd, 2^20+13) is slow.
 """
 import itertools
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -147,6 +150,15 @@ def grid():
 def test_bits_of_torch_optim(case):
     name, mode, options, kernel, grad, parts = case
     compare(name, mode, options, [*range(1, 36), 63, 65, 100, 1001], 12, kernel, grad=grad, parts=parts)
+
+
+@pytest.mark.parametrize("kernel", kernels.names())
+def test_the_environment_chooses_a_kernel(kernel):
+    """When the library is loaded: in a process of its own."""
+    environment = {**os.environ, "FLOWCHECK_SIMD": kernel, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-P", "-c", "from updater import kernels; print(kernels.in_use())"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout == f"{kernel}\n", done.stderr
 
 
 @pytest.mark.parametrize("kernel", kernels.names())
