@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import flowcheck
 from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.checkpoint.fetch import fetch
 from flowcheck.checkpoint.users import file_of, users_of
+from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.user_state import pack
 from flowcheck.errors import UserError
 
@@ -78,3 +80,24 @@ def test_fetched_files_have_those_of_all_ranks(tmp_path: Path) -> None:
         assert asked == api.asked_for("/user/3") == 1
     checkpoint = flowcheck.load_checkpoint(taken.path)
     assert checkpoint.users == (0, 3) and checkpoint.user(3)["user"] == {"at": 3}
+
+
+def test_what_the_manifest_says_of_each(tmp_path: Path) -> None:
+    path = written(tmp_path, r3=given(3))
+    assert json.loads((path / "manifest.json").read_text())["user"] == {
+        "3": {"bytes": len(given(3)), "sha256": hashlib.sha256(given(3)).hexdigest()},
+    }
+
+
+def test_ranks_have_a_bound() -> None:
+    good = {"bytes": 1, "sha256": "x"}
+    said = {"user": {str(MOST_RANKS - 1): good, str(MOST_RANKS): good, "000001": good}}
+    assert list(users_of(said)) == [MOST_RANKS - 1]
+
+
+def test_a_file_of_something_else_is_named(tmp_path: Path) -> None:
+    """Its hash is right: whoever wrote it wrote no state."""
+    path = written(tmp_path, r0=b"something else")
+    with pytest.raises(UserError) as raised:
+        flowcheck.load_checkpoint(path).user(0)
+    assert str(file_of(path, 0)) in str(raised.value.message())

@@ -236,3 +236,47 @@ def test_the_scheduler_given_to_attach_is_kept(training, hand_node) -> None:
     one.iterate()
     _, payload = peer.receive()
     assert UserState.of(payload, "x").state["scaler"]["scale"] == 8.0
+
+
+def test_a_device_that_knows_one_generator_goes_on_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's module of it has no get_rng_state_all."""
+
+    class One:
+        def get_rng_state(self) -> torch.Tensor:
+            return torch.tensor([7], dtype=torch.uint8)
+
+        def set_rng_state(self, state: torch.Tensor) -> None:
+            self.was = state.tolist()
+
+    module = One()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: {"odd": module}[device])
+    state = rng_state(["odd"])
+    assert [one.tolist() for one in state["device odd"]] == [[7]]
+    restore_rng(state)
+    assert module.was == [7]
+
+
+@pytest.mark.parametrize("where", ["scheduler", "scaler"])
+def test_what_has_no_state_is_refused_by_its_name(where: str) -> None:
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+    with pytest.raises(UserError, match=r"a int has no state_dict\(\)") as raised:
+        Keeper(optimizer, **{where: 7})
+    assert raised.value.where == where
+
+
+def test_parameters_of_meta_and_cpu_have_no_generators_of_their_own() -> None:
+    """And groups come without them."""
+    model = torch.nn.Linear(2, 2, device="meta")
+    optimizer = torch.optim.SGD([{"params": model.weight}, {"params": torch.nn.Linear(2, 2).weight}], lr=1.0)
+    state = kept(optimizer=optimizer)
+    assert state["rng"].keys() == {"python", "torch", "numpy"}
+    assert [("params" in group, group["lr"]) for group in state["groups"]] == [(False, 1.0), (False, 1.0)]
+
+
+def test_why_is_the_error_as_people_read_it() -> None:
+    keeper, said = Keeper(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)), list[str]()
+    assert keeper.why == ""
+    assert keeper.give([1], 20, 3, 4, said.append) is None  # type: ignore[arg-type]
+    what = UserError("a list is not a dict", where="user", remedy='user={"loader": ...}').message()
+    assert said == [f"versions are without this rank's own state: {what}"]
+    assert keeper.why == f"step 20 is without this rank's own state: {what}"
