@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from flowcheck.control.messages import MOST_RANKS
 from flowcheck.node import user_states
 from flowcheck.node.user_states import UserStates, rank_file, ranks_in, user_folder
 
@@ -169,3 +170,46 @@ def test_who_has_given_nothing_for_long_is_not_waited_for(kept: Kept) -> None:
 def test_another_replica_has_none_of_them(kept: Kept, tmp_path: Path) -> None:
     kept.put(6)
     assert kept.states.gathered(tmp_path / "other.replica", 7, LONGEST) == {}
+
+
+def test_its_thread_has_a_name_and_does_not_keep_a_process(kept: Kept) -> None:
+    def threads() -> list[threading.Thread]:
+        return [one for one in threading.enumerate() if one.name == "flowcheck user states"]
+
+    assert threads() == []
+    kept.put(20)
+    assert [one.daemon for one in threads()] == [True]
+    kept.settle()
+    assert threads() == []
+
+
+def test_nobody_else_may_look_into_a_folder(kept: Kept) -> None:
+    before = os.umask(0)
+    try:
+        kept.put(20)
+        kept.settle()
+    finally:
+        os.umask(before)
+    assert user_folder(kept.replica, 20).stat().st_mode & 0o777 == 0o700
+
+
+def test_names_of_ranks_that_there_cannot_be_are_none(tmp_path: Path) -> None:
+    for rank in (0, MOST_RANKS - 1, MOST_RANKS):
+        rank_file(tmp_path, rank).write_bytes(b"x")
+    assert ranks_in(tmp_path) == [0, MOST_RANKS - 1]
+
+
+def test_what_waits_is_bounded_by_all_of_it(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three states of four bytes, room for ten bytes, and a thread that does nothing yet."""
+    monkeypatch.setattr(user_states, "UNWRITTEN", 10)
+    hold = threading.Event()
+    monkeypatch.setattr(kept.states, "_main", lambda main=kept.states._main: (hold.wait(LONGEST), main()))
+    for step in (20, 21, 22):
+        kept.put(step, data=b"four")
+    hold.set()
+    kept.settle()
+    assert kept.there == {20: [0], 21: [0]}
+    kept.put(23, data=b"four")
+    kept.put(24, data=b"four")
+    kept.settle()
+    assert list(kept.there) == [20, 21, 23, 24], "what is written waits no more"
