@@ -283,6 +283,20 @@ def test_an_engine_that_is_full(eal, captures, tmp_path):
     assert counters["cpu_pieces"] + counters["dma_pieces"] == 3000
 
 
+def test_small_pieces_are_moved_by_the_cpu(eal, captures, tmp_path):
+    """Half of the packets are shorter than the least that an engine is given."""
+    records = captures.records(400, sizes=(100, 1082))
+    path = tmp_path / "small.pcap"
+    path.write_bytes(captures.pcap(records))
+    with DmaDevice(eal, "dma_skeleton_small") as engine:
+        with PcapSource(eal, path, dump="dma", engines=(engine,), dma_minimum=1000) as source:
+            packets = replay(source)
+        counters = source.counters()
+    assert [p.data for p in packets] == [r.data for r in records]
+    small = sum(len(r.data) < 1000 for r in records)
+    assert 0 < small < 400 and counters["cpu_pieces"] >= small and counters["dma_pieces"] <= 400 - small
+
+
 def test_an_engine_that_hangs(eal, captures, tmp_path):
     """Its device stopped, it completes nothing: the thread ends and says which, what it had is counted."""
     path = tmp_path / "hangs.pcap"
