@@ -18,7 +18,7 @@ Causes of missing elements, the first that applies:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,7 @@ __all__ = [
     "parameter_bytes",
 ]
 
+UNIONS = 256  # of connections and buckets, that are kept
 
 @dataclass(frozen=True)
 class BucketCoverage:
@@ -169,21 +170,20 @@ def _causes(
                 lost_flows.add(spec.edge)
             if row["adrift"]:
                 adrift.add(spec.edge)
-    brought = {edge: carried.by(edge, queues, iteration, place) for edge, queues in seen.items()}
     said: dict[str, list[tuple[int, int]]] = {"icrc": [], "unanchored": []}
     for loss in losses:
         if loss["target"] == Target.GRADIENT and loss["iteration"] == iteration and loss["cause"] in said:
             said[loss["cause"]].append(_element_range(place, loss["offset"] - place.offset, loss["bytes"]))
 
     def of(edges: Iterable[int]) -> np.ndarray:
-        return intervals(np.concatenate([np.empty((0, 2), np.int64), *(brought[edge] for edge in edges)]))
+        return carried.together({edge: seen[edge] for edge in edges}, iteration, place)
 
     by_cause = {  # the first that applies
         "disagreed": differ,
-        "not_mirrored": without(missing, of(brought)),
+        "not_mirrored": without(missing, of(seen)),
         "icrc": both(missing, intervals(said["icrc"])),
         "unanchored": both(missing, intervals([*said["unanchored"], *of(adrift)])),
-        "disagreement": without(missing, of(brought.keys() - lost_flows)),
+        "disagreement": without(missing, of(seen.keys() - lost_flows)),
         "lost": missing,
     }
     left, out = missing, {}
@@ -211,6 +211,7 @@ class Carried:
     def __init__(self, plan: JobPlan) -> None:
         self._plan = plan
         self._known: dict[tuple[int, int, BucketPlace], np.ndarray] = {}
+        self._unions: dict[tuple[frozenset[int], int, BucketPlace], np.ndarray] = {}
 
     def by(self, edge: int, queues: set[int], iteration: int, place: BucketPlace) -> np.ndarray:
         """queues: the QPs of the connection that were seen."""
@@ -220,6 +221,22 @@ class Carried:
         if key not in self._known:
             self._known[key] = intervals(_final_ranges(self._plan, iteration, place, edge, queues))
         return self._known[key]
+
+
+    def together(self, seen: Mapping[int, set[int]], iteration: int, place: BucketPlace) -> np.ndarray:
+        """By any of these connections. seen: of each the QPs that were. Kept, as that of each is: there are as
+        many runs to be put together as the connections have messages, and one is left of them as a rule."""
+        whole = all(len(queues) == self._plan.engine.edges[edge].qps for edge, queues in seen.items())
+        key = (frozenset(seen), min(iteration, 1), place)
+        if whole and key in self._unions:
+            return self._unions[key]
+        parts = (self.by(edge, queues, iteration, place) for edge, queues in seen.items())
+        found = intervals(np.concatenate([np.empty((0, 2), np.int64), *parts]))
+        if whole:
+            while len(self._unions) >= UNIONS:
+                del self._unions[next(iter(self._unions))]
+            self._unions[key] = found
+        return found
 
 
 def _final_ranges(

@@ -7,7 +7,9 @@ import pytest
 from parser.machine import Engine
 
 from flowcheck.lab.synth import Synthesis, example_job, generate, sharded_job
+from flowcheck.rebuild import evidence
 from flowcheck.rebuild.evidence import bucket_coverage, data_flows, parameter_bytes
+from flowcheck.rebuild.intervals import intervals, total
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.replica import JobReplica
 from tests.flowcheck.altered import Packet, destination, messages
@@ -410,3 +412,22 @@ def test_a_broadcast_without_its_last_packet_brings_no_weights(elements: int) ->
         replica.learn(engine)
         absent = f"no initial weights: no --init, and {name!r} is in no complete broadcast"
         assert (replica.ready, replica.absent) == ((False, absent) if gone else (True, ""))
+
+
+def test_what_connections_carry_together_is_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all queue pairs of each; of some of them it is another matter each time. No more is kept than so much."""
+    plan = plan_job(example_job(ranks=4, channels=2, count=[4000, 900], qps=2, startup=False))
+    carried, (place, *_) = evidence.Carried(plan), plan.iteration_places(1)
+    edges = [number for number in range(len(plan.engine.edges)) if len(carried.by(number, {0, 1}, 1, place))]
+    seen = {edge: {0, 1} for edge in edges}
+    each = [carried.by(edge, queues, 1, place) for edge, queues in seen.items()]
+    found = carried.together(seen, 1, place)
+    assert len(edges) > 1 and (found == intervals(np.concatenate(each))).all() and len(found) < sum(map(len, each))
+    assert carried.together(seen, 2, place) is found and carried.together(seen, 0, place) is not found
+    assert len(carried.together({}, 1, place)) == 0
+    some = seen | {edges[0]: {1}}
+    part = carried.together(some, 1, place)
+    assert total(part) < total(found) and carried.together(some, 1, place) is not part
+    monkeypatch.setattr(evidence, "UNIONS", 1)
+    carried.together({edges[0]: {0, 1}}, 1, place)
+    assert carried.together(seen, 1, place) is not found
