@@ -425,9 +425,9 @@ def test_what_connections_carry_together_is_put_together_once(monkeypatch: pytes
     assert len(edges) > 1 and (found == intervals(np.concatenate(each))).all() and len(found) < sum(map(len, each))
     assert carried.together(seen, 2, place) is found and carried.together(seen, 0, place) is not found
     assert len(carried.together({}, 1, place)) == 0
-    some = seen | {edges[0]: {1}}
-    part = carried.together(some, 1, place)
-    assert total(part) < total(found) and carried.together(some, 1, place) is not part
+    part = carried.together({edges[0]: {1}}, 1, place)
+    assert 0 < total(part) < total(carried.together({edges[0]: {0, 1}}, 1, place))
+    assert carried.together({edges[0]: {1}}, 1, place) is not part
     monkeypatch.setattr(evidence, "UNIONS", 1)
-    carried.together({edges[0]: {0, 1}}, 1, place)
+    carried.together({edges[1]: {0, 1}}, 1, place)
     assert carried.together(seen, 1, place) is not found
