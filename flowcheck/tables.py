@@ -37,7 +37,7 @@ class Column:
 def screen(no_terminal: int = NO_TERMINAL) -> Console:
     """Standard output, as wide as the terminal; elsewhere COLUMNS, or as wide as reads well."""
     console = Console(highlight=False)
-    if console.is_terminal or console._environ.get("COLUMNS", "").isdigit():
+    if console.is_terminal or console._environ.get("COLUMNS", "").isdecimal():
         return console
     return Console(width=no_terminal, highlight=False)
 

@@ -81,7 +81,7 @@ def addresses(nodes: str | Sequence[str]) -> list[tuple[str, int]]:
     out = []
     for text in texts:
         host, _, port = text.strip().rpartition(":") if isinstance(text, str) else ("", "", "")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise UserError(f"{text!r} is not an address", where="nodes", remedy="HOST:PORT of a node's api.listen")
         out.append((host.strip("[]"), int(port)))
     if not out or len(set(out)) < len(out):

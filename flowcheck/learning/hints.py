@@ -97,7 +97,7 @@ def _value(text: str, part: str) -> Any:
     try:
         if "/" in text:
             return [float(piece) for piece in text.split("/")]
-        return int(text) if text.lstrip("+-").isdigit() else float(text)
+        return int(text) if text.lstrip("+-").isdecimal() else float(text)
     except ValueError:
         raise UserError(
             f"{part!r}: {text!r} is not a number", where="--optimizer",

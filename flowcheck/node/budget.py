@@ -24,6 +24,7 @@ from flowcheck.diagnose.doctor.machine import Machine, cpu_list
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.node.captures import PlannedCapture
 from flowcheck.node.config import NodeConfig
+from flowcheck.node.resync import SLOTS, wished
 
 __all__ = ["EXAMPLE_MBPS", "Budget", "CaptureFigures", "MachineFacts", "ThreadPlace", "ask", "budget", "pause_ms"]
 
@@ -233,6 +234,11 @@ def _notes(
         yield (
             f"replica.memory_mb is not set: {_too_large(config)}, and {_mb(_spare(made))} MB are left. A smaller bound"
             " refuses such a job before it begins"
+        )
+    if wished(config.replica) != config.replica.resync:
+        yield (
+            f"replica.slots: with {config.replica.slots} all state is asked for at once, and all ranks wait for it."
+            f" replica.resync = \"{config.replica.resync}\" takes {SLOTS}"
         )
     if not made.left:
         yield "a thread is pinned to each core: groups, updates and the kernel have none for themselves"

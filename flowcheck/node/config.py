@@ -176,7 +176,7 @@ class ReplicaSettings(_Part):
         for text in texts:
             if _host_and_port(_listens(text))[1] == 0:
                 raise ValueError(f"{text}: nobody listens at port 0")
-            if texts.count(text) > 1:
+            if [_host_and_port(other) for other in texts].count(_host_and_port(text)) > 1:
                 raise ValueError(f"{text} is given twice")
         return texts
 
@@ -246,6 +246,13 @@ class NodeConfig(_Part):
         if self.api is not None and self.replica.slots < 3:
             raise _wrong("replica.slots", f"{self.replica.slots} leave none to update while a version is read: 3 at"
                          " least with an [api], and 4 with resync = \"ranges\"")
+        return self
+
+    @model_validator(mode="after")
+    def _others(self) -> Self:
+        if self.control.address in self.replica.peer_addresses:
+            raise _wrong("replica.peers", f"{self.control.listen} is this node itself, which has what it lacks from"
+                         " others: name those")
         return self
 
     @property

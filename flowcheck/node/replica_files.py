@@ -45,7 +45,7 @@ class ReplicaFiles:
     def _files(self) -> list[Path]:
         """Oldest first."""
         number = lambda path: path.name.removeprefix(self._prefix).removesuffix(".replica")  # noqa: E731
-        found = (p for p in self._directory.glob(f"{self._prefix}*.replica") if number(p).isdigit())
+        found = (p for p in self._directory.glob(f"{self._prefix}*.replica") if number(p).isdecimal())
         return sorted(found, key=lambda path: int(number(path)))
 
     def found(self) -> list[LeftoverReplica]:

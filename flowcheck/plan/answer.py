@@ -50,13 +50,15 @@ class Inputs:
     def take(self, name: str, given: T | None, default: T, unit: str = "", source: str = "") -> T:
         """The given value, or the default; noted with its source either way."""
         if given is not None:
-            return self.note(name, given, unit, self._sources.get(name, "given"))
+            return self.note(name, given, unit)
         return self.note(name, default, unit, f"default: {source}")
 
     def note(self, name: str, value: T, unit: str = "", source: str = "given") -> T:
         """A value that came otherwise: from a file, from a preset, or computed from other inputs."""
         if source == "given" and isinstance(value, int | float):
             need_at_most(value, MOST, f"--{name}")
+        if source == "given":
+            source = self._sources.get(name, source)
         self._rows.append(Input(name, value, unit, source))
         return value
 

@@ -7,6 +7,7 @@ An option comes first, then the topology, then the model's preset, then the defa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil, inf
 from pathlib import Path
@@ -91,9 +92,10 @@ class Case:
     leaves: Leaves | None
 
 
-def case_of(asked: Asked) -> Case:
-    """Raises UserError for what makes no sense, with the option and what to give."""
-    inputs = Inputs()
+def case_of(asked: Asked, sources: Mapping[str, str] | None = None) -> Case:
+    """sources: where options come from that the person who asks has not given. Raises UserError for what makes no
+    sense, with the option and what to give."""
+    inputs = Inputs(sources)
     preset = _preset(asked, inputs)
     layout = _layout(asked, preset, inputs)
     fabric = None

@@ -213,6 +213,9 @@ def _check(cluster: Cluster) -> None:
     need(servers % cluster.data_parallel == 0 or cluster.data_parallel > servers,
          f"{cluster.data_parallel} data-parallel replicas do not divide {servers} servers", named("data_parallel"),
          f"a divisor of {servers}, or more")
+    need(cluster.gpus % cluster.data_parallel == 0,
+         f"{cluster.gpus} GPUs cannot be shared by {cluster.data_parallel} data-parallel replicas",
+         named("data_parallel"), f"a divisor of {cluster.gpus}, the GPUs of the job")
     for name, size in (("code_data", cluster.code_data + cluster.code_parity), ("reft_group", cluster.reft_group)):
         need(size <= servers, f"a group of {size} does not fit {servers} servers", named(name), "a smaller group")
     need(cluster.iteration * cluster.rate < 1, "a failure comes more often than an iteration ends",

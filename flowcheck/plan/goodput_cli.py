@@ -111,6 +111,7 @@ def _bursts(given: Sequence[str]) -> dict[str, float]:
         name, equals, text = entry.partition("=")
         need(bool(equals) and name in ("leaf", "rack", "follow"), "is not KIND=SHARE", f"--bursts {entry}",
              "leaf=SHARE, rack=SHARE or follow=PROBABILITY")
+        need(name not in shares, f"{name} is given twice", f"--bursts {entry}", "give it once")
         try:
             shares[name] = float(text)
         except ValueError:

@@ -183,7 +183,7 @@ def _counts(ranks: int, mirrors: int) -> list[int]:
 
 def _positions(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    need(all(part.isdigit() for part in parts), f"{text!r} is not a list of whole numbers", "--positions",
+    need(all(part.isdecimal() for part in parts), f"{text!r} is not a list of whole numbers", "--positions",
          "write 0,2,5")
     return [int(part) for part in parts]
 

@@ -91,4 +91,4 @@ def write(file: Path, text: str) -> None:
     check_name(file)
     with reporting(file, "name a path in a directory that can be written"):
         make_directory(file.parent)
-        write_atomic(file, text.encode())
+        write_atomic(file, text.encode(errors="backslashreplace"))  # an argument may hold bytes that are no text

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 import typer
 
 from flowcheck.errors import UserError
-from flowcheck.plan.answer import Answer, Inputs, Value
-from flowcheck.plan.cluster import named
+from flowcheck.plan.answer import Answer, Inputs, Value, need
+from flowcheck.plan.cluster import Cluster, named
 from flowcheck.plan.goodput_cli import (
     FailuresOption,
     GpusOption,
@@ -25,6 +25,7 @@ from flowcheck.plan.goodput_cli import (
     given,
 )
 from flowcheck.plan.loss_cli import loss_answer
+from flowcheck.plan.models import PRESETS
 from flowcheck.plan.stage_speeds import BENCH
 
 __all__ = ["report"]
@@ -36,6 +37,9 @@ OWN = ("--set", "--iteration", "--parameters", "--mirrors", "--loss", "--protoco
 #: Inputs of loss that are capacity's.
 SHARED = ("mirrors", "direction", "algorithm", "protocol", "mtu", "dtype", "optimizer")
 OTHER = "the answer on {}, on this page"
+LAYOUT = "gpus / data-parallel, the answer on goodput, on this page"
+#: Inputs of loss and capacity that are goodput's, by what they are called there.
+TAKEN = {"ranks": "data_parallel", "dp": "data_parallel", "parameters": "parameters", "iteration-s": "iteration"}
 
 
 def report(
@@ -69,6 +73,8 @@ def report(
     }
     values = given(options, settings or [])
     job = read_cluster(values, Inputs(), scale)
+    if scale:
+        _check_layout(scale, job, "gpus" if values.get("gpus") is not None else "data_parallel")
     own = {name for name in ("parameters", "data_parallel", "iteration") if not scale or values.get(name) is not None}
     asked = Asked(
         model=scale or None, parameters=job.parameters if "parameters" in own else None,
@@ -77,16 +83,24 @@ def report(
         topology=topology, bench=bench,
     )
     with _renamed():
-        case = case_of(asked)
+        case = case_of(asked, {"tp": LAYOUT} | {
+            theirs: OTHER.format("goodput") for theirs, name in TAKEN.items() if values.get(name) is None
+        })
         kept = capacity_answer(asked, case)
         held = loss_answer(
             ranks=case.job.ranks, mirrors=case.node.mirrors, loss=loss, parameters=job.parameters,
             direction=case.node.direction, algorithm=case.job.algorithm, protocol=case.job.protocol, mtu=case.job.mtu,
-            dtype=case.job.dtype, optimizer=case.job.optimizer, iteration_s=job.iteration,
-            sources=dict.fromkeys(SHARED, OTHER.format("capacity")),
+            dtype=case.job.dtype, optimizer=case.job.optimizer, iteration_s=case.job.iteration_s,
+            sources={
+                theirs: OTHER.format("capacity") for theirs in (*SHARED, *TAKEN)
+                if values.get(TAKEN.get(theirs, "")) is None
+            },
         )
     inputs = Inputs()
-    cluster = read_cluster(values, inputs, scale, _computed(held, kept))
+    computed = _computed(held, kept)
+    if scale:  # by capacity's FLOPs, also where the model or its replicas are not those of the scale
+        computed["iteration"] = (case.job.iteration_s, OTHER.format("capacity"))
+    cluster = read_cluster(values, inputs, scale, computed)
     heading = title or f"Checkpoints for {cluster.gpus:,} GPUs"
     question = (
         f"A job trains {cluster.parameters / 1e9:,g} billion parameters on {cluster.gpus:,} GPUs and fails "
@@ -96,6 +110,15 @@ def report(
     answers = [held, kept, answer(cluster, inputs)]
     write(out, page(heading, question, answers, sensitivity(cluster), break_even_lines(cluster)))
     typer.echo(f"written: {out}")
+
+
+def _check_layout(scale: str, job: Cluster, given: str) -> None:
+    """A job of a scale has its tensor- and pipeline-parallel ranks: one page is of one number of GPUs."""
+    preset = PRESETS[scale]
+    takes = preset.tp * preset.pp * job.data_parallel
+    need(job.gpus == takes, f"{job.data_parallel} replicas of {scale} take {takes} GPUs, the job has {job.gpus}",
+         named(given), f"{named('gpus')} {takes}, or another {named('data_parallel')}; without --scale any layout may "
+         "be given")
 
 
 @contextlib.contextmanager

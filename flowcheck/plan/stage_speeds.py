@@ -37,6 +37,7 @@ ROWS = {
     "update": ("adam.200.1t.torch-cuda-foreach", "GB/s"),
 }
 FEW = 4  # flows
+MOST_BYTES = 1 << 24  # of a file of rows: a device that is named by mistake must not fill the memory
 #: Rows that are taken for no more than FEW flows, and for versions in shared memory, if they are there.
 OF_FEW = {"place": "place.{protocol}.{mtu}.4flows", "again": "place.{protocol}.{mtu}.4flows.again"}
 OF_SHARED = {"update": "adam.200.1t.torch-cuda-foreach.shared"}
@@ -93,14 +94,16 @@ def published(protocol: str, mtu: int, pages: Pages = "shared") -> Speeds:
 def measured(file: Path, protocol: str, mtu: int, flows: int = 16, pages: Pages = "shared") -> Speeds:
     """From the rows that `flowcheck bench ... --json` printed."""
     try:
-        rows = json.loads(file.read_text())
+        with file.open("rb") as opened:
+            text = opened.read(MOST_BYTES + 1)
+        rows = json.loads(text) if len(text) <= MOST_BYTES else None
     except OSError as error:
         named = isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError)
         raise (UserError if named else EnvironmentProblem)(
             f"cannot be read: {error.strerror or error}", where=str(file),
             remedy="name the file that `flowcheck bench --json` printed into" if named else "check its permissions",
         ) from None
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or a nest of brackets
         rows = None
     wrong = UserError(
         "is not what `flowcheck bench --json` prints", where=str(file),

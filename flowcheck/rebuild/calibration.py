@@ -125,7 +125,7 @@ def _parse(text: str) -> Way:
     if name not in place.ways():
         remedy = f"default, measure or one of {', '.join(place.ways())}"
         raise SettingError(f"{name!r} is not a way of placing", SETTING, remedy)
-    if at and not (ahead.isascii() and ahead.isdigit() and len(ahead) <= 7 and 0 < int(ahead) <= MOST_AHEAD):
+    if at and not (ahead.isascii() and ahead.isdecimal() and len(ahead) <= 7 and 0 < int(ahead) <= MOST_AHEAD):
         remedy = f"payload bytes, 1 to {MOST_AHEAD}, as in t0@4096"
         raise SettingError(f"{ahead!r} is not a distance", SETTING, remedy)
     return Way(name, int(ahead) if at else DEFAULT.ahead)

@@ -91,7 +91,7 @@ def attach(
 
 def _address(node: str) -> tuple[str, int]:
     host, _, port = node.rpartition(":") if isinstance(node, str) else ("", "", "")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise UserError(f"{node!r} is not an address", where="node", remedy="HOST:PORT of the node's control port")
     return host.strip("[]"), int(port)
 

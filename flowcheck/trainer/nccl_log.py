@@ -230,7 +230,7 @@ def parse_log(lines: Iterable[bytes], where: str = "NCCL's log") -> Log:
         if found:
             words = before.rsplit(" ", 2)
             process, _, thread = words[-2].rpartition(":") if len(words) > 1 else ("", "", "")
-            if thread.isdigit() and re.fullmatch(r"[^:\s]+:\d{1,10}", process):
+            if thread.isdecimal() and re.fullmatch(r"[^:\s]+:\d{1,10}", process):
                 reader.take(process, thread, said, len(said.encode()) + len(found) + len(before) >= CUT)
     if not reader.log.process and not reader.log.version:
         raise UserError("no line of NCCL's is in it", where=where,

@@ -297,7 +297,7 @@ class _Planner:
         self, leaf: Leaf, port: MonitorPort, nics: list[NicPort], reasons: dict[tuple[str, str], list[str]],
         index: int, number: int, copies: float,
     ) -> MirrorSession:
-        nics = sorted(nics, key=lambda n: [int(p) if p.isdigit() else 0 for p in n.port.replace(".", "/").split("/")])
+        nics = sorted(nics, key=lambda n: [int(p) if p.isdecimal() else 0 for p in n.port.replace(".", "/").split("/")])
         sources = [
             Source(port=n.port, rank=n.rank, rail=n.rail, speed_gbps=n.speed_gbps, address=n.address,
                    why=f"rank {n.rank} (rail {n.rail}) of {n.host}, for {', '.join(reasons[leaf.name, n.port])}"[:300])

@@ -170,6 +170,14 @@ def test_answers_of_peers_and_to_them_take_memory() -> None:
     assert not any("peer" in one.name for one in alone.threads)
 
 
+def test_ranges_that_slots_do_not_suffice_for_are_said() -> None:
+    """All ranks would wait for a whole state, and nobody asked for that."""
+    table = {"device": "ring", "path_mtu": 4096}
+    for replica, said in (({"slots": 2}, True), ({"slots": 3}, False), ({"slots": 2, "resync": "state"}, False)):
+        notes = made(ROOMY, table, replica=replica).notes
+        assert any(note.startswith("replica.slots: with 2 all state") for note in notes) == said
+
+
 # -- cores -----------------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,7 @@ def test_a_good_one(tmp_path: Path) -> None:
     ("[replica]", '[replica]\npeers = ["b:1", "a:0"]', "replica.peers", "a:0: nobody listens at port 0"),
     ("[replica]", '[replica]\npeers = ["a:70000"]', "replica.peers", "HOST:PORT, an IPv6 address"),
     ("[replica]", '[replica]\npeers = ["a:1", "a:1"]', "replica.peers", "a:1 is given twice"),
+    ("[replica]", '[replica]\npeers = ["a:1", "a:01"]', "replica.peers", "a:1 is given twice"),
     ("[replica]", "[replica]\npeers = " + str([f"a:{i}" for i in range(1, 18)]), "replica.peers", "at most 16"),
     ("[replica]", "[replica", "node.toml", "is not TOML"),
 ])
@@ -87,6 +88,14 @@ def test_peers_have_addresses_and_their_iterations_take_arenas(tmp_path: Path) -
     found = load(settings(tmp_path, "[replica]", f"[replica]\n{keys}")).replica
     assert found.peer_addresses == [("a", 7070), ("::1", 65535)]
     assert (found.arenas, found.regions) == (4, 9)
+
+
+def test_a_node_is_no_peer_of_its_own(tmp_path: Path) -> None:
+    path = settings(tmp_path, '"127.0.0.1:0"', '"a:7"')
+    path.write_text(path.read_text().replace("[replica]", '[replica]\npeers = ["b:7", "a:07"]'))
+    with pytest.raises(UserError, match="a:7 is this node itself") as refused:
+        load(path)
+    assert refused.value.where.endswith("node.toml: replica.peers")
 
 
 @pytest.mark.parametrize(("table", "key"), [

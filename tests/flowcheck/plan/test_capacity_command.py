@@ -190,6 +190,10 @@ def test_a_remedy_can_be_followed(tmp_path: Path) -> None:
     many, some = (refused(f"capacity --model 175b --node-ports {ports}").remedy for ports in (100_000, 30))
     assert "GPUs each" not in many and "--node-ports" in many
     assert "at most 38 GPUs each" in some
+    (deep := tmp_path / "deep.json").write_text("[" * 100_000)
+    for other in (deep, "/dev/zero"):  # neither may end in a traceback, nor fill the memory
+        error = refused(f"capacity --model 175b --bench {other}")
+        assert error.where == str(other) and "flowcheck bench" in error.remedy
     folder = refused(f"capacity --model 175b --bench {tmp_path}")
     assert folder.exit_code == 2 and folder.where == str(tmp_path) and "flowcheck bench" in folder.remedy
 

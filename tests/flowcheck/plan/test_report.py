@@ -165,6 +165,37 @@ def test_loss_takes_mirrors_and_mtu_from_the_topology_as_capacity_does(tmp_path:
     assert loss["packets"][0] == f"{math.ceil(7e9 / (1024 * 15 / 16 / 4)):,}"
 
 
+def test_one_page_is_of_one_job(tmp_path: Path) -> None:
+    """goodput said 768 GPUs and capacity 1,536; and an iteration was as long as one of the scale's own model."""
+    file = tmp_path / "report.html"
+    for options, where in (("--gpus 768", "--gpus"), ("--set data-parallel=48", "--set data-parallel=")):
+        error = refused(f"report --out {file} --scale 175b {options}")
+        assert error.where == where and "175b" in error.what and "--gpus" in error.remedy
+    assert not list(tmp_path.iterdir())
+    line = f"report --out {file} --scale 175b --gpus 3072 --set data-parallel=48 --parameters 350e9"
+    assert not app(["plan", *line.split()], standalone_mode=False)
+    loss, capacity, goodput = inputs_of(file)
+    assert loss["iteration-s"][0] == capacity["iteration-s"][0] == goodput["iteration"][0] == "14.66"
+    assert capacity["dp"] == ("48", "given") and loss["ranks"] == ("48", "given")
+    assert capacity["parameters"][1] == loss["parameters"][1] == "given"
+
+
+def test_only_what_was_given_is_called_given(tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    assert not app(["plan", "report", "--out", str(file), "--iteration", "20"], standalone_mode=False)
+    loss, capacity, goodput = inputs_of(file)
+    assert goodput["parameters"][1].startswith("default: ")
+    assert capacity["parameters"][1] == capacity["dp"][1] == "the answer on goodput, on this page"
+    assert capacity["tp"] == ("64", "gpus / data-parallel, the answer on goodput, on this page")
+    assert loss["parameters"][1] == loss["ranks"][1] == "the answer on capacity, on this page"
+    assert loss["iteration-s"] == capacity["iteration-s"] == goodput["iteration"] == ("20", "given")
+
+
+def test_a_heading_of_bytes_that_are_no_text(tmp_path: Path) -> None:
+    write(file := tmp_path / "report.html", "caf\udce9 & \u00e9")
+    assert file.read_text(encoding="utf-8") == "caf\\udce9 & \u00e9"
+
+
 def test_what_the_answers_refuse_names_options_of_this_command(tmp_path: Path) -> None:
     line = f"report --out {tmp_path / 'report.html'}"
     job = "--gpus 8 --parameters 7e9 --set gpus-per-server=1"
