@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ __all__ = ["Recovered", "recover"]
 _log = logging.getLogger("flowcheck")
 NODES = "FLOWCHECK_NODES"
 OLDER_WITH_USER = 10  # steps that a version may be older which has every rank's own state
+PREFIX = "flowcheck/recover"  # of names in torch.distributed's store
+POLL_SECONDS = 0.02
 TOGETHER_SECONDS = 600.0  # that ranks wait for each other
 
 
@@ -275,29 +278,63 @@ class _Alone:
 
 
 class _Together:
-    """Ranks that tell each other JSON through the store of torch.distributed. All make the same exchanges."""
+    """Ranks that tell each other JSON through the store of torch.distributed. All make the same exchanges.
+
+    The store may be older than these processes, and have what those before them said: torchrun's agent keeps it when it
+    starts ranks anew. So rank 0 begins a session of a new name, and another rank goes on in it only when rank 0 has
+    shown there the number that this rank has just made up.
+    """
 
     def __init__(self, store: Any, rank: int, ranks: int) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
-        self._call = store.add(f"flowcheck/recover/{rank}", 1)  # the same number on all: each counts its own calls
+        self._session = ""
         self._round = 0
 
     def exchange(self, mine: dict[str, Any]) -> list[Any]:
-        self._round += 1
-        names = [f"flowcheck/recover/{self._call}/{self._round}/{rank}" for rank in range(self._ranks)]
-        self._store.set(names[self._rank], json.dumps(mine))
         deadline = time.monotonic() + TOGETHER_SECONDS
-        out = []
-        for rank, name in enumerate(names):
-            try:
-                self._store.wait([name], timedelta(seconds=max(1.0, deadline - time.monotonic())))
-                out.append(json.loads(self._store.get(name)))
-            except (RuntimeError, ValueError) as error:  # torch's DistStoreError is a RuntimeError
-                raise EnvironmentProblem(
-                    f"rank {rank} has not said what it can have: {str(error).splitlines()[0]}", where="recover",
-                    remedy="every rank calls recover once; together=False for a rank that is alone",
-                ) from None
-        return out
+        if not self._session:
+            self._session = self._begin(deadline) if self._rank == 0 else self._join(deadline)
+        self._round += 1
+        names = [f"{self._session}/{self._round}/{rank}" for rank in range(self._ranks)]
+        self._store.set(names[self._rank], json.dumps(mine))
+        return [json.loads(self._get(name, rank, deadline)) for rank, name in enumerate(names)]
+
+    def _begin(self, deadline: float) -> str:
+        session = f"{PREFIX}/{secrets.token_hex(8)}"
+        self._store.set(f"{PREFIX}/session", session)
+        numbers = [self._get(f"{session}/here/{rank}", rank, deadline).decode() for rank in range(1, self._ranks)]
+        self._store.set(f"{session}/all", json.dumps(["", *numbers]))
+        return session
+
+    def _join(self, deadline: float) -> str:
+        number, told = secrets.token_hex(8), ""
+        while time.monotonic() < deadline:
+            session = self._get(f"{PREFIX}/session", 0, deadline).decode()
+            if session != told:
+                self._store.set(f"{session}/here/{self._rank}", number)
+                told = session
+            if self._store.check([f"{session}/all"]):
+                shown = json.loads(self._get(f"{session}/all", 0, deadline))
+                if len(shown) == self._ranks and shown[self._rank] == number:
+                    return session
+            time.sleep(POLL_SECONDS)
+        raise _silent(0, "it has not begun")
+
+    def _get(self, name: str, rank: int, deadline: float) -> bytes:
+        """What that rank has to say."""
+        try:
+            self._store.wait([name], timedelta(seconds=max(1.0, deadline - time.monotonic())))
+            said: bytes = self._store.get(name)
+            return said
+        except (RuntimeError, ValueError) as error:  # torch's DistStoreError is a RuntimeError
+            raise _silent(rank, str(error).splitlines()[0]) from None
+
+
+def _silent(rank: int, why: str) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"rank {rank} has not said what it can have: {why}", where="recover",
+        remedy="every rank calls recover once; together=False for a rank that is alone",
+    )
 
 
 def _ranks(together: bool) -> Ranks:

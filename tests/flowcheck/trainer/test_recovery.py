@@ -346,6 +346,29 @@ def test_a_second_call_is_another_one(api: HandApi) -> None:
         assert [one.step for one in together(2, lambda rank: recover(api.name, token=TOKEN), store)] == [step] * 2
 
 
+def test_what_processes_before_these_said_is_not_heard(api: HandApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's agent keeps the store when it starts ranks anew. Here rank 1 died before it came so far, and then rank
+    0 comes late: what it said the first time is still there."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(recovery, "TOGETHER_SECONDS", 0.05)
+        problem(recovery._Together(store, 0, 2).exchange, {"step": "old"})
+    assert together(2, lambda rank: recovery._ranks(True).exchange({"step": rank}), store) == [
+        [{"step": 0}, {"step": 1}]
+    ] * 2
+    late = threading.Event()
+
+    def again(rank: int) -> Any:
+        if rank == 0:
+            late.wait(60)
+        else:
+            threading.Timer(0.1, late.set).start()  # rank 1 sees the session before, whole
+        return recovery._ranks(True).exchange({"step": 10 + rank})
+
+    assert together(2, again, store) == [[{"step": 10}, {"step": 11}]] * 2
+
+
 def test_a_rank_that_does_not_come(api: HandApi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "TOGETHER_SECONDS", 0.1)
     store = dist.HashStore()
@@ -353,6 +376,12 @@ def test_a_rank_that_does_not_come(api: HandApi, monkeypatch: pytest.MonkeyPatch
     ranks = recovery._Together(store, 0, 2)
     error = problem(ranks.exchange, {})
     assert error.what.startswith("rank 1 has not said what it can have: ")
+    for begun in (False, True):
+        if begun:
+            store.set("flowcheck/recover/session", "flowcheck/recover/old")
+            store.set("flowcheck/recover/old/all", '["", "another"]')
+        error = problem(recovery._Together(store if begun else dist.HashStore(), 1, 2).exchange, {})
+        assert error.what.startswith("rank 0 has not said what it can have: ")
 
 
 def test_alone_where_torch_distributed_is_not_up(api: HandApi) -> None:

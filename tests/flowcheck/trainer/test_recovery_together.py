@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -34,11 +34,10 @@ def test_ranks_of_a_job_agree_through_its_store(ranks: int) -> None:
         found = dist.distributed_c10d._get_default_store()
         others = [recovery._Together(found, rank, ranks) for rank in range(1, ranks)]
         for turn in range(2):
-            for other in others:
-                other._round = turn + 1
-                said = json.dumps({"from": other._rank + turn})
-                found.set(f"flowcheck/recover/{other._call}/{turn + 1}/{other._rank}", said)
-            assert mine.exchange({"from": turn}) == [{"from": rank + turn} for rank in range(ranks)]
+            with ThreadPoolExecutor(ranks) as threads:
+                heard = [threads.submit(one.exchange, {"from": number + turn})
+                         for number, one in enumerate([mine, *others])]
+            assert [one.result() for one in heard] == [[{"from": rank + turn} for rank in range(ranks)]] * ranks
 
 
 def test_who_is_alone_agrees_with_nobody() -> None:
@@ -54,22 +53,19 @@ def test_a_rank_is_waited_for_until_the_deadline_and_no_less_than_a_second(monke
     waited: list[timedelta] = []
 
     class Store:
-        def add(self, name: str, number: int) -> int:
-            return number
-
         def set(self, name: str, value: str) -> None: ...
 
         def wait(self, names: list[str], timeout: timedelta) -> None:
             waited.append(timeout)
-            if len(waited) == 2:
+            times.append(1000.0)
+            if len(waited) == 3:
                 raise RuntimeError("not there")
 
         def get(self, name: str) -> bytes:
-            times.append(1000.0)
             return b"{}"
 
     times = [0.0]
     monkeypatch.setattr(recovery.time, "monotonic", lambda: times[-1])
     with pytest.raises(EnvironmentProblem, match="rank 1 has not said what it can have: not there"):
         recovery._Together(Store(), 0, 2).exchange({})
-    assert waited == [timedelta(seconds=recovery.TOGETHER_SECONDS), timedelta(seconds=1)]
+    assert waited == [timedelta(seconds=recovery.TOGETHER_SECONDS), timedelta(seconds=1), timedelta(seconds=1)]
