@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control.protocol import Flows, Link, Manifest, Patch, Ranges, Record, Refused, State, greet
+from flowcheck.control.protocol import Flows, Link, Manifest, Patch, Ranges, Record, Refused, State, Wanted, greet
 from flowcheck.control.tensors import header, packed_bytes, pieces
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import Synthesis, generate
@@ -216,13 +216,15 @@ class Trainer:
             raise
 
     def expect(self, kind: type, **fields: Any) -> Any:
-        """The next message of a kind, others passed over."""
+        """The next message of a kind, others passed over, and the node's first wish, which it has of every rank."""
         deadline = time.monotonic() + LONGEST
         while True:
             if self.unread:
                 message = self.unread.pop(0)
             else:
                 message, _ = self.link.receive(wait=max(deadline - time.monotonic(), 0.001))
+            if isinstance(message, Wanted) and message.what == ["user"]:
+                continue
             if isinstance(message, kind) and all(getattr(message, key) == value for key, value in fields.items()):
                 return message
 

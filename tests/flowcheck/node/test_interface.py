@@ -18,7 +18,7 @@ def test_interface_that_vanishes_ends_the_node(start_node: Any, attach: Any, lan
     node = start_node()
     attach(node, example_job(ranks=2, count=[700, 300]), 0).expect(Wanted)  # its group is there: the capture runs
     subprocess.run(["ip", "link", "delete", lan.near], check=True)
-    assert node.process.wait(30) == 3
+    assert node.process.wait(120) == 3
     error = node.process.stderr.read()
     assert f"af_packet:{lan.near}: gone" in error and "a new capture" in error
     assert [line["event"] for line in node.lines][-1:] == ["capture"]
