@@ -120,6 +120,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/trainer/nccl_log.py": [f"{FLOW}/trainer/test_nccl_log.py"],
     "flowcheck/trainer/flight_recorder.py": [f"{FLOW}/trainer/test_flight_recorder.py"],
     "flowcheck/trainer/rdma.py": [f"{FLOW}/trainer/test_rdma.py"],
+    "flowcheck/learning/assignment.py": [f"{FLOW}/learning/test_assignment.py"],
     "flowcheck/trainer/prepare.py": [f"{FLOW}/trainer/test_prepare.py"],
     "flowcheck/trainer/sources.py": [f"{FLOW}/trainer/test_sources.py"],
     "flowcheck/trainer/settings.py": [f"{FLOW}/trainer/test_sources.py"],

@@ -14,6 +14,8 @@ from dataplane.pcapfile import scan
 from dataplane.pydpdk.eal import Eal
 from flowcheck.diagnose.reading import capture_errors, observe
 from flowcheck.errors import UserError
+from flowcheck.job.model import Job
+from flowcheck.learning.assignment import Assignment, assign
 from flowcheck.learning.bootstrap import Stream, parse_bootstrap, reassemble
 from flowcheck.learning.connections import connections
 from flowcheck.learning.hints import Hints
@@ -21,7 +23,7 @@ from flowcheck.learning.job import Learnt, Observations, Progress, learn_from
 from flowcheck.learning.logs import LogFacts, merge, parse_log
 from flowcheck.learning.messages import Flow
 
-__all__ = ["learn", "observations_of", "read_logs", "streams_of"]
+__all__ = ["assign_channels", "learn", "observations_of", "read_logs", "streams_of"]
 
 PayloadRequest = tuple[bytes, bytes, int, int, int]  # source, destination, destination QP, first PSN, end PSN
 
@@ -52,6 +54,19 @@ def learn(
                 return seen
 
             return learn_from(observations_of(trace, log), hints, progress)
+
+
+def assign_channels(captures: Sequence[str | os.PathLike[str]], job: Job) -> Assignment:
+    """Find in these captures which of the job's connections is which channel; the channels that it has are not looked
+    at. Raises as `learn`, and UserError where not exactly one assignment is left."""
+    if not captures:
+        raise UserError("no capture was given", remedy="name one or more pcap or pcapng files")
+    with capture_errors():
+        infos = [scan(path) for path in captures]
+        with Eal.start(memory_mb=memory_needed(infos).total_mb) as eal:
+            seen = Observer(messages=True)
+            observe(eal, infos, seen)
+            return assign(job, job.flows, connections(seen.flow_list(), seen.start_records()))
 
 
 def observations_of(trace: Callable[..., Observer], log: LogFacts) -> Observations:

@@ -25,6 +25,8 @@ __all__ = [
     "hints_of", "learn", "watching",
 ]
 
+CHANNELS_FOUND = "channels of the connections: found in captures, by the sizes and places of their messages"
+
 OptimizerOption = Annotated[
     str | None,
     typer.Option("--optimizer", help="Learning: the job's optimizer, such as sgd:lr=0.001 or adam:lr=0.001,eps=1e-8."),
@@ -73,11 +75,20 @@ def learn(
     job: Annotated[
         Path | None, typer.Option("--job", help="A manifest whose communicator and flows hold; its calls are learnt.")
     ] = None,
+    channels: Annotated[
+        Path | None,
+        typer.Option("--channels", help="A manifest that holds but for its flows' channels: these alone are found."),
+    ] = None,
 ) -> None:
     """Learn a job from its captures and write it as a manifest, with the reason for every part of it."""
     from flowcheck.learning.captures import learn as learn_captures
     from flowcheck.learning.job import Learnt
 
+    if channels is not None:
+        if any((optimizer, dtype, buckets, rank, nccl_version, algorithm, nccl_log, job)):
+            raise UserError("its manifest says all else", where="--channels", remedy="leave the other options out")
+        _find_channels(captures, channels, out)
+        return
     hints = hints_of(optimizer, dtype, buckets, rank, nccl_version, algorithm, job)
     with watching() as progress:
         learnt: Learnt = learn_captures(captures, hints, nccl_log or [], progress)
@@ -90,6 +101,30 @@ def learn(
         console.print(f"doubt: {escape(text)}", highlight=False)
     for text in learnt.missing:
         console.print(f"not known: {escape(text)}", highlight=False)
+    console.print(f"manifest: {escape(str(out))}", soft_wrap=True)
+
+
+def _find_channels(captures: list[Path], given: Path, out: Path) -> None:
+    """`learn --channels`: the manifest with the channels that the captures show."""
+    from flowcheck.learning.captures import assign_channels
+
+    job = load_job(given)
+    found = assign_channels(captures, job)
+    job.flows = found.flows
+    job.unproven = [*job.unproven, CHANNELS_FOUND]
+    write_atomic(out, job.to_json().encode())
+    console = screen()
+    rows = [
+        (str(flow.channel), f"{flow.src} -> {flow.dst}", ", ".join(f"{qpn:#x}" for qpn in flow.qpns),
+         f"{seen} messages fit, and no other assignment" if seen else "what the others leave; nothing of it was seen")
+        for flow, seen in zip(found.flows, found.seen, strict=True)
+    ]
+    rows += [("none", f"{flow.src} -> {flow.dst}", ", ".join(f"{qpn:#x}" for qpn in flow.qpns),
+              "the job's calls send nothing on it") for flow in found.spare]
+    rows += [("not known", f"{flow.src} -> {flow.dst}", ", ".join(f"{qpn:#x}" for qpn in flow.qpns),
+              "nothing between these ranks was captured; left out") for flow in found.unseen]
+    columns = [Column(name, folds=True) for name in ("channel", "ranks", "queue pairs", "because")]
+    print_table(console, columns, rows)
     console.print(f"manifest: {escape(str(out))}", soft_wrap=True)
 
 

@@ -96,7 +96,7 @@ def parse_log(text: str) -> LogFacts:
             ranks.setdefault(process, int(rank[1]))
             facts.ranks = max(facts.ranks, int(rank[2]))
         qpn = _QPN.search(said)
-        if qpn:
+        if qpn and "set_ece=" not in said:  # 2.20 to 2.26 print the peer's number there
             named.append((process, int(qpn[1] or qpn[2])))
         _ring(facts, said)
         _settings(facts, said)

@@ -30,7 +30,7 @@ from flowcheck.learning.search.ranks import by_traffic, from_zero, longest_path
 from flowcheck.learning.search.walk import AR_THRESHOLD, DEFAULT_SLOTS, Hypothesis
 from parser.nccl import TABLE, Chunks, Parts, span
 
-__all__ = ["proposals", "variants"]
+__all__ = ["of_flows", "proposals", "variants"]
 
 def proposals(
     found: list[Connection], bootstrap: Bootstrap, log: LogFacts, hints: Hints
@@ -82,12 +82,12 @@ def _carrying(
     by_flow = {(flow.src, flow.dst, flow.qpn): (c, flow) for c in found for flow in c.flows}
     placed = [
         PlacedConnection(channel, src, dst, connection) for channel, src, dst, ends in named
-        if (connection := _of_flows(by_flow, ends, used)) is not None
+        if (connection := of_flows(by_flow, ends, used)) is not None
     ]
     return tuple(sorted(placed, key=lambda on: (on.channel, on.src)))
 
 
-def _of_flows(by_flow: _ByFlow, ends: Sequence[tuple[str, str, int]], used: int) -> Connection | None:
+def of_flows(by_flow: _ByFlow, ends: Sequence[tuple[str, str, int]], used: int) -> Connection | None:
     """The connection with these flows, which something better than their traffic names; None if none of them carries
     anything. used: over how many a message is spread, 0 if that is not named."""
     known = [by_flow[end] for end in ends if end in by_flow]

@@ -50,6 +50,13 @@ def test_a_cut_ring_is_not_completed() -> None:
     assert parse_log("h:1:1 [0] NCCL INFO Channel 00/01 :    0   1   2 ...").rings == []
 
 
+def test_a_peers_queue_pair_is_not_this_ranks() -> None:
+    """What rank 0 prints of the receiver's (NCCL 2.20 to 2.26, src/transport/net_ib.cc) made its address rank 0's."""
+    log = LOG + "node-a:101:150 [0] NCCL INFO NET/IB: IbDev 0 Port 1 qpn 777 set_ece={supported=1, vendor_id=0x15b3}\n"
+    facts = parse_log(log)
+    assert facts.qpns == {0: {1107, 4834}} and facts.ranks_of_addresses([("10.0.0.2", 777)]) == {}
+
+
 @pytest.mark.parametrize(("line", "word"), [
     ("AllReduce: 1048576 Bytes -> Algo NVLS proto SIMPLE channel{Lo..Hi}={0..15}", "NCCL_NVLS_ENABLE=0"),
     ("1048576 Bytes -> Algo 2 proto 2 time 3.5", "NCCL_COLLNET_ENABLE=0"),
