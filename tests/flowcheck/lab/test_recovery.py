@@ -57,7 +57,7 @@ def disturbed(run: LabRun, seed: int) -> None:
     run.begin(job, attach=True, recover=True)
     (step,) = {one["step"] for one in run.recovered}
     assert len(run.recovered) == 4 and all(one["source"].endswith("memory") for one in run.recovered), run.recovered
-    # At most one iteration that was done is repeated: what a rank gave of itself last may not have left it when it dies.
+    # At most one iteration that was done is repeated: what a rank gave last may not have left it when it dies.
     assert dies - 1 <= step <= dies + 1, (dies, at, run.recovered[0]["text"])
     run.train(last - step)
     again = results(run)
