@@ -216,15 +216,13 @@ class Trainer:
             raise
 
     def expect(self, kind: type, **fields: Any) -> Any:
-        """The next message of a kind, others passed over, and the node's first wish, which it has of every rank."""
+        """The next message of a kind, others passed over."""
         deadline = time.monotonic() + LONGEST
         while True:
             if self.unread:
                 message = self.unread.pop(0)
             else:
                 message, _ = self.link.receive(wait=max(deadline - time.monotonic(), 0.001))
-            if isinstance(message, Wanted) and message.what == ["user"]:
-                continue
             if isinstance(message, kind) and all(getattr(message, key) == value for key, value in fields.items()):
                 return message
 
@@ -282,6 +280,8 @@ def attach() -> Iterator[Callable[..., Trainer]]:
         deadline = time.monotonic() + LONGEST
         while True:
             made.append(trainer := Trainer(node.address, job, rank, **options))
+            wish, _ = trainer.link.receive(wait=LONGEST)
+            assert wish == Wanted(["user"], ""), "every rank is told so, before it is let in or refused"
             first, _ = trainer.link.receive(wait=LONGEST)
             attached = isinstance(first, Refused) and "is attached" in first.why
             if not (patient and attached and time.monotonic() < deadline):
