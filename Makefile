@@ -3,9 +3,9 @@
 SHELL   := /bin/bash
 BIN     := .venv/bin
 PYTEST  := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadscope
-# What the caller has set for himself must not reach pip, setup.py or pytest.
-export PYTHONPATH :=
-export FLOWCHECK_BUILD :=
+# What the caller has set for himself must not reach pip, setup.py or pytest. (Without .pyc files each of the hundreds of
+# processes that tests start would compile our modules anew.)
+unexport PYTHONPATH PYTHONDONTWRITEBYTECODE FLOWCHECK_BUILD
 
 SOURCES := setup.py $(wildcard parser/*.p[yx][xdi] updater/*.p[yx][xd] flowcheck/*/*.p[yx][xd] flowcheck/*/*/*.p[yx][xd] \
            */include/*.h */src/*.[ch] flowcheck/lab/*/*.[ch] flowcheck/lab/*/*/*.[ch] \

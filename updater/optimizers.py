@@ -13,15 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import numpy as np
 
 from updater.errors import OptimizerError
 
 __all__ = ["Group", "OptimizerSpec", "pack", "packed", "unpack"]
 
-_CLASSES: dict[str, type[torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
-}
+_CLASSES = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}
 _ADAM = {
     "lr": "number", "betas": "betas", "eps": "number", "weight_decay": "number", "amsgrad": "flag",
     "maximize": "flag",
@@ -34,7 +32,7 @@ _OPTIONS = {
     "adam": {**_ADAM, "decoupled_weight_decay": "flag"},
     "adamw": _ADAM,
 }
-_FLOAT32_MAX = torch.finfo(torch.float32).max
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _OTHER_ORDER = ("capturable", "differentiable")
 
 
@@ -76,7 +74,7 @@ class OptimizerSpec:
         for i, group in enumerate(checked):
             # torch checks ranges only of the constructor's arguments, never of a group's own options.
             try:
-                _CLASSES[name]([torch.zeros(1)], **group.options)
+                _optimizer(name, group.options)
             except ValueError as error:
                 raise OptimizerError(f"{name} group {i}: torch refuses the options: {error}") from None
         return cls(name, checked)
@@ -121,6 +119,14 @@ class OptimizerSpec:
 def packed(name: str) -> int:
     """How many numbers hold the options of one group of this optimizer."""
     return sum(2 if kind == "betas" else 1 for kind in _OPTIONS[name].values())
+
+
+def _optimizer(name: str, options: Mapping[str, Any]) -> None:
+    """Make torch's own. Imported here, because torch takes a second to load, which commands that only name an
+    optimizer need not wait for."""
+    import torch
+
+    getattr(torch.optim, _CLASSES[name])([torch.zeros(1)], **options)
 
 
 def pack(name: str, options: Mapping[str, Any]) -> list[float]:

@@ -86,7 +86,8 @@ def test_arenas_are_clear_again_one_iteration_after_they_retired(threads: int) -
     engine = Engine(replace(plan.engine, threads=threads))
     assert engine.clear == 4
     rng = random.Random(1)
-    first = [packet for packet in made.packets if packet[0] < made.packets[-1][0] // 2 + made.packets[0][0] // 2]
+    packets = made.packets
+    first = [packet for packet in packets if packet[0] < packets[-1][0] // 2 + packets[0][0] // 2]
     for number, (_, frame) in enumerate(first):
         assert rng.random() < 0.05 or engine.feed(number % 2, frame)
     there = engine.cells(0)
