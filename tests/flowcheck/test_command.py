@@ -54,3 +54,10 @@ def test_the_shell_completes_commands() -> None:
     done = subprocess.run([sys.executable, "-P", "-c", code], env={**os.environ, **asked},
                           capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["replay"], done.stderr
+
+
+def test_commands_do_not_wait_for_torch() -> None:
+    """It takes more than a second to load. What needs it loads it then."""
+    done = subprocess.run([sys.executable, "-P", "-c", "import sys, flowcheck.cli; print('torch' in sys.modules)"],
+                          capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("False\n", "")
