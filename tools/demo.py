@@ -2,6 +2,7 @@
 
 With --lab, as root: `flowcheck lab run` (docs/use/lab.md). Four ranks train over RoCEv2 in network namespaces, three of
 their switch ports are mirrored to a node, and the replica of every iteration is compared with the trainers' own state.
+Then one of them is killed, the job goes on from the node, and is compared with a run that nobody disturbed.
 Where that cannot be done the demo says why and shows the following instead, whose last line claims no more than it is:
 
 The capture goes through `flowcheck replay` as any other would. Then the job is trained again from the seed
@@ -122,7 +123,7 @@ def train_live(name: str, out: Path) -> NoReturn:
     takes down what it has built. Its last lines are the proof, its exit status says whether all was equal."""
     command: list[str | Path] = [
         Path(sys.executable).with_name("flowcheck"), "lab", "run", "--name", name, "--ranks", "4",
-        "--mirror", "0,1,2", "--iterations", "30", "--step-time", "8", "--out", out,
+        "--mirror", "0,1,2", "--iterations", "30", "--step-time", "8", "--kill", "2", "--out", out,
     ]
     words = [os.path.relpath(word, ROOT) if isinstance(word, Path) else word for word in command]
     print("$", " ".join(words), flush=True)

@@ -89,10 +89,19 @@ def run(
     step_time: Annotated[
         int, typer.Option("--step-time", min=0, help="Iterations per arm of the step-time check; 0: none.")
     ] = 0,
+    kill: Annotated[
+        int | None, typer.Option("--kill", min=0, help="Kill this rank afterwards; the job goes on from the node, and"
+                                 " is compared with a run that nobody disturbed.")
+    ] = None,
+    kill_at: Annotated[
+        Literal["forward", "backward", "allreduce", "optimizer", "boundary"],
+        typer.Option("--kill-at", help="The instant of an iteration."),
+    ] = "backward",
     out: Annotated[Path, typer.Option("--out", help="Logs, hashes, checkpoints.")] = Path("out/lab"),
 ) -> None:
     """Train, mirror, follow; compare the replica of every iteration with the trainers' own state, bit for bit."""
     from flowcheck.lab.experiment import LabOptions, run_lab
+    from flowcheck.lab.fault import Fault
     from flowcheck.lab.impair import Impairment
     from flowcheck.lab.jobs import Training
     from flowcheck.lab.shape import FabricConfig
@@ -125,7 +134,11 @@ def run(
         mirrored=tuple(nodes), groups=tuple(groups),
         impairments=tuple(wires),
     )
-    raise typer.Exit(run_lab(LabOptions(config, job, out, iterations, step_time), screen()))
+    if kill is not None and (kill >= ranks or stages > 1):
+        why = f"rank {kill} is none of 0 to {ranks - 1}" if kill >= ranks else "several stages: no rank is killed"
+        raise UserError(why, where="--kill", remedy="one of the ranks, and --stages 1")
+    fault = None if kill is None else Fault(kill, kill_at)
+    raise typer.Exit(run_lab(LabOptions(config, job, out, iterations, step_time, fault), screen()))
 
 
 @lab.command()

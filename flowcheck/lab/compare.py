@@ -91,6 +91,10 @@ class Ledger:
         return min([i for s, i in self._nodes if s == stage] + [i for s, i in self._states.items() if s == stage],
                    default=None)
 
+    def ranks(self, stage: int, iteration: int) -> list[Mapping[str, Any]]:
+        """What each rank has said of an iteration, by rank."""
+        return [line for _, line in sorted(self._trainers.get((stage, iteration), {}).items())]
+
     def row(self, stage: int, iteration: int) -> Row:
         ranks = self._trainers.get((stage, iteration), {})
         version = self._nodes.get((stage, iteration))

@@ -22,6 +22,7 @@ from rich.console import Console
 from flowcheck.interrupts import handled
 from flowcheck.lab.compare import Summary
 from flowcheck.lab.fabric import Fabric
+from flowcheck.lab.fault import Fault, lose_a_rank, say
 from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import Cores, LabRun, nobody
 from flowcheck.lab.shape import FabricConfig
@@ -38,13 +39,15 @@ ARMS = (True, False, False, True)  # with and without mirror and node, interleav
 
 @dataclass(frozen=True)
 class LabOptions:
-    """iterations: versions wanted; arm: iterations of each arm of the step-time check, 0: no check."""
+    """iterations: versions wanted; arm: iterations of each arm of the step-time check, 0: no check; fault: a rank that
+    is killed after them."""
 
     fabric: FabricConfig
     job: Training
     out: Path
     iterations: int = 30
     arm: int = 0
+    fault: Fault | None = None
 
 
 def run_lab(options: LabOptions, console: Console) -> int:
@@ -53,27 +56,34 @@ def run_lab(options: LabOptions, console: Console) -> int:
     with (
         handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP),  # taken down as after Ctrl-C
         Fabric.of(options.fabric) as fabric,
-        LabRun(fabric, options.out, node_settings=DEEP) as run,
+        LabRun(fabric, options.out, node_settings=DEEP, api=options.fault is not None) as run,
     ):
         with Screen(console, _title(options)) as run.watch:
             run.start_nodes(options.job)
             started = time.monotonic() - begin
             first = run.attach(options.job)
             run.train(options.iterations)
-            run.end()
+            if options.fault is None:
+                run.end()
             run.wait_for_nodes(first + options.iterations - 1)
-            run.finish_nodes()
+            if options.fault is None:
+                run.finish_nodes()
             run.ledger.over = True
             run.watch(run.ledger, last=True)
             summary, events = run.ledger.summary(), [event for _, event in run.events]
             trained = time.monotonic() - begin - started
             attaching = attach_steps([(one["iteration"], one["seconds"]) for one in run.iterations], first)
         run.watch = nobody
+        outcome = None
+        if options.fault is not None:
+            run.ledger.over = False
+            outcome = lose_a_rank(run, options.job, options.fault)
         if options.arm:
             _say_step_times(step_times(run, options.job, options.arm), console)
         run.finish_trainers()
     console.print(attaching, highlight=False)
-    return report(options, summary, events, (started, trained), console)
+    status = report(options, summary, events, (started, trained), console)
+    return status if outcome is None or say(outcome, console) else 1
 
 
 def step_times(run: LabRun, job: Training, iterations: int) -> dict[bool, list[float]]:

@@ -75,6 +75,8 @@ def test_demo_trains_live(lab_name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     versions = re.search(r"^EQUAL: (\d+) of (\d+) versions of the replica", done.stdout, re.MULTILINE)
     assert versions is not None and versions[1] == versions[2] and int(versions[1]) >= 30
+    again = re.search(r"^EQUAL: (\d+) losses, and all state of all ranks", done.stdout, re.MULTILINE)
+    assert again is not None and int(again[1]) >= 10 and re.search(r"^killed +rank 2", done.stdout, re.MULTILINE)
     assert re.search(r"ratio \d+\.\d+", done.stdout) and "prove nothing about a cluster" in done.stdout
 
 
