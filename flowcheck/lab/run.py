@@ -51,7 +51,7 @@ ATTACHING = 4  # attach watches three, and sends manifest and connections after 
 PEERING = {"peer_iterations": 8, "peer_seconds": 5.0}  # nodes that share a core are not in step
 QUIET_SECONDS = 90.0  # softroce gives a dead peer up after 60
 END_SECONDS = 120.0
-OUTPUTS = ("rank[0-9]*.jsonl", "rank[0-9]*.log", "node[0-9]*-[0-9]*", "again[0-9]*", "token")
+OUTPUTS = ("rank[0-9]*.jsonl", "rank[0-9]*.log", "node[0-9]*-[0-9]*", "again[0-9]*", "saved[0-9]*", "token")
 MARK = ".flowcheck-lab"  # such a folder's outputs are ours to remove
 
 
@@ -180,9 +180,11 @@ class LabRun:
                                         stdout=subprocess.PIPE, stderr=stderr)
         self._children.add(name, process, log)
 
-    def begin(self, job: Training, *, attach: bool = False, recover: bool = False) -> None:
-        """A job with new communicators, without a step of it. recover: from what the nodes have. Raises UserError where
-        it does not fit the lab."""
+    def begin(
+        self, job: Training, *, attach: bool = False, recover: bool = False, saving: tuple[str, int] | None = None
+    ) -> None:
+        """A job with new communicators, without a step of it. recover: from what the nodes have. saving: one of
+        saving.SAVERS, and every how many iterations. Raises UserError where it does not fit the lab."""
         if job.ranks > len(self._trainers):
             raise UserError(f"the job has {job.ranks} ranks and the lab {len(self._trainers)}", where="flowcheck lab",
                             remedy="give both the same number")
@@ -195,6 +197,8 @@ class LabRun:
         if recover:
             nodes = [f"10.78.0.{2 + node}:{API_PORT}" for node in range(self.fabric.config.nodes)]
             begin["recover"] = {"nodes": nodes, "token": self._token, "run_id": RUN, "seconds": QUIET_SECONDS}
+        if saving is not None:
+            begin["saving"] = [*saving, str(self.out / f"saved{self._jobs}")]
         self._order({"begin": begin})
 
     def train(self, iterations: int) -> None:

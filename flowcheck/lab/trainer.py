@@ -42,6 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 import flowcheck
 from flowcheck.checkpoint.directory import tensor_sha256
 from flowcheck.lab.jobs import BACKENDS, VOCABULARY, Text, Training, loss_of, make_optimizer, make_schedule, stage_of
+from flowcheck.lab.saving import SAVERS, Saver
 
 __all__ = ["INSTANTS", "Groups", "Rank", "Worker", "hashes", "main"]
 
@@ -104,12 +105,18 @@ class Rank:
         self._wire: Any = sys.modules.get("flowcheck.lab.softroce")
         self._ddp = DistributedDataParallel(self.model, process_group=self._group, bucket_cap_mb=job.bucket_mb)
         self._attachment: Any = None
+        self._saver: Saver | None = None
         self._death = -1, ""
 
     def attach(self, settings: dict[str, Any]) -> None:
         self._attachment = flowcheck.attach(
             self._ddp, self.optimizer, scheduler=self.schedule, scaler=self.scaler, **settings
         )
+
+    def save(self, how: str, every: int, folder: str) -> None:
+        """The first rank of each stage writes checkpoints itself."""
+        if self.data_rank == 0:
+            self._saver = SAVERS[how](Path(folder) / f"stage{self.stage}", every)
 
     def recover(self, settings: dict[str, Any]) -> flowcheck.Recovered:
         """Go on from what the nodes have.
@@ -151,6 +158,8 @@ class Rank:
         if self._attachment is not None:
             self._attachment.close()
             self._attachment = None
+        if self._saver is not None:
+            self._saver.close()
         if self._wire is not None:  # for those who want to know what each packet was
             calls, described = self._wire.calls(self._group), self._wire.describe(self._group)
             say({"event": "communicator", "rank": self.rank, "stage": self.stage, "calls": calls, **described})
@@ -169,6 +178,8 @@ class Rank:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         coefficient = self._clip()
+        if self._saver is not None:
+            self._saver.before_update()
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -183,6 +194,8 @@ class Rank:
         self._seen += self.job.batch * self.job.accumulate
         if self._attachment is not None:
             self._attachment.step(clip=coefficient, scale=scale, skipped=skipped, user={"seen": self._seen})
+        if self._saver is not None:
+            self._saver.after_step(self._iteration, self.model, self.optimizer)
         self._reached("boundary")
         seconds = time.perf_counter() - begin
         line = {
@@ -262,7 +275,7 @@ class Worker:
 
     def _begin(
         self, number: int, job: dict[str, Any], softroce: dict[str, Any], attach: dict[str, Any] | None,
-        recover: dict[str, Any] | None = None,
+        recover: dict[str, Any] | None = None, saving: tuple[str, int, str] | None = None,
     ) -> None:
         self.end()
         training = Training.from_dict(job)
@@ -276,6 +289,8 @@ class Worker:
                 since = {"epoch": recovered.epoch, "iteration": recovered.step}
             if attach is not None:
                 self._member.attach(attach[str(self._member.stage)] | since)
+            if saving is not None:
+                self._member.save(*saving)
 
     def end(self) -> None:
         if self._member is not None:

@@ -149,3 +149,15 @@ def test_the_hot_sum_is_zlibs() -> None:
     data = np.arange(200, dtype=np.uint8)
     assert crc_hot(data, 1) == zlib.crc32(data)
     assert crc_hot(data, 2) == zlib.crc32(data) ^ zlib.crc32(data, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.root
+def test_rows_of_baselines() -> None:
+    done = bench("baselines", "--json", "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert all(well_formed(row) and row["rounds"] == 1 for row in rows)
+    saved = {f"{how}.every-{every}" for how in ("torch-save", "async-dcp", "two-phase") for every in (1, 10)}
+    assert {row["name"] for row in rows} == {f"baselines.{one}" for one in saved | {
+        "mirror", "flowcheck", "flowcheck.hook"}}
