@@ -7,9 +7,9 @@
     state = node.user(offers[0], rank=3)             what that rank gave of itself
 
 Nothing that a node sends is believed: sizes are checked before memory is taken, every wait has a deadline, and every
-tensor is hashed as it arrives and held against the manifest, whose own hash is checked first. A connection that breaks
-is made anew and goes on where it was. AskError says which node, what of it, and why. Torch and the standard library
-(http.client). A Node belongs to one thread; several may be used at once.
+tensor is hashed while the next ones arrive and held against the manifest, whose own hash is checked first. A connection
+that breaks is made anew and goes on where it was. AskError says which node, what of it, and why. Torch and the standard
+library (http.client). A Node belongs to one thread; several may be used at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import http.client
 import json
 import socket
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +42,7 @@ MOST_TEXT = 256 << 20  # a manifest has some 150 bytes per tensor
 SECONDS = 10.0  # without a byte
 RATE = 1e6  # bytes per second that an answer must have
 ATTEMPTS = 3  # connections for one file
+HASHERS = 4  # threads
 
 
 class AskError(FlowcheckError):
@@ -184,19 +187,17 @@ class Node:
         if missing := expected.keys() - lie.keys():
             raise AskError(f"lacks tensor {min(missing)!r}, which its manifest lists", where=where)
         found: dict[str, torch.Tensor] = {}
-        for name in lie:
-            digest = version.files[file][name]
-            given = into.get(name)
-            straight = given is not None and given.device.type == "cpu" and given.is_contiguous()
-            target = given if given is not None and straight else torch.empty(
-                digest.spec.shape, dtype=getattr(torch, digest.spec.dtype)
-            )
-            if stream.fill(memory(target)) != digest.sha256:
-                raise AskError(f"tensor {name!r} has other bytes than its manifest says (SHA-256 differs)", where=where)
-            if given is not None and not straight:
-                with torch.no_grad():
-                    given.copy_(target)
-            found[name] = target if given is None else given
+        with _Hashing(where) as hashing:
+            for name in lie:
+                digest = version.files[file][name]
+                given = into.get(name)
+                straight = given is not None and given.device.type == "cpu" and given.is_contiguous()
+                target = given if given is not None and straight else torch.empty(
+                    digest.spec.shape, dtype=getattr(torch, digest.spec.dtype)
+                )
+                stream.fill(memory(target))
+                hashing.add(name, target, digest.sha256, None if straight else given)
+                found[name] = target if given is None else given
         return {name: found[name] for name in expected}
 
     def user(self, offer: Offer, rank: int) -> UserState:
@@ -274,14 +275,10 @@ class _Stream:
         self.fill(memoryview(data))
         return bytes(data)
 
-    def fill(self, view: memoryview) -> str:
-        """Exactly so many bytes; SHA-256 of them. Raises AskError."""
-        digest = hashlib.sha256()
+    def fill(self, view: memoryview) -> None:
+        """Exactly so many bytes. Raises AskError."""
         while view:
-            count = self._some(view[:CHUNK])
-            digest.update(view[:count])
-            view = view[count:]
-        return digest.hexdigest()
+            view = view[self._some(view[:CHUNK]):]
 
     def _some(self, view: memoryview) -> int:
         """One byte at least."""
@@ -320,6 +317,45 @@ class _Stream:
         self._attempts -= 1
         if not self._attempts:
             raise AskError(self._node.lost(error).what, where=self._where) from None
+
+
+class _Hashing:
+    """Tensors are hashed by threads while later ones arrive: hashing takes as long as receiving. At the end of the
+    context every hash has agreed, or AskError was raised. Few wait at a time, so that a bad one is known soon."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._pool = ThreadPoolExecutor(HASHERS, "flowcheck hash")
+        self._waiting: deque[tuple[str, Future[str], str, torch.Tensor, torch.Tensor | None]] = deque()
+
+    def __enter__(self) -> _Hashing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            while self._waiting and kind is None:
+                self._check()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+
+    def add(self, name: str, tensor: torch.Tensor, sha256: str, into: torch.Tensor | None) -> None:
+        """into: where the tensor is copied once its hash agreed. Raises AskError, of this one or an earlier one."""
+        self._waiting.append((name, self._pool.submit(_sha256, tensor), sha256, tensor, into))
+        while self._waiting and (len(self._waiting) > 2 * HASHERS or self._waiting[0][1].done()):
+            self._check()
+
+    def _check(self) -> None:
+        name, found, sha256, tensor, into = self._waiting.popleft()
+        if found.result() != sha256:
+            raise AskError(f"tensor {name!r} has other bytes than its manifest says (SHA-256 differs)",
+                           where=self._where)
+        if into is not None:
+            with torch.no_grad():
+                into.copy_(tensor)
+
+
+def _sha256(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(memory(tensor)).hexdigest()
 
 
 def _why(response: http.client.HTTPResponse) -> str:
