@@ -13,7 +13,7 @@ SOURCES := setup.py $(wildcard parser/*.p[yx][xdi] updater/*.p[yx][xd] flowcheck
 MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-sanitizers lint fuzz mutants build debug dev packages hugepages clean
+.PHONY: help demo test test-all test-sanitizers lint fuzz mutants build debug dev wheel packages hugepages clean
 
 help:   ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -41,11 +41,12 @@ mutants: build dev   ## deliberate mistakes, and whether a test notices (docs/un
 	nice $(BIN)/python -P tools/mutants.py $(ONLY)
 
 build: .venv/.built-$(MODE)   ## Debian packages, .venv and the extensions, in place
-
 debug:   ## extensions with C assertions, bounds checks and line tracing for coverage
 	$(MAKE) build FLOWCHECK_DEBUG=1
 
 dev: .venv/.installed-dev   ## what tests need more: compilers, a switch, second opinions, Python packages
+wheel: .venv/.installed   ## dist/flowcheck-*.whl: what a training environment needs, without a compiler (docs/use/install.md)
+	FLOWCHECK_BUILD=trainer $(BIN)/python -m pip wheel -q --no-deps --no-build-isolation --wheel-dir $(or $(DIST),dist) .
 
 packages:; @tools/apt-packages.sh run
 hugepages:; @tools/hugepages.sh 256

@@ -4,23 +4,28 @@ Every .pyx in the folders of PACKAGES is one extension, with the C sources that 
 dataplane extension is a cffi module in API mode, built where pkg-config finds libdpdk. NCCL's profiler plugin is a
 plain shared object that is not imported; where it cannot be built all else is.
 FLOWCHECK_BUILD=parser.machine,dataplane limits a build to the named extensions (development); "none" builds
-nothing. FLOWCHECK_DEBUG=1 compiles C assertions, bounds checks and line tracing (coverage of Cython) in; Cython
-does not see that the mode has changed, so change it with `build_ext --force`, as the Makefile does.
+nothing. "trainer" builds no extension either, and leaves out what only nodes, captures and the lab use: `make wheel`,
+for training environments. FLOWCHECK_DEBUG=1 compiles C assertions, bounds checks and line tracing (coverage of Cython)
+in; Cython does not see that the mode has changed, so change it with `build_ext --force`, as the Makefile does.
 """
+import atexit
 import copy
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
-import numpy
-from Cython.Build import cythonize
-from setuptools import Extension, setup
+from setuptools import Distribution, Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 ONLY = {name for name in os.environ.get("FLOWCHECK_BUILD", "").split(",") if name}
 DEBUG = os.environ.get("FLOWCHECK_DEBUG") == "1"
+TRAINER = "trainer" in ONLY
 
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-parameter"]
 OPTIMISE = ["-O1", "-g", "-DFC_DEBUG=1"] if DEBUG else ["-O3"]
@@ -52,6 +57,8 @@ PACKAGES: dict[str, tuple[list[str], list[str]]] = {
 
 
 def cython_extensions() -> list[Extension]:
+    import numpy
+
     found = []
     for package, (libraries, others) in PACKAGES.items():
         folders = [package, *others]
@@ -123,8 +130,10 @@ def cffi_modules() -> list[str]:
     return ["dataplane/pydpdk/_build.py:ffi"]
 
 
-setup(
-    ext_modules=nccl_plugin() + cythonize(
+def compiled() -> list[Extension]:
+    from Cython.Build import cythonize
+
+    return nccl_plugin() + cythonize(
         cython_extensions(),
         language_level=3,
         force="--force" in sys.argv,
@@ -132,7 +141,38 @@ setup(
             "boundscheck": DEBUG, "wraparound": False, "cdivision": True, "initializedcheck": False,
             "linetrace": DEBUG,
         },
-    ),
-    cffi_modules=cffi_modules(),
-    cmdclass={"build_ext": BuildApart},
-)
+    )
+
+
+# The trainers' side: rooms of flowcheck/, and modules beside them that only commands use.
+ROOMS = ("checkpoint", "control", "job", "trainer")
+COMMANDS = ("cli", "tables")
+
+
+class TrainerSide(Distribution):
+    """Without packages, commands and extras that it would not be whole with. What is built lies in a folder of its own:
+    setuptools takes into a wheel what it finds in build/, from whatever build that is."""
+
+    def parse_config_files(self, *arguments: Any, **options: Any) -> None:
+        super().parse_config_files(*arguments, **options)
+        scratch = tempfile.mkdtemp(prefix="flowcheck-build-")
+        atexit.register(shutil.rmtree, scratch, ignore_errors=True)
+        self.get_option_dict("build")["build_base"] = (__file__, scratch)
+        self.get_option_dict("egg_info").setdefault("egg_base", (__file__, scratch))
+        self.packages = ["flowcheck", *(f"flowcheck.{room}" for room in ROOMS)]
+        # The plugin is compiled where it is first used: flowcheck/trainer/plugin.py.
+        self.package_data = {"flowcheck.trainer": ["src/*.c", "include/*.h"]}
+        self.entry_points = {"console_scripts": ["flowcheck = flowcheck.__main__:main"]}  # it says what is missing
+        self.metadata.extras_require = {}
+
+
+class TrainerModules(build_py):
+    def find_package_modules(self, package: str, directory: str) -> list[tuple[str, str, str]]:
+        found: list[tuple[str, str, str]] = super().find_package_modules(package, directory)
+        return [one for one in found if package != "flowcheck" or one[1] not in COMMANDS]
+
+
+if TRAINER:
+    setup(distclass=TrainerSide, cmdclass={"build_py": TrainerModules})
+else:
+    setup(ext_modules=compiled(), cffi_modules=cffi_modules(), cmdclass={"build_ext": BuildApart})

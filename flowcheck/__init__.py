@@ -59,7 +59,12 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
         if name in names:
-            found = globals()[name] = getattr(importlib.import_module(module), name)
+            try:
+                found = globals()[name] = getattr(importlib.import_module(module), name)
+            except ModuleNotFoundError as error:
+                from flowcheck.errors import missing_module
+
+                raise missing_module(error, f"flowcheck.{name}") from None
             return found
     raise AttributeError(f"module 'flowcheck' has no attribute {name!r}")
 

@@ -10,7 +10,9 @@ Every message says what, where and what to do. Standard library only: trainers i
 
 from __future__ import annotations
 
-__all__ = ["EnvironmentProblem", "FlowcheckError", "InternalError", "UserError"]
+__all__ = ["EnvironmentProblem", "FlowcheckError", "InternalError", "UserError", "missing_module"]
+
+OURS = ("dataplane", "flowcheck", "parser", "switch_configs", "updater")
 
 
 def _printable(text: str) -> str:
@@ -50,3 +52,15 @@ class InternalError(FlowcheckError):
     """We have a bug."""
 
     exit_code = 70
+
+
+def missing_module(error: ModuleNotFoundError, wanted: str) -> EnvironmentProblem:
+    """What to say where `wanted` cannot be imported: an installation has the trainers' side alone, or has no compiled
+    extensions, or lacks a package that only some parts need."""
+    absent = (error.name or "?").partition(".")[0]
+    if absent in OURS:
+        return EnvironmentProblem(
+            f"is not in this installation, which has no {error.name}: a wheel is the trainers' side alone",
+            where=wanted, remedy="the whole, from its sources: make build (docs/use/install.md)",
+        )
+    return EnvironmentProblem(f"needs the package {absent}", where=wanted, remedy=f"pip install {absent}")

@@ -12,7 +12,8 @@ Set in this process's environment, and only where it is unset:
                                 torch's flight recorder, by its new and its old name
 
 What the user has set stays, in the environment or in NCCL's files. Where that leaves out something that FlowCheck
-needs, `Prepared` and the logger "flowcheck" say what and why. Nothing raises, waits or asks another machine.
+needs, `Prepared` and the logger "flowcheck" say what and why. Nothing raises or asks another machine, and nothing but
+the compiler is waited for, where the plugin is first used (plugin.py).
 FLOWCHECK_PREPARED names what a parent process has set, so that a child's own `prepare` takes it for its own. The
 standard library only.
 """

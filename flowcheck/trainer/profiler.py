@@ -20,12 +20,12 @@ import os
 import struct
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 
 from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.trainer.plugin import plugin_path
 
 __all__ = [
-    "LOST", "Call", "Communicator", "Counts", "Finalized", "Plugin", "ProxyOperation", "Record", "parse", "plugin_path",
+    "LOST", "Call", "Communicator", "Counts", "Finalized", "Plugin", "ProxyOperation", "Record", "parse",
 ]
 
 LAYOUT = 0x46435052004E0001  # FLOWCHECK_PROFILER_LAYOUT of include/nccl_profiler.h
@@ -130,17 +130,6 @@ class Counts:
     recording: bool
 
 
-def plugin_path() -> Path:
-    """Where the installation has the plugin. Raises EnvironmentProblem if it was not built."""
-    path = Path(__file__).with_name("nccl_profiler.plugin.so")
-    if not path.is_file():
-        raise EnvironmentProblem(
-            "NCCL's profiler plugin was not built with this installation", where=str(path),
-            remedy="install again where there is a C compiler, or give attach() topology= and collectives=",
-        )
-    return path
-
-
 def parse(data: bytes, first: int) -> list[Record]:
     """data: whole records of 128 bytes; first: the serial number of the first.
 
@@ -206,7 +195,7 @@ class Plugin:
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
         """path: the plugin's file, as in NCCL_PROFILER_PLUGIN; default: the installation's.
 
-        Raises EnvironmentProblem if it is not there, or not FlowCheck's of this version.
+        Raises EnvironmentProblem if it is not there and cannot be compiled, or not FlowCheck's of this version.
         """
         self.path = str(plugin_path() if path is None else path)
         try:

@@ -17,8 +17,9 @@ from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.manifest import load_job
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
-from flowcheck.trainer import profiler
+from flowcheck.trainer import plugin as installed
 from flowcheck.trainer.description import Watch, entries
+from flowcheck.trainer.plugin import plugin_path
 from flowcheck.trainer.profiler import (
     RECORDS,
     Call,
@@ -27,7 +28,6 @@ from flowcheck.trainer.profiler import (
     Plugin,
     ProxyOperation,
     Record,
-    plugin_path,
 )
 from flowcheck.trainer.profiler_calls import History, compare, with_choices
 from tests.flowcheck.trainer.described import net
@@ -334,10 +334,11 @@ def test_a_forked_process_has_its_own(nccl: Make) -> None:
 
 
 def test_an_installation_without_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profiler, "__file__", str(tmp_path / "profiler.py"))
+    monkeypatch.setattr(installed, "BUILT", tmp_path / "absent.so")
+    monkeypatch.setattr(installed, "SOURCE", tmp_path / "absent.c")
     with pytest.raises(EnvironmentProblem, match="was not built with this installation") as refused:
         Plugin()
-    assert "C compiler" in refused.value.remedy
+    assert "topology=" in refused.value.remedy
 
 
 def test_a_plugin_that_is_not_there(tmp_path: Path) -> None:
