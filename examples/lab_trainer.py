@@ -41,11 +41,11 @@ def main() -> int:
     torch.manual_seed(RANK)
     for _ in range(ITERATIONS):
         x = torch.randn(32, 20)
-        torch.nn.functional.mse_loss(ddp(x), x.sum(1, keepdim=True)).backward()
-        norm = torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
-        optimizer.step()
-        attachment.step(clip=float(torch.clamp(1.0 / (norm + 1e-6), max=1.0)))  # what clip_grad_norm_ multiplied with
-        optimizer.zero_grad()
+        with attachment.iteration():
+            torch.nn.functional.mse_loss(ddp(x), x.sum(1, keepdim=True)).backward()
+            attachment.clip_grad_norm_(ddp.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
     end = time.monotonic() + 30
     while attachment.published[0] < ITERATIONS - 1 and time.monotonic() < end:
         time.sleep(0.05)

@@ -30,15 +30,16 @@ if TYPE_CHECKING:
     from flowcheck.offline.calls import inspect, learn, replay
     from flowcheck.offline.result import Inspection, Iteration, Missing, Result
     from flowcheck.trainer.attachment import Attachment, attach
+    from flowcheck.trainer.loop import AttachmentState
     from flowcheck.trainer.prepare import Prepared, prepare
     from flowcheck.trainer.recovery import Recovered, recover
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Attachment", "Checkpoint", "EnvironmentProblem", "FlowcheckError", "Inspection", "InternalError", "Iteration",
-    "Job", "Missing", "Prepared", "Recovered", "Replica", "Result", "Taken", "UserError", "attach", "fetch", "inspect",
-    "learn", "load_checkpoint", "load_job", "prepare", "recover", "replay",
+    "Attachment", "AttachmentState", "Checkpoint", "EnvironmentProblem", "FlowcheckError", "Inspection",
+    "InternalError", "Iteration", "Job", "Missing", "Prepared", "Recovered", "Replica", "Result", "Taken", "UserError",
+    "attach", "fetch", "inspect", "learn", "load_checkpoint", "load_job", "prepare", "recover", "replay",
 ]
 
 _HOMES = {
@@ -51,6 +52,7 @@ _HOMES = {
     "flowcheck.offline.calls": ("inspect", "learn", "replay"),
     "flowcheck.offline.result": ("Inspection", "Iteration", "Missing", "Result"),
     "flowcheck.trainer.attachment": ("Attachment", "attach"),
+    "flowcheck.trainer.loop": ("AttachmentState",),
     "flowcheck.trainer.prepare": ("Prepared", "prepare"),
     "flowcheck.trainer.recovery": ("Recovered", "recover"),
 }

@@ -115,6 +115,7 @@ MODULES: dict[str, list[str]] = {
     ],
     "flowcheck/trainer/ranges.py": [f"{FLOW}/trainer/test_ranges.py", f"{FLOW}/trainer/test_attachment_ranges.py"],
     "flowcheck/trainer/sender.py": [f"{FLOW}/trainer/test_sender.py", f"{FLOW}/trainer/test_attachment_ranges.py"],
+    "flowcheck/trainer/loop.py": [f"{FLOW}/trainer/test_loop.py"],
     "flowcheck/trainer/plugin.py": [f"{FLOW}/trainer/test_plugin.py"],
     "flowcheck/trainer/profiler.py": ["tests/attacks/test_profiler_ring.py"],
     "flowcheck/trainer/profiler_calls.py": [f"{FLOW}/trainer/test_profiler_calls.py"],

@@ -2,7 +2,8 @@
 
     attachment = flowcheck.attach(ddp_model, optimizer, node="10.0.0.2:7070", token=..., checksum_every=100)
     (several nodes that mirror the same ranks: node=["10.0.0.2:7070", "10.0.0.3:7070"])
-    ...  optimizer.step(); attachment.step()          once per iteration, also when the optimizer was skipped
+    with attachment.iteration():                      once per iteration, also when the optimizer was skipped
+        ...  attachment.clip_grad_norm_(parameters, 1.0); optimizer.step()
     attachment.close()
 
 What happens: three iterations are watched (DDP rebuilds its buckets in the second). At the boundary after them rank 0
@@ -38,6 +39,7 @@ from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
 from flowcheck.trainer.description import Model, Watch, check_gradients, entries, group_options
+from flowcheck.trainer.loop import AttachmentState, Given, Told
 from flowcheck.trainer.ranges import Source
 from flowcheck.trainer.sender import Identity, Sender
 from flowcheck.trainer.settings import nodes_of, token_of
@@ -47,7 +49,7 @@ from flowcheck.trainer.user import Keeper
 __all__ = ["Attachment", "attach"]
 
 _log = logging.getLogger("flowcheck")
-STATES = ("attached", "attaching", "watching", "lost")  # of a node, the best first
+STATES = [*AttachmentState]
 
 
 def attach(
@@ -69,7 +71,8 @@ def attach(
     topology, collectives: what the communicator is, and its calls since a number (docs/use/node.md). A process group
         that offers both as attributes, `flowcheck_topology` and `flowcheck_collectives`, needs neither. On NCCL after
         `flowcheck.prepare()` the calls are known without `collectives`.
-    scheduler, scaler: objects whose `state_dict()` is kept with every version.
+    scheduler, scaler: objects whose `state_dict()` is kept with every version. The scaler also says the loss scale of
+        an iteration, and whether its step was skipped, unless `step` is told.
 
     Raises UserError for arguments that cannot be; all else is said by the attachment.
     """
@@ -96,16 +99,16 @@ def _address(node: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-class Attachment:
-    """Made by `attach`. state: watching, attaching, attached, lost (tried again), refused (never), closed; of several
-    nodes that of the best."""
+class Attachment(Told):
+    """Made by `attach`. `state` and `why` say how it is; `step` or `iteration` says that an iteration is over."""
 
     def __init__(
         self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, addresses: list[tuple[str, int]],
         token: bytes, checksum_every: int, name: str, run_id: str, epoch: int, iteration: int, max_stall_s: float,
         topology: Topology | None, collectives: Collectives | None, keeper: Keeper,
     ) -> None:
-        self.iteration, self._keeper = iteration, keeper
+        super().__init__(optimizer, keeper.scaler)
+        self.number, self._keeper = iteration, keeper
         self._checksum_every, self._max_stall = checksum_every, max_stall_s
         self._optimizer, self._model = optimizer, model
         self._refused = ""
@@ -129,6 +132,7 @@ class Attachment:
         self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, addresses: list[tuple[str, int]],
         token: bytes, name: str, run_id: str, epoch: int, topology: Topology | None, collectives: Collectives | None,
     ) -> None:
+        self._scale = self._scale_now()
         self._described: Model = entries(model, optimizer)
         group = model.process_group
         self._topology, listed = sources_of(group, topology, collectives)
@@ -153,19 +157,19 @@ class Attachment:
     # -- what it is --
 
     @property
-    def state(self) -> str:
+    def state(self) -> AttachmentState:
         if self._closed:
-            return "closed"
+            return AttachmentState.CLOSED
         if self._refused or not self._senders:
-            return "refused"
+            return AttachmentState.REFUSED
         return min((self._state(sender) for sender in self._senders), key=STATES.index)
 
-    def _state(self, sender: Sender) -> str:
-        if not sender.connected:
-            return "lost" if sender.tried.is_set() else "watching"  # the first attempt may still be under way
+    def _state(self, sender: Sender) -> AttachmentState:
+        if not sender.connected:  # the first attempt may still be under way
+            return AttachmentState.LOST if sender.tried.is_set() else AttachmentState.WATCHING
         if self._job is None:
-            return "watching"
-        return "attached" if sender.attached else "attaching"
+            return AttachmentState.WATCHING
+        return AttachmentState.ATTACHED if sender.attached else AttachmentState.ATTACHING
 
     @property
     def why(self) -> str:
@@ -180,7 +184,7 @@ class Attachment:
         return "; ".join(f"{self._name(sender.address)}{why}" for sender, why in reasons if why)
 
     def _why(self, sender: Sender) -> str:
-        return sender.why or ("" if self._closed or self._state(sender) == "attached" else
+        return sender.why or ("" if self._closed or self._state(sender) is AttachmentState.ATTACHED else
                               "the node has not joined yet")
 
     def _name(self, address: tuple[str, int]) -> str:
@@ -195,14 +199,14 @@ class Attachment:
     # -- the training thread --
 
     def step(
-        self, clip: float | None = None, scale: float | None = None, skipped: bool = False,
-        user: dict[str, Any] | None = None,
+        self, clip: float | None = None, scale: float | None = None, skipped: bool = False, user: Given = None
     ) -> None:
         """The iteration is over, its optimizer step done (or skipped), and the next one begins. Never raises.
 
-        clip: the factor that gradients were multiplied with, as torch formed it in fp32. scale: AMP's loss scale of
-        this iteration. skipped: an overflow was found and the optimizer did nothing. user: what else the next
-        iteration begins with, such as the loader's position: see flowcheck/control/user_state.py for the types.
+        clip: the factor that gradients were multiplied with, as torch formed it in fp32, if not by `clip_grad_norm_`.
+        scale: AMP's loss scale of this iteration. skipped: an overflow was found and the optimizer did nothing. Both
+        are known where `attach` was given the scaler. user: what else the next iteration begins with, such as the
+        loader's position, or a function that says it: see flowcheck/control/user_state.py for the types.
         """
         if self._refused or self._closed:
             return
@@ -210,26 +214,27 @@ class Attachment:
             self._step(clip, scale, skipped, user)
         except Exception as error:  # whatever it is, training goes on without us
             self._refuse(error)
-        self.iteration += 1
+        self.number += 1
 
-    def _step(self, clip: float | None, scale: float | None, skipped: bool, user: dict[str, Any] | None) -> None:
+    def _step(self, clip: float | None, scale: float | None, skipped: bool, user: Given) -> None:
         watch = self._watch
         assert watch is not None
+        clip, scale, skipped = self._said_of_it(clip, scale, skipped)
         if scale is not None and self._described.threads:
             raise UserError("a loss scale with 16-bit parameters, whose gradients are unscaled otherwise",
-                            where=f"iteration {self.iteration}", remedy="parameters in float32 and autocast")
+                            where=f"iteration {self.number}", remedy="parameters in float32 and autocast")
         groups, self._groups = self._groups, None
         stepped, self._stepped = self._stepped, min(self._stepped, 0)
         if self._job is not None and (stepped > 1 or (stepped == 0 and not skipped)):
             raise UserError(  # records and traffic would be counted differently from here on
                 f"the optimizer stepped {stepped} times since the last call of step()",
-                where=f"iteration {self.iteration}",
+                where=f"iteration {self.number}",
                 remedy="step() once per iteration, after optimizer.step(); skipped=True if that did nothing",
             )
         if self._job is not None:
-            watch.again(self.iteration)
+            watch.again(self.number)
         else:
-            self._job, self._first = watch.look(), self.iteration
+            self._job, self._first = watch.look(), self.number
             if self._job is not None:
                 self._flows = self._topology()["flows"]
                 self._meet(groups)
@@ -260,7 +265,7 @@ class Attachment:
         """Give the state to those that want it, once each, and wait until they have it. meeting: wait until the others
         have joined, too, or want it."""
         given: dict[Sender, str] = {}  # and what each had noticed by then
-        number = Clock().after(self.iteration)  # of updates so far, which is the number of the next iteration
+        number = Clock().after(self.number)  # of updates so far, which is the number of the next iteration
         self._answered.clear()
         while True:
             wanting = [sender for sender in senders if sender not in given and self._wants(sender)]
@@ -282,7 +287,7 @@ class Attachment:
 
     def _send_record(
         self, senders: list[Sender], groups: list[dict[str, Any]] | None, clip: float | None, scale: float | None,
-        skipped: bool, user: dict[str, Any] | None,
+        skipped: bool, user: Given,
     ) -> None:
         module = self._model.module
         if skipped and clip is not None and not math.isfinite(clip):
@@ -290,19 +295,19 @@ class Attachment:
         for what, value in (("clip", clip), ("scale", scale)):
             if value is not None and not math.isfinite(value):
                 # What such a step leaves behind is NaN of no defined sign: no record, so the node asks for a state.
-                why = f"no record of iteration {self.iteration}: {what} is {float(value)}"
+                why = f"no record of iteration {self.number}: {what} is {float(value)}"
                 if not self._unsaid:
                     self._say(why)
                 self._unsaid = why
                 return
         self._unsaid = ""
         record = Record(
-            self.iteration, groups or group_options(self._described, self._optimizer),
+            self.number, groups or group_options(self._described, self._optimizer),
             None if clip is None else float(clip), None if scale is None else float(scale), bool(skipped),
         )
         held: Mapping[str, torch.Tensor] = {}
         buffers = self._described.buffers
-        due = bool(self._checksum_every) and Clock().after(self.iteration) % self._checksum_every == 0
+        due = bool(self._checksum_every) and Clock().after(self.number) % self._checksum_every == 0
         if buffers or due:
             state = module.state_dict()
             if due:
@@ -312,12 +317,12 @@ class Attachment:
                 held = {f"buffer.{name}": state[name].detach().to("cpu", copy=True) for name in buffers}
         kept = None
         if any(sender.takes_user for sender in senders):
-            kept = self._keeper.give(user, Clock().after(self.iteration), *self._world, self._say)
+            kept = self._keeper.give(user, Clock().after(self.number), *self._world, self._say)
         for sender in senders:
             for link, wish in sender.asked():  # before the record: who has that has these, if there are any
-                sender.put(*self._source.answer(wish, self.iteration), asked_on=link)
+                sender.put(*self._source.answer(wish, self.number), asked_on=link)
             if kept is not None and sender.takes_user:
-                sender.put(User(self.iteration, self._world[0]), kept)
+                sender.put(User(self.number, self._world[0]), kept)
             sender.put(record, held)
 
     def _send_state(self, senders: list[Sender], number: int, groups: list[dict[str, Any]] | None) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from flowcheck.control.user_state import pack
 from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.trainer.loop import Given
 
 __all__ = ["Keeper", "restore_rng", "rng_state"]
 
@@ -36,16 +37,16 @@ class Keeper:
                                 remedy="an object of torch's, or user= in step()")
         self._optimizer = optimizer
         self._devices: list[str] | None = None  # types of those that the model is on
-        self._scheduler, self._scaler = scheduler, scaler
+        self._scheduler, self.scaler = scheduler, scaler
         self._given: Any = None  # how far the scheduler was at the last boundary
         self._warned = False
         self.why = ""
 
     def give(
-        self, user: Mapping[str, Any] | None, step: int, rank: int, ranks: int, say: Callable[[str], None]
+        self, user: Given, step: int, rank: int, ranks: int, say: Callable[[str], None]
     ) -> bytes | None:
-        """This rank's own state. None: something of it cannot be kept, which is said once as long as it lasts; a part
-        of a state is no state."""
+        """This rank's own state. user: what the script adds, or a function that says it. None: something of it cannot
+        be kept, which is said once as long as it lasts; a part of a state is no state."""
         self._given = self._far()
         try:
             given = self._pack(user, step, rank, ranks)
@@ -70,7 +71,9 @@ class Keeper:
     def _far(self) -> Any:
         return getattr(self._scheduler, "last_epoch", None)
 
-    def _pack(self, user: Mapping[str, Any] | None, step: int, rank: int, ranks: int) -> bytes:
+    def _pack(self, user: Given, step: int, rank: int, ranks: int) -> bytes:
+        if callable(user):
+            user = user()
         if user is not None and type(user) is not dict:
             raise UserError(f"a {type(user).__name__} is not a dict", where="user", remedy='user={"loader": ...}')
         if self._devices is None:
@@ -79,7 +82,7 @@ class Keeper:
         groups = [{key: value for key, value in group.items() if key != "params"}
                   for group in self._optimizer.param_groups]
         state: dict[str, Any] = {"rng": rng_state(self._devices), "groups": groups, "user": user or {}}
-        for what, one in (("scheduler", self._scheduler), ("scaler", self._scaler)):
+        for what, one in (("scheduler", self._scheduler), ("scaler", self.scaler)):
             if one is not None:
                 state[what] = one.state_dict()
         return pack(state, step=step, rank=rank, ranks=ranks)

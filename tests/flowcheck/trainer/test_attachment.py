@@ -28,13 +28,13 @@ def test_states_from_watching_to_closed(training, hand_node) -> None:
     until(lambda: attachment._senders[0].why)
     assert attachment.why == "the job's iterations are being watched"  # it is this that the node waits for
     one.iterate(2)
-    assert (attachment.state, attachment.iteration) == ("watching", 2)
+    assert (attachment.state, attachment.number) == ("watching", 2)
     one.iterate()
     assert (attachment.state, attachment.why) == ("attaching", "nothing is known of the job yet")
     assert attachment.published == (-1, "")
     peer.send("joined", iteration=3)
     until(lambda: attachment._senders[0].joined == 3 and not attachment._senders[0].why)
-    assert (attachment.state, attachment.why, attachment.iteration) == ("attached", "", 3)
+    assert (attachment.state, attachment.why, attachment.number) == ("attached", "", 3)
     peer.send("progress", iteration=3, status="unverified")
     until(lambda: attachment.published == (3, "unverified"))
     peer.send("wanted", what=["state"], why="iteration 3 is lost")
@@ -93,7 +93,7 @@ def test_a_node_that_is_gone(wrapped, hand_node) -> None:
     until(lambda: one.attachment.state == "lost")
     assert one.attachment.why == "no connection: Connection refused" and not one.attachment._senders[0].wanted
     one.iterate(4)
-    assert one.attachment.state == "lost" and one.attachment.iteration == 4
+    assert one.attachment.state == "lost" and one.attachment.number == 4
     one.attachment.close(0.0)
 
 
@@ -176,10 +176,10 @@ def test_an_optimizer_that_steps_otherwise_is_refused(training, hand_node, steps
     one.attachment.step(**told)
     assert one.attachment.state == "refused"
     assert f"iteration 4: the optimizer {what} since the last call of step()" in one.attachment.why
-    assert one.attachment.iteration == 5
+    assert one.attachment.number == 5
     assert set(peer.rest()) <= {"bye"}  # no record of it
     one.iterate(2)
-    assert one.attachment.iteration == 5 and one.attachment.state == "refused"
+    assert one.attachment.number == 5 and one.attachment.state == "refused"
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -255,7 +255,7 @@ def test_a_fault_of_ours_is_logged_with_its_place_and_training_goes_on(training,
     caplog.clear()
     one.iterate(4)
     assert one.attachment.state == "refused" and one.attachment.why == "KeyError: 'flows'"
-    assert one.attachment.iteration == 3
+    assert one.attachment.number == 3
     (line,) = [line for line in caplog.records if "not attached" in line.getMessage()]
     assert line.exc_info[0] is KeyError and line.getMessage() == "flowcheck: not attached: KeyError: 'flows'"
 
@@ -276,7 +276,7 @@ def test_close_says_goodbye_once(training, hand_node) -> None:
     one.attachment.close(LONGEST)
     assert peer.expect("record")["iteration"] == 3 and peer.expect("bye") == {} and peer.ended()
     one.iterate(2)  # the optimizer's hook is gone, and nothing is counted
-    assert (one.attachment.state, one.attachment.iteration, one.attachment._stepped) == ("closed", 4, 0)
+    assert (one.attachment.state, one.attachment.number, one.attachment._stepped) == ("closed", 4, 0)
     assert one.attachment.why == ""
 
 

@@ -66,7 +66,7 @@ def test_numbers_at_their_bounds_are_taken(good: dict[str, Any]) -> None:
 
 def test_the_defaults() -> None:
     attachment = attach()
-    assert (attachment.iteration, attachment._checksum_every, attachment._max_stall) == (0, 0, 10.0)
+    assert (attachment.number, attachment._checksum_every, attachment._max_stall) == (0, 0, 10.0)
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_what_is_no_ddp_model_is_named(caplog: pytest.LogCaptureFixture) -> None
     assert attachment.published == (-1, "")
     attachment.step()
     attachment.close()
-    assert (attachment.state, attachment.iteration) == ("closed", 5)
+    assert (attachment.state, attachment.number) == ("closed", 5)
     (line,) = caplog.records
     assert line.name == "flowcheck" and line.levelno == logging.WARNING and line.exc_info is None
     assert "not attached: model: is a Linear" in line.getMessage()

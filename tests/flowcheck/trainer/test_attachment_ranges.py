@@ -52,10 +52,10 @@ def test_the_patch_of_an_iteration_comes_before_its_record_and_has_the_state_aft
         then = state(one)
         one.iterate(3)  # at once
         assert patch(peer) == (
-            {"request": 70 + iteration, "iteration": one.attachment.iteration - 4, "ranges": ALL, "refused": ""}, then
+            {"request": 70 + iteration, "iteration": one.attachment.number - 4, "ranges": ALL, "refused": ""}, then
         )
         assert [peer.expect("record")["iteration"] for _ in range(4)] == [
-            one.attachment.iteration - number for number in (4, 3, 2, 1)
+            one.attachment.number - number for number in (4, 3, 2, 1)
         ]
 
 
@@ -280,5 +280,5 @@ def test_nothing_that_is_said_wrongly_reaches_training(training, hand_node, host
     until(lambda: one.attachment.state == "lost")
     before = one.values["weight"].clone()
     one.iterate(2)
-    assert one.attachment.iteration == 5 and not torch.equal(before, one.values["weight"])
+    assert one.attachment.number == 5 and not torch.equal(before, one.values["weight"])
     connected(one, hand_node)

@@ -52,7 +52,7 @@ def test_the_first_attempt_is_waited_for_as_long_as_told(training) -> None:
     one = training(max_stall_s=0.25)
     one.attachment._senders[0].tried = Tried()
     one.iterate(4)
-    assert told == [0.25] and one.attachment.iteration == 4
+    assert told == [0.25] and one.attachment.number == 4
 
 
 @pytest.mark.parametrize("state", [False, True], ids=["no state", "a state"])
@@ -85,7 +85,7 @@ def test_without_any_time_nothing_is_waited_for(training, hand_node, monkeypatch
     peer.send("wanted", what=["state"], why="a state")
     until(lambda: one.attachment._senders[0].wanted)
     one.iterate()
-    assert (one.attachment.state, one.attachment.iteration) == ("attaching", 4)
+    assert (one.attachment.state, one.attachment.number) == ("attaching", 4)
 
 
 def test_other_ranks_wait_at_that_boundary_too(training, hand_node, script) -> None:
@@ -167,7 +167,7 @@ def test_a_node_that_notices_something_while_it_takes_a_state_is_not_waited_for(
         assert peer.receive()[0].items() >= {"type": "state", "iteration": 3}.items()
         peer.send("progress", iteration=1, status="")
         until(lambda: one.attachment.published == (1, ""))
-        waited.append(one.attachment.iteration)
+        waited.append(one.attachment.number)
         peer.send("notice", why="it came too late; a state is asked for later")
 
     script(node)
@@ -196,7 +196,7 @@ def test_a_state_that_is_no_longer_wanted_is_not_waited_for(training, hand_node,
 
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock))
     one.iterate()
-    assert one.attachment.iteration == 4 and not sender.pledged
+    assert one.attachment.number == 4 and not sender.pledged
 
 
 def test_a_state_without_time_is_sent_and_not_waited_for(training, hand_node) -> None:
