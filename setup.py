@@ -50,6 +50,7 @@ EXACT = {"updater": ["-ffp-contract=off"]}
 PACKAGES: dict[str, tuple[list[str], list[str]]] = {
     "parser": (["isal"], []),
     "updater": ([], []),
+    "flowcheck/checkpoint/coding": (["isal"], []),
     "flowcheck/lab/bench": (["isal"], ["parser"]),
     "flowcheck/lab": ([], []),
     "flowcheck/lab/softroce": (["isal"], []),
