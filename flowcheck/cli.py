@@ -153,10 +153,13 @@ def fetch(
     run_id: Annotated[str | None, typer.Option("--run-id", help="Which run. Default: the only one.")] = None,
     shard: Annotated[str | None, typer.Option("--shard", help="Which group of ranks. Default: the only one.")] = None,
     step: Annotated[int | None, typer.Option("--step", min=0, help="This step. Default: the newest.")] = None,
+    ca: Annotated[
+        str, typer.Option("--ca", envvar="FLOWCHECK_CA", help='Ask over TLS: a PEM file of authorities, or "system".')
+    ] = "",
 ) -> None:
     """Take a version from checkpoint nodes into files, every hash checked."""
     token = token_file.read_text().split("\n", 1)[0]
-    taken = flowcheck.fetch(nodes, out, token=token, format=format, run_id=run_id, shard=shard, step=step)
+    taken = flowcheck.fetch(nodes, out, token=token, format=format, run_id=run_id, shard=shard, step=step, ca=ca)
     for why in taken.passed:
         typer.echo(f"not taken: {why}", err=True)
     typer.echo(repr(taken))

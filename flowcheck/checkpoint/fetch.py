@@ -26,6 +26,7 @@ from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.control.ask import SECONDS, Node, reader_key
 from flowcheck.control.protocol import token_bytes
 from flowcheck.control.sources import Fetched, addresses, take
+from flowcheck.control.tls import client_context
 from flowcheck.control.torch_state import torch_state
 from flowcheck.control.user_state import pack
 from flowcheck.durable import adopt, fsync_directory, make_directory, partial_name, remove_tree, reporting
@@ -69,20 +70,22 @@ class Taken:
 def fetch(
     nodes: str | Sequence[str], out: str | os.PathLike[str], *, token: str, format: str = "safetensors",
     run_id: str | None = None, shard: str | None = None, step: int | None = None, seconds: float = SECONDS,
+    ca: str = "",
 ) -> Taken:
     """The newest version that nodes have, as files in the directory `out`; one that is there already is replaced.
 
     nodes: HOST:PORT of their `api.listen`, a list or one text with commas. token: the nodes' shared secret.
     format: one of FORMATS. run_id, shard: which run, and which group of ranks of it; None: the only one that there is.
     step: this one and no other. seconds: that a node may be silent.
+    ca: ask over TLS, and trust these certificates: a PEM file, or "system". "": no TLS.
 
     Raises UserError, and EnvironmentProblem: there is none, none proved good, or it cannot be written.
     """
     if format not in FORMATS:
         raise UserError(f"{format!r} is none of {', '.join(FORMATS)}", where="format", remedy="one of them")
-    key = reader_key(token_bytes(token))
+    key, tls = reader_key(token_bytes(token)), client_context(ca) if ca else None
     own = format == "safetensors"  # the form that has room for what ranks gave of themselves
-    fetched = take([Node(address, key, seconds) for address in addresses(nodes)], run_id, shard, step, own)
+    fetched = take([Node(address, key, seconds, tls) for address in addresses(nodes)], run_id, shard, step, own)
     version, folder = fetched.version, Path(out)
     writers = {"safetensors": _safetensors, "torch": _torch, "dcp": _dcp}
     path = writers[format](fetched, folder)

@@ -19,6 +19,7 @@ import hmac
 import http.client
 import json
 import socket
+import ssl
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -117,9 +118,13 @@ def _spans(said: Any, where: str) -> tuple[tuple[int, int], ...]:
 
 
 class Node:
-    """address: host and port of a node's API. key: of `reader_key`. seconds: that it may be silent."""
+    """address: host and port of a node's API. key: of `reader_key`. seconds: that it may be silent. tls: None: not
+    encrypted."""
 
-    def __init__(self, address: tuple[str, int], key: str, seconds: float = SECONDS) -> None:
+    def __init__(
+        self, address: tuple[str, int], key: str, seconds: float = SECONDS, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._tls = tls
         self._address, self._key, self._seconds = address, key, seconds
         self._connection: http.client.HTTPConnection | None = None
         self._response: http.client.HTTPResponse | None = None
@@ -239,7 +244,7 @@ class Node:
         """The answer to a request, from byte `first` on. Raises AskError for another status than is due; OSError and
         HTTPException."""
         self.close()
-        connection = self._connection = http.client.HTTPConnection(*self._address, timeout=self._seconds)
+        connection = self._connection = self._connect()
         headers = {"Authorization": f"Bearer {self._key}", "Accept-Encoding": "identity"}
         if first:
             headers["Range"] = f"bytes={first}-"
@@ -251,9 +256,16 @@ class Node:
             raise AskError(_why(response), where=self.name)
         return response
 
+    def _connect(self) -> http.client.HTTPConnection:
+        if self._tls is None:
+            return http.client.HTTPConnection(*self._address, timeout=self._seconds)
+        return http.client.HTTPSConnection(*self._address, timeout=self._seconds, context=self._tls)
+
     def lost(self, error: Exception) -> AskError:
         if isinstance(error, TimeoutError):
             return AskError(f"no answer within {self._seconds:g} s", where=self.name)
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return AskError(f"the node's certificate is not trusted: {error.verify_message}", where=self.name)
         return AskError(f"connection lost: {getattr(error, 'strerror', None) or error or type(error).__name__}",
                         where=self.name)
 

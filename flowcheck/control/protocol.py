@@ -7,8 +7,8 @@
     or         peer: Holes         node: Bytes, Refused
 
 Both sides prove that they know the token (HMAC-SHA256 over both nonces and who is speaking); the token itself never
-travels. Nothing is encrypted: the connection belongs on the control network. Every length is checked before
-memory is taken, every wait has a deadline, and a frame that is not exactly one of the messages ends the
+travels. With a Secure (tls.py) all of it goes through TLS; without, nothing is encrypted. Every length is checked
+before memory is taken, every wait has a deadline, and a frame that is not exactly one of the messages ends the
 connection with RecordsError. docs/use/node.md describes every field; this schema is that of the later HTTP API too.
 
 A Link is used by one reader and one writer thread at most. Standard library, and torch for payloads.
@@ -21,9 +21,10 @@ import hmac
 import json
 import secrets
 import socket
+import ssl
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,20 +60,22 @@ from flowcheck.control.messages import (
     Wanted,
     Welcome,
 )
+from flowcheck.control.tls import Secure
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.form import Place, build, parse
 
 __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
-    "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Flows", "Hello", "Holes", "Joined", "Limits", "Link", "Manifest",
-    "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "RecordsError", "Refused", "Span", "State", "User",
-    "Wanted", "Welcome", "accept", "greet", "token_bytes",
+    "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Flows", "Hello", "Holes", "Joined", "Known", "Limits", "Link",
+    "Manifest", "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "RecordsError", "Refused", "Span", "State",
+    "User", "Wanted", "Welcome", "accept", "greet", "token_bytes",
 ]
 
 MAGIC = b"FCR1"
 _HEAD = struct.Struct(">4sIQ")
 TOKEN_BYTES = (16, 4096)
 _STEP = 8 << 20  # of a payload taken at once
+Known = bytes | Callable[[str], Sequence[bytes]]  # the token of all, or those that are accepted of a role
 _LONG = 1e6  # seconds; a socket without a timeout would be one for its writer too
 
 
@@ -97,13 +100,29 @@ class Limits:
 
 
 class Link:
-    """One connection: whole messages in and out, each within a deadline."""
+    """One connection: whole messages in and out, each within a deadline. secure: of the same socket, for TLS."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
-        self._out = sock.dup()  # timeouts belong to the object, and the reader's is not the writer's
+    def __init__(self, sock: socket.socket, secure: Secure | None = None) -> None:
+        self._secure = secure
+        self._socket = secure or sock
+        self._out = self._socket.dup()  # timeouts belong to the object, and the reader's is not the writer's
         self.peer = _peer(sock)
         self.limits: Callable[[], Limits] = Limits  # asked anew for each message
+
+    @property
+    def secure(self) -> bool:
+        return self._secure is not None
+
+    def begin(self) -> None:
+        """TLS's handshake, where there is TLS: before anything else, and once. Raises RecordsError."""
+        if self._secure is None:
+            return
+        try:
+            self._secure.handshake(self.limits().seconds)
+        except TimeoutError:
+            raise RecordsError("no TLS came: does the other side speak it?", where=self.peer) from None
+        except OSError as error:
+            raise RecordsError(f"no TLS: {_tls_reason(error)}", where=self.peer) from None
 
     def send(self, message: Any, payload: Iterable[bytes | memoryview] = (), size: int = 0, *,
              seconds: float = 10.0) -> None:
@@ -199,6 +218,16 @@ def _left(deadline: float) -> float:
     return left
 
 
+def _tls_reason(error: OSError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"the node's certificate is not trusted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError):
+        if error.reason == "WRONG_VERSION_NUMBER":
+            return "the other side speaks without"
+        return (error.reason or "closed").replace("_", " ").lower()
+    return error.strerror or str(error)
+
+
 def _peer(sock: socket.socket) -> str:
     try:
         host, port = sock.getpeername()[:2]
@@ -243,6 +272,7 @@ def greet(
     role: str = ROLES[0],
 ) -> Welcome:
     """The opening of a trainer or a peer. Raises RecordsError: refused, or the node does not know the token."""
+    link.begin()
     challenge = _expect(link, Challenge)
     hello = Hello(run_id, epoch, rank, ranks, group, secrets.token_hex(32), "", instance=instance, role=role)
     hello.proof = _proof(token, role, challenge.nonce, hello)
@@ -253,19 +283,24 @@ def greet(
     return answer
 
 
-def accept(link: Link, token: bytes, resync: str = RESYNC[0]) -> Hello:
-    """The node's opening: who speaks. resync: of Welcome. The caller still has to refuse whom it does not know. Raises
-    RecordsError."""
+def accept(link: Link, token: Known, resync: str = RESYNC[0]) -> Hello:
+    """The node's opening: who speaks. token: any of those of the role that he says is enough. resync: of Welcome. The
+    caller still has to refuse whom it does not know. Raises RecordsError."""
+    link.begin()
     challenge = Challenge(secrets.token_hex(32))
     link.send(challenge, seconds=link.limits().seconds)
     hello: Hello = _expect(link, Hello)
     if hello.role not in ROLES:
         raise RecordsError(f"{hello.role[:40]!r} is not one of {', '.join(ROLES)}", where=link.peer)
-    if not hmac.compare_digest(hello.proof.encode(), _proof(token, hello.role, challenge.nonce, hello).encode()):
+    tokens = token(hello.role) if callable(token) else (token,)
+    shown = hello.proof.encode()
+    proofs = {one: _proof(one, hello.role, challenge.nonce, hello).encode() for one in tokens}
+    known = [one for one, due in proofs.items() if hmac.compare_digest(shown, due)]
+    if not known:
         raise RecordsError("the token is wrong", where=link.peer)
     if not 0 <= hello.rank < hello.ranks <= MOST_RANKS:
         raise RecordsError(f"rank {hello.rank} of {hello.ranks}", where=link.peer)
-    link.send(Welcome(_proof(token, "node", challenge.nonce, hello), resync))
+    link.send(Welcome(_proof(known[0], "node", challenge.nonce, hello), resync))
     return hello
 
 
@@ -273,7 +308,8 @@ def _expect(link: Link, kind: type) -> Any:
     try:
         message, size = link.receive(wait=link.limits().seconds)
     except TimeoutError:
-        raise RecordsError("no answer", where=link.peer) from None
+        hint = "; a node with [tls] needs ca= here, or FLOWCHECK_CA" if kind is Challenge and not link.secure else ""
+        raise RecordsError(f"no answer{hint}", where=link.peer) from None
     if isinstance(message, Refused):
         raise RecordsError(f"refused: {message.why}", where=link.peer)
     if not isinstance(message, kind) or size:

@@ -310,7 +310,7 @@ class LabRun:
         peers = [address for address in self._addresses if address != own] if job.stages == 1 else []
         tables: dict[str, dict[str, Any]] = {
             "": {"name": f"{self.fabric.config.name}.{node}" if peers else self.fabric.config.name, "groups": shared},
-            "control": {"listen": own, "token_file": str(token)},
+            "control": {"listen": own, "token_file": str(token), "insecure": True},  # the lab's own network
             # Ordinary memory: several nodes and tests would take the machine's few huge pages from each other.
             "capture": {"device": "af_packet:mir0", "path_mtu": job.softroce.get("mtu", 4096), "huge": False},
             "replica": {"directory": str(self.fabric.shared), "keep": False},

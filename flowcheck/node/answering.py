@@ -1,54 +1,156 @@
 """The process that answers a node's HTTP API: python -P -m flowcheck.node.answering, started by serving.py.
 
-stdin: one line of JSON, its settings; it ends when stdin does. No DPDK, nothing of the capture: files alone.
+stdin: one line of JSON, its settings; then a line each time keys or certificate have changed; it ends when stdin does.
+No DPDK, nothing of the capture: files alone.
+
+A client has so long to ask, to take what it asked for, and to shake hands; the node's other readers get its place.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
+import ssl
 import sys
 import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flowcheck.control.ask import DISK, MEMORY
+from flowcheck.control.tls import server_context
+from flowcheck.errors import FlowcheckError
 from flowcheck.node.api import make_app
 from flowcheck.node.holdings import DiskShelf, MemoryShelf, Shelf
 
-__all__ = ["main"]
+__all__ = ["main", "serve", "server_of"]
 
 CONNECTIONS = 256
 NICE = 5
+ASK_SECONDS = 10.0  # for a whole request, from the connection or from the answer before it on
+TAKE_SECONDS = 20.0  # for what the sender buffers, a megabyte or so
+LOOK_SECONDS = 1.0
+
+
+class _Client(H11Protocol):
+    """A connection that is cut when it asks, or takes what it asked for, too slowly: uvicorn itself waits for ever."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._asking: float | None = self.loop.time()
+        self._answered: object = None
+        self._stuck: float | None = None
+        self._timer = self.loop.call_later(LOOK_SECONDS, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._stuck = self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._stuck = None
+        super().resume_writing()
+
+    def _look(self) -> None:
+        now = self.loop.time()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._asking = None
+        elif self._asking is None or self.cycle is not self._answered:
+            self._asking, self._answered = now, self.cycle
+        late = self._asking is not None and now - self._asking > ASK_SECONDS
+        if late or (self._stuck is not None and now - self._stuck > TAKE_SECONDS):
+            self.transport.abort()
+            return
+        self._timer = self.loop.call_later(LOOK_SECONDS, self._look)
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """uvicorn has no setting for how long a handshake may take."""
+
+    async def create_server(self, *given: Any, **more: Any) -> Any:
+        if more.get("ssl") is not None:
+            more["ssl_handshake_timeout"] = ASK_SECONDS
+        return await super().create_server(*given, **more)
+
+
+class _Settings:
+    """What may change: keys, and the certificate."""
+
+    def __init__(self, said: Mapping[str, Any]) -> None:
+        self.keys: Mapping[str, list[str]] = said["keys"]
+        self._files = said["tls"]
+        self._context: ssl.SSLContext | None = None
+        self._renew()
+
+    def take(self, said: Mapping[str, Any]) -> None:
+        self.keys = said["keys"]
+        try:
+            self._renew()
+        except FlowcheckError:
+            pass  # between two files of a pair: the node has read them, says what is wrong with them, and tells again
+
+    def _renew(self) -> None:
+        if self._files is not None:
+            self._context = server_context(*map(Path, self._files))
+
+    def listening(self) -> Callable[..., ssl.SSLContext] | None:
+        """What uvicorn calls once. Each connection then takes the newest context, in its handshake."""
+        if self._files is None:
+            return None
+        context = server_context(*map(Path, self._files))
+
+        def newest(connection: Any, name: str | None, _: ssl.SSLContext) -> None:
+            connection.context = self._context
+
+        context.sni_callback = newest
+        return lambda *_: context
 
 
 def main() -> int:
     """The process itself."""
-    settings = json.loads(sys.stdin.buffer.readline() or b"{}")
-    if not settings:
+    said = json.loads(sys.stdin.buffer.readline() or b"{}")
+    if not said:
         return 0  # the node ended before it could say anything
     os.nice(NICE)
-    if settings["cores"]:
-        os.sched_setaffinity(0, settings["cores"])
+    if said["cores"]:
+        os.sched_setaffinity(0, said["cores"])
     shelves: dict[str, Shelf] = {
-        MEMORY: MemoryShelf(Path(settings["replicas"]), settings["node"]),
-        DISK: DiskShelf(Path(settings["checkpoints"])),
+        MEMORY: MemoryShelf(Path(said["replicas"]), said["node"]), DISK: DiskShelf(Path(said["checkpoints"])),
     }
-    server = uvicorn.Server(uvicorn.Config(
-        make_app(shelves, settings["key"]), log_level="error", access_log=False, limit_concurrency=CONNECTIONS,
-        lifespan="on", http="h11", ws="none", loop="asyncio", timeout_keep_alive=5, timeout_graceful_shutdown=1,
-        server_header=False, date_header=False,
-    ))
-    threading.Thread(target=_end_with_stdin, args=(server,), daemon=True).start()
-    server.run(sockets=[socket.socket(fileno=settings["socket"])])
+    settings = _Settings(said)
+    server = server_of(make_app(shelves, lambda: settings.keys), settings.listening())
+    threading.Thread(target=_follow, args=(server, settings), daemon=True).start()
+    serve(server, socket.socket(fileno=said["socket"]))
     return 0
 
 
-def _end_with_stdin(server: uvicorn.Server) -> None:
-    while sys.stdin.buffer.read(4096):
-        pass
+def server_of(app: ASGIApp, tls: Callable[..., ssl.SSLContext] | None = None) -> uvicorn.Server:
+    """tls: called once, for the context."""
+    return uvicorn.Server(uvicorn.Config(
+        app, log_level="error", access_log=False, limit_concurrency=CONNECTIONS, lifespan="on", http=_Client,
+        ws="none", timeout_keep_alive=5, timeout_graceful_shutdown=1, server_header=False, date_header=False,
+        ssl_context_factory=tls,
+    ))
+
+
+def serve(server: uvicorn.Server, sock: socket.socket) -> None:
+    """Until `server.should_exit`."""
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        runner.run(server.serve(sockets=[sock]))
+
+
+def _follow(server: uvicorn.Server, settings: _Settings) -> None:
+    while line := sys.stdin.buffer.readline():
+        settings.take(json.loads(line))
     server.should_exit = True
 
 

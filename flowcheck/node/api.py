@@ -1,5 +1,5 @@
-"""The node's HTTP API: what it holds, as manifests and as safetensors files in ranges. Who does not show the key gets
-nothing but /healthz.
+"""The node's HTTP API: what it holds, as manifests and as safetensors files in ranges. Who does not show a key gets
+nothing but /healthz, and with one what its role may have (`may`).
 
     GET /healthz                                   200: this process answers
     GET /openapi.json                              this, described
@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import hmac
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -38,34 +38,60 @@ from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.api_description import describe
 from flowcheck.node.holdings import Gone, Held, Pressed, Shelf
+from flowcheck.node.tokens import HTTP_ROLES
 
-__all__ = ["OPEN", "make_app"]
+__all__ = ["OPEN", "make_app", "may"]
 
 CHUNK = 1 << 20
 LOOK_SECONDS = 5.0  # that a tier may take to list what it has
 EXPIRE_SECONDS = 1.0
+VERSIONS = "/v1/versions"
+Keys = Mapping[str, Collection[str]]
 OPEN = "/healthz"  # the one path that needs no key
 
 
-def make_app(shelves: Mapping[str, Shelf], key: str) -> ASGIApp:
-    """shelves: by tier. key: of `reader_key`."""
-    return _Guard(_Api(shelves).app, key)
+def make_app(shelves: Mapping[str, Shelf], keys: str | Callable[[], Keys]) -> ASGIApp:
+    """shelves: by tier. keys: those that are accepted now, each with the roles that show it; one text is of all."""
+    return _Guard(_Api(shelves).app, keys)
+
+
+def may(path: str) -> Collection[str]:
+    """Roles that a path is for. Whatever is not named here is the operator's: a new route is in nobody else's hands."""
+    if path == VERSIONS or path.startswith(f"{VERSIONS}/"):
+        return ("trainer", "reader")
+    return HTTP_ROLES if path in ("/v1/status", "/openapi.json") else ("operator",)
 
 
 class _Guard:
-    """Lets nobody in who does not show the key, whatever he asks for."""
+    """Lets nobody in who does not show a key of a role that may, whatever he asks for."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._shown = app, f"Bearer {key}".encode()
+    def __init__(self, app: ASGIApp, keys: str | Callable[[], Keys]) -> None:
+        one: Keys = {keys: HTTP_ROLES} if isinstance(keys, str) else {}
+        self._app, self._keys = app, (lambda: one) if isinstance(keys, str) else keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != OPEN:
-            given = [value for name, value in scope["headers"] if name == b"authorization"]
-            if len(given) != 1 or not hmac.compare_digest(given[0], self._shown):
+            roles = self._roles(scope["headers"])
+            if not roles:
                 refused = JSONResponse({"why": "the key is missing or wrong"}, 401, {"WWW-Authenticate": "Bearer"})
-                await refused(scope, receive, send)
+            elif roles.isdisjoint(allowed := may(scope["path"])):
+                refused = JSONResponse({"why": f"this is for {' or '.join(allowed)}, the key is of"
+                                               f" {' and '.join(sorted(roles))}"}, 403)
+            else:
+                await self._app(scope, receive, send)
                 return
+            await refused(scope, receive, send)
+            return
         await self._app(scope, receive, send)
+
+    def _roles(self, headers: Iterable[tuple[bytes, bytes]]) -> set[str]:
+        given = [value for name, value in headers if name == b"authorization"]
+        roles: set[str] = set()
+        if len(given) == 1:
+            for key, names in self._keys().items():  # all of them, so that it takes as long whichever it is
+                if hmac.compare_digest(given[0], f"Bearer {key}".encode()):
+                    roles.update(names)
+        return roles
 
 
 class _Api:
@@ -73,13 +99,13 @@ class _Api:
         self._shelves = shelves
         self._threads = {tier: ThreadPoolExecutor(1, f"flowcheck {tier}") for tier in shelves}
         self._hashing = asyncio.Lock()  # one version at a time has all cores
-        versions = "/v1/versions/{id}"
+        versions = f"{VERSIONS}/{{id}}"
         self.app = Starlette(
             routes=[
                 Route(OPEN, self._health),
                 Route("/openapi.json", self._described),
                 Route("/v1/status", self._status),
-                Route("/v1/versions", self._versions),
+                Route(VERSIONS, self._versions),
                 Route(f"{versions}/manifest.json", self._manifest),
                 Route(f"{versions}/{MODEL}", self._file),
                 Route(f"{versions}/{OPTIMIZER}", self._file),

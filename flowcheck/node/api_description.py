@@ -21,6 +21,7 @@ _USER = {
     "description": "Whose own states it has: first and last rank of each row of them.",
 }
 _BYTES = {"type": "string", "format": "binary"}
+REFUSED = {"401": "Refused", "403": "OfAnotherRole"}
 _TYPES = {"id": "string", "tier": "string", "run_id": "string", "epoch": "integer", "step": "integer",
           "shard": "string", "status": "string", "nbytes": "integer"}
 
@@ -64,7 +65,10 @@ def describe(open_path: str) -> dict[str, Any]:
         },
         "components": {
             "securitySchemes": {"reader": {"type": "http", "scheme": "bearer"}},
-            "responses": {"Refused": _answer("The key is missing or wrong.", _WHY)},
+            "responses": {
+                "Refused": _answer("The key is missing or wrong.", _WHY),
+                "OfAnotherRole": _answer("The key is of a role that this is not for.", _WHY),
+            },
             "schemas": {"Offer": {
                 "type": "object", "required": [*_TYPES, "user"],
                 "properties": {name: {"type": kind} for name, kind in _TYPES.items()} | {"user": _USER},
@@ -78,7 +82,7 @@ def _answer(text: str, schema: Mapping[str, Any] | None = None, kind: str = "app
 
 
 def _get(summary: str, answers: Mapping[str, Any], parameters: Sequence[Any] = (), guarded: bool = True) -> Any:
-    refused = {"401": {"$ref": "#/components/responses/Refused"}} if guarded else {}
+    refused = {status: {"$ref": f"#/components/responses/{name}"} for status, name in REFUSED.items() if guarded}
     return {"get": {
         "summary": summary, "parameters": list(parameters), "responses": {**answers, **refused},
         "security": [{"reader": []}] if guarded else [],

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -28,6 +28,7 @@ from rich.console import Console
 from dataplane.live import LiveSource, start_eal
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck import __version__
+from flowcheck.control.tls import client_context
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
 from flowcheck.node.budget import EXAMPLE_MBPS, Budget, ask, budget
 from flowcheck.node.captures import naming, plan_captures
@@ -40,6 +41,7 @@ from flowcheck.node.port import Port
 from flowcheck.node.resync import wished
 from flowcheck.node.serving import Serving
 from flowcheck.node.shelf import Shelf
+from flowcheck.node.tokens import Access
 from flowcheck.rebuild.calibration import settle, settle_updates
 from flowcheck.tables import Column, print_table, screen
 
@@ -57,7 +59,8 @@ class Node:
         self._lock = threading.Lock()
         self._groups: dict[str, Group] = {}
         self._started = False  # with the first group
-        token = _check_files(config)
+        self._access = access = _check_files(config, say)
+        self._reload = False
         planned = plan_captures(config)
         with ExitStack() as undo:
             eal = undo.enter_context(start_eal(*(one.live for one in planned), huge=config.huge))
@@ -77,10 +80,10 @@ class Node:
             for name in self._left_behind():
                 self._group(name)
             self.control = undo.enter_context(closing(ControlServer(
-                config.control.address, token, config.control.connections, self._group, say, self._shelf,
-                wished(config.replica),
+                config.control.address, access.of, config.control.connections, self._group, say, self._shelf,
+                wished(config.replica), lambda: access.tls,
             )))
-            self._serving = undo.enter_context(closing(Serving(config, token, say))) if config.api else None
+            self._serving = undo.enter_context(closing(Serving(config, access.keys, say))) if config.api else None
             self.control.start()
             self._undo = undo.pop_all()
 
@@ -147,6 +150,12 @@ class Node:
             failed = next((g.failure for g in self._groups.values() if g.failure is not None), None)
             if failed is not None:
                 raise failed
+            self._look_at_access()
+
+    def _look_at_access(self) -> None:
+        at_once, self._reload = self._reload, False
+        if self._access.look(at_once) and self._serving is not None:
+            self._serving.tell(self._access.keys)
 
     def _check_captures(self) -> None:
         for one, capture in zip(self._planned, self._captures, strict=True):
@@ -156,6 +165,10 @@ class Node:
 
     def stop(self) -> None:
         self._stopping = True
+
+    def reload(self) -> None:
+        """Tokens and certificate, soon; also from a signal's handler."""
+        self._reload = True
 
     def _stop_groups(self) -> None:
         for group in self._groups.values():
@@ -176,21 +189,23 @@ class Node:
         self.close()
 
 
-def _check_files(config: NodeConfig) -> bytes:
-    """The token. Raises UserError or EnvironmentProblem for a file that is not there or cannot be made."""
-    token = config.token()
+def _check_files(config: NodeConfig, say: Callable[..., None]) -> Access:
+    """Who may come in. Raises UserError or EnvironmentProblem for a file that is not there or cannot be made."""
+    access = Access(config, say)
+    if config.tls is not None and config.replica.peers:
+        client_context(config.tls.ca)
     if not os.access(config.replica.directory, os.W_OK | os.X_OK):  # a job would find out when it is too late
         raise EnvironmentProblem(
             "replica files cannot be made there", where=f"replica.directory {config.replica.directory}",
             remedy="an existing directory on tmpfs or hugetlbfs that the node may write to",
         )
     check_places(config.output)
-    return token
+    return access
 
 
 def check(config: NodeConfig, as_json: bool) -> None:
     """Print what the node would take. Raises the first of what cannot hold, after all of it was printed."""
-    _check_files(config)
+    _check_files(config, lambda *_, **__: None)
     planned = plan_captures(config)
     made = budget(config, planned, ask(config, planned))
     if as_json:
@@ -294,6 +309,7 @@ def run(
 
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, stop)
+            signal.signal(signal.SIGHUP, lambda *_: node.reload())
             say("listening", control=node.control.address, groups=settings.groups, api=node.api)
             node.wait()
             why = signal.Signals(came[0]).name if came else "asked to"

@@ -15,14 +15,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticCustomError
 
 from flowcheck.control.protocol import PEER_SECONDS, token_bytes
+from flowcheck.control.tls import SYSTEM
 from flowcheck.errors import EnvironmentProblem, UserError
 
-__all__ = ["Api", "Capture", "Control", "NodeConfig", "Output", "ReplicaSettings", "load"]
+__all__ = ["Api", "Capture", "Control", "NodeConfig", "Output", "ReplicaSettings", "Tls",
+           "TokenFiles", "load", "read_tokens"]
 
 MOST_BYTES = 1 << 20
 LARGEST_RING = 1 << 24
 MOST_STREAMS = 64  # queues of all captures: streams that one state machine follows (parser/include/machine.h)
 AUTO = ("auto",)
+MOST_TOKENS = 2  # of a role
 SKELETON = "dma_skeleton"  # each time it is named, another engine is meant
 
 
@@ -46,11 +49,13 @@ def _listens(text: str) -> str:
 
 
 class Control(_Part):
-    """listen: HOST:PORT on the control network, port 0 for any. token_file: its first line is the shared secret.
-    connections: at once, known or not."""
+    """listen: HOST:PORT on the control network, port 0 for any. token_file: the token of every role that has none of
+    its own in [tokens]. connections: at once, known or not. insecure: listen elsewhere than on the loopback, although
+    nothing that is sent is encrypted."""
 
     listen: str
-    token_file: Path
+    token_file: Path | None = None
+    insecure: bool = False
     connections: Annotated[int, Field(ge=1, le=65536)] = 256
 
     _address = field_validator("listen")(_listens)
@@ -74,22 +79,33 @@ class Api(_Part):
 
     _address = field_validator("listen")(_listens)
 
-    @model_validator(mode="after")
-    def _near(self) -> Self:
-        host = self.address[0]
-        if not self.insecure and host != "localhost" and not _is_loopback(host):
-            raise _wrong("listen", f"{host} is not the loopback, and nothing that is sent there is encrypted: set"
-                         " insecure = true if that network may be trusted")
-        return self
-
     @property
     def address(self) -> tuple[str, int]:
         return _host_and_port(self.listen)
 
 
+class Tls(_Part):
+    """Of the control port, of the API, and of connections to peers. cert, key: PEM files of this node. ca: what peers'
+    certificates are held against: a PEM file, or "system"."""
+
+    cert: Path
+    key: Path
+    ca: str = SYSTEM
+
+
+class TokenFiles(_Part):
+    """A file for each role. The first line is the token that this node shows and accepts; a second one is accepted as
+    well, while tokens are being replaced."""
+
+    trainer: Path | None = None
+    peer: Path | None = None
+    reader: Path | None = None
+    operator: Path | None = None
+
+
 def _is_loopback(host: str) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 
@@ -208,6 +224,8 @@ class NodeConfig(_Part):
     replica: ReplicaSettings = ReplicaSettings()
     output: Output = Output()
     api: Api | None = None
+    tls: Tls | None = None
+    tokens: TokenFiles = TokenFiles()
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,32}$")] = "node"
     groups: Annotated[int, Field(ge=1, le=8)] = 1
     record_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
@@ -249,6 +267,23 @@ class NodeConfig(_Part):
         return self
 
     @model_validator(mode="after")
+    def _near(self) -> Self:
+        for table, part in (("control", self.control), ("api", self.api)):
+            if part is None or part.insecure or self.tls is not None or _is_loopback(part.address[0]):
+                continue
+            raise _wrong(f"{table}.listen", f"{part.address[0]} is not the loopback, and nothing that is sent there is"
+                         " encrypted: give [tls], or set insecure = true there if that network may be trusted")
+        return self
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if "trainer" not in self.token_files:
+            raise _wrong("control.token_file", "is missing: without a token of trainers there is nobody to follow")
+        if self.replica.peers and "peer" not in self.token_files:
+            raise _wrong("tokens.peer", "is missing, and replica.peers names nodes that ask for one")
+        return self
+
+    @model_validator(mode="after")
     def _others(self) -> Self:
         if self.control.address in self.replica.peer_addresses:
             raise _wrong("replica.peers", f"{self.control.listen} is this node itself, which has what it lacks from"
@@ -263,15 +298,37 @@ class NodeConfig(_Part):
         """What errors and events call a capture's table in the settings."""
         return f"capture{_index(index, self.capture)}"
 
-    def token(self) -> bytes:
-        path = self.control.token_file
-        try:
-            text = _text(path).splitlines()[0]
-        except (OSError, UnicodeDecodeError, IndexError) as error:
-            reason = getattr(error, "strerror", None) or "is empty or no text"
-            kind = UserError if isinstance(error, FileNotFoundError) else EnvironmentProblem
-            raise kind(reason, where=str(path), remedy="a readable file with one line") from None
-        return token_bytes(text)
+    @property
+    def token_files(self) -> dict[str, Path]:
+        """By role; a role that is not in it is let in by nothing."""
+        own = {role: getattr(self.tokens, role) or self.control.token_file for role in TokenFiles.model_fields}
+        return {role: path for role, path in own.items() if path is not None}
+
+    def token(self, role: str = "trainer") -> bytes:
+        """The first of a role's tokens, as its file is now. Raises UserError or EnvironmentProblem."""
+        return token_bytes(_lines(self.token_files[role])[0])
+
+
+def read_tokens(path: Path) -> tuple[bytes, ...]:
+    """One token, or two while they are being replaced. Raises UserError or EnvironmentProblem."""
+    lines = _lines(path)
+    if len(lines) > MOST_TOKENS:
+        raise UserError(f"has {len(lines)} lines, each of which would be let in", where=str(path),
+                        remedy="the token, and in a second line the one that it replaces, for as long as that takes")
+    return tuple(map(token_bytes, lines))
+
+
+def _lines(path: Path) -> list[str]:
+    """One at least."""
+    try:
+        lines = _text(path).rstrip("\r\n").splitlines()
+        if not lines:
+            raise IndexError
+    except (OSError, UnicodeDecodeError, IndexError) as error:
+        reason = getattr(error, "strerror", None) or "is empty or no text"
+        kind = UserError if isinstance(error, FileNotFoundError) else EnvironmentProblem
+        raise kind(reason, where=str(path), remedy="a readable file with a token in its first line") from None
+    return lines
 
 
 def _text(path: Path) -> str:

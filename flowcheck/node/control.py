@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import ssl
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from flowcheck.control.protocol import (
     Bye,
     Flows,
     Hello,
+    Known,
     Limits,
     Link,
     Manifest,
@@ -37,6 +39,7 @@ from flowcheck.control.protocol import (
     accept,
 )
 from flowcheck.control.tensors import TensorSpec, unpack
+from flowcheck.control.tls import Secure
 from flowcheck.control.user_state import USER_BYTES, seal_of
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.group import Group
@@ -57,15 +60,17 @@ STATES = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", 
 
 class ControlServer:
     """group_of(name): the group of that name, or why there is none. shelf_of(name): what peers may read of it, None:
-    there is no such group. resync: what trainers will be asked for, as far as the settings say. Context manager; main
+    there is no such group. token: of all roles, or a callable that has those of one. tls: asked for each connection.
+    resync: what trainers will be asked for, as far as the settings say. Context manager; main
     thread opens and closes."""
 
     def __init__(
-        self, address: tuple[str, int], token: bytes, connections: int, group_of: Callable[[str], Group | str],
+        self, address: tuple[str, int], token: Known, connections: int, group_of: Callable[[str], Group | str],
         say: Callable[..., None], shelf_of: Callable[[str], Shelf | None] = lambda name: None, resync: str = RESYNC[0],
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
     ) -> None:
         self._token, self._most, self._group_of, self._say = token, connections, group_of, say
-        self._shelf_of, self._resync = shelf_of, resync
+        self._shelf_of, self._resync, self._tls = shelf_of, resync, tls
         self._listener, self.address = listen(address, "control.listen", BACKLOG)
         self._lock = threading.Lock()
         self._open: dict[Link, threading.Thread] = {}
@@ -104,7 +109,8 @@ class ControlServer:
             for option, value in KEEPALIVE.items():
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link = Link(sock)
+            tls = self._tls()
+            link = Link(sock, Secure(sock, tls) if tls is not None else None)
             thread = threading.Thread(target=self._serve, args=(link,), name=f"flowcheck {link.peer}", daemon=True)
             with self._lock:
                 full = len(self._open) >= self._most or self._closed.is_set()

@@ -14,10 +14,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from flowcheck.control.tls import client_context
 from flowcheck.job.clock import Clock
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.peers import Peers, Who
@@ -63,7 +65,11 @@ class Peering:
 
     def __init__(self, config: NodeConfig, group: str) -> None:
         self._settings, self._group = config.replica, group
-        self._token = config.token() if config.replica.peers else b""
+        self._token = partial(config.token, "peer")  # as its file is when a connection is made
+        self._tls = None
+        if config.replica.peers:
+            self._token()  # Raises UserError or EnvironmentProblem
+            self._tls = client_context(config.tls.ca) if config.tls is not None else None
         self.shelf = Shelf(config.replica.regions)  # also what is kept for other reasons, while it is
 
     def of(self, body: Mapping[str, Any], plan: JobPlan, run: tuple[str, int, int], clock: Clock) -> WithPeers | None:
@@ -73,7 +79,7 @@ class Peering:
         digest = digest_of(body, plan, run, clock)
         self.shelf.follow(digest)
         who = Who(run[0], run[1], self._group, digest)
-        peers = Peers(self._settings.peer_addresses, self._token, who, self._settings.peer_seconds)
+        peers = Peers(self._settings.peer_addresses, self._token, who, self._settings.peer_seconds, tls=self._tls)
         return WithPeers(self.shelf, peers, clock)
 
 

@@ -20,17 +20,21 @@ from __future__ import annotations
 import hashlib
 import queue
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from flowcheck.control.protocol import RANGES_TEXT, Bytes, Holes, Limits, Link, RecordsError, Refused, Span, greet
+from flowcheck.control.tls import Secure
+from flowcheck.errors import FlowcheckError
 from flowcheck.rebuild.given import Answer
 
 __all__ = ["DISTRUST", "PAUSE", "Peers", "Who", "checked"]
 
 PAUSE = 5.0
+Token = bytes | Callable[[], bytes]
 DISTRUST = 300.0  # seconds; one of the two nodes is wrong, and each answer would void more
 CELL = 8
 
@@ -47,14 +51,15 @@ class Who:
 
 
 class Peers:
-    """addresses: (host, port) of control ports. seconds: for an answer. Iterations are the trainer's numbers."""
+    """addresses: (host, port) of control ports. token: asked for each connection, if it is a callable. tls: None: not
+    encrypted. seconds: for an answer. Iterations are the trainer's numbers."""
 
     def __init__(
-        self, addresses: Sequence[tuple[str, int]], token: bytes, who: Who, seconds: float,
-        now: Callable[[], float] = time.monotonic,
+        self, addresses: Sequence[tuple[str, int]], token: Token, who: Who, seconds: float,
+        now: Callable[[], float] = time.monotonic, tls: ssl.SSLContext | None = None,
     ) -> None:
         self._now, self._seconds = now, seconds
-        self._peers = [_Peer(address, token, who, now) for address in addresses]
+        self._peers = [_Peer(address, token, who, now, tls) for address in addresses]
         self._question: _Question | None = None
         self._requests = 0
         self.failed: Mapping[str, str] = {}
@@ -109,7 +114,10 @@ class _Question:
 class _Peer:
     """One of them: a thread, and the connection that it keeps."""
 
-    def __init__(self, address: tuple[str, int], token: bytes, who: Who, now: Callable[[], float]) -> None:
+    def __init__(
+        self, address: tuple[str, int], token: Token, who: Who, now: Callable[[], float], tls: ssl.SSLContext | None
+    ) -> None:
+        self._tls = tls
         self._address, self._token, self._who, self._now = address, token, who, now
         self.name = f"[{address[0]}]:{address[1]}" if ":" in address[0] else f"{address[0]}:{address[1]}"
         self._questions: queue.SimpleQueue[_Question | None] = queue.SimpleQueue()
@@ -147,9 +155,9 @@ class _Peer:
                 continue
             try:
                 question.say(self.name, self._put(question))
-            except (RecordsError, OSError) as error:
+            except (FlowcheckError, OSError) as error:
                 self._let_go()
-                why = error.what if isinstance(error, RecordsError) else error.strerror or "no answer in time"
+                why = error.what if isinstance(error, FlowcheckError) else error.strerror or "no answer in time"
                 self.pause(why, PAUSE)
                 question.say(self.name, why)
         self._let_go()
@@ -180,7 +188,7 @@ class _Peer:
     def _connect(self, question: _Question) -> Link:
         sock = socket.create_connection(self._address, timeout=self._left(question))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = Link(sock)
+        link = Link(sock, Secure(sock, self._tls, self._address[0]) if self._tls is not None else None)
         with self._lock:
             self._link = link
             ended = self._ended
@@ -188,7 +196,8 @@ class _Peer:
             raise RecordsError("not needed any more", where=link.peer)
         link.limits = lambda: Limits(seconds=self._left(question))
         who = self._who
-        greet(link, self._token, run_id=who.run_id, epoch=who.epoch, rank=0, ranks=1, group=who.group, role="peer")
+        token = self._token() if callable(self._token) else self._token
+        greet(link, token, run_id=who.run_id, epoch=who.epoch, rank=0, ranks=1, group=who.group, role="peer")
         return link
 
     def _left(self, question: _Question) -> float:

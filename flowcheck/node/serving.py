@@ -1,7 +1,8 @@
 """The process that answers a node's HTTP API: started, watched and ended by the node, and never waited for.
 
-    serving = Serving(config, token, say)      in the node
+    serving = Serving(config, keys, say)       in the node
     serving.address, serving.look()            where; again and again
+    serving.tell(keys)                         other keys, or another certificate, from the next connection on
 
 It shares nothing with the node but files: what it does, and however it ends, holds up no capture. It has the cores that
 no capture is pinned to, at a lower priority. The node keeps the listening socket, so a process that died is replaced
@@ -16,11 +17,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from flowcheck.control.ask import reader_key
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.listening import listen
+from flowcheck.node.tokens import HTTP_ROLES, keys_of
 
 __all__ = ["Serving"]
 
@@ -30,14 +32,18 @@ END_SECONDS = 5.0
 
 
 class Serving:
-    """config: with an `api`. say: events. Belongs to the node's main thread."""
+    """config: with an `api`. keys: as Access.keys, or a token of all roles. say: events. Belongs to the node's main
+    thread."""
 
-    def __init__(self, config: NodeConfig, token: bytes, say: Callable[..., None]) -> None:
+    def __init__(self, config: NodeConfig, keys: Mapping[str, list[str]] | bytes, say: Callable[..., None]) -> None:
         assert config.api is not None
         self._say = say
         pinned = {core for one in config.capture for core in (*one.cores, *one.place_cores)}
-        self._settings = {
-            "key": reader_key(token), "node": config.name, "replicas": str(config.replica.directory),
+        if isinstance(keys, bytes):
+            keys = keys_of(dict.fromkeys(HTTP_ROLES, (keys,)), False)
+        tls = [str(config.tls.cert), str(config.tls.key)] if config.tls is not None else None
+        self._settings: dict[str, Any] = {
+            "keys": dict(keys), "tls": tls, "node": config.name, "replicas": str(config.replica.directory),
             "checkpoints": str(config.output.directory), "cores": sorted(os.sched_getaffinity(0) - pinned),
         }
         self._socket, self.address = listen(config.api.address, "api.listen", BACKLOG)
@@ -50,13 +56,13 @@ class Serving:
         process = subprocess.Popen(  # a session of its own: Ctrl-C is for the node, which ends it
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[descriptor], start_new_session=True,
         )
-        assert process.stdin is not None
-        try:
-            process.stdin.write((json.dumps(self._settings | {"socket": descriptor}) + "\n").encode())
-            process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has ended, which `look` will see
+        _write(process, self._settings | {"socket": descriptor})
         return process
+
+    def tell(self, keys: Mapping[str, list[str]]) -> None:
+        """These keys from now on; the certificate is read again."""
+        self._settings["keys"] = dict(keys)
+        _write(self._process, {"keys": dict(keys)})
 
     def look(self) -> None:
         """Start it anew if it has ended."""
@@ -84,3 +90,12 @@ class Serving:
         """End it; answers that are under way are cut. May be called twice."""
         self._reap()
         self._socket.close()
+
+
+def _write(process: subprocess.Popen[bytes], said: Mapping[str, Any]) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write((json.dumps(said) + "\n").encode())
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # it has ended, which `look` will see

@@ -23,9 +23,10 @@ from __future__ import annotations
 
 import logging
 import math
+import ssl
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,7 @@ from flowcheck.trainer.description import Model, Watch, check_gradients, entries
 from flowcheck.trainer.loop import AttachmentState, Given, Told
 from flowcheck.trainer.ranges import Source
 from flowcheck.trainer.sender import Identity, Sender
-from flowcheck.trainer.settings import nodes_of, token_of
+from flowcheck.trainer.settings import context_of, nodes_of, tokens_of
 from flowcheck.trainer.sources import Collectives, Topology, sources_of
 from flowcheck.trainer.user import Keeper
 
@@ -57,6 +58,7 @@ def attach(
     token: str | None = None, checksum_every: int = 0, group: str = "", run_id: str = "", epoch: int = 0,
     iteration: int = 0, max_stall_s: float = 10.0, topology: Topology | None = None,
     collectives: Collectives | None = None, scheduler: Any = None, scaler: Any = None,
+    ca: str | None = None,
 ) -> Attachment:
     """Attach a training job to a checkpoint node; on every rank, best right after DDP was made.
 
@@ -73,6 +75,7 @@ def attach(
         `flowcheck.prepare()` the calls are known without `collectives`.
     scheduler, scaler: objects whose `state_dict()` is kept with every version. The scaler also says the loss scale of
         an iteration, and whether its step was skipped, unless `step` is told.
+    ca: speak TLS, and trust these certificates: a PEM file, or "system". None: what FLOWCHECK_CA says; "": no TLS.
 
     Raises UserError for arguments that cannot be; all else is said by the attachment.
     """
@@ -80,7 +83,7 @@ def attach(
     addresses = [_address(one) for one in nodes]
     if not addresses or len(set(addresses)) < len(addresses):
         raise UserError(f"{nodes!r} is empty, or names a node twice", where="node", remedy="each node once")
-    secret = token_of(token)
+    secret, tls = tokens_of(token), context_of(ca)
     for what, number in (("checksum_every", checksum_every), ("epoch", epoch), ("iteration", iteration)):
         if not isinstance(number, int) or number < 0:
             raise UserError(f"{number!r} is not a count", where=what, remedy="a whole number, 0 or more")
@@ -88,7 +91,7 @@ def attach(
         raise UserError(f"{max_stall_s!r} is not a time", where="max_stall_s", remedy="seconds, 0 or more")
     return Attachment(
         model, optimizer, addresses, secret, checksum_every, group, run_id, epoch, iteration, max_stall_s, topology,
-        collectives, Keeper(optimizer, scheduler, scaler),
+        collectives, Keeper(optimizer, scheduler, scaler), tls,
     )
 
 
@@ -104,8 +107,9 @@ class Attachment(Told):
 
     def __init__(
         self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, addresses: list[tuple[str, int]],
-        token: bytes, checksum_every: int, name: str, run_id: str, epoch: int, iteration: int, max_stall_s: float,
-        topology: Topology | None, collectives: Collectives | None, keeper: Keeper,
+        token: Callable[[], bytes], checksum_every: int, name: str, run_id: str, epoch: int, iteration: int,
+        max_stall_s: float, topology: Topology | None, collectives: Collectives | None, keeper: Keeper,
+        tls: ssl.SSLContext | None,
     ) -> None:
         super().__init__(optimizer, keeper.scaler)
         self.number, self._keeper = iteration, keeper
@@ -124,13 +128,14 @@ class Attachment(Told):
         self._watch: Watch | None = None
         self._hook: Any = None
         try:
-            self._begin(model, optimizer, addresses, token, name, run_id, epoch, topology, collectives)
+            self._begin(model, optimizer, addresses, token, tls, name, run_id, epoch, topology, collectives)
         except Exception as error:  # whatever it is, training goes on without us
             self._refuse(error)
 
     def _begin(
         self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, addresses: list[tuple[str, int]],
-        token: bytes, name: str, run_id: str, epoch: int, topology: Topology | None, collectives: Collectives | None,
+        token: Callable[[], bytes], tls: ssl.SSLContext | None, name: str, run_id: str, epoch: int,
+        topology: Topology | None, collectives: Collectives | None,
     ) -> None:
         self._scale = self._scale_now()
         self._described: Model = entries(model, optimizer)
@@ -149,7 +154,7 @@ class Attachment(Told):
         for address in addresses:
             self._senders.append(Sender(
                 address, token, identity, self._opening, partial(self._said, address), self._source.prepare,
-                self._answered,
+                self._answered, tls,
             ))
         for sender in self._senders:
             sender.start()

@@ -44,7 +44,7 @@ from flowcheck.control.sources import (
 )
 from flowcheck.control.torch_state import torch_state
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.trainer.settings import token_of
+from flowcheck.trainer.settings import context_of, token_of
 from flowcheck.trainer.user import restore_rng
 
 __all__ = ["Recovered", "recover"]
@@ -117,7 +117,7 @@ def recover(
     nodes: str | Sequence[str] | None = None, *, token: str | None = None, run_id: str | None = None,
     shard: str | None = None, step: int | None = None, into: Mapping[str, torch.Tensor] | None = None,
     prefer_verified: int = 10, fresh: bool = False, seconds: float = SECONDS, together: bool = True,
-    rank: int | None = None,
+    rank: int | None = None, ca: str | None = None,
 ) -> Recovered:
     """The newest version that the nodes have, every hash checked; on every rank, after init_process_group.
 
@@ -131,11 +131,13 @@ def recover(
     seconds: that a node may be silent; one that is silent for longer is absent.
     together: agree with the other ranks, where torch.distributed is up.
     rank: whose own state is wanted, of the job that gave it; None: of this rank, in a job of as many.
+    ca: ask over TLS, and trust these certificates: a PEM file, or "system". None: what FLOWCHECK_CA says; "": no TLS.
 
     Raises EnvironmentProblem: no version was found and a node did not answer; `step` is not there; none of the versions
     found proved good (then `into` holds anything); another rank is gone. UserError for arguments that cannot be.
     """
-    asked = [Node(address, reader_key(token_of(token)), seconds) for address in addresses(_nodes(nodes))]
+    tls = context_of(ca)
+    asked = [Node(address, reader_key(token_of(token)), seconds, tls) for address in addresses(_nodes(nodes))]
     ranks, own = _ranks(together), _own(rank)
     bad: list[Key] = []
     passed: list[str] = []

@@ -18,6 +18,7 @@ from __future__ import annotations
 import queue
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -43,6 +44,7 @@ from flowcheck.control.protocol import (
     greet,
 )
 from flowcheck.control.tensors import header, packed_bytes, pieces
+from flowcheck.control.tls import Secure
 from flowcheck.errors import FlowcheckError
 from flowcheck.trainer.ranges import Copies, Wish
 
@@ -76,11 +78,13 @@ class Sender:
     takes_user: the node keeps what ranks give of themselves."""
 
     def __init__(
-        self, address: tuple[str, int], token: bytes, identity: Identity, opening: Callable[[], list[Any]],
-        tell: Callable[[str], None], prepare: Callable[[Ranges, int], Wish], answered: threading.Event | None = None,
+        self, address: tuple[str, int], token: bytes | Callable[[], bytes], identity: Identity,
+        opening: Callable[[], list[Any]], tell: Callable[[str], None], prepare: Callable[[Ranges, int], Wish],
+        answered: threading.Event | None = None, tls: ssl.SSLContext | None = None,
     ) -> None:
-        """prepare(request, bytes that the answer may have): called by the listening thread. answered: one that several
-        senders may share."""
+        """token: a callable is asked for each connection. prepare(request, bytes that the answer may have): called by
+        the listening thread. answered: one that several senders may share."""
+        self._tls = tls
         self.address, self._token, self._identity, self._opening, self._tell = address, token, identity, opening, tell
         self._prepare = prepare
         self._queue: queue.Queue[tuple[Link, Any, Payload]] = queue.Queue(QUEUE)
@@ -232,13 +236,14 @@ class Sender:
             self._told.add(why)
 
     def _connect(self) -> Link:
+        token = self._token() if callable(self._token) else self._token
         sock = socket.create_connection(self.address, timeout=CONNECT_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        link = Link(sock)
+        link = Link(sock, Secure(sock, self._tls, self.address[0]) if self._tls is not None else None)
         link.limits = lambda: Limits(64 << 10)
         try:
-            self.by_ranges = greet(link, self._token, **asdict(self._identity)).resync == "ranges"
+            self.by_ranges = greet(link, token, **asdict(self._identity)).resync == "ranges"
         except BaseException:
             link.close()
             raise

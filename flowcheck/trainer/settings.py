@@ -2,20 +2,24 @@
 
     FLOWCHECK_NODE          HOST:PORT of a node's control port, or several with commas: for `attach`
     FLOWCHECK_TOKEN_FILE    a file whose first line is the nodes' token: for `attach` and `recover`
+    FLOWCHECK_CA            a file of certificates that the nodes' are held against, or "system": their connections are
+                            TLS then. Without it nothing is encrypted
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import ssl
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from flowcheck.control.protocol import token_bytes
+from flowcheck.control.tls import client_context
 from flowcheck.errors import UserError
 
-__all__ = ["NODE", "TOKEN_FILE", "nodes_of", "token_of"]
+__all__ = ["CA", "NODE", "TOKEN_FILE", "context_of", "nodes_of", "token_of", "tokens_of"]
 
-NODE, TOKEN_FILE = "FLOWCHECK_NODE", "FLOWCHECK_TOKEN_FILE"
+NODE, TOKEN_FILE, CA = "FLOWCHECK_NODE", "FLOWCHECK_TOKEN_FILE", "FLOWCHECK_CA"
 
 
 def nodes_of(given: str | Sequence[str] | None) -> list[str]:
@@ -38,3 +42,16 @@ def token_of(given: str | None) -> bytes:
             raise UserError(f"cannot be read: {error}", where=f"{TOKEN_FILE}: {path}",
                             remedy="a readable file with the nodes' token") from None
     return token_bytes(given)
+
+
+def tokens_of(given: str | None) -> Callable[[], bytes]:
+    """The token for each new connection: one that is replaced in its file is used from the next one on. Raises
+    UserError now, as `token_of` does, and so may each call."""
+    first = token_of(given)
+    return lambda: token_of(None) if given is None else first
+
+
+def context_of(ca: str | None) -> ssl.SSLContext | None:
+    """ca: as FLOWCHECK_CA has it, which stands in for None. None: no TLS. Raises UserError."""
+    named = os.environ.get(CA, "") if ca is None else ca
+    return client_context(named) if named else None

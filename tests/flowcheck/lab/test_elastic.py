@@ -28,6 +28,7 @@ name = "{name}"
 [control]
 listen = "10.78.0.2:7070"
 token_file = "{folder}/token"
+insecure = true
 [capture]
 device = "af_packet:mir0"
 huge = false

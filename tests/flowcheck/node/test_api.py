@@ -406,7 +406,7 @@ def test_what_a_route_says_is_described_in_full() -> None:
     binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     for file in (MODEL, OPTIMIZER):
         answers = described["paths"][f"/v1/versions/{{id}}/{file}"]["get"]["responses"]
-        assert set(answers) == {"200", "206", "416", "401", "404", "503"} and answers["401"] == refused
+        assert set(answers) == {"200", "206", "416", "401", "403", "404", "503"} and answers["401"] == refused
         assert answers["200"]["content"] == answers["206"]["content"] == binary
         assert all(answers[status]["content"] == why for status in ("404", "416", "503"))
     assert described["components"]["responses"]["Refused"] == {

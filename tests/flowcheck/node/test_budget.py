@@ -18,7 +18,7 @@ from flowcheck.node.captures import PlannedCapture, plan_captures
 from flowcheck.node.config import NodeConfig
 
 GB = 1 << 30
-CONTROL = {"listen": "h:1", "token_file": "t"}
+CONTROL = {"listen": "localhost:1", "token_file": "t"}
 ROOMY = MachineFacts(
     available=200 * GB, huge_free=0, huge_by_node={}, cpus=frozenset(range(8)), speeds={}, rx_queues={},
     engine_nodes={}, node_cpus={},

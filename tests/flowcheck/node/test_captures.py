@@ -15,7 +15,7 @@ from flowcheck.node.captures import PlannedCapture, naming, plan_captures, ring_
 from flowcheck.node.config import NodeConfig
 
 NIC, FAR = "0000:81:00.0", "0000:01:00.0"
-CONTROL = {"listen": "h:1", "token_file": "t"}
+CONTROL = {"listen": "localhost:1", "token_file": "t"}
 
 
 def plan(root: Path, *captures: dict[str, Any]) -> list[PlannedCapture]:

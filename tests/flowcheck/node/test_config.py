@@ -65,9 +65,9 @@ def test_wrong_ones_are_named(tmp_path: Path, old: str, new: str, where: str, wh
 
 def test_what_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "node.toml"
-    path.write_text('[control]\nlisten = "h:1"\ntoken_file = "t"\n[capture]\ndevice = "d"\n')
+    path.write_text('[control]\nlisten = "localhost:1"\ntoken_file = "t"\n[capture]\ndevice = "d"\n')
     assert load(path).model_dump() == {
-        "control": {"listen": "h:1", "token_file": Path("t"), "connections": 256},
+        "control": {"listen": "localhost:1", "token_file": Path("t"), "insecure": False, "connections": 256},
         "capture": ({
             "device": "d", "path_mtu": 0, "dump": "copy", "engines": (), "queues": 1, "cores": (),
             "place_cores": (), "huge": None,
@@ -77,7 +77,8 @@ def test_what_is_left_out(tmp_path: Path) -> None:
                     "patience_packets": 0, "memory_mb": 65536, "resync": "ranges", "resync_mb": 32,
                     "peers": (), "peer_iterations": 2, "peer_seconds": 1.0},
         "output": {"directory": Path("out"), "every": 0, "keep_hashes": None, "status_file": None},
-        "api": None, "name": "node", "groups": 1, "record_seconds": 30.0,
+        "api": None, "tls": None, "name": "node", "groups": 1, "record_seconds": 30.0,
+        "tokens": {"trainer": None, "peer": None, "reader": None, "operator": None},
     }
 
 
@@ -91,18 +92,18 @@ def test_peers_have_addresses_and_their_iterations_take_arenas(tmp_path: Path) -
 
 
 def test_a_node_is_no_peer_of_its_own(tmp_path: Path) -> None:
-    path = settings(tmp_path, '"127.0.0.1:0"', '"a:7"')
-    path.write_text(path.read_text().replace("[replica]", '[replica]\npeers = ["b:7", "a:07"]'))
-    with pytest.raises(UserError, match="a:7 is this node itself") as refused:
+    path = settings(tmp_path, '"127.0.0.1:0"', '"127.0.0.1:7"')
+    path.write_text(path.read_text().replace("[replica]", '[replica]\npeers = ["b:7", "127.0.0.1:07"]'))
+    with pytest.raises(UserError, match="127.0.0.1:7 is this node itself") as refused:
         load(path)
     assert refused.value.where.endswith("node.toml: replica.peers")
 
 
 @pytest.mark.parametrize(("table", "key"), [
-    ("control", "listen"), ("control", "token_file"), ("capture", "device"), ("", "control"), ("", "capture"),
+    ("control", "listen"), ("capture", "device"), ("", "control"), ("", "capture"),
 ])
 def test_what_may_not_be_left_out(tmp_path: Path, table: str, key: str) -> None:
-    tables = {"control": {"listen": "h:1", "token_file": "t"}, "capture": {"device": "d"}}
+    tables = {"control": {"listen": "localhost:1", "token_file": "t"}, "capture": {"device": "d"}}
     del (tables[table] if table else tables)[key]  # type: ignore[attr-defined]
     path = tmp_path / "node.toml"
     path.write_text("".join(
@@ -113,11 +114,11 @@ def test_what_may_not_be_left_out(tmp_path: Path, table: str, key: str) -> None:
     assert refused.value.where == f"{path}: {f'{table}.{key}' if table else key}"
 
 
-LEAST = {"control": {"listen": '"h:1"', "token_file": '"t"'}, "capture": {"device": '"d"'}}
+LEAST = {"control": {"listen": '"localhost:1"', "token_file": '"t"'}, "capture": {"device": '"d"'}}
 
 
 @pytest.mark.parametrize(("table", "typo", "instead", "where", "what"), [
-    ("control", 'listne = "h:1"', "listen", "control.listne", "is not a key: did you mean listen?; control.listen: Fi"),
+    ("control", 'listne = "localhost:1"', "listen", "control.listne", "is not a key: did you mean listen?; control.listen:"),
     ("capture", 'devise = "d"', "device", "capture.devise", "is not a key: did you mean device?; capture.device: Fie"),
     ("capture", "ringsize = 64", "", "capture.ringsize", "is not a key: did you mean ring_size?"),
     ("capture", "arenas = 3", "", "capture.arenas", "is not a key here, it is one of [replica]"),
@@ -140,7 +141,7 @@ def test_a_misspelt_key_is_named_and_not_what_is_missing_for_it(
 
 def test_a_misspelt_table_is_named(tmp_path: Path) -> None:
     path = tmp_path / "node.toml"
-    path.write_text('[controll]\nlisten = "h:1"\n')
+    path.write_text('[controll]\nlisten = "localhost:1"\n')
     with pytest.raises(UserError, match="did you mean control") as refused:
         load(path)
     assert refused.value.where == f"{path}: controll"
@@ -169,7 +170,7 @@ BOUNDS = [
 def _with(folder: Path, table: str, key: str, value: str) -> Path:
     (folder / "token").write_text("a token that only tests have\n")
     path = folder / "node.toml"
-    text = f'[control]\nlisten = "h:1"\ntoken_file = "{folder}/token"\n[capture]\ndevice = "d"\n'
+    text = f'[control]\nlisten = "localhost:1"\ntoken_file = "{folder}/token"\n[capture]\ndevice = "d"\n'
     line = f"{key} = {value}\n"
     if not table:
         path.write_text(line + text)
@@ -227,7 +228,7 @@ def test_names_that_are_not(tmp_path: Path, name: str) -> None:
     ("[fE80::1.2.3.4]:1", ("fE80::1.2.3.4", 1)),
 ])
 def test_addresses(tmp_path: Path, listen: str, address: tuple[str, int]) -> None:
-    assert load(settings(tmp_path, "127.0.0.1:0", listen)).control.address == address
+    assert load(settings(tmp_path, '"127.0.0.1:0"', f'"{listen}"\ninsecure = true')).control.address == address
 
 
 @pytest.mark.parametrize("listen", [
@@ -274,7 +275,7 @@ def test_a_token_file_that_is_a_folder(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem) as refused:
         config.token()
     assert (refused.value.what, refused.value.where) == ("Is a directory", str(tmp_path))
-    assert refused.value.remedy == "a readable file with one line"
+    assert refused.value.remedy == "a readable file with a token in its first line"
 
 
 def test_settings_of_a_mebibyte_and_of_one_byte_more(tmp_path: Path) -> None:
@@ -324,7 +325,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 def captures(folder: Path, *tables: str) -> Path:
     (folder / "token").write_text("a token that only tests have\n")
     path = folder / "node.toml"
-    text = f'[control]\nlisten = "h:1"\ntoken_file = "{folder}/token"\n'
+    text = f'[control]\nlisten = "localhost:1"\ntoken_file = "{folder}/token"\n'
     path.write_text(text + "".join(f"[[capture]]\n{table}\n" for table in tables))
     return path
 
@@ -401,7 +402,7 @@ def test_more_queues_than_a_node_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("given", "what"), [("capture = []", "a mirror port at least"), ("capture = 1", "tuple")])
 def test_what_is_not_a_capture(tmp_path: Path, given: str, what: str) -> None:
     path = tmp_path / "node.toml"
-    path.write_text(f'{given}\n[control]\nlisten = "h:1"\ntoken_file = "t"\n')
+    path.write_text(f'{given}\n[control]\nlisten = "localhost:1"\ntoken_file = "t"\n')
     with pytest.raises(UserError) as refused:
         load(path)
     assert refused.value.where == f"{path}: capture" and what in refused.value.what

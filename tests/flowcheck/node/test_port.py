@@ -15,7 +15,7 @@ from flowcheck.node.drops import OWN
 from flowcheck.node.port import Port
 from tests.flowcheck.memory_ring import MemoryRing
 
-CONTROL = {"listen": "h:1", "token_file": "t"}
+CONTROL = {"listen": "localhost:1", "token_file": "t"}
 
 
 class Opened:

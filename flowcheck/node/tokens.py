@@ -1,0 +1,95 @@
+"""Who may speak to a node and ask it: the tokens of each role as their files are now, and its certificate.
+
+    access = Access(config, say)      reads everything. Raises UserError or EnvironmentProblem
+    access.of("trainer")              the tokens that are accepted of a role, the newest first
+    access.keys                       what a reader of the HTTP API may show, and which roles that is
+    access.tls                        the context for new connections; None: no TLS
+    access.look()                     again and again: reads what has changed
+
+A file that has become unreadable changes nothing: what was read before stays in force, and an event says so once. What
+is read is held by whoever asks later; connections that are open stay open.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from flowcheck.control.ask import reader_key
+from flowcheck.control.tls import server_context
+from flowcheck.errors import FlowcheckError
+from flowcheck.node.config import NodeConfig, read_tokens
+
+__all__ = ["HTTP_ROLES", "LOOK_SECONDS", "Access", "keys_of"]
+
+HTTP_ROLES = ("trainer", "reader", "operator")  # who may ask at all
+LOOK_SECONDS = 1.0
+Stamp = tuple[tuple[int, int, int] | None, ...]
+
+
+class Access:
+    """say: events. `look` belongs to the node's main thread; what it leaves is replaced as a whole."""
+
+    def __init__(self, config: NodeConfig, say: Callable[..., None]) -> None:
+        self._files, self._say = config.token_files, say
+        self._certificate = (config.tls.cert, config.tls.key) if config.tls is not None else None
+        self._own = config.tokens.operator is not None
+        self._said = ""
+        self._next = time.monotonic() + LOOK_SECONDS
+        self._stamp = self._look_at()  # before reading: what changes meanwhile is read again
+        self._read()
+
+    def _read(self) -> None:
+        tokens = {role: read_tokens(path) for role, path in self._files.items()}
+        tls = server_context(*self._certificate) if self._certificate is not None else None
+        self._tokens, self.tls = tokens, tls
+        self.keys = keys_of(tokens, self._own)
+
+    def of(self, role: str) -> tuple[bytes, ...]:
+        return self._tokens.get(role, ())
+
+    def look(self, at_once: bool = False) -> bool:
+        """True: something was read anew. at_once: read all of it, changed or not."""
+        if not at_once and time.monotonic() < self._next:
+            return False
+        self._next = time.monotonic() + LOOK_SECONDS
+        stamp = self._look_at()
+        if stamp == self._stamp and not at_once and not self._said:
+            return False
+        try:
+            self._read()
+        except FlowcheckError as error:
+            why = f"{error.where}: {error.what}; what was read before stays in force"
+            if why != self._said:
+                self._say("problem", why=why)
+            self._said = why
+            return False
+        self._stamp, self._said = stamp, ""
+        self._say("access", why="asked to" if at_once else "a file has changed", roles=sorted(self._files),
+                  tls=self.tls is not None)
+        return True
+
+    def _look_at(self) -> Stamp:
+        return tuple(map(_stamp, [*self._files.values(), *(self._certificate or ())]))
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def keys_of(tokens: Mapping[str, tuple[bytes, ...]], operator: bool) -> dict[str, list[str]]:
+    """What may be shown as `Bearer`, and whose it is. operator: there is a token of operators alone; it may be shown as
+    it is, because scrapers send what a file has."""
+    keys: dict[str, list[str]] = {}
+    for role in HTTP_ROLES:
+        for token in tokens.get(role, ()):
+            keys.setdefault(reader_key(token), []).append(role)
+            if role == "operator" and operator:
+                keys.setdefault(token.decode(), []).append(role)
+    return keys
