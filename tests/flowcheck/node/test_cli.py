@@ -22,6 +22,7 @@ import pytest
 pytest.importorskip("dataplane.pydpdk._dpdk", reason="the dataplane is not built: libdpdk was not found")
 
 from dataplane.pydpdk.errors import DpdkError
+from flowcheck.control.ask import reader_key
 from flowcheck.control.protocol import Link, RecordsError, Refused, Wanted, greet
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import cli
@@ -498,18 +499,22 @@ def test_a_capture_that_cannot_go_on_ends_the_wait(
 
 
 def test_versions_are_served_where_that_is_asked_for(
-    begin: Begin, world: World, monkeypatch: pytest.MonkeyPatch
+    begin: Begin, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class Noted:
         address = "127.0.0.1:7071"
 
-        def __init__(self, config: NodeConfig, token: bytes, say: Any) -> None:
-            assert config.api is not None and token == TOKEN.encode() and say == world.say
+        def __init__(self, config: NodeConfig, keys: Any, say: Any) -> None:
+            assert config.api is not None and say == world.say
+            assert set(keys[reader_key(TOKEN.encode())]) == {"trainer", "reader", "operator"}
             world.done.append("open api")
 
         def look(self) -> None:
             world.done.append("look at api")
             node.stop()
+
+        def tell(self, keys: Any) -> None:
+            world.done.append(f"tell api {reader_key(b'another token of all') in keys}")
 
         def close(self) -> None:
             world.done.append("close api")
@@ -518,7 +523,9 @@ def test_versions_are_served_where_that_is_asked_for(
     assert begin().api is None and "open api" not in world.done
     node = begin(api={"listen": "127.0.0.1:0"})
     assert node.api == "127.0.0.1:7071" and world.done[-1] == "open api"
+    (tmp_path / "token").write_text("another token of all")
+    node.reload()
     node.wait()
-    assert world.done[-1] == "look at api"
+    assert world.done[-3:] == ["look at api", "say access", "tell api True"]
     node.close()
     assert world.done.count("close api") == 1

@@ -94,7 +94,7 @@ def test_peers_have_addresses_and_their_iterations_take_arenas(tmp_path: Path) -
 def test_a_node_is_no_peer_of_its_own(tmp_path: Path) -> None:
     path = settings(tmp_path, '"127.0.0.1:0"', '"127.0.0.1:7"')
     path.write_text(path.read_text().replace("[replica]", '[replica]\npeers = ["b:7", "127.0.0.1:07"]'))
-    with pytest.raises(UserError, match="127.0.0.1:7 is this node itself") as refused:
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:7 is this node itself") as refused:
         load(path)
     assert refused.value.where.endswith("node.toml: replica.peers")
 
@@ -118,7 +118,7 @@ LEAST = {"control": {"listen": '"localhost:1"', "token_file": '"t"'}, "capture":
 
 
 @pytest.mark.parametrize(("table", "typo", "instead", "where", "what"), [
-    ("control", 'listne = "localhost:1"', "listen", "control.listne", "is not a key: did you mean listen?; control.listen:"),
+    ("control", 'listne = "localhost:1"', "listen", "control.listne", "is not a key: did you mean listen?; control."),
     ("capture", 'devise = "d"', "device", "capture.devise", "is not a key: did you mean device?; capture.device: Fie"),
     ("capture", "ringsize = 64", "", "capture.ringsize", "is not a key: did you mean ring_size?"),
     ("capture", "arenas = 3", "", "capture.arenas", "is not a key here, it is one of [replica]"),

@@ -193,7 +193,7 @@ def test_a_connection_that_came_to_nothing_gives_its_place_back(port: Callable[.
 def test_sockets_and_threads_of_a_connection(port: Callable[..., Port], monkeypatch: pytest.MonkeyPatch) -> None:
     """A trainer whose machine is gone is noticed within half a minute, and its threads keep no process alive."""
     taken: list[socket.socket] = []
-    monkeypatch.setattr("flowcheck.node.control.Link", lambda sock: (taken.append(sock), Link(sock))[1])
+    monkeypatch.setattr("flowcheck.node.control.Link", lambda sock, tls: (taken.append(sock), Link(sock, tls))[1])
     one = port()
     link = one.attach(rank=2)
     link.receive(wait=10)
