@@ -309,9 +309,9 @@ class NodeConfig(_Part):
         return token_bytes(_lines(self.token_files[role])[0])
 
 
-def read_tokens(path: Path) -> tuple[bytes, ...]:
+def read_tokens(path: str | os.PathLike[str]) -> tuple[bytes, ...]:
     """One token, or two while they are being replaced. Raises UserError or EnvironmentProblem."""
-    lines = _lines(path)
+    lines = _lines(Path(path))
     if len(lines) > MOST_TOKENS:
         raise UserError(f"has {len(lines)} lines, each of which would be let in", where=str(path),
                         remedy="the token, and in a second line the one that it replaces, for as long as that takes")
