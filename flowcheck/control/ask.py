@@ -4,6 +4,7 @@
     offers = node.offers()                           what it has: memory and disk, newest first
     version = node.version(offers[0])                the manifest; a version in memory stays as it is from here on
     tensors = node.tensors(offers[0], version, MODEL, into={})
+    for piece in node.pieces(offers[0], version, MODEL): ...      the same as bytes, a few MiB at a time
     state = node.user(offers[0], rank=3)             what that rank gave of itself
 
 Nothing that a node sends is believed: sizes are checked before memory is taken, every wait has a deadline, and every
@@ -22,7 +23,7 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ from flowcheck.control.user_state import USER_BYTES, UserState
 from flowcheck.control.version import STATUSES, Version
 from flowcheck.errors import FlowcheckError, UserError
 
-__all__ = ["MEMORY", "TIERS", "AskError", "Node", "Offer", "reader_key", "spans", "split"]
+__all__ = ["MEMORY", "TIERS", "AskError", "Node", "Offer", "order_of", "reader_key", "spans", "split"]
 
 MEMORY, DISK = "memory", "disk"
 TIERS = (MEMORY, DISK)  # of a node, the nearest first
@@ -95,6 +96,12 @@ class Offer:
         return cls(**values, user=_spans(said.get("user", []), where))
 
 
+def order_of(version: Version, file: str) -> list[str]:
+    """The order in which a safetensors file of ours has its tensors: the widest elements first."""
+    tensors = version.files[file]
+    return sorted(tensors, key=lambda name: -getattr(torch, tensors[name].spec.dtype).itemsize)
+
+
 def spans(ranks: Iterable[int]) -> tuple[tuple[int, int], ...]:
     """Ranks in ascending order as first and last of each row of them."""
     out: list[tuple[int, int]] = []
@@ -131,6 +138,10 @@ class Node:
         host, port = address
         self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.received = 0  # bytes of tensors
+
+    def again(self) -> Node:
+        """The same node, over a connection of its own."""
+        return Node(self._address, self._key, self._seconds, self._tls)
 
     def close(self) -> None:
         """Let the connection go; may be called twice."""
@@ -178,6 +189,45 @@ class Node:
     def _tensors(
         self, offer: Offer, version: Version, file: str, into: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
+        stream, lie, where = self._opened(offer, version, file)
+        found: dict[str, torch.Tensor] = {}
+        with _Hashing(where) as hashing:
+            for name in lie:
+                digest = version.files[file][name]
+                given = into.get(name)
+                straight = given is not None and given.device.type == "cpu" and given.is_contiguous()
+                target = given if given is not None and straight else torch.empty(
+                    digest.spec.shape, dtype=getattr(torch, digest.spec.dtype)
+                )
+                stream.fill(memory(target))
+                hashing.add(name, target, digest.sha256, None if straight else given)
+                found[name] = target if given is None else given
+        return {name: found[name] for name in version.files[file]}
+
+    def pieces(self, offer: Offer, version: Version, file: str) -> Iterator[memoryview]:
+        """The bytes of one file's tensors, in the order of `order_of`, each tensor's hash checked when its last byte
+        has come: what was yielded of it before may be wrong. A piece is good until the next. Raises AskError."""
+        stream, lie, where = self._opened(offer, version, file)
+        buffer = memoryview(bytearray(CHUNK))
+        try:
+            if list(lie) != order_of(version, file):
+                raise AskError("has its tensors in another order than their widths", where=where)
+            for name in lie:
+                digest, left, sums = version.files[file][name], version.files[file][name].spec.nbytes, hashlib.sha256()
+                while left:
+                    piece = buffer[: min(left, len(buffer))]
+                    stream.fill(piece)
+                    sums.update(piece)
+                    left -= len(piece)
+                    yield piece
+                if sums.hexdigest() != digest.sha256:
+                    raise AskError(f"tensor {name!r} has other bytes than its manifest says (SHA-256 differs)",
+                                   where=where)
+        finally:
+            self.close()
+
+    def _opened(self, offer: Offer, version: Version, file: str) -> tuple[_Stream, dict[str, tuple[int, int]], str]:
+        """A file's bytes from its first tensor on, where each tensor lies in them, and words for where that is."""
         where = f"{self.name}, {offer.tier}: {file}"
         stream = _Stream(self, f"/v1/versions/{offer.id}/{file}", where)
         expected = {name: digest.spec for name, digest in version.files[file].items()}
@@ -191,19 +241,7 @@ class Node:
             raise AskError(error.what, where=where) from None
         if missing := expected.keys() - lie.keys():
             raise AskError(f"lacks tensor {min(missing)!r}, which its manifest lists", where=where)
-        found: dict[str, torch.Tensor] = {}
-        with _Hashing(where) as hashing:
-            for name in lie:
-                digest = version.files[file][name]
-                given = into.get(name)
-                straight = given is not None and given.device.type == "cpu" and given.is_contiguous()
-                target = given if given is not None and straight else torch.empty(
-                    digest.spec.shape, dtype=getattr(torch, digest.spec.dtype)
-                )
-                stream.fill(memory(target))
-                hashing.add(name, target, digest.sha256, None if straight else given)
-                found[name] = target if given is None else given
-        return {name: found[name] for name in expected}
+        return stream, lie, where
 
     def user(self, offer: Offer, rank: int) -> UserState:
         """What a rank gave of itself with that version, checked. Raises AskError."""

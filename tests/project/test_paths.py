@@ -45,7 +45,7 @@ PUBLIC = [
 
 
 #: Classes whose objects people are given and do not make.
-RETURNED = ("Checkpoint", "Replica", "Result", "Taken")
+RETURNED = ("Checkpoint", "Replica", "Result", "Protected", "Taken")
 
 
 class Named:

@@ -1,0 +1,333 @@
+"""Parity of one version of several shards: who pulls them writes it, and with it a lost shard comes back.
+
+    written = protect(nodes, out, token=secret, parity=2)             OUT/step-000041.parity/
+    path = restore_shard(written.path, nodes, out, token=secret, shard="stage1")      a checkpoint directory of it
+
+A shard's stream is the bytes of its tensors, those of the model and then those of the optimizer, each file's in the
+order of its safetensors file, and zeros up to the length of the longest. parity.json names run, epoch and step, has the
+manifest of every shard, and is written last; the directory appears whole or not at all. So parity is of one step of all
+shards, and a round that fails (a node that dies, stalls or lies) leaves the parity before as it was. What ranks gave of
+themselves is not in it.
+
+Whatever a node sends is hashed against its manifest while it is encoded, and every tensor that is rebuilt against the
+manifest that parity.json has. No more of a version than a piece of each stream is in memory. Any thread; one at a time
+for a directory.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from flowcheck.checkpoint.coding.code import Code
+from flowcheck.checkpoint.directory import Meta, tensor_sha256, write_step
+from flowcheck.control.ask import SECONDS, AskError, Node, Offer, order_of, reader_key
+from flowcheck.control.protocol import token_bytes
+from flowcheck.control.sources import Found, Key, addresses, choose, look
+from flowcheck.control.tensors import TensorSpec
+from flowcheck.control.tls import client_context
+from flowcheck.control.version import MODEL, OPTIMIZER, Version, seal, self_hash
+from flowcheck.durable import adopt, fsync_directory, make_directory, partial_name, remove_tree, reporting
+from flowcheck.errors import EnvironmentProblem, UserError
+
+__all__ = ["SCHEMA", "Protected", "protect", "restore_shard"]
+
+SCHEMA, DESCRIPTION = "flowcheck/parity/1", "parity.json"
+PIECE = 4 << 20
+OTHER = "protect another step, or see the nodes"
+
+
+@dataclass(frozen=True)
+class Protected:
+    """A directory of parity. versions: of each shard, in the order of the streams of data. length: of each stream."""
+
+    path: Path
+    code: Code
+    length: int
+    versions: tuple[Version, ...]
+
+    @property
+    def step(self) -> int:
+        return self.versions[0].step
+
+    @property
+    def key(self) -> Key:
+        return self.versions[0].epoch, self.step
+
+    @property
+    def padded(self) -> int:
+        """Bytes of zeros that were encoded, because shards are not equally long."""
+        return self.code.data * self.length - sum(version.nbytes for version in self.versions)
+
+    def stream(self, number: int) -> Path:
+        """Of parity: numbers from `code.data` on."""
+        return self.path / f"stream-{number}.bin"
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """Raises UserError: not such a directory, or changed since."""
+        path = Path(path)
+        try:
+            document = json.loads((path / DESCRIPTION).read_text())
+            whole = document["schema"] == SCHEMA and document["manifest_sha256"] == self_hash(document)
+            code = Code(document["data"], document["parity"])
+            length = int(document["length"])
+            versions = tuple(Version.of(one, str(path)) for one in document["versions"])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            whole = False
+        if not whole or len(versions) != code.data or max(version.nbytes for version in versions) != length:
+            raise UserError("is not a directory of parity, or was changed", where=str(path), remedy=OTHER)
+        return cls(path, code, length, versions)
+
+
+def protect(
+    nodes: str | Sequence[str], out: str | os.PathLike[str], *, token: str, parity: int = 1,
+    run_id: str | None = None, shards: Sequence[str] | None = None, step: int | None = None, seconds: float = SECONDS,
+    ca: str = "",
+) -> Protected:
+    """Parity of the newest step that every shard has; one of that step that is there already is replaced.
+
+    nodes: HOST:PORT of the `api.listen` of the nodes that hold the shards. parity: how many shards may be lost.
+    run_id: None: the only one. shards: names, in the order of the streams; None: all that the nodes have, sorted.
+    step: this one and no other. seconds: that a node may be silent. ca: as of `fetch`.
+    Raises UserError; EnvironmentProblem: a shard that nobody has, a node that ends the round, a disk.
+    """
+    asked = _asked(nodes, token, seconds, ca)
+    names = list(shards) if shards is not None else _shards(asked, run_id)
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise UserError(f"{len(names)} shards, which are to be different and two at least", where="shards",
+                        remedy="a job of one shard is protected by a second node that mirrors it, or by output.every")
+    code = Code(len(names), parity)
+    found = [look(asked, run_id, name) for name in names]
+    key = choose([one.versions for one in found], step=step)
+    if key is None:
+        which = "no step" if step is None else f"step {step} not"
+        raise EnvironmentProblem(f"{which} of every shard is there: {', '.join(map(repr, names))}", where="protect",
+                                 remedy=OTHER)
+    with ExitStack() as stack:
+        sources = [_source(stack, one, key, name) for one, name in zip(found, names, strict=True)]
+        versions = tuple(version for _, _, version in sources)
+        length = max(version.nbytes for version in versions)
+        path = Path(out) / f"step-{key[1]:06d}.parity"
+        protected = Protected(path, code, length, versions)
+        if path.exists():
+            Protected.read(path)  # what is somebody else's stays
+        document = seal({"schema": SCHEMA, "data": code.data, "parity": code.parity, "length": length,
+                         "versions": [version.document() for version in versions]})
+        _write(protected, [_Padded(_bytes(*source)) for source in sources], document)
+    return protected
+
+
+def restore_shard(
+    path: str | os.PathLike[str], nodes: str | Sequence[str], out: str | os.PathLike[str], *, token: str, shard: str,
+    seconds: float = SECONDS, ca: str = "",
+) -> Path:
+    """One shard from parity and the shards that nodes still have: a checkpoint directory, OUT/step-000041.
+
+    path: of `protect`. nodes, token, seconds, ca: as there; nodes that are gone may be named. shard: the lost one's.
+
+    Raises UserError: no such shard, or too few of the others; EnvironmentProblem: a tensor that is not what its
+    manifest says, a node that failed, a disk.
+    """
+    kept = Protected.read(path)
+    lost = next((number for number, one in enumerate(kept.versions) if one.shard == shard), None)
+    if lost is None:
+        raise UserError(f"has no shard {shard!r}, only {', '.join(repr(one.shard) for one in kept.versions)}",
+                        where=str(path), remedy="one of them")
+    version, asked = kept.versions[lost], _asked(nodes, token, seconds, ca)
+    with ExitStack() as stack:
+        streams: dict[int, _Padded] = {}
+        for number, one in enumerate(kept.versions):
+            source = _like(stack, asked, one) if number != lost else None
+            if source is not None:
+                streams[number] = _Padded(_bytes(*source))
+        for number in range(kept.code.data, kept.code.data + kept.code.parity):
+            if len(streams) < kept.code.data and kept.stream(number).is_file():
+                streams[number] = _Padded(_file(stack.enter_context(kept.stream(number).open("rb"))))
+        aside = partial_name(Path(out) / f"{shard or 'shard'}.stream")
+        with reporting(Path(out), aside=aside):
+            make_directory(Path(out))
+            try:
+                with aside.open("w+b") as file:
+                    _decode(kept, lost, streams, file)
+                return _checkpoint(version, aside, Path(out))
+            finally:
+                aside.unlink(missing_ok=True)
+
+
+# -- sources -----------------------------------------------------------------------------------------------
+
+Source = tuple[Node, Offer, Version]
+
+
+def _asked(nodes: str | Sequence[str], token: str, seconds: float, ca: str) -> list[Node]:
+    key, tls = reader_key(token_bytes(token)), client_context(ca) if ca else None
+    return [Node(address, key, seconds, tls) for address in addresses(nodes)]
+
+
+def _shards(nodes: Sequence[Node], run_id: str | None) -> list[str]:
+    found: set[str] = set()
+    for node in nodes:
+        try:
+            with closing(node):
+                found |= {offer.shard for offer in node.offers() if run_id in (None, offer.run_id)}
+        except AskError:
+            continue  # `look` names who is absent
+    return sorted(found)
+
+
+def _source(stack: ExitStack, found: Found, key: Key, name: str) -> Source:
+    """The nearest one. One that fails ends the round: the next round takes another."""
+    node, offer = next(place for place in found.places if (place[1].epoch, place[1].step) == key)
+    own = stack.enter_context(closing(node.again()))
+    try:
+        return own, offer, own.version(offer)
+    except AskError as error:
+        raise EnvironmentProblem(f"shard {name!r}: {error.what}", where=error.where, remedy=OTHER) from None
+
+
+def _like(stack: ExitStack, nodes: Sequence[Node], wanted: Version) -> Source | None:
+    """A place that has the very bytes of a version, by its hashes."""
+    for node, offer in look(nodes, wanted.run_id, wanted.shard).places:
+        if (offer.epoch, offer.step) == (wanted.epoch, wanted.step):
+            own = stack.enter_context(closing(node.again()))
+            try:
+                version = own.version(offer)
+            except AskError:
+                continue
+            if version.files == wanted.files:
+                return own, offer, version
+    return None
+
+
+def _bytes(node: Node, offer: Offer, version: Version) -> Iterator[memoryview]:
+    try:
+        for file in (MODEL, OPTIMIZER):
+            yield from node.pieces(offer, version, file)
+    except AskError as error:
+        raise EnvironmentProblem(f"shard {version.shard!r}: {error.what}", where=error.where, remedy=OTHER) from None
+
+
+def _file(file: Any) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(PIECE))
+    while count := file.readinto(buffer):
+        yield buffer[:count]
+
+
+class _Padded:
+    """Pieces of any size, taken in pieces of another; zeros after the last."""
+
+    def __init__(self, pieces: Iterator[memoryview]) -> None:
+        self._pieces, self._rest = pieces, memoryview(b"")
+
+    def fill(self, view: memoryview) -> None:
+        while view:
+            if not self._rest:
+                self._rest = next(self._pieces, memoryview(b""))
+                if not self._rest:
+                    view[:] = bytes(len(view))
+                    return
+            count = min(len(view), len(self._rest))
+            view[:count], self._rest, view = self._rest[:count], self._rest[count:], view[count:]
+
+    def finish(self) -> None:
+        """What is left is read: the last hash is checked when its last byte was asked for and once more."""
+        if self._rest or next(self._pieces, None) is not None:
+            raise EnvironmentProblem("a stream is longer than it said", where="parity", remedy=OTHER)
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def _write(kept: Protected, streams: Sequence[_Padded], document: Mapping[str, Any]) -> None:
+    aside, code = partial_name(kept.path), kept.code
+    data = [memoryview(bytearray(PIECE)) for _ in range(code.data)]
+    parity = [memoryview(bytearray(PIECE)) for _ in range(code.parity)]
+    with reporting(kept.path, aside=aside):
+        make_directory(kept.path.parent)
+        remove_tree(aside)  # of an earlier process that had our pid
+        try:
+            aside.mkdir()
+            with ExitStack() as stack:
+                files = [stack.enter_context((aside / kept.stream(code.data + i).name).open("wb"))
+                         for i in range(code.parity)]
+                for at in range(0, kept.length, PIECE):
+                    size = min(PIECE, kept.length - at)
+                    for stream, view in zip(streams, data, strict=True):
+                        stream.fill(view[:size])
+                    code.encode([view[:size] for view in data], [view[:size] for view in parity])
+                    for file, view in zip(files, parity, strict=True):
+                        file.write(view[:size])
+                for stream in streams:
+                    stream.finish()
+                for file in files:
+                    file.flush()
+                    os.fsync(file.fileno())
+            with (aside / DESCRIPTION).open("w") as text:
+                json.dump(document, text, indent=1)
+                text.flush()
+                os.fsync(text.fileno())
+            fsync_directory(aside)
+            adopt(aside, kept.path)
+        finally:
+            remove_tree(aside)  # half of the new one, or all of the one that it replaced
+
+
+def _decode(kept: Protected, lost: int, streams: Mapping[int, _Padded], file: Any) -> None:
+    views = {number: memoryview(bytearray(PIECE)) for number in streams}
+    out = memoryview(bytearray(PIECE))
+    for at in range(0, kept.length, PIECE):
+        size = min(PIECE, kept.length - at)
+        for number, stream in streams.items():
+            stream.fill(views[number][:size])
+        kept.code.rebuild({number: view[:size] for number, view in views.items()}, {lost: out[:size]})
+        file.write(out[:size])
+    for stream in streams.values():
+        stream.finish()
+    file.flush()
+
+
+def _checkpoint(version: Version, stream: Path, out: Path) -> Path:
+    """From the bytes of all tensors, one after another: every hash is checked, then it is written as any version."""
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    with stream.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 0) if version.nbytes else mmap.mmap(-1, 1)
+        at = 0
+        for name in (MODEL, OPTIMIZER):
+            found = {}
+            for tensor in order_of(version, name):
+                digest = version.files[name][tensor]
+                found[tensor] = _view(memory, at, digest.spec)
+                at += digest.spec.nbytes
+                if tensor_sha256(found[tensor]) != digest.sha256:
+                    raise EnvironmentProblem(
+                        f"tensor {tensor!r} of shard {version.shard!r} does not come out as its manifest says (SHA-256"
+                        " differs): the parity was changed", where=str(out), remedy=OTHER,
+                    )
+            files[name] = {tensor: found[tensor] for tensor in version.files[name]}
+        state: dict[str, dict[str, torch.Tensor | float | int]] = {}
+        for name, value in files[OPTIMIZER].items():
+            parameter, _, part = name.removeprefix("state.").rpartition(".")
+            state.setdefault(parameter, {})[part] = value
+        meta = Meta(version.run_id, version.epoch, version.status, version.unproven, version.optimizer,
+                    version.rounding, version.shard)
+        return write_step(out, version.step, files[MODEL], state, meta)
+
+
+def _view(memory: mmap.mmap, at: int, spec: TensorSpec) -> torch.Tensor:
+    """A tensor of the bytes from `at` on; a copy where its elements would lie askew."""
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    count = spec.nbytes // dtype.itemsize
+    if not count:
+        return torch.empty(spec.shape, dtype=dtype)
+    if at % dtype.itemsize:
+        return torch.frombuffer(bytearray(memory[at : at + spec.nbytes]), dtype=dtype).reshape(spec.shape)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=at).reshape(spec.shape)
