@@ -59,7 +59,9 @@ class Training:
     overflow_at: iterations whose loss is made infinite, which GradScaler then skips. bucket_mb: DDP's.
     softroce: settings of that backend (softroce/settings.py). dropout: of the mlp, drawn from torch's generator. noise:
     added to what a rank reads, drawn from python's generator: as a loader that shuffles does, it makes an iteration
-    depend on how many there were before.
+    depend on how many there were before. metric_every, evaluate_every: a metric of all ranks behind each K-th step, an
+    evaluation between two iterations, which is several calls; on a communicator of their own, or with `shared` on that
+    of the gradients.
     """
 
     model: str = "gpt"
@@ -78,6 +80,9 @@ class Training:
     seed: int = 1
     dropout: float = 0.0
     noise: bool = False
+    metric_every: int = 0
+    evaluate_every: int = 0
+    shared: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in (("model", MODELS), ("schedule", SCHEDULES)):
@@ -107,6 +112,11 @@ class Training:
 
     def _refuse(self, name: str, what: str) -> None:
         raise UserError(what, where=f"lab job, {name}", remedy="docs/use/lab.md lists the settings")
+
+    @property
+    def beside(self) -> bool:
+        """Does it call what is no gradient, on a communicator of its own?"""
+        return bool(self.metric_every or self.evaluate_every) and not self.shared
 
     @property
     def data_ranks(self) -> int:

@@ -68,16 +68,18 @@ class Groups:
 
     stages: list[Any]
     pipes: list[Any]  # between neighbouring stages, per place: communicators of their own, as Megatron's have
+    beside: list[Any]  # of each stage, for what is no gradient
 
     @classmethod
     def make(cls, job: Training) -> Self:
         stages = [dist.new_group(job.group(stage)) for stage in range(job.stages)]
         pairs = [(job.group(stage)[i], job.group(stage + 1)[i])
                  for stage in range(job.stages - 1) for i in range(job.data_ranks)]
-        return cls(stages, [dist.new_group(list(pair)) for pair in pairs])
+        beside = [dist.new_group(job.group(stage)) for stage in range(job.stages)] if job.beside else []
+        return cls(stages, [dist.new_group(list(pair)) for pair in pairs], beside)
 
     def destroy(self) -> None:
-        for group in [*self.stages, *self.pipes]:
+        for group in [*self.stages, *self.pipes, *self.beside]:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
 
@@ -192,6 +194,7 @@ class Rank:
         if self.schedule is not None:
             self.schedule.step()
         self._seen += self.job.batch * self.job.accumulate
+        self._measure(self.job.metric_every, 1)
         if self._attachment is not None:
             self._attachment.step(clip=coefficient, scale=scale, skipped=skipped, user={"seen": self._seen})
         if self._saver is not None:
@@ -207,7 +210,15 @@ class Rank:
         self._out.write(json.dumps({**line, **hashes(self.model, self.optimizer)}) + "\n")
         self._out.flush()
         say({"event": "iteration", **line})
+        self._measure(self.job.evaluate_every, 3)
         self._iteration += 1
+
+    def _measure(self, every: int, times: int) -> None:
+        """A number of all ranks, as a metric or an evaluation has it, behind each `every`-th step."""
+        if every and (self._iteration + 1) % every == 0:
+            group = self._groups.beside[self.stage] if self._groups.beside else self._group
+            for part in range(times):
+                dist.all_reduce(torch.full((part + 1,), float(self._iteration)), group=group)
 
     def _micro(self, micro: int) -> float:
         """Forward and backward of one micro-batch through this stage; the loss where it is known, else 0."""

@@ -23,6 +23,7 @@ of a request whose rank has left, or whose answer came too late, are. One thread
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,6 +45,7 @@ from updater.errors import UpdaterError
 __all__ = ["Partial", "Patch", "cost_of"]
 
 MOST = 8192  # ranges that are asked for at once
+NUMBERS = itertools.count(1)  # of all: what a rank was asked before its job was joined anew is answered later
 OPEN = 4  # requests of a rank that it has not answered: a trainer takes a few at a time
 
 
@@ -89,7 +91,6 @@ class Partial:
         self.stale = Stale({name: self._sizes[name] for name in self.cost}, self.cost)
         self.absent: set[str] = set()
         self._requests: dict[int, _Request] = {}
-        self._numbers = 0
         self._turn = 0  # which rank is asked first
         self._heard: dict[int, int] = {}
         self._patches: dict[int, list[Patch]] = {}
@@ -175,10 +176,10 @@ class Partial:
         return found
 
     def _request(self, rank: int, part: list[Range]) -> tuple[int, int, list[Range]]:
-        self._numbers += 1
-        self._requests[self._numbers] = _Request(rank, tuple(part))
+        number = next(NUMBERS)
+        self._requests[number] = _Request(rank, tuple(part))
         self.asked += sum(length * self.cost[name] for name, _, length in part)
-        return rank, self._numbers, part
+        return rank, number, part
 
     def take(self, patch: Patch, first: int) -> bool:
         """Keep an answer until its iteration is built; iterations before `first` were. False: it is of no use any more.

@@ -43,7 +43,7 @@ from flowcheck.trainer.description import Model, Watch, check_gradients, entries
 from flowcheck.trainer.loop import AttachmentState, Given, Told
 from flowcheck.trainer.ranges import Source
 from flowcheck.trainer.sender import Identity, Sender
-from flowcheck.trainer.settings import context_of, nodes_of, tokens_of
+from flowcheck.trainer.settings import address_of, context_of, nodes_of, tokens_of
 from flowcheck.trainer.sources import Collectives, Topology, sources_of
 from flowcheck.trainer.user import Keeper
 
@@ -80,7 +80,7 @@ def attach(
     Raises UserError for arguments that cannot be; all else is said by the attachment.
     """
     nodes = nodes_of(node)
-    addresses = [_address(one) for one in nodes]
+    addresses = [address_of(one) for one in nodes]
     if not addresses or len(set(addresses)) < len(addresses):
         raise UserError(f"{nodes!r} is empty, or names a node twice", where="node", remedy="each node once")
     secret, tls = tokens_of(token), context_of(ca)
@@ -93,13 +93,6 @@ def attach(
         model, optimizer, addresses, secret, checksum_every, group, run_id, epoch, iteration, max_stall_s, topology,
         collectives, Keeper(optimizer, scheduler, scaler), tls,
     )
-
-
-def _address(node: str) -> tuple[str, int]:
-    host, _, port = node.rpartition(":") if isinstance(node, str) else ("", "", "")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise UserError(f"{node!r} is not an address", where="node", remedy="HOST:PORT of the node's control port")
-    return host.strip("[]"), int(port)
 
 
 class Attachment(Told):
@@ -237,7 +230,10 @@ class Attachment(Told):
                 remedy="step() once per iteration, after optimizer.step(); skipped=True if that did nothing",
             )
         if self._job is not None:
-            watch.again(self.number)
+            if watch.again(self.number):
+                self._part(watch, partial(self._send_record, groups=groups, clip=clip, scale=scale, skipped=skipped,
+                                          user=user))
+                return
         else:
             self._job, self._first = watch.look(), self.number
             if self._job is not None:
@@ -251,6 +247,16 @@ class Attachment(Told):
 
     def _wants(self, sender: Sender) -> bool:
         return self.rank == 0 and "state" in sender.wanted
+
+    def _part(self, watch: Watch, send: Callable[[list[Sender]], None]) -> None:
+        """The iteration called what no other does. If all of its gradients came before that it has a record still; the
+        node can place nothing after it, until the job is known again."""
+        self._say(watch.why)
+        if watch.whole and (followers := [sender for sender in self._senders if sender.follows]):
+            send(followers)
+        self._job = None
+        for sender in self._senders:
+            sender.wanted, sender.joined, sender.pledged = frozenset(), None, None
 
     def _meet(self, groups: list[dict[str, Any]] | None) -> None:
         """The one time that all ranks wait, at most `max_stall_s` seconds: until the node has joined the wire, with

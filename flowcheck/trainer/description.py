@@ -3,13 +3,15 @@
     entries(model, optimizer)       what is optimized, constant, a buffer or tied, in state_dict order
     bucket_layout(model, names)     what lies where in DDP's buckets: asked from DDP's own reducer
     Watch(...).look()               at each boundary of iterations: the manifest, once the calls repeat
-    Watch(...).again(iteration)     at each boundary after that: they still do
+    Watch(...).again(iteration)     at each boundary after that: they still do, or else what is odd
     check_gradients(model, ...)     before each optimizer step: it steps what the manifest says
 
 DDP announces its final buckets in the second forward, so the first iterations are only watched. What one iteration
 calls is the difference between two looks at the communicator's list of calls; the iteration is the steady one when
 the bucket layout is the one of the iteration before and the calls reduce just these buckets, in this order.
-Everything before is the manifest's `startup`: a connection's place is counted from its birth.
+Everything before is the manifest's `startup`: a connection's place is counted from its birth. An iteration that calls
+something else (a metric now and then) ends that manifest, and the next one that calls what it should begins another,
+with all calls until then in its `startup`.
 
 torch and the standard library. Raises UserError for what no replica could follow; see attachment.py for who catches it.
 """
@@ -210,6 +212,17 @@ def _plain(value: Any, key: str) -> Any:
     return numbers if isinstance(value, tuple) else value
 
 
+def _named(call: dict[str, Any]) -> str:
+    return f"{call['op']} of {call['count']} {call['dtype']}"
+
+
+def _reduces_as(call: dict[str, Any], steady: list[dict[str, Any]]) -> bool:
+    """Could it be taken for a reduction of a usual iteration's?"""
+    return call["op"] == "AllReduce" and any(
+        all(call[key] == one[key] for key in ("op", "count", "dtype")) for one in steady
+    )
+
+
 def bucket_layout(model: DistributedDataParallel, names: Mapping[int, str]) -> tuple[list[Bucket], list[int], str]:
     """(buckets as they are now, their element counts, dtype). Asked from the reducer, not computed again."""
     buckets, counts, dtypes = [], [], set()
@@ -243,7 +256,11 @@ class Watch:
         self._identity = (run_id, epoch)
         self._seen = calls(0)  # until the job is known; it begins with them
         self._count = len(self._seen)
-        self._steady: list[dict[str, Any]] = []
+        self._steady: list[dict[str, Any]] = []  # an iteration's; empty: the job has not been known yet
+        self._startup: list[dict[str, Any]] = []  # what was called before those
+        self._steadies = 0  # iterations that called them, one after the other
+        self._odd: list[dict[str, Any]] = []  # what the last iteration called that was none
+        self.whole = False  # the odd iteration called all of a usual one first, and no bucket can be another call
         self._bucket_layout: tuple[list[Bucket], list[int], str] | None = None
         self.looks = 0
         self.why = "the job's iterations are being watched"
@@ -271,20 +288,35 @@ class Watch:
                 f"an iteration reduced {found} elements where DDP has buckets of {counts}; waiting for one that agrees"
             )
             return None
-        self._steady, self._seen = mine, []
+        before_that, self._odd = self._odd, mine
+        if self._steady and mine not in (self._steady, before_that):  # a new way of iterating shows twice
+            return None
+        self._steady, self._startup, self._steadies, self._seen = mine, startup, 1, []
         return self._job(startup, steady, self._bucket_layout[0], dtype)
 
-    def again(self, iteration: int) -> None:
-        """Call when an iteration after those is over. Raises UserError if it called anything else than they did: the
-        wire has no names, and a call of a bucket's size would be taken for a gradient."""
-        mine = self._new()
-        if mine != self._steady:
-            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(mine, self._steady, strict=False)))
-            odd = mine[same] if same < len(mine) else "missing"
+    def again(self, iteration: int) -> str:
+        """Call when an iteration after those is over. "": it called what they did. Otherwise what is odd about it: the
+        wire has no names, so from the odd call on nothing can be told apart, and `look` has to find the job anew.
+        Raises UserError where it could not: the history has grown too long."""
+        mine, steady = self._new(), self._steady
+        if mine == steady:
+            self._steadies += 1
+            return ""
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(mine, steady, strict=False)))
+        odd = _named(mine[same]) if same < len(mine) else f"{_named(steady[same])}, which is missing"
+        self.why = (
+            f"iteration {iteration} made {len(mine)} calls on DDP's communicator, and {len(steady)} are an iteration's:"
+            f" number {same} is {odd}; joined anew by the next iteration without such a call"
+        )
+        extra = mine[len(steady):]
+        self.whole = same == len(steady) and not any(_reduces_as(call, steady) for call in extra)
+        if self._count > CALLS:
             raise _refuse(
-                f"{len(mine)} calls on DDP's communicator where {len(self._steady)} are an iteration's; number {same}"
-                f" is {odd}", f"iteration {iteration}", "give DDP a process group of its own, and attach anew",
+                f"{self.why.partition(';')[0]}; it cannot be joined anew after {self._count} calls", "attach",
+                "give DDP a process group of its own, and attach anew after a restart",
             )
+        self._seen, self._odd = [*self._startup, *steady * self._steadies, *mine], mine
+        return self.why
 
     def _new(self) -> list[dict[str, Any]]:
         new = self._calls(self._count)

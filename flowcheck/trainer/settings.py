@@ -17,7 +17,7 @@ from flowcheck.control.protocol import token_bytes
 from flowcheck.control.tls import client_context
 from flowcheck.errors import UserError
 
-__all__ = ["CA", "NODE", "TOKEN_FILE", "context_of", "nodes_of", "token_of", "tokens_of"]
+__all__ = ["CA", "NODE", "TOKEN_FILE", "address_of", "context_of", "nodes_of", "token_of", "tokens_of"]
 
 NODE, TOKEN_FILE, CA = "FLOWCHECK_NODE", "FLOWCHECK_TOKEN_FILE", "FLOWCHECK_CA"
 
@@ -55,3 +55,11 @@ def context_of(ca: str | None) -> ssl.SSLContext | None:
     """ca: as FLOWCHECK_CA has it, which stands in for None. None: no TLS. Raises UserError."""
     named = os.environ.get(CA, "") if ca is None else ca
     return client_context(named) if named else None
+
+
+def address_of(node: str) -> tuple[str, int]:
+    """Of HOST:PORT. Raises UserError if it is none."""
+    host, _, port = node.rpartition(":") if isinstance(node, str) else ("", "", "")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"{node!r} is not an address", where="node", remedy="HOST:PORT of the node's control port")
+    return host.strip("[]"), int(port)

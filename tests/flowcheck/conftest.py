@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
 from torch.nn.parallel import DistributedDataParallel
+
+from flowcheck.rebuild import partial
 
 from ..updater.conftest import shm
 from . import pair
@@ -26,3 +29,9 @@ def wrapped() -> Iterator[Callable[..., DistributedDataParallel]]:
     """wrapped(module, rank=0, ranks=2, **options) -> a real DDP model on that rank of a job."""
     yield pair.wrapped
     pair.leave()
+
+
+@pytest.fixture(autouse=True)
+def first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests for ranges are counted from 1 in each test; a node counts them as long as it lives."""
+    monkeypatch.setattr(partial, "NUMBERS", itertools.count(1))

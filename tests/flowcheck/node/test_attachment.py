@@ -221,17 +221,26 @@ def _keeps(records: dict[int, list[Record]]) -> Callable[[socket.socket, Link], 
     return serve
 
 
-@pytest.mark.parametrize("odd, why", [("extra", "calls on DDP's communicator"), ("unused", "middle.bias has no grad")])
-def test_an_iteration_unlike_those_before_has_no_record(train, port, odd: str, why: str) -> None:
-    """On the wire one more reduction of a bucket's size is the next gradient, and a parameter that the optimizer leaves
-    alone has zeros in its bucket. A step that was skipped has a record, whatever its norm."""
+def test_an_iteration_with_an_unused_parameter_has_no_record(train, port) -> None:
+    """A parameter that the optimizer leaves alone has zeros in its bucket. A step that was skipped has a record,
+    whatever its norm."""
     records: dict[int, list[Record]] = {0: [], 1: []}
-    for rank, lines in enumerate(train(port(_keeps(records)), 7, odd=["4=skipped", f"5={odd}"]).finish()):
+    for rank, lines in enumerate(train(port(_keeps(records)), 7, odd=["4=skipped", "5=unused"]).finish()):
         assert [line["state"] for line in lines[3:-1]] == ["attached", "attached", "refused", "refused"]
-        assert why in lines[5]["why"]
+        assert "middle.bias has no grad" in lines[5]["why"]
         wait_for(lambda rank=rank: records[rank])
         kept = [(record.iteration, record.skipped, record.clip) for record in records[rank]]
         assert kept in ([(3, False, None)], [(3, False, None), (4, True, 1.0)])  # the last may be on its way
+
+
+def test_one_more_reduction_of_a_buckets_size(train, port) -> None:
+    """On the wire it is the next gradient. Its iteration has no record, and the next one joins anew: on every rank."""
+    records: dict[int, list[Record]] = {0: [], 1: []}
+    for rank, lines in enumerate(train(port(_keeps(records)), 9, odd=["4=extra"]).finish()):
+        assert [line["state"] for line in lines[3:-1]] == ["attached", "watching", *["attached"] * 4], lines
+        assert "calls on DDP's communicator" in lines[4]["why"] and lines[-2]["why"] == ""
+        wait_for(lambda rank=rank: len(records[rank]) >= 3)
+        assert [record.iteration for record in records[rank]][:3] == [3, 6, 7]
 
 
 def test_what_records_say_and_when_there_is_none(train, port) -> None:

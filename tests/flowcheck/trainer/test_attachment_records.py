@@ -134,3 +134,48 @@ def test_buffers_are_those_of_their_iteration(training, hand_node) -> None:
     assert all(message.checksums for message, _ in queued)
     del one.attachment._senders[0].put
     peer.close()
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["metric after the gradients", "metric before them"])
+def test_a_call_that_only_some_iterations_make(training, hand_node, caplog, first: bool) -> None:
+    """It does not end the attachment: it is named, the job is told anew by the next usual iteration, with all that was
+    called until then, and records go on. The odd iteration has one if its gradients came first."""
+    one, metric = training(), {"op": "AllReduce", "count": 1, "dtype": "float32"}
+    peer = joined(one, hand_node)
+    one.iterate()
+    if first:
+        one.said.append(metric)
+        one.iterate()
+    else:
+        one.train()
+        one.said.append(metric)
+        one.attachment.step()
+    assert one.attachment.state == "watching"
+    assert "iteration 4 made 2 calls" in one.attachment.why and "AllReduce of 1 float32" in one.attachment.why
+    assert sum("iteration 4 made" in text for text in caplog.messages) == 1
+    one.iterate()  # 5: the job is known again
+    assert [peer.expect("record")["iteration"] for _ in range(1 if first else 2)] == [3, 4][:1 if first else 2]
+    assert peer.expect("flows")
+    again = peer.expect("manifest")
+    assert again["first"] == 5
+    assert [call["count"] for call in again["job"]["collectives"]["startup"]] == [
+        call["count"] for call in one.said[:-1]
+    ]
+    assert one.attachment.state == "attaching"
+    peer.send("joined", iteration=6)
+    until(lambda: one.attachment.state == "attached")
+    one.iterate(2)
+    assert [peer.expect("record")["iteration"] for _ in range(2)] == [6, 7] and one.attachment.why == ""
+
+
+def test_what_a_node_wanted_of_the_job_before_is_forgotten(training, hand_node) -> None:
+    """A state that it asked for when it lost its place is not the one that it asks for when the job is told anew."""
+    one = training()
+    peer = joined(one, hand_node)
+    peer.send("wanted", what=["state"], why="lost its place")
+    until(lambda: "state" in one.attachment._senders[0].wanted)
+    one.train(calls=2)
+    one.attachment.step()
+    assert not one.attachment._senders[0].wanted
+    one.iterate(2)
+    assert peer.expect("flows") and peer.expect("manifest")["first"] == 4

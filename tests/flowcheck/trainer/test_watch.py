@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from flowcheck.trainer import description
 from flowcheck.trainer.description import Watch, entries
 
 from .described import EveryKind, call, net, refusal
@@ -34,9 +35,9 @@ class Training:
         self.said.extend(calls)
         return self.watch.look()
 
-    def again(self, iteration: int, *calls: dict[str, Any]) -> None:
+    def again(self, iteration: int, *calls: dict[str, Any]) -> str:
         self.said.extend(calls)
-        self.watch.again(iteration)
+        return self.watch.again(iteration)
 
     def known(self, *calls: dict[str, Any]) -> Any:
         """The job, after three iterations of these calls."""
@@ -184,30 +185,78 @@ def test_iterations_like_those_before_go_on(wrapped) -> None:
     training = Training(wrapped, [])
     training.known(OTHER, REDUCE)
     for iteration in range(3, 6):
-        training.again(iteration, OTHER, REDUCE)
+        assert training.again(iteration, OTHER, REDUCE) == ""
     assert training.asked == [0, 0, 2, 4, 6, 8, 10]
 
 
-@pytest.mark.parametrize(("calls", "what"), [
-    ([OTHER, REDUCE, REDUCE], f"3 calls on DDP's communicator where 2 are an iteration's; number 2 is {REDUCE}"),
-    ([OTHER], "1 calls on DDP's communicator where 2 are an iteration's; number 1 is missing"),
-    ([], "0 calls on DDP's communicator where 2 are an iteration's; number 0 is missing"),
-    ([REDUCE], f"1 calls on DDP's communicator where 2 are an iteration's; number 0 is {REDUCE}"),
-    ([OTHER, call("AllReduce", 13)],
-     f"2 calls on DDP's communicator where 2 are an iteration's; number 1 is {call('AllReduce', 13)}"),
-    ([call("Broadcast", 4, "int32"), REDUCE],
-     f"2 calls on DDP's communicator where 2 are an iteration's; number 0 is {call('Broadcast', 4, 'int32')}"),
-    ([OTHER, call("AllReduce", 12, "float16")],
-     f"2 calls on DDP's communicator where 2 are an iteration's; number 1 is {call('AllReduce', 12, 'float16')}"),
-    ([call("Reduce", 3, "int32"), REDUCE],
-     f"2 calls on DDP's communicator where 2 are an iteration's; number 0 is {call('Reduce', 3, 'int32')}"),
-    ([OTHER | {"root": 1}, REDUCE],
-     f"2 calls on DDP's communicator where 2 are an iteration's; number 0 is {OTHER | {'root': 1}}"),
-    ([REDUCE, OTHER], f"2 calls on DDP's communicator where 2 are an iteration's; number 0 is {REDUCE}"),
+TWO = "on DDP's communicator, and 2 are an iteration's"
+
+
+@pytest.mark.parametrize(("calls", "what", "whole"), [
+    ([OTHER, REDUCE, REDUCE], f"3 calls {TWO}: number 2 is AllReduce of 12 float32", False),
+    ([OTHER, REDUCE, OTHER, call("AllReduce", 1)], f"4 calls {TWO}: number 2 is Broadcast of 3 int32", True),
+    ([OTHER, REDUCE, call("AllReduce", 12, "float16")], f"3 calls {TWO}: number 2 is AllReduce of 12 float16", True),
+    ([OTHER, REDUCE, OTHER, REDUCE], f"4 calls {TWO}: number 2 is Broadcast of 3 int32", False),
+    ([call("AllReduce", 1), OTHER, REDUCE], f"3 calls {TWO}: number 0 is AllReduce of 1 float32", False),
+    ([OTHER], f"1 calls {TWO}: number 1 is AllReduce of 12 float32, which is missing", False),
+    ([], f"0 calls {TWO}: number 0 is Broadcast of 3 int32, which is missing", False),
+    ([REDUCE], f"1 calls {TWO}: number 0 is AllReduce of 12 float32", False),
+    ([OTHER, call("AllReduce", 13)], f"2 calls {TWO}: number 1 is AllReduce of 13 float32", False),
+    ([call("Broadcast", 4, "int32"), REDUCE], f"2 calls {TWO}: number 0 is Broadcast of 4 int32", False),
+    ([OTHER, call("AllReduce", 12, "float16")], f"2 calls {TWO}: number 1 is AllReduce of 12 float16", False),
+    ([OTHER | {"root": 1}, REDUCE], f"2 calls {TWO}: number 0 is Broadcast of 3 int32", False),
+    ([REDUCE, OTHER], f"2 calls {TWO}: number 0 is AllReduce of 12 float32", False),
 ])
-def test_an_iteration_unlike_those_before_is_refused(wrapped, calls: list[Any], what: str) -> None:
-    """As many calls as before are not enough: one other count, type, root or order, and it is another iteration."""
+def test_an_iteration_unlike_those_before_is_named(wrapped, calls: list[Any], what: str, whole: bool) -> None:
+    """As many calls as before are not enough: one other count, type, root or order, and it is another iteration. It has
+    its gradients whole if they came first, and nothing after them could be one of them."""
     training = Training(wrapped, [])
     training.known(OTHER, REDUCE)
     training.again(3, OTHER, REDUCE)
-    assert refusal(lambda: training.again(4, *calls)) == ("iteration 4", what)
+    assert training.again(4, *calls).startswith(f"iteration 4 made {what}; ")
+    assert training.watch.why.startswith("iteration 4 made ") and training.watch.whole == whole
+
+
+@pytest.mark.parametrize("odd", [
+    [OTHER, REDUCE, call("AllReduce", 1)], [call("AllReduce", 1), OTHER, REDUCE], [OTHER, REDUCE, REDUCE], [],
+])
+def test_the_job_is_known_again_by_the_next_iteration_like_those(wrapped, odd: list[Any]) -> None:
+    """Everything that was called until then is what a connection's place is counted from, in its order."""
+    training = Training(wrapped, [call("AllGather", 1, "int64")])
+    first = training.known(OTHER, REDUCE).collectives
+    for iteration in (3, 4):
+        assert training.again(iteration, OTHER, REDUCE) == ""
+    assert training.again(5, *odd)
+    again = training.look(OTHER, REDUCE).collectives
+    assert again.steady == first.steady and again.iteration_0 == first.iteration_0
+    assert [(one.op, one.count) for one in again.startup] == [(one["op"], one["count"]) for one in training.said[:-2]]
+    assert training.again(7, OTHER, REDUCE) == "" and training.again(8, *odd)
+    again = training.look(OTHER, REDUCE).collectives
+    assert [(one.op, one.count) for one in again.startup] == [(one["op"], one["count"]) for one in training.said[:-2]]
+
+
+def test_odd_iterations_one_after_the_other(wrapped) -> None:
+    training = Training(wrapped, [])
+    training.known(OTHER, REDUCE)
+    assert training.again(3, OTHER, REDUCE, call("AllReduce", 1))
+    assert training.look(OTHER, REDUCE, call("AllReduce", 2)) is None
+    assert training.look(OTHER, REDUCE) is not None
+
+
+def test_a_new_way_of_iterating_shows_twice(wrapped) -> None:
+    """A metric that every iteration computes from now on."""
+    training, metric = Training(wrapped, []), call("AllReduce", 1)
+    training.known(OTHER, REDUCE)
+    assert training.again(3, OTHER, REDUCE, metric)
+    job = training.look(OTHER, REDUCE, metric)
+    assert [one.carries for one in job.collectives.steady] == ["", "gradient", "other"]
+    assert training.again(5, OTHER, REDUCE, metric) == ""
+
+
+def test_a_history_that_is_too_long_is_refused_by_name(wrapped, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(wrapped, [])
+    training.known(OTHER, REDUCE)
+    monkeypatch.setattr(description, "CALLS", 10)
+    assert training.again(3, OTHER, REDUCE) == ""
+    where, what = refusal(lambda: training.again(4, OTHER, REDUCE, OTHER))
+    assert where == "attach" and "number 2 is Broadcast of 3 int32" in what and "after 11 calls" in what
