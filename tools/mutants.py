@@ -54,7 +54,8 @@ MODULES: dict[str, list[str]] = {
         f"{FLOW}/rebuild/test_building.py", f"{FLOW}/rebuild/test_version_builder.py", f"{NODE}/test_live_building.py",
     ],
     "flowcheck/rebuild/going_on.py": [
-        f"{NODE}/test_{part}.py" for part in ("live_begin", "live_partial", "live_session", "resync", "live_peers")
+        f"{NODE}/test_{part}.py"
+        for part in ("live_begin", "live_resumed", "live_partial", "live_session", "resync", "live_peers")
     ],
     "flowcheck/rebuild/partial.py": [
         f"{FLOW}/rebuild/test_partial.py", f"{NODE}/test_live_partial.py", f"{NODE}/test_live_begin.py"

@@ -80,6 +80,22 @@ class Reader:
         return self._store.verified
 
     @property
+    def start(self) -> str:
+        """Which start of the job's trainers it follows; "": unsaid."""
+        return str(self._store.layout.get("start", ""))
+
+    @property
+    def heard(self) -> int | None:
+        """The newest step that the trainers have said they made; None: unsaid."""
+        return self._store.heard
+
+    @property
+    def times(self) -> dict[int, float | None]:
+        """Step -> when it was published, in seconds since 1970, of the complete versions at this moment."""
+        found = {step: self._store.time(index) for step, index in sorted(self._store.complete().items())}
+        return {step: at / 1e9 if at else None for step, at in found.items()}
+
+    @property
     def steps(self) -> list[int]:
         """Steps of the complete versions at this moment, newest last."""
         return sorted(self._store.complete())

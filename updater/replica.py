@@ -38,6 +38,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,13 +47,13 @@ from typing import Any
 import torch
 
 from updater import kernels
-from updater.arrays import check_alone, check_tensors, plan
+from updater.arrays import check_alone, check_tensors
 from updater.constants import check_buffers, fill
 from updater.errors import NoFreeSlot, OptimizerError, ReplicaError
-from updater.found import check_found
+from updater.found import check_found, describe
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
-from updater.remarks import remarks
+from updater.remarks import read, remarks
 from updater.rounding_modes import RoundingMode, cpu_root
 from updater.slot import Slot, SlotState
 from updater.step import StepValues
@@ -70,6 +71,7 @@ _EDGES = {
     SlotState.PINNED: (SlotState.COMPLETE,),
 }
 _WHOLE = (SlotState.COMPLETE, SlotState.PINNED)
+MOST_STEPS = 1 << 47  # that a word of the file has room for
 
 
 class Replica:
@@ -82,7 +84,7 @@ class Replica:
     slots: 2 to 4. divisor: gradients are divided by it. step, optimizer_state: where a checkpoint was taken.
     path: a file to create (tmpfs, hugetlbfs); None: memory of this process. threads: workers, 0 for none.
     values: per group the options of the step that made these tensors, where they are not the optimizer's (a schedule).
-    unproven: what readers are told that nothing has shown.
+    unproven: what readers are told that nothing has shown. start: which start of the trainers it follows, for `attach`.
     empty: of the tensors only shapes and types count ("meta" will do). The first version is partial, as after `leap`.
 
     Memory: V * (bytes per parameter: 12 for Adam in fp32, 16 with amsgrad, 8 for SGD with momentum, 4 without, and
@@ -108,6 +110,7 @@ class Replica:
         values: Sequence[Mapping[str, Any]] = (),
         masters: bool = True,
         unproven: Sequence[str] = (),
+        start: str = "",
         empty: bool = False,
     ) -> None:
         rounding, state = rounding or RoundingMode(), optimizer_state or {}
@@ -118,15 +121,13 @@ class Replica:
         rounding.check(optimizer.name)
         optimizer.with_values(values)
         check_tensors(tensors, optimizer, state, tied or {}, masters)
-        identity = {
-            "run_id": run_id, "epoch": epoch, "slots": slots, "divisor": divisor, "dialect": rounding.name,
-            "torch_version": rounding.torch_version, "threads": rounding.threads, "optimizer": optimizer.to_dict(),
-            "unproven": list(unproven),
-        }
         path = None if path is None else Path(path)
-        planned = plan(tensors, optimizer, buffers, tied or {}, masters)
-        check_alone(planned["arrays"], optimizer, rounding)
-        store = Store.create(identity | planned, path)
+        layout = describe(
+            tensors, optimizer, rounding, slots=slots, divisor=divisor, run_id=run_id, epoch=epoch, buffers=buffers,
+            tied=tied or {}, masters=masters, unproven=unproven, start=start,
+        )
+        check_alone(layout["arrays"], optimizer, rounding)
+        store = Store.create(layout, path)
         store.lock_writer(path)
         self._take_over(store, optimizer, rounding, divisor, threads)
         first = self._take_slot(step)
@@ -142,17 +143,18 @@ class Replica:
     @classmethod
     def attach(
         cls, path: str | os.PathLike[str], *, run_id: str | None = None, epoch: int | None = None,
-        rounding: RoundingMode | None = None, threads: int = 0,
+        rounding: RoundingMode | None = None, threads: int = 0, like: Mapping[str, Any] | None = None,
     ) -> Replica:
         """Go on with the replica in a file, from its newest complete version; what was being built or partial is gone.
 
         run_id, epoch: refuse another job's. rounding mode: only to name a root or device powers again; it has to be the
-        one of the file. Raises ReplicaError if the file is torn, foreign, or being written to.
+        one of the file. like: refuse one that is not described so (`describe`). Raises ReplicaError if the file is
+        torn, foreign, or being written to.
         """
         path = Path(path)
         store = Store.attach(path)
         try:
-            return cls._over(store, check_found(store, path, run_id, epoch, rounding), threads)
+            return cls._over(store, check_found(store, path, run_id, epoch, rounding, like), threads)
         except BaseException:
             store.close()  # whoever keeps the error must not keep the lock
             raise
@@ -300,6 +302,7 @@ class Replica:
 
     def _complete(self, slot: Slot) -> None:
         """A version is there to be read. The first one of a replica gives its file a name."""
+        self._store.set_time(slot.index, time.time_ns())
         with self._lock:
             self._set_state(slot, SlotState.COMPLETE)
             first, self._current = self._current is None, slot
@@ -326,6 +329,16 @@ class Replica:
         to go on from then."""
         if self.partial is not None:
             self._set_state(self.partial, SlotState.FREE)
+
+    def heard(self, step: int) -> None:
+        """Say in the file that the trainers have made this step: versions are as old as they are behind it."""
+        if (self._store.heard or 0) < step < MOST_STEPS:
+            self._store.mark_heard(step)
+
+    @property
+    def said(self) -> tuple[str, tuple[str, ...]]:
+        """What was said of the current version alone when it was published: status, and what nothing has shown."""
+        return read(self._store.remarks(self.current.index))
 
     def mark_verified(self) -> None:
         """Say in the file, for those who find it later, that the current version is equal to the trainer's."""

@@ -3,6 +3,8 @@
     0       magic, format, sizes, hash of the layout, CRC of all that       (written once, before the file has its name)
     128     one header per slot, each on a cache line of its own           (state, check, step: one 8-byte store)
     512     the newest step that was verified, in the same form             (0: none)
+    576     the newest step that the trainers have said they made, likewise  (0: unsaid)
+    640     when each slot's version was published, on a cache line each    (ns since 1970, written before its header)
     1024    remarks on the version of each slot, 768 bytes each             (length, text; written before its header)
     4096    the layout as JSON: run, epoch, entries, arrays of a slot      (so that a reader needs nothing else)
     ...     constants, once; then V slots of equal size, arrays on cache lines
@@ -42,7 +44,7 @@ MAGIC, FORMAT = b"FCREPLIC", 2
 _HEADER = struct.Struct("<8sIIQQQQI4x32s")  # magic, format, slots, size, json bytes, first slot, stride, pad, hash
 _CRC = struct.Struct("<I")
 _CRC_AT = 120
-_WORDS, _VERIFIED, _REMARKS, _LINE, _TEXT = 128, 512, 1024, 64, 4096
+_WORDS, _VERIFIED, _HEARD, _TIMES, _REMARKS, _LINE, _TEXT = 128, 512, 576, 640, 1024, 64, 4096
 _REMARK = 768  # bytes of a slot, its length included
 MOST_REMARKS = _REMARK - 2
 FREE, BUILDING, COMPLETE = 0, 1, 2
@@ -90,6 +92,8 @@ class Store:
         self.arrays = [_array(item) for item in layout["arrays"]]
         self._headers = np.frombuffer(memory, np.uint64, count=8 * self.slots, offset=_WORDS)[::8]
         self._mark = np.frombuffer(memory, np.uint64, count=1, offset=_VERIFIED)
+        self._heard = np.frombuffer(memory, np.uint64, count=1, offset=_HEARD)
+        self._times = np.frombuffer(memory, np.uint64, count=8 * self.slots, offset=_TIMES)[::8]
 
     # -- making one --
 
@@ -243,6 +247,24 @@ class Store:
         at = _REMARKS + slot * _REMARK
         length = min(int.from_bytes(self.memory[at : at + 2], "little"), MOST_REMARKS)
         return self.memory[at + 2 : at + 2 + length]
+
+    def mark_heard(self, step: int) -> None:
+        """The trainers have made this step."""
+        self._heard[0] = _packed(COMPLETE, step)
+
+    @property
+    def heard(self) -> int | None:
+        """The newest step that the trainers are known to have made, None: nobody has said so."""
+        found = _read(int(self._heard[0]))
+        return found[1] if found is not None and found[0] == COMPLETE else None
+
+    def set_time(self, slot: int, at: int) -> None:
+        """When the version in a slot was published, in nanoseconds since 1970."""
+        self._times[slot] = at
+
+    def time(self, slot: int) -> int:
+        """0: unsaid."""
+        return int(self._times[slot])
 
     @property
     def verified(self) -> int | None:

@@ -43,6 +43,7 @@ TIERS = (MEMORY, DISK)  # of a node, the nearest first
 MOST_TEXT = 256 << 20  # a manifest has some 150 bytes per tensor
 SECONDS = 10.0  # without a byte
 RATE = 1e6  # bytes per second that an answer must have
+MOST_AGE = 1e12
 ATTEMPTS = 3  # connections for one file
 HASHERS = 4  # threads
 
@@ -62,7 +63,8 @@ def reader_key(token: bytes) -> str:
 @dataclass(frozen=True)
 class Offer:
     """A version that a node says it has. id: its name in requests. tier: one of TIERS. nbytes: of all tensors. user:
-    whose own states it has: first and last rank of each row of them."""
+    whose own states it has: first and last rank of each row of them. age_steps: that the trainers are known to have
+    made since. age_seconds: since it was published. None: the node does not know."""
 
     id: str
     tier: str
@@ -73,6 +75,8 @@ class Offer:
     status: str
     nbytes: int
     user: tuple[tuple[int, int], ...] = ()
+    age_steps: int | None = None
+    age_seconds: float | None = None
 
     @property
     def with_user(self) -> list[int]:
@@ -93,7 +97,13 @@ class Offer:
             raise AskError("lists a version that is not described", where=where)
         if values["tier"] not in TIERS or values["status"] not in STATUSES or not values["id"].isalnum():
             raise AskError("lists a version of an unknown tier or status", where=where)
-        return cls(**values, user=_spans(said.get("user", []), where))
+        return cls(**values, user=_spans(said.get("user", []), where), age_steps=_age(said.get("age_steps")),
+                   age_seconds=_age(said.get("age_seconds")))
+
+
+def _age(said: Any) -> Any:
+    """Nothing is decided by it, so what is no age is as if it were unsaid."""
+    return said if type(said) in (int, float) and 0 <= said < MOST_AGE else None
 
 
 def order_of(version: Version, file: str) -> list[str]:

@@ -20,6 +20,10 @@ _USER = {
     "type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
     "description": "Whose own states it has: first and last rank of each row of them.",
 }
+_AGE = {
+    "age_steps": {"type": ["integer", "null"], "description": "Steps that the trainers are known to have made since."},
+    "age_seconds": {"type": ["number", "null"], "description": "Since it was published."},
+}
 _BYTES = {"type": "string", "format": "binary"}
 REFUSED = {"401": "Refused", "403": "OfAnotherRole"}
 _TYPES = {"id": "string", "tier": "string", "run_id": "string", "epoch": "integer", "step": "integer",
@@ -71,7 +75,7 @@ def describe(open_path: str) -> dict[str, Any]:
             },
             "schemas": {"Offer": {
                 "type": "object", "required": [*_TYPES, "user"],
-                "properties": {name: {"type": kind} for name, kind in _TYPES.items()} | {"user": _USER},
+                "properties": {name: {"type": kind} for name, kind in _TYPES.items()} | {"user": _USER} | _AGE,
             }},
         },
     }

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,12 +49,12 @@ from flowcheck.node.parts import check_job, check_memory, grown, split, union
 from flowcheck.node.peering import Peering
 from flowcheck.node.replica_files import ReplicaFiles
 from flowcheck.node.resync import Resync
-from flowcheck.node.runs import run_folder
+from flowcheck.node.runs import run_folder, start_of
 from flowcheck.node.silence import Arrivals, Silent
 from flowcheck.node.standing import Standing
 from flowcheck.node.uploads import Asking
 from flowcheck.node.user_states import UserStates
-from flowcheck.rebuild.events import Begun, Closed, Event, Lost
+from flowcheck.rebuild.events import Begun, Closed, Event, Lost, Resumed
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
 
@@ -237,7 +238,7 @@ class Group(Membership):
     def _plan(self) -> None:
         """Begin to follow the job, as soon as manifest and flows are here."""
         with self._lock:
-            run, manifest, own_id = self.run, self._manifest, self._own_id
+            run, manifest, own_id, instance = self.run, self._manifest, self._own_id, self._instances.get(0, "")
         if run is None or manifest is None:
             return
         body = dict(manifest.job)
@@ -258,7 +259,9 @@ class Group(Membership):
             return
         job = job_from_dict(body, where="manifest")
         check_job(job, run)
-        job.run_id = job.run_id or own_id
+        start = start_of(body, run, manifest.first, instance)
+        left = self._standing.left(start)
+        job.run_id = job.run_id or (left.run_id if left is not None else own_id)
         queues = len(self._sources)
         plan = plan_job(
             job, streams=queues, threads=queues, arenas=self._config.replica.regions,
@@ -273,7 +276,7 @@ class Group(Membership):
         self._session = LiveSession(
             plan, self._sources, self._clock, slots=settings.slots, threads=settings.threads, resync=resync,
             record_seconds=self._config.record_seconds, port=self._port, patched=resync.by_ranges,
-            peers=self.peering.of(body, plan, run, self._clock),
+            peers=self.peering.of(body, plan, run, self._clock), job_start=start,
         )
         self._session.place_in_threads(self._placers)
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows),
@@ -283,7 +286,7 @@ class Group(Membership):
             return
         self._asking = Asking(self._tell, self._say, self._dropped, self._begin_soon)
         try:
-            self._begin()
+            self._begin(left.path if left is not None else None)
         except FlowcheckError:
             self._drop_session()
             raise
@@ -295,13 +298,14 @@ class Group(Membership):
     def _begin_soon(self) -> None:
         self._due = True
 
-    def _begin(self) -> None:
-        """Go on without a state: trainers send records, and ranges as they are asked. Raises FlowcheckError."""
+    def _begin(self, left: Path | None = None) -> None:
+        """Go on without a state: trainers send records, and ranges as they are asked. left: the replica that an earlier
+        process left of this start of the job. Raises FlowcheckError."""
         session = self._session
         assert session is not None
         self._base = self._port.drops
         try:
-            self._take(session.begin(self._standing.new))
+            self._take(session.begin(self._standing.new, left))
         except UserError as error:
             raise self._standing.no_room(error) from None
         self._asking.beginnings.begun()
@@ -354,6 +358,10 @@ class Group(Membership):
                     self._closed(event)
                 case Lost():
                     self._lost(event)
+                case Resumed(path, steps):
+                    assert self._session is not None
+                    self._standing.resumed(path, self._session.plan.job, steps[-1])
+                    self._users.resume(path, steps)
                 case Begun():
                     self._begun(event)
                 case Silent():

@@ -284,10 +284,12 @@ class MemoryShelf(Shelf):
             reader = self._readers[key] = self._readers.get(key) or Reader(key[0])
         except (UpdaterError, OSError):
             return  # torn, of another format, or gone meanwhile
+        heard, times, now = reader.heard, reader.times, time.time()
         for step, status in reader.statuses.items():
+            steps, at = None if heard is None else max(heard - step, 0), times.get(step)
             yield Holding(Offer(
                 _id(MEMORY, *key, step), MEMORY, reader.run_id, reader.epoch, step, shard, status, reader.nbytes,
-                spans(ranks_in(user_folder(key[0], step))),
+                spans(ranks_in(user_folder(key[0], step))), steps, None if at is None else round(max(now - at, 0.0), 3),
             ), *key)
 
     def _pin(self, holding: Holding) -> Held:

@@ -61,11 +61,11 @@ def line(event: Event, number: Callable[[int], int]) -> tuple[str, dict[str, Any
                 " placed, until what waits is done",
             }
         case Begun():
-            return "begun", {
-                "iteration": number(event.iteration), "elements": event.elements,
-                "why": "all of the job's state is asked for by ranges: no version is published until the trainers have"
-                " sent their own state of these elements",
-            }
+            why = ("all of the job's state is asked for by ranges: no version is published until the trainers have sent"
+                   " their own state of these elements")
+            if not event.elements:
+                why = "the version before this iteration is here, and nothing of it is stale"
+            return "begun", {"iteration": number(event.iteration), "elements": event.elements, "why": why}
         case Held():
             what = "the iteration was lost whole" if event.all else "its version is built without them"
             return "stale", {

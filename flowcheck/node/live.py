@@ -3,7 +3,7 @@
     session = LiveSession(plan, sources, clock, ...)
     for event in session.poll(): ...                           again and again
     session.record(...), announce(iteration), state(...)       what trainers send, on the same thread
-    session.begin(path)                                        they are not asked for a state, but for ranges of it
+    session.begin(path, left)                                  they are not asked for a state, but for ranges of it
 
 Everything that it is told or asked returns events; they are to be handled one by one, because versions and arenas are
 as an event says only until the next one is asked for. Iterations are counted as the manifest does.
@@ -22,7 +22,7 @@ from flowcheck.control.protocol import Patch, Record
 from flowcheck.job.clock import Clock
 from flowcheck.node.resync import Resync
 from flowcheck.node.silence import Arrivals, Silence
-from flowcheck.rebuild.events import Event
+from flowcheck.rebuild.events import Event, Resumed
 from flowcheck.rebuild.healed import HealedFollower, Peers
 from flowcheck.rebuild.overload import Overload
 from flowcheck.rebuild.plan import JobPlan
@@ -30,6 +30,7 @@ from flowcheck.rebuild.policy import Policy
 from flowcheck.rebuild.records import StepRecord
 from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
 from flowcheck.rebuild.scheduler import Source
+from updater.errors import UpdaterError
 
 __all__ = ["LiveSession"]
 
@@ -37,19 +38,19 @@ __all__ = ["LiveSession"]
 class LiveSession(HealedFollower):
     """sources[i]: ring of stream i. clock: the trainer's. slots, threads: of replicas. record_seconds: as of Policy.
     port: what the sources belong to. now, stamp: clocks, as of Follower. patched: as of PartialFollower.
-    resync: asks trainers for what is stale. peers: as of HealedFollower."""
+    resync: asks trainers for what is stale. peers: as of HealedFollower. job_start: ReplicaOptions.start."""
 
     def __init__(
         self, plan: JobPlan, sources: Sequence[Source], clock: Clock | None = None, *, slots: int, threads: int,
         record_seconds: float, port: Arrivals | None = None, now: Callable[[], float] = time.monotonic,
         stamp: Callable[[], int] = time.time_ns, patched: bool = False, resync: Resync | None = None,
-        peers: Peers | None = None,
+        peers: Peers | None = None, job_start: str = "",
     ) -> None:
         port = port or Arrivals()
         names = port.stream_names(plan.engine.streams)
         policy = Policy.live(record_seconds)
         super().__init__(plan, sources, names, policy, clock=clock, now=now, stamp=stamp, patched=patched, peers=peers)
-        self._slots, self._threads, self._resync = slots, threads, resync
+        self._slots, self._threads, self._resync, self._job_start = slots, threads, resync, job_start
         self._silence = Silence(plan, self.engine, port, self.clock, now)
         self.overload = Overload(self.engine, self.scheduler)
         for arena in range(plan.engine.arenas):  # now, and not while packets wait: the first touch takes long
@@ -75,19 +76,38 @@ class LiveSession(HealedFollower):
         self.withdraw()
         yield from self.settle()
         self.check(iteration)
-        fresh = JobReplica(self.plan, None, ReplicaOptions(self._slots, path, self._threads, True))
+        fresh = self._new_replica(path)
         fresh.start(parameters, state, self.clock.before(iteration), groups)
         self.start(fresh, iteration)
 
-    def begin(self, path: Callable[[], Path]) -> Iterator[Event]:
+    def begin(self, path: Callable[[], Path], left: Path | None = None) -> Iterator[Event]:
         """Go on without a state, by ranges, after what is still under way. path(): a file for a replica, where there is
-        none to go on with. Raises UserError: there cannot be one."""
+        none to go on with. left: that of an earlier process, of this start of the job. Raises UserError: there cannot
+        be a replica."""
         yield from self.settle()
-        replica = self.replica
+        replica, taken_up = self.replica, False
+        if replica is None and left is not None:
+            replica, taken_up = self._taken_up(left), True
         if replica is None:
-            replica = JobReplica(self.plan, None, ReplicaOptions(self._slots, path(), self._threads, True))
+            replica, taken_up = self._new_replica(path()), False
             replica.start_empty(self.clock.before(0))
-        yield from self.begin_from(replica)
+        if taken_up:
+            assert left is not None
+            yield Resumed(left, tuple(replica.steps))
+        # What a peer gave of it and no checksum has confirmed would be forgotten here: then all of it is asked for.
+        yield from self.begin_from(replica, whole=taken_up and not replica.said)
+
+    def _new_replica(self, path: Path | None) -> JobReplica:
+        return JobReplica(self.plan, None, ReplicaOptions(self._slots, path, self._threads, True, self._job_start))
+
+    def _taken_up(self, left: Path) -> JobReplica | None:
+        """None: it is not what this session would have made."""
+        replica = self._new_replica(None)
+        try:
+            replica.take_up(left)
+        except UpdaterError:
+            return None
+        return replica
 
     def poll(self) -> Iterator[Event]:
         """One look at the rings, and what may close."""

@@ -25,13 +25,15 @@ __all__ = ["LeftoverReplica", "ReplicaFiles"]
 
 @dataclass(frozen=True)
 class LeftoverReplica:
-    """What a file holds. step: of its newest version. verified: of the newest that was compared with the trainer's."""
+    """What a file holds. step: of its newest version. verified: of the newest that was compared with the trainer's.
+    start: of the job that it followed, "": unsaid."""
 
     path: Path
     run_id: str
     step: int
     epoch: int = 0
     verified: int | None = None
+    start: str = ""
 
 
 class ReplicaFiles:
@@ -54,7 +56,9 @@ class ReplicaFiles:
         for path in self._files():
             try:
                 with closing(Reader(path)) as reader, reader.pinned() as version:
-                    out.append(LeftoverReplica(path, reader.run_id, version.step, reader.epoch, reader.verified))
+                    out.append(LeftoverReplica(
+                        path, reader.run_id, version.step, reader.epoch, reader.verified, reader.start
+                    ))
             except UpdaterError:
                 continue  # torn, or of another format: it holds nothing that could be used
         return out
@@ -64,6 +68,15 @@ class ReplicaFiles:
         self._number += 1
         self._named = self._directory / f"{self._prefix}{self._number}.replica"
         return self._named
+
+    def left(self, start: str) -> LeftoverReplica | None:
+        """The newest file that says it is of this start of a job."""
+        found = [one for one in self.found() if start and one.start == start]
+        return found[-1] if found else None
+
+    def resume(self, path: Path) -> None:
+        """What an earlier process left is the group's own again, as if its name had been given out last."""
+        self._named = path
 
     @property
     def named(self) -> Path | None:

@@ -1,14 +1,17 @@
-"""Names of runs: one for a run that has none, and the folder of its checkpoints."""
+"""Names of runs: one for a run that has none, that of one start of its trainers, and the folder of its checkpoints."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-__all__ = ["new_run_id", "run_folder"]
+__all__ = ["new_run_id", "run_folder", "start_of"]
 
 LONGEST_NAME = 200  # of a run's folder; file systems take 255
 
@@ -16,6 +19,16 @@ LONGEST_NAME = 200  # of a run's folder; file systems take 255
 def new_run_id() -> str:
     """A name for a run that has none: when it began, and what nobody else has."""
     return f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(3)}"
+
+
+def start_of(body: Mapping[str, Any], run: tuple[str, int, int], first: int, instance: str) -> str:
+    """64 hexadecimal digits that two attachments share only if they are the same one, come back: of the manifest with
+    all connections, id, epoch and ranks of the run, the trainer's number of its first iteration, and the instance that
+    rank 0 says it is. "": it says none."""
+    if not instance:
+        return ""
+    said = json.dumps([dict(body), list(run), first, instance], sort_keys=True)
+    return hashlib.sha256(said.encode()).hexdigest()
 
 
 def run_folder(run_id: str, epoch: int) -> Path:

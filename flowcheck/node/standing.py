@@ -3,6 +3,8 @@
     standing.new()                  a name for a replica that has no version yet
     standing.first(job, step)       a version was published: if it is the first one of that replica, its file stands
     standing.has(job, step)         the file named last holds a version already
+    standing.left(start)            the file that an earlier process left of this start of a job
+    standing.resumed(path, ...)     that is the group's own again
     standing.settle(job)            this run has a version that may be relied on
     standing.no_room(error)         the same error with what could be removed for it
 
@@ -31,6 +33,14 @@ class Standing:
     def new(self) -> Path:
         self._awaited = True
         return self._files.path()
+
+    def left(self, start: str) -> LeftoverReplica | None:
+        return self._files.left(start)
+
+    def resumed(self, path: Path, job: Job, step: int) -> None:
+        self._files.resume(path)
+        self.has(job, step)
+        self._say("resumed", run_id=job.run_id, epoch=job.epoch, step=step, path=str(path))
 
     def first(self, job: Job, step: int) -> None:
         if self._awaited:

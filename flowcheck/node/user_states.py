@@ -3,6 +3,7 @@
     states = UserStates(say)
     states.put(replica, step, rank, data)          the group's thread: never waits
     states.published(steps)                        those that the replica has now: the others are let go of
+    states.resume(replica, steps)                  so of one that an earlier process left
     states.gathered(replica, step)                 of every rank that gives some, for who writes the version to disk
 
     DIR/flowcheck-NODE-GROUP-1.replica             the replica
@@ -32,7 +33,7 @@ AHEAD = 64  # steps, newer than the newest version, whose states are kept
 UNWRITTEN = 64 << 20  # bytes that wait for the thread
 GATHER_SECONDS = 1.0  # that a checkpoint waits for states that are still on their way
 
-_Item = tuple[Path, int, int, bytes] | frozenset[int] | None
+_Item = tuple[Path, int, int, bytes] | tuple[Path, frozenset[int]] | frozenset[int] | None
 
 
 def user_folder(replica: Path, step: int) -> Path:
@@ -52,6 +53,16 @@ def ranks_in(folder: Path) -> list[int]:
         return []
     found = (re.fullmatch(r"rank-([0-9]{5})\.safetensors", name) for name in names)
     return sorted(rank for one in found if one and (rank := int(one[1])) < MOST_RANKS)
+
+
+def _steps_in(replica: Path) -> set[int]:
+    """Steps of which an earlier process left folders beside a replica."""
+    try:
+        names = os.listdir(replica.with_suffix(".user"))
+    except OSError:
+        return set()
+    found = (re.fullmatch(r"step-([0-9]{6,18})", name) for name in names)
+    return {int(one[1]) for one in found if one}
 
 
 class UserStates:
@@ -79,10 +90,18 @@ class UserStates:
                 return
             self._waiting += len(data)
             self._came += 1
+        self._begin()
+        self._queue.put((replica, step, rank, data))
+
+    def resume(self, replica: Path, steps: Collection[int]) -> None:
+        """A replica that an earlier process left, with its versions: their states stay, and others that it left go."""
+        self._begin()
+        self._queue.put((replica, frozenset(steps)))
+
+    def _begin(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._main, name="flowcheck user states", daemon=True)
             self._thread.start()
-        self._queue.put((replica, step, rank, data))
 
     def published(self, steps: Collection[int]) -> None:
         """The versions that there are."""
@@ -126,6 +145,9 @@ class UserStates:
             try:
                 if isinstance(item, frozenset):
                     self._complete = item
+                elif len(item) == 2:
+                    self._of(item[0])
+                    self._steps, self._complete = _steps_in(item[0]), item[1]
                 else:
                     self._write(*item)
                 self._prune()
@@ -138,10 +160,7 @@ class UserStates:
 
     def _write(self, replica: Path, step: int, rank: int, data: bytes) -> None:
         try:
-            with self._changed:
-                if replica != self._replica:
-                    self._replica, self._newest, self._steps = replica, {}, set()
-                    self._complete = frozenset()
+            self._of(replica)
             if not self._is_old(step):
                 folder = user_folder(replica, step)
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -155,6 +174,12 @@ class UserStates:
                 self._done += 1
                 self._newest[rank] = max(step, self._newest.get(rank, 0))
                 self._changed.notify_all()
+
+    def _of(self, replica: Path) -> None:
+        with self._changed:
+            if replica != self._replica:
+                self._replica, self._newest, self._steps = replica, {}, set()
+                self._complete = frozenset()
 
     def _is_old(self, step: int) -> bool:
         return bool(self._complete) and step < max(self._complete) and step not in self._complete

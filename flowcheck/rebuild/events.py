@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from flowcheck.rebuild.building import Built
 from flowcheck.rebuild.collector import Judged
@@ -16,7 +17,7 @@ from flowcheck.rebuild.verdict import Clause
 
 __all__ = [
     "Asked", "Begun", "Behind", "Closed", "Event", "FromPeers", "GivenUp", "Held", "Lost", "OnTime", "Patched", "Read",
-    "Skipped", "TakenUp", "Timed", "Waiting", "closed",
+    "Resumed", "Skipped", "TakenUp", "Timed", "Waiting", "closed",
 ]
 
 
@@ -94,9 +95,17 @@ class Lost(Event):
 
 
 @dataclass(frozen=True)
+class Resumed(Event):
+    """A replica that an earlier process of this node left is taken up, and served on. steps: of its versions."""
+
+    path: Path
+    steps: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Begun(Event):
     """Versions are built from `iteration` on, of which nothing is here yet but these gradients: none is published until
-    the trainers have sent their own state of so many elements."""
+    the trainers have sent their own state of so many elements. 0: the version before it is here."""
 
     iteration: int
     elements: int

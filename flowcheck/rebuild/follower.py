@@ -103,6 +103,8 @@ class Follower:
 
     def keep_record(self, iteration: int, record: StepRecord, rank: int) -> list[Event]:
         """Keep a step record of an iteration. Raises UserError where it cannot be believed."""
+        if self.replica is not None:
+            self.replica.heard(self.clock.after(iteration))
         awaited = max(self.engine.oldest, self.next or 0)  # a state may be far ahead of what still has to close
         if iteration > awaited + RECORDS_AHEAD:
             if self._ahead:

@@ -4,12 +4,14 @@
     follower.partial.ask(budget, ranks), take(patch)           whoever talks to the trainers (node/resync.py)
     follower.give_up_ranges(why)                                they cannot: the chain ends as it does without
     follower.begin_from(replica)                                of a job of which nothing is here, or not any more
+    follower.begin_from(replica, whole=True)                    with what an earlier process left of it
 
 What was lost of an iteration is stale (partial.py). One that was lost whole, or of which more is wrong than that
 gradients are missing, leaves everything stale. Nothing is published before the last stale element was patched, and the
 last complete version is served meanwhile. An iteration waits for the records of ranks that were asked, as it does for
 its own: with them their patches are here. A job is begun in the same way, at the oldest step of which records are here
-without a gap behind them.
+without a gap behind them. With what an earlier process left it goes on as if it had been there: the iterations that
+were missed meanwhile are iterations that were lost whole, and if there are none, nothing is stale.
 """
 
 from __future__ import annotations
@@ -59,13 +61,17 @@ class PartialFollower(Follower):
         self._since, self._begins = None, False
         super().start(replica, iteration)
 
-    def begin_from(self, replica: JobReplica) -> list[Event]:
+    def begin_from(self, replica: JobReplica, *, whole: bool = False) -> list[Event]:
         """Go on without a state, as soon as there is a record to go on with: from `replica`, which is empty, or has a
-        version that is served until there is a newer one. No other may have to be ended (settle)."""
+        version that is served until there is a newer one. whole: that version is of this very start of the job and good
+        to build on, so no record is waited for. No other may have to be ended (settle)."""
         assert self._pending is None and self.partial is not None and self.next is None
         self._builder.drop()
         if self.replica is not None and self.replica is not replica:
             self.replica.close()
+        if whole and (next_ := self.clock.next(replica.step)) >= self.engine.oldest:
+            self.start(replica, next_)
+            return [Begun(next_, 0)]
         self.replica, self._begins = replica, True
         first = self.records.since(self.engine.oldest)
         return [] if first is None else self._begin_at(first)
@@ -75,7 +81,7 @@ class PartialFollower(Follower):
         assert self.partial is not None and self.replica is not None
         try:
             self.replica.leap(self.clock.before(iteration))
-        except UpdaterError:  # readers pin every slot: with a later record
+        except UpdaterError:  # readers pin every slot, or it has this iteration already: with a later record
             return []
         super().start(self.replica, iteration)
         self._begins = False

@@ -31,6 +31,7 @@ from flowcheck.rebuild.evidence import BucketCoverage, parameter_bytes
 from flowcheck.rebuild.plan import JobPlan
 from updater.arrays import needed
 from updater.errors import ReplicaError, UpdaterError
+from updater.found import describe
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica, Slot
@@ -44,12 +45,14 @@ __all__ = ["JobReplica", "ReplicaOptions", "replica_bytes"]
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """slots, path, threads: as updater.replica.Replica takes them. buffers: whether each step brings them anew."""
+    """slots, path, threads, start: as updater.replica.Replica takes them. buffers: whether each step brings new
+    ones."""
 
     slots: int = 2
     path: str | os.PathLike[str] | None = None
     threads: int = 0
     buffers: bool = False
+    start: str = ""
 
 
 def replica_bytes(job: Job, slots: int) -> int:
@@ -190,11 +193,36 @@ class JobReplica:
     def start_empty(self, step: int) -> None:
         """Make a partial version `step`, of which every element is anything. Raises UserError as `start` does."""
         assert self._replica is None
-        tensors = {
+        self._make(self._shapes(), step, empty=True)
+
+    def take_up(self, path: Path) -> None:
+        """Go on with the file that an earlier process left, from its newest version. Raises UpdaterError: it is of
+        another job, of another start of it, of other settings, or still written to."""
+        assert self._replica is None and self._spec is not None and self._rounding is not None
+        job, options = self._plan.job, self._options
+        kinds = _kinds(job)
+        like = describe(
+            self._shapes(), self._spec, self._rounding, slots=options.slots, divisor=job.gradients.divisor,
+            run_id=job.run_id, epoch=job.epoch, unproven=self.unproven, start=options.start, **kinds,
+        )
+        self._replica = Replica.attach(path, rounding=self._rounding, threads=options.threads, like=like)
+
+    def _shapes(self) -> dict[str, torch.Tensor]:
+        return {
             entry.name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
             for entry in self._plan.job.model
         }
-        self._make(tensors, step, empty=True)
+
+    def heard(self, step: int) -> None:
+        """The trainers have made this step."""
+        if self._replica is not None:
+            self._replica.heard(step)
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """What nothing has shown of the newest version alone."""
+        assert self._replica is not None
+        return self._replica.said[1]
 
     def _make(self, tensors: Mapping[str, torch.Tensor], step: int, **more: Any) -> None:
         assert self._spec is not None
@@ -203,7 +231,7 @@ class JobReplica:
             self._replica = Replica(
                 tensors, self._spec, slots=options.slots, divisor=job.gradients.divisor, step=step,
                 rounding=self._rounding, path=options.path, run_id=job.run_id, epoch=job.epoch,
-                threads=options.threads, unproven=self.unproven, **_kinds(job), **more,
+                threads=options.threads, unproven=self.unproven, start=options.start, **_kinds(job), **more,
             )
         except UpdaterError as error:
             raise UserError(str(error), where=str(self._init_path or "job manifest")) from None

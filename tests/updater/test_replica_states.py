@@ -452,3 +452,23 @@ def test_a_file_gets_its_name_when_it_can_be_read_and_not_before(shm, monkeypatc
     made = Replica({"w": torch.tensor([1.0, 2.0])}, spec, path=shm / "replica", rounding=ROUNDING, step=9)
     assert found == [(9, [1.0, 2.0])]
     made.close()
+
+
+def test_going_on_with_what_is_described_alike(shm):
+    spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 1.0})])
+    given = {"slots": 3, "divisor": 2, "run_id": "run", "epoch": 2, "unproven": ["a mark"], "start": "one"}
+    Replica({"w": torch.zeros(4)}, spec, path=shm / "r", rounding=ROUNDING, **given).close()
+
+    def like(**change):
+        kinds = {"buffers": frozenset(), "tied": {}, "masters": True}
+        shape = change.pop("shape", (4,))
+        tensors = {"w": torch.empty(shape, device="meta")}
+        return found.describe(tensors, spec, ROUNDING, **{**given, **kinds, **change})
+
+    again = Replica.attach(shm / "r", like=like())
+    assert again.current.step == 0 and again.said == ("", ())
+    again.close()
+    for change, odd in ({"start": "two"}, "start"), ({"unproven": []}, "unproven"), ({"slots": 4}, "slots"), (
+            {"shape": (5,)}, "arrays"), ({"run_id": "x", "epoch": 3}, "epoch, run_id"), ({"divisor": 1}, "divisor"):
+        why = refusal(Replica.attach, shm / "r", like=like(**change))
+        assert why == f"{shm}/r: is of another job or other settings: {odd}"

@@ -307,3 +307,12 @@ def test_a_node_may_be_closed_at_any_time(node: Node) -> None:
     node.close()
     node.close()
     assert json.dumps(len(node.offers())) == "1"
+
+
+@pytest.mark.parametrize(("said", "known"), [(3, 3), (0, 0), (2.5, 2.5), (-1, None), ("3", None), (True, None),
+                                             (float("inf"), None), (None, None)])
+def test_the_age_of_an_offer_decides_nothing(api: HandApi, node: Node, said: Any, known: Any) -> None:
+    api.versions[0].offer["age_steps"] = said
+    api.versions[0].offer["age_seconds"] = said
+    [offer] = node.offers()
+    assert (offer.age_steps, offer.age_seconds) == (known, known)

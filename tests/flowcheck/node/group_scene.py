@@ -100,8 +100,9 @@ class FakeSession:
         self.replica = FakeReplica()
         return []
 
-    def begin(self, path: Callable[[], Path]) -> list[Event]:
+    def begin(self, path: Callable[[], Path], left: Path | None = None) -> list[Event]:
         self.calls.append(("begin",))
+        self.left = left
         if self.begin_error is not None:
             raise UserError(self.begin_error)
         if self.replica is None:

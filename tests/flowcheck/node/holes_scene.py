@@ -6,6 +6,7 @@ Every version is 0.5 less than the one before it, in all elements; what lies in 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,16 @@ LOTS = 1 << 20
 
 class Scene(Live):
     """The wire brings all iterations at once, with holes in some; one closes when its records come, which ranks 0 and 1
-    send. asked: (rank, request, ranges) that were not answered. empty: there is no state to go on from."""
+    send. asked: (rank, request, ranges) that were not answered. empty: there is no state to go on from, but perhaps
+    what an earlier process has `left`."""
 
     def __init__(self, patch: pytest.MonkeyPatch, holes: dict[int, tuple[int, int]] | None = None,
-                 wire: Iterable[int] = range(2, 16), empty: bool = False, **options: Any) -> None:
+                 wire: Iterable[int] = range(2, 16), empty: bool = False, left: Path | None = None,
+                 **options: Any) -> None:
         super().__init__(patch, **{"slots": 3, "patched": True, "arenas": 2, **options})
         self.asked: list[tuple[int, int, list[Range]]] = []
         if empty:
-            self.begin()
+            self.begin(left)
         else:
             self.state(2)
         for t in wire:

@@ -27,7 +27,7 @@ from flowcheck.node.live import LiveSession
 from flowcheck.node.members import RankSession
 from flowcheck.node.resync import Resync
 from flowcheck.node.silence import Silent
-from flowcheck.rebuild.events import Asked, Begun, Closed, Event, FromPeers, Held, Lost, Patched, Waiting
+from flowcheck.rebuild.events import Asked, Begun, Closed, Event, FromPeers, Held, Lost, Patched, Resumed, Waiting
 from flowcheck.rebuild.healed import Peers
 from flowcheck.rebuild.plan import plan_job
 
@@ -61,7 +61,7 @@ class Live:
     def __init__(self, patch: pytest.MonkeyPatch, job: Job | None = None, *, first: int = 0, streams: int = 1,
                  record_seconds: float = 10.0, folder: Path | None = None, slots: int = 2, threads: int = 0,
                  arenas: int = 4, patched: bool = False, members: Mapping[int, RankSession] | None = None,
-                 peers: Peers | None = None, resync_mb: int = 32) -> None:
+                 peers: Peers | None = None, resync_mb: int = 32, job_start: str = "") -> None:
         self.job, self.now = job or small_job(), 1000.0
         plan = plan_job(self.job, streams=streams, arenas=arenas)
         self.sources = [FakeSource(open=True) for _ in range(streams)]
@@ -72,7 +72,7 @@ class Live:
         self.waiting: list[tuple[int, str]] = []
         self.silent: list[str] = []
         self.withdrawn: list[bool] = []  # of each loss
-        self.said: list[Begun | Held | Asked | Patched] = []
+        self.said: list[Begun | Held | Asked | Patched | Resumed] = []
         self.from_peers: list[FromPeers] = []
         self.files = 0
         self.port = FakePort()
@@ -82,7 +82,7 @@ class Live:
         self.session = LiveSession(
             plan, self.sources, Clock(first), slots=slots, threads=threads, record_seconds=record_seconds,
             port=self.port, now=lambda: self.now, patched=patched,
-            resync=self.resync, peers=peers,
+            resync=self.resync, peers=peers, job_start=job_start,
         )
 
     def take(self, events: Iterable[Event]) -> None:
@@ -99,7 +99,7 @@ class Live:
                     self.silent.append(why)
                 case FromPeers():
                     self.from_peers.append(event)
-                case Begun() | Held() | Asked() | Patched():
+                case Begun() | Held() | Asked() | Patched() | Resumed():
                     self.said.append(event)
 
     def look(self) -> bool:
@@ -121,9 +121,9 @@ class Live:
         path = self.folder / f"{iteration}.replica" if self.folder else None
         self.take(self.session.state(iteration, self.tensors(value), more.get("state", {}), path=path))
 
-    def begin(self) -> None:
-        """Without a state, by ranges."""
-        self.take(self.session.begin(self.new_file))
+    def begin(self, left: Path | None = None) -> None:
+        """Without a state, by ranges. left: what an earlier process left."""
+        self.take(self.session.begin(self.new_file, left))
 
     def new_file(self) -> Path | None:
         self.files += 1

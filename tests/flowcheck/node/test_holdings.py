@@ -429,3 +429,29 @@ def test_what_ranks_gave_lies_in_the_step_on_disk(tmp_path: Path) -> None:
         shutil.rmtree(path)
         with pytest.raises(Gone):
             held.user(4)
+
+
+def test_how_old_a_version_is(make: Callable[..., Replica], memory: MemoryShelf, monkeypatch: Any) -> None:
+    """Also when nobody writes to its file any more."""
+    monkeypatch.setattr("updater.replica.time.time_ns", lambda: 5_000_000_000)
+    monkeypatch.setattr("flowcheck.node.holdings.time.time", lambda: 8.25)
+    replica = make(steps=1)
+    assert [(one.offer.step, one.offer.age_steps, one.offer.age_seconds) for one in memory.look()] == [
+        (1, None, 3.25), (0, None, 3.25)
+    ]
+    replica.heard(4)
+    replica.heard(3)
+    replica.heard(1 << 60)
+    replica.close()
+    monkeypatch.setattr("flowcheck.node.holdings.time.time", lambda: 4.0)
+    assert [(one.offer.step, one.offer.age_steps, one.offer.age_seconds) for one in memory.look()] == [
+        (1, 3, 0.0), (0, 4, 0.0)
+    ], "a clock that was set back makes nothing younger than new"
+
+
+def test_a_file_that_does_not_say_when(make: Callable[..., Replica], memory: MemoryShelf) -> None:
+    """One of a version before this one."""
+    replica = make(steps=1)
+    for slot in replica.slots:
+        replica._store.set_time(slot.index, 0)
+    assert [one.offer.age_seconds for one in memory.look()] == [None, None]

@@ -16,12 +16,15 @@ from typing import Any
 import pytest
 
 from flowcheck.checkpoint.directory import tensor_sha256
+from flowcheck.control.ask import AskError, Node, Offer, reader_key
 from flowcheck.control.checksum import checksums
 from flowcheck.control.protocol import Bye, Joined, Patch, Ranges, Wanted
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
 from updater.reader import Reader
+
+from .conftest import TOKEN
 
 pytestmark = pytest.mark.root
 MIB = 1 << 20
@@ -48,8 +51,9 @@ class Training:
         self.trainers: list[Any] = []
         self._seen = 0  # questions of this node
 
-    def attach(self, node: Any, attach: Any) -> None:
-        self.trainers = [attach(node, self.job, rank) for rank in range(self.job.communicator.ranks)]
+    def attach(self, node: Any, attach: Any, instance: str = "") -> None:
+        ranks = range(self.job.communicator.ranks)
+        self.trainers = [attach(node, self.job, rank, instance=instance) for rank in ranks]
         for trainer in self.trainers:
             trainer.flows()
         whole, self.trainers[0].job = self.job, job_from_dict(self.job.to_dict() | {"flows": []})
@@ -244,7 +248,7 @@ def kill_while_begun(start_node, attach, truth, lan, folder: Path, times: int, s
         node = start_node(resync="ranges", replica="resync_mb = 1")
         kept = [one["step"] for one in node.said("kept")]
         assert all(step in at.known for step in kept)
-        at.attach(node, attach)
+        at.attach(node, attach, "the same one")
         asked: list[int] = []
         for _ in range(rng.randrange(1, 9)):
             line = node.wait("iteration", SECONDS, iteration=at.train(asked))
@@ -270,6 +274,89 @@ def kill_while_begun(start_node, attach, truth, lan, folder: Path, times: int, s
                     new += step in published
         partial, complete = partial + (not published), complete + bool(new)
     assert partial and (complete or times < 10), "always killed at the same stage"
+
+
+def killed(node: Any, at: Training) -> None:
+    node.process.send_signal(signal.SIGKILL)
+    node.process.wait()
+    for trainer in at.trainers:
+        trainer.close()
+    at.trainers = []
+
+
+def offered(node: Any, step: int, older: int = 0) -> Offer:
+    """A version in memory, as the node's HTTP API says it, as soon as it is so many steps old."""
+    host, _, port = node.said("listening")[0]["api"].rpartition(":")
+    asked = Node((host, int(port)), reader_key(TOKEN))
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            [found] = [one for one in asked.offers() if one.step == step]
+            if found.age_steps == older:
+                return found
+        except AskError:
+            found = None  # its process has not begun yet
+        finally:
+            asked.close()
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+def test_killed_and_started_again_it_goes_on_with_what_it_left(start_node, attach, truth, lan, tmp_path: Path) -> None:
+    """First within the iteration that its version waits for: nothing is asked of the trainers. Then three iterations
+    are missed: all of it is, and meanwhile the old version is served, and says how old it is. Then the job itself is
+    started anew under the same name: the new one takes nothing of it."""
+    job = small_job()
+    job.run_id = ""
+    at = Training(job, truth, lan)
+    at.train(), at.train()
+    api = '[api]\nlisten = "127.0.0.1:0"'
+    node = start_node(api, resync="ranges")
+    at.attach(node, attach, "one")
+    at.until_patched(node)
+    run_id = node.said("attached")[0]["run_id"]
+    [left] = tmp_path.glob("*.replica")
+    inode = left.stat().st_ino
+    killed(node, at)
+
+    node = start_node(api, resync="ranges")
+    at.attach(node, attach, "one")
+    resumed = node.said("resumed")[0]
+    assert (resumed["run_id"], resumed["step"], resumed["path"]) == (run_id, at.run.step, str(left))
+    for _ in range(2):
+        line = node.wait("iteration", SECONDS, iteration=at.train(sums=True))
+        assert line["published"] and line["status"] == "verified", node.lines[-2:]
+    assert node.said("begun")[0]["elements"] == 0 and node.said("ranges") == [] and node.said("state") == []
+    last = at.run.step
+    killed(node, at)
+
+    for _ in range(3):
+        at.train()
+    node = start_node(api, resync="ranges")
+    before = offered(node, last)
+    assert before.age_seconds is not None and before.age_seconds > 0 and before.status == "verified"
+    at.attach(node, attach, "one")
+    number = at.train()
+    assert not node.wait("iteration", SECONDS, iteration=number)["published"]
+    assert node.said("stale")[0]["elements"] == sum(entry.elements for entry in job.model)
+    age = offered(node, last, number + 1 - last)
+    assert age.run_id == run_id and age.age_seconds is not None and age.age_seconds > before.age_seconds
+    with closing(Reader(left)) as reader, reader.pinned(last) as version:
+        assert hashes(version.parameters, version.optimizer_state) == at.known[last], "it is served until there is more"
+    asked = at.questions(node, True)
+    while not (line := node.wait("iteration", SECONDS, iteration=at.train(asked, sums=True)))["published"]:
+        asked = at.questions(node, line["stale"] > 0)
+    assert line["status"] == "verified" and list(tmp_path.glob("*.replica")) == [left]
+    assert left.stat().st_ino == inode and offered(node, at.run.step).status == "verified"
+    last = at.run.step
+    killed(node, at)
+
+    node = start_node(api, resync="ranges")
+    at.attach(node, attach, "two")
+    assert node.said("resumed") == [] and node.said("attached")[0]["run_id"] != run_id
+    at.until_patched(node)
+    assert len(list(tmp_path.glob("*.replica"))) == 2, "what was verified stays until there is something as good"
+    assert node.end() == 0 and all_equal(tmp_path, at.known)
 
 
 def test_killed_while_it_has_nothing_but_a_partial_version(start_node, attach, truth, lan, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
 
-def replica(path: Path, run_id: str, step: int, verified: bool = False) -> Path:
+def replica(path: Path, run_id: str, step: int, verified: bool = False, start: str = "") -> Path:
     spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 0.5})])
-    made = Replica({"w": torch.ones(3)}, spec, path=path, run_id=run_id, step=step)
+    made = Replica({"w": torch.ones(3)}, spec, path=path, run_id=run_id, step=step, start=start)
     if verified:
         made.mark_verified()
     made.close()
@@ -111,3 +111,25 @@ def test_a_file_that_somebody_else_removed_is_no_matter(tmp_path, monkeypatch) -
     gone = tmp_path / "flowcheck-n-g-1.replica"
     monkeypatch.setattr(served, "_files", lambda: [gone])  # it was there a moment ago
     assert served.settle() == []
+
+
+def test_the_newest_file_of_a_start_of_the_job_may_be_taken_up(tmp_path) -> None:
+    files = ReplicaFiles(tmp_path, "n", "g")
+    for start, step in (("one", 9), ("one", 5), ("two", 7), ("", 8)):
+        replica(files.path(), "run", step, start=start)
+    again = ReplicaFiles(tmp_path, "n", "g")
+    left = again.left("one")
+    assert left == LeftoverReplica(tmp_path / "flowcheck-n-g-2.replica", "run", 5, start="one")
+    assert again.left("") is None and again.left("three") is None, "a file that says nothing is nobody's"
+
+
+def test_what_is_taken_up_stays_and_is_the_one_that_is_served(tmp_path) -> None:
+    first = ReplicaFiles(tmp_path, "n", "g")
+    left = replica(first.path(), "run", 5, start="one")
+    older = replica(first.path(), "run", 4, start="zero")
+    second = ReplicaFiles(tmp_path, "n", "g")
+    second.resume(left)
+    assert second.named == left and second.stands("run", 0, 5) == []
+    assert left.exists() and not older.exists()
+    second.discard()
+    assert not left.exists() and second.path().name == "flowcheck-n-g-3.replica"

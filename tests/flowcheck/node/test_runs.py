@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flowcheck.node import runs
-from flowcheck.node.runs import LONGEST_NAME, new_run_id, run_folder
+from flowcheck.node.runs import LONGEST_NAME, new_run_id, run_folder, start_of
 
 
 @pytest.mark.parametrize(("run_id", "folder"), [
@@ -48,3 +48,13 @@ def test_a_run_without_a_name_has_the_time_of_greenwich(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(runs, "datetime", Clock)
     assert re.fullmatch(r"20260102-030405-[0-9a-f]{6}", new_run_id())
+
+
+def test_a_start_of_a_job_has_a_name_of_its_own() -> None:
+    given = ({"flows": [1], "model": []}, ("run", 0, 2), 5, "abc")
+    found = start_of(*given)
+    assert len(found) == 64 and start_of({"model": [], "flows": [1]}, *given[1:]) == found, "whatever order keys have"
+    others = [({"flows": [2], "model": []}, *given[1:]), (given[0], ("run", 1, 2), 5, "abc"),
+              (given[0], ("other", 0, 2), 5, "abc"), (given[0], given[1], 6, "abc"), (*given[:3], "abd")]
+    assert len({found, *(start_of(*one) for one in others)}) == 6
+    assert start_of(*given[:3], "") == "", "trainers that do not say who they are"

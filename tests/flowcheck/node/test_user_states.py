@@ -213,3 +213,21 @@ def test_what_waits_is_bounded_by_all_of_it(kept: Kept, monkeypatch: pytest.Monk
     kept.put(24, data=b"four")
     kept.settle()
     assert list(kept.there) == [20, 21, 23, 24], "what is written waits no more"
+
+
+def test_those_beside_what_an_earlier_process_left(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its versions stay for as long as nothing new is published; what else it left goes."""
+    for step in range(3, 9):
+        kept.put(step)
+    kept.states.close()
+    monkeypatch.setattr(user_states, "AHEAD", 3)
+    kept.states = UserStates(lambda event, **fields: None)
+    kept.states.resume(kept.replica, [4, 5])
+    for step in range(20, 25):
+        kept.put(step)
+    kept.settle()
+    assert list(kept.there) == [4, 5, 22, 23, 24]
+    kept.put(25)
+    kept.states.published([5, 24])
+    kept.settle()
+    assert list(kept.there) == [5, 24, 25]
