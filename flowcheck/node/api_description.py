@@ -74,7 +74,7 @@ def describe(open_path: str) -> dict[str, Any]:
                 "OfAnotherRole": _answer("The key is of a role that this is not for.", _WHY),
             },
             "schemas": {"Offer": {
-                "type": "object", "required": [*_TYPES, "user"],
+                "type": "object", "required": [*_TYPES, "user", *_AGE],
                 "properties": {name: {"type": kind} for name, kind in _TYPES.items()} | {"user": _USER} | _AGE,
             }},
         },

@@ -195,7 +195,7 @@ class JobReplica:
         assert self._replica is None
         self._make(self._shapes(), step, empty=True)
 
-    def take_up(self, path: Path) -> None:
+    def take_up(self, path: str | os.PathLike[str]) -> None:
         """Go on with the file that an earlier process left, from its newest version. Raises UpdaterError: it is of
         another job, of another start of it, of other settings, or still written to."""
         assert self._replica is None and self._spec is not None and self._rounding is not None

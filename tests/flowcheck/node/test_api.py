@@ -421,4 +421,6 @@ def test_an_offer_is_described(app: Any) -> None:
     for one in get(app, "/v1/versions").json["versions"]:
         assert set(one) == set(described["properties"]) == set(described["required"])
         assert one.pop("user") == [[0, 1], [3, 3]]
+        for age in ("age_steps", "age_seconds"):
+            assert "null" in described["properties"][age]["type"] and one.pop(age) is None
         assert all(type(one[name]) is kinds[described["properties"][name]["type"]] for name in one)

@@ -7,12 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from flowcheck.control.protocol import Flows, Joined, Manifest, Wanted
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
 from flowcheck.node import uploads
-from flowcheck.rebuild.events import Begun, Closed, Lost
+from flowcheck.rebuild.events import Begun, Closed, Lost, Resumed
+from updater.optimizers import OptimizerSpec
+from updater.replica import Replica
 
 from .group_scene import FakeSession, Scene, fake_sessions, small_job
 
@@ -152,7 +155,7 @@ def test_a_replica_that_goes_on_needs_no_other_file(scene) -> None:
 
 
 def test_no_room_for_a_replica_is_said_to_the_rank_that_brought_the_job(scene, monkeypatch) -> None:
-    def no_room(self: Any, path: Any) -> Any:
+    def no_room(self: Any, path: Any, left: Any) -> Any:
         raise UserError("12 MiB cannot be reserved: No space left on device")
 
     at = scene()
@@ -180,3 +183,29 @@ def test_an_ended_session_is_not_begun_again(scene) -> None:
     at.join(0, instance="b")
     at.turn()
     assert [call[0] for call in at.session.calls] == ["begin", "close"]
+
+
+def test_what_an_earlier_process_left_of_the_same_start_is_taken_up(scene, tmp_path) -> None:
+    """Of a job that does not say what its run is called that name goes on, too. Another start takes nothing up, nor do
+    trainers that do not say who they are."""
+    made = job()
+    made.run_id = ""
+    run = ("", 0, 2)
+    at = scene()
+    at.follow(made, run=run, instance="a")
+    start, name = at.session.options["job_start"], at.session.plan.job.run_id
+    assert len(start) == 64 and at.session.left is None
+    left, spec = tmp_path / "flowcheck-node--3.replica", OptimizerSpec.check("sgd", [(["w"], {"lr": 0.5})])
+    Replica({"w": torch.ones(3)}, spec, path=left, run_id=name, step=7, start=start).close()
+
+    again = scene()
+    again.follow(made, run=run, instance="a")
+    assert again.session.left == left and again.session.plan.job.run_id == name
+    again.happens(Resumed(left, (6, 7)))
+    assert again.events("resumed") == [{"name": "", "run_id": name, "epoch": 0, "step": 7, "path": str(left)}]
+    assert again.group.files.named == left
+    again.group.stop()
+    for instance in ("b", ""):
+        other = scene()
+        other.follow(made, run=run, instance=instance)
+        assert other.session.left is None and other.session.plan.job.run_id != name
