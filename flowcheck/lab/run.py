@@ -12,6 +12,10 @@
         run.start_trainers_again()
         run.begin(job, attach=True, recover=True)                       the job goes on from what the nodes have
 
+        run.kill_nodes()                                                at once; what they hold stays in shared memory
+        run.start_nodes(job)                                            they come back, and find it
+        run.catch_up()                                                  the job trains until they make versions again
+
 `begin(job)` instead of `attach` trains without a node. Jobs may follow each other in the same processes, with nodes of
 their own or none. Trainers run on one core, everything that is not training on another, where there are two. The run
 belongs to the thread that made it: processes are killed when that thread ends.
@@ -94,6 +98,7 @@ class LabRun:
         self._job: Training | None = None
         self._nodes: list[str] = []
         self._starts = 0
+        self._mirrors = False  # the leaf copies to the nodes' ports
         self._jobs = -1  # number of the current job
 
     def __enter__(self) -> Self:
@@ -205,8 +210,12 @@ class LabRun:
         """So many more iterations of the job."""
         self._order({"iterations": iterations})
 
-    def train_and_die(self, iterations: int, *, rank: int, iteration: int, at: str) -> None:
-        """Train until a rank kills itself at an instant of an iteration (trainer.INSTANTS); the others stand still."""
+    def train_and_die(
+        self, iterations: int, *, rank: int, iteration: int, at: str,
+        heard: Callable[[str, dict[str, Any]], object] = lambda name, event: None,
+    ) -> None:
+        """Train until a rank kills itself at an instant of an iteration (trainer.INSTANTS); the others stand still.
+        heard: called with all that processes say until then."""
         for name in self._trainers:
             self._children.let_end(name)
         victim = f"rank {rank}"
@@ -216,6 +225,7 @@ class LabRun:
         process = self._children.process(victim)
         for name, event in self._events(lambda: process.poll() is not None, QUIET_SECONDS):
             self._take(name, event)
+            heard(name, event)
 
     def end(self) -> None:
         """Trainers let nodes and communicators go."""
@@ -243,16 +253,30 @@ class LabRun:
             return named("state", "patched")
 
         self._quietly(lambda: named("attached").keys() >= wanted, START_SECONDS)
-        trained = ATTACHING
-        while not here().keys() >= wanted:
+        self._train_until(lambda: here().keys() >= wanted, most - ATTACHING, "no state was taken")
+        return max(said["iteration"] for said in here().values())
+
+    def catch_up(self, most: int = 2000) -> None:
+        """Train until every stage's node that was started last has published a version. Raises EnvironmentProblem if
+        that takes more than `most` iterations."""
+
+        def here() -> bool:
+            made = {(node, said["name"]) for node, said in self.events if said["event"] == "iteration"
+                    and said["published"] and node in self._nodes}
+            return len(made) >= max(len(self._nodes), len(self.ledger.names))
+
+        self._train_until(here, most, "no version was published")
+
+    def _train_until(self, here: Callable[[], bool], most: int, why: str) -> None:
+        trained = 0
+        while not here():
             if trained >= most:
                 said = "; ".join(str(event) for _, event in self.events[-3:])
-                raise EnvironmentProblem(f"no state was taken in {trained} iterations; the nodes said: {said}",
+                raise EnvironmentProblem(f"{why} in {trained} iterations; the nodes said: {said}",
                                          where="flowcheck lab", remedy=f"see the logs in {self.out}")
             self.train(1)
             trained += 1
-            self._quietly(lambda: here().keys() >= wanted, 0.2)
-        return max(said["iteration"] for said in here().values())
+            self._quietly(here, 0.2)
 
     def _attach_orders(self, job: Training) -> dict[str, dict[str, Any]]:
         """For each stage the arguments of flowcheck.attach."""
@@ -303,13 +327,31 @@ class LabRun:
             self._tails[name], self._said[name] = _Tail(hashes), directory / "events.jsonl"
             self._nodes.append(name)
         self._all_say("listening", self._nodes, START_SECONDS)
-        self.fabric.start_mirror()
+        if not self._mirrors:
+            self.fabric.start_mirror()
+        self._mirrors = True
+
+    def stop_node(self, node: int, stopped: bool = True) -> None:
+        """A node that gets no time at all, until it gets some again, or is killed."""
+        self._children.process(self._nodes[node]).send_signal(signal.SIGSTOP if stopped else signal.SIGCONT)
+
+    def kill_nodes(self) -> None:
+        """kill -9, all of them; the mirror goes on. `start_nodes` starts others that have their names and places."""
+        for name in self._nodes:
+            self._children.let_end(name)
+            self._children.process(name).kill()
+        for name in self._nodes:
+            self._children.wait(name, END_SECONDS)
+        for name, event in self._children.drain():
+            self._take(name, event)
+        self._follow()
+        self._nodes.clear()
 
     def _toml(self, job: Training, node: int, directory: Path, token: Path, hashes: Path) -> str:
         shared, own = (job.stages if self.fabric.config.nodes == 1 else 1), self._addresses[node]
-        peers = [address for address in self._addresses if address != own] if job.stages == 1 else []
+        peers, name = [one for one in self._addresses if one != own] if job.stages == 1 else [], self.fabric.config.name
         tables: dict[str, dict[str, Any]] = {
-            "": {"name": f"{self.fabric.config.name}.{node}" if peers else self.fabric.config.name, "groups": shared},
+            "": {"name": f"{name}.{node}" if self.fabric.config.nodes > 1 else name, "groups": shared},
             "control": {"listen": own, "token_file": str(token), "insecure": True},  # the lab's own network
             # Ordinary memory: several nodes and tests would take the machine's few huge pages from each other.
             "capture": {"device": "af_packet:mir0", "path_mtu": job.softroce.get("mtu", 4096), "huge": False},
@@ -371,6 +413,7 @@ class LabRun:
             self._take(name, event)
         self._follow()
         self.fabric.stop_mirror()
+        self._mirrors = False
         self._nodes.clear()
         return statuses
 

@@ -296,7 +296,8 @@ class Worker:
             self._member = Rank(training, self._rank, number, self._groups, self._out)
             since: dict[str, Any] = {}
             if recover is not None:
-                recovered = self._member.recover(recover)
+                shard = {"shard": attach[str(self._member.stage)]["group"]} if attach and training.stages > 1 else {}
+                recovered = self._member.recover(recover | shard)
                 since = {"epoch": recovered.epoch, "iteration": recovered.step}
             if attach is not None:
                 self._member.attach(attach[str(self._member.stage)] | since)
