@@ -48,7 +48,8 @@ from flowcheck.job.model import ModelEntry
 
 __all__ = [
     "MANIFEST", "PARAMETERS_SCHEMA", "Loaded", "Meta", "check_replaceable", "load_init", "load_parameters", "load_step",
-    "parameters_path", "read_step_manifest", "step_path", "tensor_sha256", "write_parameters", "write_step",
+    "parameters_path", "read_step_manifest", "step_manifest", "step_path", "tensor_sha256", "write_parameters",
+    "write_step",
 ]
 
 PARAMETERS_SCHEMA = "flowcheck/parameters/1"
@@ -115,12 +116,8 @@ def write_step(
         f"state.{name}.{key}": _as_tensor(value)
         for name, state in optimizer_state.items() for key, value in state.items()
     }
-    about = {
-        "shard": meta.shard, "status": meta.status, "unproven": list(meta.unproven), "optimizer": dict(meta.optimizer),
-        "rounding": meta.rounding,
-    }
     files = {MODEL: dict(parameters), OPTIMIZER: flat}
-    return _write_directory(Path(out), step_path(out, step), files, _head(SCHEMA, step, meta) | about, users)
+    return _write_directory(Path(out), step_path(out, step), files, _about(step, meta), users)
 
 
 def write_parameters(
@@ -239,6 +236,21 @@ def _as_tensor(value: torch.Tensor | float | int) -> torch.Tensor:
 
 def _head(schema: str, step: int, meta: Meta) -> dict[str, Any]:
     return {"schema": schema, "run_id": meta.run_id, "epoch": meta.epoch, "step": step}
+
+
+def _about(step: int, meta: Meta) -> dict[str, Any]:
+    """What a step's manifest says beside its files."""
+    return _head(SCHEMA, step, meta) | {
+        "shard": meta.shard, "status": meta.status, "unproven": list(meta.unproven), "optimizer": dict(meta.optimizer),
+        "rounding": meta.rounding,
+    }
+
+
+def step_manifest(
+    step: int, meta: Meta, files: dict[str, Any], users: Mapping[str, Any], **more: Any
+) -> dict[str, Any]:
+    """Of a step that lies elsewhere than in a directory. files, users: their entries. more: what else is said of it."""
+    return _manifest(_about(step, meta) | ({"user": dict(users)} if users else {}) | more, files)
 
 
 def _manifest(about: dict[str, Any], files: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from flowcheck.control.tensors import CHUNK, DTYPES, header, packed_bytes, piece
 from flowcheck.durable import write_synced
 from flowcheck.errors import UserError
 
-__all__ = ["load_file", "readable", "refuse", "tensor_sha256", "write_file"]
+__all__ = ["FileStream", "load_file", "readable", "refuse", "tensor_sha256", "write_file"]
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
@@ -30,35 +30,44 @@ def tensor_sha256(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Write one file and return its manifest entry; every byte is read from memory once.
+class FileStream:
+    """The bytes of one file over tensors, and its manifest entry once they were taken: every byte is read from memory
+    once. The library's own writer would need the file read again for its hash."""
 
-    The library's own writer would need the file read again for its hash.
-    """
-    head, order = header(tensors)
-    whole = hashlib.sha256()
-    hashes: dict[str, str] = {}
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors, self._whole = tensors, hashlib.sha256()
+        self._hashes: dict[str, str] = {}
 
-    def stream() -> Iterator[bytes | memoryview]:
-        whole.update(head)
+    def pieces(self) -> Iterator[bytes | memoryview]:
+        """Once."""
+        head, order = header(self._tensors)
+        self._whole.update(head)
         yield head
         for name in order:
             single = hashlib.sha256()
-            for piece in pieces(tensors[name]):
+            for piece in pieces(self._tensors[name]):
                 single.update(piece)
-                whole.update(piece)
+                self._whole.update(piece)
                 yield piece
-            hashes[name] = single.hexdigest()
+            self._hashes[name] = single.hexdigest()
 
-    write_synced(path, stream())
-    return {
-        "bytes": packed_bytes(tensors),
-        "sha256": whole.hexdigest(),
-        "tensors": {
-            name: {"dtype": DTYPES[tensor.dtype][0], "shape": list(tensor.shape), "sha256": hashes[name]}
-            for name, tensor in tensors.items()
-        },
-    }
+    def entry(self) -> dict[str, Any]:
+        """When all pieces were taken."""
+        return {
+            "bytes": packed_bytes(self._tensors),
+            "sha256": self._whole.hexdigest(),
+            "tensors": {
+                name: {"dtype": DTYPES[one.dtype][0], "shape": list(one.shape), "sha256": self._hashes[name]}
+                for name, one in self._tensors.items()
+            },
+        }
+
+
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Write one file and return its manifest entry."""
+    stream = FileStream(tensors)
+    write_synced(path, stream.pieces())
+    return stream.entry()
 
 
 def refuse(path: Path, what: str, remedy: str = "") -> UserError:

@@ -106,7 +106,8 @@ def _newest(path: Path) -> Path:
     if (path / MANIFEST).exists() or not path.is_dir():
         return path
     for kind in ("step", "parameters"):
-        found = {int(m[1]): child for child in path.iterdir() if (m := re.fullmatch(rf"{kind}-(\d+)", child.name))}
+        names = ((child, re.fullmatch(rf"{kind}-(\d+)(?:\.[0-9a-f]{{8}})?", child.name)) for child in path.iterdir())
+        found = {int(m[1]): child for child, m in names if m and (child / MANIFEST).exists()}
         if found:
             return found[max(found)]
     raise UserError(

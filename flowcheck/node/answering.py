@@ -124,7 +124,8 @@ def main() -> int:
     if said["cores"]:
         os.sched_setaffinity(0, said["cores"])
     shelves: dict[str, Shelf] = {
-        MEMORY: MemoryShelf(Path(said["replicas"]), said["node"]), DISK: DiskShelf(Path(said["checkpoints"])),
+        MEMORY: MemoryShelf(Path(said["replicas"]), said["node"], reserved=said["reserved"]),
+        DISK: DiskShelf(Path(said["checkpoints"])),
     }
     settings = _Settings(said)
     server = server_of(make_app(shelves, lambda: settings.keys), settings.listening())

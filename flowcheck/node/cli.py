@@ -28,6 +28,7 @@ from rich.console import Console
 from dataplane.live import LiveSource, start_eal
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck import __version__
+from flowcheck.checkpoint.objects import check_url
 from flowcheck.control.tls import client_context
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
 from flowcheck.node.budget import EXAMPLE_MBPS, Budget, ask, budget
@@ -41,6 +42,7 @@ from flowcheck.node.port import Port
 from flowcheck.node.resync import wished
 from flowcheck.node.serving import Serving
 from flowcheck.node.shelf import Shelf
+from flowcheck.node.storing import Storing, check_store
 from flowcheck.node.tokens import Access
 from flowcheck.rebuild.calibration import settle, settle_updates
 from flowcheck.tables import Column, print_table, screen
@@ -84,6 +86,7 @@ class Node:
                 wished(config.replica), lambda: access.tls,
             )))
             self._serving = undo.enter_context(closing(Serving(config, access.keys, say))) if config.api else None
+            self._storing = undo.enter_context(closing(Storing(config, say))) if config.store else None
             self.control.start()
             self._undo = undo.pop_all()
 
@@ -147,6 +150,8 @@ class Node:
                 self._check_captures()
             if self._serving is not None:
                 self._serving.look()
+            if self._storing is not None:
+                self._storing.look()
             failed = next((g.failure for g in self._groups.values() if g.failure is not None), None)
             if failed is not None:
                 raise failed
@@ -200,6 +205,8 @@ def _check_files(config: NodeConfig, say: Callable[..., None]) -> Access:
             remedy="an existing directory on tmpfs or hugetlbfs that the node may write to",
         )
     check_places(config.output)
+    if config.store is not None:
+        check_url(config.store.url)
     return access
 
 
@@ -212,10 +219,16 @@ def check(config: NodeConfig, as_json: bool) -> None:
         typer.echo(json.dumps(asdict(made) | {"problems": [str(problem) for problem in made.problems]}))
     else:
         _show(made, screen())
-    for problem in made.problems[1:]:
+    problems = list(made.problems)
+    if config.store is not None:
+        try:
+            check_store(config)
+        except FlowcheckError as error:
+            problems.append(error)
+    for problem in problems[1:]:
         print(f"flowcheck-node: error: {problem.message()}", file=sys.stderr)
-    if made.problems:
-        raise made.problems[0]
+    if problems:
+        raise problems[0]
 
 
 def _show(made: Budget, console: Console) -> None:

@@ -18,7 +18,7 @@ from flowcheck.control.protocol import PEER_SECONDS, token_bytes
 from flowcheck.control.tls import SYSTEM
 from flowcheck.errors import EnvironmentProblem, UserError
 
-__all__ = ["Api", "Capture", "Control", "NodeConfig", "Output", "ReplicaSettings", "Tls",
+__all__ = ["Api", "Capture", "Control", "NodeConfig", "Output", "ReplicaSettings", "Store", "Tls",
            "TokenFiles", "load", "read_tokens"]
 
 MOST_BYTES = 1 << 20
@@ -215,6 +215,38 @@ class Output(_Part):
     status_file: Path | None = None
 
 
+class Store(_Part):
+    """url: of a directory or of anything that fsspec reaches; options: for its implementation. every: write each K-th
+    version there; minutes: the newest whenever so many have passed. Versions stay in it if they are among the newest
+    `keep`, not older than keep_hours, or the first in their stretch of keep_every steps; all, with neither keep nor
+    keep_hours. seconds: without a byte, after which it counts as one that hangs."""
+
+    url: Annotated[str, Field(min_length=1, max_length=2048)]
+    every: Annotated[int, Field(ge=0)] = 0
+    minutes: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    keep: Annotated[int, Field(ge=0)] = 0
+    keep_hours: Annotated[float, Field(ge=0)] = 0.0
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    seconds: Annotated[float, Field(ge=1, le=3600)] = 60.0
+    options: dict[str, Any] = {}
+
+    @field_validator("url")
+    @classmethod
+    def _whole(cls, url: str) -> str:
+        scheme, found, rest = url.partition("://")
+        if (found and not (scheme and rest)) or "::" in url:
+            raise ValueError("PROTOCOL://PLACE, or a directory; chains (::) are not taken")
+        return url
+
+    @model_validator(mode="after")
+    def _due(self) -> Self:
+        if not self.every and not self.minutes:
+            raise _wrong("every", "0, and minutes, too: one of them says when a version is written")
+        if self.keep_every and not (self.keep or self.keep_hours):
+            raise _wrong("keep_every", "all versions stay anyway: set keep or keep_hours, too")
+        return self
+
+
 class NodeConfig(_Part):
     """capture: mirror ports; in the file a table, or a list of tables. groups: jobs at once. record_seconds: how long a
     complete iteration waits for its step record."""
@@ -224,6 +256,7 @@ class NodeConfig(_Part):
     replica: ReplicaSettings = ReplicaSettings()
     output: Output = Output()
     api: Api | None = None
+    store: Store | None = None
     tls: Tls | None = None
     tokens: TokenFiles = TokenFiles()
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,32}$")] = "node"
@@ -264,6 +297,10 @@ class NodeConfig(_Part):
         if self.api is not None and self.replica.slots < 3:
             raise _wrong("replica.slots", f"{self.replica.slots} leave none to update while a version is read: 3 at"
                          " least with an [api], and 4 with resync = \"ranges\"")
+        if self.store is not None and self.replica.slots < (least := 3 if self.api is None else 4):
+            raise _wrong("replica.slots", f"{self.replica.slots} leave none to update while a version is written to the"
+                         f" store{' and another is read' if self.api else ''}: {least} at least with"
+                         f" {'[api] and ' if self.api else 'a '}[store]")
         return self
 
     @model_validator(mode="after")

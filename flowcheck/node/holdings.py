@@ -261,11 +261,13 @@ class Shelf:
 
 
 class MemoryShelf(Shelf):
-    """directory: `replica.directory` of the node of this name."""
+    """directory: `replica.directory` of the node of this name. reserved: slots that others may pin beside it."""
 
-    def __init__(self, directory: Path, node: str, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, directory: Path, node: str, now: Callable[[], float] = time.monotonic, reserved: int = 0
+    ) -> None:
         super().__init__(now)
-        self._directory = directory
+        self._directory, self._reserved = directory, reserved
         self._name = re.compile(rf"flowcheck-{re.escape(node)}-({GROUP})-[0-9]+\.replica")
         self._readers: dict[tuple[Path, int], Reader] = {}
         self._kept: dict[str, bytes] = {}
@@ -295,7 +297,7 @@ class MemoryShelf(Shelf):
     def _pin(self, holding: Holding) -> Held:
         reader = self._readers[holding.path, holding.inode]
         pinned = [held for held in self._held.values() if held.path == holding.path]
-        if len(pinned) >= max(1, reader.slots - 2):
+        if len(pinned) >= max(1, reader.slots - 2 - self._reserved):
             steps = ", ".join(str(held.offer.step) for held in pinned)
             raise Pressed(f"step {steps} is being read, and no slot is left for another", where=holding.path.name)
         return _InMemory(holding, reader, self._kept, self._now())

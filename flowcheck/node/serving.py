@@ -45,6 +45,7 @@ class Serving:
         self._settings: dict[str, Any] = {
             "keys": dict(keys), "tls": tls, "node": config.name, "replicas": str(config.replica.directory),
             "checkpoints": str(config.output.directory), "cores": sorted(os.sched_getaffinity(0) - pinned),
+            "reserved": int(config.store is not None),
         }
         self._socket, self.address = listen(config.api.address, "api.listen", BACKLOG)
         self._began = time.monotonic()

@@ -165,11 +165,11 @@ def check_directory(out, old, new):
     return torch.equal(weight, new)
 
 
-def killed_at(n, work):
+def killed_at(n, work, calls=AtCall):
     """Run work() in a child that kills itself at its n-th call; False when it got to the end."""
     pid = fork()
     if not pid:
-        with AtCall(n, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+        with calls(n, lambda: os.kill(os.getpid(), signal.SIGKILL)):
             work()
         os._exit(0)
     status = os.waitpid(pid, 0)[1]

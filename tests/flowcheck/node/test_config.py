@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -77,7 +78,7 @@ def test_what_is_left_out(tmp_path: Path) -> None:
                     "patience_packets": 0, "memory_mb": 65536, "resync": "ranges", "resync_mb": 32,
                     "peers": (), "peer_iterations": 2, "peer_seconds": 1.0},
         "output": {"directory": Path("out"), "every": 0, "keep_hashes": None, "status_file": None},
-        "api": None, "tls": None, "name": "node", "groups": 1, "record_seconds": 30.0,
+        "api": None, "store": None, "tls": None, "name": "node", "groups": 1, "record_seconds": 30.0,
         "tokens": {"trainer": None, "peer": None, "reader": None, "operator": None},
     }
 
@@ -447,3 +448,52 @@ def test_a_replica_that_is_read_needs_three_slots(tmp_path: Path) -> None:
     assert refused.value.where.endswith(": replica.slots") and "3 at least" in refused.value.what
     assert load(settings(tmp_path, "[replica]", f"{table}3")).replica.slots == 3
     assert load(settings(tmp_path, "[replica]", "[replica]\nslots = 2")).api is None
+
+
+# -- a store -------------------------------------------------------------------------------------------------------
+
+
+def with_store(tmp_path: Path, keys: str, replica: str = "[replica]") -> Any:
+    return load(settings(tmp_path, "[replica]", f"[store]\n{keys}\n{replica}"))
+
+
+def test_a_store(tmp_path: Path) -> None:
+    store = with_store(tmp_path, 'url = "s3://b/c"\nminutes = 0.5\noptions = { key = "k", deep = { er = 1 } }').store
+    assert store.model_dump() == {
+        "url": "s3://b/c", "every": 0, "minutes": 0.5, "keep": 0, "keep_hours": 0.0, "keep_every": 0, "seconds": 60.0,
+        "options": {"key": "k", "deep": {"er": 1}},
+    }
+    assert with_store(tmp_path, 'url = "/mnt/x"\nevery = 1\nkeep = 1\nkeep_every = 5').store.keep_every == 5
+
+
+@pytest.mark.parametrize(
+    ("keys", "where", "what"),
+    [
+        ("every = 1", "url", "required"), ('url = ""\nevery = 1', "url", "at least 1"),
+        ('url = "s3://"\nevery = 1', "url", "PROTOCOL://PLACE"), ('url = "://x"\nevery = 1', "url", "PROTOCOL://PLACE"),
+        ('url = "zip::s3://x/y"\nevery = 1', "url", "chains"),
+        ('url = "x"', "every", "one of them says when"), ('url = "x"\nevery = -1', "every", "greater"),
+        ('url = "x"\nminutes = -1', "minutes", "greater"), ('url = "x"\nevery = 1\nkeep = -1', "keep", "greater"),
+        ('url = "x"\nevery = 1\nkeep_every = 7', "keep_every", "stay anyway"),
+        ('url = "x"\nevery = 1\nseconds = 0.9', "seconds", "greater"),
+        ('url = "x"\nevery = 1\nseconds = 3601', "seconds", "less"),
+        ('url = "x"\nevery = 1\noptions = 3', "options", "dictionary"),
+        ('url = "x"\nevry = 1', "evry", "did you mean every"),
+    ],
+)
+def test_a_store_that_is_none(tmp_path: Path, keys: str, where: str, what: str) -> None:
+    with pytest.raises(UserError) as refused:
+        with_store(tmp_path, keys)
+    assert refused.value.where.endswith(f": store.{where}") and what in refused.value.what
+
+
+@pytest.mark.parametrize(("api", "least"), [("", 3), ('[api]\nlisten = "localhost:1"\n', 4)])
+def test_a_replica_that_is_stored_needs_a_slot_for_that(tmp_path: Path, api: str, least: int) -> None:
+    for slots in (least - 1, least):
+        replica = f"{api}[replica]\nslots = {slots}"
+        if slots == least:
+            assert with_store(tmp_path, 'url = "x"\nevery = 1', replica).replica.slots == least
+            continue
+        with pytest.raises(UserError) as refused:
+            with_store(tmp_path, 'url = "x"\nevery = 1', replica)
+        assert refused.value.where.endswith(": replica.slots") and f"{least} at least" in refused.value.what

@@ -202,6 +202,17 @@ def test_pins_leave_slots_to_update(
         advance(replica, 5)
 
 
+def test_a_slot_that_another_process_may_pin_is_left_to_it(
+    make: Callable[..., Replica], shm: Path, clock: Clock
+) -> None:
+    make(slots=4, steps=3)
+    with contextlib.closing(MemoryShelf(shm, "n", clock, reserved=1)) as shelf:
+        there = [step for _, step, _ in steps(shelf)]
+        shelf.hold(id_of(shelf, there[0]))
+        with pytest.raises(Pressed):
+            shelf.hold(id_of(shelf, there[1]))
+
+
 def test_another_replica_has_pins_of_its_own(make: Callable[..., Replica], memory: MemoryShelf) -> None:
     make(slots=3)
     make("flowcheck-n-dp1-1.replica", 5, slots=3)
