@@ -114,6 +114,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/node/api.py": [f"{NODE}/test_api.py"],
     "flowcheck/node/listening.py": [f"{NODE}/test_listening.py", f"{NODE}/test_control_server.py"],
     "flowcheck/node/serving.py": [f"{NODE}/test_serving.py"],
+    "flowcheck/node/store_shelf.py": [f"{NODE}/test_store_shelf.py"],
     "flowcheck/node/persisting.py": [f"{NODE}/test_persisting.py"],
     "flowcheck/checkpoint/store.py": [f"{FLOW}/checkpoint/test_store.py"],
     "flowcheck/checkpoint/objects.py": [f"{FLOW}/checkpoint/test_objects.py"],

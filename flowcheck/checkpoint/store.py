@@ -174,7 +174,7 @@ class Lane:
 
     def entries(self) -> tuple[list[Entry], list[str]]:
         """Versions that have a manifest, and folders that have none. One that is damaged is neither."""
-        whole, cut, listed = [], [], list(self._folders())
+        whole, cut, listed = [], [], list(self.folders())
         self._entries = {folder: entry for folder, entry in self._entries.items() if folder in listed}
         for folder in listed:
             self._moving()
@@ -206,7 +206,8 @@ class Lane:
             self._entries.pop(folder, None)
         return gone
 
-    def _folders(self) -> Iterator[str]:
+    def folders(self) -> Iterator[str]:
+        """Those of versions and of attempts, as the store lists them."""
         for epoch in self._objects.children(self._name):
             for step in self._objects.children(f"{self._name}/{epoch}") if epoch.startswith("epoch-") else ():
                 if _FOLDER.fullmatch(f"{epoch}/{step}"):

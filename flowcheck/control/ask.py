@@ -1,7 +1,8 @@
 """Asking a node for versions: the client's side of its HTTP API, and the key that opens it.
 
     node = Node(("10.0.0.2", 7071), reader_key(token))
-    offers = node.offers()                           what it has: memory and disk, newest first
+    offers = node.offers()                           what it has: memory, disk and store, newest first
+    node.silent                                      of these, what did not say in time what it has
     version = node.version(offers[0])                the manifest; a version in memory stays as it is from here on
     tensors = node.tensors(offers[0], version, MODEL, into={})
     for piece in node.pieces(offers[0], version, MODEL): ...      the same as bytes, a few MiB at a time
@@ -36,10 +37,12 @@ from flowcheck.control.user_state import USER_BYTES, UserState
 from flowcheck.control.version import STATUSES, Version
 from flowcheck.errors import FlowcheckError, UserError
 
-__all__ = ["MEMORY", "TIERS", "AskError", "Node", "Offer", "order_of", "reader_key", "spans", "split"]
+__all__ = [
+    "DISK", "MEMORY", "STORE", "TIERS", "AskError", "Node", "Offer", "order_of", "reader_key", "spans", "split",
+]
 
-MEMORY, DISK = "memory", "disk"
-TIERS = (MEMORY, DISK)  # of a node, the nearest first
+MEMORY, DISK, STORE = "memory", "disk", "store"
+TIERS = (MEMORY, DISK, STORE)  # of a node, the nearest first
 MOST_TEXT = 256 << 20  # a manifest has some 150 bytes per tensor
 SECONDS = 10.0  # without a byte
 RATE = 1e6  # bytes per second that an answer must have
@@ -148,6 +151,7 @@ class Node:
         host, port = address
         self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.received = 0  # bytes of tensors
+        self.silent: list[str] = []  # tiers
 
     def again(self) -> Node:
         """The same node, over a connection of its own."""
@@ -167,6 +171,8 @@ class Node:
         listed = said.get("versions") if isinstance(said, dict) else None
         if not isinstance(listed, list):
             raise AskError("does not list versions", where=self.name)
+        absent = said.get("absent", [])
+        self.silent = [tier for tier in TIERS if isinstance(absent, list) and tier in absent]
         return [Offer.of(one, self.name) for one in listed]
 
     def version(self, offer: Offer) -> Version:

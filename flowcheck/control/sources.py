@@ -96,7 +96,9 @@ def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
     """
     with ThreadPoolExecutor(len(nodes), "flowcheck look") as pool:
         answers = list(pool.map(_offers, nodes))
-    absent = tuple(answer for answer in answers if isinstance(answer, str))
+    absent = tuple(answer for answer in answers if isinstance(answer, str)) + tuple(
+        f"{node.name}, {tier}: did not say in time what it has" for node in nodes for tier in node.silent
+    )
     offered = [(node, offer) for node, answer in zip(nodes, answers, strict=True) if not isinstance(answer, str)
                for offer in answer]
     run_id, offered = _only("run_id", run_id, offered)

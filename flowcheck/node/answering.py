@@ -23,11 +23,13 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from flowcheck.control.ask import DISK, MEMORY
+from flowcheck.checkpoint.objects import open_store
+from flowcheck.control.ask import DISK, MEMORY, STORE
 from flowcheck.control.tls import server_context
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.api import make_app
 from flowcheck.node.holdings import DiskShelf, MemoryShelf, Shelf
+from flowcheck.node.store_shelf import StoreShelf
 
 __all__ = ["main", "serve", "server_of"]
 
@@ -127,11 +129,13 @@ def main() -> int:
         MEMORY: MemoryShelf(Path(said["replicas"]), said["node"], reserved=said["reserved"]),
         DISK: DiskShelf(Path(said["checkpoints"])),
     }
+    if store := said["store"]:
+        shelves[STORE] = StoreShelf(store["url"], lambda: open_store(store["url"], store["options"]))
     settings = _Settings(said)
     server = server_of(make_app(shelves, lambda: settings.keys), settings.listening())
     threading.Thread(target=_follow, args=(server, settings), daemon=True).start()
     serve(server, socket.socket(fileno=said["socket"]))
-    return 0
+    os._exit(0)  # calls to a store that hang are not waited for
 
 
 def server_of(app: ASGIApp, tls: Callable[..., ssl.SSLContext] | None = None) -> uvicorn.Server:

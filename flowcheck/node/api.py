@@ -21,7 +21,7 @@ import contextlib
 import hmac
 import re
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
@@ -134,10 +134,12 @@ class _Api:
             thread.shutdown(wait=False)
 
     async def _expire(self) -> None:
+        under_way: dict[str, Future[None]] = {}
         while True:
             await asyncio.sleep(EXPIRE_SECONDS)
             for tier, shelf in self._shelves.items():
-                self._threads[tier].submit(shelf.expire)
+                if tier not in under_way or under_way[tier].done():  # else its files hang
+                    under_way[tier] = self._threads[tier].submit(shelf.expire)
 
     async def _on(self, tier: str, call: Callable[..., Any], *given: Any) -> Any:
         """On the thread that the tier's files belong to."""
@@ -166,10 +168,11 @@ class _Api:
         """What there is, newest first, and tiers that did not say so in time."""
         asked = {tier: asyncio.ensure_future(self._on(tier, shelf.look)) for tier, shelf in self._shelves.items()}
         await asyncio.wait(asked.values(), timeout=LOOK_SECONDS)
-        offers = [one.offer for task in asked.values() if task.done() for one in task.result()]
+        absent = [tier for tier, task in asked.items() if not task.done() or _refused(task)]
+        offers = [one.offer for tier, task in asked.items() if tier not in absent for one in task.result()]
         order = list(asked)
         offers.sort(key=lambda offer: (-offer.epoch, -offer.step, order.index(offer.tier)))
-        return offers, [tier for tier, task in asked.items() if not task.done()]
+        return offers, absent
 
     async def _manifest(self, request: Request) -> Response:
         tier, held = await self._held(request)
@@ -223,6 +226,11 @@ class _Api:
         if not tier:
             raise Gone("there is no such version", where=id[:64])
         return tier, await self._on(tier, self._shelves[tier].hold, id)
+
+
+def _refused(task: asyncio.Future[Any]) -> bool:
+    """A tier that could not say what it has: a store that refuses, or does not answer."""
+    return isinstance(task.exception(), FlowcheckError)
 
 
 def span_of(header: str | None, size: int) -> tuple[int, int] | None:

@@ -46,7 +46,7 @@ from flowcheck.node.user_states import rank_file, ranks_in, user_folder
 from updater.errors import UpdaterError
 from updater.reader import PinnedVersion, Reader
 
-__all__ = ["DiskShelf", "Gone", "Held", "Holding", "MemoryShelf", "Pressed", "Shelf"]
+__all__ = ["DiskShelf", "Gone", "Held", "Holding", "MemoryShelf", "Pressed", "Shelf", "id_of"]
 
 HOLD_SECONDS = 20.0
 RATE = 4e6  # bytes per second that whoever reads a pinned version must have
@@ -231,11 +231,15 @@ class Shelf:
         """Everything that there is, newest first."""
         raise NotImplementedError
 
+    def known(self) -> list[Holding]:
+        """Among which one that is asked for is looked for."""
+        return self.look()
+
     def hold(self, id: str) -> Held:
         """Pin a version, or touch one that is held. Raises Gone, Pressed."""
         self.expire()
         if id not in self._held:
-            holding = next((one for one in self.look() if one.offer.id == id), None)
+            holding = next((one for one in self.known() if one.offer.id == id), None)
             if holding is None:
                 raise Gone("there is no such version, or no longer", where=id[:64])
             self._held[id] = self._pin(holding)
@@ -290,7 +294,7 @@ class MemoryShelf(Shelf):
         for step, status in reader.statuses.items():
             steps, at = None if heard is None else max(heard - step, 0), times.get(step)
             yield Holding(Offer(
-                _id(MEMORY, *key, step), MEMORY, reader.run_id, reader.epoch, step, shard, status, reader.nbytes,
+                id_of(MEMORY, *key, step), MEMORY, reader.run_id, reader.epoch, step, shard, status, reader.nbytes,
                 spans(ranks_in(user_folder(key[0], step))), steps, None if at is None else round(max(now - at, 0.0), 3),
             ), *key)
 
@@ -373,7 +377,7 @@ def _offered(path: Path, inode: int) -> Offer | None:
         version = Version.of(document, str(path))
     except UserError:
         return None
-    return Offer(_id(DISK, path, inode, version.step), DISK, version.run_id, version.epoch, version.step,
+    return Offer(id_of(DISK, path, inode, version.step), DISK, version.run_id, version.epoch, version.step,
                  version.shard, version.status, version.nbytes, spans(users_of(document)))
 
 
@@ -389,6 +393,6 @@ def _inode(path: Path) -> int:
         return 0
 
 
-def _id(tier: str, path: Path, inode: int, step: int) -> str:
+def id_of(tier: str, path: Path, inode: int, step: int) -> str:
     """A name from which no path can be made. Its first letter is the tier's."""
     return tier[0] + hashlib.sha256(f"{path} {inode} {step}".encode()).hexdigest()[:31]

@@ -46,6 +46,7 @@ class Serving:
             "keys": dict(keys), "tls": tls, "node": config.name, "replicas": str(config.replica.directory),
             "checkpoints": str(config.output.directory), "cores": sorted(os.sched_getaffinity(0) - pinned),
             "reserved": int(config.store is not None),
+            "store": config.store.model_dump(include={"url", "options"}) if config.store is not None else None,
         }
         self._socket, self.address = listen(config.api.address, "api.listen", BACKLOG)
         self._began = time.monotonic()
