@@ -148,7 +148,11 @@ def fetch(
     out: Annotated[Path, typer.Option("--out", help="Directory for what is written.")],
     token_file: Annotated[Path, typer.Option("--token-file", help="Its first line is the nodes' token.")],
     format: Annotated[
-        str, typer.Option("--format", help="safetensors: a step directory; torch: torch.save; dcp: torch's own DCP.")
+        str,
+        typer.Option(
+            "--format",
+            help="safetensors: a step directory; torch: torch.save; dcp: torch's own DCP; hf: transformers' form.",
+        ),
     ] = "safetensors",
     run_id: Annotated[str | None, typer.Option("--run-id", help="Which run. Default: the only one.")] = None,
     shard: Annotated[str | None, typer.Option("--shard", help="Which group of ranks. Default: the only one.")] = None,

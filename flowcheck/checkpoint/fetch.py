@@ -5,12 +5,15 @@
     safetensors   OUT/step-000020/       a checkpoint directory (directory.py), as the node writes it
     torch         OUT/step-000020.pt     torch.save: model and optimizer as torch's own state_dicts; no code in it
     dcp           OUT/step-000020.dcp/   by torch.distributed.checkpoint's own writer: any world size, or FSDP, loads it
+    hf            OUT/step-000020.hf/    the model alone, as transformers' from_pretrained reads it: one file, or shards
+                                         and their index. config.json is the model's own and is not made here
 
 Every hash is checked before anything is written, and what is written appears whole or not at all. Any thread.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -23,18 +26,30 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from flowcheck.checkpoint.directory import Meta, write_step
+from flowcheck.checkpoint.files import write_file
 from flowcheck.control.ask import SECONDS, Node, reader_key
 from flowcheck.control.protocol import token_bytes
 from flowcheck.control.sources import Fetched, addresses, take
 from flowcheck.control.tls import client_context
 from flowcheck.control.torch_state import torch_state
 from flowcheck.control.user_state import pack
-from flowcheck.durable import adopt, fsync_directory, make_directory, partial_name, remove_tree, reporting
+from flowcheck.control.version import MODEL
+from flowcheck.durable import (
+    adopt,
+    fsync_directory,
+    make_directory,
+    partial_name,
+    remove_tree,
+    reporting,
+    write_synced,
+)
 from flowcheck.errors import UserError
 
 __all__ = ["FORMATS", "Taken", "fetch"]
 
-FORMATS = ("safetensors", "torch", "dcp")
+FORMATS = ("safetensors", "torch", "dcp", "hf")
+SHARD_BYTES = 5_000_000_000  # of tensors in a file of the form `hf`
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,7 +102,7 @@ def fetch(
     own = format == "safetensors"  # the form that has room for what ranks gave of themselves
     fetched = take([Node(address, key, seconds, tls) for address in addresses(nodes)], run_id, shard, step, own)
     version, folder = fetched.version, Path(out)
-    writers = {"safetensors": _safetensors, "torch": _torch, "dcp": _dcp}
+    writers = {"safetensors": _safetensors, "torch": _torch, "dcp": _dcp, "hf": _hf}
     path = writers[format](fetched, folder)
     return Taken(
         path, version.step, version.run_id, version.epoch, version.shard, version.status, version.unproven,
@@ -141,6 +156,51 @@ def _dcp(fetched: Fetched, out: Path) -> Path:
         finally:
             remove_tree(aside)  # what is left is half of the new one, or all of the one that it replaced
     return path
+
+
+def _hf(fetched: Fetched, out: Path) -> Path:
+    path = out / f"step-{fetched.version.step:06d}.hf"
+    aside = partial_name(path)
+    if path.exists() and not any((path / name).is_file() for name in (MODEL, INDEX)):
+        raise UserError("exists and is not a model in transformers' form; it is left alone", where=str(path),
+                        remedy="move it away, or use another directory")
+    with reporting(path, aside=aside):
+        make_directory(out)
+        remove_tree(aside)
+        try:
+            os.mkdir(aside)
+            shards = _shards(fetched.model)
+            names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+            for name, shard in zip(names if len(shards) > 1 else [MODEL], shards, strict=True):
+                write_file(aside / name, shard)
+            if len(shards) > 1:
+                index = {
+                    "metadata": {"total_size": sum(map(_size, fetched.model.values()))},
+                    "weight_map": {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
+                }
+                write_synced(aside / INDEX, [json.dumps(index, indent=2).encode() + b"\n"])
+            fsync_directory(aside)
+            adopt(aside, path)
+        finally:
+            remove_tree(aside)  # what is left is half of the new one, or all of the one that it replaced
+    return path
+
+
+def _shards(model: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """In the model's order, each of SHARD_BYTES at most, or of one tensor."""
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    room = SHARD_BYTES
+    for name, tensor in model.items():
+        if shards[-1] and _size(tensor) > room:
+            shards.append({})
+            room = SHARD_BYTES
+        shards[-1][name] = tensor
+        room -= _size(tensor)
+    return shards
+
+
+def _size(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _optimizer(fetched: Fetched) -> dict[str, Any]:

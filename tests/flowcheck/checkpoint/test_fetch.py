@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
@@ -20,7 +24,7 @@ from flowcheck.errors import EnvironmentProblem, UserError
 from ..hand_api import TOKEN, HandApi, HandVersion
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process loads
-NAMES = {"safetensors": "step-000007", "torch": "step-000007.pt", "dcp": "step-000007.dcp"}
+NAMES = {"safetensors": "step-000007", "torch": "step-000007.pt", "dcp": "step-000007.dcp", "hf": "step-000007.hf"}
 
 
 @pytest.fixture
@@ -94,6 +98,46 @@ def test_a_directory_of_torchs_distributed_checkpoint(api: HandApi, tmp_path: Pa
         assert stepped.state[model["b"]]["momentum_buffer"].tolist() == [9.0]
 
 
+def test_the_model_alone_as_transformers_has_it(
+    api: HandApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file without an index, or shards with one: each tensor in one of them, in the model's order."""
+    path = fetch(api, tmp_path, "hf").path
+    assert [one.name for one in path.iterdir()] == ["model.safetensors"]
+    model = {"a": [1.0] * 4, "big": [2.0] * 9, "b": [3.0] * 2, "c": [4.0] * 2, "empty": []}
+    api.versions[0] = HandVersion(7, model, {})
+    monkeypatch.setattr(module, "SHARD_BYTES", 16)
+    path = fetch(api, tmp_path, "hf").path
+    files = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
+    assert sorted(one.name for one in path.iterdir()) == [*files, "model.safetensors.index.json"]
+    assert json.loads((path / "model.safetensors.index.json").read_text()) == {
+        "metadata": {"total_size": 68},
+        "weight_map": {"a": files[0], "big": files[1], "b": files[2], "c": files[2], "empty": files[2]},
+    }
+    found = {name: load_file(path / name) for name in files}
+    assert {key: one.tolist() for held in found.values() for key, one in held.items()} == model
+    with safe_open(path / files[0], "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}  # from_pretrained refuses one that does not say it
+
+
+@pytest.mark.parametrize("most", [10**9, 100])
+def test_transformers_reads_it(
+    api: HandApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.GPT2Config(vocab_size=5, n_positions=4, n_embd=4, n_layer=1, n_head=2)
+    given = transformers.GPT2LMHeadModel(config)
+    take = module.take
+    monkeypatch.setattr(module, "take", lambda *asked: replace(take(*asked), model=given.state_dict()))
+    monkeypatch.setattr(module, "SHARD_BYTES", most)
+    path = fetch(api, tmp_path, "hf").path
+    config.save_pretrained(path)
+    loaded, about = transformers.GPT2LMHeadModel.from_pretrained(path, output_loading_info=True)
+    assert not about["missing_keys"] and not about["mismatched_keys"] and len(list(path.iterdir())) > 1
+    for name, tensor in given.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+
+
 @pytest.mark.parametrize("format", NAMES)
 def test_what_is_there_is_replaced(api: HandApi, tmp_path: Path, format: str) -> None:
     fetch(api, tmp_path, format)
@@ -104,13 +148,15 @@ def test_what_is_there_is_replaced(api: HandApi, tmp_path: Path, format: str) ->
         assert load_step(path).parameters["w"].tolist() == [0.25]
     elif format == "torch":
         assert torch.load(path, weights_only=True)["model"]["w"].tolist() == [0.25]
+    elif format == "hf":
+        assert load_file(path / "model.safetensors")["w"].tolist() == [0.25]
     else:
         into = {"model": {"w": torch.zeros(1)}}
         dcp_load(into, checkpoint_id=path, no_dist=True)
         assert into["model"]["w"].tolist() == [0.25]
 
 
-@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+@pytest.mark.parametrize("format", ["safetensors", "dcp", "hf"])
 def test_what_is_somebody_elses_stays(api: HandApi, tmp_path: Path, format: str) -> None:
     other = tmp_path / NAMES[format]
     other.mkdir()
@@ -181,8 +227,8 @@ def test_there_is_nothing(api: HandApi, tmp_path: Path) -> None:
 
 
 def test_formats_that_do_not_exist(api: HandApi, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="'hf' is none of safetensors, torch, dcp") as caught:
-        fetch(api, tmp_path, "hf")
+    with pytest.raises(UserError, match="'pt' is none of safetensors, torch, dcp, hf") as caught:
+        fetch(api, tmp_path, "pt")
     assert caught.value.where == "format" and api.asked == []
 
 
