@@ -332,3 +332,15 @@ def test_a_check_refuses_what_cannot_hold(
 def test_a_check_looks_for_the_files_too(command: Callable[..., int], world: World, capsys: Any) -> None:
     assert command("--check", directory="/none such") == 3
     assert "replica files cannot be made there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("url", "status", "said"), [
+    ("nothing-of-that-name://x", 2, "no protocol that fsspec knows"),
+    ("/proc/nothing/here", 3, "cannot be written"),
+])
+def test_a_check_tries_the_store(
+    command: Callable[..., int], world: World, capsys: Any, url: str, status: int, said: str
+) -> None:
+    assert command("--check", settings=f'[store]\nurl = "{url}"\nevery = 1') == status
+    error = capsys.readouterr().err
+    assert "store.url" in error and said in error and world.done == []
