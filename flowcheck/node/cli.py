@@ -37,6 +37,7 @@ from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.control import ControlServer
 from flowcheck.node.drops import Drops
 from flowcheck.node.group import Group
+from flowcheck.node.notify import Notify
 from flowcheck.node.output import Events, Hashes, Writer, check_places
 from flowcheck.node.port import Port
 from flowcheck.node.resync import wished
@@ -63,6 +64,7 @@ class Node:
         self._started = False  # with the first group
         self._access = access = _check_files(config, say)
         self._reload = False
+        self._notify = Notify()
         planned = plan_captures(config)
         with ExitStack() as undo:
             eal = undo.enter_context(start_eal(*(one.live for one in planned), huge=config.huge))
@@ -156,6 +158,7 @@ class Node:
             if failed is not None:
                 raise failed
             self._look_at_access()
+            self._notify.alive()
 
     def _look_at_access(self) -> None:
         at_once, self._reload = self._reload, False
@@ -324,8 +327,10 @@ def run(
                 signal.signal(number, stop)
             signal.signal(signal.SIGHUP, lambda *_: node.reload())
             say("listening", control=node.control.address, groups=settings.groups, api=node.api)
+            Notify().ready()
             node.wait()
             why = signal.Signals(came[0]).name if came else "asked to"
+            Notify().stopping()
             say("stopping", why=f"{why}: what is in the rings is judged and published first")
     except KeyboardInterrupt:
         print("flowcheck-node: interrupted before it was listening; nothing is left behind", file=sys.stderr)
