@@ -125,6 +125,7 @@ def test_transformers_reads_it(
     api: HandApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers.utils.logging.disable_progress_bar()  # it has a thread that stays
     config = transformers.GPT2Config(vocab_size=5, n_positions=4, n_embd=4, n_layer=1, n_head=2)
     given = transformers.GPT2LMHeadModel(config)
     take = module.take
