@@ -1,7 +1,7 @@
 """The process that answers a node's HTTP API: python -P -m flowcheck.node.answering, started by serving.py.
 
 stdin: one line of JSON, its settings; then a line each time keys or certificate have changed; it ends when stdin does.
-No DPDK, nothing of the capture: files alone.
+No DPDK, nothing of the capture: files, and what the node puts on its board.
 
 A client has so long to ask, to take what it asked for, and to shake hands; the node's other readers get its place.
 """
@@ -28,6 +28,7 @@ from flowcheck.control.ask import DISK, MEMORY, STORE
 from flowcheck.control.tls import server_context
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.api import make_app
+from flowcheck.node.board import Glance
 from flowcheck.node.holdings import DiskShelf, MemoryShelf, Shelf
 from flowcheck.node.store_shelf import StoreShelf
 
@@ -132,7 +133,8 @@ def main() -> int:
     if store := said["store"]:
         shelves[STORE] = StoreShelf(store["url"], lambda: open_store(store["url"], store["options"]))
     settings = _Settings(said)
-    server = server_of(make_app(shelves, lambda: settings.keys), settings.listening())
+    glance = Glance(said["board"]) if said["board"] >= 0 else None
+    server = server_of(make_app(shelves, lambda: settings.keys, glance), settings.listening())
     threading.Thread(target=_follow, args=(server, settings), daemon=True).start()
     serve(server, socket.socket(fileno=said["socket"]))
     os._exit(0)  # calls to a store that hang are not waited for

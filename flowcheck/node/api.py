@@ -9,6 +9,9 @@ nothing but /healthz, and with one what its role may have (`may`).
     GET /v1/versions/{id}/model.safetensors        one loadable file each, whole or `Range: bytes=...`
     GET /v1/versions/{id}/optimizer.safetensors
     GET /v1/versions/{id}/user/{rank}              what that rank gave of itself; a safetensors file, whole
+    GET /, /metrics, /v1/node                      how the node itself is: told.py
+
+A browser cannot show a key by itself. It asks the user for name and password (HTTP Basic), and the key is the password.
 
 An ASGI application (Starlette); serving.py runs it. Files are read on one thread for each tier, so a disk that hangs
 holds up the disk's versions alone, and nothing is read faster than it is sent.
@@ -17,6 +20,7 @@ holds up the disk's versions alone, and nothing is read faster than it is sent.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hmac
 import re
@@ -37,7 +41,9 @@ from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.api_description import describe
+from flowcheck.node.board import Glance
 from flowcheck.node.holdings import Gone, Held, Pressed, Shelf
+from flowcheck.node.told import PAGE, PATHS, Told
 from flowcheck.node.tokens import HTTP_ROLES
 
 __all__ = ["OPEN", "make_app", "may"]
@@ -48,17 +54,23 @@ EXPIRE_SECONDS = 1.0
 VERSIONS = "/v1/versions"
 Keys = Mapping[str, Collection[str]]
 OPEN = "/healthz"  # the one path that needs no key
+_PASSWORD = 'Basic realm="FlowCheck node: any name, and a key as password", charset="UTF-8"'
 
 
-def make_app(shelves: Mapping[str, Shelf], keys: str | Callable[[], Keys]) -> ASGIApp:
-    """shelves: by tier. keys: those that are accepted now, each with the roles that show it; one text is of all."""
-    return _Guard(_Api(shelves).app, keys)
+def make_app(
+    shelves: Mapping[str, Shelf], keys: str | Callable[[], Keys], glance: Glance | None = None
+) -> ASGIApp:
+    """shelves: by tier. keys: those that are accepted now, each with the roles that show it; one text is of all.
+    glance: at what the node tells of itself."""
+    return _Guard(_Api(shelves, glance).app, keys)
 
 
 def may(path: str) -> Collection[str]:
     """Roles that a path is for. Whatever is not named here is the operator's: a new route is in nobody else's hands."""
     if path == VERSIONS or path.startswith(f"{VERSIONS}/"):
         return ("trainer", "reader")
+    if path in PATHS:
+        return ("reader", "operator")
     return HTTP_ROLES if path in ("/v1/status", "/openapi.json") else ("operator",)
 
 
@@ -73,7 +85,8 @@ class _Guard:
         if scope["type"] == "http" and scope["path"] != OPEN:
             roles = self._roles(scope["headers"])
             if not roles:
-                refused = JSONResponse({"why": "the key is missing or wrong"}, 401, {"WWW-Authenticate": "Bearer"})
+                asked = _PASSWORD if scope["path"] == PAGE else "Bearer"
+                refused = JSONResponse({"why": "the key is missing or wrong"}, 401, {"WWW-Authenticate": asked})
             elif roles.isdisjoint(allowed := may(scope["path"])):
                 refused = JSONResponse({"why": f"this is for {' or '.join(allowed)}, the key is of"
                                                f" {' and '.join(sorted(roles))}"}, 403)
@@ -88,14 +101,26 @@ class _Guard:
         given = [value for name, value in headers if name == b"authorization"]
         roles: set[str] = set()
         if len(given) == 1:
+            shown = _key(given[0])
             for key, names in self._keys().items():  # all of them, so that it takes as long whichever it is
-                if hmac.compare_digest(given[0], f"Bearer {key}".encode()):
+                if hmac.compare_digest(shown, key.encode()):
                     roles.update(names)
         return roles
 
 
+def _key(shown: bytes) -> bytes:
+    """The key that an Authorization header shows, b"": none."""
+    how, _, given = shown.partition(b" ")
+    if how == b"Bearer":
+        return given
+    try:
+        return base64.b64decode(given, validate=True).partition(b":")[2] if how == b"Basic" else b""
+    except ValueError:
+        return b""
+
+
 class _Api:
-    def __init__(self, shelves: Mapping[str, Shelf]) -> None:
+    def __init__(self, shelves: Mapping[str, Shelf], glance: Glance | None = None) -> None:
         self._shelves = shelves
         self._threads = {tier: ThreadPoolExecutor(1, f"flowcheck {tier}") for tier in shelves}
         self._hashing = asyncio.Lock()  # one version at a time has all cores
@@ -110,6 +135,7 @@ class _Api:
                 Route(f"{versions}/{MODEL}", self._file),
                 Route(f"{versions}/{OPTIMIZER}", self._file),
                 Route(f"{versions}/user/{{rank:int}}", self._user),
+                *Told(glance).routes,
             ],
             exception_handlers={
                 Gone: _said(404), Pressed: _said(503, {"Retry-After": "5"}), FlowcheckError: _said(500),

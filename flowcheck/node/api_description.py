@@ -26,6 +26,7 @@ _AGE = {
 }
 _BYTES = {"type": "string", "format": "binary"}
 REFUSED = {"401": "Refused", "403": "OfAnotherRole"}
+_TEXT = {"type": "string"}
 _TYPES = {"id": "string", "tier": "string", "run_id": "string", "epoch": "integer", "step": "integer",
           "shard": "string", "status": "string", "nbytes": "integer"}
 
@@ -66,6 +67,16 @@ def describe(open_path: str) -> dict[str, Any]:
                 "What a rank gave of itself: a safetensors file, whole.",
                 {"200": _answer("The file.", _BYTES, "application/octet-stream"), **lost}, [_ID, _RANK],
             ),
+            "/": _get("A page for people: how the node is.", {"200": _answer("HTML.", _TEXT, "text/html")}),
+            "/metrics": _get("The node's metrics: docs/reference/metrics.md.", {
+                "200": _answer("Prometheus' text form, or OpenMetrics for who accepts it.", _TEXT, "text/plain"),
+                "503": _answer("The node has said nothing so far.", _WHY),
+            }),
+            "/v1/node": _get("How the node is: what metrics and page are made of.", {
+                "200": _answer("Its newest document; to `Accept: text/event-stream` each new one, as server-sent"
+                               " events.", {"type": "object"}),
+                "503": _answer("The node has said nothing so far, or too many are watching.", _WHY),
+            }),
         },
         "components": {
             "securitySchemes": {"reader": {"type": "http", "scheme": "bearer"}},

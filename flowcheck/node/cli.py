@@ -44,6 +44,7 @@ from flowcheck.node.resync import wished
 from flowcheck.node.serving import Serving
 from flowcheck.node.shelf import Shelf
 from flowcheck.node.storing import Storing, check_store
+from flowcheck.node.telling import Telling
 from flowcheck.node.tokens import Access
 from flowcheck.rebuild.calibration import settle, settle_updates
 from flowcheck.tables import Column, print_table, screen
@@ -56,7 +57,7 @@ GROUP_NAME = r"[A-Za-z0-9_.]{0,32}"  # no hyphen: in the names of replica files 
 class Node:
     """Everything of one process. `with Node(config, say) as node: node.wait()`."""
 
-    def __init__(self, config: NodeConfig, say: Events) -> None:
+    def __init__(self, config: NodeConfig, say: Callable[..., None]) -> None:
         self.config, self._say = config, say
         self._stopping = False  # no Event: a signal's handler may interrupt its very lock
         self._lock = threading.Lock()
@@ -76,6 +77,11 @@ class Node:
                     self._captures.append(undo.enter_context(LiveSource(eal, one.live)))
             self._planned = planned
             self._port = Port(planned, self._captures)
+            self._telling: Telling | None = None
+            if config.api is not None:
+                self._telling = undo.enter_context(
+                    closing(Telling(config.name, planned, self._captures, self._port, self._connected)))
+                say = self._say = self._telling.tally.beside(say)
             self._drops = [Drops(one, partial(self._port.drops_of, i), say) for i, one in enumerate(planned)]
             path = config.output.keep_hashes
             self._hashes = undo.enter_context(closing(Hashes(path))) if path else None
@@ -87,7 +93,10 @@ class Node:
                 config.control.address, access.of, config.control.connections, self._group, say, self._shelf,
                 wished(config.replica), lambda: access.tls,
             )))
-            self._serving = undo.enter_context(closing(Serving(config, access.keys, say))) if config.api else None
+            self._serving: Serving | None = None
+            if self._telling is not None:
+                self._telling.look()
+                self._serving = undo.enter_context(closing(Serving(config, access.keys, say, self._telling.board.fd)))
             self._storing = undo.enter_context(closing(Storing(config, say))) if config.store else None
             self.control.start()
             self._undo = undo.pop_all()
@@ -96,6 +105,10 @@ class Node:
     def api(self) -> str | None:
         """Where versions are served, if they are."""
         return self._serving.address if self._serving is not None else None
+
+    def _connected(self) -> dict[str, int]:
+        """Ranks that are, by group."""
+        return {name: len(group.members) for name, group in list(self._groups.items())}
 
     def _left_behind(self) -> list[str]:
         """Groups whose replicas an earlier process of this name left."""
@@ -150,7 +163,8 @@ class Node:
                 drops.look()
             if self._started:
                 self._check_captures()
-            if self._serving is not None:
+            if self._serving is not None and self._telling is not None:
+                self._telling.look()
                 self._serving.look()
             if self._storing is not None:
                 self._storing.look()

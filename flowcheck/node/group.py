@@ -40,6 +40,7 @@ from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
 from flowcheck.node.config import NodeConfig
+from flowcheck.node.ledger import Ledger
 from flowcheck.node.lines import closed_fields, line
 from flowcheck.node.live import LiveSession
 from flowcheck.node.members import Inbound, RankSession
@@ -91,6 +92,7 @@ class Group(Membership):
         self.files = ReplicaFiles(config.replica.directory, config.name, name)
         self._standing = Standing(self.files, self._say)
         self._users = UserStates(self._say)
+        self._ledger = Ledger(self._say)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._main, name=f"flowcheck group {name}")
         self.failure: BaseException | None = None
@@ -157,6 +159,7 @@ class Group(Membership):
         if start > self._followed:
             self._drop_session()
             self._followed = start
+            self._ledger.restarted(self.run[0] if self.run is not None else "")
 
     def _ask_again(self) -> None:
         """What had to wait: for its time, or for the session to be through with what ended its versions."""
@@ -178,6 +181,8 @@ class Group(Membership):
         except queue.Empty:
             while self._gone:
                 member = self._gone.pop()
+                if member.start == self._followed and member.rank not in self.members:
+                    self._ledger.left(member.rank)
                 if member.rank == 0 and self._session is not None:
                     self._session.withdraw()
             return False
@@ -185,6 +190,8 @@ class Group(Membership):
         gone = self.members.get(inbound.member.rank) is not inbound.member
         if inbound.member.start != self._followed or (gone and not isinstance(inbound.message, Record | User | Bye)):
             return True  # of somebody who has left; records of a run stay good until it is started again
+        if not gone:
+            self._ledger.back(inbound.member.rank)
         try:
             self._handle(inbound)
         except FlowcheckError as error:
@@ -194,6 +201,8 @@ class Group(Membership):
 
     def _handle(self, inbound: Inbound) -> None:
         message, member = inbound.message, inbound.member
+        if isinstance(message, Bye):
+            self._ledger.bye(member.rank)
         if isinstance(message, Flows):
             if member.flows != message.flows:  # else it only says so again
                 member.flows = message.flows
@@ -215,6 +224,7 @@ class Group(Membership):
         elif isinstance(message, Record) and self._session is not None and self._manifest is not None:
             message = replace(message, iteration=self._clock.iteration(message.iteration))
             self._take(self._session.record(message, inbound.tensors, member.rank))
+            self._ledger.over(self._clock.number(message.iteration))
         elif isinstance(message, User) and self._session is not None and self.files.named is not None:
             self._users.put(self.files.named, Clock().after(message.iteration), message.rank, inbound.data)
         elif isinstance(message, Patch) and self._session is not None:
@@ -281,6 +291,7 @@ class Group(Membership):
         self._session.place_in_threads(self._placers)
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows),
                   resync=resync.how)
+        self._ledger.attached(manifest.first)
         if not resync.by_ranges:
             self._tell(Wanted(["state"], "the job is known; a state to begin with is not here"))
             return

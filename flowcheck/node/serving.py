@@ -1,13 +1,13 @@
 """The process that answers a node's HTTP API: started, watched and ended by the node, and never waited for.
 
-    serving = Serving(config, keys, say)       in the node
+    serving = Serving(config, keys, say, board)  in the node; board: of its Telling
     serving.address, serving.look()            where; again and again
     serving.tell(keys)                         other keys, or another certificate, from the next connection on
 
-It shares nothing with the node but files: what it does, and however it ends, holds up no capture. It has the cores that
-no capture is pinned to, at a lower priority. The node keeps the listening socket, so a process that died is replaced
-without a connection being refused. The key comes over stdin: neither arguments nor environment show it. The process
-itself: answering.py.
+It shares nothing with the node but files, and a board that it can only read (board.py). What it does, and however it
+ends, holds up no capture. It has the cores that no capture is pinned to, at a lower priority. The node keeps the
+listening socket, so a process that died is replaced without a connection being refused. The key comes over stdin:
+neither arguments nor environment show it. The process itself: answering.py.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ END_SECONDS = 5.0
 
 
 class Serving:
-    """config: with an `api`. keys: as Access.keys, or a token of all roles. say: events. Belongs to the node's main
-    thread."""
+    """config: with an `api`. keys: as Access.keys, or a token of all roles. say: events. board: what the node tells of
+    itself, -1: nothing; a file descriptor that stays open for as long as this. Belongs to the node's main thread."""
 
-    def __init__(self, config: NodeConfig, keys: Mapping[str, list[str]] | bytes, say: Callable[..., None]) -> None:
+    def __init__(
+        self, config: NodeConfig, keys: Mapping[str, list[str]] | bytes, say: Callable[..., None], board: int = -1
+    ) -> None:
         assert config.api is not None
-        self._say = say
+        self._say, self._board = say, board
         pinned = {core for one in config.capture for core in (*one.cores, *one.place_cores)}
         if isinstance(keys, bytes):
             keys = keys_of(dict.fromkeys(HTTP_ROLES, (keys,)), False)
@@ -55,10 +57,11 @@ class Serving:
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "flowcheck.node.answering"]
         descriptor = self._socket.fileno()
+        given = [descriptor] if self._board < 0 else [descriptor, self._board]
         process = subprocess.Popen(  # a session of its own: Ctrl-C is for the node, which ends it
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=[descriptor], start_new_session=True,
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=given, start_new_session=True,
         )
-        _write(process, self._settings | {"socket": descriptor})
+        _write(process, self._settings | {"socket": descriptor, "board": self._board})
         return process
 
     def tell(self, keys: Mapping[str, list[str]]) -> None:

@@ -68,7 +68,7 @@ class World:
             def stop(self) -> None:
                 world.done.append(f"stop {which}")
 
-            def counters(self) -> dict[str, int]:
+            def counters(self, queue: int | None = None) -> dict[str, int]:
                 return dict.fromkeys(("received", *OWN), 0) | world.counters.get(device, {})
 
             def summary(self) -> str:

@@ -8,6 +8,7 @@ test_cli_command.py has the command itself.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import threading
@@ -26,6 +27,7 @@ from flowcheck.control.ask import reader_key
 from flowcheck.control.protocol import Link, RecordsError, Refused, Wanted, greet
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import cli
+from flowcheck.node.board import Glance
 from flowcheck.node.config import NodeConfig
 
 from .node_scene import World, put_in
@@ -504,14 +506,26 @@ def test_versions_are_served_where_that_is_asked_for(
     class Noted:
         address = "127.0.0.1:7071"
 
-        def __init__(self, config: NodeConfig, keys: Any, say: Any) -> None:
-            assert config.api is not None and say == world.say
+        def __init__(self, config: NodeConfig, keys: Any, say: Any, board: int) -> None:
+            assert config.api is not None
             assert set(keys[reader_key(TOKEN.encode())]) == {"trainer", "reader", "operator"}
+            self.glance = Glance(board)
+            assert self.told["groups"] == [] and self.told["connected"] == {}
+            say("waiting", name="dp0", iteration=3, why="w")
+            assert world.said[-1] == ("waiting", {"name": "dp0", "iteration": 3, "why": "w"})
             world.done.append("open api")
+
+        @property
+        def told(self) -> Any:
+            return json.loads(self.glance.read())
 
         def look(self) -> None:
             world.done.append("look at api")
-            node.stop()
+            if self.told["connected"]:  # the main loop has put it there
+                assert self.told["connected"] == {"dp0": 0} and self.told["node"] == "node"
+                assert self.told["counts"]["waiting"] == {"dp0": 1}
+                assert [one["device"] for one in self.told["captures"]] == ["af_packet:lo"]
+                node.stop()
 
         def tell(self, keys: Any) -> None:
             world.done.append(f"tell api {reader_key(b'another token of all') in keys}")
@@ -523,6 +537,7 @@ def test_versions_are_served_where_that_is_asked_for(
     assert begin().api is None and "open api" not in world.done
     node = begin(api={"listen": "127.0.0.1:0"})
     assert node.api == "127.0.0.1:7071" and world.done[-1] == "open api"
+    node._group("dp0")
     (tmp_path / "token").write_text("another token of all")
     node.reload()
     node.wait()

@@ -483,3 +483,63 @@ def test_a_manifest_that_is_refused_while_the_job_starts_again_leaves_none(scene
         at.give(peer, Manifest(_job(90).to_dict()))
     at.give(again[0], Flows([]))
     assert len(at.sessions) == 1 and again[0].told == [NOTHING_KNOWN] and again[0].ended == []
+
+
+# -- failures of the job -----------------------------------------------------------------------------------------
+
+
+def failures(at: Any) -> list[tuple[str, dict[str, Any]]]:
+    return [(event, fields) for event, fields in at.said if event in ("left", "resumed")]
+
+
+def test_a_job_that_is_started_again_says_what_the_failure_cost(scene) -> None:
+    at = scene()
+    first, other = at.follow(instance="a"), at.join(1, instance="x")
+    for number in (3, 4):
+        at.give(first, Record(number))
+    at.group.leave(other.member)
+    at.turn()
+    assert failures(at) == [("left", {"name": "", "rank": 1, "iteration": 4})]
+    at.group.leave(first.member)
+    at.turn()
+    again = at.join(0, instance="b")
+    at.give(again, Manifest(body(), 4))
+    at.give(again, Record(4))
+    (_, _, (event, fields)) = failures(at)
+    assert event == "resumed" and fields["repeated"] == 1 and fields["iteration"] == 4
+    assert fields["detected"] <= fields["restored"] <= fields["resumed"]
+
+
+def test_a_connection_that_comes_back_is_no_failure(scene) -> None:
+    at = scene()
+    first = at.follow(instance="a")
+    at.give(first, Record(3))
+    at.group.leave(first.member)
+    at.turn()
+    again = at.join(0, instance="a")
+    at.give(again, Manifest(body()))
+    at.give(again, Record(4))
+    assert [event for event, _ in failures(at)] == ["left"]
+
+
+def test_a_connection_that_was_replaced_before_its_end_was_seen_has_not_left(scene) -> None:
+    at = scene()
+    first = at.follow(instance="a")
+    at.give(first, Record(3))
+    at.group.leave(first.member)
+    at.join(0, instance="a")
+    at.turn()
+    assert failures(at) == []
+
+
+def test_a_job_that_said_goodbye_and_is_started_again_has_not_failed(scene) -> None:
+    at = scene()
+    first = at.follow(instance="a")
+    at.give(first, Record(3))
+    at.give(first, Bye())
+    at.group.leave(first.member)
+    at.turn()
+    again = at.join(0, instance="b")
+    at.give(again, Manifest(body(), 4))
+    at.give(again, Record(4))
+    assert failures(at) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import http.client
 import json
@@ -20,6 +21,7 @@ import torch
 from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import serving
+from flowcheck.node.board import Board
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.serving import Serving
 from flowcheck.trainer.recovery import recover
@@ -28,6 +30,7 @@ from updater.replica import Replica
 
 from ..hand_api import KEY, TOKEN
 from ..hand_node import until
+from .told_scene import attached, document, iteration
 
 LONGEST = 240.0
 STATE = {"exp_avg": torch.tensor([0.1, 0.2, 0.3]), "exp_avg_sq": torch.tensor([0.4, 0.5, 0.6]), "step": 2.0}
@@ -179,3 +182,42 @@ def test_what_the_process_is_given(config: Callable[..., NodeConfig], shm: Path,
 def test_a_process_whose_node_ended_at_once() -> None:
     done = subprocess.run([sys.executable, "-P", "-m", "flowcheck.node.answering"], input=b"", timeout=LONGEST)
     assert done.returncode == 0
+
+
+# -- what the node tells of itself -----------------------------------------------------------------------------
+
+
+def test_metrics_page_and_stream_over_a_socket(
+    config: Callable[..., NodeConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the process was killed: what the node has counted is the node's. A viewer holds up no end."""
+    monkeypatch.setattr(serving, "END_SECONDS", LONGEST)
+    with contextlib.closing(Board()) as board, contextlib.closing(
+        Serving(config(), TOKEN.encode(), said([]), board.fd)
+    ) as node:
+        assert ask(node.address, "/metrics")[0] == 503
+        board.write(json.dumps(document(attached(), iteration(5))).encode())
+        status, text = ask(node.address, "/metrics")
+        assert status == 200 and b'flowcheck_last_complete_step{group="dp0"} 6.0' in text
+        for path in ("/", "/metrics", "/v1/node"):
+            assert ask(node.address, path, "x")[0] == 401
+        assert ask(node.address, "/")[1].startswith(b"<!doctype html>")
+
+        node._process.kill()
+        until(lambda: node._process.poll() is not None)
+        node._began = -1e9
+        node.look()
+        assert b'flowcheck_last_complete_step{group="dp0"} 6.0' in ask(node.address, "/metrics")[1]
+        with contextlib.closing(http.client.HTTPConnection(node.address, timeout=LONGEST)) as viewer:
+            password = base64.b64encode(f"me:{KEY}".encode()).decode()
+            viewer.request("GET", "/v1/node", headers={
+                "Accept": "text/event-stream", "Authorization": f"Basic {password}"})
+            answer = viewer.getresponse()
+            assert answer.status == 200 and answer.headers["content-type"].startswith("text/event-stream")
+            for step in (6, 7, 8):
+                told = document(attached(), iteration(step))
+                board.write(json.dumps(told).encode())
+                while json.loads((line := answer.readline())[6:] or b"0") != told:
+                    assert line.startswith(b"data: ") or line in (b":\n", b"\n")
+            node.close()
+        assert node._process.returncode == 0

@@ -1,0 +1,250 @@
+"""What a node counts of its events: sums, what holds now, the last iterations; bounded, and never in the way."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from flowcheck.node import tally as module
+from flowcheck.node.tally import BUCKETS, EVENTS, MOST_GROUPS, ROWS, Tally
+
+from .told_scene import START, Clock, attached, iteration, tally, times
+
+
+def group(made: Tally, name: str = "dp0") -> dict[str, Any]:
+    return next(one for one in made.document()["groups"] if one["name"] == name)
+
+
+def test_events_go_on_and_are_counted() -> None:
+    said: list[Any] = []
+    made = Tally("n")
+    say = made.beside(lambda event, **fields: said.append((event, fields)))
+    say("listening", control="a")
+    say("waiting", name="dp0", iteration=3, why="w")
+    say("waiting", name="dp1", iteration=3, why="w")
+    say("waiting", name="dp1", iteration=4, why="w")
+    assert said[:2] == [("listening", {"control": "a"}), ("waiting", {"name": "dp0", "iteration": 3, "why": "w"})]
+    assert made.document()["counts"] == {"listening": {"": 1}, "waiting": {"dp0": 1, "dp1": 2}}
+
+
+def test_a_fault_in_counting_ends_nothing_and_is_said_once() -> None:
+    said: list[Any] = []
+    say = Tally("n").beside(lambda event, **fields: said.append((event, fields)))
+    for _ in range(3):
+        say("iteration", name="dp0")  # without any of its fields
+    assert [event for event, _ in said] == ["iteration", "problem", "iteration", "iteration"]
+    assert "the event iteration could not be counted: KeyError" in said[1][1]["why"]
+
+
+def test_a_group_that_is_attached() -> None:
+    clock = Clock()
+    made = group(tally(attached(), clock=clock))
+    assert (made["job"], made["epoch"], made["ranks"], made["flows"], made["resync"]) == ("run-7", 1, 4, 8, "ranges")
+    assert made["attached"] == START and made["status"] == "waiting" and made["step_time"] == 0.0
+
+
+def test_sums_over_iterations() -> None:
+    made = group(tally(
+        attached(), iteration(0),
+        iteration(1, published=False, status="lost", missing={"lost": 5, "icrc": 2}, failed=["covered", "previous"],
+                  why=[["covered", "bucket 0 lacks 7"], ["previous", "p"]], healed=3, packets=50, placed=20,
+                  duplicates=1, filled={"stream": 10, "peer": 4}, stale=7, lag=2),
+        iteration(2, missing={"lost": 1}, patched=7, filled={"trainer": 4}),
+    ))
+    assert made["counts"] == {"published": 2, "not_published": 1, "packets": 250, "placed": 140, "duplicates": 81,
+                              "healed": 3}
+    assert made["missing"] == {"lost": 6, "icrc": 2} and made["clauses"] == {"covered": 1, "previous": 1}
+    assert made["filled"] == {"stream": 1010, "peer": 4, "trainer": 4} and made["patched"] == 7
+    assert made["status"] == "verified" and made["stale"] == 0 and made["lag"] == 0
+
+
+def test_the_last_complete_step_is_that_of_what_was_published() -> None:
+    """The version after iteration N has step N + 1; one that is not published changes nothing."""
+    clock = Clock()
+    made = tally(attached(), iteration(6), clock=clock)
+    clock.now += 10
+    made.hear(*iteration(7, published=False, status="unverified", stale=9, lag=3))
+    assert (group(made)["step"], group(made)["step_time"]) == (7, START)
+    assert (group(made)["stale"], group(made)["lag"], group(made)["status"]) == (9, 3, "unverified")
+    made.hear(*iteration(8))
+    assert (group(made)["step"], group(made)["step_time"]) == (9, START + 10)
+
+
+def test_a_count_that_goes_back_is_not_taken_away() -> None:
+    made = group(tally(iteration(0), iteration(1, duplicates=-3)))
+    assert made["counts"]["duplicates"] == 40
+
+
+def test_the_replica_of_an_earlier_process_stays_until_there_is_a_version() -> None:
+    made = tally(("kept", {"name": "dp0", "run_id": "old", "step": 40, "path": "p", "needs": "n"}),
+                 ("kept", {"name": "dp0", "run_id": "older", "step": 30, "path": "p", "needs": "n"}), attached())
+    assert group(made)["kept"] == {"job": "old", "step": 40}
+    made.hear(*iteration(4))
+    assert group(made)["kept"] is None and group(made)["step"] == 5
+
+
+# -- times -----------------------------------------------------------------------------------------------------
+
+
+def stage(made: Any, name: str) -> tuple[int, float]:
+    return made["stages"][name]["counts"][-1], round(made["stages"][name]["sum"], 6)
+
+
+def test_stages_are_what_each_took_after_the_one_before() -> None:
+    """The record came before everything was covered, so nothing waited for it."""
+    made = group(tally(times(3)))
+    assert stage(made, "receive") == (1, 0.04) and stage(made, "place") == (1, 0.002)
+    assert stage(made, "record") == (1, 0.0)
+    assert stage(made, "update") == (1, 0.018) and stage(made, "publish") == (1, 0.001)
+    counts = made["stages"]["update"]["counts"]
+    assert len(counts) == len(BUCKETS) + 1
+    assert [n for n, bound in zip(counts, BUCKETS, strict=False) if bound >= 0.018] == [1] * sum(
+        bound >= 0.018 for bound in BUCKETS)
+    assert not any(n for n, bound in zip(counts, BUCKETS, strict=False) if bound < 0.018)
+
+
+def test_what_has_not_happened_is_not_counted() -> None:
+    made = group(tally(times(3, record=None, applied=None, published=None, slack=None)))
+    assert [stage(made, name)[0] for name in module.STAGES] == [1, 1, 0, 0, 0]
+    assert made["slack"] is None and made["late"] == 0
+
+
+@pytest.mark.parametrize(("slack", "late"), [(39.0, 0), (0.0, 0), (-0.001, 1)])
+def test_a_late_version_is_counted(slack: float, late: int) -> None:
+    made = group(tally(times(3, slack=slack)))
+    assert (made["slack"], made["late"]) == (slack / 1e3, late)
+
+
+def test_rings_and_arenas_are_the_newest() -> None:
+    made = group(tally(times(3), times(4, rings=[5, 64], arenas=[1, 2])))
+    assert (list(made["rings"]), list(made["arenas"])) == ([5, 64], [1, 2])
+
+
+def test_a_row_is_an_iteration_with_its_times_and_its_end() -> None:
+    made = group(tally(iteration(3, missing={"lost": 2}, filled={"stream": 1, "peer": 2}, why=[["covered", "c"]]),
+                       times(3), iteration(4)))
+    first, second = made["rows"]
+    assert first == {
+        "iteration": 3, "published": True, "missing": {"lost": 2}, "filled": {"stream": 1, "peer": 2}, "why": "c",
+        "times": {"first": START + 3, "last": 40.0, "covered": 42.0, "record": 41.0, "applied": 60.0,
+                  "published": 61.0, "next": 100.0},
+    }
+    assert second["iteration"] == 4 and "times" not in second
+
+
+def test_rows_are_bounded_and_those_of_the_start_before_go() -> None:
+    made = tally(*(iteration(number) for number in range(ROWS + 5)))
+    assert [row["iteration"] for row in group(made)["rows"]] == list(range(5, ROWS + 5))
+    made.hear(*attached())
+    assert group(made)["rows"] == [] and group(made)["counts"]["published"] == ROWS + 5
+
+
+# -- what holds ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("condition", "begins", "ends"),
+    [("silent", "silent", "heard"), ("behind", "behind", "on_time"), ("overload", "overload", "recovered"),
+     ("stale", "stale", "patched"), ("stale", "begun", "patched"), ("stale", "stale", "state")],
+)
+def test_a_condition_holds_from_one_event_to_another(condition: str, begins: str, ends: str) -> None:
+    clock = Clock()
+    made = tally((begins, {"name": "dp0"}), clock=clock)
+    clock.now += 5
+    made.hear(begins, {"name": "dp0"})
+    made.hear(begins, {"name": "dp1"})
+    assert group(made)["since"] == {condition: START}
+    made.hear(ends, {"name": "dp0"})
+    assert group(made)["since"] == {} and group(made, "dp1")["since"] == {condition: START + 5}
+
+
+@pytest.mark.parametrize("condition", list(module.CONDITIONS))
+def test_a_new_job_has_none_of_them(condition: str) -> None:
+    begins = sorted(module.CONDITIONS[condition][0])[0]
+    for ends in (attached(), ("end", {"name": "dp0", "run_id": "r", "serves": 3})):
+        assert group(tally((begins, {"name": "dp0"}), ends))["since"] == {}
+
+
+def test_lost_and_what_ends_it() -> None:
+    made = tally(iteration(3), ("lost", {"name": "dp0", "why": "w", "serves": 3, "dropped": {}}))
+    assert group(made)["status"] == "lost" and "lost" in group(made)["since"]
+    made.hear("state", {"name": "dp0", "iteration": 4, "kernels": "k"})
+    assert group(made)["status"] == "unverified" and group(made)["since"] == {}
+
+
+def test_the_end_of_a_job_is_known_until_the_next() -> None:
+    made = tally(attached(), ("end", {"name": "dp0", "run_id": "r", "serves": 3}))
+    assert group(made)["ended"]
+    made.hear(*attached())
+    assert not group(made)["ended"]
+
+
+# -- bytes, files, failures ------------------------------------------------------------------------------------
+
+
+def test_bytes_that_were_asked_for() -> None:
+    made = group(tally(("ranges", {"name": "dp0", "iteration": 1, "elements": 2, "bytes": 24, "ranks": [0]}),
+                       ("ranges", {"name": "dp0", "iteration": 2, "elements": 2, "bytes": 6, "ranks": [0]}),
+                       ("peers", {"name": "dp0", "iteration": 1, "bytes": 128, "filled": {}, "failed": {}})))
+    assert made["asked"] == {"trainers": 30, "peers": 128}
+
+
+def test_the_newest_checkpoint() -> None:
+    made = group(tally(("written", {"name": "dp0", "step": 20, "path": "p"})))
+    assert made["checkpoint"] == {"step": 20, "time": START}
+
+
+def test_failures_are_summed_and_the_last_ones_kept() -> None:
+    event = {"name": "dp0", "iteration": 6, "detected": 1.0, "restored": 2.0, "resumed": 4.5, "seconds": 3.5,
+             "repeated": 2}
+    made = tally(*(("resumed", event | {"iteration": number}) for number in range(20)))
+    assert group(made)["failures"] == {"count": 20, "seconds": 70.0, "repeated": 40}
+    assert [one["iteration"] for one in group(made)["failed"]] == list(range(4, 20))
+
+
+# -- the list of events ----------------------------------------------------------------------------------------
+
+
+def test_events_that_somebody_should_read() -> None:
+    made = tally(iteration(3), times(3), attached(), ("placing", {"text": "t"}),
+                 ("dropped", {"port": "eth1", "drops": {"ring_full": 3}, "why": "raise\n  capture.ring_size"}),
+                 ("silent", {"name": "dp0", "why": "no packet", "empty": "", "none": None, "list": []}))
+    told = made.document()["events"]
+    assert [one["event"] for one in told] == ["attached", "dropped", "silent"]
+    assert told[1] == {"event": "dropped", "time": START,
+                       "text": "port eth1, drops {'ring_full': 3}, raise capture.ring_size"}
+    assert told[2] == {"event": "silent", "time": START, "text": "no packet", "name": "dp0"}
+
+
+def test_events_and_their_text_are_bounded() -> None:
+    made = tally(*(("problem", {"why": f"{number} " + "x" * 10_000}) for number in range(EVENTS + 9)))
+    told = made.document()["events"]
+    assert len(told) == EVENTS and told[0]["text"].startswith("9 ") and len(told[0]["text"]) == module.MOST_TEXT
+    assert len(made.document(events=3)["events"]) == 3 and made.document(events=0)["events"] == []
+
+
+def test_groups_are_bounded_and_the_one_that_was_heard_longest_ago_goes() -> None:
+    made = tally(*(attached(f"g{number}") for number in range(MOST_GROUPS)))
+    made.hear(*iteration(1, "g0"))
+    made.hear(*attached("new"))
+    names = [one["name"] for one in made.document()["groups"]]
+    assert len(names) == MOST_GROUPS and "g1" not in names and {"g0", "new"} <= set(names)
+    assert "g1" not in made.document()["counts"]["attached"]
+
+
+def test_a_document_is_plain_and_does_not_change_afterwards() -> None:
+    made = tally(attached(), iteration(1), times(1))
+    before = made.document()
+    text = json.dumps(before)
+    for event in (iteration(2, missing={"lost": 3}), times(2), ("silent", {"name": "dp0", "why": "w"})):
+        made.hear(*event)
+    assert json.dumps(before) == text
+    assert made.document(rows=1)["groups"][0]["rows"][0]["iteration"] == 2
+    assert made.document(rows=0)["groups"][0]["rows"] == []
+
+
+def test_groups_are_sorted_by_name() -> None:
+    made = tally(attached("b"), attached("a"))
+    assert [one["name"] for one in made.document()["groups"]] == ["a", "b"]
