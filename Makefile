@@ -13,7 +13,7 @@ SOURCES := setup.py $(wildcard parser/*.p[yx][xdi] updater/*.p[yx][xd] flowcheck
 MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-sanitizers lint fuzz mutants build debug dev wheel packages hugepages clean
+.PHONY: help demo test test-all test-sanitizers lint fuzz mutants screenshots build debug dev wheel packages hugepages clean
 
 help:   ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -39,7 +39,7 @@ fuzz: build dev   ## ten million inputs and ten thousand capture files (docs/und
 mutants: build dev   ## deliberate mistakes, and whether a test notices (docs/understand/testing.md); ONLY="MODULE ..." for some
 	$(BIN)/python -m pip install -q -c constraints.txt mutmut
 	nice $(BIN)/python -P tools/mutants.py $(ONLY)
-
+screenshots: build; $(BIN)/python tools/screenshots.py   ## the node's status page in a headless Chromium: out/screenshots
 build: .venv/.built-$(MODE)   ## Debian packages, .venv and the extensions, in place
 debug:   ## extensions with C assertions, bounds checks and line tracing for coverage
 	$(MAKE) build FLOWCHECK_DEBUG=1

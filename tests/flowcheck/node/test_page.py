@@ -1,0 +1,192 @@
+"""The status page in a real browser, over real HTTP: what it shows, on a desk and on a phone, live, and whatever names
+and sentences it is given."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Node:
+    """A node's page. document: what the node says at the moment; still: it says nothing new."""
+
+    def __init__(self, browser: Any, address: str, key: str, example: dict[str, Any]) -> None:
+        self.browser, self.address, self.key = browser, address, key
+        self.example = self.document = example
+        self.still = False
+        self.pages: list[Any] = []
+
+    def page(self, width: int = 1200, *, dark: bool = False) -> Any:
+        page = self.browser.page(width, 900, dark=dark)
+        self.pages.append(page)
+        page.open(f"http://{self.address}/", "anybody", self.key)
+        page.wait("document.querySelector('#name').textContent.includes('node ')")
+        return page
+
+    def say(self) -> dict[str, Any]:
+        return self.document if self.still else self.document | {"time": time.time()}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    browser, screenshots = tool("browser"), tool("screenshots")
+    if browser.find() is None:
+        pytest.skip("no Chromium is installed (Debian: chromium)")
+    said: list[Node] = []
+    example = screenshots.example(time.time())
+    folder = tmp_path_factory.mktemp("none")
+    with screenshots.served(lambda: said[0].say() if said else example, folder) as (address, key):
+        with browser.Browser() as one:
+            said.append(Node(one, address, key, example))
+            yield said[0]
+
+
+@pytest.fixture
+def node(running: Node) -> Iterator[Node]:
+    running.document, running.still = copy.deepcopy(running.example), False
+    yield running
+    while running.pages:
+        running.pages.pop().close()
+
+
+def text(page: Any, selector: str) -> str:
+    return str(page.evaluate(f"document.querySelector({selector!r}).textContent"))
+
+
+def test_what_somebody_on_call_looks_at(node: Node) -> None:
+    page = node.page()
+    page.wait("document.querySelectorAll('[data-iteration]').length === 24")
+    group = text(page, "[data-group=dp0]")
+    for part in ("Group dp0 gpt-13b-0412, epoch 2", "last complete step4,142", "statusverified", "connected4 of 4",
+                 "not published2", "fullest ring1.9 %", "arenas2 of 4"):
+        assert part in group, part
+    assert "lost 612" in group and "2.4 kB" in group  # missing by cause; healed by the trainers
+    assert "0000:81:00.0" in text(page, "#ports") and "unknown 12" in text(page, "#ports")
+    page.wait("document.querySelector('#versions').textContent.includes('none')")
+    assert "65 s" in text(page, "#failures") and not page.evaluate("document.querySelector('#failures').hidden")
+    events = text(page, "#events")
+    assert events.index("patched") < events.index("stale") < events.index("resumed")  # the newest first
+    assert "until the trainers have sent their own state" in events
+    page.wait("document.querySelector('#fresh').textContent.startsWith('live, version')")
+    assert page.evaluate("document.title") == "leaf-3: FlowCheck node"
+    assert page.problems == [] and {url.split("/", 3)[2] for url in page.asked} == {node.address}
+
+
+def test_the_timeline_is_to_scale(node: Node) -> None:
+    """Stages follow each other; the deadline stands where the next iteration begins; a late one passes it."""
+    page = node.page()
+    page.wait("document.querySelectorAll('[data-iteration]').length === 24")
+    rows = page.evaluate("""Object.fromEntries([...document.querySelectorAll('[data-iteration]')].map((g) => [
+        g.dataset.iteration, {
+          bars: [...g.querySelectorAll('rect')].map((r) => ['fill', 'x', 'width'].map((name) => r.getAttribute(name))),
+          deadline: +(g.querySelector('line') || {getAttribute: () => -1}).getAttribute('x1'),
+          note: g.lastChild.textContent, tip: g.querySelector('title').textContent }]))""")
+    told = {row["iteration"]: row for row in node.document["groups"][0]["rows"]}
+    for number in (4126, 4127):
+        bars = [(fill, float(x), float(width)) for fill, x, width in rows[str(number)]["bars"]]
+        times = told[number]["times"]
+        assert [fill for fill, _, _ in bars] == [
+            f"var(--{name})" for name in ("receive", "place", "record", "update", "publish")]
+        begin, per_ms = bars[0][1], bars[0][2] / times["last"]
+        for (_, x, width), (start, end) in zip(bars, [(0, "last"), ("last", "covered"), ("covered", "record"),
+                                                      ("record", "applied"), ("applied", "published")], strict=True):
+            assert x == pytest.approx(begin + per_ms * (times[start] if start else 0), abs=0.01)
+            assert x + width == pytest.approx(begin + per_ms * times[end], abs=0.01)
+        assert rows[str(number)]["deadline"] == pytest.approx(begin + per_ms * times["next"], abs=0.01)
+    assert rows["4127"]["note"] == "published late" and rows["4126"]["note"] == "published"
+    assert len(rows["4131"]["bars"]) == 3 and rows["4131"]["note"] == "not published, missing lost 306"
+    assert "bucket 3 lacks 306 elements" in rows["4131"]["tip"]
+    assert rows["4120"]["note"].startswith("published, healed: peer")
+
+
+def test_what_is_wrong_stands_at_the_top_with_what_to_do(node: Node) -> None:
+    page = node.page()
+    page.wait("document.querySelector('.banner')")
+    assert "port 0000:c1:00.0: no packet for" in text(page, ".banner") and "switch verify" in text(page, ".banner")
+    group = node.document["groups"][0]
+    group["since"] = {"silent": time.time() - 5, "behind": time.time()}
+    group["status"], node.document["connected"] = "diverged", {"dp0": 3}
+    page.wait("document.querySelector('.banner').textContent.includes('5 things are wrong')")
+    said = text(page, ".banner")
+    for part in ("brings nothing of this job", "Versions are late", "did not match", "3 of 4 ranks"):
+        assert part in said, part
+    assert page.evaluate("document.querySelector('.banner').className") == "banner bad"
+    node.document["captures"].pop()
+    group["since"], group["status"], node.document["connected"] = {}, "verified", {"dp0": 4}
+    page.wait("document.querySelector('.banner').textContent === 'Every group has its versions.'")
+    assert page.evaluate("document.querySelector('.banner').className") == "banner good"
+
+
+def test_it_is_live(node: Node) -> None:
+    page = node.page()
+    page.wait("document.querySelector('[data-group=dp0]').textContent.includes('4,142')")
+    node.document["groups"][0]["step"] = 777_123
+    page.wait("document.querySelector('[data-group=dp0]').textContent.includes('777,123')")
+    assert page.evaluate("performance.getEntriesByType('navigation').length") == 1
+
+
+def test_a_node_that_says_nothing_any_more_is_said(node: Node) -> None:
+    """The process that answers lives on: what it shows is old, and must not look well."""
+    page = node.page()
+    page.wait("document.querySelector('#fresh').textContent.startsWith('live')")
+    node.document["time"], node.still = time.time(), True
+    page.wait("document.querySelector('.banner').textContent.includes('says nothing any more')")
+    assert text(page, "#fresh").startswith("nothing heard for")
+    node.still = False
+    page.wait("document.querySelector('#fresh').textContent.startsWith('live')")
+
+
+def test_names_and_sentences_are_never_code(node: Node) -> None:
+    evil = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    group = node.document["groups"][0]
+    group["name"], group["job"], group["missing"] = evil, evil, {evil: 3}
+    group["rows"][-1]["why"] = evil
+    node.document["events"].append({"event": evil, "time": 1.0, "text": evil, "name": evil})
+    node.document["captures"][0]["device"] = evil
+    page = node.page()
+    page.wait("document.querySelector('#events').textContent.includes('owned')")
+    assert page.evaluate("document.querySelectorAll('img').length") == 0
+    assert page.evaluate("document.querySelectorAll('script').length") == 1
+    assert page.evaluate("document.title") == "leaf-3: FlowCheck node" and page.problems == []
+
+
+def test_a_phone_shows_all_of_it_without_scrolling_sideways(node: Node) -> None:
+    page = node.page(360)
+    page.wait("document.querySelectorAll('[data-iteration]').length === 16")
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    assert page.evaluate("document.querySelector('svg').getBoundingClientRect().right") <= 360
+
+
+def test_light_and_dark(node: Node) -> None:
+    shades = []
+    for dark in (False, True):
+        page = node.page(dark=dark)
+        colours = page.evaluate("((style) => [style.backgroundColor, style.color])(getComputedStyle(document.body))")
+        shades.append([sum(map(int, one[4:-1].split(","))) for one in colours])
+    (light_back, light_text), (dark_back, dark_text) = shades
+    assert light_back > 600 > 200 > light_text and dark_back < 150 < 500 < dark_text
+
+
+def test_no_job_so_far(node: Node) -> None:
+    node.document["groups"], node.document["events"] = [], []
+    node.document["captures"] = node.document["captures"][:1]
+    page = node.page()
+    page.wait("document.querySelector('.banner').textContent.startsWith('No job has come so far')")

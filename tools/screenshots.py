@@ -1,0 +1,131 @@
+"""`make screenshots`: the status page of a node in a headless browser, in light and dark, on a desk and on a phone.
+
+    python tools/screenshots.py [OUT]        OUT: a folder, out/screenshots if it is left out
+
+The page is the real one, served by the process that serves a node's. What it shows is made up: a job of four ranks that
+lost gradients, had a late version, was restarted once, and has a port that brings nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from browser import Browser, find
+
+from flowcheck import __version__
+from flowcheck.control.ask import reader_key
+from flowcheck.node.board import Board
+from flowcheck.node.config import NodeConfig
+from flowcheck.node.serving import Serving
+from flowcheck.node.tally import Tally
+from flowcheck.node.telling import LOST
+
+__all__ = ["FIRST", "LAST", "example", "main", "served"]
+
+FIRST, LAST = 4102, 4141
+LATE, HOLES, RETRANSMITTED, FROM_PEER = 4127, (4113, 4131), 4125, 4120
+TOKEN = b"a token for pictures alone"
+SIZES = (("desk", 1200, 900, False), ("desk-dark", 1200, 900, True), ("phone", 390, 844, False),
+         ("phone-dark", 390, 844, True))
+
+
+def example(now: float) -> dict[str, Any]:
+    """A document as a node puts it on its board. now: seconds since 1970."""
+    clock = [now - 7000.0]
+    tally = Tally("leaf-3", lambda: clock[0])
+    draw = random.Random(7)
+
+    def happens(event: str, at: float, **fields: Any) -> None:
+        clock[0] = at
+        tally.hear(event, {"name": "dp0"} | fields)
+
+    tally.hear("listening", {"control": "10.0.0.2:7070", "groups": 1, "api": "10.0.0.2:7071"})
+    happens("attached", now - 6990, run_id="gpt-13b-0412", epoch=2, ranks=4, flows=8, resync="ranges")
+    happens("resumed", now - 6980, iteration=3520, detected=now - 7045, restored=now - 6990, resumed=now - 6980,
+            seconds=65.0, repeated=1)
+    for number in range(FIRST, LAST + 1):
+        at = now - 0.3 * (LAST - number) - 0.2
+        lost, more = number in HOLES, {}
+        if number == FROM_PEER:
+            more = {"peer": 152}
+        elif number == RETRANSMITTED:
+            more = {"retransmission": 3}
+        elif number - 1 in HOLES:
+            more = {"trainer": 153}
+        receive = 140.0 + 20 * draw.random()
+        update = receive + 12 + 60 * draw.random() if number != LATE else 330.0
+        following = 295.0 + 10 * draw.random()
+        if lost:
+            happens("stale", at, iteration=number, elements=306, why="gradients were lost; its version is built without"
+                    " them, and none is published until the trainers have sent their own state of these elements")
+        happens("iteration", at, iteration=number, published=not lost, status="unverified" if lost else "verified",
+                packets=4000, placed=3900, missing={"lost": 306} if lost else {}, healed=0, duplicates=100,
+                filled={"stream": 180_000} | more, patched=306 if "trainer" in more else 0, stale=306 * lost, lag=0,
+                failed=["covered"] if lost else [], why=[["covered", "bucket 3 lacks 306 elements: lost"]] * lost)
+        happens("times", at, iteration=number, first=at, last=receive, covered=receive + 4, record=receive + 7,
+                applied=None if lost else update, published=None if lost else update + 3, next=following,
+                slack=None if lost else following - update - 3, rings=[310, 16384], arenas=[2, 4])
+        if "trainer" in more:
+            happens("patched", at, iteration=number, since=number - 1, elements=306, bytes=3672, source="trainer")
+    clock[0] = now
+    brought = (("0000:81:00.0", int(1e5 * (now % 1e4)), now), ("0000:c1:00.0", 912, now - 95))
+    ports = [{"device": device, "received": received, "bytes": 4100 * received, "last": last, "streams": [received],
+              "lost": dict.fromkeys(LOST, 0)} for device, received, last in brought]
+    return tally.document() | {
+        "version": __version__, "captures": ports, "unclaimed": {"unknown": 12}, "connected": {"dp0": 4},
+    }
+
+
+@contextlib.contextmanager
+def served(document: Callable[[], dict[str, Any]], folder: Path) -> Iterator[tuple[str, str]]:
+    """Address and key of a node's HTTP API that says this document again and again. folder: without versions."""
+    config = NodeConfig.model_validate({
+        "control": {"listen": "127.0.0.1:0", "token_file": "none"}, "capture": {"device": "none"},
+        "api": {"listen": "127.0.0.1:0"}, "replica": {"directory": folder}, "output": {"directory": folder},
+    })
+    ended = threading.Event()
+
+    def put() -> None:
+        while not ended.wait(0.1):
+            board.write(json.dumps(document()).encode())
+
+    with contextlib.closing(Board()) as board:
+        with contextlib.closing(Serving(config, TOKEN, lambda *_, **__: None, board.fd)) as serving:
+            thread = threading.Thread(target=put)
+            thread.start()
+            try:
+                yield serving.address, reader_key(TOKEN)
+            finally:
+                ended.set()
+                thread.join()
+
+
+def main(out: Path) -> int:
+    """The exit status."""
+    if find() is None:
+        print("screenshots: no Chromium here: install Debian's chromium", file=sys.stderr)
+        return 3
+    out.mkdir(parents=True, exist_ok=True)
+    with served(lambda: example(time.time()), out) as (address, key), Browser() as browser:
+        for name, width, height, dark in SIZES:
+            page = browser.page(width, height, dark=dark)
+            page.open(f"http://{address}/", "reader", key)
+            page.wait(f"document.querySelector('[data-iteration=\"{LAST}\"]')")
+            page.wait("!document.getElementById('versions').textContent.includes('not asked')")
+            path = out / f"status-{name}.png"
+            path.write_bytes(page.png())
+            page.close()
+            print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "out/screenshots")))
