@@ -52,11 +52,16 @@ class Events:
         self._json, self._file = as_json, status_file
         self._lock = threading.Lock()
         self._last: dict[str, dict[str, Any]] = {}
+        self._jobs: dict[str, str] = {}  # run ids, by group
         self._unwritable = False  # the status file was, when it was tried last
 
     def __call__(self, event: str, **fields: Any) -> None:
         line = {"event": event, "time": round(time.time(), 3), **fields}
         with self._lock:
+            if event == "attached":
+                self._jobs[fields["name"]] = fields["run_id"]
+            elif "run_id" not in fields and fields.get("name") in self._jobs:
+                line["job"] = self._jobs[fields["name"]]
             self._print(line)
             self._last[f"{event} {fields.get('name', '')}".strip()] = line
             if self._file is not None:
@@ -82,7 +87,7 @@ class Events:
 def _text(line: dict[str, Any]) -> str:
     fields = {
         key: value for key, value in line.items()
-        if key not in ("event", "time") and value is not None and value not in ("", [], {})
+        if key not in ("event", "time", "job") and value is not None and value not in ("", [], {})
     }
     if line["event"] != "iteration":
         said = ", ".join(str(value) if key == "text" else f"{key} {value}" for key, value in fields.items())

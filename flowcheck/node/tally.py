@@ -134,7 +134,8 @@ class GroupTally:
         row["why"] = "; ".join(reason for _, reason in said["why"])[:MOST_TEXT]
 
     def _times(self, now: float, said: Mapping[str, Any]) -> None:
-        self.rings, self.arenas = tuple(said["rings"]), tuple(said["arenas"])
+        waited, size = said["rings"]  # size: 1 where nothing has waited
+        self.rings, self.arenas = (waited, max(size, self.rings[1])), tuple(said["arenas"])
         row = self._row(said["iteration"])
         row["times"] = {key: said[key] for key in ("first", *STAGES.values(), "next")}
         begin = 0.0

@@ -118,8 +118,10 @@ def test_a_late_version_is_counted(slack: float, late: int) -> None:
 
 
 def test_rings_and_arenas_are_the_newest() -> None:
-    made = group(tally(times(3), times(4, rings=[5, 64], arenas=[1, 2])))
-    assert (list(made["rings"]), list(made["arenas"])) == ([5, 64], [1, 2])
+    made = tally(times(3, rings=[0, 1]), times(4), times(5, rings=[5, 4096], arenas=[1, 2]))
+    assert (group(made)["rings"], group(made)["arenas"]) == ((5, 4096), (1, 2))
+    made.hear(*times(6, rings=[0, 1]))  # nothing has waited: no ring was looked at
+    assert group(made)["rings"] == (0, 4096)
 
 
 def test_a_row_is_an_iteration_with_its_times_and_its_end() -> None:
