@@ -43,8 +43,8 @@ from flowcheck.errors import FlowcheckError
 from flowcheck.node.api_description import describe
 from flowcheck.node.board import Glance
 from flowcheck.node.holdings import Gone, Held, Pressed, Shelf
-from flowcheck.node.told import PAGE, PATHS, Told
 from flowcheck.node.tokens import HTTP_ROLES
+from flowcheck.node.told import PAGE, PATHS, Told
 
 __all__ = ["OPEN", "make_app", "may"]
 

@@ -63,7 +63,7 @@ class Node:
         self._lock = threading.Lock()
         self._groups: dict[str, Group] = {}
         self._started = False  # with the first group
-        self._access = access = _check_files(config, say)
+        self._access = access = _check_files(config, lambda event, **fields: self._say(event, **fields))
         self._reload = False
         self._notify = Notify()
         planned = plan_captures(config)

@@ -523,7 +523,7 @@ def test_versions_are_served_where_that_is_asked_for(
             world.done.append("look at api")
             if self.told["connected"]:  # the main loop has put it there
                 assert self.told["connected"] == {"dp0": 0} and self.told["node"] == "node"
-                assert self.told["counts"]["waiting"] == {"dp0": 1}
+                assert self.told["counts"]["waiting"] == {"dp0": 1} and self.told["counts"]["access"] == {"": 1}
                 assert [one["device"] for one in self.told["captures"]] == ["af_packet:lo"]
                 node.stop()
 
@@ -541,6 +541,7 @@ def test_versions_are_served_where_that_is_asked_for(
     (tmp_path / "token").write_text("another token of all")
     node.reload()
     node.wait()
-    assert world.done[-3:] == ["look at api", "say access", "tell api True"]
+    looked = world.done[world.done.index("look at api") :]
+    assert looked[:3] == ["look at api", "say access", "tell api True"]
     node.close()
     assert world.done.count("close api") == 1
