@@ -130,6 +130,8 @@ def due(role: str | None, path: str) -> set[int]:
         return {403} if role == "operator" else {200, 307, 404}
     if path in ("/v1/status", "/openapi.json"):
         return {200}
+    if path in ("/", "/metrics", "/v1/node"):  # 503: no node has said anything here
+        return {200 if path == "/" else 503} if role in ("reader", "operator") else {403}
     return {200, 307, 404} if role == "operator" else {403}
 
 
