@@ -52,7 +52,7 @@ class Ledger:
             self._failure = None
             now = self._clock()
             self._say(
-                "resumed", iteration=number, detected=round(failure.detected, 3), restored=round(failure.restored, 3),
+                "came_back", iteration=number, detected=round(failure.detected, 3), restored=round(failure.restored, 3),
                 resumed=round(now, 3), seconds=round(max(now - failure.detected, 0.0), 3),
                 repeated=max(failure.last + 1 - failure.first, 0),
             )

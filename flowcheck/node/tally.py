@@ -37,7 +37,7 @@ CONDITIONS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "lost": (frozenset({"lost"}), frozenset({"patched", "state", "attached", "end"})),
 }
 # Events that say nothing that somebody would have to read.
-QUIET = frozenset({"iteration", "times", "placing", "updating", "written", "peers", "ranges", "capture"})
+QUIET = frozenset({"iteration", "times", "placing", "updating", "written", "stored", "peers", "ranges", "capture"})
 
 
 @dataclass
@@ -163,7 +163,7 @@ class GroupTally:
     def _written(self, now: float, said: Mapping[str, Any]) -> None:
         self.checkpoint = {"step": said["step"], "time": now}
 
-    def _resumed(self, now: float, said: Mapping[str, Any]) -> None:
+    def _came_back(self, now: float, said: Mapping[str, Any]) -> None:
         self.failures["count"] += 1
         self.failures["seconds"] += said["seconds"]
         self.failures["repeated"] += said["repeated"]

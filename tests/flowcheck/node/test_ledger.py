@@ -24,7 +24,7 @@ class Scene:
             self.ledger.over(number)
 
     def resumed(self) -> list[dict[str, Any]]:
-        return [fields for event, fields in self.said if event == "resumed"]
+        return [fields for event, fields in self.said if event == "came_back"]
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_the_goodbye_of_another_rank_is_not_the_jobs(scene: Scene) -> None:
     scene.ledger.restarted("run")
     scene.ledger.attached(7)
     scene.over(7)
-    assert [event for event, _ in scene.said] == ["left", "resumed"]
+    assert [event for event, _ in scene.said] == ["left", "came_back"]
 
 
 def test_goodbyes_are_forgotten_with_their_start(scene: Scene) -> None:
@@ -108,7 +108,7 @@ def test_goodbyes_are_forgotten_with_their_start(scene: Scene) -> None:
     scene.ledger.restarted("run")
     scene.ledger.attached(8)
     scene.over(8)
-    assert [event for event, _ in scene.said] == ["left", "resumed"]
+    assert [event for event, _ in scene.said] == ["left", "came_back"]
 
 
 def test_a_connection_that_comes_back_is_no_failure_and_dates_none(scene: Scene) -> None:

@@ -24,7 +24,7 @@ EVERYTHING = (
     times(6), attached("dp1", ranks=2),
     ("written", {"name": "dp0", "step": 20, "path": "p"}),
     ("ranges", {"name": "dp0", "iteration": 2, "elements": 2, "bytes": 6, "ranks": [0]}),
-    ("resumed", {"name": "dp0", "iteration": 6, "detected": 1.0, "restored": 2.0, "resumed": 4.5, "seconds": 3.5,
+    ("came_back", {"name": "dp0", "iteration": 6, "detected": 1.0, "restored": 2.0, "resumed": 4.5, "seconds": 3.5,
                  "repeated": 2}),
     ("silent", {"name": "dp0", "why": "w"}),
 )

@@ -201,7 +201,7 @@ def test_the_newest_checkpoint() -> None:
 def test_failures_are_summed_and_the_last_ones_kept() -> None:
     event = {"name": "dp0", "iteration": 6, "detected": 1.0, "restored": 2.0, "resumed": 4.5, "seconds": 3.5,
              "repeated": 2}
-    made = tally(*(("resumed", event | {"iteration": number}) for number in range(20)))
+    made = tally(*(("came_back", event | {"iteration": number}) for number in range(20)))
     assert group(made)["failures"] == {"count": 20, "seconds": 70.0, "repeated": 40}
     assert [one["iteration"] for one in group(made)["failed"]] == list(range(4, 20))
 
