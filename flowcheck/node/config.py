@@ -19,7 +19,7 @@ from flowcheck.control.tls import SYSTEM
 from flowcheck.errors import EnvironmentProblem, UserError
 
 __all__ = ["Api", "Capture", "Control", "NodeConfig", "Output", "ReplicaSettings", "Store", "Tls",
-           "TokenFiles", "load", "read_tokens"]
+           "TokenFiles", "load", "position", "read_tokens"]
 
 MOST_BYTES = 1 << 20
 LARGEST_RING = 1 << 24
@@ -381,7 +381,8 @@ def load(path: str | os.PathLike[str]) -> NodeConfig:
     """Raises UserError (content) or EnvironmentProblem (unreadable)."""
     path = Path(path)
     try:
-        data = tomllib.loads(_text(path))
+        text = _text(path)
+        data = tomllib.loads(text)
     except OSError as error:
         kind = UserError if isinstance(error, FileNotFoundError) else EnvironmentProblem
         raise kind(
@@ -398,7 +399,27 @@ def load(path: str | os.PathLike[str]) -> NodeConfig:
         several = isinstance(captures, list) and len(captures) > 1
         first, *others = ((_key(one, several), _said(one)) for one in found)
         also = "".join(f"; {field}: {said}" for field, said in others[:4])
-        raise UserError(first[1] + also, where=f"{path}: {first[0]}", remedy="docs/use/node.md has every key") from None
+        at = position(text, first[0])
+        place = f" (line {at[0]}, column {at[1]})" if at else ""
+        raise UserError(first[1] + also + place, where=f"{path}: {first[0]}", remedy="docs/use/node.md has every key"
+                        ) from None
+
+
+def position(text: str, key: str) -> tuple[int, int] | None:
+    """Line and column, from 1, at which a key of valid TOML stands, or its table if it is not written out: `name`,
+    `replica.slots`, `capture[1].cores`. None: neither is found where most people write it."""
+    table, _, name = key.rpartition(".")
+    table, number = re.sub(r"\[[0-9]+\]$", "", table), re.search(r"\[([0-9]+)\]$", table)
+    wanted, seen, inside, begins = int(number[1]) if number else 0, -1, not table, None
+    for line, written in enumerate(text.splitlines(), 1):
+        if head := re.match(r"\s*\[\[?\s*([\w.-]+)\s*\]", written):
+            seen += head[1] == table
+            inside = head[1] == table and seen == wanted
+            if inside or (not table and head[1] == name):
+                begins = begins or (line, head.start(1) + 1)
+        elif inside and (found := re.match(rf"\s*({re.escape(name)})\s*[=.]", written)):
+            return line, found.start(1) + 1
+    return begins
 
 
 def _key(error: Mapping[str, Any], several: bool) -> str:

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node.config import AUTO, load
+from flowcheck.node.config import AUTO, load, position
 
 GOOD = """
 name = "n"
@@ -497,3 +497,38 @@ def test_a_replica_that_is_stored_needs_a_slot_for_that(tmp_path: Path, api: str
         with pytest.raises(UserError) as refused:
             with_store(tmp_path, 'url = "x"\nevery = 1', replica)
         assert refused.value.where.endswith(": replica.slots") and f"{least} at least" in refused.value.what
+
+
+# -- where it stands -----------------------------------------------------------------------------------------------
+
+
+WHERE = """name = "n"
+  groups = 2
+
+[control]
+listen = "a:1"       # slots = 3
+[[capture]]
+device = "d"
+[[ capture ]]
+  device = "e"
+cores = [1]
+[replica]
+slots = 3
+"""
+
+
+@pytest.mark.parametrize(("key", "at"), [
+    ("name", (1, 1)), ("groups", (2, 3)), ("control.listen", (5, 1)), ("capture[0].device", (7, 1)),
+    ("capture[1].device", (9, 3)), ("capture[1].cores", (10, 1)), ("capture[0].cores", (6, 3)),
+    ("replica.slots", (12, 1)),
+    ("replica.threads", (11, 2)), ("control", (4, 2)), ("output.every", None), ("slots", None), ("evice", None),
+])
+def test_where_a_key_stands(key: str, at: tuple[int, int] | None) -> None:
+    assert position(WHERE, key) == at
+
+
+def test_a_wrong_value_is_named_with_its_line_and_column(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"less than or equal to 4 \(line 10, column 3\)"):
+        load(settings(tmp_path, "[replica]", "[replica]\n  slots = 9"))
+    with pytest.raises(UserError, match=r"at line 9, column"):
+        load(settings(tmp_path, "[replica]", "[replica"))
