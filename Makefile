@@ -2,7 +2,7 @@
 # .venv, pinned Python packages, compiled extensions) and is fast when nothing is. `make help` lists the rest.
 SHELL   := /bin/bash
 BIN     := .venv/bin
-PYTEST  := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadscope
+PYTEST  := $(BIN)/python -m pytest --numprocesses $(shell expr $$(nproc) + 1) --maxprocesses 4 --dist loadscope
 # What the caller has set for himself must not reach pip, setup.py or pytest. (Without .pyc files each of the hundreds of
 # processes that tests start would compile our modules anew.)
 unexport PYTHONPATH PYTHONDONTWRITEBYTECODE FLOWCHECK_BUILD
