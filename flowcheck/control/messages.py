@@ -23,6 +23,7 @@ RESYNC = ("state", "ranges")
 ROLES = ("trainer", "peer")
 MOST_RANKS = 65536
 MOST_RANGES = 16384  # in one message
+MOST_ITERATIONS = 1 << 46  # a word of a replica's file has room for more
 RANGES_TEXT = 2 << 20  # bytes of JSON that a trainer reads at once
 PATCH_BYTES = 64 << 20  # of state that a rank gives at one boundary
 PEER_BYTES = 64 << 20  # of an arena that a peer is asked for at once
@@ -94,6 +95,9 @@ class Manifest:
     job: dict[str, Any]
     first: int = 0
 
+    def __post_init__(self) -> None:
+        _iteration(self.first, "manifest: first")
+
 
 @dataclass
 class State:
@@ -103,6 +107,9 @@ class State:
 
     iteration: int
     groups: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        _iteration(self.iteration, "state: iteration")
 
 
 @dataclass
@@ -119,6 +126,9 @@ class Record:
     scale: float | None = None
     skipped: bool = False
     checksums: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _iteration(self.iteration, "record: iteration")
 
 
 @dataclass
@@ -151,7 +161,7 @@ class Patch:
 
     def __post_init__(self) -> None:
         _count(self.request, "patch: request")
-        _count(self.iteration, "patch: iteration")
+        _iteration(self.iteration, "patch: iteration")
         self.ranges = _ranges(self.ranges, "patch: ranges")
         if bool(self.ranges) == bool(self.refused):
             raise UserError("either ranges, or why they are refused", where="patch: refused")
@@ -171,7 +181,7 @@ class Holes:
 
     def __post_init__(self) -> None:
         _count(self.request, "holes: request")
-        _count(self.iteration, "holes: iteration")
+        _iteration(self.iteration, "holes: iteration")
         self.ranges = _spans(self.ranges, "holes: ranges")
         if not self.ranges:
             raise UserError("asks for nothing", where="holes: ranges")
@@ -193,7 +203,7 @@ class Bytes:
 
     def __post_init__(self) -> None:
         _count(self.request, "bytes: request")
-        _count(self.iteration, "bytes: iteration")
+        _iteration(self.iteration, "bytes: iteration")
         self.ranges = _spans(self.ranges, "bytes: ranges")
         if bool(self.ranges) == bool(self.why):
             raise UserError("either ranges, or why there are none", where="bytes: why")
@@ -209,7 +219,7 @@ class User:
     rank: int
 
     def __post_init__(self) -> None:
-        _count(self.iteration, "user: iteration")
+        _iteration(self.iteration, "user: iteration")
         _count(self.rank, "user: rank")
         if self.rank >= MOST_RANKS:
             raise UserError(f"{self.rank}, at most {MOST_RANKS} ranks are known", where="user: rank")
@@ -264,6 +274,13 @@ MESSAGES: dict[str, type] = {
 def _count(value: int, where: str) -> None:
     if value < 0:
         raise UserError(f"{value} is less than 0", where=where)
+
+
+def _iteration(value: int, where: str) -> None:
+    """Numbers of iterations are added to, and stand in 8 bytes of a replica's file."""
+    _count(value, where)
+    if value >= MOST_ITERATIONS:
+        raise UserError(f"{value}, at most {MOST_ITERATIONS - 1} are counted", where=where)
 
 
 def _ranges(found: list[Any], where: str) -> list[Range]:

@@ -97,6 +97,8 @@ class Stale:
                     length = min(end - start, max(room, 1))
                     found.append((name, start, length))
                     budget -= length * self._cost[name]
+                    if length < end - start:
+                        return found  # what is younger and costs less would still have room
         return found
 
 

@@ -49,7 +49,7 @@ def test_every_state_of_a_flow_is_documented() -> None:
 
 
 def test_the_shell_completes_commands() -> None:
-    asked = {"_FLOWCHECK_COMPLETE": "complete_bash", "COMP_WORDS": "flowcheck re", "COMP_CWORD": "1"}
+    asked = {"_FLOWCHECK_COMPLETE": "complete_bash", "COMP_WORDS": "flowcheck rep", "COMP_CWORD": "1"}
     code = "import sys; sys.argv = ['flowcheck']; from flowcheck.cli import main; main()"
     done = subprocess.run([sys.executable, "-P", "-c", code], env={**os.environ, **asked},
                           capture_output=True, text=True, check=False)

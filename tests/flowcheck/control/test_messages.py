@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowcheck.control.messages import Manifest, Record, State
 from flowcheck.control.protocol import (
     MOST_RANGES,
     RANGES_TEXT,
@@ -165,3 +166,17 @@ def test_what_is_not_a_message_cannot_be_made_either(make: Callable[[], Any], wh
     with pytest.raises(UserError) as refused:
         make()
     assert refused.value.where == where
+
+
+@pytest.mark.parametrize(("kind", "fields"), [
+    (Record, {"iteration": 1 << 46}), (State, {"iteration": 1 << 63}), (Manifest, {"job": {}, "first": 1 << 64}),
+])
+def test_iterations_that_nobody_reaches_are_refused(kind: type, fields: dict[str, Any]) -> None:
+    """They would not fit into the words of a replica's file."""
+    with pytest.raises(UserError, match="at most 70368744177663 are counted"):
+        kind(**fields)
+    for name, value in fields.items():
+        if isinstance(value, int):
+            kind(**{**fields, name: (1 << 46) - 1})
+            with pytest.raises(UserError, match="-1 is less than 0"):
+                kind(**{**fields, name: -1})

@@ -29,6 +29,8 @@ class SlowReplica:
         self.ready = True
         self._now, self._work, self._done = now, work, 0
 
+    def heard(self, step: int) -> None: ...
+
     def begin(self, iteration: int, values: Any) -> None:
         self._done = self._now() + self._work()
 

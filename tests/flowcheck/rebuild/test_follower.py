@@ -44,9 +44,13 @@ class FakeReplica:
         self.marks: list[bool] = []
         self.said: list[str] = []
         self.unproven: list[tuple[str, ...]] = []
+        self.heard_of = 0
 
     def learn(self, engine: Any) -> None:
         self.ready = self._weights is not None
+
+    def heard(self, step: int) -> None:
+        self.heard_of = step
 
     def begin(self, iteration: int, values: Any) -> None:
         if iteration in self.broken:

@@ -100,6 +100,15 @@ TestSets = Sets.TestCase
 TestSets.settings = settings(max_examples=60)
 
 
+def test_what_is_younger_does_not_come_first_because_it_costs_less() -> None:
+    stale = Stale({"w": 9, "c": 9}, {"w": 12, "c": 8})
+    stale.add("w", runs([(0, 9)]))
+    stale.begin()
+    stale.add("c", runs([(0, 9)]))
+    assert stale.oldest(20, {}) == [("w", 0, 1)]
+    assert stale.oldest(9 * 12 + 8, {}) == [("w", 0, 9), ("c", 0, 1)]
+
+
 def test_more_ages_than_are_told_apart() -> None:
     stale = Stale({"w": 10 * AGES}, {"w": 1})
     for i in range(2 * AGES):
