@@ -158,6 +158,7 @@ cdef extern from "machine.h" nogil:
     void fc_forget(fc_machine *M)
     fc_hope fc_hope_of(fc_machine *M, uint32_t stream, int64_t iteration)
     uint64_t fc_unseen(const fc_flow *f)
+    int64_t fc_begun(const fc_machine *M)
     int fc_position_edge(int start, int to)
     int fc_trust_edge(int start, int to)
     fc_sent *fc_locate(fc_machine *M, fc_flow *f, uint64_t psn)

@@ -287,7 +287,7 @@ cdef class Engine(Arenas):
     @property
     def begun(self):
         """Highest iteration of which a gradient packet was seen; -1: none."""
-        return max(self.machines[t].begun for t in range(self.threads))
+        return max(fc_begun(self.machines[t]) for t in range(self.threads))
 
     def past(self, uint32_t stream):
         """The iteration the slowest active flow of a stream works on: all before it are behind it.

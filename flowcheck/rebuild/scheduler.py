@@ -208,10 +208,11 @@ class ArenaScheduler:
     def due(self) -> range:
         """What may close now: the oldest iteration, or nothing. More than one: iterations that passed unseen and are
         too many to be judged one by one."""
+        begun = self._engine.begun  # first: a thread that opens in mid-stream moves `oldest`, and then says this
         oldest = self._engine.oldest
-        if not self._may_close(oldest):
+        if not self._may_close(oldest, begun):
             return range(0)
-        if oldest > self._engine.begun:
+        if oldest > begun:
             wanted = min(self._engine.wanted(i) for i, blocked in enumerate(self._blocked) if blocked)
             last = wanted - self._engine.config.arenas
             if last - oldest > UNSEEN:
@@ -237,8 +238,8 @@ class ArenaScheduler:
         """May it close because all of it is there?"""
         return self._whole == iteration
 
-    def _may_close(self, oldest: int) -> bool:
-        if self._opening or (oldest > self._engine.begun and not any(self._blocked)):
+    def _may_close(self, oldest: int, begun: int) -> bool:
+        if self._opening or (oldest > begun and not any(self._blocked)):
             return False
         past = [self._ended[i] or self._is_past(i, oldest) for i in range(len(self._sources))]
         if self._whole != oldest and all(past) and not self.ended and self._is_complete(oldest):

@@ -405,6 +405,12 @@ int fc_trust_edge(int from, int to);
 void fc_set_position(fc_flow *f, enum fc_position to);
 void fc_set_trust(fc_flow *f, enum fc_trust to);
 
+/* `begun`, for who does not hold the lock. What is read of the machine after it is of after the opening. */
+static inline int64_t fc_begun(const fc_machine *M)
+{
+    return __atomic_load_n(&M->begun, __ATOMIC_ACQUIRE);
+}
+
 /* Was a connection's first packet seen, by whichever thread? */
 static inline int fc_from_start(const fc_machine *M)
 {

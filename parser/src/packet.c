@@ -238,7 +238,7 @@ static int admit(packet *w)
     if (w->m->target == FC_GRADIENT) {
         note_time(M, w->m->iteration, w->now_ns);
         if (w->m->iteration > M->begun) {
-            M->begun = w->m->iteration;
+            __atomic_store_n(&M->begun, w->m->iteration, __ATOMIC_RELEASE); /* after fc_open(): fc_begun() */
             M->opened = 1;
         }
     }

@@ -346,7 +346,8 @@ void fc_open(fc_machine *M, uint32_t stream, int64_t iteration)
 void fc_reopen(fc_machine *M, int64_t iteration)
 {
     /* several threads would have to agree; live captures, which they serve, lie ahead and not behind */
-    if (!M->n_others && M->base_iteration == M->first_iteration && M->begun < iteration + M->arenas)
+    if (!M->n_others && M->base_iteration == M->first_iteration && M->closed == M->first_iteration
+        && M->begun < iteration + M->arenas)
         M->base_iteration = M->first_iteration = M->closed = iteration;
     else if (M->missed_iteration < 0 || iteration < M->missed_iteration)
         M->missed_iteration = iteration;

@@ -408,6 +408,11 @@ def test_an_earlier_capture_read_second_opens_its_iterations() -> None:
     engine.retire()
     feed(engine, made.packets, stream=0)
     assert (engine.oldest, engine.missed_iteration) == (902, 900) and engine.outcomes(0)["late"][0] > 0
+    engine = Engine(plan_job(job, streams=2).engine)
+    feed(engine, later.packets, stream=1)
+    engine.close()  # it is being judged: going back would have 900 retire in its place
+    feed(engine, made.packets, stream=0)
+    assert (engine.oldest, engine.missed_iteration) == (901, 900) and engine.outcomes(0)["late"][0] > 0
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

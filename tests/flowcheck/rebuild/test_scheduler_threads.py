@@ -9,7 +9,7 @@ from parser.machine import NOTHING_SEEN
 from flowcheck.rebuild.holes import Finality
 from flowcheck.rebuild.scheduler import ArenaScheduler
 
-from ..fake_engine import FakeEngine, Packet
+from ..fake_engine import FakeEngine, FakeSource, Packet
 from ..scheduled import live
 
 
@@ -145,3 +145,25 @@ def test_what_a_ring_keeps_for_other_jobs_is_not_waited_for() -> None:
     assert not scheduler.due(), "these may be the job's: its thread has not looked at them"
     seat.rings[1] = (0, 8)
     assert scheduler.due() == range(1) and scheduler.final(0) == "passed"
+
+
+class _Opening(FakeEngine):
+    """A thread begins in mid-stream, with iteration 5, just after somebody has read what the oldest one is."""
+
+    @property
+    def oldest(self) -> int:
+        said, self._oldest = self._oldest, 5
+        self.begun, self.stand[0] = 5, 6
+        return said
+
+    @oldest.setter
+    def oldest(self, value: int) -> None:
+        self._oldest = value
+
+
+def test_nothing_of_before_the_first_iteration_closes_while_a_thread_begins() -> None:
+    engine = _Opening(None, [FakeSource([], open=True)])
+    scheduler = ArenaScheduler(engine, engine.sources, (1, 1), holes=_Lost())
+    assert (engine.begun, engine._oldest) == (-1, 0)
+    assert not scheduler.due(), "5 would be closed in the name of 0"
+    assert scheduler.due() == range(5, 6)
