@@ -120,6 +120,7 @@ cdef extern from "machine.h" nogil:
         uint32_t mtu, streams, flows, arenas, table_mask, header_lines, cts_tables, cts_known
         uint32_t n_others, places
         uint8_t check_icrc, opened
+        int64_t stands[64]
         fc_shared *shared
         fc_machine **others
         fc_lock lock
@@ -156,6 +157,8 @@ cdef extern from "machine.h" nogil:
     void fc_retire_before(fc_machine *M, int64_t iteration)
     int fc_clear(fc_machine *M)
     void fc_forget(fc_machine *M)
+    int64_t FC_NOTHING_SEEN
+    int64_t fc_ask_past(fc_machine *M, uint32_t stream)
     fc_hope fc_hope_of(fc_machine *M, uint32_t stream, int64_t iteration)
     uint64_t fc_unseen(const fc_flow *f)
     int64_t fc_begun(const fc_machine *M)

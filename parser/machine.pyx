@@ -51,7 +51,7 @@ cdef extern from "place.h" nogil:
 
 
 cdef int64_t ALWAYS = <int64_t>1 << 62  # the end of iterations that a flow ignores until it is trusted again
-NOTHING_SEEN = -2  # what Engine.past() says of a stream that has brought no data of the job
+NOTHING_SEEN = FC_NOTHING_SEEN  # what Engine.past() says of a stream that has brought no data of the job
 
 
 def edges():
@@ -147,6 +147,8 @@ cdef class Engine(Arenas):
         M.unlogged_first = INT64_MAX
         for i in range(<uint32_t>FC_TIMES):
             M.times[i].iteration = -1
+        for s in range(M.streams):
+            M.stands[s] = FC_NOTHING_SEEN
         M.shared, M.final_hint = &self.shared, M.own_hint
         M.edges, M.table, M.table_mask = schedule.edges, schedule.table, schedule.table_mask
         M.header_lines, M.places, M.cts_tables = schedule.header_lines, schedule.places, schedule.n_edges
@@ -290,29 +292,13 @@ cdef class Engine(Arenas):
         return max(fc_begun(self.machines[t]) for t in range(self.threads))
 
     def past(self, uint32_t stream):
-        """The iteration the slowest active flow of a stream works on: all before it are behind it.
+        """The iteration the slowest active flow of a stream works on: all before it are behind it. While a thread places, as
+        it stood after an earlier burst: nobody waits for the lock here.
 
         A flow that is LOST or whose schedule has ended holds nothing up. -1: start-up traffic. NOTHING_SEEN: no data of
         the job has come there.
         """
-        cdef fc_flow *f
-        cdef fc_sent *m
-        cdef int64_t slowest = INT64_MAX, n = 0
-        cdef uint32_t i
-        M = self._of(stream)
-        fc_take(&M.lock)
-        for i in range(M.flows):
-            f = self._flow(stream, i)
-            if not f.active or not f.data:
-                continue
-            n += 1
-            if f.trust != FC_TRUSTED:
-                continue
-            m = fc_locate(M, f, f.next_psn)
-            if m != NULL and m.iteration < slowest:
-                slowest = m.iteration
-        fc_give(&M.lock)
-        return slowest if n else NOTHING_SEEN
+        return fc_ask_past(self._of(stream), stream // self.threads)
 
     def hope(self, uint32_t stream, int64_t iteration):
         """May a stream, which is past the iteration, still bring something of it? parser.names.HOPES; hope.c has the rules."""

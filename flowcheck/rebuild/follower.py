@@ -65,7 +65,8 @@ class Follower:
     clock that never goes back. stamp: nanoseconds of the clock of the sources' time stamps.
 
     next: the iteration that the current version waits for; None: there is no version, or its chain has ended.
-    moved: did the last poll find anything to do? closing_seconds: spent on iterations that closed, and on updates.
+    moved: did the last poll find anything to do? What threads have placed is no such thing. closing_seconds: spent on
+    iterations that closed, and on updates.
     """
 
     def __init__(
@@ -166,8 +167,9 @@ class Follower:
 
     def poll(self) -> Iterator[Event]:
         """One look at the rings, and what may close."""
-        moved = self.scheduler.poll()
-        moved |= yield from self._heed(0 if moved else LOOK_SECONDS)
+        taken = self.scheduler.poll()
+        here = taken and not self.scheduler.by_threads  # else looking again at once would only take their processor
+        moved = yield from self._heed(0 if here else LOOK_SECONDS)
         while due := self.scheduler.due():
             if self.scheduler.is_whole(due[0]):
                 self.keeper.note("covered", due[0])
@@ -177,12 +179,12 @@ class Follower:
                 break
             moved = True
             yield from self._close(due)
-        if moved and self.next is not None and self._ready and self._pending is None:
+        if (moved or taken) and self.next is not None and self._ready and self._pending is None:
             assert self.replica is not None
             begin = self._now()
             self._builder.look(self.replica, self.next)
             self.closing_seconds += self._now() - begin
-        self.moved = moved or self._pending is not None
+        self.moved = moved or here or self._pending is not None
 
     def finish(self) -> Iterator[Event]:
         """No more traffic: judge what is still open."""

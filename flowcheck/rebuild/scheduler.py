@@ -171,6 +171,11 @@ class ArenaScheduler:
         self._highest = max(self._highest, self.fullest, key=_share)
 
     @property
+    def by_threads(self) -> bool:
+        """Do threads read the rings?"""
+        return self._seat is not None
+
+    @property
     def fill(self) -> float:
         """Part of the fullest ring that waited at the last look."""
         return _share(self.fullest)

@@ -105,6 +105,7 @@ enum {
     FC_SEEK_PAUSE = 1024,     /* ... then other streams' announcements are looked at once in so many   */
     FC_REACH = 1 << 20,       /* a write lies within so many bytes of the address that its CTS named   */
     FC_YOUNG = 1 << 16,       /* first PSN of a flow that can still be counted from 0                  */
+    FC_NOTHING_SEEN = -2,     /* fc_past() of a stream that has brought no data of the job             */
     FC_TIMES = 64,            /* iterations of which it is known when they came: a power of two        */
     FC_DIFFERENCES = 256,     /* pieces of copies that differed, kept with where they came from        */
 };
@@ -381,6 +382,8 @@ typedef struct fc_machine {
     fc_times times[FC_TIMES];      /* by iteration                                                     */
     uint8_t own_hint[FC_HINTS];
     fc_unshown unshown[FC_UNSHOWN];
+    int64_t stands[64];            /* by stream: fc_past() as it was told last, FC_NOTHING_SEEN at first */
+    uint32_t asked;                /* the thread in charge wants them told: it waits for no burst      */
     fc_lock lock __attribute__((aligned(64))); /* held for a burst, and by the thread in charge            */
 } fc_machine;
 
@@ -528,7 +531,15 @@ void fc_forget_differences(fc_machine *M);
 
 /* An ACK, on the flow that carries it. Returns its outcome. */
 int fc_acknowledge(fc_machine *M, uint32_t stream, const fc_flow *back, const fc_roce *p);
-/* May a stream, which is past the iteration, still bring something of it? */
+/* The iteration that the slowest active flow of a stream works on, -1: start-up traffic, or FC_NOTHING_SEEN. With the
+ * lock. */
+int64_t fc_past(fc_machine *M, uint32_t stream);
+/* The same for the thread in charge, without waiting once data has come: now if nobody has the lock, else as told last,
+ * and the next burst tells it again. */
+int64_t fc_ask_past(fc_machine *M, uint32_t stream);
+/* A burst ends: tell what was asked, and give the lock. */
+void fc_leave(fc_machine *M);
+/* May a stream, which is past the iteration or has brought nothing, still bring something of it? */
 enum fc_hope fc_hope_of(fc_machine *M, uint32_t stream, int64_t iteration);
 
 /* -- position.c ------------------------------------------------------------------------------------------- */

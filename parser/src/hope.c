@@ -32,6 +32,54 @@ int fc_acknowledge(fc_machine *M, uint32_t stream, const fc_flow *back, const fc
     return FC_CONTROL;
 }
 
+int64_t fc_past(fc_machine *M, uint32_t stream)
+{
+    int64_t slowest = INT64_MAX;
+    int any = 0;
+    for (uint32_t i = 0; i < M->flows; i++) {
+        fc_flow *f = &M->states[(uint64_t)stream * M->flows + i];
+        if (!f->active || !f->data)
+            continue;
+        any = 1;
+        if (f->trust != FC_TRUSTED)
+            continue; /* it holds nothing up, nor does one whose schedule has ended */
+        const fc_sent *m = fc_locate(M, f, f->next_psn);
+        if (m != NULL && m->iteration < slowest)
+            slowest = m->iteration;
+    }
+    return any ? slowest : FC_NOTHING_SEEN;
+}
+
+static void tell(fc_machine *M)
+{
+    for (uint32_t i = 0; i < M->streams; i++)
+        __atomic_store_n(&M->stands[i], fc_past(M, i), __ATOMIC_RELEASE);
+}
+
+int64_t fc_ask_past(fc_machine *M, uint32_t stream)
+{
+    int64_t told = __atomic_load_n(&M->stands[stream], __ATOMIC_ACQUIRE);
+    if (told == FC_NOTHING_SEEN) /* a stream without data holds nothing up: that must be true now */
+        fc_take(&M->lock);
+    if (told == FC_NOTHING_SEEN || fc_try(&M->lock)) {
+        __atomic_store_n(&M->stands[stream], fc_past(M, stream), __ATOMIC_RELEASE);
+        fc_give(&M->lock);
+    } else {
+        __atomic_store_n(&M->asked, 1, __ATOMIC_RELEASE);
+    }
+    return __atomic_load_n(&M->stands[stream], __ATOMIC_ACQUIRE);
+}
+
+void fc_leave(fc_machine *M)
+{
+    fc_end_burst(M); /* before anybody may read what it placed */
+    if (__atomic_load_n(&M->asked, __ATOMIC_RELAXED)) {
+        __atomic_store_n(&M->asked, 0, __ATOMIC_RELAXED);
+        tell(M);
+    }
+    fc_give(&M->lock);
+}
+
 /* One past the newest PSN of a message that has not come; 0: all have, of those that the history knows. */
 static uint64_t newest_missing(const fc_flow *f, const fc_sent *m)
 {
@@ -89,7 +137,12 @@ enum fc_hope fc_hope_of(fc_machine *M, uint32_t stream, int64_t iteration)
     enum fc_hope least = FC_ALL_CAME;
     for (uint32_t i = 0; i < M->flows; i++) {
         fc_flow *f = &M->states[stream * M->flows + i];
-        if (!f->active || !f->data || !fc_is_trusted(f) || f->position != FC_COUNTED)
+        if (!f->active || !f->data || !fc_is_trusted(f))
+            continue;
+        const fc_sent *next = fc_locate(M, f, f->next_psn);
+        if (next != NULL && next->iteration <= iteration)
+            return FC_MAY_COME; /* it had brought nothing when somebody asked where it stands */
+        if (f->position != FC_COUNTED)
             continue;
         enum fc_hope hope = hope_of_flow(M, f, iteration);
         if (hope == FC_MAY_COME)

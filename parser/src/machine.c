@@ -255,8 +255,7 @@ int64_t fc_drive(fc_machine *M, uint32_t stream, fc_ring *ring, int64_t limit, i
             if (M->next != NULL) /* nobody placed anything meanwhile */
                 fc_place_fetch(M->placing, M->next, M->mtu);
         }
-        fc_end_burst(M); /* before anybody may read what it placed */
-        fc_give(&M->lock);
+        fc_leave(M);
         fc_ring_release(ring, n);
         done += (int64_t)n;
     }
@@ -367,9 +366,7 @@ static void give_all(const fc_table *t)
         fc_seat *s = t->seats[i];
         if (!s->held)
             continue;
-        if (s->taken)
-            fc_end_burst(s->M); /* before anybody may read what it placed */
-        fc_give(&s->M->lock);
+        fc_leave(s->M);
         __atomic_store_n(&s->consumed, s->consumed + s->taken, __ATOMIC_RELEASE);
         s->taken = 0;
     }
@@ -436,8 +433,7 @@ int fc_catch_up(fc_queue *q, fc_seat *s)
             taken += !blocked;
         }
         M->strangers = NULL;
-        fc_end_burst(M);
-        fc_give(&M->lock);
+        fc_leave(M);
         taken -= q->counted.packets - others;
         __atomic_store_n(&s->consumed, s->consumed + taken, __ATOMIC_RELEASE);
     }

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from parser.machine import Engine
+from parser.machine import NOTHING_SEEN, Engine
 from parser.placers import Placers, Seat
 
 from flowcheck.job.model import Job
@@ -186,6 +186,23 @@ def test_packets_of_an_engine_that_is_asked_at_the_moment_are_placed_later() -> 
         assert [seat.look(0) for seat in seats] == [(len(one.packets), False) for one in made]
     for engine, plan, one in zip(engines, plans, made, strict=True):
         assert_equal(engine, alone(plan, [one.packets]), 6)
+
+
+def test_where_a_stream_stands_is_told_while_a_thread_places() -> None:
+    """Nobody waits for the end of a burst: what is told is of an earlier one, and never more than has come."""
+    job = job_of(1, count=60_000)
+    plan, made = plan_of(job, arenas=8), generate(job, iterations=8, seed=1)
+    (ring,) = rings = room(len(made.packets))
+    engine, told = Engine(plan.engine), []
+    with placing(rings) as placers:
+        seat = placers.attach(engine)
+        ring.put(made.packets)
+        while not seat.passed([ring.put_so_far]):
+            told.append((engine.past(0), engine.begun))
+    assert engine.past(0) == alone(plan, [made.packets]).past(0)
+    stands = [past for past, _ in told]
+    assert stands == sorted(stands) and all(past <= begun + 1 for past, begun in told)
+    assert set(stands) <= {NOTHING_SEEN, *range(9)}
 
 
 def test_a_waiting_seat_that_is_left_gives_the_ring_back() -> None:

@@ -298,6 +298,24 @@ class Threads:
         return False
 
 
+def test_what_threads_place_is_no_reason_to_look_again_at_once(live) -> None:
+    """A thread that always looks takes a processor from those that place."""
+
+    class Placing(Threads):
+        def look(self, stream: int) -> tuple[int, bool]:
+            return 7, False
+
+    at = live(port(2))
+    at.look()
+    at.follower.place_in_threads(Placing())
+    assert at.look() == [] and at.follower.scheduler.consumed >= 0
+    assert not at.follower.moved
+    at.follower.leave_threads()
+    at.engine.sources[0].packets += port(2).packets
+    at.look()
+    assert at.follower.moved, "and here more may lie in the ring"
+
+
 def test_threads_place_until_they_are_left(live) -> None:
     at, threads = live(port(2)), Threads()
     at.follower.place_in_threads(threads)
