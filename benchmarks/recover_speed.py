@@ -6,13 +6,14 @@ A replica of 200 tensors with Adam's state lies in /dev/shm, and the process tha
 loopback. In each round, in turns, the same state comes back by
     recover      flowcheck.recover into the model's tensors, hashes checked, and load_state_dict of model and optimizer
     unhashed     the same, and nothing is hashed on the receiving side
+    transfer     the state's bytes alone, as recover receives them, into memory that is there; nothing is hashed
     torch.load   torch.load of one file, and load_state_dict
     dcp          torch.distributed.checkpoint.load of a directory, and load_state_dict
     socket       the same bytes through a TCP connection from another process that has them in memory, recv_into
     sha256       SHA-256 of the same bytes, once
 The files of torch.load and DCP lie in --folder and were just written: they come from memory, not from a disk. The node
-hashes a version once, when it is first asked for it; that is before the first round, and printed. Target: `unhashed` at
-least 0.8 of `socket`'s speed.
+hashes a version once, when it is first asked for it; that is before the first round, and printed. Target: `transfer` at
+least 0.8 of `socket`'s speed. What recover takes beyond that: hashes, memory that is new, and loading.
 """
 
 from __future__ import annotations
@@ -124,6 +125,7 @@ def main() -> None:
             "output": {"directory": str(folder / "out")},
         })
         serving = stack.enter_context(contextlib.closing(Serving(config, TOKEN.encode(), print)))
+        host, _, port = serving.address.rpartition(":")
         listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         process = multiprocessing.get_context("fork").Process(target=send, args=(listening, everything), daemon=True)
         process.start()
@@ -152,6 +154,11 @@ def main() -> None:
             with unhashed():
                 by_recover()
 
+        def by_transfer() -> None:
+            with unhashed():
+                for file, into in given.items():
+                    node.tensors(offer, version, file, into)
+
         def by_dcp() -> None:
             found = {"model": target.state_dict(), "optimizer": optimizer.state_dict()}
             dcp.load(found, checkpoint_id=folder / "dcp", no_dist=True)
@@ -168,8 +175,15 @@ def main() -> None:
               f" {time.perf_counter() - begin:.2f} s")
         for name, tensor in target.named_parameters():
             assert torch.equal(tensor, model.get_parameter(name))
+        node = ask.Node((host, int(port)), ask.reader_key(TOKEN.encode()))
+        offer = node.offers()[0]
+        version = node.version(offer)
+        given = {
+            file: {name: torch.zeros(digest.spec.shape) for name, digest in tensors.items()}
+            for file, tensors in version.files.items()
+        }
         taken = alternate({
-            "recover": timed(by_recover), "unhashed": timed(by_recover_unhashed),
+            "recover": timed(by_recover), "unhashed": timed(by_recover_unhashed), "transfer": timed(by_transfer),
             "torch.load": timed(lambda: load(torch.load(folder / "all.pt", weights_only=True))),
             "dcp": timed(by_dcp), "socket": timed(lambda: receive(listening.getsockname(), buffers)),
             "sha256": timed(by_sha256),

@@ -112,6 +112,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/node/user_states.py": [f"{NODE}/test_user_states.py"],
     "flowcheck/trainer/recovery.py": [f"{FLOW}/trainer/test_recovery{part}.py" for part in ("", "_together")],
     "flowcheck/node/holdings.py": [f"{NODE}/test_holdings.py"],
+    "flowcheck/node/sending.py": [f"{NODE}/test_sending.py"],
     "flowcheck/node/api.py": [f"{NODE}/test_api.py"],
     "flowcheck/node/told.py": [f"{NODE}/test_told.py"],
     "flowcheck/node/board.py": [f"{NODE}/test_board.py"],

@@ -21,7 +21,6 @@ from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from flowcheck.checkpoint.objects import open_store
 from flowcheck.control.ask import DISK, MEMORY, STORE
@@ -30,6 +29,7 @@ from flowcheck.errors import FlowcheckError
 from flowcheck.node.api import make_app
 from flowcheck.node.board import Glance
 from flowcheck.node.holdings import DiskShelf, MemoryShelf, Shelf
+from flowcheck.node.sending import Offering
 from flowcheck.node.store_shelf import StoreShelf
 
 __all__ = ["main", "serve", "server_of"]
@@ -41,7 +41,7 @@ TAKE_SECONDS = 20.0  # for what the sender buffers, a megabyte or so
 LOOK_SECONDS = 1.0
 
 
-class _Client(H11Protocol):
+class _Client(Offering):
     """A connection that is cut when it asks, or takes what it asked for, too slowly: uvicorn itself waits for ever."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -31,7 +31,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -43,12 +43,13 @@ from flowcheck.errors import FlowcheckError
 from flowcheck.node.api_description import describe
 from flowcheck.node.board import Glance
 from flowcheck.node.holdings import Gone, Held, Pressed, Shelf
+from flowcheck.node.sending import FromMemory
 from flowcheck.node.tokens import HTTP_ROLES
 from flowcheck.node.told import PAGE, PATHS, Told
 
 __all__ = ["OPEN", "make_app", "may"]
 
-CHUNK = 1 << 20
+PIECE = 4 << 20  # bytes, between two looks whether the version is still held
 LOOK_SECONDS = 5.0  # that a tier may take to list what it has
 EXPIRE_SECONDS = 1.0
 VERSIONS = "/v1/versions"
@@ -223,9 +224,9 @@ class _Api:
         whole = "range" not in request.headers
         if not whole:
             headers["Content-Range"] = f"bytes {first}-{after - 1}/{size}"
-        return StreamingResponse(
-            self._read(tier, held.offer.id, file, first, after), 200 if whole else 206, headers,
-            media_type="application/octet-stream",
+        return FromMemory(
+            lambda: self._read(tier, held.offer.id, file, first, after), 200 if whole else 206, headers,
+            "application/octet-stream",
         )
 
     async def _user(self, request: Request) -> Response:
@@ -233,16 +234,16 @@ class _Api:
         data = await self._on(tier, held.user, min(request.path_params["rank"], MOST_RANKS))
         return Response(data, media_type="application/octet-stream")
 
-    async def _read(self, tier: str, id: str, file: str, first: int, after: int) -> AsyncIterator[bytes]:
+    async def _read(self, tier: str, id: str, file: str, first: int, after: int) -> AsyncIterator[list[memoryview]]:
         """Whatever goes wrong here ends the connection before its length is reached, which the reader notices."""
         while first < after:
-            piece = await self._on(tier, self._piece, tier, id, file, first, min(CHUNK, after - first))
+            piece = await self._on(tier, self._piece, tier, id, file, first, min(PIECE, after - first))
             yield piece
-            first += len(piece)
+            first += sum(map(len, piece))
 
-    def _piece(self, tier: str, id: str, file: str, first: int, count: int) -> bytes:
-        piece = self._shelves[tier].hold(id).read(file, first, count)
-        if not piece:
+    def _piece(self, tier: str, id: str, file: str, first: int, count: int) -> list[memoryview]:
+        piece = self._shelves[tier].hold(id).views(file, first, count)
+        if not any(map(len, piece)):
             raise Gone(f"ends at byte {first}", where=file)
         return piece
 

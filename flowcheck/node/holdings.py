@@ -111,6 +111,10 @@ class Held:
         """Bytes of a file from `first` on, at most `count`. Raises Gone."""
         raise NotImplementedError
 
+    def views(self, file: str, first: int, count: int) -> list[memoryview]:
+        """The same bytes where they lie: good until it is let go. Raises Gone."""
+        return [memoryview(self.read(file, first, count))]
+
     def user(self, rank: int) -> bytes:
         """A rank's own state, as it gave it: whoever reads it checks it. Raises Gone."""
         raise NotImplementedError
@@ -165,10 +169,13 @@ class _InMemory(Held):
         return self._layouts[file].size
 
     def read(self, file: str, first: int, count: int) -> bytes:
+        return b"".join(self.views(file, first, count))
+
+    def views(self, file: str, first: int, count: int) -> list[memoryview]:
         self.check()
         if self._pinned is None:
             raise Gone("was let go: it was not read from for too long, or too slowly", where=f"step {self.offer.step}")
-        return self._layouts[file].read(first, count)
+        return self._layouts[file].views(first, count)
 
     def user(self, rank: int) -> bytes:
         data = self._user(rank_file(user_folder(self.path, self.offer.step), rank))
@@ -349,7 +356,7 @@ class _Layout:
             self._begins.append(self.size)
             self.size += len(part)
 
-    def read(self, first: int, count: int) -> bytes:
+    def views(self, first: int, count: int) -> list[memoryview]:
         out: list[memoryview] = []
         at, end = first, min(first + count, self.size)
         while at < end:
@@ -358,7 +365,7 @@ class _Layout:
             piece = self._parts[index][begin : begin + end - at]
             out.append(piece)
             at += len(piece)
-        return b"".join(out)
+        return out
 
 
 def _files(version: PinnedVersion) -> dict[str, dict[str, torch.Tensor]]:

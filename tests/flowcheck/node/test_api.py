@@ -23,7 +23,7 @@ from flowcheck.node.holdings import Gone, Held, Holding, Pressed, Shelf
 
 KEY = "k" * 64
 SHOWN = [(b"authorization", f"Bearer {KEY}".encode())]
-DATA = bytes(range(256)) * (3 << 12)  # three chunks
+DATA = bytes(range(256)) * (3 << 14)  # three pieces
 
 
 def offer(tier: str, step: int, **fields: Any) -> Offer:
@@ -54,11 +54,11 @@ class FakeHeld:
             raise Gone("has no such state of a rank", where="x")
         return b"of rank 3"
 
-    def read(self, file: str, first: int, count: int) -> bytes:
+    def views(self, file: str, first: int, count: int) -> list[memoryview]:
         self.shelf.reads.append((first, count))
         if len(self.shelf.reads) == self.shelf.ends:
             raise Gone("let go", where="x")
-        return DATA[first : first + count]
+        return [memoryview(DATA)[first : first + count]]
 
 
 class FakeShelf(Shelf):
@@ -286,7 +286,7 @@ def test_a_whole_file(app: Any, memory: FakeShelf) -> None:
     assert answer.headers["content-length"] == str(len(DATA)) and answer.headers["accept-ranges"] == "bytes"
     assert answer.headers["etag"] == f'"{ID}"' and "content-range" not in answer.headers
     assert answer.headers["content-type"] == "application/octet-stream"
-    assert memory.reads == [(0, api.CHUNK), (api.CHUNK, api.CHUNK), (2 * api.CHUNK, api.CHUNK)]
+    assert memory.reads == [(0, api.PIECE), (api.PIECE, api.PIECE), (2 * api.PIECE, api.PIECE)]
 
 
 def test_what_a_rank_gave_of_itself(app: Any, memory: FakeShelf) -> None:
@@ -303,7 +303,7 @@ def test_an_empty_file(app: Any) -> None:
 
 
 def test_a_range(app: Any, memory: FakeShelf) -> None:
-    first = api.CHUNK - 2
+    first = api.PIECE - 2
     answer = get(app, f"/v1/versions/{ID}/{MODEL}", range=f"bytes={first}-{first + 4}")
     assert answer.status == 206 and answer.body == DATA[first : first + 5] and answer.headers["content-length"] == "5"
     assert answer.headers["content-range"] == f"bytes {first}-{first + 4}/{len(DATA)}"
@@ -329,7 +329,7 @@ def test_ranges(asked: str | None, span: tuple[int, int] | None) -> None:
 def test_a_version_that_goes_while_it_is_sent_ends_the_connection(app: Any, memory: FakeShelf, ends: int) -> None:
     memory.ends = ends
     answer = get(app, f"/v1/versions/{ID}/{MODEL}")
-    assert not answer.whole and answer.body == DATA[: (ends - 1) * api.CHUNK]
+    assert not answer.whole and answer.body == DATA[: (ends - 1) * api.PIECE]
 
 
 def test_a_file_that_became_shorter_ends_the_connection(

@@ -1,0 +1,166 @@
+"""Memory straight into a connection, over real sockets and the server that nodes have."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from flowcheck.node import sending
+from flowcheck.node.answering import serve, server_of
+from flowcheck.node.sending import NAME, FromMemory
+
+DATA = os.urandom(9 << 20)  # more than a socket takes at once
+PIECE = 2 << 20
+SECONDS = 60.0
+
+
+class Scene:
+    """A server. straight: its connections offered the extension. stops_at: bytes after which the application fails."""
+
+    def __init__(self) -> None:
+        self.straight: list[bool] = []
+        self.stops_at = len(DATA)
+        self.asked: list[int] = []  # bytes before each piece
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.address = listening.getsockname()
+        self.server = server_of(Starlette(routes=[
+            Route("/data", self._data), Route("/text", lambda request: PlainTextResponse("text")),
+        ]))
+        self._thread = threading.Thread(target=serve, args=(self.server, listening))
+        self._thread.start()
+
+    async def _data(self, request: Request) -> Response:
+        self.straight.append(NAME in request.scope.get("extensions", {}))
+        return FromMemory(self._pieces, 200, {"Content-Length": str(len(DATA))}, "application/octet-stream")
+
+    async def _pieces(self) -> AsyncIterator[list[memoryview]]:
+        view = memoryview(DATA)
+        for first in range(0, self.stops_at, PIECE):
+            self.asked.append(first)
+            piece = view[first : first + PIECE]
+            yield [piece[:7], piece[7:7], piece[7:]]
+        if self.stops_at < len(DATA):
+            raise RuntimeError("the version is gone")
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(*self.address, timeout=SECONDS)
+
+    def close(self) -> None:
+        self.server.should_exit = True
+        self._thread.join(SECONDS)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    with contextlib.closing(Scene()) as made:
+        yield made
+
+
+def take(connection: http.client.HTTPConnection, path: str = "/data", method: str = "GET") -> tuple[int, bytes, Any]:
+    connection.request(method, path)
+    answer = connection.getresponse()
+    return answer.status, answer.read(), answer.headers
+
+
+def test_one_connection_is_asked_again_and_again(scene: Scene) -> None:
+    """What goes past h11 and the transport is counted by both: the next answer begins where this one ends."""
+    with contextlib.closing(scene.connect()) as connection:
+        for path, data in (("/data", DATA), ("/text", b"text"), ("/data", DATA), ("/data", DATA), ("/text", b"text")):
+            status, body, headers = take(connection, path)
+            assert (status, body) == (200, data) and headers["Content-Length"] == str(len(data))
+    assert scene.straight == [True] * 3
+
+
+def test_a_head_has_no_body(scene: Scene) -> None:
+    with contextlib.closing(scene.connect()) as connection:
+        status, body, headers = take(connection, method="HEAD")
+        assert (status, body) == (200, b"") and headers["Content-Length"] == str(len(DATA))
+        assert take(connection)[1] == DATA
+    assert scene.asked == list(range(0, len(DATA), PIECE))
+
+
+def test_several_take_at_once(scene: Scene) -> None:
+    found: list[bytes] = []
+
+    def one() -> None:
+        with contextlib.closing(scene.connect()) as connection:
+            found.extend(take(connection)[1] for _ in range(3))
+
+    threads = [threading.Thread(target=one) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [DATA] * 12
+
+
+def test_an_answer_that_stops_ends_its_connection_and_no_other(scene: Scene) -> None:
+    with contextlib.closing(scene.connect()) as whole:
+        scene.stops_at = 3 * PIECE
+        with contextlib.closing(scene.connect()) as connection, pytest.raises(http.client.IncompleteRead) as broken:
+            take(connection)
+        assert broken.value.partial == DATA[: 3 * PIECE]
+        scene.stops_at = len(DATA)
+        assert take(whole)[1] == DATA
+
+
+@pytest.mark.parametrize("how", ["closes", "resets", "takes nothing"])
+def test_nothing_is_read_for_a_client_that_is_gone(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], how: str
+) -> None:
+    if how == "takes nothing":
+        monkeypatch.setattr(sending, "PIECE_SECONDS", 0.3)
+    with contextlib.closing(socket.socket()) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        connection.connect(scene.address)
+        connection.sendall(b"GET /data HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(5) == b"HTTP/"
+        if how == "resets":
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        if how == "takes nothing":
+            until(lambda: not scene.server.server_state.connections)
+        else:
+            connection.close()
+            until(lambda: not scene.server.server_state.connections and not scene.server.server_state.tasks)
+    assert len(scene.asked) < len(DATA) // PIECE, "the rest was not asked for"
+    with contextlib.closing(scene.connect()) as other:
+        assert take(other)[1] == DATA
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_without_the_extension_it_goes_as_anything_does() -> None:
+    """As over TLS, where bytes must be encrypted on their way."""
+    sent: list[dict[str, Any]] = []
+
+    async def pieces() -> AsyncIterator[list[memoryview]]:
+        yield [memoryview(b"ab"), memoryview(b"")]
+        yield [memoryview(b"c")]
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    answer = FromMemory(pieces, 206, {"Content-Length": "3"}, "text/plain")
+    with contextlib.suppress(StopIteration):
+        answer({"type": "http", "method": "GET"}, None, send).send(None)  # type: ignore[arg-type]
+    assert [m.get("body") for m in sent] == [None, b"abc"[:2], b"c", b""] and sent[0]["status"] == 206
+    assert [m.get("more_body") for m in sent[1:]] == [True, True, False]
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end, "it has not come about"
+        time.sleep(0.01)
