@@ -119,6 +119,8 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/node/tally.py": [f"{NODE}/test_tally.py"],
     "flowcheck/node/telling.py": [f"{NODE}/test_telling.py"],
     "flowcheck/node/metrics.py": [f"{NODE}/test_metrics.py"],
+    "flowcheck/node/common.py": [f"{NODE}/test_common.py"],
+    "flowcheck/node/neighbours.py": [f"{NODE}/test_neighbours.py"],
     "flowcheck/node/ledger.py": [f"{NODE}/test_ledger.py", f"{NODE}/test_group.py"],
     "flowcheck/node/listening.py": [f"{NODE}/test_listening.py", f"{NODE}/test_control_server.py"],
     "flowcheck/node/serving.py": [f"{NODE}/test_serving.py"],

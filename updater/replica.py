@@ -15,8 +15,8 @@ A replica may begin without any version (`empty`): with a partial one, of which 
 no name before the first version is complete, so a kill before that leaves nothing.
 
 Three calls are for recovery, which every process that holds versions takes part in: `Replica.attach` finds the versions
-of a process that has ended, `keep(step)` holds the step that all agreed on, and `rollback(step)` goes on from it where
-the trainers do. flowcheck has no recovery across processes yet, so tests are their only callers.
+of a process that has ended, `keep(steps)` says which are to be reused last, because others have them too, and
+`rollback(step)` goes on from an older one; tests are the only callers of the last.
 
 Legal calls: `build(step, layout, values)`, then `slot.apply(bucket, data)` once per bucket in any order, as they come,
 perhaps `finish(slot, buffers)` and `slot.patch(...)`, then `publish(slot)` or `hold(slot)`, or, at any time,
@@ -177,7 +177,7 @@ class Replica:
             cpu_root()  # takes half a second once; not in the first iteration
         self.optimizer, self.rounding = spec, rounding
         self._store = store
-        self._common: int | None = None
+        self._kept: tuple[int, ...] = ()
         self._current: Slot | None = None
         self._lock = threading.Lock()
         self._tuning = chosen()
@@ -383,13 +383,13 @@ class Replica:
         """Steps of the complete versions, newest last."""
         return sorted(s.step for s in self.slots if s.state in _WHOLE)
 
-    def keep(self, step: int | None) -> None:
-        """Do not reuse the version of `step` nor a newer one; None: only the current one is kept.
+    def keep(self, steps: Sequence[int]) -> None:
+        """Reuse the slots of these steps last, the first of them last of all, until other ones are said.
 
-        For a job of several nodes: `step` is the newest version that all of them have. With V slots the nodes may be
-        V - 1 versions apart before updates wait; how long they wait is the caller's.
+        For a job of several nodes: the step that all of them have should stay. It is no pin: where no other slot can be
+        taken, one of these is, and no update waits for a node.
         """
-        self._common = step
+        self._kept = tuple(steps)
 
     def rollback(self, step: int) -> Slot:
         """Go on from an older complete version; newer ones, a partial one too, are given up. Not while one is built.
@@ -421,18 +421,19 @@ class Replica:
             )
 
     def _take_slot(self, step: int) -> Slot:
-        """A free slot, else the oldest complete one that nobody, here or in another process, has pinned."""
+        """A free slot, else a complete one that nobody, here or in another process, has pinned: the oldest that is not
+        kept, then the least of those that are."""
         idle = [s for s in self.slots if s.state in (SlotState.FREE, SlotState.COMPLETE) and s is not self._current]
-        for slot in sorted(idle, key=lambda s: (s.state is not SlotState.FREE, s.step)):
-            if slot.state is SlotState.COMPLETE and self._common is not None and slot.step >= self._common:
-                continue
+        last = {step: -i for i, step in enumerate(self._kept)}
+        for slot in sorted(idle, key=lambda s: (
+                (0, s.step) if s.state is SlotState.FREE else (2, last[s.step]) if s.step in last else (1, s.step))):
             if self._store.lock_slot(slot.index):
                 if slot.state is SlotState.COMPLETE:
                     self._set_state(slot, SlotState.FREE)
                 slot.step = step
                 self._set_state(slot, SlotState.BUILDING)
                 return slot
-        raise NoFreeSlot(f"all {len(self.slots)} slots are current, pinned or kept; the update waits")
+        raise NoFreeSlot(f"all {len(self.slots)} slots are current or pinned; the update waits")
 
     def _set_state(self, slot: Slot, state: SlotState) -> None:
         """The only place where a slot changes state."""

@@ -6,6 +6,7 @@ themselves further when they are made, on both sides: UserError names the field.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from flowcheck.job.form import INTEGER_LIMIT, shown
 __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
     "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Flows", "Hello", "Holes", "Joined", "Manifest", "Notice", "Patch",
-    "Progress", "Range", "Ranges", "Record", "Refused", "Span", "State", "User", "Wanted", "Welcome",
+    "Progress", "Range", "Ranges", "Record", "Refused", "Share", "Span", "State", "Steps", "User", "Wanted", "Welcome",
 ]
 
 PROTOCOL = "flowcheck/records/1"
@@ -29,7 +30,11 @@ PATCH_BYTES = 64 << 20  # of state that a rank gives at one boundary
 PEER_BYTES = 64 << 20  # of an arena that a peer is asked for at once
 PEER_SECONDS = 10.0  # that a peer may wait for an answer
 CELL = 8  # bytes of an arena that are there or not
+MOST_SHARES = 64  # groups of which a node says what it has
+MOST_STEPS = 16  # of each: a replica has 4 slots
+NODE_ID, GROUP = re.compile("[0-9a-f]{32}"), re.compile(r"[A-Za-z0-9_.]{0,32}")
 
+Share = tuple[str, int, str, list[int]]  # run id, epoch, group, steps of its complete versions
 Span = tuple[int, int]  # first byte in an iteration's arena, bytes
 Range = tuple[str, int, int]  # entry of the model, first element, elements; of the entry in row-major order
 
@@ -210,6 +215,23 @@ class Bytes:
 
 
 @dataclass
+class Steps:
+    """Node, as a peer, and the answer to it: which versions its groups have complete, all of them anew each time. node:
+    32 hexadecimal digits of this process. name: what it is called. have: of Share, at most MOST_SHARES."""
+
+    node: str
+    name: str
+    have: list[Any]
+
+    def __post_init__(self) -> None:
+        if not NODE_ID.fullmatch(self.node) or not self.name.isprintable() or len(self.name) > 64:
+            raise UserError(f"{shown(self.node)}, {shown(self.name)} is no node", where="steps: node")
+        if len(self.have) > MOST_SHARES:
+            raise UserError(f"{len(self.have)} groups, at most {MOST_SHARES} are known", where="steps: have")
+        self.have = [_share(one, f"steps: have[{i}]") for i, one in enumerate(self.have)]
+
+
+@dataclass
 class User:
     """Every rank, before its Record of that iteration, if the node has asked for it: what it gives of itself after
     iteration `iteration`, where the next one begins. rank: of the whole job, so the same in every group. Payload: a
@@ -265,8 +287,8 @@ class Notice:
 MESSAGES: dict[str, type] = {
     kind.__name__.lower(): kind
     for kind in (
-        Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Ranges, Patch, Holes, Bytes, User, Bye,
-        Wanted, Joined, Progress, Notice,
+        Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Ranges, Patch, Holes, Bytes, Steps, User,
+        Bye, Wanted, Joined, Progress, Notice,
     )
 }
 
@@ -298,6 +320,19 @@ def _ranges(found: list[Any], where: str) -> list[Range]:
             raise UserError(f"{length} elements from {start} on, of entry {shown(entry)}", where=f"{where}[{len(out)}]")
         out.append((entry, start, length))
     return out
+
+
+def _share(one: Any, where: str) -> Share:
+    if not isinstance(one, list | tuple) or len(one) != 4 or [type(part) for part in one] != [str, int, str, list]:
+        raise UserError(f"{shown(one)} is not [run, epoch, group, steps]", where=where)
+    run_id, epoch, group, steps = one
+    if not GROUP.fullmatch(group):
+        raise UserError(f"{shown(group)} is no name of a group", where=where)
+    if not 0 <= epoch < INTEGER_LIMIT or len(steps) > MOST_STEPS or not all(type(step) is int for step in steps):
+        raise UserError(f"epoch {epoch}, {len(steps)} steps: not what a group has", where=where)
+    for step in steps:
+        _iteration(step, where)
+    return run_id, epoch, group, steps
 
 
 def _spans(found: list[Any], where: str) -> list[Span]:

@@ -4,7 +4,7 @@
     opening    node: Challenge    trainer or peer: Hello (proof over both nonces)    node: Welcome (proof) or Refused
     then       trainer: Flows, Manifest, State, Patch, User, Record, Bye
                node: Wanted, Ranges, Joined, Progress, Notice, Refused
-    or         peer: Holes         node: Bytes, Refused
+    or         peer: Holes, Steps  node: Bytes, Steps, Refused
 
 Both sides prove that they know the token (HMAC-SHA256 over both nonces and who is speaking); the token itself never
 travels. With a Secure (tls.py) all of it goes through TLS; without, nothing is encrypted. Every length is checked
@@ -54,8 +54,10 @@ from flowcheck.control.messages import (
     Ranges,
     Record,
     Refused,
+    Share,
     Span,
     State,
+    Steps,
     User,
     Wanted,
     Welcome,
@@ -67,8 +69,8 @@ from flowcheck.job.form import Place, build, parse
 __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
     "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Flows", "Hello", "Holes", "Joined", "Known", "Limits", "Link",
-    "Manifest", "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "RecordsError", "Refused", "Span", "State",
-    "User", "Wanted", "Welcome", "accept", "greet", "token_bytes",
+    "Manifest", "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "RecordsError", "Refused", "Share", "Span",
+    "State", "Steps", "User", "Wanted", "Welcome", "accept", "greet", "token_bytes",
 ]
 
 MAGIC = b"FCR1"

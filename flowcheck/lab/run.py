@@ -359,6 +359,8 @@ class LabRun:
             "output": {"directory": str(directory / "steps"), "keep_hashes": str(hashes)},
         }
         tables["replica"] |= PEERING | {"peers": peers} if peers else {}
+        if job.stages > 1 and self.fabric.config.nodes > 1:
+            tables["common"] = {"nodes": [one for one in self._addresses if one != own]}
         if self._api:
             tables["api"] = {"listen": f"10.78.0.{2 + node}:{API_PORT}", "insecure": True}
         for table, values in self._node_settings.items():

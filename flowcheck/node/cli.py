@@ -33,10 +33,12 @@ from flowcheck.control.tls import client_context
 from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
 from flowcheck.node.budget import EXAMPLE_MBPS, Budget, ask, budget
 from flowcheck.node.captures import naming, plan_captures
+from flowcheck.node.common import Common
 from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.control import ControlServer
 from flowcheck.node.drops import Drops
 from flowcheck.node.group import Group
+from flowcheck.node.neighbours import Neighbours
 from flowcheck.node.notify import Notify
 from flowcheck.node.output import Events, Hashes, Writer, check_places
 from flowcheck.node.port import Port
@@ -63,7 +65,7 @@ class Node:
         self._lock = threading.Lock()
         self._groups: dict[str, Group] = {}
         self._started = False  # with the first group
-        self._access = access = _check_files(config, lambda event, **fields: self._say(event, **fields))
+        self._access = access = _check_files(config, self._say_now)
         self._reload = False
         self._notify = Notify()
         planned = plan_captures(config)
@@ -78,9 +80,10 @@ class Node:
             self._planned = planned
             self._port = Port(planned, self._captures)
             self._telling: Telling | None = None
+            self._common = Common(config.name, config.common.seconds, config.replica.slots, self._say_now)
             if config.api is not None:
-                self._telling = undo.enter_context(
-                    closing(Telling(config.name, planned, self._captures, self._port, self._connected)))
+                self._telling = undo.enter_context(closing(Telling(
+                    config.name, planned, self._captures, self._port, self._connected, common=self._common.document)))
                 say = self._say = self._telling.tally.beside(say)
             self._drops = [Drops(one, partial(self._port.drops_of, i), say) for i, one in enumerate(planned)]
             path = config.output.keep_hashes
@@ -91,20 +94,27 @@ class Node:
                 self._group(name)
             self.control = undo.enter_context(closing(ControlServer(
                 config.control.address, access.of, config.control.connections, self._group, say, self._shelf,
-                wished(config.replica), lambda: access.tls,
+                wished(config.replica), lambda: access.tls, self._common.hear,
             )))
+            tls = client_context(config.tls.ca) if config.tls is not None and config.common.nodes else None
+            neighbours = undo.enter_context(closing(Neighbours(
+                config.common.addresses, partial(config.token, "peer"), self._common, say, tls)))
             self._serving: Serving | None = None
             if self._telling is not None:
                 self._telling.look()
                 self._serving = undo.enter_context(closing(Serving(config, access.keys, say, self._telling.board.fd)))
             self._storing = undo.enter_context(closing(Storing(config, say))) if config.store else None
             self.control.start()
+            neighbours.start()
             self._undo = undo.pop_all()
 
     @property
     def api(self) -> str | None:
         """Where versions are served, if they are."""
         return self._serving.address if self._serving is not None else None
+
+    def _say_now(self, event: str, **fields: object) -> None:
+        self._say(event, **fields)
 
     def _connected(self) -> dict[str, int]:
         """Ranks that are, by group."""
@@ -130,7 +140,8 @@ class Node:
             if not self._started:
                 self._start()
             port = self._port
-            group = Group(name, self.config, port.queues, port.placers, port, self._say, self._writer, self._hashes)
+            group = Group(name, self.config, port.queues, port.placers, port, self._say, self._writer, self._hashes,
+                          self._common)
             group.start()
             self._groups[name] = group
             return group
@@ -168,6 +179,7 @@ class Node:
                 self._serving.look()
             if self._storing is not None:
                 self._storing.look()
+            self._common.look()
             failed = next((g.failure for g in self._groups.values() if g.failure is not None), None)
             if failed is not None:
                 raise failed
@@ -214,7 +226,7 @@ class Node:
 def _check_files(config: NodeConfig, say: Callable[..., None]) -> Access:
     """Who may come in. Raises UserError or EnvironmentProblem for a file that is not there or cannot be made."""
     access = Access(config, say)
-    if config.tls is not None and config.replica.peers:
+    if config.tls is not None and (config.replica.peers or config.common.nodes):
         client_context(config.tls.ca)
     if not os.access(config.replica.directory, os.W_OK | os.X_OK):  # a job would find out when it is too late
         raise EnvironmentProblem(

@@ -18,7 +18,7 @@ from flowcheck.control.protocol import PEER_SECONDS, token_bytes
 from flowcheck.control.tls import SYSTEM
 from flowcheck.errors import EnvironmentProblem, UserError
 
-__all__ = ["Api", "Capture", "Control", "NodeConfig", "Output", "ReplicaSettings", "Store", "Tls",
+__all__ = ["Api", "Capture", "CommonStep", "Control", "NodeConfig", "Output", "ReplicaSettings", "Store", "Tls",
            "TokenFiles", "load", "position", "read_tokens"]
 
 MOST_BYTES = 1 << 20
@@ -68,6 +68,15 @@ class Control(_Part):
 def _host_and_port(listen: str) -> tuple[str, int]:
     host, _, port = listen.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def _other_nodes(texts: tuple[str, ...]) -> tuple[str, ...]:
+    for text in texts:
+        if _host_and_port(_listens(text))[1] == 0:
+            raise ValueError(f"{text}: nobody listens at port 0")
+        if [_host_and_port(other) for other in texts].count(_host_and_port(text)) > 1:
+            raise ValueError(f"{text} is given twice")
+    return texts
 
 
 class Api(_Part):
@@ -186,15 +195,7 @@ class ReplicaSettings(_Part):
     peer_iterations: Annotated[int, Field(ge=1, le=64)] = 2
     peer_seconds: Annotated[float, Field(gt=0, le=PEER_SECONDS)] = 1.0
 
-    @field_validator("peers")
-    @classmethod
-    def _addresses(cls, texts: tuple[str, ...]) -> tuple[str, ...]:
-        for text in texts:
-            if _host_and_port(_listens(text))[1] == 0:
-                raise ValueError(f"{text}: nobody listens at port 0")
-            if [_host_and_port(other) for other in texts].count(_host_and_port(text)) > 1:
-                raise ValueError(f"{text} is given twice")
-        return texts
+    _addresses = field_validator("peers")(_other_nodes)
 
     @property
     def peer_addresses(self) -> list[tuple[str, int]]:
@@ -204,6 +205,20 @@ class ReplicaSettings(_Part):
     def regions(self) -> int:
         """Iterations of gradients that memory is taken for: those that are alive, and those that peers may read."""
         return self.arenas + (self.peer_iterations if self.peers else 0)
+
+
+class CommonStep(_Part):
+    """nodes: HOST:PORT of the control ports of nodes that follow other groups of the same jobs. seconds: how long a
+    version is kept for a group that does not come on."""
+
+    nodes: Annotated[tuple[str, ...], Field(max_length=64)] = ()
+    seconds: Annotated[float, Field(gt=0, le=86400)] = 300.0
+
+    _addresses = field_validator("nodes")(_other_nodes)
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        return [_host_and_port(text) for text in self.nodes]
 
 
 class Output(_Part):
@@ -255,6 +270,7 @@ class NodeConfig(_Part):
     capture: tuple[Capture, ...]
     replica: ReplicaSettings = ReplicaSettings()
     output: Output = Output()
+    common: CommonStep = CommonStep()
     api: Api | None = None
     store: Store | None = None
     tls: Tls | None = None
@@ -316,8 +332,9 @@ class NodeConfig(_Part):
     def _known(self) -> Self:
         if "trainer" not in self.token_files:
             raise _wrong("control.token_file", "is missing: without a token of trainers there is nobody to follow")
-        if self.replica.peers and "peer" not in self.token_files:
-            raise _wrong("tokens.peer", "is missing, and replica.peers names nodes that ask for one")
+        for key, nodes in (("replica.peers", self.replica.peers), ("common.nodes", self.common.nodes)):
+            if nodes and "peer" not in self.token_files:
+                raise _wrong("tokens.peer", f"is missing, and {key} names nodes that ask for one")
         return self
 
     @model_validator(mode="after")
@@ -325,6 +342,11 @@ class NodeConfig(_Part):
         if self.control.address in self.replica.peer_addresses:
             raise _wrong("replica.peers", f"{self.control.listen} is this node itself, which has what it lacks from"
                          " others: name those")
+        if self.control.address in self.common.addresses:
+            raise _wrong("common.nodes", f"{self.control.listen} is this node itself: name the others")
+        if self.common.nodes and self.replica.slots < 3:
+            raise _wrong("replica.slots", f"{self.replica.slots} leave none to keep a version in for the nodes of"
+                         " common.nodes: 3 at least, better 4")
         return self
 
     @property

@@ -1,5 +1,6 @@
 """The node's control port: trainers come in, prove that they know the token, and their messages go to their group.
-Peers come in the same way, and are answered from its shelf (shelf.py).
+Peers come in the same way, and are answered from its shelf (shelf.py). Other nodes of a job say which versions they
+have, and hear which are here (common.py).
 
 One reader and one writer thread per connection, at most `connections` of them. A connection that is not yet known may
 send 4 KB within five seconds; a known one may send payloads up to what its job's manifest implies, at a megabyte per
@@ -34,6 +35,7 @@ from flowcheck.control.protocol import (
     RecordsError,
     Refused,
     State,
+    Steps,
     User,
     Wanted,
     accept,
@@ -61,14 +63,15 @@ STATES = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", 
 class ControlServer:
     """group_of(name): the group of that name, or why there is none. shelf_of(name): what peers may read of it, None:
     there is no such group. token: of all roles, or a callable that has those of one. tls: asked for each connection.
-    resync: what trainers will be asked for, as far as the settings say. Context manager; main
+    resync: what trainers will be asked for, as far as the settings say. hear: as of shelf.serve. Context manager; main
     thread opens and closes."""
 
     def __init__(
         self, address: tuple[str, int], token: Known, connections: int, group_of: Callable[[str], Group | str],
         say: Callable[..., None], shelf_of: Callable[[str], Shelf | None] = lambda name: None, resync: str = RESYNC[0],
-        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None, hear: Callable[[Steps, str], Steps] | None = None,
     ) -> None:
+        self._hear = hear
         self._token, self._most, self._group_of, self._say = token, connections, group_of, say
         self._shelf_of, self._resync, self._tls = shelf_of, resync, tls
         self._listener, self.address = listen(address, "control.listen", BACKLOG)
@@ -125,7 +128,7 @@ class ControlServer:
         try:
             hello = accept(link, self._token, self._resync)
             if hello.role == "peer":
-                serve(link, partial(self._shelf_of, hello.group))
+                serve(link, partial(self._shelf_of, hello.group), self._hear)
             else:
                 link.send(Wanted(["user"], ""), seconds=link.limits().seconds)
                 _Connection(link, hello, self._group_of).run()

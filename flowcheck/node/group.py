@@ -39,6 +39,7 @@ from flowcheck.control.protocol import (
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
+from flowcheck.node.common import Common
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.ledger import Ledger
 from flowcheck.node.lines import closed_fields, line
@@ -67,13 +68,14 @@ INBOX = 4096  # messages; a connection that finds it full is too fast for anythi
 
 class Group(Membership):
     """name: what trainers call it. sources: rings of the captures, which placers read; port: where they come from.
-    say: events. See the module for threads."""
+    say: events. common: what other groups have. See the module for threads."""
 
     def __init__(
         self, name: str, config: NodeConfig, sources: Sequence[Source], placers: Placers, port: Arrivals,
-        say: Callable[..., None], writer: Writer, hashes: Hashes | None,
+        say: Callable[..., None], writer: Writer, hashes: Hashes | None, common: Common,
     ) -> None:
         super().__init__()
+        self._common = common
         self.name, self._config, self._sources, self._placers, self._port = name, config, sources, placers, port
         self._say_all, self._writer, self._hashes = say, writer, hashes
         self._inbox: queue.Queue[Inbound] = queue.Queue(INBOX)
@@ -140,6 +142,7 @@ class Group(Membership):
                 if self._session is not None:
                     self._take(self._session.poll())
                     moved |= self._session.moved
+                    self._keep_common(self._session)
                 if not moved:
                     time.sleep(IDLE_SECONDS)
             while self._handle_one():
@@ -427,6 +430,14 @@ class Group(Membership):
         self._say("lost", why=why, serves=session.serves, dropped=drops)
         self._asking.ask(f"checkpoint wanted: {why}")
 
+    def _keep_common(self, session: LiveSession) -> None:
+        """Other groups of the job hear what this one has, and what they have decides which slots are reused last."""
+        replica, job = session.replica, session.plan.job
+        steps = tuple(replica.steps) if replica is not None else ()
+        order = self._common.order(self.name, (job.run_id, job.epoch), steps)
+        if order is not None and replica is not None:
+            replica.keep(order)
+
     def _dropped(self) -> int:
         """Packets that the node itself has lost: in its own queues, and those of iterations that were given up."""
         given_up = self._session.overload.packets if self._session is not None else 0
@@ -442,6 +453,7 @@ class Group(Membership):
     def _drop_session(self) -> None:
         if self._session is not None:
             self._session.close()
+            self._common.gone(self.name)
         self._session = self._resync = None
         self._due = False
         self._asking = Asking(self._tell, self._say, self._dropped)

@@ -64,7 +64,9 @@ class Kind:
 
 def _parts(document: Document) -> Iterator[tuple[list[str], Any]]:
     for group in document["groups"]:
-        yield [group["name"]], group | {"connected": document["connected"].get(group["name"], 0)}
+        name = group["name"]
+        more = {"connected": document["connected"].get(name, 0), "common": document["common"].get(name)}
+        yield [name], group | more
 
 
 def _one(key: str, *keys: str) -> Callable[[Any], Samples]:
@@ -102,6 +104,11 @@ def _ages(of: Any) -> Samples:
 
 def _last_failure(key: str) -> Callable[[Any], Samples]:
     return lambda of: [([], of["failed"][-1][key])] if of["failed"] else []
+
+
+def _common(found: Callable[[Any], Any]) -> Callable[[Any], Samples]:
+    """Only of a group whose job has others."""
+    return lambda of: [([], found(of["common"]))] if of["common"] else []
 
 
 def _pair(key: str, index: int) -> Callable[[Any], Samples]:
@@ -163,6 +170,10 @@ METRICS: tuple[Kind, ...] = (
     Kind("flowcheck_last_complete_step", "gauge", (), "Step of the newest version that was published", _ages),
     Kind("flowcheck_last_complete_step_timestamp_seconds", "gauge", (),
          "When it was published, in seconds since 1970", _when("step_time")),
+    Kind("flowcheck_common_step", "gauge", (), "Newest step that all groups of its job have which are not apart",
+         _common(lambda common: common["step"])),
+    Kind("flowcheck_apart_groups", "gauge", (), "Groups of its job that are too far behind it",
+         _common(lambda common: len(common["apart"]))),
     Kind("flowcheck_lag_iterations", "gauge", (), "Newest step record minus newest version", _one("lag")),
     Kind("flowcheck_replica_status", "gauge", ("status",), "1 for the status of the versions, else 0",
          lambda of: [([status], int(of["status"] == status)) for status in STATUSES]),

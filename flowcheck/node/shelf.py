@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flowcheck.control.protocol import RANGES_TEXT, Bytes, Holes, Limits, Link, RecordsError, Span
+from flowcheck.control.protocol import RANGES_TEXT, Bytes, Holes, Limits, Link, RecordsError, Span, Steps
 from flowcheck.rebuild.intervals import both
 
 __all__ = ["Shelf", "serve"]
@@ -113,8 +113,11 @@ def _inside(ranges: list[Span], shown: _Shown) -> list[Span]:
     return [(first, end - first) for first, end in both(asked[asked[:, 0] < asked[:, 1]], shown.there * CELL).tolist()]
 
 
-def serve(link: Link, find: Callable[[], Shelf | None]) -> None:
-    """Answer a peer until it goes. find(): its group's, as of now. Raises RecordsError."""
+def serve(
+    link: Link, find: Callable[[], Shelf | None], hear: Callable[[Steps, str], Steps] | None = None
+) -> None:
+    """Answer a peer until it goes. find(): its group's, as of now. hear: told what another node's groups have, and from
+    where; says what those here have. Raises RecordsError."""
     link.limits = lambda: Limits(RANGES_TEXT)
     while True:
         try:
@@ -125,6 +128,9 @@ def serve(link: Link, find: Callable[[], Shelf | None]) -> None:
             if error.what == "connection closed":
                 return
             raise
+        if isinstance(message, Steps) and hear is not None:
+            link.send(hear(message, link.peer))
+            continue
         if not isinstance(message, Holes):
             raise RecordsError(f"a {type(message).__name__} from a peer", where=link.peer)
         shelf = find()

@@ -30,17 +30,18 @@ LOST = ("ring_full", "oversize", "bad_checksum", "unfinished", "nic_missed", "er
 
 class Telling:
     """name: the node's. planned, sources: captures, as of Port. connected(): ranks that are connected, by group. now: a
-    clock that never goes back. stamp: seconds since 1970."""
+    clock that never goes back. stamp: seconds since 1970. common(): as of Common.document."""
 
     def __init__(
         self, name: str, planned: Sequence[PlannedCapture], sources: Sequence[Any], port: Port,
         connected: Callable[[], Mapping[str, int]], now: Callable[[], float] = time.monotonic,
-        stamp: Callable[[], float] = time.time,
+        stamp: Callable[[], float] = time.time, common: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self.tally = Tally(name, stamp)
         self.board = Board()
         self._planned, self._sources, self._port, self._connected = planned, sources, port, connected
         self._now, self._stamp = now, stamp
+        self._common = common
         self._next = 0.0
         self._last = [(0, 0.0)] * len(planned)  # packets, and when the newest had come
 
@@ -53,6 +54,7 @@ class Telling:
         more = {
             "version": __version__, "captures": [self._capture(i) for i in range(len(self._planned))],
             "unclaimed": self._port.unclaimed, "connected": dict(self._connected()),
+            "common": dict(self._common()),
         }
         rows, events = ROWS, EVENTS
         while not self.board.write(json.dumps(self.tally.document(rows, events) | more).encode()):

@@ -213,6 +213,11 @@ class JobReplica:
             for entry in self._plan.job.model
         }
 
+    def keep(self, steps: Sequence[int]) -> None:
+        """Reuse the slots of these versions last, as updater.replica.Replica does."""
+        if self._replica is not None:
+            self._replica.keep(steps)
+
     def heard(self, step: int) -> None:
         """The trainers have made this step."""
         if self._replica is not None:

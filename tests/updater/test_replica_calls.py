@@ -194,14 +194,13 @@ def test_what_is_thrown_away_is_not_done_first() -> None:
     assert len(done) == 1
 
 
-def test_a_kept_version_is_passed_over_and_an_older_one_taken() -> None:
-    """Slots are looked at from the oldest version on; those from the common step on are kept."""
+def test_slots_are_looked_at_from_the_oldest_version_on() -> None:
     made = replica(slots=4)
     for _ in range(3):
         made.publish(built(made))
     assert made.steps == [0, 1, 2, 3]
     made.slots[0].step, made.slots[1].step = 1, 0  # the oldest version is not the first slot
-    made.keep(1)
+    made.keep((1,))
     made.publish(built(made))
     assert made.steps == [1, 2, 3, 4]
 

@@ -164,7 +164,7 @@ def test_updates_wait_for_readers_of_this_and_of_other_processes(shm):
     with made.pinned():
         advance(made)
         assert refusal(made.build, 2, WHOLE, error=NoFreeSlot) == (
-            "all 2 slots are current, pinned or kept; the update waits"
+            "all 2 slots are current or pinned; the update waits"
         )
     with reader.pinned(0):
         refusal(made.build, 2, WHOLE, error=NoFreeSlot)
@@ -173,23 +173,51 @@ def test_updates_wait_for_readers_of_this_and_of_other_processes(shm):
     assert made.steps == [1, 2]
 
 
-def test_versions_that_are_kept_are_not_built_over():
+@pytest.mark.parametrize(("keep", "taken"), [
+    ((), [1, 2]), ((1,), [2, 3]), ((1, 2), [3, 4]), ((2, 1), [3, 4]), ((1, 2, 3), [3, 4]), ((3, 2, 1), [1, 4]),
+    ((1, 2, 3, 4), [3, 4]), ((4, 3, 2, 1), [1, 2]), ((9, 1), [2, 3]), ((5, 4), [1, 2]),
+])
+def test_versions_that_are_kept_are_built_over_last(keep, taken):
+    """The first of them last of all; the current one never."""
+    made = replica(slots=4)
+    for _ in range(4):
+        advance(made)
+    assert made.steps == [1, 2, 3, 4]
+    made.keep(keep)
+    for step in taken:
+        before = made.steps
+        advance(made)
+        assert [one for one in before if one not in made.steps] == [step]
+    made.keep(())
+    before = made.steps
+    advance(made)
+    assert made.steps == [*before[1:], 7], "nothing is kept any more"
+
+
+def test_what_is_free_goes_before_all_versions_kept_or_not():
     made = replica(slots=3)
     advance(made)
+    made.keep((1, 0))
+    assert made.build(2, WHOLE).index == 2 and made.steps == [0, 1]
+
+
+def test_no_update_waits_for_a_version_that_is_kept(shm):
+    """It goes where readers have the others, or a partial version takes a slot."""
+    made = replica(shm / "r", slots=3)
     advance(made)
-    for keep, possible in ((0, False), (1, True), (2, True), (None, True)):
-        made.keep(keep)
-        if possible:
-            slot = made.build(3, WHOLE)
-            assert slot.index == 0
-            made.discard(slot)
-            made.slots[0].step = 0
-            made.slots[0].state = COMPLETE
-        else:
-            refusal(made.build, 3, WHOLE, error=NoFreeSlot)
-    made.keep(0)
-    made.slots[0].state = FREE
-    assert made.build(3, WHOLE).index == 0, "what is free is no version"
+    advance(made)
+    made.keep((0, 1))
+    with Reader(shm / "r").pinned(1):
+        advance(made)
+        assert made.steps == [1, 2, 3], "the one that is kept above all, as the other cannot be taken"
+        made.keep((2,))
+        advance(made)
+        assert made.steps == [1, 3, 4]
+    made.keep((1, 3))
+    made.leap(9)
+    assert made.steps == [1, 4] and made.base.step == 9
+    made.build(10, WHOLE)
+    assert made.steps == [4]
 
 
 # -- going back --------------------------------------------------------------------------------------------

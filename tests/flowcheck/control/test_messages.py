@@ -22,10 +22,12 @@ from flowcheck.control.protocol import (
     Patch,
     Ranges,
     RecordsError,
+    Steps,
     Welcome,
 )
 from flowcheck.errors import UserError
 
+SHARE = ["run", 0, "g", [1, 2]]
 names = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=40)
 good = st.tuples(names, st.integers(0, 1 << 62), st.integers(1, (1 << 62) - 1))
 anything = st.recursive(
@@ -74,6 +76,27 @@ def test_ranges_arrive_as_they_were_sent(request: int, ranges: list[Any]) -> Non
 def test_patches_arrive_as_they_were_sent(numbers: tuple[int, int], ranges: list[Any]) -> None:
     patch = Patch(*numbers, ranges, "" if ranges else "why not")
     assert sent(patch) == patch
+
+
+groups = st.from_regex("[A-Za-z0-9_.]{0,32}", fullmatch=True)
+shares = st.tuples(st.text(max_size=9), st.integers(0, (1 << 62) - 1), groups,
+                   st.lists(st.integers(0, (1 << 46) - 1), max_size=5))
+
+
+@given(have=st.lists(shares, max_size=4))
+def test_steps_arrive_as_they_were_sent(have: list[Any]) -> None:
+    assert sent(Steps("5f" * 16, "a name", have)) == Steps("5f" * 16, "a name", have)
+
+
+@given(have=st.lists(shares.map(list) | anything, max_size=4) | anything)
+def test_whatever_comes_as_steps_is_that_or_is_refused(have: Any) -> None:
+    found = came(json.dumps({"type": "steps", "node": "5f" * 16, "name": "n", "have": have}).encode())
+    if isinstance(found, str):
+        assert found.startswith("not a message: ")
+        return
+    assert [list(one) for one in found.have] == have
+    for run_id, epoch, group, steps in found.have:
+        assert (type(run_id), type(epoch), type(group)) == (str, int, str) and all(type(one) is int for one in steps)
 
 
 @given(body=st.fixed_dictionaries({"type": st.sampled_from(["ranges", "patch"])}, optional={
@@ -161,6 +184,18 @@ def test_as_many_ranges_as_the_limit_and_not_one_more(make: Callable[[list[Any]]
     (lambda: Patch(0, 0, [("a", 0)]), "patch: ranges[0]"),
     (lambda: Patch(0, 0), "patch: refused"),
     (lambda: Welcome("", "both"), "welcome: resync"),
+    (lambda: Steps("0a", "n", []), "steps: node"),
+    (lambda: Steps("0A" * 16, "n", []), "steps: node"),
+    (lambda: Steps("0a" * 16 + "\n", "n", []), "steps: node"),
+    (lambda: Steps("0a" * 16, "n\x1b", []), "steps: node"),
+    (lambda: Steps("0a" * 16, "n" * 65, []), "steps: node"),
+    (lambda: Steps("0a" * 16, "n", [SHARE] * 65), "steps: have"),
+    *((lambda share=share: Steps("0a" * 16, "n", [SHARE, share]), "steps: have[1]") for share in (  # type: ignore
+        "r0g", ["r", 0, "g"], ["r", 0, "g", [1], 0], [b"r", 0, "g", [1]], ["r", True, "g", [1]], ["r", 0, None, [1]],
+        ["r", 0, "g", 1], ["r", 0, "g", [1.0]], ["r", 0, "g", [True]], ["r", -1, "g", [1]], ["r", 1 << 63, "g", [1]],
+        ["r", 0, "g", [-1]], ["r", 0, "g", [1 << 46]], ["r", 0, "g", list(range(17))], ["r", 0, "a b", [1]],
+        ["r", 0, "g" * 33, [1]], ["r", 0, "g\n", [1]],
+    )),
 ])
 def test_what_is_not_a_message_cannot_be_made_either(make: Callable[[], Any], where: str) -> None:
     with pytest.raises(UserError) as refused:

@@ -27,6 +27,7 @@ from flowcheck.control.protocol import (
     RecordsError,
     Refused,
     State,
+    Steps,
     Wanted,
     Welcome,
 )
@@ -73,6 +74,10 @@ FORMS: list[tuple[Any, bytes]] = [
     (
         Bytes(2, 8, why="gone"),
         b'{"type":"bytes","request":2,"iteration":8,"ranges":[],"digest":"","why":"gone"}',
+    ),
+    (
+        Steps("0a" * 16, "n", [("r", 1, "g", [4, 5]), ("", 0, "", [])]),
+        b'{"type":"steps","node":"0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a0a","name":"n","have":[["r",1,"g",[4,5]],["",0,"",[]]]}',
     ),
     (Welcome("0c"), b'{"type":"welcome","proof":"0c","resync":"state"}'),
     (Welcome("0c", "ranges"), b'{"type":"welcome","proof":"0c","resync":"ranges"}'),

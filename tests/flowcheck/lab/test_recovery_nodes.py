@@ -1,5 +1,6 @@
-"""Nodes are killed: alone, with a rank, and two of them whose steps differ. What the job then computes is what it would
-have computed. All that a rank has of its own is on: dropout, a shuffled loader, schedule, clipping, loss scale."""
+"""Nodes are killed: alone, with a rank, and two of them whose steps differ, by one or by many. What the job then
+computes is what it would have computed. All that a rank has of its own is on: dropout, a shuffled loader, schedule,
+clipping, loss scale."""
 
 from __future__ import annotations
 
@@ -142,6 +143,7 @@ def test_the_node_and_a_rank_are_killed_at_once(tmp_path: Path, seed: int) -> No
 
 PIPELINE: dict[str, Any] = {**SHAPES[2], "accumulate": 1, "ranks": 4, "stages": 2}
 GROUPS = ((0, 1), (2, 3))
+AHEAD = 7  # steps that a node makes while another one stands still: more than there are slots
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -175,3 +177,44 @@ def test_two_nodes_whose_steps_differ_are_killed_with_a_rank(tmp_path: Path, see
         equal_to_undisturbed(run, job, last, again)
         print(f"seed {seed}: stage {behind} had step {common}, the other {common + 1} or later; died in {dies},"
               f" repeated {dies - min(again)}")
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_node_stands_still_for_many_steps_and_its_last_one_is_kept_by_the_other(tmp_path: Path, seed: int) -> None:
+    """Two stages with a node each. One node gets no time while the job goes on, for more steps than the other has
+    slots; then everything dies. What both have is the last step before that, and the job goes on from there."""
+    draw = random.Random(300 + seed)
+    job = Training(**{**PIPELINE, "clip": [0.5, None][seed % 2]}, softroce={"seed": seed}, seed=seed)
+    behind = seed % 2
+    settings = {"replica": {"slots": 3 + seed % 2}}
+    with lab_of(ranks=4, mirrored=GROUPS, groups=GROUPS) as fabric, \
+            LabRun(fabric, tmp_path, api=True, checksums=3, node_settings=settings) as run:
+        run.start_nodes(job)
+        run.wait_for_nodes(run.attach(job))
+        run.train(draw.randrange(1, 4))
+        done = max(line["iteration"] for line in run.iterations)
+        run.wait_for_nodes(done)
+        common = published(run, f"stage{behind}")
+        assert common == done + 1
+        for stage in range(2):  # what ranks gave of the version comes by a thread
+            kept = f"*-stage{stage}-*.user/step-{common:06d}/rank-*.safetensors"
+            while len(list(fabric.shared.glob(kept))) < 2:
+                time.sleep(0.01)
+        run.stop_node(behind)
+        run.train(AHEAD)
+        ahead = f"stage{1 - behind}"
+        run.wait_for_event("iteration", iteration=done + AHEAD, name=ahead, published=True)
+        apart = run.wait_for_event("apart", name=ahead)
+        assert (apart["shard"], apart["step"]) == (f"stage{behind}", common) and len(apart["nodes"]) == 1
+        published_all = {said["iteration"] for _, said in run.events
+                         if said["event"] == "iteration" and said["name"] == ahead and said["published"]}
+        assert published_all >= set(range(done + 1, done + AHEAD + 1)), "it waits for nobody"
+        dies, last = done + AHEAD + 1, done + AHEAD + 1 + AFTER
+        run.train_and_die(last, rank=draw.randrange(4), iteration=dies, at=INSTANTS[seed % len(INSTANTS)])
+        run.kill_nodes()
+        run.start_nodes(job)
+        again = train_on(run, job, last)
+        assert min(again) == common, "the step that both have"
+        equal_to_undisturbed(run, job, last, again)
+        print(f"seed {seed}: stage {behind} had step {common} and stood still, the other went on to {done + AHEAD + 1}"
+              f" or later; died in {dies}, repeated {dies - min(again)}")

@@ -19,6 +19,7 @@ from flowcheck.control.protocol import Manifest
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
+from flowcheck.node.common import Common
 from flowcheck.node.config import Capture, Control, NodeConfig, Output, ReplicaSettings
 from flowcheck.node.group import Group
 from flowcheck.node.members import Inbound, RankSession
@@ -38,6 +39,10 @@ class FakeReplica:
         self.step, self.kernels = step, "avx2, and so on"
         self.serves = True
         self.steps = [step]
+        self.kept: list[tuple[int, ...]] = []
+
+    def keep(self, steps: tuple[int, ...]) -> None:
+        self.kept.append(steps)
 
 
 class FakeSession:
@@ -180,16 +185,21 @@ class Scene:
             record_seconds=7.5,
         )
         self.said: list[tuple[str, dict[str, Any]]] = []
+        self.now = 0.0
         self.written = Written()
         self.rings = [MemoryRing() for _ in range(rings)]
         self.placers = Placers([ring.ring_address for ring in self.rings])
         self.port = FakePort()
         self.sessions: list[FakeSession] = []
+        self.common = Common("node", 60.0, config.replica.slots, self._said, lambda: self.now)
         self.group = Group(
             name, config, self.rings, self.placers, self.port,
-            say or (lambda event, **fields: self.said.append((event, fields))),
-            self.written, self.written if hashes else None,  # type: ignore[arg-type]
+            say or self._said,
+            self.written, self.written if hashes else None, self.common,  # type: ignore[arg-type]
         )
+
+    def _said(self, event: str, **fields: Any) -> None:
+        self.said.append((event, fields))
 
     @property
     def session(self) -> FakeSession:

@@ -81,9 +81,11 @@ class World:
         return Capture()
 
     def group(
-        self, name: str, config: Any, sources: Any, placers: Any, port: Any, say: Any, writer: Any, hashes: Any
+        self, name: str, config: Any, sources: Any, placers: Any, port: Any, say: Any, writer: Any, hashes: Any,
+        common: Any,
     ) -> Any:
         self.groups.append(NotedGroup(self, name, config, sources, placers, port, say, writer, hashes))
+        self.groups[-1].common = common
         return self.groups[-1]
 
     def say(self, event: str, **fields: Any) -> None:

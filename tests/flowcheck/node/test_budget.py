@@ -192,6 +192,8 @@ def test_which_thread_is_pinned_where_and_what_is_left() -> None:
         ("main and control", 2, None),
     ]
     assert found.left == (0, 3, 4, 7)
+    told = made(ROOMY, {"device": "null"}, common={"nodes": ["a:1", "b:1"]}).threads
+    assert [one.count for one in told if one.name == "tell another node of the job"] == [2]
 
 
 def test_cores_that_do_not_exist_are_refused_with_their_table() -> None:

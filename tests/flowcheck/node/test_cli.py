@@ -228,6 +228,30 @@ def test_a_group_is_made_when_it_is_asked_for_and_found_again(begin: Begin, worl
     assert world.done.count("start capture") == 1
 
 
+def test_what_groups_have_is_told_to_other_nodes_and_theirs_is_heard(begin: Begin, world: World) -> None:
+    other = begin()
+    host, _, port = other.control.address.rpartition(":")
+    node = begin(common={"nodes": [f"{host}:{port}"], "seconds": 7.0})
+    node._group("a"), other._group("b")
+    assert (node._groups["a"].common, other._groups["b"].common) == (node._common, other._common)  # type: ignore
+    other._common.order("b", ("run", 0), (4, 5))
+    node._common.order("a", ("run", 0), (5, 6))
+    end = time.monotonic() + 60
+    while not (other._common._nodes and node._common.document()) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert node._common.document() == {"a": {"step": 5, "groups": 2, "apart": []}}
+    looked: list[int] = []
+
+    def look() -> None:
+        looked.append(1)
+        node.stop()
+
+    node._common.look = look  # type: ignore[method-assign]
+    node.wait()
+    node.close()
+    assert looked == [1] and not any(thread.name.startswith("flowcheck to node") for thread in threading.enumerate())
+
+
 def test_peers_read_the_shelf_of_a_group_that_is_there_and_make_none(
     begin: Begin, world: World, tmp_path: Path,
 ) -> None:

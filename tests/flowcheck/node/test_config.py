@@ -53,6 +53,10 @@ def test_a_good_one(tmp_path: Path) -> None:
     ("[replica]", '[replica]\npeers = ["a:1", "a:1"]', "replica.peers", "a:1 is given twice"),
     ("[replica]", '[replica]\npeers = ["a:1", "a:01"]', "replica.peers", "a:1 is given twice"),
     ("[replica]", "[replica]\npeers = " + str([f"a:{i}" for i in range(1, 18)]), "replica.peers", "at most 16"),
+    ("[replica]", '[common]\nnodes = ["a"]\n[replica]', "common.nodes", "HOST:PORT, an IPv6 address"),
+    ("[replica]", '[common]\nnodes = ["b:1", "a:0"]\n[replica]', "common.nodes", "a:0: nobody listens at port 0"),
+    ("[replica]", '[common]\nnodes = ["a:1", "a:01"]\n[replica]', "common.nodes", "a:1 is given twice"),
+    ("[replica]", '[common]\nnodes = ["a:1"]\n[replica]\nslots = 2', "replica.slots", "2 leave none to keep a version"),
     ("[replica]", "[replica", "node.toml", "is not TOML"),
 ])
 def test_wrong_ones_are_named(tmp_path: Path, old: str, new: str, where: str, what: str) -> None:
@@ -78,6 +82,7 @@ def test_what_is_left_out(tmp_path: Path) -> None:
                     "patience_packets": 0, "memory_mb": 65536, "resync": "ranges", "resync_mb": 32,
                     "peers": (), "peer_iterations": 2, "peer_seconds": 1.0},
         "output": {"directory": Path("out"), "every": 0, "keep_hashes": None, "status_file": None},
+        "common": {"nodes": (), "seconds": 300.0},
         "api": None, "store": None, "tls": None, "name": "node", "groups": 1, "record_seconds": 30.0,
         "tokens": {"trainer": None, "peer": None, "reader": None, "operator": None},
     }
@@ -90,6 +95,26 @@ def test_peers_have_addresses_and_their_iterations_take_arenas(tmp_path: Path) -
     found = load(settings(tmp_path, "[replica]", f"[replica]\n{keys}")).replica
     assert found.peer_addresses == [("a", 7070), ("::1", 65535)]
     assert (found.arenas, found.regions) == (4, 9)
+
+
+def test_a_node_is_none_of_the_others(tmp_path: Path) -> None:
+    path = settings(tmp_path, '"127.0.0.1:0"', '"127.0.0.1:7"')
+    good = path.read_text()
+    path.write_text(good + '[common]\nnodes = ["b:7", "[::1]:65535"]\n')
+    assert load(path).common.addresses == [("b", 7), ("::1", 65535)]
+    path.write_text(good + '[common]\nnodes = ["b:7", "127.0.0.1:07"]\n')
+    with pytest.raises(UserError, match=r"127\.0\.0\.1:7 is this node itself: name the others") as refused:
+        load(path)
+    assert refused.value.where.startswith(f"{path}") and "common.nodes" in refused.value.where
+
+
+def test_nodes_that_are_told_need_a_token_of_peers(tmp_path: Path) -> None:
+    path = settings(tmp_path, 'token_file = "', 'token_file = "')
+    text = path.read_text().replace(f'token_file = "{tmp_path}/token"\n', "")
+    path.write_text(text + f'[tokens]\ntrainer = "{tmp_path}/token"\n[common]\nnodes = ["b:7"]\n')
+    with pytest.raises(UserError, match=r"is missing, and common\.nodes names nodes") as refused:
+        load(path)
+    assert "tokens.peer" in refused.value.where
 
 
 def test_a_node_is_no_peer_of_its_own(tmp_path: Path) -> None:
@@ -162,6 +187,7 @@ BOUNDS = [
     ("replica", "memory_mb", "1", "1000000000", "0", ""),
     ("replica", "peer_iterations", "1", "64", "0", "65"),
     ("replica", "peer_seconds", "1e-9", "10.0", "0.0", "10.01"),
+    ("common", "seconds", "1e-9", "86400.0", "0.0", "86400.01"),
     ("output", "every", "0", "1000000000", "-1", ""),
     ("", "groups", "1", "8", "0", "9"),
     ("", "record_seconds", "1e-9", "86400.0", "0.0", "86400.01"),
@@ -194,7 +220,7 @@ def test_bounds(tmp_path: Path, table: str, key: str, least: str, most: str, bel
         assert refused.value.where.endswith(f": {f'{table}.{key}' if table else key}")
 
 
-@pytest.mark.parametrize("table", ["", "control", "capture", "replica", "output"])
+@pytest.mark.parametrize("table", ["", "control", "capture", "replica", "output", "common"])
 def test_keys_that_do_not_exist(tmp_path: Path, table: str) -> None:
     with pytest.raises(UserError, match="is not a key") as refused:
         load(_with(tmp_path, table, "nonesuch", "1"))

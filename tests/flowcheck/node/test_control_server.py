@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flowcheck.control.protocol import Bye, Flows, Holes, Limits, Link, RecordsError, Refused, Wanted, greet
+from flowcheck.control.protocol import Bye, Flows, Holes, Limits, Link, RecordsError, Refused, Steps, Wanted, greet
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.control import ControlServer
 from flowcheck.node.shelf import Shelf
@@ -142,6 +142,25 @@ def test_a_peer_is_answered_from_the_shelf_and_is_no_rank_of_the_group(port: Cal
     assert answer.ranges == [(8, 16)] and bytes(link.payload(size)) == bytes(range(8, 24))
     link.close()
     assert one.group.said.empty() and one.events.empty()
+
+
+def test_another_node_of_the_job_is_heard_and_answered_and_needs_no_group(port: Callable[..., Port]) -> None:
+    one, heard = port(), []
+    mine = Steps("0a" * 16, "one", [("run", 3, "s0", [4, 5])])
+    one.server._hear = lambda said, where: (heard.append((said, where)), mine)[1]
+    link = one.attach(role="peer", group="second")
+    for newest in (5, 6):
+        said = Steps("0b" * 16, "other", [("run", 3, "s1", [newest - 1, newest])])
+        link.send(said)
+        assert link.receive(wait=10) == (mine, 0)
+        assert heard.pop() == (said, "{}:{}".format(*link._socket.getsockname()))
+
+
+def test_steps_of_a_trainer_are_refused(port: Callable[..., Port]) -> None:
+    link = port().attach()
+    assert link.receive(wait=10)[0] == Wanted([], "welcome")
+    link.send(Steps("0b" * 16, "other", []))
+    assert link.receive(wait=10) == (Refused("a Steps from a trainer"), 0)
 
 
 def test_a_peer_of_a_group_that_is_not_there(port: Callable[..., Port]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 import flowcheck.node.group
 import flowcheck.node.uploads
-from flowcheck.control.protocol import Bye, Joined, Manifest, Notice, Progress, Record, State, User, Wanted
+from flowcheck.control.protocol import Bye, Joined, Manifest, Notice, Progress, Record, State, Steps, User, Wanted
 from flowcheck.errors import UserError
 from flowcheck.node.members import Inbound
 from flowcheck.node.silence import Silent
@@ -599,6 +599,53 @@ def test_replica_files_stay_at_an_orderly_end_if_they_shall(scene, tmp_path, kee
     at.group.start()
     at.group.stop()
     assert own.exists() == keep and other.exists()
+
+
+def test_what_other_groups_have_decides_which_slots_are_reused_last(scene) -> None:
+    """Of the run and epoch that the session follows; asked at every turn of the loop, said when it is something new."""
+    at = scene(name="s0")
+    at.follow()
+    at.session.replica = FakeReplica()
+    at.session.replica.steps = [5, 6, 7]
+
+    def hear(*steps: int, epoch: int = 0) -> None:
+        at.common.hear(Steps("0b" * 16, "b", [["synth-0", epoch, "s1", list(steps)]]), "b:1")
+
+    def turn() -> list[tuple[int, ...]]:
+        at.group._keep_common(at.session)
+        return at.session.replica.kept
+
+    assert turn() == [()] and turn() == [()]
+    hear(4, 5, epoch=1)
+    assert turn() == [(), ()]
+    hear(4, 5)
+    assert turn()[2:] == [(5, 6, 7)] and turn()[2:] == [(5, 6, 7)]
+    at.session.replica.steps = [5, 7, 8]
+    assert turn()[3:] == [(5, 7, 8)]
+    assert at.common.told().have == [("synth-0", 0, "s0", [5, 7, 8])]
+    at.group._drop_session()
+    assert at.common.told().have == [], "nobody keeps anything for a group that has no versions"
+
+
+def test_a_session_without_a_replica_has_nothing(scene) -> None:
+    at = scene(name="s0")
+    at.follow()
+    at.group._keep_common(at.session)
+    assert at.common.told().have == []
+
+
+def test_the_loop_of_a_group_says_what_it_has(scene) -> None:
+    heard = Heard()
+    at = scene(heard, name="s0")
+    at.group.start()
+    at.post(at.join(0), Manifest(small_job().to_dict()))
+    assert heard.wait()[0] == "attached"
+    at.session.replica = FakeReplica(9)
+    seen = -1
+    while not at.common.told().have:
+        seen = at.common.wait(seen, SECONDS)
+    assert at.common.told().have == [("synth-0", 0, "s0", [9])]
+    at.group.stop()
 
 
 def test_a_fault_of_ours_ends_the_thread_and_is_kept(scene) -> None:

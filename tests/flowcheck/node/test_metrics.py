@@ -110,6 +110,7 @@ def test_every_metric_has_a_sample(made: str) -> None:
         ("flowcheck_asked_bytes_total", {"group": "dp0", "of": "trainers"}, 6),
         ("flowcheck_last_complete_step", {"group": "dp0"}, 7),
         ("flowcheck_last_complete_step_timestamp_seconds", {"group": "dp0"}, START),
+        ("flowcheck_common_step", {"group": "dp0"}, 6), ("flowcheck_apart_groups", {"group": "dp0"}, 1),
         ("flowcheck_replica_status", {"group": "dp0", "status": "verified"}, 1),
         ("flowcheck_replica_status", {"group": "dp0", "status": "diverged"}, 0),
         ("flowcheck_condition", {"group": "dp0", "condition": "silent"}, 1),
@@ -135,7 +136,8 @@ def test_each_value_is_the_documents(made: str, name: str, labels: dict[str, str
 def test_what_has_not_happened_has_no_sample(made: str) -> None:
     """An age of a version that does not exist would look like one of fifty years."""
     for name in ("flowcheck_last_complete_step", "flowcheck_last_complete_step_timestamp_seconds",
-                 "flowcheck_slack_seconds", "flowcheck_checkpoint_timestamp_seconds",
+                 "flowcheck_slack_seconds", "flowcheck_checkpoint_timestamp_seconds", "flowcheck_common_step",
+                 "flowcheck_apart_groups",
                  "flowcheck_failure_detected_timestamp_seconds"):
         assert value(made, name, group="dp1") is None, name
     told = document()

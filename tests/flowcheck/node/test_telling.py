@@ -38,7 +38,9 @@ class Scene:
             "received": self.queues[i][queue]}) for i in range(2)]
         port: Any = SimpleNamespace(unclaimed={"unknown": 3})
         self.connected = {"dp0": 2}
-        self.telling = Telling("node-a", planned, sources, port, lambda: self.connected, lambda: self.now, self.stamp)
+        self.common = {"dp0": {"step": 4, "groups": 2, "apart": []}}
+        self.telling = Telling("node-a", planned, sources, port, lambda: self.connected, lambda: self.now, self.stamp,
+                               lambda: self.common)
         self.glance = Glance(self.telling.board.fd)
 
     def look(self) -> Any:
@@ -61,6 +63,7 @@ def test_what_is_on_the_board(scene: Scene) -> None:
     told = scene.look()
     assert (told["node"], told["version"], told["started"], told["time"]) == ("node-a", __version__, START, START)
     assert told["unclaimed"] == {"unknown": 3} and told["connected"] == {"dp0": 2}
+    assert told["common"] == scene.common
     assert told["groups"][0]["name"] == "dp0" and told["events"][0]["event"] == "attached"
     assert told["captures"][0] == {"device": "af_packet:eth0", "received": 0, "bytes": 0, "last": 0.0, "streams": [0],
                                    "lost": dict.fromkeys(LOST, 0)}

@@ -54,5 +54,6 @@ def document(*events: tuple[str, dict[str, Any]], captures: tuple[str, ...] = ("
     ]
     body = tally(*events).document() | {
         "version": "9.9", "captures": ports, "unclaimed": {}, "connected": {"dp0": 4},
+        "common": {"dp0": {"step": 6, "groups": 3, "apart": ["dp2"]}},
     } | more
     return json.loads(json.dumps(body))
