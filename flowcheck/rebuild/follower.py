@@ -24,8 +24,8 @@ where a record brings checksums: the rings are drained meanwhile, and no other i
 ended. Its memory is free again once all of it was applied.
 
 One thread drives it, which waits for no worker while there is something in the rings. A node's threads may place for it
-(parser.placers). Memory: `arenas` iterations of gradients, a replica, and as many step records as iterations can be
-open.
+(parser.placers); then it looks every half millisecond, and leaves them the processors meanwhile. Memory: `arenas`
+iterations of gradients, a replica, and as many step records as iterations can be open.
 """
 
 from __future__ import annotations
