@@ -36,7 +36,6 @@ from flowcheck.learning.cli import (
 )
 from flowcheck.plan.cli import plan
 from flowcheck.switch.cli import switch
-from flowcheck.tables import screen
 
 __all__ = ["app", "main"]
 
@@ -109,7 +108,7 @@ def replay(
     options = ReplayOptions(
         captures, job, out, init, every, iterations, arenas, icrc, hints, nccl_log or [], gradients
     )
-    raise typer.Exit(run(options, screen()))
+    raise typer.Exit(run(options))
 
 
 @app.command()
@@ -139,7 +138,7 @@ def doctor(
     """Can this machine capture? Says what is wrong and which command fixes it; exit 0 ok, 1 warnings, 2 unusable."""
     from flowcheck.diagnose.doctor import Wanted, run
 
-    raise typer.Exit(run(Wanted(tuple(device or ()), path_mtu, memory, tuple(core or ())), as_json, screen()))
+    raise typer.Exit(run(Wanted(tuple(device or ()), path_mtu, memory, tuple(core or ())), as_json))
 
 
 @app.command()

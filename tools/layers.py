@@ -57,7 +57,7 @@ ROOMS: dict[str, set[str]] = {
     "rebuild": {*BASE, "job", "checkpoint"},
     "diagnose": {*BASE, "job", "rebuild"},
     "switch": {*BASE, "diagnose"},
-    "plan": BASE,
+    "plan": {*BASE, "checkpoint"},
     "learning": {*BASE, "job", "rebuild", "diagnose"},
     "offline": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "learning"},
     "node": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "control"},

@@ -35,6 +35,8 @@ NODE, FLOW, UPDATER = "tests/flowcheck/node", "tests/flowcheck", "tests/updater"
 # module -> the test files that have to notice a mistake in it. None of them needs root or DPDK.
 MODULES: dict[str, list[str]] = {
     "flowcheck/checkpoint/coding/code.py": [f"{FLOW}/checkpoint/coding/test_code.py"],
+    "flowcheck/checkpoint/coding/holders.py": [f"{FLOW}/checkpoint/coding/test_holders.py"],
+    "flowcheck/checkpoint/coding/shape.py": [f"{FLOW}/checkpoint/coding/test_shape.py"],
     "flowcheck/checkpoint/coding/parity.py": [f"{FLOW}/checkpoint/test_parity.py"],
     "flowcheck/rebuild/verdict.py": [f"{FLOW}/rebuild/test_verdict.py"],
     "flowcheck/rebuild/collector.py": [f"{FLOW}/rebuild/test_collector.py"],

@@ -29,14 +29,16 @@ from flowcheck.offline.session import ReplayOptions, ReplaySession
 from flowcheck.offline.summary import print_summary
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.replica import JobReplica
+from flowcheck.tables import screen
 
 __all__ = ["ReplayOptions", "replay", "run"]
 
 MOST_CAPTURES = 32  # ports that DPDK is compiled for
 
 
-def run(options: ReplayOptions, console: Console) -> int:
+def run(options: ReplayOptions, console: Console | None = None) -> int:
     """Replay and print the summary. Exit status 0 only if every iteration asked for is complete."""
+    console = screen() if console is None else console
     report, failure = replay(options, console)
     print_summary(report, console)
     console.print(f"report: {options.out / 'report.json'}", highlight=False, markup=False, soft_wrap=True)

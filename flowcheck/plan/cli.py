@@ -6,6 +6,7 @@ import typer
 
 from flowcheck.plan.capacity_cli import capacity
 from flowcheck.plan.goodput_cli import goodput
+from flowcheck.plan.holders_cli import holders
 from flowcheck.plan.loss_cli import loss
 from flowcheck.plan.report_cli import report
 from flowcheck.plan.verify_cli import verify
@@ -20,5 +21,6 @@ plan = typer.Typer(
 plan.command()(loss)
 plan.command()(capacity)
 plan.command()(goodput)
+plan.command()(holders)
 plan.command()(verify)
 plan.command()(report)

@@ -1,58 +1,20 @@
-"""Erasure code between nodes: which nodes hold data, what crosses the network, what survives.
+"""Erasure code between nodes: how much crosses the network, what survives.
 
-Source: ECCheck. n nodes = k data + m parity nodes of g workers each, W = n g workers; k divides W. Worker w has one
-packet. Data group j is workers [j W/k, (j+1) W/k); reduction group r is the workers j W/k + r. The printed volume is
-m W packets; counted by the paper's own rules it is more where a data group contains no whole node.
+Source: ECCheck. n nodes = k data + m parity nodes of g workers each, W = n g workers (flowcheck/checkpoint/coding/shape.py
+has who sends what). The printed volume is m W packets; counted by the paper's own rules it is more where a data group
+contains no whole node.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
+from flowcheck.checkpoint.coding.shape import Shape, data_nodes, moves
 from flowcheck.errors import UserError
 
 __all__ = [
-    "Shape", "cluster_survival", "coded_survival", "counted_volume", "data_nodes", "law_volume", "printed_volume",
-    "replicated_survival",
+    "cluster_survival", "coded_survival", "counted_volume", "law_volume", "printed_volume", "replicated_survival",
 ]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """nodes in all, data of them hold data (the others parity), workers on each node."""
-
-    nodes: int
-    data: int
-    workers: int
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.data < self.nodes:
-            raise UserError(f"{self.data} data nodes of {self.nodes}", where="data nodes",
-                            remedy="give at least one data node and one parity node")
-        if self.workers < 1 or (self.nodes * self.workers) % self.data:
-            raise UserError(f"{self.data} data nodes do not divide {self.nodes} x {self.workers} workers",
-                            where="data nodes", remedy="choose data nodes that divide the number of workers")
-
-    @property
-    def parity(self) -> int:
-        return self.nodes - self.data
-
-    @property
-    def group(self) -> int:
-        """Workers in a data group, W / k."""
-        return self.nodes * self.workers // self.data
-
-    def overlap(self, node: int, group: int) -> int:
-        """Workers of `node` that are in data group `group`."""
-        first = max(node * self.workers, group * self.group)
-        return max(0, min((node + 1) * self.workers, (group + 1) * self.group) - first)
-
-
-def data_nodes(shape: Shape) -> list[int]:
-    """For each data group the node that overlaps it most; ties: the lower number. Always different nodes."""
-    return [max(range(shape.nodes), key=lambda node: (shape.overlap(node, group), -node))
-            for group in range(shape.data)]
 
 
 def printed_volume(shape: Shape) -> int:
@@ -68,22 +30,8 @@ def law_volume(shape: Shape) -> int:
 
 
 def counted_volume(shape: Shape) -> int:
-    """The same, counted packet by packet by the paper's rules.
-
-    In each reduction group, per parity row, k results are combined into a target: k - 1 packets. The target is the
-    worker of the row's parity node if that has one in the group; otherwise the result then goes to the parity node.
-    Each data packet that is not on its group's data node goes there.
-    """
-    holders = data_nodes(shape)
-    parity = [node for node in range(shape.nodes) if node not in holders]
-    packets = 0
-    for reduction in range(shape.group):
-        members = [group * shape.group + reduction for group in range(shape.data)]
-        on_nodes = [worker // shape.workers for worker in members]
-        for node in parity:
-            packets += shape.data - 1 + (node not in on_nodes)
-        packets += sum(at != holders[group] for group, at in enumerate(on_nodes))
-    return packets
+    """The same, counted packet by packet by the paper's rules."""
+    return sum(1 for _ in moves(shape))
 
 
 # -- survival --------------------------------------------------------------------------------------------

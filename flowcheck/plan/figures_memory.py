@@ -6,18 +6,18 @@ import math
 import random
 from collections.abc import Iterator
 
+from flowcheck.checkpoint.coding.holders import Placement, place, ring
+from flowcheck.checkpoint.coding.shape import Shape, data_nodes
 from flowcheck.plan.coding import (
-    Shape,
     cluster_survival,
     coded_survival,
     counted_volume,
-    data_nodes,
     printed_volume,
     replicated_survival,
 )
 from flowcheck.plan.figures import Chance, Figure, chance
 from flowcheck.plan.partition import Link, partition
-from flowcheck.plan.placement import Placement, corollary_1, place, ring, survival, theorem_1_gap, union_bound
+from flowcheck.plan.placement import corollary_1, survival, theorem_1_gap, union_bound
 from flowcheck.plan.renewal import Rhythm, effective_share
 from flowcheck.plan.survival import days_at, node_survival, unprotected_survival, with_parity_survival
 

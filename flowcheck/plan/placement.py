@@ -1,98 +1,21 @@
-"""Replicas in other machines' memory: who keeps what, and the probability that every state still has a holder.
+"""Replicas in other machines' memory: the probability that every state still has a holder.
 
-Source: Gemini (SOSP'23): Algorithm 1, Theorem 1, Corollary 1. Corollary 1 is a union bound; the exact forms here count
-the sets of lost machines that take no holder set with them (each is a product of polynomials, one per block).
+Source: Gemini (SOSP'23): Theorem 1, Corollary 1. Corollary 1 is a union bound; the exact forms here count the sets of
+lost machines that take no holder set with them (each is a product of polynomials, one per block). Who keeps what, which
+is Algorithm 1: flowcheck/checkpoint/coding/holders.py.
 
-    place(16, 2)     Gemini: group if replicas divide machines, else mixed
-    ring(16, 2)      each machine's state on itself and on the next m - 1 of one ring
-    survival(placement, k)       exact; union_bound(placement, k) what the paper prints
+    survival(place(16, 2), k)       exact; union_bound(placement, k) what the paper prints
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from flowcheck.checkpoint.coding.holders import CodeGroup, Placement, check_replicas, place
 from flowcheck.errors import UserError
 
-__all__ = [
-    "Placement", "across_domains", "beyond_most", "corollary_1", "place", "ring", "survival", "theorem_1_gap",
-    "union_bound",
-]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """strategy: "group", "mixed" or "ring". holders[j]: the machines, numbered from 0, that keep machine j's state.
-
-    blocks: sizes of the groups in order of their machines, and whether a block is a ring (all machines of another block
-    keep each other's state).
-    """
-
-    strategy: str
-    replicas: int
-    holders: tuple[tuple[int, ...], ...]
-    blocks: tuple[tuple[int, bool], ...]
-
-    @property
-    def machines(self) -> int:
-        return len(self.holders)
-
-    def survives(self, lost: Collection[int]) -> bool:
-        """Has every machine's state a holder that is not lost?"""
-        gone = set(lost)
-        return all(not gone.issuperset(holders) for holders in self.holders)
-
-    def fatal_sets(self) -> set[frozenset[int]]:
-        """The smallest sets of machines whose loss takes somebody's state with it."""
-        return {frozenset(holders) for holders in self.holders}
-
-
-def _check(machines: int, replicas: int) -> None:
-    if machines < 1:
-        raise UserError(f"{machines} is not a number of machines", where="machines", remedy="give 1 or more")
-    if not 1 <= replicas <= machines:
-        raise UserError(f"{replicas} replicas do not fit {machines} machines", where="replicas",
-                        remedy="give at least 1 and at most as many replicas as there are machines")
-
-
-def _circle(members: Sequence[int], replicas: int) -> list[tuple[int, ...]]:
-    size = len(members)
-    return [tuple(members[(at + step) % size] for step in range(replicas)) for at in range(size)]
-
-
-def place(machines: int, replicas: int) -> Placement:
-    """Algorithm 1 of Gemini; `replicas` counts the local one. Raises UserError."""
-    _check(machines, replicas)
-    groups = machines // replicas
-    grouped = groups if machines % replicas == 0 else groups - 1
-    holders = [tuple(range(at * replicas, (at + 1) * replicas)) for at in range(grouped) for _ in range(replicas)]
-    blocks = [(replicas, False)] * grouped
-    rest = range(grouped * replicas, machines)
-    if rest:
-        holders += _circle(rest, replicas)
-        blocks.append((len(rest), True))
-    return Placement("mixed" if rest else "group", replicas, tuple(holders), tuple(blocks))
-
-
-def ring(machines: int, replicas: int) -> Placement:
-    """Every machine keeps its own state and that of the replicas - 1 before it. Raises UserError."""
-    _check(machines, replicas)
-    return Placement("ring", replicas, tuple(_circle(range(machines), replicas)), ((machines, True),))
-
-
-def across_domains(domains: Sequence[str], replicas: int) -> list[int]:
-    """The order of machines in which groups of `replicas` neighbours lie in different failure domains.
-
-    domains: the failure domain (leaf, rack) of each machine. Groups are taken at a stride through the machines sorted
-    by domain, so that no group has two machines of a domain, unless a domain has more machines than there are groups.
-    With a rest (replicas does not divide the machines) the last machines go into the last group, wherever they are.
-    """
-    by_domain = sorted(range(len(domains)), key=lambda machine: (domains[machine], machine))
-    groups = len(by_domain) // replicas
-    dealt = [by_domain[group + member * groups] for group in range(groups) for member in range(replicas)]
-    return dealt + by_domain[groups * replicas :]
+__all__ = ["beyond_most", "code_survival", "corollary_1", "survival", "theorem_1_gap", "union_bound"]
 
 
 # -- probabilities ---------------------------------------------------------------------------------------
@@ -161,7 +84,7 @@ def union_bound(placement: Placement, lost: int) -> float:
 
 def corollary_1(machines: int, replicas: int, lost: int) -> float:
     """Gemini's Corollary 1 as printed, for replicas that divide machines: max(0, 1 - N C(N-m,k-m) / (m C(N,k)))."""
-    _check(machines, replicas)
+    check_replicas(machines, replicas)
     _check_lost(machines, lost)
     if machines % replicas:
         raise UserError(f"{replicas} does not divide {machines}", where="replicas",
@@ -190,6 +113,18 @@ def beyond_most(machines: int, group: int, most: int, lost: int) -> float:
     one = [math.comb(group, i) for i in range(min(most, group, lost) + 1)]
     rest = [math.comb(machines % group, i) for i in range(min(machines % group, lost) + 1)]
     ways = _times(_power(one, machines // group, lost), rest, lost)
+    return ways[lost] / math.comb(machines, lost) if lost < len(ways) else 0.0
+
+
+def code_survival(groups: Sequence[CodeGroup], lost: int) -> float:
+    """Probability that no code group has more than its parity among `lost` machines lost at once, any of them alike.
+
+    Source: [x^k] of the product over groups of (sum over i <= parity of C(members, i) x^i) / C(N, k). Raises UserError.
+    """
+    machines, ways = sum(len(one.members) for one in groups), [1]
+    _check_lost(machines, lost)
+    for one in groups:
+        ways = _times(ways, [math.comb(len(one.members), i) for i in range(min(one.parity, lost) + 1)], lost)
     return ways[lost] / math.comb(machines, lost) if lost < len(ways) else 0.0
 
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from flowcheck.checkpoint.coding.holders import across_domains
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.plan.answer import need, need_at_most, need_positive, need_probability
 from flowcheck.plan.cluster import Cluster
-from flowcheck.plan.placement import across_domains
 from flowcheck.plan.renewal import Rhythm
 from flowcheck.plan.systems import Survives, System
 

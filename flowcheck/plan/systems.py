@@ -14,9 +14,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from flowcheck.checkpoint.coding.holders import Placement, place, ring
 from flowcheck.plan.answer import need
 from flowcheck.plan.cluster import DAY, Cluster, named
-from flowcheck.plan.placement import Placement, beyond_most, place, ring, survival
+from flowcheck.plan.placement import beyond_most, survival
 from flowcheck.plan.renewal import Rhythm, best_interval
 
 __all__ = ["System", "by_name", "grouped_survivor", "systems"]

@@ -27,6 +27,7 @@ from flowcheck.diagnose.doctor.host import (
     check_updating,
 )
 from flowcheck.diagnose.doctor.machine import Finding, Level, Machine, Wanted
+from flowcheck.tables import screen
 
 __all__ = ["Finding", "Machine", "Wanted", "examine", "run"]
 
@@ -44,8 +45,9 @@ def examine(wanted: Wanted, machine: Machine | None = None) -> list[Finding]:
     return [finding for check in CHECKS for finding in check(machine or Machine(), wanted)]
 
 
-def run(wanted: Wanted, as_json: bool, console: Console) -> int:
+def run(wanted: Wanted, as_json: bool, console: Console | None = None) -> int:
     """Prints the findings. Returns the exit status."""
+    console = screen() if console is None else console
     found = examine(wanted)
     worst: Level = max((f.level for f in found), key=lambda level: EXIT[level], default="ok")
     if as_json:

@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowcheck.checkpoint.coding.shape import Shape
 from flowcheck.errors import UserError
 from flowcheck.plan.coding import (
-    Shape,
     cluster_survival,
     coded_survival,
     counted_volume,
-    data_nodes,
     law_volume,
     printed_volume,
     replicated_survival,
@@ -22,11 +21,6 @@ SHAPES = [
     Shape(nodes, data, workers)
     for nodes in range(2, 13) for workers in range(1, 9) for data in range(1, nodes) if nodes * workers % data == 0
 ]
-
-
-def test_data_nodes_are_different_nodes() -> None:
-    for shape in SHAPES:
-        assert len(set(data_nodes(shape))) == shape.data, shape
 
 
 def test_volume_is_counted_by_the_law() -> None:

@@ -7,14 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowcheck.checkpoint.coding.holders import Placement, place, ring
 from flowcheck.errors import UserError
 from flowcheck.plan.placement import (
-    Placement,
-    across_domains,
     beyond_most,
     corollary_1,
-    place,
-    ring,
     survival,
     theorem_1_gap,
     union_bound,
@@ -116,19 +113,6 @@ def test_groups_that_bear_some(machines: int, group: int, most: int) -> None:
             for gone in sets
         )
         assert beyond_most(machines, group, most, lost) == pytest.approx(good / len(sets), abs=1e-12)
-
-
-@given(st.integers(1, 8), st.integers(1, 8), st.integers(2, 4))
-def test_groups_lie_across_leaves(leaves: int, per_leaf: int, replicas: int) -> None:
-    """No group has two machines of a leaf, wherever no leaf has more machines than there are groups."""
-    domains = [f"leaf{leaf}" for leaf in range(leaves) for _ in range(per_leaf)]
-    order = across_domains(domains, replicas)
-    assert sorted(order) == list(range(len(domains)))
-    groups = len(domains) // replicas
-    if per_leaf <= groups:
-        for at in range(groups):
-            members = [domains[machine] for machine in order[at * replicas : (at + 1) * replicas]]
-            assert len(set(members)) == replicas
 
 
 @pytest.mark.parametrize(
