@@ -37,6 +37,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/checkpoint/coding/code.py": [f"{FLOW}/checkpoint/coding/test_code.py"],
     "flowcheck/checkpoint/coding/holders.py": [f"{FLOW}/checkpoint/coding/test_holders.py"],
     "flowcheck/checkpoint/coding/shape.py": [f"{FLOW}/checkpoint/coding/test_shape.py"],
+    "flowcheck/checkpoint/copies.py": [f"{FLOW}/checkpoint/test_copies.py"],
     "flowcheck/checkpoint/coding/parity.py": [f"{FLOW}/checkpoint/test_parity.py"],
     "flowcheck/rebuild/verdict.py": [f"{FLOW}/rebuild/test_verdict.py"],
     "flowcheck/rebuild/collector.py": [f"{FLOW}/rebuild/test_collector.py"],
@@ -127,6 +128,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/node/listening.py": [f"{NODE}/test_listening.py", f"{NODE}/test_control_server.py"],
     "flowcheck/node/serving.py": [f"{NODE}/test_serving.py"],
     "flowcheck/node/store_shelf.py": [f"{NODE}/test_store_shelf.py"],
+    "flowcheck/node/copier.py": [f"{NODE}/test_copier.py"],
     "flowcheck/node/persisting.py": [f"{NODE}/test_persisting.py"],
     "flowcheck/checkpoint/store.py": [f"{FLOW}/checkpoint/test_store.py"],
     "flowcheck/checkpoint/objects.py": [f"{FLOW}/checkpoint/test_objects.py"],
@@ -159,7 +161,8 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/node/peers.py": [f"{NODE}/test_peers.py"],
     "flowcheck/node/shelf.py": [f"{NODE}/test_shelf.py"],
     "flowcheck/node/parts.py": [f"{NODE}/test_parts.py"],
-    "flowcheck/node/cli.py": [f"{NODE}/test_cli.py", f"{NODE}/test_cli_command.py"],
+    "flowcheck/node/cli.py": [f"{NODE}/test_cli_command.py"],
+    "flowcheck/node/service.py": [f"{NODE}/test_cli.py", f"{NODE}/test_cli_command.py"],
     "flowcheck/node/membership.py": [f"{NODE}/test_membership.py", f"{NODE}/test_group.py"],
     "flowcheck/node/standing.py": [
         f"{NODE}/test_{part}.py" for part in ("standing", "group", "group_ranges", "group_session")

@@ -1,7 +1,7 @@
 """Asking a node for versions: the client's side of its HTTP API, and the key that opens it.
 
     node = Node(("10.0.0.2", 7071), reader_key(token))
-    offers = node.offers()                           what it has: memory, disk and store, newest first
+    offers = node.offers()                           what it has: memory, copies, disk and store, newest first
     node.silent                                      of these, what did not say in time what it has
     version = node.version(offers[0])                the manifest; a version in memory stays as it is from here on
     tensors = node.tensors(offers[0], version, MODEL, into={})
@@ -38,11 +38,11 @@ from flowcheck.control.version import STATUSES, Version
 from flowcheck.errors import FlowcheckError, UserError
 
 __all__ = [
-    "DISK", "MEMORY", "STORE", "TIERS", "AskError", "Node", "Offer", "order_of", "reader_key", "spans", "split",
+    "COPY", "DISK", "MEMORY", "STORE", "TIERS", "AskError", "Node", "Offer", "order_of", "reader_key", "spans", "split",
 ]
 
-MEMORY, DISK, STORE = "memory", "disk", "store"
-TIERS = (MEMORY, DISK, STORE)  # of a node, the nearest first
+MEMORY, COPY, DISK, STORE = "memory", "copy", "disk", "store"
+TIERS = (MEMORY, COPY, DISK, STORE)  # of a node, the nearest first; a copy is of another node's version, in memory
 MOST_TEXT = 256 << 20  # a manifest has some 150 bytes per tensor
 SECONDS = 10.0  # without a byte
 RATE = 1e6  # bytes per second that an answer must have

@@ -23,7 +23,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from flowcheck.checkpoint.objects import open_store
-from flowcheck.control.ask import DISK, MEMORY, STORE
+from flowcheck.control.ask import COPY, DISK, MEMORY, STORE
 from flowcheck.control.tls import server_context
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.api import make_app
@@ -126,10 +126,13 @@ def main() -> int:
     os.nice(NICE)
     if said["cores"]:
         os.sched_setaffinity(0, said["cores"])
-    shelves: dict[str, Shelf] = {
-        MEMORY: MemoryShelf(Path(said["replicas"]), said["node"], reserved=said["reserved"]),
-        DISK: DiskShelf(Path(said["checkpoints"])),
-    }
+    shelves: dict[str, Shelf] = {}
+    if said["follows"]:
+        shelves[MEMORY] = MemoryShelf(Path(said["replicas"]), said["node"], reserved=said["reserved"])
+    if said["copies"]:
+        shelves[COPY] = DiskShelf(Path(said["copies"]), tier=COPY)
+    if said["follows"]:
+        shelves[DISK] = DiskShelf(Path(said["checkpoints"]))
     if store := said["store"]:
         shelves[STORE] = StoreShelf(store["url"], lambda: open_store(store["url"], store["options"]))
     settings = _Settings(said)

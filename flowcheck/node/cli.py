@@ -1,313 +1,48 @@
-"""`flowcheck-node --config node.toml`: settings, DPDK, control port, groups; until SIGTERM or Ctrl-C. With `--check`
-only what it would take.
+"""`flowcheck-node --config node.toml`: until SIGTERM or Ctrl-C. With `--check` only what it would take.
 
-Order of starting: settings -> DPDK and captures -> groups -> control port. Ending is the reverse: nobody new, then what
-is in the rings is judged and published, then captures and DPDK go. Exit 0 after an orderly end, else as in errors.py.
+What has a mirror port is a node (service.py), what has none holds copies (holder.py) and starts without DPDK. Exit 0
+after an orderly end, else as in errors.py.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import signal
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Protocol, Self
 
 import typer
-from rich.console import Console
 
-from dataplane.live import LiveSource, start_eal
-from dataplane.pydpdk.errors import DpdkError
 from flowcheck import __version__
-from flowcheck.checkpoint.objects import check_url
-from flowcheck.control.tls import client_context
-from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
-from flowcheck.node.budget import EXAMPLE_MBPS, Budget, ask, budget
-from flowcheck.node.captures import naming, plan_captures
-from flowcheck.node.common import Common
+from flowcheck.errors import FlowcheckError, InternalError
 from flowcheck.node.config import NodeConfig, load
-from flowcheck.node.control import ControlServer
-from flowcheck.node.drops import Drops
-from flowcheck.node.group import Group
-from flowcheck.node.neighbours import Neighbours
 from flowcheck.node.notify import Notify
-from flowcheck.node.output import Events, Hashes, Writer, check_places
-from flowcheck.node.port import Port
-from flowcheck.node.resync import wished
-from flowcheck.node.serving import Serving
-from flowcheck.node.shelf import Shelf
-from flowcheck.node.storing import Storing, check_store
-from flowcheck.node.telling import Telling
-from flowcheck.node.tokens import Access
-from flowcheck.rebuild.calibration import settle, settle_updates
-from flowcheck.tables import Column, print_table, screen
+from flowcheck.node.output import Events
 
-__all__ = ["Node", "main"]
-
-GROUP_NAME = r"[A-Za-z0-9_.]{0,32}"  # no hyphen: in the names of replica files it ends the group's name
+__all__ = ["main"]
 
 
-class Node:
-    """Everything of one process. `with Node(config, say) as node: node.wait()`."""
+class Service(Protocol):
+    """What runs until it is told to end. announce: say that it can be reached. last: what is done when it is told to
+    end."""
 
-    def __init__(self, config: NodeConfig, say: Callable[..., None]) -> None:
-        self.config, self._say = config, say
-        self._stopping = False  # no Event: a signal's handler may interrupt its very lock
-        self._lock = threading.Lock()
-        self._groups: dict[str, Group] = {}
-        self._started = False  # with the first group
-        self._access = access = _check_files(config, self._say_now)
-        self._reload = False
-        self._notify = Notify()
-        planned = plan_captures(config)
-        with ExitStack() as undo:
-            eal = undo.enter_context(start_eal(*(one.live for one in planned), huge=config.huge))
-            say("placing", text=str(settle(max(one.live.path_mtu or 1024 for one in planned), eal.huge)))
-            say("updating", text=str(settle_updates()))
-            self._captures: list[LiveSource] = []
-            for one in planned:
-                with naming(one):
-                    self._captures.append(undo.enter_context(LiveSource(eal, one.live)))
-            self._planned = planned
-            self._port = Port(planned, self._captures)
-            self._telling: Telling | None = None
-            self._common = Common(config.name, config.common.seconds, config.replica.slots, self._say_now)
-            if config.api is not None:
-                self._telling = undo.enter_context(closing(Telling(
-                    config.name, planned, self._captures, self._port, self._connected, common=self._common.document)))
-                say = self._say = self._telling.tally.beside(say)
-            self._drops = [Drops(one, partial(self._port.drops_of, i), say) for i, one in enumerate(planned)]
-            path = config.output.keep_hashes
-            self._hashes = undo.enter_context(closing(Hashes(path))) if path else None
-            self._writer = undo.enter_context(closing(Writer(say, config.output.every)))
-            undo.callback(self._stop_groups)
-            for name in self._left_behind():
-                self._group(name)
-            self.control = undo.enter_context(closing(ControlServer(
-                config.control.address, access.of, config.control.connections, self._group, say, self._shelf,
-                wished(config.replica), lambda: access.tls, self._common.hear,
-            )))
-            tls = client_context(config.tls.ca) if config.tls is not None and config.common.nodes else None
-            neighbours = undo.enter_context(closing(Neighbours(
-                config.common.addresses, partial(config.token, "peer"), self._common, say, tls)))
-            self._serving: Serving | None = None
-            if self._telling is not None:
-                self._telling.look()
-                self._serving = undo.enter_context(closing(Serving(config, access.keys, say, self._telling.board.fd)))
-            self._storing = undo.enter_context(closing(Storing(config, say))) if config.store else None
-            self.control.start()
-            neighbours.start()
-            self._undo = undo.pop_all()
+    last: str
 
-    @property
-    def api(self) -> str | None:
-        """Where versions are served, if they are."""
-        return self._serving.address if self._serving is not None else None
+    def announce(self, say: Callable[..., None]) -> None: ...
 
-    def _say_now(self, event: str, **fields: object) -> None:
-        self._say(event, **fields)
+    def wait(self) -> None: ...
 
-    def _connected(self) -> dict[str, int]:
-        """Ranks that are, by group."""
-        return {name: len(group.members) for name, group in list(self._groups.items())}
+    def stop(self) -> None: ...
 
-    def _left_behind(self) -> list[str]:
-        """Groups whose replicas an earlier process of this name left."""
-        pattern = re.compile(rf"flowcheck-{re.escape(self.config.name)}-({GROUP_NAME})-[0-9]+\.replica")
-        found = map(pattern.fullmatch, (path.name for path in self.config.replica.directory.glob("*.replica")))
-        return sorted({match[1] for match in found if match})[: self.config.groups]
+    def reload(self) -> None: ...
 
-    def _group(self, name: str) -> Group | str:
-        if not re.fullmatch(GROUP_NAME, name):
-            return "the name of a group has letters, digits, _ and ."
-        with self._lock:
-            if name in self._groups:
-                return self._groups[name]
-            if len(self._groups) == self.config.groups:
-                idle = [key for key, group in self._groups.items() if not group.members and group.plan is None]
-                if not idle:
-                    return f"{len(self._groups)} groups are attached, this node has room for no more"
-                self._groups.pop(idle[0]).stop()
-            if not self._started:
-                self._start()
-            port = self._port
-            group = Group(name, self.config, port.queues, port.placers, port, self._say, self._writer, self._hashes,
-                          self._common)
-            group.start()
-            self._groups[name] = group
-            return group
+    def __enter__(self) -> Self: ...
 
-    def _shelf(self, name: str) -> Shelf | None:
-        with self._lock:
-            group = self._groups.get(name)
-        return group.peering.shelf if group is not None and self.config.replica.peers else None
-
-    def _start(self) -> None:
-        """Receive and place. Raises EnvironmentProblem, DpdkError."""
-        try:
-            self._port.placers.start()
-        except OSError as error:
-            raise EnvironmentProblem(
-                f"a placing thread cannot be pinned: {error.strerror}", where="capture.place_cores",
-                remedy="cores that this process may use, or none",
-            ) from None
-        for one, capture in zip(self._planned, self._captures, strict=True):
-            with naming(one):
-                capture.start()
-        self._started = True
-
-    def wait(self) -> None:
-        """Until `stop`, until a group's thread has died of a fault of ours, or a capture cannot go on (its interface is
-        gone)."""
-        while not self._stopping:
-            time.sleep(0.1)
-            for drops in self._drops:
-                drops.look()
-            if self._started:
-                self._check_captures()
-            if self._serving is not None and self._telling is not None:
-                self._telling.look()
-                self._serving.look()
-            if self._storing is not None:
-                self._storing.look()
-            self._common.look()
-            failed = next((g.failure for g in self._groups.values() if g.failure is not None), None)
-            if failed is not None:
-                raise failed
-            self._look_at_access()
-            self._notify.alive()
-
-    def _look_at_access(self) -> None:
-        at_once, self._reload = self._reload, False
-        if self._access.look(at_once) and self._serving is not None:
-            self._serving.tell(self._access.keys)
-
-    def _check_captures(self) -> None:
-        for one, capture in zip(self._planned, self._captures, strict=True):
-            with naming(one):
-                if capture.error is not None:
-                    raise capture.error
-
-    def stop(self) -> None:
-        self._stopping = True
-
-    def reload(self) -> None:
-        """Tokens and certificate, soon; also from a signal's handler."""
-        self._reload = True
-
-    def _stop_groups(self) -> None:
-        for group in self._groups.values():
-            group.stop()
-        self._port.placers.stop()
-        for capture in self._captures:
-            capture.stop()
-        for capture in self._captures:
-            self._say("capture", text=capture.summary())
-
-    def close(self) -> None:
-        self._undo.close()
-
-    def __enter__(self) -> Node:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _check_files(config: NodeConfig, say: Callable[..., None]) -> Access:
-    """Who may come in. Raises UserError or EnvironmentProblem for a file that is not there or cannot be made."""
-    access = Access(config, say)
-    if config.tls is not None and (config.replica.peers or config.common.nodes):
-        client_context(config.tls.ca)
-    if not os.access(config.replica.directory, os.W_OK | os.X_OK):  # a job would find out when it is too late
-        raise EnvironmentProblem(
-            "replica files cannot be made there", where=f"replica.directory {config.replica.directory}",
-            remedy="an existing directory on tmpfs or hugetlbfs that the node may write to",
-        )
-    check_places(config.output)
-    if config.store is not None:
-        check_url(config.store.url)
-    return access
-
-
-def check(config: NodeConfig, as_json: bool) -> None:
-    """Print what the node would take. Raises the first of what cannot hold, after all of it was printed."""
-    _check_files(config, lambda *_, **__: None)
-    planned = plan_captures(config)
-    made = budget(config, planned, ask(config, planned))
-    if as_json:
-        typer.echo(json.dumps(asdict(made) | {"problems": [str(problem) for problem in made.problems]}))
-    else:
-        _show(made, screen())
-    problems = list(made.problems)
-    if config.store is not None:
-        try:
-            check_store(config)
-        except FlowcheckError as error:
-            problems.append(error)
-    for problem in problems[1:]:
-        print(f"flowcheck-node: error: {problem.message()}", file=sys.stderr)
-    if problems:
-        raise problems[0]
-
-
-def _show(made: Budget, console: Console) -> None:
-    mb = [Column("device", folds=True), Column("NUMA node", number=True), Column("dump"), Column("queues", number=True),
-          Column("packets per ring", number=True), Column("buffers MB", number=True), Column("rings MB", number=True),
-          Column("in the kernel MB", number=True)]
-    rows = [
-        [one.device, str(one.node) if one.node >= 0 else "-", one.dump, str(one.queues), f"{one.ring_packets:,}",
-         _mb(one.buffers), _mb(one.rings), _mb(one.kernel)] for one in made.captures
-    ]
-    print_table(console, mb, rows, "Captures")
-    rows = [
-        [one.device, f"{one.mbps / 1000:g}" if one.mbps > 0 else f"unknown; as an example {EXAMPLE_MBPS // 1000}",
-         f"{one.pause_ms:.1f}", ", ".join(one.engines) or "-"] for one in made.captures
-    ]
-    pause = [Column("device", folds=True), Column("link Gb/s", number=True, folds=True),
-             Column("longest pause ms", number=True), Column("DMA engines", folds=True)]
-    print_table(console, pause, rows, "A ring bears, if full packets of the whole link come to one queue")
-    kind = "huge pages" if made.huge else "ordinary memory"
-    print_table(console, [Column("memory"), Column("MB", number=True)], [
-        [f"captures, in {kind}", _mb(made.dpdk)], ["captures, in the kernel", _mb(made.kernel)],
-        ["replicas and gradients of all groups, at most", _mb(made.replicas)],
-        *([["answers of peers and to them, at most", _mb(made.peers)]] if made.peers else []),
-        ["free huge pages", _mb(made.huge_free)], ["available ordinary memory", _mb(made.available)],
-    ])
-    threads = [Column("threads", folds=True), Column("how many", number=True), Column("core", number=True)]
-    print_table(console, threads, [
-        [one.name, str(one.count), "any" if one.core is None else str(one.core)] for one in made.threads
-    ])
-    left = ", ".join(map(str, made.left)) or "none"
-    console.print(f"cores that no thread is pinned to: {left}", highlight=False, markup=False)
-    for note in made.notes:
-        console.print(f"note: {note}", highlight=False, markup=False)
-
-
-def _mb(size: int) -> str:
-    """Rounded up: what is taken is never less than what is shown."""
-    return f"{-(-size >> 20):,}"
-
-
-@contextmanager
-def _dpdk_errors() -> Iterator[None]:
-    try:
-        yield
-    except DpdkError as error:
-        raise EnvironmentProblem(error.what, remedy=error.remedy) from None
-    except ValueError as error:
-        if isinstance(error, FlowcheckError):
-            raise
-        raise UserError(str(error), where="capture", remedy="docs/use/node.md has every key") from None
+    def __exit__(self, *_: object) -> None: ...
 
 
 def _version(asked: bool) -> None:
@@ -336,31 +71,51 @@ def run(
         settings = settings.model_copy(
             update={"output": settings.output.model_copy(update={"keep_hashes": keep_hashes})}
         )
-    if check_only:
-        with _dpdk_errors():
-            check(settings, as_json)
-        return
-    say = Events(as_json, settings.output.status_file)
     try:
-        with _dpdk_errors(), Node(settings, say) as node:
-            came: list[int] = []
-
-            def stop(number: int, _: object) -> None:
-                came.append(number)
-                node.stop()
-
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, stop)
-            signal.signal(signal.SIGHUP, lambda *_: node.reload())
-            say("listening", control=node.control.address, groups=settings.groups, api=node.api)
-            Notify().ready()
-            node.wait()
-            why = signal.Signals(came[0]).name if came else "asked to"
-            Notify().stopping()
-            say("stopping", why=f"{why}: what is in the rings is judged and published first")
+        _begin(settings, as_json, check_only)
     except KeyboardInterrupt:
         print("flowcheck-node: interrupted before it was listening; nothing is left behind", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+def _begin(settings: NodeConfig, as_json: bool, check_only: bool) -> None:
+    if not settings.capture:
+        from flowcheck.node import holder
+
+        if check_only:
+            holder.check(settings, as_json)
+        else:
+            _serve(nullcontext(), partial(holder.Holder, settings), settings, as_json)
+        return
+    from flowcheck.node import service  # not before it is known that there is a port: it needs DPDK
+
+    if check_only:
+        with service.dpdk_errors():
+            service.check(settings, as_json)
+    else:
+        _serve(service.dpdk_errors(), partial(service.Node, settings), settings, as_json)
+
+
+def _serve(
+    errors: AbstractContextManager[None], make: Callable[[Events], Service], settings: NodeConfig, as_json: bool
+) -> None:
+    say = Events(as_json, settings.output.status_file)
+    with errors, make(say) as node:
+        came: list[int] = []
+
+        def stop(number: int, _: object) -> None:
+            came.append(number)
+            node.stop()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
+        signal.signal(signal.SIGHUP, lambda *_: node.reload())
+        node.announce(say)
+        Notify().ready()
+        node.wait()
+        why = signal.Signals(came[0]).name if came else "asked to"
+        Notify().stopping()
+        say("stopping", why=f"{why}: {node.last}")
     say("stopped")
 
 

@@ -18,12 +18,13 @@ from flowcheck.control.protocol import PEER_SECONDS, token_bytes
 from flowcheck.control.tls import SYSTEM
 from flowcheck.errors import EnvironmentProblem, UserError
 
-__all__ = ["Api", "Capture", "CommonStep", "Control", "NodeConfig", "Output", "ReplicaSettings", "Store", "Tls",
-           "TokenFiles", "load", "position", "read_tokens"]
+__all__ = ["Api", "Capture", "CommonStep", "Control", "NodeConfig", "Output", "Protect", "ReplicaSettings", "Store",
+           "Tls", "TokenFiles", "load", "position", "read_tokens"]
 
 MOST_BYTES = 1 << 20
 LARGEST_RING = 1 << 24
 MOST_STREAMS = 64  # queues of all captures: streams that one state machine follows (parser/include/machine.h)
+NOWHERE = "127.0.0.1:0"  # of a node that nobody speaks to
 AUTO = ("auto",)
 MOST_TOKENS = 2  # of a role
 SKELETON = "dma_skeleton"  # each time it is named, another engine is meant
@@ -262,12 +263,32 @@ class Store(_Part):
         return self
 
 
+class Protect(_Part):
+    """copies: HOST:PORT of the `api.listen` of nodes whose versions this one keeps copies of. every: of each K-th step.
+    keep: whole copies of a group; one more while the next comes. directory: for them, on tmpfs; left out: that of the
+    replicas. memory_mb: most that all copies may take. seconds: between two looks at a node."""
+
+    copies: Annotated[tuple[str, ...], Field(min_length=1, max_length=64)]
+    every: Annotated[int, Field(ge=1, le=1 << 30)] = 1
+    keep: Annotated[int, Field(ge=1, le=16)] = 2
+    directory: Path | None = None
+    memory_mb: Annotated[int, Field(ge=1)] = 65536
+    seconds: Annotated[float, Field(ge=0.05, le=3600)] = 0.5
+
+    _addresses = field_validator("copies")(_other_nodes)
+
+    @property
+    def addresses(self) -> list[tuple[str, int]]:
+        return [_host_and_port(text) for text in self.copies]
+
+
 class NodeConfig(_Part):
-    """capture: mirror ports; in the file a table, or a list of tables. groups: jobs at once. record_seconds: how long a
-    complete iteration waits for its step record."""
+    """capture: mirror ports; in the file a table, or a list of tables; none: a holder of copies, without DPDK. groups:
+    jobs at once. record_seconds: how long a complete iteration waits for its step record."""
 
     control: Control
     capture: tuple[Capture, ...]
+    protect: Protect | None = None
     replica: ReplicaSettings = ReplicaSettings()
     output: Output = Output()
     common: CommonStep = CommonStep()
@@ -278,6 +299,14 @@ class NodeConfig(_Part):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,32}$")] = "node"
     groups: Annotated[int, Field(ge=1, le=8)] = 1
     record_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _holder(cls, data: Any) -> Any:
+        """A holder of copies has neither captures nor trainers."""
+        if isinstance(data, Mapping) and "protect" in data and "capture" not in data:
+            return {"control": Control(listen=NOWHERE), **data, "capture": ()}
+        return data
 
     @field_validator("capture", mode="before")
     @classmethod
@@ -320,6 +349,19 @@ class NodeConfig(_Part):
         return self
 
     @model_validator(mode="after")
+    def _held(self) -> Self:
+        if self.capture:
+            return self
+        if self.api is None:
+            raise _wrong("api", "is missing: without it nobody could have the copies that this node holds")
+        given: list[str] = [key for key in ("replica", "common", "store") if key in self.model_fields_set]
+        if self.control.listen != NOWHERE:
+            given.insert(0, "control")
+        if given:
+            raise _wrong(given[0], "is for a node that follows jobs, and this one has no [capture]")
+        return self
+
+    @model_validator(mode="after")
     def _near(self) -> Self:
         for table, part in (("control", self.control), ("api", self.api)):
             if part is None or part.insecure or self.tls is not None or _is_loopback(part.address[0]):
@@ -330,8 +372,10 @@ class NodeConfig(_Part):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        if "trainer" not in self.token_files:
+        if self.capture and "trainer" not in self.token_files:
             raise _wrong("control.token_file", "is missing: without a token of trainers there is nobody to follow")
+        if self.protect is not None and "reader" not in self.token_files:
+            raise _wrong("tokens.reader", "is missing, and protect.copies names nodes that ask for one")
         for key, nodes in (("replica.peers", self.replica.peers), ("common.nodes", self.common.nodes)):
             if nodes and "peer" not in self.token_files:
                 raise _wrong("tokens.peer", f"is missing, and {key} names nodes that ask for one")
@@ -352,6 +396,18 @@ class NodeConfig(_Part):
     @property
     def huge(self) -> bool | None:
         return next((capture.huge for capture in self.capture if capture.huge is not None), None)
+
+    @property
+    def pinned(self) -> set[int]:
+        """Cores that a capture has for itself."""
+        return {core for one in self.capture for core in (*one.cores, *one.place_cores)}
+
+    @property
+    def copies(self) -> Path | None:
+        """Where copies of other nodes' versions lie, if any are kept."""
+        if self.protect is None:
+            return None
+        return (self.protect.directory or self.replica.directory) / f"flowcheck-{self.name}.copies"
 
     def table(self, index: int) -> str:
         """What errors and events call a capture's table in the settings."""

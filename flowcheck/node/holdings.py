@@ -322,11 +322,11 @@ class MemoryShelf(Shelf):
 
 class DiskShelf(Shelf):
     """directory: `output.directory` of the node: DIR/RUN/epoch-E/step-N, with the group's folder before the run's if
-    it has a name."""
+    it has a name. tier: or COPY: copies of other nodes' versions, with the folder of their source before the run's."""
 
-    def __init__(self, directory: Path, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, directory: Path, now: Callable[[], float] = time.monotonic, tier: str = DISK) -> None:
         super().__init__(now)
-        self._directory = directory
+        self._directory, self._tier = directory, tier
         self._steps: dict[tuple[Path, int], Offer | None] = {}  # a directory that is whole stays as it is
 
     def look(self) -> list[Holding]:
@@ -335,7 +335,7 @@ class DiskShelf(Shelf):
             for path in self._directory.glob(depth):
                 if inode := _inode(path):
                     key = path, inode
-                    seen[key] = self._steps[key] if key in self._steps else _offered(path, inode)
+                    seen[key] = self._steps[key] if key in self._steps else _offered(path, inode, self._tier)
         self._steps = seen
         return _sorted(Holding(offer, *key) for key, offer in seen.items() if offer is not None)
 
@@ -377,14 +377,14 @@ def _files(version: PinnedVersion) -> dict[str, dict[str, torch.Tensor]]:
     return {MODEL: version.parameters, OPTIMIZER: state}
 
 
-def _offered(path: Path, inode: int) -> Offer | None:
+def _offered(path: Path, inode: int, tier: str) -> Offer | None:
     """What a step's directory says of itself; None: it cannot be used."""
     try:
         document: dict[str, Any] = read_step_manifest(path)
         version = Version.of(document, str(path))
     except UserError:
         return None
-    return Offer(id_of(DISK, path, inode, version.step), DISK, version.run_id, version.epoch, version.step,
+    return Offer(id_of(tier, path, inode, version.step), tier, version.run_id, version.epoch, version.step,
                  version.shard, version.status, version.nbytes, spans(users_of(document)))
 
 

@@ -40,14 +40,14 @@ class Serving:
     ) -> None:
         assert config.api is not None
         self._say, self._board = say, board
-        pinned = {core for one in config.capture for core in (*one.cores, *one.place_cores)}
         if isinstance(keys, bytes):
             keys = keys_of(dict.fromkeys(HTTP_ROLES, (keys,)), False)
         tls = [str(config.tls.cert), str(config.tls.key)] if config.tls is not None else None
         self._settings: dict[str, Any] = {
             "keys": dict(keys), "tls": tls, "node": config.name, "replicas": str(config.replica.directory),
-            "checkpoints": str(config.output.directory), "cores": sorted(os.sched_getaffinity(0) - pinned),
-            "reserved": int(config.store is not None),
+            "checkpoints": str(config.output.directory), "cores": sorted(os.sched_getaffinity(0) - config.pinned),
+            "reserved": int(config.store is not None), "follows": bool(config.capture),
+            "copies": str(config.copies) if config.copies is not None else None,
             "store": config.store.model_dump(include={"url", "options"}) if config.store is not None else None,
         }
         self._socket, self.address = listen(config.api.address, "api.listen", BACKLOG)

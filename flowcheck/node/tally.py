@@ -37,7 +37,9 @@ CONDITIONS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "lost": (frozenset({"lost"}), frozenset({"patched", "state", "attached", "end"})),
 }
 # Events that say nothing that somebody would have to read.
-QUIET = frozenset({"iteration", "times", "placing", "updating", "written", "stored", "peers", "ranges", "capture"})
+QUIET = frozenset({
+    "iteration", "times", "placing", "updating", "written", "stored", "copied", "peers", "ranges", "capture",
+})
 
 
 @dataclass

@@ -13,13 +13,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flowcheck import __version__
 from flowcheck.node.board import Board
-from flowcheck.node.captures import PlannedCapture
-from flowcheck.node.port import Port
 from flowcheck.node.tally import EVENTS, ROWS, Tally
+
+if TYPE_CHECKING:  # what has no port runs without DPDK
+    from flowcheck.node.captures import PlannedCapture
+    from flowcheck.node.port import Port
 
 __all__ = ["LOST", "Telling"]
 
@@ -29,11 +31,12 @@ LOST = ("ring_full", "oversize", "bad_checksum", "unfinished", "nic_missed", "er
 
 
 class Telling:
-    """name: the node's. planned, sources: captures, as of Port. connected(): ranks that are connected, by group. now: a
-    clock that never goes back. stamp: seconds since 1970. common(): as of Common.document."""
+    """name: the node's. planned, sources: captures, as of Port. port: None: there are none. connected(): ranks that are
+    connected, by group. now: a clock that never goes back. stamp: seconds since 1970. common(): as of Common.document.
+    """
 
     def __init__(
-        self, name: str, planned: Sequence[PlannedCapture], sources: Sequence[Any], port: Port,
+        self, name: str, planned: Sequence[PlannedCapture], sources: Sequence[Any], port: Port | None,
         connected: Callable[[], Mapping[str, int]], now: Callable[[], float] = time.monotonic,
         stamp: Callable[[], float] = time.time, common: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
@@ -53,7 +56,7 @@ class Telling:
         self._next = now + EVERY_SECONDS
         more = {
             "version": __version__, "captures": [self._capture(i) for i in range(len(self._planned))],
-            "unclaimed": self._port.unclaimed, "connected": dict(self._connected()),
+            "unclaimed": self._port.unclaimed if self._port is not None else 0, "connected": dict(self._connected()),
             "common": dict(self._common()),
         }
         rows, events = ROWS, EVENTS

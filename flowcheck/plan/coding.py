@@ -1,8 +1,8 @@
 """Erasure code between nodes: how much crosses the network, what survives.
 
-Source: ECCheck. n nodes = k data + m parity nodes of g workers each, W = n g workers (flowcheck/checkpoint/coding/shape.py
-has who sends what). The printed volume is m W packets; counted by the paper's own rules it is more where a data group
-contains no whole node.
+Source: ECCheck. n nodes = k data + m parity nodes of g workers each, W = n g workers; who sends what:
+flowcheck/checkpoint/coding/shape.py. The printed volume is m W packets; counted by the paper's own rules it is more
+where a data group contains no whole node.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     sites = read_sites("holders.toml")
     answer(sites, replicas=2)             copies; or code=(2, 2): parity
 
-The placement is the product's own (flowcheck/checkpoint/coding/holders.py), the probabilities are those of placement.py.
+The placement is the product's own (flowcheck/checkpoint/coding/holders.py), the probabilities are placement.py's.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ def read_sites(path: Path) -> list[Site]:
     except FileNotFoundError:
         raise UserError("is not there", where=str(path), remedy=FORM) from None
     except OSError as error:
-        raise EnvironmentProblem(f"cannot be read: {error.strerror}", where=str(path), remedy="a readable file") from None
+        raise EnvironmentProblem(f"cannot be read: {error.strerror}", where=str(path), remedy="a readable file"
+                                 ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"is not TOML: {error}", where=str(path), remedy=FORM) from None
-    need(isinstance(listed, list) and all(isinstance(one, dict) for one in listed), "has no [[holder]]", str(path), FORM)
+    listed = listed if isinstance(listed, list) and all(isinstance(one, dict) for one in listed) else []
+    need(bool(listed), "has no [[holder]]", str(path), FORM)
     sites = []
-    for at, one in enumerate(listed or []):
+    for at, one in enumerate(listed):
         where = f"{path}: holder[{at}]"
         for key, value in one.items():
             need(key in LABELS, f"{key} is not a key", where, f"one of {', '.join(LABELS)}")
@@ -89,8 +91,8 @@ def answer(sites: Sequence[Site], replicas: int = 0, code: tuple[int, int] | Non
         grids.append(Grid("leaves", "Every set of leaves", LEAVES, tried))
     one_leaf = bool(tried) and bool(tried[0][2])
     shared = together(sets, sites) if code is None else []
-    notes = [f"{', '.join(names[one] for one in members)} need each other, and two of them are in one leaf: it has more "
-             "holders than any groups of these sizes can keep apart" for members in shared[:5]]
+    notes = [f"{', '.join(names[one] for one in members)} need each other, and two of them are in one leaf: it has "
+             "more holders than any groups of these sizes can keep apart" for members in shared[:5]]
     verdict = "No leaf is known, so any two holders may be lost together." if not leaves else (
         f"The loss of one of {len(leaves)} leaves takes somebody's state: {tried[0][2]} of them do." if one_leaf else
         f"Any one of {len(leaves)} leaves may be lost.")

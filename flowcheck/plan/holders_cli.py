@@ -15,7 +15,7 @@ __all__ = ["holders"]
 
 
 def holders(
-    members: Annotated[Path, typer.Argument(help="TOML: [[holder]] with name, host, leaf, rack (docs/use/protect.md).")],
+    members: Annotated[Path, typer.Argument(help="TOML: [[holder]] with name, host, leaf, rack.")],
     replicas: Annotated[
         int | None, typer.Option("--replicas", help="Copies of each state; the local one counts. Default: 2.")
     ] = None,

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from flowcheck.errors import UserError
 
 __all__ = [
-    "CodeGroup", "Placement", "Site", "across_domains", "check_replicas", "code_groups", "place", "place_across", "ring",
-    "spread", "together",
+    "CodeGroup", "Placement", "Site", "across_domains", "check_replicas", "code_groups", "place", "place_across",
+    "ring", "spread", "together",
 ]
 
 

@@ -94,8 +94,8 @@ def moves(shape: Shape) -> Iterator[Move]:
     """All packets that cross between workers for one checkpoint, by XOR reduction.
 
     In each reduction group, for each parity row, k multiples are added up at a target: the worker of the row's parity
-    node if that has one in the group. Otherwise it is member i for k = m, i floor(k/m) for k > m, i mod k for k < m, and
-    the sum goes on to the parity node. Each data packet that is not on its group's data node goes there.
+    node if that has one in the group. Otherwise it is member i for k = m, i floor(k/m) for k > m, i mod k for k < m,
+    and the sum goes on to the parity node. Each data packet that is not on its group's data node goes there.
     """
     holders, rows = data_nodes(shape), parity_nodes(shape)
     for reduction in range(shape.group):

@@ -91,9 +91,9 @@ def lan() -> Iterator[Lan]:
 
 
 class NodeProcess:
-    """`flowcheck-node` and what it says."""
+    """`flowcheck-node` and what it says. began: the event that says that it can be reached."""
 
-    def __init__(self, folder: Path, settings: str) -> None:
+    def __init__(self, folder: Path, settings: str, began: str = "listening") -> None:
         self.folder = folder
         (folder / "token").write_bytes(TOKEN)
         (folder / "node.toml").write_text(settings)
@@ -107,11 +107,11 @@ class NodeProcess:
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
         try:
-            listening = self.wait("listening")
+            listening = self.wait(began)
         except BaseException:
             self.close()
             raise
-        host, _, port = listening["control"].rpartition(":")
+        host, _, port = listening.get("control", ":0").rpartition(":")
         self.address = (host, int(port))
 
     def _read(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowcheck.node import cli
+from flowcheck.node import service
 from flowcheck.node.drops import OWN
 
 from ..memory_ring import MemoryRing
@@ -131,7 +131,7 @@ class NotedGroup:
 
 
 def put_in(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(cli, "start_eal", world.start_eal)
-    monkeypatch.setattr(cli, "LiveSource", world.source)
-    monkeypatch.setattr(cli, "Group", world.group)
+    monkeypatch.setattr(service, "start_eal", world.start_eal)
+    monkeypatch.setattr(service, "LiveSource", world.source)
+    monkeypatch.setattr(service, "Group", world.group)
     return world

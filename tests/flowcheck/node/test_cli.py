@@ -26,7 +26,7 @@ from dataplane.pydpdk.errors import DpdkError
 from flowcheck.control.ask import reader_key
 from flowcheck.control.protocol import Link, RecordsError, Refused, Wanted, greet
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.node import cli
+from flowcheck.node import service
 from flowcheck.node.board import Glance
 from flowcheck.node.config import NodeConfig
 
@@ -52,16 +52,16 @@ def settings(folder: Path, **parts: dict[str, Any] | Any) -> dict[str, Any]:
     return data
 
 
-Begin = Callable[..., cli.Node]
+Begin = Callable[..., service.Node]
 
 
 @pytest.fixture
 def begin(world: World, tmp_path: Path) -> Iterator[Begin]:
     """begin(**settings) -> a node that is open until the test ends."""
-    made: list[cli.Node] = []
+    made: list[service.Node] = []
 
-    def start(**parts: Any) -> cli.Node:
-        made.append(cli.Node(NodeConfig.model_validate(settings(tmp_path, **parts)), world.say))  # type: ignore
+    def start(**parts: Any) -> service.Node:
+        made.append(service.Node(NodeConfig.model_validate(settings(tmp_path, **parts)), world.say))  # type: ignore
         return made[-1]
 
     yield start
@@ -448,7 +448,7 @@ def test_the_capture_that_drops_is_the_one_that_is_named(
         node._stopping = bool(world.counters)
         world.counters["ring"] = {"no_mbuf": 4}
 
-    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(service, "time", SimpleNamespace(sleep=sleep))
     node.wait()
     ((event, fields),) = world.said
     assert (event, fields["port"], fields["drops"]) == ("dropped", "ring", {"no_mbuf": 4})
@@ -478,7 +478,7 @@ def test_a_node_waits_until_it_is_stopped(begin: Begin, monkeypatch: pytest.Monk
         if len(naps) == 3:
             node.stop()
 
-    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(service, "time", SimpleNamespace(sleep=sleep))
     node.wait()
     assert naps == [0.1, 0.1, 0.1]
 
@@ -492,7 +492,7 @@ def test_drops_of_the_node_itself_are_named_while_it_runs(
         node._stopping = bool(world.counters)
         world.counters["af_packet:lo"] = {"ring_full": 3}
 
-    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(service, "time", SimpleNamespace(sleep=sleep))
     node.wait()
     ((event, fields),) = world.said
     assert (event, fields["port"], fields["drops"]) == ("dropped", "af_packet:lo", {"ring_full": 3})
@@ -513,7 +513,7 @@ def test_a_capture_that_cannot_go_on_ends_the_wait(
 ) -> None:
     node = begin()
     world.errors["af_packet:lo"] = DpdkError(0, "the interface is gone", "")
-    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=lambda seconds: node.stop()))
+    monkeypatch.setattr(service, "time", SimpleNamespace(sleep=lambda seconds: node.stop()))
     node.wait()  # it has not started yet
     node._stopping = False
     node._group("a")
@@ -557,7 +557,7 @@ def test_versions_are_served_where_that_is_asked_for(
         def close(self) -> None:
             world.done.append("close api")
 
-    monkeypatch.setattr(cli, "Serving", Noted)
+    monkeypatch.setattr(service, "Serving", Noted)
     assert begin().api is None and "open api" not in world.done
     node = begin(api={"listen": "127.0.0.1:0"})
     assert node.api == "127.0.0.1:7071" and world.done[-1] == "open api"

@@ -22,7 +22,7 @@ from dataplane.pydpdk.errors import DpdkError
 from flowcheck import __version__
 from flowcheck.errors import UserError
 from flowcheck.interrupts import handled
-from flowcheck.node import cli
+from flowcheck.node import cli, service
 from flowcheck.node.budget import Budget, CaptureFigures, ThreadPlace
 
 from .node_scene import World, put_in
@@ -68,7 +68,7 @@ def test_a_signal_ends_the_command_in_order(
         except KeyboardInterrupt:
             raise AssertionError("the signal has not been taken over") from None
 
-    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=kill))
+    monkeypatch.setattr(service, "time", SimpleNamespace(sleep=kill))
     assert command() == 0
     out = capsys.readouterr().out
     assert "listening: control 127.0.0.1:" in out and "groups 1" in out
@@ -81,7 +81,7 @@ def test_a_signal_ends_the_command_in_order(
 def test_options_of_the_command(
     command: Callable[..., int], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(cli, "time", SimpleNamespace(sleep=lambda _: os.kill(os.getpid(), signal.SIGTERM)))
+    monkeypatch.setattr(service, "time", SimpleNamespace(sleep=lambda _: os.kill(os.getpid(), signal.SIGTERM)))
     assert command("--json", "--keep-hashes", str(tmp_path / "hashes")) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     events = ["placing", "updating", "listening", "stopping", "capture", "stopped"]
@@ -103,7 +103,7 @@ def test_sigterm_while_it_starts_ends_it_as_ctrl_c_does(
         return source(*given)
 
     signal.signal(signal.SIGTERM, lambda *_: pytest.fail("the command has not taken the signal over"))
-    monkeypatch.setattr(cli, "LiveSource", interrupted)
+    monkeypatch.setattr(service, "LiveSource", interrupted)
     assert command() == 130
     assert world.done == ["open eal", "close eal"]
     said = "flowcheck-node: interrupted before it was listening; nothing is left behind\n"
@@ -139,7 +139,7 @@ def test_a_refusal_of_dpdk_ends_it_with_3(
     def refuse(*_: Any, **__: Any) -> None:
         raise DpdkError(12, "no memory", "more of it")
 
-    monkeypatch.setattr(cli, "start_eal", refuse)
+    monkeypatch.setattr(service, "start_eal", refuse)
     assert command() == 3
     assert "no memory" in (said := capsys.readouterr().err) and said.endswith("  remedy: more of it\n")
 
@@ -152,7 +152,7 @@ def test_what_is_said_of_the_settings_is_not_said_of_the_capture(
     def refuse(*_: Any, **__: Any) -> None:
         raise UserError("odd", where="somewhere", remedy="another")
 
-    monkeypatch.setattr(cli, "start_eal", refuse)
+    monkeypatch.setattr(service, "start_eal", refuse)
     assert command() == 2
     assert capsys.readouterr().err == "flowcheck-node: error: somewhere: odd\n  remedy: another\n"
 
@@ -160,7 +160,7 @@ def test_what_is_said_of_the_settings_is_not_said_of_the_capture(
 def test_a_fault_of_ours_ends_it_with_70_and_its_lines(
     command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(cli, "start_eal", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr(service, "start_eal", lambda *_, **__: 1 // 0)
     assert command() == 70
     said = capsys.readouterr().err
     assert said.startswith("Traceback") and "flowcheck-node: error: ZeroDivisionError: " in said
@@ -276,10 +276,10 @@ def test_what_a_check_prints(width: int, shown: str) -> None:
         notes=("one [bold]thing[/bold]", "another"), problems=(),
     )
     out = io.StringIO()
-    cli._show(made, Console(file=out, width=width, highlight=False))
+    service._show(made, Console(file=out, width=width, highlight=False))
     assert [line.rstrip() for line in out.getvalue().splitlines()][: len(shown.splitlines())] == shown.splitlines()
     out = io.StringIO()
-    cli._show(replace(made, huge=False, peers=0, left=()), Console(file=out, width=160))
+    service._show(replace(made, huge=False, peers=0, left=()), Console(file=out, width=160))
     said = out.getvalue()
     assert "captures, in ordinary memory" in said and "answers of peers" not in said
     assert "cores that no thread is pinned to: none\n" in said

@@ -22,7 +22,7 @@ from flowcheck.checkpoint.users import load_user
 from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.job.model import BucketSlice
-from flowcheck.node import storing as module
+from flowcheck.node import beside
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.storing import Storing, check_store
 from flowcheck.node.user_states import rank_file, user_folder
@@ -95,7 +95,7 @@ def test_versions_come_into_a_directory(
 def test_a_process_that_died_is_started_anew_and_writes_nothing_twice(
     config: Callable[..., NodeConfig], replica: Replica, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(beside, "FIRST_PAUSE", 0.1)
     with running(config()) as (storing, said):
         advance(replica, 2)
         until_said(storing, said, "stored")
@@ -150,7 +150,7 @@ def test_an_s3_server_that_stops_for_a_while(
     """The whole of it against a real server: objects, retention; nothing moves any more, versions go on, the process is
     ended and started anew, and goes on where the server does."""
     pytest.importorskip("obstore")
-    monkeypatch.setattr(module, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(beside, "FIRST_PAUSE", 0.1)
     with s3_server(tmp_path / "s3") as port, contextlib.closing(Cable(("127.0.0.1", port))) as cable:
         settings = config(url="s3://bucket/ckpt", options=s3_options(cable.port), keep=1, seconds=2.0)
         check_store(settings)

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flowcheck.checkpoint.coding.holders import place, ring
 from flowcheck.errors import UserError
 from flowcheck.plan.answer import Inputs
 from flowcheck.plan.cluster import DEFAULTS, Cluster, read_cluster
 from flowcheck.plan.models import LARGE, PRESETS
-from flowcheck.plan.placement import place, ring
 from flowcheck.plan.renewal import effective_share
 from flowcheck.plan.simulation import Bursts, run, t_quantile
 from flowcheck.plan.systems import by_name, grouped_survivor, systems

@@ -242,7 +242,8 @@ def _back(group, streams, lost) -> bool:
     ("call", "where"),
     [
         (lambda: place_across([], 1), "machines"), (lambda: place_across([Site("a")], 2), "replicas"),
-        (lambda: place_across([Site("a"), Site("b"), Site("a")], 2), "members"), (lambda: across_domains(["a"], 0), "replicas"),
+        (lambda: place_across([Site("a"), Site("b"), Site("a")], 2), "members"),
+        (lambda: across_domains(["a"], 0), "replicas"),
         (lambda: code_groups([Site("a")] * 3, 2, 2), "code"), (lambda: code_groups([Site("a")] * 3, 0, 2), "code"),
     ],
 )

@@ -1,0 +1,136 @@
+"""A process beside the node's own: started, read, watched and ended by it, and never waited for.
+
+    class Storing(Beside): ...                     module: what is run; _tell: what becomes of what it says
+    storing.look()                                 again and again: says what it did, starts it anew if it has ended
+    storing.close()                                a few seconds at most, whatever it does
+
+stdin: one line of JSON, its settings, because those may have a key in them; lines that follow are orders. It ends when
+stdin does. stdout: events, a line of JSON each. It shares files with the node and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["Beside", "start"]
+
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between two starts
+END_SECONDS = 6.0
+MOST_LINE = 1 << 16
+
+
+class Beside:
+    """module: that is run. what: it does, in words. say: events. Belongs to the node's main thread."""
+
+    def __init__(self, module: str, what: str, settings: Mapping[str, Any], say: Callable[..., None]) -> None:
+        self._module, self._what, self._settings, self._say = module, what, dict(settings), say
+        self._pause, self._began, self._text = FIRST_PAUSE, time.monotonic(), b""
+        self._process: subprocess.Popen[bytes] | None = start(module, self._settings)
+        self._left: list[subprocess.Popen[bytes]] = []  # killed, and not gone: the kernel waits for a file system
+
+    def look(self) -> None:
+        """Never waits."""
+        self._left = [one for one in self._left if one.poll() is None]
+        process = self._process
+        if process is None:
+            if time.monotonic() - self._began >= self._pause:
+                self._process = start(self._module, self._settings)
+                self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            return
+        self._read(process)
+        if (status := process.poll()) is not None:
+            self._read(process)
+            _let_go(process)
+            self._process, self._text = None, b""
+            self._say("problem", why=f"the process that {self._what} ended with status {status}; it is started"
+                      f" anew in {self._pause:g} s")
+            self._began = time.monotonic()
+
+    def order(self, line: Mapping[str, Any]) -> None:
+        """Tell it something new, which it is told again when it is started anew."""
+        self._settings |= line
+        if self._process is not None:
+            _write(self._process, line)
+
+    def well(self) -> None:
+        """It did what it is there for: if it ends, it is started anew soon."""
+        self._pause = FIRST_PAUSE
+
+    def _read(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        while True:
+            try:
+                piece = os.read(process.stdout.fileno(), MOST_LINE)
+            except BlockingIOError:
+                return
+            if not piece:
+                return
+            *lines, self._text = (self._text + piece).split(b"\n")
+            for line in lines:
+                try:
+                    said = json.loads(line)
+                    event = said["event"], said["name"]
+                except (ValueError, KeyError, TypeError):
+                    continue  # of a library that prints
+                self._tell(*event, said)
+
+    def _tell(self, event: str, name: str, said: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """What is nearly done is waited for; what hangs is not. May be called twice."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        try:
+            process.stdin.close()
+        except BrokenPipeError:
+            pass
+        end = time.monotonic() + END_SECONDS
+        while process.poll() is None and time.monotonic() < end:
+            self._read(process)
+            time.sleep(0.02)
+        self._read(process)
+        if process.poll() is None:
+            process.kill()
+            try:
+                process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                self._left.append(process)  # in the kernel, for a file system that hangs: it ends when that answers
+        _let_go(process)
+
+
+def start(module: str, settings: Mapping[str, Any], blocking: bool = False) -> subprocess.Popen[bytes]:
+    """The process, which has its settings."""
+    process = subprocess.Popen(  # a session of its own: Ctrl-C is for the node, which ends it
+        [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+    )
+    assert process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), blocking)
+    _write(process, settings)
+    return process
+
+
+def _write(process: subprocess.Popen[bytes], line: Mapping[str, Any]) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.write(json.dumps(line).encode() + b"\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # it has ended, which `look` will see
+
+
+def _let_go(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        try:
+            pipe.close()
+        except BrokenPipeError:
+            pass

@@ -1,0 +1,227 @@
+"""The process that keeps copies of other nodes' versions: python -P -m flowcheck.node.copier (copying.py).
+
+stdin: one line of JSON, its settings; a line with other `sources` changes whom it copies from; it ends when stdin does.
+stdout: events, a line of JSON each. Each source has a thread, which looks at what that node has, and takes the newest
+step that is a multiple of `every`. A step that is one gives all holders, and the nodes' own checkpoints, steps in
+common. A source that hangs, lies or is gone holds up nobody else, and what was copied of it stays.
+
+    DIRECTORY/SOURCE/RUN/epoch-E/step-N          a checkpoint directory each, whole or not there (checkpoint/copies.py)
+
+Of each group of a source the `keep` copies that came last stay, whatever run they are of. An older one goes when a
+newer one is whole, and not before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from flowcheck.checkpoint.copies import take_copy
+from flowcheck.checkpoint.directory import MANIFEST
+from flowcheck.control.ask import DISK, MEMORY, Node, Offer
+from flowcheck.control.tls import client_context
+from flowcheck.durable import remove_tree
+from flowcheck.errors import FlowcheckError
+from flowcheck.node.runs import run_folder
+
+__all__ = ["Copier", "Rules", "main"]
+
+NICE = 5
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds after an attempt that failed
+END_SECONDS = 3.0
+TIERS = (MEMORY, DISK)  # copies are made of what a node has itself
+SLACK = 64 << 10  # bytes of a copy beside its tensors: heads and manifest
+
+
+@dataclass(frozen=True)
+class Rules:
+    """every: of each K-th step. keep: copies of a group. most: bytes of all copies. seconds: between two looks."""
+
+    every: int = 1
+    keep: int = 2
+    most: int = 64 << 30
+    seconds: float = 0.5
+
+
+@dataclass(frozen=True)
+class _Copy:
+    path: Path
+    key: tuple[str, int, int]  # run, epoch, step
+    nbytes: int
+    came: int  # ns
+
+
+class Copier:
+    """directory: for all copies. say(event, **fields). now: seconds."""
+
+    def __init__(
+        self, directory: Path, rules: Rules, say: Callable[..., None], now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._directory, self._rules, self._say, self._now = directory, rules, say, now
+        self._room = threading.Lock()  # for whoever counts bytes and begins a copy
+        self._coming = 0  # bytes of copies that are on their way
+        self._nodes: dict[str, Node] = {}  # as they are asked now, by name
+        self._sources: dict[str, tuple[threading.Thread, threading.Event]] = {}
+        self._turns: dict[str, threading.Lock] = {}  # one that is followed again waits for its thread from before
+        self._begin()
+
+    def _begin(self) -> None:
+        """What an earlier process left half goes."""
+        for path in self._directory.glob("*/*/epoch-*/.step-*.partial-*"):
+            remove_tree(path)
+
+    def follow(self, nodes: Sequence[Node]) -> None:
+        """Copy from these, and from no others. What was copied of others stays."""
+        self._nodes |= {node.name: node for node in nodes}
+        wanted = {node.name for node in nodes}
+        for name in self._sources.keys() - wanted:
+            self._sources.pop(name)[1].set()
+        for name in sorted(wanted):
+            if name not in self._sources:
+                ending, turn = threading.Event(), self._turns.setdefault(name, threading.Lock())
+                thread = threading.Thread(target=self._follow, args=(name, turn, ending), daemon=True,
+                                          name=f"flowcheck copy {name}")
+                self._sources[name] = thread, ending
+                thread.start()
+
+    def close(self, seconds: float = END_SECONDS) -> None:
+        """Begin nothing more, and wait for what is under way, so long at most."""
+        end = self._now() + seconds
+        for _, ending in self._sources.values():
+            ending.set()
+        for thread, _ in self._sources.values():
+            thread.join(max(0.0, end - self._now()))
+
+    # -- a source's thread --
+
+    def _follow(self, name: str, turn: threading.Lock, ending: threading.Event) -> None:
+        said, pause = "", FIRST_PAUSE
+        while not ending.is_set():
+            try:
+                with turn:
+                    self.look(self._nodes[name].again(), ending.is_set)
+                said, pause, wait = "", FIRST_PAUSE, self._rules.seconds
+            except Exception as error:  # also of a library: it must not end the thread without a word
+                why = error.what if isinstance(error, FlowcheckError) else f"{type(error).__name__}: {error}"
+                if why != said:
+                    self._say("uncopied", name="", source=name, why=why)
+                said, wait, pause = why, pause, min(2 * pause, LONGEST_PAUSE)
+            ending.wait(wait)
+
+    def look(self, node: Node, ending: Callable[[], bool] = lambda: False) -> None:
+        """Take what is due of a node, one group after the other. Raises FlowcheckError: the first that failed; the
+        others were taken."""
+        failed: list[FlowcheckError] = []
+        try:
+            offers = node.offers()
+        finally:
+            node.close()
+        for shard in sorted({offer.shard for offer in offers}):
+            offer = self._due(node, [one for one in offers if one.shard == shard])
+            if offer is None or ending():
+                continue
+            try:
+                self._take(node, offer)
+            except FlowcheckError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def _due(self, node: Node, offers: Sequence[Offer]) -> Offer | None:
+        """The newest that is wanted, from the nearest tier; None: it is here, or there is none."""
+        wanted = [one for one in offers if one.tier in TIERS and one.step % self._rules.every == 0]
+        if not wanted:
+            return None
+        newest = max((one.epoch, one.step) for one in wanted)
+        offer = min((one for one in wanted if (one.epoch, one.step) == newest), key=lambda one: TIERS.index(one.tier))
+        lane = self._lane(node, offer.shard)
+        return None if any(copy.key == (offer.run_id, *newest) for copy in _copies(lane)) else offer
+
+    def _lane(self, node: Node, shard: str) -> Path:
+        return self._directory / quote(f"{node.name}/{shard}", safe="+@=,:[]")
+
+    def _take(self, node: Node, offer: Offer) -> None:
+        lane = self._lane(node, offer.shard)
+        with self._room:
+            taken = self._coming + sum(copy.nbytes for one in self._directory.glob("*") for copy in _copies(one))
+            if taken + offer.nbytes + SLACK > self._rules.most:
+                raise FlowcheckError(
+                    f"step {offer.step} of {offer.shard!r} has {offer.nbytes >> 20} MiB, and {taken >> 20} of"
+                    f" {self._rules.most >> 20} MiB are taken", where="protect.memory_mb",
+                    remedy="raise it, or keep less",
+                )
+            self._coming += offer.nbytes
+        began = self._now()
+        try:
+            path = take_copy(node, offer, lane / run_folder(offer.run_id, offer.epoch))
+        finally:
+            with self._room:
+                self._coming -= offer.nbytes
+        self._say("copied", name=offer.shard, source=node.name, step=offer.step, bytes=offer.nbytes,
+                  seconds=round(self._now() - began, 3), path=str(path))
+        for old in _copies(lane)[: -self._rules.keep]:
+            remove_tree(old.path)
+
+
+def _copies(lane: Path) -> list[_Copy]:
+    """Whole ones, those that came first first."""
+    found = []
+    for path in lane.glob("*/epoch-*/step-*"):
+        try:
+            manifest = json.loads((path / MANIFEST).read_bytes())
+            nbytes = sum(int(entry["bytes"]) for entry in manifest["files"].values())
+            found.append(_Copy(path, (manifest["run_id"], manifest["epoch"], manifest["step"]), nbytes,
+                               (path / MANIFEST).stat().st_mtime_ns))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue  # removed meanwhile, or somebody else's
+    return sorted(found, key=lambda copy: copy.came)
+
+
+# -- the process -----------------------------------------------------------------------------------------------------
+
+
+def _say(event: str, **fields: Any) -> None:
+    try:
+        print(json.dumps({"event": event, **fields}), flush=True)
+    except BrokenPipeError:
+        os._exit(0)  # the node has ended
+
+
+def _nodes(said: Mapping[str, Any]) -> list[Node]:
+    tls = client_context(said["ca"]) if said["ca"] else None
+    return [Node((host, port), said["key"], tls=tls) for host, port in said["sources"]]
+
+
+def main() -> int:
+    """The process itself."""
+    settings = json.loads(sys.stdin.buffer.readline() or b"{}")
+    if not settings:
+        return 0  # the node ended before it could say anything
+    os.nice(NICE)
+    if settings["cores"]:
+        os.sched_setaffinity(0, settings["cores"])
+    lock = threading.Lock()
+
+    def say(event: str, **fields: Any) -> None:
+        with lock:
+            _say(event, **fields)
+
+    copier = Copier(Path(settings["directory"]), Rules(**settings["rules"]), say)
+    copier.follow(_nodes(settings))
+    while line := sys.stdin.buffer.readline():
+        settings |= json.loads(line)
+        copier.follow(_nodes(settings))
+    copier.close()
+    os._exit(0)  # threads that wait for a node are not waited for
+
+
+if __name__ == "__main__":
+    sys.exit(main())

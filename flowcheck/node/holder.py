@@ -1,0 +1,121 @@
+"""A node without a mirror port: it holds copies of other nodes' versions, and offers them. No DPDK, no capture.
+
+    with Holder(config, say) as holder: holder.wait()
+
+Order of starting: settings -> who may come in -> copies -> API. What it holds lies in files, which survive it: started
+again it offers them at once, before any source answers. Its threads and processes share nothing with a trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+
+import typer
+
+from flowcheck.control.ask import reader_key
+from flowcheck.errors import EnvironmentProblem
+from flowcheck.node.config import NodeConfig
+from flowcheck.node.copying import Copying, check_copies
+from flowcheck.node.notify import Notify
+from flowcheck.node.output import check_places
+from flowcheck.node.serving import Serving
+from flowcheck.node.telling import Telling
+from flowcheck.node.tokens import Access
+
+__all__ = ["Holder", "check"]
+
+
+class Holder:
+    """Everything of one process."""
+
+    last = "what was copied stays"
+
+    def __init__(self, config: NodeConfig, say: Callable[..., None]) -> None:
+        self.config = config
+        self._stopping = self._reload = False  # no Event: a signal's handler may interrupt its very lock
+        self._access = access = _check_files(config, lambda event, **fields: self._say(event, **fields))
+        self._notify = Notify()
+        with ExitStack() as undo:
+            self._telling = undo.enter_context(closing(Telling(config.name, (), (), None, dict)))
+            self._say = say = self._telling.tally.beside(say)
+            self._telling.look()
+            self._copying = undo.enter_context(closing(Copying(config, self._key, say)))
+            self._serving = undo.enter_context(closing(Serving(config, access.keys, say, self._telling.board.fd)))
+            self._undo = undo.pop_all()
+
+    @property
+    def _key(self) -> str:
+        """What it shows to others: that of the newest token."""
+        return reader_key(self._access.of("reader")[0])
+
+    @property
+    def api(self) -> str:
+        return self._serving.address
+
+    def announce(self, say: Callable[..., None]) -> None:
+        assert self.config.protect is not None
+        say("holding", api=self.api, copies=list(self.config.protect.copies), every=self.config.protect.every)
+
+    def wait(self) -> None:
+        """Until `stop`."""
+        while not self._stopping:
+            time.sleep(0.1)
+            self.turn()
+
+    def turn(self) -> None:
+        """What is done again and again. Never waits."""
+        self._telling.look()
+        self._copying.look()
+        self._serving.look()
+        at_once, self._reload = self._reload, False
+        if self._access.look(at_once):
+            self._serving.tell(self._access.keys)
+            self._copying.tell(self._key)
+        self._notify.alive()
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    def reload(self) -> None:
+        """Tokens and certificate, soon; also from a signal's handler."""
+        self._reload = True
+
+    def close(self) -> None:
+        self._undo.close()
+
+    def __enter__(self) -> Holder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _check_files(config: NodeConfig, say: Callable[..., None]) -> Access:
+    """Raises UserError or EnvironmentProblem for what is not there or cannot be made."""
+    access = Access(config, say)
+    check_places(config.output)
+    check_copies(config)
+    return access
+
+
+def check(config: NodeConfig, as_json: bool) -> None:
+    """Print what it would take. Raises the first of what cannot hold, after all of it was printed."""
+    _check_files(config, lambda *_, **__: None)
+    assert config.protect is not None and config.copies is not None
+    free = shutil.disk_usage(config.copies).free >> 20
+    made = {"copies": list(config.protect.copies), "directory": str(config.copies), "free_mb": free,
+            "memory_mb": config.protect.memory_mb}
+    if as_json:
+        typer.echo(json.dumps(made))
+    else:
+        typer.echo(f"copies of the versions of {', '.join(config.protect.copies)}, in {config.copies}\n"
+                   f"at most {config.protect.memory_mb:,} MiB; {free:,} MiB are free there")
+    if free < config.protect.memory_mb:
+        raise EnvironmentProblem(
+            f"{free:,} MiB are free, and copies may take {config.protect.memory_mb:,}", where=str(config.copies),
+            remedy="another protect.directory, a larger tmpfs, or less as protect.memory_mb",
+        )

@@ -1,0 +1,202 @@
+"""Copies of what other nodes have: which steps are taken, what stays, and what a source that fails does to others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowcheck.checkpoint.directory import load_step
+from flowcheck.control.ask import COPY, DISK, MEMORY, STORE, Node
+from flowcheck.errors import FlowcheckError
+from flowcheck.node import copier as module
+from flowcheck.node.copier import Copier, Rules
+from flowcheck.node.holdings import DiskShelf
+
+from ..hand_api import KEY, HandApi, HandVersion
+from ..hand_node import until
+
+Said = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def said() -> Said:
+    return []
+
+
+@pytest.fixture
+def make(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Copier]]:
+    """make(every=..., keep=...) -> a Copier into tmp_path / "copies", closed afterwards."""
+    monkeypatch.setattr(module, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(module, "LONGEST_PAUSE", 0.01)
+    made: list[Copier] = []
+
+    def one(**rules: Any) -> Copier:
+        made.append(Copier(tmp_path / "copies", Rules(**{"seconds": 0.01, **rules}),
+                           lambda event, **fields: said.append((event, fields))))
+        return made[-1]
+
+    yield one
+    for copier in made:
+        copier.close(60.0)
+
+
+@pytest.fixture
+def api() -> Iterator[HandApi]:
+    with HandApi(HandVersion(4)) as made:
+        yield made
+
+
+def node(api: HandApi, key: str = KEY) -> Node:
+    return Node(api.address, key, seconds=60.0)
+
+
+def steps(tmp_path: Path, shard: str | None = None) -> list[int]:
+    """What a holder would offer."""
+    with contextlib.closing(DiskShelf(tmp_path / "copies", tier=COPY)) as shelf:
+        found = [one.offer for one in shelf.look()]
+    assert all(one.tier == COPY and one.id.startswith("c") for one in found)
+    return sorted(one.step for one in found if shard in (None, one.shard))
+
+
+def test_multiples_are_taken_and_the_newest_stay(
+    make: Callable[..., Copier], api: HandApi, tmp_path: Path, said: Said
+) -> None:
+    copier = make(every=2, keep=2)
+    for newest, held in ((4, [4]), (5, [4]), (6, [4, 6]), (7, [4, 6]), (10, [6, 10]), (10, [6, 10])):
+        api.versions[:] = [HandVersion(newest), HandVersion(newest - 1)]
+        copier.look(node(api))
+        assert steps(tmp_path) == held
+    assert [fields["step"] for event, fields in said if event == "copied"] == [4, 6, 10]
+    first = said[0][1]
+    path = Path(first["path"])
+    assert (first["source"], first["bytes"], path.name) == (api.name, 20, "step-000004")
+    assert not path.exists() and load_step(path.with_name("step-000010")).parameters["w"].tolist() == [10.5, 2.0]
+
+
+def test_an_older_copy_stays_until_the_newer_one_is_whole(
+    make: Callable[..., Copier], api: HandApi, tmp_path: Path
+) -> None:
+    copier = make(keep=1)
+    copier.look(node(api))
+    api.versions[:] = [newer := HandVersion(5)]
+    path = f"/v1/versions/{newer.id}/optimizer.safetensors"
+    api.quiet.add(path)
+    source = Node(api.address, KEY, seconds=60.0)
+    failed: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            copier.look(source)
+        except FlowcheckError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    until(lambda: any(asked == path for asked, _ in api.asked))
+    assert steps(tmp_path) == [4]  # while half of the newer one is there
+    api.close()  # the source is gone
+    thread.join(60.0)
+    assert failed and steps(tmp_path) == [4] and not list((tmp_path / "copies").glob("*/*/*/.*"))
+
+
+def test_groups_and_runs_do_not_push_each_other_out(
+    make: Callable[..., Copier], api: HandApi, tmp_path: Path
+) -> None:
+    copier = make(keep=2)
+    for step in (4, 5):
+        api.versions[:] = [HandVersion(step, shard="a"), HandVersion(step + 10, shard="b")]
+        copier.look(node(api))
+    assert steps(tmp_path, "a") == [4, 5] and steps(tmp_path, "b") == [14, 15]
+    api.versions[:] = [HandVersion(1, shard="a", run_id="another run"), HandVersion(15, shard="b")]
+    copier.look(node(api))  # a job that begins anew: of the group, the two that came last
+    assert steps(tmp_path, "a") == [1, 5] and steps(tmp_path, "b") == [14, 15]
+    api.versions[:] = [HandVersion(3, shard="b", epoch=1)]
+    copier.look(node(api))  # one that went back
+    assert steps(tmp_path, "b") == [3, 15]
+
+
+def test_what_a_node_has_itself_is_copied(make: Callable[..., Copier], api: HandApi, tmp_path: Path) -> None:
+    """Neither its copies, which holders would pass round, nor its store; memory before disk."""
+    copier = make()
+    api.versions[:] = [HandVersion(9, tier=COPY), HandVersion(8, tier=STORE), HandVersion(7, tier=DISK)]
+    copier.look(node(api))
+    assert steps(tmp_path) == [7]
+    api.versions[:] = [HandVersion(8, tier=DISK), HandVersion(8, tier=MEMORY)]
+    copier.look(node(api))
+    assert steps(tmp_path) == [7, 8] and any(path.startswith("/v1/versions/m") for path, _ in api.asked)
+
+
+def test_a_group_that_fails_leaves_the_others(make: Callable[..., Copier], api: HandApi, tmp_path: Path) -> None:
+    api.versions[:] = [HandVersion(4, shard="a"), HandVersion(4, shard="b")]
+    bad = api.versions[0]
+    bad.files["model.safetensors"] = bad.files["model.safetensors"][:-1] + b"\xff"
+    copier = make()
+    with pytest.raises(FlowcheckError, match="SHA-256 differs"):
+        copier.look(node(api))
+    assert steps(tmp_path, "a") == [] and steps(tmp_path, "b") == [4]
+
+
+def test_memory_is_bounded(make: Callable[..., Copier], api: HandApi, tmp_path: Path, said: Said) -> None:
+    api.versions[:] = [HandVersion(4, {"w": [1.0] * 50_000}, {})]
+    copier = make(most=300_000, keep=2)
+    copier.look(node(api))
+    api.versions[:] = [HandVersion(5, {"w": [1.0] * 50_000}, {})]
+    with pytest.raises(FlowcheckError, match="MiB are taken") as refused:
+        copier.look(node(api))
+    assert refused.value.where == "protect.memory_mb" and steps(tmp_path) == [4]
+    api.versions[:] = [HandVersion(6)]
+    copier.look(node(api))
+    assert steps(tmp_path) == [4, 6]
+
+
+def test_a_source_is_followed_until_it_is_named_no_more(
+    make: Callable[..., Copier], api: HandApi, tmp_path: Path, said: Said
+) -> None:
+    """And one that is gone is said once, however often it is asked."""
+    copier = make(keep=9)
+    copier.follow([node(api)])
+    until(lambda: steps(tmp_path) == [4])
+    api.versions[:] = [HandVersion(5)]
+    until(lambda: steps(tmp_path) == [4, 5])
+    with HandApi(HandVersion(7, shard="x")) as other:
+        copier.follow([node(other)])
+        until(lambda: steps(tmp_path, "x") == [7])
+        api.versions[:] = [HandVersion(6)]
+        asked = other.asked_for("/v1/versions")
+        until(lambda: other.asked_for("/v1/versions") > asked + 3)
+        assert steps(tmp_path, "") == [4, 5]  # what was copied of it stays
+    until(lambda: any(event == "uncopied" for event, _ in said))
+    attempts = copier._sources[other.name]
+    assert attempts[0].is_alive()
+    gone = [fields for event, fields in said if event == "uncopied" and "refused" in fields["why"].lower()]
+    assert len(gone) == 1 and gone[0]["source"] == other.name and steps(tmp_path, "x") == [7]
+
+
+def test_another_key_is_shown_from_now_on(
+    make: Callable[..., Copier], api: HandApi, tmp_path: Path, said: Said
+) -> None:
+    copier = make()
+    copier.follow([node(api, "another key")])
+    until(lambda: said)
+    assert said == [("uncopied", {"name": "", "source": api.name, "why": "the token is wrong"})]
+    copier.follow([node(api)])
+    until(lambda: steps(tmp_path) == [4])
+
+
+def test_half_of_a_copy_that_a_killed_process_left_goes(make: Callable[..., Copier], api: HandApi, tmp_path: Path,
+                                                         ) -> None:
+    make().look(node(api))
+    (whole,) = (tmp_path / "copies").glob("*/*/epoch-0/step-*")
+    half = whole.with_name(".step-000009.partial-1")
+    half.mkdir()
+    os.link(whole / "model.safetensors", half / "model.safetensors")
+    copier = make()
+    assert not half.exists() and steps(tmp_path) == [4]
+    copier.look(node(api))
+    assert api.asked_for("/manifest.json") == 1  # what is there is not taken again

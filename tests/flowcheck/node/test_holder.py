@@ -1,0 +1,246 @@
+"""A node without a port: it starts where there is no DPDK, and what it copied survives the node that it came from."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flowcheck.checkpoint.directory import tensor_sha256
+from flowcheck.control.ask import COPY, Node, reader_key
+from flowcheck.control.protocol import token_bytes
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.node import cli
+from flowcheck.node.config import NodeConfig
+from flowcheck.node.holder import Holder, check
+from flowcheck.node.serving import Serving
+from flowcheck.trainer.recovery import recover
+from updater.optimizers import OptimizerSpec
+from updater.replica import Replica
+
+from ..hand_api import TOKEN, HandApi, HandVersion
+from ..hand_node import until
+from .conftest import LONGEST, NodeProcess
+from .test_service import _iteration, _job, _join, _run
+
+WITHOUT = "import sys\nsys.modules['dataplane'] = None\n"  # importing it, or anything of it, is an error
+
+
+def settings(folder: Path, shm: Path, *sources: str, **protect: Any) -> str:
+    (folder / "token").write_text(TOKEN)
+    more = "".join(f"{key} = {json.dumps(value)}\n" for key, value in protect.items())
+    return (f'name = "h"\n[tokens]\nreader = "{folder}/token"\n[api]\nlisten = "127.0.0.1:0"\n[protect]\n'
+            f'copies = {json.dumps(list(sources))}\ndirectory = "{shm}"\nseconds = 0.05\n{more}')
+
+
+@pytest.fixture
+def start(tmp_path: Path, shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NodeProcess]]:
+    """start(address of a source, ...) -> a holder, as a process that cannot import dataplane, nor can its children."""
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    (blocked / "sitecustomize.py").write_text(WITHOUT)
+    paths = [str(blocked), *filter(None, [os.environ.get("PYTHONPATH")])]
+    made: list[NodeProcess] = []
+
+    def one(*sources: str, **protect: Any) -> NodeProcess:
+        folder = tmp_path / f"holder{len(made)}"
+        folder.mkdir()
+        with monkeypatch.context() as patch:
+            patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+            made.append(NodeProcess(folder, settings(folder, shm, *sources, **protect), began="holding"))
+        return made[-1]
+
+    yield one
+    for holder in made:
+        holder.close()
+
+
+def source_of(shm: Path) -> tuple[Replica, NodeConfig]:
+    spec = OptimizerSpec.check("adam", [(["w"], {"lr": 0.5})])
+    state = {"exp_avg": torch.tensor([0.1, 0.2]), "exp_avg_sq": torch.tensor([0.4, 0.5]), "step": 2.0}
+    replica = Replica({"w": torch.tensor([1.0, 2.0])}, spec, path=shm / "flowcheck-s--1.replica", run_id="run",
+                      step=7, optimizer_state={"w": state}, slots=3)
+    return replica, NodeConfig.model_validate({
+        "name": "s", "control": {"listen": "127.0.0.1:0", "token_file": "t"}, "capture": {"device": "x"},
+        "api": {"listen": "127.0.0.1:0"}, "replica": {"directory": str(shm)}, "output": {"directory": str(shm / "out")},
+    })
+
+
+def test_it_holds_what_the_source_had(start: Callable[..., NodeProcess], shm: Path) -> None:
+    """Without DPDK. The source's memory is lost; the holder is killed with everything that it started, and begins again
+    where nobody is left to copy from: equal each time."""
+    replica, config = source_of(shm)
+    with contextlib.closing(replica), contextlib.closing(
+        Serving(config, TOKEN.encode(), lambda *_, **__: None)
+    ) as serving:
+        holder = start(serving.address)
+        copied = holder.wait("copied")
+        assert (copied["step"], copied["source"]) == (7, serving.address) and copied["bytes"] >= 28
+    (shm / "flowcheck-s--1.replica").unlink()
+
+    def back(holder: NodeProcess, *others: str) -> None:
+        api = holder.said("holding")[0]["api"]
+        got = recover([*others, api], token=TOKEN, seconds=LONGEST)
+        assert (got.step, got.source, got.status) == (7, f"{api}, copy", "unverified")
+        assert got.model["w"].tolist() == [1.0, 2.0]
+        weights = torch.nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.Adam([weights])
+        optimizer.load_state_dict(got.optimizer)
+        assert optimizer.state[weights]["exp_avg"].tolist() == torch.tensor([0.1, 0.2]).tolist()
+        assert optimizer.state[weights]["step"].item() == 2.0 and optimizer.param_groups[0]["lr"] == 0.5
+
+    back(holder, serving.address)
+    assert holder.wait("uncopied", source=serving.address)["why"]
+    holder.process.kill()
+    holder.process.wait(LONGEST)
+    back(start(serving.address))
+
+
+@pytest.mark.slow
+def test_it_ends_in_order(start: Callable[..., NodeProcess]) -> None:
+    with HandApi(HandVersion(3)) as api:
+        holder = start(api.name, every=3)
+        assert holder.wait("copied")["step"] == 3
+        begun = holder.said("holding")[0]
+        assert (begun["copies"], begun["every"]) == ([api.name], 3)
+        key = reader_key(token_bytes(TOKEN))
+        host, _, port = begun["api"].rpartition(":")
+        with contextlib.closing(Node((host, int(port)), key, LONGEST)) as node:
+            (offer,) = node.offers()
+            assert (offer.tier, offer.step, offer.run_id) == (COPY, 3, "run")
+        assert holder.end(signal.SIGINT) == 0
+        assert [line["event"] for line in holder.lines[-2:]] == ["stopping", "stopped"]
+
+
+@pytest.mark.root
+@pytest.mark.slow
+def test_a_node_that_is_killed(
+    start: Callable[..., NodeProcess], start_node: Any, attach: Any, truth: Any, lan: Any, shm: Path, tmp_path: Path
+) -> None:
+    """Real traffic makes a real node's versions. kill -9, and its memory goes with its machine: the copy is equal to
+    what torch trained."""
+    job = _job()
+    node = start_node('[api]\nlisten = "127.0.0.1:0"')
+    (tmp_path / "token").write_text(TOKEN)
+    run = _run(truth, job, 2)
+    trainer = attach(node, job)
+    _join(trainer, run)
+    held = start(node.said("listening")[0]["api"], every=4)
+    for _ in range(2):
+        assert node.wait("iteration", iteration=_iteration(run, lan, trainer))["published"]
+    wanted = {name: tensor_sha256(one) for name, one in run.tensors().items()}
+    state = {f"{name}.{key}": tensor_sha256(one) for name, keys in run.state().items() for key, one in keys.items()}
+    assert held.wait("copied", step=4)["source"] == node.said("listening")[0]["api"]
+    node.process.kill()
+    node.process.wait(LONGEST)
+    for path in tmp_path.glob("*.replica"):
+        path.unlink()
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    got = recover(held.said("holding")[0]["api"], token=TOKEN, seconds=LONGEST)
+    assert (got.step, got.source.rpartition(", ")[2]) == (4, COPY)
+    assert {name: tensor_sha256(one) for name, one in got.model.items()} == wanted
+    names = list(wanted)
+    found = {
+        f"{names[number]}.{key}": tensor_sha256(one) for number, keys in got.optimizer["state"].items()
+        for key, one in keys.items()
+    }
+    assert found == state
+
+
+# -- what is refused, and what is checked ---------------------------------------------------------------------------
+
+
+def config_of(tmp_path: Path, text: str) -> Path:
+    (tmp_path / "node.toml").write_text(text)
+    return tmp_path / "node.toml"
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "where", "said"),
+    [
+        ('[api]\nlisten = "127.0.0.1:0"\n', "", "api", "nobody could have the copies"),
+        ('[tokens]\nreader = "{}/token"\n', "", "tokens.reader", "protect.copies names nodes that ask for one"),
+        ('copies = ["127.0.0.1:5"]', "copies = []", "protect.copies", "at least 1 item"),
+        ('copies = ["127.0.0.1:5"]', 'copies = ["127.0.0.1:0"]', "protect.copies", "nobody listens at port 0"),
+        ('copies = ["127.0.0.1:5"]', 'copies = ["h:5", "h:5"]', "protect.copies", "is given twice"),
+        ("[protect]", '[control]\nlisten = "127.0.0.1:7"\n[protect]', "control", "this one has no [capture]"),
+        ("[protect]", '[replica]\nslots = 4\n[protect]', "replica", "this one has no [capture]"),
+        ("seconds = 0.05", "second = 1", "protect.second", "did you mean seconds"),
+    ],
+)
+def test_settings_that_fit_no_holder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, was: str, now: str, where: str,
+    said: str,
+) -> None:
+    text = settings(tmp_path, tmp_path, "127.0.0.1:5")
+    assert was.format(tmp_path) in text
+    path = config_of(tmp_path, text.replace(was.format(tmp_path), now))
+    monkeypatch.setattr(sys, "argv", ["flowcheck-node", "--config", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and said in error and f"node.toml: {where}" in error
+
+
+def made(tmp_path: Path, *sources: str, **protect: Any) -> NodeConfig:
+    (tmp_path / "token").write_text(TOKEN)
+    return NodeConfig.model_validate({
+        "tokens": {"reader": str(tmp_path / "token")}, "api": {"listen": "127.0.0.1:4"},
+        "protect": {"copies": sources, "directory": str(tmp_path), **protect},
+    })
+
+
+def test_check_says_what_it_would_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    check(made(tmp_path, "127.0.0.1:5", memory_mb=1), as_json=True)
+    said = json.loads(capsys.readouterr().out)
+    assert said["copies"] == ["127.0.0.1:5"] and said["memory_mb"] == 1 and said["free_mb"] > 1
+    assert said["directory"] == str(tmp_path / "flowcheck-node.copies")
+    with pytest.raises(EnvironmentProblem, match="MiB are free, and copies may take"):
+        check(made(tmp_path, "127.0.0.1:5", memory_mb=1 << 40), as_json=False)
+    assert "at most" in capsys.readouterr().out
+    with pytest.raises(UserError, match="is this node itself"):
+        check(made(tmp_path, "127.0.0.1:4"), as_json=False)
+
+
+def test_a_place_that_cannot_be_written_to_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentProblem) as refused:
+        Holder(made(tmp_path, "127.0.0.1:5", directory=str(tmp_path / "file")), lambda *_, **__: None)
+    assert "protect.directory" in (refused.value.remedy or "")
+
+
+@pytest.mark.slow
+def test_another_token_is_shown_at_once(tmp_path: Path) -> None:
+    """Its file has changed: sources and readers are shown the new one."""
+    events: list[tuple[str, dict[str, Any]]] = []
+    with HandApi(HandVersion(3)) as api:
+        (tmp_path / "token").write_text("a token that nobody takes")
+        given = NodeConfig.model_validate({
+            "tokens": {"reader": str(tmp_path / "token")}, "api": {"listen": "127.0.0.1:0"},
+            "protect": {"copies": [api.name], "directory": str(tmp_path), "seconds": 0.05},
+        })
+        with Holder(given, lambda event, **fields: events.append((event, fields))) as holder:
+            def looked(event: str) -> bool:
+                holder._copying.look()
+                return any(name == event for name, _ in events)
+
+            until(lambda: looked("uncopied"))
+            (tmp_path / "token").write_text(TOKEN)
+            holder.reload()
+
+            def turned() -> bool:
+                holder.turn()
+                return any(name == "copied" for name, _ in events)
+
+            until(turned)
+            got = recover(holder.api, token=TOKEN, seconds=LONGEST)
+            assert got.step == 3
