@@ -136,6 +136,15 @@ MODULES: dict[str, list[str]] = {
         f"{FLOW}/trainer/test_attachment{part}.py"
         for part in ("", "_arguments", "_state", "_records", "_ranges", "_nodes")
     ],
+    "flowcheck/trainer/following.py": [
+        *(f"{FLOW}/trainer/test_attachment{part}.py" for part in ("", "_state", "_records", "_ranges", "_nodes")),
+        f"{FLOW}/trainer/test_parts.py",
+    ],
+    "flowcheck/trainer/parts.py": [
+        f"{FLOW}/trainer/test_parts.py", f"{FLOW}/trainer/test_description.py", f"{FLOW}/trainer/test_watch.py",
+    ],
+    "flowcheck/trainer/wrapped.py": [f"{FLOW}/trainer/test_parts.py", f"{FLOW}/trainer/test_hsdp.py"],
+    "flowcheck/trainer/hsdp.py": [f"{FLOW}/trainer/test_hsdp.py"],
     "flowcheck/trainer/ranges.py": [f"{FLOW}/trainer/test_ranges.py", f"{FLOW}/trainer/test_attachment_ranges.py"],
     "flowcheck/trainer/sender.py": [f"{FLOW}/trainer/test_sender.py", f"{FLOW}/trainer/test_attachment_ranges.py"],
     "flowcheck/trainer/loop.py": [f"{FLOW}/trainer/test_loop.py"],

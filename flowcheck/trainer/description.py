@@ -1,17 +1,16 @@
-"""The job manifest from live objects: a DistributedDataParallel model, its optimizer, its communicator.
+"""The job manifest from live objects: a part of a model (parts.py), its optimizer, its communicator.
 
     entries(model, optimizer)       what is optimized, constant, a buffer or tied, in state_dict order
-    bucket_layout(model, names)     what lies where in DDP's buckets: asked from DDP's own reducer
     Watch(...).look()               at each boundary of iterations: the manifest, once the calls repeat
     Watch(...).again(iteration)     at each boundary after that: they still do, or else what is odd
     check_gradients(model, ...)     before each optimizer step: it steps what the manifest says
 
-DDP announces its final buckets in the second forward, so the first iterations are only watched. What one iteration
-calls is the difference between two looks at the communicator's list of calls; the iteration is the steady one when
-the bucket layout is the one of the iteration before and the calls reduce just these buckets, in this order.
-Everything before is the manifest's `startup`: a connection's place is counted from its birth. An iteration that calls
-something else (a metric now and then) ends that manifest, and the next one that calls what it should begins another,
-with all calls until then in its `startup`.
+A model is a Part, or a DDP model, which is one. DDP announces its final buckets in the second forward, so the first
+iterations are only watched. What one iteration calls is the difference between two looks at the communicator's list of
+calls; the iteration is the steady one when the bucket layout is the one of the iteration before and the calls reduce
+just these buckets, in this order. Everything before is the manifest's `startup`: a connection's place is counted from
+its birth. An iteration that calls something else (a metric now and then) ends that manifest, and the next one that
+calls what it should begins another, with all calls until then in its `startup`.
 
 torch and the standard library. Raises UserError for what no replica could follow; see attachment.py for who catches it.
 """
@@ -25,7 +24,6 @@ from itertools import takewhile
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from flowcheck.control.tensors import DTYPES
@@ -35,7 +33,6 @@ from flowcheck.job.model import (
     NARROW,
     Bucket,
     Buckets,
-    BucketSlice,
     Collective,
     Collectives,
     Communicator,
@@ -46,11 +43,12 @@ from flowcheck.job.model import (
     ParameterGroup,
     carries,
 )
+from flowcheck.trainer.parts import Ddp, Layout, Part, local
 from flowcheck.trainer.rounding import rounding_of
+from flowcheck.trainer.wrapped import refuse_model, refuse_optimizer
 
 __all__ = ["Model", "Watch", "check_gradients", "entries", "group_options"]
 
-SHARDED = "torch.distributed.fsdp"  # FSDP and, by a class made for each module, FSDP2
 _CLASSES: dict[type, str] = {torch.optim.SGD: "sgd", torch.optim.Adam: "adam", torch.optim.AdamW: "adamw"}
 _OPTIONS = {
     "sgd": ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
@@ -82,42 +80,46 @@ class Model:
         return [entry.name for entry in self.entries if entry.kind == "buffer"]
 
 
-def entries(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Model:
+def entries(model: DistributedDataParallel | Part, optimizer: torch.optim.Optimizer) -> Model:
     """Class every entry. Raises UserError naming the entry that cannot be followed bit for bit."""
     kind = _CLASSES.get(type(optimizer))
     if kind is None:
+        refuse_optimizer(optimizer)
         raise _refuse(f"{type(optimizer).__name__} is not followed", "optimizer", "torch.optim's SGD, Adam or AdamW")
-    if not isinstance(model, DistributedDataParallel):
-        raise _refuse(*_not_ddp(model))
-    _check_ddp(model)
+    part = _part(model)
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     out: list[ModelEntry] = []
     names: dict[int, str] = {}
-    for name, value in model.module.state_dict(keep_vars=True).items():
+    reduced = part.reduced()
+    seen = {id(value) for _, value in reduced}
+    for name, value in part.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor) or value.dtype not in DTYPES or value.dtype in (
             torch.bool, torch.int16, torch.uint16
         ):
             raise _refuse(f"is {getattr(value, 'dtype', type(value).__name__)}", f"state_dict: {name}", "leave it out")
-        dtype, shape = DTYPES[value.dtype][0], list(value.shape)
+        dtype, shape = DTYPES[value.dtype][0], list(local(value).shape)
         if not isinstance(value, torch.nn.Parameter):
             out.append(ModelEntry(name, shape, dtype, "buffer"))
         elif id(value) not in stepped:
             out.append(ModelEntry(name, shape, dtype, "constant"))
         elif id(value) in names:
             out.append(ModelEntry(name, shape, dtype, "optimized", names[id(value)]))
+        elif id(value) not in seen:
+            raise _refuse(f"is optimized, and {part.by} does not reduce it", f"state_dict: {name}",
+                          "a wrapper that reduces it, or requires_grad_(False)")
         else:
             _check_parameter(name, value)
             names[id(value)] = name
             out.append(ModelEntry(name, shape, dtype))
-    lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) in stepped and id(p) not in names]
+    lost = [p for group in optimizer.param_groups for p in group["params"]
+            if id(p) in stepped and id(p) not in names and id(p) not in part.others]
     if lost:
         raise _refuse(f"has a parameter of shape {tuple(lost[0].shape)} that is not in the model's state_dict",
                       "optimizer", "give it the parameters of the model that DDP wraps")
-    ignored = set(getattr(model, "parameters_to_ignore", ()))
-    for name, value in model.module.named_parameters():
-        if value.requires_grad and name not in ignored and id(value) not in stepped:  # who steps it would not be seen
-            raise _refuse(f"has no {name}, whose gradient DDP reduces", "optimizer",
-                          "one optimizer for all; requires_grad_(False) before DDP for what stays as it is")
+    for name, value in reduced:
+        if id(value) not in stepped:  # who steps it would not be seen
+            raise _refuse(f"has no {name}, whose gradient {part.by} reduces", "optimizer",
+                          f"one optimizer for all; requires_grad_(False) before {part.by} for what stays as it is")
     groups = [[names[id(p)] for p in group["params"] if id(p) in names] or None for group in optimizer.param_groups]
     rounding = rounding_of(optimizer)
     narrow = [one for one in out if one.kind == "optimized" and one.dtype in NARROW]
@@ -126,34 +128,19 @@ def entries(model: DistributedDataParallel, optimizer: torch.optim.Optimizer) ->
     return Model(out, names, groups, kind, rounding, torch.get_num_threads() if narrow else 0)
 
 
-def _not_ddp(model: torch.nn.Module) -> tuple[str, str, str]:
-    """What, where and remedy of a model that is something else. FSDP2 changes a model in place: its class is one that
-    fully_shard made, which another wrapper would not help."""
-    if any(base.__module__.startswith(SHARDED) for base in type(model).__mro__):
-        by = "FullyShardedDataParallel" if isinstance(model, FullyShardedDataParallel) else "fully_shard"
-        return (
-            f"is sharded by {by}: ReduceScatter puts no reduced gradient on the wire", "model",
-            "DistributedDataParallel; what replay can rebuild of FSDP and ZeRO: docs/use/qualify.md",
-        )
-    return f"is a {type(model).__name__}", "model", "the DistributedDataParallel object, not what it wraps"
-
-
-def _check_ddp(model: DistributedDataParallel) -> None:
-    for odd, what in (
-        (getattr(model, "mixed_precision", None) is not None, "DDP's own mixed precision"),  # which is a hook, too
-        (bool(getattr(model, "_comm_hooks", ())), "a communication hook: what it sends is its own"),
-        (bool(model.find_unused_parameters), "find_unused_parameters: which gradients are absent is not said"),
-        (bool(getattr(model, "_delay_all_reduce_params", ())), "delay_all_reduce_named_params"),
-    ):
-        if odd:
-            raise _refuse(f"uses {what}", "DistributedDataParallel", "leave it out for this job")
+def _part(model: DistributedDataParallel | Part) -> Part:
+    if isinstance(model, Part):
+        return model
+    if not isinstance(model, DistributedDataParallel):
+        raise refuse_model(model)
+    return Ddp(model)
 
 
 def _check_parameter(name: str, value: torch.nn.Parameter) -> None:
     where = f"state_dict: {name}"
     if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise _refuse(f"is optimized in {value.dtype}", where, "keep parameters in float32 and use autocast")
-    if not value.is_contiguous():
+    if not local(value).is_contiguous():
         raise _refuse("is not in row-major order, and so is its gradient", where, "do not use channels_last")
 
 
@@ -199,7 +186,7 @@ def check_gradients(model: Model, optimizer: torch.optim.Optimizer) -> None:
                 what = "has no gradient" if parameter.grad is None else "has a gradient and had requires_grad off"
                 raise _refuse(f"parameter {name} {what}", "optimizer",
                               "give the optimizer the parameters that every iteration trains, and attach anew")
-            if model.threads and parameter.grad is not None and not parameter.grad.is_contiguous():
+            if model.threads and parameter.grad is not None and not local(parameter.grad).is_contiguous():
                 raise _refuse(f"the gradient of {model.names[id(parameter)]} is not in row-major order, which rounds"
                               " 16-bit parameters otherwise", "optimizer", "gradients in their parameters' order")
 
@@ -223,35 +210,16 @@ def _reduces_as(call: dict[str, Any], steady: list[dict[str, Any]]) -> bool:
     )
 
 
-def bucket_layout(model: DistributedDataParallel, names: Mapping[int, str]) -> tuple[list[Bucket], list[int], str]:
-    """(buckets as they are now, their element counts, dtype). Asked from the reducer, not computed again."""
-    buckets, counts, dtypes = [], [], set()
-    for found in model.reducer._get_zeros_like_grad_buckets():
-        slices, offset = [], 0
-        for parameter in found.parameters():
-            if id(parameter) in names:  # others are reduced and never stepped: padding to a replica
-                slices.append(BucketSlice(names[id(parameter)], offset, parameter.numel()))
-            offset += parameter.numel()
-        buckets.append(Bucket(slices))
-        counts.append(found.buffer().numel())
-        dtypes.add(DTYPES[found.buffer().dtype][0])
-        if offset != counts[-1]:
-            raise _refuse(f"bucket {found.index()} has {counts[-1]} elements, its tensors {offset}", "DDP", "report it")
-    if len(dtypes) != 1:
-        raise _refuse(f"reduces gradients in {', '.join(sorted(dtypes))}", "DDP", "one type for all parameters")
-    return buckets, counts, dtypes.pop()
-
-
 class Watch:
     """A rank's look at what its iterations call. calls(n): what the communicator has been asked for since its birth,
     without the first n."""
 
     def __init__(
-        self, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, described: Model,
+        self, model: DistributedDataParallel | Part, optimizer: torch.optim.Optimizer, described: Model,
         calls: Callable[[int], list[dict[str, Any]]], communicator: Callable[[], dict[str, Any]], run_id: str,
         epoch: int,
     ) -> None:
-        self._model, self._optimizer, self._described = model, optimizer, described
+        self._part, self._optimizer, self._described = _part(model), optimizer, described
         self._calls, self._communicator = calls, communicator
         self._identity = (run_id, epoch)
         self._seen = calls(0)  # until the job is known; it begins with them
@@ -261,7 +229,7 @@ class Watch:
         self._steadies = 0  # iterations that called them, one after the other
         self._odd: list[dict[str, Any]] = []  # what the last iteration called that was none
         self.whole = False  # the odd iteration called all of a usual one first, and no bucket can be another call
-        self._bucket_layout: tuple[list[Bucket], list[int], str] | None = None
+        self._bucket_layout: Layout | None = None
         self.looks = 0
         self.why = "the job's iterations are being watched"
 
@@ -271,8 +239,10 @@ class Watch:
         if self._count > CALLS:
             raise _refuse(f"{self._count} calls have passed on the communicator", "attach", "attach at the start")
         self._seen = [*startup, *mine]
-        before, self._bucket_layout = self._bucket_layout, bucket_layout(self._model, self._described.names)
+        before, self._bucket_layout = self._bucket_layout, self._part.layout(self._described.names)
         self.looks += 1
+        if self._bucket_layout is None:
+            self.why = f"an iteration reduced no buckets of {self._part.by}, or one of them twice; waiting for another"
         if before is None or self.looks < 3 or before != self._bucket_layout:
             return None
         counts, dtype = self._bucket_layout[1:]
@@ -285,7 +255,8 @@ class Watch:
         found = [call.count for call in steady if call.carries == "gradient"]
         if found != counts:
             self.why = (
-                f"an iteration reduced {found} elements where DDP has buckets of {counts}; waiting for one that agrees"
+                f"an iteration reduced {found} elements where {self._part.by} has buckets of {counts}; waiting for one"
+                " that agrees"
             )
             return None
         before_that, self._odd = self._odd, mine
@@ -305,15 +276,15 @@ class Watch:
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(mine, steady, strict=False)))
         odd = _named(mine[same]) if same < len(mine) else f"{_named(steady[same])}, which is missing"
         self.why = (
-            f"iteration {iteration} made {len(mine)} calls on DDP's communicator, and {len(steady)} are an iteration's:"
-            f" number {same} is {odd}; joined anew by the next iteration without such a call"
+            f"iteration {iteration} made {len(mine)} calls on {self._part.by}'s communicator, and {len(steady)} are an"
+            f" iteration's: number {same} is {odd}; joined anew by the next iteration without such a call"
         )
         extra = mine[len(steady):]
         self.whole = same == len(steady) and not any(_reduces_as(call, steady) for call in extra)
         if self._count > CALLS:
             raise _refuse(
                 f"{self.why.partition(';')[0]}; it cannot be joined anew after {self._count} calls", "attach",
-                "give DDP a process group of its own, and attach anew after a restart",
+                f"give {self._part.by} a process group of its own, and attach anew after a restart",
             )
         self._seen, self._odd = [*self._startup, *steady * self._steadies, *mine], mine
         return self.why
@@ -338,7 +309,7 @@ class Watch:
             run_id=self._identity[0], epoch=self._identity[1],
             communicator=Communicator(**self._communicator()), flows=[],
             collectives=Collectives(before, once, [], steady), buckets=Buckets([], buckets),
-            model=described.entries, gradients=Gradients(dtype),
+            model=described.entries, gradients=Gradients(dtype, self._part.divisor),
             optimizer=Optimizer(
                 described.optimizer, [ParameterGroup(n, o) for n, o in zip(groups, options, strict=True)], rounding,
                 version, "none" if described.threads else "", described.threads,

@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from flowcheck.errors import UserError
 
@@ -64,8 +65,10 @@ class Told:
         """
         given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         norm = torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
-        # As torch forms it, on the gradients' device; nobody waits for it here.
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        # As torch forms it, on the gradients' device; nobody waits for it here. Of shards (DTensors) the norm is a sum
+        # that ranks have parts of: torch has added these up for its own factor, and does so again.
+        whole_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        factor = torch.clamp(max_norm / (whole_norm + 1e-6), max=1.0)
         clipped = {id(parameter) for parameter in given}
         whole = all(parameter.grad is None or id(parameter) in clipped
                     for group in self._optimizer.param_groups for parameter in group["params"])

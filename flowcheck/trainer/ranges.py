@@ -25,6 +25,7 @@ from flowcheck.control.messages import Patch, Ranges
 from flowcheck.errors import UserError
 from flowcheck.job.form import shown
 from flowcheck.trainer.description import Model
+from flowcheck.trainer.parts import Part, local
 
 __all__ = ["Copies", "Source", "Wish"]
 
@@ -92,15 +93,15 @@ class Copies:
 
 
 class Source:
-    """The state of one rank, by elements. described: of this module and optimizer. `prepare`: any one thread; `answer`:
-    the training thread."""
+    """The state of one rank, by elements. described: of this module (or part) and optimizer. `prepare`: any one thread;
+    `answer`: the training thread."""
 
-    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, described: Model) -> None:
+    def __init__(self, module: torch.nn.Module | Part, optimizer: torch.optim.Optimizer, described: Model) -> None:
         self._module, self._optimizer, self._kind = module, optimizer, described.optimizer
         self._entries = {entry.name: entry for entry in described.entries}
         held = module.state_dict(keep_vars=True)
         self._parameters = {name: value for name, value in held.items() if isinstance(value, torch.nn.Parameter)}
-        self._places = {name: (value.device, value.is_contiguous()) for name, value in held.items()}
+        self._places = {name: (value.device, local(value).is_contiguous()) for name, value in held.items()}
         self._groups = {  # which of the optimizer's groups; the groups themselves may be made anew
             described.names[id(parameter)]: number for number, group in enumerate(optimizer.param_groups)
             for parameter in group["params"] if id(parameter) in described.names
@@ -171,7 +172,8 @@ class Source:
         others: Mapping[str, Any] = {}
         for part in wish.parts:
             name = part.entry
-            tensor = self._parameters.get(name)
+            parameter = self._parameters.get(name)
+            tensor = local(parameter) if parameter is not None else None
             if tensor is None:  # a buffer: a module may have put another tensor in its place
                 others = others or self._module.state_dict()
                 tensor = others.get(name)
@@ -181,15 +183,15 @@ class Source:
             if part.index is not None and part.index.is_cuda:
                 part.index.record_stream(torch.cuda.current_stream(part.index.device))
             out[f"model.{name}"] = part.of(tensor, "it")
-            if entry.kind == "optimized":
-                out |= self._state(part, tensor)
+            if entry.kind == "optimized" and parameter is not None:
+                out |= self._state(part, parameter)
         return out
 
     def _state(self, part: _Part, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Of the optimizer. Raises UserError if it is not element by element, or not all there."""
         name = part.entry
         state = {
-            key: value for key, value in self._optimizer.state.get(parameter, {}).items()
+            key: local(value) for key, value in self._optimizer.state.get(parameter, {}).items()
             if isinstance(value, torch.Tensor)
         }
         for key in self._needed(name):
@@ -199,7 +201,7 @@ class Source:
         for key, value in state.items():
             if key == ONCE:
                 copy = value.detach().clone()
-            elif value.shape != parameter.shape:
+            elif value.shape != local(parameter).shape:
                 raise _refusal(f"{key} has the shape {list(value.shape)}: it is not element by element, or not all on"
                                " this rank", name)
             else:

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from flowcheck.control.ask import SECONDS, Node, Offer, reader_key
 from flowcheck.control.sources import (
@@ -44,6 +45,7 @@ from flowcheck.control.sources import (
 )
 from flowcheck.control.torch_state import torch_state
 from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.trainer.parts import local
 from flowcheck.trainer.settings import context_of, token_of
 from flowcheck.trainer.user import restore_rng
 
@@ -94,6 +96,26 @@ class Recovered:
     def __bool__(self) -> bool:
         return bool(self.source)
 
+    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """What `load_state_dict` of both would do, also where they hold shards (DTensors, of fully_shard): what came is
+        put into this rank's part of each. Raises UserError where it is of another shape or of other parameters."""
+        held = model.state_dict()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = [number for group in self.optimizer.get("param_groups", ()) for number in group["params"]]
+        if not self or held.keys() != self.model.keys() or len(numbers) != len(parameters):
+            raise UserError(
+                f"{self!r} has {len(self.model)} entries and {len(numbers)} optimized parameters; here are {len(held)}"
+                f" and {len(parameters)}, or others", where="recover",
+                remedy="the model and the optimizer of the job that made it",
+            )
+        model.load_state_dict({name: _placed(name, value, held[name]) for name, value in self.model.items()})
+        state = {
+            number: {key: value if key == "step" else _placed(key, value, parameters[number])
+                     for key, value in values.items()}
+            for number, values in self.optimizer["state"].items()
+        }
+        optimizer.load_state_dict({**self.optimizer, "state": state})
+
     def restore_rng(self) -> None:
         """Set the generators of this process (python's, numpy's, torch's on the CPU and on devices) to where they were
         when iteration `step` began. Raises UserError: the version has no such state, or it does not fit here."""
@@ -111,6 +133,18 @@ class Recovered:
             f"Recovered(step {self.step} of run {self.run_id!r}, epoch {self.epoch - 1}, {self.status}{open_}, from"
             f" {self.source}: {self.nbytes:,} bytes in {self.seconds:.2f} s{not_taken})"
         )
+
+
+def _placed(name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A value in the form of what it goes into."""
+    here = local(like).shape
+    if value.shape != here:
+        raise UserError(f"{name} has the shape {list(value.shape)}, and here {list(here)}", where="recover",
+                        remedy="the same layout of replicas and shards, and shard= as this rank has it")
+    if not isinstance(like, DTensor):
+        return value
+    return DTensor.from_local(value.to(like.device), like.device_mesh, like.placements, run_check=False,
+                              shape=like.shape, stride=like.stride())
 
 
 def recover(

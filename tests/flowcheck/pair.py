@@ -12,8 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 class Pair(dist.ProcessGroup):
     """The other ranks' gradients are zeros and their model is this one's, so nothing has to be sent."""
 
+    _name = ""
+
     def getBackendName(self) -> str:
         return "pair"
+
+    # torch keeps the name in a group's backends, and this one is its own.
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         return self._done(tensors)
@@ -26,6 +36,16 @@ class Pair(dist.ProcessGroup):
             for output in gathered:
                 output.copy_(mine)
         return self._done(outputs)
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        output.view(-1, tensor.numel()).copy_(tensor.clone().reshape(1, -1))
+        return self._done([output])
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        output.copy_(tensor.clone().view(-1, output.numel())[0].view_as(output))
+        return self._done([output])
+
+    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
     @staticmethod
     def _done(result: Any) -> Any:
@@ -40,11 +60,16 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def wrapped(module: torch.nn.Module, *, rank: int = 0, ranks: int = 2, **options: Any) -> DistributedDataParallel:
-    """A real DDP model, on one rank of a job."""
+def join(rank: int = 0, ranks: int = 2) -> None:
+    """Be one rank of a job."""
     if not hasattr(dist.Backend, "PAIR"):
         dist.Backend.register_backend("pair", lambda store, rank, size, wait: Pair(rank, size), devices=["cpu"])
     if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != (rank, ranks):
         leave()
         dist.init_process_group("pair", store=dist.HashStore(), rank=rank, world_size=ranks)
+
+
+def wrapped(module: torch.nn.Module, *, rank: int = 0, ranks: int = 2, **options: Any) -> DistributedDataParallel:
+    """A real DDP model, on one rank of a job."""
+    join(rank, ranks)
     return DistributedDataParallel(module, **options)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 
-from flowcheck.trainer import attachment as module
+from flowcheck.trainer import following as module
 
 from ..hand_node import LONGEST, HandNode, Peer, until
 from .training import Every, Training

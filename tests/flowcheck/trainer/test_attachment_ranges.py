@@ -187,7 +187,7 @@ def test_an_answer_does_not_go_to_another_connection(training, hand_node) -> Non
     ((link, wish),) = one.attachment._senders[0].asked()
     peer.close()
     peer = connected(one, hand_node)
-    assert not one.attachment._senders[0].put(*one.attachment._source.answer(wish, 3), asked_on=link)
+    assert not one.attachment._senders[0].put(*one.attachment._parts[0].source.answer(wish, 3), asked_on=link)
     assert one.attachment._senders[0]._copied == 0
     one.attachment.close(LONGEST)
     assert peer.rest() == ["flows", "manifest", "bye"]

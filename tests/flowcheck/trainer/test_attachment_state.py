@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from flowcheck.trainer import attachment as module
+from flowcheck.trainer import following as module
 
 from ..hand_node import LONGEST, until
 from .training import Every, Training, connected, joined

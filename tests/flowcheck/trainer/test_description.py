@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from flowcheck.errors import UserError
-from flowcheck.trainer.description import Model, bucket_layout, check_gradients, entries, group_options
+from flowcheck.trainer.description import Model, check_gradients, entries, group_options
+from flowcheck.trainer.parts import bucket_layout
+from flowcheck.trainer.wrapped import parts_of
 
 from ..pair import leave
 from .described import EveryKind, net, refusal
@@ -74,12 +76,12 @@ def test_a_sharded_model_is_told_what_sharding_means() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = fully_shard(net())
-        where, what = refusal(lambda: entries(model, SGD(model.parameters(), lr=0.1)))  # type: ignore[arg-type]
+        where, what = refusal(lambda: parts_of(model))
         with pytest.raises(UserError) as caught:
-            entries(model, SGD(model.parameters(), lr=0.1))  # type: ignore[arg-type]
+            parts_of(model)
     finally:
         dist.destroy_process_group()
-    assert where == "model" and what.startswith("is sharded by fully_shard: ReduceScatter")
+    assert where == "model" and "is sharded by fully_shard without replicas: ReduceScatter" in what
     assert "docs/use/qualify.md" in caught.value.remedy and "wraps" not in caught.value.remedy
 
 

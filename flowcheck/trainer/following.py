@@ -1,0 +1,300 @@
+"""How one part of a rank is followed: its job, what of it is sent at a boundary, and to which nodes.
+
+    one = Following(part, optimizer, topology, collectives, ...)
+    one.connect(addresses, token, tls)          senders begin
+    one.before_step()                           hyper-parameters as the step uses them
+    one.over(iteration)                         at a boundary: the job is known, or again, or a record goes out
+    serve(parts, seconds, n)                    after that, of all parts: the state, to nodes that ask for all of it
+
+An attachment has one of these for each part, and tells all of them what an iteration was. Everything belongs to the
+training thread but what senders call: `_opening`, `_said` and the source's `prepare`.
+"""
+
+from __future__ import annotations
+
+import math
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flowcheck.control.checksum import checksums
+from flowcheck.control.protocol import Flows, Manifest, Record, State, User
+from flowcheck.errors import UserError
+from flowcheck.job.clock import Clock
+from flowcheck.job.model import Job
+from flowcheck.trainer.description import Model, Watch, entries, group_options
+from flowcheck.trainer.loop import AttachmentState
+from flowcheck.trainer.parts import Part, local
+from flowcheck.trainer.ranges import Source
+from flowcheck.trainer.sender import Identity, Sender
+from flowcheck.trainer.sources import Collectives, Topology, sources_of
+
+__all__ = ["Following", "Over", "serve"]
+
+STATES = [*AttachmentState]
+
+
+@dataclass(frozen=True)
+class Over:
+    """An iteration that is over. kept: what this rank gives of itself, made when it is first asked for."""
+
+    number: int
+    clip: float | None
+    scale: float | None
+    skipped: bool
+    checked: bool  # checksums are due
+    kept: Callable[[], bytes | None]
+    rank: int  # of the whole job
+
+
+def serve(parts: Sequence[Following], seconds: float, number: int) -> None:
+    """After iteration `number`: nodes are told of a job that has become known, and those that ask for all of the state
+    get it. That takes `seconds` at most, of all parts together."""
+    deadline = time.monotonic() + seconds
+    for place, one in enumerate(parts):
+        one.open(max(0.0, deadline - time.monotonic()) if place else seconds)
+    for one in parts:
+        one.serve(deadline, number)
+
+
+class Following:
+    """name: under which a node knows it. unsaid: why the newest iteration has no record. say: a line of the log."""
+
+    def __init__(
+        self, part: Part, optimizer: torch.optim.Optimizer, topology: Topology | None,
+        collectives: Collectives | None, name: str, run_id: str, epoch: int, say: Callable[[str], None],
+    ) -> None:
+        self.part, self.name, self._optimizer, self._say = part, name, optimizer, say
+        self.described: Model = entries(part, optimizer)
+        self._topology, listed = sources_of(part.group, topology, collectives)
+        self.rank, self._ranks = dist.get_rank(part.group), dist.get_world_size(part.group)
+        if self._ranks < 2:
+            raise UserError("a job of one rank sends no gradients", where="attach", remedy="leave attach out")
+        self.watch = Watch(
+            part, optimizer, self.described, listed, lambda: self._topology()["communicator"], run_id, epoch
+        )
+        self.source = Source(part, optimizer, self.described)
+        self._run = run_id, epoch
+        self.job: Job | None = None
+        self._first = 0
+        self._flows: list[dict[str, Any]] | None = None
+        self._groups: list[dict[str, Any]] | None = None  # of the last step
+        self._stepped_with: list[dict[str, Any]] | None = None  # of the step before the boundary
+        self._meeting = False  # the job has just become known
+        self.unsaid = ""
+        self.senders: list[Sender] = []
+        self._answered = threading.Event()  # by any of the nodes
+
+    def connect(
+        self, addresses: Sequence[tuple[str, int]], token: Callable[[], bytes], tls: ssl.SSLContext | None
+    ) -> None:
+        identity = Identity(*self._run, self.rank, self._ranks, self.name)
+        for address in addresses:
+            self.senders.append(Sender(
+                address, token, identity, self._opening, partial(self._said, address), self.source.prepare,
+                self._answered, tls,
+            ))
+        for sender in self.senders:
+            sender.start()
+
+    # -- what it is --
+
+    @property
+    def state(self) -> AttachmentState:
+        """That of the best of the nodes."""
+        return min((self._state(sender) for sender in self.senders), key=STATES.index)
+
+    def _state(self, sender: Sender) -> AttachmentState:
+        if not sender.connected:  # the first attempt may still be under way
+            return AttachmentState.LOST if sender.tried.is_set() else AttachmentState.WATCHING
+        if self.job is None:
+            return AttachmentState.WATCHING
+        return AttachmentState.ATTACHED if sender.attached else AttachmentState.ATTACHING
+
+    def why(self, closed: bool) -> str:
+        """Why it is not attached to a node, each of those; or ""."""
+        connected = any(sender.connected for sender in self.senders)
+        if self.job is None and (connected or not self.senders):
+            return self.watch.why  # whatever a node says meanwhile: it is waiting for the job
+        reasons = [(sender, self._why(sender, closed)) for sender in self.senders]
+        return "; ".join(f"{self._called(sender.address)}{why}" for sender, why in reasons if why)
+
+    def _why(self, sender: Sender, closed: bool) -> str:
+        return sender.why or ("" if closed or self._state(sender) is AttachmentState.ATTACHED else
+                              "the node has not joined yet")
+
+    def _called(self, address: tuple[str, int]) -> str:
+        """A node, where there are several."""
+        return f"{address[0]}:{address[1]}: " if len(self.senders) > 1 else ""
+
+    @property
+    def published(self) -> tuple[int, str]:
+        """(iteration, status) of the nodes' newest version; (-1, "") if there is none."""
+        return max(((sender.iteration, sender.status) for sender in self.senders), default=(-1, ""))
+
+    # -- the training thread --
+
+    def before_step(self) -> None:
+        """Raises UserError for a step that no replica could follow."""
+        self.part.check()
+        self._groups = group_options(self.described, self._optimizer)
+
+    def over(self, it: Over) -> None:
+        """Raises UserError where the job can no longer be followed."""
+        self._stepped_with, self._groups = self._groups, None
+        self.part.over()
+        if self.job is not None:
+            if self.watch.again(it.number):
+                self._odd(it)
+                return
+            if self.part.changed:
+                raise UserError(
+                    f"iteration {it.number} reduced parameter groups in another order, or otherwise, than those before",
+                    where=self.part.by, remedy="layers that run in one order, settings before the first iteration; and"
+                    " attach anew",
+                )
+        else:
+            self.job, self._first = self.watch.look(), it.number
+            if self.job is not None:
+                self._flows = self._topology()["flows"]
+                self.part.known(True)
+                self._meeting = True
+                return
+        if followers := [sender for sender in self.senders if sender.follows]:
+            self._send_record(followers, it)
+
+    def open(self, seconds: float) -> None:
+        """Once the job is known, nodes are told; of several, one that is not connected by now is not waited for."""
+        if self._meeting:
+            if len(self.senders) == 1:
+                self.senders[0].tried.wait(seconds)
+            for sender in self.senders:
+                sender.open_again()
+
+    def serve(self, deadline: float, number: int) -> None:
+        """What ranks wait for, until `deadline` by the monotonic clock at most. All of them do so once, when
+        the job has become known: until the node has joined the wire, with nothing in flight, and has the state. All
+        know it at the same boundary; what they wait for at rank 0 would otherwise hold them up in the next call. A
+        node that asks for ranges needs none of it."""
+        meeting, self._meeting = self._meeting, False
+        if meeting:
+            self._serve([sender for sender in self.senders if not sender.by_ranges], deadline, number, meeting=True)
+        elif self.job is not None and (wanting := [one for one in self.senders if self._wants(one)]):
+            self._serve(wanting, deadline, number)
+
+    def _wants(self, sender: Sender) -> bool:
+        return self.rank == 0 and "state" in sender.wanted
+
+    def _odd(self, it: Over) -> None:
+        """The iteration called what no other does. If all of its gradients came before that it has a record still; the
+        node can place nothing after it, until the job is known again."""
+        self._say(self.watch.why)
+        if self.watch.whole and not self.part.changed and (
+            followers := [sender for sender in self.senders if sender.follows]
+        ):
+            self._send_record(followers, it)
+        self.job = None
+        self.part.known(False)
+        for sender in self.senders:
+            sender.wanted, sender.joined, sender.pledged = frozenset(), None, None
+
+    def _serve(self, senders: list[Sender], deadline: float, over: int, meeting: bool = False) -> None:
+        """Give the state to those that want it, once each, and wait until they have it. meeting: wait until the others
+        have joined, too, or want it."""
+        given: dict[Sender, str] = {}  # and what each had noticed by then
+        number = Clock().after(over)  # of updates so far, which is the number of the next iteration
+        self._answered.clear()
+        while True:
+            wanting = [sender for sender in senders if sender not in given and self._wants(sender)]
+            given |= {sender: sender.notice for sender in wanting}
+            if wanting:
+                self._send_state(wanting, number)
+            waiting = [
+                sender for sender in senders if sender.connected and (
+                    # Wanted again, or something noticed: it came too late. Again at the next boundary, or when asked.
+                    sender.joined != number and "state" not in sender.wanted and sender.notice in ("", given[sender])
+                    if sender in given else meeting and sender.joined is None
+                )
+            ]
+            left = deadline - time.monotonic()
+            if not waiting or left <= 0:
+                return
+            self._answered.wait(left)
+            self._answered.clear()
+
+    def _options(self) -> list[dict[str, Any]]:
+        """As the step used them; where it made none, as they are."""
+        return self._stepped_with or group_options(self.described, self._optimizer)
+
+    def _send_record(self, senders: list[Sender], it: Over) -> None:
+        clip = it.clip
+        if it.skipped and clip is not None and not math.isfinite(clip):
+            clip = 1.0  # no gradient was used, whatever it was multiplied with: the norm of an overflow is no number
+        for what, value in (("clip", clip), ("scale", it.scale)):
+            if value is not None and not math.isfinite(value):
+                # What such a step leaves behind is NaN of no defined sign: no record, so the node asks for a state.
+                why = f"no record of iteration {it.number}: {what} is {float(value)}"
+                if not self.unsaid:
+                    self._say(why)
+                self.unsaid = why
+                return
+        self.unsaid = ""
+        record = Record(
+            it.number, self._options(), None if clip is None else float(clip),
+            None if it.scale is None else float(it.scale), bool(it.skipped),
+        )
+        held: Mapping[str, torch.Tensor] = {}
+        buffers = self.described.buffers
+        if buffers or it.checked:
+            state = self.part.state_dict()
+            if it.checked:
+                sums = checksums({entry.name: state[entry.name] for entry in self.described.entries})
+                record.checksums = {name: f"{value:016x}" for name, value in sums.items()}
+            if self.rank == 0:
+                held = {f"buffer.{name}": state[name].detach().to("cpu", copy=True) for name in buffers}
+        kept = it.kept() if any(sender.takes_user for sender in senders) else None
+        for sender in senders:
+            for link, wish in sender.asked():  # before the record: who has that has these, if there are any
+                sender.put(*self.source.answer(wish, it.number), asked_on=link)
+            if kept is not None and sender.takes_user:
+                sender.put(User(it.number, it.rank), kept)
+            sender.put(record, held)
+
+    def _send_state(self, senders: list[Sender], number: int) -> None:
+        """Model and optimizer as they are now, before iteration `number`."""
+        for sender in senders:
+            sender.wanted, sender.joined = sender.wanted - {"state"}, None
+            sender.pledged = number
+        tensors = {f"model.{name}": tensor.detach().to("cpu", copy=True)
+                   for name, tensor in self.part.state_dict().items()}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self.described.names.get(id(parameter))
+                for key, value in self._optimizer.state.get(parameter, {}).items():
+                    if name is not None and isinstance(value, torch.Tensor):
+                        tensors[f"optimizer.{name}.{key}"] = local(value).detach().to("cpu", copy=True)
+        state = State(number, self._options())
+        for sender in senders:
+            if not sender.put(state, tensors):
+                sender.pledged = None
+
+    # -- other threads --
+
+    def _opening(self) -> list[Any]:
+        """What a new connection begins with, as far as it is known."""
+        out: list[Any] = []
+        if self._flows is not None:
+            out.append(Flows(self._flows))
+        if self.job is not None and self.rank == 0:
+            out.append(Manifest(self.job.to_dict(), self._first))
+        return out
+
+    def _said(self, address: tuple[str, int], why: str) -> None:
+        self._say(f"{self._called(address)}{why}")

@@ -1,0 +1,152 @@
+"""What of a model each communicator reduces: one part of a rank's state for each, under its name.
+
+    parts = parts_of(model)                 a DDP model, one of fully_shard's over replicas and shards, or several
+    part.group, part.name                   the communicator's process group; where it is in the mesh of devices
+    part.state_dict(keep_vars=True)         entries; parameters as the optimizer has them
+    part.layout(names)                      what lies where in the buckets of the iteration that is over
+    part.over(), part.check()               at each boundary; before each optimizer step
+
+A node follows each part as a group of its own. An optimized parameter is in exactly one part: that whose
+communicator carries its whole gradient. A part's name says where its ranks are in the mesh: coordinates in all
+dimensions but the one that is reduced over ("shard1", "pp0.shard1"), or what the script calls it.
+
+torch and the standard library. Raises UserError for what cannot be followed; attachment.py catches it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from flowcheck.control.tensors import DTYPES
+from flowcheck.errors import UserError
+from flowcheck.job.model import Bucket, BucketSlice
+
+__all__ = ["Ddp", "Layout", "Part", "bucket_layout", "local", "position"]
+
+Layout = tuple[list[Bucket], list[int], str]  # buckets, their element counts, dtype on the wire
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it: of a DTensor its shard, else itself. Not for gradients to flow through."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+class Part(ABC):
+    """name: among the parts of a rank, "" for the only one. group: ranks that reduce it together. others: ids of
+    parameters that another part has. by: what reduces them, for a message. divisor: what the wire's sums are divided
+    by before the optimizer has them; known with the layout."""
+
+    by = "DDP"
+
+    def __init__(self, module: torch.nn.Module, group: dist.ProcessGroup, name: str = "") -> None:
+        self.module, self.group, self.name = module, group, name
+        self.others: frozenset[int] = frozenset()
+        self.divisor = 1
+
+    def _entries(self) -> dict[str, torch.Tensor]:
+        """All that may be this part's, in the state_dict's order."""
+        return dict(self.module.state_dict(keep_vars=True))
+
+    def state_dict(self, keep_vars: bool = False) -> dict[str, torch.Tensor]:
+        """keep_vars: parameters as the optimizer has them, else what this rank holds of each."""
+        held = {name: value for name, value in self._entries().items() if id(value) not in self.others}
+        return held if keep_vars else {name: local(value).detach() for name, value in held.items()}
+
+    @abstractmethod
+    def reduced(self) -> list[tuple[str, torch.Tensor]]:
+        """Parameters whose gradients are reduced here."""
+
+    @abstractmethod
+    def layout(self, names: Mapping[int, str]) -> Layout | None:
+        """As they are now; None: what the iteration reduced were no buckets."""
+
+    def over(self) -> None:  # noqa: B027
+        """An iteration is over."""
+
+    def known(self, known: bool) -> None:  # noqa: B027
+        """The job is described with what the iteration that is over did; or is not any more."""
+
+    @property
+    def changed(self) -> bool:
+        """Did that iteration reduce otherwise than the job is described, although its calls look alike?"""
+        return False
+
+    def check(self) -> None:  # noqa: B027
+        """Raises UserError if gradients are not what the wire carried."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of the model."""
+
+
+class Ddp(Part):
+    """All that one DistributedDataParallel object reduces."""
+
+    def __init__(self, model: DistributedDataParallel, name: str = "") -> None:
+        for odd, what in (
+            (getattr(model, "mixed_precision", None) is not None, "DDP's own mixed precision"),  # which is a hook, too
+            (bool(getattr(model, "_comm_hooks", ())), "a communication hook: what it sends is its own"),
+            (bool(model.find_unused_parameters), "find_unused_parameters: which gradients are absent is not said"),
+            (bool(getattr(model, "_delay_all_reduce_params", ())), "delay_all_reduce_named_params"),
+        ):
+            if odd:
+                raise UserError(f"uses {what}", where="DistributedDataParallel", remedy="leave it out for this job")
+        super().__init__(model.module, model.process_group, name)
+        self._model = model
+
+    def reduced(self) -> list[tuple[str, torch.Tensor]]:
+        ignored = set(getattr(self._model, "parameters_to_ignore", ()))
+        return [(name, value) for name, value in self.module.named_parameters()
+                if value.requires_grad and name not in ignored]
+
+    def layout(self, names: Mapping[int, str]) -> Layout:
+        return bucket_layout(self._model, names)
+
+
+def bucket_layout(model: DistributedDataParallel, names: Mapping[int, str]) -> Layout:
+    """(buckets as they are now, their element counts, dtype). Asked from the reducer, not computed again."""
+    buckets, counts, dtypes = [], [], set()
+    for found in model.reducer._get_zeros_like_grad_buckets():
+        slices, offset = [], 0
+        for parameter in found.parameters():
+            if id(parameter) in names:  # others are reduced and never stepped: padding to a replica
+                slices.append(BucketSlice(names[id(parameter)], offset, parameter.numel()))
+            offset += parameter.numel()
+        buckets.append(Bucket(slices))
+        counts.append(found.buffer().numel())
+        dtypes.add(DTYPES[found.buffer().dtype][0])
+        if offset != counts[-1]:
+            raise UserError(f"bucket {found.index()} has {counts[-1]} elements, its tensors {offset}", where="DDP",
+                            remedy="report it")
+    if len(dtypes) != 1:
+        raise UserError(f"reduces gradients in {', '.join(sorted(dtypes))}", where="DDP",
+                        remedy="one type for all parameters")
+    return buckets, counts, dtypes.pop()
+
+
+def position(mesh: Any, reduced: int) -> str:
+    """Where this rank's group is in a DeviceMesh whose dimension `reduced` it reduces over: the other dimensions of
+    more than one rank with this rank's coordinates, those of the mesh that it was cut out of first. "": it is the only
+    one, or the mesh has no names."""
+    words: list[str] = []
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    if root is not mesh and root.mesh_dim_names:
+        inside = torch.isin(root.mesh, mesh.mesh).nonzero()
+        for number, name in enumerate(root.mesh_dim_names):
+            places: Sequence[int] = inside[:, number].unique().tolist()
+            if root.size(number) > 1 and len(places) == 1:
+                words.append(f"{name}{places[0]}")
+    coordinates = mesh.get_coordinate()
+    for number, name in enumerate(mesh.mesh_dim_names or ()):
+        if number != reduced and mesh.size(number) > 1 and coordinates is not None:
+            words.append(f"{name}{coordinates[number]}")
+    return ".".join(words)

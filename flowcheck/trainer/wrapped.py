@@ -1,0 +1,129 @@
+"""What a script gives to `attach` as its model: the parts that are followed, or a refusal that knows its name.
+
+    parts = parts_of(model)                     DistributedDataParallel; fully_shard over replicas and shards; several
+    refuse_optimizer(optimizer)                 one that holds a part of its state alone
+
+Several: a dict of them by name, or a list, whose members have a mesh of devices each. FSDP, ZeRO and the distributed
+optimizers put no whole gradient on the wire, or step in a way that no replica of one rank can follow. Each is refused
+by its name, with what serves it. Classes of packages that are not here are known by their module's name.
+
+torch and the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from flowcheck.errors import UserError
+from flowcheck.trainer.hsdp import hsdp_parts, is_sharded
+from flowcheck.trainer.parts import Ddp, Part, position
+
+__all__ = ["parts_of", "refuse_model", "refuse_optimizer"]
+
+SERVED = "parameters from its AllGather, offline by flowcheck replay (docs/use/qualify.md); or"
+LIVE = "DistributedDataParallel, or fully_shard over a mesh of replicas and shards, to be followed live"
+# Module (it and what is in it), class, what it is.
+MODELS = (
+    ("deepspeed", "DeepSpeedEngine", "is DeepSpeed's engine (ZeRO-1, 2 or 3 as its configuration says)"),
+    ("deepspeed", "PipelineEngine", "is DeepSpeed's pipeline engine"),
+    ("megatron.core.distributed", "DistributedDataParallel",
+     "is Megatron-Core's own DistributedDataParallel, which reduces its buffers itself"),
+    ("fairscale.nn", "FullyShardedDataParallel", "is sharded by FairScale (ZeRO-3)"),
+    ("fairscale.nn", "ShardedDataParallel", "is reduced by FairScale to the rank that steps it (ZeRO-2)"),
+)
+OPTIMIZERS = (
+    ("torch.distributed.optim", "ZeroRedundancyOptimizer", "steps a share of the parameters on each rank (ZeRO-1)"),
+    ("deepspeed", "DeepSpeedZeroOptimizer_Stage3", "is DeepSpeed's ZeRO-3"),
+    ("deepspeed", "DeepSpeedZeroOptimizer", "is DeepSpeed's ZeRO-1 or ZeRO-2"),
+    ("deepspeed", "BF16_Optimizer", "is DeepSpeed's ZeRO-1 in bf16"),
+    ("megatron.core.optimizer", "DistributedOptimizer", "is Megatron-Core's distributed optimizer: ReduceScatter puts"
+     " no reduced gradient on the wire"),
+    ("megatron.core.optimizer", "ChainedOptimizer", "is a chain of Megatron-Core's optimizers"),
+    ("fairscale.optim", "OSS", "steps a share of the parameters on each rank (ZeRO-1)"),
+)
+
+
+def _known(one: object, table: Sequence[tuple[str, str, str]]) -> str:
+    """What an object is, by the classes that it has been made of; "": nothing of the table."""
+    for base in type(one).__mro__:
+        for module, name, what in table:
+            if base.__name__ == name and f"{base.__module__}.".startswith(f"{module}."):
+                return what
+    return ""
+
+
+def refuse_optimizer(optimizer: object) -> None:
+    """Raises UserError for one that is known, and cannot be followed."""
+    if what := _known(optimizer, OPTIMIZERS):
+        raise UserError(f"{type(optimizer).__name__} {what}", where="optimizer",
+                        remedy=f"{SERVED} torch.optim's SGD, Adam or AdamW with {LIVE}")
+
+
+def refuse_model(model: object) -> UserError:
+    """Why it is not followed."""
+    if what := _known(model, MODELS):
+        return UserError(what, where="model", remedy=f"{SERVED} {LIVE}")
+    if isinstance(model, FullyShardedDataParallel):
+        how = str(getattr(getattr(model, "sharding_strategy", None), "name", ""))
+        hybrid = f" ({how}, whose AllReduce is not read)" if "HYBRID" in how else ""
+        return UserError(
+            f"is sharded by FullyShardedDataParallel{hybrid}: ReduceScatter puts no reduced gradient on the wire",
+            where="model", remedy=f"{SERVED} {LIVE}",
+        )
+    return UserError(f"is a {type(model).__name__}", where="model",
+                     remedy="the DistributedDataParallel object, not what it wraps; or a model after fully_shard")
+
+
+def parts_of(model: Any) -> list[Part]:
+    """One or more. Raises UserError, naming what cannot be followed."""
+    parts: list[Part]
+    if isinstance(model, Mapping):
+        parts = [part for name, one in model.items() for part in _parts(one, str(name))]
+    elif isinstance(model, list | tuple):
+        parts = [part for one in model for part in _parts(one, "")]
+    else:
+        parts = _parts(model, "")
+    if not parts:
+        raise UserError("there is none", where="model", remedy="the DistributedDataParallel object")
+    names = [part.name for part in parts]
+    if len(parts) > 1:
+        for name in names:
+            if not name or names.count(name) > 1:
+                raise UserError(
+                    f"two parts of this rank are at {name!r} in their meshes" if name else
+                    "one of several has no place in a mesh of devices", where="model",
+                    remedy="a dict of them by name, as {\"dense\": ..., \"experts0\": ...}, the same name in all ranks"
+                           " of a group; or other names of the mesh's dimensions",
+                )
+    _divide(parts)
+    return parts
+
+
+def _parts(model: object, name: str) -> list[Part]:
+    if isinstance(model, DistributedDataParallel):
+        mesh = getattr(model, "device_mesh", None)
+        return [Ddp(model, name or (position(mesh, 0) if mesh is not None else ""))]
+    if isinstance(model, torch.nn.Module) and is_sharded(model):
+        return list(hsdp_parts(model, name))
+    raise refuse_model(model)
+
+
+def _divide(parts: Sequence[Part]) -> None:
+    """Each parameter to the part that reduces it."""
+    owners: dict[int, Part] = {}
+    for part in parts:
+        for name, value in part.reduced():
+            first = owners.setdefault(id(value), part)
+            if first is not part:
+                raise UserError(
+                    f"{name} is reduced by two parts, {first.name!r} and {part.name!r}: which of them is its gradient"
+                    " is not said", where="model",
+                    remedy="parameters_to_ignore of the outer DistributedDataParallel, for what an inner one reduces",
+                )
+    for part in parts:
+        part.others = frozenset(one for one, owner in owners.items() if owner is not part)
