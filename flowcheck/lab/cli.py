@@ -72,6 +72,15 @@ def run(
     direction: DirectionOption = "both",
     model: Annotated[str, typer.Option("--model", help="gpt, conv or mlp.")] = "gpt",
     stages: Annotated[int, typer.Option("--stages", min=1, help="Pipeline stages; each a data-parallel group.")] = 1,
+    shards: Annotated[
+        int, typer.Option("--shards", min=1, help="fully_shard over replicas of so many shards; each shard a group.")
+    ] = 1,
+    reduce: Annotated[
+        Literal["float32", "bfloat16"], typer.Option("--reduce", help="In which type shards are reduced.")
+    ] = "float32",
+    experts: Annotated[
+        int, typer.Option("--experts", min=1, help="Layers of rank r are expert r modulo N's; each expert a group.")
+    ] = 1,
     iterations: Annotated[int, typer.Option("--iterations", min=1, help="Versions of the replica wanted.")] = 30,
     protocol: Annotated[Literal["LL", "LL128", "SIMPLE"], typer.Option("--protocol", help="NCCL's.")] = "LL128",
     algorithm: Annotated[Literal["ring", "tree"], typer.Option("--algorithm", help="Of AllReduce.")] = "ring",
@@ -112,31 +121,32 @@ def run(
     softroce: dict[str, Any] = {"protocol": protocol, "algorithm": algorithm, "channels": channels, "mtu": mtu}
     job = Training(
         model=model, ranks=ranks, stages=stages, accumulate=accumulate, optimizer={"name": optimizer, "lr": lr},
-        clip=clip, loss_scale=loss_scale, schedule=schedule, softroce=softroce, seed=seed,
+        clip=clip, loss_scale=loss_scale, schedule=schedule, softroce=softroce, seed=seed, shards=shards,
+        reduce=reduce, experts=experts,
     )
     Settings.from_dict({"interface": "fab0", "address": "10.77.0.10", **softroce})  # before anything is built
     mirrored = _ranks(mirror, ranks)
-    nodes = [tuple(r for r in mirrored if r in job.group(stage)) for stage in range(stages)]
-    if () in nodes:
-        stage = nodes.index(())
-        raise UserError(
-            f"no rank of stage {stage} is mirrored", where="--mirror",
-            remedy=f"one or more of {', '.join(map(str, job.group(stage)))} besides",
-        )
-    groups = [tuple(job.group(stage)) for stage in range(stages)]
+    for group, called in enumerate(job.names):
+        if not set(mirrored) & set(job.group(group)):
+            raise UserError(
+                f"no rank of {called} is mirrored", where="--mirror",
+                remedy=f"one or more of {', '.join(map(str, job.group(group)))} besides",
+            )
+    nodes = [tuple(r for r in mirrored if stages == 1 or r in job.group(stage)) for stage in range(stages)]
+    groups = [tuple(job.group(stage)) if stages > 1 else tuple(range(ranks)) for stage in range(stages)]
     if peer_mirror is not None:
-        if stages > 1:
-            raise UserError("several stages have a node each, and no peers here", where="--peer-mirror",
-                            remedy="--stages 1")
+        if len(job.names) > 1:
+            raise UserError("a job of several groups has no peers here", where="--peer-mirror",
+                            remedy="--stages 1, --shards 1 and --experts 1")
         nodes, groups = [*nodes, _ranks(peer_mirror, ranks)], groups * 2
     config = FabricConfig(
         name=name, ranks=ranks, switch=switch, direction=direction, algorithm=algorithm, path_mtu=mtu,
         mirrored=tuple(nodes), groups=tuple(groups),
         impairments=tuple(wires),
     )
-    if kill is not None and (kill >= ranks or stages > 1):
-        why = f"rank {kill} is none of 0 to {ranks - 1}" if kill >= ranks else "several stages: no rank is killed"
-        raise UserError(why, where="--kill", remedy="one of the ranks, and --stages 1")
+    if kill is not None and (kill >= ranks or stages > 1 or experts > 1):
+        why = f"rank {kill} is none of 0 to {ranks - 1}" if kill >= ranks else "stages, experts: no rank is killed"
+        raise UserError(why, where="--kill", remedy="one of the ranks, and --stages 1 and --experts 1")
     fault = None if kill is None else Fault(kill, kill_at)
     raise typer.Exit(run_lab(LabOptions(config, job, out, iterations, step_time, fault), screen()))
 

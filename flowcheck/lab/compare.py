@@ -55,10 +55,12 @@ class Summary:
 
 
 class Ledger:
-    """groups: for each stage how many ranks there are and under which name the node knows it."""
+    """ranks, names: for each stage (or other group of the job) how many ranks there are, one number for all of them or
+    one each, and under which name the node knows it."""
 
-    def __init__(self, ranks: int, names: list[str]) -> None:
-        self._ranks, self.names = ranks, names
+    def __init__(self, ranks: int | Sequence[int], names: list[str]) -> None:
+        self._ranks = [ranks] * len(names) if isinstance(ranks, int) else list(ranks)
+        self.names = names
         self._trainers: dict[tuple[int, int], dict[int, Mapping[str, Any]]] = defaultdict(dict)
         self._nodes: dict[tuple[int, int], Hashes] = {}
         self._status: dict[tuple[int, int], Mapping[str, Any]] = {}
@@ -104,7 +106,7 @@ class Ledger:
         def row(verdict: str, why: str = "", tensors: int = 0) -> Row:
             return Row(stage, iteration, verdict, why, first, status, tensors)
 
-        if len(ranks) < self._ranks:
+        if len(ranks) < self._ranks[stage]:
             return row("waiting", "trainers")
         for rank, line in ranks.items():
             # DDP's buffers are those of the first rank: it broadcasts them before the next forward

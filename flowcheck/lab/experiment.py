@@ -132,7 +132,8 @@ def _wire(job: Training) -> str:
 
 def _title(options: LabOptions) -> str:
     job, config = options.job, options.fabric
-    stages = f", {job.stages} pipeline stages" if job.stages > 1 else ""
+    parts = (("pipeline stages", job.stages), ("shards", job.shards), ("experts", job.experts))
+    stages = "".join(f", {number} {what}" for what, number in parts if number > 1)
     ports = sorted({rank for node in config.mirrored for rank in node})
     switch = "a Linux bridge and tc" if config.switch == "tc" else "Open vSwitch"
     return (
@@ -188,14 +189,15 @@ def report(
     if not summary.all_equal:
         _say_trouble(events, console)
     total = summary.equal + len(summary.differing) + len(summary.unpublished)
-    wanted = options.iterations * job.stages
+    wanted = options.iterations * len(job.names)
+    by = "fully_shard" if job.shards > 1 else "DistributedDataParallel"
     if summary.all_equal and summary.published >= wanted:
         console.print(
             f"before       {summary.before} iterations, until the node had manifest and state\n"
             f"EQUAL: {summary.equal} of {total} versions of the replica, one per iteration, are bit for bit\n"
             f"the trainers' own state: {summary.tensors:,} tensors (parameters, optimizer state, buffers)\n"
             f"compared by SHA-256, none differs. {job.ranks} ranks trained with torch's\n"
-            "DistributedDataParallel; their gradients came to the node in mirrored packets\n"
+            f"{by}; their gradients came to the node in mirrored packets\n"
             + ("and in no other way." if not any(cells.values()) else "but for what was healed."), highlight=False,
         )
         return 0

@@ -53,6 +53,9 @@ BACKENDS = ("softroce", "gloo")  # gloo tries the trainers without RoCE
 class Training:
     """One job. ranks: all processes; stages: of the pipeline, each a data-parallel group of ranks / stages.
 
+    shards: more than one: torch's fully_shard over a mesh of ranks / shards replicas; reduce: the type in which it
+    reduces gradients. experts: more than one: the layers of rank r are those of expert r % experts, and are reduced
+    among the ranks that have the same; the rest of the model is reduced among all.
     size: differences from MODELS. batch: per rank and micro-batch. accumulate: micro-batches per step.
     optimizer: name and torch's options; decay applies to matrices only, so AdamW has two groups. clip: largest norm
     of a stage's gradients, None: not clipped. loss_scale: first scale of torch.amp.GradScaler, None: none;
@@ -83,6 +86,9 @@ class Training:
     metric_every: int = 0
     evaluate_every: int = 0
     shared: bool = False
+    shards: int = 1
+    reduce: str = "float32"
+    experts: int = 1
 
     def __post_init__(self) -> None:
         for name, choices in (("model", MODELS), ("schedule", SCHEDULES)):
@@ -100,11 +106,22 @@ class Training:
             self._refuse("seed", f"{self.seed} is not between 0 and 2^63 - 1")
         if unknown := sorted(set(self.size) - MODELS[self.model].keys()):
             self._refuse("size", f"{unknown[0]!r} is none of {', '.join(MODELS[self.model])}")
-        for name in ("ranks", "stages", "batch", "accumulate"):
+        for name in ("ranks", "stages", "batch", "accumulate", "shards", "experts"):
             if getattr(self, name) < 1:
                 self._refuse(name, "must be at least 1")
         if self.ranks % self.stages or self.ranks // self.stages < 2:
             self._refuse("stages", f"{self.ranks} ranks do not make {self.stages} groups of two or more")
+        if sum(number > 1 for number in (self.stages, self.shards, self.experts)) > 1:
+            self._refuse("shards", "one of stages, shards and experts at a time")
+        for name, number in (("shards", self.shards), ("experts", self.experts)):
+            if number > 1 and (self.ranks % number or self.ranks // number < 2):
+                self._refuse(name, f"{self.ranks} ranks do not make {number} groups of two or more")
+            if number > 1 and (self.loss_scale is not None or self.beside or self.shared):
+                self._refuse(name, "has no loss scale and no metrics here")
+        if self.reduce not in ("float32", "bfloat16") or (self.reduce != "float32" and self.shards < 2):
+            self._refuse("reduce", f"{self.reduce!r}: float32, or bfloat16 with shards")
+        if self.experts > 1 and (self.clip is not None or self.model == "conv"):
+            self._refuse("experts", "without clipping (a norm of each rank's own), and not of conv")
         if self.stages > len(_blocks(self)):
             self._refuse("stages", f"the model has only {len(_blocks(self))} blocks")
         if self.overflow_at and self.loss_scale is None:
@@ -126,9 +143,22 @@ class Training:
     def extent(self, name: str) -> int:
         return self.size.get(name, MODELS[self.model][name])
 
-    def group(self, stage: int) -> list[int]:
-        """Ranks of a stage's data-parallel group."""
-        return list(range(stage * self.data_ranks, (stage + 1) * self.data_ranks))
+    @property
+    def names(self) -> list[str]:
+        """Under which the node knows the job's groups."""
+        if self.stages > 1:
+            return [f"stage{stage}" for stage in range(self.stages)]
+        if self.shards > 1:
+            return [f"shard{shard}" for shard in range(self.shards)]
+        return ["dense", *(f"expert{expert}" for expert in range(self.experts))] if self.experts > 1 else [""]
+
+    def group(self, number: int) -> list[int]:
+        """Ranks of a data-parallel group: a stage, a shard, an expert, or all that is no expert."""
+        if self.shards > 1:
+            return list(range(number, self.ranks, self.shards))
+        if self.experts > 1:
+            return list(range(number - 1, self.ranks, self.experts)) if number else list(range(self.ranks))
+        return list(range(number * self.data_ranks, (number + 1) * self.data_ranks))
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -216,10 +246,10 @@ def _make(job: Training, name: str) -> nn.Module:
     return nn.Sequential(*layer, nn.Dropout(job.dropout)) if job.dropout else nn.Sequential(*layer)
 
 
-def whole_model(job: Training) -> nn.Sequential:
-    """All blocks with the job's first weights, the same in every process."""
+def whole_model(job: Training, other: int = 0) -> nn.Sequential:
+    """All blocks with the job's first weights, the same in every process; other: a number of other weights."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(job.seed)
+        torch.manual_seed(job.seed + 1000 * other)
         return nn.Sequential(OrderedDict((name, _make(job, name)) for name in _blocks(job)))
 
 

@@ -195,7 +195,7 @@ class LabRun:
                             remedy="give both the same number")
         self._follow()  # what is left of the job before
         self._job, self._jobs = job, self._jobs + 1
-        self.ledger = Ledger(job.data_ranks, _names(job))
+        self.ledger = Ledger([len(job.group(number)) for number in range(len(job.names))], job.names)
         self.iterations, self.communicators, self.twins, self.recovered = [], [], [], []
         orders = self._attach_orders(job) if attach else None
         begin = {"number": self._jobs, "job": job.to_dict(), "softroce": dict(job.softroce), "attach": orders}
@@ -242,7 +242,7 @@ class LabRun:
         """
         self.begin(job, attach=True)
         self.train(ATTACHING)
-        names, nodes = _names(job), self._nodes  # a node for each stage, one for all of them, or several for one
+        names, nodes = job.names, self._nodes  # a node for each stage, one for all of them, or several for one
         wanted = {(nodes[i % len(nodes)], names[i % len(names)]) for i in range(max(len(nodes), len(names)))}
 
         def named(*events: str) -> dict[tuple[str, str], dict[str, Any]]:
@@ -285,10 +285,10 @@ class LabRun:
         return {
             str(stage): {
                 "node": self._addresses if job.stages == 1 else self._addresses[stage % self.fabric.config.nodes],
-                "token": self._token, "checksum_every": self._checksums, "group": name,
-                **({"run_id": RUN} if self._api else {}),
+                "token": self._token, "checksum_every": self._checksums,
+                "group": job.names[stage] if job.stages > 1 else "", **({"run_id": RUN} if self._api else {}),
             }
-            for stage, name in enumerate(_names(job))
+            for stage in range(job.stages)
         }
 
     @property
@@ -348,7 +348,7 @@ class LabRun:
         self._nodes.clear()
 
     def _toml(self, job: Training, node: int, directory: Path, token: Path, hashes: Path) -> str:
-        shared, own = (job.stages if self.fabric.config.nodes == 1 else 1), self._addresses[node]
+        shared, own = (len(job.names) if self.fabric.config.nodes == 1 else 1), self._addresses[node]
         peers, name = [one for one in self._addresses if one != own] if job.stages == 1 else [], self.fabric.config.name
         tables: dict[str, dict[str, Any]] = {
             "": {"name": f"{name}.{node}" if self.fabric.config.nodes > 1 else name, "groups": shared},
@@ -454,11 +454,6 @@ class LabRun:
                     self.ledger.node(line)
                 elif line["job"] == self._jobs:
                     self.ledger.trainer(line)
-
-
-def _names(job: Training) -> list[str]:
-    """Under which name the node knows each stage."""
-    return [f"stage{stage}" for stage in range(job.stages)] if job.stages > 1 else [""]
 
 
 class _Tail:

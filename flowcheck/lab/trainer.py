@@ -1,4 +1,4 @@
-"""What every rank of the lab runs: torch's own DistributedDataParallel, optimizer, clipping and GradScaler, unmodified.
+"""What every rank of the lab runs: torch's own DDP or fully_shard (wrapping.py), optimizer, clipping and GradScaler.
 
     python -P -m flowcheck.lab.trainer --rank R --ranks N --backend softroce --out DIR     (run.py, in the namespace)
 
@@ -21,7 +21,6 @@ gives the next order when all have done the last.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import importlib
 import json
@@ -37,61 +36,50 @@ from typing import Any, Self, TextIO
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import flowcheck
-from flowcheck.checkpoint.directory import tensor_sha256
-from flowcheck.lab.jobs import BACKENDS, VOCABULARY, Text, Training, loss_of, make_optimizer, make_schedule, stage_of
+from flowcheck.lab.jobs import BACKENDS, VOCABULARY, Text, Training, loss_of, make_optimizer, make_schedule
 from flowcheck.lab.saving import SAVERS, Saver
+from flowcheck.lab.wrapping import make_groups, wrap
 
-__all__ = ["INSTANTS", "Groups", "Rank", "Worker", "hashes", "main"]
+__all__ = ["INSTANTS", "Groups", "Rank", "Worker", "main"]
 
 INSTANTS = ("forward", "backward", "allreduce", "optimizer", "boundary")  # of an iteration, in order
 PORT = 29500
 SETTINGS = "FLOWCHECK_SOFTROCE"
 
 
-def hashes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, str]]:
-    """SHA-256 of every state_dict entry and of every tensor of the optimizer's state ("NAME.exp_avg") but its counter
-    of steps, which is a number."""
-    state: dict[str, str] = {}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and key != "step":
-                state[f"{name}.{key}"] = tensor_sha256(value)
-    return {"tensors": {name: tensor_sha256(value) for name, value in model.state_dict().items()}, "optimizer": state}
-
-
 @dataclass(frozen=True)
 class Groups:
     """Process groups of a job: every rank of the lab makes all of them, in the same order, and is in some."""
 
-    stages: list[Any]
+    data: tuple[list[Any], list[Any]]  # wrapping.make_groups
     pipes: list[Any]  # between neighbouring stages, per place: communicators of their own, as Megatron's have
     beside: list[Any]  # of each stage, for what is no gradient
 
     @classmethod
     def make(cls, job: Training) -> Self:
-        stages = [dist.new_group(job.group(stage)) for stage in range(job.stages)]
+        data = make_groups(job)
         pairs = [(job.group(stage)[i], job.group(stage + 1)[i])
                  for stage in range(job.stages - 1) for i in range(job.data_ranks)]
         beside = [dist.new_group(job.group(stage)) for stage in range(job.stages)] if job.beside else []
-        return cls(stages, [dist.new_group(list(pair)) for pair in pairs], beside)
+        return cls(data, [dist.new_group(list(pair)) for pair in pairs], beside)
 
     def destroy(self) -> None:
-        for group in [*self.stages, *self.pipes, *self.beside]:
+        for group in [*self.data[0], *self.data[1], *self.pipes, *self.beside]:
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 dist.destroy_process_group(group)
 
 
 class Rank:
-    """One rank's part of one job: a pipeline stage in DDP, its optimizer, schedule and scaler."""
+    """One rank's part of one job: its model in torch's wrappers (a pipeline stage in DDP, most of all), its optimizer,
+    schedule and scaler."""
 
     def __init__(self, job: Training, rank: int, number: int, groups: Groups, out: TextIO) -> None:
         self.job, self.rank, self._number, self._groups, self._out = job, rank, number, groups, out
         self.stage, self.data_rank = divmod(rank, job.data_ranks)
-        self.model, self._shape = stage_of(job, self.stage)
-        self.model.train()
+        self._wrapped = wrap(job, rank, groups.data)
+        self.model, self._shape = self._wrapped.model, self._wrapped.shape
         self.optimizer = make_optimizer(job, self.model)
         self.schedule = make_schedule(job, self.optimizer)
         self.scaler = None
@@ -103,16 +91,20 @@ class Rank:
         self._seen = 0  # samples; with the generators, all that this rank has beside model and optimizer
         torch.manual_seed(job.seed * 1000 + rank)
         random.seed(job.seed * 1000 + rank)
-        self._group = groups.stages[self.stage]
+        self._group = self._wrapped.group
         self._wire: Any = sys.modules.get("flowcheck.lab.softroce")
-        self._ddp = DistributedDataParallel(self.model, process_group=self._group, bucket_cap_mb=job.bucket_mb)
         self._attachment: Any = None
         self._saver: Saver | None = None
         self._death = -1, ""
 
+    @property
+    def name(self) -> str:
+        """Of this rank's first group."""
+        return self.job.names[self._wrapped.views[0].number]
+
     def attach(self, settings: dict[str, Any]) -> None:
         self._attachment = flowcheck.attach(
-            self._ddp, self.optimizer, scheduler=self.schedule, scaler=self.scaler, **settings
+            self._wrapped.given, self.optimizer, scheduler=self.schedule, scaler=self.scaler, **settings
         )
 
     def save(self, how: str, every: int, folder: str) -> None:
@@ -130,8 +122,11 @@ class Rank:
         self.optimizer.zero_grad(set_to_none=True)
         recovered = flowcheck.recover(**settings)
         if recovered:
-            self.model.load_state_dict(recovered.model)
-            self.optimizer.load_state_dict(recovered.optimizer)
+            if self.job.shards > 1:
+                recovered.load(self.model, self.optimizer)
+            else:
+                self.model.load_state_dict(recovered.model)
+                self.optimizer.load_state_dict(recovered.optimizer)
             if self.schedule is not None:
                 self.schedule.load_state_dict(recovered.scheduler)
             if self.scaler is not None:
@@ -174,7 +169,7 @@ class Rank:
         loss = 0.0
         for micro in range(self.job.accumulate):
             last = micro == self.job.accumulate - 1
-            with contextlib.nullcontext() if last else self._ddp.no_sync():
+            with self._wrapped.reduces(last):
                 loss += self._micro(micro) / self.job.accumulate
         scale = self.scaler.get_scale() if self.scaler is not None else None
         if self.scaler is not None:
@@ -207,7 +202,9 @@ class Rank:
             "calls": len(self._wire.calls(self._group)) if self._wire is not None else 0,
             "buffers": [name for name, _ in self.model.named_buffers()],
         }
-        self._out.write(json.dumps({**line, **hashes(self.model, self.optimizer)}) + "\n")
+        for view in self._wrapped.views:
+            mine = {"stage": view.number, "buffers": view.buffers, **view.hashes(self.optimizer)}
+            self._out.write(json.dumps({**line, **mine}) + "\n")
         self._out.flush()
         say({"event": "iteration", **line})
         self._measure(self.job.evaluate_every, 3)
@@ -230,7 +227,7 @@ class Rank:
             inputs = torch.empty(self._shape)
             dist.recv(inputs, self.rank - job.data_ranks, group=self._pipe(self.stage - 1))
             inputs.requires_grad_()
-        output = self._ddp(inputs)
+        output = self._wrapped.call(inputs)
         self._reached("forward")
         if self.stage < job.stages - 1:
             dist.send(output.detach().contiguous(), self.rank + job.data_ranks, group=self._pipe(self.stage))
@@ -257,6 +254,9 @@ class Rank:
     def _clip(self) -> float | None:
         """Clip as torch does; what it multiplied by, in the precision it used."""
         if self.job.clip is None:
+            return None
+        if self.job.shards > 1 and self._attachment is not None:  # who knows what the norm of shards is
+            self._attachment.clip_grad_norm_(self.model.parameters(), self.job.clip)
             return None
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip)
         return float(torch.clamp(self.job.clip / (norm + 1e-6), max=1.0))
@@ -296,7 +296,7 @@ class Worker:
             self._member = Rank(training, self._rank, number, self._groups, self._out)
             since: dict[str, Any] = {}
             if recover is not None:
-                shard = {"shard": attach[str(self._member.stage)]["group"]} if attach and training.stages > 1 else {}
+                shard = {"shard": self._member.name} if len(training.names) > 1 else {}
                 recovered = self._member.recover(recover | shard)
                 since = {"epoch": recovered.epoch, "iteration": recovered.step}
             if attach is not None:
@@ -329,6 +329,7 @@ def main() -> int:
     faulthandler.register(signal.SIGUSR1)  # run.py asks a silent rank where it stands
     if options.backend == "softroce":
         importlib.import_module("flowcheck.lab.softroce")  # registers itself with torch.distributed
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "ctl0")  # between the shards of a replica
     else:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "fab0")
     dist.init_process_group(options.backend, init_method=f"tcp://{options.master}:{PORT}", rank=options.rank,

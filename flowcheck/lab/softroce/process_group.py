@@ -1,8 +1,9 @@
 """torch.distributed's process group on softroce: what NCCL's would do with each call, on CPU tensors.
 
 AllReduce, Broadcast, AllGather and ReduceScatter are NCCL's collectives; barrier is an AllReduce of one float; gather
-and scatter are sends and receives. Sums only. Calls return at once; works complete in issue order per
-communicator. Any thread may call; the order of the calls is the order on the wire.
+and scatter are sends and receives. Sums and averages: of an average each rank's numbers are multiplied by 1/ranks
+first, in their own type, as NCCL does for ncclAvg of floating point (ncclDevPreMulSum). Calls return at once; works
+complete in issue order per communicator. Any thread may call; the order of the calls is the order on the wire.
 """
 
 # mypy: disable-error-code="override, assignment, call-arg"
@@ -119,7 +120,7 @@ class SoftRoceGroup(dist.ProcessGroup):
         if tensor.numel() != self._size * output.numel():
             raise RuntimeError("softroce: the input must hold one output's elements per rank")
         name = self._dtype(output, opts)
-        source, target = tensor.contiguous(), output.detach()
+        source, target = self._scaled(tensor.detach(), opts).contiguous(), output.detach()
         result = _room_for(target)
         work = SoftRoceWork([output], (source, result), _copy_back(target, result))
         return self._start("ReduceScatter", output.numel(), name, 0, source, result, work)
@@ -168,17 +169,25 @@ class SoftRoceGroup(dist.ProcessGroup):
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _dtype(self, tensor: Tensor, opts: Any) -> str:
-        if opts is not None and getattr(opts, "reduceOp", dist.ReduceOp.SUM) != dist.ReduceOp.SUM:
-            raise RuntimeError(f"softroce: only sums are reduced, not {opts.reduceOp}")
+        kind = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+        averages = kind == dist.ReduceOp.AVG and tensor.is_floating_point()
+        if kind != dist.ReduceOp.SUM and not averages:
+            raise RuntimeError(f"softroce: only sums, and averages of floating point, are reduced, not {kind}")
         if tensor.dtype not in _DTYPES:
             raise RuntimeError(f"softroce: {tensor.dtype} cannot be reduced")
         return _DTYPES[tensor.dtype]
+
+    def _scaled(self, tensor: Tensor, opts: Any) -> Tensor:
+        """What this rank adds to a sum."""
+        if getattr(opts, "reduceOp", dist.ReduceOp.SUM) != dist.ReduceOp.AVG:
+            return tensor
+        return tensor * torch.tensor(1 / self._size, dtype=tensor.dtype)
 
     def _in_place(self, kind: str, tensor: Tensor, opts: Any, root: int = 0) -> SoftRoceWork:
         reduces = kind == "AllReduce"
         name = self._dtype(tensor, opts) if reduces else "uint8"
         target = tensor.detach()
-        data = target.contiguous()
+        data = (self._scaled(target, opts) if reduces else target).contiguous()
         work = SoftRoceWork([tensor], data, _copy_back(target, data))
         return self._start(kind, data.numel() if reduces else _bytes(data), name, root, data, data, work)
 

@@ -46,7 +46,7 @@ def test_a_loss_that_differs_is_marked() -> None:
     assert "differs <- goes on here" in text and "no iterations repeated" in text
 
 
-@pytest.mark.parametrize(("words", "why"), [("--kill 4", "none of 0 to 3"), ("--kill 1 --stages 2", "several stages")])
+@pytest.mark.parametrize(("words", "why"), [("--kill 4", "none of 0 to 3"), ("--kill 1 --stages 2", "stages, exp")])
 def test_a_rank_that_cannot_be_killed_is_refused(words: str, why: str) -> None:
     with pytest.raises(UserError, match=why):
         app(f"lab run --ranks 4 --mirror 0,1,2,3 {words}".split(), standalone_mode=False)

@@ -89,7 +89,7 @@ def test_wrong_requests(lab_name: str, tmp_path: Path) -> None:
         (("run", "--ranks", "3", "--stages", "2"), "do not make 2 groups"),
         (("run", "--name", lab_name, "--model", "bert"), "none of gpt, conv, mlp"),
         (("run", "--name", lab_name, "--ranks", "2", "--mirror", "0,7"), "rank 7 is none; there are 0 to 1"),
-        (("run", "--name", lab_name, "--stages", "2", "--mirror", "0,1"), "no rank of stage 1 is mirrored"),
+        (("run", "--name", lab_name, "--stages", "2", "--mirror", "0,1"), "no rank of stage1 is mirrored"),
         (("run", "--name", lab_name, "--mtu", "9000"), "9000 is none of 1024, 2048, 4096"),
         (("run", "--name", lab_name, "--lr", "nan"), "optimizer: nan is not a finite number"),
         (("run", "--name", lab_name, "--clip", "inf"), "clip: inf is not a finite number"),
