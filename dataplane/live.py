@@ -256,11 +256,17 @@ class LiveSource:
             for name in names
         )
 
+    def start_port(self) -> None:
+        """The part of `start` that needs rights: the drivers of kernel interfaces set flags of theirs. From then on
+        packets wait in the driver's queue. Idempotent."""
+        if not self._port.started:
+            self._port.start()
+
     def start(self) -> None:
         """Packets begin to appear in the rings. Says in the log if `hold` cannot keep an iteration."""
         if self.config.warning:
             logging.getLogger(__name__).warning("%s", self.config.warning)
-        self._port.start()
+        self.start_port()
         for thread in self._threads:
             thread.start()
 

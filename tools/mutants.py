@@ -93,6 +93,7 @@ MODULES: dict[str, list[str]] = {
         f"{FLOW}/control/test_protocol_opening.py",
     ],
     "flowcheck/control/tls.py": [f"{FLOW}/control/test_tls.py"],
+    "flowcheck/node/rights.py": [f"{NODE}/test_rights.py"],
     "flowcheck/node/notify.py": [f"{NODE}/test_unit_file.py"],
     "flowcheck/node/tokens.py": [f"{NODE}/test_access.py"],
     "flowcheck/checkpoint/directory.py": [f"{FLOW}/checkpoint/test_directory.py", f"{FLOW}/checkpoint/test_reading.py"],

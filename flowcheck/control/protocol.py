@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 import secrets
 import socket
 import ssl
@@ -78,6 +79,7 @@ _HEAD = struct.Struct(">4sIQ")
 TOKEN_BYTES = (16, 4096)
 _STEP = 8 << 20  # of a payload taken at once
 Known = bytes | Callable[[str], Sequence[bytes]]  # the token of all, or those that are accepted of a role
+_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON can write half of a character, which nothing can encode
 _LONG = 1e6  # seconds; a socket without a timeout would be one for its writer too
 
 
@@ -241,11 +243,13 @@ def _peer(sock: socket.socket) -> str:
 def _message(text: bytes, where: str) -> Any:
     try:
         body = parse(text.decode(), where)
+        if _HALF.search(text):
+            json.dumps(body, ensure_ascii=False).encode()
         kind = MESSAGES.get(body.pop("type", None)) if isinstance(body, dict) else None
         if kind is None:
             raise RecordsError("not one of the messages of this protocol", where=where)
         return build(kind, body, Place(where))
-    except (UnicodeDecodeError, TypeError, UserError) as error:
+    except (UnicodeError, RecursionError, TypeError, UserError) as error:
         raise RecordsError(f"not a message: {getattr(error, 'what', 'no UTF-8')}", where=where) from None
 
 

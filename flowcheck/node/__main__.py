@@ -1,9 +1,11 @@
 """The `flowcheck-node` command, also as `python -P -m flowcheck.node`."""
 
 from flowcheck.interrupts import command
+from flowcheck.node.rights import set_aside
 
 
 def main() -> None:
+    set_aside()
     command("flowcheck.node.cli")
 
 

@@ -30,6 +30,7 @@ from dataclasses import asdict
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -135,10 +136,11 @@ class _Api:
                 Route(f"{versions}/manifest.json", self._manifest),
                 Route(f"{versions}/{MODEL}", self._file),
                 Route(f"{versions}/{OPTIMIZER}", self._file),
-                Route(f"{versions}/user/{{rank:int}}", self._user),
+                Route(f"{versions}/user/{{rank}}", self._user),
                 *Told(glance).routes,
             ],
             exception_handlers={
+                HTTPException: _no_route,
                 Gone: _said(404), Pressed: _said(503, {"Retry-After": "5"}), FlowcheckError: _said(500),
             },
             lifespan=self._lifespan,
@@ -231,7 +233,10 @@ class _Api:
 
     async def _user(self, request: Request) -> Response:
         tier, held = await self._held(request)
-        data = await self._on(tier, held.user, min(request.path_params["rank"], MOST_RANKS))
+        named = request.path_params["rank"]
+        if not re.fullmatch("[0-9]{1,9}", named):
+            raise Gone("is no rank", where=named[:64])
+        data = await self._on(tier, held.user, min(int(named), MOST_RANKS))
         return Response(data, media_type="application/octet-stream")
 
     async def _read(self, tier: str, id: str, file: str, first: int, after: int) -> AsyncIterator[list[memoryview]]:
@@ -272,6 +277,12 @@ def span_of(header: str | None, size: int) -> tuple[int, int] | None:
     else:
         first, after = int(named[1]), min(size, int(named[2]) + 1) if named[2] else size
     return (first, after) if first < after else None
+
+
+def _no_route(request: Request, error: Exception) -> Response:
+    """No such path, or none with this method: said as everything else is."""
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"why": error.detail}, error.status_code, error.headers)
 
 
 def _said(status: int, headers: Mapping[str, str] | None = None) -> Callable[[Request, Exception], Response]:

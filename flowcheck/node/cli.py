@@ -22,6 +22,7 @@ from flowcheck.errors import FlowcheckError, InternalError
 from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.notify import Notify
 from flowcheck.node.output import Events
+from flowcheck.node.rights import Rights
 
 __all__ = ["main"]
 
@@ -81,6 +82,8 @@ def run(
 def _begin(settings: NodeConfig, as_json: bool, check_only: bool) -> None:
     if not settings.capture:
         from flowcheck.node import holder
+
+        Rights(()).give_back()  # no port
 
         if check_only:
             holder.check(settings, as_json)

@@ -2,8 +2,9 @@
 
     with dpdk_errors(), Node(config, say) as node: node.wait()
 
-Order of starting: settings -> DPDK and captures -> groups -> control port. Ending is the reverse: nobody new, then what
-is in the rings is judged and published, then captures and DPDK go. A node without a port: holder.py.
+Order of starting: settings -> DPDK and captures, then rights are given back (rights.py) -> groups -> control port.
+Ending is the reverse: nobody new, then what is in the rings is judged and published, then captures and DPDK go. A node
+without a port: holder.py.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -41,6 +43,7 @@ from flowcheck.node.notify import Notify
 from flowcheck.node.output import Hashes, Writer, check_places
 from flowcheck.node.port import Port
 from flowcheck.node.resync import wished
+from flowcheck.node.rights import Rights
 from flowcheck.node.serving import Serving
 from flowcheck.node.shelf import Shelf
 from flowcheck.node.storing import Storing, check_store
@@ -69,14 +72,21 @@ class Node:
         self._reload = False
         self._notify = Notify()
         planned = plan_captures(config)
+        self._rights = rights = Rights(one.live.port.driver for one in planned)
         with ExitStack() as undo:
-            eal = undo.enter_context(start_eal(*(one.live for one in planned), huge=config.huge))
+            begin: Callable[..., Any] = partial(rights.call, start_eal) if rights.opens_with_dpdk else start_eal
+            eal = undo.enter_context(begin(*(one.live for one in planned), huge=config.huge))
             say("placing", text=str(settle(max(one.live.path_mtu or 1024 for one in planned), eal.huge)))
             say("updating", text=str(settle_updates()))
             self._captures: list[LiveSource] = []
             for one in planned:
                 with naming(one):
-                    self._captures.append(undo.enter_context(LiveSource(eal, one.live)))
+                    source = rights.call(LiveSource, eal, one.live)
+                    undo.callback(rights.call, source.close)
+                    self._captures.append(source)
+                    if one.live.port.interface:  # its driver sets the interface's flags then
+                        rights.call(source.start_port)
+            rights.give_back()
             self._planned = planned
             self._port = Port(planned, self._captures)
             self._telling: Telling | None = None
@@ -166,6 +176,7 @@ class Node:
             ) from None
         for one, capture in zip(self._planned, self._captures, strict=True):
             with naming(one):
+                self._rights.call(capture.start_port)
                 capture.start()
         self._started = True
 

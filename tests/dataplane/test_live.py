@@ -186,6 +186,20 @@ def test_interface_goes_down_and_up_again(feed, captures):
     assert [p.data for p in RingReader(it.source.ring_addresses[0])] == frames * 2
 
 
+def test_a_port_that_is_started_long_before_its_threads(feed, captures):
+    """As a node does it, which gives its rights back between the two: what comes meanwhile waits in the kernel."""
+    frames = [r.data for r in captures.records(50, sizes=(60, 1514))]
+    it = feed("af_packet", ring_size=256)
+    it.source.start_port()
+    it.send(frames)
+    it.source.start_port()
+    it.source.start()
+    wait_for(it.source, 50)
+    it.source.stop()
+    assert [p.data for p in RingReader(it.source.ring_addresses[0])] == frames
+    adds_up(it.source.counters())
+
+
 def test_mtu_raised_while_capturing(feed, captures):
     """Frames that the kernel cuts because its ring was made for smaller ones are never published as whole."""
     small = [r.data for r in captures.records(20, sizes=(60, 1514))]

@@ -168,6 +168,21 @@ def test_a_wrong_proof_is_refused(start: Start, forge: Callable[[str, str], str]
     assert raw.rest() == b""  # not even a Welcome
 
 
+@pytest.mark.parametrize("half", ["\ud800", "0" * 63 + "\udfff", "\udc00\ud800"])
+@pytest.mark.parametrize("field", ["proof", "run_id", "group", "instance", "nonce", "role", "protocol"])
+def test_half_a_character_is_no_message(start: Start, field: str, half: str) -> None:
+    """JSON can write a surrogate without its other half. Nothing can encode it, to compare it or to hash it."""
+    raw, coming = start(node)
+    raw.send(hello_of(raw.receive()["nonce"]) | {field: half})
+    assert why(coming) == "not a message: no UTF-8" and raw.rest() == b""
+
+
+def test_characters_beyond_16_bits_are_two_halves_in_json(start: Start) -> None:
+    raw, coming = start(node)
+    raw.send(hello_of(raw.receive()["nonce"], instance="\U0001f680 \\ud800"))
+    assert coming.result(10).instance == "\U0001f680 \\ud800"
+
+
 def test_a_proof_with_another_token_is_refused(start: Start) -> None:
     raw, coming = start(node)
     challenge = raw.receive()["nonce"]
