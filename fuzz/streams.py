@@ -53,10 +53,11 @@ class Streams:
     def __init__(self, messages: Sequence[tuple[dict[str, Any], bytes]], seed: int) -> None:
         self._messages, self._rng = list(messages), random.Random(seed)
 
-    def frames(self) -> bytes:
-        """The last one may be no frame at all: whatever follows it is not read."""
+    def frames(self, only: str = "") -> bytes:
+        """The last one may be no frame at all: whatever follows it is not read. only: messages of this type."""
         rng = self._rng
-        out = b"".join(self._frame() for _ in range(rng.choice((1, 1, 2, 3, 12))))
+        messages = [one for one in self._messages if only in ("", one[0]["type"])]
+        out = b"".join(self._frame(messages) for _ in range(rng.choice((1, 1, 2, 3, 12))))
         return self._bytes(out) if rng.random() < 0.2 else out
 
     def hello(self) -> dict[str, Any]:
@@ -77,9 +78,9 @@ class Streams:
         data = "\r\n".join(lines).encode() + rng.choice(BODIES)
         return self._bytes(data) if rng.random() < 0.5 else data
 
-    def _frame(self) -> bytes:
+    def _frame(self, messages: Sequence[tuple[dict[str, Any], bytes]]) -> bytes:
         rng = self._rng
-        fields, payload = rng.choice(self._messages)
+        fields, payload = rng.choice(messages)
         fields = copy.deepcopy(fields)
         for _ in range(rng.choice((0, 1, 1, 1, 2, 4))):
             self._change(fields)
