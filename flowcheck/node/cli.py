@@ -84,7 +84,6 @@ def _begin(settings: NodeConfig, as_json: bool, check_only: bool) -> None:
         from flowcheck.node import holder
 
         Rights(()).give_back()  # no port
-
         if check_only:
             holder.check(settings, as_json)
         else:
