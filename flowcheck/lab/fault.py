@@ -80,6 +80,8 @@ def lose_a_rank(run: LabRun, job: Training, fault: Fault) -> Outcome:
     run.watch(run.ledger, last=True)
     versions = run.ledger.summary()
 
+    if job.shards > 1:  # torch keeps what it has worked out for a mesh, with process groups that are gone by now
+        run.start_trainers_again()
     run.begin(job)
     run.train(last)
     run.end()

@@ -144,7 +144,9 @@ class Rank:
         parameters = list(self.model.parameters())
         for instant, parameter in (("backward", parameters[-1]), ("allreduce", parameters[0])):
             # The last layer's gradient is the first that is there; when the first layer's is, others are on the wire.
-            parameter.register_hook(lambda gradient, instant=instant: self._reached(instant))
+            # Of shards gradients come from fully_shard, with each AllReduce, and no backward of theirs.
+            add = parameter.register_hook if self.job.shards == 1 else parameter.register_post_accumulate_grad_hook
+            add(lambda _, instant=instant: self._reached(instant))
         self.optimizer.register_step_post_hook(lambda *_: self._reached("optimizer"))
 
     def _reached(self, instant: str) -> None:
