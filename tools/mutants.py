@@ -34,6 +34,7 @@ NODE, FLOW, UPDATER = "tests/flowcheck/node", "tests/flowcheck", "tests/updater"
 
 # module -> the test files that have to notice a mistake in it. None of them needs root or DPDK.
 MODULES: dict[str, list[str]] = {
+    "flowcheck/node/shadow.py": [f"{NODE}/test_shadow.py"],
     "flowcheck/checkpoint/coding/code.py": [f"{FLOW}/checkpoint/coding/test_code.py"],
     "flowcheck/checkpoint/coding/holders.py": [f"{FLOW}/checkpoint/coding/test_holders.py"],
     "flowcheck/checkpoint/coding/shape.py": [f"{FLOW}/checkpoint/coding/test_shape.py"],

@@ -69,6 +69,7 @@ def example(now: float) -> dict[str, Any]:
         happens("iteration", at, iteration=number, published=not lost, status="unverified" if lost else "verified",
                 packets=4000, placed=3900, missing={"lost": 306} if lost else {}, healed=0, duplicates=100,
                 filled={"stream": 180_000} | more, patched=306 if "trainer" in more else 0, stale=306 * lost, lag=0,
+                matches=(number - FIRST) // 10,
                 failed=["covered"] if lost else [], why=[["covered", "bucket 3 lacks 306 elements: lost"]] * lost)
         happens("times", at, iteration=number, first=at, last=receive, covered=receive + 4, record=receive + 7,
                 applied=None if lost else update, published=None if lost else update + 3, next=following,
@@ -80,7 +81,7 @@ def example(now: float) -> dict[str, Any]:
     ports = [{"device": device, "received": received, "bytes": 4100 * received, "last": last, "streams": [received],
               "lost": dict.fromkeys(LOST, 0)} for device, received, last in brought]
     return tally.document() | {
-        "version": __version__, "captures": ports, "unclaimed": {"unknown": 12}, "connected": {"dp0": 4},
+        "version": __version__, "captures": ports, "unclaimed": {"unknown": 12}, "connected": {"dp0": 4}, "shadow": 3,
     }
 
 

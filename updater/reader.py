@@ -31,8 +31,9 @@ class PinnedVersion(Version):
     def __init__(self, store: Store, index: int, step: int) -> None:
         super().__init__(store, index)
         self.step = step
-        #: What the version was found to be when it was published, and what nothing has shown of it.
-        self.status, unproven = _said(store, index)
+        #: What the version was found to be when it was published, what nothing has shown of it, and how many checksums
+        #: of the trainer had matched by then.
+        self.status, unproven, self.matches = _said(store, index)
         self.unproven = (*_unproven(store), *unproven)
 
 
@@ -106,6 +107,12 @@ class Reader:
         may be taken between two looks."""
         return {step: _said(self._store, index)[0] for step, index in sorted(self._store.complete().items())}
 
+    @property
+    def matches(self) -> dict[int, int]:
+        """Step -> checksums of the trainer that had matched when it was published, of the complete versions at this
+        moment."""
+        return {step: _said(self._store, index)[2] for step, index in sorted(self._store.complete().items())}
+
     def close(self) -> None:
         """Let go of the file; may be called twice. Pins that are held stay until their blocks are left."""
         self._store.close()
@@ -148,7 +155,9 @@ def _unproven(store: Store) -> tuple[str, ...]:
     return (UNSAID,) if marks is None else tuple(map(str, marks))
 
 
-def _said(store: Store, index: int) -> tuple[str, tuple[str, ...]]:
-    """Status and marks of the version in a slot; where its writer said nothing of it, what holds for the replica."""
-    status, unproven = read(store.remarks(index))
-    return status or ("unverified" if store.verified is None else "verified"), unproven
+def _said(store: Store, index: int) -> tuple[str, tuple[str, ...], int]:
+    """Status, marks and matches of the version in a slot; where its writer said nothing of it, what holds for the
+    replica. One that is verified has matched once at least."""
+    status, unproven, matches = read(store.remarks(index))
+    status = status or ("unverified" if store.verified is None else "verified")
+    return status, unproven, int(status == "verified") if matches is None else matches

@@ -272,13 +272,14 @@ class Replica:
         check_buffers(self._store, buffers)
         slot.finish(buffers)
 
-    def publish(self, slot: Slot, status: str = "", unproven: Sequence[str] = ()) -> None:
+    def publish(self, slot: Slot, status: str = "", unproven: Sequence[str] = (), matches: int = 0) -> None:
         """Make a built version the current one; only after the verdict. Its predecessor stays readable.
 
-        status, unproven: what readers are told of this version alone; "": what they are told of the replica.
+        status, unproven: what readers are told of this version alone; "": what they are told of the replica. matches:
+        checksums of the trainer that have matched.
         """
         self._must_be_building(slot, "published")
-        self._store.set_remarks(slot.index, remarks(status, unproven))
+        self._store.set_remarks(slot.index, remarks(status, unproven, matches))
         self._end(slot, SlotState.COMPLETE, "published")
 
     def hold(self, slot: Slot) -> None:
@@ -336,8 +337,9 @@ class Replica:
             self._store.mark_heard(step)
 
     @property
-    def said(self) -> tuple[str, tuple[str, ...]]:
-        """What was said of the current version alone when it was published: status, and what nothing has shown."""
+    def said(self) -> tuple[str, tuple[str, ...], int | None]:
+        """What was said of the current version alone when it was published: status, what nothing has shown, and how
+        many checksums of the trainer had matched; None: unsaid."""
         return read(self._store.remarks(self.current.index))
 
     def mark_verified(self) -> None:

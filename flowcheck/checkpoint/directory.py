@@ -63,7 +63,7 @@ class Meta:
     status: "unverified" until enough trainer checksums matched, then "verified". unproven: marks of the
     verdict (see flowcheck.rebuild.verdict); empty if every packet was checked. optimizer: name and groups in the
     job manifest's form, {} if the job has none. rounding: the rounding order the updates were computed in. shard: name
-    of the group of ranks whose state it is.
+    of the group of ranks whose state it is. matches: trainer checksums that had matched when it was made.
     """
 
     run_id: str = ""
@@ -73,6 +73,7 @@ class Meta:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     rounding: str = ""
     shard: str = ""
+    matches: int = 0
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ def _about(step: int, meta: Meta) -> dict[str, Any]:
     """What a step's manifest says beside its files."""
     return _head(SCHEMA, step, meta) | {
         "shard": meta.shard, "status": meta.status, "unproven": list(meta.unproven), "optimizer": dict(meta.optimizer),
-        "rounding": meta.rounding,
+        "rounding": meta.rounding, "matches": meta.matches,
     }
 
 

@@ -112,7 +112,7 @@ def fetch(
 
 def _safetensors(fetched: Fetched, out: Path) -> Path:
     one = fetched.version
-    meta = Meta(one.run_id, one.epoch, one.status, one.unproven, one.optimizer, one.rounding, one.shard)
+    meta = Meta(one.run_id, one.epoch, one.status, one.unproven, one.optimizer, one.rounding, one.shard, one.matches)
     return write_step(out, one.step, fetched.model, fetched.state, meta, lambda: {
         rank: pack(user.state, step=user.step, rank=rank, ranks=user.ranks) for rank, user in fetched.users.items()
     })

@@ -3,6 +3,7 @@
     node = Node(("10.0.0.2", 7071), reader_key(token))
     offers = node.offers()                           what it has: memory, copies, disk and store, newest first
     node.silent                                      of these, what did not say in time what it has
+    node.withheld                                    why it does not offer others that it has
     version = node.version(offers[0])                the manifest; a version in memory stays as it is from here on
     tensors = node.tensors(offers[0], version, MODEL, into={})
     for piece in node.pieces(offers[0], version, MODEL): ...      the same as bytes, a few MiB at a time
@@ -47,6 +48,7 @@ MOST_TEXT = 256 << 20  # a manifest has some 150 bytes per tensor
 SECONDS = 10.0  # without a byte
 RATE = 1e6  # bytes per second that an answer must have
 MOST_AGE = 1e12
+MOST_WHY = 400  # characters
 ATTEMPTS = 3  # connections for one file
 HASHERS = 4  # threads
 
@@ -67,7 +69,8 @@ def reader_key(token: bytes) -> str:
 class Offer:
     """A version that a node says it has. id: its name in requests. tier: one of TIERS. nbytes: of all tensors. user:
     whose own states it has: first and last rank of each row of them. age_steps: that the trainers are known to have
-    made since. age_seconds: since it was published. None: the node does not know."""
+    made since. age_seconds: since it was published. None: the node does not know. matches: checksums of the trainer
+    that had matched when it was published, as far as the node says it."""
 
     id: str
     tier: str
@@ -80,6 +83,7 @@ class Offer:
     user: tuple[tuple[int, int], ...] = ()
     age_steps: int | None = None
     age_seconds: float | None = None
+    matches: int = 0
 
     @property
     def with_user(self) -> list[int]:
@@ -101,7 +105,7 @@ class Offer:
         if values["tier"] not in TIERS or values["status"] not in STATUSES or not values["id"].isalnum():
             raise AskError("lists a version of an unknown tier or status", where=where)
         return cls(**values, user=_spans(said.get("user", []), where), age_steps=_age(said.get("age_steps")),
-                   age_seconds=_age(said.get("age_seconds")))
+                   age_seconds=_age(said.get("age_seconds")), matches=int(_age(said.get("matches")) or 0))
 
 
 def _age(said: Any) -> Any:
@@ -152,6 +156,7 @@ class Node:
         self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.received = 0  # bytes of tensors
         self.silent: list[str] = []  # tiers
+        self.withheld: list[str] = []  # reasons
 
     def again(self) -> Node:
         """The same node, over a connection of its own."""
@@ -173,6 +178,9 @@ class Node:
             raise AskError("does not list versions", where=self.name)
         absent = said.get("absent", [])
         self.silent = [tier for tier in TIERS if isinstance(absent, list) and tier in absent]
+        withheld = said.get("withheld", [])
+        whys = [one.get("why") for one in withheld if isinstance(one, dict)] if isinstance(withheld, list) else []
+        self.withheld = [why[:MOST_WHY] for why in whys[:1] if isinstance(why, str)]
         return [Offer.of(one, self.name) for one in listed]
 
     def version(self, offer: Offer) -> Version:

@@ -37,12 +37,14 @@ class NoSource(EnvironmentProblem):
 @dataclass(frozen=True)
 class Found:
     """What nodes have of one shard of a run. run_id, shard: "" as long as nothing was found. places: nearest first.
-    absent: of each node that did not answer, its name and why."""
+    absent: of each node that did not answer, its name and why. withheld: of each that has versions and does not offer
+    them yet, its name and why the newest is not."""
 
     run_id: str
     shard: str
     places: tuple[tuple[Node, Offer], ...]
     absent: tuple[str, ...]
+    withheld: tuple[str, ...] = ()
 
     @property
     def versions(self) -> dict[Key, str]:
@@ -103,7 +105,8 @@ def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
                for offer in answer]
     run_id, offered = _only("run_id", run_id, offered)
     shard, offered = _only("shard", shard, offered)
-    return Found(run_id, shard, tuple(sorted(offered, key=lambda place: TIERS.index(place[1].tier))), absent)
+    return Found(run_id, shard, tuple(sorted(offered, key=lambda place: TIERS.index(place[1].tier))), absent,
+                 tuple(f"{node.name}: {why}" for node in nodes for why in node.withheld))
 
 
 def _offers(node: Node) -> list[Offer] | str:
@@ -205,7 +208,7 @@ def take(
             bad.append(key)
     what = f"step {step} is not there" if step is not None and not bad else "there is no version"
     what = "none of the versions that were found is good" if bad else what
-    why = "; ".join([*passed, *found.absent])
+    why = "; ".join([*passed, *found.absent, *found.withheld])
     raise EnvironmentProblem(f"{what}{f': {why}' if why else ''}", where=", ".join(node.name for node in nodes),
                              remedy="see the nodes' lines, or a checkpoint directory")
 

@@ -28,7 +28,7 @@ MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 STATUSES = ("unverified", "verified")
 _FIELDS: dict[str, type] = {
     "run_id": str, "epoch": int, "step": int, "shard": str, "status": str, "unproven": list, "optimizer": dict,
-    "rounding": str, "files": dict,
+    "rounding": str, "matches": int, "files": dict,
 }
 _NAMES = {name for name, _ in DTYPES.values()}
 
@@ -54,6 +54,7 @@ class Version:
     rounding: the order of roundings that its updates were computed in.
     files: MODEL and OPTIMIZER, each tensor name -> Digest, in the model's order; of the optimizer
         `state.<parameter>.<key>`.
+    matches: checksums of the trainer that had matched when it was made.
     """
 
     run_id: str
@@ -65,6 +66,7 @@ class Version:
     optimizer: Mapping[str, Any]
     rounding: str
     files: Mapping[str, Mapping[str, Digest]]
+    matches: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +88,7 @@ class Version:
         return seal({
             "schema": SCHEMA, "run_id": self.run_id, "epoch": self.epoch, "step": self.step, "shard": self.shard,
             "status": self.status, "unproven": list(self.unproven), "optimizer": dict(self.optimizer),
-            "rounding": self.rounding, "files": files,
+            "rounding": self.rounding, "matches": self.matches, "files": files,
         })
 
     @classmethod
@@ -97,12 +99,13 @@ class Version:
             raise _refuse(f"is not a {SCHEMA} manifest", where)
         if document.get("manifest_sha256") != self_hash(document):
             raise _refuse("was changed after it was written (its own hash does not match)", where)
-        document = {"shard": "", **document}
+        # Those that are older do not say it.
+        document = {"shard": "", "matches": int(document.get("status") == "verified"), **document}
         for name, kind in _FIELDS.items():
             if type(document.get(name)) is not kind:
                 raise _refuse(f"{name} is not what every version has", where)
-        if document["epoch"] < 0 or document["step"] < 0:
-            raise _refuse("epoch or step is not what every version has", where)
+        if min(document["epoch"], document["step"], document["matches"]) < 0:
+            raise _refuse("epoch, step or matches is not what every version has", where)
         if document["status"] not in STATUSES or not all(isinstance(mark, str) for mark in document["unproven"]):
             raise _refuse("status or unproven is not what every version has", where)
         if set(document["files"]) != {MODEL, OPTIMIZER}:
@@ -110,7 +113,7 @@ class Version:
         files = {file: _digests(document["files"][file], f"{where}: {file}") for file in (MODEL, OPTIMIZER)}
         return cls(
             document["run_id"], document["epoch"], document["step"], document["shard"], document["status"],
-            tuple(document["unproven"]), document["optimizer"], document["rounding"], files,
+            tuple(document["unproven"]), document["optimizer"], document["rounding"], files, document["matches"],
         )
 
 

@@ -126,15 +126,16 @@ def main() -> int:
     os.nice(NICE)
     if said["cores"]:
         os.sched_setaffinity(0, said["cores"])
+    needs = said["shadow"]
     shelves: dict[str, Shelf] = {}
     if said["follows"]:
-        shelves[MEMORY] = MemoryShelf(Path(said["replicas"]), said["node"], reserved=said["reserved"])
+        shelves[MEMORY] = MemoryShelf(Path(said["replicas"]), said["node"], reserved=said["reserved"], needs=needs)
     if said["copies"]:
-        shelves[COPY] = DiskShelf(Path(said["copies"]), tier=COPY)
+        shelves[COPY] = DiskShelf(Path(said["copies"]), tier=COPY, needs=needs)
     if said["follows"]:
-        shelves[DISK] = DiskShelf(Path(said["checkpoints"]))
+        shelves[DISK] = DiskShelf(Path(said["checkpoints"]), needs=needs)
     if store := said["store"]:
-        shelves[STORE] = StoreShelf(store["url"], lambda: open_store(store["url"], store["options"]))
+        shelves[STORE] = StoreShelf(store["url"], lambda: open_store(store["url"], store["options"]), needs=needs)
     settings = _Settings(said)
     glance = Glance(said["board"]) if said["board"] >= 0 else None
     server = server_of(make_app(shelves, lambda: settings.keys, glance), settings.listening())

@@ -3,8 +3,9 @@ nothing but /healthz, and with one what its role may have (`may`).
 
     GET /healthz                                   200: this process answers
     GET /openapi.json                              this, described
-    GET /v1/status                                 newest version of each run, shard and tier
-    GET /v1/versions                               every version that can be had at this moment
+    GET /v1/status                                 newest version of each run, shard and tier; also of those that are
+                                                   not offered yet, and why (shadow.py)
+    GET /v1/versions                               every version that can be had at this moment, and those others
     GET /v1/versions/{id}/manifest.json            its manifest; a version in memory is pinned from here on
     GET /v1/versions/{id}/model.safetensors        one loadable file each, whole or `Range: bytes=...`
     GET /v1/versions/{id}/optimizer.safetensors
@@ -37,13 +38,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowcheck import __version__
-from flowcheck.control.ask import Offer
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.api_description import describe
 from flowcheck.node.board import Glance
-from flowcheck.node.holdings import Gone, Held, Pressed, Shelf
+from flowcheck.node.holdings import Gone, Held, Pressed, Shelf, Withheld
 from flowcheck.node.sending import FromMemory
 from flowcheck.node.tokens import HTTP_ROLES
 from flowcheck.node.told import PAGE, PATHS, Told
@@ -55,6 +55,7 @@ LOOK_SECONDS = 5.0  # that a tier may take to list what it has
 EXPIRE_SECONDS = 1.0
 VERSIONS = "/v1/versions"
 Keys = Mapping[str, Collection[str]]
+Said = dict[str, Any]  # of a version: the fields of control.ask.Offer
 OPEN = "/healthz"  # the one path that needs no key
 _PASSWORD = 'Basic realm="FlowCheck node: any name, and a key as password", charset="UTF-8"'
 
@@ -141,7 +142,8 @@ class _Api:
             ],
             exception_handlers={
                 HTTPException: _no_route,
-                Gone: _said(404), Pressed: _said(503, {"Retry-After": "5"}), FlowcheckError: _said(500),
+                Gone: _said(404), Withheld: _said(403), Pressed: _said(503, {"Retry-After": "5"}),
+                FlowcheckError: _said(500),
             },
             lifespan=self._lifespan,
         )
@@ -183,25 +185,24 @@ class _Api:
         return JSONResponse(describe(OPEN))
 
     async def _status(self, request: Request) -> Response:
-        offers, absent = await self._look()
-        newest: dict[tuple[str, str, str], Offer] = {}
-        for offer in offers:
-            newest.setdefault((offer.run_id, offer.shard, offer.tier), offer)
-        return JSONResponse({"newest": [asdict(offer) for offer in newest.values()], "absent": absent})
+        offers, withheld, absent = await self._look()
+        return JSONResponse({"newest": _newest(offers), "withheld": _newest(withheld), "absent": absent})
 
     async def _versions(self, request: Request) -> Response:
-        offers, absent = await self._look()
-        return JSONResponse({"versions": [asdict(offer) for offer in offers], "absent": absent})
+        offers, withheld, absent = await self._look()
+        return JSONResponse({"versions": offers, "withheld": withheld, "absent": absent})
 
-    async def _look(self) -> tuple[list[Offer], list[str]]:
-        """What there is, newest first, and tiers that did not say so in time."""
+    async def _look(self) -> tuple[list[Said], list[Said], list[str]]:
+        """What can be had, newest first; what is there and is not offered; tiers that did not say so in time."""
         asked = {tier: asyncio.ensure_future(self._on(tier, shelf.look)) for tier, shelf in self._shelves.items()}
         await asyncio.wait(asked.values(), timeout=LOOK_SECONDS)
         absent = [tier for tier, task in asked.items() if not task.done() or _refused(task)]
         offers = [one.offer for tier, task in asked.items() if tier not in absent for one in task.result()]
         order = list(asked)
         offers.sort(key=lambda offer: (-offer.epoch, -offer.step, order.index(offer.tier)))
-        return offers, absent
+        whys = [(offer, self._shelves[offer.tier].withheld(offer)) for offer in offers]
+        return ([asdict(offer) for offer, why in whys if not why],
+                [asdict(offer) | {"why": why} for offer, why in whys if why], absent)
 
     async def _manifest(self, request: Request) -> Response:
         tier, held = await self._held(request)
@@ -258,6 +259,14 @@ class _Api:
         if not tier:
             raise Gone("there is no such version", where=id[:64])
         return tier, await self._on(tier, self._shelves[tier].hold, id)
+
+
+def _newest(said: Iterable[Said]) -> list[Said]:
+    """The first of each run, shard and tier."""
+    newest: dict[tuple[str, str, str], Said] = {}
+    for one in said:
+        newest.setdefault((one["run_id"], one["shard"], one["tier"]), one)
+    return list(newest.values())
 
 
 def _refused(task: asyncio.Future[Any]) -> bool:

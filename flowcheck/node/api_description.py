@@ -12,6 +12,10 @@ __all__ = ["describe"]
 
 _WHY = {"type": "object", "required": ["why"], "properties": {"why": {"type": "string"}}}
 _OFFER = {"$ref": "#/components/schemas/Offer"}
+_WITHHELD = {
+    "type": "array", "items": {"allOf": [_OFFER, _WHY]},
+    "description": "Versions that are there and are not offered before enough checksums of the trainer have matched.",
+}
 _ABSENT = {"type": "array", "items": {"type": "string"}, "description": "Tiers that did not answer in time."}
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[mcds][0-9a-f]{31}$"}}
 _RANGE = {"name": "Range", "in": "header", "schema": {"type": "string"}, "description": "One range of bytes."}
@@ -28,7 +32,7 @@ _BYTES = {"type": "string", "format": "binary"}
 REFUSED = {"401": "Refused", "403": "OfAnotherRole"}
 _TEXT = {"type": "string"}
 _TYPES = {"id": "string", "tier": "string", "run_id": "string", "epoch": "integer", "step": "integer",
-          "shard": "string", "status": "string", "nbytes": "integer"}
+          "shard": "string", "status": "string", "nbytes": "integer", "matches": "integer"}
 
 
 def describe(open_path: str) -> dict[str, Any]:
@@ -82,7 +86,8 @@ def describe(open_path: str) -> dict[str, Any]:
             "securitySchemes": {"reader": {"type": "http", "scheme": "bearer"}},
             "responses": {
                 "Refused": _answer("The key is missing or wrong.", _WHY),
-                "OfAnotherRole": _answer("The key is of a role that this is not for.", _WHY),
+                "OfAnotherRole": _answer("The key is of a role that this is not for, or the version is not offered"
+                                         " yet.", _WHY),
             },
             "schemas": {"Offer": {
                 "type": "object", "required": [*_TYPES, "user", *_AGE],
@@ -105,5 +110,5 @@ def _get(summary: str, answers: Mapping[str, Any], parameters: Sequence[Any] = (
 
 
 def _list(name: str) -> dict[str, Any]:
-    properties = {name: {"type": "array", "items": _OFFER}, "absent": _ABSENT}
+    properties = {name: {"type": "array", "items": _OFFER}, "withheld": _WITHHELD, "absent": _ABSENT}
     return {"type": "object", "required": [*properties], "properties": properties}

@@ -25,6 +25,7 @@ from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.node.captures import PlannedCapture
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.resync import SLOTS, wished
+from flowcheck.node.shadow import OPEN
 
 __all__ = ["EXAMPLE_MBPS", "Budget", "CaptureFigures", "MachineFacts", "ThreadPlace", "ask", "budget", "pause_ms"]
 
@@ -242,6 +243,8 @@ def _notes(
             f"replica.slots: with {config.replica.slots} all state is asked for at once, and all ranks wait for it."
             f" replica.resync = \"{config.replica.resync}\" takes {SLOTS}"
         )
+    if config.api is not None and not config.shadow:
+        yield OPEN
     if not made.left:
         yield "a thread is pinned to each core: groups, updates and the kernel have none for themselves"
     for one in planned:

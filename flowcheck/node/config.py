@@ -82,10 +82,12 @@ def _other_nodes(texts: tuple[str, ...]) -> tuple[str, ...]:
 
 class Api(_Part):
     """listen: HOST:PORT for readers of versions, port 0 for any. insecure: listen elsewhere than on the loopback,
-    although nothing that is sent is encrypted."""
+    although nothing that is sent is encrypted. shadow: checksums of the trainer that must have matched before a version
+    is offered for recovery; 0: also versions that nothing was compared with are."""
 
     listen: str
     insecure: bool = False
+    shadow: Annotated[int, Field(ge=0, le=1_000_000)] = 0
 
     _address = field_validator("listen")(_listens)
 
@@ -392,6 +394,11 @@ class NodeConfig(_Part):
             raise _wrong("replica.slots", f"{self.replica.slots} leave none to keep a version in for the nodes of"
                          " common.nodes: 3 at least, better 4")
         return self
+
+    @property
+    def shadow(self) -> int:
+        """api.shadow; 0 without an [api], which offers nothing."""
+        return self.api.shadow if self.api is not None else 0
 
     @property
     def huge(self) -> bool | None:

@@ -52,6 +52,7 @@ from flowcheck.node.peering import Peering
 from flowcheck.node.replica_files import ReplicaFiles
 from flowcheck.node.resync import Resync
 from flowcheck.node.runs import run_folder, start_of
+from flowcheck.node.shadow import Shadow
 from flowcheck.node.silence import Arrivals, Silent
 from flowcheck.node.standing import Standing
 from flowcheck.node.uploads import Asking
@@ -91,7 +92,8 @@ class Group(Membership):
         self._base: dict[str, int] = {}  # drops of the node when the state came
         self._told: dict[str, int] = {}  # of those, what lines about iterations have said
         self.peering = Peering(config, name)
-        self.files = ReplicaFiles(config.replica.directory, config.name, name)
+        self.files = ReplicaFiles(config.replica.directory, config.name, name, config.shadow)
+        self._shadow = Shadow(config.shadow, self._say)
         self._standing = Standing(self.files, self._say)
         self._users = UserStates(self._say)
         self._ledger = Ledger(self._say)
@@ -290,6 +292,7 @@ class Group(Membership):
             plan, self._sources, self._clock, slots=settings.slots, threads=settings.threads, resync=resync,
             record_seconds=self._config.record_seconds, port=self._port, patched=resync.by_ranges,
             peers=self.peering.of(body, plan, run, self._clock), job_start=start,
+            matches=self._shadow.begins(job.run_id),
         )
         self._session.place_in_threads(self._placers)
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows),
@@ -391,6 +394,7 @@ class Group(Membership):
         number = self._clock.number(closed.iteration)
         if closed.published and session.replica is not None:
             self._standing.first(session.plan.job, session.replica.step)
+            self._shadow.published(session.replica.step, session.matches)
             self._users.published(session.replica.steps)
             if self._hashes is not None:
                 try:
@@ -403,14 +407,17 @@ class Group(Membership):
                 done = self._persisted.set if closed.status == "verified" else None
                 named = self.files.named
                 users = partial(self._users.gathered, named, session.replica.step) if named is not None else None
-                self._writer.write(self.name, session.replica, out, closed.status, done, closed.unproven, users)
-            if closed.status == "verified" and not self._settled and (not output.every or self._persisted.is_set()):
+                self._writer.write(self.name, session.replica, out, closed.status, done, closed.unproven, users,
+                                   session.matches)
+            persisted = not output.every or self._persisted.is_set()
+            if closed.status == "verified" and self._shadow.trusts and not self._settled and persisted:
                 self._settled = True
                 self._standing.settle(session.plan.job)
             self._tell(Progress(number, closed.status))
         drops = self._port.drops
         dropped, self._told = grown(self._told, drops), drops
-        self._say("iteration", **closed_fields(closed, number, dropped, lost=session.next is None))
+        self._say("iteration", **closed_fields(closed, number, dropped, lost=session.next is None,
+                                         matches=session.matches))
 
     def _begun(self, begun: Begun) -> None:
         said = line(begun, self._clock.number)
@@ -420,6 +427,7 @@ class Group(Membership):
     def _lost(self, lost: Lost) -> None:
         session, why = self._session, lost.why
         assert session is not None
+        self._shadow.has(session.matches)
         if lost.withdrawn:
             self.files.discard()
         if not self._by_ranges:

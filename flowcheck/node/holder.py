@@ -40,7 +40,8 @@ class Holder:
         self._access = access = _check_files(config, lambda event, **fields: self._say(event, **fields))
         self._notify = Notify()
         with ExitStack() as undo:
-            self._telling = undo.enter_context(closing(Telling(config.name, (), (), None, dict)))
+            self._telling = undo.enter_context(closing(Telling(
+                config.name, (), (), None, dict, shadow=config.shadow)))
             self._say = say = self._telling.tally.beside(say)
             self._telling.look()
             self._copying = undo.enter_context(closing(Copying(config, self._key, say)))

@@ -7,6 +7,7 @@
     held.size(file), held.read(file, first, count)       a safetensors file, whole or in ranges
     held.user(rank)                                      what a rank gave of itself
     shelf.expire()                                       again and again: lets go of what nobody reads any more
+    shelf.withheld(offer)                                why it cannot be pinned although it is there: shadow.py
 
 It reads the files that the node's process writes and nothing else, so it may live in another process and outlive that
 one. A version in memory is pinned from the first question about it on, because its slot is needed again. A pin can hold
@@ -42,11 +43,12 @@ from flowcheck.control.tensors import TensorSpec, header, memory
 from flowcheck.control.user_state import USER_BYTES
 from flowcheck.control.version import MODEL, OPTIMIZER, Digest, Version
 from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.node.shadow import withheld
 from flowcheck.node.user_states import rank_file, ranks_in, user_folder
 from updater.errors import UpdaterError
 from updater.reader import PinnedVersion, Reader
 
-__all__ = ["DiskShelf", "Gone", "Held", "Holding", "MemoryShelf", "Pressed", "Shelf", "id_of"]
+__all__ = ["DiskShelf", "Gone", "Held", "Holding", "MemoryShelf", "Pressed", "Shelf", "Withheld", "id_of"]
 
 HOLD_SECONDS = 20.0
 RATE = 4e6  # bytes per second that whoever reads a pinned version must have
@@ -56,6 +58,12 @@ KEPT = 16  # manifests of versions in memory
 
 class Gone(FlowcheckError):
     """There is no such version, or no longer."""
+
+    exit_code = 3
+
+
+class Withheld(FlowcheckError):
+    """There is such a version, and it is not offered yet."""
 
     exit_code = 3
 
@@ -158,7 +166,7 @@ class _InMemory(Held):
             raise Gone("was let go before it was hashed", where=f"step {offer.step}")
         document = Version(
             offer.run_id, offer.epoch, offer.step, offer.shard, version.status, version.unproven, version.optimizer,
-            self._reader.rounding, files,
+            self._reader.rounding, files, version.matches,
         ).document()
         while len(self._kept) >= KEPT:
             del self._kept[next(iter(self._kept))]
@@ -228,10 +236,10 @@ class _OnDisk(Held):
 
 
 class Shelf:
-    """Versions of one tier. now: a clock."""
+    """Versions of one tier. now: a clock. needs: checksums that must have matched before one of them is offered."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(self, now: Callable[[], float] = time.monotonic, needs: int = 0) -> None:
+        self._now, self._needs = now, needs
         self._held: dict[str, Held] = {}
 
     def look(self) -> list[Holding]:
@@ -243,16 +251,22 @@ class Shelf:
         return self.look()
 
     def hold(self, id: str) -> Held:
-        """Pin a version, or touch one that is held. Raises Gone, Pressed."""
+        """Pin a version, or touch one that is held. Raises Gone, Pressed, Withheld."""
         self.expire()
         if id not in self._held:
             holding = next((one for one in self.known() if one.offer.id == id), None)
             if holding is None:
                 raise Gone("there is no such version, or no longer", where=id[:64])
+            if why := self.withheld(holding.offer):
+                raise Withheld(why)
             self._held[id] = self._pin(holding)
         held = self._held[id]
         held.touch(self._now())
         return held
+
+    def withheld(self, offer: Offer) -> str:
+        """Why it is not offered, "": it is."""
+        return withheld(offer, self._needs)
 
     def _pin(self, holding: Holding) -> Held:
         raise NotImplementedError
@@ -275,9 +289,9 @@ class MemoryShelf(Shelf):
     """directory: `replica.directory` of the node of this name. reserved: slots that others may pin beside it."""
 
     def __init__(
-        self, directory: Path, node: str, now: Callable[[], float] = time.monotonic, reserved: int = 0
+        self, directory: Path, node: str, now: Callable[[], float] = time.monotonic, reserved: int = 0, needs: int = 0
     ) -> None:
-        super().__init__(now)
+        super().__init__(now, needs)
         self._directory, self._reserved = directory, reserved
         self._name = re.compile(rf"flowcheck-{re.escape(node)}-({GROUP})-[0-9]+\.replica")
         self._readers: dict[tuple[Path, int], Reader] = {}
@@ -297,12 +311,13 @@ class MemoryShelf(Shelf):
             reader = self._readers[key] = self._readers.get(key) or Reader(key[0])
         except (UpdaterError, OSError):
             return  # torn, of another format, or gone meanwhile
-        heard, times, now = reader.heard, reader.times, time.time()
+        heard, times, matches, now = reader.heard, reader.times, reader.matches, time.time()
         for step, status in reader.statuses.items():
             steps, at = None if heard is None else max(heard - step, 0), times.get(step)
             yield Holding(Offer(
                 id_of(MEMORY, *key, step), MEMORY, reader.run_id, reader.epoch, step, shard, status, reader.nbytes,
                 spans(ranks_in(user_folder(key[0], step))), steps, None if at is None else round(max(now - at, 0.0), 3),
+                matches.get(step, 0),
             ), *key)
 
     def _pin(self, holding: Holding) -> Held:
@@ -324,8 +339,10 @@ class DiskShelf(Shelf):
     """directory: `output.directory` of the node: DIR/RUN/epoch-E/step-N, with the group's folder before the run's if
     it has a name. tier: or COPY: copies of other nodes' versions, with the folder of their source before the run's."""
 
-    def __init__(self, directory: Path, now: Callable[[], float] = time.monotonic, tier: str = DISK) -> None:
-        super().__init__(now)
+    def __init__(
+        self, directory: Path, now: Callable[[], float] = time.monotonic, tier: str = DISK, needs: int = 0
+    ) -> None:
+        super().__init__(now, needs)
         self._directory, self._tier = directory, tier
         self._steps: dict[tuple[Path, int], Offer | None] = {}  # a directory that is whole stays as it is
 
@@ -385,7 +402,7 @@ def _offered(path: Path, inode: int, tier: str) -> Offer | None:
     except UserError:
         return None
     return Offer(id_of(tier, path, inode, version.step), tier, version.run_id, version.epoch, version.step,
-                 version.shard, version.status, version.nbytes, spans(users_of(document)))
+                 version.shard, version.status, version.nbytes, spans(users_of(document)), matches=version.matches)
 
 
 def _sorted(found: Iterable[Holding]) -> list[Holding]:

@@ -93,14 +93,16 @@ def line(event: Event, number: Callable[[int], int]) -> tuple[str, dict[str, Any
     return None
 
 
-def closed_fields(closed: Closed, number: int, dropped: Mapping[str, int], *, lost: bool) -> dict[str, Any]:
-    """Of the event `iteration`. lost: there is no version to go on from."""
+def closed_fields(
+    closed: Closed, number: int, dropped: Mapping[str, int], *, lost: bool, matches: int
+) -> dict[str, Any]:
+    """Of the event `iteration`. lost: there is no version to go on from. matches: checksums that have matched."""
     return {
         "iteration": number, "published": closed.published, "status": closed.status, "packets": closed.packets,
         "placed": closed.placed, "missing": closed.missing, "healed": closed.healed, "duplicates": closed.duplicates,
         "dropped": dropped, "lag": closed.lag, "updates": closed.updates, "rebuilt": closed.rebuilt,
         "patched": closed.patched, "stale": closed.stale,
-        "final": closed.final, "filled": closed.filled, "unproven": closed.unproven,
+        "final": closed.final, "filled": closed.filled, "unproven": closed.unproven, "matches": matches,
         "failed": [clause for clause, _ in closed.why], "why": closed.why[:1] if lost else closed.why,
     }
 

@@ -38,19 +38,21 @@ __all__ = ["LiveSession"]
 class LiveSession(HealedFollower):
     """sources[i]: ring of stream i. clock: the trainer's. slots, threads: of replicas. record_seconds: as of Policy.
     port: what the sources belong to. now, stamp: clocks, as of Follower. patched: as of PartialFollower.
-    resync: asks trainers for what is stale. peers: as of HealedFollower. job_start: ReplicaOptions.start."""
+    resync: asks trainers for what is stale. peers: as of HealedFollower. job_start: ReplicaOptions.start. matches:
+    checksums that have matched in this run before."""
 
     def __init__(
         self, plan: JobPlan, sources: Sequence[Source], clock: Clock | None = None, *, slots: int, threads: int,
         record_seconds: float, port: Arrivals | None = None, now: Callable[[], float] = time.monotonic,
         stamp: Callable[[], int] = time.time_ns, patched: bool = False, resync: Resync | None = None,
-        peers: Peers | None = None, job_start: str = "",
+        peers: Peers | None = None, job_start: str = "", matches: int = 0,
     ) -> None:
         port = port or Arrivals()
         names = port.stream_names(plan.engine.streams)
         policy = Policy.live(record_seconds)
         super().__init__(plan, sources, names, policy, clock=clock, now=now, stamp=stamp, patched=patched, peers=peers)
         self._slots, self._threads, self._resync, self._job_start = slots, threads, resync, job_start
+        self.matches = matches
         self._silence = Silence(plan, self.engine, port, self.clock, now)
         self.overload = Overload(self.engine, self.scheduler)
         for arena in range(plan.engine.arenas):  # now, and not while packets wait: the first touch takes long
@@ -93,6 +95,7 @@ class LiveSession(HealedFollower):
             replica.start_empty(self.clock.before(0))
         if taken_up:
             assert left is not None
+            self.matches = max(self.matches, replica.matches)
             yield Resumed(left, tuple(replica.steps))
         # What a peer gave of it and no checksum has confirmed would be forgotten here: then all of it is asked for.
         yield from self.begin_from(replica, whole=taken_up and not replica.said)

@@ -152,11 +152,11 @@ class Writer:
 
     def write(
         self, name: str, replica: JobReplica, out: Path, status: str, done: Callable[[], None] | None = None,
-        unproven: Sequence[str] = (), users: Users | None = None,
+        unproven: Sequence[str] = (), users: Users | None = None, matches: int = 0,
     ) -> None:
         """Begin to write the current version of a group, unless it is one that is left out. done: called on the
         writer's thread when it is on disk. unproven: marks of its verdict. users: what ranks gave of
-        themselves; it may wait a little."""
+        themselves; it may wait a little. matches: checksums of the trainer that have matched by now."""
         with self._lock:
             lane = self._lanes.setdefault(name, _Lane())
         stride, now = 1, self._clock()
@@ -175,7 +175,7 @@ class Writer:
         ready = threading.Event()
         lane.began = now
         lane.thread = threading.Thread(
-            target=self._work, args=(lane, name, replica, out, status, ready, done, unproven, users),
+            target=self._work, args=(lane, name, replica, out, status, ready, done, unproven, users, matches),
             name=f"flowcheck writer {name}",
         )
         lane.thread.start()
@@ -183,12 +183,12 @@ class Writer:
 
     def _work(
         self, lane: _Lane, name: str, replica: JobReplica, out: Path, status: str, ready: threading.Event,
-        done: Callable[[], None] | None, unproven: Sequence[str], users: Users | None,
+        done: Callable[[], None] | None, unproven: Sequence[str], users: Users | None, matches: int,
     ) -> None:
         try:
             with replica.pinned() as version:
                 ready.set()  # from here on the replica may go on: this version stays
-                path = replica.write(out, [*replica.unproven, *unproven], version, status, name, users)
+                path = replica.write(out, [*replica.unproven, *unproven], version, status, name, users, matches)
                 step = version.step
             lane.seconds = self._clock() - lane.began
             if done is not None:

@@ -208,7 +208,7 @@ class Persister:
                        for one in lane.entries()[0]):
             return  # written before this process began
         meta = Meta(offer.run_id, offer.epoch, version.status, version.unproven, version.optimizer, rounding,
-                    offer.shard)
+                    offer.shard, version.matches)
         began = self._now()
         entry = lane.write(offer.step, _files(version), meta, lambda: self._users(holding))
         upload.seconds, upload.pause, upload.reads = self._now() - began, 0.0, False

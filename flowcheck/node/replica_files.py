@@ -5,7 +5,8 @@ Names are flowcheck-NODE-GROUP-NUMBER.replica. A new state gets a file of its ow
 killed, a job that was started again) stay readable (updater/reader.py): the good ones until this run has a version of
 its own that is verified, and on disk if the settings ask for that (`settle`). Good is what was verified; where
 nothing was, the newest file and the one that is furthest. So a job that dies over and over before its first
-verification takes the memory of three replicas and not of one per start. What ranks gave of themselves lies beside a
+verification takes the memory of three replicas and not of one per start, and of one more in shadow mode (shadow.py),
+where the newest file of which versions are offered is good, too. What ranks gave of themselves lies beside a
 replica (user_states.py), and goes with it.
 """
 
@@ -26,7 +27,7 @@ __all__ = ["LeftoverReplica", "ReplicaFiles"]
 @dataclass(frozen=True)
 class LeftoverReplica:
     """What a file holds. step: of its newest version. verified: of the newest that was compared with the trainer's.
-    start: of the job that it followed, "": unsaid."""
+    start: of the job that it followed, "": unsaid. matches: checksums that had matched by its newest version."""
 
     path: Path
     run_id: str
@@ -34,11 +35,14 @@ class LeftoverReplica:
     epoch: int = 0
     verified: int | None = None
     start: str = ""
+    matches: int = 0
 
 
 class ReplicaFiles:
-    def __init__(self, directory: Path, node: str, group: str) -> None:
-        self._directory, self._prefix = directory, f"flowcheck-{node}-{group}-"
+    """needs: checksums that must have matched before a version is offered."""
+
+    def __init__(self, directory: Path, node: str, group: str, needs: int = 0) -> None:
+        self._directory, self._prefix, self._needs = directory, f"flowcheck-{node}-{group}-", needs
         taken = [int(p.name.removeprefix(self._prefix).split(".")[0]) for p in self._files()]
         self._number = max(taken, default=0)
         self._named: Path | None = None  # given out; whether it holds a version is not known yet
@@ -57,7 +61,8 @@ class ReplicaFiles:
             try:
                 with closing(Reader(path)) as reader, reader.pinned() as version:
                     out.append(LeftoverReplica(
-                        path, reader.run_id, version.step, reader.epoch, reader.verified, reader.start
+                        path, reader.run_id, version.step, reader.epoch, reader.verified, reader.start,
+                        version.matches,
                     ))
             except UpdaterError:
                 continue  # torn, or of another format: it holds nothing that could be used
@@ -90,7 +95,7 @@ class ReplicaFiles:
         found = [kept for kept in self.found() if kept.path != self._served]
         mine = {kept.path for kept in found if (kept.run_id, kept.epoch) == (run_id, epoch) and kept.step <= step}
         others = [kept for kept in found if kept.path not in mine]
-        good = _good(others)
+        good = _good(others) | _offered(others, self._needs)
         self._remove(path for path in self._files() if path not in good)
         for folder in self._directory.glob(f"{self._prefix}*.user"):
             if folder.with_suffix(".replica") != self._named and not folder.with_suffix(".replica").exists():
@@ -118,6 +123,11 @@ class ReplicaFiles:
 def _unlink(replica: Path) -> None:
     replica.unlink(missing_ok=True)
     remove_tree(replica.with_suffix(".user"))
+
+
+def _offered(kept: list[LeftoverReplica], needs: int) -> set[Path]:
+    """The newest file that recovery may have anything from."""
+    return {one.path for one in [one for one in kept if needs and one.matches >= needs][-1:]}
 
 
 def _good(kept: list[LeftoverReplica]) -> set[Path]:

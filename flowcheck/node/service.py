@@ -93,7 +93,8 @@ class Node:
             self._common = Common(config.name, config.common.seconds, config.replica.slots, self._say_now)
             if config.api is not None:
                 self._telling = undo.enter_context(closing(Telling(
-                    config.name, planned, self._captures, self._port, self._connected, common=self._common.document)))
+                    config.name, planned, self._captures, self._port, self._connected, common=self._common.document,
+                    shadow=config.shadow)))
                 say = self._say = self._telling.tally.beside(say)
             self._drops = [Drops(one, partial(self._port.drops_of, i), say) for i, one in enumerate(planned)]
             path = config.output.keep_hashes

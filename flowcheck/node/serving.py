@@ -46,7 +46,7 @@ class Serving:
         self._settings: dict[str, Any] = {
             "keys": dict(keys), "tls": tls, "node": config.name, "replicas": str(config.replica.directory),
             "checkpoints": str(config.output.directory), "cores": sorted(os.sched_getaffinity(0) - config.pinned),
-            "reserved": int(config.store is not None), "follows": bool(config.capture),
+            "reserved": int(config.store is not None), "follows": bool(config.capture), "shadow": config.api.shadow,
             "copies": str(config.copies) if config.copies is not None else None,
             "store": config.store.model_dump(include={"url", "options"}) if config.store is not None else None,
         }

@@ -36,8 +36,10 @@ BLOCK = 16 << 20  # that is read at once: each request takes its time
 class StoreShelf(Shelf):
     """open: called once, on a thread. Everything below the URL is offered, whichever node wrote it."""
 
-    def __init__(self, url: str, open: Callable[[], Objects], now: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(now)
+    def __init__(
+        self, url: str, open: Callable[[], Objects], now: Callable[[], float] = time.monotonic, needs: int = 0
+    ) -> None:
+        super().__init__(now, needs)
         self._url, self._open = url, open
         self._objects: Objects | None = None
         self._entries: dict[str, Entry] = {}
@@ -168,5 +170,5 @@ def _offer(url: str, entry: Entry) -> Offer:
     one = entry.version
     return Offer(
         id_of(STORE, Path(f"{url}/{entry.folder}"), 0, one.step), STORE, one.run_id, one.epoch, one.step, one.shard,
-        one.status, one.nbytes, spans(users_of(entry.document)),
+        one.status, one.nbytes, spans(users_of(entry.document)), matches=one.matches,
     )

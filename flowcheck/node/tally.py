@@ -35,6 +35,7 @@ CONDITIONS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "overload": (frozenset({"overload"}), frozenset({"recovered", "attached", "end"})),
     "stale": (frozenset({"stale", "begun"}), frozenset({"patched", "state", "attached", "end"})),
     "lost": (frozenset({"lost"}), frozenset({"patched", "state", "attached", "end"})),
+    "withheld": (frozenset({"withheld"}), frozenset({"offered", "attached"})),
 }
 # Events that say nothing that somebody would have to read.
 QUIET = frozenset({
@@ -75,6 +76,7 @@ class GroupTally:
     step_time: float = 0.0
     stale: int = 0
     lag: int = 0
+    matches: int = 0
     slack: float | None = None
     late: int = 0
     rings: tuple[int, int] = (0, 0)
@@ -108,7 +110,7 @@ class GroupTally:
     def _attached(self, now: float, said: Mapping[str, Any]) -> None:
         self.job, self.epoch, self.ranks, self.flows = said["run_id"], said["epoch"], said["ranks"], said["flows"]
         self.attached, self.resync, self.ended = now, said["resync"], False
-        self.status, self.stale, self.slack = "waiting", 0, None
+        self.status, self.stale, self.slack, self.matches = "waiting", 0, None, 0
         self.rows.clear()
 
     def _end(self, now: float, said: Mapping[str, Any]) -> None:
@@ -128,7 +130,7 @@ class GroupTally:
         _add(self.missing, said["missing"])
         _add(self.filled, said["filled"])
         self.patched += said["patched"]
-        self.status, self.stale, self.lag = said["status"], said["stale"], said["lag"]
+        self.status, self.stale, self.lag, self.matches = said["status"], said["stale"], said["lag"], said["matches"]
         if said["published"]:
             self.step, self.step_time, self.kept = said["iteration"] + 1, now, None
         row = self._row(said["iteration"])

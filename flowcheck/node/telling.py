@@ -33,13 +33,14 @@ LOST = ("ring_full", "oversize", "bad_checksum", "unfinished", "nic_missed", "er
 class Telling:
     """name: the node's. planned, sources: captures, as of Port. port: None: there are none. connected(): ranks that are
     connected, by group. now: a clock that never goes back. stamp: seconds since 1970. common(): as of Common.document.
-    """
+    shadow: api.shadow."""
 
     def __init__(
         self, name: str, planned: Sequence[PlannedCapture], sources: Sequence[Any], port: Port | None,
         connected: Callable[[], Mapping[str, int]], now: Callable[[], float] = time.monotonic,
-        stamp: Callable[[], float] = time.time, common: Callable[[], Mapping[str, Any]] = dict,
+        stamp: Callable[[], float] = time.time, common: Callable[[], Mapping[str, Any]] = dict, shadow: int = 0,
     ) -> None:
+        self._shadow = shadow
         self.tally = Tally(name, stamp)
         self.board = Board()
         self._planned, self._sources, self._port, self._connected = planned, sources, port, connected
@@ -57,7 +58,7 @@ class Telling:
         more = {
             "version": __version__, "captures": [self._capture(i) for i in range(len(self._planned))],
             "unclaimed": self._port.unclaimed if self._port is not None else 0, "connected": dict(self._connected()),
-            "common": dict(self._common()),
+            "common": dict(self._common()), "shadow": self._shadow,
         }
         rows, events = ROWS, EVENTS
         while not self.board.write(json.dumps(self.tally.document(rows, events) | more).encode()):

@@ -64,6 +64,7 @@ class Follower:
     is no version until `start`. clock: the trainer's; without trainers the first iteration says it. now: seconds of a
     clock that never goes back. stamp: nanoseconds of the clock of the sources' time stamps.
 
+    matches: the trainer's checksums that have matched; a mismatch makes it 0 again.
     next: the iteration that the current version waits for; None: there is no version, or its chain has ended.
     moved: did the last poll find anything to do? What threads have placed is no such thing. closing_seconds: spent on
     iterations that closed, and on updates.
@@ -89,7 +90,8 @@ class Follower:
         self._gradients = bool(plan.job.gradient_calls(0))  # otherwise all that iterations bring are parameters
         self.next: int | None = None
         self.status = "waiting"
-        self.matched = 0
+        self.matched = 0  # that say what the version is
+        self.matches = 0  # of this run, whatever its versions were patched with
         self.first_iteration = -1  # that closed
         self.moved = False
         self.closing_seconds = 0.0
@@ -335,12 +337,14 @@ class Follower:
         if built.differs:
             assert self.replica is not None
             self.replica.discard()
+            self.matches = 0
             number = self.clock.number(judged.verdict.iteration)
             why = f"tensor {built.differs!r} of iteration {number} differs from the trainer's"
             yield from self._lose(why, "diverged")
             yield from self._end(judged, counts, False)
         else:
             self.matched += built.differs == ""
+            self.matches += built.differs == ""
             yield from self._end(judged, counts, True, built)
 
     def _end(
@@ -365,7 +369,7 @@ class Follower:
         """Publish the version that was built. False: it is one that must not be."""
         assert self.replica is not None
         self.status = "verified" if self.matched else "unverified"
-        self.replica.publish(built.differs == "", self.status, judged.verdict.unproven)
+        self.replica.publish(built.differs == "", self.status, judged.verdict.unproven, self.matches)
         return True
 
     def _skip(self, first: int, last: int) -> Iterator[Event]:

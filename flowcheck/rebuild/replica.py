@@ -229,6 +229,12 @@ class JobReplica:
         assert self._replica is not None
         return self._replica.said[1]
 
+    @property
+    def matches(self) -> int:
+        """Checksums of the trainer that had matched when the newest version was published."""
+        assert self._replica is not None
+        return self._replica.said[2] or 0
+
     def _make(self, tensors: Mapping[str, torch.Tensor], step: int, **more: Any) -> None:
         assert self._spec is not None
         job, options = self._plan.job, self._options
@@ -294,11 +300,13 @@ class JobReplica:
         for bucket in buckets:
             self.apply(bucket.place.index, bucket.tensor())
 
-    def publish(self, verified: bool = False, status: str = "", unproven: Sequence[str] = ()) -> int:
+    def publish(
+        self, verified: bool = False, status: str = "", unproven: Sequence[str] = (), matches: int = 0
+    ) -> int:
         """verified: it was compared with the trainer's checksums and is equal. status, unproven: of the verdict, for
-        those who read this version in shared memory."""
+        those who read this version in shared memory. matches: checksums that have matched by now."""
         assert self._replica is not None and self._slot is not None
-        self._replica.publish(self._slot, status, unproven)
+        self._replica.publish(self._slot, status, unproven, matches)
         if verified:
             self._replica.mark_verified()
         self._slot = None
@@ -410,11 +418,12 @@ class JobReplica:
 
     def write(
         self, out: str | os.PathLike[str], unproven: Sequence[str], version: Slot, status: str = "unverified",
-        shard: str = "", users: Callable[[], Mapping[int, bytes]] | None = None,
+        shard: str = "", users: Callable[[], Mapping[int, bytes]] | None = None, matches: int = 0,
     ) -> Path:
-        """Write a version that the caller has pinned as a checkpoint; returns its directory. users: of write_step. Any
-        thread."""
+        """Write a version that the caller has pinned as a checkpoint; returns its directory. users: of write_step.
+        matches: of Meta. Any thread."""
         assert self._rounding is not None
         job = self._plan.job
-        meta = Meta(job.run_id, job.epoch, status, tuple(unproven), version.optimizer, self._rounding.name, shard)
+        meta = Meta(job.run_id, job.epoch, status, tuple(unproven), version.optimizer, self._rounding.name, shard,
+                    matches)
         return write_step(out, version.step, version.parameters, version.optimizer_state, meta, users)

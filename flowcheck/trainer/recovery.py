@@ -179,7 +179,7 @@ def recover(
         found = look(asked, run_id, shard)  # anew each time: what was there may have made room for newer versions
         said = ranks.exchange({"run_id": found.run_id, "versions": [[*k, s] for k, s in found.versions.items()],
                                "user": sorted(found.with_user(own)) if own is not None else [],
-                               "absent": list(found.absent)})
+                               "absent": list(found.absent), "withheld": list(found.withheld)})
         users = [{(epoch, at) for epoch, at in one["user"]} for one in said]
         held = [{(epoch, at): status for epoch, at, status in one["versions"]} for one in said]
         _same_run(said)
@@ -277,11 +277,12 @@ def _fresh(
 ) -> Recovered:
     """Nothing can be had: a fresh start, if there was nothing and everybody said so."""
     absent = sorted({why for one in said for why in one["absent"]})
+    withheld = sorted({why for one in said for why in one.get("withheld", [])})
     if step is not None or passed or any(held):
         have = "; ".join(f"rank {rank}: {_steps(one)}" for rank, one in enumerate(held))
         what = f"step {step} is not there for every rank" if step is not None else "no version is there for every rank"
         what = "none of the versions that were found is good" if passed else what
-        why = "; ".join([*passed, *absent])
+        why = "; ".join([*passed, *absent, *withheld])
         raise EnvironmentProblem(f"{what} ({have}){f': {why}' if why else ''}", where="recover",
                                  remedy="see the nodes' lines; another step, or a checkpoint directory")
     if absent and not fresh:
@@ -289,7 +290,7 @@ def _fresh(
             f"no version was found, and who may have one did not answer: {'; '.join(absent)}", where="recover",
             remedy="start the node, or fresh=True to begin at step 0 all the same",
         )
-    done = Recovered(0, 0, found.run_id, found.shard, passed=tuple(absent))
+    done = Recovered(0, 0, found.run_id, found.shard, passed=(*absent, *withheld))
     _log.warning("flowcheck: %s", done)
     return done
 

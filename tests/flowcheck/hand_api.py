@@ -90,6 +90,7 @@ class HandApi:
         self.cut: dict[str, list[int]] = {}
         self.answers: dict[str, tuple[int, bytes]] = {}
         self.quiet: set[str] = set()
+        self.withheld: object = []  # of /v1/versions
         self.unmeasured: set[str] = set()  # paths whose answers do not say how long they are
         self._ended = threading.Event()
         api = self
@@ -151,7 +152,8 @@ class HandApi:
         if request.path in self.answers:
             return self.answers[request.path]
         if request.path == "/v1/versions":
-            return 200, json.dumps({"versions": [one.offer for one in self.versions], "absent": []}).encode()
+            return 200, json.dumps({
+                "versions": [one.offer for one in self.versions], "absent": [], "withheld": self.withheld}).encode()
         for one in self.versions:
             for file in ("manifest.json", *FILES):
                 if request.path == f"/v1/versions/{one.id}/{file}":

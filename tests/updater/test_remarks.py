@@ -20,19 +20,25 @@ WHOLE = Layout([[BucketSlice("w", 0, 3)]], {"w": (3,)}, [3])
     ("status", "unproven"),
     [("verified", ()), ("unverified", ("a mark", "\u00fcmlaut")), ("", ("a mark",)), ("verified", ("x" * 700,))],
 )
-def test_what_is_said_is_read(status, unproven):
-    text = remarks(status, unproven)
-    assert read(text) == (status, unproven) and len(text) <= MOST_REMARKS
+@pytest.mark.parametrize("matches", [0, 1, 10**12])
+def test_what_is_said_is_read(status, unproven, matches):
+    text = remarks(status, unproven, matches)
+    assert read(text) == (status, unproven, matches or None) and len(text) <= MOST_REMARKS
 
 
 def test_nothing_is_said():
-    assert remarks("", ()) == b"" and read(b"") == ("", ())
+    assert remarks("", ()) == b"" and read(b"") == ("", (), None)
+
+
+def test_what_earlier_releases_said_is_read():
+    assert remarks("verified", ["x"]) == b'["verified", ["x"]]' == remarks("verified", ["x"], 0)
+    assert read(b'["verified", ["x"]]') == ("verified", ("x",), None)
 
 
 @pytest.mark.parametrize(("marks", "kept"), [(["a" * 300] * 3, 2), (["a" * 800], 0), (["a" * 300, "b" * 800, "c"], 1)])
 def test_what_has_no_room_is_counted(marks, kept):
-    status, unproven = read(remarks("unverified", marks))
-    assert status == "unverified" and unproven[:kept] == tuple(marks[:kept])
+    status, unproven, matches = read(remarks("unverified", marks, 7))
+    assert matches == 7 and status == "unverified" and unproven[:kept] == tuple(marks[:kept])
     assert unproven[kept:] == (f"and {len(marks) - kept} more that have no room here",)
 
 
@@ -42,9 +48,11 @@ def test_a_status_without_end_is_a_fault_of_ours():
 
 
 @pytest.mark.parametrize("text", [b"{", b"\xff", b"3", b"[1, []]", b'["verified", "x"]', b'["verified", [1]]', b"[]",
-                                  b'["verified", [], 3]', b"[" * 700])
+                                  b'["verified", [], -3]', b'["verified", [], 0]', b'["verified", [], true]',
+                                  b'["verified", [], 1.5]', b'["verified", [], "3"]', b'["verified", [], 3, 4]',
+                                  b"[" * 700])
 def test_what_cannot_be_read_proves_nothing(text):
-    assert read(text) == ("unverified", (DAMAGED,))
+    assert read(text) == ("unverified", (DAMAGED,), 0)
 
 
 @pytest.fixture
@@ -103,3 +111,18 @@ def test_the_slots_places_do_not_touch(made):
 def test_a_length_that_is_none(made):
     made._store.memory[1024:1026] = b"\xff\xff"
     assert len(made._store.remarks(0)) == MOST_REMARKS
+
+
+def test_how_many_checksums_had_matched_goes_with_each_version(made, shm):
+    """Where nothing was said of them, one that is verified has matched once at least."""
+    advance(made, "unverified", (), 0)
+    advance(made, "verified", (), 1)
+    advance(made, "verified", ["a mark"], 4)
+    assert made.said == ("verified", ("a mark",), 4)
+    with contextlib.closing(Reader(shm / "r")) as reader:
+        assert reader.matches == {0: 0, 1: 0, 2: 1, 3: 4}
+        with reader.pinned(3) as version:
+            assert (version.status, version.matches) == ("verified", 4)
+        made.mark_verified()
+        advance(made)
+        assert reader.matches[4] == 1 and reader.statuses[4] == "verified"

@@ -494,7 +494,7 @@ def test_going_on_with_what_is_described_alike(shm):
         return found.describe(tensors, spec, ROUNDING, **{**given, **kinds, **change})
 
     again = Replica.attach(shm / "r", like=like())
-    assert again.current.step == 0 and again.said == ("", ())
+    assert again.current.step == 0 and again.said == ("", (), None)
     again.close()
     for change, odd in ({"start": "two"}, "start"), ({"unproven": []}, "unproven"), ({"slots": 4}, "slots"), (
             {"shape": (5,)}, "arrays"), ({"run_id": "x", "epoch": 3}, "epoch, run_id"), ({"divisor": 1}, "divisor"):

@@ -318,7 +318,7 @@ def _checkpoint(version: Version, stream: Path, out: Path) -> Path:
             parameter, _, part = name.removeprefix("state.").rpartition(".")
             state.setdefault(parameter, {})[part] = value
         meta = Meta(version.run_id, version.epoch, version.status, version.unproven, version.optimizer,
-                    version.rounding, version.shard)
+                    version.rounding, version.shard, version.matches)
         return write_step(out, version.step, files[MODEL], state, meta)
 
 

@@ -64,6 +64,22 @@ def test_what_a_node_offers(api: HandApi, node: Node) -> None:
     assert node.name == api.name and Node(("::1", 7), KEY).name == "[::1]:7"
 
 
+@pytest.mark.parametrize(("said", "whys"), [
+    ([], []), (None, []), ({"why": "x"}, []), ([3], []), ([{"why": 3}], []), ([{"why": "a"}, {"why": "b"}], ["a"]),
+    ([{"why": "x" * 5000}], ["x" * 400]),
+])
+def test_what_a_node_withholds(api: HandApi, node: Node, said: Any, whys: list[str]) -> None:
+    """The reason of the newest, and nothing that is none."""
+    api.withheld = said
+    assert len(node.offers()) == 1 and node.withheld == whys
+
+
+@pytest.mark.parametrize(("said", "matches"), [(4, 4), (0, 0), (-1, 0), ("4", 0), (True, 0), (None, 0), (1e300, 0)])
+def test_how_many_checksums_had_matched(api: HandApi, node: Node, said: Any, matches: int) -> None:
+    api.versions[0].offer["matches"] = said
+    assert node.offers()[0].matches == matches
+
+
 @pytest.mark.parametrize("said", [b"[]", b"{}", b'{"versions": 3}', b'{"versions": {}}'])
 def test_a_list_that_is_none(api: HandApi, node: Node, said: bytes) -> None:
     api.answers["/v1/versions"] = 200, said

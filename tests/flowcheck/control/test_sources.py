@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from flowcheck.control.ask import Node
-from flowcheck.control.sources import Key, NoSource, addresses, choose, fetch, look
+from flowcheck.control.sources import Key, NoSource, addresses, choose, fetch, look, take
 from flowcheck.control.version import MODEL, OPTIMIZER
-from flowcheck.errors import UserError
+from flowcheck.errors import EnvironmentProblem, UserError
 
 from ..hand_api import KEY, HandApi, HandVersion, seal
 
@@ -125,6 +125,17 @@ def test_nothing_is_there(near: HandApi) -> None:
     near.versions.clear()
     found = look(nodes(near), None, None)
     assert (found.run_id, found.shard, found.places, found.absent) == ("", "", (), ())
+
+
+def test_what_is_withheld_is_said_of_each_node(near: HandApi, far: HandApi) -> None:
+    near.versions.clear()
+    near.withheld = [{"why": "a reason"}]
+    found = look(nodes(near, far), None, None)
+    assert found.withheld == (f"{near.name}: a reason",) and [node.name for node, _ in found.places] == [far.name]
+    far.versions.clear()
+    with pytest.raises(EnvironmentProblem) as none:
+        take(nodes(near, far), None, None, None)
+    assert none.value.what == f"there is no version: {near.name}: a reason"
 
 
 @pytest.mark.parametrize("name", ["run_id", "shard"])

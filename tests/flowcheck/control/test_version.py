@@ -16,12 +16,12 @@ A, B = "a" * 64, "b" * 64
 VERSION = Version(
     "a run", 2, 7, "stage1", "verified", ("icrc off",), {"name": "sgd", "groups": []}, "torch-cpu",
     {MODEL: {"w": Digest(TensorSpec("bfloat16", (2, 3)), A)},
-     OPTIMIZER: {"state.w.step": Digest(TensorSpec("float32", ()), B)}},
+     OPTIMIZER: {"state.w.step": Digest(TensorSpec("float32", ()), B)}}, 5,
 )
 DOCUMENT: dict[str, Any] = {
     "schema": "flowcheck/checkpoint/2", "run_id": "a run", "epoch": 2, "step": 7, "shard": "stage1",
     "status": "verified", "unproven": ["icrc off"], "optimizer": {"name": "sgd", "groups": []},
-    "rounding": "torch-cpu",
+    "rounding": "torch-cpu", "matches": 5,
     "files": {
         "model.safetensors": {"bytes": 12, "tensors": {"w": {"dtype": "bfloat16", "shape": [2, 3], "sha256": A}}},
         "optimizer.safetensors": {
@@ -54,11 +54,22 @@ def test_the_schema_before_had_no_shard() -> None:
     assert Version.of(seal({**old, "schema": "flowcheck/checkpoint/1"}), "x").shard == ""
 
 
+@pytest.mark.parametrize(("status", "matches"), [("verified", 1), ("unverified", 0)])
+def test_what_does_not_say_how_many_checksums_matched_is_of_an_earlier_release(status: str, matches: int) -> None:
+    old = {name: value for name, value in DOCUMENT.items() if name != "matches"} | {"status": status}
+    assert Version.of(seal(old), "x").matches == matches
+
+
+@pytest.mark.parametrize("matches", [-1, True, 1.0, "3", None])
+def test_how_many_matched_is_a_number(matches: Any) -> None:
+    assert "matches is not what every version has" in refused(changed(matches=matches))
+
+
 def test_the_hash_is_over_all_but_itself() -> None:
     assert self_hash(seal(DOCUMENT)) == self_hash(DOCUMENT) != self_hash({**DOCUMENT, "step": 8})
 
 
-@pytest.mark.parametrize("field", [name for name in DOCUMENT if name not in ("schema", "shard")])
+@pytest.mark.parametrize("field", [name for name in DOCUMENT if name not in ("schema", "shard", "matches")])
 def test_every_field_is_needed(field: str) -> None:
     missing = {name: value for name, value in DOCUMENT.items() if name != field}
     assert refused(seal(missing)) == f"{field} is not what every version has"
@@ -70,8 +81,9 @@ def test_every_field_is_needed(field: str) -> None:
         ({"run_id": 1}, "run_id is"), ({"epoch": True}, "epoch is"), ({"step": 1.0}, "step is"),
         ({"shard": None}, "shard is"), ({"unproven": "icrc off"}, "unproven is"), ({"optimizer": []}, "optimizer is"),
         ({"rounding": None}, "rounding is"), ({"files": []}, "files is"), ({"status": "good"}, "status or unproven is"),
-        ({"unproven": [1]}, "status or unproven is"), ({"epoch": -1}, "epoch or step is"),
-        ({"step": -1}, "epoch or step is"), ({"schema": "flowcheck/checkpoint/3"}, f"is not a {SCHEMA} manifest"),
+        ({"unproven": [1]}, "status or unproven is"), ({"epoch": -1}, "epoch, step or matches is"),
+        ({"step": -1}, "epoch, step or matches is"),
+        ({"schema": "flowcheck/checkpoint/3"}, f"is not a {SCHEMA} manifest"),
         ({"files": {MODEL: {}}}, f"files are not {MODEL} and {OPTIMIZER}"),
         ({"files": {MODEL: {}, OPTIMIZER: {}, "x": {}}}, f"files are not {MODEL} and {OPTIMIZER}"),
         ({"files": {MODEL: {}, OPTIMIZER: {"tensors": {}}}}, "lists no tensors"),

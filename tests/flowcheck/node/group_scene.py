@@ -20,7 +20,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.model import Job
 from flowcheck.lab.synth import example_job
 from flowcheck.node.common import Common
-from flowcheck.node.config import Capture, Control, NodeConfig, Output, ReplicaSettings
+from flowcheck.node.config import Api, Capture, Control, NodeConfig, Output, ReplicaSettings
 from flowcheck.node.group import Group
 from flowcheck.node.members import Inbound, RankSession
 from flowcheck.node.silence import Arrivals
@@ -57,7 +57,7 @@ class FakeSession:
         self.record_answer, self.state_error, self.begin_error = "", None, None
         self.replica: Any = None
         self.next: int | None = None
-        self.serves = -1
+        self.serves, self.matches = -1, options.get("matches", 0)
         self.overload = SimpleNamespace(packets=0)
         self.closed = threading.Event()
         self.placers: Placers | None = None  # that place for it
@@ -177,12 +177,12 @@ class Scene:
     """group, what it said, and the sessions that it began."""
 
     def __init__(self, folder: Path, say: Callable[..., None] | None = None, *, name: str = "", every: int = 0,
-                 hashes: bool = True, rings: int = 1, **replica: Any) -> None:
+                 hashes: bool = True, rings: int = 1, shadow: int | None = None, **replica: Any) -> None:
         config = NodeConfig(
             control=Control(listen="127.0.0.1:0", token_file=folder / "token"), capture=Capture(device="none"),
             replica=ReplicaSettings(directory=folder, **{"resync": "state", **replica}),
             output=Output(directory=folder / "out", every=every),
-            record_seconds=7.5,
+            record_seconds=7.5, api=None if shadow is None else Api(listen="127.0.0.1:0", shadow=shadow),
         )
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.now = 0.0

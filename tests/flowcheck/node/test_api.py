@@ -221,6 +221,26 @@ def test_status_has_the_newest_of_each(app: Any, memory: FakeShelf) -> None:
     ]
 
 
+def test_what_is_withheld_is_seen_and_not_offered() -> None:
+    """With the reason, wherever versions are listed; the rest is as if it were not there."""
+    memory = FakeShelf(offer("memory", 9, matches=1), offer("memory", 8, matches=0), offer("memory", 7, matches=3))
+    memory._needs = 3
+    made = api._Api({"memory": memory, "disk": FakeShelf(offer("disk", 8, matches=0))})
+    guarded = api._Guard(made.app, KEY)
+    try:
+        said = get(guarded, "/v1/versions").json
+        assert [(one["tier"], one["step"], one["matches"]) for one in said["versions"]] == [
+            ("disk", 8, 0), ("memory", 7, 3)]  # the other shelf needs none
+        assert [(one["step"], one["why"]) for one in said["withheld"]] == [
+            (step, f"step {step} is not offered for recovery: {n} of 3 checksums of the trainer had matched when it was"
+                   " published (api.shadow)") for step, n in ((9, 1), (8, 0))]
+        status = get(guarded, "/v1/status").json
+        assert [one["step"] for one in status["newest"]] == [8, 7]
+        assert [one["step"] for one in status["withheld"]] == [9]
+    finally:
+        made.close()
+
+
 def test_a_tier_that_hangs_holds_up_no_other(
     app: Any, disk: FakeShelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,14 +418,20 @@ def test_what_a_route_says_is_described_in_full() -> None:
     assert listed["security"] == [{"reader": []}] and listed["parameters"] == []
     assert listed["responses"]["401"] == refused and listed["summary"].startswith("Every version that can be had")
     assert listed["responses"]["200"]["content"] == {"application/json": {"schema": {
-        "type": "object", "required": ["versions", "absent"], "properties": {
+        "type": "object", "required": ["versions", "withheld", "absent"], "properties": {
             "versions": {"type": "array", "items": {"$ref": "#/components/schemas/Offer"}},
+            "withheld": {
+                "type": "array",
+                "items": {"allOf": [{"$ref": "#/components/schemas/Offer"}, why["application/json"]["schema"]]},
+                "description": "Versions that are there and are not offered before enough checksums of the trainer have"
+                               " matched.",
+            },
             "absent": {"type": "array", "items": {"type": "string"},
                        "description": "Tiers that did not answer in time."},
         },
     }}}
     newest = described["paths"]["/v1/status"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
-    assert newest["required"] == ["newest", "absent"] and set(newest["properties"]) == {"newest", "absent"}
+    assert newest["required"] == ["newest", "withheld", "absent"] == list(newest["properties"])
     binary = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
     for file in (MODEL, OPTIMIZER):
         answers = described["paths"][f"/v1/versions/{{id}}/{file}"]["get"]["responses"]

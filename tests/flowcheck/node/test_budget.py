@@ -16,6 +16,7 @@ from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node.budget import Budget, MachineFacts, ask, budget, pause_ms
 from flowcheck.node.captures import PlannedCapture, plan_captures
 from flowcheck.node.config import NodeConfig
+from flowcheck.node.shadow import OPEN
 
 GB = 1 << 30
 CONTROL = {"listen": "localhost:1", "token_file": "t"}
@@ -274,3 +275,10 @@ def test_this_machine_is_asked() -> None:
     assert 0 < facts.available < 1 << 50 and facts.cpus
     assert facts.speeds == {"af_packet:lo": -1}  # its kernel says nothing
     assert budget(settings, planned, facts).kernel > 0
+
+
+@pytest.mark.parametrize(("api", "noted"), [({}, False), ({"shadow": 0}, True), ({"insecure": True}, True),
+                                           ({"shadow": 1}, False)])
+def test_no_shadow_mode_is_named_as_what_it_is(api: dict[str, Any], noted: bool) -> None:
+    tables = {"api": {"listen": "127.0.0.1:0"} | api} if api else {}
+    assert (OPEN in made(ROOMY, {"device": "ring"}, **tables).notes) == noted

@@ -176,7 +176,7 @@ def test_the_end_is_said_by_rank_0(scene) -> None:
 LINE = Closed(2, True, "verified", 100, 60, {"lost": 4}, 3, 5, 7, [], "early", 1, unproven=["a peer"])
 SAID = {"status": "verified", "packets": 100, "placed": 60, "missing": {"lost": 4}, "healed": 3, "duplicates": 5,
         "dropped": {}, "lag": 7, "updates": "early", "rebuilt": 1, "patched": 0, "stale": 0,
-        "final": "", "filled": {}, "unproven": ["a peer"]}
+        "final": "", "filled": {}, "unproven": ["a peer"], "matches": 0}
 
 
 def test_a_published_iteration_is_told_to_everybody(scene, tmp_path) -> None:
@@ -191,9 +191,9 @@ def test_a_published_iteration_is_told_to_everybody(scene, tmp_path) -> None:
     assert at.written.hashes == [(7, "a", replica)] and at.written.checkpoints == []
     replica.step = 9
     at.happens(LINE)
-    ((*said, _, unproven, users),) = at.written.checkpoints
+    ((*said, _, unproven, users, matches),) = at.written.checkpoints
     assert said == ["a", replica, tmp_path / "out" / "a" / "synth-0" / "epoch-0", "verified"]
-    assert unproven == ["a peer"] and users is None
+    assert unproven == ["a peer"] and users is None and matches == 0
     assert len(at.written.hashes) == 2
 
 
@@ -225,7 +225,7 @@ def test_what_ranks_give_of_themselves_lies_beside_their_versions_and_goes_with_
     at.session.replica.step = 8
     at.session.replica.steps = [7, 8]
     at.happens(LINE)
-    assert at.written.checkpoints[-1][-1]() == {0: b"of 0", 1: b"of 1"}
+    assert at.written.checkpoints[-1][-2]() == {0: b"of 0", 1: b"of 1"}
     assert not user_folder(replica, 7).exists()
     at.happens(Lost("tensor differs", True))
     assert not replica.with_suffix(".user").exists()

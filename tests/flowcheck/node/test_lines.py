@@ -109,10 +109,10 @@ def test_events_to_which_more_belongs_have_no_line_here() -> None:
     assert line(closed, int) is line(Lost("why"), int) is None
     assert said(Waiting(3, "its step record is not here")) == (
         "waiting", {"iteration": 103, "why": "its step record is not here"})
-    fields = closed_fields(closed, 101, {"ring_full": 3}, lost=True)
+    fields = closed_fields(closed, 101, {"ring_full": 3}, lost=True, matches=0)
     assert fields["why"] == [("covered", "x")] and fields["failed"] == ["covered", "previous"]
     assert fields["dropped"] == {"ring_full": 3} and fields["iteration"] == 101
-    assert closed_fields(closed, 101, {}, lost=False)["why"] == closed.why
+    assert closed_fields(closed, 101, {}, lost=False, matches=0)["why"] == closed.why
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -121,10 +121,10 @@ def test_every_field_of_an_iteration_has_its_name(lost: bool) -> None:
     why = [("covered", "a hole"), ("previous", "no")]
     one = Closed(7, True, "verified", 11, 12, {"lost": 13}, 14, 15, 16, why, "early", 17, None, 18, 19, "passed",
                  {"stream": 20}, ["a mark"])
-    assert closed_fields(one, 107, {"ring_full": 21}, lost=lost) == {
+    assert closed_fields(one, 107, {"ring_full": 21}, lost=lost, matches=22) == {
         "iteration": 107, "published": True, "status": "verified", "packets": 11, "placed": 12, "missing": {"lost": 13},
         "healed": 14, "duplicates": 15, "dropped": {"ring_full": 21}, "lag": 16, "updates": "early", "rebuilt": 17,
-        "patched": 18, "stale": 19, "final": "passed", "filled": {"stream": 20}, "unproven": ["a mark"],
+        "patched": 18, "stale": 19, "final": "passed", "filled": {"stream": 20}, "unproven": ["a mark"], "matches": 22,
         "failed": ["covered", "previous"], "why": why[:1] if lost else why,
     }
 

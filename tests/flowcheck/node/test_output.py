@@ -236,8 +236,10 @@ class FakeReplica:
         yield Version()
         self.pins -= 1
 
-    def write(self, out: Path, unproven: Any, version: Version, status: str, shard: str, users: Any) -> Path:
+    def write(self, out: Path, unproven: Any, version: Version, status: str, shard: str, users: Any, matches: int
+              ) -> Path:
         assert self.pins == 1
+        self.matches = matches
         self.users = users
         self.shard = shard
         self.written.append((out, unproven, version.step, status))
@@ -255,9 +257,9 @@ def sha256(*values: float) -> str:
 def test_a_checkpoint_is_given_what_ranks_gave(tmp_path) -> None:
     writer, replica = Writer(lambda event, **fields: None), FakeReplica()
     users = lambda: {3: b"of 3"}  # noqa: E731
-    writer.write("a", replica, tmp_path, "", users=users)  # type: ignore[arg-type]
+    writer.write("a", replica, tmp_path, "", users=users, matches=6)  # type: ignore[arg-type]
     writer.close()
-    assert replica.users is users
+    assert replica.users is users and replica.matches == 6
 
 
 def test_hashes_of_every_version_are_appended(tmp_path) -> None:

@@ -90,6 +90,25 @@ def test_what_somebody_on_call_looks_at(node: Node) -> None:
     assert page.problems == [] and {url.split("/", 3)[2] for url in page.asked} == {node.address}
 
 
+def test_shadow_mode(node: Node) -> None:
+    """How many checksums have matched of how many; what is withheld; and what it means that none are asked for."""
+    page = node.page()
+    page.wait("document.querySelector('[data-group=dp0]').textContent.includes('checksums matched3 of 3')")
+    page.wait("document.querySelector('#versions').textContent.includes('none')")
+    assert "api.shadow" not in text(page, "#versions")
+    group = node.document["groups"][0]
+    group["since"], group["matches"] = {"withheld": time.time() - 5}, 1
+    page.wait("document.querySelector('[data-group=dp0]').textContent.includes('checksums matched1 of 3')")
+    page.wait("document.querySelector('.banner').textContent.includes('not offered for recovery yet')")
+    page.evaluate("""versions = {versions: [], absent: [],
+        withheld: [{shard: 'dp0', tier: 'memory', why: '<b>a</b> reason'}]}; list()""")
+    assert text(page, "#withheld") == "dp0, memory: <b>a</b> reason"
+    node.document["shadow"] = 0
+    page.wait("document.querySelector('#name') && told.shadow === 0")
+    page.evaluate("versions = {versions: [], absent: []}; list()")
+    assert "Shadow mode is off (api.shadow = 0)" in text(page, "#versions")
+
+
 def test_the_timeline_is_to_scale(node: Node) -> None:
     """Stages follow each other; the deadline stands where the next iteration begins; a late one passes it."""
     page = node.page()

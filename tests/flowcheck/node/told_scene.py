@@ -29,6 +29,7 @@ def iteration(number: int, name: str = "dp0", **fields: Any) -> tuple[str, dict[
         "name": name, "iteration": number, "published": True, "status": "verified", "packets": 100, "placed": 60,
         "missing": {}, "healed": 0, "duplicates": 40, "dropped": {}, "lag": 0, "updates": "early", "rebuilt": 0,
         "patched": 0, "stale": 0, "final": "", "filled": {"stream": 1000}, "unproven": [], "failed": [], "why": [],
+        "matches": 2,
     } | fields
 
 
@@ -53,7 +54,7 @@ def document(*events: tuple[str, dict[str, Any]], captures: tuple[str, ...] = ("
          "lost": dict.fromkeys(LOST, 0)} for device in captures
     ]
     body = tally(*events).document() | {
-        "version": "9.9", "captures": ports, "unclaimed": {}, "connected": {"dp0": 4},
+        "version": "9.9", "captures": ports, "unclaimed": {}, "connected": {"dp0": 4}, "shadow": 0,
         "common": {"dp0": {"step": 6, "groups": 3, "apart": ["dp2"]}},
     } | more
     return json.loads(json.dumps(body))

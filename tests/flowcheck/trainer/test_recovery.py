@@ -324,6 +324,19 @@ def test_no_rank_starts_fresh_alone() -> None:
         assert one.what == "no version is there for every rank (rank 0: step 7 of epoch 0; rank 1: nothing)"
 
 
+def test_what_is_withheld_counts_as_nothing_and_is_said() -> None:
+    """A job that trains in shadow mode begins from its own checkpoint, and knows why."""
+    why = "step 7 is not offered for recovery: 0 of 3 checksums of the trainer had matched"
+    with HandApi() as node:
+        node.withheld = [HandVersion(7).offer | {"why": why}, HandVersion(6).offer | {"why": "another"}]
+        found = recover(node.name, token=TOKEN)
+        assert not found and found.passed == (f"{node.name}: {why}",) and why in repr(found)
+        with pytest.raises(EnvironmentProblem, match=r"step 7 is not there .*0 of 3 checksums"):
+            recover(node.name, token=TOKEN, step=7)
+        for said in together(2, lambda rank: recover(node.name, token=TOKEN)):
+            assert not said and said.passed == (f"{node.name}: {why}",)
+
+
 def test_all_start_fresh_or_none() -> None:
     with HandApi() as empty, HandApi() as gone:
         gone.close()
