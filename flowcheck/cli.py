@@ -125,6 +125,22 @@ def inspect(
 
 
 @app.command()
+def rehearse(
+    config: Annotated[Path, typer.Option("--config", help="Settings of the node: node.toml (docs/use/node.md).")],
+    job: Annotated[
+        list[Path] | None,
+        typer.Option("--job", help="Manifest of a running job: would its iterations be complete? Several are groups."),
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.2, max=3600, help="For so long.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object for machines (docs/use/rehearse.md).")] = False,
+) -> None:
+    """What a node's mirror ports bring of a running job, before the node is started; exit 1: something is to change."""
+    from flowcheck.node.rehearsal import run
+
+    raise typer.Exit(run(config, job or [], seconds, as_json, screen()))
+
+
+@app.command()
 def doctor(
     device: Annotated[
         list[str] | None,

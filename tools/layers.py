@@ -62,7 +62,7 @@ ROOMS: dict[str, set[str]] = {
     "offline": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "learning"},
     "node": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "control"},
     "lab": {*BASE, "job", "rebuild", "checkpoint", "diagnose", "learning", "offline", "node", "control", "trainer"},
-    "cli": {*BASE, "diagnose", "learning", "offline", "switch", "plan", "lab"},
+    "cli": {*BASE, "diagnose", "learning", "offline", "switch", "plan", "node", "lab"},
 }
 # What somebody's training job imports: these need torch and the standard library and nothing else.
 TRAINER_ROOMS = {"errors", "job", "control", "trainer"}

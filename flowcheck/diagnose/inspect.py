@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.tables import Column, print_table, screen
 from parser.findings import interpret, ranks_of
 
-__all__ = ["SCHEMA", "render", "run", "survey_captures", "survey_interface"]
+__all__ = ["SCHEMA", "document_of", "render", "run", "survey_captures", "survey_interface", "survey_live"]
 
 SCHEMA = "flowcheck-inspect/1"
 ROWS = 64  # a human reads no more; --json has all
@@ -68,7 +68,7 @@ def survey_captures(captures: Sequence[str | os.PathLike[str]]) -> dict[str, Any
         raise UserError(exc.what, where=f"{exc.path}, byte {exc.offset}", remedy=exc.remedy) from exc
     except DpdkError as exc:
         raise EnvironmentProblem(exc.what, remedy=exc.remedy) from exc
-    return _document(infos, survey.report())
+    return document_of(infos, survey.report())
 
 
 def _through_dpdk(infos: list[PcapInfo]) -> Observer:
@@ -90,10 +90,7 @@ def survey_interface(interface: str, seconds: float) -> dict[str, Any]:
         config = LiveConfig(f"af_packet:{interface}")
         with start_eal(config) as eal, LiveSource(eal, config) as source:
             source.start()
-            end = time.monotonic() + seconds
-            while time.monotonic() < end and not source.finished:
-                if not sum(survey.drain(ring) for ring in source.ring_addresses):
-                    time.sleep(IDLE_SECONDS)
+            survey_live([source], survey, seconds)
             source.stop()
             for ring in source.ring_addresses:
                 while survey.drain(ring):
@@ -102,7 +99,7 @@ def survey_interface(interface: str, seconds: float) -> dict[str, Any]:
                 raise source.error
     except DpdkError as exc:
         raise EnvironmentProblem(exc.what, where=interface, remedy=exc.remedy) from exc
-    document = _document([], survey.report())
+    document = document_of([], survey.report())
     count, size = document["packets"]["total"], sum(flow["bytes"] for flow in document["flows"])
     document["captures"] = [
         {"path": interface, "format": "live", "packets": count, "bytes": size, "snap_length": 0,
@@ -111,7 +108,21 @@ def survey_interface(interface: str, seconds: float) -> dict[str, Any]:
     return document
 
 
-def _document(infos: list[PcapInfo], observed: dict[str, Any]) -> dict[str, Any]:
+def survey_live(
+    sources: Sequence[LiveSource], survey: Observer, seconds: float, look: Callable[[], None] = lambda: None
+) -> None:
+    """Give the observer what comes to sources that were started, for some seconds, or until none of them goes on. look:
+    called again and again meanwhile."""
+    rings = [ring for source in sources for ring in source.ring_addresses]
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not all(source.finished for source in sources):
+        if not sum(survey.drain(ring) for ring in rings):
+            time.sleep(IDLE_SECONDS)
+        look()
+
+
+def document_of(infos: Sequence[PcapInfo], observed: dict[str, Any]) -> dict[str, Any]:
+    """What was observed, interpreted. infos: of the files that it was in."""
     flows = observed["flows"]
     document = {
         "schema": SCHEMA,

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from flowcheck.diagnose.checks import Check, alone, arrival, gaps, sound
 from flowcheck.diagnose.inspect import survey_captures, survey_interface
 from parser.findings import ranks_of
 from switch_configs.schema import MirrorPlan
@@ -25,16 +26,6 @@ __all__ = ["Check", "judge", "run"]
 SCHEMA = "flowcheck-switch-verify/2"
 # Retransmissions look like duplicates; a mirror that copies twice makes every packet one.
 DUPLICATE_SHARE = 0.2
-
-
-@dataclass(frozen=True)
-class Check:
-    """name of the question; good; what was found; remedy: what to do if not good."""
-
-    name: str
-    good: bool
-    found: str
-    remedy: str = ""
 
 
 def run(
@@ -57,44 +48,24 @@ def run(
 
 
 def judge(found: dict[str, Any], plan: MirrorPlan) -> Iterator[Check]:
-    packets, flows = found["packets"], found["flows"]
-    yield Check(
-        "packets", packets["roce"] > 0, f"{packets['roce']} RoCEv2 packets of {packets['total']}",
-        "no RoCEv2 arrives: is the session active (`flowcheck switch show`), and is the job running?",
-    )
-    cut = packets["truncated"]
-    yield Check(
-        "whole frames", cut == 0, f"{cut} packets shorter than their IP length",
-        "copies are cut: remove truncation on the switch (`flowcheck switch show` names it), or raise the snap length",
-    )
-    wrapped = sum(found["encapsulated"].values())
-    yield Check(
-        "no unknown wrapping", wrapped == 0, f"{wrapped} packets in an encapsulation that is not unpacked",
-        "use a local (SPAN) session, or ERSPAN I to III",
-    )
-    wrong, right = found["icrc"]["wrong"], found["icrc"]["ok"]
-    yield Check(
-        "checksums", wrong * 100 <= right, f"{right} right, {wrong} wrong ICRC",
-        "copies are changed on the way: switch off header removal, slicing, and tunnels that rewrite more than VLAN "
-        "and TTL",
-    )
+    flows = found["flows"]
+    yield from arrival(found)
     yield from _directions(found, plan)
     mtus = sorted({flow["mtu"] for flow in flows if flow["mtu"]})
     yield Check(
         "path MTU", not mtus or mtus[-1] <= plan.path_mtu, f"{', '.join(map(str, mtus)) or 'not shown'}",
         f"the plan was made for path MTU {plan.path_mtu}: set path_mtu in the topology and plan again",
     )
-    missing = sum(flow["requests"]["missing"] for flow in flows if flow["requests"])
-    total = sum(flow["requests"]["packets"] for flow in flows if flow["requests"])
+    missing, total = gaps(flows)
     yield Check(
-        "no gaps", missing == 0, f"{missing} of {missing + total} request packets missing",
+        "no gaps", missing == 0, f"{missing} of {total} request packets missing",
         "copies are lost: is the destination's MTU 9216, and is it as fast as all sources together?",
     )
     yield from _duplicates(flows, plan)
 
 
 def _directions(found: dict[str, Any], plan: MirrorPlan) -> Iterator[Check]:
-    flows = [flow for flow in found["flows"] if flow["icrc"]["ok"]]
+    flows = sound(found)
     sent, received = {flow["src"] for flow in flows}, {flow["dst"] for flow in flows}
     seen, lacking = [], []
     nameless = 0
@@ -117,12 +88,11 @@ def _directions(found: dict[str, Any], plan: MirrorPlan) -> Iterator[Check]:
         )
     if nameless:
         ranks = sorted({rank for several in ranks_of(found["connections"]).values() for rank in several})
-        paired = {c["data_flow"] for c in found["connections"]} | {c["back_flow"] for c in found["connections"]}
-        alone = [f for f in flows if f["id"] not in paired and (f["requests"] or f["answers"])]
+        single = alone(found)
         both = any(session.direction == "both" for session in plan.sessions)
         yield Check(
-            "both directions", not both or (bool(found["connections"]) and not alone),
-            f"{len(found['connections'])} connections in both directions, {len(alone)} flows in one; "
+            "both directions", not both or (bool(found["connections"]) and not single),
+            f"{len(found['connections'])} connections in both directions, {len(single)} flows in one; "
             f"ranks by clear-to-send tag: {', '.join(map(str, ranks)) or 'none'}",
             "one direction is not copied: on Cumulus and tc each direction is a session or filter of its own",
         )

@@ -30,6 +30,7 @@ MISSING = [
     "switch show ABSENT",
     "switch remove ABSENT",
     "switch verify ABSENT CAPTURE",
+    "rehearse --config ABSENT",
 ]
 
 

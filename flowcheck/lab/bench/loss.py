@@ -1,7 +1,7 @@
 """bench loss: how fast the live node drains its ring when one packet in 10^5 is lost, against a wire without loss.
 
-Both contenders are LiveSession.poll(), which the node calls again and again: rings, engine, what may close, evidence
-and verdict, on one thread. They have no replica: what is measured ends where the update begins. A session lives as
+Both contenders are the poll of a node's follower, called again and again: rings, engine, what may close, evidence and
+verdict, on one thread. They have no replica: what is measured ends where the update begins. A session lives as
 long as the bench, so that a round finds it in its steady state: with losses an iteration stays open until its
 arena is needed, and so does the question whether it is complete.
 
@@ -17,8 +17,9 @@ from collections import Counter
 
 from flowcheck.lab.bench.feed import MTU, Feed, Window, drain, flows_for
 from flowcheck.lab.bench.rows import Row, alternate
-from flowcheck.node.live import LiveSession
 from flowcheck.rebuild.events import Closed
+from flowcheck.rebuild.healed import HealedFollower
+from flowcheck.rebuild.policy import Policy
 
 __all__ = ["run"]
 
@@ -44,7 +45,7 @@ def _row(window: Window, model: str, laps: int, iterations: int, rounds: int) ->
 
 
 class Contender:
-    """A live session on a wire that loses every `every`-th packet, None: none."""
+    """A follower on a wire that loses every `every`-th packet, None: none."""
 
     def __init__(self, window: Window, laps: int, every: int | None) -> None:
         self._laps, self._every, self._packets = laps, every, window.packets
@@ -52,7 +53,9 @@ class Contender:
         self.lost: Counter[int] = Counter()  # packets by iteration
         self.closed: list[Closed] = []
         self.next = 0  # the iteration that closes next
-        self.session = LiveSession(window.plan(laps), [self.feed], slots=2, threads=1, record_seconds=0.0)
+        self.session = HealedFollower(window.plan(laps), [self.feed], ["ring"], Policy.live(0.0))
+        for arena in range(self.session.plan.engine.arenas):  # the first touch takes long
+            self.session.engine.region(arena)[:] = 0
 
     def poll(self) -> bool:
         self.closed += [event for event in self.session.poll() if isinstance(event, Closed)]
