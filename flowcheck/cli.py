@@ -137,7 +137,7 @@ def rehearse(
     """What a node's mirror ports bring of a running job, before the node is started; exit 1: something is to change."""
     from flowcheck.node.rehearsal import run
 
-    raise typer.Exit(run(config, job or [], seconds, as_json, screen()))
+    raise typer.Exit(run(config, job or [], seconds, as_json))
 
 
 @app.command()

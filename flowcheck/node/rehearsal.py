@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from parser.observer import Observer
-from rich.console import Console
 
 from dataplane.live import LiveSource, start_eal
 from flowcheck.diagnose.inspect import document_of, survey_live
@@ -41,13 +40,14 @@ from flowcheck.node.rehearsal_report import render, report
 from flowcheck.node.service import dpdk_errors
 from flowcheck.rebuild.calibration import settle
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from flowcheck.tables import screen
 
 __all__ = ["Rates", "rehearse", "run"]
 
 SAMPLE_SECONDS = 0.1
 
 
-def run(config: Path, jobs: Sequence[Path], seconds: float, as_json: bool, console: Console) -> int:
+def run(config: Path, jobs: Sequence[Path], seconds: float, as_json: bool) -> int:
     """Rehearse, and print to stdout. 0: every answer is good; 1: something is to be changed.
 
     Raises:
@@ -66,7 +66,7 @@ def run(config: Path, jobs: Sequence[Path], seconds: float, as_json: bool, conso
         json.dump(found, sys.stdout, indent=1)
         sys.stdout.write("\n")
     else:
-        render(found, console)
+        render(found, screen())
     return int(not found["good"])
 
 

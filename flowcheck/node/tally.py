@@ -35,7 +35,7 @@ CONDITIONS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "overload": (frozenset({"overload"}), frozenset({"recovered", "attached", "end"})),
     "stale": (frozenset({"stale", "begun"}), frozenset({"patched", "state", "attached", "end"})),
     "lost": (frozenset({"lost"}), frozenset({"patched", "state", "attached", "end"})),
-    "withheld": (frozenset({"withheld"}), frozenset({"offered", "attached"})),
+    "withheld": (frozenset({"withheld"}), frozenset({"offered", "attached", "end"})),
 }
 # Events that say nothing that somebody would have to read.
 QUIET = frozenset({

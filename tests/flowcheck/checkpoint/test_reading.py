@@ -66,7 +66,8 @@ def test_the_manifest_of_a_step(tmp_path):
     assert json.loads((path / "manifest.json").read_text()) == seal({
         "schema": "flowcheck/checkpoint/2", "run_id": "run", "epoch": 2, "step": 7, "shard": "stage1",
         "status": "verified", "unproven": ["icrc off", "other"], "optimizer": {"name": "adam", "groups": []},
-        "rounding": "torch-cpu", "written_by": {"flowcheck": __version__, "torch": str(torch.__version__)},
+        "rounding": "torch-cpu", "matches": 0,
+        "written_by": {"flowcheck": __version__, "torch": str(torch.__version__)},
         "files": {
             "model.safetensors": file_entry(
                 path / "model.safetensors", {"w": {"dtype": "float32", "shape": [2, 2], "sha256": SUM}}

@@ -52,7 +52,7 @@ def test_what_earlier_processes_left_is_found(tmp_path) -> None:
     (tmp_path / "flowcheck-n-g-1.replica").write_bytes(b"torn")
     assert ReplicaFiles(tmp_path, "n", "g").found() == [
         LeftoverReplica(tmp_path / "flowcheck-n-g-9.replica", "first", 5),
-        LeftoverReplica(tmp_path / "flowcheck-n-g-10.replica", "second", 9, 0, 9),
+        LeftoverReplica(tmp_path / "flowcheck-n-g-10.replica", "second", 9, 0, 9, matches=1),
     ]
 
 
