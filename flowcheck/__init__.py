@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from flowcheck.offline.result import Inspection, Iteration, Missing, Result
     from flowcheck.trainer.attachment import Attachment, attach
     from flowcheck.trainer.loop import AttachmentState
+    from flowcheck.trainer.parts import Reduced
     from flowcheck.trainer.prepare import Prepared, prepare
     from flowcheck.trainer.recovery import Recovered, recover
 
@@ -40,9 +41,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attachment", "AttachmentState", "Checkpoint", "EnvironmentProblem", "FlowcheckError", "Inspection",
-    "InternalError", "Iteration", "Job", "Missing", "Prepared", "Protected", "Recovered", "Replica", "Result", "Taken",
-    "UserError", "attach", "fetch", "inspect", "learn", "load_checkpoint", "load_job", "prepare", "protect", "recover",
-    "replay", "restore_shard",
+    "InternalError", "Iteration", "Job", "Missing", "Prepared", "Protected", "Recovered", "Reduced", "Replica",
+    "Result", "Taken", "UserError", "attach", "fetch", "inspect", "learn", "load_checkpoint", "load_job", "prepare",
+    "protect", "recover", "replay", "restore_shard",
 ]
 
 _HOMES = {
@@ -57,6 +58,7 @@ _HOMES = {
     "flowcheck.offline.result": ("Inspection", "Iteration", "Missing", "Result"),
     "flowcheck.trainer.attachment": ("Attachment", "attach"),
     "flowcheck.trainer.loop": ("AttachmentState",),
+    "flowcheck.trainer.parts": ("Reduced",),
     "flowcheck.trainer.prepare": ("Prepared", "prepare"),
     "flowcheck.trainer.recovery": ("Recovered", "recover"),
 }

@@ -55,7 +55,8 @@ class Training:
 
     shards: more than one: torch's fully_shard over a mesh of ranks / shards replicas; reduce: the type in which it
     reduces gradients. experts: more than one: the layers of rank r are those of expert r % experts, and are reduced
-    among the ranks that have the same; the rest of the model is reduced among all.
+    among the ranks that have the same; the rest of the model is reduced among all. tied: the first and the last stage
+    share gpt's embedding: each has a copy of it, whose gradients they add up.
     size: differences from MODELS. batch: per rank and micro-batch. accumulate: micro-batches per step.
     optimizer: name and torch's options; decay applies to matrices only, so AdamW has two groups. clip: largest norm
     of a stage's gradients, None: not clipped. loss_scale: first scale of torch.amp.GradScaler, None: none;
@@ -89,6 +90,7 @@ class Training:
     shards: int = 1
     reduce: str = "float32"
     experts: int = 1
+    tied: bool = False
 
     def __post_init__(self) -> None:
         for name, choices in (("model", MODELS), ("schedule", SCHEDULES)):
@@ -118,6 +120,9 @@ class Training:
                 self._refuse(name, f"{self.ranks} ranks do not make {number} groups of two or more")
             if number > 1 and (self.loss_scale is not None or self.beside or self.shared):
                 self._refuse(name, "has no loss scale and no metrics here")
+        plain = self.clip is None and self.loss_scale is None
+        if self.tied and not (self.stages > 1 and self.model == "gpt" and plain):
+            self._refuse("tied", "is of the stages of a gpt, without clipping and loss scale")
         if self.reduce not in ("float32", "bfloat16") or (self.reduce != "float32" and self.shards < 2):
             self._refuse("reduce", f"{self.reduce!r}: float32, or bfloat16 with shards")
         if self.experts > 1 and (self.clip is not None or self.model == "conv"):
@@ -147,17 +152,20 @@ class Training:
     def names(self) -> list[str]:
         """Under which the node knows the job's groups."""
         if self.stages > 1:
-            return [f"stage{stage}" for stage in range(self.stages)]
+            embeddings = [f"embedding{place}" for place in range(self.data_ranks)] if self.tied else []
+            return [*(f"stage{stage}" for stage in range(self.stages)), *embeddings]
         if self.shards > 1:
             return [f"shard{shard}" for shard in range(self.shards)]
         return ["dense", *(f"expert{expert}" for expert in range(self.experts))] if self.experts > 1 else [""]
 
     def group(self, number: int) -> list[int]:
-        """Ranks of a data-parallel group: a stage, a shard, an expert, or all that is no expert."""
+        """Ranks of a data-parallel group: a stage, a shard, an expert, or all that is no expert; or of an embedding."""
         if self.shards > 1:
             return list(range(number, self.ranks, self.shards))
         if self.experts > 1:
             return list(range(number - 1, self.ranks, self.experts)) if number else list(range(self.ranks))
+        if number >= self.stages:  # an embedding's
+            return [number - self.stages, number - self.stages + (self.stages - 1) * self.data_ranks]
         return list(range(number * self.data_ranks, (number + 1) * self.data_ranks))
 
     def to_dict(self) -> dict[str, Any]:
@@ -250,7 +258,10 @@ def whole_model(job: Training, other: int = 0) -> nn.Sequential:
     """All blocks with the job's first weights, the same in every process; other: a number of other weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed + 1000 * other)
-        return nn.Sequential(OrderedDict((name, _make(job, name)) for name in _blocks(job)))
+        model = nn.Sequential(OrderedDict((name, _make(job, name)) for name in _blocks(job)))
+    if job.tied:
+        model.get_parameter("last.1.weight").data.copy_(model.get_parameter("first.token.weight").data)
+    return model
 
 
 def stage_of(job: Training, stage: int) -> tuple[nn.Sequential, tuple[int, ...]]:

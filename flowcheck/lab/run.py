@@ -286,7 +286,8 @@ class LabRun:
             str(stage): {
                 "node": self._addresses if job.stages == 1 else self._addresses[stage % self.fabric.config.nodes],
                 "token": self._token, "checksum_every": self._checksums,
-                "group": job.names[stage] if job.stages > 1 else "", **({"run_id": RUN} if self._api else {}),
+                "group": job.names[stage] if job.stages > 1 and not job.tied else "",
+                **({"run_id": RUN} if self._api else {}),
             }
             for stage in range(job.stages)
         }

@@ -173,6 +173,7 @@ class Rank:
             last = micro == self.job.accumulate - 1
             with self._wrapped.reduces(last):
                 loss += self._micro(micro) / self.job.accumulate
+        self._wrapped.reduce_tied()
         scale = self.scaler.get_scale() if self.scaler is not None else None
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)

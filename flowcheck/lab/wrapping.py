@@ -8,6 +8,7 @@
     ddp        DistributedDataParallel over the group of a pipeline stage, or of all ranks
     shards     fully_shard over a mesh of replicas and shards: replicas over the backend of the lab, shards over gloo
     experts    DistributedDataParallel twice: the layers among ranks of one expert, the rest among all
+    tied       the embedding besides, whose copies in the first and the last pipeline stage the script reduces itself
 
 What a group's entries are is worked out here from the model itself, not by flowcheck.trainer, which is on trial.
 """
@@ -29,6 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import flowcheck
 from flowcheck.checkpoint.directory import tensor_sha256
 from flowcheck.lab.jobs import Training, stage_of, whole_model
 
@@ -37,19 +39,19 @@ __all__ = ["View", "Wrapped", "hashes", "make_groups", "wrap"]
 
 @dataclass(frozen=True)
 class View:
-    """What a rank has of one group of the job. number: the group's. module: whose state_dict has it. only: of these
-    entries; None: all."""
+    """What a rank has of one group of the job. number: the group's. module: whose state_dict has it. called: what the
+    node calls an entry, "": it is another group's."""
 
     number: int
     module: nn.Module
-    only: Callable[[str], bool] = lambda name: True
+    called: Callable[[str], str] = lambda name: name
 
     @property
     def buffers(self) -> list[str]:
-        return [name for name, _ in self.module.named_buffers() if self.only(name)]
+        return [name for name, _ in self.module.named_buffers() if self.called(name)]
 
     def hashes(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, str]]:
-        return hashes(self.module, optimizer, self.only)
+        return hashes(self.module, optimizer, self.called)
 
 
 @dataclass(frozen=True)
@@ -64,19 +66,25 @@ class Wrapped:
     group: Any
     reduces: Callable[[bool], AbstractContextManager[Any]]
     shape: tuple[int, ...] = ()
+    tied: tuple[nn.Parameter, Any] | None = None  # what the script reduces itself, and among whom
+
+    def reduce_tied(self) -> None:
+        """Call once all gradients are there."""
+        if self.tied is not None:
+            dist.all_reduce(self.tied[0].grad, group=self.tied[1])
 
 
 def hashes(
-    model: nn.Module, optimizer: torch.optim.Optimizer, only: Callable[[str], bool] = lambda name: True
+    model: nn.Module, optimizer: torch.optim.Optimizer, called: Callable[[str], str] = lambda name: name
 ) -> dict[str, dict[str, str]]:
     """SHA-256 of every state_dict entry and of every tensor of the optimizer's state ("NAME.exp_avg") but its counter
     of steps, which is a number. Of what is sharded: of this rank's shard."""
     state: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and key != "step" and only(name):
-                state[f"{name}.{key}"] = tensor_sha256(_mine(value))
-    tensors = {name: tensor_sha256(_mine(value)) for name, value in model.state_dict().items() if only(name)}
+            if isinstance(value, torch.Tensor) and key != "step" and called(name):
+                state[f"{called(name)}.{key}"] = tensor_sha256(_mine(value))
+    tensors = {called(name): tensor_sha256(_mine(value)) for name, value in model.state_dict().items() if called(name)}
     return {"tensors": tensors, "optimizer": state}
 
 
@@ -104,8 +112,19 @@ def _ddp(job: Training, rank: int, groups: list[Any]) -> Wrapped:
     stage = rank // job.data_ranks
     model, shape = stage_of(job, stage)
     ddp = DistributedDataParallel(model.train(), process_group=groups[stage], bucket_cap_mb=job.bucket_mb)
-    return Wrapped(model, ddp, ddp, [View(stage, model)], groups[stage],
-                   lambda last: contextlib.nullcontext() if last else ddp.no_sync(), shape)
+    given: Any = ddp
+    views, tied = [View(stage, model)], None
+    if job.tied:
+        place = job.stages + rank % job.data_ranks
+        name = {0: "first.token.weight", job.stages - 1: "last.1.weight"}.get(stage, "")
+        given = {job.names[stage]: ddp}
+        if name:
+            tied = model.get_parameter(name), groups[place]
+            views = [View(stage, model, lambda one: one if one != name else ""),
+                     View(place, model, lambda one: "embedding" if one == name else "")]
+            given[job.names[place]] = flowcheck.Reduced({"embedding": tied[0]}, tied[1])
+    return Wrapped(model, ddp, given, views, groups[stage],
+                   lambda last: contextlib.nullcontext() if last else ddp.no_sync(), shape, tied)
 
 
 def _shards(job: Training, rank: int, groups: tuple[list[Any], list[Any]]) -> Wrapped:
@@ -159,5 +178,5 @@ def _experts(job: Training, rank: int, groups: list[Any]) -> Wrapped:
                 stack.enter_context(inner.no_sync())
             yield
 
-    views = [View(0, model, lambda name: not name.startswith("experts.")), View(1 + expert, layers)]
+    views = [View(0, model, lambda name: "" if name.startswith("experts.") else name), View(1 + expert, layers)]
     return Wrapped(model, outer, {"dense": outer, f"expert{expert}": inner}, views, groups[0], reduces)

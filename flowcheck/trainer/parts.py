@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
 from flowcheck.job.model import Bucket, BucketSlice
 
-__all__ = ["Ddp", "Layout", "Part", "bucket_layout", "local", "position"]
+__all__ = ["Ddp", "Layout", "Own", "Part", "Reduced", "bucket_layout", "local", "position"]
 
 Layout = tuple[list[Bucket], list[int], str]  # buckets, their element counts, dtype on the wire
 
@@ -110,6 +111,46 @@ class Ddp(Part):
 
     def layout(self, names: Mapping[int, str]) -> Layout:
         return bucket_layout(self._model, names)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """Parameters whose gradients the script itself AllReduces before each optimizer step, after whatever else reduces
+    them: each alone, in this order, once an iteration, on a process group of their own. What that AllReduce leaves is
+    what the optimizer steps with.
+
+    named: the parameters, by names that are the same on all ranks of the group. group: that process group.
+    """
+
+    named: Mapping[str, torch.nn.Parameter]
+    group: dist.ProcessGroup
+
+
+class Own(Part):
+    """What a script reduces itself."""
+
+    by = "the script"
+
+    def __init__(self, given: Reduced, name: str) -> None:
+        if not given.named or not all(isinstance(one, torch.nn.Parameter) for one in given.named.values()):
+            raise UserError("names no parameters", where="flowcheck.Reduced", remedy="{name: parameter}, one at least")
+        super().__init__(torch.nn.Module(), given.group, name)
+        self._named = dict(given.named)
+
+    def _entries(self) -> dict[str, torch.Tensor]:
+        return dict(self._named)
+
+    def reduced(self) -> list[tuple[str, torch.Tensor]]:
+        return list(self._named.items())
+
+    def layout(self, names: Mapping[int, str]) -> Layout:
+        counts = [one.numel() for one in self._named.values()]
+        buckets = [Bucket([BucketSlice(name, 0, count)]) for name, count in zip(self._named, counts, strict=True)]
+        dtypes = {DTYPES[one.dtype][0] for one in self._named.values()}
+        if len(dtypes) > 1:
+            raise UserError(f"reduces gradients in {', '.join(sorted(dtypes))}", where="flowcheck.Reduced",
+                            remedy="one of them for each type")
+        return buckets, counts, dtypes.pop()
 
 
 def bucket_layout(model: DistributedDataParallel, names: Mapping[int, str]) -> Layout:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flowcheck.errors import UserError
 from flowcheck.trainer.hsdp import hsdp_parts, is_sharded
-from flowcheck.trainer.parts import Ddp, Part, position
+from flowcheck.trainer.parts import Ddp, Own, Part, Reduced, position
 
 __all__ = ["parts_of", "refuse_model", "refuse_optimizer"]
 
@@ -108,18 +108,23 @@ def _parts(model: object, name: str) -> list[Part]:
     if isinstance(model, DistributedDataParallel):
         mesh = getattr(model, "device_mesh", None)
         return [Ddp(model, name or (position(mesh, 0) if mesh is not None else ""))]
+    if isinstance(model, Reduced):
+        return [Own(model, name)]
     if isinstance(model, torch.nn.Module) and is_sharded(model):
         return list(hsdp_parts(model, name))
     raise refuse_model(model)
 
 
 def _divide(parts: Sequence[Part]) -> None:
-    """Each parameter to the part that reduces it."""
+    """Each parameter to the part that reduces it: to the script's own, which reduces it last, before any other."""
     owners: dict[int, Part] = {}
+    for part in parts:
+        if isinstance(part, Own):
+            owners |= {id(value): owners.get(id(value), part) for _, value in part.reduced()}
     for part in parts:
         for name, value in part.reduced():
             first = owners.setdefault(id(value), part)
-            if first is not part:
+            if first is not part and (isinstance(part, Own) or not isinstance(first, Own)):
                 raise UserError(
                     f"{name} is reduced by two parts, {first.name!r} and {part.name!r}: which of them is its gradient"
                     " is not said", where="model",

@@ -85,6 +85,14 @@ def test_experts_beside_what_all_ranks_share(four: LabRun) -> None:
 
 
 @pytest.mark.slow
+def test_an_embedding_that_two_stages_share(tmp_path: Path) -> None:
+    """Reduced twice: in DDP's bucket, which nobody steps, and by the script, which is what the replica has to have."""
+    with lab_of(ranks=4, mirrored=((0, 1, 2, 3),)) as fabric, LabRun(fabric, tmp_path) as run:
+        size = {"width": 32, "layers": 2, "context": 16}
+        follow(run, Training(size=size, ranks=4, stages=2, tied=True, softroce={"protocol": "SIMPLE", "seed": 1}))
+
+
+@pytest.mark.slow
 def test_hsdp_goes_on_from_the_node(tmp_path: Path) -> None:
     """A rank is killed; all ranks take their shards from the node, into DTensors, and what they compute then is what
     they would have computed."""

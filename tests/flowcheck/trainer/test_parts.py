@@ -81,6 +81,37 @@ def test_an_optimizer_of_none_of_the_parts(wrapped) -> None:
     assert (where, what) == ("optimizer", "has a parameter of shape (5,) that is not in the model's state_dict")
 
 
+def test_what_the_script_reduces_itself_is_its_own_part(wrapped) -> None:
+    """DDP reduces it, too, before that: in DDP's part it is padding."""
+    model = wrapped(net())
+    weight = model.module.last.weight
+    optimizer = SGD(model.parameters(), lr=0.1)
+    parts = parts_of({"stage0": model, "embedding0": flowcheck.Reduced({"embedding": weight}, model.process_group)})
+    found = [entries(part, optimizer) for part in parts]
+    assert [[entry.name for entry in one.entries] for one in found] == [
+        ["first.weight", "first.bias", "last.bias"], ["embedding"]]
+    (bucket,), counts, dtype = parts[0].layout(found[0].names)
+    assert counts == [12] and sum(piece.length for piece in bucket.slices) == 8
+    (bucket,), counts, dtype = parts[1].layout(found[1].names)
+    assert [(s.name, s.offset, s.length) for s in bucket.slices] == [("embedding", 0, 4)]
+    assert (counts, dtype, parts[1].by) == ([4], "float32", "the script")
+    assert torch.equal(parts[1].state_dict()["embedding"], weight)
+
+
+def test_reductions_of_a_script_that_are_refused(wrapped) -> None:
+    model = wrapped(net())
+    group, weight = model.process_group, model.module.last.weight
+    one = flowcheck.Reduced({"embedding": weight}, group)
+    where, what = refusal(lambda: parts_of({"a": one, "b": flowcheck.Reduced({"other": weight}, group)}))
+    assert where == "model" and what.startswith("other is reduced by two parts, 'a' and 'b'")
+    for named in ({}, {"embedding": weight.detach()}):
+        assert refusal(lambda named=named: parts_of(flowcheck.Reduced(named, group))) == (
+            "flowcheck.Reduced", "names no parameters")
+    half = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    (part,) = parts_of(flowcheck.Reduced({"a": weight, "b": half}, group))
+    assert refusal(lambda: part.layout({})) == ("flowcheck.Reduced", "reduces gradients in bfloat16, float32")
+
+
 # -- names ---------------------------------------------------------------------------------------------------
 
 
