@@ -3,11 +3,12 @@
 #
 #   tools/apt-packages.sh run     to build and run it. libisal: invariant CRC; libpcap: link-type tables of captures
 #   tools/apt-packages.sh test    what tests need more. tshark: second opinion; clang: fuzzing; openssh-client: an SSH
-#                                 agent; openvswitch-switch: a real switch (userspace datapath, no kernel module)
+#                                 agent; openvswitch-switch: a real switch (userspace datapath, no kernel module);
+#                                 etcd-server: a registry
 set -eu
 
 RUN="build-essential pkg-config python3 python3-dev python3-venv libdpdk-dev libpcap-dev libisal-dev iproute2"
-TEST="tshark openssh-client openvswitch-switch clang-14 libclang-rt-14-dev"
+TEST="tshark openssh-client openvswitch-switch etcd-server clang-14 libclang-rt-14-dev"
 case "${1:-}" in
     run) PACKAGES=$RUN ;;
     test) PACKAGES=$TEST ;;

@@ -268,16 +268,41 @@ class Store(_Part):
 class Protect(_Part):
     """copies: HOST:PORT of the `api.listen` of nodes whose versions this one keeps copies of. every: of each K-th step.
     keep: whole copies of a group; one more while the next comes. directory: for them, on tmpfs; left out: that of the
-    replicas. memory_mb: most that all copies may take. seconds: between two looks at a node."""
+    replicas. memory_mb: most that all copies may take. seconds: between two looks at a node.
 
-    copies: Annotated[tuple[str, ...], Field(min_length=1, max_length=64)]
+    registry: endpoints of etcd, in which nodes of one `cluster` find each other; their root then says whose copies a
+    node keeps, beside `copies`. registry_ca: as tls.ca, of https:// endpoints. replicas: of each node's state, its own
+    counts. grace: seconds that who is there must differ before the root changes anything. advertise: HOST:PORT of
+    api.listen as other nodes reach it. host, leaf, rack: what this node may be lost with."""
+
+    copies: Annotated[tuple[str, ...], Field(max_length=64)] = ()
     every: Annotated[int, Field(ge=1, le=1 << 30)] = 1
     keep: Annotated[int, Field(ge=1, le=16)] = 2
     directory: Path | None = None
     memory_mb: Annotated[int, Field(ge=1)] = 65536
     seconds: Annotated[float, Field(ge=0.05, le=3600)] = 0.5
+    registry: Annotated[tuple[str, ...], Field(max_length=16)] = ()
+    registry_ca: str = ""
+    cluster: Annotated[str, Field(min_length=1, max_length=64)] = "default"
+    replicas: Annotated[int, Field(ge=2, le=16)] = 2
+    grace: Annotated[float, Field(ge=1, le=86400)] = 10.0
+    advertise: str | None = None
+    host: Annotated[str, Field(max_length=64)] = ""
+    leaf: Annotated[str, Field(max_length=64)] = ""
+    rack: Annotated[str, Field(max_length=64)] = ""
 
     _addresses = field_validator("copies")(_other_nodes)
+
+    @field_validator("advertise")
+    @classmethod
+    def _advertised(cls, text: str | None) -> str | None:
+        return None if text is None else _other_nodes((text,))[0]
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if not self.copies and not self.registry:
+            raise _wrong("copies", "names nobody: nodes whose versions are copied, or a registry that says whose")
+        return self
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -361,6 +386,17 @@ class NodeConfig(_Part):
             given.insert(0, "control")
         if given:
             raise _wrong(given[0], "is for a node that follows jobs, and this one has no [capture]")
+        return self
+
+    @model_validator(mode="after")
+    def _found(self) -> Self:
+        """What others are told of where this node is."""
+        if self.protect is None or not self.protect.registry or self.protect.advertise is not None:
+            return self
+        if self.api is None:
+            raise _wrong("api", "is missing: other nodes could not copy from this one")
+        if self.api.address[0] in ("0.0.0.0", "::"):
+            raise _wrong("protect.advertise", f"is missing: {self.api.listen} is no address that others can reach")
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,7 @@
 """The process that keeps copies of other nodes' versions: python -P -m flowcheck.node.copier (copying.py).
 
-stdin: one line of JSON, its settings; a line with other `sources` changes whom it copies from; it ends when stdin does.
+stdin: one line of JSON, its settings; a line with another `key` changes what it shows; it ends when stdin does. With a
+registry a thread asks that each second whose copies are kept here (seat.py), and everything else goes on without it.
 stdout: events, a line of JSON each. Each source has a thread, which looks at what that node has, and takes the newest
 step that is a multiple of `every`. A step that is one gives all holders, and the nodes' own checkpoints, steps in
 common. A source that hangs, lies or is gone holds up nobody else, and what was copied of it stays.
@@ -22,21 +23,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
+from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.checkpoint.copies import take_copy
 from flowcheck.checkpoint.directory import MANIFEST
 from flowcheck.control.ask import DISK, MEMORY, Node, Offer
+from flowcheck.control.sources import addresses
 from flowcheck.control.tls import client_context
 from flowcheck.durable import remove_tree
 from flowcheck.errors import FlowcheckError
+from flowcheck.node.etcd import Etcd
 from flowcheck.node.runs import run_folder
+from flowcheck.node.seat import Member, Seat
 
 __all__ = ["Copier", "Rules", "main"]
 
 NICE = 5
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds after an attempt that failed
 END_SECONDS = 3.0
+TURN_SECONDS = 1.0
 TIERS = (MEMORY, DISK)  # copies are made of what a node has itself
 SLACK = 64 << 10  # bytes of a copy beside its tensors: heads and manifest
 
@@ -91,6 +97,15 @@ class Copier:
                                           name=f"flowcheck copy {name}")
                 self._sources[name] = thread, ending
                 thread.start()
+
+    def held(self) -> list[dict[str, Any]]:
+        """What is whole here: of each source and run the steps, oldest first."""
+        found: dict[tuple[str, str, int], list[int]] = {}
+        for lane in self._directory.glob("*"):
+            for copy in _copies(lane):
+                found.setdefault((unquote(lane.name), *copy.key[:2]), []).append(copy.key[2])
+        return [{"source": source, "run_id": run_id, "epoch": epoch, "steps": steps}
+                for (source, run_id, epoch), steps in sorted(found.items())]
 
     def close(self, seconds: float = END_SECONDS) -> None:
         """Begin nothing more, and wait for what is under way, so long at most."""
@@ -195,9 +210,44 @@ def _say(event: str, **fields: Any) -> None:
         os._exit(0)  # the node has ended
 
 
-def _nodes(said: Mapping[str, Any]) -> list[Node]:
-    tls = client_context(said["ca"]) if said["ca"] else None
-    return [Node((host, port), said["key"], tls=tls) for host, port in said["sources"]]
+class _Sources:
+    """Whom to copy from: those of the settings, and those that the registry says. Any thread."""
+
+    def __init__(self, copier: Copier, said: Mapping[str, Any]) -> None:
+        self._copier, self._said = copier, dict(said)
+        self._lock = threading.Lock()
+        self._placed: list[tuple[str, int]] = []
+        self._follow()
+
+    def told(self, said: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._said |= said
+            self._follow()
+
+    def placed(self, found: Sequence[tuple[str, int]]) -> None:
+        with self._lock:
+            if list(found) != self._placed:
+                self._placed = list(found)
+                self._follow()
+
+    def _follow(self) -> None:
+        tls = client_context(self._said["ca"]) if self._said["ca"] else None
+        wanted = dict.fromkeys([*((host, port) for host, port in self._said["sources"]), *self._placed])
+        self._copier.follow([Node(address, self._said["key"], tls=tls) for address in wanted])
+
+
+def _sit(said: Mapping[str, Any], directory: Path, copier: Copier, sources: _Sources, say: Callable[..., None],
+         ending: threading.Event) -> None:
+    """The thread of the registry: a turn each second, whatever it does."""
+    registry = Etcd(said["endpoints"], said["cluster"], said["ca"])
+    member = Member(Site(**said["site"]), said["address"])
+    seat = Seat(registry, member, said["replicas"], said["grace"],
+                lambda event, **fields: say(event, **{"name": "", **fields}), directory / "placement.json")
+    while not ending.is_set():
+        began, found = time.monotonic(), seat.turn(copier.held())
+        sources.placed(addresses(sorted(set(found.values()))) if found else [])
+        ending.wait(max(0.1, TURN_SECONDS - (time.monotonic() - began)))
+    registry.close()
 
 
 def main() -> int:
@@ -215,11 +265,18 @@ def main() -> int:
             _say(event, **fields)
 
     copier = Copier(Path(settings["directory"]), Rules(**settings["rules"]), say)
-    copier.follow(_nodes(settings))
+    sources, ending = _Sources(copier, settings), threading.Event()
+    sitting: threading.Thread | None = None
+    if settings["registry"] is not None:
+        given = settings["registry"], Path(settings["directory"]), copier, sources, say, ending
+        sitting = threading.Thread(target=_sit, args=given, daemon=True, name="flowcheck registry")
+        sitting.start()
     while line := sys.stdin.buffer.readline():
-        settings |= json.loads(line)
-        copier.follow(_nodes(settings))
+        sources.told(json.loads(line))
+    ending.set()
     copier.close()
+    if sitting is not None:
+        sitting.join(END_SECONDS)  # it leaves, so that nobody has to wait for its lease
     os._exit(0)  # threads that wait for a node are not waited for
 
 

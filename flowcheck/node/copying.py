@@ -1,8 +1,7 @@
 """The process that keeps copies of other nodes' versions: started, watched and ended by the node (beside.py).
 
-    copying = Copying(config, key, say)      key: that this node shows to others
-    copying.tell(key)                        another one from now on
-    copying.move(sources)                    copy from these from now on
+    copying = Copying(config, key, address, say)      key: that this node shows to others; address: of its own API
+    copying.tell(key)                                 another one from now on
 
 It has the cores that no capture is pinned to, at a lower priority. The process itself: copier.py.
 """
@@ -10,7 +9,7 @@ It has the cores that no capture is pinned to, at a lower priority. The process 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from flowcheck.durable import check_writable
 from flowcheck.errors import UserError
 from flowcheck.node.beside import Beside
 from flowcheck.node.config import NodeConfig
+from flowcheck.node.etcd import check_endpoints
 
 __all__ = ["Copying", "check_copies"]
 
@@ -26,21 +26,24 @@ __all__ = ["Copying", "check_copies"]
 class Copying(Beside):
     """config: with `protect`."""
 
-    def __init__(self, config: NodeConfig, key: str, say: Callable[..., None]) -> None:
+    def __init__(self, config: NodeConfig, key: str, address: str, say: Callable[..., None]) -> None:
         protect, directory = config.protect, config.copies
         assert protect is not None and directory is not None
+        registry = {
+            "endpoints": list(protect.registry), "cluster": protect.cluster, "ca": protect.registry_ca,
+            "replicas": protect.replicas, "grace": protect.grace, "address": protect.advertise or address,
+            "site": {"name": config.name, "host": protect.host, "leaf": protect.leaf, "rack": protect.rack},
+        }
         super().__init__("flowcheck.node.copier", "keeps copies of other nodes' versions", {
             "directory": str(directory), "key": key, "ca": config.tls.ca if config.tls is not None else "",
             "sources": protect.addresses, "cores": sorted(os.sched_getaffinity(0) - config.pinned),
             "rules": {"every": protect.every, "keep": protect.keep, "most": protect.memory_mb << 20,
                       "seconds": protect.seconds},
+            "registry": registry if protect.registry else None,
         }, say)
 
     def tell(self, key: str) -> None:
         self.order({"key": key})
-
-    def move(self, sources: Sequence[tuple[str, int]]) -> None:
-        self.order({"sources": list(sources)})
 
     def _tell(self, event: str, name: str, said: Mapping[str, Any]) -> None:
         match event:
@@ -50,6 +53,15 @@ class Copying(Beside):
                           seconds=said["seconds"], path=said["path"])
             case "uncopied":
                 self._say("uncopied", name=name, source=said["source"], why=said["why"])
+            case "registered":
+                self._say("registered", members=said["members"], root=said["root"], epoch=said["epoch"])
+            case "unregistered":
+                self._say("unregistered", why=said["why"], epoch=said["epoch"], copies=said["copies"])
+            case "placed":
+                self._say("placed", epoch=said["epoch"], members=said["members"], copies=said["copies"],
+                          holders=said["holders"], alone=said["alone"], together=said["together"])
+            case "problem":
+                self._say("problem", name=name, why=said["why"])
 
 
 def check_copies(config: NodeConfig) -> Path:
@@ -59,6 +71,8 @@ def check_copies(config: NodeConfig) -> Path:
     if config.api is not None and config.api.address in config.protect.addresses:
         raise UserError(f"{config.api.listen} is this node itself", where="protect.copies",
                         remedy="those of other nodes")
+    if config.protect.registry:
+        check_endpoints(config.protect.registry)
     if config.tls is not None:
         client_context(config.tls.ca)
     check_writable(directory, "a directory that the node may write to as protect.directory, on tmpfs, and free space")

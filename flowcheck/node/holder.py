@@ -2,7 +2,7 @@
 
     with Holder(config, say) as holder: holder.wait()
 
-Order of starting: settings -> who may come in -> copies -> API. What it holds lies in files, which survive it: started
+Order of starting: settings -> who may come in -> API -> copies. What it holds lies in files, which survive it: started
 again it offers them at once, before any source answers. Its threads and processes share nothing with a trainer.
 """
 
@@ -44,8 +44,8 @@ class Holder:
                 config.name, (), (), None, dict, shadow=config.shadow)))
             self._say = say = self._telling.tally.beside(say)
             self._telling.look()
-            self._copying = undo.enter_context(closing(Copying(config, self._key, say)))
             self._serving = undo.enter_context(closing(Serving(config, access.keys, say, self._telling.board.fd)))
+            self._copying = undo.enter_context(closing(Copying(config, self._key, self.api, say)))
             self._undo = undo.pop_all()
 
     @property
@@ -59,7 +59,8 @@ class Holder:
 
     def announce(self, say: Callable[..., None]) -> None:
         assert self.config.protect is not None
-        say("holding", api=self.api, copies=list(self.config.protect.copies), every=self.config.protect.every)
+        say("holding", api=self.api, copies=list(self.config.protect.copies), every=self.config.protect.every,
+            registry=list(self.config.protect.registry))
 
     def wait(self) -> None:
         """Until `stop`."""
@@ -113,7 +114,8 @@ def check(config: NodeConfig, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(made))
     else:
-        typer.echo(f"copies of the versions of {', '.join(config.protect.copies)}, in {config.copies}\n"
+        whose = [*config.protect.copies, *(f"those that {one} says" for one in config.protect.registry[:1])]
+        typer.echo(f"copies of the versions of {', '.join(whose)}, in {config.copies}\n"
                    f"at most {config.protect.memory_mb:,} MiB; {free:,} MiB are free there")
     if free < config.protect.memory_mb:
         raise EnvironmentProblem(

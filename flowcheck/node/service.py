@@ -115,7 +115,8 @@ class Node:
                 self._telling.look()
                 self._serving = undo.enter_context(closing(Serving(config, access.keys, say, self._telling.board.fd)))
             self._storing = undo.enter_context(closing(Storing(config, say))) if config.store else None
-            self._copying = undo.enter_context(closing(Copying(config, self._key, say))) if config.protect else None
+            self._copying = undo.enter_context(closing(
+                Copying(config, self._key, self.api or "", say))) if config.protect else None
             self.control.start()
             neighbours.start()
             self._undo = undo.pop_all()

@@ -11,15 +11,19 @@ from typing import Any
 
 import pytest
 
+from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.checkpoint.directory import load_step
 from flowcheck.control.ask import COPY, DISK, MEMORY, STORE, Node
 from flowcheck.errors import FlowcheckError
 from flowcheck.node import copier as module
 from flowcheck.node.copier import Copier, Rules
+from flowcheck.node.etcd import Etcd
 from flowcheck.node.holdings import DiskShelf
+from flowcheck.node.seat import Member
 
 from ..hand_api import KEY, HandApi, HandVersion
 from ..hand_node import until
+from .registry_scene import etcd_server
 
 Said = list[tuple[str, dict[str, Any]]]
 
@@ -200,3 +204,58 @@ def test_half_of_a_copy_that_a_killed_process_left_goes(make: Callable[..., Copi
     assert not half.exists() and steps(tmp_path) == [4]
     copier.look(node(api))
     assert api.asked_for("/manifest.json") == 1  # what is there is not taken again
+
+
+# -- with a registry -----------------------------------------------------------------------------------------------
+
+
+def test_whose_copies_are_kept_is_the_registrys_to_say(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch,
+                                                       ) -> None:
+    """A real etcd. When it is killed, copies go on, and that is said once; begun again, the process knows whose."""
+    monkeypatch.setattr(module, "TURN_SECONDS", 0.1)
+    copies = tmp_path / "copies"
+
+    def say(event: str, **fields: Any) -> None:
+        said.append((event, fields))
+
+    def held(step: int) -> bool:
+        return step in steps(tmp_path)
+
+    with etcd_server(tmp_path / "etcd") as server, HandApi(HandVersion(4)) as api, contextlib.ExitStack() as stack:
+        source = Etcd(server.endpoints, "c", seconds=30.0)
+        member = Member(Site("source"), api.name)
+        source.renew({"members/source": member.text()})
+        registry = {"endpoints": server.endpoints, "cluster": "c", "ca": "", "replicas": 2, "grace": 0.2,
+                    "address": "127.0.0.1:9", "site": {"name": "holder", "leaf": "l"}}
+
+        def begin() -> threading.Event:
+            copier = Copier(copies, Rules(seconds=0.01), say)
+            stack.callback(copier.close, 60.0)
+            sources = module._Sources(copier, {"sources": [], "key": KEY, "ca": ""})
+            ending = threading.Event()
+            thread = threading.Thread(target=module._sit, args=(registry, copies, copier, sources, say, ending))
+            thread.start()
+            stack.callback(thread.join, 60.0)
+            stack.callback(ending.set)
+            return ending
+
+        first = begin()
+
+        def copied() -> bool:
+            source.renew({"members/source": member.text()})
+            return held(4)
+
+        until(copied)
+        placed = next(fields for event, fields in said if event == "placed")
+        assert (placed["epoch"], placed["copies"], placed["holders"]) == (1, ["source"], ["source"])
+        until(lambda: "steps" in source.read()["have/holder"].value)
+        assert source.read()["root"].value == "holder"
+        server.kill()
+        until(lambda: any(event == "unregistered" for event, _ in said))
+        api.versions[:] = [HandVersion(5)]
+        until(lambda: held(5))
+        assert [event for event, _ in said].count("unregistered") == 1
+        first.set()
+        api.versions[:] = [HandVersion(6)]
+        begin()  # a process that is started again while etcd is gone
+        until(lambda: held(6))

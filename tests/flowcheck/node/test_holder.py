@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.checkpoint.directory import tensor_sha256
 from flowcheck.control.ask import COPY, Node, reader_key
 from flowcheck.control.protocol import token_bytes
@@ -22,6 +23,7 @@ from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import cli
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.holder import Holder, check
+from flowcheck.node.seat import Member
 from flowcheck.node.serving import Serving
 from flowcheck.trainer.recovery import recover
 from updater.optimizers import OptimizerSpec
@@ -30,6 +32,7 @@ from updater.replica import Replica
 from ..hand_api import TOKEN, HandApi, HandVersion
 from ..hand_node import until
 from .conftest import LONGEST, NodeProcess
+from .registry_scene import etcd_server
 from .test_service import _iteration, _job, _join, _run
 
 WITHOUT = "import sys\nsys.modules['dataplane'] = None\n"  # importing it, or anything of it, is an error
@@ -156,6 +159,28 @@ def test_a_node_that_is_killed(
     assert found == state
 
 
+@pytest.mark.slow
+def test_holders_that_find_each_other(start: Callable[..., NodeProcess], tmp_path: Path) -> None:
+    """Two holders and a node, in a real etcd, which is killed: copies go on, and it is said once."""
+    from flowcheck.node.etcd import Etcd
+
+    with etcd_server(tmp_path / "etcd") as server, HandApi(HandVersion(3)) as api:
+        registry = {"registry": server.endpoints, "grace": 2.0}
+        source = Etcd(server.endpoints, "default", seconds=30.0)
+        member = Member(Site("source", leaf="l1"), api.name)
+        source.renew({"members/source": member.text()})
+        holder = start(**registry, leaf="l2")
+        until(lambda: source.renew({"members/source": member.text()}) or holder.said("copied"))
+        placed = holder.said("placed")[-1]
+        assert (placed["copies"], placed["holders"], placed["together"]) == (["source"], ["source"], [])
+        assert holder.said("holding")[0]["registry"] == server.endpoints
+        server.kill()
+        holder.wait("unregistered")
+        api.versions[:] = [HandVersion(4)]
+        assert holder.wait("copied", step=4)["source"] == api.name
+        assert len(holder.said("unregistered")) == 1 and holder.end() == 0
+
+
 # -- what is refused, and what is checked ---------------------------------------------------------------------------
 
 
@@ -169,7 +194,9 @@ def config_of(tmp_path: Path, text: str) -> Path:
     [
         ('[api]\nlisten = "127.0.0.1:0"\n', "", "api", "nobody could have the copies"),
         ('[tokens]\nreader = "{}/token"\n', "", "tokens.reader", "protect.copies names nodes that ask for one"),
-        ('copies = ["127.0.0.1:5"]', "copies = []", "protect.copies", "at least 1 item"),
+        ('copies = ["127.0.0.1:5"]', "copies = []", "protect.copies", "names nobody"),
+        ('copies = ["127.0.0.1:5"]', 'registry = ["http://h"]', "protect.registry", "is not an endpoint of etcd"),
+        ('copies = ["127.0.0.1:5"]', 'advertise = "h"\nregistry = ["http://h:1"]', "protect.advertise", "HOST:PORT"),
         ('copies = ["127.0.0.1:5"]', 'copies = ["127.0.0.1:0"]', "protect.copies", "nobody listens at port 0"),
         ('copies = ["127.0.0.1:5"]', 'copies = ["h:5", "h:5"]', "protect.copies", "is given twice"),
         ("[protect]", '[control]\nlisten = "127.0.0.1:7"\n[protect]', "control", "this one has no [capture]"),
@@ -188,7 +215,7 @@ def test_settings_that_fit_no_holder(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     error = capsys.readouterr().err
-    assert ended.value.code == 2 and said in error and f"node.toml: {where}" in error
+    assert ended.value.code == 2 and said in error and where in error
 
 
 def made(tmp_path: Path, *sources: str, **protect: Any) -> NodeConfig:

@@ -1,0 +1,142 @@
+"""The registry in etcd (registry.py), over its HTTP gateway with etcd3gw.
+
+    registry = Etcd(["http://10.0.0.1:2379", ...], "my cluster")
+
+Keys lie below /flowcheck/CLUSTER/. Reads are linearizable: on the smaller side of a split they are refused, as writes
+are. An endpoint that does not answer within a second is left for the next one. etcd from 3.4 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote, urlsplit
+
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.node.registry import LEASE_SECONDS, ROOT, Entry, RegistryError
+
+if TYPE_CHECKING:
+    from etcd3gw.client import Etcd3Client
+    from etcd3gw.lease import Lease
+
+__all__ = ["Etcd", "check_endpoints"]
+
+SECONDS = 1.0  # for an answer
+API = "/v3/"
+T = TypeVar("T")
+
+
+def check_endpoints(endpoints: Sequence[str]) -> None:
+    """Raises UserError: one is no URL; EnvironmentProblem: the client is not installed."""
+    for one in endpoints:
+        parts = urlsplit(one)
+        try:
+            sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port is not None
+        except ValueError:
+            sound = False
+        if not sound or parts.path not in ("", "/"):
+            raise UserError(f"{one!r} is not an endpoint of etcd", where="protect.registry",
+                            remedy="http://HOST:PORT or https://HOST:PORT")
+    try:
+        import etcd3gw  # noqa: F401
+    except ImportError as error:
+        raise EnvironmentProblem(f"{error.name} is not installed, and etcd is asked with it", where="protect.registry",
+                                 remedy="pip install 'flowcheck[registry]', or protect.copies without a registry"
+                                 ) from None
+
+
+class Etcd:
+    """ca: what the endpoints' certificates are held against, a PEM file; "": this machine's authorities."""
+
+    def __init__(self, endpoints: Sequence[str], cluster: str, ca: str = "", seconds: float = SECONDS) -> None:
+        check_endpoints(endpoints)
+        from etcd3gw.client import Etcd3Client
+
+        self._clients: list[Etcd3Client] = []
+        for one in endpoints:
+            parts = urlsplit(one)
+            assert parts.hostname is not None and parts.port is not None
+            self._clients.append(Etcd3Client(parts.hostname, parts.port, parts.scheme, ca_cert=ca or None,
+                                             timeout=seconds, api_path=API))
+        self._prefix = f"/flowcheck/{quote(cluster, safe='')}/"
+        self._lease: int | None = None
+        self._put: dict[str, str] = {}  # own keys, as they are there
+
+    def renew(self, keys: Mapping[str, str]) -> None:
+        if self._lease is not None and self._ask(lambda client: self._of(client).refresh()) <= 0:
+            self._lease, self._put = None, {}
+        if self._lease is None:
+            self._lease, self._put = self._ask(lambda client: client.lease(LEASE_SECONDS)).id, {}
+        for key, value in keys.items():
+            if self._put.get(key) != value:
+                self._renew(key, value)
+                self._put[key] = value
+
+    def _renew(self, key: str, value: str) -> None:
+        name = self._prefix + key
+        if key not in self._put:
+            if self._ask(lambda client: client.create(name, value, self._of(client))):
+                return
+            if self._owner(key) not in (None, self._lease):
+                raise RegistryError(f"{key} is somebody else's", where=self._where,
+                                    remedy="a name of its own for each node")
+        self._ask(lambda client: client.put(name, value, self._of(client)))
+
+    def read(self) -> Mapping[str, Entry]:
+        found = self._ask(lambda client: client.get_prefix(self._prefix))
+        return {
+            about["key"].decode().removeprefix(self._prefix): Entry(value.decode(), int(about["create_revision"]))
+            for value, about in found
+        }
+
+    def elect(self, name: str) -> bool:
+        if self._lease is None:
+            return False
+        return self._ask(lambda client: client.create(self._prefix + ROOT, name, self._of(client)))
+
+    def decide(self, key: str, value: str, root: Entry) -> bool:
+        from etcd3gw.utils import _encode
+
+        done = self._ask(lambda client: client.transaction({
+            "compare": [{"key": _encode(self._prefix + ROOT), "result": "EQUAL", "target": "CREATE",
+                         "create_revision": root.created}],
+            "success": [{"request_put": {"key": _encode(self._prefix + key), "value": _encode(value)}}],
+            "failure": [],
+        }))
+        return bool(done.get("succeeded", False))
+
+    def close(self) -> None:
+        if self._lease is not None:
+            try:
+                self._clients[0].post(self._clients[0].get_url("/lease/revoke"), json={"ID": self._lease})
+            except Exception:
+                pass  # it runs out
+            self._lease = None
+
+    # -- --
+
+    @property
+    def _where(self) -> str:
+        return ", ".join(client.base_url for client in self._clients)
+
+    def _of(self, client: Etcd3Client) -> Lease:
+        """The lease, over one endpoint."""
+        from etcd3gw.lease import Lease
+
+        assert self._lease is not None
+        return Lease(self._lease, client)
+
+    def _owner(self, key: str) -> int | None:
+        found = self._ask(lambda client: client.get(self._prefix + key, metadata=True))
+        return int(found[0][1].get("lease", 0)) if found else None
+
+    def _ask(self, call: Callable[[Any], T]) -> T:
+        """The answer of the first endpoint that gives one, which is asked first from then on. Raises RegistryError."""
+        why = ""
+        for _ in self._clients:
+            try:
+                return call(self._clients[0])
+            except Exception as error:  # of whatever library it is: nothing here may end the node
+                why = why or f"{type(error).__name__} {getattr(error, 'detail_text', None) or error}"
+            self._clients.append(self._clients.pop(0))
+        raise RegistryError(f"etcd does not answer ({' '.join(why.split())[:200]})", where=self._where)

@@ -1,0 +1,91 @@
+"""A real etcd, started for a test: one node, or three, that can be killed, paused and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SECONDS = 120.0
+#: Short elections: a test waits for one where a leader is lost.
+TIMES = ["--heartbeat-interval", "50", "--election-timeout", "500"]
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [one.getsockname()[1] for one in held]
+
+
+class EtcdServer:
+    """Nodes of a cluster on the loopback. endpoints: for clients."""
+
+    def __init__(self, folder: Path, count: int = 1) -> None:
+        ports = free_ports(2 * count)
+        self.folder = folder
+        self._peers = [f"http://127.0.0.1:{port}" for port in ports[count:]]
+        self.endpoints = [f"http://127.0.0.1:{port}" for port in ports[:count]]
+        self.processes: list[subprocess.Popen[bytes] | None] = [None] * count
+        for number in range(count):
+            self.start(number)
+
+    def start(self, number: int = 0) -> None:
+        cluster = ",".join(f"e{at}={peer}" for at, peer in enumerate(self._peers))
+        with (self.folder / f"log{number}").open("ab") as log:
+            self.processes[number] = subprocess.Popen([
+                "etcd", "--name", f"e{number}", "--data-dir", str(self.folder / f"data{number}"),
+                "--listen-client-urls", self.endpoints[number], "--advertise-client-urls", self.endpoints[number],
+                "--listen-peer-urls", self._peers[number], "--initial-advertise-peer-urls", self._peers[number],
+                "--initial-cluster", cluster, *TIMES,
+            ], stdout=log, stderr=log)
+
+    def kill(self, number: int = 0) -> None:
+        process = self.processes[number]
+        if process is not None:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+            process.wait(SECONDS)
+        self.processes[number] = None
+
+    def pause(self, number: int = 0) -> None:
+        process = self.processes[number]
+        assert process is not None
+        process.send_signal(signal.SIGSTOP)
+
+    def resume(self, number: int = 0) -> None:
+        process = self.processes[number]
+        assert process is not None
+        process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        for number in range(len(self.processes)):
+            self.kill(number)
+
+
+@contextlib.contextmanager
+def etcd_server(folder: Path, count: int = 1) -> Iterator[EtcdServer]:
+    """Skips where there is none."""
+    if shutil.which("etcd") is None:
+        pytest.skip("no etcd here: apt-get install etcd-server")
+    pytest.importorskip("etcd3gw", reason="the extra `registry` is not installed")
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(EtcdServer(folder, count)) as server:
+        from flowcheck.node.etcd import Etcd
+        from flowcheck.node.registry import RegistryError
+
+        end = time.monotonic() + SECONDS
+        while True:
+            try:
+                Etcd(server.endpoints, "probe").read()
+                break
+            except RegistryError:
+                assert time.monotonic() < end, (folder / "log0").read_text()[-2000:]
+                time.sleep(0.05)
+        yield server

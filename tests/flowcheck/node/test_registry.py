@@ -1,0 +1,153 @@
+"""Both registries do the same: leases, own keys, one root, decisions of a root that still is one."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.node import etcd as module
+from flowcheck.node.etcd import Etcd, check_endpoints
+from flowcheck.node.registry import LEASE_SECONDS, PLACEMENT, ROOT, Registry, RegistryError, Shared
+
+from ..hand_node import until
+from .registry_scene import EtcdServer, etcd_server
+
+Make = Callable[[], Registry]
+Pass = Callable[[], None]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def __call__(self) -> float:
+        return self.at
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
+    with etcd_server(tmp_path_factory.mktemp("etcd")) as one:
+        yield one
+
+
+@pytest.fixture(params=["in-process", "etcd"])
+def kind(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Make, Callable[[float], None]]]:
+    """(a new member's registry, let so many seconds pass)."""
+    if request.param == "in-process":
+        clock = Clock()
+        shared = Shared(clock)
+        yield shared.session, lambda seconds: setattr(clock, "at", clock.at + seconds)
+        return
+    one: EtcdServer = request.getfixturevalue("server")
+    made: list[Etcd] = []
+
+    def make() -> Etcd:
+        made.append(Etcd(one.endpoints, f"{tmp_path}", seconds=30.0))
+        return made[-1]
+
+    yield make, time.sleep
+    for each in made:
+        each.close()
+
+
+def test_a_contract(kind: tuple[Make, Callable[[float], None]]) -> None:
+    make, wait = kind
+    one, two = make(), make()
+    assert one.read() == {} and not one.elect("a")  # nobody without a lease is root
+    one.renew({"members/a": "1", "have/a": "x"})
+    two.renew({"members/b": "2"})
+    found = two.read()
+    assert {key: entry.value for key, entry in found.items()} == {"members/a": "1", "have/a": "x", "members/b": "2"}
+    with pytest.raises(RegistryError, match="members/a is somebody else's"):
+        two.renew({"members/a": "3"})
+    one.renew({"members/a": "1", "have/a": "y"})
+    assert one.read()["have/a"].value == "y" and one.read()["have/a"].created == found["have/a"].created
+
+    assert two.elect("b") and not one.elect("a") and not two.elect("b")
+    root = one.read()[ROOT]
+    assert root.value == "b" and two.decide(PLACEMENT, "first", root)
+    assert one.read()[PLACEMENT].value == "first"
+
+    for _ in range(4):  # b is silent for longer than its lease, a is not
+        wait(LEASE_SECONDS / 2)
+        one.renew({"members/a": "1", "have/a": "y"})
+        if "members/b" not in one.read():
+            break
+    until(lambda: "members/b" not in one.read())
+    assert ROOT not in one.read() and one.read()[PLACEMENT].value == "first"  # what was decided stays
+    assert not two.decide(PLACEMENT, "of one that was root", root)
+    assert one.elect("a")
+    assert not two.decide(PLACEMENT, "of one that was root", root)  # although there is one again
+    newer = one.read()[ROOT]
+    assert newer.created != root.created and one.decide(PLACEMENT, "second", newer)
+    two.renew({"members/b": "2"})  # comes back
+    assert two.read()["members/b"].value == "2" and two.read()[PLACEMENT].value == "second"
+    one.close()
+    until(lambda: "members/a" not in two.read())
+    assert two.elect("b")
+
+
+# -- etcd ----------------------------------------------------------------------------------------------------------
+
+
+def test_clusters_do_not_see_each_other(server: EtcdServer) -> None:
+    with contextlib.closing(Etcd(server.endpoints, "a", seconds=30.0)) as one, \
+            contextlib.closing(Etcd(server.endpoints, "a/b", seconds=30.0)) as two:
+        one.renew({"members/x": "1"})
+        assert two.read() == {} and two.elect("x") is False
+
+
+def test_the_next_endpoint_is_asked(server: EtcdServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        dead = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        one = Etcd([dead, *server.endpoints], "next", seconds=0.2)
+        until(lambda: _answers(one))
+        one._clients[0].timeout = 30.0
+        one.renew({"members/x": "1"})
+        assert one.read()["members/x"].value == "1"
+        one.close()
+    nobody = Etcd(["http://127.0.0.1:9"], "next")
+    with pytest.raises(RegistryError, match="etcd does not answer") as caught:
+        nobody.read()
+    assert caught.value.where == "http://127.0.0.1:9"
+    nobody.close()
+
+
+def _answers(one: Etcd) -> bool:
+    try:
+        one.read()
+    except RegistryError:
+        return False
+    return True
+
+
+def test_one_that_is_paused_is_an_error_in_time(tmp_path: Path) -> None:
+    with etcd_server(tmp_path) as server:
+        one = Etcd(server.endpoints, "x", seconds=0.3)
+        server.pause()
+        for call in (one.read, lambda: one.renew({"members/a": "1"})):
+            with pytest.raises(RegistryError, match="Timeout"):
+                call()
+        server.resume()
+        until(lambda: _answers(one))
+
+
+@pytest.mark.parametrize("endpoint", ["", "h:1", "http://h", "http://h:x", "ftp://h:1", "http://h:1/path"])
+def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
+    with pytest.raises(UserError, match="is not an endpoint of etcd"):
+        check_endpoints(["http://127.0.0.1:1", endpoint])
+
+
+def test_a_client_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "etcd3gw", None)
+    with pytest.raises(EnvironmentProblem, match="is not installed") as caught:
+        module.check_endpoints(["http://127.0.0.1:1"])
+    assert "flowcheck[registry]" in (caught.value.remedy or "")
+
+
