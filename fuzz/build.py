@@ -31,7 +31,10 @@ PACKAGES = ("parser", "dataplane", "flowcheck")
 #: parser's modules that meet foreign bytes; of the others the ordinary extensions are taken (`make build`).
 CYTHON_MODULES = ("arenas", "machine", "observer")
 #: Pure Python that is compiled too: libFuzzer sees the branches of compiled code only.
-PYTHON_MODULES = ("dataplane/pcapfile.py", "flowcheck/learning/bootstrap.py")
+PYTHON_MODULES = (
+    "dataplane/pcapfile.py", "flowcheck/learning/bootstrap.py", "flowcheck/control/protocol.py",
+    "flowcheck/control/messages.py", "flowcheck/job/form.py",
+)
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 COMMON = ["-g1", "-O1", "-fno-omit-frame-pointer", "-DFC_DEBUG=1", "-DNPY_NO_DEPRECATED_API=NPY_1_7_API_VERSION", "-w"]
 # Cython's own headers add 0 to null pointers.

@@ -28,8 +28,8 @@ import build as fuzz_build  # noqa: E402
 __all__ = ["LENGTH", "SHARE", "Outcome", "fuzz"]
 
 #: Part of the inputs each target gets, and the longest input.
-SHARE = {"decoder": 0.81, "machine": 0.06, "observer": 0.01, "scan": 0.08, "bootstrap": 0.04}
-LENGTH = {"decoder": 1500, "machine": 400, "observer": 400, "scan": 1200, "bootstrap": 2000}
+SHARE = {"decoder": 0.70, "machine": 0.06, "observer": 0.01, "scan": 0.08, "bootstrap": 0.04, "records": 0.11}
+LENGTH = {"decoder": 1500, "machine": 400, "observer": 400, "scan": 1200, "bootstrap": 2000, "records": 2000}
 LIMITS = ["-timeout=10", "-rss_limit_mb=2048", "-detect_leaks=0", "-use_value_profile=0", "-print_final_stats=1"]
 
 

@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 import struct
 from pathlib import Path
+from typing import Any
 
 from flowcheck.lab.synth import example_job, generate
 
@@ -27,7 +29,8 @@ def corpus(target: str) -> dict[str, bytes]:
 
 
 def seeds(target: str) -> list[bytes]:
-    made = {"decoder": _frames, "machine": _programs, "observer": _programs, "scan": captures, "bootstrap": _streams}
+    made = {"decoder": _frames, "machine": _programs, "observer": _programs, "scan": captures, "bootstrap": _streams,
+            "records": _records}
     return made[target]()
 
 
@@ -142,3 +145,40 @@ def _item(body: bytes) -> bytes:
 
 def _chunk(how: int, source: int, destination: int, body: bytes) -> bytes:
     return bytes([how, source, destination]) + struct.pack("<H", len(body)) + body
+
+
+# -- records ---------------------------------------------------------------------------------------
+
+
+def _records() -> list[bytes]:
+    """See targets/records.py: { how, length, body }*. One of each message, and some that are none."""
+    nonce = "5a" * 32
+    said: list[dict[str, Any]] = [
+        {"type": "challenge", "nonce": nonce}, {"type": "refused", "why": "the token is wrong"},
+        {"type": "hello", "run_id": "run", "epoch": 0, "rank": 1, "ranks": 4, "group": "", "nonce": nonce,
+         "proof": "0" * 64, "protocol": "flowcheck/records/1", "instance": "", "role": "peer"},
+        {"type": "welcome", "proof": nonce, "resync": "ranges"}, {"type": "bye"}, {"type": "notice", "why": ""},
+        {"type": "flows", "flows": [{"src": 0, "dst": 1, "channel": 0, "qpns": [7, 8], "addresses": ["10.0.0.1"]}]},
+        {"type": "manifest", "job": {"schema": "flowcheck/job/1", "model": [{"name": "w", "shape": [3]}]}, "first": 5},
+        {"type": "state", "iteration": 3, "groups": [{"lr": 0.5, "betas": [0.9, 0.999]}]},
+        {"type": "record", "iteration": 1, "groups": [{"lr": 1e-3}], "clip": 0.5, "scale": 65536.0, "skipped": True,
+         "checksums": {"w": "0123456789abcdef"}},
+        {"type": "ranges", "request": 1, "ranges": [["w", 0, 2], ["b", 5, 1]]},
+        {"type": "patch", "request": 1, "iteration": 2, "ranges": [["w", 0, 2]], "refused": ""},
+        {"type": "patch", "request": 1, "iteration": 2, "refused": "gone \U0001f680"},
+        {"type": "holes", "request": 1, "iteration": 9, "plan": nonce, "ranges": [[0, 64], [128, 8]], "seconds": 0.5},
+        {"type": "bytes", "request": 1, "iteration": 9, "ranges": [[8, 16]], "digest": nonce},
+        {"type": "user", "iteration": 4, "rank": 3}, {"type": "joined", "iteration": 0},
+        {"type": "wanted", "what": ["user"], "why": ""},
+        {"type": "progress", "iteration": 4, "status": "verified"}, {"type": ["x"]},
+        {"type": "record", "iteration": 1e400},
+        {"type": "notice", "why": "\ud800"}, {"type": "hello", "proof": "\udfff"},
+    ]
+    texts = [json.dumps(one).encode() for one in said]
+    texts += [b"[" * 900, b'{"type":"bye","type":"bye"}', b"\xff\xfe{}", b"9" * 600]
+    out = [b"".join(_frame(how, text) for text in texts[::2]) for how in (1, 5)]
+    return out + [_frame(how, text) for text in texts for how in (0, 1, 3, 5, 9)]
+
+
+def _frame(how: int, text: bytes) -> bytes:
+    return bytes([how]) + struct.pack("<H", len(text)) + text

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FUZZ = ROOT / "fuzz"
 #: Inputs per target, a few seconds each.
-RUNS = {"decoder": 100_000, "machine": 3_000, "observer": 1_500, "scan": 15_000, "bootstrap": 8_000}
+RUNS = {"decoder": 100_000, "machine": 3_000, "observer": 1_500, "scan": 15_000, "bootstrap": 8_000, "records": 3_000}
 # The first build shares two cores with whatever else runs.
 pytestmark = pytest.mark.timeout(900)
 
