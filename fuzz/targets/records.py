@@ -1,5 +1,5 @@
-"""Target: what strangers and trainers send to a node's control port, through flowcheck.control.protocol, its messages
-and the JSON reader (all three compiled by Cython). The sockets are bytes in memory; a real port is
+"""Target: what strangers and trainers send to a node's control port, through flowcheck.control.protocol and its
+messages (both compiled by Cython). The sockets are bytes in memory; a real port is
 tests/flowcheck/node/test_fuzz_records.py.
 
     input: { how, length (2) | body }*

@@ -1,5 +1,5 @@
-"""What goes wrong around a node, through the whole of it: the clock is set, the disk is full, a port is somebody else's,
-huge pages are gone. docs/use/operating.md has the list, with the tests of what is not here."""
+"""What goes wrong around a node, through the whole of it: the clock is set, the disk is full, a port is somebody
+else's, huge pages are gone. docs/use/operating.md has the list, with the tests of what is not here."""
 
 from __future__ import annotations
 
