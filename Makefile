@@ -13,7 +13,7 @@ SOURCES := setup.py $(wildcard parser/*.p[yx][xdi] updater/*.p[yx][xd] flowcheck
 MODE    := $(if $(filter 1,$(FLOWCHECK_DEBUG)),debug,release)
 
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-sanitizers lint fuzz mutants screenshots build debug dev wheel packages hugepages clean
+.PHONY: help demo test test-all test-sanitizers lint fuzz mutants soak screenshots build debug dev wheel packages hugepages clean
 
 help:   ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
@@ -39,10 +39,10 @@ fuzz: build dev   ## ten million inputs, capture files, streams to a real node (
 mutants: build dev   ## deliberate mistakes, and whether a test notices (docs/understand/testing.md); ONLY="MODULE ..." for some
 	$(BIN)/python -m pip install -q -c constraints.txt mutmut
 	nice $(BIN)/python -P tools/mutants.py $(ONLY)
+soak: build; $(BIN)/flowcheck lab soak --minutes $(or $(MINUTES),30)   ## training with losses and faults, MINUTES=30 (docs/use/lab.md)
 screenshots: build; $(BIN)/python tools/screenshots.py   ## the node's status page in a headless Chromium: out/screenshots
 build: .venv/.built-$(MODE)   ## Debian packages, .venv and the extensions, in place
-debug:   ## extensions with C assertions, bounds checks and line tracing for coverage
-	$(MAKE) build FLOWCHECK_DEBUG=1
+debug:; $(MAKE) build FLOWCHECK_DEBUG=1   ## extensions with C assertions, bounds checks and line tracing for coverage
 
 dev: .venv/.installed-dev   ## what tests need more: compilers, a switch, second opinions, Python packages
 wheel: .venv/.installed   ## dist/flowcheck-*.whl: what a training environment needs, without a compiler (docs/use/install.md)

@@ -152,6 +152,46 @@ def run(
 
 
 @lab.command()
+def soak(
+    name: NameOption = "soak",
+    ranks: RanksOption = 3,
+    mirror: Annotated[str, typer.Option("--mirror", help="Ranks whose switch ports are mirrored.")] = "0,1",
+    minutes: Annotated[float, typer.Option("--minutes", min=1, help="Of training.")] = 30.0,
+    kill_seconds: Annotated[
+        float, typer.Option("--kill-seconds", min=1, help="Between two ranks that are killed.")
+    ] = 180.0,
+    mirror_loss: Annotated[float, typer.Option("--mirror-loss", help="Loss of the copies, 0 to 1.")] = 0.001,
+    model: Annotated[str, typer.Option("--model", help="gpt, conv or mlp.")] = "gpt",
+    seed: Annotated[int, typer.Option("--seed", help="Of weights, data, losses, and of who dies.")] = 1,
+    out: Annotated[Path, typer.Option("--out", help="Logs and hashes.")] = Path("out/soak"),
+) -> None:
+    """Train for long with a lossy mirror, kill ranks and the node, and account for every iteration; exit 1: something
+    is unaccounted, differs, or grows."""
+    from flowcheck.lab.fabric import Fabric
+    from flowcheck.lab.impair import Impairment
+    from flowcheck.lab.jobs import Training
+    from flowcheck.lab.run import LabRun
+    from flowcheck.lab.shape import FabricConfig
+    from flowcheck.lab.soak import SETTINGS, Plan
+    from flowcheck.lab.soak import soak as run_soak
+
+    config = FabricConfig(name=name, ranks=ranks, mirrored=(_ranks(mirror, ranks),),
+                          impairments=(Impairment("mirror0", drop=mirror_loss, seed=seed),))
+    job = Training(model=model, ranks=ranks, seed=seed)
+    with (
+        handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP),  # taken down as after Ctrl-C
+        Fabric.of(config) as fabric,
+        LabRun(fabric, out, api=True, node_settings=SETTINGS) as lab_run,
+    ):
+        report = run_soak(lab_run, job, Plan(minutes, kill_seconds, seed), typer.echo)
+        lab_run.finish_trainers()
+    for line in report.lines():
+        typer.echo(line)
+    typer.echo("GOOD" if report.good else "NOT GOOD")
+    raise typer.Exit(int(not report.good))
+
+
+@lab.command()
 def status() -> None:
     """Every lab of which anything is on this machine, and whether its mirror copies."""
     from flowcheck.lab.fabric import leftovers

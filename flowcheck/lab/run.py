@@ -402,6 +402,11 @@ class LabRun:
         for name, event in self._events(stop, seconds + 1):
             self._take(name, event)
 
+    @property
+    def node_pids(self) -> list[int]:
+        """Of those that run; any thread."""
+        return [self._children.process(name).pid for name in list(self._nodes)]
+
     def slowed(self, share: float) -> Share:
         """The nodes that run now get this part of their core's time, until the context ends."""
         return Share([self._children.process(name).pid for name in self._nodes], share)
