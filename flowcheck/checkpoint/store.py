@@ -79,7 +79,8 @@ def expired(entries: Iterable[Entry], rules: Rules, now: float, latest: str) -> 
     if not rules.keep and not rules.seconds:
         return []
     ordered = sorted(entries, key=lambda one: one.order)
-    stays = {latest} | {one.folder for one in ordered[len(ordered) - rules.keep :] if rules.keep}
+    newest = ordered[-rules.keep :] if rules.keep else []
+    stays = {latest} | {one.folder for one in newest}
     stretches: set[tuple[int, int]] = set()
     for one in ordered:
         stretch = one.version.epoch, one.version.step // rules.every if rules.every else -1
