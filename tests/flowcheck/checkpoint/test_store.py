@@ -298,7 +298,8 @@ def test_rules() -> None:
     assert gone(Rules(keep=100), TEN) == []
     for keep in range(1, 12):  # also where there are fewer
         for there in range(1, 11):
-            assert gone(Rules(keep=keep), TEN[:there]) == [(0, 10 * i) for i in range(max(0, there - keep))], (keep, there)
+            goes = [(0, 10 * i) for i in range(max(0, there - keep))]
+            assert gone(Rules(keep=keep), TEN[:there]) == goes, (keep, there)
     assert gone(Rules(seconds=20.0), TEN) == [(0, step) for step in range(0, 80, 10)]
     assert gone(Rules(keep=1, seconds=20.0), TEN) == [(0, step) for step in range(0, 80, 10)]
     assert gone(Rules(keep=4, seconds=20.0), TEN) == [(0, step) for step in range(0, 60, 10)]
