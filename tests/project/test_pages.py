@@ -119,6 +119,16 @@ def test_benchmarks_of_decisions_import_what_there_is(path: Path) -> None:
 # -- taking a version back -----------------------------------------------------------------------------------
 
 
+def test_each_decision_has_a_number_of_its_own_and_stands_in_the_index() -> None:
+    pages = sorted((ROOT / "docs/decisions").glob("*.md"))
+    numbers = [page.name[:4] for page in pages]
+    assert numbers == [f"{i:04}" for i in range(1, len(pages) + 1)]
+    index = (ROOT / "docs/README.md").read_text()
+    for page in pages:
+        assert page.read_text().startswith(f"# {page.name[:4]}: ")
+        assert f"| [{page.name[:4]}](decisions/{page.name}) |" in index
+
+
 def model_of(tensor: torch.Tensor) -> torch.nn.Module:
     layer = torch.nn.Linear(tensor.shape[1], tensor.shape[0], bias=False)
     return torch.nn.Sequential(layer)
