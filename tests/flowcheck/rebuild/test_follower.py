@@ -44,6 +44,7 @@ class FakeReplica:
         self.marks: list[bool] = []
         self.said: list[str] = []
         self.unproven: list[tuple[str, ...]] = []
+        self.matches: list[int] = []
         self.heard_of = 0
 
     def learn(self, engine: Any) -> None:
@@ -74,11 +75,12 @@ class FakeReplica:
 
     serves = True
 
-    def publish(self, verified: bool, status: str, unproven: tuple[str, ...]) -> None:
+    def publish(self, verified: bool, status: str, unproven: tuple[str, ...], matches: int) -> None:
         self.step += 1
         self.marks.append(verified)
         self.said.append(status)
         self.unproven.append(unproven)
+        self.matches.append(matches)
 
     def discard(self) -> None:
         self.calls.append("discard")
@@ -197,6 +199,7 @@ def test_only_a_version_that_was_compared_is_marked_verified(live) -> None:
     assert at.look() + at.look() == ["closed 2", "closed 3", "closed 4"]
     assert replica.marks == [False, True, False]
     assert replica.said == ["unverified", "verified", "verified"]  # to those who read it in shared memory
+    assert replica.matches == [0, 1, 1] and at.follower.matches == 1
 
 
 def test_what_nothing_has_shown_goes_with_the_version(live, monkeypatch: pytest.MonkeyPatch) -> None:
