@@ -43,7 +43,7 @@ class SlowReplica:
 
     serves = True
 
-    def publish(self, verified: bool, status: str, unproven: tuple[str, ...]) -> None:
+    def publish(self, verified: bool, status: str, unproven: tuple[str, ...], matches: int) -> None:
         self.step += 1
 
     def discard(self) -> None: ...
