@@ -58,6 +58,7 @@ REQUESTS = 8  # for ranges, of a node, that no boundary has answered yet
 REASONS = 64  # remembered, so that a refusal that is repeated is told once
 
 
+_OPENING = object()  # in the queue: say the opening here
 Payload = Mapping[str, torch.Tensor] | Copies | bytes  # bytes: as they are
 
 
@@ -171,8 +172,10 @@ class Sender:
         return out
 
     def open_again(self) -> None:
-        """What `opening` says has changed: send it on the connection that there is."""
-        self._again.set()
+        """What `opening` says has changed: send it on the connection that there is, after what was put before. A record
+        of the job before would be taken for one of the new job's."""
+        if not self.put(_OPENING):
+            self._again.set()
 
     def close(self, last: Any, seconds: float) -> None:
         """Send what is queued and `last`, if that works within the time."""
@@ -265,7 +268,9 @@ class Sender:
                     return
                 continue
             try:
-                if to is link:
+                if to is link and message is _OPENING:
+                    self._again.set()
+                elif to is link:
                     _send(link, message, tensors.on_host() if isinstance(tensors, Copies) else tensors)
             finally:
                 self._done(tensors)

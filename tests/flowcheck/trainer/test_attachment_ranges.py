@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -276,7 +277,8 @@ def test_what_waits_for_a_boundary_is_bounded_in_bytes(training, hand_node, monk
 def test_nothing_that_is_said_wrongly_reaches_training(training, hand_node, hostile: Any) -> None:
     one = training()
     peer = joined(one, hand_node)
-    hostile(peer)
+    with contextlib.suppress(ConnectionError):  # the trainer may end it before all of it was said
+        hostile(peer)
     until(lambda: one.attachment.state == "lost")
     before = one.values["weight"].clone()
     one.iterate(2)
