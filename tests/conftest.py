@@ -35,8 +35,10 @@ os.environ["FLOWCHECK_PLACING"] = os.environ["FLOWCHECK_UPDATING"] = "default"
 
 # `make test` gives each core a worker of pytest-xdist, and a worker takes whole files. What uses the machine itself
 # (namespaces, ports, huge pages, lists of processes) stays on one worker, one test after another: labs on one, all that
-# feeds ports on another.
+# feeds ports on another. xdist begins with what has the most tests: alone, the few that build fuzzers would begin last,
+# and everybody would wait for them.
 TOGETHER = {
+    "tests/attacks": "attacks",
     "tests/flowcheck/lab/test_": "labs", "tests/flowcheck/lab/softroce": "labs", "tests/project/test_demo.py": "labs",
     "tests/flowcheck/test_interrupt.py": "labs",
     "tests/dataplane": "ports", "tests/flowcheck/node": "ports", "tests/switch_configs": "ports",
