@@ -27,6 +27,7 @@ from flowcheck.control.ask import COPY, DISK, MEMORY, STORE
 from flowcheck.control.tls import server_context
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.api import make_app
+from flowcheck.node.beside import begun
 from flowcheck.node.board import Glance
 from flowcheck.node.holdings import DiskShelf, MemoryShelf, Shelf
 from flowcheck.node.sending import Offering
@@ -35,7 +36,6 @@ from flowcheck.node.store_shelf import StoreShelf
 __all__ = ["main", "serve", "server_of"]
 
 CONNECTIONS = 256
-NICE = 5
 ASK_SECONDS = 10.0  # for a whole request, from the connection or from the answer before it on
 TAKE_SECONDS = 20.0  # for what the sender buffers, a megabyte or so
 LOOK_SECONDS = 1.0
@@ -120,12 +120,9 @@ class _Settings:
 
 def main() -> int:
     """The process itself."""
-    said = json.loads(sys.stdin.buffer.readline() or b"{}")
+    said = begun()
     if not said:
-        return 0  # the node ended before it could say anything
-    os.nice(NICE)
-    if said["cores"]:
-        os.sched_setaffinity(0, said["cores"])
+        return 0
     needs = said["shadow"]
     shelves: dict[str, Shelf] = {}
     if said["follows"]:

@@ -4,6 +4,8 @@
     storing.look()                                 again and again: says what it did, starts it anew if it has ended
     storing.close()                                a few seconds at most, whatever it does
 
+    settings, say = begun(), Lines()               in the process itself: first of all
+
 stdin: one line of JSON, its settings, because those may have a key in them; lines that follow are orders. It ends when
 stdin does. stdout: events, a line of JSON each. It shares files with the node and nothing else.
 """
@@ -14,15 +16,17 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["Beside", "start"]
+__all__ = ["Beside", "Lines", "begun", "start"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between two starts
 END_SECONDS = 6.0
 MOST_LINE = 1 << 16
+NICE = 5
 
 
 class Beside:
@@ -134,3 +138,30 @@ def _let_go(process: subprocess.Popen[bytes]) -> None:
             pipe.close()
         except BrokenPipeError:
             pass
+
+
+# -- in the process itself ------------------------------------------------------------------------------------------
+
+
+def begun() -> dict[str, Any]:
+    """Its settings, and from here on it gives way to the node's threads. Empty: the node ended before it said any."""
+    settings: dict[str, Any] = json.loads(sys.stdin.buffer.readline() or b"{}")
+    if settings:
+        os.nice(NICE)
+        if settings["cores"]:
+            os.sched_setaffinity(0, settings["cores"])
+    return settings
+
+
+class Lines:
+    """Events on standard output. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        with self._lock:
+            try:
+                print(json.dumps({"event": event, **fields}), flush=True)
+            except BrokenPipeError:
+                os._exit(0)  # the node has ended

@@ -33,13 +33,13 @@ from flowcheck.control.sources import addresses
 from flowcheck.control.tls import client_context
 from flowcheck.durable import remove_tree
 from flowcheck.errors import FlowcheckError
+from flowcheck.node.beside import Lines, begun
 from flowcheck.node.etcd import Etcd
 from flowcheck.node.runs import run_folder
 from flowcheck.node.seat import Member, Seat
 
 __all__ = ["Copier", "Rules", "main"]
 
-NICE = 5
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds after an attempt that failed
 END_SECONDS = 3.0
 TURN_SECONDS = 1.0
@@ -203,13 +203,6 @@ def _copies(lane: Path) -> list[_Copy]:
 # -- the process -----------------------------------------------------------------------------------------------------
 
 
-def _say(event: str, **fields: Any) -> None:
-    try:
-        print(json.dumps({"event": event, **fields}), flush=True)
-    except BrokenPipeError:
-        os._exit(0)  # the node has ended
-
-
 class _Sources:
     """Whom to copy from: those of the settings, and those that the registry says. Any thread."""
 
@@ -252,18 +245,9 @@ def _sit(said: Mapping[str, Any], directory: Path, copier: Copier, sources: _Sou
 
 def main() -> int:
     """The process itself."""
-    settings = json.loads(sys.stdin.buffer.readline() or b"{}")
+    settings, say = begun(), Lines()
     if not settings:
-        return 0  # the node ended before it could say anything
-    os.nice(NICE)
-    if settings["cores"]:
-        os.sched_setaffinity(0, settings["cores"])
-    lock = threading.Lock()
-
-    def say(event: str, **fields: Any) -> None:
-        with lock:
-            _say(event, **fields)
-
+        return 0
     copier = Copier(Path(settings["directory"]), Rules(**settings["rules"]), say)
     sources, ending = _Sources(copier, settings), threading.Event()
     sitting: threading.Thread | None = None

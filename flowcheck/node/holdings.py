@@ -48,7 +48,8 @@ from flowcheck.node.user_states import rank_file, ranks_in, user_folder
 from updater.errors import UpdaterError
 from updater.reader import PinnedVersion, Reader
 
-__all__ = ["DiskShelf", "Gone", "Held", "Holding", "MemoryShelf", "Pressed", "Shelf", "Withheld", "id_of"]
+__all__ = ["DiskShelf", "Gone", "Held", "Holding", "MemoryShelf", "Pressed", "Shelf", "Withheld", "files_of",
+           "id_of", "inode_of"]
 
 HOLD_SECONDS = 20.0
 RATE = 4e6  # bytes per second that whoever reads a pinned version must have
@@ -101,7 +102,7 @@ class Held:
 
     def is_gone(self) -> bool:
         """The file was removed or replaced."""
-        return _inode(self.path) != self._inode
+        return inode_of(self.path) != self._inode
 
     def check(self) -> None:
         """Raises Gone."""
@@ -147,7 +148,7 @@ class _InMemory(Held):
             self._pinned: PinnedVersion | None = self._stack.enter_context(reader.pinned(holding.offer.step))
         except UpdaterError as error:
             raise Gone(str(error)) from None
-        files = _files(self._pinned)
+        files = files_of(self._pinned)
         self._layouts = {file: _Layout(tensors) for file, tensors in files.items()}
         self._files = files
 
@@ -300,7 +301,7 @@ class MemoryShelf(Shelf):
     def look(self) -> list[Holding]:
         there: dict[tuple[Path, int], str] = {}
         for path in self._directory.glob("*.replica"):
-            if (named := self._name.fullmatch(path.name)) and (inode := _inode(path)):
+            if (named := self._name.fullmatch(path.name)) and (inode := inode_of(path)):
                 there[path, inode] = named[1]
         for key in self._readers.keys() - there.keys():
             self._readers.pop(key).close()
@@ -350,7 +351,7 @@ class DiskShelf(Shelf):
         seen: dict[tuple[Path, int], Offer | None] = {}
         for depth in ("*/epoch-*/step-*", "*/*/epoch-*/step-*"):
             for path in self._directory.glob(depth):
-                if inode := _inode(path):
+                if inode := inode_of(path):
                     key = path, inode
                     seen[key] = self._steps[key] if key in self._steps else _offered(path, inode, self._tier)
         self._steps = seen
@@ -385,7 +386,7 @@ class _Layout:
         return out
 
 
-def _files(version: PinnedVersion) -> dict[str, dict[str, torch.Tensor]]:
+def files_of(version: PinnedVersion) -> dict[str, dict[str, torch.Tensor]]:
     """What a checkpoint directory would have of it."""
     state = {
         f"state.{name}.{key}": tensor for name, values in version.optimizer_state.items()
@@ -409,7 +410,7 @@ def _sorted(found: Iterable[Holding]) -> list[Holding]:
     return sorted(found, key=lambda one: (-one.offer.epoch, -one.offer.step, one.path))
 
 
-def _inode(path: Path) -> int:
+def inode_of(path: Path) -> int:
     """0: it is not there."""
     try:
         return path.stat().st_ino

@@ -8,7 +8,6 @@ a thread that hangs cannot be ended in another way, and with the process the pin
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import sys
@@ -23,17 +22,16 @@ from typing import Any
 from flowcheck.checkpoint.directory import Meta
 from flowcheck.checkpoint.objects import Objects, open_store
 from flowcheck.checkpoint.store import UNNAMED, Lane, Rules
-from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError
-from flowcheck.node.holdings import Gone, Holding, MemoryShelf
+from flowcheck.node.beside import Lines, begun
+from flowcheck.node.holdings import Gone, Holding, MemoryShelf, files_of, inode_of
 from flowcheck.node.runs import run_folder
-from flowcheck.node.user_states import GATHER_SECONDS, rank_file, ranks_in, user_folder
+from flowcheck.node.user_states import GATHER_SECONDS, ranks_in, user_folder, users_in
 from updater.errors import UpdaterError
 from updater.reader import PinnedVersion, Reader
 
 __all__ = ["HUNG", "Persister", "Wants", "lane_name", "main"]
 
-NICE = 5
 LOOK_SECONDS = 0.02
 END_SECONDS = 4.0  # that an upload has to end, when the node does
 HUNG = 75  # exit status: the store does not answer
@@ -199,7 +197,7 @@ class Persister:
 
         def moving() -> None:
             upload.moved = self._now()
-            if upload.reads and _inode(holding.path) != holding.inode:
+            if upload.reads and inode_of(holding.path) != holding.inode:
                 raise Gone("the node has removed its replica", where=f"step {offer.step}")
 
         lane = Lane(self._objects, name, moving, self._wall)
@@ -210,7 +208,7 @@ class Persister:
         meta = Meta(offer.run_id, offer.epoch, version.status, version.unproven, version.optimizer, rounding,
                     offer.shard, version.matches)
         began = self._now()
-        entry = lane.write(offer.step, _files(version), meta, lambda: self._users(holding))
+        entry = lane.write(offer.step, files_of(version), meta, lambda: self._users(holding))
         upload.seconds, upload.pause, upload.reads = self._now() - began, 0.0, False
         self._say("stored", name=upload.name, step=offer.step, bytes=entry.version.nbytes,
                   seconds=round(upload.seconds, 3), path=f"{self._objects.url.rstrip('/')}/{entry.folder}")
@@ -227,32 +225,11 @@ class Persister:
         others = {rank for near in user_folder(replica, 0).parent.glob("step-*") for rank in ranks_in(near)}
         while others - set(ranks_in(folder)) and time.monotonic() < end:
             time.sleep(LOOK_SECONDS)
-        out = {}
-        for rank in ranks_in(folder):
-            try:
-                out[rank] = rank_file(folder, rank).read_bytes()
-            except OSError:
-                continue  # removed with its replica
-        return out
-
-
-def _files(version: PinnedVersion) -> dict[str, dict[str, Any]]:
-    state = {
-        f"state.{name}.{key}": tensor for name, values in version.optimizer_state.items()
-        for key, tensor in values.items()
-    }
-    return {MODEL: dict(version.parameters), OPTIMIZER: state}
+        return users_in(folder)
 
 
 def _alive(upload: _Upload) -> bool:
     return upload.thread is not None and upload.thread.is_alive()
-
-
-def _inode(path: Path) -> int:
-    try:
-        return path.stat().st_ino
-    except OSError:
-        return 0
 
 
 def _said(error: Exception) -> str:
@@ -260,20 +237,6 @@ def _said(error: Exception) -> str:
 
 
 # -- the process -----------------------------------------------------------------------------------------------------
-
-
-class _Lines:
-    """Events on standard output. Any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __call__(self, event: str, **fields: Any) -> None:
-        with self._lock:
-            try:
-                print(json.dumps({"event": event, **fields}), flush=True)
-            except BrokenPipeError:
-                os._exit(0)  # the node has ended
 
 
 def probe(objects: Objects, node: str) -> None:
@@ -288,13 +251,10 @@ def probe(objects: Objects, node: str) -> None:
 
 def main() -> int:
     """The process itself."""
-    settings = json.loads(sys.stdin.buffer.readline() or b"{}")
+    settings = begun()
     if not settings:
-        return 0  # the node ended before it could say anything
-    os.nice(NICE)
-    if settings["cores"]:
-        os.sched_setaffinity(0, settings["cores"])
-    stopping, say = threading.Event(), _Lines()
+        return 0
+    stopping, say = threading.Event(), Lines()
     threading.Thread(target=_read_to_the_end, args=(stopping,), daemon=True).start()
     store = settings["store"]
     opened: list[Objects] = []

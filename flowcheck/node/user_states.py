@@ -27,7 +27,7 @@ from pathlib import Path
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.durable import remove_tree
 
-__all__ = ["UserStates", "ranks_in", "rank_file", "user_folder"]
+__all__ = ["UserStates", "ranks_in", "rank_file", "user_folder", "users_in"]
 
 AHEAD = 64  # steps, newer than the newest version, whose states are kept
 UNWRITTEN = 64 << 20  # bytes that wait for the thread
@@ -53,6 +53,17 @@ def ranks_in(folder: Path) -> list[int]:
         return []
     found = (re.fullmatch(r"rank-([0-9]{5})\.safetensors", name) for name in names)
     return sorted(rank for one in found if one and (rank := int(one[1])) < MOST_RANKS)
+
+
+def users_in(folder: Path) -> dict[int, bytes]:
+    """What lies in a folder, by rank."""
+    out = {}
+    for rank in ranks_in(folder):
+        try:
+            out[rank] = rank_file(folder, rank).read_bytes()
+        except OSError:
+            continue  # removed with its replica
+    return out
 
 
 def _steps_in(replica: Path) -> set[int]:
@@ -129,14 +140,7 @@ class UserStates:
         with self._changed:
             came = self._came
             self._changed.wait_for(all_here, max(0.0, deadline - time.monotonic()))
-        folder = user_folder(replica, step)
-        out = {}
-        for rank in ranks_in(folder):
-            try:
-                out[rank] = rank_file(folder, rank).read_bytes()
-            except OSError:
-                continue  # removed with its replica
-        return out
+        return users_in(user_folder(replica, step))
 
     # -- the thread --
 
