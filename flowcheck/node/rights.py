@@ -157,12 +157,13 @@ def _held() -> int:
 
 
 def _limit(to: Iterable[int]) -> None:
-    """Of this thread, and of what it starts from now on: these at most, and never more than it has."""
+    """Of this thread, and of what it starts from now on: these at most, and never more than it has. What a program that
+    it starts could have at most is bounded at the first call: CAP_SETPCAP, which that takes, is gone after it."""
     bits = sum(1 << one for one in to)
     left = _held() & bits
     number = 0
     while (bounded := _libc.prctl(_PR_CAPBSET_READ, number, 0, 0, 0)) >= 0:
-        if bounded and not bits >> number & 1:
+        if bounded and number not in _Holder.always:
             _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)  # refused without CAP_SETPCAP; the next line holds anyway
         number += 1
     _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")  # no program that it starts gets any back
