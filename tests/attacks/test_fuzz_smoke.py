@@ -1,6 +1,6 @@
 """A short, repeatable piece of `make fuzz` in every test run: past finds first, then new inputs from fixed seeds.
 
-The programs are built once into build/fuzz (about a minute) and again for what has changed.
+The programs are built once into build/fuzz (half a minute) and again for what has changed.
 """
 
 from __future__ import annotations
