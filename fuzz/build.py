@@ -37,8 +37,8 @@ PYTHON_MODULES = (
 )
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 COMMON = ["-g1", "-O1", "-fno-omit-frame-pointer", "-DFC_DEBUG=1", "-DNPY_NO_DEPRECATED_API=NPY_1_7_API_VERSION", "-w"]
-# Of what Cython makes. Its own headers add 0 to null pointers. Optimising it takes the compiler five times as long as all
-# the rest, for a fifth to a third more inputs a second.
+# Of what Cython makes. Its own headers add 0 to null pointers. Optimising it takes five times as long as all the rest,
+# for a fifth to a third more inputs a second.
 GENERATED = ["-fno-sanitize=pointer-overflow", "-O0"]
 # clang does not know GCC's pragma for a file's instruction set.
 TARGET_PRAGMA = re.compile(r'^#pragma GCC target\("([\w.,]+)"\)', re.MULTILINE)

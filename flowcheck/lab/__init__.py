@@ -3,7 +3,7 @@
     fabric.py    network namespaces, cables, the leaf (Linux bridge with tc, or Open vSwitch), mirror, control network
     impair.py    cables that lose, double, move and damage packets, and write down which (impairer.pyx)
     softroce/    the c10d backend that puts NCCL's wire format on the fabric
-    jobs.py      models, text, optimizer settings;  trainer.py: what every rank runs
+    jobs.py      models, text, optimizer settings;  trainer.py: what every rank runs, forked by starter.py
     run.py       fabric + node + trainers of one run;  compare.py: the replica against the trainers, bit for bit
     experiment.py  what `flowcheck lab run` does;  view.py: the live screen;  cli.py: `flowcheck lab up|run|status|down`
 

@@ -9,27 +9,41 @@ A process that ends before it was told to ends the run: the error names it and s
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 from flowcheck.errors import EnvironmentProblem
 
-__all__ = ["Children"]
+__all__ = ["Children", "Process"]
 
 LOG_LINES = 12
 
 
+class Process(Protocol):
+    """What is used of subprocess.Popen here."""
+
+    pid: int
+    stdin: IO[str] | None
+    stdout: IO[str] | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def kill(self) -> None: ...
+
+
 @dataclass
 class _Child:
-    process: subprocess.Popen[str]
+    process: Process
     log: Path
     reader: threading.Thread
     may_end: bool = False
@@ -43,12 +57,12 @@ class Children:
         self._queue: queue.Queue[tuple[str, dict[str, Any] | None]] = queue.Queue()
         self._children: dict[str, _Child] = {}
 
-    def add(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
+    def add(self, name: str, process: Process, log: Path) -> None:
         reader = threading.Thread(target=self._read, args=(name, process), name=f"reads {name}", daemon=True)
         self._children[name] = _Child(process, log, reader)
         reader.start()
 
-    def _read(self, name: str, process: subprocess.Popen[str]) -> None:
+    def _read(self, name: str, process: Process) -> None:
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -89,7 +103,21 @@ class Children:
         self._children[name].reader.join(seconds)
         return status
 
-    def process(self, name: str) -> subprocess.Popen[str]:
+    def kill(self, names: Iterable[str], seconds: float) -> None:
+        """All that still run of these, at once. What they said is in the queue then."""
+        killed = [name for name in names if name in self._children]
+        for name in killed:
+            self._children[name].may_end = True
+            self._children[name].process.kill()
+        for name in killed:
+            self.wait(name, seconds)
+            process = self._children[name].process
+            for stream in (process.stdin, process.stdout):
+                assert stream is not None
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+    def process(self, name: str) -> Process:
         return self._children[name].process
 
     def events(self, until: Callable[[], bool], seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -29,8 +29,8 @@ from flowcheck.errors import EnvironmentProblem
 from flowcheck.interrupts import deferred
 
 __all__ = [
-    "add", "announce", "batch", "delete", "exists", "inside", "names", "only_switch", "plain", "prefix", "processes",
-    "quiet", "require", "run",
+    "add", "announce", "batch", "delete", "enter", "exists", "inside", "names", "only_switch", "plain", "prefix",
+    "processes", "quiet", "require", "run",
 ]
 
 RUN = Path("/run/netns")
@@ -151,6 +151,15 @@ def prefix(name: str, core: int | None = None) -> list[str]:
     return words if core is None else [*words, "taskset", "-c", str(core)]
 
 
+def enter(name: str) -> None:
+    """This thread, and what it starts, for good. Raises OSError."""
+    with (RUN / name).open("rb") as there:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(there.fileno(), _CLONE_NEWNET):  # os.setns exists from Python 3.12
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code), name)
+
+
 def inside(name: str, work: Callable[[], T]) -> T:
     """work() in a thread that has entered the namespace. Raises what it raises."""
     result: list[T] = []
@@ -158,11 +167,7 @@ def inside(name: str, work: Callable[[], T]) -> T:
 
     def body() -> None:
         try:
-            with (RUN / name).open("rb") as there:
-                libc = ctypes.CDLL(None, use_errno=True)
-                if libc.setns(there.fileno(), _CLONE_NEWNET):  # os.setns exists from Python 3.12
-                    code = ctypes.get_errno()
-                    raise OSError(code, os.strerror(code), name)
+            enter(name)
             result.append(work())
         except BaseException as error:
             failure.append(error)

@@ -45,12 +45,13 @@ from flowcheck.lab.compare import Ledger
 from flowcheck.lab.fabric import Fabric
 from flowcheck.lab.jobs import Training
 from flowcheck.lab.share import Share
+from flowcheck.lab.starter import Starter
 
 __all__ = ["Cores", "LabRun", "nobody"]
 
 CONTROL_PORT, API_PORT = 7070, 7071
 RUN = "lab"  # run id of a job that may be recovered
-START_SECONDS = 120.0  # four imports of torch on one core that others use too
+START_SECONDS = 120.0  # torch on a core that others use too
 ATTACHING = 4  # attach watches three, and sends manifest and connections after the next
 PEERING = {"peer_iterations": 8, "peer_seconds": 5.0}  # nodes that share a core are not in step
 QUIET_SECONDS = 90.0  # softroce gives a dead peer up after 60
@@ -92,6 +93,7 @@ class LabRun:
         self._checksums, self._node_settings, self._api = checksums, node_settings or {}, api
         self.recovered: list[dict[str, Any]] = []  # what each rank of this job said of it
         self._children = Children()
+        self._starter: Starter | None = None
         self._tails: dict[str, _Tail] = {}
         self._said: dict[str, Path] = {}  # where what a node says is kept
         self._token = secrets.token_hex(16)
@@ -102,18 +104,22 @@ class LabRun:
         self._jobs = -1  # number of the current job
 
     def __enter__(self) -> Self:
-        self.start_trainers()
+        try:
+            self.start_trainers()
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for name in [*self._trainers, *self._nodes]:
-            try:
-                process = self._children.process(name)
-            except KeyError:
-                continue
-            self._children.let_end(name)
-            process.kill()
-            process.wait()
+        self._end()
+
+    def _end(self) -> None:
+        try:
+            self._children.kill([*self._trainers, *self._nodes], END_SECONDS)
+        finally:
+            if self._starter is not None:
+                self._starter.close()
 
     @property
     def _trainers(self) -> list[str]:
@@ -139,11 +145,7 @@ class LabRun:
 
     def start_trainers_again(self) -> None:
         """In place of those that are gone; nodes go on. What they write goes into a folder of its own."""
-        for name in self._trainers:
-            self._children.let_end(name)
-            self._children.process(name).kill()
-        for name in self._trainers:
-            self._children.wait(name, END_SECONDS)
+        self._children.kill(self._trainers, END_SECONDS)
         for name, event in self._children.drain():
             self._take(name, event)
         out = self.out / f"again{self._jobs}"
@@ -151,12 +153,17 @@ class LabRun:
         self._spawn_trainers(out)
 
     def _spawn_trainers(self, out: Path) -> None:
+        starter = self._starter = self._starter or Starter({"OMP_NUM_THREADS": "1"})
         for rank, name in enumerate(self._trainers):
             settings = {"interface": "fab0", "address": f"10.77.0.{10 + rank}"}
-            command = [sys.executable, "-P", "-m", "flowcheck.lab.trainer", "--rank", str(rank), "--ranks",
-                       str(self.fabric.config.ranks), "--backend", self._backend, "--out", str(out)]
-            environment = {"FLOWCHECK_SOFTROCE": json.dumps(settings), "OMP_NUM_THREADS": "1"}
-            self._start(name, f"r{rank}", command, out / f"rank{rank}.log", self._cores.trainers, environment)
+            arguments = ["--rank", str(rank), "--ranks", str(self.fabric.config.ranks), "--backend", self._backend,
+                         "--out", str(out)]
+            with (out / f"rank{rank}.log").open("ab") as log:
+                process = starter.start(
+                    arguments, namespace=self.fabric.config.namespace(f"r{rank}"), core=self._cores.trainers,
+                    env={"FLOWCHECK_SOFTROCE": json.dumps(settings)}, stderr=log,
+                )
+            self._children.add(name, process, Path(log.name))
             self._tails[name] = _Tail(out / f"rank{rank}.jsonl")
         self._all_say("ready", self._trainers, START_SECONDS)
 
@@ -338,11 +345,7 @@ class LabRun:
 
     def kill_nodes(self) -> None:
         """kill -9, all of them; the mirror goes on. `start_nodes` starts others that have their names and places."""
-        for name in self._nodes:
-            self._children.let_end(name)
-            self._children.process(name).kill()
-        for name in self._nodes:
-            self._children.wait(name, END_SECONDS)
+        self._children.kill(self._nodes, END_SECONDS)
         for name, event in self._children.drain():
             self._take(name, event)
         self._follow()

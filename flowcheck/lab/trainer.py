@@ -1,6 +1,6 @@
 """What every rank of the lab runs: torch's own DDP or fully_shard (wrapping.py), optimizer, clipping and GradScaler.
 
-    python -P -m flowcheck.lab.trainer --rank R --ranks N --backend softroce --out DIR     (run.py, in the namespace)
+    python -P -m flowcheck.lab.trainer --rank R --ranks N --backend softroce --out DIR     (starter.py forks it)
 
     stdin     one JSON object per line, below; its end ends the rank
     stdout    {"event": "ready"}, after every step {"event": "iteration", ...}, {"event": "done"}: nothing in flight;
@@ -29,6 +29,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -320,14 +321,14 @@ def say(event: dict[str, Any]) -> None:
     print(json.dumps(event), flush=True)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="One rank of a lab run; run.py starts it.")
     for name in ("--rank", "--ranks"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--backend", choices=BACKENDS, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--master", default="10.78.0.10")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)  # run.py asks a silent rank where it stands
     if options.backend == "softroce":
