@@ -1,6 +1,7 @@
 """Fixtures that every folder shares. Capabilities decide what is skipped, and the skip says why."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -34,15 +35,16 @@ os.environ["FLOWCHECK_PLACING"] = os.environ["FLOWCHECK_UPDATING"] = "default"
 
 
 # `make test` gives each core a worker of pytest-xdist, and a worker takes whole files. What uses the machine itself
-# (namespaces, ports, huge pages, lists of processes) stays on one worker, one test after another: labs on one, all that
-# feeds ports on another. xdist begins with what has the most tests: alone, the few that build fuzzers would begin last,
-# and everybody would wait for them.
+# (namespaces, ports, huge pages, lists of processes) stays on one worker, one test after another: labs, nodes that are
+# fed, and so on. xdist begins with what has the most tests: alone, the few that build fuzzers would begin last, and
+# everybody would wait for them.
 TOGETHER = {
     "tests/attacks": "attacks",
     "tests/flowcheck/lab/test_": "labs", "tests/flowcheck/lab/softroce": "labs", "tests/project/test_demo.py": "labs",
     "tests/flowcheck/test_interrupt.py": "labs",
-    "tests/dataplane": "ports", "tests/flowcheck/node": "ports", "tests/switch_configs": "ports",
+    "tests/dataplane": "ports", "tests/switch_configs": "switches",
 }
+FED = re.compile(r"\b(start_node|lan)\b")  # tests of a node that gets packets name one of these fixtures
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -53,6 +55,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path = nodeid.split("::")[0]
+            if path.startswith("tests/flowcheck/node/") and FED.search((ROOT / path).read_text()):
+                return "nodes"
             return next((group for start, group in TOGETHER.items() if path.startswith(start)), path)
 
     return ByFile(config, log)
