@@ -35,7 +35,7 @@ from flowcheck.durable import (
     write_synced,
 )
 
-__all__ = ["take_copy"]
+__all__ = ["take_copy", "users_at"]
 
 
 def take_copy(node: Node, offer: Offer, out: Path) -> Path:
@@ -54,10 +54,7 @@ def take_copy(node: Node, offer: Offer, out: Path) -> Path:
                 stream = _Stream(node, offer, version, file)
                 write_synced(aside / file, stream.pieces())
                 files[file] = stream.entry()
-            users = {}
-            for rank in offer.with_user:
-                user = node.user(offer, rank)
-                users[rank] = pack(user.state, step=user.step, rank=rank, ranks=user.ranks)
+            users = users_at(node, offer)
             meta = Meta(version.run_id, version.epoch, version.status, version.unproven, version.optimizer,
                         version.rounding, version.shard)
             said = write_users(aside, users) if users else {}
@@ -69,6 +66,15 @@ def take_copy(node: Node, offer: Offer, out: Path) -> Path:
             node.close()
             remove_tree(aside)  # half of the new one, or all of the one that it replaced
     return path
+
+
+def users_at(node: Node, offer: Offer) -> dict[int, bytes]:
+    """What ranks gave of themselves with a version, checked, as files of it. Raises AskError."""
+    users = {}
+    for rank in offer.with_user:
+        user = node.user(offer, rank)
+        users[rank] = pack(user.state, step=user.step, rank=rank, ranks=user.ranks)
+    return users
 
 
 class _Stream:

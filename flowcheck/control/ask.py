@@ -1,7 +1,7 @@
 """Asking a node for versions: the client's side of its HTTP API, and the key that opens it.
 
     node = Node(("10.0.0.2", 7071), reader_key(token))
-    offers = node.offers()                           what it has: memory, copies, disk and store, newest first
+    offers = node.offers()                           what it has: memory, copies, disk, parity, store, newest first
     node.silent                                      of these, what did not say in time what it has
     node.withheld                                    why it does not offer others that it has
     version = node.version(offers[0])                the manifest; a version in memory stays as it is from here on
@@ -39,11 +39,14 @@ from flowcheck.control.version import STATUSES, Version
 from flowcheck.errors import FlowcheckError, UserError
 
 __all__ = [
-    "COPY", "DISK", "MEMORY", "STORE", "TIERS", "AskError", "Node", "Offer", "order_of", "reader_key", "spans", "split",
+    "COPY", "DISK", "MEMORY", "PARITY", "SECONDS", "STORE", "TIERS", "AskError", "Node", "Offer", "order_of",
+    "reader_key", "spans", "split",
 ]
 
-MEMORY, COPY, DISK, STORE = "memory", "copy", "disk", "store"
-TIERS = (MEMORY, COPY, DISK, STORE)  # of a node, the nearest first; a copy is of another node's version, in memory
+MEMORY, COPY, DISK, PARITY, STORE = "memory", "copy", "disk", "parity", "store"
+# Of a node, the nearest first. A copy is of another node's version, in memory; from parity a version is made when it is
+# asked for.
+TIERS = (MEMORY, COPY, DISK, PARITY, STORE)
 MOST_TEXT = 256 << 20  # a manifest has some 150 bytes per tensor
 SECONDS = 10.0  # without a byte
 RATE = 1e6  # bytes per second that an answer must have
@@ -158,9 +161,9 @@ class Node:
         self.silent: list[str] = []  # tiers
         self.withheld: list[str] = []  # reasons
 
-    def again(self) -> Node:
-        """The same node, over a connection of its own."""
-        return Node(self._address, self._key, self._seconds, self._tls)
+    def again(self, seconds: float | None = None) -> Node:
+        """The same node, over a connection of its own. seconds: that it may be silent there."""
+        return Node(self._address, self._key, self._seconds if seconds is None else seconds, self._tls)
 
     def close(self) -> None:
         """Let the connection go; may be called twice."""
@@ -172,7 +175,7 @@ class Node:
 
     def offers(self) -> list[Offer]:
         """All that the node has now. Raises AskError."""
-        said = self._json("/v1/versions")
+        said = self.json("/v1/versions")
         listed = said.get("versions") if isinstance(said, dict) else None
         if not isinstance(listed, list):
             raise AskError("does not list versions", where=self.name)
@@ -187,7 +190,7 @@ class Node:
         """The manifest of what was offered. Raises AskError."""
         where = f"{self.name}, {offer.tier}"
         try:
-            version = Version.of(self._json(f"/v1/versions/{offer.id}/manifest.json"), where)
+            version = Version.of(self.json(f"/v1/versions/{offer.id}/manifest.json"), where)
         except UserError as error:
             raise AskError(f"its manifest {error.what}", where=where) from None
         for name in ("run_id", "epoch", "step", "shard"):
@@ -267,6 +270,21 @@ class Node:
             raise AskError(f"lacks tensor {min(missing)!r}, which its manifest lists", where=where)
         return stream, lie, where
 
+    def raw(self, path: str, size: int, where: str) -> Iterator[memoryview]:
+        """The bytes of a file of which nothing but its size is known. A piece is good until the next. Raises AskError.
+        """
+        stream = _Stream(self, path, where)
+        if stream.size != size:
+            raise AskError(f"has {stream.size} bytes, not {size}", where=where)
+        buffer = memoryview(bytearray(CHUNK))
+        try:
+            for at in range(0, size, CHUNK):
+                piece = buffer[: min(CHUNK, size - at)]
+                stream.fill(piece)
+                yield piece
+        finally:
+            self.close()
+
     def user(self, offer: Offer, rank: int) -> UserState:
         """What a rank gave of itself with that version, checked. Raises AskError."""
         where = f"{self.name}, {offer.tier}: state of rank {rank}"
@@ -280,7 +298,8 @@ class Node:
 
     # -- requests --
 
-    def _json(self, path: str) -> Any:
+    def json(self, path: str) -> Any:
+        """A whole answer. Raises AskError."""
         try:
             return json.loads(self._take(path, MOST_TEXT))
         except (ValueError, RecursionError):

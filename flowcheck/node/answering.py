@@ -23,13 +23,14 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from flowcheck.checkpoint.objects import open_store
-from flowcheck.control.ask import COPY, DISK, MEMORY, STORE
-from flowcheck.control.tls import server_context
+from flowcheck.control.ask import COPY, DISK, MEMORY, PARITY, STORE, Node
+from flowcheck.control.tls import client_context, server_context
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.api import make_app
 from flowcheck.node.beside import begun
 from flowcheck.node.board import Glance
 from flowcheck.node.holdings import DiskShelf, MemoryShelf, Shelf
+from flowcheck.node.parity_shelf import OTHERS_SECONDS, ParityShelf, StreamShelf
 from flowcheck.node.sending import Offering
 from flowcheck.node.store_shelf import StoreShelf
 
@@ -90,12 +91,13 @@ class _Settings:
 
     def __init__(self, said: Mapping[str, Any]) -> None:
         self.keys: Mapping[str, list[str]] = said["keys"]
+        self.shown: str = said["shown"]  # to other nodes
         self._files = said["tls"]
         self._context: ssl.SSLContext | None = None
         self._renew()
 
     def take(self, said: Mapping[str, Any]) -> None:
-        self.keys = said["keys"]
+        self.keys, self.shown = said["keys"], said["shown"]
         try:
             self._renew()
         except FlowcheckError:
@@ -131,11 +133,18 @@ def main() -> int:
         shelves[COPY] = DiskShelf(Path(said["copies"]), tier=COPY, needs=needs)
     if said["follows"]:
         shelves[DISK] = DiskShelf(Path(said["checkpoints"]), needs=needs)
+    settings = _Settings(said)
+    streams = None
+    if parity := said["parity"]:
+        directory, tls = Path(parity["directory"]), client_context(parity["ca"]) if parity["ca"] else None
+        shelves[PARITY] = ParityShelf(directory, lambda: [
+            Node((host, port), settings.shown, OTHERS_SECONDS, tls) for host, port in parity["others"]
+        ], parity["most"], needs=needs)
+        streams = StreamShelf(directory)
     if store := said["store"]:
         shelves[STORE] = StoreShelf(store["url"], lambda: open_store(store["url"], store["options"]), needs=needs)
-    settings = _Settings(said)
     glance = Glance(said["board"]) if said["board"] >= 0 else None
-    server = server_of(make_app(shelves, lambda: settings.keys, glance), settings.listening())
+    server = server_of(make_app(shelves, lambda: settings.keys, glance, streams), settings.listening())
     threading.Thread(target=_follow, args=(server, settings), daemon=True).start()
     serve(server, socket.socket(fileno=said["socket"]))
     os._exit(0)  # calls to a store that hang are not waited for

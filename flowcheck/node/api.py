@@ -10,6 +10,8 @@ nothing but /healthz, and with one what its role may have (`may`).
     GET /v1/versions/{id}/model.safetensors        one loadable file each, whole or `Range: bytes=...`
     GET /v1/versions/{id}/optimizer.safetensors
     GET /v1/versions/{id}/user/{rank}              what that rank gave of itself; a safetensors file, whole
+    GET /v1/pieces                                 for other members of a group with parity: what this node has itself,
+    GET /v1/pieces/{id}/stream.bin                 versions in memory, copies, on disk; streams of parity
     GET /, /metrics, /v1/node                      how the node itself is: told.py
 
 A browser cannot show a key by itself. It asks the user for name and password (HTTP Basic), and the key is the password.
@@ -25,7 +27,7 @@ import base64
 import contextlib
 import hmac
 import re
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
@@ -38,12 +40,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowcheck import __version__
+from flowcheck.checkpoint.coding.rebuilding import PIECES, STREAM
+from flowcheck.control.ask import COPY, DISK, MEMORY
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.api_description import describe
 from flowcheck.node.board import Glance
 from flowcheck.node.holdings import Gone, Held, Pressed, Shelf, Withheld
+from flowcheck.node.parity_shelf import ROW, StreamShelf
 from flowcheck.node.sending import FromMemory
 from flowcheck.node.tokens import HTTP_ROLES
 from flowcheck.node.told import PAGE, PATHS, Told
@@ -54,6 +59,7 @@ PIECE = 4 << 20  # bytes, between two looks whether the version is still held
 LOOK_SECONDS = 5.0  # that a tier may take to list what it has
 EXPIRE_SECONDS = 1.0
 VERSIONS = "/v1/versions"
+OWN = (MEMORY, COPY, DISK)  # tiers for which nobody else is asked
 Keys = Mapping[str, Collection[str]]
 Said = dict[str, Any]  # of a version: the fields of control.ask.Offer
 OPEN = "/healthz"  # the one path that needs no key
@@ -61,17 +67,20 @@ _PASSWORD = 'Basic realm="FlowCheck node: any name, and a key as password", char
 
 
 def make_app(
-    shelves: Mapping[str, Shelf], keys: str | Callable[[], Keys], glance: Glance | None = None
+    shelves: Mapping[str, Shelf], keys: str | Callable[[], Keys], glance: Glance | None = None,
+    streams: StreamShelf | None = None,
 ) -> ASGIApp:
     """shelves: by tier. keys: those that are accepted now, each with the roles that show it; one text is of all.
-    glance: at what the node tells of itself."""
-    return _Guard(_Api(shelves, glance).app, keys)
+    glance: at what the node tells of itself. streams: of parity, if it keeps any."""
+    return _Guard(_Api(shelves, glance, streams).app, keys)
 
 
 def may(path: str) -> Collection[str]:
     """Roles that a path is for. Whatever is not named here is the operator's: a new route is in nobody else's hands."""
     if path == VERSIONS or path.startswith(f"{VERSIONS}/"):
         return ("trainer", "reader")
+    if path == PIECES or path.startswith(f"{PIECES}/"):
+        return ("reader",)
     if path in PATHS:
         return ("reader", "operator")
     return HTTP_ROLES if path in ("/v1/status", "/openapi.json") else ("operator",)
@@ -123,9 +132,12 @@ def _key(shown: bytes) -> bytes:
 
 
 class _Api:
-    def __init__(self, shelves: Mapping[str, Shelf], glance: Glance | None = None) -> None:
-        self._shelves = shelves
-        self._threads = {tier: ThreadPoolExecutor(1, f"flowcheck {tier}") for tier in shelves}
+    def __init__(
+        self, shelves: Mapping[str, Shelf], glance: Glance | None = None, streams: StreamShelf | None = None
+    ) -> None:
+        self._tiers, self._streams = tuple(shelves), streams
+        self._shelves = {**shelves, **({ROW: streams} if streams is not None else {})}
+        self._threads = {tier: ThreadPoolExecutor(1, f"flowcheck {tier}") for tier in self._shelves}
         self._hashing = asyncio.Lock()  # one version at a time has all cores
         versions = f"{VERSIONS}/{{id}}"
         self.app = Starlette(
@@ -138,6 +150,8 @@ class _Api:
                 Route(f"{versions}/{MODEL}", self._file),
                 Route(f"{versions}/{OPTIMIZER}", self._file),
                 Route(f"{versions}/user/{{rank}}", self._user),
+                Route(PIECES, self._pieces),
+                Route(f"{PIECES}/{{id}}/{STREAM}", self._file),
                 *Told(glance).routes,
             ],
             exception_handlers={
@@ -192,10 +206,17 @@ class _Api:
         offers, withheld, absent = await self._look()
         return JSONResponse({"versions": offers, "withheld": withheld, "absent": absent})
 
-    async def _look(self) -> tuple[list[Said], list[Said], list[str]]:
+    async def _pieces(self, request: Request) -> Response:
+        offers, _, absent = await self._look([tier for tier in self._tiers if tier in OWN])
+        streams = await self._on(ROW, self._streams.streams) if self._streams is not None else []
+        return JSONResponse({"versions": offers, "streams": streams, "absent": absent})
+
+    async def _look(self, tiers: Sequence[str] | None = None) -> tuple[list[Said], list[Said], list[str]]:
         """What can be had, newest first; what is there and is not offered; tiers that did not say so in time."""
-        asked = {tier: asyncio.ensure_future(self._on(tier, shelf.look)) for tier, shelf in self._shelves.items()}
-        await asyncio.wait(asked.values(), timeout=LOOK_SECONDS)
+        shelves = {tier: self._shelves[tier] for tier in (self._tiers if tiers is None else tiers)}
+        asked = {tier: asyncio.ensure_future(self._on(tier, shelf.look)) for tier, shelf in shelves.items()}
+        if asked:
+            await asyncio.wait(asked.values(), timeout=LOOK_SECONDS)
         absent = [tier for tier, task in asked.items() if not task.done() or _refused(task)]
         offers = [one.offer for tier, task in asked.items() if tier not in absent for one in task.result()]
         order = list(asked)
@@ -256,7 +277,7 @@ class _Api:
     async def _held(self, request: Request) -> tuple[str, Held]:
         id = request.path_params["id"]
         tier = next((tier for tier in self._shelves if id.startswith(tier[0])), "")
-        if not tier:
+        if not tier or (tier == ROW) != request.url.path.startswith(PIECES):
             raise Gone("there is no such version", where=id[:64])
         return tier, await self._on(tier, self._shelves[tier].hold, id)
 

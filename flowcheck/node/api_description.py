@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flowcheck import __version__
+from flowcheck.checkpoint.coding.rebuilding import PIECES, STREAM
 from flowcheck.control.version import MODEL, OPTIMIZER
 
 __all__ = ["describe"]
@@ -17,7 +18,8 @@ _WITHHELD = {
     "description": "Versions that are there and are not offered before enough checksums of the trainer have matched.",
 }
 _ABSENT = {"type": "array", "items": {"type": "string"}, "description": "Tiers that did not answer in time."}
-_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[mcds][0-9a-f]{31}$"}}
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[mcdps][0-9a-f]{31}$"}}
+_PIECE = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^r[0-9a-f]{31}$"}}
 _RANGE = {"name": "Range", "in": "header", "schema": {"type": "string"}, "description": "One range of bytes."}
 _RANK = {"name": "rank", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 0}}
 _USER = {
@@ -28,6 +30,10 @@ _AGE = {
     "age_steps": {"type": ["integer", "null"], "description": "Steps that the trainers are known to have made since."},
     "age_seconds": {"type": ["number", "null"], "description": "Since it was published."},
 }
+_STREAM = {"type": "object", "required": ["id", "number", "mark", "nbytes", "sha256"], "properties": {
+    "id": {"type": "string"}, "number": {"type": "integer"}, "mark": {"type": "string"}, "nbytes": {"type": "integer"},
+    "sha256": {"type": "string"},
+}}
 _BYTES = {"type": "string", "format": "binary"}
 REFUSED = {"401": "Refused", "403": "OfAnotherRole"}
 _TEXT = {"type": "string"}
@@ -71,6 +77,19 @@ def describe(open_path: str) -> dict[str, Any]:
                 "What a rank gave of itself: a safetensors file, whole.",
                 {"200": _answer("The file.", _BYTES, "application/octet-stream"), **lost}, [_ID, _RANK],
             ),
+            PIECES: _get(
+                "What this node has itself, for other members of a group with parity: whole versions, and streams of"
+                " parity. `mark`: streams with the same one go together.",
+                {"200": _answer("What there is.", {
+                    "type": "object", "required": ["versions", "streams", "absent"], "properties": {
+                        "versions": {"type": "array", "items": _OFFER},
+                        "streams": {"type": "array", "items": _STREAM}, "absent": _ABSENT,
+                    },
+                })},
+            ),
+            f"{PIECES}/{{id}}/{STREAM}": {**file, "get": {
+                **file["get"], "summary": "A stream of parity.", "parameters": [_PIECE, _RANGE],
+            }},
             "/": _get("A page for people: how the node is.", {"200": _answer("HTML.", _TEXT, "text/html")}),
             "/metrics": _get("The node's metrics: docs/reference/metrics.md.", {
                 "200": _answer("Prometheus' text form, or OpenMetrics for who accepts it.", _TEXT, "text/plain"),

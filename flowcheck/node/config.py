@@ -23,6 +23,7 @@ __all__ = ["Api", "Capture", "CommonStep", "Control", "NodeConfig", "Output", "P
 
 MOST_BYTES = 1 << 20
 LARGEST_RING = 1 << 24
+MOST_STREAMS_OF_A_CODE = 32  # checkpoint/coding/galois.pyx
 MOST_STREAMS = 64  # queues of all captures: streams that one state machine follows (parser/include/machine.h)
 NOWHERE = "127.0.0.1:0"  # of a node that nobody speaks to
 AUTO = ("auto",)
@@ -270,6 +271,9 @@ class Protect(_Part):
     keep: whole copies of a group; one more while the next comes. directory: for them, on tmpfs; left out: that of the
     replicas. memory_mb: most that all copies may take. seconds: between two looks at a node.
 
+    parity: "K+M": of K nodes, each of which follows a shard, any M of the group may be lost. group: HOST:PORT of their
+    `api.listen`, the K nodes and then M holders of parity; this node is one of them.
+
     registry: endpoints of etcd, in which nodes of one `cluster` find each other; their root then says whose copies a
     node keeps, beside `copies`. registry_ca: as tls.ca, of https:// endpoints. replicas: of each node's state, its own
     counts. grace: seconds that who is there must differ before the root changes anything. advertise: HOST:PORT of
@@ -281,6 +285,8 @@ class Protect(_Part):
     directory: Path | None = None
     memory_mb: Annotated[int, Field(ge=1)] = 65536
     seconds: Annotated[float, Field(ge=0.05, le=3600)] = 0.5
+    parity: Annotated[str, Field(pattern=r"^[0-9]{1,2}\+[0-9]{1,2}$")] | None = None
+    group: Annotated[tuple[str, ...], Field(max_length=32)] = ()
     registry: Annotated[tuple[str, ...], Field(max_length=16)] = ()
     registry_ca: str = ""
     cluster: Annotated[str, Field(min_length=1, max_length=64)] = "default"
@@ -291,7 +297,7 @@ class Protect(_Part):
     leaf: Annotated[str, Field(max_length=64)] = ""
     rack: Annotated[str, Field(max_length=64)] = ""
 
-    _addresses = field_validator("copies")(_other_nodes)
+    _addresses = field_validator("copies", "group")(_other_nodes)
 
     @field_validator("advertise")
     @classmethod
@@ -300,13 +306,33 @@ class Protect(_Part):
 
     @model_validator(mode="after")
     def _some(self) -> Self:
-        if not self.copies and not self.registry:
-            raise _wrong("copies", "names nobody: nodes whose versions are copied, or a registry that says whose")
+        if self.code is None:
+            if self.group:
+                raise _wrong("parity", "is missing: how many of the group hold data, and how many parity")
+            if not self.copies and not self.registry:
+                raise _wrong("copies", "names nobody: nodes whose versions are copied, or a registry that says whose")
+        elif not (self.code[0] >= 2 and self.code[1] >= 1 and sum(self.code) <= MOST_STREAMS_OF_A_CODE):
+            raise _wrong("parity", f"{self.parity}: two nodes with data at least, one holder of parity, and"
+                         f" {MOST_STREAMS_OF_A_CODE} in all at most")
+        elif len(self.group) != sum(self.code):
+            raise _wrong("group", f"names {len(self.group)} nodes, and {self.parity} are {sum(self.code)}")
         return self
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
         return [_host_and_port(text) for text in self.copies]
+
+    @property
+    def members(self) -> list[tuple[str, int]]:
+        return [_host_and_port(text) for text in self.group]
+
+    @property
+    def code(self) -> tuple[int, int] | None:
+        """How many hold data, and how many parity."""
+        if self.parity is None:
+            return None
+        data, _, parity = self.parity.partition("+")
+        return int(data), int(parity)
 
 
 class NodeConfig(_Part):
@@ -400,6 +426,17 @@ class NodeConfig(_Part):
         return self
 
     @model_validator(mode="after")
+    def _grouped(self) -> Self:
+        if self.protect is None or self.protect.code is None:
+            return self
+        if self.member is None:
+            own = self.protect.advertise or (self.api.listen if self.api is not None else "no [api]")
+            raise _wrong("protect.group", f"this node is none of them: it has {own}")
+        if self.member < self.protect.code[0] and not self.capture:
+            raise _wrong("protect.group", "this node follows no job, and has a place among those with data")
+        return self
+
+    @model_validator(mode="after")
     def _near(self) -> Self:
         for table, part in (("control", self.control), ("api", self.api)):
             if part is None or part.insecure or self.tls is not None or _is_loopback(part.address[0]):
@@ -451,6 +488,21 @@ class NodeConfig(_Part):
         if self.protect is None:
             return None
         return (self.protect.directory or self.replica.directory) / f"flowcheck-{self.name}.copies"
+
+    @property
+    def parity(self) -> Path | None:
+        """Where parity lies, if this node keeps any."""
+        if self.protect is None or self.protect.code is None:
+            return None
+        return (self.protect.directory or self.replica.directory) / f"flowcheck-{self.name}.parity"
+
+    @property
+    def member(self) -> int | None:
+        """This node's place in protect.group."""
+        if self.protect is None or self.api is None:
+            return None
+        own = self.api.address if self.protect.advertise is None else _host_and_port(self.protect.advertise)
+        return self.protect.members.index(own) if own in self.protect.members else None
 
     def table(self, index: int) -> str:
         """What errors and events call a capture's table in the settings."""

@@ -8,6 +8,9 @@ common. A source that hangs, lies or is gone holds up nobody else, and what was 
 
     DIRECTORY/SOURCE/RUN/epoch-E/step-N          a checkpoint directory each, whole or not there (checkpoint/copies.py)
 
+In a group with parity a node keeps copies of its own versions so, which the holders of parity encode: a thread of a
+holder makes rounds (rounds.py).
+
 Of each group of a source the `keep` copies that came last stay, whatever run they are of. An older one goes when a
 newer one is whole, and not before.
 """
@@ -19,12 +22,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
+from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.checkpoint.copies import take_copy
 from flowcheck.checkpoint.directory import MANIFEST
@@ -35,6 +39,7 @@ from flowcheck.durable import remove_tree
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.beside import Lines, begun
 from flowcheck.node.etcd import Etcd
+from flowcheck.node.rounds import Rounds
 from flowcheck.node.runs import run_folder
 from flowcheck.node.seat import Member, Seat
 
@@ -118,18 +123,12 @@ class Copier:
     # -- a source's thread --
 
     def _follow(self, name: str, turn: threading.Lock, ending: threading.Event) -> None:
-        said, pause = "", FIRST_PAUSE
-        while not ending.is_set():
-            try:
-                with turn:
-                    self.look(self._nodes[name].again(), ending.is_set)
-                said, pause, wait = "", FIRST_PAUSE, self._rules.seconds
-            except Exception as error:  # also of a library: it must not end the thread without a word
-                why = error.what if isinstance(error, FlowcheckError) else f"{type(error).__name__}: {error}"
-                if why != said:
-                    self._say("uncopied", name="", source=name, why=why)
-                said, wait, pause = why, pause, min(2 * pause, LONGEST_PAUSE)
-            ending.wait(wait)
+        def look() -> None:
+            with turn:
+                self.look(self._nodes[name].again(), ending.is_set)
+
+        _again(look, lambda error, why: self._say("uncopied", name="", source=name, why=why), self._rules.seconds,
+               ending)
 
     def look(self, node: Node, ending: Callable[[], bool] = lambda: False) -> None:
         """Take what is due of a node, one group after the other. Raises FlowcheckError: the first that failed; the
@@ -186,6 +185,23 @@ class Copier:
             remove_tree(old.path)
 
 
+def _again(
+    work: Callable[[], object], failed: Callable[[Exception, str], None], seconds: float, ending: threading.Event
+) -> None:
+    """Again and again. Why it fails is said once until it changes, and it is tried less and less often then."""
+    said, pause = "", FIRST_PAUSE
+    while not ending.is_set():
+        try:
+            work()
+            said, pause, wait = "", FIRST_PAUSE, seconds
+        except Exception as error:  # also of a library: it must not end the thread without a word
+            why = error.what if isinstance(error, FlowcheckError) else f"{type(error).__name__}: {error}"
+            if why != said:
+                failed(error, why)
+            said, wait, pause = why, pause, min(2 * pause, LONGEST_PAUSE)
+        ending.wait(wait)
+
+
 def _copies(lane: Path) -> list[_Copy]:
     """Whole ones, those that came first first."""
     found = []
@@ -224,9 +240,13 @@ class _Sources:
                 self._follow()
 
     def _follow(self) -> None:
-        tls = client_context(self._said["ca"]) if self._said["ca"] else None
         wanted = dict.fromkeys([*((host, port) for host, port in self._said["sources"]), *self._placed])
-        self._copier.follow([Node(address, self._said["key"], tls=tls) for address in wanted])
+        self._copier.follow(self.nodes(wanted))
+
+    def nodes(self, addresses: Iterable[tuple[str, int]]) -> list[Node]:
+        """As they are asked now."""
+        tls = client_context(self._said["ca"]) if self._said["ca"] else None
+        return [Node(address, self._said["key"], tls=tls) for address in addresses]
 
 
 def _sit(said: Mapping[str, Any], directory: Path, copier: Copier, sources: _Sources, say: Callable[..., None],
@@ -243,13 +263,33 @@ def _sit(said: Mapping[str, Any], directory: Path, copier: Copier, sources: _Sou
     registry.close()
 
 
+def _go_round(said: Mapping[str, Any], rules: Rules, sources: _Sources, say: Callable[..., None],
+              ending: threading.Event) -> None:
+    """The thread of a holder of parity."""
+    code, members = Code(*said["code"]), [(host, port) for host, port in said["members"]]
+    rounds = Rounds(Path(said["directory"]), code, said["number"], rules.every, say, rules.keep, rules.most)
+
+    def failed(error: Exception, why: str) -> None:
+        where = error.where if isinstance(error, FlowcheckError) else ""
+        say("unprotected", name="", why=f"{where}: {why}" if where else why)
+
+    _again(lambda: rounds.turn(sources.nodes(members[: code.data])), failed, rules.seconds, ending)
+
+
 def main() -> int:
     """The process itself."""
     settings, say = begun(), Lines()
     if not settings:
         return 0
-    copier = Copier(Path(settings["directory"]), Rules(**settings["rules"]), say)
+    rules, parity = Rules(**settings["rules"]), settings["parity"]
+    own = parity is not None and parity["number"] < parity["code"][0]
+    if own:  # what holders of parity encode stays here longer than in a slot
+        settings["sources"].append(parity["members"][parity["number"]])
+    copier = Copier(Path(settings["directory"]), rules, say)
     sources, ending = _Sources(copier, settings), threading.Event()
+    if parity is not None and not own:
+        threading.Thread(target=_go_round, args=(parity, rules, sources, say, ending), daemon=True,
+                         name="flowcheck rounds").start()
     sitting: threading.Thread | None = None
     if settings["registry"] is not None:
         given = settings["registry"], Path(settings["directory"]), copier, sources, say, ending

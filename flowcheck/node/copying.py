@@ -23,6 +23,9 @@ from flowcheck.node.etcd import check_endpoints
 __all__ = ["Copying", "check_copies"]
 
 
+PLACE = "a directory that the node may write to as protect.directory, on tmpfs, and free space"
+
+
 class Copying(Beside):
     """config: with `protect`."""
 
@@ -39,7 +42,7 @@ class Copying(Beside):
             "sources": protect.addresses, "cores": sorted(os.sched_getaffinity(0) - config.pinned),
             "rules": {"every": protect.every, "keep": protect.keep, "most": protect.memory_mb << 20,
                       "seconds": protect.seconds},
-            "registry": registry if protect.registry else None,
+            "registry": registry if protect.registry else None, "parity": _rounds(config),
         }, say)
 
     def tell(self, key: str) -> None:
@@ -53,6 +56,12 @@ class Copying(Beside):
                           seconds=said["seconds"], path=said["path"])
             case "uncopied":
                 self._say("uncopied", name=name, source=said["source"], why=said["why"])
+            case "protected":
+                self.well()
+                self._say("protected", name=name, epoch=said["epoch"], step=said["step"], shards=said["shards"],
+                          stream=said["stream"], bytes=said["bytes"], seconds=said["seconds"], path=said["path"])
+            case "unprotected":
+                self._say("unprotected", name=name, why=said["why"])
             case "registered":
                 self._say("registered", members=said["members"], root=said["root"], epoch=said["epoch"])
             case "unregistered":
@@ -64,6 +73,14 @@ class Copying(Beside):
                 self._say("problem", name=name, why=said["why"])
 
 
+def _rounds(config: NodeConfig) -> dict[str, Any] | None:
+    """A member's part in a group with parity."""
+    protect = config.protect
+    if protect is None or protect.code is None:
+        return None
+    return {"code": protect.code, "number": config.member, "members": protect.members, "directory": str(config.parity)}
+
+
 def check_copies(config: NodeConfig) -> Path:
     """Where they lie. Raises EnvironmentProblem or UserError: it cannot be written to, or nobody could be asked."""
     directory = config.copies
@@ -73,7 +90,9 @@ def check_copies(config: NodeConfig) -> Path:
                         remedy="those of other nodes")
     if config.protect.registry:
         check_endpoints(config.protect.registry)
+    if config.parity is not None:
+        check_writable(config.parity, PLACE)
     if config.tls is not None:
         client_context(config.tls.ca)
-    check_writable(directory, "a directory that the node may write to as protect.directory, on tmpfs, and free space")
+    check_writable(directory, PLACE)
     return directory

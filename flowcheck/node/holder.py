@@ -60,7 +60,7 @@ class Holder:
     def announce(self, say: Callable[..., None]) -> None:
         assert self.config.protect is not None
         say("holding", api=self.api, copies=list(self.config.protect.copies), every=self.config.protect.every,
-            registry=list(self.config.protect.registry))
+            registry=list(self.config.protect.registry), parity=self.config.protect.parity)
 
     def wait(self) -> None:
         """Until `stop`."""
@@ -115,8 +115,12 @@ def check(config: NodeConfig, as_json: bool) -> None:
         typer.echo(json.dumps(made))
     else:
         whose = [*config.protect.copies, *(f"those that {one} says" for one in config.protect.registry[:1])]
-        typer.echo(f"copies of the versions of {', '.join(whose)}, in {config.copies}\n"
-                   f"at most {config.protect.memory_mb:,} MiB; {free:,} MiB are free there")
+        if whose:
+            typer.echo(f"copies of the versions of {', '.join(whose)}, in {config.copies}")
+        if config.protect.code is not None and config.member is not None:
+            typer.echo(f"stream {config.member} of {config.protect.parity}, parity of the versions of"
+                       f" {', '.join(config.protect.group[: config.protect.code[0]])}, in {config.parity}")
+        typer.echo(f"at most {config.protect.memory_mb:,} MiB; {free:,} MiB are free there")
     if free < config.protect.memory_mb:
         raise EnvironmentProblem(
             f"{free:,} MiB are free, and copies may take {config.protect.memory_mb:,}", where=str(config.copies),

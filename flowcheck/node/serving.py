@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flowcheck.control.ask import reader_key
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.listening import listen
 from flowcheck.node.tokens import HTTP_ROLES, keys_of
@@ -49,7 +50,9 @@ class Serving:
             "reserved": int(config.store is not None), "follows": bool(config.capture), "shadow": config.api.shadow,
             "copies": str(config.copies) if config.copies is not None else None,
             "store": config.store.model_dump(include={"url", "options"}) if config.store is not None else None,
+            "parity": _parity(config), "shown": _shown(config),
         }
+        self._config = config
         self._socket, self.address = listen(config.api.address, "api.listen", BACKLOG)
         self._began = time.monotonic()
         self._process = self._start()
@@ -66,8 +69,9 @@ class Serving:
 
     def tell(self, keys: Mapping[str, list[str]]) -> None:
         """These keys from now on; the certificate is read again."""
-        self._settings["keys"] = dict(keys)
-        _write(self._process, {"keys": dict(keys)})
+        said = {"keys": dict(keys), "shown": _shown(self._config)}
+        self._settings |= said
+        _write(self._process, said)
 
     def look(self) -> None:
         """Start it anew if it has ended."""
@@ -95,6 +99,21 @@ class Serving:
         """End it; answers that are under way are cut. May be called twice."""
         self._reap()
         self._socket.close()
+
+
+def _parity(config: NodeConfig) -> dict[str, Any] | None:
+    """Of a holder of parity: where it lies, and whom it asks for the other streams."""
+    protect, member = config.protect, config.member
+    if protect is None or protect.code is None or member is None or member < protect.code[0]:
+        return None
+    others = [address for number, address in enumerate(protect.members) if number != member]
+    return {"directory": str(config.parity), "others": others, "most": protect.memory_mb << 20,
+            "ca": config.tls.ca if config.tls is not None else ""}
+
+
+def _shown(config: NodeConfig) -> str:
+    """The key that it shows to others as a reader."""
+    return reader_key(config.token("reader")) if _parity(config) is not None else ""
 
 
 def _write(process: subprocess.Popen[bytes], said: Mapping[str, Any]) -> None:

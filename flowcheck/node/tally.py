@@ -39,7 +39,8 @@ CONDITIONS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 }
 # Events that say nothing that somebody would have to read.
 QUIET = frozenset({
-    "iteration", "times", "placing", "updating", "written", "stored", "copied", "peers", "ranges", "capture",
+    "iteration", "times", "placing", "updating", "written", "stored", "copied", "protected", "peers", "ranges",
+    "capture",
 })
 
 

@@ -154,6 +154,9 @@ class HandApi:
         if request.path == "/v1/versions":
             return 200, json.dumps({
                 "versions": [one.offer for one in self.versions], "absent": [], "withheld": self.withheld}).encode()
+        if request.path == "/v1/pieces":
+            own = [one.offer for one in self.versions if one.offer["tier"] in ("memory", "copy", "disk")]
+            return 200, json.dumps({"versions": own, "streams": [], "absent": []}).encode()
         for one in self.versions:
             for file in ("manifest.json", *FILES):
                 if request.path == f"/v1/versions/{one.id}/{file}":

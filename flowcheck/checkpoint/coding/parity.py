@@ -7,7 +7,7 @@ A shard's stream is the bytes of its tensors, those of the model and then those 
 order of its safetensors file, and zeros up to the length of the longest. parity.json names run, epoch and step, has the
 manifest of every shard, and is written last; the directory appears whole or not at all. So parity is of one step of all
 shards, and a round that fails (a node that dies, stalls or lies) leaves the parity before as it was. What ranks gave of
-themselves is not in it.
+themselves is small, and lies beside it as it is. A holder keeps one stream of several in its directory (`encode`).
 
 Whatever a node sends is hashed against its manifest while it is encoded, and every tensor that is rebuilt against the
 manifest that parity.json has. No more of a version than a piece of each stream is in memory. Any thread; one at a time
@@ -16,10 +16,11 @@ for a directory.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,17 +29,20 @@ from typing import Any, Self
 import torch
 
 from flowcheck.checkpoint.coding.code import Code
+from flowcheck.checkpoint.copies import users_at
 from flowcheck.checkpoint.directory import Meta, tensor_sha256, write_step
-from flowcheck.control.ask import SECONDS, AskError, Node, Offer, order_of, reader_key
+from flowcheck.checkpoint.users import file_of, users_of, write_users
+from flowcheck.control.ask import PARITY, SECONDS, AskError, Node, Offer, order_of, reader_key
 from flowcheck.control.protocol import token_bytes
 from flowcheck.control.sources import Found, Key, addresses, choose, look
 from flowcheck.control.tensors import TensorSpec
 from flowcheck.control.tls import client_context
 from flowcheck.control.version import MODEL, OPTIMIZER, Version, seal, self_hash
-from flowcheck.durable import adopt, fsync_directory, make_directory, partial_name, remove_tree, reporting
+from flowcheck.durable import adopt, fsync_directory, make_directory, partial_name, remove_tree, reporting, write_synced
 from flowcheck.errors import EnvironmentProblem, UserError
 
-__all__ = ["SCHEMA", "Protected", "protect", "restore_shard"]
+__all__ = ["SCHEMA", "Padded", "Protected", "Source", "bytes_of", "decode", "encode", "pieces_in", "protect",
+           "restore_shard", "source_of"]
 
 SCHEMA, DESCRIPTION = "flowcheck/parity/1", "parity.json"
 PIECE = 4 << 20
@@ -47,12 +51,16 @@ OTHER = "protect another step, or see the nodes"
 
 @dataclass(frozen=True)
 class Protected:
-    """A directory of parity. versions: of each shard, in the order of the streams of data. length: of each stream."""
+    """A directory of parity. versions: of each shard, in the order of the streams of data. length: of each stream.
+    sums: of the streams of parity that were written into it, SHA-256 by number. users: of each shard, whose own states
+    lie beside them."""
 
     path: Path
     code: Code
     length: int
     versions: tuple[Version, ...]
+    sums: Mapping[int, str]
+    users: tuple[tuple[int, ...], ...]
 
     @property
     def step(self) -> int:
@@ -67,9 +75,21 @@ class Protected:
         """Bytes of zeros that were encoded, because shards are not equally long."""
         return self.code.data * self.length - sum(version.nbytes for version in self.versions)
 
+    @property
+    def mark(self) -> str:
+        """The same for all streams that go together: those of this code over these bytes."""
+        of = [[one.run_id, one.epoch, one.step, one.shard, *(
+            [name, digest.sha256] for file in (MODEL, OPTIMIZER) for name, digest in one.files[file].items()
+        )] for one in self.versions]
+        return self_hash({"data": self.code.data, "parity": self.code.parity, "of": of})
+
     def stream(self, number: int) -> Path:
         """Of parity: numbers from `code.data` on."""
         return self.path / f"stream-{number}.bin"
+
+    def of_shard(self, number: int) -> Path:
+        """The folder of what ranks of a shard gave of themselves; the form is that of a checkpoint directory."""
+        return self.path / f"shard-{number}"
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
@@ -81,11 +101,13 @@ class Protected:
             code = Code(document["data"], document["parity"])
             length = int(document["length"])
             versions = tuple(Version.of(one, str(path)) for one in document["versions"])
+            sums = {int(number): str(sha256) for number, sha256 in document["streams"].items()}
+            users = tuple(tuple(users_of({"user": one})) for one in document["users"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             whole = False
         if not whole or len(versions) != code.data or max(version.nbytes for version in versions) != length:
             raise UserError("is not a directory of parity, or was changed", where=str(path), remedy=OTHER)
-        return cls(path, code, length, versions)
+        return cls(path, code, length, versions, sums, users)
 
 
 def protect(
@@ -113,17 +135,8 @@ def protect(
         raise EnvironmentProblem(f"{which} of every shard is there: {', '.join(map(repr, names))}", where="protect",
                                  remedy=OTHER)
     with ExitStack() as stack:
-        sources = [_source(stack, one, key, name) for one, name in zip(found, names, strict=True)]
-        versions = tuple(version for _, _, version in sources)
-        length = max(version.nbytes for version in versions)
-        path = Path(out) / f"step-{key[1]:06d}.parity"
-        protected = Protected(path, code, length, versions)
-        if path.exists():
-            Protected.read(path)  # what is somebody else's stays
-        document = seal({"schema": SCHEMA, "data": code.data, "parity": code.parity, "length": length,
-                         "versions": [version.document() for version in versions]})
-        _write(protected, [_Padded(_bytes(*source)) for source in sources], document)
-    return protected
+        sources = [source_of(stack, one, key) for one in found]
+        return encode(sources, code, Path(out) / f"step-{key[1]:06d}.parity", range(len(names), len(names) + parity))
 
 
 def restore_shard(
@@ -144,21 +157,22 @@ def restore_shard(
                         where=str(path), remedy="one of them")
     version, asked = kept.versions[lost], _asked(nodes, token, seconds, ca)
     with ExitStack() as stack:
-        streams: dict[int, _Padded] = {}
+        streams: dict[int, Padded] = {}
         for number, one in enumerate(kept.versions):
             source = _like(stack, asked, one) if number != lost else None
             if source is not None:
-                streams[number] = _Padded(_bytes(*source))
-        for number in range(kept.code.data, kept.code.data + kept.code.parity):
+                streams[number] = Padded(bytes_of(*source))
+        for number in kept.sums:
             if len(streams) < kept.code.data and kept.stream(number).is_file():
-                streams[number] = _Padded(_file(stack.enter_context(kept.stream(number).open("rb"))))
+                streams[number] = Padded(pieces_in(stack.enter_context(kept.stream(number).open("rb"))))
         aside = partial_name(Path(out) / f"{shard or 'shard'}.stream")
         with reporting(Path(out), aside=aside):
             make_directory(Path(out))
             try:
                 with aside.open("w+b") as file:
-                    _decode(kept, lost, streams, file)
-                return _checkpoint(version, aside, Path(out))
+                    decode(kept, lost, streams, file.write)
+                return _checkpoint(version, aside, Path(out), lambda: {
+                    rank: file_of(kept.of_shard(lost), rank).read_bytes() for rank in kept.users[lost]})
             finally:
                 aside.unlink(missing_ok=True)
 
@@ -184,20 +198,20 @@ def _shards(nodes: Sequence[Node], run_id: str | None) -> list[str]:
     return sorted(found)
 
 
-def _source(stack: ExitStack, found: Found, key: Key, name: str) -> Source:
-    """The nearest one. One that fails ends the round: the next round takes another."""
+def source_of(stack: ExitStack, found: Found, key: Key) -> Source:
+    """The first one of that step. One that fails ends the round: the next round takes another."""
     node, offer = next(place for place in found.places if (place[1].epoch, place[1].step) == key)
     own = stack.enter_context(closing(node.again()))
     try:
         return own, offer, own.version(offer)
     except AskError as error:
-        raise EnvironmentProblem(f"shard {name!r}: {error.what}", where=error.where, remedy=OTHER) from None
+        raise EnvironmentProblem(f"shard {found.shard!r}: {error.what}", where=error.where, remedy=OTHER) from None
 
 
 def _like(stack: ExitStack, nodes: Sequence[Node], wanted: Version) -> Source | None:
     """A place that has the very bytes of a version, by its hashes."""
     for node, offer in look(nodes, wanted.run_id, wanted.shard).places:
-        if (offer.epoch, offer.step) == (wanted.epoch, wanted.step):
+        if (offer.epoch, offer.step) == (wanted.epoch, wanted.step) and offer.tier != PARITY:  # made of what is lost
             own = stack.enter_context(closing(node.again()))
             try:
                 version = own.version(offer)
@@ -208,7 +222,8 @@ def _like(stack: ExitStack, nodes: Sequence[Node], wanted: Version) -> Source | 
     return None
 
 
-def _bytes(node: Node, offer: Offer, version: Version) -> Iterator[memoryview]:
+def bytes_of(node: Node, offer: Offer, version: Version) -> Iterator[memoryview]:
+    """A shard's stream, each tensor hashed. Raises EnvironmentProblem."""
     try:
         for file in (MODEL, OPTIMIZER):
             yield from node.pieces(offer, version, file)
@@ -216,13 +231,14 @@ def _bytes(node: Node, offer: Offer, version: Version) -> Iterator[memoryview]:
         raise EnvironmentProblem(f"shard {version.shard!r}: {error.what}", where=error.where, remedy=OTHER) from None
 
 
-def _file(file: Any) -> Iterator[memoryview]:
+def pieces_in(file: Any) -> Iterator[memoryview]:
+    """A piece is good until the next."""
     buffer = memoryview(bytearray(PIECE))
     while count := file.readinto(buffer):
         yield buffer[:count]
 
 
-class _Padded:
+class Padded:
     """Pieces of any size, taken in pieces of another; zeros after the last."""
 
     def __init__(self, pieces: Iterator[memoryview]) -> None:
@@ -247,41 +263,75 @@ class _Padded:
 # -- files -------------------------------------------------------------------------------------------------
 
 
-def _write(kept: Protected, streams: Sequence[_Padded], document: Mapping[str, Any]) -> None:
-    aside, code = partial_name(kept.path), kept.code
-    data = [memoryview(bytearray(PIECE)) for _ in range(code.data)]
-    parity = [memoryview(bytearray(PIECE)) for _ in range(code.parity)]
-    with reporting(kept.path, aside=aside):
-        make_directory(kept.path.parent)
+def encode(sources: Sequence[Source], code: Code, path: Path, numbers: Sequence[int]) -> Protected:
+    """A round: these streams of parity of these shards, in a directory that is whole, or an error and nothing changed.
+
+    numbers: of the streams, from `code.data` on. Raises EnvironmentProblem; UserError: what lies at `path` is none.
+    """
+    versions = tuple(version for _, _, version in sources)
+    length = max(version.nbytes for version in versions)
+    if path.exists():
+        Protected.read(path)  # what is somebody else's stays
+    aside = partial_name(path)
+    data = {number: memoryview(bytearray(PIECE)) for number in range(code.data)}
+    parity = {number: memoryview(bytearray(PIECE)) for number in numbers}
+    sums = {number: hashlib.sha256() for number in numbers}
+    with reporting(path, aside=aside):
+        make_directory(path.parent)
         remove_tree(aside)  # of an earlier process that had our pid
         try:
             aside.mkdir()
             with ExitStack() as stack:
-                files = [stack.enter_context((aside / kept.stream(code.data + i).name).open("wb"))
-                         for i in range(code.parity)]
-                for at in range(0, kept.length, PIECE):
-                    size = min(PIECE, kept.length - at)
-                    for stream, view in zip(streams, data, strict=True):
+                files = {number: stack.enter_context((aside / f"stream-{number}.bin").open("wb")) for number in numbers}
+                streams = [Padded(bytes_of(*source)) for source in sources]
+                for at in range(0, length, PIECE):
+                    size = min(PIECE, length - at)
+                    for stream, view in zip(streams, data.values(), strict=True):
                         stream.fill(view[:size])
-                    code.encode([view[:size] for view in data], [view[:size] for view in parity])
-                    for file, view in zip(files, parity, strict=True):
-                        file.write(view[:size])
+                    code.rebuild({number: view[:size] for number, view in data.items()},
+                                 {number: view[:size] for number, view in parity.items()})
+                    for number, view in parity.items():
+                        files[number].write(view[:size])
+                        sums[number].update(view[:size])
                 for stream in streams:
                     stream.finish()
-                for file in files:
+                for file in files.values():
                     file.flush()
                     os.fsync(file.fileno())
-            with (aside / DESCRIPTION).open("w") as text:
-                json.dump(document, text, indent=1)
-                text.flush()
-                os.fsync(text.fileno())
+            users = [_write_users(aside / f"shard-{number}", *source) for number, source in enumerate(sources)]
+            document = seal({
+                "schema": SCHEMA, "data": code.data, "parity": code.parity, "length": length,
+                "streams": {str(number): one.hexdigest() for number, one in sums.items()}, "users": users,
+                "versions": [version.document() for version in versions],
+            })
+            write_synced(aside / DESCRIPTION, [json.dumps(document, indent=1).encode()])
             fsync_directory(aside)
-            adopt(aside, kept.path)
+            adopt(aside, path)
         finally:
             remove_tree(aside)  # half of the new one, or all of the one that it replaced
+    return Protected.read(path)
 
 
-def _decode(kept: Protected, lost: int, streams: Mapping[int, _Padded], file: Any) -> None:
+def _write_users(folder: Path, node: Node, offer: Offer, version: Version) -> dict[str, Any]:
+    """What ranks of a shard gave of themselves, as it is; their entries."""
+    try:
+        users = users_at(node, offer)
+    except AskError as error:
+        raise EnvironmentProblem(f"shard {version.shard!r}: {error.what}", where=error.where, remedy=OTHER) from None
+    finally:
+        node.close()
+    if not users:
+        return {}
+    folder.mkdir()
+    said = write_users(folder, users)
+    fsync_directory(folder)
+    return said
+
+
+def decode(
+    kept: Protected, lost: int, streams: Mapping[int, Padded], write: Callable[[memoryview], object]
+) -> None:
+    """A lost stream of data, piece after piece, from k of the others."""
     views = {number: memoryview(bytearray(PIECE)) for number in streams}
     out = memoryview(bytearray(PIECE))
     for at in range(0, kept.length, PIECE):
@@ -289,13 +339,12 @@ def _decode(kept: Protected, lost: int, streams: Mapping[int, _Padded], file: An
         for number, stream in streams.items():
             stream.fill(views[number][:size])
         kept.code.rebuild({number: view[:size] for number, view in views.items()}, {lost: out[:size]})
-        file.write(out[:size])
+        write(out[:size])
     for stream in streams.values():
         stream.finish()
-    file.flush()
 
 
-def _checkpoint(version: Version, stream: Path, out: Path) -> Path:
+def _checkpoint(version: Version, stream: Path, out: Path, users: Callable[[], Mapping[int, bytes]]) -> Path:
     """From the bytes of all tensors, one after another: every hash is checked, then it is written as any version."""
     files: dict[str, dict[str, torch.Tensor]] = {}
     with stream.open("r+b") as file:
@@ -319,7 +368,7 @@ def _checkpoint(version: Version, stream: Path, out: Path) -> Path:
             state.setdefault(parameter, {})[part] = value
         meta = Meta(version.run_id, version.epoch, version.status, version.unproven, version.optimizer,
                     version.rounding, version.shard, version.matches)
-        return write_step(out, version.step, files[MODEL], state, meta)
+        return write_step(out, version.step, files[MODEL], state, meta, users)
 
 
 def _view(memory: mmap.mmap, at: int, spec: TensorSpec) -> torch.Tensor:

@@ -128,6 +128,8 @@ def due(role: str | None, path: str) -> set[int]:
         return {401}
     if path == "/v1/versions" or path.startswith("/v1/versions/"):
         return {403} if role == "operator" else {200, 307, 404}
+    if path == "/v1/pieces" or path.startswith("/v1/pieces/"):
+        return {200, 307, 404} if role == "reader" else {403}
     if path in ("/v1/status", "/openapi.json"):
         return {200}
     if path in ("/", "/metrics", "/v1/node"):  # 503: no node has said anything here
