@@ -186,11 +186,12 @@ class Node:
         self.withheld = [why[:MOST_WHY] for why in whys[:1] if isinstance(why, str)]
         return [Offer.of(one, self.name) for one in listed]
 
-    def version(self, offer: Offer) -> Version:
-        """The manifest of what was offered. Raises AskError."""
+    def version(self, offer: Offer, release: bool = False) -> Version:
+        """The manifest of what was offered. release: nothing else of it is wanted. Raises AskError."""
         where = f"{self.name}, {offer.tier}"
         try:
-            version = Version.of(self.json(f"/v1/versions/{offer.id}/manifest.json"), where)
+            path = f"/v1/versions/{offer.id}/manifest.json{'?release' if release else ''}"
+            version = Version.of(self.json(path), where)
         except UserError as error:
             raise AskError(f"its manifest {error.what}", where=where) from None
         for name in ("run_id", "epoch", "step", "shard"):

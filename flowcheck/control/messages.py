@@ -15,8 +15,9 @@ from flowcheck.job.form import INTEGER_LIMIT, shown
 
 __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
-    "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Flows", "Hello", "Holes", "Joined", "Manifest", "Notice", "Patch",
-    "Progress", "Range", "Ranges", "Record", "Refused", "Share", "Span", "State", "Steps", "User", "Wanted", "Welcome",
+    "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Entry", "Flows", "Hello", "Holes", "Joined", "Journal", "Manifest",
+    "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "Refused", "Share", "Span", "State", "Steps", "User",
+    "Wanted", "Welcome",
 ]
 
 PROTOCOL = "flowcheck/records/1"
@@ -215,6 +216,51 @@ class Bytes:
 
 
 @dataclass
+class Journal:
+    """Holder, as a peer, asking: what made the step after the trainer's iteration `iteration`, beside its gradients,
+    which Holes asks for. plan: as of Holes; another than is followed: which job that is. seconds: as of Holes."""
+
+    request: int
+    iteration: int
+    plan: str
+    seconds: float
+
+    def __post_init__(self) -> None:
+        _count(self.request, "journal: request")
+        _iteration(self.iteration, "journal: iteration")
+        if not 0 < self.seconds <= PEER_SECONDS:
+            raise UserError(f"{self.seconds} is not between 0 and {PEER_SECONDS}", where="journal: seconds")
+
+
+@dataclass
+class Entry:
+    """Node, to a holder: the answer. plan: that is followed, "": none. newest: iteration that has closed, -1: none.
+    job, first: of that plan, as of Manifest with all connections, if the holder named another one; run: [id, epoch,
+    ranks] of its trainers. groups, clip, scale, skipped: as of Record, as they were applied; payload: `buffer.NAME`.
+    why: why this iteration cannot be had, "": it can."""
+
+    request: int
+    iteration: int
+    plan: str
+    newest: int
+    job: dict[str, Any] = field(default_factory=dict)
+    first: int = 0
+    run: list[Any] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    clip: float | None = None
+    scale: float | None = None
+    skipped: bool = False
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        _count(self.request, "entry: request")
+        _iteration(self.iteration, "entry: iteration")
+        _iteration(self.first, "entry: first")
+        if self.job and [type(one) for one in self.run] != [str, int, int]:
+            raise UserError(f"{shown(self.run)} is not [run, epoch, ranks]", where="entry: run")
+
+
+@dataclass
 class Steps:
     """Node, as a peer, and the answer to it: which versions its groups have complete, all of them anew each time. node:
     32 hexadecimal digits of this process. name: what it is called. have: of Share, at most MOST_SHARES."""
@@ -287,8 +333,8 @@ class Notice:
 MESSAGES: dict[str, type] = {
     kind.__name__.lower(): kind
     for kind in (
-        Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Ranges, Patch, Holes, Bytes, Steps, User,
-        Bye, Wanted, Joined, Progress, Notice,
+        Challenge, Hello, Welcome, Refused, Flows, Manifest, State, Record, Ranges, Patch, Holes, Bytes, Journal,
+        Entry, Steps, User, Bye, Wanted, Joined, Progress, Notice,
     )
 }
 

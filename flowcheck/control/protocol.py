@@ -4,7 +4,7 @@
     opening    node: Challenge    trainer or peer: Hello (proof over both nonces)    node: Welcome (proof) or Refused
     then       trainer: Flows, Manifest, State, Patch, User, Record, Bye
                node: Wanted, Ranges, Joined, Progress, Notice, Refused
-    or         peer: Holes, Steps  node: Bytes, Steps, Refused
+    or         peer: Holes, Journal, Steps    node: Bytes, Entry, Steps, Refused
 
 Both sides prove that they know the token (HMAC-SHA256 over both nonces and who is speaking); the token itself never
 travels. With a Secure (tls.py) all of it goes through TLS; without, nothing is encrypted. Every length is checked
@@ -43,10 +43,12 @@ from flowcheck.control.messages import (
     Bye,
     Bytes,
     Challenge,
+    Entry,
     Flows,
     Hello,
     Holes,
     Joined,
+    Journal,
     Manifest,
     Notice,
     Patch,
@@ -69,9 +71,9 @@ from flowcheck.job.form import Place, build, parse
 
 __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
-    "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Flows", "Hello", "Holes", "Joined", "Known", "Limits", "Link",
-    "Manifest", "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "RecordsError", "Refused", "Share", "Span",
-    "State", "Steps", "User", "Wanted", "Welcome", "accept", "greet", "token_bytes",
+    "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Entry", "Flows", "Hello", "Holes", "Joined", "Journal", "Known",
+    "Limits", "Link", "Manifest", "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "RecordsError", "Refused",
+    "Share", "Span", "State", "Steps", "User", "Wanted", "Welcome", "accept", "greet", "token_bytes",
 ]
 
 MAGIC = b"FCR1"

@@ -22,7 +22,8 @@ import torch
 from flowcheck.errors import UserError
 
 __all__ = [
-    "CHUNK", "DTYPES", "HEADER_LIMIT", "TensorSpec", "header", "memory", "packed_bytes", "pieces", "places", "unpack",
+    "CHUNK", "DTYPES", "HEADER_LIMIT", "TensorSpec", "header", "memory", "packed", "packed_bytes", "pieces", "places",
+    "unpack",
 ]
 
 #: torch dtype -> name in manifests, name in safetensors.
@@ -75,6 +76,16 @@ def header(
 def packed_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     """Bytes of `header` and all `pieces` together."""
     return len(header(tensors)[0]) + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def packed(
+    tensors: Mapping[str, torch.Tensor], about: Mapping[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
+    """A safetensors file with these, piece by piece. about: as of `header`."""
+    head, order = header(tensors, about)
+    yield head
+    for name in order:
+        yield from pieces(tensors[name])
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:

@@ -6,7 +6,8 @@ nothing but /healthz, and with one what its role may have (`may`).
     GET /v1/status                                 newest version of each run, shard and tier; also of those that are
                                                    not offered yet, and why (shadow.py)
     GET /v1/versions                               every version that can be had at this moment, and those others
-    GET /v1/versions/{id}/manifest.json            its manifest; a version in memory is pinned from here on
+    GET /v1/versions/{id}/manifest.json            its manifest; a version in memory is pinned from here on, but with
+                                                   `?release`, where nobody reads it besides
     GET /v1/versions/{id}/model.safetensors        one loadable file each, whole or `Range: bytes=...`
     GET /v1/versions/{id}/optimizer.safetensors
     GET /v1/versions/{id}/user/{rank}              what that rank gave of itself; a safetensors file, whole
@@ -234,6 +235,8 @@ class _Api:
         finally:
             held.busy -= 1
         await self._on(tier, held.check)  # hashing takes long
+        if "release" in request.query_params:
+            await self._on(tier, self._shelves[tier].release, held)
         return Response(text, media_type="application/json")
 
     async def _file(self, request: Request) -> Response:

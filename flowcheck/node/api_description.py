@@ -21,6 +21,8 @@ _ABSENT = {"type": "array", "items": {"type": "string"}, "description": "Tiers t
 _ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^[mcdps][0-9a-f]{31}$"}}
 _PIECE = {"name": "id", "in": "path", "required": True, "schema": {"type": "string", "pattern": "^r[0-9a-f]{31}$"}}
 _RANGE = {"name": "Range", "in": "header", "schema": {"type": "string"}, "description": "One range of bytes."}
+_RELEASE = {"name": "release", "in": "query", "schema": {"type": "string"},
+            "description": "Nothing else of it is wanted: if it was pinned for this alone, it is let go again."}
 _RANK = {"name": "rank", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 0}}
 _USER = {
     "type": "array", "items": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
@@ -69,7 +71,7 @@ def describe(open_path: str) -> dict[str, Any]:
                                  {"200": _answer("What there is.", _list("versions"))}),
             "/v1/versions/{id}/manifest.json": _get(
                 "A version's manifest. A version in memory is pinned from here on, for as long as it is read.",
-                {"200": _answer("docs/reference/checkpoint.md", {"type": "object"}), **lost}, [_ID],
+                {"200": _answer("docs/reference/checkpoint.md", {"type": "object"}), **lost}, [_ID, _RELEASE],
             ),
             f"/v1/versions/{{id}}/{MODEL}": file,
             f"/v1/versions/{{id}}/{OPTIMIZER}": file,

@@ -184,6 +184,7 @@ class ReplicaSettings(_Part):
     at most resync_mb MiB of it per iteration, or all of it at once, while training waits.
     peers: HOST:PORT of nodes that mirror the same groups, and are asked before. peer_iterations: that have closed and
     that they may read, each with an arena of its own. peer_seconds: how long an iteration waits for them.
+    journal: holders may read these iterations as peers do (protect.journal of theirs).
     """
 
     directory: Path = Path("/dev/shm")
@@ -198,6 +199,7 @@ class ReplicaSettings(_Part):
     peers: Annotated[tuple[str, ...], Field(max_length=16)] = ()
     peer_iterations: Annotated[int, Field(ge=1, le=64)] = 2
     peer_seconds: Annotated[float, Field(gt=0, le=PEER_SECONDS)] = 1.0
+    journal: bool = False
 
     _addresses = field_validator("peers")(_other_nodes)
 
@@ -208,7 +210,12 @@ class ReplicaSettings(_Part):
     @property
     def regions(self) -> int:
         """Iterations of gradients that memory is taken for: those that are alive, and those that peers may read."""
-        return self.arenas + (self.peer_iterations if self.peers else 0)
+        return self.arenas + (self.peer_iterations if self.shows else 0)
+
+    @property
+    def shows(self) -> bool:
+        """May others read what this node has of iterations?"""
+        return bool(self.peers) or self.journal
 
 
 class CommonStep(_Part):
@@ -269,7 +276,8 @@ class Store(_Part):
 class Protect(_Part):
     """copies: HOST:PORT of the `api.listen` of nodes whose versions this one keeps copies of. every: of each K-th step.
     keep: whole copies of a group; one more while the next comes. directory: for them, on tmpfs; left out: that of the
-    replicas. memory_mb: most that all copies may take. seconds: between two looks at a node.
+    replicas. memory_mb: most that all copies may take. seconds: between two looks at a node. journal: of some of these
+    nodes, HOST:PORT of `control.listen`: what their gradients were since the copy is kept, too.
 
     parity: "K+M": of K nodes, each of which follows a shard, any M of the group may be lost. group: HOST:PORT of their
     `api.listen`, the K nodes and then M holders of parity; this node is one of them.
@@ -277,7 +285,9 @@ class Protect(_Part):
     registry: endpoints of etcd, in which nodes of one `cluster` find each other; their root then says whose copies a
     node keeps, beside `copies`. registry_ca: as tls.ca, of https:// endpoints. replicas: of each node's state, its own
     counts. grace: seconds that who is there must differ before the root changes anything. advertise: HOST:PORT of
-    api.listen as other nodes reach it. host, leaf, rack: what this node may be lost with."""
+    api.listen as other nodes reach it. host, leaf, rack: what this node may be lost with. standby: it has no place
+    until it takes that of one that is lost. own: copies of this node's own versions are kept here, too. replace: a
+    command that is to bring a replacement, its program first; replace_seconds: how long that is waited for."""
 
     copies: Annotated[tuple[str, ...], Field(max_length=64)] = ()
     every: Annotated[int, Field(ge=1, le=1 << 30)] = 1
@@ -287,6 +297,7 @@ class Protect(_Part):
     seconds: Annotated[float, Field(ge=0.05, le=3600)] = 0.5
     parity: Annotated[str, Field(pattern=r"^[0-9]{1,2}\+[0-9]{1,2}$")] | None = None
     group: Annotated[tuple[str, ...], Field(max_length=32)] = ()
+    journal: dict[str, str] = {}
     registry: Annotated[tuple[str, ...], Field(max_length=16)] = ()
     registry_ca: str = ""
     cluster: Annotated[str, Field(min_length=1, max_length=64)] = "default"
@@ -296,6 +307,10 @@ class Protect(_Part):
     host: Annotated[str, Field(max_length=64)] = ""
     leaf: Annotated[str, Field(max_length=64)] = ""
     rack: Annotated[str, Field(max_length=64)] = ""
+    standby: bool = False
+    own: bool = False
+    replace: Annotated[tuple[Annotated[str, Field(max_length=4096)], ...], Field(max_length=64)] = ()
+    replace_seconds: Annotated[float, Field(ge=1, le=86400)] = 900.0
 
     _addresses = field_validator("copies", "group")(_other_nodes)
 
@@ -316,6 +331,14 @@ class Protect(_Part):
                          f" {MOST_STREAMS_OF_A_CODE} in all at most")
         elif len(self.group) != sum(self.code):
             raise _wrong("group", f"names {len(self.group)} nodes, and {self.parity} are {sum(self.code)}")
+        if strange := self.journal.keys() - set(self.copies):
+            raise _wrong("journal", f"{min(strange)} is none of protect.copies: a journal needs a copy to begin with")
+        _other_nodes(tuple(self.journal.values()))
+        for key in ("standby", "own", "replace"):
+            if getattr(self, key) and not self.registry:
+                raise _wrong(key, "is for nodes that find each other: protect.registry is missing")
+        if self.replace and not self.replace[0]:
+            raise _wrong("replace", "names no program")
         return self
 
     @property
@@ -333,6 +356,11 @@ class Protect(_Part):
             return None
         data, _, parity = self.parity.partition("+")
         return int(data), int(parity)
+
+    @property
+    def journals(self) -> list[tuple[tuple[str, int], tuple[str, int]]]:
+        """API and control port of each node whose journal is kept."""
+        return [(_host_and_port(one), _host_and_port(other)) for one, other in self.journal.items()]
 
 
 class NodeConfig(_Part):
@@ -451,7 +479,9 @@ class NodeConfig(_Part):
             raise _wrong("control.token_file", "is missing: without a token of trainers there is nobody to follow")
         if self.protect is not None and "reader" not in self.token_files:
             raise _wrong("tokens.reader", "is missing, and protect.copies names nodes that ask for one")
-        for key, nodes in (("replica.peers", self.replica.peers), ("common.nodes", self.common.nodes)):
+        journal = tuple(self.protect.journal) if self.protect is not None else ()
+        for key, nodes in (("replica.peers", self.replica.peers), ("common.nodes", self.common.nodes),
+                           ("protect.journal", journal)):
             if nodes and "peer" not in self.token_files:
                 raise _wrong("tokens.peer", f"is missing, and {key} names nodes that ask for one")
         return self

@@ -1,7 +1,7 @@
 """The process that keeps copies of other nodes' versions: python -P -m flowcheck.node.copier (copying.py).
 
 stdin: one line of JSON, its settings; a line with another `key` changes what it shows; it ends when stdin does. With a
-registry a thread asks that each second whose copies are kept here (seat.py), and everything else goes on without it.
+registry a thread asks that each second whose copies are kept here (sitting.py), and all else goes on without it.
 stdout: events, a line of JSON each. Each source has a thread, which looks at what that node has, and takes the newest
 step that is a multiple of `every`. A step that is one gives all holders, and the nodes' own checkpoints, steps in
 common. A source that hangs, lies or is gone holds up nobody else, and what was copied of it stays.
@@ -12,42 +12,43 @@ In a group with parity a node keeps copies of its own versions so, which the hol
 holder makes rounds (rounds.py).
 
 Of each group of a source the `keep` copies that came last stay, whatever run they are of. An older one goes when a
-newer one is whole, and not before.
+newer one is whole, and not before; one of a step that is frozen after a loss (seat.py) when that is over.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import ssl
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import unquote
 
 from flowcheck.checkpoint.coding.code import Code
-from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.checkpoint.copies import take_copy
 from flowcheck.checkpoint.directory import MANIFEST
 from flowcheck.control.ask import DISK, MEMORY, Node, Offer
-from flowcheck.control.sources import addresses
 from flowcheck.control.tls import client_context
 from flowcheck.durable import remove_tree
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.beside import Lines, begun
-from flowcheck.node.etcd import Etcd
+from flowcheck.node.decided import Run
+from flowcheck.node.journal import FOLDER, Journal
+from flowcheck.node.journaling import Journaling, lane_of
 from flowcheck.node.rounds import Rounds
 from flowcheck.node.runs import run_folder
-from flowcheck.node.seat import Member, Seat
+from flowcheck.node.sitting import sit
 
 __all__ = ["Copier", "Rules", "main"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds after an attempt that failed
 END_SECONDS = 3.0
-TURN_SECONDS = 1.0
 TIERS = (MEMORY, DISK)  # copies are made of what a node has itself
 SLACK = 64 << 10  # bytes of a copy beside its tensors: heads and manifest
 
@@ -79,6 +80,7 @@ class Copier:
         self._directory, self._rules, self._say, self._now = directory, rules, say, now
         self._room = threading.Lock()  # for whoever counts bytes and begins a copy
         self._coming = 0  # bytes of copies that are on their way
+        self._frozen: Mapping[Run, int] = {}
         self._nodes: dict[str, Node] = {}  # as they are asked now, by name
         self._sources: dict[str, tuple[threading.Thread, threading.Event]] = {}
         self._turns: dict[str, threading.Lock] = {}  # one that is followed again waits for its thread from before
@@ -103,6 +105,10 @@ class Copier:
                 self._sources[name] = thread, ending
                 thread.start()
 
+    def freeze(self, steps: Mapping[Run, int]) -> None:
+        """Of each run the step of which no copy may go, until others are said. Any thread."""
+        self._frozen = dict(steps)
+
     def held(self) -> list[dict[str, Any]]:
         """What is whole here: of each source and run the steps, oldest first."""
         found: dict[tuple[str, str, int], list[int]] = {}
@@ -111,6 +117,16 @@ class Copier:
                 found.setdefault((unquote(lane.name), *copy.key[:2]), []).append(copy.key[2])
         return [{"source": source, "run_id": run_id, "epoch": epoch, "steps": steps}
                 for (source, run_id, epoch), steps in sorted(found.items())]
+
+    def check_room(self, nbytes: int, what: str) -> None:
+        """Raises FlowcheckError: there is not so much memory left."""
+        taken = self._coming + sum(copy.nbytes for one in self._directory.glob("*") for copy in _copies(one))
+        taken += sum(Journal(folder).nbytes for folder in self._directory.glob(f"*/*/epoch-*/{FOLDER}"))
+        if taken + nbytes > self._rules.most:
+            raise FlowcheckError(
+                f"{what} has {nbytes >> 20} MiB, and {taken >> 20} of {self._rules.most >> 20} MiB are taken",
+                where="protect.memory_mb", remedy="raise it, or keep less",
+            )
 
     def close(self, seconds: float = END_SECONDS) -> None:
         """Begin nothing more, and wait for what is under way, so long at most."""
@@ -160,18 +176,12 @@ class Copier:
         return None if any(copy.key == (offer.run_id, *newest) for copy in _copies(lane)) else offer
 
     def _lane(self, node: Node, shard: str) -> Path:
-        return self._directory / quote(f"{node.name}/{shard}", safe="+@=,:[]")
+        return lane_of(self._directory, node.name, shard)
 
     def _take(self, node: Node, offer: Offer) -> None:
         lane = self._lane(node, offer.shard)
         with self._room:
-            taken = self._coming + sum(copy.nbytes for one in self._directory.glob("*") for copy in _copies(one))
-            if taken + offer.nbytes + SLACK > self._rules.most:
-                raise FlowcheckError(
-                    f"step {offer.step} of {offer.shard!r} has {offer.nbytes >> 20} MiB, and {taken >> 20} of"
-                    f" {self._rules.most >> 20} MiB are taken", where="protect.memory_mb",
-                    remedy="raise it, or keep less",
-                )
+            self.check_room(offer.nbytes + SLACK, f"step {offer.step} of {offer.shard!r}")
             self._coming += offer.nbytes
         began = self._now()
         try:
@@ -182,7 +192,9 @@ class Copier:
         self._say("copied", name=offer.shard, source=node.name, step=offer.step, bytes=offer.nbytes,
                   seconds=round(self._now() - began, 3), path=str(path))
         for old in _copies(lane)[: -self._rules.keep]:
-            remove_tree(old.path)
+            run_id, epoch, step = old.key
+            if self._frozen.get((run_id, epoch)) != step:
+                remove_tree(old.path)
 
 
 def _again(
@@ -233,11 +245,26 @@ class _Sources:
             self._said |= said
             self._follow()
 
-    def placed(self, found: Sequence[tuple[str, int]]) -> None:
+    def placed(self, found: Sequence[tuple[str, int]], steps: Mapping[Run, int]) -> None:
+        """What the registry says: whom to copy from, and which steps are frozen."""
+        self._copier.freeze(steps)
         with self._lock:
             if list(found) != self._placed:
                 self._placed = list(found)
                 self._follow()
+
+    def node(self, address: tuple[str, int]) -> Node:
+        """One that is shown this node's key."""
+        return Node(address, self._said["key"], tls=self._tls())
+
+    def _tls(self) -> ssl.SSLContext | None:
+        return client_context(self._said["ca"]) if self._said["ca"] else None
+
+    def journal(self, address: tuple[str, int], control: tuple[str, int], say: Callable[..., None]) -> Journaling:
+        """Of the node with this API and this control port."""
+        directory, room = Path(self._said["directory"]), partial(self._copier.check_room, what="an iteration")
+        return Journaling(directory, self.node(address).name, partial(self.node, address), control,
+                          lambda: str(self._said["token"]).encode(), self._tls(), room, say)
 
     def _follow(self) -> None:
         wanted = dict.fromkeys([*((host, port) for host, port in self._said["sources"]), *self._placed])
@@ -245,22 +272,7 @@ class _Sources:
 
     def nodes(self, addresses: Iterable[tuple[str, int]]) -> list[Node]:
         """As they are asked now."""
-        tls = client_context(self._said["ca"]) if self._said["ca"] else None
-        return [Node(address, self._said["key"], tls=tls) for address in addresses]
-
-
-def _sit(said: Mapping[str, Any], directory: Path, copier: Copier, sources: _Sources, say: Callable[..., None],
-         ending: threading.Event) -> None:
-    """The thread of the registry: a turn each second, whatever it does."""
-    registry = Etcd(said["endpoints"], said["cluster"], said["ca"])
-    member = Member(Site(**said["site"]), said["address"])
-    seat = Seat(registry, member, said["replicas"], said["grace"],
-                lambda event, **fields: say(event, **{"name": "", **fields}), directory / "placement.json")
-    while not ending.is_set():
-        began, found = time.monotonic(), seat.turn(copier.held())
-        sources.placed(addresses(sorted(set(found.values()))) if found else [])
-        ending.wait(max(0.1, TURN_SECONDS - (time.monotonic() - began)))
-    registry.close()
+        return [self.node(address) for address in addresses]
 
 
 def _go_round(said: Mapping[str, Any], rules: Rules, sources: _Sources, say: Callable[..., None],
@@ -292,13 +304,19 @@ def main() -> int:
                          name="flowcheck rounds").start()
     sitting: threading.Thread | None = None
     if settings["registry"] is not None:
-        given = settings["registry"], Path(settings["directory"]), copier, sources, say, ending
-        sitting = threading.Thread(target=_sit, args=given, daemon=True, name="flowcheck registry")
+        given = (settings["registry"], Path(settings["directory"]) / "placement.json", copier.held, sources.placed,
+                 sources.node, say, ending)
+        sitting = threading.Thread(target=sit, args=given, daemon=True, name="flowcheck registry")
         sitting.start()
+    journals = [sources.journal((host, port), (other, at), say) for (host, port), (other, at) in settings["journal"]]
+    for journal in journals:
+        journal.start()
     while line := sys.stdin.buffer.readline():
         sources.told(json.loads(line))
     ending.set()
     copier.close()
+    for journal in journals:
+        journal.close(END_SECONDS)
     if sitting is not None:
         sitting.join(END_SECONDS)  # it leaves, so that nobody has to wait for its lease
     os._exit(0)  # threads that wait for a node are not waited for

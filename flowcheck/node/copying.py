@@ -35,18 +35,30 @@ class Copying(Beside):
         registry = {
             "endpoints": list(protect.registry), "cluster": protect.cluster, "ca": protect.registry_ca,
             "replicas": protect.replicas, "grace": protect.grace, "address": protect.advertise or address,
+            "follows": bool(config.capture), "standby": protect.standby, "own": protect.own,
+            "replace": list(protect.replace), "replace_seconds": protect.replace_seconds,
+            "directory": str(config.replica.directory),
             "site": {"name": config.name, "host": protect.host, "leaf": protect.leaf, "rack": protect.rack},
         }
         super().__init__("flowcheck.node.copier", "keeps copies of other nodes' versions", {
             "directory": str(directory), "key": key, "ca": config.tls.ca if config.tls is not None else "",
-            "sources": protect.addresses, "cores": sorted(os.sched_getaffinity(0) - config.pinned),
+            "sources": protect.addresses, "journal": protect.journals, "token": self._token(config),
+            "cores": sorted(os.sched_getaffinity(0) - config.pinned),
             "rules": {"every": protect.every, "keep": protect.keep, "most": protect.memory_mb << 20,
                       "seconds": protect.seconds},
             "registry": registry if protect.registry else None, "parity": _rounds(config),
         }, say)
 
+        self._config = config
+
     def tell(self, key: str) -> None:
-        self.order({"key": key})
+        self.order({"key": key, "token": self._token(self._config)})
+
+    @staticmethod
+    def _token(config: NodeConfig) -> str:
+        """That journals are asked for with; "": none is kept. Raises UserError or EnvironmentProblem."""
+        assert config.protect is not None
+        return config.token("peer").decode() if config.protect.journal else ""
 
     def _tell(self, event: str, name: str, said: Mapping[str, Any]) -> None:
         match event:
@@ -62,6 +74,11 @@ class Copying(Beside):
                           stream=said["stream"], bytes=said["bytes"], seconds=said["seconds"], path=said["path"])
             case "unprotected":
                 self._say("unprotected", name=name, why=said["why"])
+            case "redone":
+                self._say("redone", name=name, source=said["source"], step=said["step"], base=said["base"],
+                          seconds=said["seconds"], why=said["why"], path=said["path"])
+            case "unjournaled":
+                self._say("unjournaled", name=name, source=said["source"], why=said["why"])
             case "registered":
                 self._say("registered", members=said["members"], root=said["root"], epoch=said["epoch"])
             case "unregistered":
@@ -69,6 +86,15 @@ class Copying(Beside):
             case "placed":
                 self._say("placed", epoch=said["epoch"], members=said["members"], copies=said["copies"],
                           holders=said["holders"], alone=said["alone"], together=said["together"])
+            case "recovering":
+                self._say("recovering", epoch=said["epoch"], lost=said["lost"], asked=said["asked"],
+                          steps=said["steps"], void=said["void"])
+            case "replacing":
+                self._say("replacing", lost=said["lost"], recovery=said["recovery"])
+            case "fallback":
+                self._say("fallback", run_id=said["run_id"], shards=said["shards"], step=said["step"], why=said["why"])
+            case "restored":
+                self._say("restored", epoch=said["epoch"], since=said["since"])
             case "problem":
                 self._say("problem", name=name, why=said["why"])
 

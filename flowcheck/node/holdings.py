@@ -91,6 +91,7 @@ class Held:
         self.offer, self.path, self._inode = holding.offer, holding.path, holding.inode
         self._began = self._read = now
         self.busy = 0  # threads that hash it
+        self.asked = 0  # times, less those that were over at once
 
     def touch(self, now: float) -> None:
         self._read = now
@@ -263,7 +264,15 @@ class Shelf:
             self._held[id] = self._pin(holding)
         held = self._held[id]
         held.touch(self._now())
+        held.asked += 1
         return held
+
+    def release(self, held: Held) -> None:
+        """Let go of what was held for one question, if nobody has asked anything else of it."""
+        if held.asked == 1 and not held.busy and self._held.get(held.offer.id) is held:
+            held.close()
+            del self._held[held.offer.id]
+        held.asked -= 1
 
     def withheld(self, offer: Offer) -> str:
         """Why it is not offered, "": it is."""

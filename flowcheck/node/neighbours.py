@@ -11,15 +11,14 @@ thread ever waits for one of these.
 
 from __future__ import annotations
 
-import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
 
 from flowcheck.control.protocol import Limits, Link, RecordsError, Refused, Steps, greet
-from flowcheck.control.tls import Secure
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.common import Common
+from flowcheck.node.peers import dial
 
 __all__ = ["Neighbours"]
 
@@ -102,9 +101,7 @@ class _Neighbour:
 
     def _connect(self) -> Link:
         """Raises FlowcheckError, OSError."""
-        sock = socket.create_connection(self._address, timeout=self._seconds)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = Link(sock, Secure(sock, self._tls, self._address[0]) if self._tls is not None else None)
+        link = dial(self._address, self._tls, self._seconds)
         with self._lock:
             self._link = link
         if self._ended.is_set():

@@ -2,7 +2,7 @@
 
     peering = Peering(config, group)
     peering.shelf                                what its connections serve (shelf.py)
-    with_peers = peering.of(body, plan, clock)   for one job; None: no peers are named
+    with_peers = peering.of(body, plan, clock)   for one job; None: no peers are named, and no journal is kept
 
 Who follows the same job is decided by its manifest: run, epoch, connections, buckets, and the trainer's number of the
 first iteration. A digest of all of it goes with every question, so two nodes that lay bytes out in different ways, or
@@ -23,9 +23,10 @@ from flowcheck.control.tls import client_context
 from flowcheck.job.clock import Clock
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.peers import Peers, Who
-from flowcheck.node.shelf import Shelf
+from flowcheck.node.shelf import Followed, Shelf
 from flowcheck.rebuild.given import Answer
 from flowcheck.rebuild.plan import JobPlan
+from flowcheck.rebuild.records import StepRecord
 
 __all__ = ["Peering", "WithPeers", "digest_of"]
 
@@ -49,8 +50,11 @@ class WithPeers:
     def distrust(self, refused: Mapping[str, str]) -> None:
         self._peers.distrust(refused)
 
-    def show(self, iteration: int, region: np.ndarray, there: np.ndarray, alive: Callable[[], bool]) -> None:
-        self._shelf.show(self._clock.number(iteration), region, there, alive)
+    def show(
+        self, iteration: int, region: np.ndarray, there: np.ndarray, alive: Callable[[], bool],
+        closed: StepRecord | None = None,
+    ) -> None:
+        self._shelf.show(self._clock.number(iteration), region, there, alive, closed)
 
     def hide(self, iteration: int) -> None:
         self._shelf.hide(self._clock.number(iteration))
@@ -74,10 +78,10 @@ class Peering:
 
     def of(self, body: Mapping[str, Any], plan: JobPlan, run: tuple[str, int, int], clock: Clock) -> WithPeers | None:
         """body: the manifest, with all connections. run: id, epoch and ranks as trainers say hello."""
-        if not self._settings.peers:
+        if not self._settings.shows:
             return None
         digest = digest_of(body, plan, run, clock)
-        self.shelf.follow(digest)
+        self.shelf.follow(digest, Followed(dict(body), run, clock.first))
         who = Who(run[0], run[1], self._group, digest)
         peers = Peers(self._settings.peer_addresses, self._token, who, self._settings.peer_seconds, tls=self._tls)
         return WithPeers(self.shelf, peers, clock)

@@ -31,7 +31,7 @@ from flowcheck.control.tls import Secure
 from flowcheck.errors import FlowcheckError
 from flowcheck.rebuild.given import Answer
 
-__all__ = ["DISTRUST", "PAUSE", "Peers", "Who", "checked"]
+__all__ = ["DISTRUST", "PAUSE", "Peers", "Who", "checked", "dial"]
 
 PAUSE = 5.0
 Token = bytes | Callable[[], bytes]
@@ -186,9 +186,7 @@ class _Peer:
         return Answer(self.name, found) if found else message.why
 
     def _connect(self, question: _Question) -> Link:
-        sock = socket.create_connection(self._address, timeout=self._left(question))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link = Link(sock, Secure(sock, self._tls, self._address[0]) if self._tls is not None else None)
+        link = dial(self._address, self._tls, self._left(question))
         with self._lock:
             self._link = link
             ended = self._ended
@@ -206,6 +204,13 @@ class _Peer:
         if left <= 0:
             raise TimeoutError("no answer in time")
         return left
+
+
+def dial(address: tuple[str, int], tls: ssl.SSLContext | None, seconds: float) -> Link:
+    """A connection to a control port, before its opening. Raises OSError."""
+    sock = socket.create_connection(address, timeout=seconds)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Link(sock, Secure(sock, tls, address[0]) if tls is not None else None)
 
 
 def checked(

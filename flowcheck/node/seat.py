@@ -1,14 +1,24 @@
 """A member's place among holders: its lease, the election of a root, what the root decides, and whose copies to keep.
 
     seat = Seat(registry, Member(Site("ck0", leaf="leaf1"), "10.0.0.2:7071"), replicas=2, grace=10.0, say, kept=path)
-    seat.turn(have) -> {name: address}           each second, on one thread: whose copies this member keeps
+    seat.turn(copies, own) -> {name: address}     each second, on one thread: whose copies this member keeps
+    seat.steps                                    of each run the step of which no copy may go
 
 The root is a member like others, with one more thing to do: when who is there differs from the placement for longer
-than `grace`, it decides. A member whose lease is gone is replaced: one that has come takes its place, where it shares a
-leaf with the fewest. What has no replacement after PATIENCE graces is placed anew among those that are there
-(checkpoint/coding/holders.py). Every decision has an epoch, and is written only while its writer is root.
+than `grace`, it decides. A loss is gone through in steps, each of which is a decision (Gemini, section 6):
 
-A registry that is gone, slow or split changes nothing: the last placement holds, also for a member that is started
+    a lease is gone -> one grace -> frozen: the step that copies have in common stays -> a replacement takes the old
+    place: one that has come, or a standby; the operator's command is to bring one -> it pulls what it is to hold ->
+    all is whole again: that ends it
+
+Within that grace every member keeps what it takes to be that step by itself, or there would be none to freeze. A root
+may be killed between any two of these steps: what is decided lies in the registry, and the next one goes on from there.
+
+A place that nobody takes is given up after PATIENCE more graces (with an operator's command `wait` seconds, and again
+once that has succeeded), and all are placed anew (checkpoint/coding/holders.py). A replacement goes where it shares a
+leaf with the fewest. Every decision has an epoch, and is written only while its writer is root.
+
+A registry that is gone, slow or split changes nothing: the last decision holds, also for a member that is started
 again meanwhile, because it keeps it in a file. That is said once, and once more when the registry is back. A registry
 that came back empty has nothing newer to say either.
 """
@@ -17,100 +27,54 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from flowcheck.checkpoint.coding.holders import Site, place_across, together
 from flowcheck.durable import write_atomic
 from flowcheck.errors import EnvironmentProblem
+from flowcheck.node.decided import Decided, Have, Member, Recovery, Run
+from flowcheck.node.losses import frozen, whole
 from flowcheck.node.registry import HAVE, MEMBERS, PLACEMENT, ROOT, Entry, Registry, RegistryError
+from flowcheck.node.replacing import Operator
 
-__all__ = ["Decided", "Member", "Seat"]
+__all__ = ["Seat"]
 
 PATIENCE = 4  # graces until a place is given up
-
-
-@dataclass(frozen=True)
-class Member:
-    """address: HOST:PORT of its API, as others reach it."""
-
-    site: Site
-    address: str
-
-    def text(self) -> str:
-        return json.dumps(asdict(self.site) | {"address": self.address}, sort_keys=True)
-
-    @classmethod
-    def of(cls, name: str, text: str) -> Self | None:
-        """None: it is not one."""
-        try:
-            said = json.loads(text)
-            labels = [said.get(key, "") for key in ("host", "leaf", "rack")]
-            host, _, port = said["address"].rpartition(":")
-            if not host or not port.isdecimal() or not all(isinstance(label, str) for label in labels):
-                return None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return None
-        return cls(Site(name, *labels), said["address"])
-
-
-@dataclass(frozen=True)
-class Decided:
-    """epoch: of the decision; 0: there is none. members: as they were then. holders: of each, who keeps copies of its
-    versions."""
-
-    epoch: int = 0
-    members: Mapping[str, Member] = field(default_factory=dict)
-    holders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-    def sources(self, name: str) -> dict[str, str]:
-        """Whose copies a member keeps, and where those are."""
-        return {one: self.members[one].address for one, holders in self.holders.items() if name in holders}
-
-    def text(self) -> str:
-        return json.dumps({
-            "epoch": self.epoch, "members": {name: json.loads(one.text()) for name, one in self.members.items()},
-            "holders": {name: list(holders) for name, holders in self.holders.items()},
-        }, sort_keys=True)
-
-    @classmethod
-    def of(cls, text: str) -> Self:
-        """Epoch 0: it is not one."""
-        try:
-            said = json.loads(text)
-            members = {name: Member.of(name, json.dumps(one)) for name, one in said["members"].items()}
-            holders = {name: tuple(map(str, keep)) for name, keep in said["holders"].items()}
-            known = {name: one for name, one in members.items() if one is not None}
-            if type(said["epoch"]) is not int or known.keys() != members.keys() or holders.keys() != known.keys():
-                return cls()
-            return cls(said["epoch"], known, holders)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return cls()
+_Said = Sequence[Mapping[str, Any]]
 
 
 class Seat:
     """replicas: of each state, the one of the node itself counts. grace: seconds. kept: the file with the last
-    placement. now: seconds. One thread."""
+    decision. now: seconds. operator: brings replacements; None: nobody does. wait: seconds for one that is to be
+    brought. void(decided): told, as root, of a recovery in which shards are lost with all copies. One thread."""
 
     def __init__(
         self, registry: Registry, me: Member, replicas: int, grace: float, say: Callable[..., None], kept: Path,
-        now: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.monotonic, operator: Operator | None = None, wait: float = 0.0,
+        void: Callable[[Decided], None] = lambda decided: None,
     ) -> None:
         self._registry, self.me, self._replicas, self._grace = registry, me, replicas, grace
         self._say, self._kept, self._now = say, kept, now
+        self._operator, self._void = operator, void
+        self._patience = PATIENCE * grace if operator is None else max(wait, PATIENCE * grace)
         self._said: str | None = None  # why the registry is of no use; "": it is
         self._since: tuple[frozenset[str], float] | None = None  # who is there instead of who was, and since when
+        self._last: dict[str, Have] = {}  # of everybody, when he was seen last
+        self._told = 0  # the recovery of which `void` was told
+        self._held: Mapping[Run, int] | None = None  # steps that stay until the root has decided; None: nobody is gone
         try:
             self.decided = Decided.of(kept.read_text())
         except (OSError, UnicodeDecodeError):
             self.decided = Decided()
 
-    def turn(self, have: Sequence[Mapping[str, Any]] = ()) -> dict[str, str]:
-        """have: copies that are whole here, as JSON. Answers what holds, whatever the registry does."""
+    def turn(self, copies: _Said = (), own: _Said = ()) -> dict[str, str]:
+        """copies: that are whole here; own: shards that this node has versions of; as JSON (decided.Have). Answers what
+        holds, whatever the registry does."""
         try:
-            found = self._meet(have)
+            found = self._meet(copies, own)
         except RegistryError as error:
             what = error.what.partition(" (")[0]  # details differ each time
             if what != self._said:
@@ -124,9 +88,20 @@ class Seat:
             self._said = ""
         return self.decided.sources(self.me.site.name)
 
-    def _meet(self, have: Sequence[Mapping[str, Any]]) -> Mapping[str, Entry]:
+    @property
+    def steps(self) -> Mapping[Run, int]:
+        """Of each run the step of which no copy may go."""
+        recovery = self.decided.recovery
+        return {**(self._held or {}), **(recovery.steps if recovery is not None else {})}
+
+    def close(self) -> None:
+        if self._operator is not None:
+            self._operator.close()
+        self._registry.close()
+
+    def _meet(self, copies: _Said, own: _Said) -> Mapping[str, Entry]:
         name = self.me.site.name
-        held = json.dumps({"epoch": self.decided.epoch, "copies": list(have)}, sort_keys=True)
+        held = json.dumps({"epoch": self.decided.epoch, "copies": list(copies), "own": list(own)}, sort_keys=True)
         self._registry.renew({MEMBERS + name: self.me.text(), HAVE + name: held})
         found = self._registry.read()
         if ROOT not in found and self._registry.elect(name):
@@ -134,24 +109,51 @@ class Seat:
         there = Decided.of(found[PLACEMENT].value) if PLACEMENT in found else Decided()
         if there.epoch > self.decided.epoch:
             self._adopt(there)
+        members = _members(found)
+        haves = {one: Have.of(text) for one, text in _under(found, HAVE).items() if one in members}
+        self._last |= haves
+        self._hold(self.decided.members.keys() - members.keys(), haves)
         root = found.get(ROOT)
         if root is None or root.value != name:
             self._since = None
             return found
-        members = _members(found)
-        wanted = self._wanted(members, max([self.decided.epoch, *map(_epoch, _under(found, HAVE).values())]))
+        newest = max([self.decided.epoch, *(have.epoch for have in haves.values())])
+        wanted = self._wanted(members, haves, newest + 1)
         if wanted is None and there.epoch < self.decided.epoch:
             wanted = self.decided  # the registry has lost it
         if wanted is not None and self._registry.decide(PLACEMENT, wanted.text(), root):
             self._adopt(wanted)
+        recovery = self.decided.recovery
+        if recovery is not None and recovery.void and self._told != recovery.number:
+            self._told = recovery.number
+            self._void(self.decided)
         return found
 
+    def _hold(self, gone: Collection[str], haves: Mapping[str, Have]) -> None:
+        """gone: members of the decision whose leases are."""
+        known = self.decided.recovery.lost if self.decided.recovery is not None else ()
+        if not set(gone).difference(known):
+            self._held = None
+        elif self._held is None:
+            self._held = frozen(self.decided, gone, haves, self._last, 0).steps
+
     def _adopt(self, decided: Decided) -> None:
-        self.decided, self._since = decided, None
+        before, self.decided, self._since = self.decided, decided, None
         try:
             write_atomic(self._kept, decided.text().encode())
         except EnvironmentProblem as error:
             self._say("problem", why=error.message())
+        if (before.members, before.holders) != (decided.members, decided.holders):
+            self._say_placed(decided)
+        recovery = decided.recovery
+        if recovery is not None and recovery != before.recovery:
+            steps = [{"run_id": run_id, "step": step} for (run_id, _), step in sorted(recovery.steps.items())]
+            self._say("recovering", epoch=decided.epoch, lost=list(recovery.lost), asked=list(recovery.asked),
+                      steps=steps, void=sorted({shard for _, _, shard in recovery.void}))
+        if recovery is None and before.recovery is not None:
+            self._say("restored", epoch=decided.epoch, since=before.recovery.number)
+
+    def _say_placed(self, decided: Decided) -> None:
         name = self.me.site.name
         alone = sorted(one for one, holders in decided.holders.items() if not holders)
         sites = [decided.members[one].site for one in decided.holders]
@@ -163,34 +165,50 @@ class Seat:
 
     # -- what the root decides --
 
-    def _wanted(self, members: Mapping[str, Member], newest: int) -> Decided | None:
-        """What is to hold from now on; None: what holds already, or it is too early to say. newest: epoch that anybody
-        knows."""
+    def _wanted(self, members: Mapping[str, Member], haves: Mapping[str, Have], epoch: int) -> Decided | None:
+        """What is to hold from now on, under this epoch; None: what holds already, or it is too early to say."""
         decided, now = self.decided, self._now()
-        if dict(members) == dict(decided.members):
+        active = {name: one for name, one in members.items() if not one.standby or name in decided.members}
+        gone, come = decided.members.keys() - active.keys(), sorted(active.keys() - decided.members.keys())
+        if not gone and not come:
             self._since = None
-            return None
-        there = frozenset(members)
+            if active != decided.members:  # one has another address
+                return replace(decided, epoch=epoch, members={name: active[name] for name in decided.members})
+            over = decided.recovery is not None and whole(decided, haves)
+            return replace(decided, epoch=epoch, recovery=None) if over else None
+        there = frozenset(active)
         if self._since is None or self._since[0] != there:
             self._since = there, now
         waited = now - self._since[1]
-        gone, come = decided.members.keys() - there, sorted(there - decided.members.keys())
-        if not gone and not come:
-            return Decided(newest + 1, dict(members), decided.holders)  # one has another address
+        recovery = decided.recovery
+        lost = sorted(gone.intersection(recovery.lost)) if recovery is not None else []
+        if recovery is not None and lost:
+            if free := come + sorted(members.keys() - active.keys()):
+                return self._replaced(members, lost, free[: len(lost)], recovery, epoch)
+            if asked := self._asked(lost, recovery):
+                return replace(decided, epoch=epoch, recovery=replace(recovery, asked=asked))
         if waited < self._grace:
             return None
-        if gone and len(come) <= len(gone) and decided.epoch:
-            if not come and waited < PATIENCE * self._grace:
-                return None
-            if come:
-                return self._replaced(members, sorted(gone), come, newest)
-        return self._anew(members, newest)
+        if gone - set(lost) and decided.epoch:
+            first = recovery.number if recovery is not None else epoch
+            return replace(decided, epoch=epoch, recovery=frozen(decided, gone, haves, self._last, first))
+        if recovery is not None and lost and waited < self._patience:
+            return None
+        return self._anew(active, epoch)
+
+    def _asked(self, lost: Sequence[str], recovery: Recovery) -> tuple[str, ...]:
+        """For whom the operator's command has succeeded by now; (): for nobody else than is known."""
+        if self._operator is None:
+            return ()
+        done = {name for name in lost if name not in recovery.asked
+                and self._operator.ask(recovery.number, self.decided.members[name])}
+        return tuple(sorted({*recovery.asked, *done})) if done else ()
 
     def _replaced(
-        self, members: Mapping[str, Member], gone: Sequence[str], come: Sequence[str], newest: int
+        self, members: Mapping[str, Member], lost: Sequence[str], come: Sequence[str], recovery: Recovery, epoch: int
     ) -> Decided:
-        """Those that have come take places of those that are gone, which keep theirs otherwise."""
-        holders, left, known = dict(self.decided.holders), list(gone), dict(self.decided.members)
+        """Those that have come take places of those that are lost, which keep theirs otherwise."""
+        holders, left, known = dict(self.decided.holders), list(lost), dict(self.decided.members)
         for one in come:
             place = min(left, key=lambda old: (_shared(members[one].site, old, holders, known), old))
             left.remove(place)
@@ -199,15 +217,18 @@ class Seat:
             holders = {one if name == place else name: tuple(one if two == place else two for two in keep)
                        for name, keep in holders.items()}
         known |= {name: member for name, member in members.items() if name in known}
-        return Decided(newest + 1, known, holders)
+        asked = tuple(name for name in recovery.asked if name in left)
+        return Decided(epoch, known, holders, replace(recovery, lost=tuple(left), asked=asked))
 
-    def _anew(self, members: Mapping[str, Member], newest: int) -> Decided | None:
+    def _anew(self, members: Mapping[str, Member], epoch: int) -> Decided | None:
         names = sorted(members)
         if not names:
             return None
         placement = place_across([members[name].site for name in names], min(self._replicas, len(names)))
         holders = {name: tuple(names[one] for one in placement.holders[at][1:]) for at, name in enumerate(names)}
-        return Decided(newest + 1, dict(members), holders)
+        recovery = self.decided.recovery
+        given_up = None if recovery is None else replace(recovery, lost=(), asked=())
+        return Decided(epoch, dict(members), holders, given_up)
 
 
 def _under(found: Mapping[str, Entry], prefix: str) -> dict[str, str]:
@@ -217,14 +238,6 @@ def _under(found: Mapping[str, Entry], prefix: str) -> dict[str, str]:
 def _members(found: Mapping[str, Entry]) -> dict[str, Member]:
     said = _under(found, MEMBERS)
     return {name: one for name, text in sorted(said.items()) if (one := Member.of(name, text)) is not None}
-
-
-def _epoch(text: str) -> int:
-    """Of the placement that a member follows."""
-    try:
-        return int(json.loads(text)["epoch"])
-    except (ValueError, KeyError, TypeError):
-        return 0
 
 
 def _shared(site: Site, place: str, holders: Mapping[str, tuple[str, ...]], members: Mapping[str, Member]) -> int:

@@ -165,7 +165,7 @@ class Node:
     def _shelf(self, name: str) -> Shelf | None:
         with self._lock:
             group = self._groups.get(name)
-        return group.peering.shelf if group is not None and self.config.replica.peers else None
+        return group.peering.shelf if group is not None and self.config.replica.shows else None
 
     def _start(self) -> None:
         """Receive and place. Raises EnvironmentProblem, DpdkError."""

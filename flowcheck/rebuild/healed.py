@@ -27,6 +27,7 @@ from flowcheck.rebuild.events import Event, FromPeers
 from flowcheck.rebuild.given import NOTHING, Answer, Hearsay, open_holes, place, question
 from flowcheck.rebuild.going_on import PartialFollower
 from flowcheck.rebuild.intervals import intervals, without
+from flowcheck.rebuild.records import StepRecord
 from flowcheck.rebuild.replica import JobReplica
 from flowcheck.rebuild.scheduler import IDLE_SECONDS
 
@@ -49,8 +50,12 @@ class Peers(Protocol):
     def distrust(self, refused: Mapping[str, str]) -> None:
         """What these gave is not used, and why: they are not asked for a while."""
 
-    def show(self, iteration: int, region: np.ndarray, there: np.ndarray, alive: Callable[[], bool]) -> None:
-        """They may read these runs of cells as long as `alive` says so, from any thread."""
+    def show(
+        self, iteration: int, region: np.ndarray, there: np.ndarray, alive: Callable[[], bool],
+        closed: StepRecord | None = None,
+    ) -> None:
+        """They may read these runs of cells as long as `alive` says so, from any thread. closed: the iteration has, and
+        this is what its step was made with; None: something of it may still come."""
 
     def hide(self, iteration: int) -> None:
         """They may read nothing of this iteration, nor of those before it, any more."""
@@ -110,12 +115,14 @@ class HealedFollower(PartialFollower):
             return super()._has_room(iteration)
         return self._builder.reserve(self.replica, iteration)
 
-    def _show(self, peers: Peers, iteration: int, void: np.ndarray = NOTHING.void) -> None:
+    def _show(
+        self, peers: Peers, iteration: int, void: np.ndarray = NOTHING.void, closed: StepRecord | None = None
+    ) -> None:
         engine, cells = self.engine, -(-self.plan.engine.gradient_bytes // 8)
         lacking = np.concatenate((engine.missing(iteration, 0, cells), void))
         there = without(intervals([(0, cells)]), intervals(lacking))
         end = iteration + engine.config.arenas
-        peers.show(iteration, engine.region(iteration), there, lambda: bool(engine.begun < end))
+        peers.show(iteration, engine.region(iteration), there, lambda: bool(engine.begun < end), closed)
 
     # -- one iteration --
 
@@ -134,7 +141,7 @@ class HealedFollower(PartialFollower):
                 failed = {**self.peers.failed, **given.refused}
                 self.peers.distrust(given.refused)
                 yield FromPeers(iteration, sum(length for _, length in self._spans), given.cells, failed)
-            self._show(self.peers, iteration, given.void)
+            self._show(self.peers, iteration, given.void, self.records.of(iteration) or StepRecord())
         self.collector.given = given
         self.collector.hearsay = self._hearsay.after(self.clock.number(iteration), given)
         yield from super().judge(iteration)

@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -43,7 +42,7 @@ from flowcheck.control.protocol import (
     Wanted,
     greet,
 )
-from flowcheck.control.tensors import header, packed_bytes, pieces
+from flowcheck.control.tensors import packed, packed_bytes
 from flowcheck.control.tls import Secure
 from flowcheck.errors import FlowcheckError
 from flowcheck.trainer.ranges import Copies, Wish
@@ -356,6 +355,4 @@ def _send(link: Link, message: Any, tensors: Mapping[str, torch.Tensor] | bytes)
     if not tensors:
         link.send(message)
         return
-    head, order = header(tensors)
-    parts = (piece for name in order for piece in pieces(tensors[name]))
-    link.send(message, chain([head], parts), packed_bytes(tensors))
+    link.send(message, packed(tensors), packed_bytes(tensors))

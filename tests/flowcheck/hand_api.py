@@ -157,9 +157,10 @@ class HandApi:
         if request.path == "/v1/pieces":
             own = [one.offer for one in self.versions if one.offer["tier"] in ("memory", "copy", "disk")]
             return 200, json.dumps({"versions": own, "streams": [], "absent": []}).encode()
+        path = request.path.partition("?")[0]
         for one in self.versions:
             for file in ("manifest.json", *FILES):
-                if request.path == f"/v1/versions/{one.id}/{file}":
+                if path == f"/v1/versions/{one.id}/{file}":
                     return 200, json.dumps(one.document).encode() if file == "manifest.json" else one.files[file]
             for rank, data in one.users.items():
                 if request.path == f"/v1/versions/{one.id}/user/{rank}":

@@ -80,7 +80,7 @@ def test_what_is_left_out(tmp_path: Path) -> None:
         },),
         "replica": {"directory": Path("/dev/shm"), "slots": 3, "threads": 1, "keep": True, "arenas": 4,
                     "patience_packets": 0, "memory_mb": 65536, "resync": "ranges", "resync_mb": 32,
-                    "peers": (), "peer_iterations": 2, "peer_seconds": 1.0},
+                    "peers": (), "peer_iterations": 2, "peer_seconds": 1.0, "journal": False},
         "output": {"directory": Path("out"), "every": 0, "keep_hashes": None, "status_file": None},
         "common": {"nodes": (), "seconds": 300.0},
         "api": None, "protect": None, "store": None, "tls": None, "name": "node", "groups": 1, "record_seconds": 30.0,

@@ -16,10 +16,11 @@ from flowcheck.checkpoint.directory import load_step
 from flowcheck.control.ask import COPY, DISK, MEMORY, STORE, Node
 from flowcheck.errors import FlowcheckError
 from flowcheck.node import copier as module
+from flowcheck.node import sitting
 from flowcheck.node.copier import Copier, Rules
+from flowcheck.node.decided import Member
 from flowcheck.node.etcd import Etcd
 from flowcheck.node.holdings import DiskShelf
-from flowcheck.node.seat import Member
 
 from ..hand_api import KEY, HandApi, HandVersion
 from ..hand_node import until
@@ -81,6 +82,16 @@ def test_multiples_are_taken_and_the_newest_stay(
     path = Path(first["path"])
     assert (first["source"], first["bytes"], path.name) == (api.name, 20, "step-000004")
     assert not path.exists() and load_step(path.with_name("step-000010")).parameters["w"].tolist() == [10.5, 2.0]
+
+
+def test_what_is_frozen_stays(make: Callable[..., Copier], api: HandApi, tmp_path: Path) -> None:
+    copier = make(keep=1)
+    for newest, frozen, held in ((4, {}, [4]), (5, {("run", 0): 4}, [4, 5]), (6, {("run", 0): 4, ("x", 0): 5}, [4, 6]),
+                                 (7, {}, [7])):
+        api.versions[:] = [HandVersion(newest)]
+        copier.freeze(frozen)
+        copier.look(node(api))
+        assert steps(tmp_path) == held
 
 
 def test_an_older_copy_stays_until_the_newer_one_is_whole(
@@ -212,7 +223,7 @@ def test_half_of_a_copy_that_a_killed_process_left_goes(make: Callable[..., Copi
 def test_whose_copies_are_kept_is_the_registrys_to_say(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch,
                                                        ) -> None:
     """A real etcd. When it is killed, copies go on, and that is said once; begun again, the process knows whose."""
-    monkeypatch.setattr(module, "TURN_SECONDS", 0.1)
+    monkeypatch.setattr(sitting, "TURN_SECONDS", 0.1)
     copies = tmp_path / "copies"
 
     def say(event: str, **fields: Any) -> None:
@@ -226,14 +237,16 @@ def test_whose_copies_are_kept_is_the_registrys_to_say(tmp_path: Path, said: Sai
         member = Member(Site("source"), api.name)
         source.renew({"members/source": member.text()})
         registry = {"endpoints": server.endpoints, "cluster": "c", "ca": "", "replicas": 2, "grace": 0.2,
-                    "address": "127.0.0.1:9", "site": {"name": "holder", "leaf": "l"}}
+                    "address": "127.0.0.1:9", "site": {"name": "holder", "leaf": "l"}, "follows": False,
+                    "standby": False, "own": False, "replace": [], "replace_seconds": 1.0, "directory": str(tmp_path)}
 
         def begin() -> threading.Event:
             copier = Copier(copies, Rules(seconds=0.01), say)
             stack.callback(copier.close, 60.0)
             sources = module._Sources(copier, {"sources": [], "key": KEY, "ca": ""})
             ending = threading.Event()
-            thread = threading.Thread(target=module._sit, args=(registry, copies, copier, sources, say, ending))
+            thread = threading.Thread(target=sitting.sit, args=(
+                registry, copies / "placement.json", copier.held, sources.placed, sources.node, say, ending))
             thread.start()
             stack.callback(thread.join, 60.0)
             stack.callback(ending.set)

@@ -22,8 +22,9 @@ from flowcheck.control.protocol import token_bytes
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import cli
 from flowcheck.node.config import NodeConfig
+from flowcheck.node.decided import Member
 from flowcheck.node.holder import Holder, check
-from flowcheck.node.seat import Member
+from flowcheck.node.journal import Journal
 from flowcheck.node.serving import Serving
 from flowcheck.trainer.recovery import recover
 from updater.optimizers import OptimizerSpec
@@ -40,8 +41,9 @@ WITHOUT = "import sys\nsys.modules['dataplane'] = None\n"  # importing it, or an
 
 def settings(folder: Path, shm: Path, *sources: str, **protect: Any) -> str:
     (folder / "token").write_text(TOKEN)
-    more = "".join(f"{key} = {json.dumps(value)}\n" for key, value in protect.items())
-    return (f'name = "h"\n[tokens]\nreader = "{folder}/token"\n[api]\nlisten = "127.0.0.1:0"\n[protect]\n'
+    peer = f'peer = "{folder}/token"\n' if "journal" in protect else ""
+    more = "".join(f"{key} = {json.dumps(value).replace(': ', ' = ')}\n" for key, value in protect.items())
+    return (f'name = "h"\n[tokens]\nreader = "{folder}/token"\n{peer}[api]\nlisten = "127.0.0.1:0"\n[protect]\n'
             f'copies = {json.dumps(list(sources))}\ndirectory = "{shm}"\nseconds = 0.05\n{more}')
 
 
@@ -159,6 +161,51 @@ def test_a_node_that_is_killed(
     assert found == state
 
 
+@pytest.mark.root
+@pytest.mark.slow
+def test_a_node_that_is_killed_with_a_journal(
+    start: Callable[..., NodeProcess], start_node: Any, attach: Any, truth: Any, lan: Any, shm: Path, tmp_path: Path
+) -> None:
+    """Real traffic; a copy of step 4 and the gradients since then make the newest step: equal to what torch trained."""
+    job = _job()
+    node = start_node('[api]\nlisten = "127.0.0.1:0"', replica="journal = true\npeer_iterations = 4")
+    (tmp_path / "token").write_text(TOKEN)
+    run = _run(truth, job, 2)
+    trainer = attach(node, job)
+    _join(trainer, run)
+    listening = node.said("listening")[0]
+    held = start(listening["api"], every=4, journal={listening["api"]: "{}:{}".format(*node.address)})
+    (folder,) = shm.glob("*.copies")
+
+    def journal() -> tuple[list[int], list[int]]:
+        kept = [Journal(path) for path in folder.glob("*/*/epoch-*/journal")]
+        return (kept[0].entries, kept[0].steps) if kept else ([], [])
+
+    for _ in range(5):
+        number = _iteration(run, lan, trainer)
+        assert node.wait("iteration", iteration=number)["published"]
+        if number == 3:
+            held.wait("copied", step=4)
+        until(lambda number=number: number < 4 or (number in journal()[0] and number + 1 in journal()[1]))
+    wanted = {name: tensor_sha256(one) for name, one in run.tensors().items()}
+    state = {f"{name}.{key}": tensor_sha256(one) for name, keys in run.state().items() for key, one in keys.items()}
+    node.process.kill()
+    node.process.wait(LONGEST)
+    for path in tmp_path.glob("*.replica"):
+        path.unlink()
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    made = held.wait("redone")
+    assert (made["base"], made["step"], made["why"]) == (4, 7, "")
+    got = recover(held.said("holding")[0]["api"], token=TOKEN, seconds=LONGEST)
+    assert (got.step, got.source.rpartition(", ")[2]) == (7, COPY)
+    assert {name: tensor_sha256(one) for name, one in got.model.items()} == wanted
+    names = list(wanted)
+    assert state == {
+        f"{names[number]}.{key}": tensor_sha256(one) for number, keys in got.optimizer["state"].items()
+        for key, one in keys.items()
+    }
+
+
 @pytest.mark.slow
 def test_holders_that_find_each_other(start: Callable[..., NodeProcess], tmp_path: Path) -> None:
     """Two holders and a node, in a real etcd, which is killed: copies go on, and it is said once."""
@@ -210,6 +257,11 @@ def config_of(tmp_path: Path, text: str) -> Path:
         ("[protect]", '[control]\nlisten = "127.0.0.1:7"\n[protect]', "control", "this one has no [capture]"),
         ("[protect]", '[replica]\nslots = 4\n[protect]', "replica", "this one has no [capture]"),
         ("seconds = 0.05", "second = 1", "protect.second", "did you mean seconds"),
+        ("seconds = 0.05", "standby = true", "protect.standby", "protect.registry is missing"),
+        ("seconds = 0.05", 'replace = ["a"]', "protect.replace", "protect.registry is missing"),
+        ("seconds = 0.05", 'journal = {"127.0.0.1:6" = "127.0.0.1:7"}', "protect.journal", "is none of protect.copies"),
+        ("seconds = 0.05", 'journal = {"127.0.0.1:5" = "127.0.0.1:7"}', "tokens.peer", "protect.journal names nodes"),
+        ('copies = ["127.0.0.1:5"]', 'replace = [""]\nregistry = ["http://h"]', "protect.replace", "names no program"),
     ],
 )
 def test_settings_that_fit_no_holder(

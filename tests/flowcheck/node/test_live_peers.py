@@ -16,6 +16,7 @@ import torch
 from flowcheck.rebuild.events import Closed, FromPeers
 from flowcheck.rebuild.given import Answer
 from flowcheck.rebuild.partial import Patch
+from flowcheck.rebuild.records import StepRecord
 from updater.reader import Reader
 
 from ..fake_engine import Packet
@@ -34,6 +35,7 @@ class Asked:
         self.said: list[Answer] | None = None
         self.failed: dict[str, str] = {}
         self.shown: list[tuple[int, list[list[int]], bool]] = []
+        self.records: list[StepRecord | None] = []
         self.alive: list[Callable[[], bool]] = []
         self.hidden: list[int] = []
         self.distrusted: list[dict[str, str]] = []
@@ -49,8 +51,12 @@ class Asked:
     def distrust(self, refused: Mapping[str, str]) -> None:
         self.distrusted.append(dict(refused))
 
-    def show(self, iteration: int, region: np.ndarray, there: np.ndarray, alive: Callable[[], bool]) -> None:
+    def show(
+        self, iteration: int, region: np.ndarray, there: np.ndarray, alive: Callable[[], bool],
+        closed: StepRecord | None = None,
+    ) -> None:
         self.shown.append((iteration, there.tolist(), alive()))
+        self.records.append(closed)
         self.regions.append(region)
         self.alive.append(alive)
 
@@ -301,6 +307,7 @@ def test_every_iteration_is_shown_when_it_closes_with_what_streams_have_brought(
     at.peers.said = [answer()]
     at.poll()
     assert at.peers.shown[2:] == [(3, [[0, 5], [8, 40]], True)], "what a peer gave is not given on"
+    assert [record is not None for record in at.peers.records] == [True, False, True], "what a step was made with"
     assert at.peers.hidden == [0, 1]
     at.engine.begun = 4
     assert at.peers.alive[-1]()

@@ -1,0 +1,166 @@
+"""A journal on tmpfs: what made each step of another node's shard since a copy of it was taken, and that node's hashes.
+
+    DIRECTORY/SOURCE/RUN/epoch-E/journal/job.json             the job: its manifest, run, and where its bytes lie
+                                         entry-000000000012   the gradients of an iteration, with its step's values
+                                         hashes-000000000013  the source's own manifest of a step
+
+    journal = Journal(folder)
+    journal.begin(job);  journal.add(iteration, values, buckets, buffers);  journal.hashed(version)
+    journal.entries, journal.steps, journal.nbytes;  journal.forget(step)
+
+Every file appears whole or not at all, and outlives the process. What is made of them: redo.py. One thread, but that
+`hashed` may be called on another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from flowcheck.control.tensors import packed
+from flowcheck.control.version import Version
+from flowcheck.durable import make_directory, partial_name, remove_tree, reporting, write_atomic, write_synced
+from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.rebuild.records import StepRecord
+
+__all__ = ["FOLDER", "JobText", "Journal", "Made"]
+
+FOLDER = "journal"  # beside the steps of a run
+BUCKET, BUFFER = "bucket.", "buffer."
+
+
+@dataclass(frozen=True)
+class JobText:
+    """What a source says of the job that it follows. body: its manifest with all connections. run: id, epoch and ranks
+    as trainers say hello. first: the trainer's number of the manifest's iteration 0. plan: 64 hexadecimal digits that
+    stand for all of it, and where bytes lie."""
+
+    body: Mapping[str, Any]
+    run: tuple[str, int, int]
+    first: int
+    plan: str
+
+    def text(self) -> str:
+        return json.dumps({"body": dict(self.body), "run": list(self.run), "first": self.first, "plan": self.plan})
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Raises ValueError, KeyError, TypeError."""
+        said = json.loads(text)
+        run_id, epoch, ranks = said["run"]
+        return cls(said["body"], (run_id, epoch, ranks), said["first"], said["plan"])
+
+
+@dataclass(frozen=True)
+class Made:
+    """What made a step. record: without checksums. buckets: gradients as they came over the wire, by bucket."""
+
+    record: StepRecord
+    buckets: Sequence[torch.Tensor]
+
+
+class Journal:
+    """folder: of one run of one shard. Iterations are the trainer's numbers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._said: JobText | None = None
+
+    @property
+    def job(self) -> JobText | None:
+        """None: nothing is known of it."""
+        if self._said is None:
+            try:
+                self._said = JobText.of((self.folder / "job.json").read_text())
+            except (OSError, ValueError, KeyError, TypeError):
+                return None
+        return self._said
+
+    def begin(self, job: JobText) -> None:
+        """Of this job from now on. What there is of another one, or of another start of it, goes."""
+        if self.job == job:
+            return
+        remove_tree(self.folder)
+        make_directory(self.folder)
+        write_atomic(self.folder / "job.json", job.text().encode())
+        self._said = job
+
+    @property
+    def entries(self) -> list[int]:
+        """Iterations, in order."""
+        return self._numbers("entry-")
+
+    @property
+    def steps(self) -> list[int]:
+        """Of which the source's hashes are here, in order."""
+        return self._numbers("hashes-")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._size(path) for path in self.folder.glob("*-*"))
+
+    def add(
+        self, iteration: int, record: Mapping[str, Any], buckets: Sequence[torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> int:
+        """record: groups, clip, scale, skipped. Returns bytes. Raises EnvironmentProblem."""
+        tensors = {f"{BUCKET}{i}": bucket for i, bucket in enumerate(buckets)}
+        tensors |= {f"{BUFFER}{name}": tensor for name, tensor in buffers.items()}
+        path = self.folder / f"entry-{iteration:012d}"
+        aside = partial_name(path)
+        with reporting(path, aside=aside):
+            write_synced(aside, packed(tensors, {"record": json.dumps(dict(record))}))
+            os.rename(aside, path)
+        return self._size(path)
+
+    def hashed(self, version: Version) -> None:
+        write_atomic(self.folder / f"hashes-{version.step:012d}", json.dumps(version.document()).encode())
+
+    def made(self, iteration: int) -> Made:
+        """Raises FlowcheckError: it is not here, or damaged."""
+        path = self.folder / f"entry-{iteration:012d}"
+        try:
+            with safe_open(path, framework="pt") as file:
+                said = json.loads(file.metadata()["record"])
+                names = list(file.keys())
+                tensors = {name: file.get_tensor(name) for name in names}
+            buckets = [tensors[f"{BUCKET}{i}"] for i in range(sum(name.startswith(BUCKET) for name in names))]
+            buffers = {name.removeprefix(BUFFER): one for name, one in tensors.items() if name.startswith(BUFFER)}
+            record = StepRecord(said["groups"], said["clip"], said["scale"], said["skipped"], buffers=buffers)
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise FlowcheckError(f"iteration {iteration} cannot be read: {error}", where=str(path)) from None
+        return Made(record, buckets)
+
+    def version(self, step: int) -> Version:
+        """What the source says of a step. Raises UserError."""
+        path = self.folder / f"hashes-{step:012d}"
+        try:
+            said = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot be read: {error}", where=str(path)) from None
+        return Version.of(said, str(path))
+
+    def forget(self, step: int) -> None:
+        """What made this step and those before it is of no more use: there is a copy of it."""
+        for prefix, last in (("entry-", step - 1), ("hashes-", step)):
+            for number in self._numbers(prefix):
+                if number <= last:
+                    (self.folder / f"{prefix}{number:012d}").unlink(missing_ok=True)
+
+    def _numbers(self, prefix: str) -> list[int]:
+        found = (path.name.removeprefix(prefix) for path in self.folder.glob(f"{prefix}*"))
+        return sorted(int(text) for text in found if text.isdecimal())
+
+    @staticmethod
+    def _size(path: Path) -> int:
+        try:
+            return path.stat().st_size
+        except OSError:
+            return 0  # gone meanwhile

@@ -1,0 +1,143 @@
+"""A base and a journal make the step that the source had, bit for bit, or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowcheck.checkpoint.directory import load_step, read_step_manifest
+from flowcheck.errors import FlowcheckError
+from flowcheck.node.journal import JobText, Journal
+from flowcheck.node.redo import Reach, planned, reach, redo
+
+from .journal_scene import Source, journal_job
+
+
+class Kept:
+    """A copy of a source's step, and its journal since then. base: that step."""
+
+    def __init__(self, source: Source, folder: Path, steps: int = 5) -> None:
+        self.source, self.run = source, folder / "lane" / "run" / "epoch-0"
+        source.step()
+        source.step()
+        self.base = source.write(self.run)
+        self.journal = Journal(self.run / "journal")
+        self.journal.begin(source.said)
+        self.first = source.replica.step
+        for _ in range(steps):
+            source.into(self.journal)
+
+    def made(self) -> Path:
+        return redo(self.base, self.journal, 1)[0]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[Source]:
+    with contextlib.closing(Source(tmp_path)) as one:
+        yield one
+
+
+def same(path: Path, wanted: Path) -> None:
+    one, other = read_step_manifest(path), read_step_manifest(wanted)
+    for key in one.keys() - {"files", "manifest_sha256", "created", "written"}:
+        assert one[key] == other[key], key
+    for file, entry in one["files"].items():
+        assert entry["tensors"] == other["files"][file]["tensors"]
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"optimizer": "sgd", "options": {"lr": 0.1, "momentum": 0.9}}, {"dtype": "bfloat16", "masters": "state"},
+], ids=["adamw", "momentum", "bfloat16"])
+def test_equal_bits(tmp_path: Path, options: dict[str, object]) -> None:
+    """A schedule, clipping, a scale, a step that was skipped and buffers; the manifest's words, too."""
+    job = journal_job(**options)
+    if options.get("masters"):
+        assert job.optimizer is not None
+        job.optimizer.masters = ""
+    with contextlib.closing(Source(tmp_path, job)) as source:
+        kept = Kept(source, tmp_path)
+        path, to = redo(kept.base, kept.journal, 2)
+        assert to == Reach(7, 12, 12) and path == kept.run / "step-000012"
+        same(path, tmp_path / "truth" / "step-000012")
+        assert load_step(path).parameters["mean"].tolist() == [11.0] * 3
+        assert not (kept.journal.folder / "redo").exists() and sorted(kept.run.glob("step-*")) == [kept.base, path]
+
+
+def test_the_newest_that_is_proved_and_reached(source: Source, tmp_path: Path) -> None:
+    kept = Kept(source, tmp_path)
+    folder = kept.journal.folder
+    (folder / f"hashes-{12:012d}").unlink()
+    assert reach(7, kept.journal) == Reach(7, 11, 12)  # made, but nothing would prove it
+    (folder / f"entry-{9:012d}").unlink()
+    assert reach(7, kept.journal) == Reach(7, 9, 9)
+    same(kept.made(), tmp_path / "truth" / "step-000009")
+    (folder / f"entry-{7:012d}").unlink()
+    assert reach(7, kept.journal) == Reach(7, 7, 7) and reach(8, kept.journal) == Reach(8, 9, 9)
+    with pytest.raises(FlowcheckError, match="step 7 is the newest that can be made"):
+        kept.made()
+
+
+def test_what_differs_in_one_bit_is_not_offered(source: Source, tmp_path: Path) -> None:
+    kept = Kept(source, tmp_path)
+    entry = kept.journal.made(10)
+    for wrong in ("gradient", "clip", "lr", "buffer"):
+        buckets = [bucket.clone() for bucket in entry.buckets]
+        record = {"groups": [dict(group) for group in entry.record.groups], "clip": entry.record.clip,
+                  "scale": entry.record.scale, "skipped": False}
+        buffers = dict(entry.record.buffers)
+        if wrong == "gradient":
+            buckets[0].view(torch.int32)[3] ^= 1 << 20  # the last bits may be rounded away
+        elif wrong == "clip":
+            record["clip"] = 0.75
+        elif wrong == "lr":
+            record["groups"] = [{"lr": 0.5}]
+        else:
+            buffers["mean"] = torch.zeros(3)
+        kept.journal.add(10, record, buckets, buffers)
+        if wrong == "buffer":
+            for step in (12, 13):  # of the steps after it there is nothing: the next buffers would hide it
+                (kept.journal.folder / f"hashes-{step:012d}").unlink(missing_ok=True)
+        with pytest.raises(FlowcheckError, match=r"step 1[12] differs from its source's: tensor "):
+            kept.made()
+        assert sorted(kept.run.glob("step-*")) == [kept.base]
+
+
+def test_a_journal_that_is_damaged_is_an_error(source: Source, tmp_path: Path) -> None:
+    kept = Kept(source, tmp_path)
+    path = kept.journal.folder / f"entry-{8:012d}"
+    for text in (path.read_bytes()[:100], b"", b"\0" * 64):
+        path.write_bytes(text)
+        with pytest.raises(FlowcheckError, match="iteration 8 cannot be read"):
+            kept.made()
+    hashes = kept.journal.folder / f"hashes-{12:012d}"
+    said = json.loads(hashes.read_text())
+    hashes.write_text(json.dumps(said | {"status": "unverified"}))
+    with pytest.raises(FlowcheckError, match="was changed after it was written"):
+        kept.made()
+    assert sorted(kept.run.glob("step-*")) == [kept.base]
+
+
+def test_a_source_of_another_layout_is_refused(source: Source, tmp_path: Path) -> None:
+    kept = Kept(source, tmp_path, steps=1)
+    with pytest.raises(FlowcheckError, match="lays gradients out in another way"):
+        planned(dataclasses.replace(source.said, first=6))
+    kept.journal.begin(dataclasses.replace(source.said, plan="0" * 64))  # another start: what there was goes
+    assert kept.journal.entries == kept.journal.steps == []
+
+
+def test_what_a_copy_has_goes_and_the_rest_outlives_the_process(source: Source, tmp_path: Path) -> None:
+    kept = Kept(source, tmp_path)
+    kept.journal.forget(9)
+    again = Journal(kept.journal.folder)
+    assert again.entries == [9, 10, 11] and again.steps == [10, 11, 12] and again.job == source.said
+    assert again.nbytes > 3 * 4000
+    (again.folder / "job.json").write_text("{}")
+    assert Journal(again.folder).job is None
+    with pytest.raises((KeyError, ValueError)):
+        JobText.of("{}")
