@@ -264,7 +264,8 @@ class _Sources:
         """Of the node with this API and this control port."""
         directory, room = Path(self._said["directory"]), partial(self._copier.check_room, what="an iteration")
         return Journaling(directory, self.node(address).name, partial(self.node, address), control,
-                          lambda: str(self._said["token"]).encode(), self._tls(), room, say)
+                          lambda: str(self._said["token"]).encode(), self._tls(), room, say,
+                          self._said["rules"]["seconds"])
 
     def _follow(self) -> None:
         wanted = dict.fromkeys([*((host, port) for host, port in self._said["sources"]), *self._placed])

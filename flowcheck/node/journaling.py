@@ -1,9 +1,9 @@
 """Keeping journals of other nodes' shards, and making of them what was lost: beside the copies, in the same process.
 
-    journaling = Journaling(directory, name, node, control, token, tls, room, say)
+    journaling = Journaling(directory, name, node, control, token, tls, room, say, seconds)
     journaling.start();  journaling.close()
 
-A thread looks at what the source has, as often as it can: it fetches the source's hashes of its newest step, and begins
+A thread looks at what the source has, every `seconds`: it fetches the source's hashes of its newest step, and begins
 a thread for each of its groups. That one asks the control port for each iteration that has closed: what its step was
 made with, then its gradients, 4 or 2 bytes a parameter. Nothing waits for it: an iteration that it was too late for is
 a gap, which is named, and steps after it need a newer copy.
@@ -54,7 +54,6 @@ from flowcheck.rebuild.plan import BucketPlace, JobPlan
 __all__ = ["Journaling", "Lacking", "Reading", "bases_of", "lane_of"]
 
 GONE_SECONDS = 3.0
-LOOK_SECONDS = 0.05  # between two looks at what the source has
 PAUSE_SECONDS = 1.0  # after one that failed
 TEXT = 16 << 20  # of a manifest, as a node reads it from a trainer
 HEADERS = 1 << 20
@@ -67,12 +66,15 @@ def lane_of(directory: Path, source: str, shard: str) -> Path:
 
 class Journaling:
     """Of one source. name: of its API. node(): asks that. control: its control port. token(): of peers. room(bytes):
-    raises FlowcheckError where there is none. say: events."""
+    raises FlowcheckError where there is none. say: events. seconds: between two looks at it, each of which has it hash
+    its newest version."""
 
     def __init__(
         self, directory: Path, name: str, node: Callable[[], Node], control: tuple[str, int],
         token: Callable[[], bytes], tls: ssl.SSLContext | None, room: Callable[[int], None], say: Callable[..., None],
+        seconds: float,
     ) -> None:
+        self._seconds = seconds
         self._directory, self._name, self._node = directory, name, node
         self._control, self._token, self._tls = control, token, tls
         self._room, self._say_all = room, say
@@ -103,7 +105,7 @@ class Journaling:
             wait = PAUSE_SECONDS
             try:
                 self._look()
-                self._said, wait = "", LOOK_SECONDS
+                self._said, wait = "", self._seconds
             except AskError:  # gone; or as many of its versions are being read as may be
                 if time.monotonic() - self._seen > GONE_SECONDS:
                     self.make()

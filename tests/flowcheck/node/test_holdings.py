@@ -202,6 +202,25 @@ def test_pins_leave_slots_to_update(
         advance(replica, 5)
 
 
+def test_what_was_held_for_one_question_is_let_go_unless_somebody_reads_it(
+    make: Callable[..., Replica], memory: MemoryShelf
+) -> None:
+    make(slots=3)
+    newest = id_of(memory, 2)
+    for _ in range(2):  # again and again: it is pinned for no longer than that
+        held = memory.hold(newest)
+        assert held.manifest()
+        memory.release(held)
+        with pytest.raises(Gone):
+            held.read("model.safetensors", 0, 1)
+    reader = memory.hold(newest)
+    memory.release(memory.hold(newest))
+    assert whole(reader, "model.safetensors")  # somebody else is at it
+    reader.busy += 1
+    memory.release(reader)
+    assert whole(reader, "model.safetensors")  # it is being hashed for somebody
+
+
 def test_a_slot_that_another_process_may_pin_is_left_to_it(
     make: Callable[..., Replica], shm: Path, clock: Clock
 ) -> None:

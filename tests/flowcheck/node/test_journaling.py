@@ -62,7 +62,7 @@ def start(tmp_path: Path, said: Said, door: Door, monkeypatch: pytest.MonkeyPatc
         made.append(Journaling(
             tmp_path / "copies", api, lambda: Node((host, int(port)), reader_key(TOKEN.encode()), seconds=60.0),
             (control[0], int(control[2])), TOKEN.encode, None, room,
-            lambda event, **fields: said.append((event, fields)),
+            lambda event, **fields: said.append((event, fields)), 0.01,
         ))
         made[-1].start()
         return made[-1]
@@ -182,7 +182,7 @@ def test_a_token_that_is_wrong_is_said_once(source: Source, door: Door, tmp_path
         journaling = Journaling(
             tmp_path / "copies", api.name, lambda: Node(api.address, reader_key(TOKEN.encode()), seconds=60.0),
             (host, int(port)), lambda: b"another token of that length", None, lambda nbytes: None,
-            lambda event, **fields: said.append((event, fields)))
+            lambda event, **fields: said.append((event, fields)), 0.01)
         journaling.start()
         try:
             until(lambda: whys(said) and len(api.asked) > 3)
