@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from flowcheck.control import ask
+from flowcheck.control import ask, receiving
 from flowcheck.control.tensors import memory
 from flowcheck.lab.bench.rows import alternate, quantile
 from flowcheck.node.config import NodeConfig
@@ -80,12 +80,12 @@ def unhashed():  # type: ignore[no-untyped-def]
         def __ne__(self, other: object) -> bool:
             return False
 
-    kept = ask._sha256
-    ask._sha256 = lambda tensor: Whatever()
+    kept = receiving._sha256
+    receiving._sha256 = lambda tensor: Whatever()
     try:
         yield
     finally:
-        ask._sha256 = kept
+        receiving._sha256 = kept
 
 
 def main() -> None:

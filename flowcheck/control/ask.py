@@ -24,19 +24,18 @@ import json
 import socket
 import ssl
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flowcheck.control.messages import MOST_RANKS
+from flowcheck.control.receiving import RATE, SECONDS, AskError, Hashing, Received, Stream
 from flowcheck.control.tensors import CHUNK, HEADER_LIMIT, memory, places
 from flowcheck.control.user_state import USER_BYTES, UserState
-from flowcheck.control.version import STATUSES, Version
-from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.control.version import STATUSES, Digest, Version
+from flowcheck.errors import UserError
 
 __all__ = [
     "COPY", "DISK", "MEMORY", "PARITY", "SECONDS", "STORE", "TIERS", "AskError", "Node", "Offer", "order_of",
@@ -48,18 +47,8 @@ MEMORY, COPY, DISK, PARITY, STORE = "memory", "copy", "disk", "parity", "store"
 # asked for.
 TIERS = (MEMORY, COPY, DISK, PARITY, STORE)
 MOST_TEXT = 256 << 20  # a manifest has some 150 bytes per tensor
-SECONDS = 10.0  # without a byte
-RATE = 1e6  # bytes per second that an answer must have
 MOST_AGE = 1e12
 MOST_WHY = 400  # characters
-ATTEMPTS = 3  # connections for one file
-HASHERS = 4  # threads
-
-
-class AskError(FlowcheckError):
-    """The node is gone, slow, does not know the key, or sent something other than what it should be."""
-
-    exit_code = 3
 
 
 def reader_key(token: bytes) -> str:
@@ -73,7 +62,8 @@ class Offer:
     """A version that a node says it has. id: its name in requests. tier: one of TIERS. nbytes: of all tensors. user:
     whose own states it has: first and last rank of each row of them. age_steps: that the trainers are known to have
     made since. age_seconds: since it was published. None: the node does not know. matches: checksums of the trainer
-    that had matched when it was published, as far as the node says it."""
+    that had matched when it was published, as far as the node says it. start: of which start of the job's trainers it
+    is, as a digest, where the node that made it still has it in memory."""
 
     id: str
     tier: str
@@ -87,6 +77,7 @@ class Offer:
     age_steps: int | None = None
     age_seconds: float | None = None
     matches: int = 0
+    start: str = ""
 
     @property
     def with_user(self) -> list[int]:
@@ -108,7 +99,8 @@ class Offer:
         if values["tier"] not in TIERS or values["status"] not in STATUSES or not values["id"].isalnum():
             raise AskError("lists a version of an unknown tier or status", where=where)
         return cls(**values, user=_spans(said.get("user", []), where), age_steps=_age(said.get("age_steps")),
-                   age_seconds=_age(said.get("age_seconds")), matches=int(_age(said.get("matches")) or 0))
+                   age_seconds=_age(said.get("age_seconds")), matches=int(_age(said.get("matches")) or 0),
+                   start=start if isinstance(start := said.get("start"), str) else "")
 
 
 def _age(said: Any) -> Any:
@@ -155,6 +147,7 @@ class Node:
         self._address, self._key, self._seconds = address, key, seconds
         self._connection: http.client.HTTPConnection | None = None
         self._response: http.client.HTTPResponse | None = None
+        self.plain: socket.socket | None = None  # what the answer that is open comes over; None: encrypted
         host, port = address
         self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self.received = 0  # bytes of tensors
@@ -171,7 +164,7 @@ class Node:
             self._response.close()  # it may have the connection's socket for its own
         if self._connection is not None:
             self._connection.close()
-        self._connection = self._response = None
+        self._connection = self._response = self.plain = None
 
     def offers(self) -> list[Offer]:
         """All that the node has now. Raises AskError."""
@@ -218,19 +211,14 @@ class Node:
         self, offer: Offer, version: Version, file: str, into: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         stream, lie, where = self._opened(offer, version, file)
-        found: dict[str, torch.Tensor] = {}
-        with _Hashing(where) as hashing:
-            for name in lie:
-                digest = version.files[file][name]
-                given = into.get(name)
-                straight = given is not None and given.device.type == "cpu" and given.is_contiguous()
-                target = given if given is not None and straight else torch.empty(
-                    digest.spec.shape, dtype=getattr(torch, digest.spec.dtype)
-                )
-                stream.fill(memory(target))
-                hashing.add(name, target, digest.sha256, None if straight else given)
-                found[name] = target if given is None else given
-        return {name: found[name] for name in version.files[file]}
+        digests, found = version.files[file], dict[str, torch.Tensor]()
+        with Hashing(where) as hashing:
+            for names in _together(lie):
+                come = [_place(name, digests[name], into.get(name)) for name in names]
+                stream.fill([memory(one.tensor) for one in come])
+                hashing.add(come)
+                found |= {one.name: one.tensor if one.into is None else one.into for one in come}
+        return {name: found[name] for name in digests}
 
     def pieces(self, offer: Offer, version: Version, file: str) -> Iterator[memoryview]:
         """The bytes of one file's tensors, in the order of `order_of`, each tensor's hash checked when its last byte
@@ -244,7 +232,7 @@ class Node:
                 digest, left, sums = version.files[file][name], version.files[file][name].spec.nbytes, hashlib.sha256()
                 while left:
                     piece = buffer[: min(left, len(buffer))]
-                    stream.fill(piece)
+                    stream.fill([piece])
                     sums.update(piece)
                     left -= len(piece)
                     yield piece
@@ -254,10 +242,10 @@ class Node:
         finally:
             self.close()
 
-    def _opened(self, offer: Offer, version: Version, file: str) -> tuple[_Stream, dict[str, tuple[int, int]], str]:
+    def _opened(self, offer: Offer, version: Version, file: str) -> tuple[Stream, dict[str, tuple[int, int]], str]:
         """A file's bytes from its first tensor on, where each tensor lies in them, and words for where that is."""
         where = f"{self.name}, {offer.tier}: {file}"
-        stream = _Stream(self, f"/v1/versions/{offer.id}/{file}", where)
+        stream = Stream(self, f"/v1/versions/{offer.id}/{file}", where)
         expected = {name: digest.spec for name, digest in version.files[file].items()}
         head = stream.take(8)
         length = int.from_bytes(head, "little")
@@ -333,6 +321,7 @@ class Node:
         connection.request("GET", path, headers=headers)
         assert connection.sock is not None
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.plain = connection.sock if self._tls is None else None
         response = self._response = connection.getresponse()
         if response.status != (206 if first else 200):
             raise AskError(_why(response), where=self.name)
@@ -352,104 +341,27 @@ class Node:
                         where=self.name)
 
 
-class _Stream:
-    """The bytes of one file, in order, over as many connections as it takes."""
-
-    def __init__(self, node: Node, path: str, where: str) -> None:
-        self._node, self._path, self._where = node, path, where
-        self._at = 0  # bytes taken
-        self._attempts = ATTEMPTS
-        self._response: http.client.HTTPResponse | None = None
-        self.size = -1  # of the file
-        self._open()
-        self._deadline = time.monotonic() + SECONDS + self.size / RATE
-
-    def take(self, count: int) -> bytes:
-        data = bytearray(count)
-        self.fill(memoryview(data))
-        return bytes(data)
-
-    def fill(self, view: memoryview) -> None:
-        """Exactly so many bytes. Raises AskError."""
-        while view:
-            view = view[self._some(view[:CHUNK]):]
-
-    def _some(self, view: memoryview) -> int:
-        """One byte at least."""
-        while True:
-            if time.monotonic() > self._deadline:
-                raise AskError(f"too slow: {self.size - self._at} bytes still missing", where=self._where)
-            if self._response is None:
-                self._open()
-            assert self._response is not None
-            why: Exception = EOFError("closed before its end")
-            try:
-                count = self._response.readinto(view)
-            except (OSError, http.client.HTTPException) as error:
-                count, why = 0, error
-            if count:
-                self._at += count
-                self._node.received += count
-                return count
-            self._response = None
-            self._again(why)
-
-    def _open(self) -> None:
-        while True:
-            try:
-                self._response = self._node.open(self._path, self._at)
-            except (OSError, http.client.HTTPException) as error:
-                self._again(error)
-                continue
-            left = self._response.length
-            if left is None or (self.size >= 0 and left != self.size - self._at):
-                raise AskError("does not say how long its answer is, or not twice the same", where=self._where)
-            self.size = self._at + left
-            return
-
-    def _again(self, error: Exception) -> None:
-        self._attempts -= 1
-        if not self._attempts:
-            raise AskError(self._node.lost(error).what, where=self._where) from None
+def _together(lie: Mapping[str, tuple[int, int]]) -> Iterator[list[str]]:
+    """Names of tensors that follow each other, CHUNK bytes of them or a larger one: received in one go, and hashed by
+    one thread."""
+    names: list[str] = []
+    begin = 0
+    for name, (first, end) in lie.items():
+        if names and end - begin > CHUNK:
+            yield names
+            names = []
+        begin = begin if names else first
+        names.append(name)
+    if names:
+        yield names
 
 
-class _Hashing:
-    """Tensors are hashed by threads while later ones arrive: hashing takes as long as receiving. At the end of the
-    context every hash has agreed, or AskError was raised. Few wait at a time, so that a bad one is known soon."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._pool = ThreadPoolExecutor(HASHERS, "flowcheck hash")
-        self._waiting: deque[tuple[str, Future[str], str, torch.Tensor, torch.Tensor | None]] = deque()
-
-    def __enter__(self) -> _Hashing:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            while self._waiting and kind is None:
-                self._check()
-        finally:
-            self._pool.shutdown(cancel_futures=True)
-
-    def add(self, name: str, tensor: torch.Tensor, sha256: str, into: torch.Tensor | None) -> None:
-        """into: where the tensor is copied once its hash agreed. Raises AskError, of this one or an earlier one."""
-        self._waiting.append((name, self._pool.submit(_sha256, tensor), sha256, tensor, into))
-        while self._waiting and (len(self._waiting) > 2 * HASHERS or self._waiting[0][1].done()):
-            self._check()
-
-    def _check(self) -> None:
-        name, found, sha256, tensor, into = self._waiting.popleft()
-        if found.result() != sha256:
-            raise AskError(f"tensor {name!r} has other bytes than its manifest says (SHA-256 differs)",
-                           where=self._where)
-        if into is not None:
-            with torch.no_grad():
-                into.copy_(tensor)
-
-
-def _sha256(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(memory(tensor)).hexdigest()
+def _place(name: str, digest: Digest, given: torch.Tensor | None) -> Received:
+    """Where a tensor is received: where it is wanted, if its memory is as its bytes come."""
+    if given is not None and given.device.type == "cpu" and given.is_contiguous():
+        return Received(name, given, digest.sha256, None)
+    tensor = torch.empty(digest.spec.shape, dtype=getattr(torch, digest.spec.dtype))
+    return Received(name, tensor, digest.sha256, given)
 
 
 def _why(response: http.client.HTTPResponse) -> str:

@@ -56,7 +56,7 @@ from flowcheck.node.told import PAGE, PATHS, Told
 
 __all__ = ["OPEN", "make_app", "may"]
 
-PIECE = 4 << 20  # bytes, between two looks whether the version is still held
+PIECE = 4 << 20  # bytes, between two looks whether the version is still held; copied for that, but from memory
 LOOK_SECONDS = 5.0  # that a tier may take to list what it has
 EXPIRE_SECONDS = 1.0
 VERSIONS = "/v1/versions"
@@ -267,7 +267,8 @@ class _Api:
     async def _read(self, tier: str, id: str, file: str, first: int, after: int) -> AsyncIterator[list[memoryview]]:
         """Whatever goes wrong here ends the connection before its length is reached, which the reader notices."""
         while first < after:
-            piece = await self._on(tier, self._piece, tier, id, file, first, min(PIECE, after - first))
+            most = self._shelves[tier].piece or PIECE
+            piece = await self._on(tier, self._piece, tier, id, file, first, min(most, after - first))
             yield piece
             first += sum(map(len, piece))
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control import ask
+from flowcheck.control import ask, receiving
 from flowcheck.control.ask import AskError, Node, Offer, reader_key, split
 from flowcheck.control.version import MODEL, OPTIMIZER
 
@@ -307,7 +307,7 @@ def test_a_version_that_is_gone_by_now(api: HandApi, node: Node) -> None:
 
 
 def test_a_file_that_trickles(api: HandApi, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ask, "SECONDS", -1.0)  # what the deadline adds to the time that the bytes may take
+    monkeypatch.setattr(receiving, "SECONDS", -1.0)  # what the deadline adds to the time that the bytes may take
     assert refused(lambda: model_of(node)).startswith("too slow: ")
 
 
