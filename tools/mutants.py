@@ -61,7 +61,9 @@ MODULES: dict[str, list[str]] = {
     ],
     "flowcheck/rebuild/going_on.py": [
         f"{NODE}/test_{part}.py"
-        for part in ("live_begin", "live_resumed", "live_partial", "live_session", "resync", "live_peers")
+        for part in (
+            "live_begin", "live_resumed", "live_partial", "live_session", "resync", "live_peers", "catching_up",
+        )
     ],
     "flowcheck/rebuild/partial.py": [
         f"{FLOW}/rebuild/test_partial.py", f"{NODE}/test_live_partial.py", f"{NODE}/test_live_begin.py"
@@ -80,7 +82,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/rebuild/wording.py": [f"{FLOW}/rebuild/test_wording.py"],
     "flowcheck/rebuild/replica.py": [
         *(f"{FLOW}/rebuild/test_{part}.py" for part in ("replica", "masters", "sixteen_alone")),
-        *(f"{NODE}/test_{part}.py" for part in ("live_begin", "live_partial", "resync")),
+        *(f"{NODE}/test_{part}.py" for part in ("live_begin", "live_partial", "resync", "catching_up")),
     ],
     "flowcheck/offline/session.py": [f"{FLOW}/offline/test_session.py", f"{FLOW}/offline/test_session_report.py"],
     "flowcheck/offline/offer.py": [f"{FLOW}/offline/test_offer.py", f"{FLOW}/offline/test_session.py"],
@@ -110,6 +112,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/control/tensors.py": [f"{FLOW}/control/test_tensors.py"],
     "flowcheck/control/version.py": [f"{FLOW}/control/test_version.py"],
     "flowcheck/control/ask.py": [f"{FLOW}/control/test_ask.py"],
+    "flowcheck/control/receiving.py": [f"{FLOW}/control/test_ask.py", f"{FLOW}/control/test_receiving.py"],
     "flowcheck/control/sources.py": [
         f"{FLOW}/control/test_sources.py", f"{FLOW}/checkpoint/test_fetch.py",
     ],
@@ -183,6 +186,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/node/captures.py": [f"{NODE}/test_captures.py", f"{NODE}/test_port.py"],
     "flowcheck/node/port.py": [f"{NODE}/test_port.py"],
     "flowcheck/node/peering.py": [f"{NODE}/test_peering.py"],
+    "flowcheck/node/catching_up.py": [f"{NODE}/test_catching_up.py"],
     "flowcheck/node/peers.py": [f"{NODE}/test_peers.py"],
     "flowcheck/node/shelf.py": [f"{NODE}/test_shelf.py"],
     "flowcheck/node/parts.py": [f"{NODE}/test_parts.py"],
@@ -219,10 +223,11 @@ MODULES: dict[str, list[str]] = {
     "updater/tuning.py": [f"{UPDATER}/test_tuning.py"],
     "updater/constants.py": [f"{UPDATER}/test_empty.py", f"{UPDATER}/test_step_values.py"],
     "updater/replica.py": [
-        f"{UPDATER}/test_{part}.py" for part in ("replica", "replica_calls", "partial", "replica_states", "empty")
+        f"{UPDATER}/test_{part}.py"
+        for part in ("replica", "replica_calls", "partial", "replica_states", "empty", "received")
     ],
     "updater/slot.py": [
-        f"{UPDATER}/test_{part}.py" for part in ("slot", "replica", "partial", "replica_states", "apart")
+        f"{UPDATER}/test_{part}.py" for part in ("slot", "replica", "partial", "replica_states", "apart", "received")
     ],
     "updater/remarks.py": [f"{UPDATER}/test_remarks.py"],
     "updater/store.py": [f"{UPDATER}/test_{part}.py" for part in ("store", "replica_calls", "remarks")],

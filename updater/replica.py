@@ -20,8 +20,9 @@ of a process that has ended, `keep(steps)` says which are to be reused last, bec
 
 Legal calls: `build(step, layout, values)`, then `slot.apply(bucket, data)` once per bucket in any order, as they come,
 perhaps `finish(slot, buffers)` and `slot.patch(...)`, then `publish(slot)` or `hold(slot)`, or, at any time,
-`discard(slot)`. Publishing is the caller's, after the verdict; the replica itself only insists that every optimized
-tensor has been updated. One slot is built at a time.
+`discard(slot)`. Or `receive(step)` for a version that was made elsewhere, whose arrays whoever has it writes,
+`slot.received(values)`, and `publish` or `discard`. Publishing is the caller's, after the verdict; the replica itself
+only insists that every optimized tensor has been updated. One slot is built at a time.
 
 Threads: all that builds belongs to one thread. With workers nothing of it waits for work that was queued, but for
 `patch`, `hold`, `publish` and `compare`, which need it: `slot.written()` asks first. `discard` waits for the chunk
@@ -255,6 +256,19 @@ class Replica:
         with self._lock:
             slot = self._take_slot(step)
         slot.begin(base, step, layout, values)
+        return slot
+
+    def receive(self, step: int) -> Slot:
+        """A slot for version `step`, made elsewhere, to be written by who has it; then publish or discard. It is built
+        from nothing that is here, so a partial version goes when it is published.
+
+        Raises NoFreeSlot as `build` does, ReplicaError while a build is under way, or for a step that is here or older.
+        """
+        if self.building is not None or step < self.base.step or (not self.empty and step <= self.current.step):
+            raise ReplicaError(f"step {step} cannot be received after step {(self.building or self.base).step}")
+        with self._lock:
+            slot = self._take_slot(step)
+        slot.receive(step)
         return slot
 
     def fill(self, ranges: Sequence[tuple[str, int, int]], values: Mapping[str, torch.Tensor]) -> None:

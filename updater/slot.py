@@ -267,6 +267,17 @@ class Slot(Version):
         self._set_options(values)
         self._steps.zero_()
 
+    def receive(self, step: int) -> None:
+        """Be a version that was made elsewhere: whoever has it writes every array of `parameters` and
+        `optimizer_state`, which has all of them from here on."""
+        self.step, self._layout, self._source = step, None, None
+        self._applied, self._awaited = set(), {}
+        self._steps.fill_(1.0)
+
+    def received(self, values: Sequence[Mapping[str, Any]]) -> None:
+        """values: per group the options of the step that made it. Raises OptimizerError."""
+        self._set_options(values)
+
     def follow(self, source: Slot) -> None:
         """Take from `source` what a step has besides elements: counts of steps, options, buffers."""
         for (name, role), tensor in self._tensors.items():

@@ -262,14 +262,14 @@ class Node:
     def raw(self, path: str, size: int, where: str) -> Iterator[memoryview]:
         """The bytes of a file of which nothing but its size is known. A piece is good until the next. Raises AskError.
         """
-        stream = _Stream(self, path, where)
+        stream = Stream(self, path, where)
         if stream.size != size:
             raise AskError(f"has {stream.size} bytes, not {size}", where=where)
         buffer = memoryview(bytearray(CHUNK))
         try:
             for at in range(0, size, CHUNK):
                 piece = buffer[: min(CHUNK, size - at)]
-                stream.fill(piece)
+                stream.fill([piece])
                 yield piece
         finally:
             self.close()

@@ -24,7 +24,7 @@ from flowcheck.control.user_state import UserState
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.errors import EnvironmentProblem, UserError
 
-__all__ = ["Fetched", "Found", "Key", "NoSource", "addresses", "choose", "fetch", "look", "take"]
+__all__ = ["Fetched", "Found", "Key", "NoSource", "addresses", "choose", "fetch", "look", "offers_of", "take"]
 
 MOST_ROUNDS = 16
 Key = tuple[int, int]  # epoch and step: what orders the versions of a run
@@ -96,8 +96,7 @@ def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
 
     Raises UserError where several runs or shards are there and it was not said which.
     """
-    with ThreadPoolExecutor(len(nodes), "flowcheck look") as pool:
-        answers = list(pool.map(_offers, nodes))
+    answers = offers_of(nodes)
     absent = tuple(answer for answer in answers if isinstance(answer, str)) + tuple(
         f"{node.name}, {tier}: did not say in time what it has" for node in nodes for tier in node.silent
     )
@@ -107,6 +106,12 @@ def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
     shard, offered = _only("shard", shard, offered)
     return Found(run_id, shard, tuple(sorted(offered, key=lambda place: TIERS.index(place[1].tier))), absent,
                  tuple(f"{node.name}: {why}" for node in nodes for why in node.withheld))
+
+
+def offers_of(nodes: Sequence[Node]) -> list[list[Offer] | str]:
+    """What each of them has, or why it does not say; all are asked at once."""
+    with ThreadPoolExecutor(len(nodes), "flowcheck look") as pool:
+        return list(pool.map(_offers, nodes))
 
 
 def _offers(node: Node) -> list[Offer] | str:

@@ -171,6 +171,8 @@ def _threads(config: NodeConfig, planned: Sequence[PlannedCapture]) -> Iterator[
         yield ThreadPlace("updater's workers, of each group", config.replica.threads)
     if config.replica.peers:
         yield ThreadPlace("ask a peer, of each group", config.groups * len(config.replica.peers))
+    if config.replica.peer_versions:
+        yield ThreadPlace("take a peer's version, of each group", config.groups)
     if config.common.nodes:
         yield ThreadPlace("tell another node of the job", len(config.common.nodes))
     yield ThreadPlace("main and control", 2)

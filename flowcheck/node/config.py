@@ -185,6 +185,7 @@ class ReplicaSettings(_Part):
     peers: HOST:PORT of nodes that mirror the same groups, and are asked before. peer_iterations: that have closed and
     that they may read, each with an arena of its own. peer_seconds: how long an iteration waits for them.
     journal: holders may read these iterations as peers do (protect.journal of theirs).
+    peer_versions: HOST:PORT of the `api.listen` of such nodes: where all is stale, a version of theirs is taken.
     """
 
     directory: Path = Path("/dev/shm")
@@ -200,12 +201,17 @@ class ReplicaSettings(_Part):
     peer_iterations: Annotated[int, Field(ge=1, le=64)] = 2
     peer_seconds: Annotated[float, Field(gt=0, le=PEER_SECONDS)] = 1.0
     journal: bool = False
+    peer_versions: Annotated[tuple[str, ...], Field(max_length=16)] = ()
 
-    _addresses = field_validator("peers")(_other_nodes)
+    _addresses = field_validator("peers", "peer_versions")(_other_nodes)
 
     @property
     def peer_addresses(self) -> list[tuple[str, int]]:
         return [_host_and_port(text) for text in self.peers]
+
+    @property
+    def version_addresses(self) -> list[tuple[str, int]]:
+        return [_host_and_port(text) for text in self.peer_versions]
 
     @property
     def regions(self) -> int:
@@ -480,10 +486,11 @@ class NodeConfig(_Part):
         if self.protect is not None and "reader" not in self.token_files:
             raise _wrong("tokens.reader", "is missing, and protect.copies names nodes that ask for one")
         journal = tuple(self.protect.journal) if self.protect is not None else ()
-        for key, nodes in (("replica.peers", self.replica.peers), ("common.nodes", self.common.nodes),
-                           ("protect.journal", journal)):
-            if nodes and "peer" not in self.token_files:
-                raise _wrong("tokens.peer", f"is missing, and {key} names nodes that ask for one")
+        asked = (("replica.peers", self.replica.peers, "peer"), ("common.nodes", self.common.nodes, "peer"),
+                 ("protect.journal", journal, "peer"), ("replica.peer_versions", self.replica.peer_versions, "reader"))
+        for key, nodes, role in asked:
+            if nodes and role not in self.token_files:
+                raise _wrong(f"tokens.{role}", f"is missing, and {key} names nodes that ask for one")
         return self
 
     @model_validator(mode="after")
@@ -491,6 +498,8 @@ class NodeConfig(_Part):
         if self.control.address in self.replica.peer_addresses:
             raise _wrong("replica.peers", f"{self.control.listen} is this node itself, which has what it lacks from"
                          " others: name those")
+        if self.api is not None and self.api.address in self.replica.version_addresses:
+            raise _wrong("replica.peer_versions", f"{self.api.listen} is this node itself: name others")
         if self.control.address in self.common.addresses:
             raise _wrong("common.nodes", f"{self.control.listen} is this node itself: name the others")
         if self.common.nodes and self.replica.slots < 3:

@@ -57,8 +57,9 @@ from flowcheck.node.silence import Arrivals, Silent
 from flowcheck.node.standing import Standing
 from flowcheck.node.uploads import Asking
 from flowcheck.node.user_states import UserStates
-from flowcheck.rebuild.events import Begun, Closed, Event, Lost, Resumed
+from flowcheck.rebuild.events import Begun, CaughtUp, Closed, Event, Lost, Resumed
 from flowcheck.rebuild.plan import JobPlan, plan_job
+from flowcheck.rebuild.replica import JobReplica
 from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
 
 __all__ = ["Group"]
@@ -292,7 +293,7 @@ class Group(Membership):
             plan, self._sources, self._clock, slots=settings.slots, threads=settings.threads, resync=resync,
             record_seconds=self._config.record_seconds, port=self._port, patched=resync.by_ranges,
             peers=self.peering.of(body, plan, run, self._clock), job_start=start,
-            matches=self._shadow.begins(job.run_id),
+            matches=self._shadow.begins(job.run_id), catching=self.peering.versions(start),
         )
         self._session.place_in_threads(self._placers)
         self._say("attached", run_id=job.run_id, epoch=job.epoch, ranks=job.communicator.ranks, flows=len(job.flows),
@@ -381,12 +382,17 @@ class Group(Membership):
                     self._users.resume(path, steps)
                 case Begun():
                     self._begun(event)
+                case CaughtUp():
+                    self._caught_up(event)
                 case Silent():
                     self._silent(event.why)
                 case _:
-                    said = line(event, self._clock.number)
-                    if said is not None:
-                        self._say(said[0], **said[1])
+                    self._say_line(event)
+
+    def _say_line(self, event: Event) -> None:
+        said = line(event, self._clock.number)
+        if said is not None:
+            self._say(said[0], **said[1])
 
     def _closed(self, closed: Closed) -> None:
         session = self._session
@@ -396,11 +402,7 @@ class Group(Membership):
             self._standing.first(session.plan.job, session.replica.step)
             self._shadow.published(session.replica.step, session.matches)
             self._users.published(session.replica.steps)
-            if self._hashes is not None:
-                try:
-                    self._hashes.add(number, self.name, session.replica)
-                except FlowcheckError as error:
-                    self._say("problem", why=error.message())
+            self._hash(number, session.replica)
             output = self._config.output
             if output.every and session.replica.step % output.every == 0:
                 out = output.directory / self.name / run_folder(session.plan.job.run_id, session.plan.job.epoch)
@@ -418,6 +420,23 @@ class Group(Membership):
         dropped, self._told = grown(self._told, drops), drops
         self._say("iteration", **closed_fields(closed, number, dropped, lost=session.next is None,
                                          matches=session.matches))
+
+    def _caught_up(self, event: CaughtUp) -> None:
+        session = self._session
+        assert session is not None and session.replica is not None
+        self._standing.first(session.plan.job, event.step)
+        self._shadow.published(event.step, session.matches)
+        self._users.published(session.replica.steps)
+        self._hash(self._clock.number(event.iteration) - 1, session.replica)
+        self._say_line(event)
+
+    def _hash(self, number: int, replica: JobReplica) -> None:
+        if self._hashes is None:
+            return
+        try:
+            self._hashes.add(number, self.name, replica)
+        except FlowcheckError as error:
+            self._say("problem", why=error.message())
 
     def _begun(self, begun: Begun) -> None:
         said = line(begun, self._clock.number)

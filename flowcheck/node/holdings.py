@@ -47,6 +47,7 @@ from flowcheck.node.shadow import withheld
 from flowcheck.node.user_states import rank_file, ranks_in, user_folder
 from updater.errors import UpdaterError
 from updater.reader import PinnedVersion, Reader
+from updater.slot import Version as Tensors
 
 __all__ = ["DiskShelf", "Gone", "Held", "Holding", "MemoryShelf", "Pressed", "Shelf", "Withheld", "files_of",
            "id_of", "inode_of"]
@@ -238,7 +239,10 @@ class _OnDisk(Held):
 
 
 class Shelf:
-    """Versions of one tier. now: a clock. needs: checksums that must have matched before one of them is offered."""
+    """Versions of one tier. now: a clock. needs: checksums that must have matched before one of them is offered. piece:
+    bytes that are read at once, 0: as many as usual."""
+
+    piece = 0
 
     def __init__(self, now: Callable[[], float] = time.monotonic, needs: int = 0) -> None:
         self._now, self._needs = now, needs
@@ -298,6 +302,8 @@ class Shelf:
 class MemoryShelf(Shelf):
     """directory: `replica.directory` of the node of this name. reserved: slots that others may pin beside it."""
 
+    piece = 16 << 20  # which is no copy; each costs a turn of two threads
+
     def __init__(
         self, directory: Path, node: str, now: Callable[[], float] = time.monotonic, reserved: int = 0, needs: int = 0
     ) -> None:
@@ -327,7 +333,7 @@ class MemoryShelf(Shelf):
             yield Holding(Offer(
                 id_of(MEMORY, *key, step), MEMORY, reader.run_id, reader.epoch, step, shard, status, reader.nbytes,
                 spans(ranks_in(user_folder(key[0], step))), steps, None if at is None else round(max(now - at, 0.0), 3),
-                matches.get(step, 0),
+                matches.get(step, 0), reader.start,
             ), *key)
 
     def _pin(self, holding: Holding) -> Held:
@@ -395,7 +401,7 @@ class _Layout:
         return out
 
 
-def files_of(version: PinnedVersion) -> dict[str, dict[str, torch.Tensor]]:
+def files_of(version: Tensors) -> dict[str, dict[str, torch.Tensor]]:
     """What a checkpoint directory would have of it."""
     state = {
         f"state.{name}.{key}": tensor for name, values in version.optimizer_state.items()

@@ -12,11 +12,13 @@ from flowcheck.rebuild.events import (
     Asked,
     Begun,
     Behind,
+    CaughtUp,
     Closed,
     Event,
     FromPeers,
     GivenUp,
     Held,
+    NotCaughtUp,
     OnTime,
     Patched,
     TakenUp,
@@ -87,6 +89,16 @@ def line(event: Event, number: Callable[[int], int]) -> tuple[str, dict[str, Any
             return "peers", {
                 "iteration": number(event.iteration), "bytes": event.nbytes, "filled": dict(event.filled),
                 "failed": dict(event.failed),
+            }
+        case CaughtUp():
+            return "caught_up", {
+                "iteration": number(event.iteration), "step": event.step, "source": event.source,
+                "bytes": event.nbytes, "seconds": round(event.seconds, 3),
+            }
+        case NotCaughtUp():
+            return "not_caught_up", {
+                "failed": dict(event.failed),
+                "why": "no version of a peer was taken: trainers are asked for all of the state by ranges",
             }
         case TakenUp():
             return "recovered", {"first": number(event.first), "last": number(event.last), "packets": event.packets}

@@ -20,6 +20,7 @@ import torch
 
 from flowcheck.control.protocol import Patch, Record
 from flowcheck.job.clock import Clock
+from flowcheck.node.catching_up import CatchUp
 from flowcheck.node.resync import Resync
 from flowcheck.node.silence import Arrivals, Silence
 from flowcheck.rebuild.events import Event, Resumed
@@ -39,20 +40,20 @@ class LiveSession(HealedFollower):
     """sources[i]: ring of stream i. clock: the trainer's. slots, threads: of replicas. record_seconds: as of Policy.
     port: what the sources belong to. now, stamp: clocks, as of Follower. patched: as of PartialFollower.
     resync: asks trainers for what is stale. peers: as of HealedFollower. job_start: ReplicaOptions.start. matches:
-    checksums that have matched in this run before."""
+    checksums that have matched in this run before. catching: asks peers before, where that is everything."""
 
     def __init__(
         self, plan: JobPlan, sources: Sequence[Source], clock: Clock | None = None, *, slots: int, threads: int,
         record_seconds: float, port: Arrivals | None = None, now: Callable[[], float] = time.monotonic,
         stamp: Callable[[], int] = time.time_ns, patched: bool = False, resync: Resync | None = None,
-        peers: Peers | None = None, job_start: str = "", matches: int = 0,
+        peers: Peers | None = None, job_start: str = "", matches: int = 0, catching: CatchUp | None = None,
     ) -> None:
         port = port or Arrivals()
         names = port.stream_names(plan.engine.streams)
         policy = Policy.live(record_seconds)
         super().__init__(plan, sources, names, policy, clock=clock, now=now, stamp=stamp, patched=patched, peers=peers)
         self._slots, self._threads, self._resync, self._job_start = slots, threads, resync, job_start
-        self.matches = matches
+        self.matches, self._catching = matches, catching
         self._silence = Silence(plan, self.engine, port, self.clock, now)
         self.overload = Overload(self.engine, self.scheduler)
         for arena in range(plan.engine.arenas):  # now, and not while packets wait: the first touch takes long
@@ -118,8 +119,15 @@ class LiveSession(HealedFollower):
         yield from self.keeper.look(self.next)
         yield from self.overload.look(busy=self._pending is not None)
         yield from self._silence.look(self.scheduler.blocked)
-        if self._resync is not None:
+        if self._catching is not None:
+            yield from self._catching.look(self)
+        if self._resync is not None and (self._catching is None or not self._catching.busy):
             yield from self._resync.look(self)
+
+    def close(self) -> None:
+        if self._catching is not None:
+            self._catching.close()
+        super().close()
 
     def finish(self) -> Iterator[Event]:
         """No more traffic: judge what is still open."""

@@ -3,6 +3,7 @@
     peering = Peering(config, group)
     peering.shelf                                what its connections serve (shelf.py)
     with_peers = peering.of(body, plan, clock)   for one job; None: no peers are named, and no journal is kept
+    catching = peering.versions(start)           whose versions are taken where all is stale; None: nobody's
 
 Who follows the same job is decided by its manifest: run, epoch, connections, buckets, and the trainer's number of the
 first iteration. A digest of all of it goes with every question, so two nodes that lay bytes out in different ways, or
@@ -19,8 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from flowcheck.control.ask import Node, reader_key
 from flowcheck.control.tls import client_context
 from flowcheck.job.clock import Clock
+from flowcheck.node.catching_up import QUIET_SECONDS, CatchUp
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.peers import Peers, Who
 from flowcheck.node.shelf import Followed, Shelf
@@ -70,10 +73,12 @@ class Peering:
     def __init__(self, config: NodeConfig, group: str) -> None:
         self._settings, self._group = config.replica, group
         self._token = partial(config.token, "peer")  # as its file is when a connection is made
+        self._key = lambda: reader_key(config.token("reader"))
         self._tls = None
         if config.replica.peers:
             self._token()  # Raises UserError or EnvironmentProblem
-            self._tls = client_context(config.tls.ca) if config.tls is not None else None
+        if config.tls is not None and (config.replica.peers or config.replica.peer_versions):
+            self._tls = client_context(config.tls.ca)
         self.shelf = Shelf(config.replica.regions)  # also what is kept for other reasons, while it is
 
     def of(self, body: Mapping[str, Any], plan: JobPlan, run: tuple[str, int, int], clock: Clock) -> WithPeers | None:
@@ -85,6 +90,14 @@ class Peering:
         who = Who(run[0], run[1], self._group, digest)
         peers = Peers(self._settings.peer_addresses, self._token, who, self._settings.peer_seconds, tls=self._tls)
         return WithPeers(self.shelf, peers, clock)
+
+    def versions(self, start: str) -> CatchUp | None:
+        """start: of the trainers (runs.py), "": they do not say it. None: nobody could be asked."""
+        addresses = self._settings.version_addresses
+        if not addresses or not start:
+            return None
+        return CatchUp(lambda: [Node(one, self._key(), QUIET_SECONDS, self._tls) for one in addresses], self._group,
+                       start)
 
 
 def digest_of(body: Mapping[str, Any], plan: JobPlan, run: tuple[str, int, int], clock: Clock) -> str:

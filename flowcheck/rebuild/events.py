@@ -16,8 +16,8 @@ from flowcheck.rebuild.merger import healed
 from flowcheck.rebuild.verdict import Clause
 
 __all__ = [
-    "Asked", "Begun", "Behind", "Closed", "Event", "FromPeers", "GivenUp", "Held", "Lost", "OnTime", "Patched", "Read",
-    "Resumed", "Skipped", "TakenUp", "Timed", "Waiting", "closed",
+    "Asked", "Begun", "Behind", "CaughtUp", "Closed", "Event", "FromPeers", "GivenUp", "Held", "Lost", "NotCaughtUp",
+    "OnTime", "Patched", "Read", "Resumed", "Skipped", "TakenUp", "Timed", "Waiting", "closed",
 ]
 
 
@@ -152,6 +152,25 @@ class FromPeers(Event):
     iteration: int
     nbytes: int
     filled: Mapping[str, int]
+    failed: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class CaughtUp(Event):
+    """Everything was stale, and a peer's version was taken: step, whose it is, bytes of its tensors, seconds. It is
+    published, and waits for `iteration`."""
+
+    iteration: int
+    step: int
+    source: str
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class NotCaughtUp(Event):
+    """Everything is stale, and no peer's version was taken: trainers are asked for it. failed: why not, by peer."""
+
     failed: Mapping[str, str]
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from parser.machine import Engine
@@ -72,25 +72,26 @@ NOTHING = Given()
 
 @dataclass(frozen=True)
 class Hearsay:
-    """Cells in a version that came from peers, since the trainer's iteration `since`; no checksum of the trainer has
-    matched since then."""
+    """What a version rests on that came from peers: cells, since the trainer's iteration `since`; `version`: words for
+    one that it was built on. No checksum of the trainer has matched since then."""
 
     since: int = -1
     cells: int = 0
     peers: tuple[str, ...] = ()
+    version: str = ""
 
     def __str__(self) -> str:
-        if not self.cells:
-            return ""
-        begin = f"{self.cells} cells since iteration {self.since} came from {', '.join(self.peers)}"
-        return f"{begin}, and no checksum of the trainer has matched since"
+        cells = f"{self.cells} cells since iteration {self.since} came from {', '.join(self.peers)}"
+        begin = " and ".join([*([self.version] if self.version else []), *([cells] if self.cells else [])])
+        return f"{begin}, and no checksum of the trainer has matched since" if begin else ""
 
     def after(self, number: int, given: Given) -> Hearsay:
         """With what was given of an iteration, which the trainer calls `number`."""
         if not given.cells:
             return self
         peers = tuple(sorted({*self.peers, *given.cells}))
-        return Hearsay(self.since if self.cells else number, self.cells + sum(given.cells.values()), peers)
+        since, cells = self.since if self.cells else number, self.cells + sum(given.cells.values())
+        return replace(self, since=since, cells=cells, peers=peers)
 
 
 def open_holes(engine: Engine, plan: JobPlan, iteration: int) -> np.ndarray:

@@ -5,6 +5,7 @@
     follower.give_up_ranges(why)                                they cannot: the chain ends as it does without
     follower.begin_from(replica)                                of a job of which nothing is here, or not any more
     follower.begin_from(replica, whole=True)                    with what an earlier process left of it
+    follower.expect(step); go_on_with(...) or go_on_without()   a version of a peer comes in place of all of it
 
 What was lost of an iteration is stale (partial.py). One that was lost whole, or of which more is wrong than that
 gradients are missing, leaves everything stale. Nothing is published before the last stale element was patched, and the
@@ -16,9 +17,12 @@ were missed meanwhile are iterations that were lost whole, and if there are none
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
+from flowcheck.errors import UserError
 from flowcheck.rebuild.building import Built
 from flowcheck.rebuild.collector import Judged
 from flowcheck.rebuild.events import Begun, Event, Held, Patched, Waiting
@@ -28,6 +32,7 @@ from flowcheck.rebuild.records import RecordWait, StepRecord
 from flowcheck.rebuild.replica import JobReplica
 from flowcheck.rebuild.verdict import Clause
 from updater.errors import UpdaterError
+from updater.replica import Slot
 
 __all__ = ["PartialFollower"]
 
@@ -41,6 +46,8 @@ class PartialFollower(Follower):
         self.partial = Partial(self.plan) if patched else None
         self._builder.partial = self.partial
         self._patches_wait = RecordWait(self.policy.record_seconds)
+        self.emptied = 0  # how often everything became stale
+        self._expects = False  # a peer's version
         self._begins = False  # with the next record
         self._since: int | None = None  # the first iteration of which no version was published
         self._before = (0, 0)  # elements patched until then, and bytes of state that had come
@@ -85,6 +92,7 @@ class PartialFollower(Follower):
             return []
         super().start(self.replica, iteration)
         self._begins = False
+        self.emptied += 1
         if self.replica.serves:
             self.partial.clear()
             self.partial.lost_all()
@@ -92,6 +100,75 @@ class PartialFollower(Follower):
             self.partial.begin()
         self._begin_stale(iteration)
         return [Begun(iteration, self.partial.elements)]
+
+    # -- from a peer --
+
+    @property
+    def useful(self) -> tuple[int, int]:
+        """Least and greatest step of a version that could be gone on from now. One that is greater cannot be there: of
+        the iteration that would have made it nothing has come."""
+        return self.clock.before(max(self.next or 0, self.engine.oldest)), self.clock.after(self.engine.begun)
+
+    @property
+    def expecting(self) -> bool:
+        """Does the wire wait for a peer's version? False also where its trainers are gone."""
+        return self._expects and self._coming is not None
+
+    @property
+    def gives_up(self) -> bool:
+        """Are iterations lost meanwhile that this version waits for?"""
+        given_up: range = self.engine.given_up
+        return bool(self._coming is not None and given_up and given_up.stop > self._coming)
+
+    @property
+    def building(self) -> bool:
+        """Are workers at a version?"""
+        return self._pending is not None
+
+    def expect(self, step: int) -> Slot:
+        """Version `step` comes from a peer: the iteration that it waits for is kept, and those behind it; nothing is
+        built, and of trainers nothing wanted, before `go_on_with` or `go_on_without`. Returns where it goes. Raises
+        UserError: it is of no use any more; UpdaterError: no slot is free."""
+        least, most = self.useful
+        if self.next is None or self.replica is None or self.partial is None or not least <= step <= most:
+            raise UserError(f"step {step} is of no use any more")
+        assert self._pending is None
+        self._builder.drop()
+        self.partial.clear()
+        if self.replica.serves:
+            self.replica.abandon()
+        self._since = self.next = None
+        self._expects = True
+        self.announce(self.clock.next(step))
+        return self.replica.receive(step)
+
+    def go_on_with(
+        self, step: int, optimizer: Mapping[str, Any], apart: Mapping[str, torch.Tensor], source: str
+    ) -> int:
+        """What was expected is there. optimizer, apart: as of JobReplica.received. source: whose it is, for its mark.
+        The iteration that it waits for. Raises UserError: that has passed; UpdaterError: it is not of this job."""
+        assert self._expects and self.replica is not None
+        iteration = self.clock.next(step)
+        self.check(iteration)
+        self.replica.received(optimizer, apart, source)
+        self._expects = False
+        self.withdraw()
+        self.matches = 0
+        self.start(self.replica, iteration)
+        return iteration
+
+    def go_on_without(self) -> list[Event]:
+        """It does not come, or is not good: all is asked for by ranges, from the next record on."""
+        if not self._expects:
+            return []
+        self._expects = False
+        self.withdraw()
+        assert self.replica is not None
+        if self.replica.building:
+            self.replica.discard()
+        return self.begin_from(self.replica)
+
+    # -- without all of it --
 
     def give_up_ranges(self, why: str) -> Iterator[Event]:
         """Elements that are stale will not come: end the chain, if there are any, and go on as without ranges."""
@@ -191,6 +268,7 @@ class PartialFollower(Follower):
         except UpdaterError:  # readers pin every slot
             return False
         self.partial.lost_all()
+        self.emptied += 1
         return True
 
     def _forget_stale(self) -> None:

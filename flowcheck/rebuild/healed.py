@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from flowcheck.rebuild.building import Built
 from flowcheck.rebuild.collector import Judged
@@ -65,7 +66,7 @@ class Peers(Protocol):
 
 
 class HealedFollower(PartialFollower):
-    """peers: None: there are none."""
+    """peers: None: there are none. hearsay: of the version that is current, or held."""
 
     def __init__(self, *given: Any, peers: Peers | None = None, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -73,11 +74,19 @@ class HealedFollower(PartialFollower):
         self._asked = -1  # the iteration that peers were asked for last
         self._spans: list[tuple[int, int]] = []
         self._answers: list[Answer] | None = None  # of that, once their time is over
-        self._hearsay = Hearsay()  # of the version that is current, or held
+        self.hearsay = Hearsay()
 
     def start(self, replica: JobReplica, iteration: int) -> None:
-        self._hearsay = Hearsay()
+        self.hearsay = Hearsay()
         super().start(replica, iteration)
+
+    def go_on_with(
+        self, step: int, optimizer: Mapping[str, Any], apart: Mapping[str, torch.Tensor], source: str
+    ) -> int:
+        hearsay = Hearsay(version=f"the version of step {step} came from {source}")
+        iteration = super().go_on_with(step, optimizer, apart, str(hearsay))
+        self.hearsay = hearsay
+        return iteration
 
     def close(self) -> None:
         if self.peers is not None:
@@ -143,7 +152,7 @@ class HealedFollower(PartialFollower):
                 yield FromPeers(iteration, sum(length for _, length in self._spans), given.cells, failed)
             self._show(self.peers, iteration, given.void, self.records.of(iteration) or StepRecord())
         self.collector.given = given
-        self.collector.hearsay = self._hearsay.after(self.clock.number(iteration), given)
+        self.collector.hearsay = self.hearsay.after(self.clock.number(iteration), given)
         yield from super().judge(iteration)
 
     def _end(
@@ -152,7 +161,7 @@ class HealedFollower(PartialFollower):
         if stands:
             stale = self.partial is not None and bool(self.partial.stale)
             matched = built is not None and built.differs == "" and not stale
-            self._hearsay = Hearsay() if matched else self.collector.hearsay
+            self.hearsay = Hearsay() if matched else self.collector.hearsay
         yield from super()._end(judged, counts, stands, built)
 
     def _publish(self, judged: Judged, built: Built) -> bool:

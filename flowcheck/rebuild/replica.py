@@ -331,6 +331,36 @@ class JobReplica:
             self._replica.fill(fixed, {name: parameters[name] for name, _, _ in fixed if name in parameters})
         self._slot.patch([one for one in ranges if one[0] in owned], parameters, state)
 
+    def receive(self, step: int) -> Slot:
+        """A slot for version `step`, which somebody else made; `received` or `discard` ends it. Raises UpdaterError: no
+        slot is free, or the step is none that could be gone on from."""
+        assert self._replica is not None and self._slot is None
+        self._slot = self._replica.receive(step)
+        return self._slot
+
+    def received(self, optimizer: Mapping[str, Any], apart: Mapping[str, torch.Tensor], mark: str) -> None:
+        """Publish what was received, unverified and with a mark. optimizer: that it was made with, in the manifest's
+        form, from a stranger. apart: constants, which all versions share, and tied entries, which have no memory of
+        their own. Raises UpdaterError: it is not of this job; nothing is published then."""
+        assert self._replica is not None and self._slot is not None and self._spec is not None
+        said = optimizer.get("groups")
+        groups = [one for one in said if isinstance(one, dict)] if isinstance(said, list) else []
+        names = [one.get("params") for one in groups if isinstance(one.get("options"), dict)]
+        if (optimizer.get("name"), names) != (self._spec.name, [list(group.params) for group in self._spec.groups]):
+            raise ReplicaError("it was made with another optimizer, or by other groups of parameters")
+        constants = {entry.name for entry in self._plan.job.model if entry.kind == "constant"}
+        fixed = constants if self._replica.empty else set()
+        held = self._slot.parameters
+        for name, tensor in apart.items():
+            mine, its = (one.reshape(-1).view(torch.uint8) for one in (held[name], tensor))
+            if name not in fixed and not torch.equal(mine, its):
+                raise ReplicaError(f"its {name!r} is not what it is here")
+        self._slot.received([one["options"] for one in groups])
+        whole = {name: apart[name].reshape(-1) for name in fixed if apart[name].numel()}
+        if whole:
+            self._replica.fill([(name, 0, len(flat)) for name, flat in whole.items()], whole)
+        self.publish(status="unverified", unproven=[mark])
+
     def hold(self) -> None:
         """Keep the version that was built as a partial one, to build on."""
         assert self._replica is not None and self._slot is not None
@@ -411,6 +441,17 @@ class JobReplica:
         """What computes versions, and what was chosen for this processor."""
         assert self._replica is not None
         return self._replica.kernels
+
+    @property
+    def rounding(self) -> str:
+        """The order of roundings, by name."""
+        assert self._rounding is not None
+        return self._rounding.name
+
+    @property
+    def building(self) -> bool:
+        """Is a version being built, or received?"""
+        return self._slot is not None
 
     @property
     def ready(self) -> bool:

@@ -9,8 +9,9 @@ import json
 import re
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any
 
 TOKEN = "a token that only tests have"
@@ -27,12 +28,12 @@ def floats(values: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(values)}f", *values)
 
 
-def safetensors(tensors: Floats) -> bytes:
+def safetensors(tensors: Floats, shapes: Mapping[str, Sequence[int]] = MappingProxyType({})) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, values in tensors.items():
         start, end = end, end + 4 * len(values)
-        entries[name] = {"dtype": "F32", "shape": [len(values)], "data_offsets": [start, end]}
+        entries[name] = {"dtype": "F32", "shape": list(shapes.get(name, [len(values)])), "data_offsets": [start, end]}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text + b"".join(floats(values) for values in tensors.values())
@@ -49,28 +50,32 @@ class HandVersion:
 
     def __init__(
         self, step: int, model: Floats | None = None, state: Floats | None = None, *, tier: str = "memory",
-        epoch: int = 0, shard: str = "", run_id: str = "run", status: str = "verified",
+        epoch: int = 0, shard: str = "", run_id: str = "run", status: str = "verified", start: str = "",
+        optimizer: str = "sgd", options: dict[str, Any] | None = None, rounding: str = "torch-cpu",
+        shapes: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> None:
         self.id = f"{tier[0]}{epoch}0{step}0{shard}"
         model = {"w": [step + 0.5, 2.0], "b": [3.0]} if model is None else model
         state = {"state.w.momentum_buffer": [1.0, float(step)]} if state is None else state
         self.offer: dict[str, Any] = {
             "id": self.id, "tier": tier, "run_id": run_id, "epoch": epoch, "step": step, "shard": shard,
-            "status": status, "nbytes": 4 * sum(map(len, (*model.values(), *state.values()))),
+            "status": status, "start": start, "nbytes": 4 * sum(map(len, (*model.values(), *state.values()))),
         }
         held = dict(zip(FILES, (model, state), strict=True))
         self.document = seal({
             "schema": "flowcheck/checkpoint/2", "run_id": run_id, "epoch": epoch, "step": step, "shard": shard,
-            "status": status, "unproven": [], "rounding": "torch-cpu",
-            "optimizer": {"name": "sgd", "groups": [{"params": list(model), "options": {"lr": 0.1, "momentum": 0.9}}]},
+            "status": status, "unproven": [], "rounding": rounding,
+            "optimizer": {"name": optimizer, "groups": [
+                {"params": list(model), "options": {"lr": 0.1, "momentum": 0.9} if options is None else options}]},
             "files": {
                 file: {"bytes": 0, "tensors": {
-                    name: {"dtype": "float32", "shape": [len(values)], "sha256": sha256(floats(values))}
+                    name: {"dtype": "float32", "shape": list(shapes.get(name, [len(values)])),
+                           "sha256": sha256(floats(values))}
                     for name, values in tensors.items()
                 }} for file, tensors in held.items()
             },
         })
-        self.files = {file: safetensors(tensors) for file, tensors in held.items()}
+        self.files = {file: safetensors(tensors, shapes) for file, tensors in held.items()}
         self.users: dict[int, bytes] = {}
 
     def give(self, rank: int, data: bytes) -> None:
@@ -82,7 +87,7 @@ class HandVersion:
 class HandApi:
     """A node. versions: what it lists. asked: (path, Range) of each request. cut: per path, after how many bytes each
     request's connection ends, the first for the first. answers: what is said instead, per path: status and body. quiet:
-    paths that are not answered until `close`."""
+    paths that are not answered until `close`. stalls: per path, after how many bytes nothing more comes until then."""
 
     def __init__(self, *versions: HandVersion, absent: Sequence[str] = ()) -> None:
         self.versions = list(versions)
@@ -90,6 +95,7 @@ class HandApi:
         self.cut: dict[str, list[int]] = {}
         self.answers: dict[str, tuple[int, bytes]] = {}
         self.quiet: set[str] = set()
+        self.stalls: dict[str, int] = {}
         self.withheld: object = []  # of /v1/versions
         self.unmeasured: set[str] = set()  # paths whose answers do not say how long they are
         self._ended = threading.Event()
@@ -143,7 +149,9 @@ class HandApi:
         request.send_header("Connection", "close")
         request.end_headers()
         cuts = self.cut.get(request.path, [])
-        request.wfile.write(body[: cuts.pop(0)] if cuts else body)
+        request.wfile.write(body[: cuts.pop(0) if cuts else self.stalls.get(request.path)])
+        if request.path in self.stalls:
+            self._ended.wait()
         request.close_connection = True
 
     def _body(self, request: Any) -> tuple[int, bytes]:

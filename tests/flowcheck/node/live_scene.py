@@ -22,12 +22,26 @@ from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job, ModelEntry
 from flowcheck.lab.synth import example_job
+from flowcheck.node.catching_up import CatchUp
 from flowcheck.node.config import ReplicaSettings
 from flowcheck.node.live import LiveSession
 from flowcheck.node.members import RankSession
 from flowcheck.node.resync import Resync
 from flowcheck.node.silence import Silent
-from flowcheck.rebuild.events import Asked, Begun, Closed, Event, FromPeers, Held, Lost, Patched, Resumed, Waiting
+from flowcheck.rebuild.events import (
+    Asked,
+    Begun,
+    CaughtUp,
+    Closed,
+    Event,
+    FromPeers,
+    Held,
+    Lost,
+    NotCaughtUp,
+    Patched,
+    Resumed,
+    Waiting,
+)
 from flowcheck.rebuild.healed import Peers
 from flowcheck.rebuild.plan import plan_job
 
@@ -61,7 +75,8 @@ class Live:
     def __init__(self, patch: pytest.MonkeyPatch, job: Job | None = None, *, first: int = 0, streams: int = 1,
                  record_seconds: float = 10.0, folder: Path | None = None, slots: int = 2, threads: int = 0,
                  arenas: int = 4, patched: bool = False, members: Mapping[int, RankSession] | None = None,
-                 peers: Peers | None = None, resync_mb: int = 32, job_start: str = "") -> None:
+                 peers: Peers | None = None, resync_mb: int = 32, job_start: str = "",
+                 catching: CatchUp | None = None) -> None:
         self.job, self.now = job or small_job(), 1000.0
         plan = plan_job(self.job, streams=streams, arenas=arenas)
         self.sources = [FakeSource(open=True) for _ in range(streams)]
@@ -72,7 +87,7 @@ class Live:
         self.waiting: list[tuple[int, str]] = []
         self.silent: list[str] = []
         self.withdrawn: list[bool] = []  # of each loss
-        self.said: list[Begun | Held | Asked | Patched | Resumed] = []
+        self.said: list[Begun | Held | Asked | Patched | Resumed | CaughtUp | NotCaughtUp] = []
         self.from_peers: list[FromPeers] = []
         self.files = 0
         self.port = FakePort()
@@ -82,7 +97,7 @@ class Live:
         self.session = LiveSession(
             plan, self.sources, Clock(first), slots=slots, threads=threads, record_seconds=record_seconds,
             port=self.port, now=lambda: self.now, patched=patched,
-            resync=self.resync, peers=peers, job_start=job_start,
+            resync=self.resync, peers=peers, job_start=job_start, catching=catching,
         )
 
     def take(self, events: Iterable[Event]) -> None:
@@ -99,7 +114,7 @@ class Live:
                     self.silent.append(why)
                 case FromPeers():
                     self.from_peers.append(event)
-                case Begun() | Held() | Asked() | Patched() | Resumed():
+                case Begun() | Held() | Asked() | Patched() | Resumed() | CaughtUp() | NotCaughtUp():
                     self.said.append(event)
 
     def look(self) -> bool:

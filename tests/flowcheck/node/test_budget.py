@@ -169,6 +169,8 @@ def test_answers_of_peers_and_to_them_take_memory() -> None:
     assert problem.where == "capture" and problem.what.startswith("captures and peers take ")
     assert [one.count for one in two.threads if one.name == "ask a peer, of each group"] == [6]
     assert not any("peer" in one.name for one in alone.threads)
+    taking = made(ROOMY, table, groups=3, replica={"peer_versions": ["a:1", "b:1"]})
+    assert [one.count for one in taking.threads if one.name == "take a peer's version, of each group"] == [3]
 
 
 def test_ranges_that_slots_do_not_suffice_for_are_said() -> None:

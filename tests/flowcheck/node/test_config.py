@@ -48,6 +48,7 @@ def test_a_good_one(tmp_path: Path) -> None:
     ("huge = false", "queues = 0", "capture.queues", "greater than or equal to 1"),
     ("[replica]", "[replica]\nslots = 9", "replica.slots", "less than or equal to 4"),
     ("[replica]", '[replica]\npeers = ["a"]', "replica.peers", "HOST:PORT, an IPv6 address"),
+    ("[replica]", '[replica]\npeer_versions = ["a"]', "replica.peer_versions", "HOST:PORT, an IPv6 address"),
     ("[replica]", '[replica]\npeers = ["b:1", "a:0"]', "replica.peers", "a:0: nobody listens at port 0"),
     ("[replica]", '[replica]\npeers = ["a:70000"]', "replica.peers", "HOST:PORT, an IPv6 address"),
     ("[replica]", '[replica]\npeers = ["a:1", "a:1"]', "replica.peers", "a:1 is given twice"),
@@ -80,7 +81,8 @@ def test_what_is_left_out(tmp_path: Path) -> None:
         },),
         "replica": {"directory": Path("/dev/shm"), "slots": 3, "threads": 1, "keep": True, "arenas": 4,
                     "patience_packets": 0, "memory_mb": 65536, "resync": "ranges", "resync_mb": 32,
-                    "peers": (), "peer_iterations": 2, "peer_seconds": 1.0, "journal": False},
+                    "peers": (), "peer_iterations": 2, "peer_seconds": 1.0, "journal": False,
+                    "peer_versions": ()},
         "output": {"directory": Path("out"), "every": 0, "keep_hashes": None, "status_file": None},
         "common": {"nodes": (), "seconds": 300.0},
         "api": None, "protect": None, "store": None, "tls": None, "name": "node", "groups": 1, "record_seconds": 30.0,
@@ -123,6 +125,21 @@ def test_a_node_is_no_peer_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"127\.0\.0\.1:7 is this node itself") as refused:
         load(path)
     assert refused.value.where.endswith("node.toml: replica.peers")
+
+
+def test_versions_of_peers_are_asked_of_others_with_a_token_of_readers(tmp_path: Path) -> None:
+    path = settings(tmp_path, "[replica]", '[replica]\npeer_versions = ["b:7071", "[::1]:7"]')
+    assert load(path).replica.version_addresses == [("b", 7071), ("::1", 7)] and load(path).replica.regions == 4
+    text = path.read_text()
+    path.write_text(text + '[api]\nlisten = "[::1]:7"\n')
+    with pytest.raises(UserError, match=r"\[::1\]:7 is this node itself") as refused:
+        load(path)
+    assert refused.value.where.endswith("node.toml: replica.peer_versions")
+    text = text.replace(f'token_file = "{tmp_path}/token"\n', "")
+    path.write_text(text + f'[tokens]\ntrainer = "{tmp_path}/token"\n')
+    with pytest.raises(UserError, match=r"is missing, and replica\.peer_versions names nodes") as refused:
+        load(path)
+    assert "tokens.reader" in refused.value.where
 
 
 @pytest.mark.parametrize(("table", "key"), [

@@ -13,7 +13,7 @@ from flowcheck.control.protocol import Flows, Joined, Manifest, Wanted
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
 from flowcheck.node import uploads
-from flowcheck.rebuild.events import Begun, Closed, Lost, Resumed
+from flowcheck.rebuild.events import Begun, CaughtUp, Closed, Lost, Resumed
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
 
@@ -152,6 +152,20 @@ def test_a_replica_that_goes_on_needs_no_other_file(scene) -> None:
     at.turn()
     at.happens(replace(PUBLISHED, iteration=9))
     assert at.session.path == path and path.exists() and len(at.session.calls) == 2
+
+
+def test_a_version_of_a_peer_is_a_first_one_and_has_a_line(scene, tmp_path) -> None:
+    at = scene()
+    at.follow(job(), first=100)
+    earlier = tmp_path / "flowcheck-node--0.replica"
+    spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 0.5})])
+    Replica({"w": torch.ones(3)}, spec, path=earlier, run_id="synth-0", step=3).close()
+    at.session.path.touch()
+    at.session.replica.step = 109
+    at.happens(CaughtUp(9, 109, "b:7071", 360, 0.5))
+    assert at.events("caught_up") == [
+        {"name": "", "iteration": 109, "step": 109, "source": "b:7071", "bytes": 360, "seconds": 0.5}]
+    assert [said[:2] for said in at.written.hashes] == [(108, "")] and not earlier.exists(), "of this run, and older"
 
 
 def test_no_room_for_a_replica_is_said_to_the_rank_that_brought_the_job(scene, monkeypatch) -> None:

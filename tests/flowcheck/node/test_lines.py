@@ -13,12 +13,14 @@ from flowcheck.rebuild.events import (
     Asked,
     Begun,
     Behind,
+    CaughtUp,
     Closed,
     Event,
     FromPeers,
     GivenUp,
     Held,
     Lost,
+    NotCaughtUp,
     OnTime,
     Patched,
     TakenUp,
@@ -72,6 +74,13 @@ def test_what_is_stale_is_asked_for_and_patched() -> None:
 def test_what_peers_have_given_is_said_by_peer() -> None:
     assert said(FromPeers(9, 640, {"b:7070": 3}, {"c:7070": "no answer in time"})) == ("peers", {
         "iteration": 109, "bytes": 640, "filled": {"b:7070": 3}, "failed": {"c:7070": "no answer in time"}})
+
+
+def test_a_version_of_a_peer_is_said_and_why_none_was_taken() -> None:
+    assert said(CaughtUp(8, 108, "b:7071", 360, 1.23456)) == ("caught_up", {
+        "iteration": 108, "step": 108, "source": "b:7071", "bytes": 360, "seconds": 1.235})
+    name, fields = said(NotCaughtUp({"b:7071": "too slow"}))
+    assert (name, fields["failed"]) == ("not_caught_up", {"b:7071": "too slow"}) and "by ranges" in fields["why"]
 
 
 @pytest.mark.parametrize(("stage", "remedy"), [

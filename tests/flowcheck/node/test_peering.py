@@ -104,6 +104,18 @@ def test_without_peers_there_is_nothing(tmp_path: Path) -> None:
     assert peering.of(job.to_dict(), plan_job(job), RUN, Clock()) is None
 
 
+def test_versions_are_asked_of_those_that_are_named_by_who_says_which_start_it_is(tmp_path: Path) -> None:
+    assert Peering(config(tmp_path), "dp0").versions("0" * 64) is None
+    peering = Peering(config(tmp_path, peer_versions=("127.0.0.1:1", "[::1]:2")), "dp0")
+    assert peering.versions("") is None
+    catching = peering.versions("0" * 64)
+    assert catching is not None and not catching.busy
+    assert [node.name for node in catching._nodes()] == ["127.0.0.1:1", "[::1]:2"]
+    (tmp_path / "token").unlink()
+    with pytest.raises(UserError):
+        catching._nodes()
+
+
 def test_a_token_that_cannot_be_read_is_said_when_the_group_begins(tmp_path: Path) -> None:
     settings = config(tmp_path, "127.0.0.1:1")
     (tmp_path / "token").unlink()
