@@ -136,6 +136,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/node/serving.py": [f"{NODE}/test_serving.py"],
     "flowcheck/node/store_shelf.py": [f"{NODE}/test_store_shelf.py"],
     "flowcheck/node/copier.py": [f"{NODE}/test_copier.py"],
+    "flowcheck/checkpoint/coding/reduction.py": [f"{FLOW}/checkpoint/coding/test_reduction.py"],
     "flowcheck/node/rounds.py": [f"{NODE}/test_rounds.py"],
     "flowcheck/node/parity_shelf.py": [f"{NODE}/test_parity_shelf.py"],
     "flowcheck/checkpoint/coding/rebuilding.py": [f"{NODE}/test_parity_shelf.py"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -106,6 +107,14 @@ def run(
         Literal["forward", "backward", "allreduce", "optimizer", "boundary"],
         typer.Option("--kill-at", help="The instant of an iteration."),
     ] = "backward",
+    protect: Annotated[
+        str | None, typer.Option("--protect", help="K+M: K pipeline stages with a node each, and M holders of their"
+                                 " parity. Afterwards M of these members are killed, then the job, which goes on from"
+                                 " parity, and is compared with a run that nobody disturbed.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=3, help="With --protect: all members, K + M.", show_default="K + M")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", help="Logs, hashes, checkpoints.")] = Path("out/lab"),
 ) -> None:
     """Train, mirror, follow; compare the replica of every iteration with the trainers' own state, bit for bit."""
@@ -116,6 +125,12 @@ def run(
     from flowcheck.lab.shape import FabricConfig
     from flowcheck.lab.softroce.settings import Settings
 
+    stages, holders = _members(protect, nodes, stages)
+    if holders and (shards > 1 or experts > 1 or kill is not None or peer_mirror is not None):
+        raise UserError("of pipeline stages alone, and without --kill and --peer-mirror", where="--protect",
+                        remedy="the command without these options")
+    if holders and mirror is None:
+        mirror = ",".join(map(str, range(ranks)))
     wires = [Impairment("r0", drop=training_loss, seed=seed)] if training_loss else []
     wires += [Impairment("mirror0", drop=mirror_loss, seed=seed)] if mirror_loss else []
     softroce: dict[str, Any] = {"protocol": protocol, "algorithm": algorithm, "channels": channels, "mtu": mtu}
@@ -132,16 +147,16 @@ def run(
                 f"no rank of {called} is mirrored", where="--mirror",
                 remedy=f"one or more of {', '.join(map(str, job.group(group)))} besides",
             )
-    nodes = [tuple(r for r in mirrored if stages == 1 or r in job.group(stage)) for stage in range(stages)]
+    sees = [tuple(r for r in mirrored if stages == 1 or r in job.group(stage)) for stage in range(stages)]
     groups = [tuple(job.group(stage)) if stages > 1 else tuple(range(ranks)) for stage in range(stages)]
     if peer_mirror is not None:
         if len(job.names) > 1:
             raise UserError("a job of several groups has no peers here", where="--peer-mirror",
                             remedy="--stages 1, --shards 1 and --experts 1")
-        nodes, groups = [*nodes, _ranks(peer_mirror, ranks)], groups * 2
+        sees, groups = [*sees, _ranks(peer_mirror, ranks)], groups * 2
     config = FabricConfig(
         name=name, ranks=ranks, switch=switch, direction=direction, algorithm=algorithm, path_mtu=mtu,
-        mirrored=tuple(nodes), groups=tuple(groups),
+        mirrored=tuple(sees), groups=tuple(groups), holders=holders,
         impairments=tuple(wires),
     )
     if kill is not None and (kill >= ranks or stages > 1 or experts > 1):
@@ -219,6 +234,20 @@ def down(
     names = [one.name for one in leftovers()] if everything else [name]
     for one in names:
         typer.echo(f"{one}: {'removed' if clear(one) else 'nothing was there'}")
+
+
+def _members(protect: str | None, nodes: int | None, stages: int) -> tuple[int, int]:
+    """Pipeline stages, and holders of their parity."""
+    if protect is None:
+        if nodes is not None:
+            raise UserError("says how many members a group with parity has", where="--nodes", remedy="--protect K+M")
+        return stages, 0
+    found = re.fullmatch(r"([1-9])\+([1-9])", protect)
+    data, parity = (int(found[1]), int(found[2])) if found else (0, 0)
+    if data < 2 or nodes not in (None, data + parity) or stages not in (1, data):
+        raise UserError(f"{protect!r} with {nodes or 'all'} nodes and {stages} stages", where="--protect",
+                        remedy="K+M, two or more stages K, and --nodes K + M or left out: --nodes 4 --protect 2+2")
+    return data, parity
 
 
 def _ranks(text: str | None, ranks: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from flowcheck.interrupts import handled
+from flowcheck.lab import nodes_lost
 from flowcheck.lab.compare import Summary
 from flowcheck.lab.fabric import Fabric
 from flowcheck.lab.fault import Fault, lose_a_rank, say
@@ -49,6 +50,11 @@ class LabOptions:
     arm: int = 0
     fault: Fault | None = None
 
+    @property
+    def protects(self) -> bool:
+        """Nodes are lost after them, and what they had comes back from parity."""
+        return self.fabric.holders > 0
+
 
 def run_lab(options: LabOptions, console: Console) -> int:
     """Raises EnvironmentProblem (no root, no namespaces), UserError (settings)."""
@@ -56,17 +62,20 @@ def run_lab(options: LabOptions, console: Console) -> int:
     with (
         handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP),  # taken down as after Ctrl-C
         Fabric.of(options.fabric) as fabric,
-        LabRun(fabric, options.out, node_settings=DEEP, api=options.fault is not None) as run,
+        LabRun(fabric, options.out, api=options.fault is not None or options.protects,
+               node_settings=DEEP | (nodes_lost.protected(options.fabric) if options.protects else {})) as run,
     ):
+        ends = options.fault is None and not options.protects
         with Screen(console, _title(options)) as run.watch:
             run.start_nodes(options.job)
+            run.start_holders()
             started = time.monotonic() - begin
             first = run.attach(options.job)
             run.train(options.iterations)
-            if options.fault is None:
+            if ends:
                 run.end()
             run.wait_for_nodes(first + options.iterations - 1)
-            if options.fault is None:
+            if ends:
                 run.finish_nodes()
             run.ledger.over = True
             run.watch(run.ledger, last=True)
@@ -74,16 +83,20 @@ def run_lab(options: LabOptions, console: Console) -> int:
             trained = time.monotonic() - begin - started
             attaching = attach_steps([(one["iteration"], one["seconds"]) for one in run.iterations], first)
         run.watch = nobody
-        outcome = None
+        outcome, lost = None, None
         if options.fault is not None:
             run.ledger.over = False
             outcome = lose_a_rank(run, options.job, options.fault)
+        if options.protects:
+            run.ledger.over = False
+            lost = nodes_lost.lose_nodes(run, options.job)
         if options.arm:
             _say_step_times(step_times(run, options.job, options.arm), console)
         run.finish_trainers()
     console.print(attaching, highlight=False)
     status = report(options, summary, events, (started, trained), console)
-    return status if outcome is None or say(outcome, console) else 1
+    equal = (outcome is None or say(outcome, console)) and (lost is None or nodes_lost.say(lost, console))
+    return status if equal else 1
 
 
 def step_times(run: LabRun, job: Training, iterations: int) -> dict[bool, list[float]]:

@@ -12,7 +12,9 @@ Where an impairment is asked for, the cable is cut and the impairer joins the en
 
     fab0 ---- p<r>o =impairer= p<r>i ---- p<r>        m<n> ---- m<n>i =impairer= m<n>o ---- mir0
 
-Names: namespaces flowcheck-NAME-r0.., -leaf, -node, -node1..; state in /run/flowcheck-lab/NAME, shared
+A holder is cabled as a node is, to the control network alone; its numbers follow those of the nodes.
+
+Names: namespaces flowcheck-NAME-r0.., -leaf, -node, -node1.., -holder0..; state in /run/flowcheck-lab/NAME, shared
 memory of its nodes in /dev/shm/flowcheck-lab/NAME. Two labs with
 different names do not meet. What a killed lab has left is found by these names and cleared by the next `up` of the
 same name, or by `down`; a lab whose owner lives is refused. Counter files of killed nodes carry a process id and no
@@ -44,7 +46,7 @@ from flowcheck.lab.shape import BRIDGE, CONTROL, MIRROR_MTU, MTU, NAME, PREFIX, 
 
 __all__ = ["Fabric", "Leftover", "clear", "leftovers"]
 
-ROLE = re.compile(rf"{PREFIX}-([a-z][a-z0-9]{{0,15}})-(r\d+|leaf|node\d*)")
+ROLE = re.compile(rf"{PREFIX}-([a-z][a-z0-9]{{0,15}})-(r\d+|leaf|node\d*|holder\d+)")
 SETTLE_SECONDS = 60.0
 
 
@@ -161,8 +163,14 @@ class Fabric:
             self._cable(f"d{node}", "ctl0", space, MTU, f"02:fc:01:00:00:{2 + node:02x}")
             netns.batch(space, [f"addr add 10.78.0.{2 + node}/24 dev ctl0"])
             netns.plain(space, ["mir0", "ctl0"])
+        for holder in range(config.holders):
+            space, number = config.namespace(f"holder{holder}"), config.nodes + holder
+            self._cable(f"d{number}", "ctl0", space, MTU, f"02:fc:01:00:00:{2 + number:02x}")
+            netns.batch(space, [f"addr add 10.78.0.{2 + number}/24 dev ctl0"])
+            netns.plain(space, ["ctl0"])
         ports = [f"p{rank}" for rank in range(config.ranks)]
-        control = [f"c{rank}" for rank in range(config.ranks)] + [f"d{node}" for node in range(config.nodes)]
+        control = [f"c{rank}" for rank in range(config.ranks)]
+        control += [f"d{node}" for node in range(config.nodes + config.holders)]
         netns.batch(leaf, [f"link set {port} master {CONTROL}" for port in control])
         if config.switch == "tc":
             netns.batch(leaf, [f"link set {port} master {BRIDGE}" for port in ports])

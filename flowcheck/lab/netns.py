@@ -21,7 +21,7 @@ import socket
 import struct
 import subprocess
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -106,13 +106,18 @@ def delete(name: str) -> None:
             (RUN / name).unlink(missing_ok=True)
 
 
+def kill(name: str) -> None:
+    """kill -9, all that runs inside. Returns when it is gone."""
+    _end(processes(name), ((9, 10.0),))
+
+
 def processes(name: str) -> list[int]:
     """Processes whose main thread is in the namespace."""
     done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, timeout=SECONDS, check=False)
     return [int(word) for word in done.stdout.split()]
 
 
-def _end(pids: Iterable[int]) -> None:
+def _end(pids: Iterable[int], kills: Sequence[tuple[int, float]] = ((15, 2.0), (9, 10.0))) -> None:
     handles = []
     for pid in pids:
         try:
@@ -120,7 +125,7 @@ def _end(pids: Iterable[int]) -> None:
         except ProcessLookupError:
             pass
     try:
-        for kill, seconds in ((15, 2.0), (9, 10.0)):
+        for kill, seconds in kills:
             for _, handle in handles:
                 try:
                     signal.pidfd_send_signal(handle, kill)  # never hits a process that has taken over the number

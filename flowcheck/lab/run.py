@@ -12,7 +12,10 @@
         run.start_trainers_again()
         run.begin(job, attach=True, recover=True)                       the job goes on from what the nodes have
 
-        run.kill_nodes()                                                at once; what they hold stays in shared memory
+        run.start_holders()                                             nodes without a port, of the fabric's config
+    run.lose("node 0")                                              kill -9, and all that it held goes with its machine
+
+    run.kill_nodes()                                                at once; what they hold stays in shared memory
         run.start_nodes(job)                                            they come back, and find it
         run.catch_up()                                                  the job trains until they make versions again
 
@@ -40,6 +43,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.lab import netns
 from flowcheck.lab.children import Children
 from flowcheck.lab.compare import Ledger
 from flowcheck.lab.fabric import Fabric
@@ -56,7 +60,8 @@ ATTACHING = 4  # attach watches three, and sends manifest and connections after 
 PEERING = {"peer_iterations": 8, "peer_seconds": 5.0}  # nodes that share a core are not in step
 QUIET_SECONDS = 90.0  # softroce gives a dead peer up after 60
 END_SECONDS = 120.0
-OUTPUTS = ("rank[0-9]*.jsonl", "rank[0-9]*.log", "node[0-9]*-[0-9]*", "again[0-9]*", "saved[0-9]*", "token")
+OUTPUTS = ("rank[0-9]*.jsonl", "rank[0-9]*.log", "node[0-9]*-[0-9]*", "holder[0-9]*", "again[0-9]*", "saved[0-9]*",
+           "token")
 MARK = ".flowcheck-lab"  # such a folder's outputs are ours to remove
 
 
@@ -84,6 +89,7 @@ class LabRun:
         self.fabric, self.out = fabric, out
         self.ledger = Ledger(0, [])
         self.events: list[tuple[str, dict[str, Any]]] = []  # of the nodes of this job, all of them
+        self.held: list[tuple[str, dict[str, Any]]] = []  # what holders have said
         self.twins: list[tuple[str, dict[str, Any]]] = []  # hashes of versions of nodes that the ledger is not of
         self.iterations: list[dict[str, Any]] = []  # of this job's first rank of each stage, in order
         self.communicators: list[dict[str, Any]] = []  # what each rank said of its connections when the job ended
@@ -99,6 +105,7 @@ class LabRun:
         self._token = secrets.token_hex(16)
         self._job: Training | None = None
         self._nodes: list[str] = []
+        self._holders: list[str] = []
         self._starts = 0
         self._mirrors = False  # the leaf copies to the nodes' ports
         self._jobs = -1  # number of the current job
@@ -116,7 +123,7 @@ class LabRun:
 
     def _end(self) -> None:
         try:
-            self._children.kill([*self._trainers, *self._nodes], END_SECONDS)
+            self._children.kill([*self._trainers, *self._nodes, *self._holders], END_SECONDS)
         finally:
             if self._starter is not None:
                 self._starter.close()
@@ -207,8 +214,7 @@ class LabRun:
         orders = self._attach_orders(job) if attach else None
         begin = {"number": self._jobs, "job": job.to_dict(), "softroce": dict(job.softroce), "attach": orders}
         if recover:
-            nodes = [f"10.78.0.{2 + node}:{API_PORT}" for node in range(self.fabric.config.nodes)]
-            begin["recover"] = {"nodes": nodes, "token": self._token, "run_id": RUN, "seconds": QUIET_SECONDS}
+            begin["recover"] = {"nodes": self.members, "token": self._token, "run_id": RUN, "seconds": QUIET_SECONDS}
         if saving is not None:
             begin["saving"] = [*saving, str(self.out / f"saved{self._jobs}")]
         self._order({"begin": begin})
@@ -300,6 +306,12 @@ class LabRun:
         }
 
     @property
+    def members(self) -> list[str]:
+        """APIs of nodes and holders."""
+        config = self.fabric.config
+        return [f"10.78.0.{2 + number}:{API_PORT}" for number in range(config.nodes + config.holders)]
+
+    @property
     def _addresses(self) -> list[str]:
         return [f"10.78.0.{2 + node}:{CONTROL_PORT}" for node in range(self.fabric.config.nodes)]
 
@@ -315,14 +327,14 @@ class LabRun:
     # -- nodes ----------------------------------------------------------------------------------------------
 
     def start_nodes(self, job: Training) -> None:
-        """Start nodes for a job, wait until they listen, and mirror."""
+        """Start the nodes that are not there for a job, wait until they listen, and mirror."""
         self._starts += 1
         self.events = []
         config = self.fabric.config
-        token = self.out / "token"
-        token.touch(mode=0o600)
-        token.write_text(self._token + "\n")
+        token, started = self._token_file(), list[str]()
         for node in range(config.nodes):
+            if any(one.split(",")[0] == f"node {node}" for one in self._nodes):
+                continue
             name = f"node {node}" if self._starts == 1 else f"node {node}, start {self._starts}"
             directory = self.out / f"node{node}-{self._starts}"
             directory.mkdir()
@@ -333,11 +345,79 @@ class LabRun:
             role = config.roles[1 + config.ranks + node]
             self._start(name, role, command, directory / "log", self._cores.rest, {"OMP_NUM_THREADS": "1"})
             self._tails[name], self._said[name] = _Tail(hashes), directory / "events.jsonl"
-            self._nodes.append(name)
-        self._all_say("listening", self._nodes, START_SECONDS)
+            started.append(name)
+        self._nodes = sorted([*self._nodes, *started], key=lambda name: int(name.split(",")[0].split()[1]))
+        self._all_say("listening", started, START_SECONDS)
         if not self._mirrors:
             self.fabric.start_mirror()
         self._mirrors = True
+
+    def _token_file(self) -> Path:
+        token = self.out / "token"
+        token.touch(mode=0o600)
+        token.write_text(self._token + "\n")
+        return token
+
+    def start_holders(self) -> None:
+        """Those that are not there, and wait until they listen."""
+        config, token, started = self.fabric.config, self._token_file(), list[str]()
+        for number in range(config.holders):
+            name = f"holder {number}"
+            if name in self._holders:
+                continue
+            directory = self.out / f"holder{number}"
+            directory.mkdir(exist_ok=True)
+            tables: dict[str, dict[str, Any]] = {
+                "": {"name": f"{config.name}.holder{number}"}, "tokens": {"reader": str(token)},
+                "api": {"listen": self.members[config.nodes + number], "insecure": True},
+                "protect": {"directory": str(self.fabric.shared), **self._node_settings.get("protect", {})},
+            }
+            toml = directory / "node.toml"
+            toml.write_text(_toml(tables))
+            command = [sys.executable, "-P", "-m", "flowcheck.node", "--config", str(toml), "--json"]
+            self._start(name, f"holder{number}", command, directory / "log", self._cores.rest, {"OMP_NUM_THREADS": "1"})
+            self._said[name] = directory / "events.jsonl"
+            started.append(name)
+        self._holders += started
+        self._all_say("holding", started, START_SECONDS)
+
+    def lose(self, name: str) -> None:
+        """A node or a holder ("node 0", "holder 1") and its machine: kill -9, and what it held is gone."""
+        kind, _, number = name.partition(" ")
+        process = next(one for one in [*self._nodes, *self._holders] if one == name or one.startswith(f"{name},"))
+        config = self.fabric.config
+        role = config.roles[1 + config.ranks + int(number) + (config.nodes if kind == "holder" else 0)]
+        self._children.let_end(process)
+        netns.kill(config.namespace(role))
+        self._children.wait(process, END_SECONDS)
+        for said, event in self._children.drain():
+            self._take(said, event)
+        self._follow()
+        (self._nodes if kind == "node" else self._holders).remove(process)
+        self.held = [(one, event) for one, event in self.held if one != process]
+        full = f"{config.name}.{number if kind == 'node' else f'holder{number}'}"
+        for path in self.fabric.shared.glob(f"flowcheck-{full}[.-]*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def whole(self, epoch: int, step: int = 0) -> int:
+        """A step of this epoch, from `step` on, that all holders have parity of; -1: there is none."""
+        newest = {name: said["step"] for name, said in self.held
+                  if said["event"] == "protected" and said["epoch"] == epoch and said["step"] >= step}
+        return min(newest.values()) if self._holders and newest.keys() >= set(self._holders) else -1
+
+    def train_until_parity(self, epoch: int, step: int = 0, most: int = 200) -> None:
+        """Until all holders have some of this epoch, of this step or a later one. Raises EnvironmentProblem."""
+        self._train_until(lambda: self.whole(epoch, step) >= 0, most,
+                          f"no parity of step {step} of epoch {epoch}; holders said {self.held[-3:]}")
+
+    def finish_holders(self) -> list[int]:
+        """End them in order; their exit statuses."""
+        for name in self._holders:
+            self._children.let_end(name)
+            self._children.process(name).send_signal(signal.SIGTERM)
+        statuses = [self._children.wait(name, END_SECONDS) for name in self._holders]
+        self._holders.clear()
+        return statuses
 
     def stop_node(self, node: int, stopped: bool = True) -> None:
         """A node that gets no time at all, until it gets some again, or is killed."""
@@ -369,11 +449,7 @@ class LabRun:
             tables["api"] = {"listen": f"10.78.0.{2 + node}:{API_PORT}", "insecure": True}
         for table, values in self._node_settings.items():
             tables[table] = {**tables.get(table, {}), **values}
-        lines = []
-        for table, values in tables.items():
-            lines += [f"[{table}]"] if table else []
-            lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
-        return "\n".join(lines) + "\n"
+        return _toml(tables)
 
     def wait_for_nodes(self, iteration: int, seconds: float = 60.0) -> None:
         """Until the nodes have said what became of an iteration, of every stage; gives up in silence when nothing has
@@ -439,6 +515,10 @@ class LabRun:
                 self.ledger.status(event)
             elif event.get("event") in ("state", "patched") and not self._is_twin(name):  # the first: versions begin
                 self.ledger.state(event)
+        elif name.startswith("holder"):
+            self.held.append((name, event))
+            with self._said[name].open("a", encoding="utf-8") as file:
+                file.write(json.dumps(event) + "\n")
         elif event.get("event") == "iteration" and self._job and event["rank"] % self._job.data_ranks == 0:
             self.iterations.append(event)
         elif event.get("event") == "recovered":
@@ -463,6 +543,15 @@ class LabRun:
                     self.ledger.node(line)
                 elif line["job"] == self._jobs:
                     self.ledger.trainer(line)
+
+
+def _toml(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table "" first."""
+    lines = []
+    for table, values in tables.items():
+        lines += [f"[{table}]"] if table else []
+        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+    return "\n".join(lines) + "\n"
 
 
 class _Tail:

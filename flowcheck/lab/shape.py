@@ -25,7 +25,7 @@ SHARED = Path("/dev/shm/flowcheck-lab")  # replicas of the lab's nodes
 BRIDGE, CONTROL = "flowcheck0", "flowcheckctl"
 NAME = re.compile(r"[a-z][a-z0-9]{0,15}")
 MTU, MIRROR_MTU = 9000, 9216  # RoCE at path MTU 4096 needs 4174 (reference switches.md 1.5)
-MOST_RANKS = 16
+MOST_RANKS, MOST_NODES = 16, 8  # addresses of nodes are those before the ranks'
 
 
 def check_name(name: str) -> None:
@@ -39,7 +39,8 @@ def check_name(name: str) -> None:
 class FabricConfig:
     """What to build. mirrored: for each node the ranks whose ports it sees; () is a fabric without nodes.
 
-    groups: for each node its data-parallel group, default one of all ranks. direction: of the mirrored ports.
+    groups: for each node its data-parallel group, default one of all ranks. direction: of the mirrored ports. holders:
+    nodes without a mirror port, on the control network alone.
     rate_mbit: port ("r0", "mirror0") -> tbf limit of what leaves the leaf there.
     """
 
@@ -53,12 +54,16 @@ class FabricConfig:
     path_mtu: int = 4096
     impairments: tuple[Impairment, ...] = ()
     rate_mbit: Mapping[str, float] = field(default_factory=dict)
+    holders: int = 0
     core: int | None = None  # where the leaf's own processes (impairer, Open vSwitch) run
 
     def __post_init__(self) -> None:
         check_name(self.name)
         if not 2 <= self.ranks <= MOST_RANKS:
             raise UserError(f"{self.ranks} ranks", where="ranks", remedy=f"from 2 to {MOST_RANKS}")
+        if not 0 <= self.holders <= MOST_NODES - self.nodes:
+            raise UserError(f"{self.nodes} nodes and {self.holders} holders", where="holders",
+                            remedy=f"{MOST_NODES} in all at most")
         if self.groups and len(self.groups) != len(self.mirrored):
             raise UserError(f"{len(self.groups)} groups for {len(self.mirrored)} nodes", where="groups",
                             remedy="one group per node")
@@ -76,7 +81,7 @@ class FabricConfig:
 
     def differs(self, other: FabricConfig) -> str:
         """What would have to be built otherwise for `other`, or "": its job (groups, algorithm, MTU) may be another."""
-        for name in ("ranks", "switch", "mirrored", "direction", "impairments", "rate_mbit"):
+        for name in ("ranks", "switch", "mirrored", "direction", "impairments", "rate_mbit", "holders"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name} is {mine!r}, not {theirs!r}"
@@ -96,7 +101,8 @@ class FabricConfig:
     def roles(self) -> list[str]:
         """leaf first: everything is cabled to it."""
         nodes = ["node", *(f"node{n}" for n in range(1, self.nodes))][: self.nodes]
-        return ["leaf", *(f"r{rank}" for rank in range(self.ranks)), *nodes]
+        return ["leaf", *(f"r{rank}" for rank in range(self.ranks)), *nodes,
+                *(f"holder{number}" for number in range(self.holders))]
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
