@@ -118,6 +118,24 @@ def test_a_root_killed_at_any_point(tmp_path: Path) -> None:
     assert point > 20 and {-scene.before.epoch, 1, 2} <= killed_while  # before any step, and between all of them
 
 
+def test_a_leaf_that_is_lost_takes_no_shard_with_it(tmp_path: Path) -> None:
+    """Both of its nodes at once: what needs each other lies in different leaves. Two standbys take both places."""
+    scene = Scene(tmp_path)
+    cluster = scene.cluster
+    cluster.come("e", "g", standby=True)
+    cluster.turns(1)
+    cluster.go("c", "d")
+    gone_at = int(cluster.at)
+    cluster.turns(cluster.grace + LEASE, scene.follows)
+    first = cluster.events("a", "recovering")[0]
+    assert (first["lost"], first["void"], first["steps"]) == (["c", "d"], [], [{"run_id": "run", "step": gone_at}])
+    scene.until_restored()
+    after = cluster.placed()
+    new = dict(zip(scene.before.holders, after.holders, strict=True))
+    assert {new["c"], new["d"]} == {"e", "g"} and after.holders == in_place_of(scene.before.holders, new)
+    assert whole(after, cluster.haves()) and cluster.void == []
+
+
 def test_a_group_that_is_lost_is_said_with_what_is_left(tmp_path: Path) -> None:
     """A node and the one that kept its copies: those two shards are nowhere in memory."""
     scene = Scene(tmp_path)
