@@ -1,10 +1,12 @@
 """The `flowcheck-node` command, also as `python -P -m flowcheck.node`."""
 
 from flowcheck.interrupts import command
+from flowcheck.node.allocator import keep_little
 from flowcheck.node.rights import set_aside
 
 
 def main() -> None:
+    keep_little()
     set_aside()
     command("flowcheck.node.cli")
 

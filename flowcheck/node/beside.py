@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from flowcheck.node.allocator import keep_little
+
 __all__ = ["Beside", "Lines", "begun", "start"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # seconds between two starts
@@ -145,6 +147,7 @@ def _let_go(process: subprocess.Popen[bytes]) -> None:
 
 def begun() -> dict[str, Any]:
     """Its settings, and from here on it gives way to the node's threads. Empty: the node ended before it said any."""
+    keep_little()
     settings: dict[str, Any] = json.loads(sys.stdin.buffer.readline() or b"{}")
     if settings:
         os.nice(NICE)

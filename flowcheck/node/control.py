@@ -50,7 +50,7 @@ from flowcheck.node.members import Inbound, RankSession
 from flowcheck.node.shelf import Shelf, serve
 from flowcheck.rebuild.plan import JobPlan
 
-__all__ = ["ControlServer"]
+__all__ = ["TEXT", "ControlServer", "payload_specs"]
 
 TEXT = 16 << 20  # largest message of a known trainer: the manifest of a large job
 HEADERS = 1 << 20  # of a payload's tensors, plus 200 bytes for each
@@ -181,6 +181,7 @@ class _Connection:
             group.leave(member)
             self._outbox.put(None) if not self._outbox.full() else link.close()
             writer.join()
+            link.limits = Limits  # they would know each other, and stay until the collector looks at all that there is
 
     def _take(self, group: Group, member: RankSession) -> bool:
         """One message into the inbox. False: it was the last one."""
@@ -201,7 +202,7 @@ class _Connection:
                 data = bytes(self._link.payload(size))
                 seal_of(data, f"{self._link.peer}: User")
             elif size:
-                specs = _specs(group.plan, message)
+                specs = payload_specs(group.plan, message)
                 where = f"{self._link.peer}: {type(message).__name__}"
                 found = unpack(self._link.payload(size), specs, where)
                 missing = [name for name in specs if name not in found and not name.startswith("optimizer.")]
@@ -225,10 +226,10 @@ class _Connection:
             return Limits(TEXT, {}, 30.0)
         sizes = {}
         for name, message in (("state", State(0)), ("record", Record(0))):
-            specs = _specs(plan, message)
+            specs = payload_specs(plan, message)
             sizes[name] = sum(spec.nbytes for spec in specs.values()) + HEADERS + 200 * len(specs) if specs else 0
         sizes["user"] = USER_BYTES
-        sizes["patch"] = min(sizes["state"], PATCH_BYTES + HEADERS + 200 * len(_specs(plan, State(0))))
+        sizes["patch"] = min(sizes["state"], PATCH_BYTES + HEADERS + 200 * len(payload_specs(plan, State(0))))
         if self._hello.rank != 0:
             del sizes["state"]
         return Limits(TEXT, sizes, 30.0)
@@ -252,7 +253,7 @@ class _Connection:
         self._link.close()
 
 
-def _specs(plan: JobPlan | None, message: Any) -> dict[str, TensorSpec]:
+def payload_specs(plan: JobPlan | None, message: Any) -> dict[str, TensorSpec]:
     """The tensors that a payload may have."""
     if plan is None:
         return {}

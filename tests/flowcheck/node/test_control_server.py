@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import queue
 import socket
 import struct
@@ -15,8 +16,10 @@ import pytest
 
 from flowcheck.control.protocol import Bye, Flows, Holes, Limits, Link, RecordsError, Refused, Steps, Wanted, greet
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.node.control import ControlServer
+from flowcheck.node.control import ControlServer, _Connection
 from flowcheck.node.shelf import Shelf
+
+from ..hand_node import until
 
 TOKEN = b"a token that only tests have"
 TCP = socket.IPPROTO_TCP
@@ -115,6 +118,21 @@ def test_a_trainer_with_the_token_reaches_its_group(port: Callable[..., Port]) -
     link.send(Bye())
     assert one.group.said.get(timeout=60) == Bye() and one.group.said.get(timeout=60) == ("left", 2)
     assert one.ended(link) and one.events.empty()
+
+
+def test_a_connection_that_has_ended_leaves_nothing_for_the_collector(port: Callable[..., Port]) -> None:
+    """It has not run for long where there are many objects; thousands of connections would be kept until then."""
+    one = port()
+    gc.collect()
+    gc.disable()
+    try:
+        link = one.attach(rank=2)
+        assert link.receive(wait=10)[0] == Wanted([], "welcome")
+        link.send(Bye())
+        assert one.ended(link)
+        until(lambda: not [each for each in gc.get_objects() if type(each) is _Connection])
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("options", "why"), [
