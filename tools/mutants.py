@@ -99,6 +99,7 @@ MODULES: dict[str, list[str]] = {
     ],
     "flowcheck/control/tls.py": [f"{FLOW}/control/test_tls.py"],
     "flowcheck/node/rights.py": [f"{NODE}/test_rights.py"],
+    "flowcheck/node/moved.py": [f"{NODE}/test_moved.py"],
     "flowcheck/node/notify.py": [f"{NODE}/test_unit_file.py"],
     "flowcheck/node/tokens.py": [f"{NODE}/test_access.py"],
     "flowcheck/checkpoint/directory.py": [f"{FLOW}/checkpoint/test_directory.py", f"{FLOW}/checkpoint/test_reading.py"],

@@ -46,6 +46,7 @@ from flowcheck.node.lines import closed_fields, line
 from flowcheck.node.live import LiveSession
 from flowcheck.node.members import Inbound, RankSession
 from flowcheck.node.membership import Membership
+from flowcheck.node.moved import Moved
 from flowcheck.node.output import Hashes, Writer
 from flowcheck.node.parts import check_job, check_memory, grown, split, union
 from flowcheck.node.peering import Peering
@@ -55,7 +56,7 @@ from flowcheck.node.runs import run_folder, start_of
 from flowcheck.node.shadow import Shadow
 from flowcheck.node.silence import Arrivals, Silent
 from flowcheck.node.standing import Standing
-from flowcheck.node.uploads import Asking
+from flowcheck.node.uploads import Asking, Beginnings
 from flowcheck.node.user_states import UserStates
 from flowcheck.rebuild.events import Begun, CaughtUp, Closed, Event, Lost, Resumed
 from flowcheck.rebuild.plan import JobPlan, plan_job
@@ -84,6 +85,8 @@ class Group(Membership):
         self._followed = 0  # the start that the session belongs to
         self._resync: Resync | None = None  # of the session
         self._due = False  # the session is to begin by ranges
+        self._moved = ""  # why the job is to be joined anew
+        self._moves = Beginnings()  # how often, at most
         self._settled = False  # this run has a version that may be relied on: those of others are gone
         self._persisted = threading.Event()  # a verified version of this run is on disk
         self._session: LiveSession | None = None
@@ -170,16 +173,25 @@ class Group(Membership):
     def _ask_again(self) -> None:
         """What had to wait: for its time, or for the session to be through with what ended its versions."""
         self._asking.again()
-        if not self._due:
+        if not self._due and not self._moved:
             return
+        begin = self._join_anew if self._moved else self._begin
         self._due = False
         try:
-            self._begin()
+            begin()
         except FlowcheckError as error:  # no room for another replica: trainers come again, and so does the job
             self._say("problem", why=error.message())
             self._drop_session()
             for member in list(self.members.values()):
                 member.end(error.message())
+
+    def _join_anew(self) -> None:
+        """What the session waits for is nowhere any more. Raises FlowcheckError."""
+        self._moves.lost()
+        self._moves.begun()
+        self._say("moved", why=f"{self._moved}: was the mirror configured anew? The job is joined anew where it is now")
+        self._drop_session()
+        self._plan()
 
     def _handle_one(self) -> bool:
         try:
@@ -386,6 +398,8 @@ class Group(Membership):
                     self._caught_up(event)
                 case Silent():
                     self._silent(event.why)
+                case Moved(why):
+                    self._moved = why if self._moves.due() else ""
                 case _:
                     self._say_line(event)
 
@@ -482,7 +496,7 @@ class Group(Membership):
             self._session.close()
             self._common.gone(self.name)
         self._session = self._resync = None
-        self._due = False
+        self._due, self._moved = False, ""
         self._asking = Asking(self._tell, self._say, self._dropped)
         with self._lock:
             self._notice = Notice("")

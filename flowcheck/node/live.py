@@ -21,9 +21,10 @@ import torch
 from flowcheck.control.protocol import Patch, Record
 from flowcheck.job.clock import Clock
 from flowcheck.node.catching_up import CatchUp
+from flowcheck.node.moved import Movement
 from flowcheck.node.resync import Resync
 from flowcheck.node.silence import Arrivals, Silence
-from flowcheck.rebuild.events import Event, Resumed
+from flowcheck.rebuild.events import Closed, Event, Resumed
 from flowcheck.rebuild.healed import HealedFollower, Peers
 from flowcheck.rebuild.overload import Overload
 from flowcheck.rebuild.plan import JobPlan
@@ -56,6 +57,7 @@ class LiveSession(HealedFollower):
         self.matches, self._catching = matches, catching
         self._silence = Silence(plan, self.engine, port, self.clock, now)
         self.overload = Overload(self.engine, self.scheduler)
+        self._movement = Movement(self.engine, self.scheduler, sources, names, now)
         for arena in range(plan.engine.arenas):  # now, and not while packets wait: the first touch takes long
             self.engine.region(arena)[:] = 0
 
@@ -115,9 +117,13 @@ class LiveSession(HealedFollower):
 
     def poll(self) -> Iterator[Event]:
         """One look at the rings, and what may close."""
-        yield from super().poll()
+        for event in super().poll():
+            if isinstance(event, Closed):
+                self._movement.closed(event)
+            yield event
         yield from self.keeper.look(self.next)
         yield from self.overload.look(busy=self._pending is not None)
+        yield from self._movement.look()
         yield from self._silence.look(self.scheduler.blocked)
         if self._catching is not None:
             yield from self._catching.look(self)

@@ -1,0 +1,82 @@
+"""Has the mirror moved? Then what it brought before never comes again, and waiting for it has no end.
+
+    movement = Movement(engine, scheduler, sources, names)
+    movement.closed(event)                   each iteration that has closed
+    for event in movement.look(): ...        again and again: Moved
+
+A connection that has brought packets may bring more, so iterations wait for it. That is right for a port that is down
+for a while. It is wrong where the mirror was configured anew, and all there is comes from other connections, by another
+interface or into another queue. Two signs tell that from a loss:
+
+    late        LATE iterations in a row lacked nothing, and closed only because their arenas were needed
+    standing    for SECONDS nothing could close: one stream waits for an arena, and another one's ring is empty
+
+Ranks of a job are never that far apart, and a thread that is slow has packets in its ring. Whoever hears Moved joins
+the job anew, so that nothing waits for the old place any more. The group's thread.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from parser.machine import Engine
+
+from flowcheck.rebuild.events import Closed, Event
+from flowcheck.rebuild.scheduler import ArenaScheduler, Source
+
+__all__ = ["LATE", "SECONDS", "Moved", "Movement"]
+
+LATE = 8
+SECONDS = 5.0
+LOOK_SECONDS = 0.1  # between two looks at where streams stand
+
+
+@dataclass(frozen=True)
+class Moved(Event):
+    """The job has to be joined anew."""
+
+    why: str
+
+
+class Movement:
+    """names: of the streams, for people. now: seconds of a clock that never goes back."""
+
+    def __init__(
+        self, engine: Engine, scheduler: ArenaScheduler, sources: Sequence[Source], names: Sequence[str],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._scheduler, self._sources, self._names = engine, scheduler, sources, names
+        self._now, self._looked = now, 0.0
+        self._late = 0  # in a row
+        self._stands = (-1, list[str](), 0.0)  # the oldest iteration, who holds it up, and since when
+
+    def closed(self, event: Closed) -> None:
+        states = {stream.state for stream in event.judged.evidence.streams} if event.judged is not None else set()
+        self._late = self._late + 1 if "lost" in states and not event.missing else 0
+
+    def look(self) -> Iterator[Event]:
+        if (now := self._now()) - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        if self._late >= LATE:
+            self._late = 0
+            yield Moved(f"{LATE} iterations in a row lacked nothing, and waited for connections that have brought"
+                        " packets before and bring none any more")
+        oldest, behind = self._engine.oldest, self._behind()
+        if not behind or self._stands[:2] != (oldest, behind):
+            self._stands = oldest, behind, now
+        elif now - self._stands[2] >= SECONDS:
+            self._stands = oldest, behind, now
+            yield Moved(f"nothing has come from {' and '.join(behind)} for {SECONDS:g} s, and all else waits for it")
+
+    def _behind(self) -> list[str]:
+        """Streams that hold up all others, and have nothing to read."""
+        scheduler, oldest = self._scheduler, self._engine.oldest
+        if not scheduler.blocked or scheduler.due():
+            return []
+        found = [i for i in range(len(self._names)) if scheduler.state(i, oldest) == "behind"]
+        if any(self._engine.waiting(self._sources[i].ring_address)[0] for i in found):
+            return []  # its packets are here: the thread that places them is late
+        return [self._names[i] for i in found]

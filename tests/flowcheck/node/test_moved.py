@@ -1,0 +1,77 @@
+"""When a mirror is taken to have moved, and when iterations are only late. A real node: test_mirror_moved.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flowcheck.node.moved import LATE, SECONDS, Moved, Movement
+from flowcheck.rebuild.events import Closed
+
+
+class Scene:
+    """Two streams, of which the second waits for an arena and the first is behind. waiting: packets in its ring."""
+
+    def __init__(self) -> None:
+        self.at, self.oldest, self.blocked, self.waiting, self.can_close = 100.0, 7, True, 0, False
+        engine: Any = SimpleNamespace(waiting=lambda address: (self.waiting if address == 1 else 50, 64))
+        scheduler: Any = SimpleNamespace(due=lambda: range(7, 8) if self.can_close else range(0),
+                                         state=lambda stream, iteration: "lost" if stream else "behind")
+        sources: Any = [SimpleNamespace(ring_address=1), SimpleNamespace(ring_address=2)]
+        self._engine, self._scheduler = engine, scheduler
+        self.movement = Movement(engine, scheduler, sources, ["eth1", "eth2"], lambda: self.at)
+
+    def look(self, seconds: float) -> list[str]:
+        """For so long, ten times a second."""
+        said: list[str] = []
+        for _ in range(int(seconds / 0.11)):
+            self.at += 0.11
+            self._engine.oldest, self._scheduler.blocked = self.oldest, self.blocked
+            said += [event.why for event in self.movement.look() if isinstance(event, Moved)]
+        return said
+
+
+def closed(*states: str, **missing: int) -> Closed:
+    judged: Any = SimpleNamespace(evidence=SimpleNamespace(streams=[SimpleNamespace(state=one) for one in states]))
+    return Closed(7, not missing, "unverified", 10, 10, missing, 0, 0, 0, judged=judged)
+
+
+def test_a_stream_that_brings_nothing_while_another_waits_is_named() -> None:
+    scene = Scene()
+    assert scene.look(0.8 * SECONDS) == []
+    [why] = scene.look(SECONDS)
+    assert "from eth1 for" in why and "eth2" not in why
+    assert len(scene.look(2.2 * SECONDS)) == 2, "whoever did not act is told again"
+
+
+@pytest.mark.parametrize("change", [
+    {"blocked": False}, {"can_close": True}, {"waiting": 1}, {"oldest": 8},
+])
+def test_what_goes_on_for_a_moment_is_only_late(change: dict[str, Any]) -> None:
+    """No stream waits; something can close; its packets are here; an iteration has closed."""
+    scene = Scene()
+    for _ in range(3):
+        assert scene.look(0.8 * SECONDS) == []
+        before = {name: getattr(scene, name) for name in change}
+        vars(scene).update(change)
+        assert scene.look(0.3) == []
+        if "oldest" not in change:
+            vars(scene).update(before)
+        change = {name: value + 1 if name == "oldest" else value for name, value in change.items()}
+    assert len(scene.look(1.2 * SECONDS)) == 1
+
+
+def test_iterations_that_are_whole_and_late_again_and_again() -> None:
+    scene = Scene()
+    scene.blocked = False
+    for other in (closed("past", "past"), closed("past", "lost", lost=3)):
+        for _ in range(LATE - 1):
+            scene.movement.closed(closed("past", "lost"))
+        assert scene.look(0.2) == []
+        scene.movement.closed(other)
+    for _ in range(LATE):
+        scene.movement.closed(closed("lost"))
+    [why] = scene.look(0.3)
+    assert f"{LATE} iterations in a row lacked nothing" in why and scene.look(1.0) == []
