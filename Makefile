@@ -33,8 +33,8 @@ test-all: build dev hugepages   ## the same and the slow tests
 lint: build dev   ## ruff, mypy and the layer rules
 	$(BIN)/python -m pytest tests/project/test_lint.py tests/project/test_layers.py
 
-fuzz: build dev   ## ten million inputs, capture files, streams to a real node (docs/understand/fuzzing.md), about two hours
-	nice $(BIN)/python -P fuzz/run.py && nice $(BIN)/python -P fuzz/captures.py && FUZZ_STREAMS=200000 nice $(BIN)/python -m pytest -q -s -m slow tests/flowcheck/node/test_fuzz_records.py
+fuzz: build dev   ## ten million inputs, as many records and requests, capture files, streams to a real node (docs/understand/fuzzing.md)
+	nice $(BIN)/python -P fuzz/run.py && nice $(BIN)/python -P fuzz/captures.py && nice $(BIN)/python -P fuzz/ports.py && FUZZ_STREAMS=200000 nice $(BIN)/python -m pytest -q -s -m slow tests/flowcheck/node/test_fuzz_records.py
 
 mutants: build dev   ## deliberate mistakes, and whether a test notices (docs/understand/testing.md); ONLY="MODULE ..." for some
 	$(BIN)/python -m pip install -q -c constraints.txt mutmut

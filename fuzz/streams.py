@@ -1,10 +1,11 @@
 """What somebody might send to a node's two ports, made from what is right: the inputs of
 tests/flowcheck/node/test_fuzz_records.py, which sends them to a real node.
 
-    streams = Streams(messages, seed)          messages: (fields, payload) of the records protocol that are right
+    messages(job)                              one of each of the records protocol, right in itself: fields, payload
+    streams = Streams(messages(job), seed)
     streams.frames()                           1 to 12 frames, each changed somewhere, or not at all
     streams.hello()                            who says he comes: fields of Hello
-    streams.request(key)                       HTTP
+    streams.request(key)                       HTTP; who shows no key: ""
 
 Deterministic by seed; one thread.
 """
@@ -16,9 +17,16 @@ import json
 import random
 import struct
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-__all__ = ["Streams"]
+import torch
+
+from flowcheck.control.messages import Bye, Bytes, Flows, Holes, Joined, Manifest, Patch, Record, State, User
+from flowcheck.control.tensors import header, pieces
+from flowcheck.control.user_state import pack
+
+__all__ = ["Streams", "messages"]
 
 HEAD = struct.Struct(">4sIQ")
 NUMBERS = (
@@ -49,9 +57,31 @@ HEADERS = (
 )
 
 
+def messages(job: Any) -> list[tuple[dict[str, Any], bytes]]:
+    """One of each, right in itself."""
+    tensors = {"model.w": torch.zeros(3), "optimizer.w.step": torch.tensor(2.0)}
+    head, order = header(tensors)
+    payload = head + b"".join(bytes(piece) for name in order for piece in pieces(tensors[name]))
+    manifest = job.to_dict() | {"run_id": "run"}
+    mine = [flow for flow in manifest["flows"] if 1 in (flow["src"], flow["dst"])]
+    sums = {entry.name: "0123456789abcdef" for entry in job.model}
+    said: list[tuple[Any, bytes]] = [
+        (Flows(mine), b""), (Manifest(manifest, 3), b""), (State(4, [{"lr": 0.1}]), payload),
+        (Record(5, [{"lr": 0.1}], 0.5, 2.0, False, sums), b""), (Record(6), payload),
+        (Patch(1, 7, [(job.model[0].name, 0, 3)]), payload), (Patch(1, 7, refused="no"), b""),
+        (User(8, 1), pack({"seed": 7}, step=9, rank=1, ranks=4)), (Bye(), b""), (Joined(3), b""),
+        (Holes(1, 9, "5a" * 32, [(0, 64), (128, 8)], 0.5), b""), (Bytes(1, 9, why="gone"), b""),
+    ]
+    return [({"type": type(one).__name__.lower(), **asdict(one)}, data) for one, data in said]
+
+
 class Streams:
-    def __init__(self, messages: Sequence[tuple[dict[str, Any], bytes]], seed: int) -> None:
+    """ids: of versions that there are."""
+
+    def __init__(self, messages: Sequence[tuple[dict[str, Any], bytes]], seed: int, ids: Sequence[str] = ()) -> None:
         self._messages, self._rng = list(messages), random.Random(seed)
+        files = ("manifest.json", "model.safetensors", "optimizer.safetensors", "user/0")
+        self._paths = (*PATHS, *(f"/v1/versions/{id}/{file}" for id in ids for file in files))
 
     def frames(self, only: str = "") -> bytes:
         """The last one may be no frame at all: whatever follows it is not read. only: messages of this type."""
@@ -72,9 +102,9 @@ class Streams:
     def request(self, key: str) -> bytes:
         rng = self._rng
         headers = ["Host: x", *rng.choices(HEADERS, k=rng.choice((0, 0, 1, 2, 5)))]
-        if rng.random() < 0.7:
+        if key:
             headers.append(f"Authorization: Bearer {key}")
-        lines = [f"{rng.choice(METHODS)} {rng.choice(PATHS)} {rng.choice(FORMS)}", *headers, "", ""]
+        lines = [f"{rng.choice(METHODS)} {rng.choice(self._paths)} {rng.choice(FORMS)}", *headers, "", ""]
         data = "\r\n".join(lines).encode() + rng.choice(BODIES)
         return self._bytes(data) if rng.random() < 0.5 else data
 

@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flowcheck.checkpoint.objects import open_store
 from flowcheck.control.ask import COPY, DISK, MEMORY, PARITY, STORE, Node
@@ -51,6 +52,26 @@ class _Client(Offering):
         self._answered: object = None
         self._stuck: float | None = None
         self._timer = self.loop.call_later(LOOK_SECONDS, self._look)
+        app = self.app
+
+        async def refused(scope: Scope, receive: Receive, send: Send) -> None:
+            try:
+                await app(scope, receive, send)
+            except h11.LocalProtocolError:  # bytes behind this request were none: that was answered meanwhile
+                self._end()
+
+        self.app = refused
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            super().data_received(data)
+        except h11.LocalProtocolError:  # they are no request, and an answer to the one before is under way
+            self._end()
+
+    def _end(self) -> None:
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # nothing more is said to it
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()

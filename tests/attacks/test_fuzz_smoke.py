@@ -46,6 +46,12 @@ def test_damaged_captures_through_dpdk(tmp_path: Path) -> None:
     assert "500 files" in done.stdout
 
 
+def test_changed_records_and_requests_in_one_process() -> None:
+    done = run("ports.py", "--inputs", "3000")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 2 and "Manifest" in done.stdout and "401" in done.stdout, done.stdout
+
+
 def test_every_find_of_the_past_is_run() -> None:
     sys.path.insert(0, str(FUZZ))
     try:

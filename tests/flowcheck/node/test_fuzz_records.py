@@ -17,20 +17,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from flowcheck.control.ask import reader_key
-from flowcheck.control.messages import Bye, Bytes, Flows, Holes, Joined, Manifest, Patch, Record, State, User
 from flowcheck.control.protocol import Link, RecordsError, greet
-from flowcheck.control.tensors import header, pieces
-from flowcheck.control.user_state import pack
-from fuzz.streams import Streams
+from fuzz.streams import Streams, messages
 
 from .conftest import LONGEST, TOKEN
 from .test_live_ranges import Training, all_equal, small_job
@@ -41,24 +36,6 @@ GROUPS = 3  # that those with a token speak to
 ROUND = 400  # streams between two iterations of the job that is followed
 FEW = 8  # descriptors and threads: of groups that nobody had spoken to, and of a process that had not been asked
 LEAK = 8 << 20  # bytes that a whole run may add, by regression
-
-
-def messages(job: Any) -> list[tuple[dict[str, Any], bytes]]:
-    """One of each, right in itself."""
-    tensors = {"model.w": torch.zeros(3), "optimizer.w.step": torch.tensor(2.0)}
-    head, order = header(tensors)
-    payload = head + b"".join(bytes(piece) for name in order for piece in pieces(tensors[name]))
-    manifest = job.to_dict() | {"run_id": "run"}
-    mine = [flow for flow in manifest["flows"] if 1 in (flow["src"], flow["dst"])]
-    sums = {entry.name: "0123456789abcdef" for entry in job.model}
-    said: list[tuple[Any, bytes]] = [
-        (Flows(mine), b""), (Manifest(manifest, 3), b""), (State(4, [{"lr": 0.1}]), payload),
-        (Record(5, [{"lr": 0.1}], 0.5, 2.0, False, sums), b""), (Record(6), payload),
-        (Patch(1, 7, [(job.model[0].name, 0, 3)]), payload), (Patch(1, 7, refused="no"), b""),
-        (User(8, 1), pack({"seed": 7}, step=9, rank=1, ranks=4)), (Bye(), b""), (Joined(3), b""),
-        (Holes(1, 9, "5a" * 32, [(0, 64), (128, 8)], 0.5), b""), (Bytes(1, 9, why="gone"), b""),
-    ]
-    return [({"type": type(one).__name__.lower(), **asdict(one)}, data) for one, data in said]
 
 
 class Attack:
@@ -75,7 +52,7 @@ class Attack:
         group = "" if kind == "peer" else f"fuzzed{self._rng.randrange(GROUPS)}"
         who = self._streams.hello() | {"group": group, "role": kind} if kind in ("trainer", "peer") else {}
         if kind == "http":
-            return kind, who, self._streams.request(reader_key(TOKEN))
+            return kind, who, self._streams.request(reader_key(TOKEN) if self._rng.random() < 0.7 else "")
         return kind, who, self._streams.frames("holes" if kind == "peer" and self._rng.random() < 0.8 else "")
 
     def send(self, kind: str, who: dict[str, Any], data: bytes) -> str:
