@@ -76,6 +76,20 @@ def test_promtool_notices_a_rule_that_says_something_else(tmp_path: Path) -> Non
         assert done.returncode != 0, rule
 
 
+def test_promtool_reads_what_the_dashboard_asks(tmp_path: Path) -> None:
+    """With Grafana's variables filled in as Grafana does it. Of a variable's query the selector."""
+    asked = [re.sub(r"^label_values\((.*), \w+\)$", r"\1", one) for _, one in EXPRESSIONS if one != "prometheus"]
+    filled = [one.replace("$__rate_interval", "1m0s").replace("$__range", "3h0m0s").replace("$__interval", "30s")
+              .replace("$instance", "a|b").replace("$group", ".*") for one in asked]
+    assert not [one for one in filled if "$" in one]
+    for broken in ([], ["sum(flowcheck_ranks"]):
+        rules = [{"record": f"asked:{i}", "expr": one} for i, one in enumerate([*filled, *broken])]
+        (tmp_path / "asked.yml").write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
+        words = [promtool(), "check", "rules", "asked.yml"]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, timeout=120)
+        assert (done.returncode == 0) != bool(broken), done.stderr
+
+
 @pytest.mark.parametrize(("where", "asked"), EXPRESSIONS, ids=[where for where, _ in EXPRESSIONS])
 def test_every_metric_label_and_value_exists(where: str, asked: str) -> None:
     named = set(re.findall(r"\bflowcheck_\w+", asked))

@@ -178,6 +178,33 @@ def test_hostile_traffic_is_counted_and_ends_nothing(lan: Lan, settings: Callabl
     assert found["groups"][0]["complete"] == 0
 
 
+def owned(folder: Path, *devices: str) -> Path:
+    """node.toml of a node with devices that the kernel does not have."""
+    captures = "".join(f'[[capture]]\ndevice = "{one}"\nring_size = 4096\nhuge = false\n' for one in devices)
+    (folder / "node.toml").write_text(
+        f'name = "n"\n[control]\nlisten = "127.0.0.1:0"\ntoken_file = "none"\n[replica]\ndirectory = "{folder}"\n'
+        + captures)
+    return folder / "node.toml"
+
+
+def test_ports_that_dpdk_has_for_itself(lan: Lan, tmp_path: Path) -> None:
+    """In place of a NIC bound to DPDK, virtual devices that take the same way: no interface of the kernel, no speed
+    that it could say. One brings nothing, the other packets that are no RoCE, as fast as they are taken."""
+    code, out, error = rehearse("--config", owned(tmp_path, "ring", "null"), "--seconds", "1", "--json")
+    assert code == 1, error
+    found = json.loads(out)
+    silent, loud = found["ports"]
+    assert (silent["device"], silent["received"]) == ("ring", 0) and loud["device"] == "null" and loud["received"] > 0
+    assert silent["ring"]["link_mbps"] is None and loud["most_packets_per_second"] > 0
+    assert {one["name"]: one["found"] for one in found["checks"]}["port ring"] == "no packet"
+    assert not next(one for one in found["checks"] if one["name"] == "port null")["good"]
+
+
+def test_a_pci_address_without_a_nic_is_named(lan: Lan, tmp_path: Path) -> None:
+    code, out, error = rehearse("--config", owned(tmp_path, "0000:ff:1f.7"), "--seconds", "1")
+    assert (code, out) == (3, "") and "0000:ff:1f.7" in error
+
+
 @pytest.mark.parametrize(("words", "status", "said"), [
     (["--config", "absent.toml"], 2, "absent.toml"),
     (["--config", "node.toml", "--job", "node.toml"], 2, "node.toml"),
