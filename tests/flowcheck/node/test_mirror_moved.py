@@ -1,6 +1,6 @@
 """The mirror is configured anew while a real node follows a job: it copies other ports of the switch, ends at another
-interface of the node, connections get other UDP source ports, the job makes its queue pairs anew. The node goes on by
-itself, and every version that it publishes is torch's."""
+interface of the node, connections get other UDP source ports. The node goes on by itself, and every version that it
+publishes is torch's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from flowcheck.job.manifest import job_from_dict
 from tests.flowcheck.altered import sealed
 
 from .test_live_ranges import SECONDS, Training, all_equal, small_job
@@ -74,6 +73,7 @@ def following(start_node: Any, attach: Any, truth: Any, lan: Any) -> Any:
     return begin
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", [0, 3])
 def test_other_ports_of_the_switch(following: Any, tmp_path: Path, lan: Any, gap: int) -> None:
     """Of a ring of four, of which each rank's port has all: rank 0's, then rank 2's."""
@@ -85,6 +85,7 @@ def test_other_ports_of_the_switch(following: Any, tmp_path: Path, lan: Any, gap
     goes_on(at, node, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", [0, 3])
 def test_another_interface_of_the_node(following: Any, tmp_path: Path, lan: Any, gap: int) -> None:
     second = lan.second()
@@ -105,26 +106,4 @@ def test_other_udp_source_ports(following: Any, tmp_path: Path) -> None:
     at.change = changed
     for _ in range(3):
         assert node.wait("iteration", SECONDS, iteration=at.train())["published"]
-    goes_on(at, node, tmp_path)
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_other_queue_pairs(following: Any, tmp_path: Path, told: bool) -> None:
-    """Before anybody says so the node names what it does not get; from then on it goes on."""
-    at, node = following()
-    changed = at.job.to_dict()
-    for flow in changed["flows"]:
-        flow["qpns"] = [one + 1000 for one in flow["qpns"]]
-        flow["cts_qpns"] = [one + 1000 for one in flow["cts_qpns"]]
-    at.run.job = job_from_dict(changed)
-    if not told:
-        deadline = time.monotonic() + SECONDS
-        while not node.said("silent"):
-            assert time.monotonic() < deadline, node.lines[-5:]
-            at.train()
-            time.sleep(PACE)
-        print(node.said("silent")[0]["why"])
-    for trainer in at.trainers:
-        trainer.job = at.run.job
-        trainer.flows()
     goes_on(at, node, tmp_path)
