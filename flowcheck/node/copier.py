@@ -48,6 +48,7 @@ from flowcheck.node.sitting import sit
 __all__ = ["Copier", "Rules", "main"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds after an attempt that failed
+ROUND_PAUSE = 5.0  # the longest between two rounds: until a member is back, less is protected than could be
 END_SECONDS = 3.0
 TIERS = (MEMORY, DISK)  # copies are made of what a node has itself
 SLACK = 64 << 10  # bytes of a copy beside its tensors: heads and manifest
@@ -198,7 +199,8 @@ class Copier:
 
 
 def _again(
-    work: Callable[[], object], failed: Callable[[Exception, str], None], seconds: float, ending: threading.Event
+    work: Callable[[], object], failed: Callable[[Exception, str], None], seconds: float, ending: threading.Event,
+    longest: float | None = None,
 ) -> None:
     """Again and again. Why it fails is said once until it changes, and it is tried less and less often then."""
     said, pause = "", FIRST_PAUSE
@@ -210,7 +212,7 @@ def _again(
             why = error.what if isinstance(error, FlowcheckError) else f"{type(error).__name__}: {error}"
             if why != said:
                 failed(error, why)
-            said, wait, pause = why, pause, min(2 * pause, LONGEST_PAUSE)
+            said, wait, pause = why, pause, min(2 * pause, LONGEST_PAUSE if longest is None else longest)
         ending.wait(wait)
 
 
@@ -286,7 +288,7 @@ def _go_round(said: Mapping[str, Any], rules: Rules, sources: _Sources, say: Cal
         where = error.where if isinstance(error, FlowcheckError) else ""
         say("unprotected", name="", why=f"{where}: {why}" if where else why)
 
-    _again(lambda: rounds.turn(sources.nodes(members[: code.data])), failed, rules.seconds, ending)
+    _again(lambda: rounds.turn(sources.nodes(members[: code.data])), failed, rules.seconds, ending, ROUND_PAUSE)
 
 
 def main() -> int:
