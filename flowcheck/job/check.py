@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flowcheck.job.form import Place, shown
@@ -37,7 +37,7 @@ from flowcheck.job.model import (
     ModelEntry,
 )
 
-__all__ = ["check"]
+__all__ = ["check", "check_connections"]
 
 # Eight steps of one grain each (nccl-wire 2.6): below this a full chunk has no element and a loop no end.
 MINIMUM_BUFFER = {"ll": 8 * 32, "ll128": 8 * 2048, "simple": 8 * 512}
@@ -127,7 +127,6 @@ def _check_communicator(c: Communicator, place: Place) -> None:
 
 def _check_flows(job: Job, place: Place) -> None:
     connections: dict[tuple[int, int, int], int] = {}
-    receivers: dict[tuple[Any, int], int] = {}
     follower = _followers(job)
     for i, flow in enumerate(job.flows):
         here = place / i
@@ -143,11 +142,24 @@ def _check_flows(job: Job, place: Place) -> None:
             (here / "dst").fail(
                 f"rank {flow.dst} does not follow rank {flow.src} in the ring of channel {flow.channel}"
             )
+    _check_receivers(job.flows, place)
+
+
+def check_connections(c: Communicator, flows: Sequence[Flow], place: Place) -> None:
+    """Connections of which the channels are not known. Raises UserError as `check`."""
+    for i, flow in enumerate(flows):
+        _check_flow(c, flow, place / i)
+    _check_receivers(flows, place)
+
+
+def _check_receivers(flows: Iterable[Flow], place: Place) -> None:
+    receivers: dict[tuple[Any, int], int] = {}
+    for i, flow in enumerate(flows):
         for queue, qpn in enumerate(flow.qpns):
             address = ipaddress.ip_address(flow.addresses(queue)[1])
             if (address, qpn) in receivers:
                 first = receivers[address, qpn]
-                (here / "qpns").fail(f"QP {qpn} of {address} is already in flows[{first}]")
+                (place / i / "qpns").fail(f"QP {qpn} of {address} is already in flows[{first}]")
             receivers[address, qpn] = i
 
 

@@ -1,6 +1,7 @@
 """Which connection is which channel, where nobody says it: found by the traffic, with the job's calls given.
 
     assign(job, withheld, connections) -> Assignment        job.flows and the channels of `withheld` are not looked at
+    iterations_seen(job, withheld, connections)             of a running job: how much there is to go by
 
 Each connection of a pair of ranks is held against each channel that the calls use between the two: message by message,
 the start PSN, the size, the LL or LL128 flag, the slot that is written, and the slot that clear-to-send announced for
@@ -9,6 +10,9 @@ silent beside others of its hosts is not taken where these are enough for all ch
 this communicator alone, and one of these that sends is one of the channels in use. One way to give every such channel a
 connection of its own must be left. Otherwise it is refused, with what would decide it: channels often send alike, and a
 gradient placed on a guess would look like any other.
+
+Of a running job (running.py) channels that its iterations do not use are nobody's any more, and the numbers of packets
+must not have begun anew (24 bits) since the connection was made.
 
 Pure. What is on the wire is the plan's (flowcheck/rebuild/plan.py); a message is held against it by search/position.py.
 """
@@ -19,12 +23,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from ipaddress import ip_address
+from math import inf
 
 from parser.lane import messages
 
 from flowcheck.errors import UserError
 from flowcheck.job.model import Flow, Job
 from flowcheck.learning.connections import Connection
+from flowcheck.learning.messages import Flow as ObservedFlow
+from flowcheck.learning.messages import packets
 from flowcheck.learning.search.hypotheses import of_flows
 from flowcheck.learning.search.position import Mismatch, Position
 from flowcheck.rebuild.plan import nccl_of, plan_job
@@ -33,10 +40,12 @@ from parser.engine_config import Phase
 from parser.nccl import WireError
 from parser.wire import CallPlan, edge_lane
 
-__all__ = ["Assignment", "assign"]
+__all__ = ["Assignment", "assign", "iterations_seen"]
 
 MESSAGES_MAX = 50_000_000  # of all channels' plans together: minutes
+AHEAD = 16  # iterations that a running job may be ahead of its description
 Pair = tuple[int, int]
+_ByEnds = dict[tuple[str, str, int], tuple[Connection, ObservedFlow]]
 
 
 @dataclass(frozen=True)
@@ -52,17 +61,16 @@ class Assignment:
     seen: list[int]
 
 
-def assign(job: Job, withheld: Sequence[Flow], found: Sequence[Connection]) -> Assignment:
+def assign(
+    job: Job, withheld: Sequence[Flow], found: Sequence[Connection], running: bool = False
+) -> Assignment:
     """withheld: the communicator's connections, of which the channels are not known, and none of another's. found:
-    those of the captures.
+    those of the captures. running: only channels that steady calls use count, and the captures show these calls.
 
     Raises UserError: a connection fits no channel; several assignments fit; the job cannot be planned.
     """
-    schedule = _Schedule(replace(job, flows=[]))
-    by_flow = {(flow.src, flow.dst, flow.qpn): (one, flow) for one in found for flow in one.flows}
-    pairs: dict[Pair, list[Flow]] = {}
-    for flow in withheld:
-        pairs.setdefault((flow.src, flow.dst), []).append(flow)
+    schedule = _Schedule(replace(job, flows=[]), running)
+    by_flow, pairs = _by_ends(found), _by_pair(withheld)
     placed: list[tuple[Flow, int]] = []
     spare: list[Flow] = []
     unseen: list[Flow] = []
@@ -83,15 +91,41 @@ def assign(job: Job, withheld: Sequence[Flow], found: Sequence[Connection]) -> A
     return Assignment([flow for flow, _ in placed], spare, unseen, [number for _, number in placed])
 
 
+def iterations_seen(job: Job, withheld: Sequence[Flow], found: Sequence[Connection]) -> float:
+    """Messages of the pair of ranks with the fewest, in iterations; of those pairs of which there are any. Raises
+    UserError as `assign`."""
+    schedule, by_flow, least = _Schedule(replace(job, flows=[]), running=True), _by_ends(found), inf
+    steady = schedule.calls(Phase.STEADY)
+    for pair, flows in _by_pair(withheld).items():
+        seen = sum(one.total for flow in flows if (one := _observed(job, flow, by_flow)) is not None)
+        each = sum(len(sent.sizes) * job.communicator.queue_pairs_used
+                   for channel in schedule.channels_of(pair) for number in steady
+                   if (sent := schedule.sent(number, channel, pair)) is not None)
+        if seen and each:
+            least = min(least, seen / each)
+    return 0.0 if least == inf else least
+
+
+def _by_ends(found: Sequence[Connection]) -> _ByEnds:
+    return {(flow.src, flow.dst, flow.qpn): (one, flow) for one in found for flow in one.flows}
+
+
+def _by_pair(withheld: Sequence[Flow]) -> dict[Pair, list[Flow]]:
+    pairs: dict[Pair, list[Flow]] = {}
+    for flow in withheld:
+        pairs.setdefault((flow.src, flow.dst), []).append(flow)
+    return pairs
+
+
 def _observed(
-    job: Job, flow: Flow, by_flow: Mapping[tuple[str, str, int], tuple[Connection, object]]
+    job: Job, flow: Flow, by_flow: _ByEnds
 ) -> Connection | None:
     """What was captured of a connection; None if nothing."""
     ends = []
     for queue, qpn in enumerate(flow.qpns):
         src, dst = flow.addresses(queue)
         ends.append((str(ip_address(src)), str(ip_address(dst)), qpn))
-    one = of_flows(by_flow, ends, job.communicator.queue_pairs_used)  # type: ignore[arg-type]
+    one = of_flows(by_flow, ends, job.communicator.queue_pairs_used)
     if one is not None and one.unsure:
         raise UserError(f"nothing can be told of its messages: {one.unsure}", where=one.name(),
                         remedy="the QP numbers of a connection in their order, and qps_per_connection")
@@ -110,10 +144,10 @@ class _Sent:
 
 
 class _Schedule:
-    """All calls of a job by channel and pair of ranks."""
+    """All calls of a job by channel and pair of ranks. running: as of `assign`."""
 
-    def __init__(self, job: Job) -> None:
-        self.plan = plan_job(job)
+    def __init__(self, job: Job, running: bool) -> None:
+        self.plan, self.running = plan_job(job), running
         c = job.communicator
         self.mtu, self.channels = c.mtu, c.channels
         self.pair_above = c.ar_threshold if c.adaptive_routing or nccl_of(job).always_pairs else None
@@ -155,7 +189,23 @@ class _Schedule:
 
     def channels_of(self, pair: Pair) -> list[int]:
         """Those on which some call of the job sends something from the one to the other."""
-        return [c for c in range(self.channels) if any(s is not None and s.sizes for s in self.all_of(c, pair))]
+        calls = self.calls(*([Phase.STEADY] if self.running else Phase))
+        return [channel for channel in range(self.channels)
+                if any((sent := self.sent(number, channel, pair)) is not None and sent.sizes for number in calls)]
+
+    def check_numbers(self, channel: int, pair: Pair) -> None:
+        """Raises UserError if packets of a running job may have begun to be counted anew by now."""
+        before, each = (
+            sum(packets(size, self.mtu) + (self.pair_above is not None and size > self.pair_above)
+                for number in self.calls(*phases) if (sent := self.sent(number, channel, pair)) is not None
+                for size in sent.sizes)
+            for phases in ((Phase.STARTUP, Phase.ITERATION_0, Phase.REBUILD), (Phase.STEADY,))
+        )
+        if before + AHEAD * each >= 1 << 24:
+            raise UserError(
+                f"{before:,} packets have passed on channel {channel} from rank {pair[0]} to rank {pair[1]}, and their"
+                " numbers have 24 bits", where="connections", remedy="attach at the job's start; or give the channels",
+            )
 
 
 def _contradicted(schedule: _Schedule, channel: int, pair: Pair, one: Connection) -> Mismatch | None:
@@ -239,6 +289,9 @@ class _Choice:
     @cached_property
     def possible(self) -> dict[int, list[int]]:
         """By channel the places of the connections that may be it: silent ones only where the others do not suffice."""
+        if self.schedule.running:
+            for channel in self.channels:
+                self.schedule.check_numbers(channel, self.pair)
         every = self._fitting
         loud = {
             channel: [at for at in places if self.seen[at] is not None or not self.mirrored[at]]
@@ -318,7 +371,10 @@ class _Choice:
         told = len({self.schedule.all_of(c, self.pair) for c in channels}) == len(channels)
         unseen = [at for at in way.values() if self.seen[at] is None]
         remedy = "NCCL's TCP bootstrap in a capture names every connection; or NCCL_MAX_NCHANNELS=1"
-        if unseen:
+        if self.schedule.running:
+            remedy = ("connections with their channels (`topology=`); NCCL_MAX_NCHANNELS=1; or a number of channels"
+                      " that share each call unevenly")
+        elif unseen:
             remedy = f"mirror what rank {self.pair[0]} sends, from the start; or: {remedy}"
         elif told:
             remedy = f"a longer capture: other calls of this job have different sizes on these channels; or: {remedy}"

@@ -11,6 +11,7 @@ packets are dropped for all of them, and counted.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -39,6 +40,7 @@ from flowcheck.control.protocol import (
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
+from flowcheck.node.assigning import WHY, Assigning, withheld
 from flowcheck.node.common import Common
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.ledger import Ledger
@@ -93,6 +95,8 @@ class Group(Membership):
         self._job: dict[str, Any] | None = None  # what the session was planned from
         self._clock = Clock()  # the trainers'
         self._asking = Asking(self._tell, self._say, self._dropped)
+        rings, spare = [source.ring_address for source in sources], os.sched_getaffinity(0) - config.pinned
+        self._assigning = Assigning(rings, spare, self._say)
         self._base: dict[str, int] = {}  # drops of the node when the state came
         self._told: dict[str, int] = {}  # of those, what lines about iterations have said
         self.peering = Peering(config, name)
@@ -145,6 +149,7 @@ class Group(Membership):
                 self._follow(self._start)
                 moved = self._handle_one()
                 self._ask_again()
+                self._assign()
                 if self._session is not None:
                     self._take(self._session.poll())
                     moved |= self._session.moved
@@ -159,6 +164,7 @@ class Group(Membership):
             self.failure = error
         finally:
             self._drop_session()
+            self._assigning.rest()
             self._users.close()
             if not self._config.replica.keep:
                 self.files.discard()
@@ -167,6 +173,7 @@ class Group(Membership):
         """A newer start of a job: what the session holds, packets and records, is of the one before."""
         if start > self._followed:
             self._drop_session()
+            self._assigning.forget()
             self._followed = start
             self._ledger.restarted(self.run[0] if self.run is not None else "")
 
@@ -180,10 +187,23 @@ class Group(Membership):
         try:
             begin()
         except FlowcheckError as error:  # no room for another replica: trainers come again, and so does the job
-            self._say("problem", why=error.message())
             self._drop_session()
-            for member in list(self.members.values()):
-                member.end(error.message())
+            self._send_away(error)
+
+    def _send_away(self, error: FlowcheckError) -> None:
+        self._say("problem", why=error.message())
+        for member in list(self.members.values()):
+            member.end(error.message())
+
+    def _assign(self) -> None:
+        """Is it known by now which connection is which channel?"""
+        try:
+            if not self.members:
+                self._assigning.rest()
+            elif self._assigning.look():
+                self._plan()
+        except FlowcheckError as error:
+            self._send_away(error)
 
     def _join_anew(self) -> None:
         """What the session waits for is nowhere any more. Raises FlowcheckError."""
@@ -279,6 +299,12 @@ class Group(Membership):
                 self._tell(Wanted(["flows"], f"connections of rank {', '.join(map(str, missing[:8]))} are not here"))
                 return
             body["flows"] = union([flows for flows in sent if flows is not None])
+        if withheld(body["flows"]):
+            found = self._assigning.of(body, body["flows"])
+            if found is None:
+                self._tell(Wanted(["flows"], WHY))
+                return
+            body |= {"flows": found["flows"], "unproven": [*body.get("unproven", ()), found["unproven"]]}
         if self._session is not None and self._job == body and self._clock.first == manifest.first:
             if self._by_ranges:
                 self._joined(self._session)  # its records are all that may be missing

@@ -23,17 +23,24 @@ def grown(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
 
 
 def union(sent: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Flows of all ranks: both ends of a connection name it, and must say the same."""
+    """Flows of all ranks: both ends of a connection name it, and must say the same. Without channels one end may not
+    know the other's address, and to which of several ranks a queue pair goes: what only one end has named is left out.
+    """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for flow in (flow for flows in sent for flow in flows):
-        key = tuple(str(flow.get(part)) for part in ("channel", "src", "dst"))
+        named = ("channel", "src", "dst") if flow.get("channel") is not None else ("src", "dst", "qpns", "cts_qpns")
+        key = tuple(str(flow.get(part)) for part in named)
         held = found.setdefault(key, {})
         for name, value in flow.items():
             if held.setdefault(name, value) != value and value:
                 if held[name]:
                     raise UserError(f"the ends of connection {', '.join(key)} say different {name}", where="flows")
                 held[name] = value
-    return [found[key] for key in sorted(found)]
+    whole = [found[key] for key in sorted(found) if found[key].get("src_addr") != "" != found[key].get("dst_addr")]
+    if found and not whole:
+        raise UserError("no connection has been named by both of its ends", where="flows",
+                        remedy="all ranks' NCCL logs and queue pairs (docs/use/nccl.md); or topology=")
+    return whole
 
 
 def split(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:

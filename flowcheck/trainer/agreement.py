@@ -2,23 +2,25 @@
 
     log_agrees(log, logged, ours)           NCCL's log and the plugin
     flights_agree(flights, calls)           torch's flight recorder and the plugin
+    could_be(flights, calls)                the same as a question, to tell communicators apart
 
-Each raises UserError that names both sources and the first thing in which they differ. Nobody guesses which is right.
+The first two raise UserError, which names both sources and the first thing in which they differ. Nobody guesses which
+is right.
 torch is not needed; the standard library only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from flowcheck.errors import UserError
 from flowcheck.trainer.flight_recorder import Flight
 from flowcheck.trainer.nccl_log import Log, LoggedCommunicator
 from flowcheck.trainer.profiler import Call
-from flowcheck.trainer.profiler_calls import Calls, compare
+from flowcheck.trainer.profiler_calls import Calls, compare, same_as
 
-__all__ = ["flights_agree", "log_agrees"]
+__all__ = ["could_be", "flights_agree", "log_agrees"]
 
 # The oldest and newest 2.x that take this interface of a plugin that has all of them (docs/use/nccl.md).
 MINORS = {1: (23, 23), 2: (24, 25), 3: (26, 26), 4: (27, 27), 5: (28, 28), 6: (29, 1 << 30)}
@@ -74,3 +76,15 @@ def flights_agree(flights: Sequence[Flight], calls: Sequence[Call]) -> None:
     own = [{"root": call.root, **flight.collective()} for flight, call in zip(flights, calls, strict=False)]
     own += [flight.collective() for flight in flights[len(calls):]]
     compare(own, calls, "torch's flight recorder and NCCL's profiler events")
+
+
+def could_be(flights: Sequence[Flight], calls: Sequence[Call]) -> bool:
+    """May these be the calls of one communicator? Both from its birth on."""
+    return same_as([_collective(flight) for flight in flights], calls)
+
+
+def _collective(flight: Flight) -> dict[str, Any] | None:
+    try:
+        return flight.collective()
+    except UserError:
+        return None  # of several tensors, or one that no manifest can have

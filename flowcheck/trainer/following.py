@@ -182,9 +182,9 @@ class Following:
         """What ranks wait for, until `deadline` by the monotonic clock at most. All of them do so once, when
         the job has become known: until the node has joined the wire, with nothing in flight, and has the state. All
         know it at the same boundary; what they wait for at rank 0 would otherwise hold them up in the next call. A
-        node that asks for ranges needs none of it."""
+        node that asks for ranges needs none of it, and one that has to look for channels first asks later."""
         meeting, self._meeting = self._meeting, False
-        if meeting:
+        if meeting and all(flow.get("channel") is not None for flow in self._flows or ()):
             self._serve([sender for sender in self.senders if not sender.by_ranges], deadline, number, meeting=True)
         elif self.job is not None and (wanting := [one for one in self.senders if self._wants(one)]):
             self._serve(wanting, deadline, number)

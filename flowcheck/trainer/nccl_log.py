@@ -176,7 +176,8 @@ class Log:
         """The one that is whole, not gone, of so many ranks, and in which this process is `rank`; of this hash, if
         given and printed. Raises UserError if none or more than one is left."""
         present = [one for one in self.communicators if one.complete and not one.ended]
-        left = [one for one in present if (one.ranks, one.rank) == (ranks, rank) and hash in (None, one.hash)]
+        left = [one for one in present
+                if (one.ranks, one.rank) == (ranks, rank) and (hash is None or one.hash in (0, hash))]
         if len(left) == 1:
             return left[0]
         listed = "; ".join(f"{one.hash:#x} rank {one.rank} of {one.ranks}" for one in left or present) or "none at all"

@@ -23,7 +23,7 @@ from flowcheck.errors import UserError
 from flowcheck.job.model import DTYPE_BYTES, OPERATIONS
 from flowcheck.trainer.profiler import Call, Communicator, Finalized, Plugin, ProxyOperation, Record
 
-__all__ = ["Calls", "History", "as_collective", "compare", "with_choices"]
+__all__ = ["Calls", "History", "as_collective", "compare", "same_as", "with_choices"]
 
 KEPT = 65536  # calls of a communicator; where nobody takes them the older half is let go
 _TYPES = {
@@ -91,6 +91,19 @@ def _agree(said: Mapping[str, Any], found: Mapping[str, Any], key: str) -> bool:
     return bool(said.get(key, "float32" if key == "dtype" else 0) == found[key])
 
 
+def same_as(own: Sequence[Mapping[str, Any] | None], seen: Sequence[Call]) -> bool:
+    """Could these be the same calls: as many, of the same functions, with as many bytes? None: it is not said what one
+    is. Whether a manifest can have them does not matter here, nor what NCCL chose."""
+    def alike(said: Mapping[str, Any] | None, call: Call) -> bool:
+        if said is None:
+            return True
+        known = call.type in _TYPES
+        return said["op"] == call.function and (not known or _bytes(said) == _bytes(
+            {"count": call.count, "dtype": _TYPES[call.type]}))
+
+    return len(own) == len(seen) and all(map(alike, own, seen))
+
+
 def _bytes(call: Mapping[str, Any]) -> int:
     return int(call["count"] * DTYPE_BYTES[call.get("dtype", "float32")])
 
@@ -120,6 +133,17 @@ class Calls:
         self._iterations: list[tuple[dict[str, Any], ...]] = []  # the last two
         self._marked = 0  # calls before the iteration under way
         self.ended = False
+
+    def __str__(self) -> str:
+        of, kept = self.of, self._calls
+        hashed, rank = (kept[0].hash, kept[0].rank) if of.interface <= 3 and kept else (of.hash, of.rank)
+        size = "" if of.ranks < 0 else f" of {of.ranks}"
+        return f"{hashed:#x} rank {rank}{size}{f' ({of.name})' if of.name else ''}"
+
+    @property
+    def whole(self) -> bool:
+        """Are all of its calls kept?"""
+        return not self._gone
 
     @property
     def kept(self) -> Sequence[Call]:
@@ -207,6 +231,12 @@ class History:
         self.update()
         return [calls for _, calls in sorted(self._all.items()) if not calls.ended]
 
+    def candidates(
+        self, *, ranks: int, rank: int, hash: int | None = None, name: str | None = None
+    ) -> list[Calls]:
+        """Those that there are now and that could be it, as `communicator` says."""
+        return [calls for calls in self.communicators() if _could_be(calls, ranks, rank, hash, name)]
+
     def communicator(self, *, ranks: int, rank: int, hash: int | None = None, name: str | None = None) -> Calls:
         """The one communicator of so many ranks in which this process is `rank`; of this hash or name, if given.
 
@@ -214,11 +244,10 @@ class History:
         many ranks there are: one without calls could be any, and has no hash yet. Raises UserError if none or more
         than one is left.
         """
-        present = self.communicators()
-        left = [calls for calls in present if _could_be(calls, ranks, rank, hash, name)]
+        left = self.candidates(ranks=ranks, rank=rank, hash=hash, name=name)
         if len(left) == 1:
             return left[0]
-        listed = "; ".join(_described(calls) for calls in (left or present)) or "none at all"
+        listed = "; ".join(map(str, left or self.communicators())) or "none at all"
         found = f"{len(left)} communicators" if left else "no communicator"
         asked = f"rank {rank} of {ranks}" + (f", hash {hash:#x}" if hash is not None else "") + (
             f", name {name!r}" if name is not None else "")
@@ -237,10 +266,3 @@ def _could_be(calls: Calls, ranks: int, rank: int, hash: int | None, name: str |
     if not kept:
         return name is None and hash is None
     return name is None and kept[0].rank == rank and hash in (None, kept[0].hash)
-
-
-def _described(calls: Calls) -> str:
-    of, kept = calls.of, calls.kept
-    hashed, rank = (kept[0].hash, kept[0].rank) if of.interface <= 3 and kept else (of.hash, of.rank)
-    size = "" if of.ranks < 0 else f" of {of.ranks}"
-    return f"{hashed:#x} rank {rank}{size}{f' ({of.name})' if of.name else ''}"

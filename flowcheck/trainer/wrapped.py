@@ -27,12 +27,12 @@ __all__ = ["parts_of", "refuse_model", "refuse_optimizer"]
 
 SERVED = "parameters from its AllGather, offline by flowcheck replay (docs/use/qualify.md); or"
 LIVE = "DistributedDataParallel, or fully_shard over a mesh of replicas and shards, to be followed live"
+MEGATRON = "is Megatron-Core's own DistributedDataParallel, which reduces its buffers itself"
 # Module (it and what is in it), class, what it is.
 MODELS = (
     ("deepspeed", "DeepSpeedEngine", "is DeepSpeed's engine (ZeRO-1, 2 or 3 as its configuration says)"),
     ("deepspeed", "PipelineEngine", "is DeepSpeed's pipeline engine"),
-    ("megatron.core.distributed", "DistributedDataParallel",
-     "is Megatron-Core's own DistributedDataParallel, which reduces its buffers itself"),
+    ("megatron.core.distributed", "DistributedDataParallel", MEGATRON),
     ("fairscale.nn", "FullyShardedDataParallel", "is sharded by FairScale (ZeRO-3)"),
     ("fairscale.nn", "ShardedDataParallel", "is reduced by FairScale to the rank that steps it (ZeRO-2)"),
 )
@@ -67,7 +67,8 @@ def refuse_optimizer(optimizer: object) -> None:
 def refuse_model(model: object) -> UserError:
     """Why it is not followed."""
     if what := _known(model, MODELS):
-        return UserError(what, where="model", remedy=f"{SERVED} {LIVE}")
+        more = _megatron(model) if what == MEGATRON else ""
+        return UserError(what + more, where="model", remedy=f"{SERVED} {LIVE}")
     if isinstance(model, FullyShardedDataParallel):
         how = str(getattr(getattr(model, "sharding_strategy", None), "name", ""))
         hybrid = f" ({how}, whose AllReduce is not read)" if "HYBRID" in how else ""
@@ -77,6 +78,22 @@ def refuse_model(model: object) -> UserError:
         )
     return UserError(f"is a {type(model).__name__}", where="model",
                      remedy="the DistributedDataParallel object, not what it wraps; or a model after fully_shard")
+
+
+def _megatron(model: object) -> str:
+    """What that puts on the wire, by its settings (megatron/core/distributed/param_and_grad_buffer.py,
+    start_grad_sync; megatron/core/optimizer/distrib_optimizer.py)."""
+    settings = getattr(model, "ddp_config", None)
+    if settings is None:
+        return ""
+    instances = getattr(settings, "num_distributed_optimizer_instances", 1)
+    if not getattr(settings, "use_distributed_optimizer", False):
+        return ": AllReduces of several buckets in one group of NCCL's calls, which are not modelled"
+    if instances == 1:
+        return ": ReduceScatter for its distributed optimizer puts no reduced gradient on the wire"
+    return (f": the AllReduces across its {instances} optimizer instances carry whole gradients of a shard, but in"
+            " groups of NCCL's calls, which are not modelled, and for fp32 masters of pieces of parameters, which"
+            " Transformer Engine's or Apex's FusedAdam steps; no replica here follows these")
 
 
 def parts_of(model: Any) -> list[Part]:

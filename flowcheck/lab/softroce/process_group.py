@@ -73,7 +73,11 @@ class SoftRoceGroup(dist.ProcessGroup):
 
     # What flowcheck.attach asks a process group for; docs/use/node.md.
     def flowcheck_topology(self) -> dict[str, Any]:
-        return describe(self)
+        told = describe(self)
+        if self.communicator is not None and not self.communicator.settings.tell_channels:
+            for flow in told["flows"]:
+                del flow["channel"]
+        return told
 
     def flowcheck_collectives(self, since: int) -> list[dict[str, Any]]:
         return calls(self, since)

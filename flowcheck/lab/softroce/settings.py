@@ -34,6 +34,7 @@ class Settings:
     mtu: RDMA path MTU; the interface's must be 60 bytes larger. qps_per_connection: 1 to 8; split_data_on_qps,
     adaptive_routing, ar_threshold, buffer_bytes, max_threads, rings: as in the manifest's communicator.
     seed: of QP numbers, keys and the like; 0: unpredictable. traffic_class: IPv4 DSCP and ECN byte.
+    tell_channels: whether attachments hear which connection is which channel, as from no source of NCCL's.
     window: packets a QP sends ahead of the acknowledgement. retransmit_ms: the RC timeout; it doubles with each
     repetition. peer_timeout_s: an operation in which nothing has moved for so long fails.
     """
@@ -57,6 +58,7 @@ class Settings:
     window: int = 128
     retransmit_ms: int = 40
     peer_timeout_s: int = 60
+    tell_channels: bool = True
 
     @classmethod
     def from_environment(cls) -> Settings:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import flowcheck
 from flowcheck.errors import UserError
 from flowcheck.trainer.description import entries
 from flowcheck.trainer.parts import position
-from flowcheck.trainer.wrapped import parts_of, refuse_model, refuse_optimizer
+from flowcheck.trainer.wrapped import MEGATRON, parts_of, refuse_model, refuse_optimizer
 
 from ..hand_node import TOKEN, until
 from ..pair import join, leave
@@ -185,6 +186,20 @@ def test_models_of_others(module: str, name: str, what: str) -> None:
     found = refuse_model(made(module, name, torch.nn.Module))
     assert found.what.startswith(what) and found.where == "model"
     assert ("docs/use/qualify.md" in found.remedy) == (what != "is a Derived")
+
+
+@pytest.mark.parametrize(("settings", "what"), [
+    ({}, "AllReduces of several buckets in one group of NCCL's calls"),
+    ({"use_distributed_optimizer": True}, "ReduceScatter for its distributed optimizer"),
+    ({"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 4},
+     "the AllReduces across its 4 optimizer instances carry whole gradients of a shard, but"),
+])
+def test_what_megatron_puts_on_the_wire(settings: dict[str, Any], what: str) -> None:
+    model = made("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel", torch.nn.Module)
+    model.ddp_config = SimpleNamespace(**settings)
+    found = refuse_model(model)
+    assert found.what.startswith(f"{MEGATRON}: {what}")
+    assert "over a mesh of replicas and shards" in found.remedy and "replay" in found.remedy
 
 
 @pytest.mark.parametrize(("module", "name", "what"), [

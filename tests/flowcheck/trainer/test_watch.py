@@ -78,6 +78,20 @@ def test_the_job_is_known_after_three_iterations(wrapped) -> None:
     assert training.asked == [0, 2, 4, 6]  # each call is asked for once
 
 
+def test_a_communicator_that_is_known_late_loses_no_call(wrapped) -> None:
+    """It is known after the first iteration: all calls until then are `startup`, as the wire has it."""
+    training = Training(wrapped, [call("AllGather", 1, "int64")])
+    hidden, training.said = training.said, []
+    training.watch._seen, training.watch._count = [], 0  # as attach found it: nothing yet
+    assert training.look() is None
+    training.said = [*hidden, OTHER, REDUCE]
+    assert training.look(OTHER, REDUCE) is None
+    job = training.look(OTHER, REDUCE)
+    before = ["AllGather", *["Broadcast", "AllReduce"] * 2]
+    assert [one.op for one in job.collectives.startup] == before
+    assert [one.op for one in job.collectives.steady] == ["Broadcast", "AllReduce"]
+
+
 def test_buffers_are_a_value_of_the_step(wrapped) -> None:
     model = wrapped(torch.nn.BatchNorm1d(6))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
