@@ -65,7 +65,7 @@ def job_of(parameters: int, dtype: str) -> Job:
     assert job.optimizer is not None
     job.optimizer.rounding = "torch-cuda-foreach"
     if dtype != "float32":
-        job.optimizer.masters = "parameters"
+        job.optimizer.masters = "upcast"
     return job
 
 
@@ -154,7 +154,7 @@ def main() -> None:
         return
     print(f"{'':16} {'bytes':>14} {'seconds':>9} {'cpu holder':>11} {'cpu source':>11}")
     for name, row in found.items():
-        print(f"{name:16} {row['bytes']:>14,} {row['seconds']:>9.3f} {row['holder']:>11.3f} {row['source']:>11.3f}")
+        print(f"{name:16} {row['bytes']:>14,.0f} {row['seconds']:>9.3f} {row['holder']:>11.3f} {row['source']:>11.3f}")
 
 
 def measure(orders: Connection, folder: Path, options: Any) -> dict[str, dict[str, float]]:
