@@ -97,6 +97,7 @@ def test_another_interface_of_the_node(following: Any, tmp_path: Path, lan: Any,
     goes_on(at, node, tmp_path)
 
 
+@pytest.mark.slow
 def test_other_udp_source_ports(following: Any, tmp_path: Path) -> None:
     at, node = following()
 
