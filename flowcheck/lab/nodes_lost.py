@@ -25,7 +25,7 @@ from flowcheck.lab.shape import FabricConfig
 
 __all__ = ["BETWEEN", "EVERY", "LostNodes", "lose_nodes", "protected", "say"]
 
-EVERY = 5  # of each 5th step there is parity
+EVERY = 20  # of each 20th step there is parity: longer apart than a copy takes, or nodes copy different steps
 BETWEEN = 2  # iterations that the job trains on after each death
 AFTER = 10
 SHOWN = 3  # losses that are printed: before that step, from it on, and the last ones; and those that differ
