@@ -45,6 +45,7 @@ class Started:
         self.stdout: IO[str] | None = stdout
         self.returncode: int | None = None
         self._status = status  # readable when it has ended
+        self._process = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
         return self._look(0)
@@ -63,13 +64,21 @@ class Started:
             if poll.poll(None if seconds is None else seconds * 1000):
                 said = os.read(self._status, _STATUS.size)
                 os.close(self._status)
-                self.returncode = _STATUS.unpack(said)[0] if said else -signal.SIGKILL  # with the one that forked it
+                self.returncode = _STATUS.unpack(said)[0] if said else self._gone()
+                os.close(self._process)
         return self.returncode
+
+    def _gone(self) -> int:
+        """Killed with the one that forked it, a moment later."""
+        poll = select.poll()
+        poll.register(self._process, select.POLLIN)
+        poll.poll()
+        return -signal.SIGKILL
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
+                signal.pidfd_send_signal(self._process, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
