@@ -86,8 +86,7 @@ def test_a_mirror_that_carries_less_than_the_job_sends(tmp_path: Path) -> None:
         run.finish_nodes()
         lines = check(run, first)
     lost = [one for iteration, one in lines.items() if iteration > before and one["missing"]]
-    causes = {cause for one in lost for cause in one["missing"]}  # on a busy machine the node is late, too
-    assert "lost" in causes and causes <= {"lost", "overload"}
+    assert lost and {cause for one in lost for cause in one["missing"]} == {"lost"}, "the mirror's loss, not the node's"
 
 
 def test_a_node_that_is_slower_than_the_job(tmp_path: Path) -> None:
