@@ -21,7 +21,7 @@ from flowcheck.lab.compare import Summary
 from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import LabRun
 
-__all__ = ["AFTER", "BEFORE", "Fault", "Outcome", "lose_a_rank", "say"]
+__all__ = ["AFTER", "BEFORE", "Fault", "Outcome", "lose_a_rank", "results", "say"]
 
 BEFORE = 2  # iterations between the last one that was asked for and the one in which the rank dies
 AFTER = 10  # iterations that the job trains on
@@ -64,7 +64,7 @@ def lose_a_rank(run: LabRun, job: Training, fault: Fault) -> Outcome:
     run.train_and_die(died + AFTER, rank=fault.rank, iteration=died, at=fault.at)
     killed = time.monotonic()
     run.wait_for_nodes(died - 1)
-    before = _results(run)
+    before = results(run, job)
     run.start_trainers_again()
     run.begin(job, attach=True, recover=True)
     step, words = run.recovered[0]["step"], run.recovered[0]["text"]
@@ -72,7 +72,7 @@ def lose_a_rank(run: LabRun, job: Training, fault: Fault) -> Outcome:
     seconds = time.monotonic() - killed
     last = died + AFTER
     run.train(last - step - 1)
-    again = _results(run)
+    again = results(run, job)
     run.end()
     run.wait_for_nodes(last - 1)
     run.finish_nodes()
@@ -85,7 +85,7 @@ def lose_a_rank(run: LabRun, job: Training, fault: Fault) -> Outcome:
     run.begin(job)
     run.train(last)
     run.end()
-    undisturbed = _results(run)
+    undisturbed = results(run, job)
     disturbed = {**before, **again}
     differ = tuple(number for number in range(step, last) if again.get(number) != undisturbed[number])
     tensors = sum(len(part) for number in range(step, last) for rank in undisturbed[number][1] for part in rank)
@@ -94,12 +94,14 @@ def lose_a_rank(run: LabRun, job: Training, fault: Fault) -> Outcome:
     return Outcome(fault, died, step, words, seconds, losses, differ, tensors, versions)
 
 
-def _results(run: LabRun) -> dict[int, tuple[float, list[tuple[Any, Any]]]]:
-    """iteration -> the loss of the first rank, and every rank's hashes of all its state."""
+def results(run: LabRun, job: Training) -> dict[int, tuple[float, list[tuple[Any, Any]]]]:
+    """iteration -> the loss, and every rank's hashes of all its state."""
+    last = job.stages - 1
     return {
-        line["iteration"]: (line["loss"], [(one["tensors"], one["optimizer"]) for one in run.ledger.ranks(
-            0, line["iteration"])])
-        for line in run.iterations
+        line["iteration"]: (line["loss"], [
+            (one["tensors"], one["optimizer"])
+            for stage in range(job.stages) for one in run.ledger.ranks(stage, line["iteration"])])
+        for line in run.iterations if line["stage"] == last
     }
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from flowcheck.lab.compare import Summary
+from flowcheck.lab.fault import results
 from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import API_PORT, LabRun
 from flowcheck.lab.shape import FabricConfig
@@ -78,7 +79,7 @@ def lose_nodes(run: LabRun, job: Training) -> LostNodes:
     for member in lost:
         run.lose(member)
         run.train(BETWEEN)  # nothing of it waits for a node
-    died, before = _iterations(run), _results(run, job)
+    died, before = _iterations(run), results(run, job)
     run.start_trainers_again()
     run.start_nodes(job)
     began = time.monotonic()
@@ -93,7 +94,7 @@ def lose_nodes(run: LabRun, job: Training) -> LostNodes:
     began = time.monotonic()
     run.start_holders()
     run.train_until_parity(1, again)
-    anew, last, after = time.monotonic() - began, _iterations(run), _results(run, job)
+    anew, last, after = time.monotonic() - began, _iterations(run), results(run, job)
     run.end()
     run.wait_for_nodes(last - 1)
     run.finish_nodes()
@@ -103,7 +104,7 @@ def lose_nodes(run: LabRun, job: Training) -> LostNodes:
     run.begin(job)
     run.train(last)
     run.end()
-    undisturbed = _results(run, job)
+    undisturbed = results(run, job)
     differ = tuple(number for number in range(step, last) if after.get(number) != undisturbed[number])
     tensors = sum(len(part) for number in range(step, last) for rank in undisturbed[number][1] for part in rank)
     losses = {number: (undisturbed[number][0], {**before, **after}[number][0])
@@ -115,17 +116,6 @@ def lose_nodes(run: LabRun, job: Training) -> LostNodes:
 def _iterations(run: LabRun) -> int:
     """That the job has made since its beginning."""
     return int(run.iterations[-1]["iteration"]) + 1
-
-
-def _results(run: LabRun, job: Training) -> dict[int, tuple[float, list[tuple[Any, Any]]]]:
-    """iteration -> the loss, and every rank's hashes of all its state."""
-    last = job.stages - 1
-    return {
-        line["iteration"]: (line["loss"], [
-            (one["tensors"], one["optimizer"])
-            for stage in range(job.stages) for one in run.ledger.ranks(stage, line["iteration"])])
-        for line in run.iterations if line["stage"] == last
-    }
 
 
 def say(outcome: LostNodes, console: Console) -> bool:
