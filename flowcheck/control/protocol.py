@@ -11,7 +11,8 @@ travels. With a Secure (tls.py) all of it goes through TLS; without, nothing is 
 before memory is taken, every wait has a deadline, and a frame that is not exactly one of the messages ends the
 connection with RecordsError. docs/use/node.md describes every field; this schema is that of the later HTTP API too.
 
-A Link is used by one reader and one writer thread at most. Standard library, and torch for payloads.
+A Link is used by one reader and one writer thread at most; any thread may close it. Standard library, and torch for
+payloads.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import secrets
 import socket
 import ssl
 import struct
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,6 +117,8 @@ class Link:
         self._out = self._socket.dup()  # timeouts belong to the object, and the reader's is not the writer's
         self.peer = _peer(sock)
         self.limits: Callable[[], Limits] = Limits  # asked anew for each message
+        self._lock = threading.Lock()
+        self._users, self._over = 0, False  # threads within a call; closed
 
     @property
     def secure(self) -> bool:
@@ -124,7 +129,8 @@ class Link:
         if self._secure is None:
             return
         try:
-            self._secure.handshake(self.limits().seconds)
+            with self._use():
+                self._secure.handshake(self.limits().seconds)
         except TimeoutError:
             raise RecordsError("no TLS came: does the other side speak it?", where=self.peer) from None
         except OSError as error:
@@ -136,11 +142,12 @@ class Link:
         deadline = time.monotonic() + seconds * (1 + size / 1e7)
         body = {"type": type(message).__name__.lower(), **vars(message)}
         text = json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
-        self._write(_HEAD.pack(MAGIC, len(text), size) + text, deadline)
         sent = 0
-        for piece in payload:
-            sent += len(piece)
-            self._write(piece, deadline)
+        with self._use():
+            self._write(_HEAD.pack(MAGIC, len(text), size) + text, deadline)
+            for piece in payload:
+                sent += len(piece)
+                self._write(piece, deadline)
         if sent != size:
             raise RecordsError(f"a payload of {sent} bytes was announced as {size}", where=self.peer)
 
@@ -149,15 +156,17 @@ class Link:
 
         wait: seconds until the first byte, None for ever. Raises RecordsError; TimeoutError if nothing came in time.
         """
-        first = self._first(_LONG if wait is None else wait)
-        limits = self.limits()
-        deadline = time.monotonic() + limits.seconds
-        magic, length, size = _HEAD.unpack(first + self._read(_HEAD.size - 1, deadline))
-        if magic != MAGIC:
-            raise RecordsError("does not speak this protocol", where=self.peer)
-        if length > limits.text:
-            raise RecordsError(f"a message of {length} bytes, at most {limits.text} are read", where=self.peer)
-        message = _message(bytes(self._read(length, deadline)), self.peer)
+        with self._use():
+            first = self._first(_LONG if wait is None else wait)
+            limits = self.limits()
+            deadline = time.monotonic() + limits.seconds
+            magic, length, size = _HEAD.unpack(first + self._read(_HEAD.size - 1, deadline))
+            if magic != MAGIC:
+                raise RecordsError("does not speak this protocol", where=self.peer)
+            if length > limits.text:
+                raise RecordsError(f"a message of {length} bytes, at most {limits.text} are read", where=self.peer)
+            text = bytes(self._read(length, deadline))
+        message = _message(text, self.peer)
         most = limits.payload.get(type(message).__name__.lower(), 0)
         if size > most:
             raise RecordsError(f"a payload of {size} bytes, at most {most} are read here", where=self.peer)
@@ -165,14 +174,42 @@ class Link:
 
     def payload(self, size: int) -> bytearray:
         limits = self.limits()
-        return self._read(size, time.monotonic() + limits.seconds + size / limits.rate)
+        with self._use():
+            return self._read(size, time.monotonic() + limits.seconds + size / limits.rate)
 
     def close(self) -> None:
-        """Idempotent; a thread that waits in `receive` gets RecordsError."""
+        """Idempotent, any thread; one that waits in a call gets RecordsError. The descriptors stay until it is out of
+        it: it may be about to wait on that number, and the next connection may have got it by then. It would wait, and
+        read, on somebody else's."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            try:
+                self._socket.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+            if not self._users:
+                self._release()
+
+    @contextmanager
+    def _use(self) -> Iterator[None]:
+        with self._lock:
+            if self._over:
+                raise RecordsError("connection closed", where=self.peer)
+            self._users += 1
         try:
-            self._socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+            yield
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._over and not self._users:
+                self._release()
+
+    def _release(self) -> None:
         self._socket.close()
         self._out.close()
 

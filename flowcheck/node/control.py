@@ -90,9 +90,9 @@ class ControlServer:
             self._listener.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
-        self._listener.close()
         if self._thread.is_alive():
             self._thread.join()
+        self._listener.close()  # not before: its number could be another file's while the thread still asks for it
         with self._lock:
             still = list(self._open.items())
         for link, _ in still:
@@ -171,14 +171,17 @@ class _Connection:
         link.limits = self._limits
         writer = threading.Thread(target=self._write, name=f"flowcheck to {link.peer}", daemon=True)
         writer.start()
+        broken = ""
         try:
             while self._take(group, member):
                 pass
         except RecordsError as error:
-            self._end(error.what)  # the writer closes the link, so it has to be the one that says why
+            broken = error.what
             raise
         finally:
-            group.leave(member)
+            group.leave(member)  # before it hears why: it may come back at once
+            if broken:
+                self._end(broken)  # the writer closes the link, so it has to be the one that says it
             self._outbox.put(None) if not self._outbox.full() else link.close()
             writer.join()
             link.limits = Limits  # they would know each other, and stay until the collector looks at all that there is

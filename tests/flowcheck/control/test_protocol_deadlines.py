@@ -244,7 +244,60 @@ def test_close_wakes_a_reader_tells_the_peer_and_leaves_no_descriptor(noted: Any
     assert said and "connection" in said[0]
     assert far.recv(1) == b""
     assert len(kind.made) == 2 and all(sock.fileno() == -1 for sock in kind.made)
-    with pytest.raises(RecordsError, match="connection lost: Bad file descriptor"):
+    with pytest.raises(RecordsError, match="connection closed"):
         link.send(Bye())
-    with pytest.raises(RecordsError, match="connection lost: Bad file descriptor"):
+    with pytest.raises(RecordsError, match="connection closed"):
         link.receive()
+
+
+class Held(socket.socket):
+    """A real socket whose callers stand still right before the system call, until they are let go."""
+
+    there: threading.Event
+    go: threading.Event
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        self._stand()
+        return super().recv(size, flags)
+
+    def send(self, data: Any, flags: int = 0) -> int:
+        self._stand()
+        return super().send(data, flags)
+
+    def dup(self) -> Any:
+        return self
+
+    def _stand(self) -> None:
+        self.there.set()
+        assert self.go.wait(240)
+
+
+@pytest.mark.parametrize("call", ["receive", "payload", "send"])
+def test_a_descriptor_is_given_back_only_when_nobody_is_about_to_use_it(call: str) -> None:
+    """Else the system call would be made on the number's next owner: another rank's connection."""
+    near, far = socket.socketpair()
+    held = Held(fileno=near.detach())
+    held.there, held.go = threading.Event(), threading.Event()
+    link = Link(held)
+    ended: list[RecordsError] = []
+
+    def use() -> None:
+        try:
+            link.send(Bye()) if call == "send" else link.payload(1) if call == "payload" else link.receive()
+        except RecordsError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=use, daemon=True)
+    thread.start()
+    assert held.there.wait(240)
+    link.close()
+    link.close()
+    assert far.recv(1) == b"", "the other side hears of it at once"
+    assert held.fileno() >= 0
+    held.go.set()
+    thread.join()
+    assert len(ended) == 1 and held.fileno() == -1
+    for later in (link.receive, lambda: link.payload(1), lambda: link.send(Bye())):
+        with pytest.raises(RecordsError, match="connection closed"):
+            later()
+    far.close()

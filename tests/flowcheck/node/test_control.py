@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -435,6 +436,22 @@ def test_a_known_trainer_that_breaks_a_rule_is_told(enter: Enter, message: Any) 
     assert known.link.receive(wait=10) == (Refused(what), 0)
     with pytest.raises(RecordsError, match="connection closed"):
         known.link.receive(wait=10)
+
+
+def test_a_rank_has_left_before_it_hears_why(enter: Enter) -> None:
+    """It may come back at once, and must not find itself there."""
+    known = enter(plan=PLAN)
+    early: list[Any] = []
+
+    def leave(member: Any) -> None:
+        with suppress(TimeoutError):
+            early.append(known.link.receive(wait=0.2))
+        NotedGroup.leave(known.group, member)
+
+    known.group.leave = leave  # type: ignore[method-assign]
+    known.send(Welcome("00"))
+    assert known.group.next() == ("left", True) and early == []
+    assert known.link.receive(wait=10) == (Refused("a Welcome from a trainer"), 0)
 
 
 # -- what a trainer is sent ------------------------------------------------------------------------------------

@@ -240,7 +240,8 @@ def test_what_is_flipped_in_both_mirrors_alike_is_found_by_the_next_sum_and_come
 
 def kill_while_begun(start_node, attach, truth, lan, folder: Path, times: int, seed: int) -> None:
     """Processes of a node that follow each other on one job, each killed while it, or soon after it, has nothing but a
-    partial version. What is found afterwards is a version that was published, and torch's own."""
+    partial version. What is found afterwards is a version that was published, and torch's own. The first is killed
+    while its three iterations cannot have brought all four slices of 1 MB, however fast the machine is."""
     rng, partial, complete = random.Random(seed), 0, 0
     at = Training(small_job(count=[200_000, 100_001], protocol="simple", mtu=4096), truth, lan)
     at.train(), at.train()
@@ -250,7 +251,7 @@ def kill_while_begun(start_node, attach, truth, lan, folder: Path, times: int, s
         assert all(step in at.known for step in kept)
         at.attach(node, attach, "the same one")
         asked: list[int] = []
-        for _ in range(rng.randrange(1, 9)):
+        for _ in range(rng.randrange(1, 9) if kill else 2):
             line = node.wait("iteration", SECONDS, iteration=at.train(asked))
             asked = at.questions(node, line["stale"] > 0)
         at.train(asked)
