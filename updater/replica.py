@@ -380,9 +380,17 @@ class Replica:
 
     @contextmanager
     def pinned(self) -> Iterator[Slot]:
-        """The current version, kept as it is until the block is left; may nest and run in any thread."""
+        """The current version, kept as it is until the block is left; may nest and run in any thread.
+
+        It stays also where this object is closed meanwhile and the file is taken up by another one, here or in another
+        process: what is pinned is locked in the file, too. Raises ReplicaError if that cannot be.
+        """
         with self._lock:
             slot = self.current
+            try:
+                lock = self._store.pin(slot.index) if self._store.fd >= 0 else None
+            except OSError as error:
+                raise ReplicaError(f"version {slot.step} cannot be pinned: {error.strerror}") from None
             if slot.state is SlotState.COMPLETE:
                 self._set_state(slot, SlotState.PINNED)
             slot.pins += 1
@@ -393,6 +401,8 @@ class Replica:
                 slot.pins -= 1
                 if not slot.pins:
                     self._set_state(slot, SlotState.COMPLETE)
+                if lock is not None:
+                    os.close(lock)
 
     @property
     def steps(self) -> list[int]:

@@ -163,6 +163,26 @@ def test_a_new_process_goes_on_and_only_one_may_write(shm):
         assert torch.equal(version.parameters["k"], torch.arange(3))
 
 
+def test_what_is_pinned_stays_where_the_file_is_taken_up_by_another_object(shm):
+    """A checkpoint is being written while the job is joined anew: the writer's thread has the version of a replica that
+    is closed, and the next one goes on in the same file."""
+    path = shm / "replica"
+    first = fresh(path)
+    advance(first)
+    with first.pinned() as version, first.pinned():
+        step, before = version.step, state_bits(version)
+        first.close()
+        second = Replica.attach(path)
+        assert second.current.step == step
+        for _ in range(4):
+            advance(second)
+        assert version.step == step and state_bits(version) == before
+        assert second.steps == [step, step + 3, step + 4], "the pinned version is still one of them"
+    advance(second), advance(second)
+    assert step not in second.steps, "nobody pins it any more"
+    second.close()
+
+
 def test_a_slow_reader_sees_one_version_and_stops_nobody_while_a_slot_is_free(shm):
     path = shm / "replica"
     replica = fresh(path, slots=3)
