@@ -228,13 +228,16 @@ class _Api:
 
     async def _manifest(self, request: Request) -> Response:
         tier, held = await self._held(request)
-        held.busy += 1
-        try:
-            async with self._hashing:
-                text = await asyncio.to_thread(held.manifest)
-        finally:
-            held.busy -= 1
-        await self._on(tier, held.check)  # hashing takes long
+        if tier != MEMORY:
+            text = await self._on(tier, held.manifest)  # a file; where its disk hangs, that tier alone does
+        else:
+            held.busy += 1
+            try:
+                async with self._hashing:
+                    text = await asyncio.to_thread(held.manifest)
+            finally:
+                held.busy -= 1
+            await self._on(tier, held.check)  # hashing takes long
         if "release" in request.query_params:
             await self._on(tier, self._shelves[tier].release, held)
         return Response(text, media_type="application/json")

@@ -128,8 +128,9 @@ class CatchUp:
         search.tell({**targets, MODEL: {**targets[MODEL], **self._apart}}, session.replica.rounding)
 
     def _await(self, session: HealedFollower, search: _Search) -> Iterator[Event]:
-        version, why = search.version, ""
+        why = ""
         if search.over:
+            version = search.version  # only now: it is there before the search is over
             why = search.failed.get(search.source, "its version did not come")
             if version is not None:
                 try:
@@ -215,6 +216,8 @@ class _Search:
                 self.failed.pop(node.name, None)
                 self._answered.clear()
                 self.source, self.wishes = node.name, offer
+                if self._ended:  # that answer has just been cleared
+                    break
                 self._answered.wait()
                 if self._targets:
                     self._take(node, offer)

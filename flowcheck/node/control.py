@@ -56,6 +56,7 @@ TEXT = 16 << 20  # largest message of a known trainer: the manifest of a large j
 HEADERS = 1 << 20  # of a payload's tensors, plus 200 bytes for each
 OUTBOX = 256
 BACKLOG = 64
+AGAIN_SECONDS = 0.1  # after a connection that could not be taken
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 STATES = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master")
 
@@ -105,24 +106,31 @@ class ControlServer:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                if self._closed.is_set():
+                if self._closed.wait(AGAIN_SECONDS):
                     return
                 continue  # out of descriptors, or the peer was gone before it was taken
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in KEEPALIVE.items():
-                sock.setsockopt(socket.IPPROTO_TCP, option, value)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            tls = self._tls()
-            link = Link(sock, Secure(sock, tls) if tls is not None else None)
-            thread = threading.Thread(target=self._serve, args=(link,), name=f"flowcheck {link.peer}", daemon=True)
-            with self._lock:
-                full = len(self._open) >= self._most or self._closed.is_set()
-                if not full:
-                    self._open[link] = thread
+            try:
+                self._take_in(sock)
+            except (OSError, RuntimeError) as error:  # out of descriptors or of threads; or the peer is gone
+                sock.close()
+                self._say("problem", why=f"a connection to the control port cannot be served: {error}")
+
+    def _take_in(self, sock: socket.socket) -> None:
+        """Serve it on a thread of its own. Raises OSError, RuntimeError."""
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        tls = self._tls()
+        link = Link(sock, Secure(sock, tls) if tls is not None else None)
+        thread = threading.Thread(target=self._serve, args=(link,), name=f"flowcheck {link.peer}", daemon=True)
+        with self._lock:
+            full = len(self._open) >= self._most or self._closed.is_set()
             if full:
                 link.close()  # without a word: a word would have to be waited for
-            else:
-                thread.start()
+                return
+            thread.start()
+            self._open[link] = thread
 
     def _serve(self, link: Link) -> None:
         try:
@@ -170,9 +178,9 @@ class _Connection:
         self._group = group
         link.limits = self._limits
         writer = threading.Thread(target=self._write, name=f"flowcheck to {link.peer}", daemon=True)
-        writer.start()
         broken = ""
         try:
+            writer.start()
             while self._take(group, member):
                 pass
         except RecordsError as error:
@@ -182,8 +190,12 @@ class _Connection:
             group.leave(member)  # before it hears why: it may come back at once
             if broken:
                 self._end(broken)  # the writer closes the link, so it has to be the one that says it
-            self._outbox.put(None) if not self._outbox.full() else link.close()
-            writer.join()
+            try:
+                self._outbox.put_nowait(None)
+            except queue.Full:
+                link.close()
+            if writer.ident is not None:  # there was a thread to be had
+                writer.join()
             link.limits = Limits  # they would know each other, and stay until the collector looks at all that there is
 
     def _take(self, group: Group, member: RankSession) -> bool:

@@ -132,9 +132,10 @@ class Copier:
     def close(self, seconds: float = END_SECONDS) -> None:
         """Begin nothing more, and wait for what is under way, so long at most."""
         end = self._now() + seconds
-        for _, ending in self._sources.values():
+        sources = list(self._sources.values())  # whoever follows a placement may be adding one
+        for _, ending in sources:
             ending.set()
-        for thread, _ in self._sources.values():
+        for thread, _ in sources:
             thread.join(max(0.0, end - self._now()))
 
     # -- a source's thread --

@@ -91,9 +91,10 @@ class Journaling:
         """Begin nothing more, and wait for what is under way, so long at most."""
         end = time.monotonic() + seconds
         self._ending.set()
-        for group in self._groups.values():
+        groups = list(self._groups.values())  # its thread may be adding one
+        for group in groups:
             group.end()
-        for thread in (self._thread, *(group.thread for group in self._groups.values())):
+        for thread in (self._thread, *(group.thread for group in groups)):
             if thread.is_alive():
                 thread.join(max(0.0, end - time.monotonic()))
 

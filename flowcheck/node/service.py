@@ -176,10 +176,14 @@ class Node:
                 f"a placing thread cannot be pinned: {error.strerror}", where="capture.place_cores",
                 remedy="cores that this process may use, or none",
             ) from None
-        for one, capture in zip(self._planned, self._captures, strict=True):
-            with naming(one):
-                self._rights.call(capture.start_port)
-                capture.start()
+        try:
+            for one, capture in zip(self._planned, self._captures, strict=True):
+                with naming(one):
+                    self._rights.call(capture.start_port)
+                    capture.start()
+        except BaseException:
+            self._port.placers.stop()  # the next one who comes would have a second set of them on the same rings
+            raise
         self._started = True
 
     def wait(self) -> None:
@@ -198,7 +202,7 @@ class Node:
                 if beside is not None:
                     beside.look()
             self._common.look()
-            failed = next((g.failure for g in self._groups.values() if g.failure is not None), None)
+            failed = next((g.failure for g in list(self._groups.values()) if g.failure is not None), None)
             if failed is not None:
                 raise failed
             self._look_at_access()

@@ -48,13 +48,18 @@ def sit(
         Etcd(said["endpoints"], said["cluster"], said["ca"]), member, said["replicas"], said["grace"], tell, path,
         operator=operator, wait=said["replace_seconds"], void=Persistent(node, tell),
     )
-    own = addresses(member.address) if said["own"] else []
+    own, odd = addresses(member.address) if said["own"] else [], ""
     with contextlib.closing(MemoryShelf(Path(said["directory"]), member.site.name)) as shelf, contextlib.closing(seat):
         while not ending.is_set():
             began = time.monotonic()
             found = seat.turn(held(), _own(one.offer for one in shelf.look()))
-            others = addresses(sorted(set(found.values()))) if found else []
-            take([*own, *others], seat.steps)
+            try:
+                take([*own, *(addresses(sorted(set(found.values()))) if found else [])], seat.steps)
+                odd = ""
+            except FlowcheckError as error:  # an address that is none, a file that cannot be read just now
+                if odd != error.message():
+                    tell("problem", why=f"placement is not followed: {error.message()}")
+                odd = error.message()
             ending.wait(max(0.1, TURN_SECONDS - (time.monotonic() - began)))
 
 

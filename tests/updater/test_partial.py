@@ -21,7 +21,7 @@ from updater.slot import SlotState
 from updater.step import StepValues
 
 from ..forks import fork
-from .test_shared import fresh, layout, state_bits, undisturbed
+from .test_shared import came_on, fresh, layout, state_bits, undisturbed
 
 BUILDING, COMPLETE, PARTIAL = SlotState.BUILDING, SlotState.COMPLETE, SlotState.PARTIAL
 W, B = 70 * 300, 5001
@@ -268,6 +268,8 @@ def kill_while_partial(shm, times, seed):
         os.close(end)
         assert os.read(start, 1) == b"!", "the child could not attach"
         os.close(start)
+        if kill % 4:
+            came_on(path, last)
         time.sleep(rng.uniform(0, 0.04))
         os.kill(pid, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])

@@ -310,7 +310,7 @@ def test_a_hello_has_no_payload_whatever_the_limits(start: Start) -> None:
 
 def test_who_says_nothing_is_not_waited_for(start: Start) -> None:
     for side, more in ((node, ""), (trainer, "; a node with [tls] needs ca= here, or FLOWCHECK_CA")):
-        _, coming = start(side, seconds=0.01)
+        _, coming = start(side, seconds=0.5)
         assert why(coming) == f"no answer{more}"
 
 

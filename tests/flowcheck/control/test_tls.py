@@ -156,8 +156,8 @@ def test_one_side_alone(ends: Callable[..., Ends], issued: Issued) -> None:
     node, trainer = one.opening()
     assert trainer == "no TLS: the other side speaks without" and isinstance(node, str)
     one = ends(near, None)
-    one.node.limits = lambda: Limits(seconds=0.3)
-    one.trainer.limits = lambda: Limits(seconds=0.2)
+    one.node.limits = lambda: Limits(seconds=60.0)
+    one.trainer.limits = lambda: Limits(seconds=1.0)
     node, trainer = one.opening()
     assert node.startswith("no TLS")
     assert trainer == "no answer; a node with [tls] needs ca= here, or FLOWCHECK_CA"

@@ -42,6 +42,8 @@ class FakeHeld:
 
     def manifest(self) -> bytes:
         self.shelf.hashing.append(self.busy)
+        if self.shelf.waits is not None:
+            self.shelf.waits.wait(60)
         if self.shelf.fails is not None:
             raise self.shelf.fails
         return b'{"step": %d}' % self.offer.step
@@ -259,6 +261,24 @@ def test_a_tier_that_hangs_holds_up_no_other(
     for said in (versions.json, status.json):
         assert said["absent"] == ["disk"]
     assert [one["step"] for one in versions.json["versions"]] == [7, 6] and file.body == DATA
+
+
+def test_a_disk_that_hangs_holds_up_no_manifest_of_memory(app: Any, disk: FakeShelf) -> None:
+    disk.waits = threading.Event()
+
+    async def both() -> tuple[Answer, bool]:
+        assert disk.waits is not None
+        slow = asyncio.ensure_future(_get(app, f"/v1/versions/{offer('disk', 7).id}/manifest.json", SHOWN, "GET"))
+        try:
+            while not disk.hashing:
+                await asyncio.sleep(0.001)
+            return await _get(app, f"/v1/versions/{ID}/manifest.json", SHOWN, "GET"), slow.done()
+        finally:
+            disk.waits.set()
+            await slow
+
+    quick, slow_too = asyncio.run(both())
+    assert (quick.status, quick.json) == (200, {"step": 7}) and not slow_too
 
 
 def test_each_tier_has_one_thread(app: Any, memory: FakeShelf, disk: FakeShelf) -> None:

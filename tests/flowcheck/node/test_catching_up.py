@@ -3,9 +3,12 @@ than the one before it, the one after iteration 1 is 1.0)."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -328,6 +331,54 @@ def test_who_leaves_ends_it(scene: Callable[..., Scene], api: HandApi) -> None:
     at.session.withdraw()
     at.poll()
     assert said(at, NotCaughtUp) == [NotCaughtUp({api.name: "the job has ended meanwhile"})]
+
+
+def test_a_search_that_is_ended_while_it_asks_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the peer says then is of no use to anybody: its thread must not wait for an answer to it."""
+    asked, ended = threading.Event(), threading.Event()
+    found = SimpleNamespace(tier="memory", shard="", start="one start", step=3)
+
+    def offers_of(nodes: list[Any]) -> list[list[Any]]:
+        asked.set()
+        assert ended.wait(240)
+        return [[found]]
+
+    monkeypatch.setattr(catching_up, "offers_of", offers_of)
+    with closing(Node(("127.0.0.1", 1), "key")) as node:
+        search = catching_up._Search([node], "", "one start", (0, 9), {})
+    assert asked.wait(240)
+    search.end()
+    ended.set()
+    end = time.monotonic() + 240
+    while not search.over:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert search.version is None
+
+
+def test_a_version_that_is_whole_just_as_it_is_looked_for_is_taken() -> None:
+    """The search's thread shows the version first, and then that it is over."""
+    took: list[int] = []
+
+    class Ending:
+        """Ends between any two questions about it."""
+
+        version: Any = None
+        source, failed = "peer", {}
+
+        @property
+        def over(self) -> bool:
+            self.version = SimpleNamespace(step=7, optimizer=None, nbytes=1)
+            return True
+
+    def go_on_with(step: int, *_: Any) -> int:
+        took.append(step)
+        return step
+
+    catching = CatchUp(list, "", "one start")
+    session: Any = SimpleNamespace(go_on_with=go_on_with)
+    [event] = catching._await(session, Ending())  # type: ignore[arg-type]
+    assert took == [7] and isinstance(event, CaughtUp) and event.step == 7
 
 
 def test_closing_does_not_wait_for_a_peer(scene: Callable[..., Scene], api: HandApi) -> None:

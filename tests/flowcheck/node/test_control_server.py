@@ -16,6 +16,7 @@ import pytest
 
 from flowcheck.control.protocol import Bye, Flows, Holes, Limits, Link, RecordsError, Refused, Steps, Wanted, greet
 from flowcheck.errors import EnvironmentProblem
+from flowcheck.node import control
 from flowcheck.node.control import ControlServer, _Connection
 from flowcheck.node.shelf import Shelf
 
@@ -319,6 +320,29 @@ def test_a_failed_accept_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None
         assert one.attach(rank=2).receive(wait=10)[0] == Wanted([], "welcome")
     finally:
         one.close()
+
+
+@pytest.mark.parametrize("error", [
+    OSError(errno.EMFILE, "Too many open files"), RuntimeError("can't start new thread"),
+], ids=lambda error: type(error).__name__)
+def test_a_connection_that_cannot_be_served_is_not_the_end(
+    port: Callable[..., Port], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The last descriptor was taken for it, or there is no thread to be had: it is said, and the next one is served."""
+    one = port(connections=1)
+    asked: list[int] = []
+
+    def short(*given: Any) -> Any:
+        asked.append(1)
+        if len(asked) == 1:
+            raise error
+        return Link(*given)
+
+    monkeypatch.setattr(control, "Link", short)
+    assert one.ended(one.connect())
+    event, fields = one.events.get(timeout=60)
+    assert event == "problem" and str(error) in fields["why"]
+    assert one.attach(rank=2).receive(wait=10)[0] == Wanted([], "welcome")
 
 
 def test_somebody_who_is_gone_before_the_server_looks(port: Callable[..., Port]) -> None:

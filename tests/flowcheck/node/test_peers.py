@@ -231,10 +231,10 @@ def test_a_peer_that_breaks_off_or_lies_is_let_go(scene: Scene, talk: Talk, why:
 
 def test_a_peer_that_stalls_costs_its_time_and_no_more(scene: Scene) -> None:
     slow, good = scene.peer(stalled), scene.peer()
-    peers = scene.open(seconds=0.2, clock=time.monotonic)
+    peers = scene.open(seconds=1.0, clock=time.monotonic)
     begin = time.monotonic()
     [answer], failed = scene.ask()
-    assert answer.peer == good.name and 0.2 <= time.monotonic() - begin < 10
+    assert answer.peer == good.name and 1.0 <= time.monotonic() - begin < 60
     assert failed == {slow.name: "no answer in time"}
     peers.close()
     assert not any(one._thread is not None and one._thread.is_alive() for one in peers._peers)

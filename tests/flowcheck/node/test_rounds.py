@@ -134,7 +134,7 @@ def test_a_member_that_fails_ends_the_round(
         api.versions[:] = [version(shard, 6)]
     fails(apis[1])
     with pytest.raises(FlowcheckError, match=why):
-        rounds.turn(nodes(apis, seconds=0.5))
+        rounds.turn(nodes(apis, seconds=0.5 if fails is stalls else 10.0))
     assert steps(tmp_path) == [4] and Protected.read(before.path) == before
     with HandApi(version("stage1", 6)) as another:
         after = rounds.turn(nodes([apis[0], another]))

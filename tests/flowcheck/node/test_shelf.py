@@ -150,7 +150,7 @@ def test_who_waits_hears_at_once_that_the_job_has_ended() -> None:
     reader = threading.Thread(target=lambda: found.append(shelf.read(holes(9, (80, 8), seconds=10))[0]))
     reader.start()
     shelf.follow("")
-    reader.join(5)
+    reader.join(240)
     assert found[0].why == "another job is followed here, or none"
 
 

@@ -7,7 +7,6 @@ import json
 import shutil
 import struct
 import subprocess
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -336,12 +335,3 @@ def test_families_are_in_order() -> None:
     assert [family.first for family in FAMILIES] == sorted(family.first for family in FAMILIES)
     assert json.loads(json.dumps([family.name for family in FAMILIES]))[0] == "2.12"
     assert family_of(f"2.{NEWEST[1]}.1") is FAMILIES[-1]
-
-
-def test_speed() -> None:
-    """100,000 elements, 4 ranks, LL, three iterations and the start-up at one port."""
-    job = example_job(ranks=4, count=100_000)
-    start = time.perf_counter()
-    made = generate(job, iterations=3)
-    assert made.packets
-    assert time.perf_counter() - start < 3
