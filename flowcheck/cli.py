@@ -157,6 +157,12 @@ def doctor(
     raise typer.Exit(run(Wanted(tuple(device or ()), path_mtu, memory, tuple(core or ())), as_json))
 
 
+def _token(file: Path) -> str:
+    from flowcheck.node.config import read_token
+
+    return read_token(file)
+
+
 @app.command()
 def fetch(
     nodes: Annotated[str, typer.Argument(help="HOST:PORT of a node's api.listen; several with commas.")],
@@ -177,7 +183,7 @@ def fetch(
     ] = "",
 ) -> None:
     """Take a version from checkpoint nodes into files, every hash checked."""
-    token = token_file.read_text().split("\n", 1)[0]
+    token = _token(token_file)
     taken = flowcheck.fetch(nodes, out, token=token, format=format, run_id=run_id, shard=shard, step=step, ca=ca)
     for why in taken.passed:
         typer.echo(f"not taken: {why}", err=True)
@@ -202,7 +208,7 @@ def protect(
     ca: CaOption = "",
 ) -> None:
     """Write parity of the newest step that every shard of a job has."""
-    token = token_file.read_text().split("\n", 1)[0]
+    token = _token(token_file)
     kept = flowcheck.protect(nodes, out, token=token, parity=parity, run_id=run_id, step=step, ca=ca)
     names = ", ".join(repr(one.shard) for one in kept.versions)
     typer.echo(f"{kept.path}: step {kept.step} of {kept.code.data} shards ({names}); {kept.code.parity} may be lost."
@@ -219,7 +225,7 @@ def restore_shard(
     ca: CaOption = "",
 ) -> None:
     """Take a lost shard back from parity and the nodes that are left."""
-    token = token_file.read_text().split("\n", 1)[0]
+    token = _token(token_file)
     typer.echo(f"{flowcheck.restore_shard(path, nodes, out, token=token, shard=shard, ca=ca)}: every hash checked")
 
 

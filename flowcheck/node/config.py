@@ -19,7 +19,7 @@ from flowcheck.control.tls import SYSTEM
 from flowcheck.errors import EnvironmentProblem, UserError
 
 __all__ = ["Api", "Capture", "CommonStep", "Control", "NodeConfig", "Output", "Protect", "ReplicaSettings", "Store",
-           "Tls", "TokenFiles", "load", "position", "read_tokens"]
+           "Tls", "TokenFiles", "load", "position", "read_token", "read_tokens"]
 
 MOST_BYTES = 1 << 20
 LARGEST_RING = 1 << 24
@@ -555,7 +555,12 @@ class NodeConfig(_Part):
 
     def token(self, role: str = "trainer") -> bytes:
         """The first of a role's tokens, as its file is now. Raises UserError or EnvironmentProblem."""
-        return token_bytes(_lines(self.token_files[role])[0])
+        return token_bytes(read_token(self.token_files[role]))
+
+
+def read_token(path: str | os.PathLike[str]) -> str:
+    """The first line of a file of tokens. Raises UserError or EnvironmentProblem."""
+    return _lines(Path(path))[0]
 
 
 def read_tokens(path: str | os.PathLike[str]) -> tuple[bytes, ...]:

@@ -248,3 +248,27 @@ def test_the_command(api: HandApi, tmp_path: Path) -> None:
     assert done.stdout.startswith("Taken(step 6 of run 'run'") and "not taken: step 7" in done.stderr
     assert (tmp_path / "out" / "step-000006.pt").is_file()
     assert CliRunner().invoke(app, [*words, "--step", "6"]).exit_code == 0
+
+
+@pytest.mark.parametrize("command", [
+    ["fetch", "127.0.0.1:1"], ["protect", "127.0.0.1:1"], ["restore-shard", "p", "127.0.0.1:1", "--shard", "a"],
+])
+def test_a_file_of_a_token_that_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    from flowcheck.cli import main
+
+    (tmp_path / "binary").write_bytes(b"\xff\xfe" * 20)
+    monkeypatch.chdir(tmp_path)
+    for name, status, why in (
+        ("binary", 3, "binary: is empty or no text\n"),
+        ("none", 2, "none: No such file or directory\n"),
+        ("/dev/zero", 2, "/dev/zero: has more than"),
+    ):
+        monkeypatch.setattr("sys.argv", ["flowcheck", *command, "--out", "out", "--token-file", name])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr().err
+        assert ended.value.code == status and said.startswith(f"flowcheck: error: {why}"), said
+        assert said.endswith("\n") and "Traceback" not in said
+    assert [one.name for one in tmp_path.iterdir()] == ["binary"]
