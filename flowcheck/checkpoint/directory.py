@@ -54,6 +54,7 @@ __all__ = [
 
 PARAMETERS_SCHEMA = "flowcheck/parameters/1"
 MANIFEST, PARAMETERS = "manifest.json", "parameters.safetensors"
+Check = Callable[[Path], None]
 
 
 @dataclass(frozen=True)
@@ -106,19 +107,21 @@ def write_step(
     optimizer_state: Mapping[str, Mapping[str, torch.Tensor | float | int]],
     meta: Meta,
     users: Callable[[], Mapping[int, bytes]] | None = None,
+    check: Check | None = None,
 ) -> Path:
     """Write one step and return its directory. Raises EnvironmentProblem; then the old one, if any, stands.
 
     parameters: every model entry in state_dict order. optimizer_state: parameter -> key -> tensor or number
     (an int becomes an int64 scalar, a float a float64 one). users: called when all of that is written: by rank, a
-    file of flowcheck/control/user_state.py.
+    file of flowcheck/control/user_state.py. check: called with the directory before anything is written and before its
+    name is taken; raises if what lies there must stay. None: any checkpoint of this project may be replaced.
     """
     flat = {
         f"state.{name}.{key}": _as_tensor(value)
         for name, state in optimizer_state.items() for key, value in state.items()
     }
     files = {MODEL: dict(parameters), OPTIMIZER: flat}
-    return _write_directory(Path(out), step_path(out, step), files, _about(step, meta), users)
+    return _write_directory(Path(out), step_path(out, step), files, _about(step, meta), users, check)
 
 
 def write_parameters(
@@ -151,16 +154,16 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
 
 def _write_directory(
     out: Path, path: Path, files: Mapping[str, Mapping[str, torch.Tensor]], about: dict[str, Any],
-    users: Callable[[], Mapping[int, bytes]] | None = None,
+    users: Callable[[], Mapping[int, bytes]] | None = None, check: Check | None = None,
 ) -> Path:
     """The files and their manifest under `path`, all or nothing."""
-    aside = partial_name(path)
+    aside, check = partial_name(path), check or check_replaceable
     for tensors in files.values():
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES:
                 raise UserError(f"tensor {name!r} is {tensor.dtype}, which no checkpoint holds", where=str(path))
     with reporting(path):
-        check_replaceable(path)
+        check(path)
         try:
             make_directory(out)
             remove_tree(aside)  # of an earlier process that had our pid
@@ -172,6 +175,7 @@ def _write_directory(
             manifest = _manifest(about, written)
             write_synced(aside / MANIFEST, [json.dumps(manifest, indent=1).encode() + b"\n"])
             fsync_directory(aside)
+            check(path)  # writing may have taken minutes
             if path.exists():
                 exchange(aside, path)
             else:

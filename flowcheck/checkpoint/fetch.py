@@ -8,7 +8,8 @@
     hf            OUT/step-000020.hf/    the model alone, as transformers' from_pretrained reads it: one file, or shards
                                          and their index. config.json is the model's own and is not made here
 
-Every hash is checked before anything is written, and what is written appears whole or not at all. Any thread.
+Every hash is checked before anything is written, and what is written appears whole or not at all. A name holds one
+version: the same one again replaces it, and anything else that lies there stays (identity.py). Any thread.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.checkpoint.files import write_file
+from flowcheck.checkpoint.identity import Identity, check_directory, check_file, check_noted, folder_of, note
 from flowcheck.control.ask import SECONDS, Node, reader_key
 from flowcheck.control.protocol import token_bytes
 from flowcheck.control.sources import Fetched, addresses, take
@@ -87,21 +91,24 @@ def fetch(
     run_id: str | None = None, shard: str | None = None, step: int | None = None, seconds: float = SECONDS,
     ca: str = "",
 ) -> Taken:
-    """The newest version that nodes have, as files in the directory `out`; one that is there already is replaced.
+    """The newest version that nodes have, as files in the directory `out`. The same version is replaced if it is there
+    already; of one step, another run, epoch or shard needs another directory.
 
     nodes: HOST:PORT of their `api.listen`, a list or one text with commas. token: the nodes' shared secret.
     format: one of FORMATS. run_id, shard: which run, and which group of ranks of it; None: the only one that there is.
     step: this one and no other. seconds: that a node may be silent.
     ca: ask over TLS, and trust these certificates: a PEM file, or "system". "": no TLS.
 
-    Raises UserError, and EnvironmentProblem: there is none, none proved good, or it cannot be written.
+    Raises UserError, also if something else lies under its name, which is left alone; and EnvironmentProblem: there is
+    no version, none proved good, or it cannot be written.
     """
     if format not in FORMATS:
         raise UserError(f"{format!r} is none of {', '.join(FORMATS)}", where="format", remedy="one of them")
+    folder = folder_of(out)
     key, tls = reader_key(token_bytes(token)), client_context(ca) if ca else None
     own = format == "safetensors"  # the form that has room for what ranks gave of themselves
     fetched = take([Node(address, key, seconds, tls) for address in addresses(nodes)], run_id, shard, step, own)
-    version, folder = fetched.version, Path(out)
+    version = fetched.version
     writers = {"safetensors": _safetensors, "torch": _torch, "dcp": _dcp, "hf": _hf}
     path = writers[format](fetched, folder)
     return Taken(
@@ -115,22 +122,25 @@ def _safetensors(fetched: Fetched, out: Path) -> Path:
     meta = Meta(one.run_id, one.epoch, one.status, one.unproven, one.optimizer, one.rounding, one.shard, one.matches)
     return write_step(out, one.step, fetched.model, fetched.state, meta, lambda: {
         rank: pack(user.state, step=user.step, rank=rank, ranks=user.ranks) for rank, user in fetched.users.items()
-    })
+    }, lambda path: check_directory(path, Identity.of(one)))
 
 
 def _torch(fetched: Fetched, out: Path) -> Path:
     one, path = fetched.version, out / f"step-{fetched.version.step:06d}.pt"
     aside = partial_name(path)
-    with reporting(path, aside=aside):
+    with reporting(path, aside=aside), _torchs_errors():
+        check_file(path, Identity.of(one))
         make_directory(out)
         try:
             with aside.open("wb") as file:
                 torch.save({
-                    "step": one.step, "run_id": one.run_id, "epoch": one.epoch, "status": one.status,
-                    "unproven": list(one.unproven), "model": fetched.model, "optimizer": _optimizer(fetched),
+                    "step": one.step, "run_id": one.run_id, "epoch": one.epoch, "shard": one.shard,
+                    "status": one.status, "unproven": list(one.unproven), "model": fetched.model,
+                    "optimizer": _optimizer(fetched),
                 }, file)
                 file.flush()
                 os.fsync(file.fileno())
+            check_file(path, Identity.of(one))  # writing may have taken minutes
             os.replace(aside, path)
             fsync_directory(out)
         finally:
@@ -141,17 +151,17 @@ def _torch(fetched: Fetched, out: Path) -> Path:
 def _dcp(fetched: Fetched, out: Path) -> Path:
     path = out / f"step-{fetched.version.step:06d}.dcp"
     aside = partial_name(path)
-    if path.exists() and not (path / ".metadata").is_file():
-        raise UserError("exists and is not a checkpoint of torch's; it is left alone", where=str(path),
-                        remedy="move it away, or use another directory")
-    with reporting(path, aside=aside):
+    with reporting(path, aside=aside), _torchs_errors():
+        check_noted(path, Identity.of(fetched.version))
         make_directory(out)
         remove_tree(aside)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
                 save(_by_name(fetched), storage_writer=FileSystemWriter(aside), no_dist=True)
+            note(aside, fetched.version)
             fsync_directory(aside)
+            check_noted(path, Identity.of(fetched.version))  # writing may have taken minutes
             adopt(aside, path)
         finally:
             remove_tree(aside)  # what is left is half of the new one, or all of the one that it replaced
@@ -161,10 +171,8 @@ def _dcp(fetched: Fetched, out: Path) -> Path:
 def _hf(fetched: Fetched, out: Path) -> Path:
     path = out / f"step-{fetched.version.step:06d}.hf"
     aside = partial_name(path)
-    if path.exists() and not any((path / name).is_file() for name in (MODEL, INDEX)):
-        raise UserError("exists and is not a model in transformers' form; it is left alone", where=str(path),
-                        remedy="move it away, or use another directory")
     with reporting(path, aside=aside):
+        check_noted(path, Identity.of(fetched.version))
         make_directory(out)
         remove_tree(aside)
         try:
@@ -179,11 +187,33 @@ def _hf(fetched: Fetched, out: Path) -> Path:
                     "weight_map": {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
                 }
                 write_synced(aside / INDEX, [json.dumps(index, indent=2).encode() + b"\n"])
+            note(aside, fetched.version)
             fsync_directory(aside)
+            check_noted(path, Identity.of(fetched.version))  # writing may have taken minutes
             adopt(aside, path)
         finally:
             remove_tree(aside)  # what is left is half of the new one, or all of the one that it replaced
     return path
+
+
+@contextmanager
+def _torchs_errors() -> Iterator[None]:
+    """What the file system said, where torch's writers raise something of their own about it."""
+    try:
+        yield
+    except (RuntimeError, CheckpointException) as error:
+        failures = [one for one, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        refused = next(filter(None, map(_refused, failures)), None)
+        if refused is None:
+            raise
+        raise refused from None
+
+
+def _refused(error: BaseException | None) -> OSError | None:
+    """The first OSError among an error and those that it was raised in consequence of."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _shards(model: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:

@@ -30,7 +30,8 @@ import torch
 
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.copies import users_at
-from flowcheck.checkpoint.directory import Meta, tensor_sha256, write_step
+from flowcheck.checkpoint.directory import Meta, step_path, tensor_sha256, write_step
+from flowcheck.checkpoint.identity import Identity, check_directory, folder_of
 from flowcheck.checkpoint.users import file_of, users_of, write_users
 from flowcheck.control.ask import PARITY, SECONDS, AskError, Node, Offer, order_of, reader_key
 from flowcheck.control.protocol import token_bytes
@@ -122,7 +123,7 @@ def protect(
     step: this one and no other. seconds: that a node may be silent. ca: as of `fetch`.
     Raises UserError; EnvironmentProblem: a shard that nobody has, a node that ends the round, a disk.
     """
-    asked = _asked(nodes, token, seconds, ca)
+    folder, asked = folder_of(out), _asked(nodes, token, seconds, ca)
     names = list(shards) if shards is not None else _shards(asked, run_id)
     if len(names) < 2 or len(set(names)) < len(names):
         raise UserError(f"{len(names)} shards, which are to be different and two at least", where="shards",
@@ -136,7 +137,7 @@ def protect(
                                  remedy=OTHER)
     with ExitStack() as stack:
         sources = [source_of(stack, one, key) for one in found]
-        return encode(sources, code, Path(out) / f"step-{key[1]:06d}.parity", range(len(names), len(names) + parity))
+        return encode(sources, code, folder / f"step-{key[1]:06d}.parity", range(len(names), len(names) + parity))
 
 
 def restore_shard(
@@ -147,15 +148,17 @@ def restore_shard(
 
     path: of `protect`. nodes, token, seconds, ca: as there; nodes that are gone may be named. shard: the lost one's.
 
-    Raises UserError: no such shard, or too few of the others; EnvironmentProblem: a tensor that is not what its
-    manifest says, a node that failed, a disk.
+    Raises UserError: no such shard, too few of the others, or something else in its place, which is left alone;
+    EnvironmentProblem: a tensor that is not what its manifest says, a node that failed, a disk.
     """
-    kept = Protected.read(path)
+    folder, kept = folder_of(out), Protected.read(path)
     lost = next((number for number, one in enumerate(kept.versions) if one.shard == shard), None)
     if lost is None:
         raise UserError(f"has no shard {shard!r}, only {', '.join(repr(one.shard) for one in kept.versions)}",
                         where=str(path), remedy="one of them")
     version, asked = kept.versions[lost], _asked(nodes, token, seconds, ca)
+    with reporting(folder):
+        check_directory(step_path(folder, version.step), Identity.of(version))
     with ExitStack() as stack:
         streams: dict[int, Padded] = {}
         for number, one in enumerate(kept.versions):
@@ -165,13 +168,13 @@ def restore_shard(
         for number in kept.sums:
             if len(streams) < kept.code.data and kept.stream(number).is_file():
                 streams[number] = Padded(pieces_in(stack.enter_context(kept.stream(number).open("rb"))))
-        aside = partial_name(Path(out) / f"{shard or 'shard'}.stream")
-        with reporting(Path(out), aside=aside):
-            make_directory(Path(out))
+        aside = partial_name(folder / f"{shard or 'shard'}.stream")
+        with reporting(folder, aside=aside):
+            make_directory(folder)
             try:
                 with aside.open("w+b") as file:
                     decode(kept, lost, streams, file.write)
-                return _checkpoint(version, aside, Path(out), lambda: {
+                return _checkpoint(version, aside, folder, lambda: {
                     rank: file_of(kept.of_shard(lost), rank).read_bytes() for rank in kept.users[lost]})
             finally:
                 aside.unlink(missing_ok=True)
@@ -368,7 +371,8 @@ def _checkpoint(version: Version, stream: Path, out: Path, users: Callable[[], M
             state.setdefault(parameter, {})[part] = value
         meta = Meta(version.run_id, version.epoch, version.status, version.unproven, version.optimizer,
                     version.rounding, version.shard, version.matches)
-        return write_step(out, version.step, files[MODEL], state, meta, users)
+        return write_step(out, version.step, files[MODEL], state, meta, users,
+                          lambda path: check_directory(path, Identity.of(version)))
 
 
 def _view(memory: mmap.mmap, at: int, spec: TensorSpec) -> torch.Tensor:

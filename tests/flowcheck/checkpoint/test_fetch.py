@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+import os
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from flowcheck.checkpoint import fetch as module
 from flowcheck.checkpoint.directory import load_step
 from flowcheck.errors import EnvironmentProblem, UserError
 
-from ..hand_api import TOKEN, HandApi, HandVersion
+from ..hand_api import TOKEN, HandApi, HandVersion, seal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process loads
 NAMES = {"safetensors": "step-000007", "torch": "step-000007.pt", "dcp": "step-000007.dcp", "hf": "step-000007.hf"}
@@ -74,7 +76,7 @@ def test_a_checkpoint_directory(api: HandApi, tmp_path: Path) -> None:
 def test_torchs_own_file(api: HandApi, tmp_path: Path) -> None:
     held = torch.load(fetch(api, tmp_path, "torch").path, weights_only=True)
     assert {key: value for key, value in held.items() if key not in ("model", "optimizer")} == {
-        "step": 7, "run_id": "run", "epoch": 2, "status": "unverified", "unproven": [],
+        "step": 7, "run_id": "run", "epoch": 2, "shard": "a", "status": "unverified", "unproven": [],
     }
     model, optimizer = made()
     model.load_state_dict(held["model"])
@@ -103,13 +105,17 @@ def test_the_model_alone_as_transformers_has_it(
 ) -> None:
     """One file without an index, or shards with one: each tensor in one of them, in the model's order."""
     path = fetch(api, tmp_path, "hf").path
-    assert [one.name for one in path.iterdir()] == ["model.safetensors"]
+    assert sorted(one.name for one in path.iterdir()) == ["flowcheck.json", "model.safetensors"]
+    assert json.loads((path / "flowcheck.json").read_text()) == {
+        "schema": "flowcheck/fetched/1", "run_id": "run", "epoch": 2, "step": 7, "shard": "a", "status": "unverified",
+        "unproven": [],
+    }
     model = {"a": [1.0] * 4, "big": [2.0] * 9, "b": [3.0] * 2, "c": [4.0] * 2, "empty": []}
-    api.versions[0] = HandVersion(7, model, {})
+    api.versions[0] = HandVersion(7, model, {}, shard="a", epoch=2)
     monkeypatch.setattr(module, "SHARD_BYTES", 16)
     path = fetch(api, tmp_path, "hf").path
     files = [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
-    assert sorted(one.name for one in path.iterdir()) == [*files, "model.safetensors.index.json"]
+    assert sorted(one.name for one in path.iterdir()) == ["flowcheck.json", *files, "model.safetensors.index.json"]
     assert json.loads((path / "model.safetensors.index.json").read_text()) == {
         "metadata": {"total_size": 68},
         "weight_map": {"a": files[0], "big": files[1], "b": files[2], "c": files[2], "empty": files[2]},
@@ -142,7 +148,7 @@ def test_transformers_reads_it(
 @pytest.mark.parametrize("format", NAMES)
 def test_what_is_there_is_replaced(api: HandApi, tmp_path: Path, format: str) -> None:
     fetch(api, tmp_path, format)
-    api.versions[0] = HandVersion(7, {"w": [0.25]}, {})
+    api.versions[0] = HandVersion(7, {"w": [0.25]}, {}, shard="a", epoch=2)
     path = fetch(api, tmp_path, format).path
     assert [one.name for one in tmp_path.iterdir()] == [NAMES[format]] == [path.name]
     if format == "safetensors":
@@ -157,14 +163,126 @@ def test_what_is_there_is_replaced(api: HandApi, tmp_path: Path, format: str) ->
         assert into["model"]["w"].tolist() == [0.25]
 
 
-@pytest.mark.parametrize("format", ["safetensors", "dcp", "hf"])
-def test_what_is_somebody_elses_stays(api: HandApi, tmp_path: Path, format: str) -> None:
-    other = tmp_path / NAMES[format]
-    other.mkdir()
-    (other / "mine").touch()
-    with pytest.raises(UserError, match="it is left alone"):
+OTHERS = {
+    "shard": (HandVersion(7, {"w": [0.5]}, {}, shard="b", epoch=2), "step 7 of run 'run', epoch 2, shard 'b'"),
+    "no shard": (HandVersion(7, {"w": [0.5]}, {}, epoch=2), "step 7 of run 'run', epoch 2"),
+    "epoch": (HandVersion(7, {"w": [0.5]}, {}, shard="a", epoch=3), "step 7 of run 'run', epoch 3, shard 'a'"),
+    "run": (HandVersion(7, {"w": [0.5]}, {}, shard="a", epoch=2, run_id="x"), "step 7 of run 'x', epoch 2, shard 'a'"),
+}
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {one: one.read_bytes() for one in folder.rglob("*") if one.is_file()}
+
+
+@pytest.mark.parametrize("format", NAMES)
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_version_of_the_same_step_stays(api: HandApi, tmp_path: Path, format: str, other: str) -> None:
+    path = fetch(api, tmp_path, format).path
+    before = content(tmp_path)
+    api.versions[0], named = OTHERS[other]
+    with pytest.raises(UserError) as caught:
         fetch(api, tmp_path, format)
-    assert [one.name for one in tmp_path.rglob("*")] == [other.name, "mine"]
+    assert caught.value.what == f"is step 7 of run 'run', epoch 2, shard 'a', and not {named}; it is left alone"
+    assert caught.value.where == str(path)
+    assert caught.value.remedy == "move it away, or use another directory"
+    assert content(tmp_path) == before and [one.name for one in tmp_path.iterdir()] == [NAMES[format]]
+    assert fetch(api, tmp_path / "another", format).path.exists()
+
+
+@pytest.mark.parametrize("format", NAMES)
+def test_another_version_that_came_while_it_was_written_stays(
+    api: HandApi, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two that fetch the shards of a job into one directory at a time."""
+    api.versions += [OTHERS["shard"][0]]
+    checks = {"safetensors": "check_directory", "torch": "check_file", "dcp": "check_noted", "hf": "check_noted"}
+    real, asked = getattr(module, checks[format]), []
+
+    def first(path: Path, wanted: Any) -> None:
+        real(path, wanted)
+        asked.append(path)
+        if len(asked) == 1:  # nothing was there; now it is
+            monkeypatch.setattr(module, checks[format], real)
+            fetch(api, tmp_path, format, shard="b")
+
+    monkeypatch.setattr(module, checks[format], first)
+    with pytest.raises(UserError, match=r"shard 'b', and not .* shard 'a'; it is left alone"):
+        fetch(api, tmp_path, format, shard="a")
+    assert [one.name for one in tmp_path.iterdir()] == [NAMES[format]]
+    fetch(api, tmp_path, format, shard="b")
+
+
+def mine(path: Path) -> None:
+    path.mkdir()
+    (path / "mine").touch()
+
+
+def alike(path: Path) -> None:
+    """Has the files that a checkpoint has, in the forms of others: nothing says whose it is."""
+    mine(path)
+    for name in ("manifest.json", ".metadata", "model.safetensors", "flowcheck.json"):
+        (path / name).write_text('{"run_id": "run", "epoch": 2, "step": 7, "shard": "a"}')
+
+
+def of_torch(path: Path) -> None:
+    """As a script saves its own, without a shard."""
+    torch.save({"step": 7, "run_id": "run", "epoch": 2, "model": {}}, path)
+
+
+def linked(path: Path) -> None:
+    (path.parent / "else").mkdir()
+    path.symlink_to("else")
+
+
+@pytest.mark.parametrize("format", NAMES)
+@pytest.mark.parametrize("there", [
+    mine, alike, of_torch, linked, os.mkfifo, lambda path: path.write_text("x"),
+    lambda path: path.symlink_to("nowhere"),
+], ids=["directory", "alike", "torch", "link", "fifo", "file", "dangling"])
+def test_what_is_somebody_elses_stays(
+    api: HandApi, tmp_path: Path, format: str, there: Callable[[Path], Any]
+) -> None:
+    other = tmp_path / NAMES[format]
+    there(other)
+    before = {one: (one.lstat().st_ino, one.lstat().st_mode, one.lstat().st_size) for one in tmp_path.rglob("*")}
+    with pytest.raises(UserError, match="it is left alone") as caught:
+        fetch(api, tmp_path, format)
+    assert caught.value.where == str(other)
+    after = {one: (one.lstat().st_ino, one.lstat().st_mode, one.lstat().st_size) for one in tmp_path.rglob("*")}
+    assert after == before
+
+
+@pytest.mark.parametrize("format", NAMES)
+def test_a_link_to_the_same_version_stays(api: HandApi, tmp_path: Path, format: str) -> None:
+    real = fetch(api, tmp_path / "else", format).path
+    (tmp_path / NAMES[format]).symlink_to(real)
+    with pytest.raises(UserError, match="is a link, and not step 7 of run 'run', epoch 2, shard 'a'"):
+        fetch(api, tmp_path, format)
+    assert (tmp_path / NAMES[format]).is_symlink() and real.exists()
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted(["else", NAMES[format]])
+
+
+def test_a_checkpoint_of_the_first_schema_has_no_shard(api: HandApi, tmp_path: Path) -> None:
+    """It is the same version where the job has none, and never that of a shard."""
+    api.versions[0] = HandVersion(7, epoch=2)
+    path = fetch(api, tmp_path).path
+    manifest = json.loads((path / "manifest.json").read_text()) | {"schema": "flowcheck/checkpoint/1"}
+    del manifest["shard"]
+    (path / "manifest.json").write_text(json.dumps(seal(manifest)))
+    api.versions[:] = [HandVersion(7, epoch=2, shard="a")]
+    with pytest.raises(UserError, match=r"is step 7 of run 'run', epoch 2, and not .*; it is left alone"):
+        fetch(api, tmp_path)
+    api.versions[:] = [HandVersion(7, epoch=2)]
+    fetch(api, tmp_path)
+    assert load_step(path).manifest["schema"] == "flowcheck/checkpoint/2"
+
+
+@pytest.mark.parametrize("out", ["a\0b", "a\ud800b"])
+def test_a_directory_that_cannot_have_its_name(api: HandApi, out: str) -> None:
+    with pytest.raises(UserError, match="is not the name of a directory") as caught:
+        fetch(api, Path(out))
+    assert caught.value.where == "out" and api.asked == []
 
 
 @pytest.mark.parametrize("format", NAMES)
@@ -194,6 +312,47 @@ def test_a_disk_that_is_full_leaves_the_old_one(
         fetch(api, tmp_path, format)
     assert caught.value.where == str(path)
     assert {one: one.read_bytes() for one in tmp_path.rglob("*") if one.is_file()} == before
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)], capture_output=True).returncode:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("elements", [7_500, 10_000, 15_500, 40_000])
+@pytest.mark.parametrize("format", NAMES)
+def test_a_disk_that_is_too_small_has_nothing_of_it(
+    api: HandApi, small_disk: Path, format: str, elements: int
+) -> None:
+    """The end of the disk comes in the tensors, and in what torch's writers put after them."""
+    values = [1.0] * elements
+    state = {"state.w.momentum_buffer": values if format != "hf" else [1.0]}
+    api.versions[0] = HandVersion(7, {"w": values * (2 if format == "hf" else 1)}, state)
+    (small_disk / "other").write_bytes(bytes(8192))
+    with pytest.raises(EnvironmentProblem) as caught:
+        fetch(api, small_disk, format)
+    assert caught.value.what == "cannot be written: No space left on device"
+    assert caught.value.where == str(small_disk / NAMES[format])
+    assert [one.name for one in small_disk.iterdir()] == ["other"]
+
+
+def test_an_error_of_torchs_writer_that_no_disk_is_behind_stays_ours(
+    api: HandApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(torch, "save", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        fetch(api, tmp_path, "torch")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_step_and_a_run_that_are_asked_for(api: HandApi, tmp_path: Path) -> None:

@@ -220,6 +220,24 @@ def test_no_such_shard(cluster: Cluster, tmp_path: Path) -> None:
         UserError, restore_shard, kept.path, cluster.names(), tmp_path, token=TOKEN, shard="x")
 
 
+def test_another_shard_does_not_replace_the_one_that_is_there(cluster: Cluster, tmp_path: Path) -> None:
+    """Both are the same step, and so have one name."""
+    kept = write(cluster, tmp_path / "p")
+    first = back(cluster, kept.path, tmp_path / "q", "stage1")
+    before = {one: one.read_bytes() for one in first.rglob("*") if one.is_file()}
+    said = problem(UserError, back, cluster, kept.path, tmp_path / "q", "stage0")
+    assert "shard 'stage1', and not step 7 of run" in said and "it is left alone" in said
+    assert {one: one.read_bytes() for one in first.rglob("*") if one.is_file()} == before
+    assert back(cluster, kept.path, tmp_path / "q", "stage1") == first
+    assert [one.name for one in (tmp_path / "q").iterdir()] == [first.name]
+
+
+def test_a_directory_that_cannot_have_its_name(cluster: Cluster, tmp_path: Path) -> None:
+    kept = write(cluster, tmp_path)
+    for asked in (lambda out: write(cluster, out), lambda out: back(cluster, kept.path, out, "stage1")):
+        assert "is not the name of a directory" in problem(UserError, asked, Path("a\0b"))
+
+
 def test_the_commands(cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "token").write_text(TOKEN + "\n")
     token = ["--token-file", str(tmp_path / "token")]
