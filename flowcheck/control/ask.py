@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import http.client
+import io
 import json
 import socket
 import ssl
@@ -245,8 +246,9 @@ class Node:
     def _opened(self, offer: Offer, version: Version, file: str) -> tuple[Stream, dict[str, tuple[int, int]], str]:
         """A file's bytes from its first tensor on, where each tensor lies in them, and words for where that is."""
         where = f"{self.name}, {offer.tier}: {file}"
-        stream = Stream(self, f"/v1/versions/{offer.id}/{file}", where)
         expected = {name: digest.spec for name, digest in version.files[file].items()}
+        most = 8 + HEADER_LIMIT + sum(spec.nbytes for spec in expected.values())
+        stream = Stream(self, f"/v1/versions/{offer.id}/{file}", where, most)
         head = stream.take(8)
         length = int.from_bytes(head, "little")
         if length > HEADER_LIMIT or 8 + length > stream.size:
@@ -262,7 +264,7 @@ class Node:
     def raw(self, path: str, size: int, where: str) -> Iterator[memoryview]:
         """The bytes of a file of which nothing but its size is known. A piece is good until the next. Raises AskError.
         """
-        stream = Stream(self, path, where)
+        stream = Stream(self, path, where, size)
         if stream.size != size:
             raise AskError(f"has {stream.size} bytes, not {size}", where=where)
         buffer = memoryview(bytearray(CHUNK))
@@ -296,14 +298,13 @@ class Node:
 
     def _take(self, path: str, most: int) -> bytearray:
         """A whole answer, of at most so many bytes."""
-        deadline = time.monotonic() + self._seconds + most / RATE
         try:
             response = self.open(path)
             text = bytearray()
             while piece := response.read(CHUNK):
                 text += piece
-                if len(text) > most or time.monotonic() > deadline:
-                    raise AskError("an answer that is too long, or too slow", where=self.name)
+                if len(text) > most:
+                    raise AskError("an answer that is too long", where=self.name)
             return text
         except (OSError, http.client.HTTPException) as error:
             raise self.lost(error) from None
@@ -328,17 +329,62 @@ class Node:
         return response
 
     def _connect(self) -> http.client.HTTPConnection:
-        if self._tls is None:
-            return http.client.HTTPConnection(*self._address, timeout=self._seconds)
-        return http.client.HTTPSConnection(*self._address, timeout=self._seconds, context=self._tls)
+        connection: Any = (
+            http.client.HTTPConnection(*self._address, timeout=self._seconds) if self._tls is None else
+            http.client.HTTPSConnection(*self._address, timeout=self._seconds, context=self._tls))
+        response: Any = http.client.HTTPResponse
+        connection.response_class = lambda sock, **more: response(_Paced(sock, self._seconds), **more)
+        taken: http.client.HTTPConnection = connection
+        return taken
 
     def lost(self, error: Exception) -> AskError:
+        if isinstance(error, _TooSlow):
+            return AskError("an answer that is too slow", where=self.name)
         if isinstance(error, TimeoutError):
             return AskError(f"no answer within {self._seconds:g} s", where=self.name)
         if isinstance(error, ssl.SSLCertVerificationError):
             return AskError(f"the node's certificate is not trusted: {error.verify_message}", where=self.name)
         return AskError(f"connection lost: {getattr(error, 'strerror', None) or error or type(error).__name__}",
                         where=self.name)
+
+
+class _TooSlow(TimeoutError):
+    pass
+
+
+class _Paced(io.RawIOBase):
+    """An answer as http.client reads it, head and body: who waits for it longer than twice `seconds`, and RATE for what
+    has come, gets _TooSlow. Else one byte now and then would keep him for ever."""
+
+    def __init__(self, sock: socket.socket, seconds: float) -> None:
+        self._sock, self._seconds = sock, seconds
+        self._raw = sock.makefile("rb", buffering=0)
+        self._left = 2 * seconds
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """What http.client asks a socket for."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        if self._left <= 0:
+            raise _TooSlow
+        self._sock.settimeout(min(self._seconds, self._left))
+        began = time.monotonic()
+        try:
+            count: int | None = self._raw.readinto(buffer)
+        except TimeoutError:
+            if self._left < self._seconds:
+                raise _TooSlow from None
+            raise
+        self._left += (count or 0) / RATE - (time.monotonic() - began)
+        return count
+
+    def close(self) -> None:
+        super().close()
+        self._raw.close()
 
 
 def _together(lie: Mapping[str, tuple[int, int]]) -> Iterator[list[str]]:
@@ -358,7 +404,8 @@ def _together(lie: Mapping[str, tuple[int, int]]) -> Iterator[list[str]]:
 
 def _place(name: str, digest: Digest, given: torch.Tensor | None) -> Received:
     """Where a tensor is received: where it is wanted, if its memory is as its bytes come."""
-    if given is not None and given.device.type == "cpu" and given.is_contiguous():
+    if given is not None and given.device.type == "cpu" and given.is_contiguous() and not (
+            given.is_neg() or given.is_conj()):  # views whose memory is not what they say
         return Received(name, given, digest.sha256, None)
     tensor = torch.empty(digest.spec.shape, dtype=getattr(torch, digest.spec.dtype))
     return Received(name, tensor, digest.sha256, given)

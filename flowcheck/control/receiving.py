@@ -1,6 +1,6 @@
 """Receiving a file of a node's: its bytes straight into memory that is there, and hashing of what has come.
 
-    stream = Stream(node, path, where)         the answer has begun; stream.size: of the file
+    stream = Stream(node, path, where, most)   the answer has begun; stream.size: of the file, at most `most`
     stream.fill([view, ...])                   exactly these bytes, one view after the other
     with Hashing(where) as hashing:
         hashing.add([(name, tensor, sha256, into), ...])
@@ -60,15 +60,15 @@ class Source(Protocol):
 class Stream:
     """The bytes of one file, in order, over as many connections as it takes."""
 
-    def __init__(self, node: Source, path: str, where: str) -> None:
-        self._node, self._path, self._where = node, path, where
+    def __init__(self, node: Source, path: str, where: str, most: int) -> None:
+        self._node, self._path, self._where, self._most = node, path, where, most
         self._at = 0  # bytes taken
         self._attempts = ATTEMPTS
         self._response: http.client.HTTPResponse | None = None
         self._early = memoryview(b"")  # what came with the head of the answer
         self.size = -1  # of the file
+        self._waited = 0.0  # seconds, for bytes: what is done with them takes as long as it takes
         self._open()
-        self._deadline = time.monotonic() + SECONDS + self.size / RATE
 
     def take(self, count: int) -> bytes:
         data = bytearray(count)
@@ -89,15 +89,17 @@ class Stream:
     def _some(self, views: deque[memoryview]) -> int:
         """One byte at least, into these."""
         while True:
-            if time.monotonic() > self._deadline:
+            if self._waited > SECONDS + self._at / RATE:
                 raise AskError(f"too slow: {self.size - self._at} bytes still missing", where=self._where)
             if self._response is None:
                 self._open()
             why: Exception = EOFError("closed before its end")
+            began = time.monotonic()
             try:
                 count = self._receive(views)
             except (OSError, http.client.HTTPException) as error:
                 count, why = 0, error
+            self._waited += time.monotonic() - began
             if count:
                 self._at += count
                 self._node.received += count
@@ -136,6 +138,8 @@ class Stream:
                 left = self._response.length
                 if left is None or (self.size >= 0 and left != self.size - self._at):
                     raise AskError("does not say how long its answer is, or not twice the same", where=self._where)
+                if left > self._most:
+                    raise AskError("is longer than what its manifest lists", where=self._where)
                 self._early = self._begun(self._response, left)
             except (OSError, http.client.HTTPException) as error:
                 self._again(error)

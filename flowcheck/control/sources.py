@@ -38,13 +38,16 @@ class NoSource(EnvironmentProblem):
 class Found:
     """What nodes have of one shard of a run. run_id, shard: "" as long as nothing was found. places: nearest first.
     absent: of each node that did not answer, its name and why. withheld: of each that has versions and does not offer
-    them yet, its name and why the newest is not."""
+    them yet, its name and why the newest is not. lacks: "run" or "shard": there are versions, and none of that one;
+    other: whose they are, in words."""
 
     run_id: str
     shard: str
     places: tuple[tuple[Node, Offer], ...]
     absent: tuple[str, ...]
     withheld: tuple[str, ...] = ()
+    lacks: str = ""
+    other: str = ""
 
     @property
     def versions(self) -> dict[Key, str]:
@@ -83,7 +86,7 @@ def addresses(nodes: str | Sequence[str]) -> list[tuple[str, int]]:
     out = []
     for text in texts:
         host, _, port = text.strip().rpartition(":") if isinstance(text, str) else ("", "", "")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        if not host or not (port.isdecimal() and len(port) <= 5) or not 0 < int(port) < 65536:
             raise UserError(f"{text!r} is not an address", where="nodes", remedy="HOST:PORT of a node's api.listen")
         out.append((host.strip("[]"), int(port)))
     if not out or len(set(out)) < len(out):
@@ -102,10 +105,19 @@ def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
     )
     offered = [(node, offer) for node, answer in zip(nodes, answers, strict=True) if not isinstance(answer, str)
                for offer in answer]
-    run_id, offered = _only("run_id", run_id, offered)
-    shard, offered = _only("shard", shard, offered)
-    return Found(run_id, shard, tuple(sorted(offered, key=lambda place: TIERS.index(place[1].tier))), absent,
-                 tuple(f"{node.name}: {why}" for node in nodes for why in node.withheld))
+    run_id, of_run = _only("run_id", run_id, offered)
+    shard, places = _only("shard", shard, of_run)
+    lacks = other = ""
+    if offered and not of_run:
+        lacks, other = "run", f"nothing is of run {run_id!r}; there is {_named('run_id', offered)}"
+    elif of_run and not places:
+        lacks, other = "shard", f"run {run_id!r} has nothing of shard {shard!r}; it has {_named('shard', of_run)}"
+    return Found(run_id, shard, tuple(sorted(places, key=lambda place: TIERS.index(place[1].tier))), absent,
+                 tuple(f"{node.name}: {why}" for node in nodes for why in node.withheld), lacks, other)
+
+
+def _named(name: str, offered: list[tuple[Node, Offer]]) -> str:
+    return ", ".join(sorted({repr(getattr(offer, name)) for _, offer in offered}))
 
 
 def offers_of(nodes: Sequence[Node]) -> list[list[Offer] | str]:
@@ -218,8 +230,21 @@ def take(
                              remedy="see the nodes' lines, or a checkpoint directory")
 
 
+def _no_place(tensor: object) -> str:
+    """Why nothing can be received into it; "": it can."""
+    if not isinstance(tensor, torch.Tensor):
+        return f"is a {type(tensor).__name__}"
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return f"is on {tensor.device}, {tensor.layout}: it has no memory for its elements"
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "has elements that share memory (it was expanded)"
+    return ""
+
+
 def _fits(version: Version, into: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in into.items():
+        if why := _no_place(tensor):
+            raise UserError(f"tensor {name!r} {why}", where="into", remedy="tensors that have memory of their own")
         digest = version.files[MODEL].get(name)
         is_ = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         if digest is None or is_ != (digest.spec.dtype, digest.spec.shape):

@@ -33,11 +33,29 @@ def torch_state(
     numbers: dict[str, int] = {}
     for group in optimizer["groups"]:
         options = {key: tuple(value) if isinstance(value, list) else value for key, value in group["options"].items()}
-        (complete,) = _CLASSES[optimizer["name"]]([{"params": [torch.zeros(1)], **options}]).param_groups
+        kind = _CLASSES[optimizer["name"]]
+        (complete,) = kind([{"params": [torch.zeros(1)], **options}]).param_groups
+        defaults = kind([torch.zeros(1)]).defaults
+        for key, value in options.items():
+            if key in defaults and not _like(defaults[key], value):
+                raise UserError(f"has an optimizer whose {key} is {str(value)[:40]!r}", where=where,
+                                remedy="another version of the run; this one is damaged, or not ours")
         if rounding.endswith("-fused"):
             complete["fused"] = True
         first = len(numbers)
         numbers.update({name: first + i for i, name in enumerate(group["params"])})
         groups.append({**complete, "params": list(range(first, len(numbers)))})
-    held = {numbers[name]: dict(values) for name, values in state.items() if name in numbers}
+    if odd := sorted(state.keys() - numbers.keys()):
+        raise UserError(f"has state of {odd[0]!r}, which is in none of its optimizer's groups", where=where,
+                        remedy="another version of the run; this one is damaged, or not ours")
+    held = {numbers[name]: dict(values) for name, values in state.items()}
     return {"state": dict(sorted(held.items())), "param_groups": groups}
+
+
+def _like(default: Any, value: Any) -> bool:
+    """Is it what torch has for this option? It looks at defaults alone, not at what groups say."""
+    if isinstance(default, bool) or default is None:
+        return value is None or isinstance(value, bool)
+    if isinstance(default, tuple):
+        return isinstance(value, tuple) and len(value) == len(default) and all(map(_like, default, value))
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ SCHEMA = "flowcheck/checkpoint/2"
 SCHEMAS = ("flowcheck/checkpoint/1", SCHEMA)  # that are read; the first has no shard
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 STATUSES = ("unverified", "verified")
+OPTIMIZERS = ("sgd", "adam", "adamw")
+MOST_ELEMENTS = 1 << 48  # of a tensor: what can be counted in bytes, and far more than there is
 _FIELDS: dict[str, type] = {
     "run_id": str, "epoch": int, "step": int, "shard": str, "status": str, "unproven": list, "optimizer": dict,
     "rounding": str, "matches": int, "files": dict,
@@ -111,6 +114,8 @@ class Version:
         if set(document["files"]) != {MODEL, OPTIMIZER}:
             raise _refuse(f"files are not {MODEL} and {OPTIMIZER}", where)
         files = {file: _digests(document["files"][file], f"{where}: {file}") for file in (MODEL, OPTIMIZER)}
+        if why := _odd_optimizer(document["optimizer"]):
+            raise _refuse(f"optimizer {why}", where)
         return cls(
             document["run_id"], document["epoch"], document["step"], document["shard"], document["status"],
             tuple(document["unproven"]), document["optimizer"], document["rounding"], files, document["matches"],
@@ -128,6 +133,22 @@ def self_hash(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def _odd_optimizer(said: Mapping[str, Any]) -> str:
+    """Why it is not in the job manifest's form; "": it is, or there is none."""
+    if not said:
+        return ""
+    if said.get("name") not in OPTIMIZERS:
+        return f"is not one of {', '.join(OPTIMIZERS)}"
+    groups = said.get("groups")
+    if not isinstance(groups, list) or not all(
+        isinstance(one, dict) and isinstance(one.get("options"), dict) and isinstance(one.get("params"), list)
+        and all(isinstance(name, str) for name in one["params"]) for one in groups
+    ):
+        return "has groups that are none"
+    names = [name for one in groups for name in one["params"]]
+    return "has a parameter twice" if len(set(names)) < len(names) else ""
+
+
 def _digests(entry: Any, where: str) -> dict[str, Digest]:
     tensors = entry.get("tensors") if isinstance(entry, dict) else None
     if not isinstance(tensors, dict):
@@ -139,7 +160,8 @@ def _digest(tensor: Any, where: str) -> Digest:
     if not isinstance(tensor, dict):
         raise _refuse("is not described", where)
     dtype, shape, sha256 = tensor.get("dtype"), tensor.get("shape"), tensor.get("sha256")
-    if dtype not in _NAMES or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+    if dtype not in _NAMES or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape) or (
+            math.prod(n or 1 for n in shape) > MOST_ELEMENTS):
         raise _refuse("has no proper dtype and shape", where)
     if not isinstance(sha256, str) or len(sha256) != 64:
         raise _refuse("has no SHA-256", where)

@@ -62,7 +62,7 @@ class CatchUp:
         self._search: _Search | None = None
         self._apart: Mapping[str, torch.Tensor] = {}
         self._seen = 0  # how often everything had become stale when that was last looked at
-        self._began = self._earliest = 0.0
+        self._began = self._earliest = self._until = 0.0
         self._left_out: dict[str, tuple[str, float]] = {}  # peer -> why, and until when
         self._source = ""  # whose version was taken last
 
@@ -96,6 +96,9 @@ class CatchUp:
                 search.refuse()
             elif offer is not None and not session.building:
                 yield from self._hold(session, search, offer)
+            elif offer is None and self._now() - self._began > ASK_SECONDS + 3 * QUIET_SECONDS:
+                search.failed.setdefault("", "they did not say in time what they have")
+                yield from self._give_up(session, search)
 
     def _begin(self, session: HealedFollower) -> Iterator[Event]:
         if session.emptied == self._seen or session.next is None:
@@ -125,6 +128,7 @@ class CatchUp:
         apart = {entry.name for entry in session.plan.job.model if entry.kind == "constant" or entry.tied}
         self._apart = {name: torch.empty_like(targets[MODEL][name]) for name in apart}
         assert session.replica is not None
+        self._until = self._now() + 3 * QUIET_SECONDS + offer.nbytes / RATE
         search.tell({**targets, MODEL: {**targets[MODEL], **self._apart}}, session.replica.rounding)
 
     def _await(self, session: HealedFollower, search: _Search) -> Iterator[Event]:
@@ -146,6 +150,8 @@ class CatchUp:
             why = "the job has ended meanwhile"
         elif session.gives_up:
             why = "rings were full before it was here"
+        elif self._now() > self._until:  # whatever its thread waits for
+            why = "too slow"
         if why:
             search.failed[search.source] = why
             yield from self._give_up(session, search)

@@ -127,7 +127,8 @@ class Recovered:
     def __repr__(self) -> str:
         not_taken = f"; not taken: {'; '.join(self.passed)}" if self.passed else ""
         if not self:
-            return f"Recovered(nothing: no node has a version, a fresh start at step 0{not_taken})"
+            of = f" of run {self.run_id!r}" if self.run_id else ""
+            return f"Recovered(nothing: no node has a version{of}, a fresh start at step 0{not_taken})"
         open_ = f", unproven: {'; '.join(self.unproven)}" if self.unproven else ""
         return (
             f"Recovered(step {self.step} of run {self.run_id!r}, epoch {self.epoch - 1}, {self.status}{open_}, from"
@@ -179,7 +180,8 @@ def recover(
         found = look(asked, run_id, shard)  # anew each time: what was there may have made room for newer versions
         said = ranks.exchange({"run_id": found.run_id, "versions": [[*k, s] for k, s in found.versions.items()],
                                "user": sorted(found.with_user(own)) if own is not None else [],
-                               "absent": list(found.absent), "withheld": list(found.withheld)})
+                               "absent": list(found.absent), "withheld": list(found.withheld),
+                               "lacks": found.lacks, "other": found.other})
         users = [{(epoch, at) for epoch, at in one["user"]} for one in said]
         held = [{(epoch, at): status for epoch, at, status in one["versions"]} for one in said]
         _same_run(said)
@@ -188,14 +190,20 @@ def recover(
         if key is None:
             return _fresh(found, said, held, step, passed, fresh)
         fetched: Fetched | None = None
+        optimizer: dict[str, Any] = {}
         why = ""
         try:
             fetched = fetch(found, key, into or {}, lambda offer: _wanted(offer, own))
         except NoSource as error:
             why = error.what
+        if fetched is not None:
+            try:
+                optimizer = torch_state(fetched.version.optimizer, fetched.state, fetched.version.rounding, "recover")
+            except UserError as error:
+                why = f"{fetched.source}, step {key[1]}: {error.what}"
         reasons = [one["why"] for one in ranks.exchange({"why": why})]
         if fetched is not None and not any(reasons):
-            return _recovered(fetched, passed, own, rank is None)
+            return _recovered(fetched, optimizer, passed, own, rank is None)
         bad.append(key)
         passed += [f"rank {rank}: {reason}" if len(reasons) > 1 else reason
                    for rank, reason in enumerate(reasons) if reason]
@@ -255,9 +263,10 @@ def _now(optimizer: dict[str, Any], groups: list[dict[str, Any]]) -> None:
             group |= {key: value for key, value in options.items() if key != "params"}
 
 
-def _recovered(fetched: Fetched, passed: Sequence[str], own: int | None, as_many: bool) -> Recovered:
+def _recovered(
+    fetched: Fetched, optimizer: dict[str, Any], passed: Sequence[str], own: int | None, as_many: bool
+) -> Recovered:
     version = fetched.version
-    optimizer = torch_state(version.optimizer, fetched.state, version.rounding, fetched.source)
     state, why = _user(fetched, own, as_many)
     _now(optimizer, state.get("groups", []))
     parts = {name: state.get(name, {}) for name in ("user", "scheduler", "scaler", "rng")}
@@ -278,11 +287,12 @@ def _fresh(
     """Nothing can be had: a fresh start, if there was nothing and everybody said so."""
     absent = sorted({why for one in said for why in one["absent"]})
     withheld = sorted({why for one in said for why in one.get("withheld", [])})
+    other = sorted({one["other"] for one in said if one["lacks"]})
     if step is not None or passed or any(held):
         have = "; ".join(f"rank {rank}: {_steps(one)}" for rank, one in enumerate(held))
         what = f"step {step} is not there for every rank" if step is not None else "no version is there for every rank"
         what = "none of the versions that were found is good" if passed else what
-        why = "; ".join([*passed, *absent, *withheld])
+        why = "; ".join([*passed, *absent, *withheld, *other])
         raise EnvironmentProblem(f"{what} ({have}){f': {why}' if why else ''}", where="recover",
                                  remedy="see the nodes' lines; another step, or a checkpoint directory")
     if absent and not fresh:
@@ -290,7 +300,10 @@ def _fresh(
             f"no version was found, and who may have one did not answer: {'; '.join(absent)}", where="recover",
             remedy="start the node, or fresh=True to begin at step 0 all the same",
         )
-    done = Recovered(0, 0, found.run_id, found.shard, passed=(*absent, *withheld))
+    if any(one["lacks"] == "shard" for one in said) and not fresh:
+        raise EnvironmentProblem(f"no version was found: {'; '.join(other)}", where="recover",
+                                 remedy="shard= as `group` of the trainers; fresh=True to begin at step 0 all the same")
+    done = Recovered(0, 0, found.run_id, found.shard, passed=(*absent, *withheld, *other))
     _log.warning("flowcheck: %s", done)
     return done
 

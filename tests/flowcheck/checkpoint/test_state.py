@@ -49,7 +49,9 @@ def test_it_is_what_torch_itself_would_have_given(name: str) -> None:
     ]
     state = {name: dict(wanted["state"][i]) for i, name in reversed(list(enumerate(names)))}
     rounding = "torch-cpu-fused" if options.get("fused") else "torch-cpu"
-    found = torch_state({"name": name, "groups": said}, {**state, "unknown": {}}, rounding, "here")
+    found = torch_state({"name": name, "groups": said}, state, rounding, "here")
+    with pytest.raises(UserError, match="state of 'unknown', which is in none of its optimizer's groups"):
+        torch_state({"name": name, "groups": said}, {**state, "unknown": {}}, rounding, "here")
     assert list(found) == ["state", "param_groups"] and list(found["state"]) == [0, 1, 2]
     for number, values in wanted["state"].items():
         assert set(found["state"][number]) == set(values)

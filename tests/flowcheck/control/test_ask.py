@@ -134,7 +134,7 @@ def test_ranks_in_rows(ranks: list[int]) -> None:
 def test_an_answer_without_an_end(api: HandApi, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask, "MOST_TEXT", 100)
     api.answers["/v1/versions"] = 200, b" " * 101
-    assert refused(node.offers) == "an answer that is too long, or too slow"
+    assert refused(node.offers) == "an answer that is too long"
     api.answers["/v1/versions"] = 200, b'{"versions": []}'.ljust(100)
     assert node.offers() == []
 
@@ -241,7 +241,9 @@ def test_a_tensor_that_is_missing(api: HandApi, node: Node) -> None:
         (safetensors({"w": [7.5, 2.0], "b": [3.0]}) + b"\0", "1 bytes behind the last tensor"),
         (b"\xff" * 8, f"a safetensors header of {(1 << 64) - 1} bytes in 8"),
         ((9).to_bytes(8, "little") + b"{}      ", "a safetensors header of 9 bytes in 16"),
-        ((17 << 20).to_bytes(8, "little") + bytes(18 << 20), f"a safetensors header of {17 << 20} bytes in"),
+        (((16 << 20) + 1).to_bytes(8, "little") + bytes((16 << 20) + 4),
+         f"a safetensors header of {(16 << 20) + 1} bytes"),
+        (bytes(8 + (16 << 20) + 13), "is longer than what its manifest lists"),
         ((2).to_bytes(8, "little") + b"[]", "the safetensors header is no object"),
         ((2).to_bytes(8, "little") + b"{]", "the safetensors header is not JSON"),
     ],

@@ -13,14 +13,15 @@ from flowcheck.control.version import MODEL, OPTIMIZER, SCHEMA, Digest, Version,
 from flowcheck.errors import UserError
 
 A, B = "a" * 64, "b" * 64
+SGD = {"name": "sgd", "groups": [{"params": ["w"], "options": {}}]}
 VERSION = Version(
-    "a run", 2, 7, "stage1", "verified", ("icrc off",), {"name": "sgd", "groups": []}, "torch-cpu",
+    "a run", 2, 7, "stage1", "verified", ("icrc off",), SGD, "torch-cpu",
     {MODEL: {"w": Digest(TensorSpec("bfloat16", (2, 3)), A)},
      OPTIMIZER: {"state.w.step": Digest(TensorSpec("float32", ()), B)}}, 5,
 )
 DOCUMENT: dict[str, Any] = {
     "schema": "flowcheck/checkpoint/2", "run_id": "a run", "epoch": 2, "step": 7, "shard": "stage1",
-    "status": "verified", "unproven": ["icrc off"], "optimizer": {"name": "sgd", "groups": []},
+    "status": "verified", "unproven": ["icrc off"], "optimizer": SGD,
     "rounding": "torch-cpu", "matches": 5,
     "files": {
         "model.safetensors": {"bytes": 12, "tensors": {"w": {"dtype": "bfloat16", "shape": [2, 3], "sha256": A}}},
@@ -127,3 +128,25 @@ def test_a_flipped_bit_shows() -> None:
     sealed = seal(DOCUMENT)
     assert refused({**sealed, "step": 8}) == "was changed after it was written (its own hash does not match)"
     assert "own hash" in refused({**sealed, "manifest_sha256": "0" * 64}) and "own hash" in refused(DOCUMENT)
+
+
+@pytest.mark.parametrize(("optimizer", "why"), [
+    ({"name": "lion", "groups": SGD["groups"]}, "is not one of sgd, adam, adamw"),
+    ({"groups": SGD["groups"]}, "is not one of"),
+    ({"name": "sgd"}, "has groups that are none"),
+    ({"name": "sgd", "groups": 7}, "has groups that are none"),
+    ({"name": "sgd", "groups": [7]}, "has groups that are none"),
+    ({"name": "sgd", "groups": [{"params": [["w"]], "options": {}}]}, "has groups that are none"),
+    ({"name": "sgd", "groups": [{"params": ["w"], "options": 7}]}, "has groups that are none"),
+    ({"name": "sgd", "groups": [{"params": ["w", "x", "w"], "options": {}}]}, "has a parameter twice"),
+    ({"name": "sgd", "groups": 2 * SGD["groups"]}, "has a parameter twice"),  # type: ignore[operator]
+])
+def test_an_optimizer_that_is_none(optimizer: Any, why: str) -> None:
+    assert refused(changed(optimizer=optimizer)).startswith(f"optimizer {why}")
+
+
+@pytest.mark.parametrize("shape", [[0, 10**30], [0, 1 << 62, 1 << 62], [1 << 49]])
+def test_a_shape_that_no_tensor_has(shape: list[int]) -> None:
+    files = json.loads(json.dumps(DOCUMENT["files"]))
+    files["model.safetensors"]["tensors"]["w"]["shape"] = shape
+    assert refused(changed(files=files)) == "has no proper dtype and shape"

@@ -234,7 +234,7 @@ def lacking(made: HandVersion) -> None:
     (lacking, "is not what it is here, or is in one of the two alone"),
     (other_optimizer(name="adam"), "another optimizer"),
     (other_optimizer(groups=[]), "another optimizer"),
-    (other_optimizer(groups=7), "another optimizer"),
+    (other_optimizer(groups=7), "has groups that are none"),
     (other_optimizer(groups=[{"params": ["x"], "options": {}}]), "another optimizer"),
     (other_optimizer(groups=[{"params": [entry.name for entry in small_job().model], "options": {"x": 1}}]), "'x'"),
     (other_optimizer(groups=[{"params": [entry.name for entry in small_job().model], "options": {"momentum": 0.9}}]),
@@ -379,6 +379,40 @@ def test_a_version_that_is_whole_just_as_it_is_looked_for_is_taken() -> None:
     session: Any = SimpleNamespace(go_on_with=go_on_with)
     [event] = catching._await(session, Ending())  # type: ignore[arg-type]
     assert took == [7] and isinstance(event, CaughtUp) and event.step == 7
+
+
+def test_peers_that_do_not_say_in_time_what_they_have_hold_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the search's thread waits for, the group's thread has a clock of its own."""
+    hold = threading.Event()
+    monkeypatch.setattr(catching_up, "offers_of", lambda nodes: hold.wait(240) and [[]])
+    now = [100.0]
+    catching = CatchUp(lambda: [Node(("127.0.0.1", 1), "key")], "", "one start", lambda: now[0])
+    went_on: list[int] = []
+    session: Any = SimpleNamespace(status="", partial=object(), emptied=1, next=7, useful=(5, 7), building=False,
+                                   go_on_without=lambda: went_on.append(1) or iter(()))
+    try:
+        assert list(catching.look(session)) == [] and catching.busy
+        now[0] += catching_up.ASK_SECONDS + 3 * catching_up.QUIET_SECONDS
+        assert list(catching.look(session)) == [] and catching.busy
+        now[0] += 0.1
+        [event] = catching.look(session)
+        assert isinstance(event, NotCaughtUp) and "did not say in time" in event.failed[""]
+        assert went_on == [1] and not catching.busy
+    finally:
+        hold.set()
+
+
+def test_a_version_that_does_not_come_in_its_time_is_given_up() -> None:
+    now = [100.0]
+    catching = CatchUp(list, "", "one start", lambda: now[0])
+    catching._until = 109.0
+    ended: list[int] = []
+    search: Any = SimpleNamespace(over=False, source="peer", failed={}, end=lambda: ended.append(1))
+    session: Any = SimpleNamespace(expecting=True, gives_up=False, go_on_without=lambda: iter(()))
+    assert list(catching._await(session, search)) == []
+    now[0] = 109.1
+    [event] = catching._await(session, search)
+    assert isinstance(event, NotCaughtUp) and event.failed == {"peer": "too slow"} and ended == [1]
 
 
 def test_closing_does_not_wait_for_a_peer(scene: Callable[..., Scene], api: HandApi) -> None:

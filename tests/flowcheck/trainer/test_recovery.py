@@ -19,7 +19,7 @@ from flowcheck.trainer import recovery
 from flowcheck.trainer.recovery import Recovered, recover
 from flowcheck.trainer.user import rng_state
 
-from ..hand_api import TOKEN, HandApi, HandVersion
+from ..hand_api import TOKEN, HandApi, HandVersion, seal
 
 U = "unverified"
 
@@ -404,3 +404,47 @@ def test_alone_where_torch_distributed_is_not_up(api: HandApi) -> None:
         assert isinstance(recovery._ranks(True), recovery._Alone)  # nobody to agree with
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("groups", "why"), [
+    ([{"params": ["w"], "options": {"lr": "much"}}], "an optimizer whose lr is 'much'"),
+    ([{"params": ["w"], "options": {"nesterov": 1}}], "an optimizer whose nesterov is '1'"),
+    ([{"params": ["x"], "options": {}}], "state of 'w', which is in none"),
+])
+def test_a_version_whose_optimizer_cannot_be_torchs_is_left_for_an_older_one(groups: Any, why: str) -> None:
+    """State that belongs to no parameter would be dropped, and nobody would hear of it."""
+    with HandApi(HandVersion(7), HandVersion(5)) as api:
+        first = api.versions[0]
+        first.document = seal({**first.document, "optimizer": {**first.document["optimizer"], "groups": groups}})
+        got = recover(api.name, token=TOKEN)
+    assert got.step == 5 and why in got.passed[0]
+
+
+def test_another_run_is_named_and_another_shard_is_refused() -> None:
+    with HandApi(HandVersion(7, shard="dp1")) as api:
+        got = recover(api.name, token=TOKEN, run_id="new")
+        assert not got and got.step == 0 and got.passed == ("nothing is of run 'new'; there is 'run'",)
+        assert repr(got).startswith("Recovered(nothing: no node has a version of run 'new', a fresh start")
+        with pytest.raises(EnvironmentProblem, match=r"run 'run' has nothing of shard 'dp2'; it has 'dp1'"):
+            recover(api.name, token=TOKEN, shard="dp2")
+        assert recover(api.name, token=TOKEN, shard="dp2", fresh=True).step == 0
+
+
+@pytest.mark.parametrize(("given", "why"), [
+    (torch.zeros(2, device="meta"), "has no memory for its elements"),
+    (torch.zeros(2).to_sparse(), "has no memory for its elements"),
+    (torch.zeros(1).expand(2), "share memory"),
+    ([0.0, 0.0], "is a list"),
+], ids=["meta", "sparse", "expanded", "list"])
+def test_what_nothing_can_be_received_into(given: Any, why: str) -> None:
+    with HandApi(HandVersion(7)) as api, pytest.raises(UserError, match=why):
+        recover(api.name, token=TOKEN, into={"w": given})
+
+
+def test_a_view_that_negates_its_memory_has_the_values() -> None:
+    memory = torch.zeros(2)
+    given = torch._neg_view(memory)
+    with HandApi(HandVersion(7)) as api:
+        whole = recover(api.name, token=TOKEN).model["w"]
+        got = recover(api.name, token=TOKEN, into={"w": given})
+    assert got.model["w"] is given and torch.equal(given, whole) and torch.equal(memory, -whole)

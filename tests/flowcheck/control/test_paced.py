@@ -1,0 +1,80 @@
+"""Whoever answers byte by byte is left, wherever in the answer he is; and a file is no longer than its manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from flowcheck.control.ask import AskError, Node
+from flowcheck.control.version import MODEL
+
+from ..hand_api import KEY, HandApi, HandVersion
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+JSON = b'{"versions": [' + b" " * (1 << 20)
+
+
+@pytest.fixture
+def drips() -> Iterator[Callable[[bytes, bytes], Node]]:
+    """drips(at once, byte by byte) -> a node that answers so, for as long as it is asked."""
+    over = threading.Event()
+    with contextlib.ExitStack() as stack:
+
+        def serve(listener: socket.socket, begin: bytes, slowly: bytes) -> None:
+            with contextlib.suppress(OSError):
+                sock, _ = listener.accept()
+                with sock:
+                    sock.recv(65536)
+                    sock.sendall(begin)
+                    for byte in slowly:
+                        sock.sendall(bytes([byte]))
+                        if over.wait(0.02):
+                            return
+
+        def start(begin: bytes, slowly: bytes) -> Node:
+            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            thread = threading.Thread(target=serve, args=(listener, begin, slowly), daemon=True)
+            thread.start()
+            stack.callback(thread.join, 60)
+            stack.callback(over.set)
+            return Node(("127.0.0.1", listener.getsockname()[1]), KEY, seconds=0.5)
+
+        yield start
+
+
+@pytest.mark.parametrize(("begin", "slowly"), [
+    (b"", HEAD + b"X: " + b"y" * 100_000),
+    (HEAD, b"X: " + b"y" * 100_000),
+    (HEAD + b"Content-Length: 100000\r\n\r\n", JSON),
+    (HEAD + b"Connection: close\r\n\r\n", JSON),
+    (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n" * 100_000),
+], ids=["status", "headers", "body", "no length", "chunks"])
+def test_an_answer_byte_by_byte_is_left(
+    drips: Callable[[bytes, bytes], Node], begin: bytes, slowly: bytes
+) -> None:
+    node = drips(begin, slowly)
+    began = time.monotonic()
+    with pytest.raises(AskError) as error:
+        node.offers()
+    assert error.value.what == "an answer that is too slow" and 0.9 < time.monotonic() - began < 60
+
+
+def test_a_quick_answer_in_many_pieces_is_taken(drips: Callable[[bytes, bytes], Node]) -> None:
+    text = b'{"versions": []}'
+    node = drips(HEAD + b"Content-Length: %d\r\n\r\n" % len(text), text)
+    assert node.offers() == []
+
+
+@pytest.mark.parametrize("length", ["1" + 400 * "0", "100000000000000000000"])
+def test_a_file_is_no_longer_than_its_manifest_says(length: str, drips: Callable[[bytes, bytes], Node]) -> None:
+    with HandApi(HandVersion(7)) as api, contextlib.closing(Node(api.address, KEY)) as node:
+        (offer,) = node.offers()
+        version = node.version(offer)
+    liar = drips(HEAD + b"Content-Length: " + length.encode() + b"\r\n\r\n", b"")
+    with pytest.raises(AskError, match="longer than what its manifest lists"):
+        liar.tensors(offer, version, MODEL, {})
