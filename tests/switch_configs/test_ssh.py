@@ -224,6 +224,16 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The user's SSH agent, a real one, without keys yet; yields a folder for keys. No keys in the home directory."""
     if shutil.which("ssh-agent") is None:
         pytest.skip("ssh-agent (package openssh-client) is not installed")
+    asked: list[paramiko.Agent] = []
+
+    class Noted(paramiko.Agent):
+        """Closed at the end: paramiko leaves that of a login that failed to the collector."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            asked.append(self)
+
+    monkeypatch.setattr(paramiko.client, "Agent", Noted)
     with tempfile.TemporaryDirectory(prefix="fc") as folder:  # the name of a socket is at most 107 characters long
         words = ["ssh-agent", "-D", "-s", "-a", f"{folder}/agent"]
         with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
@@ -233,6 +243,8 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
                 monkeypatch.setenv("HOME", folder)
                 yield Path(folder)
             finally:
+                for one in asked:
+                    one.close()
                 process.kill()
 
 

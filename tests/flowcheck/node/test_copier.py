@@ -186,7 +186,7 @@ def test_a_source_is_followed_until_it_is_named_no_more(
         asked = other.asked_for("/v1/versions")
         until(lambda: other.asked_for("/v1/versions") > asked + 3)
         assert steps(tmp_path, "") == [4, 5]  # what was copied of it stays
-    until(lambda: any(event == "uncopied" for event, _ in said))
+    until(lambda: any(event == "uncopied" and "refused" in fields["why"].lower() for event, fields in said))
     attempts = copier._sources[other.name]
     assert attempts[0].is_alive()
     gone = [fields for event, fields in said if event == "uncopied" and "refused" in fields["why"].lower()]
