@@ -33,11 +33,10 @@ def torch_state(
     numbers: dict[str, int] = {}
     for group in optimizer["groups"]:
         options = {key: tuple(value) if isinstance(value, list) else value for key, value in group["options"].items()}
-        kind = _CLASSES[optimizer["name"]]
-        (complete,) = kind([{"params": [torch.zeros(1)], **options}]).param_groups
-        defaults = kind([torch.zeros(1)]).defaults
+        made = _CLASSES[optimizer["name"]]([{"params": [torch.zeros(1)], **options}])
+        (complete,) = made.param_groups
         for key, value in options.items():
-            if key in defaults and not _like(defaults[key], value):
+            if key in made.defaults and not _like(made.defaults[key], value):
                 raise UserError(f"has an optimizer whose {key} is {str(value)[:40]!r}", where=where,
                                 remedy="another version of the run; this one is damaged, or not ours")
         if rounding.endswith("-fused"):
