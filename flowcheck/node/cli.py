@@ -21,8 +21,8 @@ from flowcheck import __version__
 from flowcheck.errors import FlowcheckError, InternalError
 from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.notify import Notify
-from flowcheck.node.output import Events
 from flowcheck.node.rights import Rights
+from flowcheck.node.saying import Events
 
 __all__ = ["main"]
 
@@ -101,24 +101,24 @@ def _begin(settings: NodeConfig, as_json: bool, check_only: bool) -> None:
 def _serve(
     errors: AbstractContextManager[None], make: Callable[[Events], Service], settings: NodeConfig, as_json: bool
 ) -> None:
-    say = Events(as_json, settings.output.status_file)
-    with errors, make(say) as node:
-        came: list[int] = []
+    with Events(as_json, settings.output.status_file) as say:
+        with errors, make(say) as node:
+            came: list[int] = []
 
-        def stop(number: int, _: object) -> None:
-            came.append(number)
-            node.stop()
+            def stop(number: int, _: object) -> None:
+                came.append(number)
+                node.stop()
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, stop)
-        signal.signal(signal.SIGHUP, lambda *_: node.reload())
-        node.announce(say)
-        Notify().ready()
-        node.wait()
-        why = signal.Signals(came[0]).name if came else "asked to"
-        Notify().stopping()
-        say("stopping", why=f"{why}: {node.last}")
-    say("stopped")
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, stop)
+            signal.signal(signal.SIGHUP, lambda *_: node.reload())
+            node.announce(say)
+            Notify().ready()
+            node.wait()
+            why = signal.Signals(came[0]).name if came else "asked to"
+            Notify().stopping()
+            say("stopping", why=f"{why}: {node.last}")
+        say("stopped")
 
 
 def main() -> None:

@@ -171,8 +171,8 @@ class _InMemory(Held):
             offer.run_id, offer.epoch, offer.step, offer.shard, version.status, version.unproven, version.optimizer,
             self._reader.rounding, files, version.matches,
         ).document()
-        while len(self._kept) >= KEPT:
-            del self._kept[next(iter(self._kept))]
+        for id in list(self._kept)[: max(0, len(self._kept) - KEPT + 1)]:
+            self._kept.pop(id, None)
         self._kept[offer.id] = json.dumps(document).encode()
         return self._kept[offer.id]
 
@@ -320,7 +320,10 @@ class MemoryShelf(Shelf):
                 there[path, inode] = named[1]
         for key in self._readers.keys() - there.keys():
             self._readers.pop(key).close()
-        return _sorted(one for key, shard in there.items() for one in self._slots(key, shard))
+        found = _sorted(one for key, shard in there.items() for one in self._slots(key, shard))
+        for id in self._kept.keys() - self._held.keys() - {one.offer.id for one in found}:
+            self._kept.pop(id, None)  # its slot has another version: nobody can ask for this one again
+        return found
 
     def _slots(self, key: tuple[Path, int], shard: str) -> Iterator[Holding]:
         try:

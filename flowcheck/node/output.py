@@ -1,29 +1,26 @@
-"""What people and programs see of a node: one line per event, hashes of every version, checkpoints on disk.
+"""What a node writes of its versions: hashes of every one, and checkpoints on disk. Its events: saying.py.
 
-Lines go to standard output, as text or as JSON; a reader that has gone ends nothing. Hashes are written on the thread
-that publishes (they are a harness for the lab), checkpoints by a thread for each group: while one is being written the
-next ones of that group that are due are skipped and said so. Files are appended or written aside; nothing is half.
+Hashes are written on the thread that publishes (they are a harness for the lab), checkpoints by a thread for each
+group: while one is being written the next ones of that group that are due are skipped and said so. Files are appended
+or written aside; nothing is half.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flowcheck.checkpoint.directory import tensor_sha256
-from flowcheck.durable import check_writable, reporting, write_atomic
+from flowcheck.durable import check_writable, reporting
 from flowcheck.errors import EnvironmentProblem, FlowcheckError
 from flowcheck.node.config import Output
 from flowcheck.rebuild.replica import JobReplica
 
-__all__ = ["Events", "Hashes", "Writer", "check_places"]
+__all__ = ["Hashes", "Writer", "check_places"]
 
 Users = Callable[[], Mapping[int, bytes]]  # by rank: a file of flowcheck/control/user_state.py
 MARGIN = 1.25  # a checkpoint has to be done before the next one is due by this factor
@@ -43,70 +40,6 @@ def check_places(output: Output) -> None:
             raise EnvironmentProblem(
                 "is no regular file", where=str(path), remedy=f"the name of a file in output.{setting}"
             )
-
-
-class Events:
-    """Lines for standard output. Any thread."""
-
-    def __init__(self, as_json: bool, status_file: Path | None) -> None:
-        self._json, self._file = as_json, status_file
-        self._lock = threading.Lock()
-        self._last: dict[str, dict[str, Any]] = {}
-        self._jobs: dict[str, str] = {}  # run ids, by group
-        self._unwritable = False  # the status file was, when it was tried last
-
-    def __call__(self, event: str, **fields: Any) -> None:
-        line = {"event": event, "time": round(time.time(), 3), **fields}
-        with self._lock:
-            if event == "attached":
-                self._jobs[fields["name"]] = fields["run_id"]
-            elif "run_id" not in fields and fields.get("name") in self._jobs:
-                line["job"] = self._jobs[fields["name"]]
-            self._print(line)
-            self._last[f"{event} {fields.get('name', '')}".strip()] = line
-            if self._file is not None:
-                self._write(self._file)
-
-    def _print(self, line: dict[str, Any]) -> None:
-        try:
-            print(json.dumps(line) if self._json else _text(line), flush=True)
-        except (BrokenPipeError, ValueError):
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # nobody reads; the node goes on
-
-    def _write(self, path: Path) -> None:
-        """A full disk ends nothing, either: versions are made all the same."""
-        try:
-            write_atomic(path, (json.dumps(self._last, indent=1) + "\n").encode())
-            self._unwritable = False
-        except EnvironmentProblem as error:
-            if not self._unwritable:
-                self._print({"event": "problem", "time": round(time.time(), 3), "why": error.message()})
-            self._unwritable = True
-
-
-def _text(line: dict[str, Any]) -> str:
-    fields = {
-        key: value for key, value in line.items()
-        if key not in ("event", "time", "job") and value is not None and value not in ("", [], {})
-    }
-    if line["event"] != "iteration":
-        said = ", ".join(str(value) if key == "text" else f"{key} {value}" for key, value in fields.items())
-        said = "; ".join(part.strip() for part in said.splitlines())  # an event is one line, its remedy too
-        return f"{line['event']}: {said}" if said else line["event"]
-    missing = " ".join(f"{cause} {count}" for cause, count in line["missing"].items())
-    dropped = " ".join(f"{cause} {count}" for cause, count in line["dropped"].items())
-    name = f"{line['name']} " if line["name"] else ""
-    failed = f", {'; '.join(f'{clause}: {reason}' for clause, reason in line['why'])}" if line["why"] else ""
-    updates = f", updates {line['updates']}" if line["updates"] else ""
-    updates += f", rebuilt {line['rebuilt']}" if line["rebuilt"] else ""
-    updates += f", patched {line['patched']}" if line["patched"] else ""
-    updates += f", stale {line['stale']}" if line["stale"] else ""
-    return (
-        f"{name}iteration {line['iteration']}: {'published' if line['published'] else 'NOT published'}"
-        f" {line['status']}, {line['packets']} packets, {line['placed']} placed, missing {missing or 0},"
-        f" healed {line['healed']}, duplicates {line['duplicates']}"
-        f"{f', the node itself dropped {dropped}' if dropped else ''}, lag {line['lag']}{updates}{failed}"
-    )
 
 
 class Hashes:

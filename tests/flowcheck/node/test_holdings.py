@@ -185,6 +185,25 @@ def test_old_hashes_go(make: Callable[..., Replica], memory: MemoryShelf, monkey
     assert list(memory._kept) == [second]
 
 
+def test_hashes_go_with_their_version(make: Callable[..., Replica], memory: MemoryShelf, clock: Clock) -> None:
+    """Each start of a job asks for one: a node's memory does not grow with them. One that is held stays."""
+    replica = make()
+    first, second = id_of(memory, 1), id_of(memory, 2)
+    memory.hold(first).manifest()
+    clock.now += 1000
+    memory.expire()
+    memory.hold(second).manifest()
+    assert set(memory._kept) == {first, second}
+    advance(replica, 9)
+    memory.look()
+    assert list(memory._kept) == [second]
+    clock.now += 1000
+    memory.expire()
+    advance(replica, 3)
+    memory.look()
+    assert memory._kept == {}
+
+
 @pytest.mark.parametrize(("slots", "most"), [(2, 1), (3, 1), (4, 2)])
 def test_pins_leave_slots_to_update(
     make: Callable[..., Replica], memory: MemoryShelf, slots: int, most: int

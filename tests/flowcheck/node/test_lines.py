@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flowcheck.node.lines import closed_fields, line
-from flowcheck.node.output import Events
+from flowcheck.node.saying import as_text
 from flowcheck.rebuild.deadline import Times
 from flowcheck.rebuild.events import (
     Asked,
@@ -47,13 +47,12 @@ def test_times_are_milliseconds_after_the_first_byte() -> None:
     })
 
 
-def test_what_is_not_known_is_null_and_not_in_the_text(capsys) -> None:
+def test_what_is_not_known_is_null_and_not_in_the_text() -> None:
     name, fields = said(Timed(Times(7, FIRST, FIRST + 10**6), (0, 64), (1, 4)))
     assert {key for key, value in fields.items() if value is None} == {
         "covered", "record", "applied", "published", "next", "slack"}
-    Events(False, None)(name, **fields)
-    assert capsys.readouterr().out == (
-        "times: iteration 107, first 1795364912.25, last 1.0, rings [0, 64], arenas [1, 4]\n")
+    assert as_text({"event": name, **fields}) == (
+        "times: iteration 107, first 1795364912.25, last 1.0, rings [0, 64], arenas [1, 4]")
     assert said(Timed(Times(7), (0, 64), (1, 4)))[1]["first"] is None
 
 

@@ -1,13 +1,11 @@
-"""What people and programs see of a node: its lines, the status file, hashes of versions and checkpoints."""
+"""What a node writes of its versions: their hashes, and checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +21,7 @@ from hypothesis import strategies as st
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import output
 from flowcheck.node.config import Output
-from flowcheck.node.output import Events, Hashes, Writer, check_places
+from flowcheck.node.output import Hashes, Writer, check_places
 
 SECONDS = 120.0  # until a thread must have done something
 
@@ -31,134 +29,6 @@ SECONDS = 120.0  # until a thread must have done something
 @pytest.fixture(autouse=True)
 def clock(monkeypatch) -> None:
     monkeypatch.setattr(output, "time", type("Clock", (), {"time": staticmethod(lambda: 1700000000.12345)}))
-
-
-# -- lines -------------------------------------------------------------------------------------------------------
-
-ITERATION = {
-    "name": "a", "iteration": 7, "published": True, "status": "verified", "packets": 100, "placed": 60, "missing": {},
-    "healed": 3, "duplicates": 5, "dropped": {}, "lag": 2, "updates": "", "rebuilt": 0,
-    "patched": 0, "stale": 0, "failed": [], "why": [],
-}
-
-
-@pytest.mark.parametrize(("event", "fields", "line"), [
-    ("stopped", {}, "stopped"),
-    ("lost", {"name": "a", "why": "x y", "serves": -1}, "lost: name a, why x y, serves -1"),
-    ("lost", {"name": "", "why": "x", "flows": [], "missing": {}, "ranks": 0}, "lost: why x, ranks 0"),
-    ("note", {"text": "as it is", "name": "a"}, "note: as it is, name a"),
-    ("note", {"name": "", "flows": []}, "note"),
-    ("refused", {"rank": 1, "why": "too much\n  remedy: less"}, "refused: rank 1, why too much; remedy: less"),
-    ("iteration", ITERATION, "a iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3,"
-                             " duplicates 5, lag 2"),
-    ("iteration", ITERATION | {"name": "", "published": False, "missing": {"lost": 4, "icrc": 2},
-                               "why": [("covered", "bucket 0"), ("previous", "no")]},
-     "iteration 7: NOT published verified, 100 packets, 60 placed, missing lost 4 icrc 2, healed 3, duplicates 5,"
-     " lag 2, covered: bucket 0; previous: no"),
-    ("iteration", ITERATION | {"updates": "early"}, "a iteration 7: published verified, 100 packets, 60 placed,"
-                                                    " missing 0, healed 3, duplicates 5, lag 2, updates early"),
-    ("iteration", ITERATION | {"name": "", "updates": "at_record", "rebuilt": 1},
-     "iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3, duplicates 5, lag 2, updates"
-     " at_record, rebuilt 1"),
-    ("iteration", ITERATION | {"dropped": {"ring_full": 3, "eth1 no_mbuf": 1}},
-     "a iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3, duplicates 5, the node itself"
-     " dropped ring_full 3 eth1 no_mbuf 1, lag 2"),
-    ("iteration", ITERATION | {"updates": "early", "patched": 6, "stale": 2},
-     "a iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3, duplicates 5, lag 2, updates"
-     " early, patched 6, stale 2"),
-])
-def test_lines_for_people(capsys, event: str, fields: dict[str, Any], line: str) -> None:
-    Events(False, None)(event, **fields)
-    assert capsys.readouterr().out == line + "\n"
-
-
-def test_lines_for_programs(capsys) -> None:
-    say = Events(True, None)
-    say("iteration", **ITERATION)
-    say("stopped")
-    first, second = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
-    assert first == {"event": "iteration", "time": 1700000000.123, **ITERATION}
-    assert second == {"event": "stopped", "time": 1700000000.123}
-
-
-def test_each_line_is_out_at_once(monkeypatch) -> None:
-    flushed: list[str] = []
-
-    class Out(io.StringIO):
-        def flush(self) -> None:
-            flushed.append(self.getvalue())
-
-    monkeypatch.setattr(sys, "stdout", Out())
-    Events(False, None)("stopped")
-    assert flushed[-1:] == ["stopped\n"]
-
-
-def test_the_status_file_has_the_last_line_of_each_event_and_group(capsys, tmp_path) -> None:
-    path = tmp_path / "status.json"
-    say = Events(False, path)
-    say("lost", name="a", why="first")
-    say("lost", name="a", why="second")
-    say("lost", name="b", why="of b")
-    say("stopped")
-    text = path.read_text()
-    assert text.endswith("}\n") and text.startswith('{\n "lost a": {\n  "event"')
-    found = json.loads(text)
-    assert list(found) == ["lost a", "lost b", "stopped"] and found["lost b"]["why"] == "of b"
-    assert found["lost a"] == {"event": "lost", "time": 1700000000.123, "name": "a", "why": "second"}
-    assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
-
-
-@pytest.mark.parametrize("closed", [False, True])
-def test_a_reader_that_has_gone_ends_nothing(monkeypatch, tmp_path, closed: bool) -> None:
-    """A broken pipe, or a stream that is closed: nobody reads, and the status file is still written."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    gone = os.fdopen(writing, "w")
-    if closed:
-        with contextlib.suppress(OSError):
-            gone.close()
-    monkeypatch.setattr(sys, "stdout", gone)
-    path = tmp_path / "status.json"
-    say = Events(False, path)
-    say("lost", why="one")
-    say("lost", why="two")
-    assert json.loads(path.read_text())["lost"]["why"] == "two"
-    sys.stdout.close()
-    with contextlib.suppress(OSError):
-        gone.close()
-
-
-def test_a_status_file_that_can_no_longer_be_written_ends_nothing_and_is_said_once(capsys, tmp_path) -> None:
-    folder = tmp_path / "status"
-    folder.mkdir()
-    say = Events(False, folder / "status.json")
-    say("lost", why="one")
-    (folder / "status.json").unlink()
-    folder.rmdir()
-    say("lost", why="two")
-    say("lost", why="three")
-    first, second, problem, third = capsys.readouterr().out.splitlines()
-    assert (first, second, third) == ("lost: why one", "lost: why two", "lost: why three")
-    assert problem.startswith("problem: why ") and "cannot be written: No such file or directory" in problem
-    folder.mkdir()
-    say("stopped")
-    assert json.loads((folder / "status.json").read_text())["lost"]["why"] == "three"
-
-
-def test_a_status_file_that_never_could_be_written_is_said_with_the_time(capsys, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(output.time, "time", lambda: 1234.56789)
-    say = Events(True, tmp_path / "absent" / "status.json")
-    for why in ("one", "two"):
-        say("lost", why=why)
-    first, problem, second = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (first["why"], second["why"]) == ("one", "two")
-    assert (problem["event"], problem["time"]) == ("problem", 1234.568) and "cannot be written" in problem["why"]
-    (tmp_path / "absent").mkdir()
-    say("lost", why="three")
-    (tmp_path / "absent" / "status.json").unlink()
-    (tmp_path / "absent").rmdir()
-    say("lost", why="four")
-    assert [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()] == ["lost", "lost", "problem"]
 
 
 # -- hashes --------------------------------------------------------------------------------------------------------

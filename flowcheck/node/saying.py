@@ -1,0 +1,178 @@
+"""What a node says: a line for each event on standard output, as text or as JSON, and the last of each in a file.
+
+    with Events(as_json, status_file) as say:
+        say("attached", name="a", run_id="r")      on any thread; it never waits
+    ...                                            in the end what is still to be written gets END_SECONDS
+
+A terminal that was stopped, a log collector that hangs and a disk that does not answer hold up who prints. So a thread
+of its own prints, and another one writes the file: who says an event follows a job and has no time for either. Lines
+wait for at most MOST events; what comes then is counted, and the count is said (`unsaid`) when lines are taken again.
+The file needs no such bound: what is written next is what holds then. Nothing here ends a node: neither a reader that
+has gone nor a disk that is full.
+
+Standard output is descriptor 1, and not Python's object: a thread that is held up inside that keeps its lock, and the
+process could not end.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from flowcheck.durable import write_atomic
+from flowcheck.errors import EnvironmentProblem
+
+__all__ = ["END_SECONDS", "MOST", "Events", "as_text"]
+
+MOST = 10_000  # events that wait to be printed: minutes of them, and some megabytes
+END_SECONDS = 5.0
+STDOUT = 1
+
+
+class Events:
+    """Called by any thread. status_file: the last event of each kind and group, replaced whole."""
+
+    def __init__(self, as_json: bool, status_file: Path | None) -> None:
+        self._json, self._file = as_json, status_file
+        self._changed = threading.Condition(threading.RLock())
+        self._lines: deque[tuple[str, int]] = deque()  # with how many events each stands for
+        self._printing = False
+        self._unsaid = 0  # events that found no room
+        self._last: dict[str, Any] = {}
+        self._jobs: dict[str, str] = {}  # run ids, by group
+        self._said, self._written = 0, 0  # events, and those that the file has
+        self._closed = False
+        for name, run in (("events", self._print_all), *([("status", self._keep)] if status_file is not None else [])):
+            threading.Thread(target=run, name=f"flowcheck {name}", daemon=True).start()
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        line = {"event": event, "time": round(time.time(), 3), **fields}
+        with self._changed:
+            if event == "attached":
+                self._jobs[fields["name"]] = fields["run_id"]
+            elif "run_id" not in fields and fields.get("name") in self._jobs:
+                line["job"] = self._jobs[fields["name"]]
+            if self._file is not None:
+                self._last[f"{event} {fields.get('name', '')}".strip()] = json.loads(json.dumps(line))  # as it is now
+                self._said += 1
+            self._put(line)
+
+    def _put(self, line: dict[str, Any]) -> None:
+        count = line["count"] if line["event"] == "unsaid" else 1
+        if len(self._lines) < MOST:
+            self._lines.append((json.dumps(line) if self._json else as_text(line), count))
+        else:
+            self._unsaid += count
+        self._changed.notify_all()
+
+    # -- the two threads ---------------------------------------------------------------------------------------------
+
+    def _print_all(self) -> None:
+        whole = True
+        while True:
+            with self._changed:
+                self._printing = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._lines or self._closed)
+                if not self._lines:
+                    return
+                (text, count), self._printing = self._lines.popleft(), True
+            line = f"{'' if whole else chr(10)}{text}\n".encode(errors="backslashreplace")  # names of files may be odd
+            left, nobody = _write(line)
+            whole = not left or (whole and left == len(line))
+            with self._changed:
+                if left and not nobody:
+                    self._unsaid += count
+                elif self._unsaid and not self._lines:  # those that came since found no room
+                    count, self._unsaid = self._unsaid, 0
+                    say = self.__call__
+                    say("unsaid", count=count, why="standard output did not take events as fast as they came")
+
+    def _keep(self) -> None:
+        """A full disk ends nothing, either: versions are made all the same."""
+        assert self._file is not None
+        unwritable = False
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._written != self._said or self._closed)
+                if self._written == self._said:
+                    return
+                number, last = self._said, dict(self._last)
+            try:
+                write_atomic(self._file, (json.dumps(last, indent=1) + "\n").encode())
+                unwritable = False
+            except EnvironmentProblem as error:
+                if not unwritable:
+                    with self._changed:
+                        self._put({"event": "problem", "time": round(time.time(), 3), "why": error.message()})
+                unwritable = True
+            with self._changed:
+                self._written = number
+                self._changed.notify_all()
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def flush(self, seconds: float) -> bool:
+        """Until all that was said is written. False: it is not, after so long."""
+        with self._changed:
+            return self._changed.wait_for(self._done, seconds)
+
+    def _done(self) -> bool:
+        return not self._lines and not self._printing and (self._file is None or self._written == self._said)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        """What is not written by then never is."""
+        self.flush(END_SECONDS)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+def _write(line: bytes) -> tuple[int, bool]:
+    """Bytes that are left, and whether that is so because nobody reads."""
+    left = memoryview(line)
+    while left:
+        try:
+            left = left[os.write(STDOUT, left) :]
+        except BlockingIOError:
+            select.select([], [STDOUT], [])
+        except OSError as error:  # a full disk: there may be room again
+            return len(left), error.errno in (errno.EPIPE, errno.EBADF)
+    return 0, False
+
+
+def as_text(line: dict[str, Any]) -> str:
+    """For people. line: of an event, as it is written as JSON."""
+    fields = {
+        key: value for key, value in line.items()
+        if key not in ("event", "time", "job") and value is not None and value not in ("", [], {})
+    }
+    if line["event"] != "iteration":
+        said = ", ".join(str(value) if key == "text" else f"{key} {value}" for key, value in fields.items())
+        said = "; ".join(part.strip() for part in said.splitlines())  # an event is one line, its remedy too
+        return f"{line['event']}: {said}" if said else line["event"]
+    missing = " ".join(f"{cause} {count}" for cause, count in line["missing"].items())
+    dropped = " ".join(f"{cause} {count}" for cause, count in line["dropped"].items())
+    name = f"{line['name']} " if line["name"] else ""
+    failed = f", {'; '.join(f'{clause}: {reason}' for clause, reason in line['why'])}" if line["why"] else ""
+    updates = f", updates {line['updates']}" if line["updates"] else ""
+    updates += f", rebuilt {line['rebuilt']}" if line["rebuilt"] else ""
+    updates += f", patched {line['patched']}" if line["patched"] else ""
+    updates += f", stale {line['stale']}" if line["stale"] else ""
+    return (
+        f"{name}iteration {line['iteration']}: {'published' if line['published'] else 'NOT published'}"
+        f" {line['status']}, {line['packets']} packets, {line['placed']} placed, missing {missing or 0},"
+        f" healed {line['healed']}, duplicates {line['duplicates']}"
+        f"{f', the node itself dropped {dropped}' if dropped else ''}, lag {line['lag']}{updates}{failed}"
+    )
