@@ -73,8 +73,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Trend:
-    """slope: bytes in an hour. error: its standard error. files: the fewest that were open in the first and in the last
-    third of what counts. samples: that count."""
+    """slope: bytes in an hour. error: its standard error. files: how many were open in the middle of the first and of the
+    last third of what counts, by number: while a rank is away its connections are, too. samples: that count."""
 
     slope: float
     error: float
@@ -106,8 +106,8 @@ def trend(samples: Sequence[Sample]) -> Trend | None:
     slope = sum((x - mean) * (y - level) for x, y in zip(at, memory, strict=True)) / spread
     rest = sum((y - level - slope * (x - mean)) ** 2 for x, y in zip(at, memory, strict=True))
     third = len(counted) // 3
-    files = min(one.files for one in counted[:third]), min(one.files for one in counted[-third:])
-    return Trend(slope, (rest / (len(at) - 2) / spread) ** 0.5, files, len(counted))
+    first, last = (sorted(one.files for one in part)[third // 2] for part in (counted[:third], counted[-third:]))
+    return Trend(slope, (rest / (len(at) - 2) / spread) ** 0.5, (first, last), len(counted))
 
 
 class Meter:

@@ -56,6 +56,16 @@ def test_files_that_stay_open_are_found() -> None:
     assert one is not None and not one.grows and not one.flat and one.files[0] < one.files[1]
 
 
+def test_connections_of_ranks_that_are_away_are_no_trend() -> None:
+    """Whether a rank is away in the last third, too, is chance. One that leaves a file open each time is found."""
+    away = [Sample(float(at), MB, 20 if at in range(320, 330) else 23) for at in range(900)]
+    one = trend(away)
+    assert one is not None and one.flat and one.files == (23, 23)
+    leaves = [Sample(float(at), MB, 23 + at // 180) for at in range(900)]
+    one = trend(leaves)
+    assert one is not None and not one.flat
+
+
 def test_a_meter_sees_a_process_and_what_it_has_started() -> None:
     """The one grows; both are there until they end."""
     child = "import sys, time; print('up', flush=True); sys.stdin.read()"
