@@ -73,8 +73,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Trend:
-    """slope: bytes in an hour. error: its standard error. files: how many were open in the middle of the first and of the
-    last third of what counts, by number: while a rank is away its connections are, too. samples: that count."""
+    """slope: bytes in an hour. error: its standard error. files: how many were open in the first and the last third of
+    what counts, the median: while a rank is away its connections are, too. samples: that count."""
 
     slope: float
     error: float
