@@ -191,7 +191,8 @@ def test_it_is_said_when_it_begins_and_when_it_is_over() -> None:
     shadow.has(0)
     shadow.published(8, 0)
     assert said[2:] == [("withheld", {"step": 8, "matches": 0, "needs": 2})]
-    assert shadow.begins("another") == 0
+    shadow.published(9, 1)
+    assert shadow.begins("another") == 0, "a match of the run before is none of this one"
     shadow.published(1, 0)
     assert said[3:] == [("withheld", {"step": 1, "matches": 0, "needs": 2})]
 
@@ -199,6 +200,7 @@ def test_it_is_said_when_it_begins_and_when_it_is_over() -> None:
 def test_without_shadow_mode_nothing_is_said() -> None:
     said = Said()
     shadow = Shadow(0, said)
+    assert Shadow(1, said).begins("") == 0
     shadow.begins("run")
     shadow.published(1, 0)
     assert said == [] and shadow.trusts
