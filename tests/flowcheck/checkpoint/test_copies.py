@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ import torch
 from flowcheck.checkpoint.copies import take_copy
 from flowcheck.checkpoint.directory import load_step
 from flowcheck.checkpoint.users import load_user
-from flowcheck.control.ask import AskError, Node
+from flowcheck.control.ask import COPY, AskError, Node
 from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.node.holdings import DiskShelf
 
-from ..hand_api import KEY, HandApi, HandVersion
+from ..hand_api import KEY, HandApi, HandVersion, seal
 
 
 @pytest.fixture
@@ -46,6 +48,20 @@ def test_everything_is_the_sources(api: HandApi, tmp_path: Path) -> None:
     assert torch.equal(user.state["generator"], state["generator"])
     with pytest.raises(UserError):
         load_user(path, found.manifest, 0)
+
+
+@pytest.mark.parametrize(("status", "matches"), [("verified", 4), ("verified", 1), ("unverified", 3)])
+def test_what_the_source_would_offer_is_offered_of_its_copy(
+    api: HandApi, tmp_path: Path, status: str, matches: int
+) -> None:
+    """In shadow mode, by how many checksums had matched: as many as the source says, and not as many as its status."""
+    api.versions[0].document = seal(api.versions[0].document | {"status": status, "matches": matches})
+    copy(api, tmp_path / "source" / "run" / "epoch-2")
+    for needs, offered in ((0, True), (matches, True), (matches + 1, False)):
+        with closing(DiskShelf(tmp_path, tier=COPY, needs=needs)) as shelf:
+            (found,) = shelf.look()
+            assert (found.offer.matches, found.offer.status) == (matches, status)
+            assert (shelf.withheld(found.offer) == "") == offered, needs
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
