@@ -57,8 +57,8 @@ class Telling:
         self._next = now + EVERY_SECONDS
         more = {
             "version": __version__, "captures": [self._capture(i) for i in range(len(self._planned))],
-            "unclaimed": self._port.unclaimed if self._port is not None else 0, "connected": dict(self._connected()),
-            "common": dict(self._common()), "shadow": self._shadow,
+            "unclaimed": dict(self._port.unclaimed) if self._port is not None else {},
+            "connected": dict(self._connected()), "common": dict(self._common()), "shadow": self._shadow,
         }
         rows, events = ROWS, EVENTS
         while not self.board.write(json.dumps(self.tally.document(rows, events) | more).encode()):

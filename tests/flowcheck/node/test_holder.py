@@ -35,6 +35,7 @@ from ..hand_node import until
 from .conftest import LONGEST, NodeProcess
 from .registry_scene import etcd_server
 from .test_service import _iteration, _job, _join, _run
+from .test_serving import ask
 
 WITHOUT = "import sys\nsys.modules['dataplane'] = None\n"  # importing it, or anything of it, is an error
 
@@ -108,6 +109,18 @@ def test_it_holds_what_the_source_had(start: Callable[..., NodeProcess], shm: Pa
     holder.process.kill()
     holder.process.wait(LONGEST)
     back(start(serving.address))
+
+
+def test_its_metrics_are_there_although_it_has_no_port(tmp_path: Path) -> None:
+    """What is made of captures is empty for it, and has to have their form."""
+    given = NodeConfig.model_validate({
+        "tokens": {"reader": str(tmp_path / "token")}, "api": {"listen": "127.0.0.1:0"},
+        "protect": {"copies": ["127.0.0.1:9"], "directory": str(tmp_path)},
+    })
+    (tmp_path / "token").write_text(TOKEN)
+    with Holder(given, lambda *_, **__: None) as holder:
+        status, text = ask(holder.api, "/metrics")
+    assert (status, b"flowcheck_node_info{" in text) == (200, True), text
 
 
 @pytest.mark.slow
