@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from flowcheck.control.messages import GROUP
 from flowcheck.control.torch_state import torch_state
 from flowcheck.errors import UserError
 from updater.errors import UpdaterError
@@ -28,6 +29,7 @@ from updater.reader import PinnedVersion, Reader
 __all__ = ["Replica"]
 
 SHARED_MEMORY = "/dev/shm"
+NAME = re.compile(rf"flowcheck-(.+)-({GROUP.pattern})-([0-9]+)\.replica")  # a group has no hyphen, a node may
 
 
 class Replica:
@@ -79,9 +81,11 @@ class Replica:
         """
         found: dict[str, list[tuple[int, Path]]] = {}
         for path in Path(directory).glob("flowcheck-*.replica"):
-            named = re.fullmatch(r"flowcheck-(.*)-(\d+)\.replica", path.name)
-            if named and _fits(named[1], node, group) and _holds(path, run_id, epoch):
-                found.setdefault(named[1], []).append((int(named[2]), path))
+            named = NAME.fullmatch(path.name)
+            if named is None or node not in (None, named[1]) or group not in (None, named[2]):
+                continue
+            if _holds(path, run_id, epoch):
+                found.setdefault(f"{named[1]}-{named[2]}", []).append((int(named[3]), path))
         if len(found) > 1:
             raise UserError(
                 f"replicas of several groups fit: {', '.join(sorted(found))} (node-group)", where=str(directory),
@@ -129,13 +133,6 @@ class Replica:
     def __repr__(self) -> str:
         said = "no checksum compared" if self.verified is None else f"verified up to step {self.verified}"
         return f"Replica(step {self.step} of run {self.run_id!r}, epoch {self.epoch}, {said}; {self.path})"
-
-
-def _fits(label: str, node: str | None, group: str | None) -> bool:
-    """label: NODE-GROUP of a file's name; both may have dashes of their own."""
-    if node is not None and group is not None:
-        return label == f"{node}-{group}"
-    return (node is None or label.startswith(f"{node}-")) and (group is None or label.endswith(f"-{group}"))
 
 
 def _holds(path: Path, run_id: str | None, epoch: int | None) -> bool:

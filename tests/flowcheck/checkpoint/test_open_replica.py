@@ -141,22 +141,23 @@ def test_a_newer_file_without_a_version_of_the_run_is_passed_over(shm: Path) -> 
 
 
 def test_groups_are_told_apart(shm: Path) -> None:
-    """Node and group may have dashes of their own: both together are the whole name."""
-    labels = {"node-1-a": 1, "node-1-b": 2, "other-b": 3}
+    """A node may have dashes of its own, and then it is no group of the node whose name is the part before."""
+    labels = {"node-1-a": 1, "node-1-b": 2, "other-b": 3, "node-": 4}
     made = [_writer(shm / f"flowcheck-{label}-1.replica", step=step) for label, step in labels.items()]
     for asked, step in (
-        ({"node": "node-1", "group": "a"}, 1), ({"node": "node", "group": "1-a"}, 1), ({"group": "a"}, 1),
-        ({"node": "other"}, 3), ({"node": "node-1", "group": "b"}, 2),
+        ({"node": "node-1", "group": "a"}, 1), ({"group": "a"}, 1), ({"node": "other"}, 3),
+        ({"node": "node-1", "group": "b"}, 2), ({"node": "node"}, 4), ({"group": ""}, 4),
     ):
         with Replica.latest(shm, **asked) as replica:
             assert replica.step == step, asked
-    for asked, fit in (({}, "node-1-a, node-1-b, other-b"), ({"node": "node-1"}, "node-1-a, node-1-b"),
+    for asked, fit in (({}, "node-, node-1-a, node-1-b, other-b"), ({"node": "node-1"}, "node-1-a, node-1-b"),
                        ({"group": "b"}, "node-1-b, other-b")):
         with pytest.raises(UserError) as refused:
             Replica.latest(shm, **asked)
         assert refused.value.what == f"replicas of several groups fit: {fit} (node-group)"
         assert refused.value.where == str(shm)
-    for asked in ({"node": "nod"}, {"group": "1"}, {"node": "node-1", "group": "c"}):
+    for asked in ({"node": "nod"}, {"group": "1"}, {"node": "node-1", "group": "c"}, {"node": "node", "group": "1-a"},
+                  {"group": "1-a"}, {"node": "node-1-a"}):
         with pytest.raises(UserError, match="no replica with a complete version"):
             Replica.latest(shm, **asked)
     for one in made:
