@@ -43,6 +43,7 @@ class Reader:
     def __init__(self, path: str | os.PathLike[str], *, run_id: str | None = None, epoch: int | None = None) -> None:
         path = Path(path)
         self._store, self._path = Store.read(path), path
+        self._place = path.absolute()  # a process may go to another directory
         for what, wanted in (("run_id", run_id), ("epoch", epoch)):
             if wanted is not None and self._store.layout[what] != wanted:
                 self.close()
@@ -112,6 +113,13 @@ class Reader:
         """Step -> checksums of the trainer that had matched when it was published, of the complete versions at this
         moment."""
         return {step: _said(self._store, index)[2] for step, index in sorted(self._store.complete().items())}
+
+    def is_there(self) -> bool:
+        """Does the file still have its name? It loses it when its writer finds that it is wrong."""
+        try:
+            return os.path.samestat(os.fstat(self._store.fd), os.stat(self._place))
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Let go of the file; may be called twice. Pins that are held stay until their blocks are left."""

@@ -5,7 +5,8 @@
         optimizer.load_state_dict(replica.optimizer_state_dict())
 
 The node may be running, or be gone: its file stays. A Replica is one version, which does not change while it is open:
-both calls give the same step. Meanwhile it holds one of the node's version slots, so close it. Any thread.
+both calls give the same step, or raise once the node has removed the file: it does that where it finds it to be wrong.
+Meanwhile it holds one of the node's version slots, so close it. Any thread.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Replica:
     def __init__(self, path: Path, reader: Reader, version: PinnedVersion, held: ExitStack) -> None:
         self.path, self.step, self.verified = path, version.step, reader.verified
         self.run_id, self.epoch = reader.run_id, reader.epoch
-        self._version, self._rounding = version, reader.rounding
+        self._version, self._rounding, self._reader = version, reader.rounding, reader
         self._close = weakref.finalize(self, held.close)
 
     @classmethod
@@ -101,26 +102,40 @@ class Replica:
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """For `model.load_state_dict`: copies, every entry of the model in its order."""
-        self._check_open()
-        return {name: tensor.clone() for name, tensor in self._version.parameters.items()}
+        """For `model.load_state_dict`: copies, every entry of the model in its order.
+
+        Raises UserError: it is closed, or its file was removed by now.
+        """
+        self._check_good()
+        state = {name: tensor.clone() for name, tensor in self._version.parameters.items()}
+        self._check_good()  # copying takes long
+        return state
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """For `load_state_dict` of an optimizer with the same groups in the same order as the trainer's: copies."""
-        self._check_open()
+        """For `load_state_dict` of an optimizer with the same groups in the same order as the trainer's: copies.
+
+        Raises UserError as `state_dict` does, and if there is no optimizer.
+        """
+        self._check_good()
         state = {
             name: {key: tensor.clone() for key, tensor in values.items()}
             for name, values in self._version.optimizer_state.items()
         }
+        self._check_good()
         return torch_state(self._version.optimizer, state, self._rounding, str(self.path))
 
     def close(self) -> None:
         """Let go of the version; may be called twice."""
         self._close()
 
-    def _check_open(self) -> None:
+    def _check_good(self) -> None:
         if not self._close.alive:
             raise UserError("is closed", where=str(self.path), remedy="open it again, or read inside the with block")
+        if not self._reader.is_there():
+            raise UserError(
+                "was removed since it was opened: its node found it to be wrong, or has a newer one, or has ended",
+                where=str(self.path), remedy="use nothing that was read from it, and open the newest: Replica.latest()",
+            )
 
     def __enter__(self) -> Replica:
         return self

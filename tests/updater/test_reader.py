@@ -105,6 +105,18 @@ def test_a_reader_that_is_closed_keeps_its_pins_until_their_blocks_end(made, shm
     assert 0 not in made.steps
 
 
+def test_a_file_that_lost_its_name_is_not_there(made, shm):
+    with contextlib.closing(Reader(shm / "r")) as reader:
+        assert reader.is_there()
+        (shm / "r").rename(shm / "s")
+        (shm / "r").write_bytes((shm / "s").read_bytes())
+        assert not reader.is_there()
+        (shm / "s").rename(shm / "r")
+        assert reader.is_there()
+        (shm / "r").unlink()
+        assert not reader.is_there()
+
+
 @pytest.mark.parametrize(
     ("asked", "why"),
     [({"run_id": "other"}, "run_id 'run', not 'other'"), ({"run_id": ""}, "run_id 'run', not ''"),

@@ -86,6 +86,46 @@ def test_one_that_is_forgotten_lets_go_of_its_version(shm: Path) -> None:
     made.close()
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_one_that_its_node_removes_is_read_no_more(shm: Path, again: bool) -> None:
+    """Because it is wrong, perhaps. Another file that has its name since then is not the one that is open."""
+    path = shm / "flowcheck-n-g-1.replica"
+    made = [_writer(path, step=5)]
+    with Replica.open(path) as replica:
+        replica.state_dict(), replica.optimizer_state_dict()
+        path.unlink()
+        if again:
+            made.append(_writer(path, step=6))
+        for call in (replica.state_dict, replica.optimizer_state_dict):
+            with pytest.raises(UserError, match="was removed since it was opened") as refused:
+                call()
+            assert refused.value.where == str(path) and refused.value.remedy
+    for one in made:
+        one.close()
+
+
+def test_one_that_is_removed_while_it_is_copied_is_not_given(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [_writer(shm / f"flowcheck-n-g-{number}.replica", step=5) for number in (1, 2)]
+    clone = torch.Tensor.clone
+    for number, name in enumerate(("state_dict", "optimizer_state_dict"), 1):
+        path = shm / f"flowcheck-n-g-{number}.replica"
+        with Replica.open(path) as replica, monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "clone", lambda one, path=path: (path.unlink(missing_ok=True), clone(one))[1])
+            with pytest.raises(UserError, match="was removed since it was opened"):
+                getattr(replica, name)()
+    for one in made:
+        one.close()
+
+
+def test_another_working_directory_is_no_removal(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _writer(shm / "flowcheck-n-g-1.replica")
+    monkeypatch.chdir(shm)
+    with Replica.latest(".") as replica:
+        monkeypatch.chdir("/")
+        assert replica.state_dict()["w"].tolist() == [[8.0, 8.0], [8.0, 8.0]]
+    made.close()
+
+
 def test_verified_is_said(shm: Path) -> None:
     path = shm / "flowcheck-n-g-1.replica"
     made = _writer(path)
