@@ -21,7 +21,8 @@ __all__ = ["BUCKETS", "CONDITIONS", "STAGES", "GroupTally", "Tally"]
 ROWS = 48
 EVENTS = 64
 FAILURES = 16
-MOST_GROUPS = 16  # names that are kept; a node has fewer groups, but they may change
+MOST_GROUPS = 16  # groups that are kept; a node follows fewer, but they may change
+MOST_NAMES = 1024  # names whose events are counted: a holder has one for each shard that it copies
 MOST_TEXT = 600  # characters of an event's sentence that are kept
 
 # Of an iteration, in this order; the fields of `times` at which each ends.
@@ -108,7 +109,14 @@ class GroupTally:
         if handle is not None:
             handle(now, fields)
 
+    @classmethod
+    def follows(cls, event: str) -> bool:
+        """It is of a group that this node follows, and not of copies, say, that it holds of others' shards."""
+        return hasattr(cls, f"_{event}") or any(event in begins | ends for begins, ends in CONDITIONS.values())
+
     def _attached(self, now: float, said: Mapping[str, Any]) -> None:
+        if said["run_id"] != self.job:  # what the job before it had is as old as that job
+            self.step, self.step_time, self.lag, self.checkpoint = 0, 0.0, 0, {"step": 0, "time": 0.0}
         self.job, self.epoch, self.ranks, self.flows = said["run_id"], said["epoch"], said["ranks"], said["flows"]
         self.attached, self.resync, self.ended = now, said["resync"], False
         self.status, self.stale, self.slack, self.matches = "waiting", 0, None, 0
@@ -198,6 +206,7 @@ class Tally:
         self._broken = False
         self._started = clock()
         self._groups: OrderedDict[str, GroupTally] = OrderedDict()
+        self._names: OrderedDict[str, None] = OrderedDict()  # the one that was heard last comes last
         self._counts: dict[str, dict[str, int]] = {}
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
 
@@ -220,7 +229,9 @@ class Tally:
         now = self._clock()
         name = fields.get("name")
         with self._lock:
-            if name is not None:
+            if name:
+                self._keep(name)
+            if name is not None and (name in self._groups or GroupTally.follows(event)):
                 self._group(name).hear(event, now, fields)
             of = self._counts.setdefault(event, {})
             of[name or ""] = of.get(name or "", 0) + 1
@@ -228,12 +239,18 @@ class Tally:
                 self._events.append({"event": event, "time": round(now, 3), "text": _text(fields)} | (
                     {} if name is None else {"name": name}))
 
+    def _keep(self, name: str) -> None:
+        self._names[name] = None
+        self._names.move_to_end(name)
+        while len(self._names) > MOST_NAMES:
+            gone, _ = self._names.popitem(last=False)
+            for of in self._counts.values():
+                of.pop(gone, None)
+
     def _group(self, name: str) -> GroupTally:
         if name not in self._groups:
             while len(self._groups) >= MOST_GROUPS:
-                gone, _ = self._groups.popitem(last=False)
-                for of in self._counts.values():
-                    of.pop(gone, None)
+                self._groups.popitem(last=False)
             self._groups[name] = GroupTally(name)
         self._groups.move_to_end(name)
         return self._groups[name]

@@ -45,6 +45,16 @@ def test_a_group_that_is_attached() -> None:
     assert made["attached"] == START and made["status"] == "waiting" and made["step_time"] == 0.0
 
 
+def test_a_job_has_nothing_of_the_one_before_it() -> None:
+    """Else its versions and its checkpoints would be old before it has any."""
+    before = attached(), iteration(6, lag=3), ("written", {"name": "dp0", "step": 7, "path": "p"})
+    other = group(tally(*before, attached(run_id="run-8")))
+    assert (other["step"], other["step_time"], other["lag"]) == (0, 0.0, 0)
+    assert other["checkpoint"] == {"step": 0, "time": 0.0} and other["counts"]["published"] == 1
+    again = group(tally(*before, attached(epoch=2)))  # the same job, started again, has its versions
+    assert (again["step"], again["step_time"], again["checkpoint"]["step"]) == (7, START, 7)
+
+
 def test_sums_over_iterations() -> None:
     made = group(tally(
         attached(), iteration(0),
@@ -233,7 +243,28 @@ def test_groups_are_bounded_and_the_one_that_was_heard_longest_ago_goes() -> Non
     made.hear(*attached("new"))
     names = [one["name"] for one in made.document()["groups"]]
     assert len(names) == MOST_GROUPS and "g1" not in names and {"g0", "new"} <= set(names)
-    assert "g1" not in made.document()["counts"]["attached"]
+    assert made.document()["counts"]["attached"]["g1"] == 1, "a counter never goes back while its name is remembered"
+
+
+def test_a_holder_counts_the_events_of_all_that_it_copies() -> None:
+    """It has a name for each shard, many more than a node follows groups; and none of them is a group of its own."""
+    made = Tally("h")
+    for _ in range(2):
+        for number in range(100):
+            made.hear("copied", {"name": f"s{number}", "step": 3})
+    assert made.document()["counts"]["copied"] == {f"s{number}": 2 for number in range(100)}
+    assert made.document()["groups"] == []
+
+
+def test_names_are_bounded_and_the_one_that_was_heard_longest_ago_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_NAMES", 3)
+    made = Tally("h")
+    made.hear("listening", {})
+    for name in ("a", "b", "c", "a", "d"):
+        made.hear("copied", {"name": name})
+        made.hear("uncopied", {"name": name})
+    wanted = {"c": 1, "a": 2, "d": 1}
+    assert made.document()["counts"] == {"listening": {"": 1}, "copied": wanted, "uncopied": wanted}
 
 
 def test_a_document_is_plain_and_does_not_change_afterwards() -> None:

@@ -15,6 +15,7 @@ import pytest
 from flowcheck import __version__
 from flowcheck.node import telling as module
 from flowcheck.node.board import ROOM, Glance
+from flowcheck.node.tally import MOST_GROUPS, MOST_NAMES
 from flowcheck.node.telling import LOST, Telling
 
 from .told_scene import START, Clock, attached, iteration
@@ -101,6 +102,22 @@ def test_what_is_too_much_is_left_out_before_sums_are(scene: Scene) -> None:
     rows = [len(group["rows"]) for group in told["groups"]]
     assert 0 < rows[0] < 48 and len(set(rows)) == 1 and told["groups"][0]["rows"][-1]["iteration"] == 47
     assert all(group["counts"]["published"] == 48 for group in told["groups"])
+
+
+def test_names_and_numbers_alone_have_room(scene: Scene) -> None:
+    """As many as are kept, and as long as they may be: else the node would seem to hang."""
+    tally = scene.telling.tally
+    failure = {"iteration": 10**6, "detected": START, "restored": START, "resumed": START, "seconds": 60.25,
+               "repeated": 3}
+    names = [f"{number:032}" for number in range(MOST_NAMES)]
+    for name in names[-MOST_GROUPS:]:
+        for _ in range(16):
+            tally.hear("came_back", {"name": name} | failure)
+    for name in names:
+        for event in ("copied", "uncopied", "problem", "protected", "unprotected", "redone", "unjournaled"):
+            tally.hear(event, {"name": name, "why": "x" * 600})
+    told = scene.look()
+    assert len(told["counts"]["copied"]) == MOST_NAMES and len(told["groups"]) == MOST_GROUPS
 
 
 def test_rows_and_events_go_before_nothing_is_said(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
