@@ -179,6 +179,7 @@ class Replica:
         self.optimizer, self.rounding = spec, rounding
         self._store = store
         self._kept: tuple[int, ...] = ()
+        self.refused = 0  # how often a slot was wanted and none was free
         self._current: Slot | None = None
         self._lock = threading.Lock()
         self._tuning = chosen()
@@ -459,6 +460,7 @@ class Replica:
                 slot.step = step
                 self._set_state(slot, SlotState.BUILDING)
                 return slot
+        self.refused += 1
         raise NoFreeSlot(f"all {len(self.slots)} slots are current or pinned; the update waits")
 
     def _set_state(self, slot: Slot, state: SlotState) -> None:

@@ -2,7 +2,8 @@
 
 Hashes are written on the thread that publishes (they are a harness for the lab), checkpoints by a thread for each
 group: while one is being written the next ones of that group that are due are skipped and said so. Files are appended
-or written aside; nothing is half.
+or written aside; nothing is half. Versions go on whatever the disk does: a checkpoint that holds the slot that an
+update waits for is given up.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +27,9 @@ __all__ = ["Hashes", "Writer", "check_places"]
 Users = Callable[[], Mapping[int, bytes]]  # by rank: a file of flowcheck/control/user_state.py
 MARGIN = 1.25  # a checkpoint has to be done before the next one is due by this factor
 MOST_LEFT_OUT = 1 << 20
+LOOK_SECONDS = 0.05  # between two looks whether the slot of a version that is being written is needed
+WANTED_SECONDS = 2.0  # that an update waits for it: a disk that is nearly done keeps it
+END_SECONDS = 60.0  # that checkpoints have to end, when the node does; service managers kill after some time
 
 
 def check_places(output: Output) -> None:
@@ -70,8 +75,40 @@ class Hashes:
         self._file.close()
 
 
+class _Held:
+    """A version of a replica, pinned while it is written: until all of it is read, or its slot is given back before
+    that, after `kept` seconds. Raises what `pinned` does."""
+
+    kept = 0.0
+
+    def __init__(self, replica: JobReplica, users: Users | None) -> None:
+        self._pin, self._users, self._lock = ExitStack(), users, threading.Lock()
+        self.version = self._pin.enter_context(replica.pinned())
+        self.gone = threading.Event()
+
+    def let_go(self) -> bool:
+        """False: it was before."""
+        with self._lock:
+            if self.gone.is_set():
+                return False
+            self._pin.close()
+            self.gone.set()
+            return True
+
+    def users(self) -> Mapping[int, bytes]:
+        """What write_step asks for when all tensors are on the disk: from then on nothing of the version is read."""
+        if not self.let_go():
+            raise _GivenUp
+        return self._users() if self._users is not None else {}
+
+
+class _GivenUp(Exception):
+    """The slot was needed, and may have had other bytes since. It was said then."""
+
+
 class Writer:
-    """One checkpoint of each group at a time to disk, on a thread of its own. `close` waits for those under way.
+    """One checkpoint of each group at a time to disk, on a thread of its own. `close` waits for those under way, for a
+    minute: a disk that hangs ends no node, and neither do threads that it holds.
 
     Groups that move in lockstep (the stages of a pipeline, on this node or on others) must share steps on disk. Where
     writing is slower than versions become due, a group therefore leaves out by the number of the step and not by
@@ -105,39 +142,67 @@ class Writer:
             self._say("skipped", name=name, step=replica.step, why=f"a checkpoint takes {lane.seconds:.1f} s, so each"
                       f" {stride * self._every}th step is written; raise output.every")
             return
-        ready = threading.Event()
         lane.began = now
+        try:
+            held = _Held(replica, users)  # from here on the replica may go on: this version stays
+        except FlowcheckError as error:
+            self._say("problem", name=name, why=error.message())
+            return
         lane.thread = threading.Thread(
-            target=self._work, args=(lane, name, replica, out, status, ready, done, unproven, users, matches),
-            name=f"flowcheck writer {name}",
+            target=self._work, args=(lane, name, replica, out, status, held, done, unproven, matches),
+            name=f"flowcheck writer {name}", daemon=True,
         )
         lane.thread.start()
-        ready.wait()  # until the version is pinned
+        threading.Thread(
+            target=self._watch, args=(lane, name, replica, held), name=f"flowcheck pin {name}", daemon=True,
+        ).start()
 
     def _work(
-        self, lane: _Lane, name: str, replica: JobReplica, out: Path, status: str, ready: threading.Event,
-        done: Callable[[], None] | None, unproven: Sequence[str], users: Users | None, matches: int,
+        self, lane: _Lane, name: str, replica: JobReplica, out: Path, status: str, held: _Held,
+        done: Callable[[], None] | None, unproven: Sequence[str], matches: int,
     ) -> None:
+        version = held.version
+        step = version.step
         try:
-            with replica.pinned() as version:
-                ready.set()  # from here on the replica may go on: this version stays
-                path = replica.write(out, [*replica.unproven, *unproven], version, status, name, users, matches)
-                step = version.step
+            path = replica.write(out, [*replica.unproven, *unproven], version, status, name, held.users, matches)
             lane.seconds = self._clock() - lane.began
             if done is not None:
                 done()
             self._say("written", name=name, step=step, path=str(path))
+        except _GivenUp:
+            lane.seconds = held.kept  # and not how long the disk has hung: it may be well again
         except FlowcheckError as error:
             self._say("problem", name=name, why=error.message())
         finally:
-            ready.set()
+            held.let_go()
+
+    def _watch(self, lane: _Lane, name: str, replica: JobReplica, held: _Held) -> None:
+        """Give a slot back that updates have wanted in vain for some time. On a thread of its own: the writer's may
+        hang in a call to the disk."""
+        step, seen, since = held.version.step, replica.refused, None
+        while not held.gone.wait(LOOK_SECONDS):
+            if replica.refused == seen:
+                continue
+            seen, now = replica.refused, self._clock()
+            since = now if since is None else since
+            if now - since < WANTED_SECONDS:
+                continue
+            held.kept = now - lane.began
+            if held.let_go():
+                self._say("skipped", name=name, step=step, why="updates need its slot, and the disk has not taken it in"
+                          f" {held.kept:.1f} s; replica.slots = 4 leaves it more time")
 
     def close(self) -> None:
         with self._lock:
-            lanes = list(self._lanes.values())
-        for lane in lanes:
-            if lane.thread is not None:
-                lane.thread.join()
+            lanes = dict(self._lanes)
+        end = self._clock() + END_SECONDS
+        for name, lane in lanes.items():
+            if lane.thread is None:
+                continue
+            lane.thread.join(max(0.0, end - self._clock()))
+            if lane.thread.is_alive():
+                self._say("problem", name=name, why="the node ends without the checkpoint that is being written: the"
+                          f" disk has not taken it in {self._clock() - lane.began:.0f} s")
 
 
 @dataclass

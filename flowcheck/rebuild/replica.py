@@ -148,6 +148,11 @@ class JobReplica:
         return self._replica.steps if self._replica is not None else []
 
     @property
+    def refused(self) -> int:
+        """How often a slot was wanted for a version, and all others were pinned. Any thread."""
+        return self._replica.refused if self._replica is not None else 0
+
+    @property
     def serves(self) -> bool:
         """Is there a version that may be read?"""
         return self._replica is not None and not self._replica.empty

@@ -18,10 +18,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flowcheck.checkpoint import directory
+from flowcheck.checkpoint.files import write_file
 from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.job.model import BucketSlice
 from flowcheck.node import output
 from flowcheck.node.config import Output
 from flowcheck.node.output import Hashes, Writer, check_places
+from updater.errors import NoFreeSlot
+from updater.layout import Layout
+from updater.optimizers import OptimizerSpec
+from updater.replica import Replica
+
+from ..hand_node import until
 
 SECONDS = 120.0  # until a thread must have done something
 
@@ -90,10 +99,12 @@ class Version:
 
 
 class FakeReplica:
-    """A replica with one version. hold: what `write` waits for. error: what it raises. late: seconds until pinned."""
+    """A replica with one version. hold: what `write` waits for. error: what it raises. late: seconds until pinned.
+    refused: slots that updates have wanted in vain."""
 
     unproven = ["icrc off"]
     late = 0.0
+    refused = 0
 
     def __init__(self, *, hold: threading.Event | None = None, error: Exception | None = None, step: int = 7) -> None:
         self.hold, self.error, self.step = hold, error, step
@@ -110,14 +121,29 @@ class FakeReplica:
               ) -> Path:
         assert self.pins == 1
         self.matches = matches
-        self.users = users
         self.shard = shard
         self.written.append((out, unproven, version.step, status))
         if self.hold is not None:
             assert self.hold.wait(SECONDS)
         if self.error is not None:
             raise self.error
+        self.given = users()
+        assert self.pins == 0  # all of it is read
         return out / "step-000007"
+
+
+def advance(replica: Replica) -> None:
+    slot = replica.build(replica.current.step + 1, Layout([[BucketSlice("w", 0, 4)]], {"w": (4,)}, [4]))
+    slot.apply(0, torch.ones(4))
+    replica.publish(slot)
+
+
+def tried(replica: Replica) -> bool:
+    try:
+        advance(replica)
+    except NoFreeSlot:
+        return False
+    return True
 
 
 def sha256(*values: float) -> str:
@@ -129,7 +155,7 @@ def test_a_checkpoint_is_given_what_ranks_gave(tmp_path) -> None:
     users = lambda: {3: b"of 3"}  # noqa: E731
     writer.write("a", replica, tmp_path, "", users=users, matches=6)  # type: ignore[arg-type]
     writer.close()
-    assert replica.users is users and replica.matches == 6
+    assert replica.given == {3: b"of 3"} and replica.matches == 6
 
 
 def test_hashes_of_every_version_are_appended(tmp_path) -> None:
@@ -227,7 +253,7 @@ def test_stages_in_lockstep_share_steps_on_disk(tmp_path, seconds: list[float], 
         for stage, (writer, takes) in enumerate(zip(writers, seconds, strict=True)):
             lane = writer._lanes.setdefault("", output._Lane())
             alive = now[0] < ends[stage]
-            lane.thread = SimpleNamespace(is_alive=lambda alive=alive: alive, join=lambda: None)  # type: ignore
+            lane.thread = SimpleNamespace(is_alive=lambda alive=alive: alive, join=lambda _: None)  # type: ignore
             before, replica = lane.thread, FakeReplica(step=due * every)
             writer.write("", replica, tmp_path, "")  # type: ignore[arg-type]
             writer.close()
@@ -271,6 +297,88 @@ def test_a_version_that_cannot_be_pinned_holds_nobody_up(tmp_path) -> None:
     writer.write("a", Closed(), tmp_path, "")  # type: ignore[arg-type]
     writer.close()
     assert said == [("problem", {"name": "a", "why": "it is closed"})]
+
+
+def test_a_slot_that_updates_need_is_not_left_to_a_disk_that_hangs(tmp_path) -> None:
+    """It is given back, and what the disk takes at last is no checkpoint. One that is nearly done keeps its slot."""
+    said: list[tuple[str, dict[str, Any]]] = []
+    now = [10.0]
+    writer, hold = Writer(lambda event, **fields: said.append((event, fields)), 1, lambda: now[0]), threading.Event()
+    replica = FakeReplica(hold=hold)
+    try:
+        writer.write("a", replica, tmp_path, "verified")  # type: ignore[arg-type]
+        now[0] += 2 * output.WANTED_SECONDS
+        time.sleep(4 * output.LOOK_SECONDS)
+        assert replica.pins == 1  # nobody wants it
+        while replica.pins:
+            replica.refused += 1  # as an update does again and again
+            time.sleep(output.LOOK_SECONDS)
+            now[0] += output.WANTED_SECONDS / 4
+    finally:
+        hold.set()
+        writer.close()
+    (event, fields), = said
+    assert (event, fields["name"], fields["step"]) == ("skipped", "a", 7) and "replica.slots = 4" in fields["why"]
+    assert now[0] >= 10.0 + 3 * output.WANTED_SECONDS and replica.written
+    now[0] += 100.0
+    writer.write("a", replica, tmp_path, "verified")  # type: ignore[arg-type]
+    writer.close()
+    assert said[-1][0] == "written" and replica.pins == 0
+
+
+def test_versions_go_on_over_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real replica with two slots, a real checkpoint whose file the disk does not take."""
+    monkeypatch.setattr(output, "WANTED_SECONDS", 0.1)
+    hold, asked = threading.Event(), threading.Event()
+
+    def hang(path: Path, tensors: Any) -> dict[str, Any]:
+        asked.set()
+        assert hold.wait(SECONDS)
+        return write_file(path, tensors)
+
+    monkeypatch.setattr(directory, "write_file", hang)
+    said: list[str] = []
+    spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 1.0})])
+    with contextlib.closing(Replica({"w": torch.zeros(4)}, spec, slots=2)) as replica:
+
+        class Job:
+            """Of a JobReplica what a writer uses."""
+
+            unproven: tuple[str, ...] = ()
+            step = 0
+            pinned = staticmethod(replica.pinned)
+            refused = property(lambda _: replica.refused)
+
+            @staticmethod
+            def write(out: Path, unproven: Any, one: Any, status: str, shard: str, users: Any, matches: int) -> Path:
+                return directory.write_step(out, one.step, one.parameters, one.optimizer_state, directory.Meta("run"),
+                                            users)
+
+        writer = Writer(lambda event, **_: said.append(event))
+        try:
+            writer.write("a", Job(), tmp_path, "verified")  # type: ignore[arg-type]
+            assert asked.wait(SECONDS)
+            advance(replica)
+            until(lambda: tried(replica))  # the version after it needs the slot that is pinned
+            assert replica.current.step == 2 and said == ["skipped"]
+        finally:
+            hold.set()
+            writer.close()
+    assert list(tmp_path.iterdir()) == [] and said == ["skipped"]
+
+
+def test_a_node_ends_although_the_disk_hangs(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "END_SECONDS", 0.1)
+    said: list[tuple[str, dict[str, Any]]] = []
+    writer, hold = Writer(lambda event, **fields: said.append((event, fields))), threading.Event()
+    writer.write("a", FakeReplica(hold=hold), tmp_path, "verified")  # type: ignore[arg-type]
+    writer.close()
+    (event, fields), = said
+    assert event == "problem" and "the disk has not taken it" in fields["why"]
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("flowcheck "))
+    hold.set()
+    writer.close()
+    assert said[-1][0] == "written"
 
 
 def test_a_writer_that_has_written_nothing_can_be_closed() -> None:
