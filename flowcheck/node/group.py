@@ -174,6 +174,7 @@ class Group(Membership):
         if start > self._followed:
             self._drop_session()
             self._assigning.forget()
+            self.files.restarted()  # what ranks give from now on belongs to no version of the start before
             self._followed = start
             self._ledger.restarted(self.run[0] if self.run is not None else "")
 

@@ -7,7 +7,8 @@ its own that is verified, and on disk if the settings ask for that (`settle`). G
 nothing was, the newest file and the one that is furthest. So a job that dies over and over before its first
 verification takes the memory of three replicas and not of one per start, and of one more in shadow mode (shadow.py),
 where the newest file of which versions are offered is good, too. What ranks gave of themselves lies beside a
-replica (user_states.py), and goes with it.
+replica (user_states.py), and goes with it. It may be there before its replica has a file: a name is not given out again
+where only that is left of it, or versions of a new start would have what ranks gave in the one before.
 """
 
 from __future__ import annotations
@@ -43,16 +44,20 @@ class ReplicaFiles:
 
     def __init__(self, directory: Path, node: str, group: str, needs: int = 0) -> None:
         self._directory, self._prefix, self._needs = directory, f"flowcheck-{node}-{group}-", needs
-        taken = [int(p.name.removeprefix(self._prefix).split(".")[0]) for p in self._files()]
-        self._number = max(taken, default=0)
+        taken = [*self._files(), *self._files(".user")]
+        self._number = max((self._number_of(path) for path in taken), default=0)
         self._named: Path | None = None  # given out; whether it holds a version is not known yet
         self._served: Path | None = None
 
-    def _files(self) -> list[Path]:
+    def _files(self, suffix: str = ".replica") -> list[Path]:
         """Oldest first."""
-        number = lambda path: path.name.removeprefix(self._prefix).removesuffix(".replica")  # noqa: E731
-        found = (p for p in self._directory.glob(f"{self._prefix}*.replica") if number(p).isdecimal())
-        return sorted(found, key=lambda path: int(number(path)))
+        found = (path for path in self._directory.glob(f"{self._prefix}*{suffix}") if self._number_of(path) >= 0)
+        return sorted(found, key=self._number_of)
+
+    def _number_of(self, path: Path) -> int:
+        """-1: it has none, and is somebody else's."""
+        number = path.stem.removeprefix(self._prefix)
+        return int(number) if number.isdecimal() else -1
 
     def found(self) -> list[LeftoverReplica]:
         """What is there and whole, oldest first."""
@@ -83,9 +88,14 @@ class ReplicaFiles:
         """What an earlier process left is the group's own again, as if its name had been given out last."""
         self._named = path
 
+    def restarted(self) -> None:
+        """A newer start of the job: the name that was given out last is of the one before, and nothing more goes there.
+        """
+        self._named = None
+
     @property
     def named(self) -> Path | None:
-        """The name that was given out last."""
+        """The name that was given out last, of this start of the job."""
         return self._named
 
     def stands(self, run_id: str, epoch: int, step: int) -> list[LeftoverReplica]:

@@ -231,6 +231,23 @@ def test_what_ranks_give_of_themselves_lies_beside_their_versions_and_goes_with_
     assert not replica.with_suffix(".user").exists()
 
 
+def test_what_ranks_give_after_a_new_start_goes_to_no_version_of_the_one_before(scene, tmp_path) -> None:
+    """The trainers of the new start are ahead of its state, and make a step that the one before has as a version."""
+    at = scene(name="a")
+    peer = at.follow(first=5, instance="one")
+    at.give(peer, State(7), MODEL)
+    at.group.leave(peer.member)
+    old = tmp_path / "flowcheck-node-a-1.replica"
+    old.touch()
+    peer = at.follow(first=5, instance="two")
+    at.group.put(Inbound(peer.member, User(7, 0), data=b"of the new start"))
+    at.give(peer, State(6), MODEL)
+    at.group.put(Inbound(peer.member, User(7, 0), data=b"of the new start"))
+    at.turn()
+    until(lambda: ranks_in(user_folder(tmp_path / "flowcheck-node-a-2.replica", 8)) == [0])
+    assert ranks_in(user_folder(old, 8)) == []
+
+
 def test_a_replica_that_had_no_version_leaves_no_states_behind(scene, tmp_path) -> None:
     at = scene(name="a")
     orphan, mine = tmp_path / "flowcheck-node-a-1.user", tmp_path / "flowcheck-node-a-3.user"

@@ -45,6 +45,20 @@ def test_numbers_go_on_after_those_of_earlier_processes(tmp_path, there: list[st
     assert ReplicaFiles(tmp_path, "n", "g").path().name == f"flowcheck-n-g-{number}.replica"
 
 
+def test_a_name_begins_without_what_ranks_gave_in_an_earlier_start(tmp_path) -> None:
+    """Before its first version a replica has no file, and its folder is there already. One that is taken up again has
+    both, and keeps them."""
+    for name in ("flowcheck-n-g-3.user", "flowcheck-n-h-7.user", "flowcheck-n-g-x.user"):
+        (tmp_path / name / "step-000110").mkdir(parents=True)
+    files = ReplicaFiles(tmp_path, "n", "g")
+    assert files.path().name == "flowcheck-n-g-4.replica"
+    left = replica(tmp_path / "flowcheck-n-g-2.replica", "run", 5, start="one")
+    left.with_suffix(".user").mkdir()
+    files.resume(left)
+    files.stands("run", 0, 5)
+    assert left.with_suffix(".user").exists() and not (tmp_path / "flowcheck-n-g-3.user").exists()
+
+
 def test_what_earlier_processes_left_is_found(tmp_path) -> None:
     replica(tmp_path / "flowcheck-n-g-9.replica", "first", 5)
     replica(tmp_path / "flowcheck-n-g-10.replica", "second", 9, verified=True)
