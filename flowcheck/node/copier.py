@@ -3,8 +3,9 @@
 stdin: one line of JSON, its settings; a line with another `key` changes what it shows; it ends when stdin does. With a
 registry a thread asks that each second whose copies are kept here (sitting.py), and all else goes on without it.
 stdout: events, a line of JSON each. Each source has a thread, which looks at what that node has, and takes the newest
-step that is a multiple of `every`. A step that is one gives all holders, and the nodes' own checkpoints, steps in
-common. A source that hangs, lies or is gone holds up nobody else, and what was copied of it stays.
+step that is a multiple of `every`, of the run that the node follows now. A step that is one gives all holders, and the
+nodes' own checkpoints, steps in common. A source that hangs, lies or is gone holds up nobody else, and what was copied
+of it stays.
 
     DIRECTORY/SOURCE/RUN/epoch-E/step-N          a checkpoint directory each, whole or not there (checkpoint/copies.py)
 
@@ -40,7 +41,7 @@ from flowcheck.errors import FlowcheckError
 from flowcheck.node.beside import Lines, begun
 from flowcheck.node.decided import Run
 from flowcheck.node.journal import FOLDER, Journal
-from flowcheck.node.journaling import Journaling, lane_of
+from flowcheck.node.journaling import Journaling, lane_of, youngest
 from flowcheck.node.rounds import Rounds
 from flowcheck.node.runs import run_folder
 from flowcheck.node.sitting import sit
@@ -168,8 +169,10 @@ class Copier:
             raise failed[0]
 
     def _due(self, node: Node, offers: Sequence[Offer]) -> Offer | None:
-        """The newest that is wanted, from the nearest tier; None: it is here, or there is none."""
+        """The newest that is wanted, from the nearest tier; None: it is here, or there is none. It is of the run that
+        the node follows now, where that has one: an earlier run may have come further."""
         wanted = [one for one in offers if one.tier in TIERS and one.step % self._rules.every == 0]
+        wanted = _followed(offers, wanted) or wanted
         if not wanted:
             return None
         newest = max((one.epoch, one.step) for one in wanted)
@@ -197,6 +200,20 @@ class Copier:
             run_id, epoch, step = old.key
             if self._frozen.get((run_id, epoch)) != step:
                 remove_tree(old.path)
+
+
+def _followed(offers: Sequence[Offer], wanted: Sequence[Offer]) -> list[Offer]:
+    """Of these, those of the run, and of its start, that the node follows now, as what it has in memory tells. What is
+    on disk does not say of which start it is, but a start has nothing there that is newer than what it has in memory.
+    """
+    memory = [one for one in offers if one.tier == MEMORY]
+    if not memory:
+        return []
+    now = youngest(memory)
+    mine = [one for one in memory if (one.run_id, one.epoch, one.start) == (now.run_id, now.epoch, now.start)]
+    newest = max(one.step for one in mine)
+    return [one for one in wanted if one in mine or (
+        one.tier != MEMORY and (one.run_id, one.epoch) == (now.run_id, now.epoch) and one.step <= newest)]
 
 
 def _again(

@@ -18,7 +18,7 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from urllib.parse import quote, unquote
 
 import torch
 
-from flowcheck.control.ask import MEMORY, AskError, Node
+from flowcheck.control.ask import MEMORY, AskError, Node, Offer
 from flowcheck.control.protocol import (
     PEER_BYTES,
     PEER_SECONDS,
@@ -51,7 +51,7 @@ from flowcheck.node.redo import planned, reach, redo
 from flowcheck.node.runs import run_folder
 from flowcheck.rebuild.plan import BucketPlace, JobPlan
 
-__all__ = ["Journaling", "Lacking", "Reading", "bases_of", "lane_of"]
+__all__ = ["Journaling", "Lacking", "Reading", "bases_of", "lane_of", "youngest"]
 
 GONE_SECONDS = 3.0
 PAUSE_SECONDS = 1.0  # after one that failed
@@ -62,6 +62,11 @@ HEADERS = 1 << 20
 def lane_of(directory: Path, source: str, shard: str) -> Path:
     """Where everything of a source's shard lies."""
     return directory / quote(f"{source}/{shard}", safe="+@=,:[]")
+
+
+def youngest(offers: Sequence[Offer]) -> Offer:
+    """The one in memory that was published last: it is of the run that the node follows now, whatever its step."""
+    return max(offers, key=lambda one: -(one.age_seconds or 0.0))
 
 
 class Journaling:
@@ -122,7 +127,7 @@ class Journaling:
             offers = [one for one in node.offers() if one.tier == MEMORY]
             self._seen = time.monotonic()
             for shard in sorted({one.shard for one in offers}):
-                newest = max((one for one in offers if one.shard == shard), key=lambda one: -(one.age_seconds or 0.0))
+                newest = youngest([one for one in offers if one.shard == shard])
                 folder = lane_of(self._directory, self._name, shard) / run_folder(newest.run_id, newest.epoch) / FOLDER
                 group = self._groups.get(shard)
                 if group is None:

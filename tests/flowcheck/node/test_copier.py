@@ -147,6 +147,40 @@ def test_what_a_node_has_itself_is_copied(make: Callable[..., Copier], api: Hand
     assert steps(tmp_path) == [7, 8] and any(path.startswith("/v1/versions/m") for path, _ in api.asked)
 
 
+def aged(age: float, *given: Any, **more: Any) -> HandVersion:
+    """A version that was published so many seconds ago."""
+    made = HandVersion(*given, **more)
+    made.offer["age_seconds"] = age
+    return made
+
+
+def test_an_earlier_run_that_came_further_keeps_nothing_from_being_copied(
+    make: Callable[..., Copier], api: HandApi, tmp_path: Path
+) -> None:
+    """Of a job that began anew, or went back: on disk, and in memory until there is something better."""
+    copier = make(every=2, keep=9)
+    old = [HandVersion(900, tier=DISK, run_id="old", epoch=3), aged(60.0, 902, run_id="old", epoch=3)]
+    api.versions[:] = [*old, aged(0.5, 1, run_id="new")]
+    copier.look(node(api))
+    assert steps(tmp_path) == [902]  # as long as nothing is wanted of the new one
+    api.versions[:] = [*old, aged(1.0, 2, run_id="new"), aged(0.1, 3, run_id="new")]
+    copier.look(node(api))
+    assert steps(tmp_path) == [2, 902]
+    api.versions[:] = [*old, HandVersion(4, tier=DISK, run_id="new"), aged(0.1, 7, run_id="new")]
+    copier.look(node(api))
+    assert steps(tmp_path) == [2, 4, 902]
+
+
+def test_a_start_that_went_back_is_copied(make: Callable[..., Copier], api: HandApi, tmp_path: Path) -> None:
+    copier = make()
+    before = [HandVersion(110, tier=DISK), aged(60.0, 110, start="one")]
+    api.versions[:] = before
+    copier.look(node(api))
+    api.versions[:] = [*before, aged(0.5, 60, start="two")]
+    copier.look(node(api))
+    assert steps(tmp_path) == [60, 110]
+
+
 def test_a_group_that_fails_leaves_the_others(make: Callable[..., Copier], api: HandApi, tmp_path: Path) -> None:
     api.versions[:] = [HandVersion(4, shard="a"), HandVersion(4, shard="b")]
     bad = api.versions[0]
