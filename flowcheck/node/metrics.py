@@ -27,6 +27,7 @@ __all__ = ["METRICS", "MISSING", "STATUSES", "Kind", "exposition"]
 STATUSES = ("waiting", "unverified", "verified", "lost", "diverged")
 # By which cause elements are missing (flowcheck/rebuild/evidence.py, and iterations that were given up).
 MISSING = ("disagreed", "not_mirrored", "icrc", "unanchored", "disagreement", "lost", "overload")
+ALERTED = ("problem", "refused")  # events that alert rules count
 CELL = 8  # bytes
 Document = Mapping[str, Any]
 Samples = Iterable[tuple[list[str], Any]]
@@ -116,7 +117,11 @@ def _pair(key: str, index: int) -> Callable[[Any], Samples]:
 
 
 def _events(of: Any) -> Samples:
-    return [([event, group], count) for event, by in of["counts"].items() for group, count in by.items()]
+    """Those with an alert begin with 0: most of them are said once, and the first one has to be an increase."""
+    found = dict.fromkeys(
+        ((event, group) for event in ALERTED for group in ("", *(one["name"] for one in of["groups"]))), 0)
+    found |= {(event, group): count for event, by in of["counts"].items() for group, count in by.items()}
+    return [([*labels], count) for labels, count in found.items()]
 
 
 def _node(name: str, type: str, labels: tuple[str, ...], text: str, samples: Callable[[Any], Samples]) -> Kind:

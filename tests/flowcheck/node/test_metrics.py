@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
-from flowcheck.node.metrics import METRICS, MISSING, STATUSES, exposition
+from flowcheck.node.metrics import ALERTED, METRICS, MISSING, STATUSES, exposition
 from flowcheck.node.tally import CONDITIONS, STAGES
 
 from .told_scene import START, attached, document, iteration, times
@@ -156,6 +156,16 @@ def test_every_cause_begins_with_zero() -> None:
     """So that the first loss is an increase."""
     told = text(document(attached()))
     assert [value(told, "flowcheck_missing_elements_total", group="dp0", cause=cause) for cause in MISSING] == [0] * 7
+
+
+def test_events_with_an_alert_begin_with_zero() -> None:
+    """They are said once: a series that begins with 1 never increases."""
+    told = document(attached(), ("refused", {"name": "dp0", "rank": 1, "why": "w"}))
+    made = text(told)
+    for event, group, count in (("problem", "", 0), ("problem", "dp0", 0), ("refused", "", 0), ("refused", "dp0", 1)):
+        assert value(made, "flowcheck_events_total", event=event, group=group) == count, (event, group)
+    rules = (ROOT / "flowcheck/node/operate/alerts.yml").read_text()
+    assert set(re.findall(r'event="(\w+)"', rules)) == set(ALERTED)
 
 
 def test_causes_are_those_that_the_evidence_has() -> None:
