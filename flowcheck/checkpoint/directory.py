@@ -33,7 +33,18 @@ from flowcheck import __version__
 from flowcheck.checkpoint.files import load_file, readable, refuse, tensor_sha256, write_file
 from flowcheck.checkpoint.users import write_users
 from flowcheck.control.tensors import DTYPES
-from flowcheck.control.version import MODEL, OPTIMIZER, SCHEMA, SCHEMAS, seal, self_hash
+from flowcheck.control.version import (
+    HEAD,
+    MODEL,
+    OPTIMIZER,
+    SCHEMA,
+    SCHEMAS,
+    Version,
+    check_fields,
+    digests,
+    is_sealed,
+    seal,
+)
 from flowcheck.durable import (
     exchange,
     fsync_directory,
@@ -281,14 +292,25 @@ def _read_manifest(path: Path, schemas: tuple[str, ...], name: str, files: tuple
         raise refuse(path, "holds gathered parameters alone, in compute precision, and no optimizer state", foreign)
     if not isinstance(manifest, dict) or found not in schemas:
         raise refuse(path / MANIFEST, f"is not a {schemas[-1]} manifest", foreign)
-    if manifest.get("manifest_sha256") != self_hash(manifest):
+    if not is_sealed(manifest):
         raise refuse(path / MANIFEST, "was changed after it was written (its own hash does not match)")
     if not _well_formed(manifest, files):
         raise refuse(path / MANIFEST, "lacks a field that every checkpoint has", foreign)
+    _check_fields(manifest, files, str(path / MANIFEST))
     named = re.fullmatch(rf"{name}-(\d+)", path.name)
     if named and int(named[1]) != manifest["step"]:
         raise refuse(path, f"holds step {manifest['step']}", "give the directory its own name back")
     return manifest
+
+
+def _check_fields(manifest: dict[str, Any], files: tuple[str, ...], where: str) -> None:
+    """Is each field what it must be? Its hash is right, and says nothing of that. Raises UserError."""
+    if manifest["schema"] in SCHEMAS:
+        Version.of(manifest, where)
+        return
+    check_fields(manifest, HEAD, where)
+    for file in files:
+        digests(manifest["files"][file], f"{where}: {file}")
 
 
 def _well_formed(manifest: Mapping[str, Any], names: tuple[str, ...]) -> bool:

@@ -132,6 +132,10 @@ def _check_tensors(
         odd = sorted(set(tensors) ^ set(expected))[0]
         raise refuse(path, f"and its manifest do not list the same tensors ({odd!r})")
     for name, entry in expected.items():
+        dtype, shape = str(tensors[name].dtype).removeprefix("torch."), list(tensors[name].shape)
+        if (dtype, shape) != (entry["dtype"], entry["shape"]):
+            said = f"{entry['dtype']} {entry['shape']}"
+            raise refuse(path, f"tensor {name!r} is {dtype} {shape}, its manifest says {said}")
         if tensor_sha256(tensors[name]) != entry["sha256"]:
             raise refuse(path, f"tensor {name!r} has other bytes than those written (SHA-256 differs)")
     return {name: tensors[name] for name in expected}

@@ -95,9 +95,9 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     loaded = load_parameters(path) if alone else load_step(path)
     about = loaded.manifest
     return Checkpoint(
-        path, loaded.step, str(about["run_id"]), int(about["epoch"]), str(about["status"]), tuple(about["unproven"]),
-        loaded.parameters, loaded.optimizer_state, dict(about.get("optimizer") or {}), str(about.get("rounding", "")),
-        tuple(users_of(about)),
+        path, loaded.step, about["run_id"], about["epoch"], about["status"], tuple(about["unproven"]),
+        loaded.parameters, loaded.optimizer_state, {} if alone else about["optimizer"],
+        "" if alone else about["rounding"], () if alone else tuple(users_of(about)),
     )
 
 

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from flowcheck.errors import UserError
 
 __all__ = [
-    "CHUNK", "DTYPES", "HEADER_LIMIT", "TensorSpec", "header", "memory", "packed", "packed_bytes", "pieces", "places",
-    "unpack",
+    "CHUNK", "DTYPES", "HEADER_LIMIT", "MOST_ELEMENTS", "TensorSpec", "header", "is_shape", "memory", "packed",
+    "packed_bytes", "pieces", "places", "unpack",
 ]
 
 #: torch dtype -> name in manifests, name in safetensors.
@@ -36,6 +37,7 @@ DTYPES = {
 }
 CHUNK = 8 << 20
 HEADER_LIMIT = 16 << 20
+MOST_ELEMENTS = 1 << 48  # of a tensor: what can be counted in bytes, and far more than there is
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,13 @@ class TensorSpec:
         for extent in self.shape:
             size *= extent
         return size
+
+
+def is_shape(said: Any) -> TypeGuard[list[int]]:
+    """Is this JSON the shape of a tensor that there could be? A dimension of 0 lets no other be of any size: torch
+    multiplies them one after the other."""
+    return isinstance(said, list) and all(type(extent) is int and 0 <= extent <= MOST_ELEMENTS for extent in said) and (
+        math.prod(extent or 1 for extent in said) <= MOST_ELEMENTS)
 
 
 def header(

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from flowcheck.control.version import odd_optimizer
 from flowcheck.errors import UserError
 
 __all__ = ["torch_state"]
 
+ANOTHER = "another version of the run; this one is damaged, or not ours"
 _CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
 }
@@ -22,13 +24,15 @@ def torch_state(
     """What `torch.optim.Optimizer.state_dict()` of the trainer would have given.
 
     optimizer: name and groups in the manifest's form. Options that a group does not name have torch's defaults. An
-    optimizer that rounds as `fused` does is said to be fused. Raises UserError if there is no optimizer.
+    optimizer that rounds as `fused` does is said to be fused. Raises UserError if there is no optimizer, or an odd one.
     """
     if not optimizer.get("name"):
         raise UserError(
             "has no optimizer state", where=where,
             remedy="name the optimizer in the job manifest; a job that gathers parameters puts none on the wire",
         )
+    if why := odd_optimizer(optimizer):
+        raise UserError(f"has an optimizer that {why}", where=where, remedy=ANOTHER)
     groups: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
     for group in optimizer["groups"]:
@@ -38,7 +42,7 @@ def torch_state(
         for key, value in options.items():
             if key in made.defaults and not _like(made.defaults[key], value):
                 raise UserError(f"has an optimizer whose {key} is {str(value)[:40]!r}", where=where,
-                                remedy="another version of the run; this one is damaged, or not ours")
+                                remedy=ANOTHER)
         if rounding.endswith("-fused"):
             complete["fused"] = True
         first = len(numbers)
@@ -46,7 +50,7 @@ def torch_state(
         groups.append({**complete, "params": list(range(first, len(numbers)))})
     if odd := sorted(state.keys() - numbers.keys()):
         raise UserError(f"has state of {odd[0]!r}, which is in none of its optimizer's groups", where=where,
-                        remedy="another version of the run; this one is damaged, or not ours")
+                        remedy=ANOTHER)
     held = {numbers[name]: dict(values) for name, values in state.items()}
     return {"state": dict(sorted(held.items())), "param_groups": groups}
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from flowcheck.control.tensors import DTYPES, HEADER_LIMIT, TensorSpec, header, pieces, unpack
+from flowcheck.control.tensors import DTYPES, HEADER_LIMIT, TensorSpec, header, is_shape, pieces, unpack
 from flowcheck.errors import UserError
 
 __all__ = ["USER_BYTES", "Refused", "UserState", "pack", "seal_of"]
@@ -174,14 +174,22 @@ def _value(tree: Any, tensors: Mapping[str, torch.Tensor], where: str, deep: int
         raise _bad("has a value of no known kind", where)
     ((kind, held),) = tree.items()
     if kind in ("tensor", "bytes") and isinstance(held, str) and held in tensors:
-        return tensors[held] if kind == "tensor" else bytes(tensors[held].tolist())
+        found = tensors[held]
+        if kind == "tensor":
+            return found
+        if found.dtype != torch.uint8 or found.dim() != 1:
+            raise _bad("has bytes that are none", where)
+        return bytes(found.tolist())
     if kind == "float" and held in ("inf", "-inf", "nan"):
         return float(held)
     if kind == "tuple" and isinstance(held, list):
         return tuple(_value(item, tensors, where, deep + 1) for item in held)
     for made, name in _DICTS.items():
         if kind == name and isinstance(held, list) and all(_is_pair(pair) for pair in held):
-            return made({key: _value(item, tensors, where, deep + 1) for key, item in held})
+            pairs = {key: _value(item, tensors, where, deep + 1) for key, item in held}
+            if len(pairs) < len(held):
+                raise _bad("has a key twice", where)
+            return made(pairs)
     raise _bad("has a value of no known kind", where)
 
 
@@ -195,9 +203,7 @@ def _specs(entries: Mapping[str, Any], where: str) -> dict[str, TensorSpec]:
     out = {}
     for name, entry in entries.items():
         dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
-        if not isinstance(dtype, str) or dtype not in names or not isinstance(shape, list) or not all(
-            type(extent) is int and extent >= 0 for extent in shape
-        ):
+        if not isinstance(dtype, str) or dtype not in names or not is_shape(shape):
             raise _bad(f"tensor {name[:40]!r} is not described", where)
         out[name] = TensorSpec(names[dtype], tuple(shape))
     return out

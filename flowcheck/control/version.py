@@ -13,26 +13,31 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flowcheck.control.tensors import DTYPES, TensorSpec
+from flowcheck.control.tensors import DTYPES, TensorSpec, is_shape
 from flowcheck.errors import UserError
 
-__all__ = ["MODEL", "OPTIMIZER", "SCHEMA", "SCHEMAS", "STATUSES", "Digest", "Version", "seal", "self_hash"]
+__all__ = [
+    "HEAD", "MODEL", "OPTIMIZER", "SCHEMA", "SCHEMAS", "STATUSES", "Digest", "Version", "check_fields", "digests",
+    "is_sealed", "odd_optimizer", "seal", "self_hash",
+]
 
 SCHEMA = "flowcheck/checkpoint/2"
 SCHEMAS = ("flowcheck/checkpoint/1", SCHEMA)  # that are read; the first has no shard
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 STATUSES = ("unverified", "verified")
 OPTIMIZERS = ("sgd", "adam", "adamw")
-MOST_ELEMENTS = 1 << 48  # of a tensor: what can be counted in bytes, and far more than there is
+NO_OPTIONS = {"params", "param_names"}  # which torch has in a group beside its options
 _FIELDS: dict[str, type] = {
     "run_id": str, "epoch": int, "step": int, "shard": str, "status": str, "unproven": list, "optimizer": dict,
     "rounding": str, "matches": int, "files": dict,
 }
+HEAD = ("run_id", "epoch", "step", "status", "unproven")  # of a manifest of parameters alone, too
+_STATE = re.compile(r"state\..+\.[^.]+", re.DOTALL)  # parameter and key, which can be told apart in one way
 _NAMES = {name for name, _ in DTYPES.values()}
 
 
@@ -100,26 +105,34 @@ class Version:
         what it must be."""
         if not isinstance(document, dict) or document.get("schema") not in SCHEMAS:
             raise _refuse(f"is not a {SCHEMA} manifest", where)
-        if document.get("manifest_sha256") != self_hash(document):
+        if not is_sealed(document):
             raise _refuse("was changed after it was written (its own hash does not match)", where)
         # Those that are older do not say it.
         document = {"shard": "", "matches": int(document.get("status") == "verified"), **document}
-        for name, kind in _FIELDS.items():
-            if type(document.get(name)) is not kind:
-                raise _refuse(f"{name} is not what every version has", where)
-        if min(document["epoch"], document["step"], document["matches"]) < 0:
-            raise _refuse("epoch, step or matches is not what every version has", where)
-        if document["status"] not in STATUSES or not all(isinstance(mark, str) for mark in document["unproven"]):
-            raise _refuse("status or unproven is not what every version has", where)
+        check_fields(document, _FIELDS, where)
         if set(document["files"]) != {MODEL, OPTIMIZER}:
             raise _refuse(f"files are not {MODEL} and {OPTIMIZER}", where)
-        files = {file: _digests(document["files"][file], f"{where}: {file}") for file in (MODEL, OPTIMIZER)}
-        if why := _odd_optimizer(document["optimizer"]):
+        files = {file: digests(document["files"][file], f"{where}: {file}") for file in (MODEL, OPTIMIZER)}
+        if odd := [name for name in files[OPTIMIZER] if not _STATE.fullmatch(name)]:
+            raise _refuse(f"tensor {odd[0][:80]!r} is no state of a parameter", f"{where}: {OPTIMIZER}")
+        if why := odd_optimizer(document["optimizer"]):
             raise _refuse(f"optimizer {why}", where)
         return cls(
             document["run_id"], document["epoch"], document["step"], document["shard"], document["status"],
             tuple(document["unproven"]), document["optimizer"], document["rounding"], files, document["matches"],
         )
+
+
+def check_fields(document: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    """Are these fields of a manifest what they must be in every one of ours? Raises UserError."""
+    names = tuple(names)
+    for name in names:
+        if type(document.get(name)) is not _FIELDS[name]:
+            raise _refuse(f"{name} is not what every version has", where)
+    if min(document[name] for name in names if _FIELDS[name] is int) < 0:
+        raise _refuse("epoch, step or matches is not what every version has", where)
+    if document["status"] not in STATUSES or not all(isinstance(mark, str) for mark in document["unproven"]):
+        raise _refuse("status or unproven is not what every version has", where)
 
 
 def seal(document: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +146,15 @@ def self_hash(document: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _odd_optimizer(said: Mapping[str, Any]) -> str:
+def is_sealed(document: Mapping[str, Any]) -> bool:
+    """Does the hash that it says of itself fit? That shows damage. It proves nobody's word: anybody can seal."""
+    try:
+        return bool(document.get("manifest_sha256") == self_hash(document))
+    except RecursionError:  # nested almost too deeply to be read
+        return False
+
+
+def odd_optimizer(said: Mapping[str, Any]) -> str:
     """Why it is not in the job manifest's form; "": it is, or there is none."""
     if not said:
         return ""
@@ -145,11 +166,15 @@ def _odd_optimizer(said: Mapping[str, Any]) -> str:
         and all(isinstance(name, str) for name in one["params"]) for one in groups
     ):
         return "has groups that are none"
+    for one in groups:
+        if odd := sorted(NO_OPTIONS & one["options"].keys()):  # torch would take it for the group's parameters
+            return f"has {odd[0]!r} among its options"
     names = [name for one in groups for name in one["params"]]
     return "has a parameter twice" if len(set(names)) < len(names) else ""
 
 
-def _digests(entry: Any, where: str) -> dict[str, Digest]:
+def digests(entry: Any, where: str) -> dict[str, Digest]:
+    """Of a file's entry in a manifest. Raises UserError."""
     tensors = entry.get("tensors") if isinstance(entry, dict) else None
     if not isinstance(tensors, dict):
         raise _refuse("lists no tensors", where)
@@ -160,8 +185,7 @@ def _digest(tensor: Any, where: str) -> Digest:
     if not isinstance(tensor, dict):
         raise _refuse("is not described", where)
     dtype, shape, sha256 = tensor.get("dtype"), tensor.get("shape"), tensor.get("sha256")
-    if dtype not in _NAMES or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape) or (
-            math.prod(n or 1 for n in shape) > MOST_ELEMENTS):
+    if not isinstance(dtype, str) or dtype not in _NAMES or not is_shape(shape):
         raise _refuse("has no proper dtype and shape", where)
     if not isinstance(sha256, str) or len(sha256) != 64:
         raise _refuse("has no SHA-256", where)

@@ -198,8 +198,12 @@ def model(manifest):
          "has other bytes than those written (SHA-256 does not match its manifest)"),
         (lambda m: model(m)["tensors"]["w"].update(sha256="0" * 64),
          "tensor 'w' has other bytes than those written (SHA-256 differs)"),
-        (lambda m: model(m)["tensors"].update(a={"sha256": SUM}, z={"sha256": SUM}),
+        (lambda m: model(m)["tensors"].update(a=model(m)["tensors"]["w"], z=model(m)["tensors"]["w"]),
          "and its manifest do not list the same tensors ('a')"),
+        (lambda m: model(m)["tensors"]["w"].update(shape=[4]),
+         "tensor 'w' is float32 [2, 2], its manifest says float32 [4]"),
+        (lambda m: model(m)["tensors"]["w"].update(dtype="int32"),
+         "tensor 'w' is float32 [2, 2], its manifest says int32 [2, 2]"),
         (lambda m: model(m)["tensors"].clear(), "and its manifest do not list the same tensors ('w')"),
     ],
 )

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
 
 from flowcheck.checkpoint.directory import Meta, write_parameters, write_step
 from flowcheck.checkpoint.state import Checkpoint, load_checkpoint
 from flowcheck.control.torch_state import torch_state
+from flowcheck.control.user_state import pack
+from flowcheck.control.version import seal
 from flowcheck.errors import UserError
+
+from ..odd_json import one_place_odd
 
 
 def _trained(kind: Any, shapes: list[list[tuple[int, ...]]], **options: Any) -> Any:
@@ -83,6 +90,20 @@ def test_without_an_optimizer_there_is_no_state(optimizer: dict[str, Any]) -> No
     assert refused.value.where == "a place"
 
 
+@pytest.mark.parametrize(("optimizer", "why"), [
+    ({"name": "lion", "groups": []}, "is not one of sgd, adam, adamw"),
+    ({"name": "sgd"}, "has groups that are none"),
+    ({"name": "sgd", "groups": [{"params": ["a"]}]}, "has groups that are none"),
+    ({"name": "sgd", "groups": [{"params": ["a"], "options": {"params": "x"}}]}, "has 'params' among its options"),
+    ({"name": "sgd", "groups": [{"params": ["a"], "options": {"params": []}}]}, "has 'params' among its options"),
+    ({"name": "sgd", "groups": [{"params": ["a"], "options": {}}] * 2}, "has a parameter twice"),
+])
+def test_an_optimizer_that_is_none_has_no_state(optimizer: dict[str, Any], why: str) -> None:
+    with pytest.raises(UserError) as refused:
+        torch_state(optimizer, {}, "", "a place")
+    assert (refused.value.what, refused.value.where) == (f"has an optimizer that {why}", "a place")
+
+
 # -- which checkpoint ----------------------------------------------------------------------------------------
 
 
@@ -148,3 +169,68 @@ def test_parameters_alone_where_there_is_no_step(tmp_path: Path) -> None:
     assert found.parameters["w"].tolist() == [11.0, 11.0]
     _write(tmp_path, 2, 1.0)
     assert load_checkpoint(tmp_path).step == 2
+
+
+# -- a seal that is right, over what is not --------------------------------------------------------------------
+
+
+def _sealed(path: Path, manifest: dict[str, Any]) -> None:
+    (path / "manifest.json").write_text(json.dumps(seal(manifest)))
+
+
+SAID = {"run_id", "epoch", "step", "status", "unproven", "rounding", "optimizer"}
+ALONE = {"run_id", "epoch", "step", "status", "unproven"}
+
+
+@pytest.mark.parametrize(("kind", "change"), [
+    *((kind, {field: None}) for kind, fields in (("step", SAID), ("parameters", ALONE)) for field in sorted(fields)),
+    *((kind, change) for kind in ("step", "parameters") for change in (
+        {"epoch": "x"}, {"epoch": True}, {"epoch": -1}, {"step": True}, {"unproven": 5}, {"unproven": "icrc off"},
+        {"status": "good"}, {"status": ["verified"]}, {"run_id": 7},
+    )),
+    *(("step", {"optimizer": one}) for one in (
+        5, {"name": "lion"}, {"name": "lion", "groups": []}, {"name": "sgd"}, {"name": "sgd", "groups": [{}]},
+        {"name": "sgd", "groups": [{"params": ["w"]}]}, {"name": "sgd", "groups": [{"options": {}}]},
+        {"name": "sgd", "groups": [{"params": ["w"], "options": {}}] * 2},
+        {"name": "sgd", "groups": [{"params": ["w"], "options": {"params": "x"}}]},
+        {"name": "sgd", "groups": [{"params": ["w"], "options": {"params": []}}]},
+    )),
+])
+def test_a_field_that_no_checkpoint_has_is_refused(tmp_path: Path, kind: str, change: dict[str, Any]) -> None:
+    """None: it is missing."""
+    path = _write(tmp_path, 3, 1.0) if kind == "step" else write_parameters(
+        tmp_path, 3, {"w": torch.ones(3)}, [], Meta("r", 1))
+    manifest = {**json.loads((path / "manifest.json").read_text()), **change}
+    _sealed(path, {name: value for name, value in manifest.items() if value is not None})
+    with pytest.raises(UserError) as refused:
+        load_checkpoint(path)
+    assert refused.value.where.startswith(str(path / "manifest.json")) and refused.value.remedy
+
+
+def test_parameters_alone_have_no_optimizer_whatever_they_say(tmp_path: Path) -> None:
+    path = write_parameters(tmp_path, 3, {"w": torch.ones(3)}, [], Meta("r", 1))
+    said = {"optimizer": 5, "rounding": 7, "user": {"0": {"bytes": 1, "sha256": "a" * 64}}}
+    _sealed(path, json.loads((path / "manifest.json").read_text()) | said)
+    found = load_checkpoint(path)
+    assert (found.optimizer, found.rounding, found.users) == ({}, "", ())
+
+
+def test_whatever_a_manifest_says_it_is_read_or_refused(tmp_path: Path) -> None:
+    optimizer = {"name": "adam", "groups": [{"params": ["w"], "options": {"lr": 0.5, "betas": [0.5, 0.5]}}]}
+    meta = Meta("r", 4, "verified", ("a thing",), optimizer, "torch-cpu-fused", "dp0", 3)
+    user = pack({"at": 1}, step=3, rank=0, ranks=1)
+    path = write_step(tmp_path, 3, {"w": torch.ones(3)}, {"w": {"step": 3.0}}, meta, lambda: {0: user})
+    sound = json.loads((path / "manifest.json").read_text())
+
+    @settings(max_examples=300, deadline=None)
+    @given(one_place_odd(sound))
+    def check(manifest: dict[str, Any]) -> None:
+        _sealed(path, manifest)
+        with suppress(UserError):
+            found = load_checkpoint(path)
+            assert found.parameters["w"].tolist() == [1.0] * 3 and repr(found) and set(found.users) <= {0, 1}
+            for call in (found.optimizer_state_dict, lambda: found.user(0)):
+                with suppress(UserError):
+                    call()
+
+    check()

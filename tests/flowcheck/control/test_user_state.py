@@ -8,6 +8,7 @@ import json
 import math
 import pickle
 from collections import Counter, OrderedDict, defaultdict
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from safetensors.torch import load
 
 from flowcheck.control.user_state import USER_BYTES, Refused, UserState, pack, seal_of
 from flowcheck.errors import UserError
+
+from ..odd_json import one_place_odd
 
 
 def packed(state: Any, **options: Any) -> bytes:
@@ -189,9 +192,37 @@ def test_what_is_forged_is_read_where_it_is_sound() -> None:
     ({}, {"0": F32 | {"dtype": ["F32"]}}, "tensor '0' is not described"),
     ({}, {"0": F32 | {"shape": [-1]}}, "tensor '0' is not described"),
     ({}, {"0": F32}, "lies at 0..4 of 0 bytes"),
+    ({}, {"0": F32 | {"shape": [1 << 62, 1 << 62, 0], "data_offsets": [0, 0]}}, "tensor '0' is not described"),
+    ({}, {"0": F32 | {"shape": [1 << 70, 0], "data_offsets": [0, 0]}}, "tensor '0' is not described"),
+    ({"tree": '{"dict":[["a",1],["b",2],["a",3]]}'}, {}, "has a key twice"),
+    ({"tree": '{"counter":[[1,1],[1,2]]}'}, {}, "has a key twice"),
 ])
 def test_a_hash_that_is_right_proves_nothing(about: dict[str, Any], entries: dict[str, Any], what: str) -> None:
     assert what in bad(forged(about, entries))
+
+
+@pytest.mark.parametrize(("dtype", "shape", "size"), [
+    ("F32", [2], 8), ("I64", [1], 8), ("I8", [8], 8), ("BOOL", [8], 8), ("U8", [2, 4], 8), ("U8", [], 1),
+])
+def test_bytes_are_of_one_row(dtype: str, shape: list[int], size: int) -> None:
+    entry = {"dtype": dtype, "shape": shape, "data_offsets": [0, size]}
+    assert bad(forged({"tree": '{"bytes":"0"}'}, {"0": entry}, b"\1" * size)) == "has bytes that are none"
+
+
+HEAD = {"step": "1", "rank": "0", "ranks": "1"}
+TREE = {"dict": [["a", {"tensor": "0"}], [7, {"tuple": [{"float": "inf"}, {"bytes": "1"}, [{"counter": [["k", 2]]}]]}]]}
+ENTRIES = {"0": F32, "1": {"dtype": "U8", "shape": [2], "data_offsets": [4, 6]}}
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_whatever_it_says_it_is_read_or_refused(data: st.DataObject) -> None:
+    parts: list[Any] = [HEAD, TREE, ENTRIES]
+    at = data.draw(st.integers(0, 2))
+    parts[at] = data.draw(one_place_odd(parts[at]))
+    about, tree, entries = parts
+    with suppress(UserError):
+        UserState.of(forged(about | {"tree": json.dumps(tree)}, entries, b"\0\0\x80?\1\2"), "x")
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 7, b"\xff" * 200, pickle.dumps({"a": 1}), b"{}"])

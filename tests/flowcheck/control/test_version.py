@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
+from contextlib import suppress
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
 
 from flowcheck.control.tensors import TensorSpec
+from flowcheck.control.torch_state import torch_state
 from flowcheck.control.version import MODEL, OPTIMIZER, SCHEMA, Digest, Version, seal, self_hash
 from flowcheck.errors import UserError
+
+from ..odd_json import one_place_odd
 
 A, B = "a" * 64, "b" * 64
 SGD = {"name": "sgd", "groups": [{"params": ["w"], "options": {}}]}
@@ -101,6 +108,8 @@ def test_a_field_that_is_something_else(fields: dict[str, Any], what: str) -> No
     [
         (3, "is not described"), ({}, "has no proper dtype and shape"),
         ({"dtype": "complex64", "shape": [1], "sha256": A}, "has no proper dtype and shape"),
+        ({"dtype": ["float32"], "shape": [1], "sha256": A}, "has no proper dtype and shape"),
+        ({"dtype": {"a": 1}, "shape": [1], "sha256": A}, "has no proper dtype and shape"),
         ({"dtype": "float32", "shape": 1, "sha256": A}, "has no proper dtype and shape"),
         ({"dtype": "float32", "shape": [-1], "sha256": A}, "has no proper dtype and shape"),
         ({"dtype": "float32", "shape": [True], "sha256": A}, "has no proper dtype and shape"),
@@ -140,13 +149,51 @@ def test_a_flipped_bit_shows() -> None:
     ({"name": "sgd", "groups": [{"params": ["w"], "options": 7}]}, "has groups that are none"),
     ({"name": "sgd", "groups": [{"params": ["w", "x", "w"], "options": {}}]}, "has a parameter twice"),
     ({"name": "sgd", "groups": 2 * SGD["groups"]}, "has a parameter twice"),  # type: ignore[operator]
+    ({"name": "sgd", "groups": [{"params": ["w"], "options": {"params": []}}]}, "has 'params' among its options"),
+    ({"name": "sgd", "groups": [{"params": ["w"], "options": {"param_names": ["x"]}}]},
+     "has 'param_names' among its options"),
 ])
 def test_an_optimizer_that_is_none(optimizer: Any, why: str) -> None:
     assert refused(changed(optimizer=optimizer)).startswith(f"optimizer {why}")
 
 
-@pytest.mark.parametrize("shape", [[0, 10**30], [0, 1 << 62, 1 << 62], [1 << 49]])
+@pytest.mark.parametrize("shape", [[0, 10**30], [0, 1 << 62, 1 << 62], [1 << 49], [1 << 24, 1 << 25], [1 << 70, 0]])
 def test_a_shape_that_no_tensor_has(shape: list[int]) -> None:
     files = json.loads(json.dumps(DOCUMENT["files"]))
     files["model.safetensors"]["tensors"]["w"]["shape"] = shape
     assert refused(changed(files=files)) == "has no proper dtype and shape"
+
+
+@pytest.mark.parametrize("name", ["w.step", "step", "state.w", "state..", "state.w.", "state..step", ""])
+def test_a_state_of_no_parameter(name: str) -> None:
+    """Parameter and key must be told apart in one way: `w.step` would be the same as `state.w.step`."""
+    entry = {"dtype": "float32", "shape": [], "sha256": B}
+    tensors = {"state.w.step": entry, name: entry}
+    document = changed(files={**DOCUMENT["files"], OPTIMIZER: {"tensors": tensors}})
+    assert refused(document) == f"tensor {name!r} is no state of a parameter"
+
+
+def test_what_is_nested_almost_too_deeply_to_be_read() -> None:
+    """It is read, and then there is no room left to hash it."""
+    deep: Any = []
+    for _ in range(sys.getrecursionlimit() - 40):
+        deep = [deep]
+    assert refused({**DOCUMENT, "more": deep, "manifest_sha256": A}).startswith("was changed after it was written")
+
+
+@settings(max_examples=400, deadline=None)
+@given(one_place_odd(DOCUMENT))
+def test_a_hash_that_is_right_proves_no_field(document: dict[str, Any]) -> None:
+    """Whatever is said: it is refused, or all that is made of a version can be made, or is refused."""
+    try:
+        version = Version.of(seal(document), "x")
+    except UserError:
+        return
+    assert version.nbytes >= 0 and Version.of(json.loads(json.dumps(version.document())), "x").files == version.files
+    for tensors in version.files.values():
+        for one in tensors.values():
+            torch.empty(one.spec.shape, dtype=getattr(torch, one.spec.dtype), device="meta")
+    with suppress(UserError):
+        state = torch_state(version.optimizer, {"w": {"step": torch.ones(())}}, version.rounding, "x")
+        assert [number for group in state["param_groups"] for number in group["params"]] == list(
+            range(sum(len(group["params"]) for group in version.optimizer["groups"])))
