@@ -121,6 +121,8 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/trainer/user.py": [f"{FLOW}/trainer/test_user.py"],
     "flowcheck/checkpoint/users.py": [f"{FLOW}/checkpoint/test_users.py"],
     "flowcheck/node/user_states.py": [f"{NODE}/test_user_states.py"],
+    "flowcheck/trainer/recovered.py": [f"{FLOW}/trainer/test_recovery.py", f"{FLOW}/trainer/test_hsdp.py"],
+    "flowcheck/trainer/together.py": [f"{FLOW}/trainer/test_recovery{part}.py" for part in ("", "_together")],
     "flowcheck/trainer/recovery.py": [f"{FLOW}/trainer/test_recovery{part}.py" for part in ("", "_together")],
     "flowcheck/node/holdings.py": [f"{NODE}/test_holdings.py"],
     "flowcheck/node/sending.py": [f"{NODE}/test_sending.py"],

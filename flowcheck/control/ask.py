@@ -49,6 +49,7 @@ MEMORY, COPY, DISK, PARITY, STORE = "memory", "copy", "disk", "parity", "store"
 TIERS = (MEMORY, COPY, DISK, PARITY, STORE)
 MOST_TEXT = 256 << 20  # a manifest has some 150 bytes per tensor
 MOST_AGE = 1e12
+MOST_EPOCHS = 1 << 31
 MOST_WHY = 400  # characters
 
 
@@ -154,6 +155,7 @@ class Node:
         self.received = 0  # bytes of tensors
         self.silent: list[str] = []  # tiers
         self.withheld: list[str] = []  # reasons
+        self.epochs: dict[str, int] = {}  # the newest of each run of which it has anything, withheld or not
 
     def again(self, seconds: float | None = None) -> Node:
         """The same node, over a connection of its own. seconds: that it may be silent there."""
@@ -178,6 +180,11 @@ class Node:
         withheld = said.get("withheld", [])
         whys = [one.get("why") for one in withheld if isinstance(one, dict)] if isinstance(withheld, list) else []
         self.withheld = [why[:MOST_WHY] for why in whys[:1] if isinstance(why, str)]
+        self.epochs = {}
+        for one in [*listed, *(withheld if isinstance(withheld, list) else [])]:
+            run_id, epoch = (one.get("run_id"), one.get("epoch")) if isinstance(one, dict) else (None, None)
+            if isinstance(run_id, str) and type(epoch) is int and 0 <= epoch < MOST_EPOCHS:
+                self.epochs[run_id] = max(epoch, self.epochs.get(run_id, 0))
         return [Offer.of(one, self.name) for one in listed]
 
     def version(self, offer: Offer, release: bool = False) -> Version:

@@ -39,7 +39,8 @@ class Found:
     """What nodes have of one shard of a run. run_id, shard: "" as long as nothing was found. places: nearest first.
     absent: of each node that did not answer, its name and why. withheld: of each that has versions and does not offer
     them yet, its name and why the newest is not. lacks: "run" or "shard": there are versions, and none of that one;
-    other: whose they are, in words."""
+    other: whose they are, in words. newest: the newest epoch of the run of which they have anything, of whatever shard,
+    withheld or not; -1: they have nothing of it."""
 
     run_id: str
     shard: str
@@ -48,6 +49,7 @@ class Found:
     withheld: tuple[str, ...] = ()
     lacks: str = ""
     other: str = ""
+    newest: int = -1
 
     @property
     def versions(self) -> dict[Key, str]:
@@ -112,8 +114,10 @@ def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
         lacks, other = "run", f"nothing is of run {run_id!r}; there is {_named('run_id', offered)}"
     elif of_run and not places:
         lacks, other = "shard", f"run {run_id!r} has nothing of shard {shard!r}; it has {_named('shard', of_run)}"
+    epochs = [epoch for node in nodes for run, epoch in node.epochs.items() if run_id in ("", run)]
+    newest = max(epochs, default=-1)
     return Found(run_id, shard, tuple(sorted(places, key=lambda place: TIERS.index(place[1].tier))), absent,
-                 tuple(f"{node.name}: {why}" for node in nodes for why in node.withheld), lacks, other)
+                 tuple(f"{node.name}: {why}" for node in nodes for why in node.withheld), lacks, other, newest)
 
 
 def _named(name: str, offered: list[tuple[Node, Offer]]) -> str:

@@ -10,28 +10,26 @@
     attachment = flowcheck.attach(..., epoch=recovered.epoch, iteration=recovered.step)
 
 Where torch.distributed is up, all ranks call it and take one step: the newest that each of them can have (of its own
-shard). They agree through the store that the job was started with; no collective is called, so nothing of it is on the
-training network. If one rank finds that step bad at every source, it is bad for all, and they take the next one.
+shard). They agree beside the training network (together.py). If one rank finds that step bad at every source, or two
+ranks of a shard were given different versions of it, it is bad for all, and they take the next one.
 Torch and the standard library only.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from flowcheck.control.ask import SECONDS, Node, Offer, reader_key
+from flowcheck.control.receiving import RATE
 from flowcheck.control.sources import (
     MOST_ROUNDS,
     Fetched,
@@ -44,108 +42,18 @@ from flowcheck.control.sources import (
     look,
 )
 from flowcheck.control.torch_state import torch_state
+from flowcheck.control.version import Version
 from flowcheck.errors import EnvironmentProblem, UserError
-from flowcheck.trainer.parts import local
+from flowcheck.trainer.recovered import Recovered
 from flowcheck.trainer.settings import context_of, token_of
-from flowcheck.trainer.user import restore_rng
+from flowcheck.trainer.together import ranks_of
 
 __all__ = ["Recovered", "recover"]
 
 _log = logging.getLogger("flowcheck")
 NODES = "FLOWCHECK_NODES"
 OLDER_WITH_USER = 10  # steps that a version may be older which has every rank's own state
-PREFIX = "flowcheck/recover"  # of names in torch.distributed's store
-POLL_SECONDS = 0.02
-TOGETHER_SECONDS = 600.0  # that ranks wait for each other
-
-
-@dataclass(frozen=True, repr=False)
-class Recovered:
-    """A version to go on from; false where there is none: the job starts fresh.
-
-    step: updates that it has seen, and so the number of the next iteration; 0 of a fresh start.
-    epoch: for `attach`: one more than the version's; 0 of a fresh start.
-    run_id, shard: whose it is.
-    model: for `model.load_state_dict`; optimizer: for `optimizer.load_state_dict`, in torch's own numbering. Both empty
-        of a fresh start.
-    user: what this rank gave to `attachment.step(user=...)` at the end of the iteration before `step`; scheduler,
-        scaler: state_dicts of those that it gave to `attach`; rng: random generators as they were then, for
-        `restore_rng`. Empty where the version has nothing of this rank.
-    status, unproven: as the version says of itself (docs/reference/checkpoint.md).
-    source: node and tier that it came from. nbytes: received. seconds: that it took.
-    passed: of each source that was nearer, or newer, or did not answer: why it was not taken.
-    """
-
-    step: int
-    epoch: int
-    run_id: str
-    shard: str
-    model: dict[str, torch.Tensor] = field(default_factory=dict)
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    user: dict[str, Any] = field(default_factory=dict)
-    scheduler: dict[str, Any] = field(default_factory=dict)
-    scaler: dict[str, Any] = field(default_factory=dict)
-    rng: dict[str, Any] = field(default_factory=dict)
-    status: str = ""
-    unproven: tuple[str, ...] = ()
-    source: str = ""
-    nbytes: int = 0
-    seconds: float = 0.0
-    passed: tuple[str, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.source)
-
-    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """What `load_state_dict` of both would do, also where they hold shards (DTensors, of fully_shard): what came is
-        put into this rank's part of each. Raises UserError where it is of another shape or of other parameters."""
-        held = model.state_dict()
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        numbers = [number for group in self.optimizer.get("param_groups", ()) for number in group["params"]]
-        if not self or held.keys() != self.model.keys() or len(numbers) != len(parameters):
-            raise UserError(
-                f"{self!r} has {len(self.model)} entries and {len(numbers)} optimized parameters; here are {len(held)}"
-                f" and {len(parameters)}, or others", where="recover",
-                remedy="the model and the optimizer of the job that made it",
-            )
-        model.load_state_dict({name: _placed(name, value, held[name]) for name, value in self.model.items()})
-        state = {
-            number: {key: value if key == "step" else _placed(key, value, parameters[number])
-                     for key, value in values.items()}
-            for number, values in self.optimizer["state"].items()
-        }
-        optimizer.load_state_dict({**self.optimizer, "state": state})
-
-    def restore_rng(self) -> None:
-        """Set the generators of this process (python's, numpy's, torch's on the CPU and on devices) to where they were
-        when iteration `step` began. Raises UserError: the version has no such state, or it does not fit here."""
-        if not self.rng:
-            raise UserError(f"step {self.step} has no state of this rank's random generators", where="recover",
-                            remedy="a node and trainers that keep it; without it seed them: `recovered.rng` is empty")
-        restore_rng(self.rng)
-
-    def __repr__(self) -> str:
-        not_taken = f"; not taken: {'; '.join(self.passed)}" if self.passed else ""
-        if not self:
-            of = f" of run {self.run_id!r}" if self.run_id else ""
-            return f"Recovered(nothing: no node has a version{of}, a fresh start at step 0{not_taken})"
-        open_ = f", unproven: {'; '.join(self.unproven)}" if self.unproven else ""
-        return (
-            f"Recovered(step {self.step} of run {self.run_id!r}, epoch {self.epoch - 1}, {self.status}{open_}, from"
-            f" {self.source}: {self.nbytes:,} bytes in {self.seconds:.2f} s{not_taken})"
-        )
-
-
-def _placed(name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A value in the form of what it goes into."""
-    here = local(like).shape
-    if value.shape != here:
-        raise UserError(f"{name} has the shape {list(value.shape)}, and here {list(here)}", where="recover",
-                        remedy="the same layout of replicas and shards, and shard= as this rank has it")
-    if not isinstance(like, DTensor):
-        return value
-    return DTensor.from_local(value.to(like.device), like.device_mesh, like.placements, run_check=False,
-                              shape=like.shape, stride=like.stride())
+LONGEST = 1e6  # seconds
 
 
 def recover(
@@ -172,38 +80,39 @@ def recover(
     found proved good (then `into` holds anything); another rank is gone. UserError for arguments that cannot be.
     """
     tls = context_of(ca)
+    _check(run_id, shard, step, into, prefer_verified, seconds)
+    tls = context_of(ca)
     asked = [Node(address, reader_key(token_of(token)), seconds, tls) for address in addresses(_nodes(nodes))]
-    ranks, own = _ranks(together), _own(rank)
+    ranks, own = ranks_of(together), _own(rank)
+    wants = {"step": step, "prefer_verified": prefer_verified, "fresh": bool(fresh)}
     bad: list[Key] = []
     passed: list[str] = []
     for _ in range(MOST_ROUNDS):
-        found = look(asked, run_id, shard)  # anew each time: what was there may have made room for newer versions
-        said = ranks.exchange({"run_id": found.run_id, "versions": [[*k, s] for k, s in found.versions.items()],
-                               "user": sorted(found.with_user(own)) if own is not None else [],
-                               "absent": list(found.absent), "withheld": list(found.withheld),
-                               "lacks": found.lacks, "other": found.other})
+        found: Found | UserError
+        try:
+            found = look(asked, run_id, shard)  # anew each time: what was there may have made room for newer versions
+        except UserError as error:
+            found = error
+        said = ranks.exchange({"wants": wants, **_first(found, own)})
+        if isinstance(found, UserError):
+            raise found
+        _same(said, wants)
         users = [{(epoch, at) for epoch, at in one["user"]} for one in said]
-        held = [{(epoch, at): status for epoch, at, status in one["versions"]} for one in said]
-        _same_run(said)
+        held = [{(epoch, at): status for epoch, at, status, _ in one["versions"]} for one in said]
         key = choose(held, step=step, prefer_verified=prefer_verified, bad=bad, users=users,
                      prefer_user=OLDER_WITH_USER)
+        epoch = 1 + max(one["newest"] for one in said)
         if key is None:
-            return _fresh(found, said, held, step, passed, fresh)
-        fetched: Fetched | None = None
-        optimizer: dict[str, Any] = {}
-        why = ""
-        try:
-            fetched = fetch(found, key, into or {}, lambda offer: _wanted(offer, own))
-        except NoSource as error:
-            why = error.what
-        if fetched is not None:
-            try:
-                optimizer = torch_state(fetched.version.optimizer, fetched.state, fetched.version.rounding, "recover")
-            except UserError as error:
-                why = f"{fetched.source}, step {key[1]}: {error.what}"
-        reasons = [one["why"] for one in ranks.exchange({"why": why})]
-        if fetched is not None and not any(reasons):
-            return _recovered(fetched, optimizer, passed, own, rank is None)
+            return _fresh(found, said, held, step, passed, fresh, epoch)
+        got = _get(found, key, into or {}, own, rank is None)
+        longest = max(nbytes for one in said for *at, _, nbytes in one["versions"] if tuple(at) == key) / RATE
+        said = ranks.exchange(got.said(found.shard, own), longest)
+        if got.wrong is not None:
+            raise got.wrong
+        _no_errors(said)
+        reasons = _reasons(said, key)
+        if got.fetched is not None and not any(reasons):
+            return _recovered(got, got.fetched, passed, _lacking(said, own, got), epoch)
         bad.append(key)
         passed += [f"rank {rank}: {reason}" if len(reasons) > 1 else reason
                    for rank, reason in enumerate(reasons) if reason]
@@ -211,11 +120,126 @@ def recover(
                              remedy="see the nodes' lines; a checkpoint directory")
 
 
-def _same_run(said: Sequence[Mapping[str, Any]]) -> None:
-    """Steps of different runs must not be taken for each other."""
+def _check(
+    run_id: object, shard: object, step: object, into: object, prefer_verified: object, seconds: object
+) -> None:
+    """Arguments that cannot be are said here, and not where they are used."""
+    for name, value in (("run_id", run_id), ("shard", shard)):
+        if value is not None and not isinstance(value, str):
+            raise UserError(f"{value!r} is not a text", where=name, remedy="a name, or None")
+    for name, value, may in (("step", step, None), ("prefer_verified", prefer_verified, 0)):
+        if value is not may and (type(value) is not int or value < 0):
+            raise UserError(f"{value!r} is not a number of steps", where=name, remedy="a whole number, 0 or more")
+    if into is not None and not isinstance(into, Mapping):
+        raise UserError(f"a {type(into).__name__} has no tensors by name", where="into", remedy="a state_dict")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST:
+        raise UserError(f"{seconds!r} is not a time", where="seconds", remedy=f"a number above 0, at most {LONGEST:g}")
+
+
+# -- what ranks tell each other ------------------------------------------------------------------------------
+
+
+def _first(found: Found | UserError, own: int | None) -> dict[str, Any]:
+    """What this rank can have."""
+    if isinstance(found, UserError):
+        return {"wrong": found.what}
+    sizes: dict[Key, int] = {}
+    for _, offer in found.places:
+        key = offer.epoch, offer.step
+        sizes[key] = sizes.get(key, 0) + offer.nbytes
+    return {
+        "run_id": found.run_id, "newest": found.newest,
+        "versions": [[*key, status, sizes[key]] for key, status in found.versions.items()],
+        "user": sorted(found.with_user(own)) if own is not None else [], "absent": list(found.absent),
+        "withheld": list(found.withheld), "lacks": found.lacks, "other": found.other,
+    }
+
+
+def _same(said: Sequence[Mapping[str, Any]], wants: Mapping[str, Any]) -> None:
+    """All ranks want one thing, and of one run: what each works out of what all say is then the same."""
+    for rank, one in enumerate(said):
+        if one["wants"] != wants:
+            (name, *_) = (name for name in wants if one["wants"][name] != wants[name])
+            raise UserError(f"rank {rank} says {one['wants'][name]!r} and this one {wants[name]!r}", where=name,
+                            remedy="the same arguments on every rank")
+    _no_errors(said)
     runs = sorted({one["run_id"] for one in said if one["versions"]})
     if len(runs) > 1:
         raise UserError(f"ranks see different runs: {', '.join(map(repr, runs))}", where="run_id", remedy="say run_id=")
+
+
+def _no_errors(said: Sequence[Mapping[str, Any]]) -> None:
+    """Nobody waits for a rank that has given up."""
+    for rank, one in enumerate(said):
+        if one.get("wrong"):
+            raise UserError(f"rank {rank} gave up: {one['wrong']}", where="recover", remedy="see what that rank says")
+
+
+@dataclass(frozen=True)
+class _Got:
+    """What came of one version. fetched: None where nothing good did: why. wrong: what the user has to know. state:
+    this rank's own, {}: none, and perhaps why_no_state."""
+
+    fetched: Fetched | None = None
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+    wrong: UserError | None = None
+    state: dict[str, Any] = field(default_factory=dict)
+    why_no_state: str = ""
+
+    def said(self, shard: str, own: int | None) -> dict[str, Any]:
+        return {
+            "why": self.why, "wrong": self.wrong.what if self.wrong is not None else "", "shard": shard,
+            "digest": _digest(self.fetched.version) if self.fetched is not None else "",
+            "own": own, "has": bool(self.state),
+        }
+
+
+def _get(found: Found, key: Key, into: Mapping[str, torch.Tensor], own: int | None, as_many: bool) -> _Got:
+    try:
+        fetched = fetch(found, key, into, lambda offer: _wanted(offer, own))
+    except NoSource as error:
+        return _Got(why=error.what)
+    except UserError as error:
+        return _Got(wrong=error)
+    try:
+        optimizer = torch_state(fetched.version.optimizer, fetched.state, fetched.version.rounding, "recover")
+    except UserError as error:
+        return _Got(why=f"{fetched.source}, step {key[1]}: {error.what}")
+    state, why = _user(fetched, own, as_many)
+    return _Got(fetched, optimizer, state=state, why_no_state=why)
+
+
+def _digest(version: Version) -> str:
+    """What the version is: the same wherever it lies."""
+    files = {file: {name: digest.sha256 for name, digest in tensors.items()} for file, tensors in version.files.items()}
+    return hashlib.sha256(json.dumps([files, version.optimizer], sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _reasons(said: Sequence[Mapping[str, Any]], key: Key) -> list[str]:
+    """Of each rank why the version is not taken, "": it is good there."""
+    reasons: list[str] = [one["why"] for one in said]
+    of: dict[str, set[str]] = {}
+    for one in said:
+        of.setdefault(one["shard"], set()).add(one["digest"])
+    if any(reasons) or all(len(digests) == 1 for digests in of.values()):
+        return reasons
+    return [f"step {key[1]} of epoch {key[0]}: ranks of shard {one['shard']!r} were given different versions of it"
+            if len(of[one["shard"]]) > 1 else "" for one in said]
+
+
+def _lacking(said: Sequence[Mapping[str, Any]], own: int | None, got: _Got) -> list[str]:
+    """Who goes on without a state of its own. Schedules and scales of some ranks alone would part the others from
+    them."""
+    without = [rank for rank, one in enumerate(said) if one["own"] is not None and not one["has"]]
+    out = [got.why_no_state] if got.why_no_state else []
+    if own is not None and not got.state and not out:
+        out.append(f"the version has no state of rank {own}")
+    if got.state and without:
+        ranks = f"rank {without[0]}" if len(without) == 1 else f"{len(without)} ranks, rank {without[0]} the first,"
+        out.append(f"{ranks} has no state of its own in this version: scheduler, scaler and the groups' options of"
+                   " this rank are not taken either, so that all go on alike")
+    return out
 
 
 def _nodes(nodes: str | Sequence[str] | None) -> str | Sequence[str]:
@@ -254,27 +278,40 @@ def _user(fetched: Fetched, own: int | None, as_many: bool) -> tuple[dict[str, A
     return state, ""
 
 
-def _now(optimizer: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """The groups' options as they were when the next iteration began: a scheduler may have changed them since the step
-    that made the version, and has what it needs there."""
+def _as_given(optimizer: dict[str, Any], groups: list[dict[str, Any]], options: bool) -> dict[str, Any]:
+    """The optimizer's state as the trainer's own would be, by what its rank said of it. options: take those, too.
+
+    The groups' options are those with which the next iteration began: a scheduler may have changed them since the step
+    that made the version, and has what it needs there. And torch numbers all parameters, those that are frozen too,
+    which no version has."""
     there = optimizer.get("param_groups", [])
-    if len(groups) == len(there):
-        for group, options in zip(there, groups, strict=True):
-            group |= {key: value for key, value in options.items() if key != "params"}
+    said = [group.get("params") for group in groups]  # of each parameter: is it stepped?
+    steps = [one for one in said if isinstance(one, list)]
+    if len(steps) < len(groups):  # not said: all are, and no group is without
+        steps = [[True] * len(group["params"]) for group in there] if len(groups) == len(there) else []
+    if [sum(map(bool, one)) for one in steps if any(one)] != [len(group["params"]) for group in there]:
+        return optimizer  # of another optimizer, or of a rank that has several shards
+    made, left, first = [], list(there), 0
+    for group, which in zip(groups, steps, strict=True):
+        numbers = range(first, first + len(which))
+        base = left.pop(0) if any(which) else group
+        made.append({**base, **(group if options else {}), "params": list(numbers)})
+        first = numbers.stop
+    numbered = [number for number, one in enumerate(one for which in steps for one in which) if one]
+    return {"state": {numbered[at]: held for at, held in optimizer["state"].items()}, "param_groups": made}
 
 
-def _recovered(
-    fetched: Fetched, optimizer: dict[str, Any], passed: Sequence[str], own: int | None, as_many: bool
-) -> Recovered:
+def _recovered(got: _Got, fetched: Fetched, passed: Sequence[str], lacking: Sequence[str], epoch: int) -> Recovered:
     version = fetched.version
-    state, why = _user(fetched, own, as_many)
-    _now(optimizer, state.get("groups", []))
+    alone = bool(got.state) and bool(lacking)
+    state = {name: value for name, value in got.state.items() if not alone or name not in ("scheduler", "scaler")}
+    optimizer = _as_given(got.optimizer, got.state.get("groups", []), not alone)
     parts = {name: state.get(name, {}) for name in ("user", "scheduler", "scaler", "rng")}
     done = Recovered(
-        version.step, version.epoch + 1, version.run_id, version.shard, fetched.model, optimizer, **parts,
+        version.step, epoch, version.run_id, version.shard, fetched.model, optimizer, **parts,
         status=version.status,
         unproven=version.unproven, source=fetched.source, nbytes=fetched.nbytes, seconds=fetched.seconds,
-        passed=(*passed, *fetched.passed, *([why] if why else [])),
+        passed=(*passed, *fetched.passed, *lacking), version_epoch=version.epoch,
     )
     _log.info("flowcheck: %s", done)
     return done
@@ -282,7 +319,7 @@ def _recovered(
 
 def _fresh(
     found: Found, said: Sequence[Mapping[str, Any]], held: Sequence[Mapping[Key, str]], step: int | None,
-    passed: Sequence[str], fresh: bool,
+    passed: Sequence[str], fresh: bool, epoch: int,
 ) -> Recovered:
     """Nothing can be had: a fresh start, if there was nothing and everybody said so."""
     absent = sorted({why for one in said for why in one["absent"]})
@@ -303,7 +340,7 @@ def _fresh(
     if any(one["lacks"] == "shard" for one in said) and not fresh:
         raise EnvironmentProblem(f"no version was found: {'; '.join(other)}", where="recover",
                                  remedy="shard= as `group` of the trainers; fresh=True to begin at step 0 all the same")
-    done = Recovered(0, 0, found.run_id, found.shard, passed=(*absent, *withheld, *other))
+    done = Recovered(0, epoch, found.run_id, found.shard, passed=(*absent, *withheld, *other))
     _log.warning("flowcheck: %s", done)
     return done
 
@@ -311,83 +348,3 @@ def _fresh(
 def _steps(held: Mapping[Key, str]) -> str:
     newest = sorted(held)[-8:]
     return ", ".join(f"step {step} of epoch {epoch}" for epoch, step in newest) or "nothing"
-
-
-# -- with other ranks --------------------------------------------------------------------------------------
-
-
-class Ranks(Protocol):
-    def exchange(self, mine: dict[str, Any]) -> list[Any]:
-        """What each rank says, by rank."""
-        ...
-
-
-class _Alone:
-    def exchange(self, mine: dict[str, Any]) -> list[Any]:
-        return [mine]
-
-
-class _Together:
-    """Ranks that tell each other JSON through the store of torch.distributed. All make the same exchanges.
-
-    The store may be older than these processes, and have what those before them said: torchrun's agent keeps it when it
-    starts ranks anew. So rank 0 begins a session of a new name, and another rank goes on in it only when rank 0 has
-    shown there the number that this rank has just made up.
-    """
-
-    def __init__(self, store: Any, rank: int, ranks: int) -> None:
-        self._store, self._rank, self._ranks = store, rank, ranks
-        self._session = ""
-        self._round = 0
-
-    def exchange(self, mine: dict[str, Any]) -> list[Any]:
-        deadline = time.monotonic() + TOGETHER_SECONDS
-        if not self._session:
-            self._session = self._begin(deadline) if self._rank == 0 else self._join(deadline)
-        self._round += 1
-        names = [f"{self._session}/{self._round}/{rank}" for rank in range(self._ranks)]
-        self._store.set(names[self._rank], json.dumps(mine))
-        return [json.loads(self._get(name, rank, deadline)) for rank, name in enumerate(names)]
-
-    def _begin(self, deadline: float) -> str:
-        session = f"{PREFIX}/{secrets.token_hex(8)}"
-        self._store.set(f"{PREFIX}/session", session)
-        numbers = [self._get(f"{session}/here/{rank}", rank, deadline).decode() for rank in range(1, self._ranks)]
-        self._store.set(f"{session}/all", json.dumps(["", *numbers]))
-        return session
-
-    def _join(self, deadline: float) -> str:
-        number, told = secrets.token_hex(8), ""
-        while time.monotonic() < deadline:
-            session = self._get(f"{PREFIX}/session", 0, deadline).decode()
-            if session != told:
-                self._store.set(f"{session}/here/{self._rank}", number)
-                told = session
-            if self._store.check([f"{session}/all"]):
-                shown = json.loads(self._get(f"{session}/all", 0, deadline))
-                if len(shown) == self._ranks and shown[self._rank] == number:
-                    return session
-            time.sleep(POLL_SECONDS)
-        raise _silent(0, "it has not begun")
-
-    def _get(self, name: str, rank: int, deadline: float) -> bytes:
-        """What that rank has to say."""
-        try:
-            self._store.wait([name], timedelta(seconds=max(1.0, deadline - time.monotonic())))
-            said: bytes = self._store.get(name)
-            return said
-        except (RuntimeError, ValueError) as error:  # torch's DistStoreError is a RuntimeError
-            raise _silent(rank, str(error).splitlines()[0]) from None
-
-
-def _silent(rank: int, why: str) -> EnvironmentProblem:
-    return EnvironmentProblem(
-        f"rank {rank} has not said what it can have: {why}", where="recover",
-        remedy="every rank calls recover once; together=False for a rank that is alone",
-    )
-
-
-def _ranks(together: bool) -> Ranks:
-    if not together or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
-        return _Alone()
-    return _Together(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())

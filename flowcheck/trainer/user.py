@@ -79,7 +79,7 @@ class Keeper:
         if self._devices is None:
             held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
             self._devices = sorted({parameter.device.type for parameter in held} - {"cpu", "meta"})
-        groups = [{key: value for key, value in group.items() if key != "params"}
+        groups = [{**group, "params": [parameter.requires_grad for parameter in group["params"]]}
                   for group in self._optimizer.param_groups]
         state: dict[str, Any] = {"rng": rng_state(self._devices), "groups": groups, "user": user or {}}
         for what, one in (("scheduler", self._scheduler), ("scaler", self.scaler)):

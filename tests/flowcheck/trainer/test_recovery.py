@@ -16,6 +16,7 @@ import flowcheck
 from flowcheck.control.user_state import pack
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.trainer import recovery
+from flowcheck.trainer import together as together_ranks
 from flowcheck.trainer.recovery import Recovered, recover
 from flowcheck.trainer.user import rng_state
 
@@ -67,7 +68,8 @@ def test_what_a_version_says_of_itself_comes_with_it() -> None:
     with HandApi(HandVersion(7, status=U, shard="dp1", epoch=4)) as api:
         recovered = recover(api.name, token=TOKEN)
     assert (recovered.status, recovered.unproven, recovered.shard, recovered.epoch) == (U, (), "dp1", 5)
-    said = repr(Recovered(7, 5, "run", "", status=U, unproven=("a", "b"), source="x", passed=("y", "z")))
+    said = repr(Recovered(7, 5, "run", "", status=U, unproven=("a", "b"), source="x", passed=("y", "z"),
+                          version_epoch=4))
     assert "epoch 4, unverified, unproven: a; b, from x" in said and said.endswith("not taken: y; z)")
 
 
@@ -93,6 +95,10 @@ def test_nodes_and_token_from_the_environment(
         ({"token": TOKEN}, "nodes"), ({"nodes": "", "token": TOKEN}, "nodes"), ({"nodes": [], "token": TOKEN}, "nodes"),
         ({"nodes": "h", "token": TOKEN}, "nodes"), ({"nodes": "h:1"}, "token"),
         ({"nodes": "h:1", "token": "x"}, "token"),
+        *(({"nodes": "h:1", "token": TOKEN, name: value}, name) for name, values in {
+            "seconds": (None, float("inf"), float("nan"), 0, -1.0, "5", True), "run_id": (5, b"x"), "shard": (b"x", 0),
+            "step": ("3", True, -1, 1.0), "prefer_verified": (None, -1, "1"), "into": ([1], 5, {"w"}),
+        }.items() for value in values),
     ],
 )
 def test_arguments_that_cannot_be(named: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,9 +205,10 @@ def test_what_a_rank_gave_comes_back(api: HandApi) -> None:
 
 
 def test_a_version_without_it_is_a_version(api: HandApi) -> None:
-    for recovered in (recover(api.name, token=TOKEN), recover(api.name, token=TOKEN, rank=1)):
+    for rank, passed in ((None, ()), (1, ("the version has no state of rank 1",))):
+        recovered = recover(api.name, token=TOKEN, rank=rank)
         assert recovered.step == 7 and not (recovered.user or recovered.scheduler or recovered.scaler or recovered.rng)
-        assert recovered.optimizer["param_groups"][0]["lr"] == 0.1 and recovered.passed == ()
+        assert recovered.optimizer["param_groups"][0]["lr"] == 0.1 and recovered.passed == passed
         with pytest.raises(UserError, match="step 7 has no state of this rank's random generators"):
             recovered.restore_rng()
 
@@ -256,7 +263,7 @@ def test_a_job_of_another_size_takes_none_by_itself(api: HandApi) -> None:
         api.versions[0].give(0, own(7, rank=0, ranks=2))
         recovered = recover(api.name, token=TOKEN)
         assert recovered.step == 7 and recovered.user == {}
-        assert "those of a job of 2 ranks, this one has 1" in recovered.passed[0]
+        assert "those of a job of 2 ranks, this one has 1" in recovered.passed[0] and len(recovered.passed) == 1
         assert recover(api.name, token=TOKEN, rank=0).user == {"at": 7}
     finally:
         dist.destroy_process_group()
@@ -281,14 +288,14 @@ def together(count: int, call: Any, store: dist.Store | None = None) -> list[Any
     own = threading.local()
 
     def rank(number: int) -> None:
-        own.ranks = recovery._Together(store, number, count)
+        own.ranks = together_ranks._Together(store, number, count)
         try:
             out[number] = call(number)
         except Exception as error:
             out[number] = error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recovery, "_ranks", lambda wanted: own.ranks)
+        patch.setattr(recovery, "ranks_of", lambda wanted: own.ranks)
         threads = [threading.Thread(target=rank, args=(number,)) for number in range(count)]
         for thread in threads:
             thread.start()
@@ -352,6 +359,125 @@ def test_steps_of_different_runs_are_not_taken_for_each_other() -> None:
     assert "'other', 'run'" in found[0].what
 
 
+@pytest.mark.parametrize(("name", "values"), [
+    ("step", (6, None)), ("prefer_verified", (10, 0)), ("fresh", (True, False)),
+])
+def test_ranks_that_ask_for_different_things_get_nothing(name: str, values: tuple[Any, Any]) -> None:
+    """Each would work out another step."""
+    with HandApi(HandVersion(17, status=U), HandVersion(9), HandVersion(6)) as api:
+        said = together(2, lambda rank: recover(api.name, token=TOKEN, **{name: values[rank]}))
+    assert [(type(one), one.where) for one in said] == [(UserError, name)] * 2
+    assert [one.what for one in said] == [f"rank 1 says {values[1]!r} and this one {values[0]!r}",
+                                          f"rank 0 says {values[0]!r} and this one {values[1]!r}"]
+
+
+def test_two_versions_of_one_step_are_not_taken() -> None:
+    """Two starts of the job had the same number, as an absent node can bring about; each rank's nodes have one of them.
+    The next step is the same everywhere."""
+    with HandApi(HandVersion(8, {"w": [1.0]}), HandVersion(7)) as one, \
+            HandApi(HandVersion(8, {"w": [2.0]}), HandVersion(7)) as other:
+        found = together(2, lambda rank: recover((one, other)[rank].name, token=TOKEN))
+    assert [recovered.step for recovered in found] == [7, 7]
+    for recovered in found:
+        assert [why.partition(": ")[2] for why in recovered.passed] == [
+            "step 8 of epoch 0: ranks of shard '' were given different versions of it"] * 2
+
+
+def test_ranks_of_different_shards_have_different_versions() -> None:
+    with HandApi(HandVersion(8, {"w": [1.0]}, shard="a")) as one, HandApi(HandVersion(8, {"w": [2.0]}, shard="b")) as b:
+        found = together(2, lambda rank: recover((one, b)[rank].name, token=TOKEN))
+    assert [(recovered.step, recovered.shard, recovered.passed) for recovered in found] == [(8, "a", ()), (8, "b", ())]
+
+
+@pytest.mark.parametrize("when", ["it looks", "it receives"])
+def test_nobody_waits_for_a_rank_that_gave_up(when: str) -> None:
+    with HandApi(HandVersion(7)) as one, HandApi(HandVersion(7), HandVersion(7, shard="b")) as two:
+        if when == "it looks":
+            found = together(2, lambda rank: recover((one, two)[rank].name, token=TOKEN))
+        else:
+            found = together(2, lambda rank: recover(one.name, token=TOKEN, into={"w": torch.zeros(2 + rank)}))
+    assert all(isinstance(error, UserError) for error in found)
+    assert found[0].what == f"rank 1 gave up: {found[1].what}"
+    assert "several" in found[1].what if when == "it looks" else "is float32 [3]" in found[1].what
+
+
+# -- which start of the job comes next -----------------------------------------------------------------------
+
+
+def test_no_epoch_is_given_out_twice() -> None:
+    """An older version is taken; what a later start of the job made is still there, and ordered by epoch and step."""
+    with HandApi(HandVersion(20, epoch=3), HandVersion(10, epoch=1)) as api:
+        recovered = recover(api.name, token=TOKEN, step=10)
+    assert (recovered.step, recovered.version_epoch, recovered.epoch) == (10, 1, 4)
+    assert "epoch 1, verified" in repr(recovered)
+
+
+def test_nor_one_of_another_shard_or_of_what_is_withheld() -> None:
+    with HandApi(HandVersion(20), HandVersion(65, epoch=1, shard="a")) as api:
+        assert recover(api.name, token=TOKEN, shard="").epoch == 2
+        api.withheld = [{**HandVersion(70, epoch=5).offer, "why": "too few matched"}]
+        assert recover(api.name, token=TOKEN, shard="").epoch == 6
+        api.withheld = [{"epoch": epoch, "run_id": run_id} for epoch, run_id in
+                        ((9, "other"), (True, "run"), (-1, "run"), (2.5, "run"), (1 << 40, "run"), (7, 7))] + [7]
+        assert recover(api.name, token=TOKEN, shard="").epoch == 2
+
+
+def test_all_ranks_begin_the_same_start() -> None:
+    with HandApi(HandVersion(20)) as one, HandApi(HandVersion(20), HandVersion(3, epoch=6, shard="b")) as two:
+        found = together(2, lambda rank: recover((one, two)[rank].name, token=TOKEN, shard=""))
+    assert [recovered.epoch for recovered in found] == [7, 7]
+
+
+def test_a_fresh_start_of_a_run_that_has_something_is_a_later_one() -> None:
+    with HandApi(HandVersion(5, epoch=2, shard="a")) as api:
+        recovered = recover(api.name, token=TOKEN, shard="b", fresh=True)
+    assert (bool(recovered), recovered.step, recovered.epoch, recovered.version_epoch) == (False, 0, 3, -1)
+
+
+# -- states of some ranks ------------------------------------------------------------------------------------
+
+
+def test_schedules_of_some_ranks_alone_are_not_taken() -> None:
+    """Or learning rates part, and nobody says so."""
+    with HandApi(HandVersion(7)) as api:
+        api.versions[0].give(0, own(7, 0, scheduler={"last_epoch": 7}, scaler={"scale": 2.0}))
+        first, second = together(2, lambda rank: recover(api.name, token=TOKEN, rank=rank))
+    assert [one.optimizer["param_groups"][0]["lr"] for one in (first, second)] == [0.1, 0.1]
+    assert (first.user, first.scheduler, first.scaler, bool(first.rng)) == ({"at": 7}, {}, {}, True)
+    assert first.passed == ("rank 1 has no state of its own in this version: scheduler, scaler and the groups' options"
+                            " of this rank are not taken either, so that all go on alike",)
+    assert (second.user, second.rng, second.passed) == ({}, {}, ("the version has no state of rank 1",))
+
+
+# -- frozen parameters ---------------------------------------------------------------------------------------
+
+
+def test_torch_numbers_frozen_parameters_too() -> None:
+    """No version has them; torch's optimizer counts them, and whole groups of them."""
+    w, b = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))
+    frozen = [torch.nn.Parameter(torch.zeros(3), requires_grad=False) for _ in range(3)]
+    held = [{"params": frozen[:1], "lr": 0.5}, {"params": [w, frozen[1], b]}, {"params": frozen[2:]}]
+    optimizer = torch.optim.SGD(held, lr=0.25, momentum=0.9)
+    groups = [{**group, "params": [one.requires_grad for one in group["params"]]} for group in optimizer.param_groups]
+    with HandApi(HandVersion(7)) as api:
+        api.versions[0].give(1, own(7, groups=groups))
+        recovered = recover(api.name, token=TOKEN, rank=1)
+    assert [group["params"] for group in recovered.optimizer["param_groups"]] == [[0], [1, 2, 3], [4]]
+    assert [group["lr"] for group in recovered.optimizer["param_groups"]] == [0.5, 0.25, 0.25]
+    optimizer.load_state_dict(recovered.optimizer)
+    assert optimizer.state[w]["momentum_buffer"].tolist() == [1.0, 7.0] and b not in optimizer.state
+    assert not any(one in optimizer.state for one in frozen)
+
+
+@pytest.mark.parametrize("params", [[[True]], [[True, True, True]], [[True], [True]], [7], [[]]])
+def test_groups_of_another_optimizer_change_nothing(params: list[Any]) -> None:
+    with HandApi(HandVersion(7)) as api:
+        api.versions[0].give(1, own(7, groups=[{"lr": 0.5, "params": one} for one in params]))
+        recovered = recover(api.name, token=TOKEN, rank=1)
+    (group,) = recovered.optimizer["param_groups"]
+    assert group["params"] == [0, 1] and group["lr"] == (0.5 if params == [7] else 0.1)
+
+
 def test_a_second_call_is_another_one(api: HandApi) -> None:
     store = dist.HashStore()
     for step in (7, 9):
@@ -365,9 +491,9 @@ def test_what_processes_before_these_said_is_not_heard(api: HandApi, monkeypatch
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
     with monkeypatch.context() as patch:
-        patch.setattr(recovery, "TOGETHER_SECONDS", 0.05)
-        problem(recovery._Together(store, 0, 2).exchange, {"step": "old"})
-    assert together(2, lambda rank: recovery._ranks(True).exchange({"step": rank}), store) == [
+        patch.setattr(together_ranks, "TOGETHER_SECONDS", 0.05)
+        problem(together_ranks._Together(store, 0, 2).exchange, {"step": "old"})
+    assert together(2, lambda rank: recovery.ranks_of(True).exchange({"step": rank}), store) == [
         [{"step": 0}, {"step": 1}]
     ] * 2
     late = threading.Event()
@@ -377,31 +503,31 @@ def test_what_processes_before_these_said_is_not_heard(api: HandApi, monkeypatch
             late.wait(60)
         else:
             threading.Timer(0.1, late.set).start()  # rank 1 sees the session before, whole
-        return recovery._ranks(True).exchange({"step": 10 + rank})
+        return recovery.ranks_of(True).exchange({"step": 10 + rank})
 
     assert together(2, again, store) == [[{"step": 10}, {"step": 11}]] * 2
 
 
 def test_a_rank_that_does_not_come(api: HandApi, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovery, "TOGETHER_SECONDS", 0.1)
+    monkeypatch.setattr(together_ranks, "TOGETHER_SECONDS", 0.1)
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=1))
-    ranks = recovery._Together(store, 0, 2)
+    ranks = together_ranks._Together(store, 0, 2)
     error = problem(ranks.exchange, {})
     assert error.what.startswith("rank 1 has not said what it can have: ")
     for begun in (False, True):
         if begun:
             store.set("flowcheck/recover/session", "flowcheck/recover/old")
             store.set("flowcheck/recover/old/all", '["", "another"]')
-        error = problem(recovery._Together(store if begun else dist.HashStore(), 1, 2).exchange, {})
+        error = problem(together_ranks._Together(store if begun else dist.HashStore(), 1, 2).exchange, {})
         assert error.what.startswith("rank 0 has not said what it can have: ")
 
 
 def test_alone_where_torch_distributed_is_not_up(api: HandApi) -> None:
-    assert isinstance(recovery._ranks(True), recovery._Alone)
+    assert isinstance(recovery.ranks_of(True), together_ranks._Alone)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert isinstance(recovery._ranks(True), recovery._Alone)  # nobody to agree with
+        assert isinstance(recovery.ranks_of(True), together_ranks._Alone)  # nobody to agree with
     finally:
         dist.destroy_process_group()
 

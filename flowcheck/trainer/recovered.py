@@ -1,0 +1,106 @@
+"""What `recover` gives: a version in the form of torch's own state_dicts, with this rank's own state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from flowcheck.errors import UserError
+from flowcheck.trainer.parts import local
+from flowcheck.trainer.user import restore_rng
+
+__all__ = ["Recovered"]
+
+
+@dataclass(frozen=True, repr=False)
+class Recovered:
+    """A version to go on from; false where there is none: the job starts fresh.
+
+    step: updates that it has seen, and so the number of the next iteration; 0 of a fresh start.
+    epoch: for `attach`: one more than the newest that the nodes have of the run; 0 where they have nothing of it.
+    version_epoch: in which start of the job the version was made; -1 of a fresh start.
+    run_id, shard: whose it is.
+    model: for `model.load_state_dict`; optimizer: for `optimizer.load_state_dict`, in torch's own numbering. Both empty
+        of a fresh start.
+    user: what this rank gave to `attachment.step(user=...)` at the end of the iteration before `step`; scheduler,
+        scaler: state_dicts of those that it gave to `attach`; rng: random generators as they were then, for
+        `restore_rng`. Empty where the version has nothing of this rank.
+    status, unproven: as the version says of itself (docs/reference/checkpoint.md).
+    source: node and tier that it came from. nbytes: received. seconds: that it took.
+    passed: of each source that was nearer, or newer, or did not answer: why it was not taken.
+    """
+
+    step: int
+    epoch: int
+    run_id: str
+    shard: str
+    model: dict[str, torch.Tensor] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    user: dict[str, Any] = field(default_factory=dict)
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    scaler: dict[str, Any] = field(default_factory=dict)
+    rng: dict[str, Any] = field(default_factory=dict)
+    status: str = ""
+    unproven: tuple[str, ...] = ()
+    source: str = ""
+    nbytes: int = 0
+    seconds: float = 0.0
+    passed: tuple[str, ...] = ()
+    version_epoch: int = -1
+
+    def __bool__(self) -> bool:
+        return bool(self.source)
+
+    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """What `load_state_dict` of both would do, also where they hold shards (DTensors, of fully_shard): what came is
+        put into this rank's part of each. Raises UserError where it is of another shape or of other parameters."""
+        held = model.state_dict()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = [number for group in self.optimizer.get("param_groups", ()) for number in group["params"]]
+        if not self or held.keys() != self.model.keys() or len(numbers) != len(parameters):
+            raise UserError(
+                f"{self!r} has {len(self.model)} entries and {len(numbers)} optimized parameters; here are {len(held)}"
+                f" and {len(parameters)}, or others", where="recover",
+                remedy="the model and the optimizer of the job that made it",
+            )
+        model.load_state_dict({name: _placed(name, value, held[name]) for name, value in self.model.items()})
+        state = {
+            number: {key: value if key == "step" else _placed(key, value, parameters[number])
+                     for key, value in values.items()}
+            for number, values in self.optimizer["state"].items()
+        }
+        optimizer.load_state_dict({**self.optimizer, "state": state})
+
+    def restore_rng(self) -> None:
+        """Set the generators of this process (python's, numpy's, torch's on the CPU and on devices) to where they were
+        when iteration `step` began. Raises UserError: the version has no such state, or it does not fit here."""
+        if not self.rng:
+            raise UserError(f"step {self.step} has no state of this rank's random generators", where="recover",
+                            remedy="a node and trainers that keep it; without it seed them: `recovered.rng` is empty")
+        restore_rng(self.rng)
+
+    def __repr__(self) -> str:
+        not_taken = f"; not taken: {'; '.join(self.passed)}" if self.passed else ""
+        if not self:
+            of = f" of run {self.run_id!r}" if self.run_id else ""
+            return f"Recovered(nothing: no node has a version{of}, a fresh start at step 0{not_taken})"
+        open_ = f", unproven: {'; '.join(self.unproven)}" if self.unproven else ""
+        return (
+            f"Recovered(step {self.step} of run {self.run_id!r}, epoch {self.version_epoch}, {self.status}{open_}, from"
+            f" {self.source}: {self.nbytes:,} bytes in {self.seconds:.2f} s{not_taken})"
+        )
+
+
+def _placed(name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A value in the form of what it goes into."""
+    here = local(like).shape
+    if value.shape != here:
+        raise UserError(f"{name} has the shape {list(value.shape)}, and here {list(here)}", where="recover",
+                        remedy="the same layout of replicas and shards, and shard= as this rank has it")
+    if not isinstance(like, DTensor):
+        return value
+    return DTensor.from_local(value.to(like.device), like.device_mesh, like.placements, run_check=False,
+                              shape=like.shape, stride=like.stride())

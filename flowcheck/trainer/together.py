@@ -1,0 +1,111 @@
+"""Ranks that tell each other JSON through the store of torch.distributed: nothing of it is on the training network.
+
+    ranks = ranks_of(together)
+    said = ranks.exchange({"versions": ...})      what each rank says, by rank
+
+Every rank makes the same exchanges in the same order. One that does not come is named, after so long.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from flowcheck.errors import EnvironmentProblem
+
+__all__ = ["TOGETHER_SECONDS", "Ranks", "ranks_of"]
+
+PREFIX = "flowcheck/recover"  # of names in torch.distributed's store
+POLL_SECONDS = 0.02
+TOGETHER_SECONDS = 600.0  # that ranks wait for each other
+_Given = TypeVar("_Given")
+
+
+class Ranks(Protocol):
+    def exchange(self, mine: dict[str, Any], seconds: float = 0.0) -> list[Any]:
+        """What each rank says, by rank. seconds: that one may take longer than usual. Raises EnvironmentProblem that
+        names a rank which says nothing."""
+        ...
+
+
+def ranks_of(together: bool) -> Ranks:
+    """Those of this job, or this rank alone."""
+    if not together or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() < 2:
+        return _Alone()
+    return _Together(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
+
+
+class _Alone:
+    def exchange(self, mine: dict[str, Any], seconds: float = 0.0) -> list[Any]:
+        return [mine]
+
+
+class _Together:
+    """The store may be older than these processes, and have what those before them said: torchrun's agent keeps it when
+    it starts ranks anew. So rank 0 begins a session of a new name, and another rank goes on in it only when rank 0 has
+    shown there the number that this rank has just made up.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: int) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
+        self._session = ""
+        self._round = 0
+
+    def exchange(self, mine: dict[str, Any], seconds: float = 0.0) -> list[Any]:
+        deadline = time.monotonic() + TOGETHER_SECONDS + seconds
+        if not self._session:
+            self._session = self._begin(deadline) if self._rank == 0 else self._join(deadline)
+        self._round += 1
+        names = [f"{self._session}/{self._round}/{rank}" for rank in range(self._ranks)]
+        self._set(names[self._rank], json.dumps(mine))
+        return [json.loads(self._get(name, rank, deadline)) for rank, name in enumerate(names)]
+
+    def _begin(self, deadline: float) -> str:
+        session = f"{PREFIX}/{secrets.token_hex(8)}"
+        self._set(f"{PREFIX}/session", session)
+        numbers = [self._get(f"{session}/here/{rank}", rank, deadline).decode() for rank in range(1, self._ranks)]
+        self._set(f"{session}/all", json.dumps(["", *numbers]))
+        return session
+
+    def _join(self, deadline: float) -> str:
+        number, told = secrets.token_hex(8), ""
+        while time.monotonic() < deadline:
+            session = self._get(f"{PREFIX}/session", 0, deadline).decode()
+            if session != told:
+                self._set(f"{session}/here/{self._rank}", number)
+                told = session
+            if _asked(0, self._store.check, [f"{session}/all"]):
+                shown = json.loads(self._get(f"{session}/all", 0, deadline))
+                if len(shown) == self._ranks and shown[self._rank] == number:
+                    return session
+            time.sleep(POLL_SECONDS)
+        raise _silent(0, "it has not begun")
+
+    def _set(self, name: str, value: str) -> None:
+        _asked(0, self._store.set, name, value)  # rank 0 has the store, or whoever started all of them
+
+    def _get(self, name: str, rank: int, deadline: float) -> bytes:
+        """What that rank has to say."""
+        _asked(rank, self._store.wait, [name], timedelta(seconds=max(1.0, deadline - time.monotonic())))
+        said: bytes = _asked(rank, self._store.get, name)
+        return said
+
+
+def _asked(rank: int, call: Callable[..., _Given], *given: Any) -> _Given:
+    try:
+        return call(*given)
+    except (RuntimeError, ValueError) as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
+        raise _silent(rank, str(error).splitlines()[0]) from None
+
+
+def _silent(rank: int, why: str) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"rank {rank} has not said what it can have: {why}", where="recover",
+        remedy="every rank calls recover once; together=False for a rank that is alone",
+    )
