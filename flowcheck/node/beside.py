@@ -37,8 +37,10 @@ class Beside:
     def __init__(self, module: str, what: str, settings: Mapping[str, Any], say: Callable[..., None]) -> None:
         self._module, self._what, self._settings, self._say = module, what, dict(settings), say
         self._pause, self._began, self._text = FIRST_PAUSE, time.monotonic(), b""
-        self._process: subprocess.Popen[bytes] | None = start(module, self._settings)
+        self._process: subprocess.Popen[bytes] | None = None
         self._left: list[subprocess.Popen[bytes]] = []  # killed, and not gone: the kernel waits for a file system
+        self._refused = False  # the kernel would not start it, which was said
+        self._start()
 
     def look(self) -> None:
         """Never waits."""
@@ -46,7 +48,7 @@ class Beside:
         process = self._process
         if process is None:
             if time.monotonic() - self._began >= self._pause:
-                self._process = start(self._module, self._settings)
+                self._start()
                 self._pause = min(2 * self._pause, LONGEST_PAUSE)
             return
         self._read(process)
@@ -57,6 +59,19 @@ class Beside:
             self._say("problem", why=f"the process that {self._what} ended with status {status}; it is started"
                       f" anew in {self._pause:g} s")
             self._began = time.monotonic()
+
+    def _start(self) -> None:
+        """Too little memory, too many processes or files, a program that was moved: the node goes on without it."""
+        self._began = time.monotonic()
+        try:
+            self._process = start(self._module, self._settings)
+        except OSError as error:
+            if not self._refused:
+                self._say("problem", why=f"the process that {self._what} cannot be started: {error.strerror or error};"
+                          " it is tried again and again")
+            self._refused = True
+        else:
+            self._refused = False
 
     def order(self, line: Mapping[str, Any]) -> None:
         """Tell it something new, which it is told again when it is started anew."""
@@ -114,7 +129,7 @@ class Beside:
 
 
 def start(module: str, settings: Mapping[str, Any], blocking: bool = False) -> subprocess.Popen[bytes]:
-    """The process, which has its settings."""
+    """The process, which has its settings. Raises OSError: it cannot be started."""
     process = subprocess.Popen(  # a session of its own: Ctrl-C is for the node, which ends it
         [sys.executable, "-P", "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
     )

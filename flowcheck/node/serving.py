@@ -55,10 +55,24 @@ class Serving:
         }
         self._config = config
         self._socket, self.address = listen(config.api.address, "api.listen", BACKLOG)
-        self._began = time.monotonic()
-        self._process = self._start()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._refused = False  # the kernel would not start it, which was said
+        self._start()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
+        """Too little memory, too many processes or files, a program that was moved: the node goes on without it."""
+        self._began = time.monotonic()
+        try:
+            self._process = self._started()
+        except OSError as error:
+            if not self._refused:
+                self._say("problem", why=f"the process that answers api.listen cannot be started:"
+                          f" {error.strerror or error}; it is tried again and again")
+            self._refused = True
+        else:
+            self._refused = False
+
+    def _started(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "flowcheck.node.answering"]
         descriptor = self._socket.fileno()
         given = [descriptor] if self._board < 0 else [descriptor, self._board]
@@ -72,30 +86,36 @@ class Serving:
         """These keys from now on; the certificate is read again."""
         said = {"keys": dict(keys), "shown": _shown(self._config)}
         self._settings |= said
-        _write(self._process, said)
+        if self._process is not None:
+            _write(self._process, said)
 
     def look(self) -> None:
         """Start it anew if it has ended."""
-        status = self._process.poll()
+        status = self._process.poll() if self._process is not None else 0
         if status is None or time.monotonic() - self._began < AGAIN_SECONDS:
             return
-        self._say("problem", why=f"the process that answers api.listen ended with status {status}; it is started anew")
+        if self._process is not None:
+            self._say("problem", why=f"the process that answers api.listen ended with status {status}; it is started"
+                      " anew")
         self._reap()
-        self._began = time.monotonic()
-        self._process = self._start()
+        self._process = None
+        self._start()
 
     def _reap(self) -> None:
-        assert self._process.stdin is not None
+        process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None
         try:
-            self._process.stdin.close()
+            process.stdin.close()
         except BrokenPipeError:
             pass
         try:
-            self._process.wait(END_SECONDS)
+            process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that hangs holds it: the node ends without it
-                self._process.wait(1.0)
+                process.wait(1.0)
 
     def close(self) -> None:
         """End it; answers that are under way are cut. May be called twice."""

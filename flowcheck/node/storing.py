@@ -54,7 +54,11 @@ def check_store(config: NodeConfig) -> None:
     assert config.store is not None
     check_url(config.store.url)
     seconds = config.store.seconds
-    process = start(MODULE, _settings(config, probe=True), blocking=True)
+    try:
+        process = start(MODULE, _settings(config, probe=True), blocking=True)
+    except OSError as error:
+        raise EnvironmentProblem(f"the process that writes to the store cannot be started: {error.strerror}",
+                                 where="store", remedy="memory, and room for processes and open files") from None
     try:
         out, _ = process.communicate(timeout=seconds + START_SECONDS)
     except subprocess.TimeoutExpired:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import http.client
 import json
 import os
@@ -103,6 +104,32 @@ def test_versions_of_memory_and_disk_come_back_whole(
         assert ask(node.address, "/healthz", "")[0] == 200
         assert ask(node.address, "/v1/versions", "x")[0] == ask(node.address, "/v1/versions", TOKEN)[0] == 401
         assert json.loads(ask(node.address, "/v1/status")[1])["newest"][0]["step"] == 7
+
+
+def test_a_process_that_cannot_be_started_is_tried_again(
+    config: Callable[..., NodeConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Any] = []
+    begin, full = subprocess.Popen, [True]
+
+    def popen(*given: Any, **more: Any) -> Any:
+        if full[0]:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return begin(*given, **more)
+
+    monkeypatch.setattr(serving.subprocess, "Popen", popen)
+    monkeypatch.setattr(serving, "AGAIN_SECONDS", 0.0)
+    with contextlib.closing(Serving(config(), TOKEN.encode(), said(events))) as node:
+        for _ in range(3):
+            node.look()
+        node.tell({})
+        assert events == [("problem", {"why": "the process that answers api.listen cannot be started: Too many open"
+                                              " files; it is tried again and again"})]
+        node.tell({KEY: ["reader"]})
+        full[0] = False
+        node.look()
+        assert ask(node.address, "/healthz")[0] == 200 and len(events) == 1
+    node.close()
 
 
 def test_a_process_that_died_is_replaced_and_nobody_is_refused(
