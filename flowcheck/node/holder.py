@@ -66,7 +66,8 @@ class Holder:
         """Until `stop`."""
         while not self._stopping:
             time.sleep(0.1)
-            self.turn()
+            if not self._stopping:  # what told this process to end may have told those beside it, too
+                self.turn()
 
     def turn(self) -> None:
         """What is done again and again. Never waits."""

@@ -191,22 +191,27 @@ class Node:
         gone)."""
         while not self._stopping:
             time.sleep(0.1)
-            for drops in self._drops:
-                drops.look()
-            if self._started:
-                self._check_captures()
-            if self._serving is not None and self._telling is not None:
-                self._telling.look()
-                self._serving.look()
-            for beside in (self._storing, self._copying):
-                if beside is not None:
-                    beside.look()
-            self._common.look()
-            failed = next((g.failure for g in list(self._groups.values()) if g.failure is not None), None)
-            if failed is not None:
-                raise failed
-            self._look_at_access()
-            self._notify.alive()
+            if not self._stopping:  # what told this process to end may have told those beside it, too
+                self._turn()
+
+    def _turn(self) -> None:
+        """What is done again and again."""
+        for drops in self._drops:
+            drops.look()
+        if self._started:
+            self._check_captures()
+        if self._serving is not None and self._telling is not None:
+            self._telling.look()
+            self._serving.look()
+        for beside in (self._storing, self._copying):
+            if beside is not None:
+                beside.look()
+        self._common.look()
+        failed = next((g.failure for g in list(self._groups.values()) if g.failure is not None), None)
+        if failed is not None:
+            raise failed
+        self._look_at_access()
+        self._notify.alive()
 
     def _look_at_access(self) -> None:
         at_once, self._reload = self._reload, False

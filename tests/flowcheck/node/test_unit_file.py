@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from flowcheck.node import notify
+from flowcheck.node.holder import Holder
 from flowcheck.node.notify import Notify
+from flowcheck.node.service import Node
 
 UNIT = Path(__file__).resolve().parents[3] / "deploy" / "flowcheck-node.service"
 
@@ -76,6 +78,22 @@ def test_a_manager_that_is_gone_or_does_not_read_is_no_trouble(
     for name in (os.environ["NOTIFY_SOCKET"] + ".none", "@no such name", ""):
         monkeypatch.setenv("NOTIFY_SOCKET", name)
         Notify().ready()
+
+
+def test_processes_beside_the_node_are_ended_by_the_node() -> None:
+    """Else systemd ends an upload together with the node that would have waited for it."""
+    assert re.findall(r"^KillMode=(\S+)$", UNIT.read_text(), re.MULTILINE) == ["mixed"]
+
+
+@pytest.mark.parametrize("made", [Node, Holder])
+def test_a_node_that_is_told_to_end_looks_at_nothing_any_more(
+    made: type[Node] | type[Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever sent the signal may have sent it to all of its processes: their ends are no news."""
+    node = made.__new__(made)  # with nothing to look at
+    node._stopping = False
+    monkeypatch.setattr("time.sleep", lambda _: node.stop())
+    node.wait()
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
