@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from flowcheck.checkpoint.directory import MANIFEST, load_parameters, load_step, read_step_manifest
+from flowcheck.checkpoint.files import refuse
 from flowcheck.checkpoint.users import load_user, users_of
 from flowcheck.control.torch_state import torch_state
 from flowcheck.errors import UserError
@@ -39,6 +40,7 @@ class Checkpoint:
     optimizer: name and groups (`params`, `options`) as in the job manifest; empty for parameters alone.
     rounding: the order of roundings that the updates were computed in.
     users: ranks whose own states it has, for `user`.
+    manifest_sha256: which version it is, of all that its directory may have had; "": it was read from none.
     """
 
     path: Path
@@ -52,14 +54,29 @@ class Checkpoint:
     optimizer: dict[str, Any]
     rounding: str
     users: tuple[int, ...] = ()
+    manifest_sha256: str = ""
 
     def user(self, rank: int) -> dict[str, Any]:
         """What a rank gave of itself where iteration `step` begins: `user`, `scheduler`, `scaler`, `rng`, `groups`.
 
-        Raises UserError: there is nothing of that rank, or it is damaged.
+        It is read now. Raises UserError: there is nothing of that rank, it is damaged, or the directory has another
+        version by now, whose ranks are not those of these tensors.
         """
-        found: dict[str, Any] = load_user(self.path, read_step_manifest(self.path), rank).state
+        manifest = self._manifest()
+        try:
+            found: dict[str, Any] = load_user(self.path, manifest, rank).state
+        except UserError:
+            self._manifest()  # the reason may be that it was replaced just now
+            raise
         return found
+
+    def _manifest(self) -> dict[str, Any]:
+        """Of the version whose tensors these are."""
+        manifest = read_step_manifest(self.path)
+        if self.manifest_sha256 not in ("", manifest["manifest_sha256"]):
+            raise refuse(self.path, "was replaced by another version after its tensors were read",
+                         "load_checkpoint once more, and take tensors and user states from that")
+        return manifest
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """For `model.load_state_dict`. The tensors are the checkpoint's own, not copies."""
@@ -97,7 +114,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(
         path, loaded.step, about["run_id"], about["epoch"], about["status"], tuple(about["unproven"]),
         loaded.parameters, loaded.optimizer_state, {} if alone else about["optimizer"],
-        "" if alone else about["rounding"], () if alone else tuple(users_of(about)),
+        "" if alone else about["rounding"], () if alone else tuple(users_of(about)), about["manifest_sha256"],
     )
 
 

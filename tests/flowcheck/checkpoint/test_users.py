@@ -13,7 +13,7 @@ import torch
 import flowcheck
 from flowcheck.checkpoint.directory import Meta, write_step
 from flowcheck.checkpoint.fetch import fetch
-from flowcheck.checkpoint.users import file_of, users_of
+from flowcheck.checkpoint.users import file_of, load_user, users_of
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.user_state import pack
 from flowcheck.errors import UserError
@@ -68,6 +68,35 @@ def test_a_file_that_is_another_is_refused(tmp_path: Path) -> None:
         checkpoint.user(1)
     with pytest.raises(UserError, match="is of step 6 and rank 2"):
         checkpoint.user(2)
+
+
+def test_a_step_that_is_replaced_gives_no_state_of_another_version(tmp_path: Path) -> None:
+    """The same step of another start, say. Its tensors are in memory, and its ranks' states would be of the new one."""
+    path = written(tmp_path, r0=given(0), r1=given(1))
+    before = flowcheck.load_checkpoint(path)
+    assert before.user(0)["user"] == {"at": 0}
+    write_step(tmp_path, 7, {"w": torch.ones(2)}, {}, Meta(run_id="run", epoch=1), lambda: {0: given(0, at=9)})
+    for rank in (0, 1):
+        with pytest.raises(UserError, match="was replaced by another version after its tensors were read") as refused:
+            before.user(rank)
+        assert refused.value.where == str(path) and "load_checkpoint once more" in refused.value.remedy
+    after = flowcheck.load_checkpoint(path)
+    assert after.user(0)["user"] == {"at": 9} and after.parameters["w"].tolist() == [1.0, 1.0]
+
+
+def test_one_that_is_replaced_while_a_state_is_read_is_not_said_to_be_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path, r0=given(0))
+    before = flowcheck.load_checkpoint(path)
+
+    def late(*asked: Any) -> Any:
+        written(tmp_path, r0=given(0, at=9))
+        return load_user(*asked)
+
+    monkeypatch.setattr("flowcheck.checkpoint.state.load_user", late)
+    with pytest.raises(UserError, match="was replaced by another version"):
+        before.user(0)
 
 
 def test_fetched_files_have_those_of_all_ranks(tmp_path: Path) -> None:
