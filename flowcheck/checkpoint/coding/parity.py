@@ -104,7 +104,7 @@ class Protected:
             versions = tuple(Version.of(one, str(path)) for one in document["versions"])
             sums = {int(number): str(sha256) for number, sha256 in document["streams"].items()}
             users = tuple(tuple(users_of({"user": one})) for one in document["users"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             whole = False
         if not whole or len(versions) != code.data or max(version.nbytes for version in versions) != length:
             raise UserError("is not a directory of parity, or was changed", where=str(path), remedy=OTHER)

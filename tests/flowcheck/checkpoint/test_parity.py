@@ -188,6 +188,7 @@ def test_a_node_that_sends_other_bytes_makes_no_checkpoint(cluster: Cluster, tmp
     lambda document: document.update(parity=3), lambda document: document.update(length=1),
     lambda document: document["versions"].pop(), lambda document: document.pop("schema"),
     lambda document: document["versions"][0].update(step=8), lambda document: document.update(data="3"),
+    lambda document: document.update(length=float("inf")),
 ])
 def test_a_description_that_was_changed_is_refused(cluster: Cluster, tmp_path: Path, change: Any) -> None:
     kept = write(cluster, tmp_path)
@@ -195,6 +196,11 @@ def test_a_description_that_was_changed_is_refused(cluster: Cluster, tmp_path: P
     change(document)
     (kept.path / "parity.json").write_text(json.dumps(document))
     assert "not a directory of parity" in problem(UserError, back, cluster, kept.path, tmp_path / "x", "stage1")
+
+
+def test_a_description_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "parity.json").write_text("[" * 100_000)
+    assert "not a directory of parity" in problem(UserError, Protected.read, tmp_path)
 
 
 def test_what_is_somebody_elses_stays(cluster: Cluster, tmp_path: Path) -> None:
