@@ -7,8 +7,10 @@
 A terminal that was stopped, a log collector that hangs and a disk that does not answer hold up who prints. So a thread
 of its own prints, and another one writes the file: who says an event follows a job and has no time for either. Lines
 wait for at most MOST events; what comes then is counted, and the count is said (`unsaid`) when lines are taken again.
-The file needs no such bound: what is written next is what holds then. Nothing here ends a node: neither a reader that
-has gone nor a disk that is full.
+The file needs no such bound: what is written next is what holds then. It has the last events of the node and of the
+MOST_GROUPS groups that spoke last. What is said here by itself (lines that were not taken, a file that cannot be
+written) goes to `also` as well, which counts it. Nothing here ends a node: neither a reader that has gone nor a disk
+that is full.
 
 Standard output is descriptor 1, and not Python's object: a thread that is held up inside that keeps its lock, and the
 process could not end.
@@ -22,7 +24,8 @@ import os
 import select
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,11 +33,14 @@ from typing import Any, Self
 from flowcheck.durable import write_atomic
 from flowcheck.errors import EnvironmentProblem
 
-__all__ = ["END_SECONDS", "MOST", "Events", "as_text"]
+__all__ = ["END_SECONDS", "MOST", "MOST_GROUPS", "Events", "as_text"]
 
 MOST = 10_000  # events that wait to be printed: minutes of them, and some megabytes
+MOST_GROUPS = 256  # names whose last events are kept: a node follows fewer, but others may come, and copies have names
+MOST_OWN = 16  # events of its own that wait for somebody who counts them
 END_SECONDS = 5.0
 STDOUT = 1
+UNSAID = "standard output did not take events as fast as they came"
 
 
 class Events:
@@ -48,6 +54,9 @@ class Events:
         self._unsaid = 0  # events that found no room
         self._last: dict[str, Any] = {}
         self._jobs: dict[str, str] = {}  # run ids, by group
+        self._spoke: OrderedDict[str, set[str]] = OrderedDict()  # by group: keys of _last; who spoke last comes last
+        self._hear: Callable[[str, Mapping[str, Any]], None] | None = None
+        self._own: deque[tuple[str, dict[str, Any]]] = deque(maxlen=MOST_OWN)
         self._said, self._written = 0, 0  # events, and those that the file has
         self._closed = False
         for name, run in (("events", self._print_all), *([("status", self._keep)] if status_file is not None else [])):
@@ -61,9 +70,41 @@ class Events:
             elif "run_id" not in fields and fields.get("name") in self._jobs:
                 line["job"] = self._jobs[fields["name"]]
             if self._file is not None:
-                self._last[f"{event} {fields.get('name', '')}".strip()] = json.loads(json.dumps(line))  # as it is now
+                key = f"{event} {fields.get('name', '')}".strip()
+                self._last[key] = json.loads(json.dumps(line))  # as it is now
                 self._said += 1
+                self._keep_keys(fields.get("name"), key)
+            else:
+                self._keep_keys(fields.get("name"))
             self._put(line)
+
+    def also(self, hear: Callable[[str, Mapping[str, Any]], None]) -> None:
+        """hear(event, fields): of each event that this says by itself, those before now too; on any thread."""
+        with self._changed:
+            self._hear, before = hear, list(self._own)
+            self._own.clear()
+        for event, fields in before:
+            hear(event, fields)
+
+    def _tell(self, event: str, **fields: Any) -> None:
+        """Without the lock: who hears it may say something."""
+        with self._changed:
+            if (hear := self._hear) is None:
+                self._own.append((event, fields))
+        if hear is not None:
+            hear(event, fields)
+
+    def _keep_keys(self, name: str | None, *keys: str) -> None:
+        """Of a group; the one that spoke longest ago goes if there are too many. Those of the node itself stay."""
+        if not name:
+            return
+        self._spoke.setdefault(name, set()).update(keys)
+        self._spoke.move_to_end(name)
+        while len(self._spoke) > MOST_GROUPS:
+            gone, of = self._spoke.popitem(last=False)
+            self._jobs.pop(gone, None)
+            for key in of:
+                self._last.pop(key, None)
 
     def _put(self, line: dict[str, Any]) -> None:
         count = line["count"] if line["event"] == "unsaid" else 1
@@ -88,13 +129,16 @@ class Events:
             line = f"{'' if whole else chr(10)}{text}\n".encode(errors="backslashreplace")  # names of files may be odd
             left, nobody = _write(line)
             whole = not left or (whole and left == len(line))
+            unsaid = 0
             with self._changed:
                 if left and not nobody:
                     self._unsaid += count
                 elif self._unsaid and not self._lines:  # those that came since found no room
-                    count, self._unsaid = self._unsaid, 0
+                    unsaid, self._unsaid = self._unsaid, 0
                     say = self.__call__
-                    say("unsaid", count=count, why="standard output did not take events as fast as they came")
+                    say("unsaid", count=unsaid, why=UNSAID)
+            if unsaid:
+                self._tell("unsaid", count=unsaid, why=UNSAID)
 
     def _keep(self) -> None:
         """A full disk ends nothing, either: versions are made all the same."""
@@ -113,6 +157,7 @@ class Events:
                 if not unwritable:
                     with self._changed:
                         self._put({"event": "problem", "time": round(time.time(), 3), "why": error.message()})
+                    self._tell("problem", why=error.message())
                 unwritable = True
             with self._changed:
                 self._written = number

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowcheck.node.saying import Events
+
 __all__ = ["BUCKETS", "CONDITIONS", "STAGES", "GroupTally", "Tally"]
 
 ROWS = 48
@@ -41,7 +43,7 @@ CONDITIONS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 # Events that say nothing that somebody would have to read.
 QUIET = frozenset({
     "iteration", "times", "placing", "updating", "written", "stored", "copied", "protected", "peers", "ranges",
-    "capture",
+    "capture", "connection",  # anybody can cause those without a token, and would push out what somebody has to read
 })
 
 
@@ -93,6 +95,7 @@ class GroupTally:
     asked: dict[str, int] = field(default_factory=lambda: {"trainers": 0, "peers": 0})
     checkpoint: dict[str, Any] = field(default_factory=lambda: {"step": 0, "time": 0.0})
     failures: dict[str, Any] = field(default_factory=lambda: {"count": 0, "seconds": 0.0, "repeated": 0})
+    refused: float = 0.0  # when, since it is attached and has a version
     failed: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=FAILURES))
     stages: dict[str, _Stage] = field(default_factory=lambda: {stage: _Stage() for stage in STAGES})
     since: dict[str, float] = field(default_factory=dict)
@@ -118,9 +121,12 @@ class GroupTally:
         if said["run_id"] != self.job:  # what the job before it had is as old as that job
             self.step, self.step_time, self.lag, self.checkpoint = 0, 0.0, 0, {"step": 0, "time": 0.0}
         self.job, self.epoch, self.ranks, self.flows = said["run_id"], said["epoch"], said["ranks"], said["flows"]
-        self.attached, self.resync, self.ended = now, said["resync"], False
+        self.attached, self.resync, self.ended, self.refused = now, said["resync"], False, 0.0
         self.status, self.stale, self.slack, self.matches = "waiting", 0, None, 0
         self.rows.clear()
+
+    def _refused(self, now: float, said: Mapping[str, Any]) -> None:
+        self.refused = now
 
     def _end(self, now: float, said: Mapping[str, Any]) -> None:
         self.ended = True
@@ -141,7 +147,7 @@ class GroupTally:
         self.patched += said["patched"]
         self.status, self.stale, self.lag, self.matches = said["status"], said["stale"], said["lag"], said["matches"]
         if said["published"]:
-            self.step, self.step_time, self.kept = said["iteration"] + 1, now, None
+            self.step, self.step_time, self.kept, self.refused = said["iteration"] + 1, now, None, 0.0
         row = self._row(said["iteration"])
         row["published"], row["missing"], row["filled"] = said["published"], said["missing"], said["filled"]
         row["why"] = "; ".join(reason for _, reason in said["why"])[:MOST_TEXT]
@@ -211,10 +217,9 @@ class Tally:
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
 
     def beside(self, say: Callable[..., None]) -> Callable[..., None]:
-        """say, and count."""
+        """say, and count; also what an Events says by itself."""
 
-        def both(event: str, **fields: Any) -> None:
-            say(event, **fields)
+        def count(event: str, fields: Mapping[str, Any]) -> None:
             try:
                 self.hear(event, fields)
             except Exception as error:  # whatever is wrong with counting, what is counted goes on
@@ -223,6 +228,12 @@ class Tally:
                     say("problem", why=f"the event {event} could not be counted: {type(error).__name__}: {error};"
                                        " metrics and the status page may be wrong. This is a bug: report this line")
 
+        def both(event: str, **fields: Any) -> None:
+            say(event, **fields)
+            count(event, fields)
+
+        if isinstance(say, Events):
+            say.also(count)
         return both
 
     def hear(self, event: str, fields: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from flowcheck.node import saying
 from flowcheck.node.saying import MOST, Events, as_text
+from flowcheck.node.tally import Tally
 
 SECONDS = 120.0  # until a thread must have done something
 
@@ -127,6 +128,38 @@ def test_the_status_file_has_the_last_line_of_each_event_and_group(capfd, tmp_pa
     assert list(found) == ["lost a", "lost b", "stopped"] and found["lost b"]["why"] == "of b"
     assert found["lost a"] == {"event": "lost", "time": 1700000000.123, "name": "a", "why": "second"}
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_groups_are_bounded_and_the_one_that_spoke_longest_ago_goes(capfd, tmp_path, monkeypatch) -> None:
+    """Whoever may attach can choose ever new names. What the node says of itself stays."""
+    monkeypatch.setattr(saying, "MOST_GROUPS", 2)
+    path = tmp_path / "status.json"
+    with printed(capfd, True, path) as say:
+        say("listening", api="here")
+        for name in ("a", "b", "a", "c"):
+            say("attached", name=name, run_id=f"run of {name}")
+            say("lost", name=name)
+        for name in ("c", "a", "b"):
+            say("silent", name=name)
+        assert set(say._jobs) == {"a"} and set(say._spoke) == {"a", "b"}
+    assert set(json.loads(path.read_text())) == {"listening", "attached a", "lost a", "silent a", "silent b"}
+    silent = [one for one in map(json.loads, capfd.readouterr().out.splitlines()) if one["event"] == "silent"]
+    assert [one.get("job") for one in silent] == ["run of c", "run of a", None]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_what_it_says_by_itself_is_counted(capfd, tmp_path, early: bool) -> None:
+    """Also what it said before there was a tally: a disk may be bad from the start."""
+    tally = Tally("n")
+    with printed(capfd, path=tmp_path / "nowhere" / "status.json") as say:
+        counted = say if early else tally.beside(say)
+        counted("lost", why="one")
+        assert say.flush(SECONDS)
+        if early:
+            tally.beside(say)
+    assert tally.document()["counts"]["problem"] == {"": 1}
+    (told,) = [one["text"] for one in tally.document()["events"] if one["event"] == "problem"]
+    assert "cannot be written" in told and "problem: why" in capfd.readouterr().out
 
 
 def test_a_status_file_that_can_no_longer_be_written_ends_nothing_and_is_said_once(capfd, tmp_path) -> None:

@@ -55,6 +55,14 @@ def test_a_job_has_nothing_of_the_one_before_it() -> None:
     assert (again["step"], again["step_time"], again["checkpoint"]["step"]) == (7, START, 7)
 
 
+def test_a_job_that_is_refused_is_known_until_it_is_attached_or_has_a_version() -> None:
+    refused = "refused", {"name": "dp0", "rank": 1, "why": "w"}
+    assert group(tally(refused))["refused"] == group(tally(attached(), refused))["refused"] == START
+    assert group(tally(refused, iteration(1, published=False)))["refused"] == START
+    for after in (attached(), iteration(1)):
+        assert group(tally(refused, after))["refused"] == 0.0
+
+
 def test_sums_over_iterations() -> None:
     made = group(tally(
         attached(), iteration(0),
@@ -228,6 +236,12 @@ def test_events_that_somebody_should_read() -> None:
     assert told[1] == {"event": "dropped", "time": START,
                        "text": "port eth1, drops {'ring_full': 3}, raise capture.ring_size"}
     assert told[2] == {"event": "silent", "time": START, "text": "no packet", "name": "dp0"}
+
+
+def test_strangers_push_nothing_out_of_the_list() -> None:
+    made = tally(("problem", {"why": "w"}), *[("connection", {"peer": "10.0.0.9:1", "why": "w"})] * (EVENTS + 1))
+    assert [one["event"] for one in made.document()["events"]] == ["problem"]
+    assert made.document()["counts"]["connection"] == {"": EVENTS + 1}
 
 
 def test_events_and_their_text_are_bounded() -> None:
