@@ -4,17 +4,21 @@ have, and hear which are here (common.py).
 
 One reader and one writer thread per connection, at most `connections` of them. A connection that is not yet known may
 send 4 KB within five seconds; a known one may send payloads up to what its job's manifest implies, at a megabyte per
-second or more. Whoever breaks a rule is told once and closed; nobody waits for anybody else.
+second or more. Whoever breaks a rule is told once and closed; nobody waits for anybody else. Anybody can connect and
+send nothing: what strangers do is said once a minute for each address, with how often it was.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import socket
 import ssl
 import threading
-from collections import Counter
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -57,6 +61,8 @@ HEADERS = 1 << 20  # of a payload's tensors, plus 200 bytes for each
 OUTBOX = 256
 BACKLOG = 64
 AGAIN_SECONDS = 0.1  # after a connection that could not be taken
+STRANGERS = 256  # addresses of strangers that are remembered
+SAID_SECONDS = 60.0  # until a stranger is said again, and how long there must have been room until it is said again
 KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
 STATES = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master")
 
@@ -64,15 +70,18 @@ STATES = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", 
 class ControlServer:
     """group_of(name): the group of that name, or why there is none. shelf_of(name): what peers may read of it, None:
     there is no such group. token: of all roles, or a callable that has those of one. tls: asked for each connection.
-    resync: what trainers will be asked for, as far as the settings say. hear: as of shelf.serve. Context manager; main
-    thread opens and closes."""
+    resync: what trainers will be asked for, as far as the settings say. hear: as of shelf.serve. now: a clock that
+    never goes back. Context manager; main thread opens and closes."""
 
     def __init__(
         self, address: tuple[str, int], token: Known, connections: int, group_of: Callable[[str], Group | str],
         say: Callable[..., None], shelf_of: Callable[[str], Shelf | None] = lambda name: None, resync: str = RESYNC[0],
         tls: Callable[[], ssl.SSLContext | None] = lambda: None, hear: Callable[[Steps, str], Steps] | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._hear = hear
+        self._hear, self._now = hear, now
+        self._strangers = _Strangers(say, now)
+        self._room_since, self._said_full = now(), False
         self._token, self._most, self._group_of, self._say = token, connections, group_of, say
         self._shelf_of, self._resync, self._tls = shelf_of, resync, tls
         self._listener, self.address = listen(address, "control.listen", BACKLOG)
@@ -125,16 +134,29 @@ class ControlServer:
         link = Link(sock, Secure(sock, tls) if tls is not None else None)
         thread = threading.Thread(target=self._serve, args=(link,), name=f"flowcheck {link.peer}", daemon=True)
         with self._lock:
-            full = len(self._open) >= self._most or self._closed.is_set()
-            if full:
+            full, closed = len(self._open) >= self._most, self._closed.is_set()
+            if full or closed:
                 link.close()  # without a word: a word would have to be waited for
-                return
-            thread.start()
-            self._open[link] = thread
+            else:
+                thread.start()
+                self._open[link] = thread
+                if len(self._open) >= self._most and self._now() - self._room_since >= SAID_SECONDS:
+                    self._said_full = False  # it is full anew, and not one of many times within a minute
+            says = full and not closed and not self._said_full
+            self._said_full |= says
+        if says:
+            self._say("problem", why=f"{self._most} connections to the control port are open, and it takes no more:"
+                                     f" {link.peer} was sent away. Raise control.connections, or end those that are no"
+                                     " trainer's or node's")
 
     def _serve(self, link: Link) -> None:
         try:
-            hello = accept(link, self._token, self._resync)
+            try:
+                hello = accept(link, self._token, self._resync)
+            except RecordsError as error:
+                self._strangers.say(link.peer, error.what)
+                _part(link, error.what)
+                return
             if hello.role == "peer":
                 serve(link, partial(self._shelf_of, hello.group), self._hear)
             else:
@@ -143,10 +165,53 @@ class ControlServer:
         except RecordsError as error:
             self._say("connection", peer=link.peer, why=error.what)
             _part(link, error.what)
+        except FlowcheckError as error:  # its group cannot be started: placing threads, a port
+            self._say("problem", why=f"{link.peer} cannot be served: {error.message()}")
+            _part(link, "; ".join(line.strip() for line in error.message().splitlines()))
         finally:
             link.close()
             with self._lock:
+                if len(self._open) >= self._most:
+                    self._room_since = self._now()
                 self._open.pop(link, None)
+
+
+class _Strangers:
+    """Says `connection` of who is not known, at most once in SAID_SECONDS for each address. Any thread."""
+
+    def __init__(self, say: Callable[..., None], now: Callable[[], float]) -> None:
+        self._say, self._now = say, now
+        self._lock = threading.Lock()
+        self._of: OrderedDict[str, _Stranger] = OrderedDict()  # by address; the one that was said last comes last
+
+    def say(self, peer: str, why: str) -> None:
+        address, now = peer.rpartition(":")[0], self._now()
+        with self._lock:
+            one = self._of.setdefault(address, _Stranger())
+            one.peer, one.why, one.count = peer, why, one.count + 1
+            due = [(key, other) for key, other in self._of.items() if now - other.said >= SAID_SECONDS]
+            for key, other in due:
+                if key != address and not other.count:
+                    del self._of[key]  # it has not come again
+            due = [(key, other) for key, other in due if other.count]
+            told = [(other.peer, other.why, other.count) for _, other in due]
+            for key, other in due:
+                other.said, other.count = now, 0
+                self._of.move_to_end(key)
+            while len(self._of) > STRANGERS:
+                self._of.popitem(last=False)
+        for peer, why, count in told:
+            self._say("connection", peer=peer, why=why, count=count)
+
+
+@dataclass
+class _Stranger:
+    """peer, why: of the newest. count: since it was said."""
+
+    peer: str = ""
+    why: str = ""
+    count: int = 0
+    said: float = -math.inf
 
 
 def _part(link: Link, why: str) -> None:

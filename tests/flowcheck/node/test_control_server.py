@@ -52,11 +52,11 @@ class Port:
     """A server on the loopback, and what it said."""
 
     def __init__(self, connections: int, host: str = "127.0.0.1") -> None:
-        self.group, self.shelf = OneGroup(), Shelf(2)
+        self.group, self.shelf, self.now = OneGroup(), Shelf(2), 1000.0
         self.events: queue.Queue[tuple[str, dict[str, Any]]] = queue.Queue()
         self.server = ControlServer(
             (host, 0), TOKEN, connections, lambda name: f"no group {name!r}" if name else self.group,  # type: ignore
-            lambda event, **fields: self.events.put((event, fields)), {"": self.shelf}.get,
+            lambda event, **fields: self.events.put((event, fields)), {"": self.shelf}.get, now=lambda: self.now,
         )
         self.links: list[Link] = []
 
@@ -225,7 +225,90 @@ def test_a_connection_that_came_to_nothing_gives_its_place_back(port: Callable[.
     one = port(connections=1)
     for _ in range(3):
         one.challenged().close()
-        assert "connection" in one.events.get(timeout=60)[1]["why"]
+    one.challenged()
+
+
+def test_strangers_are_said_once_a_minute_with_how_many_they_were(
+    port: Callable[..., Port], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a connection without a byte, which needs no token."""
+    one = port()
+    seen: list[str] = []
+    real = one.server._strangers.say
+    monkeypatch.setattr(one.server._strangers, "say", lambda peer, why: (real(peer, why), seen.append(why)))
+    for number in range(5):
+        one.connect().close()
+        until(lambda number=number: len(seen) == number + 1)
+    event, fields = one.events.get(timeout=60)
+    assert (event, fields["count"]) == ("connection", 1) and one.events.empty()
+    one.now += control.SAID_SECONDS
+    one.connect().close()
+    assert one.events.get(timeout=60)[1]["count"] == 5 and one.events.empty()
+
+
+def test_strangers_of_each_address_are_counted_for_themselves_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "STRANGERS", 2)
+    now, said = [0.0], []
+    strangers = control._Strangers(lambda event, **fields: said.append((fields["peer"], fields["count"])),
+                                   lambda: now[0])
+
+    def come(*peers: str) -> list[tuple[str, int]]:
+        said.clear()
+        for peer in peers:
+            strangers.say(peer, "w")
+        return list(said)
+
+    assert come("a:1", "[b]:1", "a:2", "a:3", "[b]:2") == [("a:1", 1), ("[b]:1", 1)]
+    now[0] += control.SAID_SECONDS
+    assert come("[b]:3") == [("a:3", 2), ("[b]:3", 2)]  # who came no more is said with the next one
+    now[0] += control.SAID_SECONDS
+    assert come("c:1") == [("c:1", 1)] and set(strangers._of) == {"c"}
+    assert come("d:1", "e:1", "c:2") == [("d:1", 1), ("e:1", 1), ("c:2", 1)] and len(strangers._of) == 2
+
+
+def test_that_there_is_no_room_is_said_once_until_there_was_room_for_a_while(port: Callable[..., Port]) -> None:
+    one = port(connections=1)
+
+    def fill() -> Link:
+        link = one.challenged()
+        for _ in range(3):
+            assert one.ended(one.connect())
+        return link
+
+    def empty(link: Link) -> None:
+        link.close()
+        until(lambda: not one.server._open)
+
+    def problems() -> list[str]:
+        assert one.ended(one.connect())  # what was said of those before is there
+        said = [one.events.get() for _ in range(one.events.qsize())]
+        return [fields["why"] for event, fields in said if event == "problem"]
+
+    for room, times in ((0.0, 1), (control.SAID_SECONDS - 1, 0), (control.SAID_SECONDS, 1)):
+        one.now += room
+        link = fill()
+        said = problems()
+        assert len(said) == times and all("Raise control.connections" in why for why in said), room
+        one.now += 3600  # however long it is full
+        assert problems() == []
+        empty(link)
+
+
+def test_a_group_that_cannot_be_started_is_said_and_told(port: Callable[..., Port]) -> None:
+    """On the connection's thread: it would be a traceback, and the trainer would come again and again."""
+    one = port()
+
+    def fails(name: str) -> Any:
+        raise EnvironmentProblem("a placing thread cannot be pinned", where="capture.place_cores", remedy="others")
+
+    one.server._group_of = fails
+    link = one.attach(rank=2)
+    why = "capture.place_cores: a placing thread cannot be pinned; remedy: others"
+    assert link.receive(wait=10) == (Refused(why), 0)
+    event, fields = one.events.get(timeout=60)
+    assert event == "problem" and "capture.place_cores: a placing thread cannot be pinned" in fields["why"]
+    with pytest.raises(RecordsError, match="connection closed"):
+        link.receive(wait=10)
 
 
 def test_sockets_and_threads_of_a_connection(port: Callable[..., Port], monkeypatch: pytest.MonkeyPatch) -> None:
