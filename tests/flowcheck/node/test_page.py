@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from flowcheck.node.tally import Tally
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -171,6 +174,38 @@ def test_a_node_that_says_nothing_any_more_is_said(node: Node) -> None:
     assert text(page, "#fresh").startswith("nothing heard for")
     node.still = False
     page.wait("document.querySelector('#fresh').textContent.startsWith('live')")
+
+
+def test_a_node_whose_clock_goes_back_is_still_heard(node: Node) -> None:
+    page = node.page()
+    page.wait("document.querySelector('#fresh').textContent.startsWith('live')")
+    node.still, node.document["time"] = True, time.time() - 3600  # a time that the page has not seen
+    node.document["groups"][0]["step"] = 777_123
+    page.wait("document.querySelector('[data-group=dp0]').textContent.includes('777,123')")
+
+
+def test_a_job_that_is_refused_or_has_no_version_is_not_well(node: Node) -> None:
+    """As the node has it: nobody is attached, nothing else holds."""
+    tally = Tally("leaf-3")
+    tally.hear("refused", {"name": "dp0", "rank": 1, "why": "no such optimizer"})
+    node.document["groups"] = json.loads(json.dumps(tally.document()["groups"]))
+    node.document["captures"].pop()
+    page = node.page()
+    page.wait("document.querySelector('.banner').textContent.includes('2 things are wrong')")
+    said = text(page, ".banner")
+    assert "group dp0: what a rank sent was refused. since" in said and "there is no version so far" in said
+    assert page.evaluate("document.querySelector('.banner').className") == "banner bad"
+    node.document["groups"][0]["refused"] = 0.0
+    page.wait("document.querySelector('.banner').className === 'banner warn'")
+    node.document["groups"][0]["kept"] = {"job": "run", "step": 4}
+    page.wait("document.querySelector('.banner').textContent === 'Every group has its versions.'")
+
+
+def test_a_node_without_a_port_waits_for_no_job(node: Node) -> None:
+    node.document["groups"], node.document["captures"] = [], []
+    page = node.page()
+    page.wait("document.querySelector('.banner').textContent.startsWith('This node has no mirror port')")
+    assert page.evaluate("document.querySelector('.banner').className.trim()") == "banner"
 
 
 def test_names_and_sentences_are_never_code(node: Node) -> None:
