@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import json
 import os
 import re
 import tomllib
@@ -33,6 +34,15 @@ SKELETON = "dma_skeleton"  # each time it is named, another engine is meant
 
 class _Part(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @field_validator("*")
+    @classmethod
+    def _no_nul(cls, given: Any) -> Any:
+        """No file's name and no address has one, and who is given one raises ValueError."""
+        for text in given if isinstance(given, tuple) else (given,):
+            if isinstance(text, str | Path) and "\0" in str(text):
+                raise ValueError("has a NUL character in it")
+        return given
 
 
 def _index(i: int, captures: Sequence[object]) -> str:
@@ -269,6 +279,17 @@ class Store(_Part):
         if (found and not (scheme and rest)) or "::" in url:
             raise ValueError("PROTOCOL://PLACE, or a directory; chains (::) are not taken")
         return url
+
+    @field_validator("options")
+    @classmethod
+    def _plain(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """They travel to another process as JSON, which has no dates."""
+        for name, value in options.items():
+            try:
+                json.dumps(value)
+            except TypeError:
+                raise ValueError(f"{name} has a date or a time in it: give it as text, in quotes") from None
+        return options
 
     @model_validator(mode="after")
     def _due(self) -> Self:
@@ -555,7 +576,8 @@ class NodeConfig(_Part):
 
     def token(self, role: str = "trainer") -> bytes:
         """The first of a role's tokens, as its file is now. Raises UserError or EnvironmentProblem."""
-        return token_bytes(read_token(self.token_files[role]))
+        path = self.token_files[role]
+        return _token(read_token(path), path)
 
 
 def read_token(path: str | os.PathLike[str]) -> str:
@@ -569,7 +591,15 @@ def read_tokens(path: str | os.PathLike[str]) -> tuple[bytes, ...]:
     if len(lines) > MOST_TOKENS:
         raise UserError(f"has {len(lines)} lines, each of which would be let in", where=str(path),
                         remedy="the token, and in a second line the one that it replaces, for as long as that takes")
-    return tuple(map(token_bytes, lines))
+    return tuple(_token(line, Path(path)) for line in lines)
+
+
+def _token(line: str, path: Path) -> bytes:
+    """Raises UserError naming the file: there may be one for each role."""
+    try:
+        return token_bytes(line)
+    except UserError as error:
+        raise UserError(error.what, where=str(path), remedy=error.remedy) from None
 
 
 def _lines(path: Path) -> list[str]:

@@ -59,6 +59,15 @@ def test_a_good_one(tmp_path: Path) -> None:
     ("[replica]", '[common]\nnodes = ["a:1", "a:01"]\n[replica]', "common.nodes", "a:1 is given twice"),
     ("[replica]", '[common]\nnodes = ["a:1"]\n[replica]\nslots = 2', "replica.slots", "2 leave none to keep a version"),
     ("[replica]", "[replica", "node.toml", "is not TOML"),
+    ("[replica]", '[store]\nurl = "x"\nevery = 1\noptions = {since = 2026-01-02}\n[replica]', "store.options",
+     "since has a date or a time in it"),
+    ("[replica]", '[store]\nurl = "x"\nevery = 1\noptions = {a = {b = [07:32:00]}}\n[replica]', "store.options",
+     "a has a date or a time in it"),
+    ("[replica]", '[output]\ndirectory = "a\\u0000b"\n[replica]', "output.directory", "has a NUL character in it"),
+    ("[replica]", '[tls]\ncert = "a\\u0000b"\nkey = "k"\n[replica]', "tls.cert", "has a NUL character in it"),
+    ("[replica]", '[store]\nurl = "a\\u0000b"\nevery = 1\n[replica]', "store.url", "has a NUL character in it"),
+    ("[replica]", '[protect]\ncopies = ["a:1"]\ndirectory = "a\\u0000b"\n[replica]', "protect.directory",
+     "has a NUL character in it"),
 ])
 def test_wrong_ones_are_named(tmp_path: Path, old: str, new: str, where: str, what: str) -> None:
     with pytest.raises(UserError) as refused:
@@ -311,7 +320,7 @@ def test_token_files_that_are_not(tmp_path: Path, content: bytes, kind: type, wh
     with pytest.raises(kind) as refused:
         config.token()
     assert refused.value.what == what
-    assert refused.value.where == ("token" if kind is UserError else f"{tmp_path}/token") and refused.value.remedy
+    assert refused.value.where == f"{tmp_path}/token" and refused.value.remedy
 
 
 def test_a_token_file_that_is_a_folder(tmp_path: Path) -> None:
