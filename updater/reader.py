@@ -37,12 +37,25 @@ class PinnedVersion(Version):
         self.unproven = (*_unproven(store), *unproven)
 
 
-class Reader:
-    """An existing replica file. Raises ReplicaError if it is torn, foreign, or another job's."""
+def not_mine(found: os.stat_result) -> str:
+    """Why a file's content need not be this user's, "": it is."""
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {found.st_uid}, and this process runs as {os.geteuid()}"
+    return f"may be written to by others (mode {found.st_mode & 0o777:o})" if found.st_mode & 0o022 else ""
 
-    def __init__(self, path: str | os.PathLike[str], *, run_id: str | None = None, epoch: int | None = None) -> None:
+
+class Reader:
+    """An existing replica file. Raises ReplicaError if it is torn, foreign, or another job's. mine: also if it is
+    another user's, or one that others may write to: everybody may put a file into /dev/shm."""
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, run_id: str | None = None, epoch: int | None = None, mine: bool = False
+    ) -> None:
         path = Path(path)
         self._store, self._path = Store.read(path), path
+        if mine and (why := not_mine(os.fstat(self._store.fd))):
+            self.close()
+            raise ReplicaError(f"{path}: {why}")
         self._place = path.absolute()  # a process may go to another directory
         for what, wanted in (("run_id", run_id), ("epoch", epoch)):
             if wanted is not None and self._store.layout[what] != wanted:

@@ -101,6 +101,8 @@ class Group(Membership):
         self._told: dict[str, int] = {}  # of those, what lines about iterations have said
         self.peering = Peering(config, name)
         self.files = ReplicaFiles(config.replica.directory, config.name, name, config.shadow)
+        for path, why in sorted(self.files.foreign.items()):
+            self._say("problem", why=f"{path}: {why}; it is left alone. Remove it, or run the node as that user")
         self._shadow = Shadow(config.shadow, self._say)
         self._standing = Standing(self.files, self._say)
         self._users = UserStates(self._say)

@@ -13,6 +13,8 @@ where only that is left of it, or versions of a new start would have what ranks 
 
 from __future__ import annotations
 
+import contextlib
+import stat
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from pathlib import Path
 
 from flowcheck.durable import remove_tree
 from updater.errors import UpdaterError
-from updater.reader import Reader
+from updater.reader import Reader, not_mine
 
 __all__ = ["LeftoverReplica", "ReplicaFiles"]
 
@@ -44,15 +46,17 @@ class ReplicaFiles:
 
     def __init__(self, directory: Path, node: str, group: str, needs: int = 0) -> None:
         self._directory, self._prefix, self._needs = directory, f"flowcheck-{node}-{group}-", needs
-        taken = [*self._files(), *self._files(".user")]
-        self._number = max((self._number_of(path) for path in taken), default=0)
+        there = [path for path in directory.glob(f"{self._prefix}*.*") if path.suffix in (".replica", ".user")]
+        self._number = max([0, *map(self._number_of, there)])
+        #: Of other users, by our name: nothing of it is read or removed.
+        self.foreign = {path: why for path in there if self._number_of(path) > 0 and (why := _not_mine(path))}
         self._named: Path | None = None  # given out; whether it holds a version is not known yet
         self._served: Path | None = None
 
-    def _files(self, suffix: str = ".replica") -> list[Path]:
-        """Oldest first."""
-        found = (path for path in self._directory.glob(f"{self._prefix}*{suffix}") if self._number_of(path) >= 0)
-        return sorted(found, key=self._number_of)
+    def _files(self) -> list[Path]:
+        """This user's, oldest first."""
+        found = (path for path in self._directory.glob(f"{self._prefix}*.replica") if self._number_of(path) >= 0)
+        return sorted((path for path in found if not _not_mine(path)), key=self._number_of)
 
     def _number_of(self, path: Path) -> int:
         """-1: it has none, and is somebody else's."""
@@ -64,7 +68,7 @@ class ReplicaFiles:
         out = []
         for path in self._files():
             try:
-                with closing(Reader(path)) as reader, reader.pinned() as version:
+                with closing(Reader(path, mine=True)) as reader, reader.pinned() as version:
                     out.append(LeftoverReplica(
                         path, reader.run_id, version.step, reader.epoch, reader.verified, reader.start,
                         version.matches,
@@ -130,8 +134,17 @@ class ReplicaFiles:
                 _unlink(path)
 
 
+def _not_mine(path: Path) -> str:
+    try:
+        found = path.lstat()
+    except OSError:
+        return ""  # it has gone
+    return "is a link" if stat.S_ISLNK(found.st_mode) else not_mine(found)
+
+
 def _unlink(replica: Path) -> None:
-    replica.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a file that stays takes memory; versions go on
+        replica.unlink(missing_ok=True)
     remove_tree(replica.with_suffix(".user"))
 
 

@@ -47,6 +47,14 @@ def scene(tmp_path) -> Iterator[Callable[..., Scene]]:
             one.group.stop()
 
 
+def test_a_file_by_its_name_that_is_not_this_users_is_said(scene, tmp_path) -> None:
+    foreign = tmp_path / "flowcheck-node-a-3.replica"
+    foreign.touch()
+    foreign.chmod(0o666)
+    assert [said["why"] for said in scene(name="a").events("problem")] == [
+        f"{foreign}: may be written to by others (mode 666); it is left alone. Remove it, or run the node as that user"]
+
+
 # -- states ------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flowcheck.node.replica_files import LeftoverReplica, ReplicaFiles
+from updater.errors import ReplicaError
 from updater.optimizers import OptimizerSpec
+from updater.reader import Reader
 from updater.replica import Replica
 
 
@@ -147,3 +151,50 @@ def test_what_is_taken_up_stays_and_is_the_one_that_is_served(tmp_path) -> None:
     assert left.exists() and not older.exists()
     second.discard()
     assert not left.exists() and second.path().name == "flowcheck-n-g-3.replica"
+
+
+# -- files of others -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("other", "mode", "why"), [
+    (True, 0o600, "belongs to user 12345, and this process runs as 0"), (False, 0o622, "may be written to by others"),
+])
+@pytest.mark.skipif(os.geteuid() != 0, reason="files can be given to another user by root only")
+def test_what_another_user_put_there_is_neither_read_nor_removed(tmp_path, other: bool, mode: int, why: str) -> None:
+    """Everybody may make a file in /dev/shm, and call it as the node's: further than all others, and verified."""
+    mine = replica(tmp_path / "flowcheck-n-g-1.replica", "mine", 5, verified=True)
+    foreign = replica(tmp_path / "flowcheck-n-g-7.replica", "foreign", 1_000_000, verified=True, start="one")
+    foreign.chmod(mode)
+    if other:
+        os.chown(foreign, 12345, -1)
+    files = ReplicaFiles(tmp_path, "n", "g")
+    assert list(files.foreign) == [foreign] and files.foreign[foreign].startswith(why)
+    assert [found.path for found in files.found()] == [mine] and files.left("one") is None
+    now = replica(files.path(), "now", 6)
+    assert now.name == "flowcheck-n-g-8.replica"
+    files.stands("now", 0, 6)
+    assert files.settle() == [LeftoverReplica(mine, "mine", 5, 0, 5, matches=1)]
+    assert names(tmp_path) == [foreign.name, now.name]
+    with pytest.raises(ReplicaError, match=why), closing(Reader(foreign, mine=True)):
+        pass
+    with closing(Reader(foreign)) as reader:
+        assert reader.run_id == "foreign", "a person may look at it"
+
+
+def test_a_link_is_nobodys_replica(tmp_path) -> None:
+    elsewhere = replica(tmp_path / "elsewhere", "run", 5)
+    (tmp_path / "flowcheck-n-g-1.replica").symlink_to(elsewhere)
+    files = ReplicaFiles(tmp_path, "n", "g")
+    assert files.foreign == {tmp_path / "flowcheck-n-g-1.replica": "is a link"} and files.found() == []
+
+
+def test_a_file_that_cannot_be_removed_ends_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = replica(tmp_path / "flowcheck-n-g-1.replica", "run", 5)
+    files = ReplicaFiles(tmp_path, "n", "g")
+    replica(files.path(), "run", 6)
+
+    def refuses(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "unlink", refuses)
+    assert files.stands("run", 0, 6) == [] and left.exists()
