@@ -12,18 +12,20 @@ import ctypes
 import errno
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flowcheck.errors import EnvironmentProblem
 
 __all__ = [
-    "adopt", "check_writable", "exchange", "fsync_directory", "make_directory", "partial_name", "remove_tree",
-    "reporting", "write_atomic", "write_synced",
+    "adopt", "check_writable", "exchange", "fsync_directory", "make_directory", "partial_name", "remove_left",
+    "remove_tree", "reporting", "write_atomic", "write_synced",
 ]
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
+LEFT_SECONDS = 600.0  # after which nobody writes what is aside: on a file system of several machines, pids say little
 
 
 def partial_name(path: Path) -> Path:
@@ -139,3 +141,32 @@ def adopt(source: Path, target: Path) -> None:
 def remove_tree(path: Path) -> None:
     """Remove a directory that nobody may use, as far as that is possible."""
     shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_left(directory: Path) -> None:
+    """Remove directories that are half and whose processes were killed. Whoever writes there again is asked to, because
+    nobody else would know of them; what was touched a moment ago stays."""
+    with contextlib.suppress(OSError), os.scandir(directory) as found:
+        for one in [entry for entry in found if ".partial-" in entry.name]:
+            name, _, pid = one.name.rpartition(".partial-")
+            if name.startswith(".") and pid.isdecimal() and one.is_dir(follow_symlinks=False) and not _lives(int(pid)):
+                with contextlib.suppress(OSError):
+                    if time.time() - _touched(Path(one)) > LEFT_SECONDS:
+                        remove_tree(Path(one))
+
+
+def _lives(pid: int) -> bool:
+    """Is that another process? Ours writes nothing else in that directory now."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _touched(directory: Path) -> float:
+    return max(path.lstat().st_mtime for path in (directory, *directory.iterdir()))

@@ -50,6 +50,7 @@ from flowcheck.durable import (
     fsync_directory,
     make_directory,
     partial_name,
+    remove_left,
     remove_tree,
     reporting,
     write_synced,
@@ -177,6 +178,7 @@ def _write_directory(
         check(path)
         try:
             make_directory(out)
+            remove_left(out)
             remove_tree(aside)  # of an earlier process that had our pid
             os.mkdir(aside)
             written = {name: write_file(aside / name, tensors) for name, tensors in files.items()}

@@ -177,6 +177,24 @@ def killed_at(n, work, calls=AtCall):
     return status == signal.SIGKILL
 
 
+def test_what_killed_processes_left_goes_with_the_next_step(tmp_path):
+    """Of any step; but nothing that is being written, here or on another machine, and nothing that is not ours."""
+    dead = fork()
+    if not dead:
+        os._exit(0)
+    os.waitpid(dead, 0)
+    gone = [f".step-000001.partial-{dead}", f".step-000002.partial-{os.getpid()}", f".step-000003.partial-{1 << 70}"]
+    stay = [f".step-000004.partial-{dead}", f".step-000005.partial-{os.getppid()}", ".step-000006.partial-x", "notes"]
+    for name in gone + stay:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"half")
+        for path in (tmp_path / name / "model.safetensors", tmp_path / name):
+            os.utime(path, (0, 0))
+    os.utime(tmp_path / stay[0] / "model.safetensors")  # touched now: its process may be another machine's
+    write_step(tmp_path, 7, {"w": torch.ones(3)}, {}, META)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*stay, "step-000007"])
+
+
 @pytest.mark.parametrize("replacing", [False, True])
 def test_killed_between_any_two_calls(tmp_path, replacing):
     old, new = torch.zeros(3), torch.ones(3)
