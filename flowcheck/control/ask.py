@@ -9,10 +9,12 @@
     for piece in node.pieces(offers[0], version, MODEL): ...      the same as bytes, a few MiB at a time
     state = node.user(offers[0], rank=3)             what that rank gave of itself
 
-Nothing that a node sends is believed: sizes are checked before memory is taken, every wait has a deadline, and every
-tensor is hashed while the next ones arrive and held against the manifest, whose own hash is checked first. A connection
-that breaks is made anew and goes on where it was. AskError says which node, what of it, and why. Torch and the standard
-library (http.client). A Node belongs to one thread; several may be used at once.
+A node hashes a version in memory when its manifest is first asked for, and says how far it is: it is asked again as
+long as that grows, and fast enough. Nothing that a node sends is believed: sizes are checked before memory is taken,
+every wait has a deadline, and every tensor is hashed while the next ones arrive and held against the manifest, whose
+own hash is checked first. A connection that breaks is made anew and goes on where it was. AskError says which node,
+what of it, and why. Torch and the standard library (http.client). A Node belongs to one thread; several may be used at
+once.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ MOST_TEXT = 256 << 20  # a manifest has some 150 bytes per tensor
 MOST_AGE = 1e12
 MOST_EPOCHS = 1 << 31
 MOST_WHY = 400  # characters
+AGAIN_SECONDS = 0.25  # between two questions for a manifest whose tensors are being hashed
+HASH_SECONDS = 1800.0  # that hashing may take, whatever a node says of it
 
 
 def reader_key(token: bytes) -> str:
@@ -192,7 +196,7 @@ class Node:
         where = f"{self.name}, {offer.tier}"
         try:
             path = f"/v1/versions/{offer.id}/manifest.json{'?release' if release else ''}"
-            version = Version.of(self.json(path), where)
+            version = Version.of(self._hashed(path, offer, where), where)
         except UserError as error:
             raise AskError(f"its manifest {error.what}", where=where) from None
         for name in ("run_id", "epoch", "step", "shard"):
@@ -200,6 +204,16 @@ class Node:
                 raise AskError(f"offered {name} {getattr(offer, name)!r} and sent {getattr(version, name)!r}",
                                where=where)
         return version
+
+    def _hashed(self, path: str, offer: Offer, where: str) -> Any:
+        """A manifest, as soon as its tensors are hashed. Raises AskError."""
+        progress = _Progress(self._seconds, offer.nbytes, where)
+        while True:
+            try:
+                return self.json(path)
+            except _Unhashed as error:
+                progress.take(error.hashed)
+            time.sleep(AGAIN_SECONDS)
 
     def tensors(
         self, offer: Offer, version: Version, file: str, into: Mapping[str, torch.Tensor]
@@ -332,7 +346,7 @@ class Node:
         self.plain = connection.sock if self._tls is None else None
         response = self._response = connection.getresponse()
         if response.status != (206 if first else 200):
-            raise AskError(_why(response), where=self.name)
+            raise _refusal(response, self.name)
         return response
 
     def _connect(self) -> http.client.HTTPConnection:
@@ -418,15 +432,50 @@ def _place(name: str, digest: Digest, given: torch.Tensor | None) -> Received:
     return Received(name, tensor, digest.sha256, given)
 
 
-def _why(response: http.client.HTTPResponse) -> str:
+def _refusal(response: http.client.HTTPResponse, where: str) -> AskError:
     """What a node says when it refuses."""
     try:
-        said = json.loads(response.read(4096)).get("why", "")
-    except (ValueError, AttributeError, OSError, http.client.HTTPException):
-        said = ""
+        told = json.loads(response.read(4096))
+    except (ValueError, RecursionError, OSError, http.client.HTTPException):
+        told = None
+    said = told.get("why", "") if isinstance(told, dict) else ""
     if response.status == 401:
-        return "the token is wrong"
-    return f"refused: {said if isinstance(said, str) and said else f'status {response.status}'}"
+        return AskError("the token is wrong", where=where)
+    why = f"refused: {said if isinstance(said, str) and said else f'status {response.status}'}"
+    hashed = told.get("hashed") if isinstance(told, dict) and response.status == 503 else None
+    return _Unhashed(why, hashed, where) if type(hashed) is int else AskError(why, where=where)
+
+
+class _Unhashed(AskError):
+    """There is no manifest yet. hashed: bytes, as the node says it."""
+
+    def __init__(self, what: str, hashed: int, where: str) -> None:
+        super().__init__(what, where=where)
+        self.hashed = hashed
+
+
+class _Progress:
+    """How far a node says that it is with hashing. Saying so costs it nothing, so what it is ahead of RATE buys no more
+    time than it had to begin with, and there is an end to it in any case."""
+
+    def __init__(self, seconds: float, nbytes: int, where: str) -> None:
+        self._seconds, self._nbytes, self._where = seconds, nbytes, where
+        self._hashed = 0
+        self._began = self._grew = self._last = time.monotonic()
+        self._left = 2 * seconds
+
+    def take(self, hashed: int) -> None:
+        """Raises AskError: it is not worth waiting for."""
+        now = time.monotonic()
+        grown = max(0, min(hashed, self._nbytes) - self._hashed)
+        self._hashed += grown
+        self._left = min(2 * self._seconds, self._left - (now - self._last) + grown / RATE)
+        self._grew, self._last = now if grown else self._grew, now
+        so_far = f"{self._hashed} of {self._nbytes} bytes so far"
+        if now - self._grew > self._seconds:
+            raise AskError(f"has hashed no more of it for {self._seconds:g} s: {so_far}", where=self._where)
+        if self._left <= 0 or now - self._began > HASH_SECONDS:
+            raise AskError(f"hashes it too slowly: {so_far}", where=self._where)
 
 
 def split(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:

@@ -7,7 +7,8 @@ nothing but /healthz, and with one what its role may have (`may`).
                                                    not offered yet, and why (shadow.py)
     GET /v1/versions                               every version that can be had at this moment, and those others
     GET /v1/versions/{id}/manifest.json            its manifest; a version in memory is pinned from here on, but with
-                                                   `?release`, where nobody reads it besides
+                                                   `?release`, where nobody reads it besides; 503 with how far it
+                                                   is: its hashes are not there yet, and whoever wants it asks again
     GET /v1/versions/{id}/model.safetensors        one loadable file each, whole or `Range: bytes=...`
     GET /v1/versions/{id}/optimizer.safetensors
     GET /v1/versions/{id}/user/{rank}              what that rank gave of itself; a safetensors file, whole
@@ -59,6 +60,7 @@ __all__ = ["OPEN", "make_app", "may"]
 PIECE = 4 << 20  # bytes, between two looks whether the version is still held; copied for that, but from memory
 LOOK_SECONDS = 5.0  # that a tier may take to list what it has
 EXPIRE_SECONDS = 1.0
+HASH_SECONDS = 0.5  # that a question waits for hashes: less than anybody waits for a byte
 VERSIONS = "/v1/versions"
 OWN = (MEMORY, COPY, DISK)  # tiers for which nobody else is asked
 Keys = Mapping[str, Collection[str]]
@@ -139,7 +141,6 @@ class _Api:
         self._tiers, self._streams = tuple(shelves), streams
         self._shelves = {**shelves, **({ROW: streams} if streams is not None else {})}
         self._threads = {tier: ThreadPoolExecutor(1, f"flowcheck {tier}") for tier in self._shelves}
-        self._hashing = asyncio.Lock()  # one version at a time has all cores
         versions = f"{VERSIONS}/{{id}}"
         self.app = Starlette(
             routes=[
@@ -228,19 +229,18 @@ class _Api:
 
     async def _manifest(self, request: Request) -> Response:
         tier, held = await self._held(request)
-        if tier != MEMORY:
-            text = await self._on(tier, held.manifest)  # a file; where its disk hangs, that tier alone does
-        else:
-            held.busy += 1
-            try:
-                async with self._hashing:
-                    text = await asyncio.to_thread(held.manifest)
-            finally:
-                held.busy -= 1
+        coming = await self._on(tier, held.begin)
+        there = await _within(coming, HASH_SECONDS)
+        if there and tier == MEMORY:
+            coming.result()
             await self._on(tier, held.check)  # hashing takes long
+        hashed, total = held.progress
         if "release" in request.query_params:
             await self._on(tier, self._shelves[tier].release, held)
-        return Response(text, media_type="application/json")
+        if there:
+            return Response(coming.result(), media_type="application/json")
+        why = f"its tensors are being hashed: {hashed} of {total} bytes so far"
+        return JSONResponse({"why": why, "hashed": hashed, "of": total}, 503, {"Retry-After": "1"})
 
     async def _file(self, request: Request) -> Response:
         tier, held = await self._held(request)
@@ -295,6 +295,15 @@ def _newest(said: Iterable[Said]) -> list[Said]:
     for one in said:
         newest.setdefault((one["run_id"], one["shard"], one["tier"]), one)
     return list(newest.values())
+
+
+async def _within(coming: Future[bytes], seconds: float) -> bool:
+    """Is it there by then? It goes on if not."""
+    if not coming.done():
+        waited = asyncio.wrap_future(coming)
+        waited.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may ask again
+        await asyncio.wait([waited], timeout=seconds)
+    return coming.done()
 
 
 def _refused(task: asyncio.Future[Any]) -> bool:

@@ -36,6 +36,11 @@ _STREAM = {"type": "object", "required": ["id", "number", "mark", "nbytes", "sha
     "id": {"type": "string"}, "number": {"type": "integer"}, "mark": {"type": "string"}, "nbytes": {"type": "integer"},
     "sha256": {"type": "string"},
 }}
+_UNHASHED = {"type": "object", "required": ["why"], "properties": {
+    "why": {"type": "string"},
+    "hashed": {"type": "integer", "description": "Bytes of its tensors so far, where that is why."},
+    "of": {"type": "integer"},
+}}
 _BYTES = {"type": "string", "format": "binary"}
 REFUSED = {"401": "Refused", "403": "OfAnotherRole"}
 _TEXT = {"type": "string"}
@@ -71,7 +76,13 @@ def describe(open_path: str) -> dict[str, Any]:
                                  {"200": _answer("What there is.", _list("versions"))}),
             "/v1/versions/{id}/manifest.json": _get(
                 "A version's manifest. A version in memory is pinned from here on, for as long as it is read.",
-                {"200": _answer("docs/reference/checkpoint.md", {"type": "object"}), **lost}, [_ID, _RELEASE],
+                {
+                    "200": _answer("docs/reference/checkpoint.md", {"type": "object"}), **lost,
+                    "503": _answer("A version in memory is hashed when its manifest is first asked for, and that is"
+                                   " under way: ask again after Retry-After, `hashed` grows. Or, without `hashed`, as"
+                                   " many versions of the replica are being read as may be.", _UNHASHED),
+                },
+                [_ID, _RELEASE],
             ),
             f"/v1/versions/{{id}}/{MODEL}": file,
             f"/v1/versions/{{id}}/{OPTIMIZER}": file,

@@ -3,7 +3,8 @@
     shelf = MemoryShelf(directory, node) or DiskShelf(directory)
     for holding in shelf.look(): holding.offer           what there is at this moment
     held = shelf.hold(id)                                pinned; the same again while it is
-    held.manifest()                                      hashed once, by all cores, and kept
+    held.begin()                                         the manifest, as a Future: hashed once, by all cores, and kept
+    held.manifest()                                      the same, waited for
     held.size(file), held.read(file, first, count)       a safetensors file, whole or in ranges
     held.user(rank)                                      what a rank gave of itself
     shelf.expire()                                       again and again: lets go of what nobody reads any more
@@ -15,7 +16,8 @@ up updates (never the capture), so there are at most as many as leave a replica 
 the last byte that was read, and none lasts longer than its bytes take at RATE. A replica that its node has removed,
 because it found it to be wrong, is served no more, not even its rest.
 
-A shelf and what it holds belong to one thread, but for `manifest`, which takes long and may run in any.
+A shelf and what it holds belong to one thread, but for `manifest`, which takes long and may run in any. Hashing goes on
+in threads of its own (hashing.py) until it is done, or until the version is let go.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ import hashlib
 import json
 import os
 import re
+import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,13 +39,13 @@ from typing import Any
 import torch
 
 from flowcheck.checkpoint.directory import MANIFEST, read_step_manifest
-from flowcheck.checkpoint.files import tensor_sha256
 from flowcheck.checkpoint.users import file_of, users_of
 from flowcheck.control.ask import DISK, MEMORY, Offer, spans
 from flowcheck.control.tensors import TensorSpec, header, memory
 from flowcheck.control.user_state import USER_BYTES
 from flowcheck.control.version import MODEL, OPTIMIZER, Digest, Version
 from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.node.hashing import Hashers, Work
 from flowcheck.node.shadow import withheld
 from flowcheck.node.user_states import rank_file, ranks_in, user_folder
 from updater.errors import UpdaterError
@@ -91,7 +94,7 @@ class Held:
     def __init__(self, holding: Holding, now: float) -> None:
         self.offer, self.path, self._inode = holding.offer, holding.path, holding.inode
         self._began = self._read = now
-        self.busy = 0  # threads that hash it
+        self.busy = 0  # 1: it is being hashed
         self.asked = 0  # times, less those that were over at once
 
     def touch(self, now: float) -> None:
@@ -110,6 +113,20 @@ class Held:
         """Raises Gone."""
         if self.is_gone():
             raise Gone("the node has removed it", where=f"step {self.offer.step}, {self.offer.tier}")
+
+    def begin(self) -> Future[bytes]:
+        """The manifest, as soon as it is there."""
+        coming: Future[bytes] = Future()
+        try:
+            coming.set_result(self.manifest())
+        except FlowcheckError as error:
+            coming.set_exception(error)
+        return coming
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Bytes that are hashed, and of how many, while that is under way."""
+        return 0, self.offer.nbytes
 
     def manifest(self) -> bytes:
         """Raises FlowcheckError."""
@@ -142,9 +159,11 @@ class Held:
 
 
 class _InMemory(Held):
-    def __init__(self, holding: Holding, reader: Reader, kept: dict[str, bytes], now: float) -> None:
+    def __init__(
+        self, holding: Holding, reader: Reader, kept: dict[str, bytes], hashers: Hashers, now: float
+    ) -> None:
         super().__init__(holding, now)
-        self._reader, self._kept = reader, kept
+        self._reader, self._kept, self._hashers = reader, kept, hashers
         self._stack = ExitStack()
         try:
             self._pinned: PinnedVersion | None = self._stack.enter_context(reader.pinned(holding.offer.step))
@@ -153,28 +172,71 @@ class _InMemory(Held):
         files = files_of(self._pinned)
         self._layouts = {file: _Layout(tensors) for file, tensors in files.items()}
         self._files = files
+        self._beginning = threading.Lock()
+        self._coming: Future[bytes] | None = None
+        self._work: Work | None = None
+
+    def begin(self) -> Future[bytes]:
+        """Any thread, and it never waits. Whoever else asks for it gets the same."""
+        with self._beginning:
+            if (kept := self._kept.get(self.offer.id)) is not None:
+                self._coming = Future()
+                self._coming.set_result(kept)
+            elif self._coming is None:
+                coming = self._coming = Future()
+                version = self._pinned
+                if version is None:
+                    coming.set_exception(self._let_go())
+                    return coming
+                named = [(file, name, tensor) for file, tensors in self._files.items()
+                         for name, tensor in tensors.items()]
+                self.busy = 1
+                self._work = self._hashers.begin([tensor for _, _, tensor in named])
+                self._work.sums.add_done_callback(lambda sums: self._hashed(coming, version, named, sums))
+            return self._coming
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return (self._work.hashed, self._work.total) if self._work is not None else super().progress
 
     def manifest(self) -> bytes:
-        """Any thread; the hashes of all tensors are computed by as many threads as there are cores."""
-        if self.offer.id in self._kept:
-            return self._kept[self.offer.id]
-        version, offer, found = self._pinned, self.offer, self._files
-        named = [(file, name, tensor) for file, tensors in found.items() for name, tensor in tensors.items()]
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "flowcheck hash") as pool:
-            sums = list(pool.map(tensor_sha256, (tensor for _, _, tensor in named)))
-        files: dict[str, dict[str, Digest]] = {file: {} for file in found}
+        """Any thread."""
+        return self.begin().result()
+
+    def _hashed(
+        self, coming: Future[bytes], version: PinnedVersion, named: Sequence[tuple[str, str, torch.Tensor]],
+        sums: Future[list[str]],
+    ) -> None:
+        """On whichever thread was the last."""
+        try:
+            text = self._text(version, named, sums.result())
+        except BaseException as error:
+            self.busy = 0
+            coming.set_exception(error)
+        else:
+            self.busy = 0
+            coming.set_result(text)
+
+    def _text(
+        self, version: PinnedVersion, named: Sequence[tuple[str, str, torch.Tensor]], sums: Sequence[str]
+    ) -> bytes:
+        offer = self.offer
+        files: dict[str, dict[str, Digest]] = {MODEL: {}, OPTIMIZER: {}}
         for (file, name, tensor), sha256 in zip(named, sums, strict=True):
             files[file][name] = Digest(TensorSpec.of(tensor), sha256)
-        if version is None or self._pinned is None:  # the slot may have been written to meanwhile
-            raise Gone("was let go before it was hashed", where=f"step {offer.step}")
+        if self._pinned is None:  # the slot may have been written to meanwhile
+            raise self._let_go()
         document = Version(
             offer.run_id, offer.epoch, offer.step, offer.shard, version.status, version.unproven, version.optimizer,
             self._reader.rounding, files, version.matches,
         ).document()
         for id in list(self._kept)[: max(0, len(self._kept) - KEPT + 1)]:
             self._kept.pop(id, None)
-        self._kept[offer.id] = json.dumps(document).encode()
-        return self._kept[offer.id]
+        self._kept[offer.id] = text = json.dumps(document).encode()
+        return text
+
+    def _let_go(self) -> Gone:
+        return Gone("was let go before it was hashed", where=f"step {self.offer.step}")
 
     def size(self, file: str) -> int:
         return self._layouts[file].size
@@ -195,6 +257,8 @@ class _InMemory(Held):
 
     def close(self) -> None:
         self._pinned = None
+        if self._work is not None:
+            self._work.end(self._let_go())
         self._layouts, self._files = {}, {}
         self._stack.close()
 
@@ -312,6 +376,7 @@ class MemoryShelf(Shelf):
         self._name = re.compile(rf"flowcheck-{re.escape(node)}-({GROUP})-[0-9]+\.replica")
         self._readers: dict[tuple[Path, int], Reader] = {}
         self._kept: dict[str, bytes] = {}
+        self._hashers = Hashers()
 
     def look(self) -> list[Holding]:
         there: dict[tuple[Path, int], str] = {}
@@ -345,13 +410,14 @@ class MemoryShelf(Shelf):
         if len(pinned) >= max(1, reader.slots - 2 - self._reserved):
             steps = ", ".join(str(held.offer.step) for held in pinned)
             raise Pressed(f"step {steps} is being read, and no slot is left for another", where=holding.path.name)
-        return _InMemory(holding, reader, self._kept, self._now())
+        return _InMemory(holding, reader, self._kept, self._hashers, self._now())
 
     def close(self) -> None:
         super().close()
         for reader in self._readers.values():
             reader.close()
         self._readers = {}
+        self._hashers.close()
 
 
 class DiskShelf(Shelf):

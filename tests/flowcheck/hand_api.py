@@ -97,6 +97,7 @@ class HandApi:
         self.quiet: set[str] = set()
         self.stalls: dict[str, int] = {}
         self.withheld: object = []  # of /v1/versions
+        self.hashing: list[int] = []  # bytes that are said to be hashed, one for each question for a manifest
         self.unmeasured: set[str] = set()  # paths whose answers do not say how long they are
         self._ended = threading.Event()
         api = self
@@ -166,6 +167,9 @@ class HandApi:
             own = [one.offer for one in self.versions if one.offer["tier"] in ("memory", "copy", "disk")]
             return 200, json.dumps({"versions": own, "streams": [], "absent": []}).encode()
         path = request.path.partition("?")[0]
+        if self.hashing and path.endswith("/manifest.json"):
+            hashed = self.hashing.pop(0)
+            return 503, json.dumps({"why": "it is being hashed", "hashed": hashed, "of": 20}).encode()
         for one in self.versions:
             for file in ("manifest.json", *FILES):
                 if path == f"/v1/versions/{one.id}/{file}":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -334,3 +335,58 @@ def test_the_age_of_an_offer_decides_nothing(api: HandApi, node: Node, said: Any
     api.versions[0].offer["age_seconds"] = said
     [offer] = node.offers()
     assert (offer.age_steps, offer.age_seconds) == (known, known)
+
+
+# -- a manifest that is not there yet ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "AGAIN_SECONDS", 0.01)
+
+
+@pytest.mark.parametrize("release", [False, True])
+def test_a_version_that_is_being_hashed_is_asked_for_again(
+    api: HandApi, node: Node, hurried: None, release: bool
+) -> None:
+    """Also where its node begins anew, having let go of it meanwhile."""
+    api.hashing = [0, 4, 4, 12, 0, 4, 19]
+    (offer,) = node.offers()
+    assert node.version(offer, release).step == 7 and api.hashing == []
+    assert api.asked_for("manifest.json?release" if release else "manifest.json") == 8
+
+
+def test_a_version_that_is_hashed_no_further_is_given_up(api: HandApi, hurried: None) -> None:
+    api.hashing = [0, 4, *[8] * 100_000]
+    node = Node(api.address, KEY, 0.5)
+    (offer,) = node.offers()
+    began = time.monotonic()
+    assert refused(node.version, offer) == "has hashed no more of it for 0.5 s: 8 of 20 bytes so far"
+    assert 0.5 < time.monotonic() - began < 30
+
+
+def test_a_version_that_is_hashed_too_slowly_is_given_up(api: HandApi, hurried: None) -> None:
+    """A byte now and then, for ever; what a node claims to be ahead buys it no time."""
+    api.versions[0].offer["nbytes"] = 10**18
+    api.hashing = [10**15 + one for one in range(100_000)]
+    node = Node(api.address, KEY, 0.5)
+    (offer,) = node.offers()
+    began = time.monotonic()
+    assert refused(node.version, offer).startswith("hashes it too slowly: 10000000000")
+    assert 0.9 < time.monotonic() - began < 30
+
+
+def test_hashing_has_an_end(api: HandApi, hurried: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "HASH_SECONDS", 0.3)
+    api.versions[0].offer["nbytes"] = 10**18
+    api.hashing = [10**9 * one for one in range(100_000)]
+    node = Node(api.address, KEY, 30.0)
+    (offer,) = node.offers()
+    assert refused(node.version, offer).startswith("hashes it too slowly")
+
+
+@pytest.mark.parametrize("said", [b'{"why": "w", "hashed": "4"}', b'{"why": "w", "hashed": true}', b'{"why": "w"}'])
+def test_another_reason_is_one(api: HandApi, node: Node, said: bytes) -> None:
+    (offer,) = node.offers()
+    api.answers[f"/v1/versions/{offer.id}/manifest.json"] = 503, said
+    assert refused(node.version, offer) == "refused: w" and api.asked_for("manifest.json") == 1

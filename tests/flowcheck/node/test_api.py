@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,14 +36,22 @@ def offer(tier: str, step: int, **fields: Any) -> Offer:
 
 class FakeHeld:
     def __init__(self, shelf: FakeShelf, one: Offer) -> None:
-        self.shelf, self.offer, self.busy = shelf, one, 0
+        self.shelf, self.offer, self.progress = shelf, one, (3, 5)
+        self.coming: Future[bytes] | None = None
 
     def check(self) -> None:
         if self.shelf.gone:
             raise Gone("removed", where="x")
 
+    def begin(self) -> Future[bytes]:
+        """In the background for memory, once for all who ask."""
+        if self.offer.tier != "memory":
+            return Held.begin(self)  # type: ignore[arg-type]
+        self.coming = self.coming or self.shelf.background.submit(self.manifest)
+        return self.coming
+
     def manifest(self) -> bytes:
-        self.shelf.hashing.append(self.busy)
+        self.shelf.hashing.append(self.offer.step)
         if self.shelf.waits is not None:
             self.shelf.waits.wait(60)
         if self.shelf.fails is not None:
@@ -77,6 +87,8 @@ class FakeShelf(Shelf):
         self.waits: threading.Event | None = None
         self.expired, self.closed = threading.Event(), threading.Event()
         self.last: FakeHeld | None = None
+        self.background = ThreadPoolExecutor(1)
+        self.released: list[int] = []
 
     def look(self) -> list[Holding]:
         self.threads.add(threading.current_thread().name)
@@ -92,10 +104,14 @@ class FakeShelf(Shelf):
                 return self.last  # type: ignore[return-value]
         raise Gone("there is no such version, or no longer", where=id)
 
+    def release(self, held: Held) -> None:
+        self.released.append(held.offer.step)
+
     def expire(self) -> None:
         self.expired.set()
 
     def close(self) -> None:
+        self.background.shutdown(wait=False)
         self.closed.set()
 
 
@@ -294,7 +310,52 @@ def test_a_manifest(app: Any, memory: FakeShelf) -> None:
     answer = get(app, f"/v1/versions/{ID}/manifest.json")
     assert (answer.status, answer.json) == (200, {"step": 7})
     assert answer.headers["content-type"] == "application/json"
-    assert memory.hashing == [1] and memory.last is not None and memory.last.busy == 0
+    assert memory.hashing == [7] and memory.released == []
+
+
+def test_a_manifest_that_takes_long_says_how_far_it_is(
+    app: Any, memory: FakeShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To each who asks, and all of them wait for the same hashes; nothing else waits."""
+    monkeypatch.setattr(api, "HASH_SECONDS", 0.05)
+    path = f"/v1/versions/{ID}/manifest.json"
+
+    async def asked() -> tuple[list[Answer], Answer, Answer]:
+        memory.waits = held_back = threading.Event()
+        try:
+            early = list(await asyncio.gather(*(_get(app, path, SHOWN, "GET") for _ in range(3))))
+            file = await _get(app, f"/v1/versions/{ID}/{MODEL}", SHOWN, "GET")
+        finally:
+            held_back.set()
+        while (late := await _get(app, path, SHOWN, "GET")).status == 503:
+            pass
+        return early, file, late
+
+    early, file, late = asyncio.run(asked())
+    for answer in early:
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json == {"why": "its tensors are being hashed: 3 of 5 bytes so far", "hashed": 3, "of": 5}
+    assert file.body == DATA and (late.status, late.json) == (200, {"step": 7}) and memory.hashing == [7]
+
+
+def test_a_manifest_that_nobody_asks_for_again_may_fail(
+    app: Any, memory: FakeShelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(api, "HASH_SECONDS", 0.05)
+    memory.waits, memory.fails = threading.Event(), Gone("let go")
+
+    async def asked() -> Answer:
+        answer = await _get(app, f"/v1/versions/{ID}/manifest.json", SHOWN, "GET")
+        assert memory.waits is not None and memory.last is not None
+        memory.waits.set()
+        while memory.last.coming is None or not memory.last.coming.done():
+            await asyncio.sleep(0.001)
+        return answer
+
+    assert asyncio.run(asked()).status == 503
+    gc.collect()
+    assert caplog.text == "", "asyncio knows that somebody took the error"
+    assert get(app, f"/v1/versions/{ID}/manifest.json").status == 404
 
 
 def test_a_manifest_that_was_removed_while_it_was_hashed(app: Any, memory: FakeShelf) -> None:
@@ -311,7 +372,6 @@ def test_what_goes_wrong_is_said(app: Any, memory: FakeShelf, error: Any, status
     answer = get(app, f"/v1/versions/{ID}/manifest.json")
     assert (answer.status, answer.json) == (status, {"why": "w: a" if status == 503 else "a"})
     assert answer.headers.get("retry-after") == ("5" if status == 503 else None)
-    assert memory.last is not None and memory.last.busy == 0
 
 
 @pytest.mark.parametrize("id", ["m" + "0" * 31, "d" + "0" * 31, "x", "0" * 32, "..", "%2e%2e"])

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors.torch import load
 from flowcheck.checkpoint.directory import Meta, write_parameters, write_step
 from flowcheck.control.version import MODEL, OPTIMIZER, Version, seal
 from flowcheck.job.model import BucketSlice
-from flowcheck.node import holdings
+from flowcheck.node import hashing, holdings
 from flowcheck.node.holdings import DiskShelf, Gone, Held, MemoryShelf, Pressed
 from flowcheck.node.user_states import rank_file, user_folder
 from updater.errors import NoFreeSlot
@@ -310,22 +311,68 @@ def test_hashing_may_take_its_time(make: Callable[..., Replica], memory: MemoryS
     assert held.is_due(clock.now)
 
 
-def test_a_version_that_is_let_go_while_it_is_hashed(
-    make: Callable[..., Replica], memory: MemoryShelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make()
-    held = memory.hold(id_of(memory, 2))
+class Slowly:
+    """hashlib, of which every `update` waits until it may go on."""
 
-    def hashed(tensor: torch.Tensor) -> str:
-        held.close()
+    def __init__(self) -> None:
+        self.began, self.goes_on = threading.Event(), threading.Event()
+
+    def sha256(self) -> Any:
+        return self
+
+    def update(self, piece: memoryview) -> None:
+        self.began.set()
+        assert self.goes_on.wait(60)
+
+    def hexdigest(self) -> str:
         return "0" * 64
 
-    monkeypatch.setattr(holdings, "tensor_sha256", hashed)
+
+@pytest.fixture
+def slowly(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slowly]:
+    made = Slowly()
+    monkeypatch.setattr(hashing, "hashlib", made)
+    yield made
+    made.goes_on.set()
+
+
+def test_a_version_that_is_let_go_while_it_is_hashed(
+    make: Callable[..., Replica], memory: MemoryShelf, slowly: Slowly
+) -> None:
+    """Whoever waits hears it at once, and not when that is over which is under way."""
+    make()
+    held = memory.hold(id_of(memory, 2))
+    coming = held.begin()
+    assert slowly.began.wait(60) and held.busy and not coming.done() and held.begin() is coming
+    held.close()
+    for again in (coming, held.begin()):
+        with pytest.raises(Gone, match="let go"):
+            again.result(0)
+    assert memory._kept == {} and not held.busy
+    slowly.goes_on.set()
     with pytest.raises(Gone, match="let go"):
         held.manifest()
+
+
+def test_what_is_removed_while_it_is_hashed_is_let_go(
+    make: Callable[..., Replica], memory: MemoryShelf, shm: Path, slowly: Slowly
+) -> None:
+    make()
+    coming = memory.hold(id_of(memory, 2)).begin()
+    assert slowly.began.wait(60)
+    (shm / "flowcheck-n-dp0-1.replica").unlink()
+    memory.expire()
     with pytest.raises(Gone, match="let go"):
-        held.manifest()
-    assert memory._kept == {}
+        coming.result(0)
+
+
+def test_hashing_ends_with_its_shelf(make: Callable[..., Replica], memory: MemoryShelf, slowly: Slowly) -> None:
+    make()
+    coming = memory.hold(id_of(memory, 2)).begin()
+    assert slowly.began.wait(60)
+    memory.close()
+    with pytest.raises(Gone, match="let go"):
+        coming.result(0)
 
 
 def test_a_replica_that_the_node_removed_is_served_no_more(
