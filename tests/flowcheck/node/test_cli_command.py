@@ -60,7 +60,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_command_in_order(
-    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capsys: Any, number: signal.Signals
+    command: Callable[..., int], world: World, monkeypatch: pytest.MonkeyPatch, capfd: Any, number: signal.Signals
 ) -> None:
     def kill(seconds: float) -> None:
         try:
@@ -70,7 +70,7 @@ def test_a_signal_ends_the_command_in_order(
 
     monkeypatch.setattr(service, "time", SimpleNamespace(sleep=kill))
     assert command() == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "listening: control 127.0.0.1:" in out and "groups 1" in out
     assert out.rstrip().endswith("stopped") and "capture: 3 arrived" in out
     stopping = f"stopping: why {number.name}: what is in the rings is judged and published first\n"
@@ -79,11 +79,11 @@ def test_a_signal_ends_the_command_in_order(
 
 
 def test_options_of_the_command(
-    command: Callable[..., int], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    command: Callable[..., int], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.setattr(service, "time", SimpleNamespace(sleep=lambda _: os.kill(os.getpid(), signal.SIGTERM)))
     assert command("--json", "--keep-hashes", str(tmp_path / "hashes")) == 0
-    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    said = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
     events = ["placing", "updating", "listening", "stopping", "capture", "stopped"]
     assert [line["event"] for line in said] == events
     assert set(json.loads((tmp_path / "status.json").read_text())) == set(events)
@@ -187,7 +187,7 @@ def test_its_help_has_its_own_options_only(command: Callable[..., int], capsys: 
 
 
 def test_a_check_prints_the_figures_in_80_columns_and_starts_nothing(
-    command: Callable[..., int], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    command: Callable[..., int], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     core = max(os.sched_getaffinity(0))
     monkeypatch.setenv("COLUMNS", "80")
