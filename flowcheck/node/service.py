@@ -67,7 +67,9 @@ class Node:
         self._stopping = False  # no Event: a signal's handler may interrupt its very lock
         self._lock = threading.Lock()
         self._groups: dict[str, Group] = {}
+        self._ended: set[str] = set()  # groups whose job has ended in order, and nobody has come back since
         self._started = False  # with the first group
+        self._receiving = 0  # captures that do
         self._access = access = _check_files(config, self._say_now)
         self._reload = False
         self._notify = Notify()
@@ -132,6 +134,12 @@ class Node:
     def _say_now(self, event: str, **fields: object) -> None:
         self._say(event, **fields)
 
+    def _say_of(self, group: str, event: str, /, **fields: object) -> None:
+        """What a group says. A session outlives the end of its job, which only its events tell."""
+        if event == "end":
+            self._ended.add(group)
+        self._say(event, **fields)
+
     def _connected(self) -> dict[str, int]:
         """Ranks that are, by group."""
         return {name: len(group.members) for name, group in list(self._groups.items())}
@@ -147,17 +155,21 @@ class Node:
             return "the name of a group has letters, digits, _ and ."
         with self._lock:
             if name in self._groups:
+                self._ended.discard(name)
                 return self._groups[name]
             if len(self._groups) == self.config.groups:
-                idle = [key for key, group in self._groups.items() if not group.members and group.plan is None]
+                left = {key: group.plan for key, group in self._groups.items() if not group.members}
+                idle = [key for key, plan in left.items() if plan is None]
+                idle += [key for key in left if key in self._ended]
                 if not idle:
                     return f"{len(self._groups)} groups are attached, this node has room for no more"
                 self._groups.pop(idle[0]).stop()
+                self._ended.discard(idle[0])
             if not self._started:
                 self._start()
             port = self._port
-            group = Group(name, self.config, port.queues, port.placers, port, self._say, self._writer, self._hashes,
-                          self._common)
+            group = Group(name, self.config, port.queues, port.placers, port, partial(self._say_of, name), self._writer,
+                          self._hashes, self._common)
             group.start()
             self._groups[name] = group
             return group
@@ -168,7 +180,7 @@ class Node:
         return group.peering.shelf if group is not None and self.config.replica.shows else None
 
     def _start(self) -> None:
-        """Receive and place. Raises EnvironmentProblem, DpdkError."""
+        """Receive and place. Raises EnvironmentProblem: a later trainer may try again, and nothing is begun twice."""
         try:
             self._port.placers.start()
         except OSError as error:
@@ -177,10 +189,15 @@ class Node:
                 remedy="cores that this process may use, or none",
             ) from None
         try:
-            for one, capture in zip(self._planned, self._captures, strict=True):
-                with naming(one):
-                    self._rights.call(capture.start_port)
-                    capture.start()
+            with dpdk_errors():
+                for one, capture in zip(self._planned, self._captures, strict=True):  # what may fail comes first
+                    with naming(one):
+                        self._rights.call(capture.start_port)
+                both = list(zip(self._planned, self._captures, strict=True))
+                for one, capture in both[self._receiving :]:  # those before came up in an earlier attempt
+                    with naming(one):
+                        capture.start()
+                    self._receiving += 1
         except BaseException:
             self._port.placers.stop()  # the next one who comes would have a second set of them on the same rings
             raise

@@ -92,7 +92,8 @@ def test_a_checkpoint_that_is_being_written_is_waited_for(begin: Begin, world: W
     node = begin()
     node._group("a")
     *_, say, writer, _ = world.groups[0].given
-    assert say == world.say
+    say("end", name="a")
+    assert world.said[-1] == ("end", {"name": "a"})
     stopped = threading.Event()
     world.groups[0].stop = stopped.set
 
@@ -101,7 +102,7 @@ def test_a_checkpoint_that_is_being_written_is_waited_for(begin: Begin, world: W
         return tmp_path / "step-4"
 
     replica: Any = SimpleNamespace(
-        step=4, unproven=[], write=write, pinned=lambda: contextlib.nullcontext(SimpleNamespace(step=4))
+        step=4, refused=0, unproven=[], write=write, pinned=lambda: contextlib.nullcontext(SimpleNamespace(step=4))
     )
     writer.write("a", replica, tmp_path, "verified")
     node.close()
@@ -281,6 +282,25 @@ def test_groups_that_are_in_use_are_not_replaced(begin: Begin, world: World) -> 
     assert node._group("b") is world.groups[1]
 
 
+def test_a_group_whose_job_has_ended_makes_room_unless_it_came_back(begin: Begin, world: World) -> None:
+    """Its session stays, so that who comes back goes on; another name needs the place more."""
+    node = begin()
+    node._group("a")
+    world.groups[0].plan = "a job"
+    full = "1 groups are attached, this node has room for no more"
+    assert node._group("b") == full
+    node._say_of("a", "end", name="a", run_id="run", serves=True)
+    node._group("a")
+    assert node._group("b") == full  # somebody has come back, and may again
+    node._say_of("a", "end", name="a", run_id="run", serves=True)
+    world.groups[0].members[1] = "somebody"
+    assert node._group("b") == full  # not all have left
+    world.groups[0].members.clear()
+    assert getattr(node._group("b"), "name", "") == "b" and world.done[-2:] == ["stop group 'a'", "start group 'b'"]
+    world.groups[1].plan = "a job"
+    assert node._group("a") == full
+
+
 @pytest.mark.parametrize("idle", [0, 1])
 def test_a_group_that_is_not_in_use_makes_room(begin: Begin, world: World, idle: int) -> None:
     node = begin(groups=2)
@@ -407,6 +427,24 @@ def test_a_capture_that_is_refused_is_named_and_those_before_it_are_closed(begin
     assert world.done == ["open eal", "open capture af_packet:lo", "close capture af_packet:lo", "close eal"]
 
 
+def test_a_capture_that_does_not_come_up_is_said_and_a_later_trainer_tries_again(begin: Begin, world: World) -> None:
+    node = begin(capture=[*TWO])
+    _, second = node._captures
+    start, begun = second.start, world.done.count
+
+    def refuse() -> None:
+        raise DpdkError(11, "no thread", "fewer of them")
+
+    second.start = refuse  # type: ignore[method-assign]
+    for _ in range(2):
+        with pytest.raises(EnvironmentProblem, match="no thread"):
+            node._group("a")
+        assert not node._groups and not any(one.name.startswith("fc-place") for one in threading.enumerate())
+    second.start = start  # type: ignore[method-assign]
+    node._group("a")
+    assert (begun("start capture af_packet:lo"), begun("start capture ring")) == (1, 1)
+
+
 def test_every_queue_of_every_capture_is_a_stream_of_every_group(begin: Begin, world: World) -> None:
     node = begin(groups=2, capture=[*TWO])
     node._group("a")
@@ -513,7 +551,14 @@ def test_a_capture_that_cannot_go_on_ends_the_wait(
 ) -> None:
     node = begin()
     world.errors["af_packet:lo"] = DpdkError(0, "the interface is gone", "")
-    monkeypatch.setattr(service, "time", SimpleNamespace(sleep=lambda seconds: node.stop()))
+    turns: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        turns.append(seconds)
+        if len(turns) == 2:
+            node.stop()
+
+    monkeypatch.setattr(service, "time", SimpleNamespace(sleep=sleep))
     node.wait()  # it has not started yet
     node._stopping = False
     node._group("a")
