@@ -9,6 +9,7 @@ update waits for is given up.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,10 @@ def check_places(output: Output) -> None:
         if path.is_dir() or (replaced and path.exists() and not path.is_file()):
             raise EnvironmentProblem(
                 "is no regular file", where=str(path), remedy=f"the name of a file in output.{setting}"
+            )
+        if not replaced and path.exists() and not os.access(path, os.W_OK):
+            raise EnvironmentProblem(
+                "cannot be written to", where=str(path), remedy=f"a file that the node may write to in output.{setting}"
             )
 
 

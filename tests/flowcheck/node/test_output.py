@@ -92,6 +92,17 @@ def test_a_status_file_is_replaced_and_hashes_are_appended(tmp_path: Path) -> No
     assert file.read_text() == "old"
 
 
+def test_hashes_need_the_right_to_the_file_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose folder the node may write to: a status file is replaced, and needs none."""
+    file = tmp_path / "file"
+    file.write_text("old")
+    monkeypatch.setattr(output.os, "access", lambda path, _: path != file)  # root may write to anything
+    check_places(Output(every=0, status_file=file))
+    with pytest.raises(EnvironmentProblem, match="cannot be written to") as refused:
+        check_places(Output(every=0, keep_hashes=file))
+    assert refused.value.remedy == "a file that the node may write to in output.keep_hashes"
+
+
 class Version:
     step = 7
     parameters = {"w": torch.tensor([1.0, 2.0]), "b": torch.zeros(1)}
