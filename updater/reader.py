@@ -37,11 +37,11 @@ class PinnedVersion(Version):
         self.unproven = (*_unproven(store), *unproven)
 
 
-def not_mine(found: os.stat_result) -> str:
-    """Why a file's content need not be this user's, "": it is."""
+def not_mine(found: os.stat_result, others: int = 0o022) -> str:
+    """Why a file's content need not be this user's, "": it is. others: who must not be able to write to it."""
     if found.st_uid != os.geteuid():
         return f"belongs to user {found.st_uid}, and this process runs as {os.geteuid()}"
-    return f"may be written to by others (mode {found.st_mode & 0o777:o})" if found.st_mode & 0o022 else ""
+    return f"may be written to by others (mode {found.st_mode & 0o777:o})" if found.st_mode & others else ""
 
 
 class Reader:

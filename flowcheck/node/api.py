@@ -49,7 +49,7 @@ from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.api_description import describe
 from flowcheck.node.board import Glance
-from flowcheck.node.holdings import Gone, Held, Pressed, Shelf, Withheld
+from flowcheck.node.holdings import Gone, Held, Holding, Pressed, Shelf, Withheld
 from flowcheck.node.parity_shelf import ROW, StreamShelf
 from flowcheck.node.sending import FromMemory
 from flowcheck.node.tokens import HTTP_ROLES
@@ -141,6 +141,7 @@ class _Api:
         self._tiers, self._streams = tuple(shelves), streams
         self._shelves = {**shelves, **({ROW: streams} if streams is not None else {})}
         self._threads = {tier: ThreadPoolExecutor(1, f"flowcheck {tier}") for tier in self._shelves}
+        self._looks: dict[str, tuple[float, asyncio.Future[list[Holding]]]] = {}  # by tier: since when one is under way
         versions = f"{VERSIONS}/{{id}}"
         self.app = Starlette(
             routes=[
@@ -216,7 +217,7 @@ class _Api:
     async def _look(self, tiers: Sequence[str] | None = None) -> tuple[list[Said], list[Said], list[str]]:
         """What can be had, newest first; what is there and is not offered; tiers that did not say so in time."""
         shelves = {tier: self._shelves[tier] for tier in (self._tiers if tiers is None else tiers)}
-        asked = {tier: asyncio.ensure_future(self._on(tier, shelf.look)) for tier, shelf in shelves.items()}
+        asked = {tier: self._looked(tier, shelf) for tier, shelf in shelves.items()}
         if asked:
             await asyncio.wait(asked.values(), timeout=LOOK_SECONDS)
         absent = [tier for tier, task in asked.items() if not task.done() or _refused(task)]
@@ -226,6 +227,17 @@ class _Api:
         whys = [(offer, self._shelves[offer.tier].withheld(offer)) for offer in offers]
         return ([asdict(offer) for offer, why in whys if not why],
                 [asdict(offer) | {"why": why} for offer, why in whys if why], absent)
+
+    def _looked(self, tier: str, shelf: Shelf) -> asyncio.Future[list[Holding]]:
+        """What it says now. One that does not answer is asked no more until it has: questions would pile up."""
+        now = asyncio.get_running_loop().time()
+        began, oldest = self._looks.get(tier, (now, None))
+        if oldest is not None and not oldest.done() and now - began >= LOOK_SECONDS:
+            return oldest
+        task: asyncio.Future[list[Holding]] = asyncio.ensure_future(self._on(tier, shelf.look))
+        if oldest is None or oldest.done():
+            self._looks[tier] = now, task
+        return task
 
     async def _manifest(self, request: Request) -> Response:
         tier, held = await self._held(request)
@@ -307,8 +319,8 @@ async def _within(coming: Future[bytes], seconds: float) -> bool:
 
 
 def _refused(task: asyncio.Future[Any]) -> bool:
-    """A tier that could not say what it has: a store that refuses, or does not answer."""
-    return isinstance(task.exception(), FlowcheckError)
+    """A tier that could not say what it has: a store that refuses, or does not answer; a disk that is gone."""
+    return isinstance(task.exception(), FlowcheckError | OSError)
 
 
 def span_of(header: str | None, size: int) -> tuple[int, int] | None:

@@ -15,10 +15,11 @@ from typing import Any
 
 from flowcheck.control.tls import client_context
 from flowcheck.durable import check_writable
-from flowcheck.errors import UserError
+from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node.beside import Beside
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.etcd import check_endpoints
+from updater.reader import not_mine
 
 __all__ = ["Copying", "check_copies"]
 
@@ -121,4 +122,6 @@ def check_copies(config: NodeConfig) -> Path:
     if config.tls is not None:
         client_context(config.tls.ca)
     check_writable(directory, PLACE)
+    if why := not_mine(directory.stat(), 0o002):  # where it lies everybody may make one
+        raise EnvironmentProblem(why, where=str(directory), remedy="remove it, or run the node as that user")
     return directory

@@ -392,7 +392,7 @@ class MemoryShelf(Shelf):
 
     def _slots(self, key: tuple[Path, int], shard: str) -> Iterator[Holding]:
         try:
-            reader = self._readers[key] = self._readers.get(key) or Reader(key[0])
+            reader = self._readers[key] = self._readers.get(key) or Reader(key[0], mine=True)
         except (UpdaterError, OSError):
             return  # torn, of another format, or gone meanwhile
         heard, times, matches, now = reader.heard, reader.times, reader.matches, time.time()

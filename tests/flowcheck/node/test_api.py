@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import json
 import re
@@ -84,6 +85,8 @@ class FakeShelf(Shelf):
         self.threads: set[str] = set()
         self.gone, self.ends = False, 0
         self.fails: Exception | None = None
+        self.broken: Exception | None = None
+        self.looks = 0
         self.waits: threading.Event | None = None
         self.expired, self.closed = threading.Event(), threading.Event()
         self.last: FakeHeld | None = None
@@ -92,6 +95,9 @@ class FakeShelf(Shelf):
 
     def look(self) -> list[Holding]:
         self.threads.add(threading.current_thread().name)
+        self.looks += 1
+        if self.broken is not None:
+            raise self.broken
         if self.waits is not None:
             self.waits.wait(60)
         return [Holding(one, None, 1) for one in self.offers]  # type: ignore[arg-type]
@@ -277,6 +283,37 @@ def test_a_tier_that_hangs_holds_up_no_other(
     for said in (versions.json, status.json):
         assert said["absent"] == ["disk"]
     assert [one["step"] for one in versions.json["versions"]] == [7, 6] and file.body == DATA
+
+
+@pytest.mark.parametrize("error", [
+    OSError(errno.ENOTCONN, "dead"), OSError(errno.EIO, "dead"), EnvironmentProblem("dead"),
+])
+def test_a_tier_that_fails_hides_no_other(app: Any, disk: FakeShelf, error: Exception) -> None:
+    """As a dead network file system does, or a disk that is gone."""
+    disk.broken = error
+    said = get(app, "/v1/versions").json
+    assert said["absent"] == ["disk"] and [one["step"] for one in said["versions"]] == [7, 6]
+    disk.broken = None
+    assert get(app, "/v1/versions").json["absent"] == []
+
+
+def test_a_tier_that_hangs_is_asked_no_more_until_it_answers(
+    app: Any, disk: FakeShelf, memory: FakeShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "LOOK_SECONDS", 0.05)
+    disk.waits = threading.Event()
+
+    async def many() -> tuple[list[Any], Any]:
+        try:
+            hung = [(await _get(app, "/v1/versions", SHOWN, "GET")).json["absent"] for _ in range(8)]
+        finally:
+            disk.waits.set()  # type: ignore[union-attr]
+        monkeypatch.setattr(api, "LOOK_SECONDS", 60.0)
+        return hung, (await _get(app, "/v1/versions", SHOWN, "GET")).json["absent"]
+
+    hung, then = asyncio.run(many())
+    assert hung == [["disk"]] * 8 and then == []
+    assert memory.looks == 9 and disk.looks <= 3, "not once for each question"
 
 
 def test_a_disk_that_hangs_holds_up_no_manifest_of_memory(app: Any, disk: FakeShelf) -> None:

@@ -187,7 +187,7 @@ def test_its_help_has_its_own_options_only(command: Callable[..., int], capsys: 
 
 
 def test_a_check_prints_the_figures_in_80_columns_and_starts_nothing(
-    command: Callable[..., int], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+    command: Callable[..., int], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     core = max(os.sched_getaffinity(0))
     monkeypatch.setenv("COLUMNS", "80")

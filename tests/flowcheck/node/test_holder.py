@@ -22,6 +22,7 @@ from flowcheck.control.protocol import token_bytes
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import cli
 from flowcheck.node.config import NodeConfig
+from flowcheck.node.copying import check_copies
 from flowcheck.node.decided import Member
 from flowcheck.node.holder import Holder, check
 from flowcheck.node.journal import Journal
@@ -121,6 +122,19 @@ def test_its_metrics_are_there_although_it_has_no_port(tmp_path: Path) -> None:
     with Holder(given, lambda *_, **__: None) as holder:
         status, text = ask(holder.api, "/metrics")
     assert (status, b"flowcheck_node_info{" in text) == (200, True), text
+
+
+def test_a_place_that_others_have_made_is_refused(tmp_path: Path) -> None:
+    """Before the holder, in /dev/shm: what lies there would be offered as its copies."""
+    given = NodeConfig.model_validate({
+        "tokens": {"reader": str(tmp_path / "token")}, "api": {"listen": "127.0.0.1:0"},
+        "protect": {"copies": ["127.0.0.1:9"], "directory": str(tmp_path)},
+    })
+    directory = check_copies(given)
+    directory.chmod(0o777)
+    with pytest.raises(EnvironmentProblem, match="may be written to by others") as refused:
+        check_copies(given)
+    assert refused.value.where == str(directory)
 
 
 @pytest.mark.slow

@@ -163,6 +163,18 @@ def test_what_is_held_stays_while_the_node_goes_on(make: Callable[..., Replica],
     assert [step for _, step, _ in steps(memory)] == [11, 10, 9, 2]
 
 
+def test_a_file_that_others_may_write_to_is_not_offered(
+    make: Callable[..., Replica], memory: MemoryShelf, shm: Path
+) -> None:
+    """Everybody may make a file in /dev/shm, and call it as a node's."""
+    make()
+    (path,) = shm.glob("*.replica")
+    path.chmod(0o606)
+    assert memory.look() == []
+    path.chmod(0o644)
+    assert [step for _, step, _ in steps(memory)] != []
+
+
 def test_hashes_are_kept(make: Callable[..., Replica], memory: MemoryShelf, clock: Clock) -> None:
     """So a bit that flips in memory after they were asked for shows when the version is read."""
     make()
