@@ -9,6 +9,7 @@ update waits for is given up.
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -184,12 +185,14 @@ class Writer:
     def _watch(self, lane: _Lane, name: str, replica: JobReplica, held: _Held) -> None:
         """Give a slot back that updates have wanted in vain for some time. On a thread of its own: the writer's may
         hang in a call to the disk."""
-        step, seen, since = held.version.step, replica.refused, None
+        step, seen = held.version.step, replica.refused
+        since = last = -math.inf  # when an update was refused a slot first, without a pause since, and last
         while not held.gone.wait(LOOK_SECONDS):
             if replica.refused == seen:
                 continue
             seen, now = replica.refused, self._clock()
-            since = now if since is None else since
+            since = since if now - last <= WANTED_SECONDS else now  # else an update got one meanwhile
+            last = now
             if now - since < WANTED_SECONDS:
                 continue
             held.kept = now - lane.began

@@ -337,6 +337,25 @@ def test_a_slot_that_updates_need_is_not_left_to_a_disk_that_hangs(tmp_path) -> 
     assert said[-1][0] == "written" and replica.pins == 0
 
 
+def test_updates_that_get_a_slot_in_between_have_not_waited(tmp_path) -> None:
+    """A slow disk, and now and then an update that tries twice: its checkpoint is written."""
+    said: list[str] = []
+    now = [10.0]
+    writer, hold = Writer(lambda event, **_: said.append(event), 1, lambda: now[0]), threading.Event()
+    replica = FakeReplica(hold=hold)
+    try:
+        writer.write("a", replica, tmp_path, "verified")  # type: ignore[arg-type]
+        for _ in range(5):
+            now[0] += 2 * output.WANTED_SECONDS
+            replica.refused += 1
+            time.sleep(4 * output.LOOK_SECONDS)
+        assert replica.pins == 1 and said == []
+    finally:
+        hold.set()
+        writer.close()
+    assert said == ["written"]
+
+
 def test_versions_go_on_over_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real replica with two slots, a real checkpoint whose file the disk does not take."""
     monkeypatch.setattr(output, "WANTED_SECONDS", 0.1)
