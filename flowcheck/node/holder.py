@@ -109,7 +109,8 @@ def check(config: NodeConfig, as_json: bool) -> None:
     """Print what it would take. Raises the first of what cannot hold, after all of it was printed."""
     _check_files(config, lambda *_, **__: None)
     assert config.protect is not None and config.copies is not None
-    free = shutil.disk_usage(config.copies).free >> 20
+    there = sum(path.lstat().st_size for path in config.copies.rglob("*") if path.is_file()) >> 20
+    free = (shutil.disk_usage(config.copies).free >> 20) + there  # what an earlier holder left is counted in the bound
     made = {"copies": list(config.protect.copies), "directory": str(config.copies), "free_mb": free,
             "memory_mb": config.protect.memory_mb}
     if as_json:

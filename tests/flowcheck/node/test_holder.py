@@ -21,6 +21,7 @@ from flowcheck.control.ask import COPY, Node, reader_key
 from flowcheck.control.protocol import token_bytes
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import cli
+from flowcheck.node import holder as holder_module
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.copying import check_copies
 from flowcheck.node.decided import Member
@@ -358,3 +359,19 @@ def test_another_token_is_shown_at_once(tmp_path: Path) -> None:
             until(turned)
             got = recover(holder.api, token=TOKEN, seconds=LONGEST)
             assert got.step == 3
+
+
+def test_check_counts_what_an_earlier_holder_left_as_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is within the bound already: --check before an upgrade refuses nothing that the start takes."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(holder_module.shutil, "disk_usage", lambda _: usage._replace(free=3 << 20))
+    given = made(tmp_path, "127.0.0.1:5", memory_mb=5)
+    with pytest.raises(EnvironmentProblem, match="3 MiB are free, and copies may take 5"):
+        check(given, as_json=True)
+    lane = tmp_path / "flowcheck-node.copies" / "source" / "run"
+    lane.mkdir(parents=True)
+    (lane / "model.safetensors").write_bytes(bytes(2 << 20))
+    check(given, as_json=True)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["free_mb"] == 5
