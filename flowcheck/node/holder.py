@@ -20,6 +20,7 @@ from flowcheck.control.ask import reader_key
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.copying import Copying, check_copies
+from flowcheck.node.listening import check_address
 from flowcheck.node.notify import Notify
 from flowcheck.node.output import check_places
 from flowcheck.node.serving import Serving
@@ -108,6 +109,8 @@ def _check_files(config: NodeConfig, say: Callable[..., None]) -> Access:
 def check(config: NodeConfig, as_json: bool) -> None:
     """Print what it would take. Raises the first of what cannot hold, after all of it was printed."""
     _check_files(config, lambda *_, **__: None)
+    assert config.api is not None
+    check_address(config.api.address, "api.listen")
     assert config.protect is not None and config.copies is not None
     there = sum(path.lstat().st_size for path in config.copies.rglob("*") if path.is_file()) >> 20
     free = (shutil.disk_usage(config.copies).free >> 20) + there  # what an earlier holder left is counted in the bound

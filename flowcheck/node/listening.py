@@ -6,7 +6,15 @@ import socket
 
 from flowcheck.errors import EnvironmentProblem
 
-__all__ = ["listen"]
+__all__ = ["check_address", "listen"]
+
+
+def check_address(address: tuple[str, int], setting: str) -> None:
+    """Is it one of this machine? Its port may be taken: a node may be running. Raises EnvironmentProblem."""
+    try:
+        listen((address[0], 0), setting, 1)[0].close()
+    except EnvironmentProblem as error:
+        raise EnvironmentProblem(error.what, where=f"{address[0]}:{address[1]}", remedy=error.remedy) from None
 
 
 def listen(address: tuple[str, int], setting: str, backlog: int) -> tuple[socket.socket, str]:

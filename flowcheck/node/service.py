@@ -38,6 +38,7 @@ from flowcheck.node.control import ControlServer
 from flowcheck.node.copying import Copying, check_copies
 from flowcheck.node.drops import Drops
 from flowcheck.node.group import Group
+from flowcheck.node.listening import check_address
 from flowcheck.node.neighbours import Neighbours
 from flowcheck.node.notify import Notify
 from flowcheck.node.output import Hashes, Writer, check_places
@@ -298,6 +299,9 @@ def _check_files(config: NodeConfig, say: Callable[..., None]) -> Access:
 def check(config: NodeConfig, as_json: bool) -> None:
     """Print what the node would take. Raises the first of what cannot hold, after all of it was printed."""
     _check_files(config, lambda *_, **__: None)
+    check_address(config.control.address, "control.listen")
+    if config.api is not None:
+        check_address(config.api.address, "api.listen")
     planned = plan_captures(config)
     made = budget(config, planned, ask(config, planned))
     if as_json:

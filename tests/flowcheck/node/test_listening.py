@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.node.listening import listen
+from flowcheck.node.listening import check_address, listen
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -35,3 +35,12 @@ def test_a_port_that_is_taken_is_named() -> None:
     with first, pytest.raises(EnvironmentProblem, match="cannot listen: Address already in use") as raised:
         listen(("127.0.0.1", first.getsockname()[1]), "api.listen", 1)
     assert raised.value.where == said and raised.value.remedy.endswith("a free port in api.listen")
+
+
+def test_an_address_is_looked_at_whether_its_port_is_taken_or_not() -> None:
+    listener, _ = listen(("127.0.0.1", 0), "api.listen", 1)
+    with listener:
+        check_address(("127.0.0.1", listener.getsockname()[1]), "api.listen")
+    with pytest.raises(EnvironmentProblem, match="cannot listen: Cannot assign requested address") as raised:
+        check_address(("192.0.2.1", 7070), "control.listen")
+    assert raised.value.where == "192.0.2.1:7070" and "control.listen" in raised.value.remedy
