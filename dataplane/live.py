@@ -39,7 +39,7 @@ from dataplane.pydpdk.mempool import Mempool
 from dataplane.rx import DMA_MINIMUM, RingMemory, RxConfig, RxThread
 from dataplane.sockets import PacketSockets, promiscuous_socket
 
-__all__ = ["LiveConfig", "LiveSource", "live_memory", "memory_by_node", "start_eal"]
+__all__ = ["LiveConfig", "LiveSource", "check_cores", "live_memory", "memory_by_node", "start_eal"]
 
 BURST = 64
 RING_SIZE = 1 << 14
@@ -184,7 +184,7 @@ class LiveSource:
 
     def __init__(self, eal: Eal, config: LiveConfig) -> None:
         self.config = config
-        _check_cores(config.cores)
+        check_cores(config.cores)
         plan, number = config.queue_plan(), next(_numbers)
         with ExitStack() as undo:
             self._counters = undo.enter_context(CounterFile(eal, config.device, config.queues))
@@ -346,8 +346,8 @@ class LiveSource:
         self.close()
 
 
-def _check_cores(cores: Sequence[int]) -> None:
-    """Raises DpdkError for a core that an rx thread could not be bound to: it would find out when it starts. What this
+def check_cores(cores: Sequence[int]) -> None:
+    """Raises DpdkError for a core that a thread could not be bound to: it would find out when it starts. What this
     process may run on says nothing: isolated cores are not among it."""
     if not cores:
         return

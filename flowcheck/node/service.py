@@ -24,7 +24,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from dataplane.live import LiveSource, start_eal
+from dataplane.live import LiveSource, check_cores, start_eal
 from dataplane.pydpdk.errors import DpdkError
 from flowcheck.checkpoint.objects import check_url
 from flowcheck.control.ask import reader_key
@@ -84,6 +84,7 @@ class Node:
             self._captures: list[LiveSource] = []
             for one in planned:
                 with naming(one):
+                    check_cores(one.settings.place_cores)  # those of `cores` are looked at by the source
                     source = rights.call(LiveSource, eal, one.live)
                     undo.callback(rights.call, source.close)
                     self._captures.append(source)
@@ -314,6 +315,10 @@ def check(config: NodeConfig, as_json: bool) -> None:
             check_store(config)
         except FlowcheckError as error:
             problems.append(error)
+    if not problems:
+        for one in planned:
+            with naming(one):
+                check_cores((*one.live.cores, *one.settings.place_cores))
     for problem in problems[1:]:
         print(f"flowcheck-node: error: {problem.message()}", file=sys.stderr)
     if problems:

@@ -384,7 +384,14 @@ def test_placing_threads_are_pinned_where_the_settings_say(begin: Begin, world: 
     assert os.sched_getaffinity(number or 0) == {core} and os.sched_getaffinity(0) == before
 
 
-def test_a_core_that_no_thread_can_have_is_named(begin: Begin, world: World) -> None:
+def test_a_core_that_no_thread_can_have_is_refused_before_anybody_attaches(begin: Begin, world: World) -> None:
+    with pytest.raises(DpdkError, match="af_packet:lo: no thread can be bound to core 1023"):
+        begin(capture={"place_cores": [1023]})
+    assert world.done == ["open eal", "close eal"]
+
+
+def test_one_that_is_taken_away_later_is_named(begin: Begin, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "check_cores", lambda cores: None)
     node = begin(capture={"place_cores": [1023]})
     with pytest.raises(EnvironmentProblem, match="a placing thread cannot be pinned") as refused:
         node._group("a")
