@@ -293,7 +293,7 @@ class Store:
         dtype: torch.dtype = getattr(torch, array.dtype)
         count = math.prod(array.shape)
         if not count:
-            return torch.empty(array.shape, dtype=dtype)
+            return torch.empty(array.shape, dtype=dtype, device="cpu")
         with warnings.catch_warnings():  # torch has no read-only tensors; writing to a reader's is a fault
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             return torch.frombuffer(self.memory, dtype=dtype, count=count, offset=base + array.offset).view(array.shape)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from flowcheck import __version__
-from flowcheck.checkpoint.files import load_file, readable, refuse, tensor_sha256, write_file
+from flowcheck.checkpoint.files import load_file, opened, path_of, refuse, tensor_sha256, write_file
 from flowcheck.checkpoint.users import write_users
 from flowcheck.control.tensors import DTYPES
 from flowcheck.control.version import (
@@ -66,6 +66,7 @@ __all__ = [
 
 PARAMETERS_SCHEMA = "flowcheck/parameters/1"
 MANIFEST, PARAMETERS = "manifest.json", "parameters.safetensors"
+MANIFEST_BYTES = 256 << 20  # that one may have: each tensor takes some hundred
 Check = Callable[[Path], None]
 
 
@@ -202,7 +203,7 @@ def _write_directory(
 
 def load_step(path: str | os.PathLike[str]) -> Loaded:
     """Read a step directory, checking every hash. Raises UserError naming file and tensor."""
-    path = Path(path)
+    path = path_of(path)
     manifest = read_step_manifest(path)
     found = {name: load_file(path / name, manifest["files"][name]) for name in (MODEL, OPTIMIZER)}
     state: dict[str, dict[str, torch.Tensor]] = {}
@@ -214,12 +215,12 @@ def load_step(path: str | os.PathLike[str]) -> Loaded:
 
 def read_step_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The manifest of a step directory, which no tensor was held against yet. Raises UserError."""
-    return _read_manifest(Path(path), SCHEMAS, "step", (MODEL, OPTIMIZER))
+    return _read_manifest(path_of(path), SCHEMAS, "step", (MODEL, OPTIMIZER))
 
 
 def load_parameters(path: str | os.PathLike[str]) -> Loaded:
     """Read a directory of gathered parameters, checking every hash; no optimizer state. Raises UserError."""
-    path = Path(path)
+    path = path_of(path)
     manifest = _read_manifest(path, (PARAMETERS_SCHEMA,), "parameters", (PARAMETERS,))
     return Loaded(manifest["step"], load_file(path / PARAMETERS, manifest["files"][PARAMETERS]), {}, manifest)
 
@@ -230,7 +231,7 @@ def load_init(path: str | os.PathLike[str], model: Sequence[ModelEntry]) -> Load
     Raises UserError naming the file and the tensor if anything is missing, extra, or of another dtype or
     shape: a replica that starts from other weights than the trainer's is wrong for ever.
     """
-    path = Path(path)
+    path = path_of(path)
     loaded = load_step(path) if path.is_dir() else Loaded(0, load_file(path, None), {}, {})
     wrong = _differences(loaded.parameters, model)
     if wrong:
@@ -283,8 +284,10 @@ def _read_manifest(path: Path, schemas: tuple[str, ...], name: str, files: tuple
     foreign = f"give a directory named {name}-NNNNNN that this project wrote"
     if ".partial-" in path.name:
         raise refuse(path, "is a step that was not finished or was replaced", foreign)
-    with readable(path / MANIFEST):
-        text = (path / MANIFEST).read_bytes()
+    with opened(path / MANIFEST) as (file, size):
+        text = file.read(MANIFEST_BYTES + 1) if size <= MANIFEST_BYTES else b""
+    if (size := max(size, len(text))) > MANIFEST_BYTES:
+        raise refuse(path / MANIFEST, f"has {size} bytes; no manifest has more than {MANIFEST_BYTES}")
     try:
         manifest = json.loads(text)
     except (ValueError, RecursionError):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from flowcheck.checkpoint.directory import Meta, write_step
-from flowcheck.checkpoint.files import write_file
+from flowcheck.checkpoint.files import path_of, write_file
 from flowcheck.checkpoint.identity import Identity, check_directory, check_file, check_noted, folder_of, note
 from flowcheck.control.ask import SECONDS, Node, reader_key
 from flowcheck.control.protocol import token_bytes
@@ -52,6 +52,7 @@ from flowcheck.errors import UserError
 __all__ = ["FORMATS", "Taken", "fetch"]
 
 FORMATS = ("safetensors", "torch", "dcp", "hf")
+LONGEST = 1e6  # seconds that a node may be waited for
 SHARD_BYTES = 5_000_000_000  # of tensors in a file of the form `hf`
 INDEX = "model.safetensors.index.json"
 
@@ -104,7 +105,8 @@ def fetch(
     """
     if format not in FORMATS:
         raise UserError(f"{format!r} is none of {', '.join(FORMATS)}", where="format", remedy="one of them")
-    folder = folder_of(out)
+    folder = folder_of(path_of(out, "out", "directory"))
+    _check(nodes, token, run_id, shard, step, seconds, ca)
     key, tls = reader_key(token_bytes(token)), client_context(ca) if ca else None
     own = format == "safetensors"  # the form that has room for what ranks gave of themselves
     fetched = take([Node(address, key, seconds, tls) for address in addresses(nodes)], run_id, shard, step, own)
@@ -115,6 +117,25 @@ def fetch(
         path, version.step, version.run_id, version.epoch, version.shard, version.status, version.unproven,
         fetched.source, fetched.nbytes, fetched.seconds, fetched.passed,
     )
+
+
+def _check(
+    nodes: object, token: object, run_id: object, shard: object, step: object, seconds: object, ca: object
+) -> None:
+    """Arguments that cannot be are said here, and not where they are used; in the words of `recover`."""
+    if not isinstance(nodes, Iterable):
+        raise UserError(f"{nodes!r} is not an address", where="nodes", remedy="HOST:PORT of a node's api.listen")
+    if not isinstance(token, str) or any("\ud800" <= one <= "\udfff" for one in token):  # it is a secret: not said
+        raise UserError(f"this {type(token).__name__} is not a text", where="token", remedy="the nodes' shared secret")
+    for name, value in (("run_id", run_id), ("shard", shard)):
+        if value is not None and not isinstance(value, str):
+            raise UserError(f"{value!r} is not a text", where=name, remedy="a name, or None")
+    if step is not None and (type(step) is not int or step < 0):
+        raise UserError(f"{step!r} is not a number of steps", where="step", remedy="a whole number, 0 or more")
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= LONGEST:
+        raise UserError(f"{seconds!r} is not a time", where="seconds", remedy=f"a number above 0, at most {LONGEST:g}")
+    if ca:
+        path_of(ca, "ca", "file")
 
 
 def _safetensors(fetched: Fetched, out: Path) -> Path:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from flowcheck.checkpoint.files import path_of, readable
 from flowcheck.control.messages import GROUP
 from flowcheck.control.torch_state import torch_state
 from flowcheck.errors import UserError
@@ -54,7 +55,9 @@ class Replica:
 
         Raises UserError: no such file, not a replica, or no such version in it (any more).
         """
-        path = Path(path)
+        path = path_of(path)
+        if step is not None and (type(step) is not int or step < 0):
+            raise UserError(f"{step!r} is not a number of steps", where="step", remedy="a whole number, 0 or more")
         with ExitStack() as stack:
             try:
                 reader = stack.enter_context(closing(Reader(path)))
@@ -81,7 +84,10 @@ class Replica:
         Raises UserError: there is none, or replicas of several groups fit.
         """
         found: dict[str, list[tuple[int, Path]]] = {}
-        for path in Path(directory).glob("flowcheck-*.replica"):
+        folder = path_of(directory, "directory", "directory")
+        with readable(folder, any_kind=True):
+            paths = list(folder.glob("flowcheck-*.replica"))
+        for path in paths:
             named = NAME.fullmatch(path.name)
             if named is None or node not in (None, named[1]) or group not in (None, named[2]):
                 continue
@@ -89,7 +95,7 @@ class Replica:
                 found.setdefault(f"{named[1]}-{named[2]}", []).append((int(named[3]), path))
         if len(found) > 1:
             raise UserError(
-                f"replicas of several groups fit: {', '.join(sorted(found))} (node-group)", where=str(directory),
+                f"replicas of several groups fit: {', '.join(sorted(found))} (node-group)", where=str(folder),
                 remedy="say which with node=, group=, or run_id=",
             )
         for files in found.values():
@@ -97,7 +103,7 @@ class Replica:
         asked = {"node": node, "group": group, "run_id": run_id, "epoch": epoch}
         wanted = ", ".join(f"{key} {value!r}" for key, value in asked.items() if value is not None)
         raise UserError(
-            f"no replica with a complete version{f' of {wanted}' if wanted else ''}", where=str(directory),
+            f"no replica with a complete version{f' of {wanted}' if wanted else ''}", where=str(folder),
             remedy="check `replica.directory` and `name` of the node's settings, and its lines `state` and `kept`",
         )
 

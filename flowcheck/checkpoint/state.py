@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from flowcheck.checkpoint.directory import MANIFEST, load_parameters, load_step, read_step_manifest
-from flowcheck.checkpoint.files import refuse
+from flowcheck.checkpoint.files import path_of, readable, refuse
 from flowcheck.checkpoint.users import load_user, users_of
 from flowcheck.control.torch_state import torch_state
 from flowcheck.errors import UserError
@@ -62,6 +62,8 @@ class Checkpoint:
         It is read now. Raises UserError: there is nothing of that rank, it is damaged, or the directory has another
         version by now, whose ranks are not those of these tensors.
         """
+        if type(rank) is not int or rank < 0:
+            raise UserError(f"{rank!r} is not a rank", where="rank", remedy="a whole number, 0 or more")
         manifest = self._manifest()
         try:
             found: dict[str, Any] = load_user(self.path, manifest, rank).state
@@ -107,7 +109,9 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Raises UserError that names file and tensor.
     """
-    path = _newest(Path(path))
+    path = path_of(path)
+    with readable(path, any_kind=True):
+        path = _newest(path)
     alone = path.name.startswith("parameters-")
     loaded = load_parameters(path) if alone else load_step(path)
     about = loaded.manifest

@@ -27,6 +27,7 @@ import json
 import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +42,8 @@ from flowcheck.control.version import STATUSES, Digest, Version
 from flowcheck.errors import UserError
 
 __all__ = [
-    "COPY", "DISK", "MEMORY", "PARITY", "SECONDS", "STORE", "TIERS", "AskError", "Node", "Offer", "order_of",
-    "reader_key", "spans", "split",
+    "COPY", "DISK", "MEMORY", "PARITY", "SECONDS", "STORE", "TIERS", "AskError", "GoneError", "Node", "Offer",
+    "order_of", "reader_key", "spans", "split",
 ]
 
 MEMORY, COPY, DISK, PARITY, STORE = "memory", "copy", "disk", "parity", "store"
@@ -52,6 +53,8 @@ TIERS = (MEMORY, COPY, DISK, PARITY, STORE)
 MOST_TEXT = 256 << 20  # a manifest has some 150 bytes per tensor
 MOST_AGE = 1e12
 MOST_EPOCHS = 1 << 31
+MOST_NBYTES = 1 << 50  # of a version
+MOST_FAILED = 3  # versions of a tier that proved bad, until it is asked no more
 MOST_WHY = 400  # characters
 AGAIN_SECONDS = 0.25  # between two questions for a manifest whose tensors are being hashed
 HASH_SECONDS = 1800.0  # that hashing may take, whatever a node says of it
@@ -100,7 +103,8 @@ class Offer:
                  "nbytes": int}
         values: dict[str, Any] = {name: said.get(name) if isinstance(said, dict) else None for name in kinds}
         sound = all(type(values[name]) is kind for name, kind in kinds.items())
-        if not sound or min(values["epoch"], values["step"], values["nbytes"]) < 0:
+        if not sound or min(values["epoch"], values["step"], values["nbytes"]) < 0 or (
+                values["epoch"] >= MOST_EPOCHS or values["nbytes"] > MOST_NBYTES):
             raise AskError("lists a version that is not described", where=where)
         if values["tier"] not in TIERS or values["status"] not in STATUSES or not values["id"].isalnum():
             raise AskError("lists a version of an unknown tier or status", where=where)
@@ -159,6 +163,7 @@ class Node:
         self.received = 0  # bytes of tensors
         self.silent: list[str] = []  # tiers
         self.withheld: list[str] = []  # reasons
+        self.failed: Counter[str] = Counter()  # by tier: how many versions proved bad, or could not be had
         self.epochs: dict[str, int] = {}  # the newest of each run of which it has anything, withheld or not
 
     def again(self, seconds: float | None = None) -> Node:
@@ -187,7 +192,9 @@ class Node:
         self.epochs = {}
         for one in [*listed, *(withheld if isinstance(withheld, list) else [])]:
             run_id, epoch = (one.get("run_id"), one.get("epoch")) if isinstance(one, dict) else (None, None)
-            if isinstance(run_id, str) and type(epoch) is int and 0 <= epoch < MOST_EPOCHS:
+            if isinstance(run_id, str) and type(epoch) is int and epoch >= 0:
+                if epoch >= MOST_EPOCHS:
+                    raise AskError(f"lists an epoch that is none: {str(epoch)[:20]}", where=self.name)
                 self.epochs[run_id] = max(epoch, self.epochs.get(run_id, 0))
         return [Offer.of(one, self.name) for one in listed]
 
@@ -428,7 +435,7 @@ def _place(name: str, digest: Digest, given: torch.Tensor | None) -> Received:
     if given is not None and given.device.type == "cpu" and given.is_contiguous() and not (
             given.is_neg() or given.is_conj()):  # views whose memory is not what they say
         return Received(name, given, digest.sha256, None)
-    tensor = torch.empty(digest.spec.shape, dtype=getattr(torch, digest.spec.dtype))
+    tensor = torch.empty(digest.spec.shape, dtype=getattr(torch, digest.spec.dtype), device="cpu")
     return Received(name, tensor, digest.sha256, given)
 
 
@@ -442,8 +449,14 @@ def _refusal(response: http.client.HTTPResponse, where: str) -> AskError:
     if response.status == 401:
         return AskError("the token is wrong", where=where)
     why = f"refused: {said if isinstance(said, str) and said else f'status {response.status}'}"
+    if response.status == 404:
+        return GoneError(why, where=where)
     hashed = told.get("hashed") if isinstance(told, dict) and response.status == 503 else None
     return _Unhashed(why, hashed, where) if type(hashed) is int else AskError(why, where=where)
+
+
+class GoneError(AskError):
+    """It made room for a newer version since it was listed."""
 
 
 class _Unhashed(AskError):

@@ -75,8 +75,9 @@ from flowcheck.job.form import Place, build, parse
 __all__ = [
     "MESSAGES", "MOST_RANGES", "MOST_RANKS", "PATCH_BYTES", "PEER_BYTES", "PEER_SECONDS", "PROTOCOL", "RANGES_TEXT",
     "RESYNC", "ROLES", "Bye", "Bytes", "Challenge", "Entry", "Flows", "Hello", "Holes", "Joined", "Journal", "Known",
-    "Limits", "Link", "Manifest", "Notice", "Patch", "Progress", "Range", "Ranges", "Record", "RecordsError", "Refused",
-    "Share", "Span", "State", "Steps", "User", "Wanted", "Welcome", "accept", "greet", "token_bytes",
+    "Limits", "Link", "Manifest", "MisfitError", "Notice", "Patch", "Progress", "Range", "Ranges", "Record",
+    "RecordsError", "Refused", "Share", "Span", "State", "Steps", "User", "Wanted", "Welcome", "accept", "greet",
+    "token_bytes",
 ]
 
 MAGIC = b"FCR1"
@@ -92,6 +93,10 @@ class RecordsError(FlowcheckError):
     """The other side is gone, slow, not who it should be, or does not speak this protocol."""
 
     exit_code = 3
+
+
+class MisfitError(RecordsError):
+    """It knows the token, and says of itself what cannot be."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +335,7 @@ def greet(
 
 def accept(link: Link, token: Known, resync: str = RESYNC[0]) -> Hello:
     """The node's opening: who speaks. token: any of those of the role that he says is enough. resync: of Welcome. The
-    caller still has to refuse whom it does not know. Raises RecordsError."""
+    caller still has to refuse whom it does not know. Raises RecordsError; MisfitError of one who knows the token."""
     link.begin()
     challenge = Challenge(secrets.token_hex(32))
     link.send(challenge, seconds=link.limits().seconds)
@@ -344,7 +349,7 @@ def accept(link: Link, token: Known, resync: str = RESYNC[0]) -> Hello:
     if not known:
         raise RecordsError("the token is wrong", where=link.peer)
     if not 0 <= hello.rank < hello.ranks <= MOST_RANKS:
-        raise RecordsError(f"rank {hello.rank} of {hello.ranks}", where=link.peer)
+        raise MisfitError(f"rank {hello.rank} of {hello.ranks}", where=link.peer)
     link.send(Welcome(_proof(known[0], "node", challenge.nonce, hello), resync))
     return hello
 

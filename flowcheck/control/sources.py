@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from flowcheck.control.ask import TIERS, AskError, Node, Offer, split
+from flowcheck.control.ask import MOST_FAILED, TIERS, AskError, GoneError, Node, Offer, split
 from flowcheck.control.user_state import UserState
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.errors import EnvironmentProblem, UserError
@@ -84,16 +84,26 @@ class Fetched:
 
 def addresses(nodes: str | Sequence[str]) -> list[tuple[str, int]]:
     """HOST:PORT of each node, from a list of them or one text with commas. Raises UserError."""
+    if not isinstance(nodes, str | list | tuple):
+        raise UserError(f"a {type(nodes).__name__} names none", where="nodes", remedy="HOST:PORT, or a list of them")
     texts = nodes.split(",") if isinstance(nodes, str) else list(nodes)
     out = []
     for text in texts:
         host, _, port = text.strip().rpartition(":") if isinstance(text, str) else ("", "", "")
-        if not host or not (port.isdecimal() and len(port) <= 5) or not 0 < int(port) < 65536:
+        if not _is_name(host) or not (port.isdecimal() and len(port) <= 5) or not 0 < int(port) < 65536:
             raise UserError(f"{text!r} is not an address", where="nodes", remedy="HOST:PORT of a node's api.listen")
         out.append((host.strip("[]"), int(port)))
     if not out or len(set(out)) < len(out):
         raise UserError(f"{nodes!r} is empty, or names a node twice", where="nodes", remedy="each node once")
     return out
+
+
+def _is_name(host: str) -> bool:
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return bool(host) and host.isprintable()
 
 
 def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
@@ -102,11 +112,14 @@ def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
     Raises UserError where several runs or shards are there and it was not said which.
     """
     answers = offers_of(nodes)
-    absent = tuple(answer for answer in answers if isinstance(answer, str)) + tuple(
-        f"{node.name}, {tier}: did not say in time what it has" for node in nodes for tier in node.silent
+    absent = (
+        *(answer for answer in answers if isinstance(answer, str)),
+        *(f"{node.name}, {tier}: did not say in time what it has" for node in nodes for tier in node.silent),
+        *(f"{node.name}, {tier}: {count} of its versions were not good, and it is asked for no more"
+          for node in nodes for tier, count in node.failed.items() if count >= MOST_FAILED),
     )
     offered = [(node, offer) for node, answer in zip(nodes, answers, strict=True) if not isinstance(answer, str)
-               for offer in answer]
+               for offer in answer if node.failed[offer.tier] < MOST_FAILED]
     run_id, of_run = _only("run_id", run_id, offered)
     shard, places = _only("shard", shard, of_run)
     lacks = other = ""
@@ -197,6 +210,7 @@ def fetch(
             users = {rank: node.user(offer, rank) for rank in ranks(offer)}
         except AskError as error:
             passed.append(f"{error.where or node.name}: {error.what}")
+            node.failed[offer.tier] += not isinstance(error, GoneError)
             continue
         finally:
             node.close()

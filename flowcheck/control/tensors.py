@@ -132,7 +132,7 @@ def unpack(data: bytearray, expected: Mapping[str, TensorSpec], where: str) -> d
         spec = expected[name]
         dtype: torch.dtype = getattr(torch, spec.dtype)
         if begin == end:
-            found[name] = torch.empty(spec.shape, dtype=dtype)
+            found[name] = torch.empty(spec.shape, dtype=dtype, device="cpu")
         elif (start + begin) % dtype.itemsize:
             held = bytearray(memoryview(data)[start + begin : start + end])
             found[name] = torch.frombuffer(held, dtype=dtype).reshape(spec.shape)

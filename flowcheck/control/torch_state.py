@@ -37,7 +37,7 @@ def torch_state(
     numbers: dict[str, int] = {}
     for group in optimizer["groups"]:
         options = {key: tuple(value) if isinstance(value, list) else value for key, value in group["options"].items()}
-        made = _CLASSES[optimizer["name"]]([{"params": [torch.zeros(1)], **options}])
+        made = _CLASSES[optimizer["name"]]([{"params": [torch.zeros(1, device="cpu")], **options}])
         (complete,) = made.param_groups
         for key, value in options.items():
             if key in made.defaults and not _like(made.defaults[key], value):

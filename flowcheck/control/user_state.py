@@ -118,7 +118,7 @@ def _tree(value: Any, tensors: dict[str, torch.Tensor], path: str, deep: int) ->
         return value if math.isfinite(value) else {"float": value.hex()}
     if kind is bytes:
         return {"bytes": _held(tensors, torch.frombuffer(bytearray(value), dtype=torch.uint8) if value
-                               else torch.empty(0, dtype=torch.uint8))}
+                               else torch.empty(0, dtype=torch.uint8, device="cpu"))}
     if isinstance(value, torch.Tensor):
         return {"tensor": _held(tensors, _kept(value, path))}
     if deep == MOST_DEEP:

@@ -34,6 +34,7 @@ from flowcheck.control.protocol import (
     Limits,
     Link,
     Manifest,
+    MisfitError,
     Patch,
     Record,
     RecordsError,
@@ -153,6 +154,8 @@ class ControlServer:
         try:
             try:
                 hello = accept(link, self._token, self._resync)
+            except MisfitError:
+                raise  # not a stranger
             except RecordsError as error:
                 self._strangers.say(link.peer, error.what)
                 _part(link, error.what)

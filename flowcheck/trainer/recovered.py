@@ -57,21 +57,34 @@ class Recovered:
     def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """What `load_state_dict` of both would do, also where they hold shards (DTensors, of fully_shard): what came is
         put into this rank's part of each. Raises UserError where it is of another shape or of other parameters."""
+        for given, kind, name in ((model, torch.nn.Module, "model"), (optimizer, torch.optim.Optimizer, "optimizer")):
+            if not isinstance(given, kind):
+                raise UserError(f"a {type(given).__name__} is given for the {name}", where="recover",
+                                remedy="recovered.load(model, optimizer)")
         held = model.state_dict()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        numbers = [number for group in self.optimizer.get("param_groups", ()) for number in group["params"]]
+        groups = self.optimizer.get("param_groups", ())
+        numbers = [number for group in groups for number in group["params"]]
         if not self or held.keys() != self.model.keys() or len(numbers) != len(parameters):
             raise UserError(
                 f"{self!r} has {len(self.model)} entries and {len(numbers)} optimized parameters; here are {len(held)}"
                 f" and {len(parameters)}, or others", where="recover",
                 remedy="the model and the optimizer of the job that made it",
             )
-        model.load_state_dict({name: _placed(name, value, held[name]) for name, value in self.model.items()})
+        sizes = [[len(group["params"]) for group in one] for one in (groups, optimizer.param_groups)]
+        lacks = sorted({name for group in groups for name in optimizer.defaults.keys() - group.keys()})
+        if sizes[0] != sizes[1] or lacks:
+            what = f"its groups do not say {', '.join(lacks)}" if lacks else f"its groups have {sizes[0]} parameters"
+            raise UserError(f"{self!r} is of another optimizer: {what}; here is {type(optimizer).__name__} of"
+                            f" {sizes[1]}", where="recover", remedy="the optimizer of the job that made it")
+        # All of it is made before any of it is loaded: who is refused goes on with what he had.
+        values = {name: _placed(name, value, held[name]) for name, value in self.model.items()}
         state = {
             number: {key: value if key == "step" else _placed(key, value, parameters[number])
                      for key, value in values.items()}
             for number, values in self.optimizer["state"].items()
         }
+        model.load_state_dict(values)
         optimizer.load_state_dict({**self.optimizer, "state": state})
 
     def restore_rng(self) -> None:

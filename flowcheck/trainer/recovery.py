@@ -22,6 +22,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +30,6 @@ import torch
 import torch.distributed as dist
 
 from flowcheck.control.ask import SECONDS, Node, Offer, reader_key
-from flowcheck.control.receiving import RATE
 from flowcheck.control.sources import (
     MOST_ROUNDS,
     Fetched,
@@ -43,7 +43,7 @@ from flowcheck.control.sources import (
 )
 from flowcheck.control.torch_state import torch_state
 from flowcheck.control.version import Version
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.trainer.recovered import Recovered
 from flowcheck.trainer.settings import context_of, token_of
 from flowcheck.trainer.together import ranks_of
@@ -79,12 +79,19 @@ def recover(
     Raises EnvironmentProblem: no version was found and a node did not answer; `step` is not there; none of the versions
     found proved good (then `into` holds anything); another rank is gone. UserError for arguments that cannot be.
     """
-    tls = context_of(ca)
-    _check(run_id, shard, step, into, prefer_verified, seconds)
-    tls = context_of(ca)
-    asked = [Node(address, reader_key(token_of(token)), seconds, tls) for address in addresses(_nodes(nodes))]
-    ranks, own = ranks_of(together), _own(rank)
-    wants = {"step": step, "prefer_verified": prefer_verified, "fresh": bool(fresh)}
+    ranks = ranks_of(together)
+    try:
+        _check(run_id, shard, step, into, prefer_verified, seconds)
+        for name, value in (("fresh", fresh), ("together", together)):
+            if not isinstance(value, bool):  # "no" would be yes
+                raise UserError(f"{value!r} is not a bool", where=name, remedy="True or False")
+        tls, own = context_of(ca), _own(rank)
+        asked = [Node(address, reader_key(token_of(token)), seconds, tls) for address in addresses(_nodes(nodes))]
+    except FlowcheckError as error:
+        with suppress(EnvironmentProblem):  # whoever does not come will not wait, either
+            ranks.exchange({"wrong": error.what})
+        raise
+    wants = {"run_id": run_id, "step": step, "prefer_verified": prefer_verified, "fresh": bool(fresh)}
     bad: list[Key] = []
     passed: list[str] = []
     for _ in range(MOST_ROUNDS):
@@ -98,15 +105,15 @@ def recover(
             raise found
         _same(said, wants)
         users = [{(epoch, at) for epoch, at in one["user"]} for one in said]
-        held = [{(epoch, at): status for epoch, at, status, _ in one["versions"]} for one in said]
+        held = [{(epoch, at): status for epoch, at, status in one["versions"]} for one in said]
         key = choose(held, step=step, prefer_verified=prefer_verified, bad=bad, users=users,
                      prefer_user=OLDER_WITH_USER)
         epoch = 1 + max(one["newest"] for one in said)
         if key is None:
             return _fresh(found, said, held, step, passed, fresh, epoch)
-        got = _get(found, key, into or {}, own, rank is None)
-        longest = max(nbytes for one in said for *at, _, nbytes in one["versions"] if tuple(at) == key) / RATE
-        said = ranks.exchange(got.said(found.shard, own), longest)
+        with ranks.busy():
+            got = _get(found, key, into or {}, own, rank is None)
+        said = ranks.exchange(got.said(found.shard, own))
         if got.wrong is not None:
             raise got.wrong
         _no_errors(said)
@@ -143,13 +150,9 @@ def _first(found: Found | UserError, own: int | None) -> dict[str, Any]:
     """What this rank can have."""
     if isinstance(found, UserError):
         return {"wrong": found.what}
-    sizes: dict[Key, int] = {}
-    for _, offer in found.places:
-        key = offer.epoch, offer.step
-        sizes[key] = sizes.get(key, 0) + offer.nbytes
     return {
         "run_id": found.run_id, "newest": found.newest,
-        "versions": [[*key, status, sizes[key]] for key, status in found.versions.items()],
+        "versions": [[*key, status] for key, status in found.versions.items()],
         "user": sorted(found.with_user(own)) if own is not None else [], "absent": list(found.absent),
         "withheld": list(found.withheld), "lacks": found.lacks, "other": found.other,
     }
@@ -158,10 +161,10 @@ def _first(found: Found | UserError, own: int | None) -> dict[str, Any]:
 def _same(said: Sequence[Mapping[str, Any]], wants: Mapping[str, Any]) -> None:
     """All ranks want one thing, and of one run: what each works out of what all say is then the same."""
     for rank, one in enumerate(said):
-        if one["wants"] != wants:
-            (name, *_) = (name for name in wants if one["wants"][name] != wants[name])
-            raise UserError(f"rank {rank} says {one['wants'][name]!r} and this one {wants[name]!r}", where=name,
-                            remedy="the same arguments on every rank")
+        for name, value in one.get("wants", {}).items():
+            if value != wants[name]:
+                raise UserError(f"rank {rank} says {value!r} and this one {wants[name]!r}", where=name,
+                                remedy="the same arguments on every rank")
     _no_errors(said)
     runs = sorted({one["run_id"] for one in said if one["versions"]})
     if len(runs) > 1:

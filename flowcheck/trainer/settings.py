@@ -41,6 +41,8 @@ def token_of(given: str | None) -> bytes:
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot be read: {error}", where=f"{TOKEN_FILE}: {path}",
                             remedy="a readable file with the nodes' token") from None
+    if not isinstance(given, str) or not given.strip().isprintable():
+        raise UserError("is not a text", where="token", remedy="the nodes' secret, as its file has it")
     return token_bytes(given)
 
 
@@ -54,6 +56,8 @@ def tokens_of(given: str | None) -> Callable[[], bytes]:
 def context_of(ca: str | None) -> ssl.SSLContext | None:
     """ca: as FLOWCHECK_CA has it, which stands in for None. None: no TLS. Raises UserError."""
     named = os.environ.get(CA, "") if ca is None else ca
+    if not isinstance(named, str) or "\0" in named:
+        raise UserError(f"{named!r} is not the name of a file", where="ca", remedy='a PEM file, or "system"')
     return client_context(named) if named else None
 
 

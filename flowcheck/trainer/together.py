@@ -3,15 +3,22 @@
     ranks = ranks_of(together)
     said = ranks.exchange({"versions": ...})      what each rank says, by rank
 
-Every rank makes the same exchanges in the same order. One that does not come is named, after so long.
+    with ranks.busy():                            what takes long: the others see that this rank lives
+        ...
+
+Every rank makes the same exchanges in the same order. One that does not come, and does not show that it lives, is named
+after TOGETHER_SECONDS.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -23,15 +30,18 @@ __all__ = ["TOGETHER_SECONDS", "Ranks", "ranks_of"]
 
 PREFIX = "flowcheck/recover"  # of names in torch.distributed's store
 POLL_SECONDS = 0.02
-TOGETHER_SECONDS = 600.0  # that ranks wait for each other
+TOGETHER_SECONDS = 600.0  # that ranks wait for each other without a sign of life
+STEP_SECONDS = 10.0  # between two looks at that
+BEAT_SECONDS = 5.0
 _Given = TypeVar("_Given")
 
 
 class Ranks(Protocol):
-    def exchange(self, mine: dict[str, Any], seconds: float = 0.0) -> list[Any]:
-        """What each rank says, by rank. seconds: that one may take longer than usual. Raises EnvironmentProblem that
-        names a rank which says nothing."""
+    def exchange(self, mine: dict[str, Any]) -> list[Any]:
+        """What each rank says, by rank. Raises EnvironmentProblem that names a rank which says nothing."""
         ...
+
+    def busy(self) -> AbstractContextManager[object]: ...
 
 
 def ranks_of(together: bool) -> Ranks:
@@ -42,8 +52,11 @@ def ranks_of(together: bool) -> Ranks:
 
 
 class _Alone:
-    def exchange(self, mine: dict[str, Any], seconds: float = 0.0) -> list[Any]:
+    def exchange(self, mine: dict[str, Any]) -> list[Any]:
         return [mine]
+
+    def busy(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 class _Together:
@@ -57,8 +70,8 @@ class _Together:
         self._session = ""
         self._round = 0
 
-    def exchange(self, mine: dict[str, Any], seconds: float = 0.0) -> list[Any]:
-        deadline = time.monotonic() + TOGETHER_SECONDS + seconds
+    def exchange(self, mine: dict[str, Any]) -> list[Any]:
+        deadline = time.monotonic() + TOGETHER_SECONDS
         if not self._session:
             self._session = self._begin(deadline) if self._rank == 0 else self._join(deadline)
         self._round += 1
@@ -92,9 +105,48 @@ class _Together:
 
     def _get(self, name: str, rank: int, deadline: float) -> bytes:
         """What that rank has to say."""
-        _asked(rank, self._store.wait, [name], timedelta(seconds=max(1.0, deadline - time.monotonic())))
+        beat = ""
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._store.wait([name], timedelta(seconds=max(1.0, min(left, STEP_SECONDS))))
+                break
+            except (RuntimeError, ValueError) as error:  # nothing yet; or the store is gone, as the next call says
+                now = self._beat(rank)
+                if now != beat:
+                    beat, deadline = now, max(deadline, time.monotonic() + TOGETHER_SECONDS)
+                elif time.monotonic() >= deadline:
+                    raise _silent(rank, str(error).splitlines()[0]) from None
+                time.sleep(POLL_SECONDS)  # a store that is gone says so at once
         said: bytes = _asked(rank, self._store.get, name)
         return said
+
+    def _beat(self, rank: int) -> str:
+        """How often that rank has shown that it lives, in this session."""
+        name = f"{self._session}/lives/{rank}"
+        if not self._session or not _asked(rank, self._store.check, [name]):
+            return ""
+        said: bytes = _asked(rank, self._store.get, name)
+        return said.decode()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        over, number = threading.Event(), itertools.count(1)
+
+        def lives() -> None:
+            while not over.wait(BEAT_SECONDS):
+                try:
+                    self._store.set(f"{self._session}/lives/{self._rank}", f"{self._round} {next(number)}")
+                except (RuntimeError, ValueError):
+                    return  # the next exchange says what is wrong
+
+        thread = threading.Thread(target=lives, name="flowcheck recover", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
 
 def _asked(rank: int, call: Callable[..., _Given], *given: Any) -> _Given:

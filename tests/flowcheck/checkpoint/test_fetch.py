@@ -51,6 +51,20 @@ def check(model: Any, optimizer: torch.optim.Optimizer) -> None:
     assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]) == (0.1, 0.9)
 
 
+@pytest.mark.parametrize(("name", "value"), [
+    *[("out", value) for value in (5, None, b"x", "a\0b")], *[("nodes", value) for value in (5, None, b"h:1", [5])],
+    *[("token", value) for value in (None, 5, b"x", "\ud800" * 20, "")], *[("run_id", value) for value in (5, b"x")],
+    *[("shard", value) for value in (5, b"x")], *[("step", value) for value in ("5", True, -1, 1.0)],
+    *[("seconds", value) for value in (None, 0, -1.0, "5", True, float("inf"), float("nan"))],
+    *[("ca", value) for value in (5, "a\0b")], *[("format", value) for value in (5, None, "zip")],
+])
+def test_arguments_that_cannot_be(tmp_path: Path, name: str, value: Any) -> None:
+    named = {"nodes": "h:1", "out": tmp_path, "token": TOKEN} | {name: value}
+    with pytest.raises(UserError) as caught:
+        flowcheck.fetch(**named)
+    assert caught.value.where == name and caught.value.remedy and not list(tmp_path.iterdir())
+
+
 def test_what_is_said_of_it(api: HandApi, tmp_path: Path) -> None:
     taken = fetch(api, tmp_path / "new" / "out")
     assert taken.path == tmp_path / "new" / "out" / "step-000007" and taken.source == f"{api.name}, memory"

@@ -20,6 +20,8 @@ from flowcheck.checkpoint.directory import (
     write_parameters,
     write_step,
 )
+from flowcheck.checkpoint.replica import Replica
+from flowcheck.checkpoint.state import load_checkpoint
 from flowcheck.errors import UserError
 from flowcheck.job.model import ModelEntry
 
@@ -289,13 +291,33 @@ def test_what_cannot_be_read(tmp_path, step):
 # -- initial weights ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("there", ["fifo", "step"])
+@pytest.mark.parametrize("there", ["fifo", "model.safetensors", "manifest.json"])
 def test_a_pipe_is_not_waited_for(tmp_path, step, there):
-    path = tmp_path / "fifo" if there == "fifo" else step / "model.safetensors"
+    path = tmp_path / "fifo" if there == "fifo" else step / there
     path.unlink(missing_ok=True)
     os.mkfifo(path)
     call = (load_init, path, []) if there == "fifo" else (load_step, step)
     assert refused(*call) == (str(path), "is no regular file", "give FILE.safetensors or a step directory")
+
+
+def test_a_file_is_not_read_beyond_what_its_manifest_says(tmp_path, step):
+    """It may be of any size: a terabyte without content costs its writer nothing."""
+    for name, what in (("model.safetensors", f"has {1 << 40} bytes, its manifest says "),
+                       ("manifest.json", f"has {1 << 40} bytes; no manifest has more than {256 << 20}")):
+        os.truncate(step / name, 1 << 40)
+        where, said, _ = refused(load_step, step)
+        assert where == str(step / name) and said.startswith(what)
+
+
+@pytest.mark.parametrize("path", [5, None, b"x", [], "a\0b", "\ud800", Path("a\0b")])
+@pytest.mark.parametrize("call", [load_step, load_parameters, load_checkpoint, Replica.open, Replica.latest])
+def test_what_no_file_can_be_called(call, path):
+    assert " is not the name of a " in refused(call, path)[1]
+
+
+@pytest.mark.parametrize("call", [load_step, load_checkpoint, Replica.open, Replica.latest])
+def test_a_name_that_is_too_long(call):
+    assert "File name too long" in refused(call, "x" * 5000)[1]
 
 
 @pytest.mark.parametrize(

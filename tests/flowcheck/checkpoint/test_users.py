@@ -40,6 +40,9 @@ def test_every_ranks_own_comes_back(tmp_path: Path) -> None:
     assert json.loads((path / "manifest.json").read_text())["user"].keys() == {"0", "3"}
     with pytest.raises(UserError, match="has no state of rank 1"):
         checkpoint.user(1)
+    for odd in ("0", None, -1, True, 0.0):
+        with pytest.raises(UserError, match="is not a rank"):
+            checkpoint.user(odd)  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_without_is_as_it_was(tmp_path: Path) -> None:

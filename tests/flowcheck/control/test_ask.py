@@ -367,7 +367,7 @@ def test_a_version_that_is_hashed_no_further_is_given_up(api: HandApi, hurried: 
 
 def test_a_version_that_is_hashed_too_slowly_is_given_up(api: HandApi, hurried: None) -> None:
     """A byte now and then, for ever; what a node claims to be ahead buys it no time."""
-    api.versions[0].offer["nbytes"] = 10**18
+    api.versions[0].offer["nbytes"] = 1 << 50
     api.hashing = [10**15 + one for one in range(100_000)]
     node = Node(api.address, KEY, 0.5)
     (offer,) = node.offers()
@@ -378,7 +378,7 @@ def test_a_version_that_is_hashed_too_slowly_is_given_up(api: HandApi, hurried: 
 
 def test_hashing_has_an_end(api: HandApi, hurried: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask, "HASH_SECONDS", 0.3)
-    api.versions[0].offer["nbytes"] = 10**18
+    api.versions[0].offer["nbytes"] = 1 << 50
     api.hashing = [10**9 * one for one in range(100_000)]
     node = Node(api.address, KEY, 30.0)
     (offer,) = node.offers()

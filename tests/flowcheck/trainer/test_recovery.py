@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,41 @@ def test_nodes_and_token_from_the_environment(
     assert recover([api.name], token=TOKEN).step == 7
 
 
+def _put(api: HandApi, make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> tuple[Any, Any]:
+    """A model that the version fits, an optimizer that `make` makes of its parameters, and `Recovered.load` of both."""
+    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(2)), "b": torch.nn.Parameter(torch.zeros(1))})
+    optimizer = make([model["w"], model["b"]])
+    try:
+        recover(api.name, token=TOKEN).load(model, optimizer)
+    except UserError as error:
+        assert model["w"].tolist() == [0.0, 0.0] and not optimizer.state, "refused, and half of it loaded"
+        return error, optimizer
+    return model, optimizer
+
+
+def test_a_version_is_put_where_it_belongs(api: HandApi) -> None:
+    model, optimizer = _put(api, lambda them: torch.optim.SGD(them, lr=1.0, momentum=0.5))
+    assert model["w"].tolist() == [7.5, 2.0] and optimizer.param_groups[0]["momentum"] == 0.9
+
+
+@pytest.mark.parametrize(("make", "what"), [
+    (torch.optim.AdamW, "its groups do not say amsgrad, betas"),
+    (lambda them: torch.optim.SGD([{"params": them[:1]}, {"params": them[1:]}], lr=1.0), "its groups have [2] param"),
+    (lambda them: torch.optim.SGD(them[::-1], lr=1.0), "momentum_buffer has the shape [2], and here [1]"),
+])
+def test_a_version_of_another_optimizer_is_refused_before_anything_is_loaded(
+    api: HandApi, make: Callable[[list[torch.nn.Parameter]], Any], what: str
+) -> None:
+    assert what in _put(api, make)[0].what
+
+
+def test_a_version_is_loaded_into_a_model_and_an_optimizer(api: HandApi) -> None:
+    model, found = torch.nn.Linear(1, 1), recover(api.name, token=TOKEN)
+    for given, what in (((model, {}), "a dict is given for the optimizer"), ((None, None), "a NoneType is given for")):
+        with pytest.raises(UserError, match=what):
+            found.load(*given)
+
+
 @pytest.mark.parametrize(
     ("named", "where"),
     [
@@ -96,8 +131,11 @@ def test_nodes_and_token_from_the_environment(
         ({"nodes": "h", "token": TOKEN}, "nodes"), ({"nodes": "h:1"}, "token"),
         ({"nodes": "h:1", "token": "x"}, "token"),
         *(({"nodes": "h:1", "token": TOKEN, name: value}, name) for name, values in {
-            "seconds": (None, float("inf"), float("nan"), 0, -1.0, "5", True), "run_id": (5, b"x"), "shard": (b"x", 0),
+            "nodes": (5, b"h:1", "h..i:1", "\0:1", "\ud800:1", [5]), "token": (5, b"x", "\ud800" * 20),
+            "ca": (5, "\0"), "seconds": (None, float("inf"), float("nan"), 0, -1.0, "5", True),
+            "run_id": (5, b"x"), "shard": (b"x", 0),
             "step": ("3", True, -1, 1.0), "prefer_verified": (None, -1, "1"), "into": ([1], 5, {"w"}),
+            "fresh": ("no", 1), "together": ("no", None),
         }.items() for value in values),
     ],
 )
@@ -360,7 +398,7 @@ def test_steps_of_different_runs_are_not_taken_for_each_other() -> None:
 
 
 @pytest.mark.parametrize(("name", "values"), [
-    ("step", (6, None)), ("prefer_verified", (10, 0)), ("fresh", (True, False)),
+    ("step", (6, None)), ("prefer_verified", (10, 0)), ("fresh", (True, False)), ("run_id", ("a", "b")),
 ])
 def test_ranks_that_ask_for_different_things_get_nothing(name: str, values: tuple[Any, Any]) -> None:
     """Each would work out another step."""
@@ -389,16 +427,64 @@ def test_ranks_of_different_shards_have_different_versions() -> None:
     assert [(recovered.step, recovered.shard, recovered.passed) for recovered in found] == [(8, "a", ()), (8, "b", ())]
 
 
-@pytest.mark.parametrize("when", ["it looks", "it receives"])
+@pytest.mark.parametrize("when", ["it begins", "it looks", "it receives"])
 def test_nobody_waits_for_a_rank_that_gave_up(when: str) -> None:
     with HandApi(HandVersion(7)) as one, HandApi(HandVersion(7), HandVersion(7, shard="b")) as two:
-        if when == "it looks":
+        if when == "it begins":  # as where one host has no token file
+            found = together(2, lambda rank: recover(one.name, token=(TOKEN, "")[rank]))
+        elif when == "it looks":
             found = together(2, lambda rank: recover((one, two)[rank].name, token=TOKEN))
         else:
             found = together(2, lambda rank: recover(one.name, token=TOKEN, into={"w": torch.zeros(2 + rank)}))
     assert all(isinstance(error, UserError) for error in found)
     assert found[0].what == f"rank 1 gave up: {found[1].what}"
-    assert "several" in found[1].what if when == "it looks" else "is float32 [3]" in found[1].what
+    said = {"it begins": "a token of 0 characters", "it looks": "several", "it receives": "is float32 [3]"}
+    assert said[when] in found[1].what
+
+
+def test_a_tier_whose_versions_are_bad_hides_no_other() -> None:
+    """A broken disk that lists more versions than are tried: after three of them it is asked for no more."""
+    bad = [HandVersion(step, tier="disk") for step in range(10, 40)]
+    for one in bad:
+        spoil(one)
+    with HandApi(*bad, HandVersion(5)) as broken, HandApi(HandVersion(6)) as good:
+        recovered = recover([broken.name, good.name], token=TOKEN)
+        assert (recovered.step, recovered.source) == (6, f"{good.name}, memory")
+        assert len([why for why in recovered.passed if "step 3" in why or "step 4" in why]) == 3
+        assert f"{broken.name}, disk: 3 of its versions were not good, and it is asked for no more" in recovered.passed
+        assert recover(broken.name, token=TOKEN).step == 5, "its memory is"
+        broken.versions = bad
+        assert "3 of its versions were not good" in problem(recover, broken.name, token=TOKEN).what, "nor a fresh start"
+
+
+def test_versions_that_made_room_do_not_count_against_their_tier() -> None:
+    """A job that runs replaces what was listed, again and again; its memory is not broken."""
+    listed = [HandVersion(step) for step in range(10, 15)]
+    with HandApi(*listed, HandVersion(5)) as api:
+        for one in listed:
+            api.answers[f"/v1/versions/{one.id}/manifest.json"] = 404, b'{"why": "it made room"}'
+        recovered = recover(api.name, token=TOKEN)
+    assert recovered.step == 5 and not any("not good" in why for why in recovered.passed)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("nbytes", 10**400), ("nbytes", (1 << 50) + 1), ("epoch", 1 << 31), ("epoch", 10**30),
+])
+def test_numbers_that_no_version_has_are_not_listed(name: str, value: int) -> None:
+    with HandApi(HandVersion(5)) as api:
+        api.versions[0].offer[name] = value
+        why = "an epoch that is none" if name == "epoch" else "is not described"
+        assert why in problem(recover, api.name, token=TOKEN).what
+        api.versions[0].offer[name], api.withheld = 0, [{"run_id": "run", "epoch": 1 << 31}]
+        assert "an epoch that is none" in problem(recover, api.name, token=TOKEN).what
+
+
+def test_torchs_default_device_changes_nothing(api: HandApi) -> None:
+    """Many scripts set one: what comes is on the CPU, where it was hashed."""
+    with torch.device("meta"):
+        recovered = recover(api.name, token=TOKEN)
+    assert recovered.model["w"].device.type == "cpu" and recovered.model["w"].tolist() == [7.5, 2.0]
+    assert {value.device.type for held in recovered.optimizer["state"].values() for value in held.values()} == {"cpu"}
 
 
 # -- which start of the job comes next -----------------------------------------------------------------------
@@ -418,7 +504,7 @@ def test_nor_one_of_another_shard_or_of_what_is_withheld() -> None:
         api.withheld = [{**HandVersion(70, epoch=5).offer, "why": "too few matched"}]
         assert recover(api.name, token=TOKEN, shard="").epoch == 6
         api.withheld = [{"epoch": epoch, "run_id": run_id} for epoch, run_id in
-                        ((9, "other"), (True, "run"), (-1, "run"), (2.5, "run"), (1 << 40, "run"), (7, 7))] + [7]
+                        ((9, "other"), (True, "run"), (-1, "run"), (2.5, "run"), (7, 7))] + [7]
         assert recover(api.name, token=TOKEN, shard="").epoch == 2
 
 

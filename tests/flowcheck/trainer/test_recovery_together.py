@@ -49,26 +49,28 @@ def test_who_is_alone_agrees_with_nobody() -> None:
         assert isinstance(alone, together._Alone) and alone.exchange({"a": 1}) == [{"a": 1}]
 
 
-def test_a_rank_is_waited_for_until_the_deadline_and_no_less_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_says_nothing_is_named_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is asked for ten seconds at a time, and for no less than one."""
     waited: list[timedelta] = []
 
     class Store:
         def set(self, name: str, value: str) -> None: ...
 
+        def check(self, names: list[str]) -> bool:
+            return False
+
         def wait(self, names: list[str], timeout: timedelta) -> None:
             waited.append(timeout)
-            times.append(1000.0)
-            if len(waited) == 3:
-                raise RuntimeError("not there")
-
-        def get(self, name: str) -> bytes:
-            return b"{}"
+            times.append(times[-1] + timeout.total_seconds())
+            raise RuntimeError("not there")
 
     times = [0.0]
     monkeypatch.setattr(together.time, "monotonic", lambda: times[-1])
+    monkeypatch.setattr(together.time, "sleep", lambda seconds: times.append(times[-1] + 0.5))
     with pytest.raises(EnvironmentProblem, match="rank 1 has not said what it can have: not there"):
         together._Together(Store(), 0, 2).exchange({})
-    assert waited == [timedelta(seconds=together.TOGETHER_SECONDS), timedelta(seconds=1), timedelta(seconds=1)]
+    assert waited[0] == timedelta(seconds=together.STEP_SECONDS) and min(waited) >= timedelta(seconds=1)
+    assert together.TOGETHER_SECONDS <= times[-1] <= together.TOGETHER_SECONDS + 2
 
 
 @pytest.mark.parametrize("what", ["set", "check", "get"])
@@ -97,16 +99,34 @@ def test_a_store_that_has_gone_is_an_error_of_ours(what: str) -> None:
         together._Together(Store(), 1, 2).exchange({})
 
 
-def test_who_waits_for_a_long_download_waits_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds in place of minutes; a store waits for one at least."""
+    for name, value in (("TOGETHER_SECONDS", 3.0), ("STEP_SECONDS", 1.0), ("BEAT_SECONDS", 0.1)):
+        monkeypatch.setattr(together, name, value)
+
+
+def test_a_rank_that_lives_is_waited_for_however_long_it_takes(quick: None) -> None:
     store = dist.HashStore()
     first, second = together._Together(store, 0, 2), together._Together(store, 1, 2)
-    monkeypatch.setattr(together, "TOGETHER_SECONDS", 120.0)
     with ThreadPoolExecutor(2) as threads:
         heard = [threads.submit(rank.exchange, {}) for rank in (first, second)]
         assert [one.result() for one in heard] == [[{}, {}]] * 2
-        monkeypatch.setattr(together, "TOGETHER_SECONDS", 0.0)
-        waits = threads.submit(first.exchange, {"a": 1}, 120.0)
-        with pytest.raises(TimeoutError):
-            waits.result(1.5)  # a store waits for a second at least
-        second.exchange({"b": 2}, 120.0)
+        waits = threads.submit(first.exchange, {"a": 1})
+        with second.busy(), pytest.raises(TimeoutError):
+            waits.result(3 * together.TOGETHER_SECONDS)
+        second.exchange({"b": 2})
         assert waits.result() == [{"a": 1}, {"b": 2}]
+
+
+def test_one_that_died_while_it_was_busy_is_not(quick: None) -> None:
+    store = dist.HashStore()
+    first, second = together._Together(store, 0, 2), together._Together(store, 1, 2)
+    with ThreadPoolExecutor(2) as threads:
+        heard = [threads.submit(rank.exchange, {}) for rank in (first, second)]
+        assert [one.result() for one in heard] == [[{}, {}]] * 2
+    with second.busy():
+        while not store.check([f"{second._session}/lives/1"]):
+            pass
+    with pytest.raises(EnvironmentProblem, match="rank 1 has not said what it can have"):
+        first.exchange({})
