@@ -248,7 +248,10 @@ class _Connection:
         writer = threading.Thread(target=self._write, name=f"flowcheck to {link.peer}", daemon=True)
         broken = ""
         try:
-            writer.start()
+            try:
+                writer.start()
+            except RuntimeError as error:
+                raise RecordsError(f"cannot be served: {error}", where=link.peer) from None
             while self._take(group, member):
                 pass
         except RecordsError as error:

@@ -243,7 +243,7 @@ def _copies(lane: Path) -> list[_Copy]:
             nbytes = sum(int(entry["bytes"]) for entry in manifest["files"].values())
             found.append(_Copy(path, (manifest["run_id"], manifest["epoch"], manifest["step"]), nbytes,
                                (path / MANIFEST).stat().st_mtime_ns))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue  # removed meanwhile, or somebody else's
     return sorted(found, key=lambda copy: copy.came)
 

@@ -18,7 +18,7 @@ __all__ = ["Decided", "Have", "Member", "Recovery", "Run", "Shard"]
 
 Run = tuple[str, int]  # id and epoch of a job
 Shard = tuple[str, int, str]  # the same, and the group that is one of its shards
-_WRONG = (ValueError, KeyError, TypeError, AttributeError)
+_WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)

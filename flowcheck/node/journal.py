@@ -79,7 +79,7 @@ class Journal:
         if self._said is None:
             try:
                 self._said = JobText.of((self.folder / "job.json").read_text())
-            except (OSError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 return None
         return self._said
 
@@ -134,7 +134,7 @@ class Journal:
             buckets = [tensors[f"{BUCKET}{i}"] for i in range(sum(name.startswith(BUCKET) for name in names))]
             buffers = {name.removeprefix(BUFFER): one for name, one in tensors.items() if name.startswith(BUFFER)}
             record = StepRecord(said["groups"], said["clip"], said["scale"], said["skipped"], buffers=buffers)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise FlowcheckError(f"iteration {iteration} cannot be read: {error}", where=str(path)) from None
         return Made(record, buckets)
 
@@ -143,7 +143,7 @@ class Journal:
         path = self.folder / f"hashes-{step:012d}"
         try:
             said = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"cannot be read: {error}", where=str(path)) from None
         return Version.of(said, str(path))
 

@@ -90,7 +90,7 @@ def _claim(out: Path, job: Job) -> None:
         try:
             held = json.loads(manifest.read_bytes())
             run = str(held["run_id"]), int(held["epoch"])
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             continue  # not ours: write_step refuses to touch it
         if run != (job.run_id, job.epoch):
             raise UserError(

@@ -246,6 +246,17 @@ def test_strangers_are_said_once_a_minute_with_how_many_they_were(
     assert one.events.get(timeout=60)[1]["count"] == 5 and one.events.empty()
 
 
+def test_who_knows_the_token_is_not_a_stranger(port: Callable[..., Port]) -> None:
+    """What a trainer says that cannot be is an operator's mistake, and said each time."""
+    one = port()
+    for token, rank, why in ((b"another token of the tests", 0, "the token is wrong"), (TOKEN, 4, "rank 4 of 4"),
+                             (TOKEN, 7, "rank 7 of 4")):
+        with pytest.raises(RecordsError, match=why):
+            one.attach(rank=rank, token=token)
+        event, fields = one.events.get(timeout=60)
+        assert (event, fields["why"]) == ("connection", why)
+
+
 def test_strangers_of_each_address_are_counted_for_themselves_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "STRANGERS", 2)
     now, said = [0.0], []
@@ -425,6 +436,26 @@ def test_a_connection_that_cannot_be_served_is_not_the_end(
     assert one.ended(one.connect())
     event, fields = one.events.get(timeout=60)
     assert event == "problem" and str(error) in fields["why"]
+    assert one.attach(rank=2).receive(wait=10)[0] == Wanted([], "welcome")
+
+
+def test_a_rank_for_which_there_is_no_thread_is_told(
+    port: Callable[..., Port], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that would write to it."""
+    one = port()
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("flowcheck to "):
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        link = one.attach(rank=2)
+        assert link.receive(wait=10)[0] == Refused("cannot be served: can't start new thread")
+    assert one.events.get(timeout=60)[1]["why"] == "cannot be served: can't start new thread"
     assert one.attach(rank=2).receive(wait=10)[0] == Wanted([], "welcome")
 
 

@@ -137,7 +137,11 @@ def test_what_a_copy_has_goes_and_the_rest_outlives_the_process(source: Source, 
     again = Journal(kept.journal.folder)
     assert again.entries == [9, 10, 11] and again.steps == [10, 11, 12] and again.job == source.said
     assert again.nbytes > 3 * 4000
-    (again.folder / "job.json").write_text("{}")
-    assert Journal(again.folder).job is None
+    for odd in ("{}", "[" * 100_000):
+        (again.folder / "job.json").write_text(odd)
+        assert Journal(again.folder).job is None
+    (again.folder / f"hashes-{10:012d}").write_text("[" * 100_000)
+    with pytest.raises(FlowcheckError, match="cannot be read"):
+        again.version(10)
     with pytest.raises((KeyError, ValueError)):
         JobText.of("{}")
