@@ -210,7 +210,8 @@ def test_a_node_stands_still_for_many_steps_and_its_last_one_is_kept_by_the_othe
         ahead = f"stage{1 - behind}"
         run.wait_for_event("iteration", iteration=done + AHEAD, name=ahead, published=True)
         apart = run.wait_for_event("apart", name=ahead)
-        assert (apart["shard"], apart["step"]) == (f"stage{behind}", common) and len(apart["nodes"]) == 1
+        kept = apart["step"]  # what it had told before it stood still; its last one may have been on the way
+        assert apart["shard"] == f"stage{behind}" and kept in (common - 1, common) and len(apart["nodes"]) == 1
         published_all = {said["iteration"] for _, said in run.events
                          if said["event"] == "iteration" and said["name"] == ahead and said["published"]}
         assert published_all >= set(range(done + 1, done + AHEAD + 1)), "it waits for nobody"
@@ -219,7 +220,7 @@ def test_a_node_stands_still_for_many_steps_and_its_last_one_is_kept_by_the_othe
         run.kill_nodes()
         run.start_nodes(job)
         again = train_on(run, job, last)
-        assert min(again) == common, "the step that both have"
+        assert min(again) == kept, "the newest step that both have"
         equal_to_undisturbed(run, job, last, again)
-        print(f"seed {seed}: stage {behind} had step {common} and stood still, the other went on to {done + AHEAD + 1}"
+        print(f"seed {seed}: stage {behind} had step {kept} and stood still, the other went on to {done + AHEAD + 1}"
               f" or later; died in {dies}, repeated {dies - min(again)}")
