@@ -114,7 +114,10 @@ class CatchUp:
             yield NotCaughtUp({"": error.message()})
             return
         self._began = now
-        self._search = _Search(nodes, self._shard, self._start, session.useful, left_out)
+        try:
+            self._search = _Search(nodes, self._shard, self._start, session.useful, left_out)
+        except RuntimeError as error:  # there is no thread to be had
+            yield NotCaughtUp({"": str(error)})
 
     def _hold(self, session: HealedFollower, search: _Search, offer: Offer) -> Iterator[Event]:
         """Keep what the version waits for, and say where it goes."""

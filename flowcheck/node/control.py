@@ -10,6 +10,7 @@ send nothing: what strangers do is said once a minute for each address, with how
 
 from __future__ import annotations
 
+import errno
 import math
 import queue
 import socket
@@ -112,13 +113,17 @@ class ControlServer:
             thread.join()
 
     def _listen(self) -> None:
+        said = -math.inf
         while True:
             try:
                 sock, _ = self._listener.accept()
-            except OSError:
+            except OSError as error:
                 if self._closed.wait(AGAIN_SECONDS):
                     return
-                continue  # out of descriptors, or the peer was gone before it was taken
+                if error.errno != errno.ECONNABORTED and self._now() - said >= SAID_SECONDS:  # out of descriptors
+                    said = self._now()
+                    self._say("problem", why=f"the control port takes nobody: {error.strerror or error}")
+                continue  # or the peer was gone before it was taken
             try:
                 self._take_in(sock)
             except (OSError, RuntimeError) as error:  # out of descriptors or of threads; or the peer is gone

@@ -152,7 +152,9 @@ class Group(Membership):
                 moved = self._handle_one()
                 self._ask_again()
                 self._assign()
-                if self._session is not None:
+                if self._session is None:
+                    self._look_for_ranks()
+                else:
                     self._take(self._session.poll())
                     moved |= self._session.moved
                     self._keep_common(self._session)
@@ -197,6 +199,12 @@ class Group(Membership):
         self._say("problem", why=error.message())
         for member in list(self.members.values()):
             member.end(error.message())
+
+    def _look_for_ranks(self) -> None:
+        if (found := self.absent()) and self.run is not None:
+            self._say("incomplete", run_id=self.run[0], ranks=self.run[2], absent=found[:8],
+                      why=f"{len(found)} of {self.run[2]} ranks have not come, and the job cannot be followed without"
+                          " them: a firewall, another address of the node there, or they do not call attach")
 
     def _assign(self) -> None:
         """Is it known by now which connection is which channel?"""

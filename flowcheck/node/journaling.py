@@ -14,6 +14,7 @@ offered as any copy. One that cannot be proved is not.
 
 from __future__ import annotations
 
+import math
 import os
 import ssl
 import threading
@@ -55,6 +56,7 @@ __all__ = ["Journaling", "Lacking", "Reading", "bases_of", "lane_of", "youngest"
 
 GONE_SECONDS = 3.0
 PAUSE_SECONDS = 1.0  # after one that failed
+AGAIN_SECONDS = 60.0  # until a step that could not be made is tried again
 TEXT = 16 << 20  # of a manifest, as a node reads it from a trainer
 HEADERS = 1 << 20
 
@@ -86,7 +88,7 @@ class Journaling:
         self._ending = threading.Event()
         self._groups: dict[str, _Group] = {}
         self._said, self._seen = "", time.monotonic()
-        self._made: dict[Path, int] = {}  # by run: the step that was tried last
+        self._made: dict[Path, tuple[int, float]] = {}  # by run: the step that was tried last, and when again
         self._thread = threading.Thread(target=self._main, daemon=True, name=f"flowcheck journal {name}")
 
     def start(self) -> None:
@@ -110,11 +112,12 @@ class Journaling:
         while not self._ending.is_set():
             wait = PAUSE_SECONDS
             try:
-                self._look()
-                self._said, wait = "", self._seconds
-            except AskError:  # gone; or as many of its versions are being read as may be
-                if time.monotonic() - self._seen > GONE_SECONDS:
-                    self.make()
+                try:
+                    self._look()
+                    self._said, wait = "", self._seconds
+                except AskError:  # gone; or as many of its versions are being read as may be
+                    if time.monotonic() - self._seen > GONE_SECONDS:
+                        self.make()
             except Exception as error:  # also of a library: it must not end the thread without a word
                 self._unjournaled("", error.message() if isinstance(error, FlowcheckError) else
                                   f"{type(error).__name__}: {error}")
@@ -147,22 +150,26 @@ class Journaling:
             shard = unquote(folder.parents[2].name).partition("/")[2]
             try:
                 self._redo(folder, shard)
-            except FlowcheckError as error:
-                self._unjournaled(shard, error.message())
+            except Exception as error:  # also of a library: other runs, and the next attempt, go on
+                self._unjournaled(shard, error.message() if isinstance(error, FlowcheckError) else
+                                  f"{type(error).__name__}: {error}")
 
     def _redo(self, folder: Path, shard: str) -> None:
         journal, bases = Journal(folder), bases_of(folder.parent)
         newest = max(journal.steps, default=-1)
-        if not bases or newest <= bases[-1] or self._made.get(folder) == newest:
+        tried, again = self._made.get(folder, (-1, 0.0))
+        if not bases or newest <= bases[-1] or (tried == newest and time.monotonic() < again):
             return
-        self._made[folder] = newest
+        self._made[folder] = newest, time.monotonic() + AGAIN_SECONDS  # where memory was full it may have room then
         to = reach(bases[-1], journal)
         gap = f"iteration {to.gap} is not in the journal" if to.gap < newest else ""
         if to.step == to.base:
+            self._made[folder] = newest, math.inf
             self._unjournaled(shard, f"step {to.base} is the newest that is left of {newest}: {gap}")
             return
         began = time.monotonic()
         path, to = redo(folder.parent / f"step-{bases[-1]:06d}", journal, len(os.sched_getaffinity(0)))
+        self._made[folder] = newest, math.inf
         self._say("redone", name=shard, step=to.step, base=to.base, seconds=round(time.monotonic() - began, 3),
                   why=gap, path=str(path))
 

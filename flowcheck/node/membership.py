@@ -2,6 +2,7 @@
 
     membership.join(run, member, instance)      a rank has said hello: why it may not stay, or ""
     membership.leave(member)                    its connection has ended
+    membership.absent()                         ranks without which the job cannot be followed, said once a start
     membership._tell(message)                   to all that are there; those that come later hear what is wanted then
 
 Any thread, behind one lock. Connections never wait for the group.
@@ -10,6 +11,7 @@ Any thread, behind one lock. Connections never wait for the group.
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 from flowcheck.control.protocol import Manifest, Notice, Wanted
@@ -17,6 +19,9 @@ from flowcheck.node.members import RankSession
 from flowcheck.node.runs import new_run_id
 
 __all__ = ["Membership"]
+
+ABSENT_SECONDS = 10.0  # that a rank may come later than the first one
+LOOK_SECONDS = 1.0
 
 
 class Membership:
@@ -32,6 +37,8 @@ class Membership:
         self._manifest: Manifest | None = None  # of this start
         self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
         self._notice = Notice("")
+        self._looked, self._first = 0.0, 0.0  # when; and when the first of those that are here had come
+        self._named = 0  # the start whose absent ranks were said
         self._gone: list[RankSession] = []  # connections that ended; a list, because an inbox may be full
 
     def join(self, run: tuple[str, int, int], member: RankSession, instance: str = "") -> str:
@@ -53,6 +60,8 @@ class Membership:
                 self._own_id = new_run_id()
                 self.members.clear()
                 self._wanted = Wanted(["manifest", "flows"], "nothing is known of the job yet")
+            if not self.members:
+                self._first = time.monotonic()
             self._instances[member.rank] = instance
             member.start = self._start
             self.members[member.rank] = member
@@ -68,6 +77,21 @@ class Membership:
             if self.members.get(member.rank) is member:
                 del self.members[member.rank]
         self._gone.append(member)
+
+    def absent(self) -> list[int]:
+        """Ranks that have not come ABSENT_SECONDS after the first one, if any; of each start of a job once."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return []
+        self._looked = now
+        with self._lock:
+            if self.run is None or not self.members or self._named == self._start or (
+                    now - self._first < ABSENT_SECONDS):
+                return []
+            found = [rank for rank in range(self.run[2]) if rank not in self.members]
+            if found:
+                self._named = self._start
+            return found
 
     def _tell(self, message: Any) -> None:
         with self._lock:

@@ -154,20 +154,27 @@ class Writer:
         except FlowcheckError as error:
             self._say("problem", name=name, why=error.message())
             return
-        lane.thread = threading.Thread(
+        writer = threading.Thread(
             target=self._work, args=(lane, name, replica, out, status, held, done, unproven, matches),
             name=f"flowcheck writer {name}", daemon=True,
         )
-        lane.thread.start()
-        threading.Thread(
+        watch = threading.Thread(
             target=self._watch, args=(lane, name, replica, held), name=f"flowcheck pin {name}", daemon=True,
-        ).start()
+        )
+        try:
+            watch.start()
+            writer.start()
+        except RuntimeError as error:  # there is no thread to be had
+            held.let_go()
+            self._say("problem", name=name, why=f"step {replica.step} is not written: {error}")
+            return
+        lane.thread = writer
 
     def _work(
         self, lane: _Lane, name: str, replica: JobReplica, out: Path, status: str, held: _Held,
         done: Callable[[], None] | None, unproven: Sequence[str], matches: int,
     ) -> None:
-        version = held.version
+        version, before = held.version, lane.seconds
         step = version.step
         try:
             path = replica.write(out, [*replica.unproven, *unproven], version, status, name, held.users, matches)
@@ -178,6 +185,7 @@ class Writer:
         except _GivenUp:
             lane.seconds = held.kept  # and not how long the disk has hung: it may be well again
         except FlowcheckError as error:
+            lane.seconds = before  # a disk that hung before it failed has said nothing of its speed
             self._say("problem", name=name, why=error.message())
         finally:
             held.let_go()

@@ -140,6 +140,8 @@ class Node:
         """What a group says. A session outlives the end of its job, which only its events tell."""
         if event == "end":
             self._ended.add(group)
+        elif event == "attached":  # it may have come back before the end of the one before was said
+            self._ended.discard(group)
         self._say(event, **fields)
 
     def _connected(self) -> dict[str, int]:

@@ -36,8 +36,8 @@ CONDITIONS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "silent": (frozenset({"silent"}), frozenset({"heard", "attached", "end"})),
     "behind": (frozenset({"behind"}), frozenset({"on_time", "attached", "end"})),
     "overload": (frozenset({"overload"}), frozenset({"recovered", "attached", "end"})),
-    "stale": (frozenset({"stale", "begun"}), frozenset({"patched", "state", "attached", "end"})),
-    "lost": (frozenset({"lost"}), frozenset({"patched", "state", "attached", "end"})),
+    "stale": (frozenset({"stale", "begun"}), frozenset({"patched", "caught_up", "state", "attached", "end"})),
+    "lost": (frozenset({"lost"}), frozenset({"patched", "caught_up", "state", "attached", "end"})),
     "withheld": (frozenset({"withheld"}), frozenset({"offered", "attached", "end"})),
 }
 # Events that say nothing that somebody would have to read.
@@ -104,6 +104,8 @@ class GroupTally:
     def hear(self, event: str, now: float, fields: Mapping[str, Any]) -> None:
         """An event of this group."""
         for condition, (begins, ends) in CONDITIONS.items():
+            if event == "begun" and not fields["elements"]:
+                continue  # from a version that is here
             if event in begins:
                 self.since.setdefault(condition, now)
             elif event in ends:
@@ -124,6 +126,9 @@ class GroupTally:
         self.attached, self.resync, self.ended, self.refused = now, said["resync"], False, 0.0
         self.status, self.stale, self.slack, self.matches = "waiting", 0, None, 0
         self.rows.clear()
+
+    def _incomplete(self, now: float, said: Mapping[str, Any]) -> None:
+        self.ranks, self.ended = said["ranks"], False
 
     def _refused(self, now: float, said: Mapping[str, Any]) -> None:
         self.refused = now

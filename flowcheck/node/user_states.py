@@ -16,6 +16,7 @@ state may come before its version, or after it. Nothing here can keep a version 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
@@ -111,8 +112,10 @@ class UserStates:
 
     def _begin(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name="flowcheck user states", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._main, name="flowcheck user states", daemon=True)
+            with contextlib.suppress(RuntimeError):  # none is to be had: the next state tries again
+                thread.start()
+                self._thread = thread
 
     def published(self, steps: Collection[int]) -> None:
         """The versions that there are."""

@@ -219,6 +219,8 @@ class Scene:
         while self.group._handle_one():
             self.group._follow(self.group._start)
         self.group._ask_again()
+        if self.group._session is None:
+            self.group._look_for_ranks()
 
     def give(self, peer: Peer, message: Any, tensors: Mapping[str, torch.Tensor] | None = None) -> None:
         self.post(peer, message, tensors)

@@ -293,6 +293,9 @@ def test_a_group_whose_job_has_ended_makes_room_unless_it_came_back(begin: Begin
     node._group("a")
     assert node._group("b") == full  # somebody has come back, and may again
     node._say_of("a", "end", name="a", run_id="run", serves=True)
+    node._say_of("a", "attached", name="a", run_id="run", epoch=0, ranks=2, flows=2, resync="state")
+    assert node._group("b") == full  # it came back before its end was said
+    node._say_of("a", "end", name="a", run_id="run", serves=True)
     world.groups[0].members[1] = "somebody"
     assert node._group("b") == full  # not all have left
     world.groups[0].members.clear()

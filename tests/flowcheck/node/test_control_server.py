@@ -412,6 +412,8 @@ def test_a_failed_accept_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None
     one.server.start()
     try:
         assert one.attach(rank=2).receive(wait=10)[0] == Wanted([], "welcome")
+        assert one.events.get(timeout=60) == ("problem", {
+            "why": "the control port takes nobody: Too many open files"})
     finally:
         one.close()
 

@@ -14,6 +14,7 @@ from flowcheck.control.protocol import Bye, Flows, Holes, Manifest, Record, Stat
 from flowcheck.errors import UserError
 from flowcheck.job.clock import Clock
 from flowcheck.job.model import Job
+from flowcheck.node import membership
 from flowcheck.node.peering import digest_of
 from flowcheck.node.resync import Resync
 
@@ -341,6 +342,30 @@ def test_a_manifest_without_connections_waits_for_those_of_every_rank(scene) -> 
     assert len(at.sessions) == 1 and one.told[-1] == COME_BACK
     at.give(one, Flows([flow(0, 1), flow(0, 1, channel=1)]))
     assert one.ended[0].startswith("manifest: ")  # the job has one channel
+
+
+def test_ranks_that_do_not_come_are_said_once_a_start(scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall before one host: nothing else would say why the job is not followed."""
+    monkeypatch.setattr(membership, "LOOK_SECONDS", 0.0)
+    at = scene()
+    first = at.join(0, instance="one")
+    at.turn()
+    assert at.events("incomplete") == [], "it may come later"
+    monkeypatch.setattr(membership, "ABSENT_SECONDS", 0.0)
+    for _ in range(2):
+        at.turn()
+    (said,) = at.events("incomplete")
+    assert (said["run_id"], said["ranks"], said["absent"]) == ("synth-0", 2, [1])
+    assert said["why"].startswith("1 of 2 ranks have not come")
+    at.group.leave(first.member)
+    second = at.join(0, instance="another")  # the job is started again
+    at.turn()
+    assert len(at.events("incomplete")) == 2
+    at.group.leave(second.member)
+    at.join(0, instance="yet another")
+    at.join(1, instance="of rank 1")
+    at.turn()
+    assert len(at.events("incomplete")) == 2, "all are here"
 
 
 def test_connections_that_changed_are_another_job(scene) -> None:

@@ -298,6 +298,30 @@ def test_a_checkpoint_that_cannot_be_written_is_said(tmp_path) -> None:
     assert said == [("problem", {"name": "a", "why": "/out: no space"})]
 
 
+@pytest.mark.parametrize("which", ["writer", "pin"])
+def test_a_checkpoint_for_which_there_is_no_thread_is_said(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """The group's thread goes on, the slot is given back, and the next checkpoint is written."""
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == f"flowcheck {which} a":
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    said: list[tuple[str, dict[str, Any]]] = []
+    writer, replica = Writer(lambda event, **fields: said.append((event, fields))), FakeReplica()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        writer.write("a", replica, tmp_path, "")  # type: ignore[arg-type]
+    assert [(event, fields["why"]) for event, fields in said] == [
+        ("problem", f"step {replica.step} is not written: can't start new thread")] and not replica.pins
+    writer.write("a", replica, tmp_path, "")  # type: ignore[arg-type]
+    writer.close()
+    assert said[-1][0] == "written"
+
+
 def test_a_version_that_cannot_be_pinned_holds_nobody_up(tmp_path) -> None:
     class Closed(FakeReplica):
         def pinned(self) -> Any:

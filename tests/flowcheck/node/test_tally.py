@@ -171,20 +171,45 @@ def test_rows_are_bounded_and_those_of_the_start_before_go() -> None:
 )
 def test_a_condition_holds_from_one_event_to_another(condition: str, begins: str, ends: str) -> None:
     clock = Clock()
-    made = tally((begins, {"name": "dp0"}), clock=clock)
+    made = tally((begins, {"name": "dp0", "elements": 9}), clock=clock)
     clock.now += 5
-    made.hear(begins, {"name": "dp0"})
-    made.hear(begins, {"name": "dp1"})
+    made.hear(begins, {"name": "dp0", "elements": 9})
+    made.hear(begins, {"name": "dp1", "elements": 9})
     assert group(made)["since"] == {condition: START}
     made.hear(ends, {"name": "dp0"})
     assert group(made)["since"] == {} and group(made, "dp1")["since"] == {condition: START + 5}
+
+
+def begun(elements: int) -> dict[str, Any]:
+    return {"name": "dp0", "iteration": 4, "elements": elements, "kernels": "k", "why": "w"}
+
+
+def test_nothing_is_stale_where_a_replica_was_taken_up() -> None:
+    """It is said to begin, and no `patched` follows."""
+    made = tally(attached(), ("begun", begun(0)))
+    assert group(made)["since"] == {}
+    made.hear("begun", begun(9))
+    assert group(made)["since"].keys() == {"stale"}
+
+
+def test_a_version_of_a_peer_ends_what_was_lost_and_what_was_stale() -> None:
+    made = tally(attached(), ("lost", {"name": "dp0", "why": "w", "serves": 3, "dropped": {}}), ("begun", begun(9)))
+    assert group(made)["since"].keys() == {"lost", "stale"}
+    made.hear("caught_up", {"name": "dp0", "step": 5, "iteration": 5, "source": "s", "bytes": 9, "seconds": 0.1})
+    assert group(made)["since"] == {}
+
+
+def test_a_job_that_lacks_ranks_is_seen() -> None:
+    """It was never attached: the page and the alerts know of it all the same."""
+    made = tally(("incomplete", {"name": "dp0", "run_id": "r", "ranks": 8, "absent": [7], "why": "w"}))
+    assert (group(made)["ranks"], group(made)["ended"], group(made)["status"]) == (8, False, "waiting")
 
 
 @pytest.mark.parametrize("condition", list(module.CONDITIONS))
 def test_a_new_job_has_none_of_them(condition: str) -> None:
     begins = sorted(module.CONDITIONS[condition][0])[0]
     for ends in (attached(), ("end", {"name": "dp0", "run_id": "r", "serves": 3})):
-        assert group(tally((begins, {"name": "dp0"}), ends))["since"] == {}
+        assert group(tally((begins, {"name": "dp0", "elements": 9}), ends))["since"] == {}
 
 
 def test_lost_and_what_ends_it() -> None:
