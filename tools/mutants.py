@@ -104,6 +104,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/node/tokens.py": [f"{NODE}/test_access.py"],
     "flowcheck/checkpoint/directory.py": [f"{FLOW}/checkpoint/test_directory.py", f"{FLOW}/checkpoint/test_reading.py"],
     "flowcheck/checkpoint/fetch.py": [f"{FLOW}/checkpoint/test_fetch.py"],
+    "flowcheck/checkpoint/paths.py": [f"{FLOW}/checkpoint/test_reading.py", f"{FLOW}/checkpoint/test_fetch.py"],
     "flowcheck/checkpoint/files.py": [f"{FLOW}/checkpoint/test_directory.py", f"{FLOW}/checkpoint/test_reading.py"],
     "flowcheck/checkpoint/state.py": [f"{FLOW}/checkpoint/test_state.py"],
     "flowcheck/checkpoint/replica.py": [f"{FLOW}/checkpoint/test_open_replica.py"],

@@ -30,7 +30,8 @@ from typing import Any
 import torch
 
 from flowcheck import __version__
-from flowcheck.checkpoint.files import load_file, opened, path_of, refuse, tensor_sha256, write_file
+from flowcheck.checkpoint.files import load_file, tensor_sha256, write_file
+from flowcheck.checkpoint.paths import opened, path_of, refuse
 from flowcheck.checkpoint.users import write_users
 from flowcheck.control.tensors import DTYPES
 from flowcheck.control.version import (

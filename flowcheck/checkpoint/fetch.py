@@ -29,8 +29,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from flowcheck.checkpoint.directory import Meta, write_step
-from flowcheck.checkpoint.files import path_of, write_file
+from flowcheck.checkpoint.files import write_file
 from flowcheck.checkpoint.identity import Identity, check_directory, check_file, check_noted, folder_of, note
+from flowcheck.checkpoint.paths import path_of
 from flowcheck.control.ask import SECONDS, Node, reader_key
 from flowcheck.control.protocol import token_bytes
 from flowcheck.control.sources import Fetched, addresses, take

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flowcheck.checkpoint.files import readable, refuse
+from flowcheck.checkpoint.paths import readable, refuse
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.user_state import USER_BYTES, UserState
 from flowcheck.durable import fsync_directory, write_synced

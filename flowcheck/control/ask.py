@@ -42,8 +42,8 @@ from flowcheck.control.version import STATUSES, Digest, Version
 from flowcheck.errors import UserError
 
 __all__ = [
-    "COPY", "DISK", "MEMORY", "PARITY", "SECONDS", "STORE", "TIERS", "AskError", "GoneError", "Node", "Offer",
-    "order_of", "reader_key", "spans", "split",
+    "COPY", "DISK", "MEMORY", "PARITY", "SECONDS", "STORE", "TIERS", "AskError", "BusyError", "GoneError", "Node",
+    "Offer", "order_of", "reader_key", "spans", "split",
 ]
 
 MEMORY, COPY, DISK, PARITY, STORE = "memory", "copy", "disk", "parity", "store"
@@ -163,7 +163,9 @@ class Node:
         self.received = 0  # bytes of tensors
         self.silent: list[str] = []  # tiers
         self.withheld: list[str] = []  # reasons
+        self.seconds = seconds
         self.failed: Counter[str] = Counter()  # by tier: how many versions proved bad, or could not be had
+        self.gone: set[str] = set()  # versions that were refused as if they had made room
         self.epochs: dict[str, int] = {}  # the newest of each run of which it has anything, withheld or not
 
     def again(self, seconds: float | None = None) -> Node:
@@ -435,7 +437,11 @@ def _place(name: str, digest: Digest, given: torch.Tensor | None) -> Received:
     if given is not None and given.device.type == "cpu" and given.is_contiguous() and not (
             given.is_neg() or given.is_conj()):  # views whose memory is not what they say
         return Received(name, given, digest.sha256, None)
-    tensor = torch.empty(digest.spec.shape, dtype=getattr(torch, digest.spec.dtype), device="cpu")
+    try:
+        tensor = torch.empty(digest.spec.shape, dtype=getattr(torch, digest.spec.dtype), device="cpu")
+    except (RuntimeError, MemoryError) as error:
+        raise AskError(f"no memory for tensor {name!r}, {list(digest.spec.shape)}: {str(error).splitlines()[0][:200]}"
+                       ) from None
     return Received(name, tensor, digest.sha256, given)
 
 
@@ -451,12 +457,18 @@ def _refusal(response: http.client.HTTPResponse, where: str) -> AskError:
     why = f"refused: {said if isinstance(said, str) and said else f'status {response.status}'}"
     if response.status == 404:
         return GoneError(why, where=where)
-    hashed = told.get("hashed") if isinstance(told, dict) and response.status == 503 else None
-    return _Unhashed(why, hashed, where) if type(hashed) is int else AskError(why, where=where)
+    if response.status != 503:
+        return AskError(why, where=where)
+    hashed = told.get("hashed") if isinstance(told, dict) else None
+    return _Unhashed(why, hashed, where) if type(hashed) is int else BusyError(why, where=where)
 
 
 class GoneError(AskError):
-    """It made room for a newer version since it was listed."""
+    """It cannot be read. Most often it made room for a newer version since it was listed."""
+
+
+class BusyError(AskError):
+    """Others are being read, and there is no slot or memory for another. Not for long."""
 
 
 class _Unhashed(AskError):

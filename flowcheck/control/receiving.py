@@ -45,6 +45,7 @@ class Source(Protocol):
     """A node, as ask.py has it."""
 
     received: int
+    seconds: float  # that it may be silent
 
     def open(self, path: str, first: int = 0) -> http.client.HTTPResponse:
         """The answer to a request, from byte `first` on."""
@@ -89,7 +90,7 @@ class Stream:
     def _some(self, views: deque[memoryview]) -> int:
         """One byte at least, into these."""
         while True:
-            if self._waited > SECONDS + self._at / RATE:
+            if self._waited > max(SECONDS, self._node.seconds) + self._at / RATE:
                 raise AskError(f"too slow: {self.size - self._at} bytes still missing", where=self._where)
             if self._response is None:
                 self._open()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from flowcheck.control.ask import MOST_FAILED, TIERS, AskError, GoneError, Node, Offer, split
+from flowcheck.control.ask import MOST_FAILED, TIERS, AskError, BusyError, GoneError, Node, Offer, split
 from flowcheck.control.user_state import UserState
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.errors import EnvironmentProblem, UserError
@@ -27,6 +27,8 @@ from flowcheck.errors import EnvironmentProblem, UserError
 __all__ = ["Fetched", "Found", "Key", "NoSource", "addresses", "choose", "fetch", "look", "offers_of", "take"]
 
 MOST_ROUNDS = 16
+BUSY_SECONDS = 30.0  # a version that is not read any more is held for 20
+AGAIN_SECONDS = 1.0
 Key = tuple[int, int]  # epoch and step: what orders the versions of a run
 
 
@@ -60,6 +62,10 @@ class Found:
             if out.get(key) != "verified":
                 out[key] = offer.status
         return out
+
+    def chosen(self, run_id: str | None, shard: str | None) -> tuple[str | None, str | None]:
+        """What was asked for, or the only one there was: it stays that one, whatever is there later."""
+        return (self.run_id if self.places else run_id), (self.shard if self.places else shard)
 
     def with_user(self, rank: int) -> set[Key]:
         """Versions of which somebody has that rank's own state."""
@@ -109,9 +115,15 @@ def _is_name(host: str) -> bool:
 def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
     """Ask every node what it has. run_id, shard: None takes the only one that there is.
 
-    Raises UserError where several runs or shards are there and it was not said which.
+    Raises UserError where several runs or shards are there and it was not said which; and where there is one that has a
+    name, as shards of jobs with several have, while a node that may have another does not answer.
     """
     answers = offers_of(nodes)
+    for node, answer in zip(nodes, answers, strict=True):
+        for offer in answer if not isinstance(answer, str) else ():
+            if offer.id in node.gone:  # it is listed still: it has not made room, it cannot be read
+                node.failed[offer.tier] += 1
+        node.gone.clear()
     absent = (
         *(answer for answer in answers if isinstance(answer, str)),
         *(f"{node.name}, {tier}: did not say in time what it has" for node in nodes for tier in node.silent),
@@ -121,7 +133,11 @@ def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
     offered = [(node, offer) for node, answer in zip(nodes, answers, strict=True) if not isinstance(answer, str)
                for offer in answer if node.failed[offer.tier] < MOST_FAILED]
     run_id, of_run = _only("run_id", run_id, offered)
+    said = shard
     shard, places = _only("shard", shard, of_run)
+    if said is None and shard and (gone := [answer for answer in answers if isinstance(answer, str)]):
+        raise UserError(f"there is shard {shard!r}, and whoever may have another one did not answer: {'; '.join(gone)}",
+                        where="shard", remedy="say shard=, as this rank has it")
     lacks = other = ""
     if offered and not of_run:
         lacks, other = "run", f"nothing is of run {run_id!r}; there is {_named('run_id', offered)}"
@@ -203,14 +219,17 @@ def fetch(
     for node, offer in sorted(places, key=lambda place: -len(ranks(place[1]))):
         before = node.received
         try:
-            version = node.version(offer)
+            version = _version(node, offer)
             _fits(version, into)
             model = node.tensors(offer, version, MODEL, into)
             state = split(node.tensors(offer, version, OPTIMIZER, {}))
             users = {rank: node.user(offer, rank) for rank in ranks(offer)}
         except AskError as error:
             passed.append(f"{error.where or node.name}: {error.what}")
-            node.failed[offer.tier] += not isinstance(error, GoneError)
+            if isinstance(error, GoneError):
+                node.gone.add(offer.id)
+            elif not isinstance(error, BusyError):
+                node.failed[offer.tier] += 1
             continue
         finally:
             node.close()
@@ -223,6 +242,20 @@ def fetch(
     )
 
 
+def _version(node: Node, offer: Offer) -> Version:
+    """Its manifest. A version that proved bad is held for some seconds after that, and its node may have no slot for
+    another. Raises AskError."""
+    end = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            return node.version(offer)
+        except BusyError:
+            if time.monotonic() > end:
+                raise
+        node.close()
+        time.sleep(AGAIN_SECONDS)
+
+
 def take(
     nodes: Sequence[Node], run_id: str | None, shard: str | None, step: int | None, users: bool = False
 ) -> Fetched:
@@ -232,6 +265,7 @@ def take(
     bad: list[Key] = []
     for _ in range(MOST_ROUNDS):
         found = look(nodes, run_id, shard)  # anew each time: what was there may have made room for newer versions
+        run_id, shard = found.chosen(run_id, shard)
         key = choose([found.versions], step=step, bad=bad)
         if key is None:
             break

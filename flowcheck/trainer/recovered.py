@@ -78,7 +78,7 @@ class Recovered:
             raise UserError(f"{self!r} is of another optimizer: {what}; here is {type(optimizer).__name__} of"
                             f" {sizes[1]}", where="recover", remedy="the optimizer of the job that made it")
         # All of it is made before any of it is loaded: who is refused goes on with what he had.
-        values = {name: _placed(name, value, held[name]) for name, value in self.model.items()}
+        values = {name: _placed(name, value, held[name], exact=True) for name, value in self.model.items()}
         state = {
             number: {key: value if key == "step" else _placed(key, value, parameters[number])
                      for key, value in values.items()}
@@ -95,7 +95,10 @@ class Recovered:
                             remedy="a node and trainers that keep it; without it seed them: `recovered.rng` is empty")
         restore_rng(self.rng)
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # nodes' own words are in it, and any terminal may have to show them
+        return self._words().encode("utf-8", "backslashreplace").decode()
+
+    def _words(self) -> str:
         not_taken = f"; not taken: {'; '.join(self.passed)}" if self.passed else ""
         if not self:
             of = f" of run {self.run_id!r}" if self.run_id else ""
@@ -107,12 +110,15 @@ class Recovered:
         )
 
 
-def _placed(name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A value in the form of what it goes into."""
+def _placed(name: str, value: torch.Tensor, like: torch.Tensor, exact: bool = False) -> torch.Tensor:
+    """A value in the form of what it goes into. exact: of its type, too."""
     here = local(like).shape
     if value.shape != here:
         raise UserError(f"{name} has the shape {list(value.shape)}, and here {list(here)}", where="recover",
                         remedy="the same layout of replicas and shards, and shard= as this rank has it")
+    if exact and value.dtype != like.dtype:  # torch would round it without a word
+        raise UserError(f"{name} is {value.dtype}, and here {like.dtype}", where="recover",
+                        remedy="a model of the type that was trained; load_state_dict converts what is wanted so")
     if not isinstance(like, DTensor):
         return value
     return DTensor.from_local(value.to(like.device), like.device_mesh, like.placements, run_check=False,

@@ -88,6 +88,7 @@ def recover(
         tls, own = context_of(ca), _own(rank)
         asked = [Node(address, reader_key(token_of(token)), seconds, tls) for address in addresses(_nodes(nodes))]
     except FlowcheckError as error:
+        _log.error("flowcheck: %s", error.message())  # now: the others may never come
         with suppress(EnvironmentProblem):  # whoever does not come will not wait, either
             ranks.exchange({"wrong": error.what})
         raise
@@ -97,7 +98,9 @@ def recover(
     for _ in range(MOST_ROUNDS):
         found: Found | UserError
         try:
-            found = look(asked, run_id, shard)  # anew each time: what was there may have made room for newer versions
+            with ranks.busy():
+                found = look(asked, run_id, shard)  # anew each time: what was there may have made room for newer ones
+            run_id, shard = found.chosen(run_id, shard)
         except UserError as error:
             found = error
         said = ranks.exchange({"wants": wants, **_first(found, own)})
@@ -186,13 +189,13 @@ class _Got:
     fetched: Fetched | None = None
     optimizer: dict[str, Any] = field(default_factory=dict)
     why: str = ""
-    wrong: UserError | None = None
+    wrong: Exception | None = None
     state: dict[str, Any] = field(default_factory=dict)
     why_no_state: str = ""
 
     def said(self, shard: str, own: int | None) -> dict[str, Any]:
         return {
-            "why": self.why, "wrong": self.wrong.what if self.wrong is not None else "", "shard": shard,
+            "why": self.why, "wrong": _said(self.wrong), "shard": shard,
             "digest": _digest(self.fetched.version) if self.fetched is not None else "",
             "own": own, "has": bool(self.state),
         }
@@ -203,7 +206,7 @@ def _get(found: Found, key: Key, into: Mapping[str, torch.Tensor], own: int | No
         fetched = fetch(found, key, into, lambda offer: _wanted(offer, own))
     except NoSource as error:
         return _Got(why=error.what)
-    except UserError as error:
+    except Exception as error:  # arguments that do not fit; or a fault of ours: the others have to hear of it, too
         return _Got(wrong=error)
     try:
         optimizer = torch_state(fetched.version.optimizer, fetched.state, fetched.version.rounding, "recover")
@@ -213,10 +216,18 @@ def _get(found: Found, key: Key, into: Mapping[str, torch.Tensor], own: int | No
     return _Got(fetched, optimizer, state=state, why_no_state=why)
 
 
+def _said(error: Exception | None) -> str:
+    if error is None:
+        return ""
+    return error.what if isinstance(error, FlowcheckError) else f"{type(error).__name__}: {error}"
+
+
 def _digest(version: Version) -> str:
     """What the version is: the same wherever it lies."""
-    files = {file: {name: digest.sha256 for name, digest in tensors.items()} for file, tensors in version.files.items()}
-    return hashlib.sha256(json.dumps([files, version.optimizer], sort_keys=True, default=str).encode()).hexdigest()
+    files = {file: {name: [digest.sha256, digest.spec.dtype, digest.spec.shape] for name, digest in tensors.items()}
+             for file, tensors in version.files.items()}
+    text = json.dumps([files, version.optimizer, version.rounding], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _reasons(said: Sequence[Mapping[str, Any]], key: Key) -> list[str]:
@@ -292,7 +303,8 @@ def _as_given(optimizer: dict[str, Any], groups: list[dict[str, Any]], options: 
     steps = [one for one in said if isinstance(one, list)]
     if len(steps) < len(groups):  # not said: all are, and no group is without
         steps = [[True] * len(group["params"]) for group in there] if len(groups) == len(there) else []
-    if [sum(map(bool, one)) for one in steps if any(one)] != [len(group["params"]) for group in there]:
+    sizes = [sum(map(bool, one)) for one in steps if any(one)]
+    if len(steps) < len(groups) or sizes != [len(group["params"]) for group in there]:
         return optimizer  # of another optimizer, or of a rank that has several shards
     made, left, first = [], list(there), 0
     for group, which in zip(groups, steps, strict=True):

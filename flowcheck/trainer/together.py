@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -30,6 +29,7 @@ __all__ = ["TOGETHER_SECONDS", "Ranks", "ranks_of"]
 
 PREFIX = "flowcheck/recover"  # of names in torch.distributed's store
 POLL_SECONDS = 0.02
+MOST_PAUSE_SECONDS = 0.5
 TOGETHER_SECONDS = 600.0  # that ranks wait for each other without a sign of life
 STEP_SECONDS = 10.0  # between two looks at that
 BEAT_SECONDS = 5.0
@@ -105,19 +105,17 @@ class _Together:
 
     def _get(self, name: str, rank: int, deadline: float) -> bytes:
         """What that rank has to say."""
-        beat = ""
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                self._store.wait([name], timedelta(seconds=max(1.0, min(left, STEP_SECONDS))))
-                break
-            except (RuntimeError, ValueError) as error:  # nothing yet; or the store is gone, as the next call says
-                now = self._beat(rank)
-                if now != beat:
-                    beat, deadline = now, max(deadline, time.monotonic() + TOGETHER_SECONDS)
-                elif time.monotonic() >= deadline:
-                    raise _silent(rank, str(error).splitlines()[0]) from None
-                time.sleep(POLL_SECONDS)  # a store that is gone says so at once
+        beat, pause, look = "", POLL_SECONDS, time.monotonic() + STEP_SECONDS
+        while not _asked(rank, self._store.check, [name]):  # its own `wait` prints a stack each time that it is in vain
+            now = time.monotonic()
+            if now >= look:
+                look, lives = now + STEP_SECONDS, self._beat(rank)
+                if lives != beat:
+                    beat, deadline = lives, max(deadline, now + TOGETHER_SECONDS)
+            if now >= deadline:
+                raise _silent(rank, f"nothing came of it in {TOGETHER_SECONDS:g} s")
+            time.sleep(pause)
+            pause = min(1.2 * pause, MOST_PAUSE_SECONDS)
         said: bytes = _asked(rank, self._store.get, name)
         return said
 
@@ -136,7 +134,8 @@ class _Together:
         def lives() -> None:
             while not over.wait(BEAT_SECONDS):
                 try:
-                    self._store.set(f"{self._session}/lives/{self._rank}", f"{self._round} {next(number)}")
+                    if self._session:  # else nobody looks
+                        self._store.set(f"{self._session}/lives/{self._rank}", f"{self._round} {next(number)}")
                 except (RuntimeError, ValueError):
                     return  # the next exchange says what is wrong
 

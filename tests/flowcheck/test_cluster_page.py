@@ -19,12 +19,12 @@ MODULES = {"flowcheck": "flowcheck", "flowcheck-node": "flowcheck.node"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What somebody has who has followed the page so far. The NIC is the loopback."""
+    """What somebody has who has followed the page so far. The NIC and the node's address are the loopback's."""
     path = tmp_path_factory.mktemp("cluster")
     (yaml,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
     (toml,) = re.findall(r"```toml\n(.*?)```", PAGE, re.DOTALL)
     (path / "topology.yaml").write_text(yaml)
-    (path / "node.toml").write_text(toml.replace("af_packet:eth1", "af_packet:lo"))
+    (path / "node.toml").write_text(toml.replace("af_packet:eth1", "af_packet:lo").replace("10.0.1.2:", "127.0.0.1:"))
     (path / "token").write_text("a token that only tests have\n")
     shutil.copy(ROOT / "pcaps/ring2-ll.pcap", path / "mirror.pcap")
     return path

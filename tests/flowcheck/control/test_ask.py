@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control import ask, receiving
+from flowcheck.control import ask
 from flowcheck.control.ask import AskError, Node, Offer, reader_key, split
 from flowcheck.control.version import MODEL, OPTIMIZER
 
@@ -310,7 +310,8 @@ def test_a_version_that_is_gone_by_now(api: HandApi, node: Node) -> None:
 
 
 def test_a_file_that_trickles(api: HandApi, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "SECONDS", -1.0)  # what the deadline adds to the time that the bytes may take
+    monkeypatch.setattr(receiving, "SECONDS", -1.0)
+    node.seconds = -1.0  # what the deadline adds to the time that the bytes may take
     assert refused(lambda: model_of(node)).startswith("too slow: ")
 
 

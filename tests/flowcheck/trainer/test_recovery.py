@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,16 @@ import torch
 import torch.distributed as dist
 
 import flowcheck
+from flowcheck.control import sources
 from flowcheck.control.user_state import pack
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import EnvironmentProblem, FlowcheckError, UserError
 from flowcheck.trainer import recovery
 from flowcheck.trainer import together as together_ranks
 from flowcheck.trainer.recovery import Recovered, recover
 from flowcheck.trainer.user import rng_state
 
 from ..hand_api import TOKEN, HandApi, HandVersion, seal
+from ..hand_node import until
 
 U = "unverified"
 
@@ -31,10 +35,10 @@ def api() -> Iterator[HandApi]:
         yield made
 
 
-def problem(call: Any, *given: Any, **named: Any) -> EnvironmentProblem:
-    with pytest.raises(EnvironmentProblem) as caught:
+def problem(call: Any, *given: Any, **named: Any) -> FlowcheckError:
+    with pytest.raises(FlowcheckError) as caught:
         call(*given, **named)
-    assert caught.value.remedy
+    assert caught.value.remedy and isinstance(caught.value, EnvironmentProblem | UserError)
     return caught.value
 
 
@@ -457,14 +461,135 @@ def test_a_tier_whose_versions_are_bad_hides_no_other() -> None:
         assert "3 of its versions were not good" in problem(recover, broken.name, token=TOKEN).what, "nor a fresh start"
 
 
+class Leaving(HandApi):
+    """Whose versions from step 10 on leave as soon as they are asked for."""
+
+    def _body(self, request: Any) -> tuple[int, bytes]:
+        for one in self.versions:
+            if one.offer["step"] >= 10 and f"/{one.id}/" in request.path:
+                self.versions.remove(one)
+                return 404, b'{"why": "it made room"}'
+        return super()._body(request)
+
+
 def test_versions_that_made_room_do_not_count_against_their_tier() -> None:
     """A job that runs replaces what was listed, again and again; its memory is not broken."""
-    listed = [HandVersion(step) for step in range(10, 15)]
-    with HandApi(*listed, HandVersion(5)) as api:
-        for one in listed:
-            api.answers[f"/v1/versions/{one.id}/manifest.json"] = 404, b'{"why": "it made room"}'
+    with Leaving(*(HandVersion(step) for step in range(10, 15)), HandVersion(5)) as api:
         recovered = recover(api.name, token=TOKEN)
     assert recovered.step == 5 and not any("not good" in why for why in recovered.passed)
+
+
+def test_but_those_that_are_listed_still_do() -> None:
+    """A node says the same of a file that its disk does not give any more."""
+    listed = [HandVersion(step, tier="disk") for step in range(10, 40)]
+    with HandApi(*listed) as broken, HandApi(HandVersion(6)) as good:
+        for one in listed:
+            broken.answers[f"/v1/versions/{one.id}/manifest.json"] = 404, b'{"why": "cannot be read"}'
+        recovered = recover([broken.name, good.name], token=TOKEN)
+    assert recovered.step == 6
+    assert f"{broken.name}, disk: 3 of its versions were not good, and it is asked for no more" in recovered.passed
+
+
+def test_a_node_without_a_slot_for_another_reader_is_asked_again(
+    api: HandApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "AGAIN_SECONDS", 0.01)
+    path = f"/v1/versions/{api.versions[0].id}/manifest.json"
+    api.answers[path] = 503, b'{"why": "no slot is left"}'
+    heard = threading.Thread(target=lambda: (until(lambda: api.asked_for(path) > 2), api.answers.clear()))
+    heard.start()
+    assert recover(api.name, token=TOKEN).step == 7
+    heard.join()
+
+
+def test_one_that_stays_without_is_not_a_bad_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(sources, "BUSY_SECONDS", 0.05)
+    busy = [HandVersion(step) for step in range(10, 15)]
+    with HandApi(*busy, HandVersion(5)) as api:
+        for one in busy:
+            api.answers[f"/v1/versions/{one.id}/manifest.json"] = 503, b'{"why": "no slot is left"}'
+        recovered = recover(api.name, token=TOKEN)
+    assert recovered.step == 5 and not any("not good" in why for why in recovered.passed)
+    assert any("refused: no slot is left" in why for why in recovered.passed)
+
+
+def test_a_tensor_for_which_there_is_no_memory_is_named(api: HandApi) -> None:
+    """Of the newest version; an older one that fits is taken."""
+    version = api.versions[0]
+    entry = version.document["files"]["model.safetensors"]["tensors"]["w"]
+    entry["shape"] = [1 << 46]
+    version.document = seal(version.document)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1 << 46], "data_offsets": [0, 1 << 48]},
+                         "b": {"dtype": "F32", "shape": [1], "data_offsets": [1 << 48, (1 << 48) + 4]}}).encode()
+    version.files["model.safetensors"] = len(header).to_bytes(8, "little") + header + bytes(64)
+    recovered = recover(api.name, token=TOKEN)
+    assert recovered.step < 7 and any("step 7" in why for why in recovered.passed)
+
+
+def test_a_fault_of_ours_is_told_to_the_other_ranks(api: HandApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = recovery.fetch
+
+    def fetch(*given: Any) -> Any:
+        if given[2]:  # into: of rank 1
+            raise RuntimeError("a bug")
+        return found(*given)
+
+    monkeypatch.setattr(recovery, "fetch", fetch)
+    errors = together(2, lambda rank: recover(api.name, token=TOKEN, into={"w": torch.zeros(2)} if rank else None))
+    assert isinstance(errors[1], RuntimeError)
+    assert isinstance(errors[0], UserError) and errors[0].what == "rank 1 gave up: RuntimeError: a bug"
+
+
+def test_a_named_shard_is_not_taken_for_the_only_one_while_a_node_is_gone() -> None:
+    """Two groups with a node each, and one of them is down: ranks of that one would take the other's parameters."""
+    with HandApi(HandVersion(7, shard="a")) as api:
+        with HandApi() as gone:
+            pass
+        error = problem(recover, [api.name, gone.name], token=TOKEN)
+        assert isinstance(error, UserError) and error.where == "shard" and gone.name in error.what
+        assert recover([api.name, gone.name], token=TOKEN, shard="a").step == 7
+        assert recover(api.name, token=TOKEN).step == 7
+
+
+def test_a_run_that_was_the_only_one_stays_chosen() -> None:
+    """Its newest version proves bad, and by then there is another run."""
+
+    class Joined(HandApi):
+        def _body(self, request: Any) -> tuple[int, bytes]:
+            if request.path.endswith("model.safetensors") and len(self.versions) == 2:
+                self.versions.append(HandVersion(50, run_id="another"))
+            return super()._body(request)
+
+    with Joined(HandVersion(7), HandVersion(6)) as joined:
+        spoil(joined.versions[0])
+        recovered = recover(joined.name, token=TOKEN)
+    assert (recovered.run_id, recovered.step) == ("run", 6)
+
+
+def test_what_a_node_says_can_be_shown(api: HandApi) -> None:
+    api.withheld = [{**HandVersion(70).offer, "why": "half a \ud800"}]
+    recovered = recover(api.name, token=TOKEN)
+    assert repr(replace(recovered, passed=("half a \ud800",))).encode()
+
+
+def test_a_model_of_another_type_is_not_rounded_into(api: HandApi) -> None:
+    model = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)),
+                                    "b": torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))})
+    with pytest.raises(UserError, match=r"w is torch.float32, and here torch.bfloat16"):
+        recover(api.name, token=TOKEN).load(model, torch.optim.SGD(model.values(), lr=1.0, momentum=0.5))
+    assert model["w"].tolist() == [0.0, 0.0]
+
+
+def test_groups_of_no_parameters_are_not_matched(api: HandApi) -> None:
+    """A version of an optimizer without groups, and a rank that said two of them."""
+    api.versions[0].document["optimizer"]["groups"] = []
+    api.versions[0].document = seal(api.versions[0].document)
+    api.versions[0].files["optimizer.safetensors"] = HandVersion(7, state={}).files["optimizer.safetensors"]
+    api.versions[0].document["files"]["optimizer.safetensors"] = {"bytes": 0, "tensors": {}}
+    api.versions[0].document = seal(api.versions[0].document)
+    api.versions[0].give(0, own(7, rank=0, groups=[{"lr": 0.1}, {"lr": 0.2}]))
+    assert recover(api.name, token=TOKEN, rank=0).step == 7
 
 
 @pytest.mark.parametrize(("name", "value"), [
