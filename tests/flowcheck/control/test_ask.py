@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control import ask
+from flowcheck.control import ask, receiving
 from flowcheck.control.ask import AskError, Node, Offer, reader_key, split
 from flowcheck.control.version import MODEL, OPTIMIZER
 
