@@ -288,6 +288,8 @@ class _PcapngScan:
             self.file.bad(offset, f"a packet of interface {interface}, only {len(self.snaplens)} are described")
         if captured > room:
             self.file.bad(offset, f"bad packet block: {captured} bytes captured, the block has room for {room}")
+        if self.first_snaplen and captured > self.first_snaplen:  # libpcap reads no further
+            self.file.bad(offset, f"bad packet block: {captured} bytes captured of {self.first_snaplen} at most")
         self.file.check_frame(offset, captured, original)
         totals = self.totals
         totals.packets += 1

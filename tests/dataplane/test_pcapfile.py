@@ -185,6 +185,8 @@ def test_bad_pcapng_blocks(captures, scan_bytes):
     )
     fields = struct.pack("<IIIII", 0, 0, 0, 64, 64)
     refused(scan_bytes, head + captures.block("<", 6, fields + record.data), "has room for 60", offset=at)
+    small = captures.section("<") + captures.interface("<", snaplen=59)
+    refused(scan_bytes, small + packet, "60 bytes captured of 59 at most", offset=at)
     option = struct.pack("<HHI", 1, 0, 65535) + struct.pack("<HH", 9, 40)
     refused(scan_bytes, captures.section("<") + captures.block("<", 1, option), "beyond the block", offset=28)
     wrong = captures.block("<", 0x0A0D0D0A, struct.pack("<IHHq", 0x11223344, 1, 0, -1))
