@@ -230,7 +230,8 @@ def test_nobody_waits_for_who_does_not_read_and_what_found_no_room_is_counted(ca
         taken += b"" if taken.endswith(b"\n") else take(reading, b"\n")
         numbers = [int(text.split()[2].rstrip(b",")) for text in taken.splitlines() if text.startswith(b"lost")]
         (unsaid,) = [text for text in taken.splitlines() if text.startswith(b"unsaid")]
-        assert numbers == list(range(len(numbers))) and len(numbers) >= MOST
+        assert numbers[:MOST] == list(range(MOST)), "there is room for these, whoever runs when"
+        assert numbers == sorted(set(numbers))  # the pipe takes some more, as soon as the thread that prints runs
         assert unsaid == (f"unsaid: count {said - len(numbers)}, why standard output did not take events as fast as"
                           " they came").encode()
         say("stopped")
