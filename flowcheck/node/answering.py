@@ -9,6 +9,7 @@ A client has so long to ask, to take what it asked for, and to shake hands; the 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -167,6 +168,8 @@ def main() -> int:
     glance = Glance(said["board"]) if said["board"] >= 0 else None
     server = server_of(make_app(shelves, lambda: settings.keys, glance, streams), settings.listening())
     threading.Thread(target=_follow, args=(server, settings), daemon=True).start()
+    gc.collect()
+    gc.freeze()  # what stays: it is not looked through each time
     serve(server, socket.socket(fileno=said["socket"]))
     os._exit(0)  # calls to a store that hang are not waited for
 

@@ -47,6 +47,7 @@ from flowcheck.control.ask import COPY, DISK, MEMORY
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError
+from flowcheck.node.allocator import give_back
 from flowcheck.node.api_description import describe
 from flowcheck.node.board import Glance
 from flowcheck.node.holdings import Gone, Held, Holding, Pressed, Shelf, Withheld
@@ -60,6 +61,7 @@ __all__ = ["OPEN", "make_app", "may"]
 PIECE = 4 << 20  # bytes, between two looks whether the version is still held; copied for that, but from memory
 LOOK_SECONDS = 5.0  # that a tier may take to list what it has
 EXPIRE_SECONDS = 1.0
+TIDY_SECONDS = 60.0
 HASH_SECONDS = 0.5  # that a question waits for hashes: less than anybody waits for a byte
 VERSIONS = "/v1/versions"
 OWN = (MEMORY, COPY, DISK)  # tiers for which nobody else is asked
@@ -183,8 +185,13 @@ class _Api:
 
     async def _expire(self) -> None:
         under_way: dict[str, Future[None]] = {}
+        now = asyncio.get_running_loop().time
+        tidied = now()
         while True:
             await asyncio.sleep(EXPIRE_SECONDS)
+            if now() - tidied >= TIDY_SECONDS:
+                give_back()
+                tidied = now()
             for tier, shelf in self._shelves.items():
                 if tier not in under_way or under_way[tier].done():  # else its files hang
                     under_way[tier] = self._threads[tier].submit(shelf.expire)
@@ -256,7 +263,7 @@ class _Api:
 
     async def _file(self, request: Request) -> Response:
         tier, held = await self._held(request)
-        file = request.url.path.rpartition("/")[2]
+        file = request.scope["path"].rpartition("/")[2]
         size = await self._on(tier, held.size, file)
         span = span_of(request.headers.get("range"), size)
         if span is None:
@@ -296,7 +303,7 @@ class _Api:
     async def _held(self, request: Request) -> tuple[str, Held]:
         id = request.path_params["id"]
         tier = next((tier for tier in self._shelves if id.startswith(tier[0])), "")
-        if not tier or (tier == ROW) != request.url.path.startswith(PIECES):
+        if not tier or (tier == ROW) != request.scope["path"].startswith(PIECES):
             raise Gone("there is no such version", where=id[:64])
         return tier, await self._on(tier, self._shelves[tier].hold, id)
 

@@ -197,7 +197,8 @@ class _InMemory(Held):
 
     @property
     def progress(self) -> tuple[int, int]:
-        return (self._work.hashed, self._work.total) if self._work is not None else super().progress
+        work = self._work  # which may be over at any moment
+        return (work.hashed, work.total) if work is not None else super().progress
 
     def manifest(self) -> bytes:
         """Any thread."""
@@ -212,10 +213,12 @@ class _InMemory(Held):
             text = self._text(version, named, sums.result())
         except BaseException as error:
             self.busy = 0
-            coming.set_exception(error)
+            coming.set_exception(error.with_traceback(None))  # whose frames would keep the tensors
         else:
             self.busy = 0
             coming.set_result(text)
+        finally:
+            self._work = None  # whose callback is this: a circle that would keep the replica's memory, however large
 
     def _text(
         self, version: PinnedVersion, named: Sequence[tuple[str, str, torch.Tensor]], sums: Sequence[str]
@@ -257,8 +260,8 @@ class _InMemory(Held):
 
     def close(self) -> None:
         self._pinned = None
-        if self._work is not None:
-            self._work.end(self._let_go())
+        if (work := self._work) is not None:
+            work.end(self._let_go())
         self._layouts, self._files = {}, {}
         self._stack.close()
 
@@ -411,6 +414,12 @@ class MemoryShelf(Shelf):
             steps = ", ".join(str(held.offer.step) for held in pinned)
             raise Pressed(f"step {steps} is being read, and no slot is left for another", where=holding.path.name)
         return _InMemory(holding, reader, self._kept, self._hashers, self._now())
+
+    def expire(self) -> None:
+        """Also of replicas that were removed: their memory is free when nobody maps them any more."""
+        super().expire()
+        for key in [key for key in self._readers if inode_of(key[0]) != key[1]]:
+            self._readers.pop(key).close()
 
     def close(self) -> None:
         super().close()

@@ -58,6 +58,34 @@ def test_what_was_freed_is_given_back() -> None:
     assert kept("") > 16 * MB, "this C library gives it back by itself: the module is of no use"
 
 
+HOLES = """
+import ctypes, sys
+from flowcheck.node.allocator import give_back
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+def own():
+    status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
+    return int(status["RssAnon"].split()[0]) << 10
+
+taken = [libc.malloc(4096) for _ in range(8192)]
+for one in taken:
+    ctypes.memset(one, 1, 4096)
+for number, one in enumerate(taken):
+    if number % 16 and number != len(taken) - 1:
+        libc.free(one)
+before = own()
+give_back()
+print(before - own())
+"""
+
+
+def test_what_lies_free_between_blocks_is_given_back() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", HOLES], capture_output=True, text=True, timeout=LONGEST)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 24 * MB
+
+
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.timeout(1200)

@@ -8,6 +8,7 @@ import gc
 import json
 import re
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -499,6 +500,34 @@ def test_it_lets_go_of_versions_by_and_by(
 
     asyncio.run(live())
     assert memory.closed.wait(60) and disk.closed.wait(60)
+
+
+def test_it_gives_garbage_back_now_and_then(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what has outlived Python's own looks: a node's process has so much that another look at all is far."""
+    monkeypatch.setattr(api, "EXPIRE_SECONDS", 0.01)
+    monkeypatch.setattr(api, "TIDY_SECONDS", 0.05)
+    collected = threading.Event()
+
+    class Circle:
+        def __init__(self) -> None:
+            self.own = self
+
+    async def live() -> None:
+        told: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+        said: asyncio.Queue[Any] = asyncio.Queue()
+        running = asyncio.create_task(app({"type": "lifespan", "asgi": {"version": "3.0"}}, told.get, said.put))
+        await told.put({"type": "lifespan.startup"})
+        assert (await said.get())["type"] == "lifespan.startup.complete"
+        weakref.finalize(Circle(), collected.set)
+        assert await asyncio.to_thread(collected.wait, 60)
+        await told.put({"type": "lifespan.shutdown"})
+        await running
+
+    gc.disable()  # it comes by nothing else
+    try:
+        asyncio.run(live())
+    finally:
+        gc.enable()
 
 
 # -- the description ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ removed."""
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import shutil
@@ -26,6 +27,8 @@ from updater.errors import NoFreeSlot
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.replica import Replica
+
+from ..hand_node import until
 
 WHOLE = Layout([[BucketSlice("w", 0, 3)]], {"w": (3,)}, [3])
 GROUPS = [(["w"], {"lr": 1.0, "momentum": 0.5})]
@@ -400,6 +403,51 @@ def test_a_replica_that_the_node_removed_is_served_no_more(
         with pytest.raises(Gone):
             call()
     assert memory.look() == []
+
+
+@pytest.mark.parametrize("asked", ["listed", "hashed", "read", "hashed twice", "let go while it is hashed"])
+def test_memory_of_a_replica_that_was_removed_is_free_at_once(
+    make: Callable[..., Replica], memory: MemoryShelf, shm: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """A job that was started again has a new replica, as large as the one before. Nobody asks in between, and the
+    collector may not come for long: whatever was read, the kernel must have the pages back."""
+    make()
+    path = shm / "flowcheck-n-dp0-1.replica"
+
+    def maps() -> int:
+        """Read-only ones: this process has the writer, too."""
+        return sum(str(path) in line and " r--s " in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    slowly = Slowly()
+    if asked.startswith("let go"):
+        monkeypatch.setattr(hashing, "hashlib", slowly)
+    gc.collect()
+    gc.disable()
+    try:
+        id = id_of(memory, 2)
+        assert maps() == 1
+        if asked != "listed":
+            held = memory.hold(id)
+            coming = held.begin()
+            if asked.startswith("let go"):
+                assert slowly.began.wait(60)
+            else:
+                coming.result(60)
+            if asked == "hashed twice":
+                held.begin().result(60)
+            if asked == "read":
+                assert held.read(MODEL, 0, held.size(MODEL)) and held.user
+            del held
+        path.unlink()
+        memory.expire()
+        if asked.startswith("let go"):
+            with pytest.raises(Gone):
+                coming.result(0)
+            slowly.goes_on.set()
+        until(lambda: maps() == 0)  # a thread of the pool may be about to let go of what it has done
+    finally:
+        slowly.goes_on.set()
+        gc.enable()
 
 
 def test_a_replica_of_the_same_name_is_another_one(
