@@ -40,6 +40,7 @@ __all__ = [
 
 UNIONS = 256  # of connections and buckets, that are kept
 
+
 @dataclass(frozen=True)
 class BucketCoverage:
     """One bucket or parameter group of a closed iteration.
@@ -221,7 +222,6 @@ class Carried:
         if key not in self._known:
             self._known[key] = intervals(_final_ranges(self._plan, iteration, place, edge, queues))
         return self._known[key]
-
 
     def together(self, seen: Mapping[int, set[int]], iteration: int, place: BucketPlace) -> np.ndarray:
         """By any of these connections. seen: of each the QPs that were. Kept, as that of each is: there are as

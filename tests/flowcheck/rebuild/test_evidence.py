@@ -4,11 +4,12 @@ import functools
 
 import numpy as np
 import pytest
+import torch
 from parser.machine import Engine
 
 from flowcheck.lab.synth import Synthesis, example_job, generate, sharded_job
 from flowcheck.rebuild import evidence
-from flowcheck.rebuild.evidence import bucket_coverage, data_flows, parameter_bytes
+from flowcheck.rebuild.evidence import bucket_coverage, data_flows, elements_of, parameter_bytes
 from flowcheck.rebuild.intervals import intervals, total
 from flowcheck.rebuild.plan import JobPlan, plan_job
 from flowcheck.rebuild.replica import JobReplica
@@ -69,6 +70,18 @@ def test_data_are_the_bytes_of_the_bucket() -> None:
     assert two.data.tobytes() == bytes(range(128, 164))  # on the next 64 bytes
 
 
+def test_elements_of_a_bucket_lie_in_its_region() -> None:
+    plan, engine = example([20, 9])
+    region = engine.region(2)
+    for place_of in plan.iteration_places(2):
+        elements = elements_of(region, place_of)
+        assert (elements.dtype, elements.shape) == (torch.float32, (place_of.elements,))
+        elements.copy_(torch.arange(place_of.elements) + place_of.index)
+    one, two = bucket_coverage(plan, engine, 2)
+    assert one.tensor().tolist() == [*range(20)]
+    assert two.data.view(np.float32).tolist() == [number + two.place.index for number in range(9)]
+
+
 def test_each_iteration_has_its_own_buckets() -> None:
     plan, engine = example([20, 9])
     assert [found.place.elements for found in bucket_coverage(plan, engine, 0)] == [29]
@@ -98,6 +111,7 @@ def test_an_empty_bucket_is_complete() -> None:
     empty = plan_job(plan.job)
     found = bucket_coverage(empty, FakeEngine(empty.engine), 2)[1]
     assert (found.covered, found.placed, found.missing, found.complete) == (0, (), {}, True)
+    assert (found.tensor().dtype, found.tensor().shape) == (torch.float32, (0,))
 
 
 # -- causes, in their order ---------------------------------------------------------------------------
