@@ -313,9 +313,11 @@ class _Soak:
 
     def _until_published(self) -> None:
         """A version is made of what is trained now. Raises EnvironmentProblem where none is."""
-        last = self._last if self._run.iterations else -1
+        first: int | None = None  # numbers go on from those before a fault, and may not be there yet
         while not any(said["published"] for said in self._iterations()):
-            if self._run.iterations and self._last > last + MOST:
+            if self._run.iterations:
+                first = self._last if first is None else first
+            if first is not None and self._last > first + MOST:
                 raise EnvironmentProblem(f"no version was published in {MOST} iterations", where="flowcheck lab soak",
                                          remedy=f"see the logs in {self._run.out}")
             self._run.train(CHUNK)

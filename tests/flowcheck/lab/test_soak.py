@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from flowcheck.errors import EnvironmentProblem
 from flowcheck.lab.impair import Impairment
 from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import LabRun
-from flowcheck.lab.soak import SETTINGS, Meter, Plan, Report, Sample, Trend, account, soak, trend
+from flowcheck.lab.soak import MOST, SETTINGS, Meter, Plan, Report, Sample, Trend, _Soak, account, soak, trend
 
 from .conftest import lab_of
 
@@ -144,6 +145,38 @@ def test_good_is_only_what_had_faults_and_withstood_them() -> None:
     report.verdicts.clear()
     assert not report.good
     assert any("GROWS" in line for line in Report(trends={"node": Trend(9.0, 1.0, (2, 2), 400)}).lines())
+
+
+class Restarted:
+    """A run whose trainers have just gone on from iteration 4695."""
+
+    out = Path("out")
+
+    def __init__(self, first_published: int) -> None:
+        self.iterations: list[dict[str, int]] = []
+        self.events: list[tuple[str, dict[str, object]]] = []
+        self.next, self.first_published = 4695, first_published
+
+    def train(self, iterations: int) -> None:
+        for number in range(self.next, self.next + iterations):
+            self.iterations.append({"iteration": number})
+            said = {"event": "iteration", "iteration": number, "published": number >= self.first_published}
+            self.events.append(("node0", said))
+        self.next += iterations
+
+
+@pytest.mark.parametrize("after", [0, 500])
+def test_a_job_that_goes_on_from_a_high_number_has_as_long_as_others(after: int) -> None:
+    run = Restarted(4695 + after)
+    _Soak(run, Training(ranks=3), Plan(), print)._until_published()  # type: ignore[arg-type]
+    assert run.events[-1][1]["published"]
+
+
+def test_a_soak_ends_where_no_version_is_made() -> None:
+    run = Restarted(1 << 40)
+    with pytest.raises(EnvironmentProblem, match=f"no version was published in {MOST} iterations"):
+        _Soak(run, Training(ranks=3), Plan(), print)._until_published()  # type: ignore[arg-type]
+    assert run.next > 4695 + MOST
 
 
 @pytest.mark.root
