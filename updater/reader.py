@@ -46,16 +46,13 @@ def not_mine(found: os.stat_result, others: int = 0o022) -> str:
 
 class Reader:
     """An existing replica file. Raises ReplicaError if it is torn, foreign, or another job's. mine: also if it is
-    another user's, or one that others may write to: everybody may put a file into /dev/shm."""
+    another user's, one that others may write to, or a link: everybody may put those into /dev/shm."""
 
     def __init__(
         self, path: str | os.PathLike[str], *, run_id: str | None = None, epoch: int | None = None, mine: bool = False
     ) -> None:
         path = Path(path)
-        self._store, self._path = Store.read(path), path
-        if mine and (why := not_mine(os.fstat(self._store.fd))):
-            self.close()
-            raise ReplicaError(f"{path}: {why}")
+        self._store, self._path = Store.read(path, not_mine if mine else None), path
         self._place = path.absolute()  # a process may go to another directory
         for what, wanted in (("run_id", run_id), ("epoch", epoch)):
             if wanted is not None and self._store.layout[what] != wanted:

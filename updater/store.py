@@ -28,7 +28,7 @@ import os
 import struct
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,17 +151,21 @@ class Store:
         return store
 
     @classmethod
-    def read(cls, path: Path) -> Store:
-        """An existing file, read-only."""
-        return cls._open(path, write=False)
+    def read(cls, path: Path, not_mine: Callable[[os.stat_result], str] | None = None) -> Store:
+        """An existing file, read-only. not_mine: why not, by whose it is; then a link is not followed. It is asked
+        before anything is mapped: who shortens a file that is mapped ends this process (SIGBUS)."""
+        return cls._open(path, write=False, not_mine=not_mine)
 
     @classmethod
-    def _open(cls, path: Path, write: bool) -> Store:
+    def _open(cls, path: Path, write: bool, not_mine: Callable[[os.stat_result], str] | None = None) -> Store:
+        links = os.O_NOFOLLOW if not_mine is not None else 0
         try:
-            fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = os.open(path, (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | os.O_NONBLOCK | links)
         except OSError as error:
             raise ReplicaError(f"{path}: cannot be opened: {error.strerror}") from None
         try:
+            if not_mine is not None and (why := not_mine(os.fstat(fd))):
+                raise ReplicaError(f"{path}: {why}")
             memory, layout, constants, first, stride = cls._map(path, fd, write)
         except BaseException:
             os.close(fd)
@@ -205,7 +209,7 @@ class Store:
             sound = layout["slots"] == slots and all(0 <= need <= room for need, room in spans)
             items = [*layout["constants"], *layout["arrays"]]
             sound = sound and min((item["offset"] for item in items), default=0) >= 0
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError):
             sound = False
         if not sound:
             raise refuse("the layout is none of ours")

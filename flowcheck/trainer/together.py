@@ -108,7 +108,7 @@ class _Together:
         beat, pause, look = "", POLL_SECONDS, time.monotonic() + STEP_SECONDS
         while not _asked(rank, self._store.check, [name]):  # its own `wait` prints a stack each time that it is in vain
             now = time.monotonic()
-            if now >= look:
+            if now >= min(look, deadline):  # it may be over already: others were waited for
                 look, lives = now + STEP_SECONDS, self._beat(rank)
                 if lives != beat:
                     beat, deadline = lives, max(deadline, now + TOGETHER_SECONDS)

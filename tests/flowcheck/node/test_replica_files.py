@@ -17,6 +17,7 @@ from updater.errors import ReplicaError
 from updater.optimizers import OptimizerSpec
 from updater.reader import Reader
 from updater.replica import Replica
+from updater.store import Store
 
 
 def replica(path: Path, run_id: str, step: int, verified: bool = False, start: str = "") -> Path:
@@ -186,6 +187,20 @@ def test_a_link_is_nobodys_replica(tmp_path) -> None:
     (tmp_path / "flowcheck-n-g-1.replica").symlink_to(elsewhere)
     files = ReplicaFiles(tmp_path, "n", "g")
     assert files.foreign == {tmp_path / "flowcheck-n-g-1.replica": "is a link"} and files.found() == []
+    with pytest.raises(ReplicaError, match="symbolic link"), closing(Reader(*files.foreign, mine=True)):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="files can be given to another user by root only")
+def test_nothing_of_another_users_file_is_mapped(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """He may make it shorter at any moment, which ends whoever looks at what is mapped."""
+    foreign = replica(tmp_path / "flowcheck-n-g-1.replica", "run", 5)
+    os.chown(foreign, 12345, -1)
+    mapped: list[object] = []
+    monkeypatch.setattr(Store, "_map", lambda *given: mapped.append(given))
+    with pytest.raises(ReplicaError, match="belongs to user 12345"):
+        Reader(foreign, mine=True)
+    assert not mapped
 
 
 def test_a_file_that_cannot_be_removed_ends_nothing(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
