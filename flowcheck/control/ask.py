@@ -42,8 +42,8 @@ from flowcheck.control.version import STATUSES, Digest, Version
 from flowcheck.errors import UserError
 
 __all__ = [
-    "COPY", "DISK", "MEMORY", "PARITY", "SECONDS", "STORE", "TIERS", "AskError", "BusyError", "GoneError", "Node",
-    "Offer", "order_of", "reader_key", "spans", "split",
+    "COPY", "DISK", "MEMORY", "PARITY", "SECONDS", "STORE", "TIERS", "AskError", "BusyError", "FullError",
+    "GoneError", "Node", "Offer", "order_of", "reader_key", "spans", "split",
 ]
 
 MEMORY, COPY, DISK, PARITY, STORE = "memory", "copy", "disk", "parity", "store"
@@ -106,7 +106,8 @@ class Offer:
         if not sound or min(values["epoch"], values["step"], values["nbytes"]) < 0 or (
                 values["epoch"] >= MOST_EPOCHS or values["nbytes"] > MOST_NBYTES):
             raise AskError("lists a version that is not described", where=where)
-        if values["tier"] not in TIERS or values["status"] not in STATUSES or not values["id"].isalnum():
+        if values["tier"] not in TIERS or values["status"] not in STATUSES or not (
+                values["id"].isascii() and values["id"].isalnum()):
             raise AskError("lists a version of an unknown tier or status", where=where)
         return cls(**values, user=_spans(said.get("user", []), where), age_steps=_age(said.get("age_steps")),
                    age_seconds=_age(said.get("age_seconds")), matches=int(_age(said.get("matches")) or 0),
@@ -459,7 +460,9 @@ def _refusal(response: http.client.HTTPResponse, where: str) -> AskError:
         return GoneError(why, where=where)
     if response.status != 503:
         return AskError(why, where=where)
-    hashed = told.get("hashed") if isinstance(told, dict) else None
+    if not isinstance(told, dict):  # the API itself always says why
+        return FullError("refused: it serves as many as it can at once", where=where)
+    hashed = told.get("hashed")
     return _Unhashed(why, hashed, where) if type(hashed) is int else BusyError(why, where=where)
 
 
@@ -469,6 +472,10 @@ class GoneError(AskError):
 
 class BusyError(AskError):
     """Others are being read, and there is no slot or memory for another. Not for long."""
+
+
+class FullError(BusyError):
+    """It has no connection for another. For as long as others need for what they read."""
 
 
 class _Unhashed(AskError):

@@ -12,14 +12,27 @@ Torch and the standard library.
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 
-from flowcheck.control.ask import MOST_FAILED, TIERS, AskError, BusyError, GoneError, Node, Offer, split
+from flowcheck.control.ask import (
+    MOST_FAILED,
+    TIERS,
+    AskError,
+    BusyError,
+    FullError,
+    GoneError,
+    Node,
+    Offer,
+    split,
+)
 from flowcheck.control.user_state import UserState
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.errors import EnvironmentProblem, UserError
@@ -28,7 +41,9 @@ __all__ = ["Fetched", "Found", "Key", "NoSource", "addresses", "choose", "fetch"
 
 MOST_ROUNDS = 16
 BUSY_SECONDS = 30.0  # a version that is not read any more is held for 20
+QUEUE_SECONDS = 1800.0  # that a node may have no connection left for a file: as many ranks read from it as it serves
 AGAIN_SECONDS = 1.0
+_Given = TypeVar("_Given")
 Key = tuple[int, int]  # epoch and step: what orders the versions of a run
 
 
@@ -118,7 +133,7 @@ def look(nodes: Sequence[Node], run_id: str | None, shard: str | None) -> Found:
     Raises UserError where several runs or shards are there and it was not said which; and where there is one that has a
     name, as shards of jobs with several have, while a node that may have another does not answer.
     """
-    answers = offers_of(nodes)
+    answers = offers_of(nodes, BUSY_SECONDS)
     for node, answer in zip(nodes, answers, strict=True):
         for offer in answer if not isinstance(answer, str) else ():
             if offer.id in node.gone:  # it is listed still: it has not made room, it cannot be read
@@ -153,15 +168,16 @@ def _named(name: str, offered: list[tuple[Node, Offer]]) -> str:
     return ", ".join(sorted({repr(getattr(offer, name)) for _, offer in offered}))
 
 
-def offers_of(nodes: Sequence[Node]) -> list[list[Offer] | str]:
-    """What each of them has, or why it does not say; all are asked at once."""
+def offers_of(nodes: Sequence[Node], full: float = 0.0) -> list[list[Offer] | str]:
+    """What each of them has, or why it does not say; all are asked at once. full: seconds that one may have no
+    connection left: all ranks of a job ask at the same time."""
     with ThreadPoolExecutor(len(nodes), "flowcheck look") as pool:
-        return list(pool.map(_offers, nodes))
+        return list(pool.map(partial(_offers, full=full), nodes))
 
 
-def _offers(node: Node) -> list[Offer] | str:
+def _offers(node: Node, full: float) -> list[Offer] | str:
     try:
-        return node.offers()
+        return _when_free(node, node.offers, 0.0, full)
     except AskError as error:
         return f"{node.name}: {error.what}"
     finally:
@@ -219,11 +235,12 @@ def fetch(
     for node, offer in sorted(places, key=lambda place: -len(ranks(place[1]))):
         before = node.received
         try:
-            version = _version(node, offer)
+            # One that proved bad is held for some seconds after that, and its node may have no slot for another.
+            version = _when_free(node, partial(node.version, offer))
             _fits(version, into)
-            model = node.tensors(offer, version, MODEL, into)
-            state = split(node.tensors(offer, version, OPTIMIZER, {}))
-            users = {rank: node.user(offer, rank) for rank in ranks(offer)}
+            model = _when_free(node, partial(node.tensors, offer, version, MODEL, into))
+            state = split(_when_free(node, partial(node.tensors, offer, version, OPTIMIZER, {})))
+            users = {rank: _when_free(node, partial(node.user, offer, rank)) for rank in ranks(offer)}
         except AskError as error:
             passed.append(f"{error.where or node.name}: {error.what}")
             if isinstance(error, GoneError):
@@ -242,18 +259,21 @@ def fetch(
     )
 
 
-def _version(node: Node, offer: Offer) -> Version:
-    """Its manifest. A version that proved bad is held for some seconds after that, and its node may have no slot for
-    another. Raises AskError."""
-    end = time.monotonic() + BUSY_SECONDS
+def _when_free(
+    node: Node, ask: Callable[[], _Given], busy: float | None = None, full: float | None = None
+) -> _Given:
+    """What it says, as soon as it has room for another. busy, full: seconds that it may have no slot, or no connection.
+    Raises AskError."""
+    began = time.monotonic()
     while True:
         try:
-            return node.version(offer)
-        except BusyError:
-            if time.monotonic() > end:
+            return ask()
+        except BusyError as error:
+            given, usual = (full, QUEUE_SECONDS) if isinstance(error, FullError) else (busy, BUSY_SECONDS)
+            if time.monotonic() - began > (usual if given is None else given):
                 raise
         node.close()
-        time.sleep(AGAIN_SECONDS)
+        time.sleep(AGAIN_SECONDS * random.uniform(0.5, 1.5))  # not all ranks at once again
 
 
 def take(

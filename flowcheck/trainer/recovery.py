@@ -96,15 +96,15 @@ def recover(
     bad: list[Key] = []
     passed: list[str] = []
     for _ in range(MOST_ROUNDS):
-        found: Found | UserError
+        found: Found | Exception
         try:
             with ranks.busy():
                 found = look(asked, run_id, shard)  # anew each time: what was there may have made room for newer ones
             run_id, shard = found.chosen(run_id, shard)
-        except UserError as error:
+        except Exception as error:  # also one that is no fault of the user's: the others have to hear of it, too
             found = error
         said = ranks.exchange({"wants": wants, **_first(found, own)})
-        if isinstance(found, UserError):
+        if isinstance(found, Exception):
             raise found
         _same(said, wants)
         users = [{(epoch, at) for epoch, at in one["user"]} for one in said]
@@ -149,10 +149,10 @@ def _check(
 # -- what ranks tell each other ------------------------------------------------------------------------------
 
 
-def _first(found: Found | UserError, own: int | None) -> dict[str, Any]:
+def _first(found: Found | Exception, own: int | None) -> dict[str, Any]:
     """What this rank can have."""
-    if isinstance(found, UserError):
-        return {"wrong": found.what}
+    if isinstance(found, Exception):
+        return {"wrong": _said(found)}
     return {
         "run_id": found.run_id, "newest": found.newest,
         "versions": [[*key, status] for key, status in found.versions.items()],

@@ -202,7 +202,8 @@ def forged(path, change):
     [
         lambda d: d["arrays"][-1].update(offset=1 << 40), lambda d: d["arrays"][0].update(offset=-64),
         lambda d: d["arrays"][0].update(dtype="float31"), lambda d: d.pop("arrays"), lambda d: d.update(slots=4),
-        lambda d: d["constants"][0].update(shape=[1 << 30]), lambda d: d["arrays"][0].update(offset=math.inf), lambda d: d["arrays"].clear() or d.pop("constants"),
+        lambda d: d["constants"][0].update(shape=[1 << 30]), lambda d: d["arrays"].clear() or d.pop("constants"),
+        lambda d: d["arrays"][0].update(offset=math.inf),
     ],
 )
 def test_a_layout_that_would_reach_outside_is_refused(shm, change):

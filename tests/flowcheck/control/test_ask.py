@@ -95,9 +95,9 @@ def test_an_answer_that_is_not_json(api: HandApi, node: Node, said: bytes) -> No
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("id", 3), ("id", "../x"), ("id", ""), ("tier", "tape"), ("tier", None), ("run_id", None), ("epoch", "1"),
-     ("epoch", -1), ("step", True), ("step", -1), ("shard", 0), ("status", "diverged"), ("nbytes", -1),
-     ("nbytes", 1.5)],
+    [("id", 3), ("id", "../x"), ("id", ""), ("id", "m\u0663"), ("tier", "tape"), ("tier", None),
+     ("run_id", None), ("epoch", "1"), ("epoch", -1), ("step", True), ("step", -1), ("shard", 0),
+     ("status", "diverged"), ("nbytes", -1), ("nbytes", 1.5)],
 )
 def test_an_offer_that_is_none(api: HandApi, node: Node, field: str, value: Any) -> None:
     api.versions[0].offer[field] = value
@@ -143,7 +143,8 @@ def test_an_answer_without_an_end(api: HandApi, node: Node, monkeypatch: pytest.
 def test_a_node_that_says_why_not(api: HandApi, node: Node) -> None:
     for status, said, why in ((503, b'{"why": "step 3 is being read"}', "refused: step 3 is being read"),
                               (404, b"[]", "refused: status 404"), (500, b'{"why": 3}', "refused: status 500"),
-                              (404, b"nothing", "refused: status 404"), (206, b"{}", "refused: status 206")):
+                              (404, b"nothing", "refused: status 404"), (206, b"{}", "refused: status 206"),
+                              (503, b"Service Unavailable", "refused: it serves as many as it can at once")):
         api.answers["/v1/versions"] = status, said
         assert refused(node.offers) == why
 

@@ -527,6 +527,23 @@ def test_a_tensor_for_which_there_is_no_memory_is_named(api: HandApi) -> None:
     assert recovered.step < 7 and any("step 7" in why for why in recovered.passed)
 
 
+@pytest.mark.parametrize("what", ["", "no thread is to be had"])
+def test_a_rank_that_cannot_even_look_is_told_to_the_others(
+    api: HandApi, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    found = recovery.look
+
+    def look(nodes: Any, run_id: str | None, shard: str | None) -> Any:
+        if shard is not None:  # of rank 1
+            raise RuntimeError(what)
+        return found(nodes, run_id, shard)
+
+    monkeypatch.setattr(recovery, "look", look)
+    errors = together(2, lambda rank: recover(api.name, token=TOKEN, shard="" if rank else None))
+    assert isinstance(errors[1], RuntimeError)
+    assert isinstance(errors[0], UserError) and errors[0].what == f"rank 1 gave up: RuntimeError: {what}"
+
+
 def test_a_fault_of_ours_is_told_to_the_other_ranks(api: HandApi, monkeypatch: pytest.MonkeyPatch) -> None:
     found = recovery.fetch
 
