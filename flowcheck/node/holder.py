@@ -8,11 +8,14 @@ again it offers them at once, before any source answers. Its threads and process
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import typer
 
@@ -106,14 +109,24 @@ def _check_files(config: NodeConfig, say: Callable[..., None]) -> Access:
     return access
 
 
+def _taken(directory: Path) -> int:
+    """Bytes that an earlier holder left, or one has that runs: those count in the bound, too. It may be removing some.
+    """
+    sizes = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            with contextlib.suppress(OSError):
+                sizes += os.lstat(os.path.join(folder, name)).st_size
+    return sizes
+
+
 def check(config: NodeConfig, as_json: bool) -> None:
     """Print what it would take. Raises the first of what cannot hold, after all of it was printed."""
     _check_files(config, lambda *_, **__: None)
     assert config.api is not None
     check_address(config.api.address, "api.listen")
     assert config.protect is not None and config.copies is not None
-    there = sum(path.lstat().st_size for path in config.copies.rglob("*") if path.is_file()) >> 20
-    free = (shutil.disk_usage(config.copies).free >> 20) + there  # what an earlier holder left is counted in the bound
+    free = shutil.disk_usage(config.copies).free + _taken(config.copies) >> 20
     made = {"copies": list(config.protect.copies), "directory": str(config.copies), "free_mb": free,
             "memory_mb": config.protect.memory_mb}
     if as_json:

@@ -375,3 +375,22 @@ def test_check_counts_what_an_earlier_holder_left_as_room(
     (lane / "model.safetensors").write_bytes(bytes(2 << 20))
     check(given, as_json=True)
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["free_mb"] == 5
+
+
+def test_what_a_holder_removes_meanwhile_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--check may be asked beside one that runs."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(b"12345")
+    look, looked = os.lstat, list[str]()
+
+    def removing(path: Any, **more: Any) -> os.stat_result:
+        if str(path).endswith("/file"):
+            looked.append(str(path))
+            if len(looked) == 1:
+                shutil.rmtree(tmp_path / next(one for one in "abc" if f"/{one}/" not in str(path)))
+                os.unlink(path)
+        return look(path, **more)
+
+    monkeypatch.setattr(os, "lstat", removing)
+    assert holder_module._taken(tmp_path) == 5
