@@ -115,20 +115,23 @@ class ControlServer:
     def _listen(self) -> None:
         said = -math.inf
         while True:
+            why = ""
             try:
                 sock, _ = self._listener.accept()
             except OSError as error:
                 if self._closed.wait(AGAIN_SECONDS):
                     return
-                if error.errno != errno.ECONNABORTED and self._now() - said >= SAID_SECONDS:  # out of descriptors
-                    said = self._now()
-                    self._say("problem", why=f"the control port takes nobody: {error.strerror or error}")
-                continue  # or the peer was gone before it was taken
-            try:
-                self._take_in(sock)
-            except (OSError, RuntimeError) as error:  # out of descriptors or of threads; or the peer is gone
-                sock.close()
-                self._say("problem", why=f"a connection to the control port cannot be served: {error}")
+                if error.errno != errno.ECONNABORTED:  # out of descriptors; else the peer was gone before it was taken
+                    why = f"the control port takes nobody: {error.strerror or error}"
+            else:
+                try:
+                    self._take_in(sock)
+                except (OSError, RuntimeError) as error:  # out of descriptors or of threads; or the peer is gone
+                    sock.close()
+                    why = f"a connection to the control port cannot be served: {error}"
+            if why and self._now() - said >= SAID_SECONDS:  # anybody can come as often as he likes
+                said = self._now()
+                self._say("problem", why=why)
 
     def _take_in(self, sock: socket.socket) -> None:
         """Serve it on a thread of its own. Raises OSError, RuntimeError."""

@@ -174,7 +174,12 @@ class Node:
             port = self._port
             group = Group(name, self.config, port.queues, port.placers, port, partial(self._say_of, name), self._writer,
                           self._hashes, self._common)
-            group.start()
+            try:
+                group.start()
+            except RuntimeError as error:  # there is no thread to be had
+                group.stop()
+                raise EnvironmentProblem(f"group {name!r} cannot be started: {error}", where="groups",
+                                         remedy="room for more threads of this user") from None
             self._groups[name] = group
             return group
 

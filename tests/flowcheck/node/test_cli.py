@@ -30,7 +30,7 @@ from flowcheck.node import service
 from flowcheck.node.board import Glance
 from flowcheck.node.config import NodeConfig
 
-from .node_scene import World, put_in
+from .node_scene import NotedGroup, World, put_in
 
 TOKEN = "a token that only tests have"
 
@@ -453,6 +453,22 @@ def test_a_capture_that_does_not_come_up_is_said_and_a_later_trainer_tries_again
     second.start = start  # type: ignore[method-assign]
     node._group("a")
     assert (begun("start capture af_packet:lo"), begun("start capture ring")) == (1, 1)
+
+
+def test_a_group_for_which_there_is_no_thread_is_said_and_takes_no_place(
+    begin: Begin, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = begin()
+
+    def refuse(group: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(NotedGroup, "start", refuse)
+        with pytest.raises(EnvironmentProblem, match="group 'a' cannot be started: can't start new thread"):
+            node._group("a")
+    assert not node._groups and world.done[-1] == "stop group 'a'"
+    assert node._group("b") is world.groups[1]
 
 
 def test_every_queue_of_every_capture_is_a_stream_of_every_group(begin: Begin, world: World) -> None:
