@@ -182,6 +182,18 @@ def test_what_copies_differ_in_is_named_before_all_else() -> None:
     assert missing(plan, engine) == {"disagreed": 4, "lost": 2}
 
 
+def test_copies_that_differ_are_of_the_bucket_they_lie_in() -> None:
+    """Of nine elements the last cell of the second bucket has one; cell 1 of the first is void as well."""
+    plan, engine = example([20, 9])
+    place(plan, engine, 0, "1011111111")
+    place(plan, engine, 1, "11010")
+    first = plan.iteration_places(2)[1].offset // 8
+    engine.void[2] = [(1, 2), (first + 2, first + 3), (first + 4, first + 5)]
+    one, two = bucket_coverage(plan, engine, 2)
+    assert (one.missing, one.placed) == ({"disagreed": 2}, ((0, 2), (4, 20)))
+    assert (two.missing, two.placed, two.covered) == ({"disagreed": 3}, ((0, 4), (6, 8)), 6)
+
+
 @pytest.mark.parametrize(
     "noted",
     [
