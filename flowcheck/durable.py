@@ -143,13 +143,13 @@ def remove_tree(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_left(directory: Path) -> None:
+def remove_left(directory: Path, names: str) -> None:
     """Remove directories that are half and whose processes were killed. Whoever writes there again is asked to, because
-    nobody else would know of them; what was touched a moment ago stays."""
+    nobody else would know of them; what was touched a moment ago stays. names: what those of ours begin with."""
     with contextlib.suppress(OSError), os.scandir(directory) as found:
         for one in [entry for entry in found if ".partial-" in entry.name]:
             name, _, pid = one.name.rpartition(".partial-")
-            if name.startswith(".") and pid.isdecimal() and one.is_dir(follow_symlinks=False) and not _lives(int(pid)):
+            if name.startswith(f".{names}") and pid.isdecimal() and one.is_dir(follow_symlinks=False) and not _lives(int(pid)):
                 with contextlib.suppress(OSError):
                     if time.time() - _touched(Path(one)) > LEFT_SECONDS:
                         remove_tree(Path(one))

@@ -180,7 +180,7 @@ def _write_directory(
         check(path)
         try:
             make_directory(out)
-            remove_left(out)
+            remove_left(out, path.name.partition("-")[0] + "-")
             remove_tree(aside)  # of an earlier process that had our pid
             os.mkdir(aside)
             written = {name: write_file(aside / name, tensors) for name, tensors in files.items()}

@@ -112,7 +112,8 @@ class ReplicaFiles:
         good = _good(others) | _offered(others, self._needs)
         self._remove(path for path in self._files() if path not in good)
         for folder in self._directory.glob(f"{self._prefix}*.user"):
-            if folder.with_suffix(".replica") != self._named and not folder.with_suffix(".replica").exists():
+            of = folder.with_suffix(".replica")
+            if self._number_of(folder) >= 0 and of != self._named and not of.exists():
                 remove_tree(folder)  # of a replica that had no version
         return [kept for kept in others if kept.path not in good]
 

@@ -184,7 +184,8 @@ def test_what_killed_processes_left_goes_with_the_next_step(tmp_path):
         os._exit(0)
     os.waitpid(dead, 0)
     gone = [f".step-000001.partial-{dead}", f".step-000002.partial-{os.getpid()}", f".step-000003.partial-{1 << 70}"]
-    stay = [f".step-000004.partial-{dead}", f".step-000005.partial-{os.getppid()}", ".step-000006.partial-x", "notes"]
+    stay = [f".step-000004.partial-{dead}", f".step-000005.partial-{os.getppid()}", ".step-000006.partial-x", "notes",
+            f".holiday.partial-{dead}"]
     for name in gone + stay:
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"half")

@@ -53,7 +53,8 @@ def test_numbers_go_on_after_those_of_earlier_processes(tmp_path, there: list[st
 def test_a_name_begins_without_what_ranks_gave_in_an_earlier_start(tmp_path) -> None:
     """Before its first version a replica has no file, and its folder is there already. One that is taken up again has
     both, and keeps them."""
-    for name in ("flowcheck-n-g-3.user", "flowcheck-n-h-7.user", "flowcheck-n-g-x.user"):
+    others = ["flowcheck-n-h-7.user", "flowcheck-n-g-x.user", "flowcheck-n-g-h-7.user"]  # groups and nodes
+    for name in ("flowcheck-n-g-3.user", *others):
         (tmp_path / name / "step-000110").mkdir(parents=True)
     files = ReplicaFiles(tmp_path, "n", "g")
     assert files.path().name == "flowcheck-n-g-4.replica"
@@ -62,6 +63,7 @@ def test_a_name_begins_without_what_ranks_gave_in_an_earlier_start(tmp_path) -> 
     files.resume(left)
     files.stands("run", 0, 5)
     assert left.with_suffix(".user").exists() and not (tmp_path / "flowcheck-n-g-3.user").exists()
+    assert all((tmp_path / name).exists() for name in others)
 
 
 def test_what_earlier_processes_left_is_found(tmp_path) -> None:
