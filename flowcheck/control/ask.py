@@ -142,7 +142,10 @@ def _spans(said: Any, where: str) -> tuple[tuple[int, int], ...]:
         isinstance(one, list) and len(one) == 2 and all(type(rank) is int and 0 <= rank < MOST_RANKS for rank in one)
         for one in said
     )
-    if not sound:
+    flat = [rank for one in said for rank in one] if sound else []
+    # Each rank once: with rows that overlap a short list would be of more ranks than there is memory for.
+    if not sound or any(first > last for first, last in said) or any(
+            last >= first for last, first in zip(flat[1::2], flat[2::2], strict=False)):
         raise AskError("lists a version with states of ranks that are none", where=where)
     return tuple((first, last) for first, last in said)
 
