@@ -149,7 +149,8 @@ def remove_left(directory: Path, names: str) -> None:
     with contextlib.suppress(OSError), os.scandir(directory) as found:
         for one in [entry for entry in found if ".partial-" in entry.name]:
             name, _, pid = one.name.rpartition(".partial-")
-            if name.startswith(f".{names}") and pid.isdecimal() and one.is_dir(follow_symlinks=False) and not _lives(int(pid)):
+            ours = name.startswith(f".{names}") and pid.isdecimal() and one.is_dir(follow_symlinks=False)
+            if ours and not _lives(int(pid)):
                 with contextlib.suppress(OSError):
                     if time.time() - _touched(Path(one)) > LEFT_SECONDS:
                         remove_tree(Path(one))

@@ -14,12 +14,14 @@ where only that is left of it, or versions of a new start would have what ranks 
 from __future__ import annotations
 
 import contextlib
+import re
 import stat
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowcheck.control.messages import GROUP
 from flowcheck.durable import remove_tree
 from updater.errors import UpdaterError
 from updater.reader import Reader, not_mine
@@ -47,6 +49,8 @@ class ReplicaFiles:
     def __init__(self, directory: Path, node: str, group: str, needs: int = 0) -> None:
         self._directory, self._prefix, self._needs = directory, f"flowcheck-{node}-{group}-", needs
         there = [path for path in directory.glob(f"{self._prefix}*.*") if path.suffix in (".replica", ".user")]
+        others = rf"(?!{re.escape(group)}-){GROUP.pattern}"
+        self._other = re.compile(rf"flowcheck-{re.escape(node)}-{others}-[0-9]+\.replica")
         self._number = max([0, *map(self._number_of, there)])
         #: Of other users, by our name: nothing of it is read or removed.
         self.foreign = {path: why for path in there if self._number_of(path) > 0 and (why := _not_mine(path))}
@@ -76,6 +80,10 @@ class ReplicaFiles:
             except UpdaterError:
                 continue  # torn, or of another format: it holds nothing that could be used
         return out
+
+    def of_others(self) -> list[Path]:
+        """Those of other groups of this node, followed or not: a group whose job has ended leaves its own."""
+        return sorted(path for path in self._directory.glob("*.replica") if self._other.fullmatch(path.name))
 
     def path(self) -> Path:
         """A name for a new replica."""

@@ -59,8 +59,11 @@ class Standing:
         if "cannot be reserved" not in error.what:
             return error
         held = ", ".join(f"{kept.path} (run {kept.run_id}, step {kept.step})" for kept in self._files.found())
-        remedy = f"more room on tmpfs, or fewer slots; kept there until this run is verified: {held}" if held else ""
-        return UserError(error.what, where=error.where, remedy=remedy or error.remedy)
+        others = ", ".join(map(str, self._files.of_others()))
+        why = [f"kept there until this run is verified: {held}"] if held else []
+        why += [f"of other groups of this node, to remove by hand where their job is over: {others}"] if others else []
+        remedy = f"more room on tmpfs, or fewer slots; {'; '.join(why)}" if why else error.remedy
+        return UserError(error.what, where=error.where, remedy=remedy)
 
     def _removed(self, kept: LeftoverReplica, why: str) -> None:
         self._say("removed", run_id=kept.run_id, step=kept.step, path=str(kept.path), why=why)

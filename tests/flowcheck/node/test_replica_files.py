@@ -50,6 +50,16 @@ def test_numbers_go_on_after_those_of_earlier_processes(tmp_path, there: list[st
     assert ReplicaFiles(tmp_path, "n", "g").path().name == f"flowcheck-n-g-{number}.replica"
 
 
+def test_files_of_other_groups_of_this_node(tmp_path) -> None:
+    others = ["flowcheck-n--3.replica", "flowcheck-n-g.h-1.replica", "flowcheck-n-h-12.replica"]
+    for name in (*others, "flowcheck-n-g-3.replica", "flowcheck-m-h-1.replica", "flowcheck-n-g-h-7.replica",
+                 "flowcheck-n-h-x.replica", "flowcheck-n-h-1.user"):
+        (tmp_path / name).touch()
+    assert [path.name for path in ReplicaFiles(tmp_path, "n", "g").of_others()] == others
+    assert [path.name for path in ReplicaFiles(tmp_path, "n", "").of_others()] == [
+        "flowcheck-n-g-3.replica", *others[1:]]
+
+
 def test_a_name_begins_without_what_ranks_gave_in_an_earlier_start(tmp_path) -> None:
     """Before its first version a replica has no file, and its folder is there already. One that is taken up again has
     both, and keeps them."""

@@ -18,10 +18,10 @@ OLDER = LeftoverReplica(Path("/dev/shm/a-0.replica"), "last week", 9, 2, 8)
 
 
 class Files:
-    """gone: what goes when a file stands, or a run is settled. kept: what is there."""
+    """gone: what goes when a file stands, or a run is settled. kept: what is there. others: of other groups."""
 
     def __init__(self, gone: list[LeftoverReplica], kept: list[LeftoverReplica]) -> None:
-        self.gone, self.kept = gone, kept
+        self.gone, self.kept, self.others = gone, kept, list[Path]()
         self.asked: list[tuple[Any, ...]] = []
 
     def path(self) -> Path:
@@ -36,6 +36,9 @@ class Files:
 
     def found(self) -> list[LeftoverReplica]:
         return self.kept
+
+    def of_others(self) -> list[Path]:
+        return self.others
 
 
 class Scene:
@@ -84,6 +87,16 @@ def test_what_takes_the_room_is_named(kept: tuple[LeftoverReplica, ...], remedy:
     error = UserError("1 GB cannot be reserved", where="replica.directory", remedy="a larger /dev/shm")
     found = Scene(kept=kept).standing.no_room(error)
     assert (found.what, found.where, found.remedy) == (error.what, error.where, remedy)
+
+
+@pytest.mark.parametrize("kept", [(), (OLD,)])
+def test_what_groups_of_other_jobs_left_is_named(kept: tuple[LeftoverReplica, ...]) -> None:
+    at = Scene(kept=kept)
+    at.files.others = [Path("/dev/shm/b-1.replica"), Path("/dev/shm/c-4.replica")]
+    found = at.standing.no_room(UserError("1 GB cannot be reserved", remedy="a larger /dev/shm"))
+    assert found.remedy.startswith("more room on tmpfs, or fewer slots; ") and bool(kept) == ("a-1" in found.remedy)
+    assert found.remedy.endswith("of other groups of this node, to remove by hand where their job is over:"
+                                 " /dev/shm/b-1.replica, /dev/shm/c-4.replica")
 
 
 def test_another_error_is_left_as_it_is() -> None:
