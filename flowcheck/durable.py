@@ -19,8 +19,8 @@ from pathlib import Path
 from flowcheck.errors import EnvironmentProblem
 
 __all__ = [
-    "adopt", "check_writable", "exchange", "fsync_directory", "make_directory", "partial_name", "remove_left",
-    "remove_tree", "reporting", "write_atomic", "write_synced",
+    "adopt", "came_last", "check_writable", "exchange", "fsync_directory", "make_directory", "partial_name",
+    "remove_left", "remove_tree", "reporting", "write_atomic", "write_synced",
 ]
 
 _RENAME_EXCHANGE = 2
@@ -136,6 +136,14 @@ def adopt(source: Path, target: Path) -> None:
         else:
             os.rename(source, target)
         fsync_directory(target.parent)
+
+
+def came_last(path: Path, others: Iterable[int]) -> None:
+    """Let a file's time of change come after these (ns), whatever the clock says: it may have been set back, and what
+    came last would be removed as the oldest. Raises OSError."""
+    latest = max(others, default=0)
+    if path.stat().st_mtime_ns <= latest:
+        os.utime(path, ns=(latest + 1, latest + 1))
 
 
 def remove_tree(path: Path) -> None:

@@ -36,7 +36,7 @@ from flowcheck.checkpoint.copies import take_copy
 from flowcheck.checkpoint.directory import MANIFEST
 from flowcheck.control.ask import DISK, MEMORY, Node, Offer
 from flowcheck.control.tls import client_context
-from flowcheck.durable import remove_tree
+from flowcheck.durable import came_last, remove_tree
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.beside import Lines, begun
 from flowcheck.node.decided import Run
@@ -191,6 +191,7 @@ class Copier:
         began = self._now()
         try:
             path = take_copy(node, offer, lane / run_folder(offer.run_id, offer.epoch))
+            came_last(path / MANIFEST, [copy.came for copy in _copies(lane) if copy.path != path])
         finally:
             with self._room:
                 self._coming -= offer.nbytes

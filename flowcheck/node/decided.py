@@ -18,7 +18,16 @@ __all__ = ["Decided", "Have", "Member", "Recovery", "Run", "Shard"]
 
 Run = tuple[str, int]  # id and epoch of a job
 Shard = tuple[str, int, str]  # the same, and the group that is one of its shards
-_WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+MOST = 1 << 53  # an epoch or a step: larger ones could not be counted on, and text of them not be written
+_WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
+
+
+def _number(said: Any) -> int:
+    """Raises one of _WRONG."""
+    number = int(said)
+    if not 0 <= number < MOST:
+        raise ValueError(said)
+    return number
 
 
 @dataclass(frozen=True)
@@ -64,12 +73,12 @@ class Have:
     def of(cls, text: str) -> Self:
         try:
             said = json.loads(text)
-            own = frozenset((str(one["run_id"]), int(one["epoch"]), str(one["shard"])) for one in said.get("own", []))
+            own = frozenset((str(one["run_id"]), _number(one["epoch"]), str(one["shard"])) for one in said.get("own", []))
             copies: dict[tuple[str, Shard], frozenset[int]] = {}
             for one in said["copies"]:
                 address, _, shard = one["source"].partition("/")
-                copies[address, (str(one["run_id"]), int(one["epoch"]), shard)] = frozenset(map(int, one["steps"]))
-            return cls(int(said["epoch"]), own, copies)
+                copies[address, (str(one["run_id"]), _number(one["epoch"]), shard)] = frozenset(map(_number, one["steps"]))
+            return cls(_number(said["epoch"]), own, copies)
         except _WRONG:
             return cls()
 
@@ -102,13 +111,13 @@ class Recovery:
         """Raises one of _WRONG."""
         if said is None:
             return None
-        return cls(int(said["number"]), tuple(map(str, said["lost"])), tuple(map(str, said["asked"])),
+        return cls(_number(said["number"]), tuple(map(str, said["lost"])), tuple(map(str, said["asked"])),
                    _shards(said["shards"]), _shards(said["void"]),
-                   {(str(run_id), int(epoch)): int(step) for run_id, epoch, step in said["steps"]})
+                   {(str(run_id), _number(epoch)): _number(step) for run_id, epoch, step in said["steps"]})
 
 
 def _shards(said: Sequence[Any]) -> tuple[Shard, ...]:
-    return tuple((str(run_id), int(epoch), str(shard)) for run_id, epoch, shard in said)
+    return tuple((str(run_id), _number(epoch), str(shard)) for run_id, epoch, shard in said)
 
 
 @dataclass(frozen=True)
@@ -142,6 +151,8 @@ class Decided:
             known = {name: one for name, one in members.items() if one is not None}
             if type(said["epoch"]) is not int or known.keys() != members.keys() or holders.keys() != known.keys():
                 return cls()
-            return cls(said["epoch"], known, holders, Recovery.of(said.get("recovery")))
+            if not known.keys() >= {one for keep in holders.values() for one in keep}:
+                return cls()
+            return cls(_number(said["epoch"]), known, holders, Recovery.of(said.get("recovery")))
         except _WRONG:
             return cls()

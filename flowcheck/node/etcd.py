@@ -63,10 +63,10 @@ class Etcd:
         self._put: dict[str, str] = {}  # own keys, as they are there
 
     def renew(self, keys: Mapping[str, str]) -> None:
-        if self._lease is not None and self._ask(lambda client: self._of(client).refresh()) <= 0:
+        if self._lease is not None and self._ask(lambda client: int(self._of(client).refresh())) <= 0:
             self._lease, self._put = None, {}
         if self._lease is None:
-            self._lease, self._put = self._ask(lambda client: client.lease(LEASE_SECONDS)).id, {}
+            self._lease, self._put = self._ask(lambda client: int(client.lease(LEASE_SECONDS).id)), {}
         for key, value in keys.items():
             if self._put.get(key) != value:
                 self._renew(key, value)
@@ -83,11 +83,14 @@ class Etcd:
         self._ask(lambda client: client.put(name, value, self._of(client)))
 
     def read(self) -> Mapping[str, Entry]:
-        found = self._ask(lambda client: client.get_prefix(self._prefix))
-        return {
-            about["key"].decode().removeprefix(self._prefix): Entry(value.decode(), int(about["create_revision"]))
-            for value, about in found
-        }
+        def entries(client: Etcd3Client) -> dict[str, Entry]:
+            return {
+                about["key"].decode(errors="replace").removeprefix(self._prefix): Entry(
+                    value.decode(errors="replace"), int(about["create_revision"]))  # anybody's bytes may lie there
+                for value, about in client.get_prefix(self._prefix)
+            }
+
+        return self._ask(entries)
 
     def elect(self, name: str) -> bool:
         if self._lease is None:
@@ -97,13 +100,12 @@ class Etcd:
     def decide(self, key: str, value: str, root: Entry) -> bool:
         from etcd3gw.utils import _encode
 
-        done = self._ask(lambda client: client.transaction({
+        return self._ask(lambda client: bool(client.transaction({
             "compare": [{"key": _encode(self._prefix + ROOT), "result": "EQUAL", "target": "CREATE",
                          "create_revision": root.created}],
             "success": [{"request_put": {"key": _encode(self._prefix + key), "value": _encode(value)}}],
             "failure": [],
-        }))
-        return bool(done.get("succeeded", False))
+        }).get("succeeded", False)))
 
     def close(self) -> None:
         if self._lease is not None:
@@ -127,8 +129,11 @@ class Etcd:
         return Lease(self._lease, client)
 
     def _owner(self, key: str) -> int | None:
-        found = self._ask(lambda client: client.get(self._prefix + key, metadata=True))
-        return int(found[0][1].get("lease", 0)) if found else None
+        def owner(client: Etcd3Client) -> int | None:
+            found = client.get(self._prefix + key, metadata=True)
+            return int(found[0][1].get("lease", 0)) if found else None
+
+        return self._ask(owner)
 
     def _ask(self, call: Callable[[Any], T]) -> T:
         """The answer of the first endpoint that gives one, which is asked first from then on. Raises RegistryError."""

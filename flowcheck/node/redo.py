@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flowcheck.checkpoint.directory import MANIFEST, Loaded, load_step, read_step_manifest, step_path
 from flowcheck.control.version import Version
-from flowcheck.durable import adopt, remove_tree
+from flowcheck.durable import adopt, came_last, remove_tree
 from flowcheck.errors import FlowcheckError
 from flowcheck.job.clock import Clock
 from flowcheck.job.manifest import job_from_dict
@@ -77,6 +77,7 @@ def redo(base: Path, journal: Journal, threads: int) -> tuple[Path, Reach]:
         made = _made(replica, plan, loaded, journal, job, wanted, work)
         path = step_path(base.parent, to.step)
         adopt(made, path)
+        came_last(path / MANIFEST, [(base / MANIFEST).stat().st_mtime_ns])
     except UpdaterError as error:
         raise FlowcheckError(f"step {to.step} cannot be made: {error}", where=str(journal.folder)) from None
     finally:

@@ -22,12 +22,13 @@ from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.coding.parity import Protected, encode, source_of
 from flowcheck.control.ask import COPY, DISK, MEMORY, Node, Offer
 from flowcheck.control.sources import Found, Key, choose
-from flowcheck.durable import remove_tree
+from flowcheck.durable import came_last, remove_tree, reporting
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.node.runs import run_folder
 
 __all__ = ["Rounds", "kept_in"]
 
+WHOLE = "*/epoch-*/step-*.parity"
 NEAREST = (COPY, DISK, MEMORY)  # what lies in files is read first: in memory it takes a slot of the node's
 
 
@@ -51,10 +52,12 @@ class Rounds:
             return None
         folder = self._directory / run_folder(found[0].run_id, key[0])
         path = folder / f"step-{key[1]:06d}.parity"
-        if path.exists():
+        if any(one.path == path for one in kept_in(self._directory)):
             return None
         began = time.monotonic()
         kept = self._encode(found, key, path)
+        with reporting(path):
+            came_last(path, [one.stat().st_mtime_ns for one in self._directory.glob(WHOLE) if one != path])
         self._say("protected", name="", epoch=key[0], step=kept.step, shards=[one.shard for one in kept.versions],
                   stream=self._number, bytes=kept.length, seconds=round(time.monotonic() - began, 3), path=str(path))
         for old in kept_in(self._directory)[: -self._keep]:
@@ -115,7 +118,7 @@ def _offers(node: Node) -> list[Offer]:
 def kept_in(directory: Path) -> list[Protected]:
     """Whole parity below a holder's directory, what came first first."""
     found: list[tuple[int, Protected]] = []
-    for path in directory.glob("*/epoch-*/step-*.parity"):
+    for path in directory.glob(WHOLE):
         try:
             found.append((path.stat().st_mtime_ns, Protected.read(path)))
         except (OSError, UserError):

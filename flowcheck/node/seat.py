@@ -107,8 +107,9 @@ class Seat:
         if ROOT not in found and self._registry.elect(name):
             found = self._registry.read()
         there = Decided.of(found[PLACEMENT].value) if PLACEMENT in found else Decided()
-        if there.epoch > self.decided.epoch:
-            self._adopt(there)
+        if there.epoch > self.decided.epoch or (there.epoch and there.epoch == self.decided.epoch
+                                                and there.text() != self.decided.text()):
+            self._adopt(there)  # of two decisions with one epoch what lies there holds, for all
         members = _members(found)
         haves = {one: Have.of(text) for one, text in _under(found, HAVE).items() if one in members}
         self._last |= haves

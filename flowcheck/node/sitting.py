@@ -52,14 +52,15 @@ def sit(
     with contextlib.closing(MemoryShelf(Path(said["directory"]), member.site.name)) as shelf, contextlib.closing(seat):
         while not ending.is_set():
             began = time.monotonic()
-            found = seat.turn(held(), _own(one.offer for one in shelf.look()))
             try:
+                found = seat.turn(held(), _own(one.offer for one in shelf.look()))
                 take([*own, *(addresses(sorted(set(found.values()))) if found else [])], seat.steps)
                 odd = ""
-            except FlowcheckError as error:  # an address that is none, a file that cannot be read just now
-                if odd != error.message():
-                    tell("problem", why=f"placement is not followed: {error.message()}")
-                odd = error.message()
+            except Exception as error:  # an address that is none, a file that cannot be read; nothing costs the lease
+                why = error.message() if isinstance(error, FlowcheckError) else f"{type(error).__name__}: {error}"
+                if odd != why:
+                    tell("problem", why=f"placement is not followed: {why}")
+                odd = why
             ending.wait(max(0.1, TURN_SECONDS - (time.monotonic() - began)))
 
 

@@ -84,6 +84,23 @@ def test_multiples_are_taken_and_the_newest_stay(
     assert not path.exists() and load_step(path.with_name("step-000010")).parameters["w"].tolist() == [10.5, 2.0]
 
 
+def test_a_clock_that_was_set_back_removes_nothing_that_is_newer(
+    make: Callable[..., Copier], api: HandApi, tmp_path: Path
+) -> None:
+    """Copies from before seem to be of tomorrow: what comes now is the newest nevertheless, and is taken once."""
+    copier = make(keep=2)
+    for newest in (4, 5):
+        api.versions[:] = [HandVersion(newest)]
+        copier.look(node(api))
+    for path in (tmp_path / "copies").glob("*/*/*/step-*/manifest.json"):
+        os.utime(path, ns=(path.stat().st_mtime_ns + 86_400 * 10**9,) * 2)
+    for newest, held in ((6, [5, 6]), (6, [5, 6]), (7, [6, 7])):
+        api.versions[:] = [HandVersion(newest)]
+        copier.look(node(api))
+        assert steps(tmp_path) == held
+    assert sum("/manifest" in asked for asked, _ in api.asked) == 4
+
+
 def test_what_is_frozen_stays(make: Callable[..., Copier], api: HandApi, tmp_path: Path) -> None:
     copier = make(keep=1)
     for newest, frozen, held in ((4, {}, [4]), (5, {("run", 0): 4}, [4, 5]), (6, {("run", 0): 4, ("x", 0): 5}, [4, 6]),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import etcd as module
 from flowcheck.node.etcd import Etcd, check_endpoints
-from flowcheck.node.registry import LEASE_SECONDS, PLACEMENT, ROOT, Registry, RegistryError, Shared
+from flowcheck.node.registry import LEASE_SECONDS, PLACEMENT, ROOT, Entry, Registry, RegistryError, Shared
 
 from ..hand_node import until
 from .registry_scene import EtcdServer, etcd_server
@@ -136,6 +138,40 @@ def test_one_that_is_paused_is_an_error_in_time(tmp_path: Path) -> None:
                 call()
         server.resume()
         until(lambda: _answers(one))
+
+
+def test_bytes_that_are_no_text_harm_nobody(server: EtcdServer) -> None:
+    """Whoever may write there may write anything, also names that are none."""
+    with contextlib.closing(Etcd(server.endpoints, "bytes", seconds=30.0)) as one:
+        one.renew({"members/a": "1"})
+        one._clients[0].put(f"{one._prefix}have/x", b"\xff\xfe")
+        one._clients[0].put(one._prefix.encode() + b"members/\xff", b"{}")
+        found = one.read()
+        assert found["members/a"].value == "1" and len(found) == 3
+
+
+@pytest.mark.parametrize("answer", ["[]", "3", "{}", '{"kvs": 3}', '{"kvs": [{}]}', '{"ID": []}', "x", '{"succeeded": 1}',
+                                    '{"kvs": [{"key": "eA==", "value": "eA==", "create_revision": "x"}]}',
+                                    '{"result": {"TTL": "x"}}', '{"ID": 4, "result": {"TTL": {}}}', "[" * 100_000])
+def test_an_endpoint_that_answers_anything_is_an_error_at_most(answer: str) -> None:
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer.encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        one = Etcd([f"http://127.0.0.1:{server.server_port}"], "x", seconds=30.0)
+        for call in (lambda: one.renew({"members/a": "1"}), lambda: one.renew({"members/a": "2"}), one.read,
+                     lambda: one.elect("a"), lambda: one.decide("placement", "x", Entry("a", 1)), one.close):
+            with contextlib.suppress(RegistryError):
+                call()
+        server.shutdown()
 
 
 @pytest.mark.parametrize("endpoint", ["", "h:1", "http://h", "http://h:x", "ftp://h:1", "http://h:1/path"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import reduce
@@ -96,6 +97,35 @@ def test_the_newest_that_came_stay(make: Callable[..., Rounds], apis: list[HandA
         api.versions[:] = [version(shard, 2, epoch=1), version(shard, 8)]
     kept = rounds.turn(nodes(apis))
     assert kept is not None and kept.key == (1, 2) and steps(tmp_path) == [8, 2]
+
+
+def test_a_clock_that_was_set_back_removes_nothing_that_is_newer(
+    make: Callable[..., Rounds], apis: list[HandApi], tmp_path: Path
+) -> None:
+    """Parity from before seems to be of tomorrow: what comes now is the newest nevertheless, and is encoded once."""
+    rounds = make(keep=2)
+    for step, left in ((4, [4]), (6, [4, 6]), (8, [6, 8]), (8, None), (10, [8, 10])):
+        for shard, api in zip(SHARDS, apis, strict=True):
+            api.versions[:] = [version(shard, step)]
+        kept = rounds.turn(nodes(apis))
+        if left is None:
+            assert kept is None
+            continue
+        assert kept is not None and steps(tmp_path) == left
+        if step == 6:
+            for one in kept_in(tmp_path):
+                os.utime(one.path, ns=(one.path.stat().st_mtime_ns + 86_400 * 10**9,) * 2)
+
+
+def test_parity_that_was_damaged_is_said(make: Callable[..., Rounds], apis: list[HandApi], tmp_path: Path) -> None:
+    """It is no protection, and not taken for one."""
+    rounds = make()
+    kept = rounds.turn(nodes(apis))
+    assert kept is not None
+    description = kept.path / "parity.json"
+    description.write_text(description.read_text().replace('"step": 4', '"step": 5'))
+    with pytest.raises(FlowcheckError, match="is not a directory of parity"):
+        rounds.turn(nodes(apis))
 
 
 def test_one_stream_of_several_is_kept(apis: list[HandApi], tmp_path: Path, said: Said) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,11 @@ def test_what_a_member_has_is_there_for_all(cluster: Cluster) -> None:
     '{"epoch": 1, "members": {"a": {"address": "x"}}, "holders": {"a": []}}',
     '{"epoch": 1, "members": {}, "holders": {"a": ["b"]}}', '{"epoch": 1, "members": {}, "holders": {}, "recovery": 1}',
     '{"epoch": 1, "members": {"a": {"address": "h:1", "standby": 1}}, "holders": {"a": []}}',
-])
+    '{"epoch": 9, "members": {"a": {"address": "h:1"}}, "holders": {"a": ["nobody"]}}',
+    '{"epoch": -9, "members": {}, "holders": {}}', f'{{"epoch": {"9" * 4299}, "members": {{}}, "holders": {{}}}}',
+    '{"epoch": 9, "members": {}, "holders": {}, "recovery": {"number": Infinity, "lost": [], "asked": [], '
+    '"shards": [], "void": [], "steps": []}}',
+], ids=lambda text: text[:60])
 def test_what_is_no_decision_is_none(text: str, cluster: Cluster) -> None:
     """In the registry, and in the file."""
     assert Decided.of(text) == Decided()
@@ -169,6 +174,31 @@ def test_what_is_no_decision_is_none(text: str, cluster: Cluster) -> None:
     (cluster.folder / "c.json").write_text(text)
     cluster.come("c")
     assert cluster.seats["c"].decided == Decided()
+
+
+@pytest.mark.parametrize("epoch", ["Infinity", "1e999", "-1", "9" * 4299, str(1 << 53), "{}"], ids=lambda text: text[:9])
+def test_what_a_member_cannot_have_is_as_if_it_had_nothing(epoch: str, cluster: Cluster) -> None:
+    """Who is root takes the epoch of what others follow for the last one; a lie about it neither ends nor moves it."""
+    before = settled(cluster, "a", "b")
+    with cluster.shared.lock:
+        cluster.shared.put("members/x", Member(Site("x", leaf="l3"), "x:1").text(), None)
+        cluster.shared.put("have/x", f'{{"epoch": {epoch}, "copies": []}}', None)
+    cluster.turns(GRACE + 3)
+    assert cluster.placed().epoch == before.epoch + 1 and sorted(cluster.placed().members) == ["a", "b", "x"]
+
+
+def test_two_roots_end_in_one_placement(cluster: Cluster) -> None:
+    """A registry that says yes to all: two members decide the same epoch. What lies there holds for both."""
+    before = settled(cluster, "a", "b", "c", "d")
+    other = replace(before, epoch=before.epoch + 1, holders={**before.holders, "a": before.holders["b"],
+                                                             "b": before.holders["a"]})
+    mine = replace(before, epoch=before.epoch + 1)
+    for name, decided in (("a", mine), ("b", mine), ("c", other), ("d", other)):
+        cluster.seats[name]._adopt(decided)
+    with cluster.shared.lock:
+        cluster.shared.put(PLACEMENT, other.text(), None)
+    cluster.turns(2)
+    assert cluster.placed() == other
 
 
 def test_a_member_that_is_none_is_left_out(cluster: Cluster) -> None:

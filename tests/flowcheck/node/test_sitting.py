@@ -28,9 +28,12 @@ class HandSeat:
     def __init__(self) -> None:
         self.turns, self.closed = 0, False
         self.found: dict[str, str] = {}
+        self.fails: Exception | None = None
 
     def turn(self, *_: Any) -> dict[str, str]:
         self.turns += 1
+        if self.fails is not None:
+            raise self.fails
         return dict(self.found)
 
     def close(self) -> None:
@@ -75,6 +78,11 @@ def test_a_placement_that_cannot_be_followed_costs_no_lease(tmp_path: Path, monk
         fails.clear()
         until(lambda: took)
         assert took[0] == [("10.0.0.2", 7000)] and len(said) == 2
+        seat.fails = RuntimeError("of a library")  # nor does what nobody expected
+        until(lambda: len(said) == 3)
+        before = seat.turns
+        until(lambda: seat.turns > before + 2)
+        assert said[2][0] == "problem" and "RuntimeError: of a library" in said[2][1] and len(said) == 3
     finally:
         ending.set()
         thread.join(LONGEST)
