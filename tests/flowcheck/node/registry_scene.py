@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,13 +25,16 @@ def free_ports(count: int) -> list[int]:
 
 
 class EtcdServer:
-    """Nodes of a cluster on the loopback. endpoints: for clients."""
+    """Nodes of a cluster on the loopback, or at these hosts, of which each is reached where its prefix leads.
+    endpoints: for clients."""
 
-    def __init__(self, folder: Path, count: int = 1) -> None:
-        ports = free_ports(2 * count)
-        self.folder = folder
-        self._peers = [f"http://127.0.0.1:{port}" for port in ports[count:]]
-        self.endpoints = [f"http://127.0.0.1:{port}" for port in ports[:count]]
+    def __init__(self, folder: Path, count: int = 1, hosts: Sequence[str] = (), prefixes: Sequence[list[str]] = ()
+                 ) -> None:
+        ports = [2379] * count + [2380] * count if hosts else free_ports(2 * count)
+        at = list(hosts) or ["127.0.0.1"] * count
+        self.folder, self._prefixes = folder, list(prefixes) or [[]] * count
+        self._peers = [f"http://{host}:{port}" for host, port in zip(at, ports[count:], strict=True)]
+        self.endpoints = [f"http://{host}:{port}" for host, port in zip(at, ports[:count], strict=True)]
         self.processes: list[subprocess.Popen[bytes] | None] = [None] * count
         for number in range(count):
             self.start(number)
@@ -40,7 +43,7 @@ class EtcdServer:
         cluster = ",".join(f"e{at}={peer}" for at, peer in enumerate(self._peers))
         with (self.folder / f"log{number}").open("ab") as log:
             self.processes[number] = subprocess.Popen([
-                "etcd", "--name", f"e{number}", "--data-dir", str(self.folder / f"data{number}"),
+                *self._prefixes[number], "etcd", "--name", f"e{number}", "--data-dir", str(self.folder / f"data{number}"),
                 "--listen-client-urls", self.endpoints[number], "--advertise-client-urls", self.endpoints[number],
                 "--listen-peer-urls", self._peers[number], "--initial-advertise-peer-urls", self._peers[number],
                 "--initial-cluster", cluster, *TIMES,
@@ -70,20 +73,23 @@ class EtcdServer:
 
 
 @contextlib.contextmanager
-def etcd_server(folder: Path, count: int = 1) -> Iterator[EtcdServer]:
-    """Skips where there is none."""
+def etcd_server(
+    folder: Path, count: int = 1, hosts: Sequence[str] = (), prefixes: Sequence[list[str]] = (),
+    there: Callable[[Callable[[], None]], None] = lambda ask: ask(),
+) -> Iterator[EtcdServer]:
+    """Skips where there is none. there(ask): calls it where the nodes can be reached."""
     if shutil.which("etcd") is None:
         pytest.skip("no etcd here: apt-get install etcd-server")
     pytest.importorskip("etcd3gw", reason="the extra `registry` is not installed")
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(EtcdServer(folder, count)) as server:
+    with contextlib.closing(EtcdServer(folder, count, hosts, prefixes)) as server:
         from flowcheck.node.etcd import Etcd
         from flowcheck.node.registry import RegistryError
 
         end = time.monotonic() + SECONDS
         while True:
             try:
-                Etcd(server.endpoints, "probe").read()
+                there(lambda: Etcd(server.endpoints, "probe").read() and None)
                 break
             except RegistryError:
                 assert time.monotonic() < end, (folder / "log0").read_text()[-2000:]
