@@ -8,7 +8,7 @@ Whoever may write to the registry may have written anything: a text that is none
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -73,11 +73,12 @@ class Have:
     def of(cls, text: str) -> Self:
         try:
             said = json.loads(text)
-            own = frozenset((str(one["run_id"]), _number(one["epoch"]), str(one["shard"])) for one in said.get("own", []))
+            own = frozenset(_shards([one["run_id"], one["epoch"], one["shard"]] for one in said.get("own", [])))
             copies: dict[tuple[str, Shard], frozenset[int]] = {}
             for one in said["copies"]:
                 address, _, shard = one["source"].partition("/")
-                copies[address, (str(one["run_id"]), _number(one["epoch"]), shard)] = frozenset(map(_number, one["steps"]))
+                (of,) = _shards([(one["run_id"], one["epoch"], shard)])
+                copies[address, of] = frozenset(map(_number, one["steps"]))
             return cls(_number(said["epoch"]), own, copies)
         except _WRONG:
             return cls()
@@ -116,7 +117,7 @@ class Recovery:
                    {(str(run_id), _number(epoch)): _number(step) for run_id, epoch, step in said["steps"]})
 
 
-def _shards(said: Sequence[Any]) -> tuple[Shard, ...]:
+def _shards(said: Iterable[Any]) -> tuple[Shard, ...]:
     return tuple((str(run_id), _number(epoch), str(shard)) for run_id, epoch, shard in said)
 
 

@@ -43,7 +43,8 @@ class EtcdServer:
         cluster = ",".join(f"e{at}={peer}" for at, peer in enumerate(self._peers))
         with (self.folder / f"log{number}").open("ab") as log:
             self.processes[number] = subprocess.Popen([
-                *self._prefixes[number], "etcd", "--name", f"e{number}", "--data-dir", str(self.folder / f"data{number}"),
+                *self._prefixes[number],
+                "etcd", "--name", f"e{number}", "--data-dir", str(self.folder / f"data{number}"),
                 "--listen-client-urls", self.endpoints[number], "--advertise-client-urls", self.endpoints[number],
                 "--listen-peer-urls", self._peers[number], "--initial-advertise-peer-urls", self._peers[number],
                 "--initial-cluster", cluster, *TIMES,

@@ -150,9 +150,11 @@ def test_bytes_that_are_no_text_harm_nobody(server: EtcdServer) -> None:
         assert found["members/a"].value == "1" and len(found) == 3
 
 
-@pytest.mark.parametrize("answer", ["[]", "3", "{}", '{"kvs": 3}', '{"kvs": [{}]}', '{"ID": []}', "x", '{"succeeded": 1}',
-                                    '{"kvs": [{"key": "eA==", "value": "eA==", "create_revision": "x"}]}',
-                                    '{"result": {"TTL": "x"}}', '{"ID": 4, "result": {"TTL": {}}}', "[" * 100_000])
+@pytest.mark.parametrize("answer", [
+    "[]", "3", "{}", '{"kvs": 3}', '{"kvs": [{}]}', '{"ID": []}', "x", '{"succeeded": 1}', '{"result": {"TTL": "x"}}',
+    '{"kvs": [{"key": "eA==", "value": "eA==", "create_revision": "x"}]}', '{"ID": 4, "result": {"TTL": {}}}',
+    "[" * 100_000,
+], ids=lambda text: text[:30])
 def test_an_endpoint_that_answers_anything_is_an_error_at_most(answer: str) -> None:
     class Answers(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:

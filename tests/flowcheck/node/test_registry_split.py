@@ -1,5 +1,6 @@
-"""A network that is split between three nodes of etcd and the members beside them: who is on the smaller side keeps what
-was decided and decides nothing, whoever was root; the larger side goes through a loss, and its end is everybody's."""
+"""A network that is split between three nodes of etcd and the members beside them: who is on the smaller side keeps
+what was decided and decides nothing, whoever was root; the larger side goes through a loss, and its end is
+everybody's."""
 
 from __future__ import annotations
 

@@ -177,7 +177,8 @@ def test_what_is_no_decision_is_none(text: str, cluster: Cluster) -> None:
     assert cluster.seats["c"].decided == Decided()
 
 
-@pytest.mark.parametrize("epoch", ["Infinity", "1e999", "-1", "9" * 4299, str(1 << 53), "{}"], ids=lambda text: text[:9])
+@pytest.mark.parametrize("epoch", ["Infinity", "1e999", "-1", "9" * 4299, str(1 << 53), "{}"],
+                         ids=lambda text: text[:9])
 def test_what_a_member_cannot_have_is_as_if_it_had_nothing(epoch: str, cluster: Cluster) -> None:
     """Who is root takes the epoch of what others follow for the last one; a lie about it neither ends nor moves it."""
     before = settled(cluster, "a", "b")
