@@ -72,7 +72,8 @@ class Copying(Beside):
             case "protected":
                 self.well()
                 self._say("protected", name=name, epoch=said["epoch"], step=said["step"], shards=said["shards"],
-                          stream=said["stream"], bytes=said["bytes"], seconds=said["seconds"], path=said["path"])
+                          stream=said["stream"], bytes=said["bytes"], padded=said["padded"], seconds=said["seconds"],
+                          path=said["path"])
             case "unprotected":
                 self._say("unprotected", name=name, why=said["why"])
             case "redone":

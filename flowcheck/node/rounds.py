@@ -59,7 +59,8 @@ class Rounds:
         with reporting(path):
             came_last(path, [one.stat().st_mtime_ns for one in self._directory.glob(WHOLE) if one != path])
         self._say("protected", name="", epoch=key[0], step=kept.step, shards=[one.shard for one in kept.versions],
-                  stream=self._number, bytes=kept.length, seconds=round(time.monotonic() - began, 3), path=str(path))
+                  stream=self._number, bytes=kept.length, padded=kept.padded,
+                  seconds=round(time.monotonic() - began, 3), path=str(path))
         for old in kept_in(self._directory)[: -self._keep]:
             remove_tree(old.path)
         return kept

@@ -81,7 +81,8 @@ def test_the_newest_common_multiple_is_encoded(
     wanted = bytes(reduce(lambda a, b: a ^ b, both) for both in zip(*streams, strict=True))
     assert kept.stream(2).read_bytes() == wanted
     assert said == [("protected", {"name": "", "epoch": 0, "step": 6, "shards": list(SHARDS), "stream": 2,
-                                   "bytes": len(wanted), "seconds": said[0][1]["seconds"], "path": str(kept.path)})]
+                                   "bytes": len(wanted), "padded": 80, "seconds": said[0][1]["seconds"],
+                                   "path": str(kept.path)})]
     asked = len(apis[0].asked)
     assert rounds.turn(nodes(apis)) is None and len(apis[0].asked) == asked + 1
 
