@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Etcd", "check_endpoints"]
 
 SECONDS = 1.0  # for an answer
+NO_LEASE = 0  # of a key that stays whoever is there: no member's
 API = "/v3/"
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ class Etcd:
         if key not in self._put:
             if self._ask(lambda client: client.create(name, value, self._of(client))):
                 return
-            if self._owner(key) not in (None, self._lease):
+            if self._owner(key) not in (None, NO_LEASE, self._lease):
                 raise RegistryError(f"{key} is somebody else's", where=self._where,
                                     remedy="a name of its own for each node")
         self._ask(lambda client: client.put(name, value, self._of(client)))
@@ -90,7 +91,9 @@ class Etcd:
                 for value, about in client.get_prefix(self._prefix)
             }
 
-        return self._ask(entries)
+        found = self._ask(entries)
+        self._put = {key: value for key, value in self._put.items() if key in found and found[key].value == value}
+        return found
 
     def elect(self, name: str) -> bool:
         if self._lease is None:

@@ -140,6 +140,20 @@ def test_one_that_is_paused_is_an_error_in_time(tmp_path: Path) -> None:
         until(lambda: _answers(one))
 
 
+@pytest.mark.parametrize("how", ["removed", "written over"])
+def test_a_key_that_others_touched_is_put_back(server: EtcdServer, how: str) -> None:
+    """By hand, or by whoever can write there. The lease lives, so a member that did not look would never be back."""
+    with contextlib.closing(Etcd(server.endpoints, f"touched {how}", seconds=30.0)) as one:
+        keys = {"members/a": "1", "have/a": "2"}
+        one.renew(keys)
+        for key in keys:
+            client, name = one._clients[0], one._prefix + key
+            assert client.delete(name) if how == "removed" else client.put(name, "a lie")
+        one.read()
+        one.renew(keys)
+        assert {key: entry.value for key, entry in one.read().items()} == keys
+
+
 def test_bytes_that_are_no_text_harm_nobody(server: EtcdServer) -> None:
     """Whoever may write there may write anything, also names that are none."""
     with contextlib.closing(Etcd(server.endpoints, "bytes", seconds=30.0)) as one:
