@@ -304,7 +304,8 @@ class Protect(_Part):
     """copies: HOST:PORT of the `api.listen` of nodes whose versions this one keeps copies of. every: of each K-th step.
     keep: whole copies of a group; one more while the next comes. directory: for them, on tmpfs; left out: that of the
     replicas. memory_mb: most that all copies may take. seconds: between two looks at a node. journal: of some of these
-    nodes, HOST:PORT of `control.listen`: what their gradients were since the copy is kept, too.
+    nodes, HOST:PORT of `control.listen`: what their gradients were since the copy is kept, too; at a holder of parity
+    also of nodes with data, since the last rounds.
 
     parity: "K+M": of K nodes, each of which follows a shard, any M of the group may be lost. group: HOST:PORT of their
     `api.listen`, the K nodes and then M holders of parity; this node is one of them.
@@ -358,8 +359,9 @@ class Protect(_Part):
                          f" {MOST_STREAMS_OF_A_CODE} in all at most")
         elif len(self.group) != sum(self.code):
             raise _wrong("group", f"names {len(self.group)} nodes, and {self.parity} are {sum(self.code)}")
-        if strange := self.journal.keys() - set(self.copies):
-            raise _wrong("journal", f"{min(strange)} is none of protect.copies: a journal needs a copy to begin with")
+        if strange := self.journal.keys() - {*self.copies, *self.group[: self.code[0] if self.code is not None else 0]}:
+            raise _wrong("journal", f"{min(strange)} is none of protect.copies, and no node with data of protect.group:"
+                         " a journal needs a copy or parity to begin with")
         _other_nodes(tuple(self.journal.values()))
         for key in ("standby", "own", "replace"):
             if getattr(self, key) and not self.registry:
@@ -489,6 +491,8 @@ class NodeConfig(_Part):
             raise _wrong("protect.group", f"this node is none of them: it has {own}")
         if self.member < self.protect.code[0] and not self.capture:
             raise _wrong("protect.group", "this node follows no job, and has a place among those with data")
+        if self.member < self.protect.code[0] and (alone := self.protect.journal.keys() - set(self.protect.copies)):
+            raise _wrong("protect.journal", f"{min(alone)} is none of protect.copies, and this node keeps no parity")
         return self
 
     @model_validator(mode="after")

@@ -42,6 +42,7 @@ from flowcheck.node.beside import Lines, begun
 from flowcheck.node.decided import Run
 from flowcheck.node.journal import FOLDER, Journal
 from flowcheck.node.journaling import Journaling, lane_of, youngest
+from flowcheck.node.parity_base import ParityBase
 from flowcheck.node.rounds import Rounds
 from flowcheck.node.runs import run_folder
 from flowcheck.node.sitting import sit
@@ -284,9 +285,13 @@ class _Sources:
     def journal(self, address: tuple[str, int], control: tuple[str, int], say: Callable[..., None]) -> Journaling:
         """Of the node with this API and this control port."""
         directory, room = Path(self._said["directory"]), partial(self._copier.check_room, what="an iteration")
+        said, parity = self._said["parity"], None
+        if said is not None and list(address) not in self._said["sources"]:  # its group has it, and no copy is kept
+            own, making = said["members"][said["number"]], partial(self._copier.check_room, what="what parity gives")
+            parity = ParityBase(Path(said["directory"]), partial(self.node, tuple(own)), making)
         return Journaling(directory, self.node(address).name, partial(self.node, address), control,
                           lambda: str(self._said["token"]).encode(), self._tls(), room, say,
-                          self._said["rules"]["seconds"])
+                          self._said["rules"]["seconds"], parity)
 
     def _follow(self) -> None:
         wanted = dict.fromkeys([*((host, port) for host, port in self._said["sources"]), *self._placed])

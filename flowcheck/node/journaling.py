@@ -9,7 +9,8 @@ made with, then its gradients, 4 or 2 bytes a parameter. Nothing waits for it: a
 a gap, which is named, and steps after it need a newer copy.
 
 When the source has not answered for GONE_SECONDS, the newest step that can be made and proved is made (redo.py), and
-offered as any copy. One that cannot be proved is not.
+offered as any copy. One that cannot be proved is not. It begins with the newest copy, or, of a member of a group with
+parity, with the shard as it is made of that (parity_base.py).
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ from flowcheck.control.protocol import (
     Journal as Question,
 )
 from flowcheck.control.tensors import TensorSpec, unpack
+from flowcheck.durable import remove_tree
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.journal import FOLDER, JobText, Journal
+from flowcheck.node.parity_base import ParityBase
 from flowcheck.node.peers import checked, dial
 from flowcheck.node.redo import planned, reach, redo
 from flowcheck.node.runs import run_folder
@@ -74,14 +77,14 @@ def youngest(offers: Sequence[Offer]) -> Offer:
 class Journaling:
     """Of one source. name: of its API. node(): asks that. control: its control port. token(): of peers. room(bytes):
     raises FlowcheckError where there is none. say: events. seconds: between two looks at it, each of which has it hash
-    its newest version."""
+    its newest version. parity: what a step is made of where no copies of this source are kept."""
 
     def __init__(
         self, directory: Path, name: str, node: Callable[[], Node], control: tuple[str, int],
         token: Callable[[], bytes], tls: ssl.SSLContext | None, room: Callable[[int], None], say: Callable[..., None],
-        seconds: float,
+        seconds: float, parity: ParityBase | None = None,
     ) -> None:
-        self._seconds = seconds
+        self._seconds, self._parity = seconds, parity
         self._directory, self._name, self._node = directory, name, node
         self._control, self._token, self._tls = control, token, tls
         self._room, self._say_all = room, say
@@ -158,7 +161,12 @@ class Journaling:
         journal, bases = Journal(folder), bases_of(folder.parent)
         newest = max(journal.steps, default=-1)
         tried, again = self._made.get(folder, (-1, 0.0))
-        if not bases or newest <= bases[-1] or (tried == newest and time.monotonic() < again):
+        if newest <= max(bases, default=-1) or (tried == newest and time.monotonic() < again):
+            return
+        if self._parity is not None and journal.job is not None:
+            self._parity.take(shard, *journal.job.run[:2], folder.parent, max(bases, default=-1))
+            bases = bases_of(folder.parent)
+        if not bases:
             return
         self._made[folder] = newest, time.monotonic() + AGAIN_SECONDS  # where memory was full it may have room then
         to = reach(bases[-1], journal)
@@ -170,6 +178,9 @@ class Journaling:
         began = time.monotonic()
         path, to = redo(folder.parent / f"step-{bases[-1]:06d}", journal, len(os.sched_getaffinity(0)))
         self._made[folder] = newest, math.inf
+        for old in folder.parents[1].glob("*/step-*") if self._parity is not None else ():
+            if old != path:  # parity has it
+                remove_tree(old)
         self._say("redone", name=shard, step=to.step, base=to.base, seconds=round(time.monotonic() - began, 3),
                   why=gap, path=str(path))
 
@@ -182,7 +193,8 @@ class Journaling:
 
     def read(self, shard: str, journal: Journal) -> Reading:
         """Raises FlowcheckError, OSError."""
-        return Reading(dial(self._control, self._tls, PEER_SECONDS), self._token(), shard, journal, self._room)
+        return Reading(dial(self._control, self._tls, PEER_SECONDS), self._token(), shard, journal, self._room,
+                       self._parity)
 
     @property
     def ending(self) -> threading.Event:
@@ -210,9 +222,10 @@ class Reading:
     """A source's control port, of which a journal is kept. The link is its own, and closed if its opening fails."""
 
     def __init__(
-        self, link: Link, token: bytes, shard: str, journal: Journal, room: Callable[[int], None] = lambda nbytes: None
+        self, link: Link, token: bytes, shard: str, journal: Journal,
+        room: Callable[[int], None] = lambda nbytes: None, parity: ParityBase | None = None,
     ) -> None:
-        self._link, self._journal, self._room, self._requests = link, journal, room, 0
+        self._link, self._journal, self._room, self._requests, self._parity = link, journal, room, 0, parity
         self._plan: JobPlan | None = None
         self._buffers: Mapping[str, torch.Tensor] = {}
         try:
@@ -255,7 +268,12 @@ class Reading:
         self._room(sum(bucket.nbytes for bucket in buckets))
         record = {"groups": entry.groups, "clip": entry.clip, "scale": entry.scale, "skipped": entry.skipped}
         nbytes = self._journal.add(entry.iteration, record, buckets, self._buffers)
-        if bases := bases_of(self._journal.folder.parent):
+        job = self._journal.job
+        if self._parity is not None and job is not None:
+            if (oldest := self._parity.oldest(*job.run[:2])) is not None:
+                self._journal.forget(oldest)
+                self._parity.tidy(self._journal.folder.parents[2], *job.run[:2])
+        elif bases := bases_of(self._journal.folder.parent):
             self._journal.forget(bases[-1])
         return nbytes
 
