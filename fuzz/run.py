@@ -21,9 +21,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
 
-import seeds  # noqa: E402
-
 import build as fuzz_build  # noqa: E402
+import seeds  # noqa: E402
 
 __all__ = ["LENGTH", "SHARE", "Outcome", "fuzz"]
 
