@@ -184,7 +184,7 @@ static void middle(const uint8_t *frame, size_t size, const fc_roce *p, int stat
         REQUIRE(p->payload_len == mtus[i] && p->payload == m.bth + 12 && p->bth == m.bth && p->ip == m.ip);
         REQUIRE(p->ip_version == m.version && p->src == m.ends && p->dst == m.ends + (m.version == 4 ? 4 : 16));
         REQUIRE(p->dest_qp == m.dest_qp && p->psn == (m.psn & 0xffffff));
-        REQUIRE(fc_middle_icrc_ok(&m, mtus[i]) == fc_icrc_ok(p));
+        REQUIRE(fc_middle_icrc_ok(m, mtus[i]) == fc_icrc_ok(p));
     }
     const uint8_t *bth = fc_probable_bth(frame, size);
     REQUIRE(!bth || (bth >= frame && bth + 12 <= frame + size));

@@ -93,8 +93,8 @@ static inline void fc_middle_at(const uint8_t *frame, uint32_t version, fc_middl
     out->bth = out->ip + (version == 4 ? 20 : 40) + 8;
 }
 
-/* fc_icrc_ok for such a packet. */
-int fc_middle_icrc_ok(const fc_middle *p, uint32_t mtu);
+/* fc_icrc_ok for such a packet. By value: a packet whose address is taken is kept in memory, not in registers. */
+int fc_middle_icrc_ok(fc_middle p, uint32_t mtu);
 
 /* Where the first 12 bytes of a BTH probably are, judging by the Ethernet type alone: a guess for prefetching.
  * They are inside the frame. NULL: no guess. */

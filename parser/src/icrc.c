@@ -125,11 +125,11 @@ int fc_icrc_ok(const fc_roce *p)
     return fc_icrc(p) == carried(p->bth, p->ib_len);
 }
 
-int fc_middle_icrc_ok(const fc_middle *p, uint32_t mtu)
+int fc_middle_icrc_ok(fc_middle p, uint32_t mtu)
 {
     uint32_t ib_len = 12 + mtu + ICRC_SIZE;
     if (quick)
-        return quick(p->ip, p->bth, p->version, ib_len) == carried(p->bth, ib_len);
-    fc_roce whole = {.ip = p->ip, .bth = p->bth, .ip_version = (uint8_t)p->version, .ib_len = ib_len};
-    return fc_icrc_isal(&whole) == carried(p->bth, ib_len);
+        return quick(p.ip, p.bth, p.version, ib_len) == carried(p.bth, ib_len);
+    fc_roce whole = {.ip = p.ip, .bth = p.bth, .ip_version = (uint8_t)p.version, .ib_len = ib_len};
+    return fc_icrc_isal(&whole) == carried(p.bth, ib_len);
 }

@@ -140,14 +140,15 @@ RARE static int refuse_on_fast_path(fc_machine *M, fc_flow *f)
 static inline int fast_path(fc_machine *M, uint32_t stream, fc_flow *f, const fc_middle *p, uint64_t now_ns)
 {
     uint64_t psn = f->next_psn, bit = 1ull << (psn % 64), *seen = fc_seen_word(f, psn);
-    if (f->carries_final && M->check_icrc && !fc_middle_icrc_ok(p, M->mtu))
+    if (f->carries_final && M->check_icrc && !fc_middle_icrc_ok(*p, M->mtu))
         return refuse_on_fast_path(M, f);
     f->last_ns = now_ns;
     f->packets++;
     f->payload_bytes += M->mtu;
     f->next_psn = psn + 1;
     if (!(*seen & bit)) { /* set: seen a lap of the history ago */
-        f->missing += psn >= FC_HISTORY + f->start_psn;
+        if (psn >= FC_HISTORY + f->start_psn) /* adding the condition would store to one more line for every packet */
+            f->missing++;
         *seen |= bit;
     }
     if (!f->carries_final)
