@@ -105,5 +105,5 @@ def test_the_generator_was_written_from_the_same_facts() -> None:
         )
         assert (row.big_endian, row.always_pairs) == (family.big_endian_imm, family.always_pair)
         rule = row.chunks
-        assert (rule.min_traffic, rule.ll_weight) == (family.min_traffic, family.ll_scale)
-        assert (rule.clamped, rule.floored, bool(rule.cell)) == (family.clamp, family.floor_lo, family.fixed_cell)
+        assert (rule.min_traffic, rule.cell, rule.ll_weight) == (family.min_traffic, family.cell, family.ll_scale)
+        assert (rule.clamped, rule.floored) == (family.clamp, family.floor_lo)

@@ -203,7 +203,7 @@ def split_bytes(op: Operation, channels: int) -> list[tuple[int, int, int]]:
     least = family.min_traffic
     traffic = total * per_byte
     budget = max(least, traffic // channels) if family.clamp else up(traffic // channels, 16)
-    cell = 16 if family.fixed_cell else up(ceil(least, per_byte), 16)
+    cell = family.cell or up(ceil(least, per_byte), 16)
     cells = ceil(total, cell)
     per = max(1, min(cells, ceil(budget, cell * per_byte)))
     if op.channels == 1:

@@ -20,7 +20,8 @@ class Family:
 
     first: the lowest (major, minor) it holds for.
     layout: "loops" (interleaved, to 2.19), "ranges" (2.20-2.21), "bytes" (continuous byte distribution).
-    min_traffic, fixed_cell, ll_scale, floor_lo, clamp: the parameters of "bytes" (chunk_layout.split_bytes).
+    min_traffic, cell, ll_scale, floor_lo, clamp: the parameters of "bytes" (chunk_layout.split_bytes). cell: its bytes, 0:
+    computed from min_traffic.
     cts_bytes: element size; cts_fields: offset and width of addr, size, the first rkey, nreqs, tag, idx.
     big_endian_imm: byte order of the immediate on the wire.
     always_pair: adaptive-routing pair above the threshold whatever the setting says (2.12-2.15).
@@ -34,7 +35,7 @@ class Family:
     big_endian_imm: bool = False
     always_pair: bool = False
     min_traffic: int = 0
-    fixed_cell: bool = False
+    cell: int = 0
     floor_lo: bool = False
     ll_scale: int = 1
     clamp: bool = True
@@ -50,7 +51,7 @@ FAMILIES = (
     Family("2.16", (2, 16), "loops", 32, _CTS_32),
     Family("2.19", (2, 19), "loops", 32, _CTS_32),
     Family("2.20", (2, 20), "ranges", 64, _CTS_2_20),
-    Family("2.22", (2, 22), "bytes", 64, _CTS_2_20, min_traffic=512, fixed_cell=True, floor_lo=True),
+    Family("2.22", (2, 22), "bytes", 64, _CTS_2_20, min_traffic=512, cell=16, floor_lo=True),
     Family("2.23", (2, 23), "bytes", 64, _CTS_2_20, min_traffic=16384),
     Family("2.24", (2, 24), "bytes", 64, _CTS_2_24, min_traffic=16384),
     Family("2.26", (2, 26), "bytes", 64, _CTS_2_24, min_traffic=16384, ll_scale=4),
