@@ -28,6 +28,7 @@ from flowcheck.control.tensors import packed
 from flowcheck.control.version import Version
 from flowcheck.durable import make_directory, partial_name, remove_tree, reporting, write_atomic, write_synced
 from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.job.clock import Clock
 from flowcheck.rebuild.records import StepRecord
 
 __all__ = ["FOLDER", "JobText", "Journal", "Made"]
@@ -149,7 +150,7 @@ class Journal:
 
     def forget(self, step: int) -> None:
         """What made this step and those before it is of no more use: there is a copy of it."""
-        for prefix, last in (("entry-", step - 1), ("hashes-", step)):
+        for prefix, last in (("entry-", Clock().made(step)), ("hashes-", step)):
             for number in self._numbers(prefix):
                 if number <= last:
                     (self.folder / f"{prefix}{number:012d}").unlink(missing_ok=True)

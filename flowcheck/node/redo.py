@@ -43,9 +43,10 @@ class Reach:
 
 def reach(base: int, journal: Journal) -> Reach:
     """base: step of a copy."""
-    here, gap = set(journal.entries), base
-    while gap in here:  # the trainer's iteration n makes step n + 1
-        gap += 1
+    here, clock = set(journal.entries), Clock()
+    gap = clock.next(base)
+    while gap in here:
+        gap = clock.next(clock.after(gap))
     steps = [step for step in journal.steps if base < step <= gap]
     return Reach(base, steps[-1] if steps else base, gap)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flowcheck.job.clock import Clock
 from flowcheck.node.saying import Events
 
 __all__ = ["BUCKETS", "CONDITIONS", "STAGES", "GroupTally", "Tally"]
@@ -152,7 +153,7 @@ class GroupTally:
         self.patched += said["patched"]
         self.status, self.stale, self.lag, self.matches = said["status"], said["stale"], said["lag"], said["matches"]
         if said["published"]:
-            self.step, self.step_time, self.kept, self.refused = said["iteration"] + 1, now, None, 0.0
+            self.step, self.step_time, self.kept, self.refused = Clock().after(said["iteration"]), now, None, 0.0
         row = self._row(said["iteration"])
         row["published"], row["missing"], row["filled"] = said["published"], said["missing"], said["filled"]
         row["why"] = "; ".join(reason for _, reason in said["why"])[:MOST_TEXT]
