@@ -8,7 +8,6 @@ divide by zero or loop for ever are refused here, so that no later stage has to.
 from __future__ import annotations
 
 import ipaddress
-import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,13 +20,10 @@ from flowcheck.job.model import (
     CARRIES,
     DTYPE_BYTES,
     KINDS,
-    MASTERS,
     MAX_THREADS,
     MTUS,
     OPERATIONS,
-    OPTIMIZERS,
     PROTOCOLS,
-    ROUNDINGS,
     SCHEMA,
     Bucket,
     Collective,
@@ -36,6 +32,7 @@ from flowcheck.job.model import (
     Job,
     ModelEntry,
 )
+from flowcheck.job.optimizer import check_optimizer
 
 __all__ = ["check", "check_connections"]
 
@@ -45,21 +42,11 @@ MINIMUM_BUFFER = {"ll": 8 * 32, "ll128": 8 * 2048, "simple": 8 * 512}
 ELEMENTS = 1 << 48
 
 
-def _choice(place: Place, value: str, allowed: Iterable[str]) -> None:
-    if value not in allowed:
-        place.fail(f"{shown(value)} is not one of {', '.join(a for a in allowed if a)}")
-
-
-def _between(place: Place, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        place.fail(f"{value} is not between {low} and {high}")
-
-
 def check(job: Job, place: Place) -> None:
     """Raise UserError naming the first field of `job` that cannot be right."""
     if job.schema != SCHEMA:
         (place / "schema").fail(f"{shown(job.schema)} is not {SCHEMA!r}")
-    _between(place / "epoch", job.epoch, 0, (1 << 32) - 1)
+    (place / "epoch").between(job.epoch, 0, (1 << 32) - 1)
     _check_communicator(job.communicator, place / "communicator")
     _check_flows(job, place / "flows")
     for part in ("startup", "iteration_0", "rebuild", "steady"):
@@ -78,9 +65,9 @@ def check(job: Job, place: Place) -> None:
             )
     _check_model(job.model, place / "model")
     _check_parameter_names(job, place / "collectives")
-    _check_optimizer(job, place / "optimizer")
-    _choice(place / "gradients" / "dtype", job.gradients.dtype, DTYPE_BYTES)
-    _between(place / "gradients" / "divisor", job.gradients.divisor, 1, (1 << 31) - 1)
+    check_optimizer(job, place / "optimizer")
+    (place / "gradients" / "dtype").one_of(job.gradients.dtype, DTYPE_BYTES)
+    (place / "gradients" / "divisor").between(job.gradients.divisor, 1, (1 << 31) - 1)
     if len(set(job.step_values)) != len(job.step_values) or "" in job.step_values:
         (place / "step_values").fail("names must be given once each and not be empty")
     for iteration in (0, 1):
@@ -92,17 +79,17 @@ def check(job: Job, place: Place) -> None:
 
 
 def _check_communicator(c: Communicator, place: Place) -> None:
-    _between(place / "ranks", c.ranks, 2, 65536)
+    (place / "ranks").between(c.ranks, 2, 65536)
     if not re.fullmatch(r"[0-9]{1,3}\.[0-9]{1,3}(\.[0-9]{1,3})?", c.nccl_version, re.ASCII):
         (place / "nccl_version").fail(f"{shown(c.nccl_version)} is not a version like 2.19 or 2.27.7")
-    _between(place / "channels", c.channels, 1, 64)
-    _choice(place / "protocol", c.protocol, PROTOCOLS)
-    _choice(place / "algorithm", c.algorithm, ALGORITHMS)
+    (place / "channels").between(c.channels, 1, 64)
+    (place / "protocol").one_of(c.protocol, PROTOCOLS)
+    (place / "algorithm").one_of(c.algorithm, ALGORITHMS)
     if c.mtu not in MTUS:
         (place / "mtu").fail(f"{c.mtu} is not an RDMA path MTU ({', '.join(map(str, MTUS))})")
-    _between(place / "ar_threshold", c.ar_threshold, 0, 1 << 40)
-    _between(place / "qps_per_connection", c.qps_per_connection, 1, 128)
-    _between(place / "devices", c.devices, 1, 8)  # how many a version merges: parser.nccl
+    (place / "ar_threshold").between(c.ar_threshold, 0, 1 << 40)
+    (place / "qps_per_connection").between(c.qps_per_connection, 1, 128)
+    (place / "devices").between(c.devices, 1, 8)  # how many a version merges: parser.nccl
     parents = set(c.parent_ranks)
     if parents and (len(c.parent_ranks) != c.ranks or len(parents) != c.ranks or min(parents) < 0):
         (place / "parent_ranks").fail(f"these are not {c.ranks} different ranks of a larger communicator")
@@ -116,9 +103,9 @@ def _check_communicator(c: Communicator, place: Place) -> None:
     for name, defaults in (("buffer_bytes", BUFFER_BYTES), ("max_threads", MAX_THREADS)):
         table: dict[str, int] = getattr(c, name)
         for key, value in table.items():
-            _choice(place / name, key, PROTOCOLS)
+            (place / name).one_of(key, PROTOCOLS)
             if name == "buffer_bytes":
-                _between(place / name / key, value, MINIMUM_BUFFER[key], 1 << 30)
+                (place / name / key).between(value, MINIMUM_BUFFER[key], 1 << 30)
             elif value % 32 or not 64 <= value <= 1024:
                 (place / name / key).fail(f"{value} threads: NCCL takes multiples of 32 from 64 to 1024")
         for key, value in defaults.items():
@@ -175,10 +162,10 @@ def _followers(job: Job) -> list[dict[int, int]] | None:
 
 def _check_flow(c: Communicator, flow: Flow, place: Place) -> None:
     for name in ("src", "dst"):
-        _between(place / name, getattr(flow, name), 0, c.ranks - 1)
+        (place / name).between(getattr(flow, name), 0, c.ranks - 1)
     if flow.src == flow.dst:
         (place / "dst").fail(f"rank {flow.dst} does not send to itself over the network")
-    _between(place / "channel", flow.channel, 0, c.channels - 1)
+    (place / "channel").between(flow.channel, 0, c.channels - 1)
     first = _address(flow.src_addr, place / "src_addr")
     if _address(flow.dst_addr, place / "dst_addr").version != first.version:
         (place / "dst_addr").fail("one address is IPv4 and the other IPv6")
@@ -201,7 +188,7 @@ def _check_flow(c: Communicator, flow: Flow, place: Place) -> None:
                 (place / name / i).fail("IPv4 and IPv6 in one connection")
     for name in ("qpns", "cts_qpns"):
         for i, qpn in enumerate(getattr(flow, name)):
-            _between(place / name / i, qpn, 0, (1 << 24) - 1)
+            (place / name / i).between(qpn, 0, (1 << 24) - 1)
 
 
 def _address(text: str, place: Place) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
@@ -216,19 +203,19 @@ def _address(text: str, place: Place) -> ipaddress.IPv4Address | ipaddress.IPv6A
 
 
 def _check_collective(job: Job, call: Collective, part: str, place: Place) -> None:
-    _choice(place / "op", call.op, OPERATIONS)
-    _choice(place / "dtype", call.dtype, DTYPE_BYTES)
-    _choice(place / "carries", call.carries, CARRIES)
-    _between(place / "count", call.count, 0, ELEMENTS)
-    _between(place / "root", call.root, 0, job.communicator.ranks - 1)
+    (place / "op").one_of(call.op, OPERATIONS)
+    (place / "dtype").one_of(call.dtype, DTYPE_BYTES)
+    (place / "carries").one_of(call.carries, CARRIES)
+    (place / "count").between(call.count, 0, ELEMENTS)
+    (place / "root").between(call.root, 0, job.communicator.ranks - 1)
     if call.protocol is not None:
-        _choice(place / "protocol", call.protocol, PROTOCOLS)
+        (place / "protocol").one_of(call.protocol, PROTOCOLS)
     if call.algorithm is not None:
-        _choice(place / "algorithm", call.algorithm, ALGORITHMS)
+        (place / "algorithm").one_of(call.algorithm, ALGORITHMS)
     if call.channels is not None:
-        _between(place / "channels", call.channels, 1, job.communicator.channels)
+        (place / "channels").between(call.channels, 1, job.communicator.channels)
     if call.bucket is not None:
-        _between(place / "bucket", call.bucket, 0, (1 << 31) - 1)
+        (place / "bucket").between(call.bucket, 0, (1 << 31) - 1)
     if call.carries == "gradient" and call.op == "ReduceScatter":
         (place / "carries").fail(
             "a ReduceScatter adds the last contribution in local memory: no fully reduced gradient is on the wire",
@@ -274,12 +261,12 @@ def _check_model(model: list[ModelEntry], place: Place) -> None:
         if entry.name in seen:
             (here / "name").fail(f"{shown(entry.name)} is already the name of model[{seen[entry.name]}]")
         seen[entry.name] = i
-        _choice(here / "dtype", entry.dtype, DTYPE_BYTES)
-        _choice(here / "kind", entry.kind, KINDS)
+        (here / "dtype").one_of(entry.dtype, DTYPE_BYTES)
+        (here / "kind").one_of(entry.kind, KINDS)
         if len(entry.shape) > 64:
             (here / "shape").fail(f"{len(entry.shape)} dimensions; a tensor has at most 64")
         for axis, extent in enumerate(entry.shape):
-            _between(here / "shape" / axis, extent, 0, ELEMENTS)
+            (here / "shape" / axis).between(extent, 0, ELEMENTS)
         if entry.elements > ELEMENTS:
             (here / "shape").fail("more elements than any machine holds")
     owners = {entry.name: entry for entry in model if entry.kind == "optimized" and not entry.tied}
@@ -291,75 +278,6 @@ def _check_model(model: list[ModelEntry], place: Place) -> None:
             (place / i / "tied").fail(f"{shown(entry.tied)} is not an optimized entry that this one could be tied to")
         if (entry.shape, entry.dtype) != (owner.shape, owner.dtype):
             (place / i / "tied").fail(f"{shown(entry.name)} and {shown(entry.tied)} differ in shape or dtype")
-
-
-def _check_optimizer(job: Job, place: Place) -> None:
-    if job.optimizer is None:
-        return
-    _choice(place / "name", job.optimizer.name, OPTIMIZERS)
-    _choice(place / "rounding", job.optimizer.rounding, ROUNDINGS)
-    _choice(place / "masters", job.optimizer.masters, MASTERS)
-    if job.optimizer.masters in ("upcast", "state") and not job.narrow:
-        (place / "masters").fail("no optimized entry has 16 bits: there is nothing to keep fp32 masters of")
-    _between(place / "threads", job.optimizer.threads, 0, 4096)
-    if job.optimizer.masters == "none":
-        for entry in job.model:
-            if entry.name in job.narrow and entry.dtype != job.gradients.dtype:
-                (place / "masters").fail(
-                    f"{shown(entry.name)} is updated in {entry.dtype} alone, and gradients are {job.gradients.dtype}"
-                )
-        for g, group in enumerate(job.optimizer.groups):
-            if job.narrow and group.options.get("foreach"):
-                (place / "groups" / g / "options" / "foreach").fail(
-                    "foreach rounds 16-bit parameters without fp32 masters in an order of its own on a CPU"
-                )
-    version = job.optimizer.torch_version
-    if version and not re.fullmatch(r"[0-9]+\.[0-9]+[0-9A-Za-z.+-]*", version):
-        (place / "torch_version").fail(f"{shown(version)} is not a torch version such as 2.13.0")
-    if job.parameter_calls(0) and not job.gradient_calls(0):
-        place.fail(
-            "the iterations gather parameters and reduce no gradients: nothing would feed an optimizer",
-            "leave optimizer out: what is gathered becomes a parameter checkpoint",
-        )
-    missing = {entry.name for entry in job.model if entry.kind == "optimized" and not entry.tied}
-    optimized = frozenset(missing)
-    for g, group in enumerate(job.optimizer.groups):
-        for p, name in enumerate(group.params):
-            here = place / "groups" / g / "params" / p
-            if name not in optimized:
-                here.fail(f"{shown(name)} is not an optimized model entry")
-            if name not in missing:
-                here.fail(f"{shown(name)} is in two groups, or twice in one")
-            missing.discard(name)
-        for key, value in group.options.items():
-            _check_option(place / "groups" / g / "options" / key, value)
-    for entry in job.model:
-        if entry.name in missing:
-            (place / "groups").fail(
-                f"{shown(entry.name)} is in no group; give it one, or class the entry \"constant\""
-            )
-
-
-def _check_option(place: Place, value: Any) -> None:
-    """A plain value or a pair of numbers (betas). The optimizer checks names and ranges."""
-    if isinstance(value, list):
-        if len(value) > 8:
-            place.fail(f"a list of {len(value)} values is not an optimizer option")
-        for i, item in enumerate(value):
-            if isinstance(item, list | dict):
-                place.fail("nested values are not an optimizer option")
-            _check_option(place / i, item)
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            place.fail(f"{value!r} is not a finite number")
-    elif isinstance(value, int):
-        if abs(value) >= 1 << 63:
-            place.fail(f"{shown(value)} is out of range")
-    elif isinstance(value, str):
-        if not value.isprintable():
-            place.fail(f"{shown(value)} has unprintable characters")
-    elif value is not None:
-        place.fail(f"{shown(value)} is not an optimizer option")
 
 
 # -- buckets -------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import json
 import math
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,14 @@ class Place:
     def fail(self, what: str, remedy: str = "") -> typing.NoReturn:
         remedy = remedy or "correct this field; docs/reference/manifest.md describes each one"
         raise UserError(what, where=str(self), remedy=remedy)
+
+    def one_of(self, value: str, allowed: Iterable[str]) -> None:
+        if value not in allowed:
+            self.fail(f"{shown(value)} is not one of {', '.join(a for a in allowed if a)}")
+
+    def between(self, value: int, low: int, high: int) -> None:
+        if not low <= value <= high:
+            self.fail(f"{value} is not between {low} and {high}")
 
 
 # -- text to plain data ------------------------------------------------------------------------------------

@@ -1,0 +1,86 @@
+"""The optimizer of a manifest, checked: names, groups and options.
+
+`check_optimizer(job, place)` raises UserError at the first field that cannot be right. Called by check.py; standard
+library only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from flowcheck.job.form import Place, shown
+from flowcheck.job.model import MASTERS, OPTIMIZERS, ROUNDINGS, Job
+
+__all__ = ["check_optimizer"]
+
+
+def check_optimizer(job: Job, place: Place) -> None:
+    """Raise UserError if the optimizer contradicts the model or the calls, or is none that is known."""
+    if job.optimizer is None:
+        return
+    (place / "name").one_of(job.optimizer.name, OPTIMIZERS)
+    (place / "rounding").one_of(job.optimizer.rounding, ROUNDINGS)
+    (place / "masters").one_of(job.optimizer.masters, MASTERS)
+    if job.optimizer.masters in ("upcast", "state") and not job.narrow:
+        (place / "masters").fail("no optimized entry has 16 bits: there is nothing to keep fp32 masters of")
+    (place / "threads").between(job.optimizer.threads, 0, 4096)
+    if job.optimizer.masters == "none":
+        for entry in job.model:
+            if entry.name in job.narrow and entry.dtype != job.gradients.dtype:
+                (place / "masters").fail(
+                    f"{shown(entry.name)} is updated in {entry.dtype} alone, and gradients are {job.gradients.dtype}"
+                )
+        for g, group in enumerate(job.optimizer.groups):
+            if job.narrow and group.options.get("foreach"):
+                (place / "groups" / g / "options" / "foreach").fail(
+                    "foreach rounds 16-bit parameters without fp32 masters in an order of its own on a CPU"
+                )
+    version = job.optimizer.torch_version
+    if version and not re.fullmatch(r"[0-9]+\.[0-9]+[0-9A-Za-z.+-]*", version):
+        (place / "torch_version").fail(f"{shown(version)} is not a torch version such as 2.13.0")
+    if job.parameter_calls(0) and not job.gradient_calls(0):
+        place.fail(
+            "the iterations gather parameters and reduce no gradients: nothing would feed an optimizer",
+            "leave optimizer out: what is gathered becomes a parameter checkpoint",
+        )
+    missing = {entry.name for entry in job.model if entry.kind == "optimized" and not entry.tied}
+    optimized = frozenset(missing)
+    for g, group in enumerate(job.optimizer.groups):
+        for p, name in enumerate(group.params):
+            here = place / "groups" / g / "params" / p
+            if name not in optimized:
+                here.fail(f"{shown(name)} is not an optimized model entry")
+            if name not in missing:
+                here.fail(f"{shown(name)} is in two groups, or twice in one")
+            missing.discard(name)
+        for key, value in group.options.items():
+            _check_option(place / "groups" / g / "options" / key, value)
+    for entry in job.model:
+        if entry.name in missing:
+            (place / "groups").fail(
+                f"{shown(entry.name)} is in no group; give it one, or class the entry \"constant\""
+            )
+
+
+def _check_option(place: Place, value: Any) -> None:
+    """A plain value or a pair of numbers (betas). The optimizer checks names and ranges."""
+    if isinstance(value, list):
+        if len(value) > 8:
+            place.fail(f"a list of {len(value)} values is not an optimizer option")
+        for i, item in enumerate(value):
+            if isinstance(item, list | dict):
+                place.fail("nested values are not an optimizer option")
+            _check_option(place / i, item)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            place.fail(f"{value!r} is not a finite number")
+    elif isinstance(value, int):
+        if abs(value) >= 1 << 63:
+            place.fail(f"{shown(value)} is out of range")
+    elif isinstance(value, str):
+        if not value.isprintable():
+            place.fail(f"{shown(value)} has unprintable characters")
+    elif value is not None:
+        place.fail(f"{shown(value)} is not an optimizer option")
