@@ -20,6 +20,7 @@ from flowcheck.job.model import (
     CARRIES,
     DTYPE_BYTES,
     KINDS,
+    MAX_DEVICES,
     MAX_THREADS,
     MTUS,
     OPERATIONS,
@@ -89,7 +90,7 @@ def _check_communicator(c: Communicator, place: Place) -> None:
         (place / "mtu").fail(f"{c.mtu} is not an RDMA path MTU ({', '.join(map(str, MTUS))})")
     (place / "ar_threshold").between(c.ar_threshold, 0, 1 << 40)
     (place / "qps_per_connection").between(c.qps_per_connection, 1, 128)
-    (place / "devices").between(c.devices, 1, 8)  # how many a version merges: parser.nccl
+    (place / "devices").between(c.devices, 1, MAX_DEVICES)
     parents = set(c.parent_ranks)
     if parents and (len(c.parent_ranks) != c.ranks or len(parents) != c.ranks or min(parents) < 0):
         (place / "parent_ranks").fail(f"these are not {c.ranks} different ranks of a larger communicator")

@@ -27,7 +27,7 @@ from typing import Any
 
 __all__ = [
     "SCHEMA", "DTYPE_BYTES", "OPERATIONS", "CARRIES", "PROTOCOLS", "ALGORITHMS", "KINDS", "OPTIMIZERS",
-    "ROUNDINGS", "MASTERS", "NARROW", "MTUS", "BUFFER_BYTES", "MAX_THREADS",
+    "ROUNDINGS", "MASTERS", "NARROW", "MTUS", "BUFFER_BYTES", "MAX_THREADS", "MAX_DEVICES",
     "Bucket", "BucketSlice", "Buckets", "Collective", "Collectives", "Communicator", "Flow", "Gradients", "Job",
     "ModelEntry", "Optimizer", "ParameterGroup", "carries", "dtype_size",
 ]
@@ -49,6 +49,7 @@ NARROW = ("bfloat16", "float16")
 MTUS = (256, 512, 1024, 2048, 4096)
 BUFFER_BYTES = {"ll": 524288, "ll128": 4915200, "simple": 4194304}
 MAX_THREADS = {"ll": 512, "ll128": 640, "simple": 512}
+MAX_DEVICES = 8  # ports merged into one NIC, the most of any version (parser.nccl, which trainers do not have)
 
 
 def _one_of(choices: Iterable[Any]) -> dict[str, tuple[Any, ...]]:

@@ -36,6 +36,7 @@ MAX_CHANNELS = 64
 STREAM_BYTES = 1 << 20
 #: NCCL versions by the form of their QP info.
 QP_INFO = {form: span([row for row in TABLE if row.qp_info == form]) for form in QP_INFOS}
+DEVICES = sorted({row.devices for row in TABLE})  # how many a list of devices may have room for
 
 
 @dataclass(frozen=True)
@@ -247,7 +248,7 @@ def _handshake(data: bytes) -> Side | None:
     rest = len(data) - at
     found = []
     for form in QP_INFO:
-        for devices in [1, 2, 4, 8] if form.after_devices else [0]:
+        for devices in DEVICES if form.after_devices else [0]:
             lead, end = 4 + 4 * devices if devices else 0, form.bytes
             if rest not in (lead + end, lead + end + 4) or (devices and not 1 <= _u32(data, at) <= devices):
                 continue

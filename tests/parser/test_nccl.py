@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from flowcheck.job.model import MAX_DEVICES
 from flowcheck.lab.synth.families import NEWEST, family_of
 from parser.nccl import CTS_ELEMENTS, TABLE, Chunks, CtsElement, Parts, WireError, of, span
 from tests.nccl_versions import UNREAD
@@ -72,6 +73,10 @@ def test_versions_of_rows_that_are_not_neighbours() -> None:
 
 def test_every_port_of_a_merged_nic_has_a_key_in_the_element() -> None:
     assert [row.cts.keys for row in TABLE] == [row.devices for row in TABLE]
+
+
+def test_a_manifest_may_name_as_many_ports_as_any_version_merges() -> None:
+    assert max(row.devices for row in TABLE) == MAX_DEVICES
 
 
 def test_what_else_changed_and_when() -> None:

@@ -20,8 +20,8 @@ class Family:
 
     first: the lowest (major, minor) it holds for.
     layout: "loops" (interleaved, to 2.19), "ranges" (2.20-2.21), "bytes" (continuous byte distribution).
-    min_traffic, cell, ll_scale, floor_lo, clamp: the parameters of "bytes" (chunk_layout.split_bytes). cell: its bytes, 0:
-    computed from min_traffic.
+    min_traffic, cell, ll_scale, floor_lo, clamp: the parameters of "bytes" (chunk_layout.split_bytes). cell: bytes, 0
+    where it is computed from min_traffic.
     cts_bytes: element size; cts_fields: offset and width of addr, size, the first rkey, nreqs, tag, idx.
     big_endian_imm: byte order of the immediate on the wire.
     always_pair: adaptive-routing pair above the threshold whatever the setting says (2.12-2.15).
