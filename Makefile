@@ -41,9 +41,9 @@ mutants: build dev   ## deliberate mistakes, and whether a test notices (docs/un
 	nice $(BIN)/python -P tools/mutants.py $(ONLY)
 soak: build; $(BIN)/flowcheck lab soak --minutes $(or $(MINUTES),30)   ## training with losses and faults, MINUTES=30 (docs/use/lab.md)
 screenshots: build; $(BIN)/python tools/screenshots.py   ## the node's status page in a headless Chromium: out/screenshots
+gpu-demo:; @tools/gpu-demo.sh   ## NCCL on this machine's GPU, mirrored and followed (docs/use/gpu-demo.md)
 build: .venv/.built-$(MODE)   ## Debian packages, .venv and the extensions, in place
 debug:; $(MAKE) build FLOWCHECK_DEBUG=1   ## extensions with C assertions, bounds checks and line tracing for coverage
-
 dev: .venv/.installed-dev   ## what tests need more: compilers, a switch, second opinions, Python packages
 wheel: .venv/.installed   ## dist/flowcheck-*.whl: what a training environment needs, without a compiler (docs/use/install.md)
 	FLOWCHECK_BUILD=trainer $(BIN)/python -m pip wheel -q --no-deps --no-build-isolation --wheel-dir $(or $(DIST),dist) .

@@ -72,7 +72,7 @@ STARTED = ("__main__", "run")
 # Names the public names for type checkers; at run time each is loaded when it is asked for.
 PUBLIC_NAMES = Path("flowcheck/__init__.py")
 # Written from the reference alone, so that they and the parser can prove each other wrong.
-INDEPENDENT = ("flowcheck.lab.synth", "flowcheck.lab.softroce")
+INDEPENDENT = ("flowcheck.lab.synth", "flowcheck.lab.softroce", "flowcheck.lab.gpu")
 
 SUFFIXES = {".py", ".pyx", ".pxd", ".pxi", ".h", ".c"}
 C_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*["<]([^">\n]+)[">]', re.MULTILINE)

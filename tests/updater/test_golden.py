@@ -4,12 +4,10 @@ The way from vectors to a verdict is tested without a GPU: vectors made on the C
 """
 import hashlib
 import importlib.util
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from flowcheck.job.model import BucketSlice
 from updater.layout import Layout
@@ -18,49 +16,10 @@ from updater.replica import Replica
 from updater.rounding_modes import RoundingMode
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-_spec = importlib.util.spec_from_file_location("flowcheck_golden", GOLDEN / "make_cuda.py")
-golden = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(golden)
-
-
-def compare(case, rounding):
-    """The first place where the replica's digests differ from the case's, or ""."""
-    names = [f"p{i}" for i in range(len(golden.SIZES))]
-    spec = OptimizerSpec.check(case["optimizer"], [(names, case["options"])], fused=rounding.fused)
-    start = {n: golden.inputs(0, size) for n, size in zip(names, golden.SIZES, strict=True)}
-    replica = Replica(start, spec, rounding=rounding, slots=2)
-    slices, reach = [], 0
-    for name, tensor in start.items():
-        slices.append(BucketSlice(name, reach, tensor.numel()))
-        reach += tensor.numel()
-    layout = Layout([slices], {n: t.shape for n, t in start.items()}, [reach])
-    for step, wanted in enumerate(case["steps"], start=1):
-        slot = replica.build(step, layout)
-        data = torch.cat([golden.inputs(step, size) for size in golden.SIZES])
-        slot.apply(0, data.to(golden.DTYPES[case["dtype"]]))
-        replica.publish(slot)
-        for key, digest in wanted.items():
-            if key == "parameters":
-                mine = [slot.parameters[n] for n in names]
-            else:
-                mine = [slot.optimizer_state[n][key] for n in names]
-            if golden.digest(mine) != digest:
-                return f"{case['optimizer']} {case['form']} {case['options']} {case['dtype']}: step {step}, {key}"
-    return ""
-
-
-def recorded(file):
-    data = json.loads(file.read_text())
-    table = {float(beta): powers for beta, powers in data["powers"].items()}
-
-    def powf(beta, step):
-        return table[beta][step - 1]
-
-    rounding_modes = {
-        "foreach": RoundingMode("torch-cuda-foreach", data["torch"]),
-        "fused": RoundingMode("torch-cuda-fused", data["torch"], device_powf=powf),
-    }
-    return data, rounding_modes
+_spec = importlib.util.spec_from_file_location("flowcheck_golden_compare", GOLDEN / "compare.py")
+vectors = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(vectors)
+golden, compare = vectors.golden, vectors.compare
 
 
 def test_the_cuda_orders_are_the_gpus():
@@ -68,13 +27,8 @@ def test_the_cuda_orders_are_the_gpus():
     if not files:
         pytest.skip("no vectors of a GPU in tests/golden (make_cuda.py makes them): those of CUDA stay unproven")
     for file in files:
-        data, rounding_modes = recorded(file)
-        differ = []
-        for case in data["cases"]:
-            # A single tensor at a time is an order of its own, recorded and refused; SGD has no fused kernel here.
-            if case["form"] in rounding_modes and not (case["form"] == "fused" and case["optimizer"] == "sgd"):
-                differ.append(compare(case, rounding_modes[case["form"]]))
-        assert len(differ) > 20 and not any(differ), f"{file.name}: {[d for d in differ if d]}"
+        for mode, cases, differ in vectors.compare_file(file):
+            assert cases > 10 and not differ, f"{file.name}, {mode}: {differ}"
 
 
 def test_a_rounding_mode_is_proven_only_where_there_are_vectors():
