@@ -115,6 +115,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/control/version.py": [f"{FLOW}/control/test_version.py"],
     "flowcheck/control/ask.py": [f"{FLOW}/control/test_ask.py"],
     "flowcheck/control/receiving.py": [f"{FLOW}/control/test_ask.py", f"{FLOW}/control/test_receiving.py"],
+    "flowcheck/control/into.py": [f"{FLOW}/trainer/test_recovery_into.py"],
     "flowcheck/control/sources.py": [
         f"{FLOW}/control/test_sources.py", f"{FLOW}/checkpoint/test_fetch.py",
     ],

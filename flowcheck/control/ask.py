@@ -56,6 +56,7 @@ MOST_EPOCHS = 1 << 31
 MOST_NBYTES = 1 << 50  # of a version
 MOST_FAILED = 3  # versions of a tier that proved bad, until it is asked no more
 MOST_WHY = 400  # characters
+MOST_HEAD = 1 << 20  # bytes of an answer until its body
 AGAIN_SECONDS = 0.25  # between two questions for a manifest whose tensors are being hashed
 HASH_SECONDS = 1800.0  # that hashing may take, whatever a node says of it
 
@@ -161,6 +162,7 @@ class Node:
         self._address, self._key, self._seconds = address, key, seconds
         self._connection: http.client.HTTPConnection | None = None
         self._response: http.client.HTTPResponse | None = None
+        self._paced: _Paced | None = None  # what that is read from
         self.plain: socket.socket | None = None  # what the answer that is open comes over; None: encrypted
         host, port = address
         self.name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -169,6 +171,7 @@ class Node:
         self.withheld: list[str] = []  # reasons
         self.seconds = seconds
         self.failed: Counter[str] = Counter()  # by tier: how many versions proved bad, or could not be had
+        self.busy = False  # it had no slot for a reader for as long as that is waited for
         self.gone: set[str] = set()  # versions that were refused as if they had made room
         self.epochs: dict[str, int] = {}  # the newest of each run of which it has anything, withheld or not
 
@@ -194,7 +197,7 @@ class Node:
         self.silent = [tier for tier in TIERS if isinstance(absent, list) and tier in absent]
         withheld = said.get("withheld", [])
         whys = [one.get("why") for one in withheld if isinstance(one, dict)] if isinstance(withheld, list) else []
-        self.withheld = [why[:MOST_WHY] for why in whys[:1] if isinstance(why, str)]
+        self.withheld = [" ".join(why[:MOST_WHY].split()) for why in whys[:1] if isinstance(why, str)]
         self.epochs = {}
         for one in [*listed, *(withheld if isinstance(withheld, list) else [])]:
             run_id, epoch = (one.get("run_id"), one.get("epoch")) if isinstance(one, dict) else (None, None)
@@ -333,7 +336,7 @@ class Node:
     def _take(self, path: str, most: int) -> bytearray:
         """A whole answer, of at most so many bytes."""
         try:
-            response = self.open(path)
+            response = self.open(path, most=most)
             text = bytearray()
             while piece := response.read(CHUNK):
                 text += piece
@@ -345,9 +348,9 @@ class Node:
         finally:
             self.close()
 
-    def open(self, path: str, first: int = 0) -> http.client.HTTPResponse:
-        """The answer to a request, from byte `first` on. Raises AskError for another status than is due; OSError and
-        HTTPException."""
+    def open(self, path: str, first: int = 0, most: int = 0) -> http.client.HTTPResponse:
+        """The answer to a request, from byte `first` on. most: bytes that it may have. Raises AskError for another
+        status than is due; OSError and HTTPException."""
         self.close()
         connection = self._connection = self._connect()
         headers = {"Authorization": f"Bearer {self._key}", "Accept-Encoding": "identity"}
@@ -360,18 +363,27 @@ class Node:
         response = self._response = connection.getresponse()
         if response.status != (206 if first else 200):
             raise _refusal(response, self.name)
+        assert self._paced is not None
+        self._paced.room += 2 * most  # chunks have heads, too
         return response
 
     def _connect(self) -> http.client.HTTPConnection:
         connection: Any = (
             http.client.HTTPConnection(*self._address, timeout=self._seconds) if self._tls is None else
             http.client.HTTPSConnection(*self._address, timeout=self._seconds, context=self._tls))
-        response: Any = http.client.HTTPResponse
-        connection.response_class = lambda sock, **more: response(_Paced(sock, self._seconds), **more)
+        connection.response_class = self._answered
         taken: http.client.HTTPConnection = connection
         return taken
 
+    def _answered(self, sock: socket.socket, **more: Any) -> http.client.HTTPResponse:
+        self._paced = _Paced(sock, self._seconds)
+        response: Any = http.client.HTTPResponse
+        made: http.client.HTTPResponse = response(self._paced, **more)
+        return made
+
     def lost(self, error: Exception) -> AskError:
+        if isinstance(error, _TooLong):
+            return AskError("an answer that is too long", where=self.name)
         if isinstance(error, _TooSlow):
             return AskError("an answer that is too slow", where=self.name)
         if isinstance(error, TimeoutError):
@@ -386,14 +398,20 @@ class _TooSlow(TimeoutError):
     pass
 
 
+class _TooLong(OSError):
+    pass
+
+
 class _Paced(io.RawIOBase):
     """An answer as http.client reads it, head and body: who waits for it longer than twice `seconds`, and RATE for what
-    has come, gets _TooSlow. Else one byte now and then would keep him for ever."""
+    has come, gets _TooSlow. Else one byte now and then would keep him for ever. And so would interim answers, chunks
+    and trailers without end, which http.client reads as fast as they come: more than `room` is _TooLong."""
 
     def __init__(self, sock: socket.socket, seconds: float) -> None:
         self._sock, self._seconds = sock, seconds
         self._raw = sock.makefile("rb", buffering=0)
         self._left = 2 * seconds
+        self.room = MOST_HEAD  # bytes
 
     def makefile(self, mode: str) -> io.BufferedReader:
         """What http.client asks a socket for."""
@@ -405,6 +423,8 @@ class _Paced(io.RawIOBase):
     def readinto(self, buffer: Any) -> int | None:
         if self._left <= 0:
             raise _TooSlow
+        if self.room <= 0:
+            raise _TooLong
         self._sock.settimeout(min(self._seconds, self._left))
         began = time.monotonic()
         try:
@@ -414,6 +434,7 @@ class _Paced(io.RawIOBase):
                 raise _TooSlow from None
             raise
         self._left += (count or 0) / RATE - (time.monotonic() - began)
+        self.room -= count or 0
         return count
 
     def close(self) -> None:
@@ -456,9 +477,10 @@ def _refusal(response: http.client.HTTPResponse, where: str) -> AskError:
     except (ValueError, RecursionError, OSError, http.client.HTTPException):
         told = None
     said = told.get("why", "") if isinstance(told, dict) else ""
+    said = " ".join(said.split()) if isinstance(said, str) else ""  # one line: more would pass for lines of ours
     if response.status == 401:
         return AskError("the token is wrong", where=where)
-    why = f"refused: {said if isinstance(said, str) and said else f'status {response.status}'}"
+    why = f"refused: {said or f'status {response.status}'}"
     if response.status == 404:
         return GoneError(why, where=where)
     if response.status != 503:

@@ -47,8 +47,8 @@ class Source(Protocol):
     received: int
     seconds: float  # that it may be silent
 
-    def open(self, path: str, first: int = 0) -> http.client.HTTPResponse:
-        """The answer to a request, from byte `first` on."""
+    def open(self, path: str, first: int = 0, most: int = 0) -> http.client.HTTPResponse:
+        """The answer to a request, from byte `first` on, of at most so many bytes."""
 
     @property
     def plain(self) -> socket.socket | None:
@@ -135,7 +135,7 @@ class Stream:
     def _open(self) -> None:
         while True:
             try:
-                self._response = self._node.open(self._path, self._at)
+                self._response = self._node.open(self._path, self._at, self._most)
                 left = self._response.length
                 if left is None or (self.size >= 0 and left != self.size - self._at):
                     raise AskError("does not say how long its answer is, or not twice the same", where=self._where)

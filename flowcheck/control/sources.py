@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from flowcheck.control.ask import (
     Offer,
     split,
 )
+from flowcheck.control.into import Into
 from flowcheck.control.user_state import UserState
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.errors import EnvironmentProblem, UserError
@@ -40,6 +42,7 @@ from flowcheck.errors import EnvironmentProblem, UserError
 __all__ = ["Fetched", "Found", "Key", "NoSource", "addresses", "choose", "fetch", "look", "offers_of", "take"]
 
 MOST_ROUNDS = 16
+MOST_SAME = 4  # of one version, that a tier of a node lists
 BUSY_SECONDS = 30.0  # a version that is not read any more is held for 20
 QUEUE_SECONDS = 1800.0  # that a node may have no connection left for a file: as many ranks read from it as it serves
 AGAIN_SECONDS = 1.0
@@ -227,20 +230,28 @@ def fetch(
 
     ranks: whose own states are wanted of an offer; sources that have more of them come first.
     into: tensors of the model to receive into (Node.tensors). Raises NoSource that says of each source why not; then
-    `into` holds anything. Raises UserError if `into` does not fit; then it is as it was.
+    `into` holds anything. Raises UserError if `into` does not fit; then it is as it was, unless tensors in it share
+    memory.
     """
     began, passed = time.monotonic(), list(found.absent)
     received = 0
     places = [place for place in found.places if (place[1].epoch, place[1].step) == key]
+    tried = Counter[tuple[str, str]]()
     for node, offer in sorted(places, key=lambda place: -len(ranks(place[1]))):
+        tried[node.name, offer.tier] += 1
+        if tried[node.name, offer.tier] > MOST_SAME:
+            if tried[node.name, offer.tier] == MOST_SAME + 1:
+                passed.append(f"{node.name}, {offer.tier}: lists it more than {MOST_SAME} times")
+            continue
         before = node.received
         try:
             # One that proved bad is held for some seconds after that, and its node may have no slot for another.
             version = _when_free(node, partial(node.version, offer))
-            _fits(version, into)
-            model = _when_free(node, partial(node.tensors, offer, version, MODEL, into))
+            given = Into(version, into)
+            model = _when_free(node, partial(node.tensors, offer, version, MODEL, given.alone))
             state = split(_when_free(node, partial(node.tensors, offer, version, OPTIMIZER, {})))
             users = {rank: _when_free(node, partial(node.user, offer, rank)) for rank in ranks(offer)}
+            given.finish(model)
         except AskError as error:
             passed.append(f"{error.where or node.name}: {error.what}")
             if isinstance(error, GoneError):
@@ -263,14 +274,18 @@ def _when_free(
     node: Node, ask: Callable[[], _Given], busy: float | None = None, full: float | None = None
 ) -> _Given:
     """What it says, as soon as it has room for another. busy, full: seconds that it may have no slot, or no connection.
-    Raises AskError."""
+    As long as usual it is waited for once: a node that has none by then is left at once from there on. Raises AskError.
+    """
     began = time.monotonic()
     while True:
         try:
             return ask()
         except BusyError as error:
             given, usual = (full, QUEUE_SECONDS) if isinstance(error, FullError) else (busy, BUSY_SECONDS)
-            if time.monotonic() - began > (usual if given is None else given):
+            over = time.monotonic() - began > (usual if given is None else given)
+            if given is None:
+                over = node.busy = node.busy or over
+            if over:
                 raise
         node.close()
         time.sleep(AGAIN_SECONDS * random.uniform(0.5, 1.5))  # not all ranks at once again
@@ -300,26 +315,3 @@ def take(
     why = "; ".join([*passed, *found.absent, *found.withheld])
     raise EnvironmentProblem(f"{what}{f': {why}' if why else ''}", where=", ".join(node.name for node in nodes),
                              remedy="see the nodes' lines, or a checkpoint directory")
-
-
-def _no_place(tensor: object) -> str:
-    """Why nothing can be received into it; "": it can."""
-    if not isinstance(tensor, torch.Tensor):
-        return f"is a {type(tensor).__name__}"
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
-        return f"is on {tensor.device}, {tensor.layout}: it has no memory for its elements"
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        return "has elements that share memory (it was expanded)"
-    return ""
-
-
-def _fits(version: Version, into: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in into.items():
-        if why := _no_place(tensor):
-            raise UserError(f"tensor {name!r} {why}", where="into", remedy="tensors that have memory of their own")
-        digest = version.files[MODEL].get(name)
-        is_ = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        if digest is None or is_ != (digest.spec.dtype, digest.spec.shape):
-            has = "does not have it" if digest is None else f"has {digest.spec.dtype} {list(digest.spec.shape)}"
-            raise UserError(f"tensor {name!r} is {is_[0]} {list(is_[1])}, step {version.step} {has}", where="into",
-                            remedy="the state_dict of the model that the run trains")

@@ -287,9 +287,16 @@ def _user(fetched: Fetched, own: int | None, as_many: bool) -> tuple[dict[str, A
     state = found.state
     parts = [state.get(name, {}) for name in ("rng", "user", "scheduler", "scaler")] if isinstance(state, dict) else []
     groups = state.get("groups") if parts else None
-    if not isinstance(groups, list) or not all(isinstance(part, dict) for part in [*parts, *groups]):
+    if not isinstance(groups, list) or not all(isinstance(part, dict) for part in [*parts, *groups]) or not all(
+            isinstance(flag, bool) for group in groups for flag in _flags(group)):
         return {}, f"the state of rank {own} is not one of this version of flowcheck"
     return state, ""
+
+
+def _flags(group: Mapping[str, Any]) -> list[Any]:
+    """What a rank said of each parameter of a group: is it stepped?"""
+    said = group.get("params")
+    return said if isinstance(said, list) else []
 
 
 def _as_given(optimizer: dict[str, Any], groups: list[dict[str, Any]], options: bool) -> dict[str, Any]:
@@ -299,8 +306,7 @@ def _as_given(optimizer: dict[str, Any], groups: list[dict[str, Any]], options: 
     that made the version, and has what it needs there. And torch numbers all parameters, those that are frozen too,
     which no version has."""
     there = optimizer.get("param_groups", [])
-    said = [group.get("params") for group in groups]  # of each parameter: is it stepped?
-    steps = [one for one in said if isinstance(one, list)]
+    steps = [_flags(group) for group in groups if isinstance(group.get("params"), list)]
     if len(steps) < len(groups):  # not said: all are, and no group is without
         steps = [[True] * len(group["params"]) for group in there] if len(groups) == len(there) else []
     sizes = [sum(map(bool, one)) for one in steps if any(one)]

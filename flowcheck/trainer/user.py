@@ -116,7 +116,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         for what, states in state.items():
             if what.startswith("device "):
                 _restore_devices(what.removeprefix("device "), states)
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"the state of random numbers does not fit this process: {type(error).__name__}: {error}",
                         where="recover", remedy="the same packages and devices, or seeds of your own") from None
 

@@ -1,4 +1,5 @@
-"""Whoever answers byte by byte is left, wherever in the answer he is; and a file is no longer than its manifest."""
+"""Whoever answers byte by byte, or without end, is left, wherever in the answer he is; and a file is no longer than its
+manifest."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from flowcheck.control import ask
 from flowcheck.control.ask import AskError, Node
 from flowcheck.control.version import MODEL
 
@@ -62,6 +64,35 @@ def test_an_answer_byte_by_byte_is_left(
     with pytest.raises(AskError) as error:
         node.offers()
     assert error.value.what == "an answer that is too slow" and 0.9 < time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(("begin", "again"), [
+    (b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
+    (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1;" + b"x" * 60_000 + b"\r\n \r\n"),
+    (HEAD + b"Transfer-Encoding: chunked\r\n\r\n0\r\n", b"X: y\r\n" * 10_000),
+], ids=["interim", "chunks", "trailers"])
+def test_an_answer_without_end_is_left_however_fast_it_comes(
+    begin: bytes, again: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask, "MOST_TEXT", 1 << 20)
+
+    def serve(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        with sock, contextlib.suppress(OSError):
+            sock.recv(65536)
+            sock.sendall(begin)
+            while True:
+                sock.sendall(again)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        with contextlib.closing(Node(("127.0.0.1", listener.getsockname()[1]), KEY)) as node:
+            with pytest.raises(AskError) as error:
+                node.offers()
+        assert error.value.what == "an answer that is too long"
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_a_quick_answer_in_many_pieces_is_taken(drips: Callable[[bytes, bytes], Node]) -> None:

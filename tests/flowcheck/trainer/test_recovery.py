@@ -784,21 +784,45 @@ def test_another_run_is_named_and_another_shard_is_refused() -> None:
         assert recover(api.name, token=TOKEN, shard="dp2", fresh=True).step == 0
 
 
-@pytest.mark.parametrize(("given", "why"), [
-    (torch.zeros(2, device="meta"), "has no memory for its elements"),
-    (torch.zeros(2).to_sparse(), "has no memory for its elements"),
-    (torch.zeros(1).expand(2), "share memory"),
-    ([0.0, 0.0], "is a list"),
-], ids=["meta", "sparse", "expanded", "list"])
-def test_what_nothing_can_be_received_into(given: Any, why: str) -> None:
-    with HandApi(HandVersion(7)) as api, pytest.raises(UserError, match=why):
-        recover(api.name, token=TOKEN, into={"w": given})
+@pytest.mark.parametrize("groups", [
+    [{"params": [torch.tensor([1, 2])]}], [{"params": [torch.zeros(0), True]}], [{"params": [True, []]}],
+])
+def test_a_rank_that_says_what_no_parameter_is_has_no_state(api: HandApi, groups: list[Any]) -> None:
+    api.versions[0].give(0, own(7, rank=0, ranks=1, groups=groups))
+    recovered = recover(api.name, token=TOKEN, rank=0)
+    assert recovered.step == 7 and recovered.user == {}
+    assert "the state of rank 0 is not one of this version of flowcheck" in recovered.passed
 
 
-def test_a_view_that_negates_its_memory_has_the_values() -> None:
-    memory = torch.zeros(2)
-    given = torch._neg_view(memory)
-    with HandApi(HandVersion(7)) as api:
-        whole = recover(api.name, token=TOKEN).model["w"]
-        got = recover(api.name, token=TOKEN, into={"w": given})
-    assert got.model["w"] is given and torch.equal(given, whole) and torch.equal(memory, -whole)
+def test_one_version_that_is_listed_many_times_is_tried_a_few(api: HandApi) -> None:
+    many = [HandVersion(9) for _ in range(50)]
+    for number, one in enumerate(many):
+        one.id = one.offer["id"] = f"m{number}"
+        spoil(one)
+    api.versions = [*many, *api.versions]
+    recovered = recover(api.name, token=TOKEN)
+    assert recovered.step == 6 and recovered.source.endswith("disk")  # memory: asked for no more
+    assert api.asked_for("model.safetensors") == sources.MOST_SAME + 1
+    assert any(f"{api.name}, memory: lists it more than 4 times" in why for why in recovered.passed)
+
+
+def test_a_node_that_stays_without_a_slot_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(sources, "BUSY_SECONDS", 0.3)
+    many = [HandVersion(step) for step in range(10, 15)]
+    with HandApi(*many, HandVersion(5)) as api:
+        for one in many:
+            api.answers[f"/v1/versions/{one.id}/manifest.json"] = 503, b'{"why": "no slot is left"}'
+        assert recover(api.name, token=TOKEN).step == 5
+        asked = [sum(one.id in path for path, _ in api.asked) for one in many]
+    assert asked[-1] > 1 and asked[:-1] == [1, 1, 1, 1]
+
+
+def test_what_a_node_says_is_one_line(api: HandApi) -> None:
+    api.answers[f"/v1/versions/{api.versions[0].id}/manifest.json"] = 500, b'{"why": "it is bad\\nand all is good"}'
+    api.withheld = [{**HandVersion(70).offer, "why": "first\nsecond"}]
+    recovered = recover(api.name, token=TOKEN)
+    assert f"{api.name}: refused: it is bad and all is good" in recovered.passed[0]
+    with HandApi() as empty:
+        empty.withheld = api.withheld
+        assert recover(empty.name, token=TOKEN).passed == (f"{empty.name}: first second",)

@@ -83,7 +83,9 @@ def test_devices_go_on_too_if_there_are_as_many(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("state", [{}, {"python": 7, "torch": 1}, {"python": random.getstate(), "torch": torch.ones(2)},
-                                   rng_state() | {"numpy": ("MT19937",)}, rng_state() | {"device none": []}])
+                                   rng_state() | {"numpy": ("MT19937",)}, rng_state() | {"device none": []},
+                                   rng_state() | {"numpy": ("MT19937", torch.zeros(3), 1, 2, 3)},
+                                   rng_state() | {"python": (3, (2**70,) * 625, None)}])
 def test_a_state_that_does_not_fit_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="does not fit this process"):
         restore_rng(state)
