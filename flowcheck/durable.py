@@ -2,7 +2,8 @@
 
 Rules: write aside, fsync the file, rename, fsync the directory that holds the name. A directory is made
 durable in the same way: its files first, then itself, then its parent. Only local names are used aside:
-`.<name>.partial-<pid>` in the same directory, so that the rename never crosses file systems.
+`.<name>.partial-<pid>` in the same directory, so that the rename never crosses file systems. Where several may write
+one name at once, eight more digits follow.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -28,9 +30,11 @@ _AT_FDCWD = -100
 LEFT_SECONDS = 600.0  # after which nobody writes what is aside: on a file system of several machines, pids say little
 
 
-def partial_name(path: Path) -> Path:
-    """The name under which `path` is written before it is renamed."""
-    return path.parent / f".{path.name}.partial-{os.getpid()}"
+def partial_name(path: Path, several: bool = False) -> Path:
+    """The name under which `path` is written before it is renamed. several: threads, or processes of several machines,
+    where numbers of processes are the same, may write one path at once: a name that nobody else has."""
+    more = f"-{secrets.token_hex(4)}" if several else ""
+    return path.parent / f".{path.name}.partial-{os.getpid()}{more}"
 
 
 @contextlib.contextmanager
@@ -131,10 +135,15 @@ def exchange(one: Path, other: Path) -> None:
 def adopt(source: Path, target: Path) -> None:
     """Give a whole directory its final name, in exchange for an older one that has it. Durable on return."""
     with reporting(target):
-        if target.exists():
-            exchange(source, target)
-        else:
-            os.rename(source, target)
+        try:
+            if target.exists():
+                exchange(source, target)
+            else:
+                os.rename(source, target)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            exchange(source, target)  # another one was quicker
         fsync_directory(target.parent)
 
 
@@ -152,16 +161,20 @@ def remove_tree(path: Path) -> None:
 
 
 def remove_left(directory: Path, names: str) -> None:
-    """Remove directories that are half and whose processes were killed. Whoever writes there again is asked to, because
-    nobody else would know of them; what was touched a moment ago stays. names: what those of ours begin with."""
+    """Remove what is half and whose processes were killed. Whoever writes there again is asked to, because nobody else
+    would know of it; what was touched a moment ago stays. names: what those of ours begin with."""
     with contextlib.suppress(OSError), os.scandir(directory) as found:
         for one in [entry for entry in found if ".partial-" in entry.name]:
-            name, _, pid = one.name.rpartition(".partial-")
-            ours = name.startswith(f".{names}") and pid.isdecimal() and one.is_dir(follow_symlinks=False)
+            name, _, number = one.name.rpartition(".partial-")
+            pid = number.partition("-")[0]
+            ours = name.startswith(f".{names}") and pid.isdecimal() and not one.is_symlink()
             if ours and not _lives(int(pid)):
                 with contextlib.suppress(OSError):
                     if time.time() - _touched(Path(one)) > LEFT_SECONDS:
-                        remove_tree(Path(one))
+                        if one.is_dir():
+                            remove_tree(Path(one))
+                        else:
+                            os.unlink(one)
 
 
 def _lives(pid: int) -> bool:
@@ -177,5 +190,5 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def _touched(directory: Path) -> float:
-    return max(path.lstat().st_mtime for path in (directory, *directory.iterdir()))
+def _touched(path: Path) -> float:
+    return max(one.lstat().st_mtime for one in (path, *(path.iterdir() if path.is_dir() else ())))

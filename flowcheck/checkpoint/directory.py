@@ -47,7 +47,7 @@ from flowcheck.control.version import (
     seal,
 )
 from flowcheck.durable import (
-    exchange,
+    adopt,
     fsync_directory,
     make_directory,
     partial_name,
@@ -121,21 +121,22 @@ def write_step(
     optimizer_state: Mapping[str, Mapping[str, torch.Tensor | float | int]],
     meta: Meta,
     users: Callable[[], Mapping[int, bytes]] | None = None,
-    check: Check | None = None,
+    check: Check | None = None, several: bool = False,
 ) -> Path:
     """Write one step and return its directory. Raises EnvironmentProblem; then the old one, if any, stands.
 
     parameters: every model entry in state_dict order. optimizer_state: parameter -> key -> tensor or number
     (an int becomes an int64 scalar, a float a float64 one). users: called when all of that is written: by rank, a
     file of flowcheck/control/user_state.py. check: called with the directory before anything is written and before its
-    name is taken; raises if what lies there must stay. None: any checkpoint of this project may be replaced.
+    name is taken; raises if what lies there must stay. None: any checkpoint of this project may be replaced. several:
+    others may write the same step at once.
     """
     flat = {
         f"state.{name}.{key}": _as_tensor(value)
         for name, state in optimizer_state.items() for key, value in state.items()
     }
     files = {MODEL: dict(parameters), OPTIMIZER: flat}
-    return _write_directory(Path(out), step_path(out, step), files, _about(step, meta), users, check)
+    return _write_directory(Path(out), step_path(out, step), files, _about(step, meta), users, check, several)
 
 
 def write_parameters(
@@ -168,10 +169,10 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
 
 def _write_directory(
     out: Path, path: Path, files: Mapping[str, Mapping[str, torch.Tensor]], about: dict[str, Any],
-    users: Callable[[], Mapping[int, bytes]] | None = None, check: Check | None = None,
+    users: Callable[[], Mapping[int, bytes]] | None = None, check: Check | None = None, several: bool = False,
 ) -> Path:
     """The files and their manifest under `path`, all or nothing."""
-    aside, check = partial_name(path), check or check_replaceable
+    aside, check = partial_name(path, several), check or check_replaceable
     for tensors in files.values():
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES:
@@ -191,11 +192,7 @@ def _write_directory(
             write_synced(aside / MANIFEST, [json.dumps(manifest, indent=1).encode() + b"\n"])
             fsync_directory(aside)
             check(path)  # writing may have taken minutes
-            if path.exists():
-                exchange(aside, path)
-            else:
-                os.rename(aside, path)
-            fsync_directory(out)
+            adopt(aside, path)
         finally:
             # What is left aside is half of the new step, or all of the one that it replaced.
             remove_tree(aside)

@@ -44,6 +44,7 @@ from flowcheck.durable import (
     fsync_directory,
     make_directory,
     partial_name,
+    remove_left,
     remove_tree,
     reporting,
     write_synced,
@@ -55,6 +56,7 @@ __all__ = ["FORMATS", "Taken", "fetch"]
 FORMATS = ("safetensors", "torch", "dcp", "hf")
 LONGEST = 1e6  # seconds that a node may be waited for
 SHARD_BYTES = 5_000_000_000  # of tensors in a file of the form `hf`
+LEFT = "step-"  # what begins with it and is half is of a fetch that was killed
 INDEX = "model.safetensors.index.json"
 
 
@@ -144,15 +146,16 @@ def _safetensors(fetched: Fetched, out: Path) -> Path:
     meta = Meta(one.run_id, one.epoch, one.status, one.unproven, one.optimizer, one.rounding, one.shard, one.matches)
     return write_step(out, one.step, fetched.model, fetched.state, meta, lambda: {
         rank: pack(user.state, step=user.step, rank=rank, ranks=user.ranks) for rank, user in fetched.users.items()
-    }, lambda path: check_directory(path, Identity.of(one)))
+    }, lambda path: check_directory(path, Identity.of(one)), several=True)
 
 
 def _torch(fetched: Fetched, out: Path) -> Path:
     one, path = fetched.version, out / f"step-{fetched.version.step:06d}.pt"
-    aside = partial_name(path)
+    aside = partial_name(path, several=True)
     with reporting(path, aside=aside), _torchs_errors():
         check_file(path, Identity.of(one))
         make_directory(out)
+        remove_left(out, LEFT)
         try:
             with aside.open("wb") as file:
                 torch.save({
@@ -172,11 +175,11 @@ def _torch(fetched: Fetched, out: Path) -> Path:
 
 def _dcp(fetched: Fetched, out: Path) -> Path:
     path = out / f"step-{fetched.version.step:06d}.dcp"
-    aside = partial_name(path)
+    aside = partial_name(path, several=True)
     with reporting(path, aside=aside), _torchs_errors():
         check_noted(path, Identity.of(fetched.version))
         make_directory(out)
-        remove_tree(aside)
+        remove_left(out, LEFT)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
@@ -192,11 +195,11 @@ def _dcp(fetched: Fetched, out: Path) -> Path:
 
 def _hf(fetched: Fetched, out: Path) -> Path:
     path = out / f"step-{fetched.version.step:06d}.hf"
-    aside = partial_name(path)
+    aside = partial_name(path, several=True)
     with reporting(path, aside=aside):
         check_noted(path, Identity.of(fetched.version))
         make_directory(out)
-        remove_tree(aside)
+        remove_left(out, LEFT)
         try:
             os.mkdir(aside)
             shards = _shards(fetched.model)

@@ -148,6 +148,15 @@ def test_adopt_gives_the_name_and_hands_back_what_had_it(tmp_path):
     assert (second / "text").read_text() == "1" and (tmp_path / "thing" / "text").read_text() == "2"
 
 
+def test_adopt_takes_a_name_that_another_one_took_a_moment_ago(tmp_path, monkeypatch):
+    first, second = folder(tmp_path / "first", "1"), folder(tmp_path / "second", "2")
+    seen = type(tmp_path).exists
+    monkeypatch.setattr(type(tmp_path), "exists", lambda path: path.name != "thing" and seen(path))
+    adopt(first, tmp_path / "thing")
+    adopt(second, tmp_path / "thing")
+    assert (second / "text").read_text() == "1" and (tmp_path / "thing" / "text").read_text() == "2"
+
+
 def test_adopt_reports_what_it_cannot_rename(tmp_path):
     with pytest.raises(EnvironmentProblem, match="cannot be written: No such file") as caught:
         adopt(tmp_path / "absent", tmp_path / "thing")
@@ -203,6 +212,8 @@ def test_a_file_system_that_cannot_swap_is_told_from_other_failures(tmp_path, mo
 
 def test_what_is_written_aside_has_a_hidden_name_in_the_same_directory(tmp_path):
     assert partial_name(tmp_path / "a.json") == tmp_path / f".a.json.partial-{os.getpid()}"
+    one, other = (partial_name(tmp_path / "a.json", several=True) for _ in range(2))
+    assert one != other and one.parent == tmp_path and one.name.startswith(f".a.json.partial-{os.getpid()}-")
 
 
 def test_what_an_earlier_process_with_our_number_left_is_overwritten(tmp_path):

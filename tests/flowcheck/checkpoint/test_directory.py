@@ -183,7 +183,8 @@ def test_what_killed_processes_left_goes_with_the_next_step(tmp_path):
     if not dead:
         os._exit(0)
     os.waitpid(dead, 0)
-    gone = [f".step-000001.partial-{dead}", f".step-000002.partial-{os.getpid()}", f".step-000003.partial-{1 << 70}"]
+    gone = [f".step-000001.partial-{dead}", f".step-000002.partial-{os.getpid()}", f".step-000003.partial-{1 << 70}",
+            f".step-000008.partial-{dead}-01ab45ef"]
     stay = [f".step-000004.partial-{dead}", f".step-000005.partial-{os.getppid()}", ".step-000006.partial-x", "notes",
             f".holiday.partial-{dead}"]
     for name in gone + stay:
@@ -191,6 +192,8 @@ def test_what_killed_processes_left_goes_with_the_next_step(tmp_path):
         (tmp_path / name / "model.safetensors").write_bytes(b"half")
         for path in (tmp_path / name / "model.safetensors", tmp_path / name):
             os.utime(path, (0, 0))
+    (tmp_path / f".step-000009.pt.partial-{dead}").write_bytes(b"half")
+    os.utime(tmp_path / f".step-000009.pt.partial-{dead}", (0, 0))
     os.utime(tmp_path / stay[0] / "model.safetensors")  # touched now: its process may be another machine's
     write_step(tmp_path, 7, {"w": torch.ones(3)}, {}, META)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*stay, "step-000007"])

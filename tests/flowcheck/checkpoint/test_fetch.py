@@ -227,6 +227,33 @@ def test_another_version_that_came_while_it_was_written_stays(
     fetch(api, tmp_path, format, shard="b")
 
 
+@pytest.mark.parametrize("when", [1, 2], ids=["before anything is written", "before it has its name"])
+@pytest.mark.parametrize("format", NAMES)
+def test_several_that_fetch_one_version_at_a_time_all_have_it(
+    api: HandApi, tmp_path: Path, format: str, when: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads, or processes of two machines that have one number, as first processes of containers do."""
+    checks = {"safetensors": "check_directory", "torch": "check_file", "dcp": "check_noted", "hf": "check_noted"}
+    real, asked = getattr(module, checks[format]), []
+
+    def another(path: Path, wanted: Any) -> None:
+        real(path, wanted)
+        asked.append(path)
+        if len(asked) == when:
+            monkeypatch.setattr(module, checks[format], real)
+            fetch(api, tmp_path, format)
+
+    monkeypatch.setattr(module, checks[format], another)
+    first = fetch(api, tmp_path, format).path
+    assert [one.name for one in tmp_path.iterdir()] == [NAMES[format]] == [first.name] and asked
+    real(first, module.Identity("run", 2, 7, "a"))
+    files = {one.name for one in first.iterdir()} if first.is_dir() else set()
+    assert files == {
+        "safetensors": {"manifest.json", "model.safetensors", "optimizer.safetensors"}, "torch": set(),
+        "dcp": {".metadata", "__0_0.distcp", "flowcheck.json"}, "hf": {"model.safetensors", "flowcheck.json"},
+    }[format]
+
+
 def mine(path: Path) -> None:
     path.mkdir()
     (path / "mine").touch()
