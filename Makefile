@@ -40,7 +40,7 @@ mutants: build dev   ## deliberate mistakes, and whether a test notices (docs/un
 	$(BIN)/python -m pip install -q -c constraints.txt mutmut
 	nice $(BIN)/python -P tools/mutants.py $(ONLY)
 soak: build; $(BIN)/flowcheck lab soak --minutes $(or $(MINUTES),30)   ## training with losses and faults, MINUTES=30 (docs/use/lab.md)
-screenshots: build; $(BIN)/python tools/screenshots.py   ## the node's status page in a headless Chromium: out/screenshots
+screenshots: build; $(BIN)/python tools/screenshots.py   ## the node's status page in a headless Chromium, for docs/use
 gpu-demo:; @tools/gpu-demo.sh   ## NCCL on this machine's GPU, mirrored and followed (docs/use/gpu-demo.md)
 build: .venv/.built-$(MODE)   ## Debian packages, .venv and the extensions, in place
 debug:; $(MAKE) build FLOWCHECK_DEBUG=1   ## extensions with C assertions, bounds checks and line tracing for coverage

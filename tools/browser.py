@@ -4,7 +4,7 @@
         page = browser.page(width=390, height=844, dark=True)
         page.open(url, user="me", password=key)
         page.wait("document.querySelectorAll('section').length > 2")
-        page.evaluate("document.title"), page.png()
+        page.evaluate("document.title"), page.picture()
 
 It speaks the DevTools protocol over two pipes, JSON with a zero byte after it, so nothing has to be installed but the
 browser. FLOWCHECK_BROWSER names another than those of NAMES.
@@ -186,13 +186,13 @@ class Page:
         end = time.monotonic() + seconds
         while not self.evaluate(f"(() => {{ try {{ return Boolean({expression}) }} catch {{ return false }} }})()"):
             if time.monotonic() > end:
-                raise TimeoutError(f"never true: {expression}; {self.problems}")
+                raise TimeoutError(f"never true: {expression}; {self.problems[:3]}")
             time.sleep(0.05)
 
-    def png(self) -> bytes:
-        """Of the whole page."""
+    def picture(self) -> bytes:
+        """WebP of the whole page."""
         return base64.b64decode(self._browser.ask("Page.captureScreenshot", self._session, captureBeyondViewport=True,
-                                                  format="png")["data"])
+                                                  format="webp", quality=80)["data"])
 
     def close(self) -> None:
         """Else its streams go on: a browser has six connections to a server, for all of its pages together."""

@@ -57,7 +57,7 @@ class LiveSession(HealedFollower):
         self.matches, self._catching = matches, catching
         self._silence = Silence(plan, self.engine, port, self.clock, now)
         self.overload = Overload(self.engine, self.scheduler)
-        self._movement = Movement(self.engine, self.scheduler, sources, names, now)
+        self._movement = Movement(plan.engine.flows, self.engine, self.scheduler, sources, names, now)
         for arena in range(plan.engine.arenas):  # now, and not while packets wait: the first touch takes long
             self.engine.region(arena)[:] = 0
 

@@ -27,7 +27,7 @@ __all__ = ["METRICS", "MISSING", "STATUSES", "Kind", "exposition"]
 STATUSES = ("waiting", "unverified", "verified", "lost", "diverged")
 # By which cause elements are missing (flowcheck/rebuild/evidence.py, and iterations that were given up).
 MISSING = ("disagreed", "not_mirrored", "icrc", "unanchored", "disagreement", "lost", "overload")
-ALERTED = ("problem", "refused")  # events that alert rules count
+ALERTED = ("problem", "refused", "moved")  # events that alert rules count
 CELL = 8  # bytes
 Document = Mapping[str, Any]
 Samples = Iterable[tuple[list[str], Any]]

@@ -26,6 +26,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,10 +34,11 @@ from typing import Any, Self
 from flowcheck.durable import write_atomic
 from flowcheck.errors import EnvironmentProblem
 
-__all__ = ["END_SECONDS", "MOST", "MOST_GROUPS", "Events", "as_text"]
+__all__ = ["END_SECONDS", "MOST", "MOST_GROUPS", "Events", "as_text", "shown"]
 
 MOST = 10_000  # events that wait to be printed: minutes of them, and some megabytes
 MOST_GROUPS = 256  # names whose last events are kept: a node follows fewer, but others may come, and copies have names
+MOMENTS = frozenset({"detected", "restored", "resumed"})  # fields that are seconds since 1970
 MOST_OWN = 16  # events of its own that wait for somebody who counts them
 END_SECONDS = 5.0
 STDOUT = 1
@@ -197,6 +199,13 @@ def _write(line: bytes) -> tuple[int, bool]:
     return 0, False
 
 
+def shown(key: str, value: Any) -> str:
+    """A field of an event, for people."""
+    if key in MOMENTS:
+        value = f"{datetime.fromtimestamp(value, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return f"{key} {value}"
+
+
 def as_text(line: dict[str, Any]) -> str:
     """For people. line: of an event, as it is written as JSON."""
     fields = {
@@ -204,7 +213,7 @@ def as_text(line: dict[str, Any]) -> str:
         if key not in ("event", "time", "job") and value is not None and value not in ("", [], {})
     }
     if line["event"] != "iteration":
-        said = ", ".join(str(value) if key == "text" else f"{key} {value}" for key, value in fields.items())
+        said = ", ".join(str(value) if key == "text" else shown(key, value) for key, value in fields.items())
         said = "; ".join(part.strip() for part in said.splitlines())  # an event is one line, its remedy too
         return f"{line['event']}: {said}" if said else line["event"]
     missing = " ".join(f"{cause} {count}" for cause, count in line["missing"].items())

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowcheck.job.clock import Clock
-from flowcheck.node.saying import Events
+from flowcheck.node.saying import Events, shown
 
 __all__ = ["BUCKETS", "CONDITIONS", "STAGES", "GroupTally", "Tally"]
 
@@ -292,7 +292,7 @@ def _add(sums: dict[str, int], more: Mapping[str, int]) -> None:
 def _text(fields: Mapping[str, Any]) -> str:
     """What a line of the log says, without the name."""
     said = [
-        str(value) if key in ("why", "text") else f"{key} {value}"
+        str(value) if key in ("why", "text") else shown(key, value)
         for key, value in fields.items()
         if key not in ("name", "job") and value is not None and value not in ("", [], {})
     ]

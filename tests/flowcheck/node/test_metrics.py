@@ -162,7 +162,8 @@ def test_events_with_an_alert_begin_with_zero() -> None:
     """They are said once: a series that begins with 1 never increases."""
     told = document(attached(), ("refused", {"name": "dp0", "rank": 1, "why": "w"}))
     made = text(told)
-    for event, group, count in (("problem", "", 0), ("problem", "dp0", 0), ("refused", "", 0), ("refused", "dp0", 1)):
+    for event, group, count in (("problem", "", 0), ("problem", "dp0", 0), ("refused", "", 0), ("refused", "dp0", 1),
+                                ("moved", "dp0", 0)):
         assert value(made, "flowcheck_events_total", event=event, group=group) == count, (event, group)
     rules = (ROOT / "flowcheck/node/operate/alerts.yml").read_text()
     assert set(re.findall(r'event="(\w+)"', rules)) == set(ALERTED)

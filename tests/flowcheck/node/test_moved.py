@@ -5,10 +5,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flowcheck.node.moved import LATE, SECONDS, Moved, Movement
 from flowcheck.rebuild.events import Closed
+from parser.engine_config import FlowSpec
+from parser.flow_table import FLOW
+
+ENDS = [(1, 2), (2, 1), (2, 3), (3, 2), (3, 0), (0, 3)]  # of a ring of four: by 10.0.0.2's port and by 10.0.0.0's
+FLOWS = [FlowSpec(bytes((10, 0, 0, src)), bytes((10, 0, 0, dst)), 9, i // 2, 0, not i % 2)
+         for i, (src, dst) in enumerate(ENDS)]
 
 
 class Scene:
@@ -16,12 +23,19 @@ class Scene:
 
     def __init__(self) -> None:
         self.at, self.oldest, self.blocked, self.waiting, self.can_close = 100.0, 7, True, 0, False
-        engine: Any = SimpleNamespace(waiting=lambda address: (self.waiting if address == 1 else 50, 64))
+        self.packets = [[0] * len(FLOWS), [9] * len(FLOWS)]  # of each stream, by flow
+        engine: Any = SimpleNamespace(waiting=lambda address: (self.waiting if address == 1 else 50, 64),
+                                      flows=self._table)
         scheduler: Any = SimpleNamespace(due=lambda: range(7, 8) if self.can_close else range(0),
                                          state=lambda stream, iteration: "lost" if stream else "behind")
         sources: Any = [SimpleNamespace(ring_address=1), SimpleNamespace(ring_address=2)]
         self._engine, self._scheduler = engine, scheduler
-        self.movement = Movement(engine, scheduler, sources, ["eth1", "eth2"], lambda: self.at)
+        self.movement = Movement(FLOWS, engine, scheduler, sources, ["eth1", "eth2"], lambda: self.at)
+
+    def _table(self) -> np.ndarray:
+        table = np.zeros((2, len(FLOWS)), FLOW)
+        table["packets"] = self.packets
+        return table
 
     def look(self, seconds: float) -> list[str]:
         """For so long, ten times a second."""
@@ -75,3 +89,36 @@ def test_iterations_that_are_whole_and_late_again_and_again() -> None:
         scene.movement.closed(closed("lost"))
     [why] = scene.look(0.3)
     assert f"{LATE} iterations in a row lacked nothing" in why and scene.look(1.0) == []
+
+
+@pytest.mark.parametrize(("go_on", "said"), [
+    ((4, 5), "any more (10.0.0.1 to 10.0.0.2, 10.0.0.2 to 10.0.0.1, 10.0.0.2 to 10.0.0.3, 10.0.0.3 to 10.0.0.2;"
+             " 10.0.0.2 is an end of each: its port?)"),
+    ((1, 3, 4, 5), "any more (10.0.0.1 to 10.0.0.2, 10.0.0.2 to 10.0.0.3; 10.0.0.2 is an end of each: its port?)"),
+    ((0, 1), "any more (10.0.0.2 to 10.0.0.3, 10.0.0.3 to 10.0.0.2, 10.0.0.3 to 10.0.0.0, 10.0.0.0 to 10.0.0.3;"
+             " 10.0.0.3 is an end of each: its port?)"),
+    ((), "10.0.0.3 to 10.0.0.2 and 2 more)"),
+    ((0, 1, 2, 3, 4), "any more (10.0.0.0 to 10.0.0.3)"),
+    (range(6), "any more"),
+])
+def test_who_stopped_is_named_and_the_host_at_an_end_of_each(go_on: Any, said: str) -> None:
+    """As an operator asks: which cable?"""
+    scene = Scene()
+    scene.blocked = False
+    for number in range(LATE):
+        for flow in go_on:
+            scene.packets[1][flow] += 3
+        if number == 0:
+            scene.packets = [[one + 5 for one in stream] for stream in scene.packets]  # what is left in the rings
+        scene.movement.closed(closed("lost"))
+    [why] = scene.look(0.3)
+    assert why.endswith(said), why
+
+
+def test_a_connection_that_never_brought_anything_has_not_stopped() -> None:
+    scene = Scene()
+    scene.blocked, scene.packets = False, [[0] * 6, [0, 0, 7, 7, 0, 0]]
+    for _ in range(LATE):
+        scene.movement.closed(closed("lost"))
+    [why] = scene.look(0.3)
+    assert "10.0.0.2 to 10.0.0.3, 10.0.0.3 to 10.0.0.2)" in why

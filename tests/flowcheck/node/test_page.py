@@ -229,6 +229,17 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(node: Node) -> None:
     assert page.evaluate("document.querySelector('svg').getBoundingClientRect().right") <= 360
 
 
+def test_a_port_that_brings_nothing_is_seen_on_a_phone_without_scrolling(node: Node) -> None:
+    page = node.page(360)
+    page.wait("document.querySelectorAll('#ports tr').length === 3")
+    rows = page.evaluate("""[...document.querySelectorAll('#ports tr')].slice(1).map((row) => [
+        row.cells[0].textContent, row.cells[1].textContent, row.cells[1].firstChild.className,
+        row.cells[1].getBoundingClientRect().right <= 360])""")
+    assert [(device, kind, seen) for device, _, kind, seen in rows] == [
+        ("0000:81:00.0", "", True), ("0000:c1:00.0", "bad", True)]
+    assert rows[1][1].endswith(" ago")
+
+
 def test_light_and_dark(node: Node) -> None:
     shades = []
     for dark in (False, True):

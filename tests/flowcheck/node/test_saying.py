@@ -64,6 +64,10 @@ ITERATION = {
     ("iteration", ITERATION | {"dropped": {"ring_full": 3, "eth1 no_mbuf": 1}},
      "a iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3, duplicates 5, the node itself"
      " dropped ring_full 3 eth1 no_mbuf 1, lag 2"),
+    ("came_back", {"name": "a", "iteration": 6, "detected": 1e9, "restored": 1e9 + 1.5, "resumed": 1e9 + 61,
+                   "seconds": 61, "repeated": 2},
+     "came_back: name a, iteration 6, detected 2001-09-09 01:46:40 UTC, restored 2001-09-09 01:46:41 UTC,"
+     " resumed 2001-09-09 01:47:41 UTC, seconds 61, repeated 2"),
     ("iteration", ITERATION | {"updates": "early", "patched": 6, "stale": 2},
      "a iteration 7: published verified, 100 packets, 60 placed, missing 0, healed 3, duplicates 5, lag 2, updates"
      " early, patched 6, stale 2"),

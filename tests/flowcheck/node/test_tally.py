@@ -263,6 +263,12 @@ def test_events_that_somebody_should_read() -> None:
     assert told[2] == {"event": "silent", "time": START, "text": "no packet", "name": "dp0"}
 
 
+def test_moments_are_shown_as_people_read_them() -> None:
+    made = tally(("came_back", {"name": "dp0", "iteration": 6, "detected": 1e9, "restored": 1e9 + 2, "resumed": 1e9 + 4,
+                                "seconds": 4.0, "repeated": 0}))
+    assert "detected 2001-09-09 01:46:40 UTC, restored" in made.document()["events"][0]["text"]
+
+
 def test_strangers_push_nothing_out_of_the_list() -> None:
     made = tally(("problem", {"why": "w"}), *[("connection", {"peer": "10.0.0.9:1", "why": "w"})] * (EVENTS + 1))
     assert [one["event"] for one in made.document()["events"]] == ["problem"]
