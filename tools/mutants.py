@@ -210,7 +210,7 @@ MODULES: dict[str, list[str]] = {
         f"{NODE}/test_{part}.py" for part in ("group", "group_ranges", "group_session")
     ],
     "flowcheck/node/live.py": [
-        *(f"{NODE}/test_live_{part}.py" for part in ("session", "partial", "begin", "peers", "building")),
+        *(f"{NODE}/test_live_{part}.py" for part in ("session", "partial", "begin", "resumed", "peers", "building")),
         f"{NODE}/test_resync.py", f"{NODE}/test_group_session.py",
         f"{FLOW}/rebuild/test_overload.py",
     ],

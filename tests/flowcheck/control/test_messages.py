@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowcheck.control.messages import Manifest, Record, State
+from flowcheck.control.messages import MOST_RANKS, Bytes, Entry, Holes, Journal, Manifest, Record, State, User
 from flowcheck.control.protocol import (
     MOST_RANGES,
+    PEER_BYTES,
+    PEER_SECONDS,
     RANGES_TEXT,
     Limits,
     Link,
@@ -28,6 +30,7 @@ from flowcheck.control.protocol import (
 from flowcheck.errors import UserError
 
 SHARE = ["run", 0, "g", [1, 2]]
+PLAN = "5f" * 32
 names = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=40)
 good = st.tuples(names, st.integers(0, 1 << 62), st.integers(1, (1 << 62) - 1))
 anything = st.recursive(
@@ -172,6 +175,27 @@ def test_as_many_ranges_as_the_limit_and_not_one_more(make: Callable[[list[Any]]
     assert came(json.dumps(body).encode()) == "not a message: 16385 ranges, at most 16384 are taken at once"
 
 
+@pytest.mark.parametrize("message", [
+    Holes(0, 0, PLAN, [(0, 1), (8, 1), (4096, 64 << 10)], 1), Holes(3, 1 << 45, "", [(8, 8)], PEER_SECONDS),
+    Bytes(0, 0, [(0, 8), (8, 8)], "0a" * 32), Bytes(5, 7, why="why not"),
+    Bytes(1, 0, [(8 * number, 8) for number in range(MOST_RANGES)]), Bytes(1, 0, [(0, PEER_BYTES)]),
+    Journal(0, 0, PLAN, 0.5), Journal(9, 4, "", PEER_SECONDS),
+    Entry(0, 0, "", -1), Entry(4, 9, PLAN, 12, {"format": 1}, 2, ["r", 0, 2], [{"lr": 0.1}], 0.5, 1.0, True, "why not"),
+    User(0, 0), User((1 << 46) - 1, MOST_RANKS - 1),
+], ids=lambda message: type(message).__name__.lower())
+def test_what_peers_and_ranks_say_arrives_as_it_was_sent(message: Any) -> None:
+    assert sent(message) == message
+
+
+@pytest.mark.parametrize(("ranges", "what"), [
+    ([(8 * number, 8) for number in range(MOST_RANGES + 1)], "16385 ranges, at most 16384 are taken at once"),
+    ([(0, PEER_BYTES), (PEER_BYTES, 8)], f"{PEER_BYTES + 8} bytes, at most {PEER_BYTES} are given at once"),
+])
+def test_peers_give_so_much_at_once_and_no_more(ranges: list[Any], what: str) -> None:
+    with pytest.raises(UserError, match=what):
+        Bytes(0, 0, ranges)
+
+
 @pytest.mark.parametrize(("make", "where"), [
     (lambda: Ranges(-1, [("a", 0, 1)]), "ranges: request"),
     (lambda: Ranges(0, []), "ranges: ranges"),
@@ -184,6 +208,30 @@ def test_as_many_ranges_as_the_limit_and_not_one_more(make: Callable[[list[Any]]
     (lambda: Patch(0, 0, [("a", 0)]), "patch: ranges[0]"),
     (lambda: Patch(0, 0), "patch: refused"),
     (lambda: Welcome("", "both"), "welcome: resync"),
+    (lambda: Holes(-1, 0, PLAN, [(0, 8)], 1.0), "holes: request"),
+    (lambda: Holes(0, -1, PLAN, [(0, 8)], 1.0), "holes: iteration"),
+    (lambda: Holes(0, 0, PLAN, [], 1.0), "holes: ranges"),
+    (lambda: Bytes(-1, 0, [(0, 8)]), "bytes: request"),
+    (lambda: Bytes(0, -1, [(0, 8)]), "bytes: iteration"),
+    (lambda: Bytes(0, 0), "bytes: why"),
+    (lambda: Bytes(0, 0, [(0, 8)], why="why not"), "bytes: why"),
+    *((lambda span=span: Bytes(0, 0, [(0, 8), span]), "bytes: ranges[1]") for span in (  # type: ignore[misc]
+        "16", [16], [16, 8, 1], [16, True], [16, 8.0], [0, 8], [12, 8], [16, 0], [16, -8], [16, (1 << 63) - 16],
+    )),
+    (lambda: Journal(-1, 0, PLAN, 1.0), "journal: request"),
+    (lambda: Journal(0, -1, PLAN, 1.0), "journal: iteration"),
+    *((lambda kind=kind, more=more, seconds=seconds: kind(0, 0, PLAN, *more, seconds), f"{name}: seconds")  # type: ignore[misc]
+      for kind, name, more in ((Journal, "journal", ()), (Holes, "holes", ([(0, 8)],)))
+      for seconds in (0, -1.0, PEER_SECONDS + 0.5, float("nan"))),
+    (lambda: Entry(-1, 0, PLAN, 0), "entry: request"),
+    (lambda: Entry(0, -1, PLAN, 0), "entry: iteration"),
+    (lambda: Entry(0, 0, PLAN, 0, {"format": 1}, -1, ["r", 0, 2]), "entry: first"),
+    *((lambda run=run: Entry(0, 0, PLAN, 0, {"format": 1}, run=run), "entry: run") for run in (  # type: ignore[misc]
+        [], ["r", 0], ["r", 0, 2, 2], ["r", 0.0, 2], ["r", 0, True], [0, 0, 2],
+    )),
+    (lambda: User(-1, 0), "user: iteration"),
+    (lambda: User(0, -1), "user: rank"),
+    (lambda: User(0, MOST_RANKS), "user: rank"),
     (lambda: Steps("0a", "n", []), "steps: node"),
     (lambda: Steps("0A" * 16, "n", []), "steps: node"),
     (lambda: Steps("0a" * 16 + "\n", "n", []), "steps: node"),
@@ -204,6 +252,12 @@ def test_what_is_not_a_message_cannot_be_made_either(make: Callable[[], Any], wh
 
 
 @pytest.mark.parametrize(("kind", "fields"), [
+    (Holes, {"iteration": 1 << 46, "request": 0, "plan": PLAN, "ranges": [(0, 8)], "seconds": 1.0}),
+    (Bytes, {"iteration": 1 << 46, "request": 0, "ranges": [(0, 8)]}),
+    (Journal, {"iteration": 1 << 46, "request": 0, "plan": PLAN, "seconds": 1.0}),
+    (Entry, {"iteration": 1 << 46, "request": 0, "plan": PLAN, "newest": 0}),
+    (Entry, {"first": 1 << 46, "request": 0, "iteration": 0, "plan": PLAN, "newest": 0}),
+    (User, {"iteration": 1 << 46, "rank": 0}),
     (Record, {"iteration": 1 << 46}), (State, {"iteration": 1 << 63}), (Manifest, {"job": {}, "first": 1 << 64}),
 ])
 def test_iterations_that_nobody_reaches_are_refused(kind: type, fields: dict[str, Any]) -> None:
@@ -211,7 +265,7 @@ def test_iterations_that_nobody_reaches_are_refused(kind: type, fields: dict[str
     with pytest.raises(UserError, match="at most 70368744177663 are counted"):
         kind(**fields)
     for name, value in fields.items():
-        if isinstance(value, int):
+        if isinstance(value, int) and value:
             kind(**{**fields, name: (1 << 46) - 1})
             with pytest.raises(UserError, match="-1 is less than 0"):
                 kind(**{**fields, name: -1})
