@@ -105,8 +105,8 @@ class Copier:
                 ending, turn = threading.Event(), self._turns.setdefault(name, threading.Lock())
                 thread = threading.Thread(target=self._follow, args=(name, turn, ending), daemon=True,
                                           name=f"flowcheck copy {name}")
+                thread.start()  # where there is none to be had this is asked again
                 self._sources[name] = thread, ending
-                thread.start()
 
     def freeze(self, steps: Mapping[Run, int]) -> None:
         """Of each run the step of which no copy may go, until others are said. Any thread."""
@@ -272,8 +272,12 @@ class _Sources:
         self._copier.freeze(steps)
         with self._lock:
             if list(found) != self._placed:
-                self._placed = list(found)
-                self._follow()
+                before, self._placed = self._placed, list(found)
+                try:
+                    self._follow()
+                except Exception:
+                    self._placed = before  # the next time it is said it is followed
+                    raise
 
     def node(self, address: tuple[str, int]) -> Node:
         """One that is shown this node's key."""

@@ -137,8 +137,9 @@ class Journaling:
                 folder = lane_of(self._directory, self._name, shard) / run_folder(newest.run_id, newest.epoch) / FOLDER
                 group = self._groups.get(shard)
                 if group is None:
-                    group = self._groups[shard] = _Group(self, shard)
-                    group.thread.start()
+                    group = _Group(self, shard)
+                    group.thread.start()  # where there is no thread to be had the next look tries again
+                    self._groups[shard] = group
                 if group.journal is None or group.journal.folder != folder:
                     group.journal = Journal(folder)
                 if group.journal.job is not None and newest.step not in group.journal.steps:

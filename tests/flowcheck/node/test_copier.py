@@ -244,6 +244,38 @@ def test_a_source_is_followed_until_it_is_named_no_more(
     assert len(gone) == 1 and gone[0]["source"] == other.name and steps(tmp_path, "x") == [7]
 
 
+def test_a_source_for_which_there_was_no_thread_gets_one_later(
+    make: Callable[..., Copier], api: HandApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copier = make()
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            copier.follow([node(api)])
+    copier.follow([node(api)])
+    until(lambda: steps(tmp_path) == [4])
+
+
+def test_whom_the_registry_says_is_followed_once_there_is_a_thread(
+    make: Callable[..., Copier], api: HandApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources = module._Sources(make(), {"sources": [], "key": KEY, "ca": ""})
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            sources.placed([api.address], {})
+    sources.placed([api.address], {})
+    until(lambda: steps(tmp_path) == [4])
+
+
 def test_another_key_is_shown_from_now_on(
     make: Callable[..., Copier], api: HandApi, tmp_path: Path, said: Said
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from flowcheck.errors import FlowcheckError
 from flowcheck.node import journaling as module
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.copier import Copier, Rules
-from flowcheck.node.journal import Journal
+from flowcheck.node.journal import FOLDER, Journal
 from flowcheck.node.journaling import Journaling
 from flowcheck.node.serving import Serving
 from flowcheck.node.shelf import Followed, _Shown
@@ -189,6 +190,25 @@ def test_a_token_that_is_wrong_is_said_once(source: Source, door: Door, tmp_path
             assert whys(said) == ["connection closed"]  # as by a node, which says why besides
         finally:
             journaling.close(60.0)
+
+
+def test_a_group_for_which_there_was_no_thread_gets_one_later(
+    source: Source, start: Start, tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, refused = threading.Thread.start, list[str]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("flowcheck journal of") and len(refused) < 2:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with HandApi(HandVersion(1)) as api:
+        number = source.step()
+        start(api.name)
+        until(lambda: Journal(folder_of(tmp_path, api.name) / FOLDER).entries == [number])
+    assert len(refused) == 2 and whys(said)[0] == "RuntimeError: can't start new thread"
 
 
 def test_what_a_shelf_says_of_an_iteration(source: Source) -> None:
