@@ -3,12 +3,15 @@
     registry = Etcd(["http://10.0.0.1:2379", ...], "my cluster")
 
 Keys lie below /flowcheck/CLUSTER/. Reads are linearizable: on the smaller side of a split they are refused, as writes
-are. An endpoint that does not answer within a second is left for the next one. etcd from 3.4 on.
+are. An endpoint that does not answer within a second is left for the next one, and one that answers byte by byte after
+three; that one is asked nothing more until its answer has ended. etcd from 3.4 on.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Etcd", "check_endpoints"]
 
 SECONDS = 1.0  # for an answer
+ANSWERS = 3  # times that, for an answer of which bytes come all the time
 NO_LEASE = 0  # of a key that stays whoever is there: no member's
 API = "/v3/"
 T = TypeVar("T")
@@ -60,6 +64,8 @@ class Etcd:
             self._clients.append(Etcd3Client(parts.hostname, parts.port, parts.scheme, ca_cert=ca or None,
                                              timeout=seconds, api_path=API))
         self._prefix = f"/flowcheck/{quote(cluster, safe='')}/"
+        self._most = ANSWERS * seconds
+        self._unanswered: dict[int, Future[Any]] = {}  # by client
         self._lease: int | None = None
         self._put: dict[str, str] = {}  # own keys, as they are there
 
@@ -142,9 +148,28 @@ class Etcd:
         """The answer of the first endpoint that gives one, which is asked first from then on. Raises RegistryError."""
         why = ""
         for _ in self._clients:
+            client = self._clients[0]
+            before = self._unanswered.get(id(client))
             try:
-                return call(self._clients[0])
+                if before is not None and not before.done():
+                    raise TimeoutError("an earlier answer has not ended")
+                asked = self._unanswered[id(client)] = _begun(call, client)
+                return asked.result(self._most)
             except Exception as error:  # of whatever library it is: nothing here may end the node
                 why = why or f"{type(error).__name__} {getattr(error, 'detail_text', None) or error}"
             self._clients.append(self._clients.pop(0))
         raise RegistryError(f"etcd does not answer ({' '.join(why.split())[:200]})", where=self._where)
+
+
+def _begun(call: Callable[[Any], T], client: Etcd3Client) -> Future[T]:
+    """On a thread of its own, which nobody waits for at the end."""
+    answer: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(call(client))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, name="flowcheck etcd", daemon=True).start()
+    return answer

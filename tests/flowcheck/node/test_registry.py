@@ -190,6 +190,40 @@ def test_an_endpoint_that_answers_anything_is_an_error_at_most(answer: str) -> N
         server.shutdown()
 
 
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"])
+def test_an_endpoint_that_answers_byte_by_byte_is_left_for_the_next(server: EtcdServer, head: bytes) -> None:
+    """Each byte is in time, and the answer never ends. It holds up one question, and no second one."""
+    over, accepted = threading.Event(), list[socket.socket]()
+
+    def trickle(listening: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while not over.is_set():
+                accepted.append(listening.accept()[0])
+                accepted[-1].sendall(head)
+                threading.Thread(target=drip, args=(accepted[-1],), daemon=True).start()
+
+    def drip(one: socket.socket) -> None:
+        with contextlib.suppress(OSError), one:
+            while not over.wait(0.02):
+                one.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=trickle, args=(listening,), daemon=True)
+        thread.start()
+        slow = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        alone = Etcd([slow], "drip", seconds=0.3)
+        for _ in range(3):
+            with pytest.raises(RegistryError, match="etcd does not answer"):
+                alone.read()
+        assert len(accepted) == 1
+        both = Etcd([slow, *server.endpoints], "drip", seconds=0.3)
+        until(lambda: _answers(both))
+        over.set()
+        with contextlib.suppress(OSError):
+            socket.create_connection(listening.getsockname()).close()
+        thread.join(60.0)
+
+
 @pytest.mark.parametrize("endpoint", ["", "h:1", "http://h", "http://h:x", "ftp://h:1", "http://h:1/path"])
 def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
     with pytest.raises(UserError, match="is not an endpoint of etcd"):
