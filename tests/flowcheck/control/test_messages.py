@@ -215,18 +215,18 @@ def test_peers_give_so_much_at_once_and_no_more(ranges: list[Any], what: str) ->
     (lambda: Bytes(0, -1, [(0, 8)]), "bytes: iteration"),
     (lambda: Bytes(0, 0), "bytes: why"),
     (lambda: Bytes(0, 0, [(0, 8)], why="why not"), "bytes: why"),
-    *((lambda span=span: Bytes(0, 0, [(0, 8), span]), "bytes: ranges[1]") for span in (  # type: ignore[misc]
+    *((lambda span=span: Bytes(0, 0, [(0, 8), span]), "bytes: ranges[1]") for span in (
         "16", [16], [16, 8, 1], [16, True], [16, 8.0], [0, 8], [12, 8], [16, 0], [16, -8], [16, (1 << 63) - 16],
     )),
     (lambda: Journal(-1, 0, PLAN, 1.0), "journal: request"),
     (lambda: Journal(0, -1, PLAN, 1.0), "journal: iteration"),
-    *((lambda kind=kind, more=more, seconds=seconds: kind(0, 0, PLAN, *more, seconds), f"{name}: seconds")  # type: ignore[misc]
+    *((lambda kind=kind, more=more, seconds=seconds: kind(0, 0, PLAN, *more, seconds), f"{name}: seconds")
       for kind, name, more in ((Journal, "journal", ()), (Holes, "holes", ([(0, 8)],)))
       for seconds in (0, -1.0, PEER_SECONDS + 0.5, float("nan"))),
     (lambda: Entry(-1, 0, PLAN, 0), "entry: request"),
     (lambda: Entry(0, -1, PLAN, 0), "entry: iteration"),
     (lambda: Entry(0, 0, PLAN, 0, {"format": 1}, -1, ["r", 0, 2]), "entry: first"),
-    *((lambda run=run: Entry(0, 0, PLAN, 0, {"format": 1}, run=run), "entry: run") for run in (  # type: ignore[misc]
+    *((lambda run=run: Entry(0, 0, PLAN, 0, {"format": 1}, run=run), "entry: run") for run in (
         [], ["r", 0], ["r", 0, 2, 2], ["r", 0.0, 2], ["r", 0, True], [0, 0, 2],
     )),
     (lambda: User(-1, 0), "user: iteration"),
@@ -238,7 +238,7 @@ def test_peers_give_so_much_at_once_and_no_more(ranges: list[Any], what: str) ->
     (lambda: Steps("0a" * 16, "n\x1b", []), "steps: node"),
     (lambda: Steps("0a" * 16, "n" * 65, []), "steps: node"),
     (lambda: Steps("0a" * 16, "n", [SHARE] * 65), "steps: have"),
-    *((lambda share=share: Steps("0a" * 16, "n", [SHARE, share]), "steps: have[1]") for share in (  # type: ignore
+    *((lambda share=share: Steps("0a" * 16, "n", [SHARE, share]), "steps: have[1]") for share in (
         "r0g", ["r", 0, "g"], ["r", 0, "g", [1], 0], [b"r", 0, "g", [1]], ["r", True, "g", [1]], ["r", 0, None, [1]],
         ["r", 0, "g", 1], ["r", 0, "g", [1.0]], ["r", 0, "g", [True]], ["r", -1, "g", [1]], ["r", 1 << 63, "g", [1]],
         ["r", 0, "g", [-1]], ["r", 0, "g", [1 << 46]], ["r", 0, "g", list(range(17))], ["r", 0, "a b", [1]],
