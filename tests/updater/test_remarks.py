@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 
+import updater.replica as replica_module
 from flowcheck.job.model import BucketSlice
 from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
@@ -82,6 +83,26 @@ def test_each_version_has_its_own(made, shm):
         assert reader.statuses == {0: "verified", 1: "verified", 2: "unverified", 3: "verified"}
         with reader.pinned(3) as version:
             assert version.status == "verified"
+
+
+def test_each_version_says_when_it_was_published(made, shm, monkeypatch):
+    for at in (5, 7, 11):
+        monkeypatch.setattr(replica_module.time, "time_ns", lambda at=at: at * 10**9)
+        advance(made)
+    with contextlib.closing(Reader(shm / "r")) as reader:
+        times = reader.times
+        assert list(times) == [0, 1, 2, 3] and [times[step] for step in (1, 2, 3)] == [5.0, 7.0, 11.0]
+        monkeypatch.setattr(replica_module.time, "time_ns", lambda: 13 * 10**9)
+        advance(made)
+        assert reader.times == {1: 5.0, 2: 7.0, 3: 11.0, 4: 13.0}
+
+
+def test_how_far_the_trainers_are_is_said_and_does_not_go_back(made, shm):
+    with contextlib.closing(Reader(shm / "r")) as reader:
+        assert reader.heard is None
+        for step, heard in ((4, 4), (3, 4), (9, 9), (1 << 60, 9)):
+            made.heard(step)
+            assert reader.heard == heard
 
 
 def test_a_slot_that_is_used_again_says_nothing_of_the_version_before(made, shm):

@@ -362,6 +362,24 @@ def test_a_folder_that_is_not_there(shm):
 # -- who may write and who pins ----------------------------------------------------------------------------
 
 
+def test_a_file_may_be_asked_whose_it_is_and_a_link_is_not_followed_then(path):
+    asked = []
+
+    def whose(found, why=""):
+        asked.append(found.st_ino)
+        return why
+
+    link = path.with_name("link")
+    link.symlink_to(path)
+    Store.read(link).close()
+    Store.read(path, whose).close()
+    assert asked == [path.stat().st_ino]
+    for where, how in ((link, whose), (path, lambda found: whose(found, "not mine"))):
+        with pytest.raises(ReplicaError, match="not mine" if where == path else "cannot be opened"):
+            Store.read(where, how)
+    assert len(asked) == 2, "of a link nothing is asked"
+
+
 def test_one_writer_at_a_time_and_any_number_of_readers(path):
     writer, readers = Store.attach(path), [Store.read(path) for _ in range(2)]
     opened = open_descriptors()
