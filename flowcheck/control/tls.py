@@ -10,8 +10,11 @@ the network. The reader's timeout is not the writer's, as with plain sockets. St
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 import ssl
+import stat
 import threading
 import time
 from pathlib import Path
@@ -28,6 +31,8 @@ _RAW = 64 << 10
 def client_context(ca: str) -> ssl.SSLContext:
     """Of one that asks a node. ca: a file of certificates that are trusted, or "system". Raises UserError."""
     try:
+        if ca != SYSTEM:
+            _not_a_pipe(ca)
         return ssl.create_default_context(cafile=None if ca == SYSTEM else ca)
     except OSError as error:  # SSLError is one
         raise UserError(f"no certificates can be read there: {_reason(error)}", where=f"ca {ca}",
@@ -40,12 +45,20 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # nobody resumes, and none has to be sent
     try:
+        _not_a_pipe(cert, key)
         context.load_cert_chain(cert, key, password="")  # an empty one: OpenSSL would ask at the terminal
     except OSError as error:
         raise UserError(f"cannot be used: {_reason(error)}", where=f"tls.cert {cert}, tls.key {key}",
                         remedy="readable PEM files: a certificate with its chain, and its key without a password"
                         ) from None
     return context
+
+
+def _not_a_pipe(*paths: str | Path) -> None:
+    """Raises OSError: OpenSSL would wait for somebody who writes."""
+    for path in paths:
+        if stat.S_ISFIFO(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "it is a pipe, and no file")
 
 
 def _reason(error: OSError) -> str:

@@ -591,11 +591,14 @@ def read_token(path: str | os.PathLike[str]) -> str:
 
 def read_tokens(path: str | os.PathLike[str]) -> tuple[bytes, ...]:
     """One token, or two while they are being replaced. Raises UserError or EnvironmentProblem."""
-    lines = _lines(Path(path))
+    path = Path(path)
+    if path.exists() and not path.is_file():  # it is read again and again, by a thread that must not wait
+        raise UserError("is no regular file", where=str(path), remedy="a file with a token in its first line")
+    lines = _lines(path)
     if len(lines) > MOST_TOKENS:
         raise UserError(f"has {len(lines)} lines, each of which would be let in", where=str(path),
                         remedy="the token, and in a second line the one that it replaces, for as long as that takes")
-    return tuple(_token(line, Path(path)) for line in lines)
+    return tuple(_token(line, path) for line in lines)
 
 
 def _token(line: str, path: Path) -> bytes:
@@ -620,8 +623,10 @@ def _lines(path: Path) -> list[str]:
 
 
 def _text(path: Path) -> str:
-    """Of a small file: a device or a capture given by mistake must not fill the memory."""
-    with path.open("rb") as file:
+    """Of a small file: a device or a capture given by mistake must not fill the memory. A pipe into which nobody writes
+    is empty, and not waited for; what a shell gives for `<(command)` is read."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        os.set_blocking(file.fileno(), True)
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise UserError(f"has more than {MOST_BYTES} bytes", where=str(path), remedy="name the right file")

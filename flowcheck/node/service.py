@@ -288,8 +288,7 @@ class Node:
 def _check_files(config: NodeConfig, say: Callable[..., None]) -> Access:
     """Who may come in. Raises UserError or EnvironmentProblem for a file that is not there or cannot be made."""
     access = Access(config, say)
-    if config.tls is not None and (
-            config.replica.peers or config.replica.peer_versions or config.common.nodes):
+    if config.tls is not None:
         client_context(config.tls.ca)
     if not os.access(config.replica.directory, os.W_OK | os.X_OK):  # a job would find out when it is too late
         raise EnvironmentProblem(

@@ -12,7 +12,9 @@ is read is held by whoever asks later; connections that are open stay open.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,7 +24,7 @@ from flowcheck.control.tls import server_context
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.config import NodeConfig, read_tokens
 
-__all__ = ["HTTP_ROLES", "LOOK_SECONDS", "Access", "keys_of"]
+__all__ = ["HTTP_ROLES", "LOOK_SECONDS", "Access", "keys_of", "read_by_others"]
 
 HTTP_ROLES = ("trainer", "reader", "operator")  # who may ask at all
 LOOK_SECONDS = 1.0
@@ -81,6 +83,17 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def read_by_others(config: NodeConfig) -> list[Path]:
+    """Files of secrets that users other than their owner may read."""
+    files = [*config.token_files.values(), *([config.tls.key] if config.tls is not None else [])]
+    found = []
+    for path in dict.fromkeys(files):
+        with contextlib.suppress(OSError):
+            if os.stat(path).st_mode & (stat.S_IRGRP | stat.S_IROTH):
+                found.append(path)
+    return found
 
 
 def keys_of(tokens: Mapping[str, tuple[bytes, ...]], operator: bool) -> dict[str, list[str]]:

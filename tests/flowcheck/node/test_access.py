@@ -26,7 +26,7 @@ from flowcheck.node import answering, api
 from flowcheck.node.answering import serve, server_of
 from flowcheck.node.api import make_app
 from flowcheck.node.api_description import describe
-from flowcheck.node.config import NodeConfig
+from flowcheck.node.config import NodeConfig, load
 from flowcheck.node.control import ControlServer
 from flowcheck.node.holdings import Gone, Shelf
 from flowcheck.node.serving import Serving
@@ -219,6 +219,44 @@ def test_files_that_are_bad_at_the_start_are_named(tmp_path: Path) -> None:
     os.unlink(tmp_path / "reader")
     with pytest.raises((UserError, EnvironmentProblem), match="No such file"):
         access(config)
+
+
+def test_pipes_into_which_nobody_writes_are_waited_for_by_nobody(tmp_path: Path) -> None:
+    """At the start, and when a file is replaced by one while the node runs."""
+    config = settings(tmp_path)
+    running, said = access(config)
+    token = tmp_path / "reader"
+    token.unlink()
+    os.mkfifo(token, 0o600)
+    assert not running.look(at_once=True)
+    assert ["is no regular file" in fields["why"] for event, fields in said if event == "problem"] == [True]
+    with pytest.raises(UserError, match="is no regular file"):
+        access(config)
+    os.mkfifo(tmp_path / "node.toml", 0o600)
+    with pytest.raises(UserError):
+        load(tmp_path / "node.toml")
+    os.mkfifo(tmp_path / "pipe.pem", 0o600)
+    for read in (lambda pem: client_context(str(pem)), lambda pem: server_context(pem, pem)):
+        with pytest.raises(UserError, match="it is a pipe, and no file"):
+            read(tmp_path / "pipe.pem")
+
+
+def test_settings_that_a_shell_gives_through_a_pipe_are_read(tmp_path: Path) -> None:
+    text = '[control]\nlisten = "127.0.0.1:0"\ntoken_file = "t"\n[capture]\ndevice = "af_packet:x"\n'
+    text += "# more than a pipe holds\n" * 20_000
+    read, write = os.pipe()
+
+    def give() -> None:
+        with os.fdopen(write, "w") as pipe:
+            pipe.write(text)
+
+    writer = threading.Thread(target=give)
+    writer.start()
+    try:
+        assert load(f"/dev/fd/{read}").capture[0].device == "af_packet:x"
+    finally:
+        writer.join()
+        os.close(read)
 
 
 # -- the control port ------------------------------------------------------------------------------------------------

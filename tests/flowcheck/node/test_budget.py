@@ -284,3 +284,15 @@ def test_this_machine_is_asked() -> None:
 def test_no_shadow_mode_is_named_as_what_it_is(api: dict[str, Any], noted: bool) -> None:
     tables = {"api": {"listen": "127.0.0.1:0"} | api} if api else {}
     assert (OPEN in made(ROOMY, {"device": "ring"}, **tables).notes) == noted
+
+
+def test_secrets_that_other_users_may_read_are_named(tmp_path: Path) -> None:
+    for name, mode in (("all", 0o644), ("group", 0o640), ("own", 0o600), ("key", 0o604)):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(mode)
+    tokens = {"trainer": str(tmp_path / "all"), "peer": str(tmp_path / "all"), "reader": str(tmp_path / "group"),
+              "operator": str(tmp_path / "own")}
+    notes = made(ROOMY, {"device": "ring"}, tokens=tokens,
+                 tls={"cert": str(tmp_path / "all"), "key": str(tmp_path / "key")}).notes
+    named = [note.partition(":")[0] for note in notes if "may read this secret" in note]
+    assert named == [str(tmp_path / name) for name in ("all", "group", "key")]
