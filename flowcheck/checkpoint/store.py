@@ -41,6 +41,7 @@ LATEST, LATEST_SCHEMA = "latest.json", "flowcheck/latest/1"
 UNNAMED = "-"  # the folder of a group without a name; no group's name has a hyphen
 MOST_TEXT = 256 << 20  # of a manifest
 MOST_POINTER = 1 << 16
+MOST_SECONDS = 1e12  # since 1970
 CHUNK = 8 << 20
 _FOLDER = re.compile(r"epoch-([0-9]{1,18})/step-([0-9]{1,18})\.[0-9a-f]{8}")
 
@@ -61,7 +62,7 @@ class Entry:
     @property
     def stored(self) -> float:
         said = self.document.get("stored", 0)
-        return float(said) if isinstance(said, int | float) else 0.0
+        return float(said) if isinstance(said, int | float) and 0 <= said < MOST_SECONDS else 0.0
 
 
 @dataclass(frozen=True)

@@ -86,10 +86,14 @@ class StoreShelf(Shelf):
             self._error = error
 
     def _found(self, objects: Objects) -> Iterator[Entry]:
+        """Raises StoreError: it refuses. A version that cannot be read does not hide others of its run and group; where
+        there is no other, nobody may take that run for one without versions."""
+        refused: list[StoreError] = []
         for node in objects.children(""):
             for group in objects.children(node):
                 for run in objects.children(f"{node}/{group}"):
                     lane = Lane(objects, f"{node}/{group}/{run}")
+                    read, odd = 0, list[StoreError]()
                     folders = set(lane.folders())
                     if latest := lane.latest():
                         folders.add(latest)  # also where it is not listed
@@ -98,8 +102,14 @@ class StoreShelf(Shelf):
                             if folder not in self._entries:
                                 self._entries[folder] = read_entry(objects, folder)
                             yield self._entries[folder]
+                            read += 1
                         except (Missing, UserError):
                             continue  # an attempt that was cut, or is under way; or damaged
+                        except StoreError as error:
+                            odd.append(error)
+                    refused += odd if not read else []
+        if refused:
+            raise refused[0]
 
     def _patiently(self, work: Callable[[], bytes]) -> bytes:
         """The answer. Raises StoreError, also where there is none in time."""

@@ -47,6 +47,20 @@ def found(root: Path) -> list[int]:
     return [entry.version.step for entry in lane(root).entries()[0]]
 
 
+@pytest.mark.parametrize("said", [10**400, float("nan"), -1.0, "x", None])
+def test_a_time_that_is_none_hinders_no_removal(tmp_path: Path, said: Any) -> None:
+    to = lane(tmp_path)
+    for step in (10, 20):
+        entry = write(to, step)
+    path = tmp_path / entry.folder / "manifest.json"
+    document = json.loads(path.read_text()) | {"stored": said}
+    path.write_text(json.dumps(seal({key: value for key, value in document.items() if key != "manifest_sha256"})))
+    again = lane(tmp_path)
+    assert again.tidy(Rules(seconds=1e6)) == [] and again.entries()[0][1].stored == 0.0
+    write(again, 30)
+    assert again.tidy(Rules(keep=1)) != [] and found(tmp_path) == [30]
+
+
 def test_what_is_written_is_a_checkpoint_directory(tmp_path: Path) -> None:
     user = pack({"loader": {"at": 3}}, step=20, rank=3, ranks=4)
     entry = write(lane(tmp_path, 1234.5678), 20, 7.0, {3: user})

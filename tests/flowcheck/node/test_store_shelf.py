@@ -222,6 +222,26 @@ def test_a_store_that_refuses(gated: Gated, tmp_path: Path) -> None:
         held.read(MODEL, 0, 10)
 
 
+def test_a_version_that_cannot_be_read_hides_no_other_of_its_run(shelf: StoreShelf, tmp_path: Path) -> None:
+    for step in (10, 20):
+        entry = write(tmp_path, step)
+    manifest = tmp_path / entry.folder / "manifest.json"
+    manifest.unlink()
+    manifest.symlink_to(manifest.name)  # "too many levels", as a disk says "input/output error"
+    assert steps(shelf) == [(1, 10)]
+
+
+def test_but_a_run_is_not_taken_for_one_without_versions(shelf: StoreShelf, tmp_path: Path) -> None:
+    """Or it would start fresh."""
+    write(tmp_path, 10)
+    entry = write(tmp_path, 20, Meta("another", 2, "unverified", (), {}, "torch-cpu"))
+    manifest = tmp_path / entry.folder / "manifest.json"
+    manifest.unlink()
+    manifest.symlink_to(manifest.name)
+    with pytest.raises(StoreError, match="Too many levels of symbolic links"):
+        shelf.look()
+
+
 def test_a_store_that_cannot_be_opened_is_opened_again(tmp_path: Path) -> None:
     write(tmp_path, 10)
     answers: list[Callable[[], Objects]] = [
