@@ -140,7 +140,7 @@ class Streams:
         if rng.random() < 0.1 and isinstance(at, dict):
             del at[key]
         elif rng.random() < 0.1 and isinstance(at, dict):
-            at[str(rng.choice(ODD))] = rng.choice(ODD)
+            at[str(rng.choice(ODD))] = copy.deepcopy(rng.choice(ODD))
         else:
             at[key] = copy.deepcopy(rng.choice(ODD))
 

@@ -25,7 +25,7 @@ import pytest
 
 from flowcheck.control.ask import reader_key
 from flowcheck.control.protocol import Link, RecordsError, greet
-from fuzz.streams import Streams, messages
+from fuzz.streams import ODD, Streams, messages
 
 from .conftest import LONGEST, TOKEN
 from .test_live_ranges import Training, all_equal, small_job
@@ -149,3 +149,12 @@ def test_a_node_goes_on_through_changed_records_and_requests(fuzzed: Callable[[i
 @pytest.mark.timeout(6 * 3600)
 def test_a_node_goes_on_through_many(fuzzed: Callable[[int, int], Counter[str]]) -> None:
     fuzzed(int(os.environ.get("FUZZ_STREAMS", "20000")), random.SystemRandom().randrange(1 << 30))
+
+
+def test_streams_depend_on_their_seed_alone() -> None:
+    """What is put into a frame is changed with it: were it shared, the next streams had it, and one day in a circle."""
+    said, before = messages(small_job()), repr(ODD)
+    first, again = (Streams(said, 5) for _ in range(2))
+    drawn = [first.frames() for _ in range(6000)]
+    assert repr(ODD) == before
+    assert all(again.frames() == one for one in drawn)
