@@ -202,6 +202,25 @@ def test_only_a_version_that_was_compared_is_marked_verified(live) -> None:
     assert replica.matches == [0, 1, 1] and at.follower.matches == 1
 
 
+def test_captures_alone_verify_nothing(offline) -> None:
+    at = offline(FakeSource(whole(0, 1)))
+    at.take(at.follower.run())
+    assert at.said == ["closed 0", "closed 1"]
+    assert at.replica.said == ["unverified", "unverified"] and at.replica.marks == [False, False]
+    assert at.replica.matches == [0, 0] and at.follower.matches == 0
+
+
+def test_what_is_missing_at_the_end_is_final_because_it_ends(live) -> None:
+    """A port that is closed is open until then: its scheduler knows of no end."""
+    at = live(FakeSource([*whole(2), Packet(3, cells=PARTLY)], open=True), arenas=4)
+    at.start(2)
+    at.record(2, 3)
+    assert at.look() == ["closed 2"]
+    at.take(at.follower.finish())
+    assert at.said == ["not 3", "lost"]
+    assert [event.final for event in at.events if isinstance(event, Closed)] == ["", "ended"]
+
+
 def test_what_nothing_has_shown_goes_with_the_version(live, monkeypatch: pytest.MonkeyPatch) -> None:
     at = live(port(2, 3), arenas=4)
     replica = at.start(2)
