@@ -217,7 +217,7 @@ def test_what_is_missing_at_the_end_is_final_because_it_ends(live) -> None:
     at.record(2, 3)
     assert at.look() == ["closed 2"]
     at.take(at.follower.finish())
-    assert at.said == ["not 3", "lost"]
+    assert at.said == ["closed 2", "not 3", "lost"]
     assert [event.final for event in at.events if isinstance(event, Closed)] == ["", "ended"]
 
 
