@@ -6,9 +6,9 @@
 
 mutmut makes the mistakes, one at a time, in a copy of the tree below build/mutants, and runs the unit tests that reach
 the function. MODULES says which test files have to notice. Wording is left out: arguments of `raise`, lines of prose,
-log lines. A mistake that no test can notice, because the product does the same with it, stands in
-tools/mutants_equivalent.toml with the reason. The exit status is 1 where a module has less than 90 % of the others
-killed.
+log lines. So are assertions, which no input can reach. A mistake that no test can notice, because the product does the
+same with it, stands in tools/mutants_equivalent.toml with the reason. The exit status is 1 where a module has less than
+90 % of the others killed.
 
 docs/understand/testing.md explains the output, and the compiled modules (tools/mutants_compiled.py).
 """
@@ -247,8 +247,9 @@ MODULES: dict[str, list[str]] = {
     "updater/verify.py": [f"{UPDATER}/test_verify.py"],
 }
 
-# Wording, by line: what a person reads, which tests quote in part only.
+# By line: what a person reads, which tests quote in part only; and assertions, which only a mistake of ours meets.
 WORDING = [
+    r"^\s*assert\b",
     r"^\s*raise\b",
     r"^\s*(where|remedy|help|description)=",
     r"^\s*f?\"[^\"]*\s[^\"]*\"",
