@@ -2,8 +2,8 @@
  *
  * A connection is a RoCEv2 queue pair. Its Ethernet frames go through a stream socket between the two processes, in
  * both directions: clear-to-sends, writes with immediate, acknowledgements. Data arrives in the receiver's memory out
- * of these frames and in no other way. Every frame that a rank sends or receives is also written to its mirrored port, a
- * capture file or an interface. No packet is lost here, so there is no retransmission.
+ * of these frames and in no other way. Every frame that a rank sends or receives is also written to its mirrored port,
+ * a capture file or an interface. No packet is lost here, so there is no retransmission.
  *
  *   FLOWCHECK_NET_RANK     this process's rank, for addresses (10.79.0.10 + rank)
  *   FLOWCHECK_NET_NCCL     NCCL's version, major.minor: form of clear-to-sends, byte order of immediates
@@ -69,7 +69,7 @@ struct request {
 struct hello { uint32_t rank, qpn, fifo_key, zero; uint64_t fifo; };
 
 struct end {
-    int socket, outbound, greeted, listed;
+    int socket, outbound, greeted, listed, closed;
     struct hello mine, peer;
     struct sr_path path;
     uint64_t sent, acknowledged, expected, completed; /* packets, messages; they do not wrap here */
@@ -302,13 +302,19 @@ static nccl_result receive(struct end *e, const uint8_t *frame, uint32_t length)
     return take(e, &p);
 }
 
+/* The peer has closed. It may, once this side has all that it waits for: acknowledgements may still be unsent. */
+static nccl_result gone(struct end *e) {
+    e->closed = 1;
+    int settled = e->outbound ? e->acknowledged == e->sent : e->finished == e->messages;
+    return settled ? NCCL_SUCCESS : WARN("rank %u has gone", e->peer.rank);
+}
+
 static nccl_result progress(struct end *e) {
     for (;;) {
-        if (flush(e))
-            return WARN("rank %u has gone: %s", e->peer.rank, strerror(errno));
+        flush(e); /* where that fails the rest is read all the same: it may be what this side waits for */
         ssize_t n = recv(e->socket, e->inbox + e->in_end, sizeof e->inbox - e->in_end, MSG_DONTWAIT);
-        if (n == 0)
-            return e->outbound && e->acknowledged == e->sent ? NCCL_SUCCESS : WARN("rank %u has gone", e->peer.rank);
+        if (n == 0 || (n < 0 && errno == ECONNRESET))
+            return gone(e);
         if (n < 0)
             return errno == EAGAIN || errno == EINTR ? NCCL_SUCCESS
                                                      : WARN("rank %u: %s", e->peer.rank, strerror(errno));
@@ -458,7 +464,7 @@ static nccl_result net_send(void *sender, void *data, size_t size, int tag, void
     const uint8_t *element = e->fifo + e->messages % FIFO_SLOTS * STRIDE;
     struct request *r = free_request(e);
     if (wrong || !r || field(element, host.form.idx_at, 8) != e->messages + 1)
-        return wrong; /* the receiver has not said yet that it is ready */
+        return !wrong && e->closed ? WARN("rank %u has gone", e->peer.rank) : wrong; /* the receiver has not said yet that it is ready */
     if (size > field(element, host.form.size_at, host.form.size_width))
         return WARN("%zu bytes for rank %u, which has room for less", size, e->peer.rank);
     list(e);
