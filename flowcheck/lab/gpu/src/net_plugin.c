@@ -464,7 +464,8 @@ static nccl_result net_send(void *sender, void *data, size_t size, int tag, void
     const uint8_t *element = e->fifo + e->messages % FIFO_SLOTS * STRIDE;
     struct request *r = free_request(e);
     if (wrong || !r || field(element, host.form.idx_at, 8) != e->messages + 1)
-        return !wrong && e->closed ? WARN("rank %u has gone", e->peer.rank) : wrong; /* the receiver has not said yet that it is ready */
+        /* Not now: the receiver has not said yet that it is ready. */
+        return !wrong && e->closed ? WARN("rank %u has gone", e->peer.rank) : wrong;
     if (size > field(element, host.form.size_at, host.form.size_width))
         return WARN("%zu bytes for rank %u, which has room for less", size, e->peer.rank);
     list(e);
