@@ -4,6 +4,9 @@ import ctypes
 import errno
 import os
 import resource
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,12 +15,15 @@ import torch
 from flowcheck import durable
 from flowcheck.checkpoint.directory import Meta, load_parameters, load_step, write_parameters, write_step
 from flowcheck.durable import (
+    LEFT_SECONDS,
     adopt,
+    came_last,
     check_writable,
     exchange,
     fsync_directory,
     make_directory,
     partial_name,
+    remove_left,
     remove_tree,
     reporting,
     write_atomic,
@@ -412,3 +418,103 @@ def test_a_file_that_cannot_be_written_there_is_no_name_that_anybody_knows(
     [(path, parts)] = tried
     assert path == partial_name(tmp_path / "probe") and path.parent == tmp_path and parts == [b"flowcheck"]
     assert list(tmp_path.iterdir()) == []
+
+
+# -- what killed processes left --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def another():
+    """A process of this user that lives."""
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as one:
+        yield one.pid
+
+
+def gone() -> int:
+    with subprocess.Popen([sys.executable, "-c", ""]) as one:
+        pass
+    return one.pid
+
+
+def aged(path: Path, seconds: float) -> None:
+    at = time.time() - seconds
+    os.utime(path, (at, at), follow_symlinks=False)
+
+
+def left(directory: Path, name: str, *, folder: bool, seconds: float = LEFT_SECONDS + 60) -> Path:
+    path = directory / name
+    if folder:
+        path.mkdir()
+        (path / "in").write_text("half")
+        aged(path / "in", seconds)
+    else:
+        path.write_text("half")
+    aged(path, seconds)
+    return path
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("form", [".step-1.partial-{}", ".step-1.partial-{}-0a1b2c3d", ".step-.partial-{}"])
+def test_what_killed_processes_left_is_removed(tmp_path: Path, folder: bool, form: str) -> None:
+    for pid in (gone(), os.getpid(), 1 << 70):
+        left(tmp_path, form.format(pid), folder=folder)
+    other = left(tmp_path, "step-1", folder=folder)
+    remove_left(tmp_path, "step-")
+    assert list(tmp_path.iterdir()) == [other]
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_somebody_may_still_write_or_is_not_ours_stays(tmp_path: Path, another: int, folder: bool) -> None:
+    pid = gone()
+    kept = {
+        left(tmp_path, f".step-1.partial-{another}", folder=folder),
+        left(tmp_path, f".step-2.partial-{another}-0a1b2c3d", folder=folder),
+        left(tmp_path, f".step-3.partial-{pid}", folder=folder, seconds=LEFT_SECONDS - 60),
+        left(tmp_path, f".other-1.partial-{pid}", folder=folder),
+        left(tmp_path, f"step-4.partial-{pid}", folder=folder),
+        left(tmp_path, ".step-5.partial-x", folder=folder), left(tmp_path, ".step-6.partial-", folder=folder),
+        left(tmp_path, f".step-7.PARTIAL-{pid}", folder=folder), left(tmp_path, f".step-8.partial{pid}", folder=folder),
+    }
+    link = tmp_path / f".step-9.partial-{pid}"
+    link.symlink_to(left(tmp_path, "whole", folder=folder))
+    aged(link, LEFT_SECONDS + 60)
+    remove_left(tmp_path, "step-")
+    assert set(tmp_path.iterdir()) == kept | {link, tmp_path / "whole"}
+
+
+def test_a_folder_in_which_a_file_was_written_a_moment_ago_stays(tmp_path: Path) -> None:
+    one = left(tmp_path, f".step-1.partial-{gone()}", folder=True)
+    aged(one / "in", 1)
+    remove_left(tmp_path, "step-")
+    assert one.exists()
+    aged(one / "in", LEFT_SECONDS + 60)
+    aged(one, 1)
+    remove_left(tmp_path, "step-")
+    assert one.exists()
+
+
+def test_a_process_of_another_user_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def kill(*call: int) -> None:
+        asked.append(call)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(durable.os, "kill", kill)
+    one = left(tmp_path, ".step-1.partial-4711", folder=False)
+    remove_left(tmp_path, "step-")
+    assert one.exists() and asked == [(4711, 0)]
+
+
+def test_a_directory_that_is_not_there_has_nothing_left(tmp_path: Path) -> None:
+    remove_left(tmp_path / "none", "step-")
+
+
+@pytest.mark.parametrize(("others", "at"), [([], 5), ([4], 5), ([5], 6), ([9, 3], 10)])
+def test_what_came_last_says_so(tmp_path: Path, others: list[int], at: int) -> None:
+    path = tmp_path / "one"
+    path.touch()
+    os.utime(path, ns=(5, 5))
+    came_last(path, iter(others))
+    found = path.stat()
+    assert (found.st_mtime_ns, found.st_atime_ns) == (at, at)
