@@ -220,7 +220,8 @@ def test_a_node_stands_still_for_many_steps_and_its_last_one_is_kept_by_the_othe
         run.kill_nodes()
         run.start_nodes(job)
         again = train_on(run, job, last)
-        assert min(again) == kept, "the newest step that both have"
+        # A step that was not told any more is kept, too, while a slot is left: the node may still come to it.
+        assert kept <= min(again) <= common, "the newest step that both have"
         equal_to_undisturbed(run, job, last, again)
         print(f"seed {seed}: stage {behind} had step {kept} and stood still, the other went on to {done + AHEAD + 1}"
               f" or later; died in {dies}, repeated {dies - min(again)}")
