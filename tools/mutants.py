@@ -158,8 +158,9 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/checkpoint/store.py": [f"{FLOW}/checkpoint/test_store.py"],
     "flowcheck/checkpoint/objects.py": [f"{FLOW}/checkpoint/test_objects.py"],
     "flowcheck/trainer/attachment.py": [
-        f"{FLOW}/trainer/test_attachment{part}.py"
-        for part in ("", "_arguments", "_state", "_records", "_ranges", "_nodes")
+        *(f"{FLOW}/trainer/test_attachment{part}.py"
+          for part in ("", "_arguments", "_state", "_records", "_ranges", "_nodes")),
+        *(f"{FLOW}/trainer/test_{part}.py" for part in ("loop", "user", "parts", "sources")),
     ],
     "flowcheck/trainer/following.py": [
         *(f"{FLOW}/trainer/test_attachment{part}.py" for part in ("", "_state", "_records", "_ranges", "_nodes")),

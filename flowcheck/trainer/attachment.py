@@ -107,7 +107,6 @@ class Attachment(Told):
         super().__init__(optimizer, keeper.scaler)
         self.number, self._keeper = iteration, keeper
         self._checksum_every, self._max_stall = checksum_every, max_stall_s
-        self._optimizer = optimizer
         self._refused = ""
         self._closed = False
         self._stepped = -1  # of the optimizer since the last boundary; -1: its hook has not been heard of yet
