@@ -164,7 +164,7 @@ MODULES: dict[str, list[str]] = {
     ],
     "flowcheck/trainer/following.py": [
         *(f"{FLOW}/trainer/test_attachment{part}.py" for part in ("", "_state", "_records", "_ranges", "_nodes")),
-        f"{FLOW}/trainer/test_parts.py",
+        f"{FLOW}/trainer/test_parts.py", f"{FLOW}/trainer/test_user.py",
     ],
     "flowcheck/trainer/parts.py": [
         f"{FLOW}/trainer/test_parts.py", f"{FLOW}/trainer/test_description.py", f"{FLOW}/trainer/test_watch.py",
