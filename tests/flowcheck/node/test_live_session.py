@@ -15,6 +15,7 @@ from flowcheck.errors import UserError
 from flowcheck.rebuild.events import Closed
 from flowcheck.rebuild.replica import JobReplica
 from updater.errors import ReplicaError
+from updater.reader import Reader
 from updater.replica import Replica
 
 from ..fake_engine import Packet
@@ -50,6 +51,17 @@ def test_a_job_is_followed_from_its_first_iteration(live) -> None:
     at.state(0)
     assert at.step(0, checksums=at.sums(0.5)).status == "verified"
     assert at.step(1, checksums=at.sums(0.0)).status == "verified" and at.lost == []
+
+
+def test_a_state_says_with_which_options_its_step_was_made(live, tmp_path) -> None:
+    """A schedule has left those of the manifest by then."""
+    at, path = live(), tmp_path / "one.replica"
+    at.take(at.session.state(2, at.tensors(1.0), {}, [{"lr": 0.125}], path))
+    with closing(Reader(path)) as reader, reader.pinned() as version:
+        assert [group["options"]["lr"] for group in version.optimizer["groups"]] == [0.125]
+    at.step(2)
+    with closing(Reader(path)) as reader, reader.pinned() as version:
+        assert [group["options"]["lr"] for group in version.optimizer["groups"]] == [0.5]
 
 
 @pytest.mark.parametrize("odd", NAMES)
