@@ -136,15 +136,15 @@ def _train(
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], out: Path, seconds: float) -> str:
     end = time.monotonic() + seconds
-    while any(one.poll() is None for one in ranks):
-        for rank, one in enumerate(ranks):
-            if one.poll():
-                return f"rank {rank} ended with status {one.returncode}: {_last(out / f'rank{rank}.log')}"
+    while True:
+        statuses = [one.poll() for one in ranks]
+        if wrong := [rank for rank, status in enumerate(statuses) if status]:
+            return f"rank {wrong[0]} ended with status {statuses[wrong[0]]}: {_last(out / f'rank{wrong[0]}.log')}"
+        if None not in statuses:
+            return ""
         if time.monotonic() > end:
             return f"the ranks had not ended after {seconds:.0f} s: {_last(out / 'rank0.log')}"
         time.sleep(0.05)
-    wrong = [rank for rank, one in enumerate(ranks) if one.returncode]
-    return f"rank {wrong[0]}: {_last(out / f'rank{wrong[0]}.log')}" if wrong else ""
 
 
 def _last(log: Path) -> str:
