@@ -21,7 +21,7 @@ from flowcheck.control.ask import Offer
 from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import api
-from flowcheck.node.api import OPEN, make_app, span_of
+from flowcheck.node.api import OPEN, _key, make_app, may, span_of
 from flowcheck.node.api_description import describe
 from flowcheck.node.holdings import Gone, Held, Holding, Pressed, Shelf
 
@@ -528,6 +528,32 @@ def test_it_gives_garbage_back_now_and_then(app: Any, monkeypatch: pytest.Monkey
         asyncio.run(live())
     finally:
         gc.enable()
+
+
+# -- who may what ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("path", "roles"), [
+    ("/v1/versions", {"trainer", "reader"}), ("/v1/versions/m1-2/manifest", {"trainer", "reader"}),
+    ("/v1/versions/", {"trainer", "reader"}), ("/v1/pieces", {"reader"}), ("/v1/pieces/r1/data", {"reader"}),
+    ("/", {"reader", "operator"}), ("/metrics", {"reader", "operator"}), ("/v1/node", {"reader", "operator"}),
+    ("/v1/status", {"trainer", "reader", "operator"}), ("/openapi.json", {"trainer", "reader", "operator"}),
+    ("/v1/versionsx", {"operator"}), ("/v1/piecesx", {"operator"}), ("/v1/nodes", {"operator"}), ("//", {"operator"}),
+    ("/v1/VERSIONS", {"operator"}), ("", {"operator"}), ("/docs", {"operator"}), ("/v1/status/", {"operator"}),
+])
+def test_who_may_ask_for_what(path: str, roles: set[str]) -> None:
+    assert set(may(path)) == roles
+
+
+@pytest.mark.parametrize(("shown", "key"), [
+    (b"Bearer a:b", b"a:b"), (b"Basic YW55OmE6Yg==", b"a:b"), (b"Basic OmE=", b"a"), (b"Basic YQ==", b""),
+    (b"Basic YW55OmE6Yg", b""), (b"Basic YW5\x005OmE6Yg==", b""), (b"Basic YW55 OmE6Yg==", b""), (b"Basic", b""),
+    (b"basic YW55OmE6Yg==", b""), (b"Digest YW55OmE6Yg==", b""), (b"a:b", b""), (b"", b""), (b"Bearer", b""),
+    (b"Bearer  a", b" a"),
+])
+def test_which_key_is_shown(shown: bytes, key: bytes) -> None:
+    """A browser shows it as a password, whatever the name."""
+    assert _key(shown) == key
 
 
 # -- the description ---------------------------------------------------------------------------------------
