@@ -110,7 +110,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/checkpoint/paths.py": [f"{FLOW}/checkpoint/test_reading.py", f"{FLOW}/checkpoint/test_fetch.py"],
     "flowcheck/checkpoint/files.py": [f"{FLOW}/checkpoint/test_directory.py", f"{FLOW}/checkpoint/test_reading.py"],
     "flowcheck/checkpoint/state.py": [f"{FLOW}/checkpoint/test_{part}.py" for part in ("state", "users", "reading")],
-    "flowcheck/checkpoint/replica.py": [f"{FLOW}/checkpoint/test_open_replica.py", f"{FLOW}/checkpoint/test_reading.py"],
+    "flowcheck/checkpoint/replica.py": [f"{FLOW}/checkpoint/test_{part}.py" for part in ("open_replica", "reading")],
     "flowcheck/durable.py": [f"{FLOW}/test_durable.py"],
     "flowcheck/control/torch_state.py": [f"{FLOW}/checkpoint/test_state.py"],
     "flowcheck/control/checksum.py": [f"{FLOW}/control/test_checksum.py"],
