@@ -200,18 +200,21 @@ def _only(
 def choose(
     held: Sequence[Mapping[Key, str]], *, step: int | None = None, prefer_verified: int = 0,
     bad: Collection[Key] = (), users: Sequence[Collection[Key]] = (), prefer_user: int = 0,
+    stood: Collection[Key] = (),
 ) -> Key | None:
     """The version to take: the newest that everybody holds; None: there is none.
 
     held: of each rank what it can have, and its status. step: only this one. prefer_verified: a version that is
     verified for everybody is taken although it is so many steps older, of the same epoch. bad: not these. users: of
     each rank the versions that have its own state; if there are some that have everybody's and are at most prefer_user
-    steps older, it is one of them.
+    steps older, it is one of them. stood: versions of the look before, of which the one chosen could not be had. While
+    a job goes on the newest may be built over before it is asked for, each time; what still stands is taken then.
     """
     common = set.intersection(*(set(one) for one in held)) - set(bad)
     common = {key for key in common if step is None or key[1] == step}
     if not common:
         return None
+    common = common & set(stood) or common
     epoch, newest = max(common)
     whole = {key for key in common if users and all(key in one for one in users)}
     if whole := {key for key in whole if key[0] == epoch and key[1] >= newest - prefer_user}:
@@ -298,10 +301,11 @@ def take(
     EnvironmentProblem: there is none; UserError as `look`."""
     passed: list[str] = []
     bad: list[Key] = []
+    stood: set[Key] = set()
     for _ in range(MOST_ROUNDS):
         found = look(nodes, run_id, shard)  # anew each time: what was there may have made room for newer versions
         run_id, shard = found.chosen(run_id, shard)
-        key = choose([found.versions], step=step, bad=bad)
+        key = choose([found.versions], step=step, bad=bad, stood=stood)
         if key is None:
             break
         try:
@@ -310,6 +314,7 @@ def take(
         except NoSource as error:
             passed.append(error.what)
             bad.append(key)
+            stood = set(found.versions)
     what = f"step {step} is not there" if step is not None and not bad else "there is no version"
     what = "none of the versions that were found is good" if bad else what
     why = "; ".join([*passed, *found.absent, *found.withheld])

@@ -94,6 +94,7 @@ def recover(
         raise
     wants = {"run_id": run_id, "step": step, "prefer_verified": prefer_verified, "fresh": bool(fresh)}
     bad: list[Key] = []
+    stood: set[Key] = set()
     passed: list[str] = []
     for _ in range(MOST_ROUNDS):
         found: Found | Exception
@@ -110,7 +111,7 @@ def recover(
         users = [{(epoch, at) for epoch, at in one["user"]} for one in said]
         held = [{(epoch, at): status for epoch, at, status in one["versions"]} for one in said]
         key = choose(held, step=step, prefer_verified=prefer_verified, bad=bad, users=users,
-                     prefer_user=OLDER_WITH_USER)
+                     prefer_user=OLDER_WITH_USER, stood=stood)
         epoch = 1 + max(one["newest"] for one in said)
         if key is None:
             return _fresh(found, said, held, step, passed, fresh, epoch)
@@ -124,6 +125,7 @@ def recover(
         if got.fetched is not None and not any(reasons):
             return _recovered(got, got.fetched, passed, _lacking(said, own, got), epoch)
         bad.append(key)
+        stood = set().union(*held)
         passed += [f"rank {rank}: {reason}" if len(reasons) > 1 else reason
                    for rank, reason in enumerate(reasons) if reason]
     raise EnvironmentProblem(f"none of {MOST_ROUNDS} versions proved good: {'; '.join(passed)}", where="recover",

@@ -292,6 +292,33 @@ def test_a_manifest_may_have_no_optimizer(near: HandApi) -> None:
     assert fetch(look(nodes(near), None, None), (0, 7), {}).state == {}
 
 
+def test_what_still_stands_is_taken_where_the_newest_was_gone() -> None:
+    before, now = {(0, 3): V, (0, 7): U, (0, 8): U}, {(0, 3): V, (0, 7): U, (0, 9): U, (1, 1): U}
+    assert choose([now], bad=[(0, 8)]) == (1, 1)
+    assert choose([now], bad=[(0, 8)], stood=before) == (0, 7)
+    assert choose([now], bad=[(0, 8)], stood=before, prefer_verified=4) == (0, 3)
+    assert choose([now, {(0, 3): V, (0, 9): U}], bad=[(0, 8)], stood=before) == (0, 3)
+    assert choose([now], bad=[(0, 3), (0, 7)], stood=before) == (1, 1), "nothing of it stands"
+    assert choose([now], bad=[(0, 8)], stood=before, step=9) == (0, 9)
+    assert choose([now], bad=list(now), stood=before) is None
+
+
+def test_a_job_that_builds_versions_faster_than_they_are_asked_for(near: HandApi) -> None:
+    """Each time the newest is gone. One older version stands, as one does that somebody else reads."""
+    pinned, newest = HandVersion(4), [5]
+
+    class Passing(list[HandVersion]):
+        """What is listed, and by then is not there any more but the first."""
+
+        def __iter__(self) -> Iterator[HandVersion]:
+            newest[0] += 3
+            return iter([pinned, HandVersion(newest[0])])
+
+    near.versions = Passing()
+    fetched = take(nodes(near), None, None, None)
+    assert fetched.version.step == 4 and len(fetched.passed) == 1, fetched.passed
+
+
 def test_a_version_that_everybody_has_whole_is_taken_first() -> None:
     held = [{(0, 7): "unverified", (0, 8): "unverified", (1, 2): "unverified"}] * 2
     whole: list[Any] = [{(1, 2), (0, 8)}, {(1, 2), (0, 7), (0, 8)}]
