@@ -19,8 +19,8 @@ from flowcheck.control.protocol import PEER_SECONDS, token_bytes
 from flowcheck.control.tls import SYSTEM
 from flowcheck.errors import EnvironmentProblem, UserError
 
-__all__ = ["Api", "Capture", "CommonStep", "Control", "NodeConfig", "Output", "Protect", "ReplicaSettings", "Store",
-           "Tls", "TokenFiles", "load", "position", "read_token", "read_tokens"]
+__all__ = ["Api", "Capture", "CommonStep", "Control", "Follow", "NodeConfig", "Output", "Protect", "ReplicaSettings",
+           "Store", "Tls", "TokenFiles", "load", "position", "read_token", "read_tokens"]
 
 MOST_BYTES = 1 << 20
 LARGEST_RING = 1 << 24
@@ -257,6 +257,15 @@ class Output(_Part):
     status_file: Path | None = None
 
 
+class Follow(_Part):
+    """A job of which no trainer attaches: its gathered parameters are followed. manifest: its file. group: what its
+    events and its folder are called. iteration: the trainer's number of the manifest's first iteration."""
+
+    manifest: Path
+    group: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]{1,32}$")]
+    iteration: Annotated[int, Field(ge=0, le=1 << 53)] = 0
+
+
 class Store(_Part):
     """url: of a directory or of anything that fsspec reaches; options: for its implementation. every: write each K-th
     version there; minutes: the newest whenever so many have passed. Versions stay in it if they are among the newest
@@ -394,10 +403,12 @@ class Protect(_Part):
 
 class NodeConfig(_Part):
     """capture: mirror ports; in the file a table, or a list of tables; none: a holder of copies, without DPDK. groups:
-    jobs at once. record_seconds: how long a complete iteration waits for its step record."""
+    jobs at once. follow: jobs besides, of which no trainer attaches. record_seconds: how long a complete iteration
+    waits for its step record."""
 
     control: Control
     capture: tuple[Capture, ...]
+    follow: Annotated[tuple[Follow, ...], Field(max_length=8)] = ()
     protect: Protect | None = None
     replica: ReplicaSettings = ReplicaSettings()
     output: Output = Output()
@@ -464,7 +475,7 @@ class NodeConfig(_Part):
             return self
         if self.api is None:
             raise _wrong("api", "is missing: without it nobody could have the copies that this node holds")
-        given: list[str] = [key for key in ("replica", "common", "store") if key in self.model_fields_set]
+        given: list[str] = [key for key in ("replica", "common", "store", "follow") if key in self.model_fields_set]
         if self.control.listen != NOWHERE:
             given.insert(0, "control")
         if given:
@@ -516,6 +527,17 @@ class NodeConfig(_Part):
         for key, nodes, role in asked:
             if nodes and role not in self.token_files:
                 raise _wrong(f"tokens.{role}", f"is missing, and {key} names nodes that ask for one")
+        return self
+
+    @model_validator(mode="after")
+    def _unattended(self) -> Self:
+        if self.follow and not self.output.every:
+            raise _wrong("output.every", "is 0, and parameters that a job gathers are nowhere but on the disk: 1 writes"
+                         " those of each step")
+        names = [one.group for one in self.follow]
+        for i, name in enumerate(names):
+            if name in names[:i]:
+                raise _wrong(f"follow[{i}].group", f"{name} is given twice: each job has a folder of its own")
         return self
 
     @model_validator(mode="after")
@@ -682,13 +704,13 @@ def _key(error: Mapping[str, Any], several: bool) -> str:
     """`replica.slots`; `capture.cores` or, of several, `capture[1].cores`; elements of a list: the list's."""
     beside = [error["ctx"]["key"]] if error["type"] == "together" else []
     table, *rest = error["loc"] or [""]
-    if table != "capture":
+    if table not in ("capture", "follow"):
         return ".".join(map(str, [*error["loc"], *beside]))
     index = f"[{rest.pop(0)}]" if rest and isinstance(rest[0], int) else ""
     keys = [f".{part}" for part in rest[:1]]
     for key in beside:
         keys = [key if key[0] in ".[" else f".{key}"]
-    return f"capture{index if several else ''}{''.join(keys)}"
+    return f"{table}{index if several or table == 'follow' else ''}{''.join(keys)}"
 
 
 def _said(error: Mapping[str, Any]) -> str:

@@ -45,7 +45,7 @@ from flowcheck.node.common import Common
 from flowcheck.node.config import NodeConfig
 from flowcheck.node.ledger import Ledger
 from flowcheck.node.lines import closed_fields, line
-from flowcheck.node.live import LiveSession
+from flowcheck.node.live import LiveSession, wind_up
 from flowcheck.node.members import Inbound, RankSession
 from flowcheck.node.membership import Membership
 from flowcheck.node.moved import Moved
@@ -67,7 +67,6 @@ from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
 
 __all__ = ["Group"]
 
-LAST_LOOKS = 4096  # at what is still placed when an end was asked for
 INBOX = 4096  # messages; a connection that finds it full is too fast for anything honest
 
 
@@ -285,14 +284,7 @@ class Group(Membership):
 
     def _finish(self, session: LiveSession) -> None:
         """Judge what is there."""
-        last = session.mark()
-        for _ in range(LAST_LOOKS):
-            self._take(session.poll())
-            if not session.moved:
-                if session.passed(last):
-                    break
-                time.sleep(IDLE_SECONDS)
-        self._take(session.finish())
+        wind_up(session, self._take)
 
     def _plan(self) -> None:
         """Begin to follow the job, as soon as manifest and flows are here."""

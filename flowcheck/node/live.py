@@ -12,7 +12,7 @@ as an event says only until the next one is asked for. Iterations are counted as
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,28 +31,34 @@ from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.policy import Policy
 from flowcheck.rebuild.records import StepRecord
 from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
-from flowcheck.rebuild.scheduler import Source
+from flowcheck.rebuild.scheduler import IDLE_SECONDS, Source
 from updater.errors import UpdaterError
 
-__all__ = ["LiveSession"]
+__all__ = ["LiveSession", "wind_up"]
+
+LAST_LOOKS = 4096  # at what is still placed when an end was asked for
 
 
 class LiveSession(HealedFollower):
     """sources[i]: ring of stream i. clock: the trainer's. slots, threads: of replicas. record_seconds: as of Policy.
     port: what the sources belong to. now, stamp: clocks, as of Follower. patched: as of PartialFollower.
     resync: asks trainers for what is stale. peers: as of HealedFollower. job_start: ReplicaOptions.start. matches:
-    checksums that have matched in this run before. catching: asks peers before, where that is everything."""
+    checksums that have matched in this run before. catching: asks peers before, where that is everything. trainers:
+    False: none attaches, and nothing but parameters that are gathered can be followed (unattended.py)."""
 
     def __init__(
         self, plan: JobPlan, sources: Sequence[Source], clock: Clock | None = None, *, slots: int, threads: int,
         record_seconds: float, port: Arrivals | None = None, now: Callable[[], float] = time.monotonic,
         stamp: Callable[[], int] = time.time_ns, patched: bool = False, resync: Resync | None = None,
         peers: Peers | None = None, job_start: str = "", matches: int = 0, catching: CatchUp | None = None,
+        trainers: bool = True,
     ) -> None:
         port = port or Arrivals()
         names = port.stream_names(plan.engine.streams)
-        policy = Policy.live(record_seconds)
-        super().__init__(plan, sources, names, policy, clock=clock, now=now, stamp=stamp, patched=patched, peers=peers)
+        policy = Policy.live(record_seconds) if trainers else Policy.unattended()
+        replica = None if trainers else JobReplica(plan, None)  # which says that there is none
+        super().__init__(plan, sources, names, policy, replica, clock=clock, now=now, stamp=stamp, patched=patched,
+                         peers=peers)
         self._slots, self._threads, self._resync, self._job_start = slots, threads, resync, job_start
         self.matches, self._catching = matches, catching
         self._silence = Silence(plan, self.engine, port, self.clock, now)
@@ -153,3 +159,15 @@ class LiveSession(HealedFollower):
     def serves(self) -> int:
         """The trainer's number of the iteration that made the version which can be read, -1: there is none."""
         return self.clock.number(self.published) if self.replica is not None and self.replica.serves else -1
+
+
+def wind_up(session: LiveSession, take: Callable[[Iterable[Event]], None]) -> None:
+    """Judge what is there: first what is still in the rings, then what is open. take: is given the events."""
+    last = session.mark()
+    for _ in range(LAST_LOOKS):
+        take(session.poll())
+        if not session.moved:
+            if session.passed(last):
+                break
+            time.sleep(IDLE_SECONDS)
+    take(session.finish())

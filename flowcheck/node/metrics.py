@@ -24,7 +24,7 @@ from flowcheck.rebuild.verdict import Clause
 
 __all__ = ["METRICS", "MISSING", "STATUSES", "Kind", "exposition"]
 
-STATUSES = ("waiting", "unverified", "verified", "lost", "diverged")
+STATUSES = ("waiting", "unverified", "verified", "parameters", "lost", "diverged")
 # By which cause elements are missing (flowcheck/rebuild/evidence.py, and iterations that were given up).
 MISSING = ("disagreed", "not_mirrored", "icrc", "unanchored", "disagreement", "lost", "overload")
 ALERTED = ("problem", "refused", "moved")  # events that alert rules count
@@ -205,6 +205,11 @@ METRICS: tuple[Kind, ...] = (
          lambda of: [([], of["checkpoint"]["step"])] if of["checkpoint"]["time"] else []),
     Kind("flowcheck_checkpoint_timestamp_seconds", "gauge", (), "When it was written, in seconds since 1970",
          _when("checkpoint", "time")),
+    Kind("flowcheck_parameters_step", "gauge", (),
+         "Step of the newest parameters on disk that a job without trainers has gathered: no version",
+         lambda of: [([], of["parameters"]["step"])] if of["parameters"]["time"] else []),
+    Kind("flowcheck_parameters_timestamp_seconds", "gauge", (), "When they were written, in seconds since 1970",
+         _when("parameters", "time")),
     Kind("flowcheck_failures_total", "counter", (), "Failures of the job that it has come back from",
          _one("failures", "count")),
     Kind("flowcheck_failure_seconds_total", "counter", (), "From each one's being noticed to the first iteration after",

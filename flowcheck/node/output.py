@@ -14,17 +14,17 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from flowcheck.checkpoint.directory import tensor_sha256
 from flowcheck.durable import check_writable, reporting
 from flowcheck.errors import EnvironmentProblem, FlowcheckError
 from flowcheck.node.config import Output
-from flowcheck.rebuild.replica import JobReplica
 
-__all__ = ["Hashes", "Writer", "check_places"]
+__all__ = ["Hashes", "Versions", "Writer", "check_places"]
 
 Users = Callable[[], Mapping[int, bytes]]  # by rank: a file of flowcheck/control/user_state.py
 MARGIN = 1.25  # a checkpoint has to be done before the next one is due by this factor
@@ -32,6 +32,29 @@ MOST_LEFT_OUT = 1 << 20
 LOOK_SECONDS = 0.05  # between two looks whether the slot of a version that is being written is needed
 WANTED_SECONDS = 2.0  # that an update waits for it: a disk that is nearly done keeps it
 END_SECONDS = 60.0  # that checkpoints have to end, when the node does; service managers kill after some time
+
+
+class Versions(Protocol):
+    """What has a current version that can be written: a replica, or parameters alone (unattended.py)."""
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def refused(self) -> int:
+        """As of JobReplica."""
+
+    @property
+    def unproven(self) -> Sequence[str]: ...
+
+    def pinned(self) -> AbstractContextManager[Any]:
+        """The current version, kept as it is: its step, parameters and optimizer_state."""
+
+    def write(
+        self, out: Path, unproven: Sequence[str], version: Any, status: str, shard: str, users: Users | None,
+        matches: int,
+    ) -> Path:
+        """As of JobReplica."""
 
 
 def check_places(output: Output) -> None:
@@ -65,7 +88,7 @@ class Hashes:
             self._file = path.open("a", encoding="utf-8")
         self._lock = threading.Lock()
 
-    def add(self, iteration: int, name: str, replica: JobReplica) -> None:
+    def add(self, iteration: int, name: str, replica: Versions) -> None:
         with replica.pinned() as slot:
             tensors = {key: tensor_sha256(tensor) for key, tensor in slot.parameters.items()}
             state = {
@@ -87,7 +110,7 @@ class _Held:
 
     kept = 0.0
 
-    def __init__(self, replica: JobReplica, users: Users | None) -> None:
+    def __init__(self, replica: Versions, users: Users | None) -> None:
         self._pin, self._users, self._lock = ExitStack(), users, threading.Lock()
         self.version = self._pin.enter_context(replica.pinned())
         self.gone = threading.Event()
@@ -127,7 +150,7 @@ class Writer:
         self._lanes: dict[str, _Lane] = {}
 
     def write(
-        self, name: str, replica: JobReplica, out: Path, status: str, done: Callable[[], None] | None = None,
+        self, name: str, replica: Versions, out: Path, status: str, done: Callable[[], None] | None = None,
         unproven: Sequence[str] = (), users: Users | None = None, matches: int = 0,
     ) -> None:
         """Begin to write the current version of a group, unless it is one that is left out. done: called on the
@@ -171,7 +194,7 @@ class Writer:
         lane.thread = writer
 
     def _work(
-        self, lane: _Lane, name: str, replica: JobReplica, out: Path, status: str, held: _Held,
+        self, lane: _Lane, name: str, replica: Versions, out: Path, status: str, held: _Held,
         done: Callable[[], None] | None, unproven: Sequence[str], matches: int,
     ) -> None:
         version, before = held.version, lane.seconds
@@ -190,7 +213,7 @@ class Writer:
         finally:
             held.let_go()
 
-    def _watch(self, lane: _Lane, name: str, replica: JobReplica, held: _Held) -> None:
+    def _watch(self, lane: _Lane, name: str, replica: Versions, held: _Held) -> None:
         """Give a slot back that updates have wanted in vain for some time. On a thread of its own: the writer's may
         hang in a call to the disk."""
         step, seen = held.version.step, replica.refused

@@ -14,7 +14,9 @@ from flowcheck.node.config import ReplicaSettings
 from flowcheck.rebuild.plan import JobPlan
 from flowcheck.rebuild.replica import replica_bytes
 
-__all__ = ["check_job", "check_memory", "grown", "split", "union"]
+__all__ = ["check_gathered", "check_job", "check_memory", "grown", "split", "union"]
+
+SETS = 3  # of gathered parameters: one is copied out of its arena, one is the newest, one is being written
 
 
 def grown(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
@@ -68,13 +70,36 @@ def check_job(job: Job, run: tuple[str, int, int]) -> None:
         raise UserError("the manifest names no optimizer: there is nothing to keep versions of", where="manifest")
 
 
+def check_gathered(job: Job, where: str) -> None:
+    """Raises UserError if nothing can be followed of a job without its trainers, or more than its parameters."""
+    if not job.parameter_calls(0):
+        raise UserError(
+            "no AllGather of it carries parameters, so without its trainers there is nothing to follow", where=where,
+            remedy="flowcheck.attach in the trainers of a job that reduces gradients; carries: \"parameters\" for one"
+            " that gathers parameters (docs/reference/manifest.md)",
+        )
+    if not any(job.parameter_slices(call) for _, call in job.parameter_calls(0)):
+        raise UserError("no AllGather of it says what lies in it", where=where, remedy="`layout` or `tensors` of its"
+                        " calls that carry parameters (docs/reference/manifest.md)")
+    if job.optimizer is not None or job.step_values or any(job.gradient_calls(t) for t in (0, 1)):
+        raise UserError(
+            "it has gradients, an optimizer or step_values, which need trainers that attach", where=where,
+            remedy="leave them out, to follow gathered parameters alone; or flowcheck.attach in its trainers",
+        )
+
+
 def check_memory(plan: JobPlan, settings: ReplicaSettings) -> None:
     """Raises UserError if a job takes more than the settings allow."""
     gradients = plan.engine.gradient_bytes  # and a bit for every 8 bytes, for what has come
-    most = replica_bytes(plan.job, settings.slots) + plan.engine.arenas * (gradients + gradients // 64)
+    if plan.job.optimizer is not None:
+        kept = replica_bytes(plan.job, settings.slots)
+        what = f"{settings.slots} slots of parameters and optimizer state"
+    else:
+        kept, what = SETS * gradients, f"{SETS} sets of parameters"
+    most = kept + plan.engine.arenas * (gradients + gradients // 64)
     if most > settings.memory_mb << 20:
         raise UserError(
-            f"the job takes {-(-most >> 20)} MiB ({settings.slots} slots of parameters and optimizer state,"
-            f" {plan.engine.arenas} iterations of gradients)", where="replica.memory_mb",
+            f"the job takes {-(-most >> 20)} MiB ({what}, {plan.engine.arenas} iterations of"
+            f" {'gradients' if plan.job.optimizer is not None else 'them'})", where="replica.memory_mb",
             remedy="raise memory_mb, or use fewer slots or arenas",
         )

@@ -50,6 +50,7 @@ from flowcheck.node.shelf import Shelf
 from flowcheck.node.storing import Storing, check_store
 from flowcheck.node.telling import Telling
 from flowcheck.node.tokens import Access
+from flowcheck.node.unattended import Unattended, unattended_jobs
 from flowcheck.rebuild.calibration import settle, settle_updates
 from flowcheck.tables import Column, print_table, screen
 
@@ -65,11 +66,12 @@ class Node:
 
     def __init__(self, config: NodeConfig, say: Callable[..., None]) -> None:
         self.config, self._say = config, say
+        unattended = unattended_jobs(config)
         self._stopping = False  # no Event: a signal's handler may interrupt its very lock
         self._lock = threading.Lock()
         self._groups: dict[str, Group] = {}
         self._ended: set[str] = set()  # groups whose job has ended in order, and nobody has come back since
-        self._started = False  # with the first group
+        self._started = False  # with the first job
         self._receiving = 0  # captures that do
         self._access = access = _check_files(config, self._say_now)
         self._reload = False
@@ -105,8 +107,15 @@ class Node:
             self._hashes = undo.enter_context(closing(Hashes(path))) if path else None
             self._writer = undo.enter_context(closing(Writer(say, config.output.every)))
             undo.callback(self._stop_groups)
+            self._unattended = [
+                Unattended(*job, config, self._port.queues, self._port.placers, self._port, say, self._hashes)
+                for job in unattended
+            ]
             for name in self._left_behind():
                 self._group(name)
+            for follower in self._unattended:
+                self._start()
+                follower.start()
             self.control = undo.enter_context(closing(ControlServer(
                 config.control.address, access.of, config.control.connections, self._group, say, self._shelf,
                 wished(config.replica), lambda: access.tls, self._common.hear,
@@ -157,6 +166,8 @@ class Node:
     def _group(self, name: str) -> Group | str:
         if not re.fullmatch(GROUP_NAME, name):
             return "the name of a group has letters, digits, _ and ."
+        if name in {one.group for one in self.config.follow}:
+            return f"group {name!r} is of [[follow]] in this node's settings, without trainers; attach with another"
         with self._lock:
             if name in self._groups:
                 self._ended.discard(name)
@@ -169,8 +180,7 @@ class Node:
                     return f"{len(self._groups)} groups are attached, this node has room for no more"
                 self._groups.pop(idle[0]).stop()
                 self._ended.discard(idle[0])
-            if not self._started:
-                self._start()
+            self._start()
             port = self._port
             group = Group(name, self.config, port.queues, port.placers, port, partial(self._say_of, name), self._writer,
                           self._hashes, self._common)
@@ -190,6 +200,8 @@ class Node:
 
     def _start(self) -> None:
         """Receive and place. Raises EnvironmentProblem: a later trainer may try again, and nothing is begun twice."""
+        if self._started:
+            return
         try:
             self._port.placers.start()
         except OSError as error:
@@ -233,7 +245,8 @@ class Node:
             if beside is not None:
                 beside.look()
         self._common.look()
-        failed = next((g.failure for g in list(self._groups.values()) if g.failure is not None), None)
+        followers: list[Group | Unattended] = [*self._groups.values(), *self._unattended]
+        failed = next((one.failure for one in followers if one.failure is not None), None)
         if failed is not None:
             raise failed
         self._look_at_access()
@@ -269,6 +282,8 @@ class Node:
     def _stop_groups(self) -> None:
         for group in self._groups.values():
             group.stop()
+        for one in self._unattended:
+            one.close()
         self._port.placers.stop()
         for capture in self._captures:
             capture.stop()
@@ -310,6 +325,7 @@ def check(config: NodeConfig, as_json: bool) -> None:
     if config.api is not None:
         check_address(config.api.address, "api.listen")
     planned = plan_captures(config)
+    unattended_jobs(config)
     made = budget(config, planned, ask(config, planned))
     if as_json:
         typer.echo(json.dumps(asdict(made) | {"problems": [str(problem) for problem in made.problems]}))

@@ -43,8 +43,9 @@ CONDITIONS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 }
 # Events that say nothing that somebody would have to read.
 QUIET = frozenset({
-    "iteration", "times", "placing", "updating", "written", "stored", "copied", "protected", "peers", "ranges",
-    "capture", "connection",  # anybody can cause those without a token, and would push out what somebody has to read
+    "iteration", "times", "placing", "updating", "written", "gathered", "stored", "copied", "protected", "peers",
+    "ranges", "capture",
+    "connection",  # anybody can cause that without a token, and would push out what somebody has to read
 })
 
 
@@ -95,6 +96,8 @@ class GroupTally:
     filled: dict[str, int] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=lambda: {"trainers": 0, "peers": 0})
     checkpoint: dict[str, Any] = field(default_factory=lambda: {"step": 0, "time": 0.0})
+    manifest: str = ""  # of a job that no trainer attaches
+    parameters: dict[str, Any] = field(default_factory=lambda: {"step": 0, "time": 0.0})
     failures: dict[str, Any] = field(default_factory=lambda: {"count": 0, "seconds": 0.0, "repeated": 0})
     refused: float = 0.0  # when, since it is attached and has a version
     failed: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=FAILURES))
@@ -123,9 +126,11 @@ class GroupTally:
     def _attached(self, now: float, said: Mapping[str, Any]) -> None:
         if said["run_id"] != self.job:  # what the job before it had is as old as that job
             self.step, self.step_time, self.lag, self.checkpoint = 0, 0.0, 0, {"step": 0, "time": 0.0}
+            self.parameters = {"step": 0, "time": 0.0}
         self.job, self.epoch, self.ranks, self.flows = said["run_id"], said["epoch"], said["ranks"], said["flows"]
         self.attached, self.resync, self.ended, self.refused = now, said["resync"], False, 0.0
         self.status, self.stale, self.slack, self.matches = "waiting", 0, None, 0
+        self.manifest = said.get("manifest", "")
         self.rows.clear()
 
     def _incomplete(self, now: float, said: Mapping[str, Any]) -> None:
@@ -152,7 +157,7 @@ class GroupTally:
         _add(self.filled, said["filled"])
         self.patched += said["patched"]
         self.status, self.stale, self.lag, self.matches = said["status"], said["stale"], said["lag"], said["matches"]
-        if said["published"]:
+        if said["published"] and not self.manifest:
             self.step, self.step_time, self.kept, self.refused = Clock().after(said["iteration"]), now, None, 0.0
         row = self._row(said["iteration"])
         row["published"], row["missing"], row["filled"] = said["published"], said["missing"], said["filled"]
@@ -187,6 +192,9 @@ class GroupTally:
 
     def _written(self, now: float, said: Mapping[str, Any]) -> None:
         self.checkpoint = {"step": said["step"], "time": now}
+
+    def _gathered(self, now: float, said: Mapping[str, Any]) -> None:
+        self.parameters = {"step": said["step"], "time": now}
 
     def _came_back(self, now: float, said: Mapping[str, Any]) -> None:
         self.failures["count"] += 1

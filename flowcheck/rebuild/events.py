@@ -69,7 +69,7 @@ def closed(
     """The event of an iteration. counts: of its packets: packets, placed, gaps, duplicates. lost: no version waits for
     it, so its step record is not missed."""
     missing: dict[str, int] = {}
-    for bucket in judged.buckets:
+    for bucket in (*judged.buckets, *judged.groups):
         for cause, count in bucket.missing.items():
             missing[cause] = missing.get(cause, 0) + count
     clauses = [(clause.value, reason) for clause, reason in judged.verdict.failing]

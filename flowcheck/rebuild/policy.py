@@ -1,4 +1,5 @@
-"""Where following captures and following a live port differ. All else is the follower's (follower.py), for both."""
+"""Where following captures and following a live port, with trainers or without, differ. All else is the follower's
+(follower.py), for all of them."""
 
 from __future__ import annotations
 
@@ -32,3 +33,8 @@ class Policy:
     def live(cls, record_seconds: float) -> Self:
         """A port that mirrors running trainers."""
         return cls(sources_wait=False, trainers=True, record_seconds=record_seconds, endless=True)
+
+    @classmethod
+    def unattended(cls) -> Self:
+        """A port that mirrors running trainers of which none attaches: parameters alone can be followed."""
+        return cls(sources_wait=False, trainers=False, record_seconds=0.0, endless=True)

@@ -25,7 +25,8 @@ from flowcheck.trainer.parts import Ddp, Own, Part, Reduced, position
 
 __all__ = ["parts_of", "refuse_model", "refuse_optimizer"]
 
-SERVED = "parameters from its AllGather, offline by flowcheck replay (docs/use/qualify.md); or"
+SERVED = ("parameters from its AllGather, live by [[follow]] of a node or offline by flowcheck replay"
+          " (docs/use/qualify.md); or")
 LIVE = "DistributedDataParallel, or fully_shard over a mesh of replicas and shards, to be followed live"
 MEGATRON = "is Megatron-Core's own DistributedDataParallel, which reduces its buffers itself"
 # Module (it and what is in it), class, what it is.

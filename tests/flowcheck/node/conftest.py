@@ -171,7 +171,7 @@ def start_node(lan: Lan, tmp_path: Path) -> Iterator[Callable[..., NodeProcess]]
     started: list[NodeProcess] = []
 
     def start(
-        extra: str = "", replica: str = "", captures: str = "", resync: str = "state", **settings: Any
+        extra: str = "", replica: str = "", captures: str = "", output: str = "", resync: str = "state", **settings: Any
     ) -> NodeProcess:
         text = "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items())
         one = f'[capture]\ndevice = "af_packet:{lan.near}"\nring_size = 8192\nhuge = false'
@@ -189,6 +189,7 @@ resync = "{resync}"
 directory = "{tmp_path / 'out'}"
 keep_hashes = "{tmp_path / 'hashes.jsonl'}"
 status_file = "{tmp_path / 'status.json'}"
+{output}
 """
         started.append(NodeProcess(tmp_path, text))
         return started[-1]

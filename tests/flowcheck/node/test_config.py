@@ -93,7 +93,7 @@ def test_what_is_left_out(tmp_path: Path) -> None:
                     "peers": (), "peer_iterations": 2, "peer_seconds": 1.0, "journal": False,
                     "peer_versions": ()},
         "output": {"directory": Path("out"), "every": 0, "keep_hashes": None, "status_file": None},
-        "common": {"nodes": (), "seconds": 300.0},
+        "common": {"nodes": (), "seconds": 300.0}, "follow": (),
         "api": None, "protect": None, "store": None, "tls": None, "name": "node", "groups": 1, "record_seconds": 30.0,
         "tokens": {"trainer": None, "peer": None, "reader": None, "operator": None},
     }

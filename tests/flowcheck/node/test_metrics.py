@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs/reference/metrics.md").read_text()
 EVERYTHING = (
     attached(), iteration(6, missing={"lost": 5}, filled={"stream": 3, "peer": 2}, failed=["covered"], patched=9),
     times(6), attached("dp1", ranks=2),
-    ("written", {"name": "dp0", "step": 20, "path": "p"}),
+    ("written", {"name": "dp0", "step": 20, "path": "p"}), ("gathered", {"name": "dp1", "step": 12, "path": "p"}),
     ("ranges", {"name": "dp0", "iteration": 2, "elements": 2, "bytes": 6, "ranks": [0]}),
     ("came_back", {"name": "dp0", "iteration": 6, "detected": 1.0, "restored": 2.0, "resumed": 4.5, "seconds": 3.5,
                  "repeated": 2}),
@@ -107,6 +107,9 @@ def test_every_metric_has_a_sample(made: str) -> None:
         ("flowcheck_filled_bytes_total", {"group": "dp0", "source": "peer"}, 16),
         ("flowcheck_filled_bytes_total", {"group": "dp0", "source": "trainer"}, 0),
         ("flowcheck_patched_elements_total", {"group": "dp0"}, 9),
+        ("flowcheck_parameters_step", {"group": "dp1"}, 12), ("flowcheck_parameters_step", {"group": "dp0"}, None),
+        ("flowcheck_parameters_timestamp_seconds", {"group": "dp1"}, START),
+        ("flowcheck_checkpoint_step", {"group": "dp1"}, None),
         ("flowcheck_asked_bytes_total", {"group": "dp0", "of": "trainers"}, 6),
         ("flowcheck_last_complete_step", {"group": "dp0"}, 7),
         ("flowcheck_last_complete_step_timestamp_seconds", {"group": "dp0"}, START),

@@ -38,6 +38,20 @@ def test_a_fault_in_counting_ends_nothing_and_is_said_once() -> None:
     assert "the event iteration could not be counted: KeyError" in said[1][1]["why"]
 
 
+def test_parameters_alone_are_no_version_and_no_checkpoint() -> None:
+    """Of a job that no trainer attaches. What stands in the event as published are its parameters."""
+    clock = Clock()
+    made = tally(attached(manifest="job.json"), iteration(6, status="parameters", parameters=6), clock=clock)
+    clock.now += 5
+    made.hear("gathered", {"name": "dp0", "step": 6, "path": "p"})
+    found = group(made)
+    assert (found["manifest"], found["status"], found["counts"]["published"]) == ("job.json", "parameters", 1)
+    assert found["parameters"] == {"step": 6, "time": START + 5}
+    assert (found["step"], found["step_time"], found["checkpoint"]) == (0, 0.0, {"step": 0, "time": 0.0})
+    made.hear(*attached(run_id="another"))
+    assert group(made)["parameters"] == {"step": 0, "time": 0.0} and group(made)["manifest"] == ""
+
+
 def test_a_group_that_is_attached() -> None:
     clock = Clock()
     made = group(tally(attached(), clock=clock))
