@@ -16,6 +16,7 @@ when a process has warmed up; it grows where its slope is above zero by more tha
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import statistics
@@ -23,7 +24,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -336,13 +337,23 @@ class _Soak:
         self._say(f"{done} iterations so far: {dict(self.report.verdicts)}")
 
 
+def keep(samples: Mapping[tuple[int, str], Sequence[Sample]], path: Path) -> None:
+    """A line for each, so that what grows can be looked at: pid, role, at, memory, files."""
+    with path.open("w", encoding="utf-8") as file:
+        for (pid, role), kept in samples.items():
+            for one in kept:
+                file.write(json.dumps({"pid": pid, "role": role, **asdict(one)}) + "\n")
+
+
 def soak(run: LabRun, job: Training, plan: Plan, say: Callable[[str], None] = lambda text: None) -> Report:
-    """Ends the job and the nodes. say: what happens. Raises EnvironmentProblem where the job does not come back."""
+    """Ends the job and the nodes. say: what happens. Raises EnvironmentProblem where the job does not come back. What
+    was measured of memory is in the run's folder, memory.jsonl, then too."""
     meter = Meter(lambda: run.node_pids)
     try:
         report = _Soak(run, job, plan, say).go()
     finally:
         meter.close()
+        keep(meter.samples, run.out / "memory.jsonl")
     starts: Counter[str] = Counter()
     for (_, role), samples in sorted(meter.samples.items(), key=lambda one: one[1][0].at):
         starts[role] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -15,7 +16,7 @@ from flowcheck.errors import EnvironmentProblem
 from flowcheck.lab.impair import Impairment
 from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import LabRun
-from flowcheck.lab.soak import MOST, SETTINGS, Meter, Plan, Report, Sample, Trend, _Soak, account, soak, trend
+from flowcheck.lab.soak import MOST, SETTINGS, Meter, Plan, Report, Sample, Trend, _Soak, account, keep, soak, trend
 
 from .conftest import lab_of
 
@@ -100,6 +101,16 @@ def test_a_meter_sees_a_process_and_what_it_has_started() -> None:
         process.wait(60)
         meter.close()
         process.stdout.close()
+
+
+def test_what_was_measured_can_be_looked_at(tmp_path: Path) -> None:
+    kept = {(7, "node"): [Sample(0.5, 4096, 3), Sample(1.0, 8192, 3)], (8, "answering"): [Sample(1.0, 1, 2)]}
+    keep(kept, tmp_path / "memory.jsonl")
+    assert [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()] == [
+        {"pid": 7, "role": "node", "at": 0.5, "memory": 4096, "files": 3},
+        {"pid": 7, "role": "node", "at": 1.0, "memory": 8192, "files": 3},
+        {"pid": 8, "role": "answering", "at": 1.0, "memory": 1, "files": 2},
+    ]
 
 
 def test_what_became_of_each_iteration() -> None:
