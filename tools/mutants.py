@@ -132,7 +132,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/node/holdings.py": [f"{NODE}/test_holdings.py"],
     "flowcheck/node/sending.py": [f"{NODE}/test_sending.py"],
     "flowcheck/node/api.py": [
-        f"{NODE}/test_{part}.py" for part in ("api", "access", "hashing", "told", "parity_shelf")
+        f"{NODE}/test_{part}.py" for part in ("api", "hashing", "told", "parity_shelf")
     ],
     "flowcheck/node/told.py": [f"{NODE}/test_told.py"],
     "flowcheck/node/board.py": [f"{NODE}/test_board.py"],
