@@ -131,7 +131,7 @@ MODULES: dict[str, list[str]] = {
     "flowcheck/trainer/recovery.py": [f"{FLOW}/trainer/test_recovery{part}.py" for part in ("", "_together")],
     "flowcheck/node/holdings.py": [f"{NODE}/test_holdings.py"],
     "flowcheck/node/sending.py": [f"{NODE}/test_sending.py"],
-    "flowcheck/node/api.py": [f"{NODE}/test_{part}.py" for part in ("api", "told", "parity_shelf")],
+    "flowcheck/node/api.py": [f"{NODE}/test_api.py"],
     "flowcheck/node/told.py": [f"{NODE}/test_told.py"],
     "flowcheck/node/board.py": [f"{NODE}/test_board.py"],
     "flowcheck/node/tally.py": [f"{NODE}/test_tally.py"],
