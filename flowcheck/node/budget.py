@@ -135,9 +135,8 @@ def budget(config: NodeConfig, planned: Sequence[PlannedCapture], facts: Machine
     dpdk = (need.huge_mb if huge else need.total_mb) << 20
     peers = 2 * config.groups * len(config.replica.peers) * PEER_BYTES
     pinned = {core for one in planned for core in (*one.live.cores, *one.settings.place_cores)}
-    jobs = config.groups + len(config.follow)
     made = Budget(
-        huge=huge, captures=captures, dpdk=dpdk, kernel=kernel, replicas=jobs * config.replica.memory_mb << 20,
+        huge=huge, captures=captures, dpdk=dpdk, kernel=kernel, replicas=config.jobs * config.replica.memory_mb << 20,
         peers=peers, ordinary=kernel + peers + (0 if huge else dpdk), available=facts.available,
         huge_free=facts.huge_free,
         threads=tuple(_threads(config, planned)), left=tuple(sorted(facts.cpus - pinned)), notes=(), problems=(),
@@ -168,7 +167,7 @@ def _threads(config: NodeConfig, planned: Sequence[PlannedCapture]) -> Iterator[
             yield ThreadPlace(f"place from {one.device}, for all groups", one.live.queues)
         for queue, core in enumerate(one.settings.place_cores):
             yield ThreadPlace(f"place from {one.device} queue {queue}, for all groups", 1, core)
-    yield ThreadPlace("follow a group: judge, publish", config.groups + len(config.follow))
+    yield ThreadPlace("follow a group: judge, publish", config.jobs)
     if config.replica.threads:
         yield ThreadPlace("updater's workers, of each group", config.replica.threads)
     if config.replica.peers:
@@ -217,7 +216,7 @@ def _problems(
     elif made.replicas > _spare(made) and "memory_mb" in config.replica.model_fields_set:
         yield UserError(
             f"{_too_large(config)}, and {_mb(_spare(made))} MB are left beside the captures", where="replica.memory_mb",
-            remedy=f"at most {_mb(_spare(made)) // (config.groups + len(config.follow))}",
+            remedy=f"at most {_mb(_spare(made)) // config.jobs}",
         )
 
 
@@ -268,7 +267,7 @@ def _notes(
 
 
 def _too_large(config: NodeConfig) -> str:
-    groups, most = config.groups + len(config.follow), config.replica.memory_mb
+    groups, most = config.jobs, config.replica.memory_mb
     return f"a job may take {most} MB" if groups == 1 else f"{groups} groups of {most} MB may take {groups * most} MB"
 
 

@@ -421,6 +421,11 @@ class NodeConfig(_Part):
     groups: Annotated[int, Field(ge=1, le=8)] = 1
     record_seconds: Annotated[float, Field(gt=0, le=86400)] = 30.0
 
+    @property
+    def jobs(self) -> int:
+        """At once, at most: those that trainers attach, and those that are followed without."""
+        return self.groups + len(self.follow)
+
     @model_validator(mode="before")
     @classmethod
     def _holder(cls, data: Any) -> Any:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from flowcheck.errors import EnvironmentProblem
 from flowcheck.lab import netns
 from flowcheck.lab.fabric import clear
+from tests.namespaces import need_namespaces
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOWCHECK = Path(sys.executable).with_name("flowcheck")
@@ -29,10 +29,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def lab_name() -> Iterator[str]:
     """A lab of this process alone: somebody may run a demo beside the tests."""
-    try:
-        netns.require()
-    except EnvironmentProblem as problem:
-        pytest.skip(problem.what)
+    need_namespaces()
     name = f"t{os.getpid():x}n9000"
     yield name
     clear(name)

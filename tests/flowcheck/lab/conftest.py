@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from flowcheck.errors import EnvironmentProblem
 from flowcheck.lab import netns
 from flowcheck.lab.fabric import Fabric, clear, leftovers
 from flowcheck.lab.shape import FabricConfig
+from tests.namespaces import need_namespaces
 
 _numbers = itertools.count()
 
@@ -40,10 +40,7 @@ def cleared() -> None:
 @contextmanager
 def named() -> Iterator[str]:
     """A name that nobody else has. Whatever of it is left at the end is removed."""
-    try:
-        netns.require()
-    except EnvironmentProblem as problem:
-        pytest.skip(problem.what)
+    need_namespaces()
     name = f"t{os.getpid():x}n{next(_numbers)}"
     try:
         yield name

@@ -9,8 +9,9 @@ import json
 import re
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -481,22 +482,29 @@ def test_a_file_that_became_shorter_ends_the_connection(
 # -- its life ----------------------------------------------------------------------------------------------
 
 
+@asynccontextmanager
+async def lifespan(app: Any) -> AsyncIterator[None]:
+    """What a server tells it of its own start and end."""
+    told: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    said: asyncio.Queue[Any] = asyncio.Queue()
+    running = asyncio.create_task(app({"type": "lifespan", "asgi": {"version": "3.0"}}, told.get, said.put))
+    await told.put({"type": "lifespan.startup"})
+    assert (await said.get())["type"] == "lifespan.startup.complete"
+    yield
+    await told.put({"type": "lifespan.shutdown"})
+    assert (await said.get())["type"] == "lifespan.shutdown.complete"
+    await running
+
+
 def test_it_lets_go_of_versions_by_and_by(
     app: Any, memory: FakeShelf, disk: FakeShelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "EXPIRE_SECONDS", 0.01)
 
     async def live() -> None:
-        told: asyncio.Queue[dict[str, str]] = asyncio.Queue()
-        said: asyncio.Queue[Any] = asyncio.Queue()
-        running = asyncio.create_task(app({"type": "lifespan", "asgi": {"version": "3.0"}}, told.get, said.put))
-        await told.put({"type": "lifespan.startup"})
-        assert (await said.get())["type"] == "lifespan.startup.complete"
-        for shelf in (memory, disk):
-            assert await asyncio.to_thread(shelf.expired.wait, 60) and not shelf.closed.is_set()
-        await told.put({"type": "lifespan.shutdown"})
-        assert (await said.get())["type"] == "lifespan.shutdown.complete"
-        await running
+        async with lifespan(app):
+            for shelf in (memory, disk):
+                assert await asyncio.to_thread(shelf.expired.wait, 60) and not shelf.closed.is_set()
 
     asyncio.run(live())
     assert memory.closed.wait(60) and disk.closed.wait(60)
@@ -513,15 +521,9 @@ def test_it_gives_garbage_back_now_and_then(app: Any, monkeypatch: pytest.Monkey
             self.own = self
 
     async def live() -> None:
-        told: asyncio.Queue[dict[str, str]] = asyncio.Queue()
-        said: asyncio.Queue[Any] = asyncio.Queue()
-        running = asyncio.create_task(app({"type": "lifespan", "asgi": {"version": "3.0"}}, told.get, said.put))
-        await told.put({"type": "lifespan.startup"})
-        assert (await said.get())["type"] == "lifespan.startup.complete"
-        weakref.finalize(Circle(), collected.set)
-        assert await asyncio.to_thread(collected.wait, 60)
-        await told.put({"type": "lifespan.shutdown"})
-        await running
+        async with lifespan(app):
+            weakref.finalize(Circle(), collected.set)
+            assert await asyncio.to_thread(collected.wait, 60)
 
     gc.disable()  # it comes by nothing else
     try:

@@ -22,6 +22,7 @@ from flowcheck.node.decided import Decided, Member
 from flowcheck.node.etcd import Etcd
 from flowcheck.node.registry import ROOT, RegistryError
 from flowcheck.node.seat import Seat
+from tests.namespaces import need_namespaces
 
 from ..hand_node import until
 from .registry_scene import EtcdServer, etcd_server
@@ -87,10 +88,7 @@ class Sitting:
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    try:
-        netns.require()
-    except EnvironmentProblem as problem:
-        pytest.skip(problem.what)
+    need_namespaces()
     with contextlib.ExitStack() as stack:
         try:
             made = Network(stack)

@@ -20,7 +20,7 @@ from flowcheck.checkpoint.directory import load_init, load_parameters, load_step
 from flowcheck.control.protocol import Refused
 from flowcheck.errors import UserError
 from flowcheck.job.model import Job
-from flowcheck.lab.synth import Synthesis, example_job, generate, sharded_job
+from flowcheck.lab.synth import example_job, generate, sharded_job
 from flowcheck.node.budget import MachineFacts, budget
 from flowcheck.node.config import Capture, Control, Follow, NodeConfig, Output, ReplicaSettings, load
 from flowcheck.node.holdings import DiskShelf
@@ -29,22 +29,11 @@ from flowcheck.node.moved import Moved
 from flowcheck.node.unattended import SILENT_SECONDS, UNCONFIRMED, Unattended, unattended_jobs
 
 from ..fake_engine import FakeEngine, FakeSource, Packet, whole
+from ..gathered import expected
 from ..hand_node import until
 from .group_scene import FakePort
 
 FIRST, ITERATIONS = 3, 5
-
-
-def expected(job: Job, made: Synthesis, iteration: int) -> dict[str, bytes]:
-    """Bytes of every model entry, put together from the truth."""
-    out: dict[str, np.ndarray] = {}
-    for group, call in dict(job.parameter_calls(iteration)).items():
-        flat = made.gathered[iteration, group]
-        for piece in job.parameter_slices(call):
-            entry = next(e for e in job.model if e.name == piece.name)
-            held = out.setdefault(piece.name, np.zeros(entry.elements, flat.dtype))
-            held[piece.start : piece.start + piece.length] = flat[piece.offset : piece.offset + piece.length]
-    return {name: array.tobytes() for name, array in out.items()}
 
 
 def content(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:

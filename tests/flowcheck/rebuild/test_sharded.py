@@ -21,6 +21,7 @@ from flowcheck.job.model import Collective, Job, Optimizer, ParameterGroup, dtyp
 from flowcheck.lab.synth import Synthesis, generate, sharded_job
 from flowcheck.offline.replay import ReplayOptions, replay
 from flowcheck.rebuild.plan import plan_job
+from tests.flowcheck.gathered import expected
 from tests.nccl_versions import VERSIONS
 
 pytestmark = pytest.mark.usefixtures("eal")
@@ -54,18 +55,6 @@ def _replay(job: Job, made: Synthesis, where: Path, **options: object) -> tuple[
     return report.to_dict(), failure
 
 
-def _expected(job: Job, made: Synthesis, iteration: int) -> dict[str, bytes]:
-    """Bytes of every model entry, put together from the truth."""
-    out: dict[str, np.ndarray] = {}
-    for group, call in dict(job.parameter_calls(iteration)).items():
-        flat = made.gathered[iteration, group]
-        for piece in job.parameter_slices(call):
-            entry = next(e for e in job.model if e.name == piece.name)
-            whole = out.setdefault(piece.name, np.zeros(entry.elements, flat.dtype))
-            whole[piece.start : piece.start + piece.length] = flat[piece.offset : piece.offset + piece.length]
-    return {name: array.tobytes() for name, array in out.items()}
-
-
 def _mask(size: int, ranges: list[list[int]]) -> np.ndarray:
     mask = np.zeros(size, bool)
     for start, end in ranges:
@@ -90,11 +79,11 @@ def test_both_directions_of_one_rank_are_all_parameters(job: Job, iterations: in
         assert [p.name for p in (Path(folder) / "out").iterdir() if p.is_dir()] == [f"parameters-{step:06d}"]
         assert report["checkpoint"] is None and report["parameter_checkpoint"]["step"] == step
         loaded = load_parameters(Path(report["parameter_checkpoint"]["path"]))
-    expected = _expected(job, made, iterations - 1)
+    truth = expected(job, made, iterations - 1)
     dtype = getattr(torch, job.parameter_calls(0)[0][1].dtype)
     assert list(loaded.parameters) == [entry.name for entry in job.model] and not loaded.optimizer_state
     for name, tensor in loaded.parameters.items():
-        assert tensor.dtype == dtype and tensor.view(torch.uint8).numpy().tobytes() == expected[name]
+        assert tensor.dtype == dtype and tensor.view(torch.uint8).numpy().tobytes() == truth[name]
     assert loaded.manifest["kind"] == "parameters" and loaded.manifest["step"] == step
     assert loaded.manifest["dtype"] == str(dtype).removeprefix("torch.") and loaded.manifest["absent"] == []
 

@@ -23,6 +23,7 @@ from flowcheck.lab import netns
 from flowcheck.lab.gpu import demo, device
 from flowcheck.lab.gpu.demo import Run, compare_golden, follow
 from flowcheck.lab.gpu.pair import Place, cable
+from tests.namespaces import need_namespaces
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
@@ -31,10 +32,7 @@ Make = Callable[..., Path]
 
 @pytest.fixture
 def place() -> Iterator[Place]:
-    try:
-        netns.require()
-    except EnvironmentProblem as problem:
-        pytest.skip(problem.what)
+    need_namespaces()
     with cable(f"t{os.getpid():x}") as made:
         yield made
     assert not netns.exists(f"flowcheck-gpu-t{os.getpid():x}")

@@ -13,17 +13,13 @@ if str(HERE) not in sys.path:
 
 from gang import Gang  # noqa: E402
 
-from flowcheck.errors import EnvironmentProblem  # noqa: E402
-from flowcheck.lab import netns  # noqa: E402
 from flowcheck.lab.fabric import Fabric  # noqa: E402
 from flowcheck.lab.shape import FabricConfig  # noqa: E402
+from tests.namespaces import need_namespaces  # noqa: E402
 
 
 @pytest.fixture(scope="session")
 def gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    try:
-        netns.require()
-    except EnvironmentProblem as problem:
-        pytest.skip(problem.what)
+    need_namespaces()
     with Fabric(FabricConfig(name=f"s{os.getpid():x}", ranks=4, mirrored=())) as fabric:
         yield Gang(fabric, 4, tmp_path_factory.mktemp("gang"))
