@@ -13,7 +13,6 @@ have "/" between their parts and none at either end. Any thread.
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
@@ -189,7 +188,7 @@ class _Remote:
         self.remove(name)
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name}".rstrip("/") if name not in ("", ".") else self._root
+        return f"{self._root}/{name}" if name not in ("", ".") else self._root
 
     def _failed(self, what: str, name: str, error: Exception) -> StoreError:
         kind = Missing if isinstance(error, FileNotFoundError) else StoreError
@@ -210,7 +209,7 @@ class _Directory:
             path.unlink(missing_ok=True)
             write_synced(path, pieces)
             fsync_directory(path.parent)
-            with path.open("rb", buffering=0) as file:  # who reads it back is to read what was stored
+            with path.open("rb") as file:  # who reads it back is to read what was stored
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise self._failed("written", name, error) from None
@@ -240,12 +239,9 @@ class _Directory:
 
     def read(self, name: str, first: int, count: int) -> bytes:
         try:
-            with (self._root / name).open("rb", buffering=0) as file:
+            with (self._root / name).open("rb") as file:
                 file.seek(first)
-                buffer = io.BytesIO()
-                while buffer.tell() < count and (piece := file.read(count - buffer.tell())):
-                    buffer.write(piece)
-            return buffer.getvalue()
+                return file.read(count)
         except OSError as error:
             raise self._failed("read", name, error) from None
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.spec import AbstractFileSystem
 
-from flowcheck.checkpoint.objects import Missing, Objects, StoreError, check_url, open_store
+from flowcheck.checkpoint.objects import Missing, Objects, StoreError, _Remote, check_url, open_store
 from flowcheck.errors import UserError
 
 NUMBERS = itertools.count()
@@ -101,7 +105,8 @@ def test_what_a_killed_process_left_is_removed_and_not_listed(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("url", "what"),
-    [("nothing-of-that-name://x", "no protocol that fsspec knows"), ("smb://x/y", "package is missing")],
+    [("nothing-of-that-name://x", "no protocol that fsspec knows"), ("smb://x/y", "package is missing"),
+     ("nothing://smb://x", "'nothing' is no protocol")],
 )
 def test_a_url_that_nothing_reaches(url: str, what: str) -> None:
     for work in (check_url, lambda url: open_store(url, {})):
@@ -114,3 +119,41 @@ def test_a_place_where_nobody_answers() -> None:
     with pytest.raises(StoreError, match="cannot be opened: ConnectionRefusedError") as caught:
         open_store("ftp://127.0.0.1:1/x", {})
     assert caught.value.where == "ftp://127.0.0.1:1/x" and "store.options" in caught.value.remedy
+
+
+def test_a_protocol_whose_packages_are_all_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its own package is there nor obstore, which would reach it, too."""
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    check_url("s3://bucket/x")  # by obstore
+    monkeypatch.setitem(sys.modules, "obstore.fsspec", None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3")  # what was found once is kept there
+    with pytest.raises(UserError, match="a package is missing that reaches s3://"):
+        check_url("s3://bucket/x")
+
+
+class Marked(AbstractFileSystem):
+    """Lists a folder's marker, as stores of objects do where a folder was made by hand, and refuses the rest."""
+
+    cachable = False
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[str]:
+        if path != "bucket/deep/run":
+            raise FileNotFoundError(path)
+        return ["bucket/deep/run/", "bucket/deep/run/epoch-1/", "bucket/deep/run/epoch-0"]
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        raise OSError(errno.ENOSPC, "no room\nand a second line", path)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        raise RuntimeError
+
+
+def test_what_a_store_of_objects_lists_and_says() -> None:
+    store = _Remote("marked://bucket/deep/", Marked(), "bucket/deep/")
+    assert store.children("run") == ["epoch-0", "epoch-1"] and store.children("") == []
+    with pytest.raises(StoreError) as full:
+        store.size("run/x")
+    assert str(full.value).splitlines()[0].endswith("cannot be looked up: OSError: no room")
+    assert full.value.where == "marked://bucket/deep/run/x"
+    with pytest.raises(StoreError, match="cannot be read: RuntimeError"):
+        store.read("run/x", 0, 1)
