@@ -94,6 +94,10 @@ class FakeShelf(Shelf):
         self.last: FakeHeld | None = None
         self.background = ThreadPoolExecutor(1)
         self.released: list[int] = []
+        self.rows: list[dict[str, Any]] = []
+
+    def streams(self) -> list[dict[str, Any]]:
+        return self.rows
 
     def look(self) -> list[Holding]:
         self.threads.add(threading.current_thread().name)
@@ -136,6 +140,7 @@ class Answer:
 
 
 async def _get(app: Any, path: str, headers: list[tuple[bytes, bytes]], method: str) -> Answer:
+    path, _, query = path.partition("?")
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -146,8 +151,8 @@ async def _get(app: Any, path: str, headers: list[tuple[bytes, bytes]], method: 
         sent.append(message)
 
     scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path,
-             "raw_path": path.encode(), "query_string": b"", "headers": headers, "scheme": "http", "root_path": "",
-             "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}
+             "raw_path": path.encode(), "query_string": query.encode(), "headers": headers, "scheme": "http",
+             "root_path": "", "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2)}
     whole = True
     try:
         await app(scope, receive, send)
@@ -215,7 +220,7 @@ def test_nothing_is_written_over_http(app: Any) -> None:
     for path in PATHS:
         for method in ("POST", "PUT", "DELETE", "PATCH"):
             assert get(app, path, method=method).status == 405
-    assert get(app, "/nowhere").status == 404
+    assert (nowhere := get(app, "/nowhere")).status == 404 and nowhere.json == {"why": "Not Found"}
 
 
 def test_health_says_nothing_of_what_there_is(app: Any) -> None:
@@ -226,6 +231,16 @@ def test_who_has_no_key_is_told_so(app: Any) -> None:
     answer = get(app, "/v1/versions", [])
     assert answer.json == {"why": "the key is missing or wrong"}
     assert answer.headers["content-type"] == "application/json"
+
+
+def test_who_has_the_key_of_another_role_is_told_which_it_takes(memory: FakeShelf) -> None:
+    made = api._Api({"memory": memory})
+    try:
+        answer = get(api._Guard(made.app, lambda: {KEY: ("operator", "peer")}), "/v1/versions")
+    finally:
+        made.close()
+    assert answer.status == 403 and memory.threads == set()
+    assert answer.json == {"why": "this is for trainer or reader, the key is of operator and peer"}
 
 
 # -- what there is -----------------------------------------------------------------------------------------
@@ -316,6 +331,88 @@ def test_a_tier_that_hangs_is_asked_no_more_until_it_answers(
     hung, then = asyncio.run(many())
     assert hung == [["disk"]] * 8 and then == []
     assert memory.looks == 9 and disk.looks <= 3, "not once for each question"
+
+
+def test_a_question_during_a_look_has_a_look_of_its_own(
+    app: Any, disk: FakeShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came to be since the first one began is to be seen."""
+    monkeypatch.setattr(api, "LOOK_SECONDS", 60.0)
+    disk.waits = threading.Event()
+
+    async def both() -> list[Answer]:
+        first = asyncio.ensure_future(_get(app, "/v1/versions", SHOWN, "GET"))
+        while not disk.looks:
+            await asyncio.sleep(0.001)
+        second = asyncio.ensure_future(_get(app, "/v1/versions", SHOWN, "GET"))
+        while len(asyncio.all_tasks()) < 5:  # this one, both questions, and the look of each
+            await asyncio.sleep(0.001)
+        disk.waits.set()  # type: ignore[union-attr]
+        return [await first, await second]
+
+    assert [one.json["absent"] for one in asyncio.run(both())] == [[], []] and disk.looks == 2
+
+
+def test_a_tier_that_hangs_holds_up_no_end(app: Any, disk: FakeShelf) -> None:
+    disk.waits = threading.Event()
+    made = api._Api({"disk": disk})
+    made._threads["disk"].submit(disk.look)
+    ending = threading.Thread(target=made.close)
+    ending.start()
+    ending.join(30)
+    held_up = ending.is_alive()
+    disk.waits.set()
+    ending.join()
+    assert not held_up
+
+
+def test_pieces_are_what_this_node_has_itself(memory: FakeShelf) -> None:
+    """Not what it could make, nor what lies in a store that all can read."""
+    rows = FakeShelf(offer("row", 4))
+    rows.rows = [{"id": rows.offers[0].id, "number": 2}]
+    others = {tier: FakeShelf(offer(tier, 9)) for tier in ("copy", "disk", "parity", "store")}
+    made = api._Api({"memory": memory, **others}, streams=rows)  # type: ignore[arg-type]
+    guarded = api._Guard(made.app, KEY)
+    try:
+        said = get(guarded, "/v1/pieces").json
+        assert [one["tier"] for one in said["versions"]] == ["copy", "disk", "memory", "memory"]
+        assert said["streams"] == rows.rows and said["absent"] == [] and set(said) == {"versions", "streams", "absent"}
+        listed = get(guarded, "/v1/versions").json["versions"]
+        assert [one["tier"] for one in listed] == ["copy", "disk", "parity", "store", "memory", "memory"]
+        row, version = rows.offers[0].id, ID
+        assert get(guarded, f"/v1/pieces/{row}/stream.bin").status == 200
+        assert get(guarded, f"/v1/pieces/{version}/stream.bin").status == 404
+        assert get(guarded, f"/v1/versions/{row}/{MODEL}").status == 404
+    finally:
+        made.close()
+
+
+def test_a_node_without_parity_has_no_streams(app: Any) -> None:
+    assert get(app, "/v1/pieces").json["streams"] == []
+
+
+def test_a_version_is_let_go_by_who_says_so(app: Any, memory: FakeShelf, disk: FakeShelf) -> None:
+    assert get(app, f"/v1/versions/{ID}/manifest.json").status == 200 and memory.released == []
+    assert get(app, f"/v1/versions/{ID}/manifest.json?release=1").status == 200
+    assert (memory.released, disk.released) == ([7], [])
+
+
+def test_a_manifest_that_comes_in_time_is_waited_for(
+    app: Any, memory: FakeShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "HASH_SECONDS", 60.0)
+    memory.waits = threading.Event()
+
+    async def asked() -> Answer:
+        asking = asyncio.ensure_future(_get(app, f"/v1/versions/{ID}/manifest.json", SHOWN, "GET"))
+        while not memory.hashing:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.001)
+        memory.waits.set()  # type: ignore[union-attr]
+        return await asking
+
+    answer = asyncio.run(asked())
+    assert answer.status == 200 and answer.json == {"step": 7}
 
 
 def test_a_disk_that_hangs_holds_up_no_manifest_of_memory(app: Any, disk: FakeShelf) -> None:
