@@ -12,10 +12,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 ROOMS = ("flowcheck/rebuild", "flowcheck/node", "flowcheck/control", "flowcheck/checkpoint", "updater")
-# Processes of their own, which tests start (their mistakes are made in another process), and lists of names.
+# Lists of names; what is tried in fresh processes alone; and a description, most of it prose, against which
+# tests/flowcheck/node/test_described.py holds every answer.
 NOT_TRIED = {
-    "flowcheck/node/__main__.py", "flowcheck/node/beside.py", "flowcheck/node/members.py",
-    "flowcheck/node/rehearsal.py", "flowcheck/rebuild/events.py", "updater/errors.py",
+    "flowcheck/node/__main__.py", "flowcheck/node/allocator.py", "flowcheck/node/api_description.py",
+    "flowcheck/node/members.py", "flowcheck/node/rehearsal.py", "flowcheck/rebuild/events.py", "updater/errors.py",
 }
 
 
@@ -28,6 +29,7 @@ def tried() -> dict[str, list[str]]:
     sys.modules["mutants"] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)
     found: dict[str, list[str]] = module.MODULES
+    assert set(module.PROCESSES) < set(found)
     return found
 
 
