@@ -32,7 +32,7 @@ from flowcheck.node.api import make_app
 from flowcheck.node.beside import begun
 from flowcheck.node.board import Glance
 from flowcheck.node.holdings import DiskShelf, MemoryShelf, Shelf
-from flowcheck.node.parity_shelf import OTHERS_SECONDS, ParityShelf, StreamShelf
+from flowcheck.node.parity_shelf import OTHERS_SECONDS, ParityShelf, Placed, StreamShelf
 from flowcheck.node.sending import Offering
 from flowcheck.node.store_shelf import StoreShelf
 
@@ -159,8 +159,10 @@ def main() -> int:
     streams = None
     if parity := said["parity"]:
         directory, tls = Path(parity["directory"]), client_context(parity["ca"]) if parity["ca"] else None
+        others = parity["others"]
+        placed = Placed(Path(parity["placement"]), said["node"]) if others is None else lambda: others
         shelves[PARITY] = ParityShelf(directory, lambda: [
-            Node((host, port), settings.shown, OTHERS_SECONDS, tls) for host, port in parity["others"]
+            Node((host, port), settings.shown, OTHERS_SECONDS, tls) for host, port in placed()
         ], parity["most"], needs=needs)
         streams = StreamShelf(directory)
     if store := said["store"]:

@@ -317,14 +317,15 @@ class Protect(_Part):
     also of nodes with data, since the last rounds.
 
     parity: "K+M": of K nodes, each of which follows a shard, any M of the group may be lost. group: HOST:PORT of their
-    `api.listen`, the K nodes and then M holders of parity; this node is one of them.
+    `api.listen`, the K nodes and then M holders of parity; this node is one of them. Left out: the registry says it.
 
     registry: endpoints of etcd, in which nodes of one `cluster` find each other; their root then says whose copies a
-    node keeps, beside `copies`. registry_ca: as tls.ca, of https:// endpoints. replicas: of each node's state, its own
-    counts. grace: seconds that who is there must differ before the root changes anything. advertise: HOST:PORT of
-    api.listen as other nodes reach it. host, leaf, rack: what this node may be lost with. standby: it has no place
-    until it takes that of one that is lost. own: copies of this node's own versions are kept here, too. replace: a
-    command that is to bring a replacement, its program first; replace_seconds: how long that is waited for."""
+    node keeps, beside `copies`, and who makes a group with parity. registry_ca: as tls.ca, of https:// endpoints.
+    replicas: of each node's state, its own counts; None: 2, and where there is parity, 1. grace: seconds that who is
+    there must differ before the root changes anything. advertise: HOST:PORT of api.listen as other nodes reach it.
+    host, leaf, rack: what this node may be lost with. standby: it has no place until it takes that of one that is lost.
+    own: copies of this node's own versions are kept here, too. replace: a command that is to bring a replacement, its
+    program first; replace_seconds: how long that is waited for."""
 
     copies: Annotated[tuple[str, ...], Field(max_length=64)] = ()
     every: Annotated[int, Field(ge=1, le=1 << 30)] = 1
@@ -338,7 +339,7 @@ class Protect(_Part):
     registry: Annotated[tuple[str, ...], Field(max_length=16)] = ()
     registry_ca: str = ""
     cluster: Annotated[str, Field(min_length=1, max_length=64)] = "default"
-    replicas: Annotated[int, Field(ge=2, le=16)] = 2
+    replicas: Annotated[int, Field(ge=2, le=16)] | None = None
     grace: Annotated[float, Field(ge=1, le=86400)] = 10.0
     advertise: str | None = None
     host: Annotated[str, Field(max_length=64)] = ""
@@ -366,8 +367,11 @@ class Protect(_Part):
         elif not (self.code[0] >= 2 and self.code[1] >= 1 and sum(self.code) <= MOST_STREAMS_OF_A_CODE):
             raise _wrong("parity", f"{self.parity}: two nodes with data at least, one holder of parity, and"
                          f" {MOST_STREAMS_OF_A_CODE} in all at most")
-        elif len(self.group) != sum(self.code):
+        elif self.group and len(self.group) != sum(self.code):
             raise _wrong("group", f"names {len(self.group)} nodes, and {self.parity} are {sum(self.code)}")
+        elif not self.group and not self.registry:
+            raise _wrong("group", f"is missing: the {sum(self.code)} nodes of {self.parity}, or a registry that says"
+                         " who they are")
         if strange := self.journal.keys() - {*self.copies, *self.group[: self.code[0] if self.code is not None else 0]}:
             raise _wrong("journal", f"{min(strange)} is none of protect.copies, and no node with data of protect.group:"
                          " a journal needs a copy or parity to begin with")
@@ -394,6 +398,16 @@ class Protect(_Part):
             return None
         data, _, parity = self.parity.partition("+")
         return int(data), int(parity)
+
+    @property
+    def placed(self) -> bool:
+        """Does the registry say who makes a group with parity?"""
+        return self.code is not None and not self.group
+
+    @property
+    def states(self) -> int:
+        """Of each node that the registry places, its own counts."""
+        return self.replicas if self.replicas is not None else 1 if self.placed else 2
 
     @property
     def journals(self) -> list[tuple[tuple[str, int], tuple[str, int]]]:
@@ -500,7 +514,7 @@ class NodeConfig(_Part):
 
     @model_validator(mode="after")
     def _grouped(self) -> Self:
-        if self.protect is None or self.protect.code is None:
+        if self.protect is None or self.protect.code is None or self.protect.placed:
             return self
         if self.member is None:
             own = self.protect.advertise or (self.api.listen if self.api is not None else "no [api]")
@@ -586,6 +600,11 @@ class NodeConfig(_Part):
         if self.protect is None or self.protect.code is None:
             return None
         return (self.protect.directory or self.replica.directory) / f"flowcheck-{self.name}.parity"
+
+    @property
+    def placement(self) -> Path | None:
+        """The file with the last decision of the registry's root, if copies are kept."""
+        return self.copies / "placement.json" if self.copies is not None else None
 
     @property
     def member(self) -> int | None:

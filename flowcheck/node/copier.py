@@ -10,7 +10,7 @@ of it stays.
     DIRECTORY/SOURCE/RUN/epoch-E/step-N          a checkpoint directory each, whole or not there (checkpoint/copies.py)
 
 In a group with parity a node keeps copies of its own versions so, which the holders of parity encode: a thread of a
-holder makes rounds (rounds.py).
+holder makes rounds (rounds.py). Who is what is in the settings, or the registry says it.
 
 Of each group of a source the `keep` copies that came last stay, whatever run they are of. An older one goes when a
 newer one is whole, and not before; one of a step that is frozen after a loss (seat.py) when that is over.
@@ -35,15 +35,16 @@ from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.copies import take_copy
 from flowcheck.checkpoint.directory import MANIFEST
 from flowcheck.control.ask import DISK, MEMORY, Node, Offer
+from flowcheck.control.sources import addresses
 from flowcheck.control.tls import client_context
 from flowcheck.durable import came_last, remove_tree
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.beside import Lines, begun
-from flowcheck.node.decided import Run
+from flowcheck.node.decided import Part, Run
 from flowcheck.node.journal import FOLDER, Journal
 from flowcheck.node.journaling import Journaling, lane_of, youngest
 from flowcheck.node.parity_base import ParityBase
-from flowcheck.node.rounds import Rounds
+from flowcheck.node.rounds import Rounds, Streams
 from flowcheck.node.runs import run_folder
 from flowcheck.node.sitting import sit
 
@@ -111,6 +112,10 @@ class Copier:
     def freeze(self, steps: Mapping[Run, int]) -> None:
         """Of each run the step of which no copy may go, until others are said. Any thread."""
         self._frozen = dict(steps)
+
+    @property
+    def frozen(self) -> Mapping[Run, int]:
+        return self._frozen
 
     def held(self) -> list[dict[str, Any]]:
         """What is whole here: of each source and run the steps, oldest first."""
@@ -254,12 +259,15 @@ def _copies(lane: Path) -> list[_Copy]:
 
 
 class _Sources:
-    """Whom to copy from: those of the settings, and those that the registry says. Any thread."""
+    """Whom to copy from: those of the settings, and those that the registry says. Any thread.
+
+    part: what is done here for parity; None: nothing."""
 
     def __init__(self, copier: Copier, said: Mapping[str, Any]) -> None:
         self._copier, self._said = copier, dict(said)
         self._lock = threading.Lock()
         self._placed: list[tuple[str, int]] = []
+        self.part: Part | None = None
         self._follow()
 
     def told(self, said: Mapping[str, Any]) -> None:
@@ -267,9 +275,10 @@ class _Sources:
             self._said |= said
             self._follow()
 
-    def placed(self, found: Sequence[tuple[str, int]], steps: Mapping[Run, int]) -> None:
-        """What the registry says: whom to copy from, and which steps are frozen."""
+    def placed(self, found: Sequence[tuple[str, int]], steps: Mapping[Run, int], part: Part | None) -> None:
+        """What the registry says: whom to copy from, which steps are frozen, and what is done for parity."""
         self._copier.freeze(steps)
+        self.part = part
         with self._lock:
             if list(found) != self._placed:
                 before, self._placed = self._placed, list(found)
@@ -290,7 +299,8 @@ class _Sources:
         """Of the node with this API and this control port."""
         directory, room = Path(self._said["directory"]), partial(self._copier.check_room, what="an iteration")
         said, parity = self._said["parity"], None
-        if said is not None and list(address) not in self._said["sources"]:  # its group has it, and no copy is kept
+        if said is not None and said["members"] and list(address) not in self._said["sources"]:
+            # its group has it, and no copy is kept
             own, making = said["members"][said["number"]], partial(self._copier.check_room, what="what parity gives")
             parity = ParityBase(Path(said["directory"]), partial(self.node, tuple(own)), making)
         return Journaling(directory, self.node(address).name, partial(self.node, address), control,
@@ -306,17 +316,26 @@ class _Sources:
         return [self.node(address) for address in addresses]
 
 
-def _go_round(said: Mapping[str, Any], rules: Rules, sources: _Sources, say: Callable[..., None],
+def _go_round(directory: Path, rules: Rules, copier: Copier, sources: _Sources, say: Callable[..., None],
               ending: threading.Event) -> None:
-    """The thread of a holder of parity."""
-    code, members = Code(*said["code"]), [(host, port) for host, port in said["members"]]
-    rounds = Rounds(Path(said["directory"]), code, said["number"], rules.every, say, rules.keep, rules.most)
+    """The thread of a member that keeps a stream of parity, or may have to."""
+    now: tuple[tuple[tuple[int, int], int], Rounds] | None = None
+
+    def turn() -> None:
+        nonlocal now
+        part = sources.part
+        if part is None or not part.data:
+            return
+        if now is None or now[0] != (part.code, part.number):
+            now = (part.code, part.number), Rounds(
+                directory, Code(*part.code), part.number, rules.every, say, rules.keep, rules.most)
+        now[1].turn(sources.nodes(addresses(part.data)), copier.frozen)
 
     def failed(error: Exception, why: str) -> None:
         where = error.where if isinstance(error, FlowcheckError) else ""
         say("unprotected", name="", why=f"{where}: {why}" if where else why)
 
-    _again(lambda: rounds.turn(sources.nodes(members[: code.data])), failed, rules.seconds, ending, ROUND_PAUSE)
+    _again(turn, failed, rules.seconds, ending, ROUND_PAUSE)
 
 
 def main() -> int:
@@ -325,17 +344,21 @@ def main() -> int:
     if not settings:
         return 0
     rules, parity = Rules(**settings["rules"]), settings["parity"]
-    own = parity is not None and parity["number"] < parity["code"][0]
+    fixed = parity is not None and bool(parity["members"])
+    own = fixed and parity["number"] < parity["code"][0]
     if own:  # what holders of parity encode stays here longer than in a slot
         settings["sources"].append(parity["members"][parity["number"]])
     copier = Copier(Path(settings["directory"]), rules, say)
     sources, ending = _Sources(copier, settings), threading.Event()
+    if fixed and not own:
+        sources.part = Part(tuple(parity["code"]), parity["number"], tuple(parity["data"]))
     if parity is not None and not own:
-        threading.Thread(target=_go_round, args=(parity, rules, sources, say, ending), daemon=True,
-                         name="flowcheck rounds").start()
+        threading.Thread(target=_go_round, args=(Path(parity["directory"]), rules, copier, sources, say, ending),
+                         daemon=True, name="flowcheck rounds").start()
     sitting: threading.Thread | None = None
     if settings["registry"] is not None:
-        given = (settings["registry"], Path(settings["directory"]) / "placement.json", copier.held, sources.placed,
+        streams = Streams(Path(parity["directory"])).held if parity is not None else list
+        given = (settings["registry"], Path(settings["registry"]["kept"]), copier.held, streams, sources.placed,
                  sources.node, say, ending)
         sitting = threading.Thread(target=sit, args=given, daemon=True, name="flowcheck registry")
         sitting.start()

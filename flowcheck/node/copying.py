@@ -35,8 +35,9 @@ class Copying(Beside):
         assert protect is not None and directory is not None
         registry = {
             "endpoints": list(protect.registry), "cluster": protect.cluster, "ca": protect.registry_ca,
-            "replicas": protect.replicas, "grace": protect.grace, "address": protect.advertise or address,
+            "replicas": protect.states, "grace": protect.grace, "address": protect.advertise or address,
             "follows": bool(config.capture), "standby": protect.standby, "own": protect.own,
+            "code": protect.code if protect.placed else None, "kept": str(config.placement),
             "replace": list(protect.replace), "replace_seconds": protect.replace_seconds,
             "directory": str(config.replica.directory),
             "site": {"name": config.name, "host": protect.host, "leaf": protect.leaf, "rack": protect.rack},
@@ -87,7 +88,8 @@ class Copying(Beside):
                 self._say("unregistered", why=said["why"], epoch=said["epoch"], copies=said["copies"])
             case "placed":
                 self._say("placed", epoch=said["epoch"], members=said["members"], copies=said["copies"],
-                          holders=said["holders"], alone=said["alone"], together=said["together"])
+                          holders=said["holders"], alone=said["alone"], together=said["together"],
+                          parity=said["parity"])
             case "recovering":
                 self._say("recovering", epoch=said["epoch"], lost=said["lost"], asked=said["asked"],
                           steps=said["steps"], void=said["void"])
@@ -102,11 +104,12 @@ class Copying(Beside):
 
 
 def _rounds(config: NodeConfig) -> dict[str, Any] | None:
-    """A member's part in a group with parity."""
+    """A member's part in a group with parity; which one, if the registry does not say it."""
     protect = config.protect
     if protect is None or protect.code is None:
         return None
-    return {"code": protect.code, "number": config.member, "members": protect.members, "directory": str(config.parity)}
+    return {"code": protect.code, "number": config.member, "members": protect.members,
+            "data": protect.group[: protect.code[0]], "directory": str(config.parity)}
 
 
 def check_copies(config: NodeConfig) -> Path:

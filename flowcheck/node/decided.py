@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from flowcheck.checkpoint.coding.holders import Site
 
-__all__ = ["Decided", "Have", "Member", "Recovery", "Run", "Shard"]
+__all__ = ["Decided", "Have", "Member", "Parity", "Part", "Recovery", "Run", "Shard"]
 
 Run = tuple[str, int]  # id and epoch of a job
 Shard = tuple[str, int, str]  # the same, and the group that is one of its shards
@@ -33,15 +33,16 @@ def _number(said: Any) -> int:
 @dataclass(frozen=True)
 class Member:
     """address: HOST:PORT of its API, as others reach it. follows: jobs, over a mirror port. standby: it has no place
-    until it takes that of one that is lost."""
+    until it takes that of one that is lost. parity: it takes part where there is parity."""
 
     site: Site
     address: str
     follows: bool = True
     standby: bool = False
+    parity: bool = False
 
     def text(self) -> str:
-        more = {"address": self.address, "follows": self.follows, "standby": self.standby}
+        more = {"address": self.address, "follows": self.follows, "standby": self.standby, "parity": self.parity}
         return json.dumps(asdict(self.site) | more, sort_keys=True)
 
     @classmethod
@@ -50,7 +51,7 @@ class Member:
         try:
             said = json.loads(text)
             labels = [said.get(key, "") for key in ("host", "leaf", "rack")]
-            flags = [said.get("follows", True), said.get("standby", False)]
+            flags = [said.get("follows", True), said.get("standby", False), said.get("parity", False)]
             host, _, port = said["address"].rpartition(":")
             sound = all(isinstance(label, str) for label in labels) and all(type(flag) is bool for flag in flags)
             if not host or not port.isdecimal() or not sound:
@@ -63,11 +64,13 @@ class Member:
 @dataclass(frozen=True)
 class Have:
     """epoch: of the decision that the member follows. own: shards of which its own node has versions. copies: by the
-    address of a source and the shard, which steps of it are whole there."""
+    address of a source and the shard, which steps of it are whole there. streams: of parity, which steps and numbers of
+    a run."""
 
     epoch: int = 0
     own: frozenset[Shard] = frozenset()
     copies: Mapping[tuple[str, Shard], frozenset[int]] = field(default_factory=dict)
+    streams: Mapping[Run, frozenset[tuple[int, int]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, text: str) -> Self:
@@ -79,9 +82,58 @@ class Have:
                 address, _, shard = one["source"].partition("/")
                 (of,) = _shards([(one["run_id"], one["epoch"], shard)])
                 copies[address, of] = frozenset(map(_number, one["steps"]))
-            return cls(_number(said["epoch"]), own, copies)
+            streams: dict[Run, frozenset[tuple[int, int]]] = {}
+            for one in said.get("parity", []):
+                run = str(one["run_id"]), _number(one["epoch"])
+                streams[run] = streams.get(run, frozenset()) | {(_number(one["step"]), _number(one["stream"]))}
+            return cls(_number(said["epoch"]), own, copies, streams)
         except _WRONG:
             return cls()
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a member does for parity. code: streams of data and of parity. number: of the stream that it keeps. data:
+    where those are that have the data."""
+
+    code: tuple[int, int]
+    number: int
+    data: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Members of a group with parity. data: those that follow the job's shards, in the order of the shards' names.
+    holders: of the streams of parity, in the order of these. "": nobody has that place."""
+
+    data: tuple[str, ...]
+    holders: tuple[str, ...]
+
+    @property
+    def code(self) -> tuple[int, int]:
+        return len(self.data), len(self.holders)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in (*self.data, *self.holders) if name)
+
+    def instead(self, names: Mapping[str, str]) -> Self:
+        """The same places with others in them."""
+        return type(self)(*(tuple(names.get(one, one) for one in some) for some in (self.data, self.holders)))
+
+    def said(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"data": list(self.data), "holders": list(self.holders)}
+
+    @classmethod
+    def of(cls, said: Any) -> Self | None:
+        """Raises one of _WRONG."""
+        if said is None:
+            return None
+        made = cls(tuple(map(str, said["data"])), tuple(map(str, said["holders"])))
+        if not all(made.code) or len(set(made.names)) < len(made.names):
+            raise ValueError(said)
+        return made
 
 
 @dataclass(frozen=True)
@@ -124,22 +176,40 @@ def _shards(said: Iterable[Any]) -> tuple[Shard, ...]:
 @dataclass(frozen=True)
 class Decided:
     """epoch: of the decision; 0: there is none. members: as they were then. holders: of each, who keeps copies of its
-    versions. recovery: from a loss; None: nothing is lost."""
+    versions. recovery: from a loss; None: nothing is lost. parity: None: there is none."""
 
     epoch: int = 0
     members: Mapping[str, Member] = field(default_factory=dict)
     holders: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     recovery: Recovery | None = None
+    parity: Parity | None = None
 
     def sources(self, name: str) -> dict[str, str]:
-        """Whose copies a member keeps, and where those are."""
-        return {one: self.members[one].address for one, holders in self.holders.items() if name in holders}
+        """Whose copies a member keeps, and where those are. Who has data that parity is made of keeps its own, too: a
+        slot is soon needed again."""
+        own = self.parity is not None and name in self.parity.data
+        return {one: self.members[one].address for one, holders in self.holders.items()
+                if name in holders or (own and one == name)}
+
+    def part(self, name: str) -> Part | None:
+        """What a holder of parity does; None: it is none."""
+        parity = self.parity
+        if not name or parity is None or name not in parity.holders:
+            return None
+        data = tuple(self.members[one].address for one in parity.data if one)
+        return Part(parity.code, len(parity.data) + parity.holders.index(name), data)
+
+    def grouped(self, name: str) -> list[str]:
+        """Where the other members of the group with parity are."""
+        names = self.parity.names if self.parity is not None else ()
+        return [self.members[one].address for one in names if one != name]
 
     def text(self) -> str:
         return json.dumps({
             "epoch": self.epoch, "members": {name: json.loads(one.text()) for name, one in self.members.items()},
             "holders": {name: list(holders) for name, holders in self.holders.items()},
             "recovery": self.recovery.said() if self.recovery is not None else None,
+            "parity": self.parity.said() if self.parity is not None else None,
         }, sort_keys=True)
 
     @classmethod
@@ -152,8 +222,10 @@ class Decided:
             known = {name: one for name, one in members.items() if one is not None}
             if type(said["epoch"]) is not int or known.keys() != members.keys() or holders.keys() != known.keys():
                 return cls()
-            if not known.keys() >= {one for keep in holders.values() for one in keep}:
+            parity = Parity.of(said.get("parity"))
+            named = {one for keep in holders.values() for one in keep}.union(parity.names if parity is not None else ())
+            if not known.keys() >= named:
                 return cls()
-            return cls(_number(said["epoch"]), known, holders, Recovery.of(said.get("recovery")))
+            return cls(_number(said["epoch"]), known, holders, Recovery.of(said.get("recovery")), parity)
         except _WRONG:
             return cls()

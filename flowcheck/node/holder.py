@@ -138,6 +138,9 @@ def check(config: NodeConfig, as_json: bool) -> None:
         if config.protect.code is not None and config.member is not None:
             typer.echo(f"stream {config.member} of {config.protect.parity}, parity of the versions of"
                        f" {', '.join(config.protect.group[: config.protect.code[0]])}, in {config.parity}")
+        elif config.protect.placed:
+            typer.echo(f"a stream of {config.protect.parity}, if {config.protect.registry[0]} says so, in"
+                       f" {config.parity}")
         typer.echo(f"at most {config.protect.memory_mb:,} MiB; {free:,} MiB are free there")
     if free < config.protect.memory_mb:
         raise EnvironmentProblem(

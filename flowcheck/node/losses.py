@@ -5,7 +5,8 @@
     newest_persistent(offers, shards)                      where a recovery ends if nothing in memory is left
 
 A run's shards go on from one step, so what is kept through a loss is the newest step that copies of all of them have
-(Gemini, section 6: all freeze their latest complete version; ours lie in files already).
+(Gemini, section 6: all freeze their latest complete version; ours lie in files already), or that can be made from
+parity: of a step of which any K pieces are there all shards can.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from flowcheck.control.ask import DISK, STORE, Offer
 from flowcheck.control.sources import Key, choose
-from flowcheck.node.decided import Decided, Have, Recovery, Run, Shard
+from flowcheck.node.decided import Decided, Have, Parity, Recovery, Run, Shard
 
 __all__ = ["frozen", "newest_persistent", "whole"]
 
@@ -34,10 +35,12 @@ def frozen(
     followed = {shard for name in lost for shard in last.get(name, Have()).own}
     followed |= {shard for have in haves.values() for address, shard in have.copies if address in theirs}
     alive = {shard for have in haves.values() for shard in have.own}
+    made, known = _makeable(decided, haves), {*copied, *followed, *alive}
+    for shard in known:
+        copied.setdefault(shard, set()).update(made.get(shard[:2], ()))
     steps: dict[Run, int] = {}
-    for run in {shard[:2] for shard in copied}:
-        shards = {shard for shard in {*copied, *followed, *alive} if shard[:2] == run}
-        if common := set.intersection(*(copied.get(shard, set()) for shard in shards)):
+    for run in {shard[:2] for shard in known}:
+        if common := set.intersection(*(copied[shard] for shard in known if shard[:2] == run)):
             steps[run] = max(common)
     void = sorted(shard for shard in followed if shard not in alive and not copied.get(shard))
     asked = [name for name in (decided.recovery.asked if decided.recovery is not None else ()) if name in lost]
@@ -45,9 +48,28 @@ def frozen(
     return Recovery(number, tuple(sorted(lost)), tuple(asked), tuple(sorted({*before, *followed})), tuple(void), steps)
 
 
+def _makeable(decided: Decided, haves: Mapping[str, Have]) -> dict[Run, set[int]]:
+    """Of each run the steps of which as many pieces are there, shards and streams of parity, as there are shards."""
+    if decided.parity is None:
+        return {}
+    pieces: dict[tuple[Run, int], set[str | int]] = {}
+    for have in haves.values():
+        for (_, (run_id, epoch, shard)), steps in have.copies.items():
+            for step in steps:
+                pieces.setdefault(((run_id, epoch), step), set()).add(shard)
+        for run, streams in have.streams.items():
+            for step, number in streams:
+                pieces.setdefault((run, step), set()).add(number)
+    made: dict[Run, set[int]] = {}
+    for (run, step), there in pieces.items():
+        if len(there) >= decided.parity.code[0]:
+            made.setdefault(run, set()).add(step)
+    return made
+
+
 def whole(decided: Decided, haves: Mapping[str, Have]) -> bool:
-    """Is every shard that was lost followed again, and has every holder a copy of each shard that it is to keep? A run
-    needs nothing any more once others are followed and it is not."""
+    """Is every shard that was lost followed again, has every holder a copy of each shard that it is to keep, and are
+    all pieces of one step of parity there? A run needs nothing any more once others are followed and it is not."""
     alive = {shard for have in haves.values() for shard in have.own}
     runs, groups = {shard[:2] for shard in alive}, {group for _, _, group in alive}
     for run_id, epoch, group in decided.recovery.shards if decided.recovery is not None else ():
@@ -58,7 +80,25 @@ def whole(decided: Decided, haves: Mapping[str, Have]) -> bool:
             at = decided.members[source].address, shard
             if not all(haves.get(holder, Have()).copies.get(at) for holder in holders):
                 return False
-    return True
+    return decided.parity is None or _encoded(decided, decided.parity, haves)
+
+
+def _encoded(decided: Decided, parity: Parity, haves: Mapping[str, Have]) -> bool:
+    """Has the whole group its pieces of one step? A place that was given up is not waited for."""
+    common: set[tuple[Run, int]] | None = None
+    followed = False
+    for name in filter(None, parity.data):
+        have, at = haves.get(name, Have()), decided.members[name].address
+        followed = followed or bool(have.own)
+        found = {(shard[:2], step) for (address, shard), steps in have.copies.items() if address == at
+                 for step in steps}
+        common = found if common is None else common & found
+    for number, name in enumerate(parity.holders, len(parity.data)):
+        if name:
+            found = {(run, step) for run, streams in haves.get(name, Have()).streams.items()
+                     for step, of in streams if of == number}
+            common = found if common is None else common & found
+    return bool(common) or not followed
 
 
 def newest_persistent(offers: Iterable[Offer], shards: Collection[Shard]) -> dict[str, Key | None]:

@@ -2,6 +2,7 @@
 
     shelf = ParityShelf(directory, others, most)      others(): the other members of its group, as they are asked now
     streams = StreamShelf(directory)                  its own streams of parity, for those others
+    Placed(path, "holder1")()                         where those are, if a registry's root decides it
 
 A shard is offered as long as k other streams of its step are there: each look asks the members what they have
 themselves (`/v1/pieces`), and so never about what they would have to ask for. The first question for its bytes begins
@@ -27,13 +28,15 @@ from flowcheck.checkpoint.coding.parity import Protected
 from flowcheck.checkpoint.coding.rebuilding import STREAM, Pieces, Place, Rebuilding, ask_pieces, places_of
 from flowcheck.checkpoint.users import file_of
 from flowcheck.control.ask import PARITY, AskError, Node, Offer, spans
+from flowcheck.control.sources import addresses
 from flowcheck.control.tensors import header
 from flowcheck.control.version import MODEL, OPTIMIZER
-from flowcheck.errors import FlowcheckError
+from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.node.decided import Decided
 from flowcheck.node.holdings import Gone, Held, Holding, Pressed, Shelf, id_of, inode_of
 from flowcheck.node.rounds import kept_in
 
-__all__ = ["OTHERS_SECONDS", "ROW", "ParityShelf", "StreamShelf"]
+__all__ = ["OTHERS_SECONDS", "ROW", "ParityShelf", "Placed", "StreamShelf"]
 
 ROW = "row"  # of streams of parity: their ids begin with its letter
 OTHERS_SECONDS = 3.0  # that another member may be silent: less than the API gives a tier, and than a reader waits
@@ -201,6 +204,24 @@ class _Made(Held):
         if self.made is not None:
             self.made.close()
             self.made = None
+
+
+class Placed:
+    """path: of the last decision, which the process that sits in the registry leaves there (seat.py). name: of this
+    node. One thread."""
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._name = path, name
+        self._changed, self._others = 0, list[tuple[str, int]]()
+
+    def __call__(self) -> list[tuple[str, int]]:
+        try:
+            if (changed := self._path.stat().st_mtime_ns) != self._changed:
+                found = Decided.of(self._path.read_text()).grouped(self._name)
+                self._changed, self._others = changed, addresses(found) if found else []
+        except (OSError, UnicodeDecodeError, UserError):
+            return []  # nothing was decided, or it was meant for nobody
+        return self._others
 
 
 # -- for other members -------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
     rounds = Rounds(directory, Code(2, 2), number=3, every=20, say)      number: of the stream that is kept here
     rounds.turn(nodes)                                  the nodes that hold data: a round, if one is due
+    rounds.turn(nodes, {("run", 0): 40})                parity of that step of that run stays
+    Streams(directory).held()                           what is whole there, for a registry
 
     DIRECTORY/RUN/epoch-E/step-N.parity                 whole or not there (checkpoint/coding/parity.py)
 
@@ -13,10 +15,12 @@ bytes ends the round, and the parity before stays. Source and reasons: decision 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.coding.parity import Protected, encode, source_of
@@ -24,9 +28,10 @@ from flowcheck.control.ask import COPY, DISK, MEMORY, Node, Offer
 from flowcheck.control.sources import Found, Key, choose
 from flowcheck.durable import came_last, remove_tree, reporting
 from flowcheck.errors import FlowcheckError, UserError
+from flowcheck.node.decided import Run
 from flowcheck.node.runs import run_folder
 
-__all__ = ["Rounds", "kept_in"]
+__all__ = ["Rounds", "Streams", "kept_in"]
 
 WHOLE = "*/epoch-*/step-*.parity"
 NEAREST = (COPY, DISK, MEMORY)  # what lies in files is read first: in memory it takes a slot of the node's
@@ -44,8 +49,9 @@ class Rounds:
         for path in directory.glob("*/epoch-*/.step-*.partial-*"):  # what an earlier process left half
             remove_tree(path)
 
-    def turn(self, nodes: Sequence[Node]) -> Protected | None:
-        """What it made; None: nothing is due. Raises FlowcheckError: the round has ended, and nothing has changed."""
+    def turn(self, nodes: Sequence[Node], frozen: Mapping[Run, int] = MappingProxyType({})) -> Protected | None:
+        """What it made; None: nothing is due. frozen: of each run the step of which parity stays besides. Raises
+        FlowcheckError: the round has ended, and nothing has changed."""
         found = self._look(nodes)
         key = choose([one.versions for one in found]) if found else None
         if key is None:
@@ -62,7 +68,8 @@ class Rounds:
                   stream=self._number, bytes=kept.length, padded=kept.padded,
                   seconds=round(time.monotonic() - began, 3), path=str(path))
         for old in kept_in(self._directory)[: -self._keep]:
-            remove_tree(old.path)
+            if frozen.get((old.versions[0].run_id, old.key[0])) != old.step:
+                remove_tree(old.path)
         return kept
 
     def _look(self, nodes: Sequence[Node]) -> list[Found]:
@@ -114,6 +121,31 @@ def _offers(node: Node) -> list[Offer]:
         return node.offers()
     finally:
         node.close()
+
+
+class Streams:
+    """What of parity is whole below a holder's directory. One thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._read: dict[tuple[Path, int], list[dict[str, Any]]] = {}  # by what changes when it is written anew
+
+    def held(self) -> list[dict[str, Any]]:
+        """As JSON: decided.Have. A description has the manifests of all shards, so each is read once."""
+        found: dict[tuple[Path, int], list[dict[str, Any]]] = {}
+        for path in sorted(self._directory.glob(WHOLE)):
+            try:
+                key = path, path.stat().st_mtime_ns
+                found[key] = self._read.get(key) or _said(Protected.read(path))
+            except (OSError, UserError):
+                continue  # removed meanwhile, or somebody else's
+        self._read = found
+        return [one for some in found.values() for one in some]
+
+
+def _said(kept: Protected) -> list[dict[str, Any]]:
+    about = {"run_id": kept.versions[0].run_id, "epoch": kept.key[0], "step": kept.step}
+    return [{**about, "stream": number} for number in sorted(kept.sums)]
 
 
 def kept_in(directory: Path) -> list[Protected]:

@@ -124,13 +124,17 @@ class Serving:
 
 
 def _parity(config: NodeConfig) -> dict[str, Any] | None:
-    """Of a holder of parity: where it lies, and whom it asks for the other streams."""
+    """Of a holder of parity: where it lies, and whom it asks for the other streams; None: whom a placement says."""
     protect, member = config.protect, config.member
-    if protect is None or protect.code is None or member is None or member < protect.code[0]:
+    if protect is None or protect.code is None:
         return None
-    others = [address for number, address in enumerate(protect.members) if number != member]
+    others = None
+    if not protect.placed:
+        if member is None or member < protect.code[0]:
+            return None
+        others = [address for number, address in enumerate(protect.members) if number != member]
     return {"directory": str(config.parity), "others": others, "most": protect.memory_mb << 20,
-            "ca": config.tls.ca if config.tls is not None else ""}
+            "ca": config.tls.ca if config.tls is not None else "", "placement": str(config.placement)}
 
 
 def _shown(config: NodeConfig) -> str:

@@ -1,6 +1,6 @@
 """The thread that sits in the registry for a node: a turn each second, and what a root has to find out beside that.
 
-    sit(settings, path, held, take, say, ending)      until `ending` is set
+    sit(settings, path, held, streams, take, node, say, ending)      until `ending` is set
 
 It belongs to the process that keeps copies (copier.py). What takes longer than a lease may, asking other nodes, is done
 on a thread of its own.
@@ -20,7 +20,7 @@ from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.control.ask import Node, Offer
 from flowcheck.control.sources import addresses
 from flowcheck.errors import FlowcheckError
-from flowcheck.node.decided import Decided, Member, Run
+from flowcheck.node.decided import Decided, Member, Part, Run
 from flowcheck.node.etcd import Etcd
 from flowcheck.node.holdings import MemoryShelf
 from flowcheck.node.losses import newest_persistent
@@ -30,31 +30,34 @@ from flowcheck.node.seat import Seat
 __all__ = ["Persistent", "sit"]
 
 TURN_SECONDS = 1.0
+_Said = Sequence[Mapping[str, Any]]
 
 
 def sit(
-    said: Mapping[str, Any], path: Path, held: Callable[[], Sequence[Mapping[str, Any]]],
-    take: Callable[[Sequence[tuple[str, int]], Mapping[Run, int]], None], node: Callable[[tuple[str, int]], Node],
-    say: Callable[..., None], ending: threading.Event,
+    said: Mapping[str, Any], path: Path, held: Callable[[], _Said], streams: Callable[[], _Said],
+    take: Callable[[Sequence[tuple[str, int]], Mapping[Run, int], Part | None], None],
+    node: Callable[[tuple[str, int]], Node], say: Callable[..., None], ending: threading.Event,
 ) -> None:
     """said: of copying.Copying, `registry`. path: of the file with the last decision. held(): copies that are whole.
-    take(sources, steps): whom to copy from, and of which step of each run no copy may go. node(address): asks it."""
+    streams(): of parity, those that are. take(sources, steps, part): whom to copy from, of which step of each run no
+    copy and no parity may go, and what is done for parity. node(address): asks it."""
     def tell(event: str, **fields: Any) -> None:
         say(event, **{"name": "", **fields})
 
-    member = Member(Site(**said["site"]), said["address"], said["follows"], said["standby"])
+    code = tuple(said["code"]) if said["code"] is not None else None
+    member = Member(Site(**said["site"]), said["address"], said["follows"], said["standby"], code is not None)
     operator = Operator(said["replace"], said["cluster"], tell) if said["replace"] else None
     seat = Seat(
         Etcd(said["endpoints"], said["cluster"], said["ca"]), member, said["replicas"], said["grace"], tell, path,
-        operator=operator, wait=said["replace_seconds"], void=Persistent(node, tell),
+        operator=operator, wait=said["replace_seconds"], void=Persistent(node, tell), code=code,
     )
     own, odd = addresses(member.address) if said["own"] else [], ""
     with contextlib.closing(MemoryShelf(Path(said["directory"]), member.site.name)) as shelf, contextlib.closing(seat):
         while not ending.is_set():
             began = time.monotonic()
             try:
-                found = seat.turn(held(), _own(one.offer for one in shelf.look()))
-                take([*own, *(addresses(sorted(set(found.values()))) if found else [])], seat.steps)
+                found = seat.turn(held(), _own(one.offer for one in shelf.look()), streams())
+                take([*own, *(addresses(sorted(set(found.values()))) if found else [])], seat.steps, seat.part)
                 odd = ""
             except Exception as error:  # an address that is none, a file that cannot be read; nothing costs the lease
                 why = error.message() if isinstance(error, FlowcheckError) else f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
 """`flowcheck plan holders`: who keeps whose copies or parity, over leaves, and what may be lost.
 
-    sites = read_sites("holders.toml")
-    answer(sites, replicas=2)             copies; or code=(2, 2): parity
+    sites, follows = read_sites("holders.toml")
+    answer(sites, replicas=2)             copies; or code=(2, 2): parity, of what those have that follow a shard
 
 The placement is the product's own (flowcheck/checkpoint/coding/holders.py), the probabilities are placement.py's.
 """
@@ -25,11 +25,12 @@ MOST_SITES = 4096
 MOST_SETS = 200_000  # of leaves, that are tried one by one
 LABELS = ("name", "host", "leaf", "rack")
 LEAVES = ("leaves lost at once", "sets", "states lost in")
+FOLLOWS = "follows"
 FORM = 'a table [[holder]] for each, with name = "...", and host, leaf and rack where they are known'
 
 
-def read_sites(path: Path) -> list[Site]:
-    """Raises UserError or EnvironmentProblem."""
+def read_sites(path: Path) -> tuple[list[Site], list[int]]:
+    """And the numbers of those that follow a shard. Raises UserError or EnvironmentProblem."""
     try:
         listed = tomllib.loads(path.read_text(encoding="utf-8")).get("holder")
     except FileNotFoundError:
@@ -41,21 +42,28 @@ def read_sites(path: Path) -> list[Site]:
         raise UserError(f"is not TOML: {error}", where=str(path), remedy=FORM) from None
     listed = listed if isinstance(listed, list) and all(isinstance(one, dict) for one in listed) else []
     need(bool(listed), "has no [[holder]]", str(path), FORM)
-    sites = []
+    sites, follows = [], []
     for at, one in enumerate(listed):
         where = f"{path}: holder[{at}]"
+        told = one.pop(FOLLOWS, False)
+        need(type(told) is bool, f"{FOLLOWS} is not true or false", where, "true for a node that follows a shard")
+        if told:
+            follows.append(at)
         for key, value in one.items():
-            need(key in LABELS, f"{key} is not a key", where, f"one of {', '.join(LABELS)}")
+            need(key in LABELS, f"{key} is not a key", where, f"one of {', '.join((*LABELS, FOLLOWS))}")
             need(isinstance(value, str) and bool(value), f"{key} is not a text", where, FORM)
         need("name" in one, "has no name", where, FORM)
         sites.append(Site(**one))
     need_at_most(len(sites), MOST_SITES, str(path), "no job has so many holders")
-    return sites
+    return sites, follows
 
 
-def answer(sites: Sequence[Site], replicas: int = 0, code: tuple[int, int] | None = None) -> Answer:
-    """Of copies (replicas, the local one counts) or of parity (code: data and parity). good: the loss of any one leaf
-    takes nobody's state, or no leaf is known. Raises UserError."""
+def answer(
+    sites: Sequence[Site], replicas: int = 0, code: tuple[int, int] | None = None, follows: Sequence[int] = (),
+) -> Answer:
+    """Of copies (replicas, the local one counts) or of parity (code: data and parity; follows: who has the data, if
+    that is known: one group). good: the loss of any one leaf takes nobody's state, or no leaf is known. Raises
+    UserError."""
     inputs, names = Inputs(), [site.name for site in sites]
     inputs.note("holders", len(sites), "", "the file")
     if code is None:
@@ -77,7 +85,7 @@ def answer(sites: Sequence[Site], replicas: int = 0, code: tuple[int, int] | Non
     else:
         inputs.note("data", code[0])
         inputs.note("parity", code[1])
-        groups = code_groups(sites, *code)
+        groups = code_groups(sites, *code, follows)
         sets = []
         survives = lambda lost: all(len(set(one.members) & set(lost)) <= one.parity for one in groups)  # noqa: E731
         rows = [[at, f"{one.data} + {one.parity}", ", ".join(names[member] for member in sorted(one.members))]

@@ -15,7 +15,7 @@ __all__ = ["holders"]
 
 
 def holders(
-    members: Annotated[Path, typer.Argument(help="TOML: [[holder]] with name, host, leaf, rack.")],
+    members: Annotated[Path, typer.Argument(help="TOML: [[holder]] with name, host, leaf, rack, follows.")],
     replicas: Annotated[
         int | None, typer.Option("--replicas", help="Copies of each state; the local one counts. Default: 2.")
     ] = None,
@@ -25,11 +25,11 @@ def holders(
     """Who keeps whose copies or parity, over leaves, and with what probability everything survives."""
     from flowcheck.plan.holders import answer, read_sites
 
-    sites = read_sites(members)
+    sites, follows = read_sites(members)
     if not code:
         raise typer.Exit(publish(answer(sites, 2 if replicas is None else replicas), as_json))
     named = re.fullmatch(r"([0-9]{1,4})\+([0-9]{1,4})", code)
     need(named is not None, f"{code!r} is not K+M", "--code", "as in 2+2")
     need(replicas is None, "parity takes the place of copies", "--replicas", "leave it out, or --code")
     assert named is not None
-    raise typer.Exit(publish(answer(sites, code=(int(named[1]), int(named[2]))), as_json))
+    raise typer.Exit(publish(answer(sites, code=(int(named[1]), int(named[2])), follows=follows), as_json))

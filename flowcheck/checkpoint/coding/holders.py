@@ -4,6 +4,7 @@
     placement = place_across(sites, 2)      the same, with the machines dealt to its groups across leaves
     placement.survives({3, 4})              has every machine's state a holder that is left?
     for group in code_groups(sites, 2, 2): group.members, group.data, group.parity
+    joining(sites, [0, 1], [2, 3, 4], 2)    who of 2, 3 and 4 keeps parity of what 0 and 1 have
 
 Source: Gemini (SOSP'23), Algorithm 1. Every machine keeps its own state and replicas - 1 of others, so none has room
 for more. Pieces that need each other never lie in one leaf while another leaf has room: where any way to fill groups of
@@ -14,14 +15,15 @@ flowcheck/plan/placement.py. Pure functions.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flowcheck.errors import UserError
 
 __all__ = [
-    "CodeGroup", "Placement", "Site", "across_domains", "check_replicas", "code_groups", "place", "place_across",
-    "ring", "spread", "together",
+    "CodeGroup", "Placement", "Site", "across_domains", "check_replicas", "code_groups", "crowded", "joining", "place",
+    "place_across", "ring", "spread", "together",
 ]
 
 
@@ -132,13 +134,23 @@ def _placed(order: Sequence[int], replicas: int) -> Placement:
                      tuple(holders[machine] for machine in range(len(order))), blocks)
 
 
-def code_groups(sites: Sequence[Site], data: int, parity: int) -> list[CodeGroup]:
+def code_groups(sites: Sequence[Site], data: int, parity: int, follows: Sequence[int] = ()) -> list[CodeGroup]:
     """Groups of data + parity machines, of which any `parity` may be lost. Machines that fill no group make a smaller
-    one with fewer data, if more than `parity` are left, otherwise the last group has them as data. Raises UserError."""
+    one with fewer data, if more than `parity` are left, otherwise the last group has them as data. Raises UserError.
+
+    follows: the machines that have the data, `data` of them: then there is one group, of these and of who joins them.
+    """
     size = data + parity
     if data < 1 or parity < 1 or size > len(sites):
         raise UserError(f"{data} + {parity} do not fit {len(sites)} machines", where="code",
                         remedy="one of each at least, and together at most as many as there are machines")
+    if follows:
+        if len(follows) != data:
+            raise UserError(f"{len(follows)} machines follow a shard each, and there are {data} streams of data",
+                            where="code", remedy="as many streams of data as the job has shards")
+        _check_names(sites)
+        spare = [at for at in range(len(sites)) if at not in follows]
+        return [CodeGroup((*follows, *joining(sites, follows, spare, parity)), data, parity)]
     rest = len(sites) % size
     sizes = [size] * (len(sites) // size)
     if rest > parity:
@@ -146,6 +158,24 @@ def code_groups(sites: Sequence[Site], data: int, parity: int) -> list[CodeGroup
     else:
         sizes[-1] += rest
     return [CodeGroup(tuple(members), len(members) - parity, parity) for members in _dealt(sites, sizes)]
+
+
+def joining(sites: Sequence[Site], members: Collection[int], spare: Sequence[int], count: int) -> list[int]:
+    """Who of `spare` joins the members of a code group: `count`, or all. Each time one from where the group has the
+    fewest, so no domain has more of them than it must; then from another rack and host; then in the order of `spare`.
+    """
+    domains, joined, left = _domains(sites), list(members), list(spare)
+    for _ in range(min(count, len(left))):
+        there = Counter(domains[at] for at in joined)
+        near = Counter(label for at in joined for label in _labels(sites[at]))
+        chosen = min(left, key=lambda at: (there[domains[at]], sum(near[label] for label in _labels(sites[at]))))
+        left.remove(chosen)
+        joined.append(chosen)
+    return joined[len(members) :]
+
+
+def _labels(site: Site) -> list[tuple[str, str]]:
+    return [(level, label) for level in ("rack", "host") if (label := getattr(site, level))]
 
 
 # -- failure domains -------------------------------------------------------------------------------------
@@ -197,6 +227,12 @@ def together(groups: Collection[Sequence[int]], sites: Sequence[Site], level: st
     return found
 
 
+def crowded(members: Collection[int], sites: Sequence[Site], most: int) -> str:
+    """The domain that has more than `most` of these machines, which are lost with it; "": none has."""
+    there = Counter(domain for at, domain in enumerate(_domains(sites)) if at in members)
+    return next((domain for domain, count in sorted(there.items()) if count > most), "")
+
+
 def _by_domain(order: Sequence[int], domains: Sequence[str]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     for machine in order:
@@ -206,11 +242,16 @@ def _by_domain(order: Sequence[int], domains: Sequence[str]) -> dict[str, list[i
 
 def _dealt(sites: Sequence[Site], sizes: Sequence[int]) -> list[list[int]]:
     """Across leaves; where that leaves a choice, across racks and hosts."""
+    _check_names(sites)
+    order = sorted(range(len(sites)), key=lambda at: (sites[at].rack, sites[at].leaf, sites[at].host, sites[at].name))
+    return spread(order, _domains(sites), sizes)
+
+
+def _check_names(sites: Sequence[Site]) -> None:
+    """Raises UserError."""
     names = [site.name for site in sites]
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{twice[0]!r} is given twice", where="members", remedy="a name of its own for each holder")
-    order = sorted(range(len(sites)), key=lambda at: (sites[at].rack, sites[at].leaf, sites[at].host, sites[at].name))
-    return spread(order, _domains(sites), sizes)
 
 
 def _domains(sites: Sequence[Site]) -> list[str]:

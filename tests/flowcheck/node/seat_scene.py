@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowcheck.checkpoint.coding.holders import Site
-from flowcheck.node.decided import Decided, Have, Member
+from flowcheck.node.decided import Decided, Have, Member, Part
 from flowcheck.node.registry import HAVE, ROOT, RegistryError, Shared
 from flowcheck.node.replacing import Operator
 from flowcheck.node.seat import Seat
@@ -48,10 +48,12 @@ class _Session:
 
 class Cluster:
     """Time passes by turns of a second. shards: what a member follows, by its name. kill_in: the root dies at the point
-    of that number from now on."""
+    of that number from now on. code: of a group with parity, in which all take part; replicas: of copies besides."""
 
-    def __init__(self, folder: Path, grace: float = GRACE, keep: int = 2) -> None:
+    def __init__(self, folder: Path, grace: float = GRACE, keep: int = 2, code: tuple[int, int] | None = None,
+                 replicas: int = 2) -> None:
         self.folder, self.grace, self.keep, self.at, self.gone = folder, grace, keep, 0.0, False
+        self.code, self.replicas = code, replicas
         self.asked = 0  # while it was gone
         self.kill_in: int | None = None
         self.killed: list[str] = []
@@ -61,17 +63,21 @@ class Cluster:
         self.sources: dict[str, dict[str, str]] = {}
         self.shards: dict[str, str] = {}
         self.copies: dict[str, dict[tuple[str, str], list[int]]] = {}  # of a member: (address, shard) -> steps
+        self.streams: dict[str, list[tuple[int, int]]] = {}  # of a member: step and number
         self.void: list[Decided] = []
 
-    def come(self, *names: str, port: int = 7071, standby: bool = False, operator: Operator | None = None) -> None:
+    def come(self, *names: str, port: int = 7071, standby: bool = False, operator: Operator | None = None,
+             follows: bool = True) -> None:
         for name in names:
             said = self.said.setdefault(name, [])
-            member = Member(Site(name, leaf=LEAVES[name]), f"{name}.example:{port}", standby=standby)
+            member = Member(Site(name, leaf=LEAVES[name]), f"{name}.example:{port}", follows, standby,
+                            self.code is not None)
             self.copies.setdefault(name, {})
+            self.streams.setdefault(name, [])
             self.seats[name] = Seat(
-                _Session(self.shared.session(), name, self), member, 2, self.grace,
+                _Session(self.shared.session(), name, self), member, self.replicas, self.grace,
                 lambda event, said=said, **fields: said.append((event, fields)), self.folder / f"{name}.json",
-                lambda: self.at, operator, 100 * self.grace, self.void.append,
+                lambda: self.at, operator, 100 * self.grace, self.void.append, self.code,
             )
 
     def follow(self, shards: Mapping[str, str]) -> None:
@@ -93,12 +99,14 @@ class Cluster:
             self.at += 1.0
             for name, seat in list(self.seats.items()):
                 try:
-                    self.sources[name] = seat.turn(self._held(name), self._own(name))
+                    self.sources[name] = seat.turn(self._held(name), self._own(name), self._streams(name))
                 except Killed:
                     self.killed.append(name)
                     del self.seats[name]
                     continue
                 self._pull(name, seat)
+                if seat.part is not None:
+                    self._encode(name, seat, seat.part)
             each()
 
     def _own(self, name: str) -> list[dict[str, Any]]:
@@ -107,6 +115,25 @@ class Cluster:
     def _held(self, name: str) -> list[dict[str, Any]]:
         return [{"source": f"{address}/{shard}", "run_id": RUN[0], "epoch": RUN[1], "steps": steps}
                 for (address, shard), steps in self.copies[name].items()]
+
+    def _streams(self, name: str) -> list[dict[str, Any]]:
+        return [{"run_id": RUN[0], "epoch": RUN[1], "step": step, "stream": number}
+                for step, number in self.streams[name]]
+
+    def _encode(self, name: str, seat: Seat, part: Part) -> None:
+        """The newest step that all nodes with data have; what is frozen stays."""
+        steps = []
+        for address in part.data:
+            data = address.partition(".")[0]
+            if data not in self.seats or data not in self.shards:
+                return  # it does not answer, or has nothing
+            steps.append(set(self.copies[data].get((address, self.shards[data]), ())))
+        streams = self.streams[name]
+        if (common := set.intersection(*steps)) and (max(common), part.number) not in streams:
+            streams.append((max(common), part.number))
+            for old in streams[: -self.keep]:
+                if seat.steps.get(RUN) != old[0]:
+                    streams.remove(old)
 
     def _pull(self, name: str, seat: Seat) -> None:
         """A new step each second, of all that it is to keep and of its own node; what is frozen stays."""

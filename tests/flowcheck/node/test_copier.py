@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ from flowcheck.node.copier import Copier, Rules
 from flowcheck.node.decided import Member
 from flowcheck.node.etcd import Etcd
 from flowcheck.node.holdings import DiskShelf
+from flowcheck.node.parity_shelf import Placed
+from flowcheck.node.rounds import Streams
 
 from ..hand_api import KEY, HandApi, HandVersion
 from ..hand_node import until
@@ -271,8 +274,8 @@ def test_whom_the_registry_says_is_followed_once_there_is_a_thread(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
-            sources.placed([api.address], {})
-    sources.placed([api.address], {})
+            sources.placed([api.address], {}, None)
+    sources.placed([api.address], {}, None)
     until(lambda: steps(tmp_path) == [4])
 
 
@@ -321,7 +324,8 @@ def test_whose_copies_are_kept_is_the_registrys_to_say(tmp_path: Path, said: Sai
         source.renew({"members/source": member.text()})
         registry = {"endpoints": server.endpoints, "cluster": "c", "ca": "", "replicas": 2, "grace": 0.2,
                     "address": "127.0.0.1:9", "site": {"name": "holder", "leaf": "l"}, "follows": False,
-                    "standby": False, "own": False, "replace": [], "replace_seconds": 1.0, "directory": str(tmp_path)}
+                    "standby": False, "own": False, "replace": [], "replace_seconds": 1.0, "directory": str(tmp_path),
+                    "code": None}
 
         def begin() -> threading.Event:
             copier = Copier(copies, Rules(seconds=0.01), say)
@@ -329,7 +333,7 @@ def test_whose_copies_are_kept_is_the_registrys_to_say(tmp_path: Path, said: Sai
             sources = module._Sources(copier, {"sources": [], "key": KEY, "ca": ""})
             ending = threading.Event()
             thread = threading.Thread(target=sitting.sit, args=(
-                registry, copies / "placement.json", copier.held, sources.placed, sources.node, say, ending))
+                registry, copies / "placement.json", copier.held, list, sources.placed, sources.node, say, ending))
             thread.start()
             stack.callback(thread.join, 60.0)
             stack.callback(ending.set)
@@ -355,3 +359,78 @@ def test_whose_copies_are_kept_is_the_registrys_to_say(tmp_path: Path, said: Sai
         api.versions[:] = [HandVersion(6)]
         begin()  # a process that is started again while etcd is gone
         until(lambda: held(6))
+
+
+def test_parity_is_the_registrys_to_place(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real etcd, two nodes that follow a stage each, and a holder, which is root. When etcd is killed, rounds go on,
+    also in a process that is started again meanwhile. The API asks those that the decision names."""
+    monkeypatch.setattr(sitting, "TURN_SECONDS", 0.1)
+    copies, parity = tmp_path / "copies", tmp_path / "parity"
+    copies.mkdir()
+
+    def say(event: str, **fields: Any) -> None:
+        said.append((event, fields))
+
+    def protected(step: int) -> bool:
+        return any(event == "protected" and fields["step"] == step for event, fields in said)
+
+    with etcd_server(tmp_path / "etcd") as server, HandApi() as one, HandApi() as two, contextlib.ExitStack() as stack:
+        nodes = dict(zip(("n0", "n1"), (one, two), strict=True))
+        sessions = {name: Etcd(server.endpoints, "c", seconds=30.0) for name in nodes}
+
+        def versions(step: int) -> None:
+            for number, api in enumerate(nodes.values()):
+                api.versions[:] = [HandVersion(step, shard=f"stage{number}")]
+
+        def there() -> bool:
+            """Their leases are renewed; never true."""
+            for number, (name, session) in enumerate(sessions.items()):
+                own = [{"run_id": "run", "epoch": 0, "shard": f"stage{number}"}]
+                session.renew({f"members/{name}": Member(Site(name), nodes[name].name, parity=True).text(),
+                               f"have/{name}": json.dumps({"epoch": 0, "copies": [], "own": own})})
+            return False
+
+        registry = {"endpoints": server.endpoints, "cluster": "c", "ca": "", "replicas": 1, "grace": 0.2,
+                    "address": "127.0.0.1:9", "site": {"name": "holder", "leaf": "l"}, "follows": False,
+                    "standby": False, "own": False, "replace": [], "replace_seconds": 1.0, "directory": str(tmp_path),
+                    "code": [2, 1]}
+
+        def begin() -> Callable[[], None]:
+            rules = Rules(seconds=0.01)
+            copier = Copier(copies, rules, say)
+            stack.callback(copier.close, 60.0)
+            sources = module._Sources(copier, {"sources": [], "key": KEY, "ca": ""})
+            ending = threading.Event()
+            threads = [threading.Thread(target=sitting.sit, args=(
+                registry, copies / "placement.json", copier.held, Streams(parity).held, sources.placed, sources.node,
+                say, ending)), threading.Thread(target=module._go_round, args=(
+                    parity, rules, copier, sources, say, ending))]
+            for thread in threads:
+                thread.start()
+
+            def end() -> None:
+                ending.set()
+                for thread in threads:
+                    thread.join(60.0)
+
+            stack.callback(end)
+            return end
+
+        versions(4)
+        there()
+        end = begin()
+        until(lambda: there() or protected(4))
+        placed = [fields for event, fields in said if event == "placed"][-1]
+        assert placed["parity"] == {"data": ["n0", "n1"], "holders": ["holder"]} and placed["copies"] == []
+        assert Placed(copies / "placement.json", "holder")() == [one.address, two.address]
+        assert Placed(tmp_path / "nothing", "holder")() == []
+        until(lambda: there() or '"stream": 2' in sessions["n0"].read()["have/holder"].value)
+        server.kill()
+        until(lambda: any(event == "unregistered" for event, _ in said))
+        versions(5)
+        until(lambda: protected(5))
+        end()
+        versions(6)
+        begin()
+        until(lambda: protected(6))
+        assert [event for event, _ in said if event in ("unprotected", "problem")] == []

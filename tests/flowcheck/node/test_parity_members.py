@@ -1,13 +1,9 @@
-"""A group with parity of real processes: two nodes with data (a replica, the process of their API, the one that
-copies) and two holders. Members are killed with all that they hold, in every set of up to three, and others take their
-places."""
+"""A group with parity of real processes: two nodes with data and two holders. Members are killed with all that they
+hold, in every set of up to three, and others take their places; or the registry's root finds those who do."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import shutil
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,116 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from flowcheck.control.ask import reader_key
-from flowcheck.control.protocol import token_bytes
 from flowcheck.errors import EnvironmentProblem
-from flowcheck.node.config import NodeConfig
-from flowcheck.node.copying import Copying
-from flowcheck.node.serving import Serving
 from flowcheck.trainer.recovery import recover
-from updater.optimizers import OptimizerSpec
-from updater.replica import Replica
 
 from ..hand_node import until
-from .conftest import LONGEST, TOKEN, NodeProcess
+from .conftest import LONGEST, TOKEN
+from .parity_scene import STEP, Holder, Node, free_addresses, weights
+from .registry_scene import etcd_server
 
-DATA, MEMBERS, STEP = 2, 4, 7
-
-
-def weights(shard: int) -> torch.Tensor:
-    return torch.arange(400_000 * (shard + 1), dtype=torch.float32) / 7 + shard
-
-
-def free_addresses(count: int) -> list[str]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [f"127.0.0.1:{one.getsockname()[1]}" for one in held]
-    for one in held:
-        one.close()
-    return found
-
-
-class Node:
-    """A member with data, without a mirror port: its replica is written here."""
-
-    def __init__(self, number: int, shm: Path, group: list[str], events: list[dict[str, Any]]) -> None:
-        self.directory = shm / f"member{number}"
-        self.directory.mkdir()
-        (shm / "token").write_bytes(TOKEN)
-        spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 0.5})])
-        path = self.directory / f"flowcheck-n-stage{number}-1.replica"
-        self._replica = Replica({"w": weights(number)}, spec, path=path, run_id="run", step=STEP, slots=4)
-        config = NodeConfig.model_validate({
-            "name": "n", "control": {"listen": "127.0.0.1:0", "token_file": str(shm / "token")},
-            "capture": {"device": "x"}, "api": {"listen": group[number]},
-            "replica": {"directory": str(self.directory), "slots": 4},
-            "output": {"directory": str(self.directory / "out")},
-            "protect": {"parity": "2+2", "group": group, "every": STEP, "seconds": 0.1},
-        })
-
-        def say(event: str, **fields: Any) -> None:
-            self.events.append({"event": event, **fields})
-
-        self.events = events
-        self._serving = Serving(config, TOKEN, say)
-        self._copying = Copying(config, reader_key(token_bytes(TOKEN.decode())), group[number], say)
-
-    def whole(self) -> bool:
-        self._copying.look()
-        return any(self.directory.glob("*.copies/*/*/epoch-0/step-000007"))
-
-    def lose(self) -> None:
-        """kill -9 of what it started, and its memory with it."""
-        for process in (self._serving._process, self._copying._process):
-            assert process is not None
-            process.kill()
-            process.wait(LONGEST)
-        self.close()
-
-    def close(self) -> None:
-        self._serving.close()
-        self._copying.close()
-        self._replica.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
-
-
-class Holder:
-    def __init__(self, number: int, shm: Path, group: list[str]) -> None:
-        self.directory = shm / f"member{number}"
-        self.directory.mkdir()
-        self._process = NodeProcess(self.directory, f'''name = "h"
-[tokens]
-reader = "{self.directory}/token"
-[api]
-listen = "{group[number]}"
-[protect]
-parity = "2+2"
-group = {json.dumps(group)}
-every = {STEP}
-directory = "{self.directory}"
-seconds = 0.1
-''', began="holding")
-
-    def whole(self) -> bool:
-        return any(self.directory.glob("*.parity/run/epoch-0/step-000007.parity"))
-
-    def lose(self) -> None:
-        self._process.process.kill()
-        self._process.process.wait(LONGEST)
-        until(lambda: not answers(self._process.said("holding")[0]["api"]))  # what it started ends with it
-        self.close()
-
-    def close(self) -> None:
-        self._process.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
-
-
-def answers(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=5.0).close()
-    except OSError:
-        return False
-    return True
+DATA, MEMBERS = 2, 4
 
 
 @pytest.fixture
@@ -141,7 +36,9 @@ def test_every_set_of_members_is_lost_and_replaced(members: dict[int, Node | Hol
     group, events = free_addresses(MEMBERS), list[dict[str, Any]]()
 
     def begin(number: int) -> None:
-        members[number] = Node(number, shm, group, events) if number < DATA else Holder(number, shm, group)
+        of = {"group": group}
+        members[number] = (Node(number, shm, group[number], of, events) if number < DATA else
+                           Holder(number, shm, group[number], of))
 
     for number in range(MEMBERS):
         begin(number)
@@ -165,3 +62,43 @@ def test_every_set_of_members_is_lost_and_replaced(members: dict[int, Node | Hol
         print(f"lost {lost}: {back:.2f} s until both shards were asked for, {time.monotonic() - began:.2f} s until all"
               " members had their pieces again")
     assert not [said for said in events if said["event"] == "problem" and "ended with status" not in said["why"]]
+
+
+@pytest.mark.slow
+def test_the_registry_replaces_a_holder_and_both_nodes_are_lost(
+    members: dict[int, Node | Holder], shm: Path, tmp_path: Path
+) -> None:
+    """Nobody names a group: root does. A holder is killed, a standby takes its place and encodes the newest step; then
+    both nodes are lost with all that they held, and etcd: both shards are made of parity alone."""
+    addresses, events = free_addresses(MEMBERS + 1), list[dict[str, Any]]()
+    with etcd_server(tmp_path / "etcd") as server:
+        def begin(number: int, leaf: str, **more: Any) -> None:
+            of = {"registry": server.endpoints, "grace": 5.0, "leaf": leaf, **more}
+            members[number] = (Node(number, shm, addresses[number], of, events) if number < DATA else
+                               Holder(number, shm, addresses[number], of))
+
+        for number, leaf in enumerate(("l1", "l2", "l1", "l2")):
+            begin(number, leaf)
+        until(lambda: all(one.whole() for one in members.values()))
+        begin(4, "l1", standby=True)
+        other, standby = members[3], members[4]
+        assert isinstance(other, Holder) and isinstance(standby, Holder)
+        placed = other.process.said("placed")[-1]
+        assert placed["parity"] == {"data": ["n0", "n1"], "holders": ["h2", "h3"]} and placed["copies"] == []
+        standby.process.wait("placed")
+
+        members.pop(2).lose()
+        kept = standby.process.wait("protected")
+        assert (kept["step"], kept["stream"], kept["shards"]) == (STEP, 2, ["stage0", "stage1"])
+        restored = standby.process.wait("restored")
+        assert standby.process.said("placed")[-1]["parity"]["holders"] == ["h4", "h3"]
+        assert restored["epoch"] == restored["since"] + 2  # frozen, replaced, whole
+        assert [one["stream"] for one in other.process.said("protected")] == [3]
+
+        for number in range(DATA):
+            members.pop(number).lose()
+        server.kill()
+        for shard in range(DATA):
+            found = recover(addresses, token=TOKEN.decode(), shard=f"stage{shard}", together=False, seconds=LONGEST)
+            assert (found.step, found.source.rpartition(", ")[2]) == (STEP, "parity")
+            assert torch.equal(found.model["w"], weights(shard))

@@ -151,7 +151,7 @@ def test_what_a_member_has_is_there_for_all(cluster: Cluster) -> None:
     cluster.at += 1.0
     cluster.seats["a"].turn([{"shard": "dp0", "steps": [4, 6]}])
     said = json.loads(cluster.shared.session().read()[HAVE + "a"].value)
-    assert said == {"epoch": 0, "copies": [{"shard": "dp0", "steps": [4, 6]}], "own": []}
+    assert said == {"epoch": 0, "copies": [{"shard": "dp0", "steps": [4, 6]}], "own": [], "parity": []}
 
 
 @pytest.mark.parametrize("text", [
@@ -160,6 +160,12 @@ def test_what_a_member_has_is_there_for_all(cluster: Cluster) -> None:
     '{"epoch": 1, "members": {}, "holders": {"a": ["b"]}}', '{"epoch": 1, "members": {}, "holders": {}, "recovery": 1}',
     '{"epoch": 1, "members": {"a": {"address": "h:1", "standby": 1}}, "holders": {"a": []}}',
     '{"epoch": 9, "members": {"a": {"address": "h:1"}}, "holders": {"a": ["nobody"]}}',
+    '{"epoch": 9, "members": {"a": {"address": "h:1"}}, "holders": {"a": []}, "parity": {"data": ["a"], '
+    '"holders": ["nobody"]}}',
+    '{"epoch": 9, "members": {"a": {"address": "h:1"}}, "holders": {"a": []}, "parity": {"data": ["a"], '
+    '"holders": ["a"]}}',
+    '{"epoch": 9, "members": {"a": {"address": "h:1"}}, "holders": {"a": []}, "parity": {"data": [], "holders": [""]}}',
+    '{"epoch": 9, "members": {}, "holders": {}, "parity": 3}',
     '{"epoch": -9, "members": {}, "holders": {}}', f'{{"epoch": {"9" * 4299}, "members": {{}}, "holders": {{}}}}',
     '{"epoch": 9, "members": {}, "holders": {}, "recovery": {"number": Infinity, "lost": [], "asked": [], '
     '"shards": [], "void": [], "steps": []}}',

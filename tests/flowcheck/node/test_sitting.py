@@ -17,13 +17,14 @@ from .conftest import LONGEST
 
 SAID = {"endpoints": ["http://127.0.0.1:1"], "cluster": "c", "ca": "", "replicas": 2, "grace": 0.2,
         "address": "127.0.0.1:9", "site": {"name": "holder", "leaf": "l"}, "follows": False, "standby": False,
-        "own": False, "replace": [], "replace_seconds": 1.0}
+        "own": False, "replace": [], "replace_seconds": 1.0, "code": None}
 
 
 class HandSeat:
     """Each turn says what the test has put there. It counts them: each keeps the lease."""
 
     steps: Mapping[Any, int] = {}
+    part = None
 
     def __init__(self) -> None:
         self.turns, self.closed = 0, False
@@ -58,14 +59,14 @@ def test_a_placement_that_cannot_be_followed_costs_no_lease(tmp_path: Path, monk
     fails: list[Exception] = []
     ending = threading.Event()
 
-    def take(sources: Sequence[tuple[str, int]], steps: Any) -> None:
+    def take(sources: Sequence[tuple[str, int]], steps: Any, part: Any) -> None:
         if fails:
             raise fails[0]
         took.append(sources)
 
     seat.found = {"source": "10.0.0.2:0"}
     thread = threading.Thread(target=sitting.sit, args=(
-        SAID | {"directory": str(tmp_path)}, tmp_path / "placement.json", list, take, None,
+        SAID | {"directory": str(tmp_path)}, tmp_path / "placement.json", list, list, take, None,
         lambda event, **fields: said.append((event, fields["why"])), ending))
     thread.start()
     try:

@@ -43,6 +43,17 @@ def test_parity_across_leaves(file: Path, capsys: pytest.CaptureFixture[str]) ->
     assert found["tables"]["survival"]["rows"][:3] == [[1, 1.0], [2, 1.0], [3, 0.0]] and found["good"]
 
 
+def test_parity_of_what_two_nodes_follow(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a registry's root places it: data stays where it is, parity goes where the group has the fewest."""
+    command = f"{write(file, *'abababc')} --code 2+2"
+    file.write_text(file.read_text().replace('name = "ck4"', 'name = "ck4"\nfollows = true').replace(
+        'name = "ck1"', 'name = "ck1"\nfollows = true'))
+    found = answer_of(capsys, command)
+    assert found["tables"]["groups"]["rows"] == [[0, "2 + 2", "ck0, ck1, ck4, ck6"]] and found["good"]
+    file.write_text(file.read_text().replace('name = "ck1"\nfollows = true', 'name = "ck1"'))
+    assert "1 machines follow a shard each, and there are 2" in refused(command).what
+
+
 def test_leaves_that_nobody_knows(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text('[[holder]]\nname = "a"\n[[holder]]\nname = "b"\n')
     found = answer_of(capsys, f"holders {file}")
@@ -56,6 +67,7 @@ def test_leaves_that_nobody_knows(file: Path, capsys: pytest.CaptureFixture[str]
     [
         ("", "", "has no [[holder]]"), ("holder = 3", "", "has no [[holder]]"), ("x =", "", "is not TOML"),
         ('[[holder]]\nleaf = "a"', "", "has no name"), ('[[holder]]\nname = 3', "", "name is not a text"),
+        ('[[holder]]\nname = "a"\nfollows = 1', "", "follows is not true or false"),
         ('[[holder]]\nname = "a"\nlaef = "b"', "", "laef is not a key"), ('[[holder]]\nname = "a"', "", "2 replicas"),
         ('[[holder]]\nname = "a"\n' * 2, "", "is given twice"), ('[[holder]]\nname = "a"', "--code 2", "is not K+M"),
         ('[[holder]]\nname = "a"', "--code 2+2", "2 + 2 do not fit 1"),
