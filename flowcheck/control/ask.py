@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from flowcheck.control.messages import MOST_RANKS
+from flowcheck.control.pace import Pace
 from flowcheck.control.receiving import RATE, SECONDS, AskError, Hashing, Received, Stream
 from flowcheck.control.tensors import CHUNK, HEADER_LIMIT, memory, places
 from flowcheck.control.user_state import USER_BYTES, UserState
@@ -153,12 +154,13 @@ def _spans(said: Any, where: str) -> tuple[tuple[int, int], ...]:
 
 class Node:
     """address: host and port of a node's API. key: of `reader_key`. seconds: that it may be silent. tls: None: not
-    encrypted."""
+    encrypted. pace: at which files are read; None: as they come."""
 
     def __init__(
-        self, address: tuple[str, int], key: str, seconds: float = SECONDS, tls: ssl.SSLContext | None = None
+        self, address: tuple[str, int], key: str, seconds: float = SECONDS, tls: ssl.SSLContext | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        self._tls = tls
+        self._tls, self.pace = tls, pace
         self._address, self._key, self._seconds = address, key, seconds
         self._connection: http.client.HTTPConnection | None = None
         self._response: http.client.HTTPResponse | None = None
@@ -177,7 +179,7 @@ class Node:
 
     def again(self, seconds: float | None = None) -> Node:
         """The same node, over a connection of its own. seconds: that it may be silent there."""
-        return Node(self._address, self._key, self._seconds if seconds is None else seconds, self._tls)
+        return Node(self._address, self._key, self._seconds if seconds is None else seconds, self._tls, self.pace)
 
     def close(self) -> None:
         """Let the connection go; may be called twice."""

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from flowcheck.control.pace import Pace
 from flowcheck.control.tensors import CHUNK, memory
 from flowcheck.errors import FlowcheckError
 
@@ -46,6 +47,7 @@ class Source(Protocol):
 
     received: int
     seconds: float  # that it may be silent
+    pace: Pace | None  # at which files are read; None: as they come
 
     def open(self, path: str, first: int = 0, most: int = 0) -> http.client.HTTPResponse:
         """The answer to a request, from byte `first` on, of at most so many bytes."""
@@ -67,6 +69,7 @@ class Stream:
         self._attempts = ATTEMPTS
         self._response: http.client.HTTPResponse | None = None
         self._early = memoryview(b"")  # what came with the head of the answer
+        self._piece = CHUNK if node.pace is None else min(CHUNK, node.pace.piece)  # bytes at once
         self.size = -1  # of the file
         self._waited = 0.0  # seconds, for bytes: what is done with them takes as long as it takes
         self._open()
@@ -104,21 +107,23 @@ class Stream:
             if count:
                 self._at += count
                 self._node.received += count
+                if self._node.pace is not None:
+                    self._node.pace.take(count)
                 return count
             self._response = None
             self._again(why)
 
     def _receive(self, views: deque[memoryview]) -> int:
-        """At most about CHUNK bytes, so that the deadline is looked at. 0: there are no more."""
+        """At most a piece, so that the deadline is looked at. 0: there are no more."""
         assert self._response is not None
         sock, first = self._node.plain, views[0]
         if self._early or sock is None:
             count = min(len(self._early), len(first))
             if not count:
-                return self._response.readinto(first[:CHUNK])
+                return self._response.readinto(first[: self._piece])
             first[:count], self._early = self._early[:count], self._early[count:]
             return count
-        room = min(CHUNK, self.size - self._at)
+        room = min(self._piece, self.size - self._at)
         taken: list[memoryview] = []
         for view in views:
             if room <= 0 or len(taken) == VIEWS:

@@ -28,6 +28,7 @@ MOST_STREAMS_OF_A_CODE = 32  # checkpoint/coding/galois.pyx
 MOST_STREAMS = 64  # queues of all captures: streams that one state machine follows (parser/include/machine.h)
 NOWHERE = "127.0.0.1:0"  # of a node that nobody speaks to
 AUTO = ("auto",)
+SLOWEST = 8  # MiB a second, of a pull: a source lets one go that is slower than half of that (holdings.py)
 MOST_TOKENS = 2  # of a role
 SKELETON = "dma_skeleton"  # each time it is named, another engine is meant
 
@@ -312,9 +313,10 @@ class Store(_Part):
 class Protect(_Part):
     """copies: HOST:PORT of the `api.listen` of nodes whose versions this one keeps copies of. every: of each K-th step.
     keep: whole copies of a group; one more while the next comes. directory: for them, on tmpfs; left out: that of the
-    replicas. memory_mb: most that all copies may take. seconds: between two looks at a node. journal: of some of these
-    nodes, HOST:PORT of `control.listen`: what their gradients were since the copy is kept, too; at a holder of parity
-    also of nodes with data, since the last rounds.
+    replicas. memory_mb: most that all copies may take. seconds: between two looks at a node. mb_per_second: MiB that
+    are read from other nodes at most, for copies and parity together; None: as fast as they come. journal: of some of
+    these nodes, HOST:PORT of `control.listen`: what their gradients were since the copy is kept, too; at a holder of
+    parity also of nodes with data, since the last rounds.
 
     parity: "K+M": of K nodes, each of which follows a shard, any M of the group may be lost. group: HOST:PORT of their
     `api.listen`, the K nodes and then M holders of parity; this node is one of them. Left out: the registry says it.
@@ -333,6 +335,7 @@ class Protect(_Part):
     directory: Path | None = None
     memory_mb: Annotated[int, Field(ge=1)] = 65536
     seconds: Annotated[float, Field(ge=0.05, le=3600)] = 0.5
+    mb_per_second: Annotated[int, Field(ge=SLOWEST, le=1 << 20)] | None = None
     parity: Annotated[str, Field(pattern=r"^[0-9]{1,2}\+[0-9]{1,2}$")] | None = None
     group: Annotated[tuple[str, ...], Field(max_length=32)] = ()
     journal: dict[str, str] = {}
@@ -375,6 +378,10 @@ class Protect(_Part):
         if strange := self.journal.keys() - {*self.copies, *self.group[: self.code[0] if self.code is not None else 0]}:
             raise _wrong("journal", f"{min(strange)} is none of protect.copies, and no node with data of protect.group:"
                          " a journal needs a copy or parity to begin with")
+        together = max(len(self.copies), self.code[0] if self.code is not None else 1)
+        if self.mb_per_second is not None and self.mb_per_second < SLOWEST * together:
+            raise _wrong("mb_per_second", f"{self.mb_per_second} for {together} versions that may be pulled at once:"
+                         f" {SLOWEST} for each at least, or their nodes end it")
         _other_nodes(tuple(self.journal.values()))
         for key in ("standby", "own", "replace"):
             if getattr(self, key) and not self.registry:

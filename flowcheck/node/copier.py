@@ -14,6 +14,8 @@ holder makes rounds (rounds.py). Who is what is in the settings, or the registry
 
 Of each group of a source the `keep` copies that came last stay, whatever run they are of. An older one goes when a
 newer one is whole, and not before; one of a step that is frozen after a loss (seat.py) when that is over.
+
+All pulls of versions together read no more bytes a second than the settings say. What is made for who asks is no pull.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.copies import take_copy
 from flowcheck.checkpoint.directory import MANIFEST
 from flowcheck.control.ask import DISK, MEMORY, Node, Offer
+from flowcheck.control.pace import Pace
 from flowcheck.control.sources import addresses
 from flowcheck.control.tls import client_context
 from flowcheck.durable import came_last, remove_tree
@@ -267,6 +270,8 @@ class _Sources:
         self._copier, self._said = copier, dict(said)
         self._lock = threading.Lock()
         self._placed: list[tuple[str, int]] = []
+        self._pace = Pace(said["rate"]) if said["rate"] else None  # of all pulls together
+        self._own = addresses([said["own"]])
         self.part: Part | None = None
         self._follow()
 
@@ -289,8 +294,9 @@ class _Sources:
                     raise
 
     def node(self, address: tuple[str, int]) -> Node:
-        """One that is shown this node's key."""
-        return Node(address, self._said["key"], tls=self._tls())
+        """One that is shown this node's key. What comes from here takes nobody's network."""
+        pace = None if address in self._own else self._pace
+        return Node(address, self._said["key"], tls=self._tls(), pace=pace)
 
     def _tls(self) -> ssl.SSLContext | None:
         return client_context(self._said["ca"]) if self._said["ca"] else None

@@ -45,6 +45,7 @@ class Copying(Beside):
         super().__init__("flowcheck.node.copier", "keeps copies of other nodes' versions", {
             "directory": str(directory), "key": key, "ca": config.tls.ca if config.tls is not None else "",
             "sources": protect.addresses, "journal": protect.journals, "token": self._token(config),
+            "own": protect.advertise or address, "rate": (protect.mb_per_second or 0) << 20,
             "cores": sorted(os.sched_getaffinity(0) - config.pinned),
             "rules": {"every": protect.every, "keep": protect.keep, "most": protect.memory_mb << 20,
                       "seconds": protect.seconds},

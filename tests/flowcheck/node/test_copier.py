@@ -266,7 +266,7 @@ def test_a_source_for_which_there_was_no_thread_gets_one_later(
 def test_whom_the_registry_says_is_followed_once_there_is_a_thread(
     make: Callable[..., Copier], api: HandApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sources = module._Sources(make(), {"sources": [], "key": KEY, "ca": ""})
+    sources = module._Sources(make(), {"sources": [], "key": KEY, "ca": "", "own": "127.0.0.1:9", "rate": 0})
 
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -330,7 +330,7 @@ def test_whose_copies_are_kept_is_the_registrys_to_say(tmp_path: Path, said: Sai
         def begin() -> threading.Event:
             copier = Copier(copies, Rules(seconds=0.01), say)
             stack.callback(copier.close, 60.0)
-            sources = module._Sources(copier, {"sources": [], "key": KEY, "ca": ""})
+            sources = module._Sources(copier, {"sources": [], "key": KEY, "ca": "", "own": "127.0.0.1:9", "rate": 0})
             ending = threading.Event()
             thread = threading.Thread(target=sitting.sit, args=(
                 registry, copies / "placement.json", copier.held, list, sources.placed, sources.node, say, ending))
@@ -399,7 +399,7 @@ def test_parity_is_the_registrys_to_place(tmp_path: Path, said: Said, monkeypatc
             rules = Rules(seconds=0.01)
             copier = Copier(copies, rules, say)
             stack.callback(copier.close, 60.0)
-            sources = module._Sources(copier, {"sources": [], "key": KEY, "ca": ""})
+            sources = module._Sources(copier, {"sources": [], "key": KEY, "ca": "", "own": "127.0.0.1:9", "rate": 0})
             ending = threading.Event()
             threads = [threading.Thread(target=sitting.sit, args=(
                 registry, copies / "placement.json", copier.held, Streams(parity).held, sources.placed, sources.node,

@@ -113,6 +113,13 @@ def test_it_holds_what_the_source_had(start: Callable[..., NodeProcess], shm: Pa
     back(start(serving.address))
 
 
+def test_a_pull_is_no_faster_than_it_may_be(start: Callable[..., NodeProcess]) -> None:
+    """In the holder's own process. A busy machine only takes longer."""
+    with HandApi(HandVersion(3, {"w": [0.5] * 5_000_000})) as api:
+        copied = start(api.name, mb_per_second=8).wait("copied")
+        assert copied["bytes"] > 20_000_000 and copied["seconds"] >= 2.0
+
+
 def test_its_metrics_are_there_although_it_has_no_port(tmp_path: Path) -> None:
     """What is made of captures is empty for it, and has to have their form."""
     given = NodeConfig.model_validate({
@@ -286,6 +293,9 @@ def config_of(tmp_path: Path, text: str) -> Path:
         ("[protect]", '[control]\nlisten = "127.0.0.1:7"\n[protect]', "control", "this one has no [capture]"),
         ("[protect]", '[replica]\nslots = 4\n[protect]', "replica", "this one has no [capture]"),
         ("seconds = 0.05", "second = 1", "protect.second", "did you mean seconds"),
+        ("seconds = 0.05", "mb_per_second = 7", "protect.mb_per_second", "greater than or equal to 8"),
+        ('copies = ["127.0.0.1:5"]', 'copies = ["127.0.0.1:5", "h:6"]\nmb_per_second = 15', "protect.mb_per_second",
+         "15 for 2 versions that may be pulled at once: 8 for each"),
         ("seconds = 0.05", "standby = true", "protect.standby", "protect.registry is missing"),
         ("seconds = 0.05", 'replace = ["a"]', "protect.replace", "protect.registry is missing"),
         ("seconds = 0.05", 'journal = {"127.0.0.1:6" = "127.0.0.1:7"}', "protect.journal", "is none of protect.copies"),
