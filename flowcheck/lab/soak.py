@@ -11,7 +11,9 @@ said, *joining* (before the first version after a start of the job or of the nod
 is none of these is *unaccounted*, and what was repeated after a fault must be what it was before.
 
 Memory and open files of the node's processes are sampled all the time. A trend is a regression over what they have
-when a process has warmed up; it grows where its slope is above zero by more than twice its standard error.
+when a process has warmed up; it grows where its slope is above zero by more than twice its standard error. Each start
+of a job and each recovery takes a little that is kept, 100 KiB at first and always less: some tens of both are over
+before it ends. So ranks are killed ten times as often while the node's processes warm up.
 """
 
 from __future__ import annotations
@@ -46,13 +48,15 @@ MOST = 2000  # iterations in which a version must have been made
 SAMPLE_SECONDS = 1.0
 BLOCK = 10  # samples of which one is made: neighbours are not independent
 WARM = 1 / 3  # of a process's life
+WARMING = 10  # times as many ranks are killed meanwhile
 LEAST_BLOCKS = 5
 PAGES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """minutes: of training. kill_seconds: between two ranks that are killed. seed: of who dies, and when."""
+    """minutes: of training. kill_seconds: between two ranks that are killed, once the node has warmed up. seed: of who
+    dies, and when."""
 
     minutes: float = 30.0
     kill_seconds: float = 180.0
@@ -237,15 +241,16 @@ class _Soak:
         run, plan = self._run, self._plan
         run.start_nodes(self._job)
         run.attach(self._job)
-        begin = time.monotonic()
-        end, killed, restarted = begin + 60 * plan.minutes, begin, False
-        while (now := time.monotonic()) < end:
-            if now - killed >= plan.kill_seconds:
+        begin = started = time.monotonic()
+        life, killed = 30 * plan.minutes, begin
+        while (now := time.monotonic()) < begin + 2 * life:
+            warm = now - started >= WARM * life
+            if now - killed >= plan.kill_seconds / (1 if warm else WARMING):
                 self._kill_a_rank()
                 killed = time.monotonic()
-            elif not restarted and now - begin >= 30 * plan.minutes:
+            elif started == begin and now - begin >= life:
                 self._kill_the_node()
-                restarted = True
+                started = time.monotonic()
             else:
                 run.train(CHUNK)
         run.end()

@@ -44,7 +44,7 @@ def test_what_is_worth_most_is_the_newest_step_that_all_have(own: Any, others: l
     ({5, 6, 7}, [{6, 7, 8}], (7,)), ({5, 6, 7}, [{4, 5, 6}], (6, 7)), ({5, 6, 7}, [{4, 5}], (5, 6, 7)),
     ({5, 6, 7}, [{3, 4}], (5, 6, 7)), ({5, 6, 7}, [{8, 9}], ()), ({5, 6, 7}, [{5, 9}], (5,)),
     ({5, 6, 7}, [{5, 6}, {6, 7}], (6, 7)), ({5, 6, 7}, [{5, 6}, {5, 7}], (5, 7)), ({5, 6, 7}, [{5}, {7}], (7,)),
-    (set(), [{5}], ()),
+    (set(), [{5}], ()), ({0}, [{1}], ()), ({1}, [{0}], (1,)), ({0, 1}, [{0}], (0, 1)),
 ])
 def test_what_is_kept(own: set[int], others: list[set[int]], kept: tuple[int, ...]) -> None:
     assert worth(own, others) == kept
@@ -239,6 +239,8 @@ def test_what_a_node_said_last_is_all_that_it_has() -> None:
     assert scene.order(5, 6, 7) == (6, 7)
     scene.hear(("s1", [6, 7]))
     assert scene.order(5, 6, 7) == (7,)
+    scene.hear(("s1", [6, 7]))
+    assert scene.order(5, 6, 7) is None, "the same once more is nothing new"
     scene.hear()
     assert scene.order(5, 6, 7) == ()
 
@@ -264,6 +266,12 @@ def test_who_tells_others_is_woken_by_what_is_new_here_and_by_nothing_else() -> 
     assert (new := scene.common.wait(seen, 60)) != seen
     scene.order(6, 7)
     assert scene.common.wait(new, 0) == new
+    scene.common.gone("nobody")
+    assert scene.common.wait(new, 0) == new
+    scene.common.gone("s0")
+    assert (gone := scene.common.wait(new, 60)) != new
+    scene.order(6, 7)
+    assert (new := scene.common.wait(gone, 60)) != gone
     scene.common.wake()
     assert scene.common.wait(new, 60) != new
 
