@@ -165,6 +165,24 @@ def test_state_of_the_optimizer_comes_with_it(scene: Callable[..., Scene], api: 
     assert at.values() == alike(2.0), "half of 2 and a gradient of 1, times 0.5"
 
 
+def test_a_tensor_in_many_pieces_lies_where_it_lay(
+    scene: Callable[..., Scene], api: HandApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flowcheck.control.ask.CHUNK", 12)
+    job = small_job(options={"lr": 0.5, "momentum": 0.5})
+    state = {f"state.{entry.name}.momentum_buffer": [float(i) for i in range(entry.elements)] for entry in job.model}
+    api.versions = [version(9, 3.0, job, state=state, options={"lr": 0.5, "momentum": 0.5})]
+    at = scene(peers=True, job=job, wire=range(8, 16))
+    for rank in (0, 1):
+        at.record(8, rank)
+    until(at, lambda: said(at, CaughtUp))
+    for rank in (0, 1):
+        at.record(9, rank)
+    until(at, lambda: at.session.serves == 9)
+    assert at.values() == {
+        entry.name: {3.0 - 0.5 * (0.5 * i + 1.0) for i in range(entry.elements)} for entry in job.model}
+
+
 def test_constants_and_buffers_of_a_replica_that_has_none(
     scene: Callable[..., Scene], api: HandApi, tmp_path: Path
 ) -> None:
@@ -475,6 +493,16 @@ def test_it_is_not_tried_again_soon(scene: Callable[..., Scene], api: HandApi) -
     at.take(at.session._lose("all of it", last=8))
     at.poll()
     assert len(api.asked) == asked and not said(at, CaughtUp)
+
+
+def test_one_that_failed_is_left_out_for_a_time(scene: Callable[..., Scene], api: HandApi) -> None:
+    api.versions = [version(7, rounding="another")]
+    catching = CatchUp(lambda: [Node(api.address, KEY, ANSWER_SECONDS)], "", START, lambda: 50.0)
+    at = came_back(scene, catching=catching)
+    until(at, lambda: said(at, NotCaughtUp))
+    [first] = said(at, NotCaughtUp)
+    assert first.failed[api.name].startswith("is computed as 'another'")
+    assert catching._left_out == {api.name: (first.failed[api.name], 50.0 + 300.0)}
 
 
 def test_a_token_that_cannot_be_read_is_said(scene: Callable[..., Scene]) -> None:
