@@ -139,7 +139,9 @@ class Asked:
         monkeypatch.setenv("PYTHONPATH", str(folder))
         self.ring = MemoryRing()
         self.placers = Placers([self.ring.ring_address])
-        self.at = Assigning([self.ring.ring_address], [], lambda event, **fields: self.said.append(event))
+        self.now = 0.0
+        self.at = Assigning([self.ring.ring_address], [], lambda event, **fields: self.said.append(event),
+                            lambda: self.now)
 
     def says(self, text: str, status: int = 0) -> None:
         self.script.write_text(f"import sys\nsys.stdin.read()\nprint({text!r})\nsys.exit({status})\n")
@@ -180,6 +182,25 @@ def test_what_fits_nothing_is_asked_twice(asked: Asked) -> None:
     with pytest.raises(UserError, match="fits nothing"):
         asked.at.of({"run_id": "b"}, FLOWS)
     assert asked.at.of({"run_id": "c"}, FLOWS) is None, "another description is another question"
+
+
+def test_it_is_asked_anew_with_twice_as_much_and_not_at_once(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Either alone would ask the process as fast as it answers."""
+    monkeypatch.setattr(module, "PAUSE", 1.0)
+    asked.says('{"early": "1.0 of 3"}')
+    asked.at.of({}, FLOWS)
+    asked.ring.put([(1, bytes(64))] * (module.LEAST - 1))
+    assert asked.at.look() is False and asked.at._process is None
+    assert asked.turn() is False
+    seen = asked.at._due // 2
+    asked.now += 5
+    asked.ring.put([(1, bytes(64))] * (seen - 1))
+    assert asked.at.look() is False and asked.at._process is None, "the pause is over, and less than twice as much came"
+    asked.now -= 4.5
+    asked.ring.put([(1, bytes(64))] * 2)
+    assert asked.at.look() is False and asked.at._process is None, "twice as much came, and the pause is not over"
+    asked.now += 0.6
+    assert asked.at.look() is False and asked.at._process is not None
 
 
 def test_a_process_that_fails_is_named(asked: Asked) -> None:
