@@ -91,6 +91,7 @@ class Group(Membership):
         self._settled = False  # this run has a version that may be relied on: those of others are gone
         self._persisted = threading.Event()  # a verified version of this run is on disk
         self._session: LiveSession | None = None
+        self.plan: JobPlan | None = None  # what payloads are checked against
         self._job: dict[str, Any] | None = None  # what the session was planned from
         self._clock = Clock()  # the trainers'
         self._asking = Asking(self._tell, self._say, self._dropped)
@@ -115,12 +116,6 @@ class Group(Membership):
     def put(self, inbound: Inbound) -> None:
         """Raises queue.Full."""
         self._inbox.put_nowait(inbound)
-
-    @property
-    def plan(self) -> JobPlan | None:
-        """What payloads are checked against."""
-        session = self._session
-        return session.plan if session is not None else None
 
     def announce(self, member: RankSession, iteration: int) -> None:
         """A state's header has come; its payload follows."""
@@ -220,7 +215,7 @@ class Group(Membership):
         self._moves.lost()
         self._moves.begun()
         self._say("moved", why=f"{self._moved}: was the mirror configured anew? The job is joined anew where it is now")
-        self._drop_session()
+        self._drop_session(self.plan)  # answers to what was asked are on their way
         self._plan()
 
     def _handle_one(self) -> bool:
@@ -325,7 +320,7 @@ class Group(Membership):
             patience=self._config.replica.patience_packets,
         )
         check_memory(plan, self._config.replica)
-        self._drop_session()
+        self._drop_session(plan)
         settings = self._config.replica
         self._job, self._clock = body, Clock(manifest.first)
         self._settled, self._persisted = False, threading.Event()
@@ -520,7 +515,9 @@ class Group(Membership):
             self._say("heard", why="the mirror brings the job's packets again")
         self._asking.silent(why)
 
-    def _drop_session(self) -> None:
+    def _drop_session(self, plan: JobPlan | None = None) -> None:
+        """plan: what payloads are checked against from now on."""
+        self.plan = plan
         if self._session is not None:
             self._session.close()
             self._common.gone(self.name)

@@ -9,7 +9,8 @@ for a while. It is wrong where the mirror was configured anew, and all there is 
 interface or into another queue. Two signs tell that from a loss:
 
     late        LATE iterations in a row lacked nothing, and closed only because their arenas were needed
-    standing    for SECONDS nothing could close: one stream waits for an arena, and another one's ring is empty
+    standing    for SECONDS nothing could close: one stream waits for an arena, or would but for iterations that are
+                given up meanwhile (rebuild/overload.py), and another one's ring is empty
 
 Ranks of a job are never that far apart, and a thread that is slow has packets in its ring. Whoever hears Moved joins
 the job anew, so that nothing waits for the old place any more. Somebody has to find the cable: so it says which
@@ -98,7 +99,7 @@ class Movement:
     def _behind(self) -> list[str]:
         """Streams that hold up all others, and have nothing to read."""
         scheduler, oldest = self._scheduler, self._engine.oldest
-        if not scheduler.blocked or scheduler.due():
+        if not scheduler.waits or scheduler.due():
             return []
         found = [i for i in range(len(self._names)) if scheduler.state(i, oldest) == "behind"]
         if any(self._engine.waiting(self._sources[i].ring_address)[0] for i in found):

@@ -306,6 +306,11 @@ class ArenaScheduler:
         """Does any stream wait for an arena?"""
         return any(self._blocked)
 
+    @property
+    def waits(self) -> bool:
+        """Does any stream wait for the arena of the oldest iteration, or would it but for those that are given up?"""
+        return any(self._waits(i, self._engine.oldest) for i in range(len(self._sources)))
+
     def state(self, stream: int, iteration: int) -> StreamState:
         """Where a stream stands with respect to an iteration that is closing."""
         if self._ended[stream]:

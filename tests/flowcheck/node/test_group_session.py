@@ -16,6 +16,7 @@ import flowcheck.node.uploads
 from flowcheck.control.protocol import Bye, Joined, Manifest, Notice, Progress, Record, State, Steps, User, Wanted
 from flowcheck.errors import UserError
 from flowcheck.node.members import Inbound
+from flowcheck.node.moved import Moved
 from flowcheck.node.silence import Silent
 from flowcheck.node.uploads import Uploads
 from flowcheck.node.user_states import ranks_in, user_folder
@@ -53,6 +54,34 @@ def test_a_file_by_its_name_that_is_not_this_users_is_said(scene, tmp_path) -> N
     foreign.chmod(0o666)
     assert [said["why"] for said in scene(name="a").events("problem")] == [
         f"{foreign}: may be written to by others (mode 666); it is left alone. Remove it, or run the node as that user"]
+
+
+# -- a mirror that moves -----------------------------------------------------------------------------------------
+
+
+def test_while_a_job_is_joined_anew_what_trainers_send_still_has_a_form(scene) -> None:
+    """What they were asked for before is on its way. Without a plan no payload is read, and a rank is sent away."""
+    at = scene()
+    peer = at.follow()
+    before, plans = at.session, []
+
+    def noting(call: Any) -> Any:
+        return lambda *args, **options: (plans.append(at.group.plan), call(*args, **options))[1]
+
+    with pytest.MonkeyPatch.context() as patch:  # undone before the scene's own
+        group = flowcheck.node.group
+        for where, name in ((group, "LiveSession"), (group, "plan_job"), (before, "close")):
+            patch.setattr(where, name, noting(getattr(where, name)))
+        at.happens(Moved("nothing comes"))
+        at.turn()
+    (said,) = at.events("moved")
+    assert said["why"].startswith("nothing comes: was the mirror configured anew?")
+    assert at.session is not before and before.closed.is_set()
+    assert len(plans) == 3 and None not in plans and at.group.plan is at.session.plan
+    at.group.leave(peer.member)
+    at.join(0, ("another", 0, 2))
+    at.turn()
+    assert at.group.plan is None, "another start may be another job"
 
 
 # -- states ------------------------------------------------------------------------------------------------------

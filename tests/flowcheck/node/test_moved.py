@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from flowcheck.node.moved import LATE, SECONDS, Moved, Movement
-from flowcheck.rebuild.events import Closed
+from flowcheck.rebuild.events import Closed, GivenUp
 from parser.engine_config import FlowSpec
 from parser.flow_table import FLOW
+
+from ..fake_engine import Packet
+from .live_scene import Live, small_job
 
 ENDS = [(1, 2), (2, 1), (2, 3), (3, 2), (3, 0), (0, 3)]  # of a ring of four: by 10.0.0.2's port and by 10.0.0.0's
 FLOWS = [FlowSpec(bytes((10, 0, 0, src)), bytes((10, 0, 0, dst)), 9, i // 2, 0, not i % 2)
@@ -42,7 +45,7 @@ class Scene:
         said: list[str] = []
         for _ in range(int(seconds / 0.11)):
             self.at += 0.11
-            self._engine.oldest, self._scheduler.blocked = self.oldest, self.blocked
+            self._engine.oldest, self._scheduler.waits = self.oldest, self.blocked
             said += [event.why for event in self.movement.look() if isinstance(event, Moved)]
         return said
 
@@ -58,6 +61,31 @@ def test_a_stream_that_brings_nothing_while_another_waits_is_named() -> None:
     [why] = scene.look(SECONDS)
     assert "from eth1 for" in why and "eth2" not in why
     assert len(scene.look(2.2 * SECONDS)) == 2, "whoever did not act is told again"
+
+
+@pytest.mark.parametrize("room", [32, 1 << 14])
+def test_a_port_that_dies_is_named_whether_or_not_iterations_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Rings fill while the others wait for it. What is given up then is counted, and no stream is blocked any more."""
+    at = Live(monkeypatch, small_job(records=False), streams=2)
+    at.state(2)
+    for source in at.sources:
+        source.room = room
+    events: list[Any] = []
+    for iteration in range(2, 400):
+        at.sources[0].packets += [Packet(iteration, cells=(4 * i, 4 * i + 4)) for i in range(8)]
+        at.sources[0].packets.append(Packet(iteration, past=iteration + 1))
+        if iteration < 20:
+            at.sources[1].packets.append(Packet(iteration, past=iteration + 1))
+        del at.sources[0].packets[room:]  # the rest is dropped at the port
+        at.now += 0.05
+        events += at.session.poll()
+        if any(isinstance(event, Moved) for event in events):
+            break
+    [why] = [event.why for event in events if isinstance(event, Moved)]
+    assert why.startswith("nothing has come from queue 1 for 5 s") and at.now < 1000.0 + 18 * 0.05 + 1.3 * SECONDS
+    assert any(isinstance(event, GivenUp) for event in events) is (room == 32)
 
 
 @pytest.mark.parametrize("change", [
