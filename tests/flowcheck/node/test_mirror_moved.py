@@ -62,8 +62,9 @@ def goes_on(at: Training, node: Any, tmp_path: Path) -> None:
 def following(start_node: Any, attach: Any, truth: Any, lan: Any) -> Any:
     """following(captures="", ports=(0,), **job) -> training, node: with a version."""
 
-    def begin(captures: str = "", ports: tuple[int, ...] = (0,), resync: str = "ranges", **options: Any) -> Any:
-        at = Training(small_job(**options), truth, Mirror(lan, lan.socket), ports)
+    def begin(captures: str = "", ports: tuple[int, ...] = (0,), resync: str = "ranges", mirror: Any = None,
+              **options: Any) -> Any:
+        at = Training(small_job(**options), truth, mirror or Mirror(lan, lan.socket), ports)
         at.train(), at.train()
         node = start_node(captures=captures, resync=resync)
         at.attach(node, attach, "one")
@@ -95,6 +96,36 @@ def test_another_interface_of_the_node(following: Any, tmp_path: Path, lan: Any,
         at.train()
     at.lan = Mirror(lan, second)
     goes_on(at, node, tmp_path)
+
+
+class Both(Mirror):
+    """Every frame comes by two ports: by the first one alone after `unplug`."""
+
+    def __init__(self, lan: Any, second: Any) -> None:
+        super().__init__(lan, lan.socket)
+        self._second = second
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        super().send(frames)
+        if self._second is not None:
+            self._lan.send(frames, self._second)
+
+    def unplug(self) -> None:
+        self._second = None
+
+
+@pytest.mark.parametrize("size", [128, pytest.param(8192, marks=pytest.mark.slow)])
+def test_one_of_two_ports_dies(following: Any, tmp_path: Path, lan: Any, size: int) -> None:
+    """All comes by the other one, too. With small rings, iterations have to be given up before that is known."""
+    both = Both(lan, lan.second())
+    captures = "".join(f'[[capture]]\ndevice = "af_packet:{near}"\nring_size = {size}\nhuge = false\n'
+                       for near in (lan.near, lan.near2))
+    at, node = following(captures=captures, mirror=both)
+    assert node.wait("iteration", SECONDS, iteration=at.train(sums=True))["published"]
+    both.unplug()
+    goes_on(at, node, tmp_path)
+    assert f"from af_packet:{lan.near2}" in node.said("moved")[0]["why"]
+    assert bool(node.said("overload")) is (size == 128)
 
 
 @pytest.mark.slow
