@@ -12,8 +12,8 @@ is none of these is *unaccounted*, and what was repeated after a fault must be w
 
 Memory and open files of the node's processes are sampled all the time. A trend is a regression over what they have
 when a process has warmed up; it grows where its slope is above zero by more than twice its standard error. Each start
-of a job and each recovery takes a little that is kept, 100 KiB at first and always less: some tens of both are over
-before it ends. So ranks are killed ten times as often while the node's processes warm up.
+of a job and each recovery takes a little that is kept, 100 KiB at first and always less: it ends after a hundred. So
+ranks are killed one after the other while the node's processes warm up.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MOST = 2000  # iterations in which a version must have been made
 SAMPLE_SECONDS = 1.0
 BLOCK = 10  # samples of which one is made: neighbours are not independent
 WARM = 1 / 3  # of a process's life
-WARMING = 10  # times as many ranks are killed meanwhile
+WARMING = 60  # times as often ranks are killed meanwhile, as far as starting them again takes no longer
 LEAST_BLOCKS = 5
 PAGES = os.sysconf("SC_PAGE_SIZE")
 
