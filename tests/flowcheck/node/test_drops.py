@@ -31,7 +31,7 @@ def test_causes_with_the_same_remedy_say_it_once() -> None:
 
 
 def test_drops_are_said_at_once_and_then_now_and_then() -> None:
-    said, drops, now = [], {}, [50.0]
+    said, drops, now = [], {}, [0.0]
     watch = Drops(CAPTURE, lambda: dict(drops), lambda event, **fields: said.append((event, fields)), lambda: now[0])
     watch.look()
     assert said == []
@@ -45,7 +45,7 @@ def test_drops_are_said_at_once_and_then_now_and_then() -> None:
     now[0] += 9.9
     watch.look()
     assert len(said) == 1
-    now[0] += 0.2
+    now[0] += 0.1
     watch.look()
     assert said[1][1]["drops"] == {"ring_full": 4, "no_mbuf": 1}
     now[0] += 100
