@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from flowcheck.control import tensors as module
-from flowcheck.control.tensors import TensorSpec, header, packed_bytes, pieces, unpack
+from flowcheck.control.tensors import TensorSpec, header, is_shape, memory, packed, packed_bytes, pieces, unpack
 from flowcheck.errors import UserError
 
 TENSORS = {
@@ -213,3 +213,30 @@ def test_files_that_are_refused(data: bytes, what: str) -> None:
 def test_a_header_may_have_16_mib() -> None:
     text = b"{}" + b" " * ((16 << 20) - 2)
     assert unpack(_file({}, b"", text=text), SPEC, "here") == {}
+
+
+@pytest.mark.parametrize("said", [[], [0], [3, 4], [0, 1 << 48], [1 << 48], [1 << 24, 1 << 24], [0, 0, 5]])
+def test_a_shape(said: Any) -> None:
+    assert is_shape(said)
+
+
+@pytest.mark.parametrize("said", [
+    None, 3, "3", {}, (3,), [-1], [1.0], [True], ["3"], [None], [[3]], [(1 << 48) + 1], [1 << 24, (1 << 24) + 1],
+    [0, 1 << 48, 2], [10**400], [3, -3],
+])
+def test_what_is_no_shape(said: Any) -> None:
+    """An extent of 0 lets no other be of any size."""
+    assert not is_shape(said)
+
+
+def test_a_whole_file_is_what_safetensors_reads() -> None:
+    data = b"".join(map(bytes, packed(TENSORS, {"step": "7"})))
+    theirs = load(data)
+    assert set(theirs) == set(TENSORS) and all(torch.equal(theirs[name], TENSORS[name]) for name in TENSORS)
+    assert json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"] == {"step": "7"}
+
+
+@pytest.mark.parametrize("tensor", [torch.empty(3, device="meta"), torch.arange(6).reshape(2, 3).t()])
+def test_memory_that_lies_elsewhere_or_otherwise_is_not_given(tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=r"a tensor on (meta|cpu), contiguous: (True|False)"):
+        memory(tensor)
