@@ -22,7 +22,7 @@ from dataplane.pydpdk.errors import DpdkError
 from flowcheck import __version__
 from flowcheck.errors import UserError
 from flowcheck.interrupts import handled
-from flowcheck.node import cli, service
+from flowcheck.node import cli, holder, service
 from flowcheck.node.budget import Budget, CaptureFigures, ThreadPlace
 
 from .node_scene import World, put_in
@@ -48,7 +48,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
             f'device = "{device}"\n[replica]\ndirectory = "{directory or tmp_path}"\n'
             f'{settings}\n[output]\nstatus_file = "{tmp_path}/status.json"\n'
         ))
-        config = () if options == ("--json",) else ("--config", str(path))
+        config = () if options == ("--json",) or "--config" in options else ("--config", str(path))
         monkeypatch.setattr(sys, "argv", ["flowcheck-node", *config, *options])
         with pytest.raises(SystemExit) as ended:
             cli.main()
@@ -90,6 +90,43 @@ def test_options_of_the_command(
     assert "ll=t0@4096" in said[0]["text"] and "FLOWCHECK_PLACING=default" in said[0]["text"]
     assert said[1]["text"].endswith(", 8-vectors (FLOWCHECK_UPDATING=default)")
     assert (tmp_path / "hashes").exists()
+
+
+class Kept:
+    """Stands for a holder that ends at once."""
+
+    last = "what was copied stays"
+
+    def __init__(self, settings: Any, say: Callable[..., None]) -> None:
+        self.stop = self.reload = lambda: None
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def announce(self, say: Callable[..., None]) -> None:
+        say("holding", every=5)
+
+    def wait(self) -> None: ...
+
+
+def test_a_node_without_a_port_holds_copies_and_needs_no_dpdk(
+    command: Callable[..., int], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    checked: list[bool] = []
+    monkeypatch.setattr(holder, "Holder", Kept)
+    monkeypatch.setattr(holder, "check", lambda settings, as_json: checked.append(as_json))
+    text = (f'[tokens]\nreader = "{tmp_path}/token"\n[api]\nlisten = "127.0.0.1:0"\n'
+            f'[protect]\ncopies = ["127.0.0.1:9"]\ndirectory = "{tmp_path}"\n[output]\ndirectory = "{tmp_path}"\n')
+    assert [command("--check", "--json", text=text), command("--check", text=text)] == [0, 0]
+    assert checked == [True, False] and capfd.readouterr().out == ""
+    assert command("--json", "--config", str(tmp_path / "node.toml"), text=text) == 0
+    said = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [line["event"] for line in said] == ["holding", "stopping", "stopped"]
+    assert said[1]["why"] == "asked to: what was copied stays"
+    assert command(text=text) == 0 and capfd.readouterr().out.startswith("holding: every 5\n")
+    assert world.done == []
 
 
 def test_sigterm_while_it_starts_ends_it_as_ctrl_c_does(
