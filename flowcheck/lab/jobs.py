@@ -54,9 +54,11 @@ class Training:
     """One job. ranks: all processes; stages: of the pipeline, each a data-parallel group of ranks / stages.
 
     shards: more than one: torch's fully_shard over a mesh of ranks / shards replicas; reduce: the type in which it
-    reduces gradients. experts: more than one: the layers of rank r are those of expert r % experts, and are reduced
-    among the ranks that have the same; the rest of the model is reduced among all. tied: the first and the last stage
-    share gpt's embedding: each has a copy of it, whose gradients they add up.
+    reduces gradients. megatron: they are those of Megatron-Core's distributed optimizer, in ranks / shards instances;
+    the type of the model's parameters. Only with all ranks of the lab: its optimizer asks all of them. experts: more
+    than one: the layers of rank r are those of expert r % experts, and are reduced among the ranks that have the same;
+    the rest of the model is reduced among all. tied: the first and the last stage share gpt's embedding: each has a
+    copy of it, whose gradients they add up.
     size: differences from MODELS. batch: per rank and micro-batch. accumulate: micro-batches per step.
     optimizer: name and torch's options; decay applies to matrices only, so AdamW has two groups. clip: largest norm
     of a stage's gradients, None: not clipped. loss_scale: first scale of torch.amp.GradScaler, None: none;
@@ -89,6 +91,7 @@ class Training:
     shared: bool = False
     shards: int = 1
     reduce: str = "float32"
+    megatron: str = ""
     experts: int = 1
     tied: bool = False
 
@@ -125,6 +128,11 @@ class Training:
             self._refuse("tied", "is of the stages of a gpt, without clipping and loss scale")
         if self.reduce not in ("float32", "bfloat16") or (self.reduce != "float32" and self.shards < 2):
             self._refuse("reduce", f"{self.reduce!r}: float32, or bfloat16 with shards")
+        if self.megatron and not (
+            self.megatron in ("float32", "bfloat16") and self.shards > 1 and self.model == "gpt"
+            and self.optimizer["name"] != "sgd"
+        ):
+            self._refuse("megatron", "float32 or bfloat16, of a gpt in shards that Adam or AdamW steps")
         if self.experts > 1 and (self.clip is not None or self.model == "conv"):
             self._refuse("experts", "without clipping (a norm of each rank's own), and not of conv")
         if self.stages > len(_blocks(self)):

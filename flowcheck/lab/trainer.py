@@ -81,8 +81,12 @@ class Rank:
         self.stage, self.data_rank = divmod(rank, job.data_ranks)
         self._wrapped = wrap(job, rank, groups.data)
         self.model, self._shape = self._wrapped.model, self._wrapped.shape
-        self.optimizer = make_optimizer(job, self.model)
-        self.schedule = make_schedule(job, self.optimizer)
+        if self._wrapped.optimizer is not None:
+            self.optimizer, stepping = self._wrapped.optimizer
+        else:
+            self.optimizer = stepping = make_optimizer(job, self.model)
+        self.schedule = make_schedule(job, stepping)
+        self._stepping = stepping
         self.scaler = None
         if job.loss_scale is not None:
             self.scaler = torch.amp.GradScaler("cpu", init_scale=job.loss_scale, growth_interval=4)
@@ -119,12 +123,14 @@ class Rank:
         A backward before that, whose gradients are thrown away: DDP puts its buckets in another order after the first
         one, and in a ring of more than two ranks the place of an element decides in which order it is summed up.
         """
-        self._micro(0)
-        self.optimizer.zero_grad(set_to_none=True)
+        with self._wrapped.within():
+            self._micro(0)
+            self.optimizer.zero_grad(set_to_none=True)
         recovered = flowcheck.recover(**settings)
         if recovered:
             if self.job.shards > 1:
-                recovered.load(self.model, self.optimizer)
+                with self._wrapped.within():
+                    recovered.load(self._wrapped.given, self.optimizer)
             else:
                 self.model.load_state_dict(recovered.model)
                 self.optimizer.load_state_dict(recovered.optimizer)
@@ -148,7 +154,7 @@ class Rank:
             # Of shards gradients come from fully_shard, with each AllReduce, and no backward of theirs.
             add = parameter.register_hook if self.job.shards == 1 else parameter.register_post_accumulate_grad_hook
             add(lambda _, instant=instant: self._reached(instant))
-        self.optimizer.register_step_post_hook(lambda *_: self._reached("optimizer"))
+        self._stepping.register_step_post_hook(lambda *_: self._reached("optimizer"))
 
     def _reached(self, instant: str) -> None:
         if self._death == (self._iteration, instant):
@@ -167,14 +173,19 @@ class Rank:
     # -- one step -------------------------------------------------------------------------------------------
 
     def step(self) -> None:
+        with self._wrapped.within():
+            self._step()
+
+    def _step(self) -> None:
         begin = time.perf_counter()
+        self._wrapped.begin()
         self.optimizer.zero_grad(set_to_none=True)
         loss = 0.0
         for micro in range(self.job.accumulate):
             last = micro == self.job.accumulate - 1
             with self._wrapped.reduces(last):
                 loss += self._micro(micro) / self.job.accumulate
-        self._wrapped.reduce_tied()
+        self._wrapped.finish()
         scale = self.scaler.get_scale() if self.scaler is not None else None
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -257,7 +268,7 @@ class Rank:
 
     def _clip(self) -> float | None:
         """Clip as torch does; what it multiplied by, in the precision it used."""
-        if self.job.clip is None:
+        if self.job.clip is None or self.job.megatron:  # whose optimizer clips itself
             return None
         if self.job.shards > 1 and self._attachment is not None:  # who knows what the norm of shards is
             self._attachment.clip_grad_norm_(self.model.parameters(), self.job.clip)

@@ -7,6 +7,8 @@
 
     ddp        DistributedDataParallel over the group of a pipeline stage, or of all ranks
     shards     fully_shard over a mesh of replicas and shards: replicas over the backend of the lab, shards over gloo
+    megatron   Megatron-Core's DistributedDataParallel and its optimizer, of several instances over the backend of the
+               lab, inside an instance over gloo (megatron.py)
     experts    DistributedDataParallel twice: the layers among ranks of one expert, the rest among all
     tied       the embedding besides, whose copies in the first and the last pipeline stage the script reduces itself
 
@@ -33,6 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 import flowcheck
 from flowcheck.checkpoint.directory import tensor_sha256
 from flowcheck.lab.jobs import Training, stage_of, whole_model
+from flowcheck.lab.megatron import Places, as_cuda, make
 
 __all__ = ["View", "Wrapped", "hashes", "make_groups", "wrap"]
 
@@ -50,14 +53,36 @@ class View:
     def buffers(self) -> list[str]:
         return [name for name, _ in self.module.named_buffers() if self.called(name)]
 
-    def hashes(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, str]]:
+    def hashes(self, optimizer: Any) -> dict[str, dict[str, str]]:
         return hashes(self.module, optimizer, self.called)
+
+
+class _Main(View):
+    """Of Megatron-Core: its main parameters, and what its optimizer has of them, as it gives them for a checkpoint."""
+
+    def hashes(self, optimizer: Any) -> dict[str, dict[str, str]]:
+        (one,) = optimizer.chained_optimizers
+        found: dict[str, dict[str, str]] = {"tensors": {}, "optimizer": {}}
+        for name, parameter in self.module.named_parameters():
+            if parameter in one.model_param_gbuf_map:  # this rank has some of it
+                where = one._get_model_param_range_map(parameter)["param"]
+                held = one._get_main_param_and_optimizer_states(parameter)
+                called = f"{name}[{where.start}:{where.end}]"
+                found["tensors"][called] = tensor_sha256(held.pop("param").detach())
+                found["optimizer"] |= {f"{called}.{key}": tensor_sha256(value) for key, value in held.items()
+                                       if key != "step"}
+        return found
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(frozen=True)
 class Wrapped:
     """model: of all parameters that the optimizer steps. shape: of what a pipeline stage gets. group: of the first
-    view."""
+    view. begin, finish: before the first backward of a step, and after the last. optimizer: made already, with what
+    torch's schedules take of it. within: what all of a step is done in."""
 
     model: nn.Module
     call: Callable[[torch.Tensor], torch.Tensor]
@@ -66,12 +91,10 @@ class Wrapped:
     group: Any
     reduces: Callable[[bool], AbstractContextManager[Any]]
     shape: tuple[int, ...] = ()
-    tied: tuple[nn.Parameter, Any] | None = None  # what the script reduces itself, and among whom
-
-    def reduce_tied(self) -> None:
-        """Call once all gradients are there."""
-        if self.tied is not None:
-            dist.all_reduce(self.tied[0].grad, group=self.tied[1])
+    begin: Callable[[], None] = _nothing
+    finish: Callable[[], None] = _nothing
+    optimizer: tuple[Any, torch.optim.Optimizer] | None = None
+    within: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 def hashes(
@@ -97,14 +120,15 @@ def make_groups(job: Training) -> tuple[list[Any], list[Any]]:
     """(data-parallel groups of the job, groups of the ranks of one replica). Every rank of the lab makes all."""
     reducing = [dist.new_group(job.group(number)) for number in range(len(job.names))]
     replicas = range(job.ranks // job.shards) if job.shards > 1 else ()
-    inside = [dist.new_group(list(range(one * job.shards, (one + 1) * job.shards)), backend="gloo")
-              for one in replicas]
-    return reducing, inside
+    members = [list(range(one * job.shards, (one + 1) * job.shards)) for one in replicas]
+    if job.megatron:  # and all ranks, and each alone
+        members += [list(range(job.ranks)), *([rank] for rank in range(job.ranks))]
+    return reducing, [dist.new_group(one, backend="gloo") for one in members]
 
 
 def wrap(job: Training, rank: int, groups: tuple[list[Any], list[Any]]) -> Wrapped:
     if job.shards > 1:
-        return _shards(job, rank, groups)
+        return _megatron(job, rank, groups) if job.megatron else _shards(job, rank, groups)
     return _experts(job, rank, groups[0]) if job.experts > 1 else _ddp(job, rank, groups[0])
 
 
@@ -113,18 +137,21 @@ def _ddp(job: Training, rank: int, groups: list[Any]) -> Wrapped:
     model, shape = stage_of(job, stage)
     ddp = DistributedDataParallel(model.train(), process_group=groups[stage], bucket_cap_mb=job.bucket_mb)
     given: Any = ddp
-    views, tied = [View(stage, model)], None
+    views, finish = [View(stage, model)], _nothing
     if job.tied:
         place = job.stages + rank % job.data_ranks
         name = {0: "first.token.weight", job.stages - 1: "last.1.weight"}.get(stage, "")
         given = {job.names[stage]: ddp}
         if name:
-            tied = model.get_parameter(name), groups[place]
+            tied, pair = model.get_parameter(name), groups[place]
             views = [View(stage, model, lambda one: one if one != name else ""),
                      View(place, model, lambda one: "embedding" if one == name else "")]
-            given[job.names[place]] = flowcheck.Reduced({"embedding": tied[0]}, tied[1])
+            given[job.names[place]] = flowcheck.Reduced({"embedding": tied}, pair)
+
+            def finish() -> None:
+                dist.all_reduce(tied.grad, group=pair)
     return Wrapped(model, ddp, given, views, groups[stage],
-                   lambda last: contextlib.nullcontext() if last else ddp.no_sync(), shape, tied)
+                   lambda last: contextlib.nullcontext() if last else ddp.no_sync(), shape, finish=finish)
 
 
 def _shards(job: Training, rank: int, groups: tuple[list[Any], list[Any]]) -> Wrapped:
@@ -146,6 +173,31 @@ def _shards(job: Training, rank: int, groups: tuple[list[Any], list[Any]]) -> Wr
         yield
 
     return Wrapped(model, model, model, [View(shard, model)], groups[0][shard], reduces)
+
+
+def _megatron(job: Training, rank: int, groups: tuple[list[Any], list[Any]]) -> Wrapped:
+    instance, shard = divmod(rank, job.shards)
+    number = job.ranks // job.shards
+    inside, (all_ranks, *alone) = groups[1][:number], groups[1][number:]
+    places = Places(groups[0][shard], inside[instance], all_ranks, alone[rank])
+    options = {key: value for key, value in job.optimizer.items() if key != "name"}
+    betas = options.pop("betas", (0.9, 0.95))
+    options |= {"adam_beta1": betas[0], "adam_beta2": betas[1], "adam_eps": options.pop("eps", 1e-8)}
+    with as_cuda():
+        ddp, optimizer = make(
+            whole_model(job).train().to(getattr(torch, job.megatron)), places, instances=number,
+            bucket_elements=int(job.bucket_mb * (1 << 18)), reduce_float32=job.reduce == "float32",
+            clip=job.clip or 0.0,
+            optimizer={"decoupled_weight_decay": job.optimizer["name"] == "adamw", "weight_decay": 0.01, **options},
+        )
+    model = ddp.module
+
+    def finish() -> None:
+        ddp.finish_grad_sync()
+
+    return Wrapped(model, lambda inputs: ddp(inputs).float(), ddp, [_Main(shard, model)], groups[0][shard],
+                   lambda last: contextlib.nullcontext() if last else ddp.no_sync(), begin=ddp.zero_grad_buffer,
+                   finish=finish, optimizer=(optimizer, optimizer.optimizer), within=as_cuda)
 
 
 class _Dense(nn.Module):

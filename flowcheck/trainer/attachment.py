@@ -39,12 +39,13 @@ from flowcheck.job.clock import Clock
 from flowcheck.trainer.description import Model, check_gradients
 from flowcheck.trainer.following import STATES, Following, Over, serve
 from flowcheck.trainer.loop import AttachmentState, Given, Told
+from flowcheck.trainer.megatron import torch_optimizer
 from flowcheck.trainer.parts import Part
 from flowcheck.trainer.sender import Sender
 from flowcheck.trainer.settings import address_of, context_of, nodes_of, tokens_of
 from flowcheck.trainer.sources import Collectives, Topology
 from flowcheck.trainer.user import Keeper
-from flowcheck.trainer.wrapped import parts_of, refuse_optimizer
+from flowcheck.trainer.wrapped import parts_of
 
 __all__ = ["Attachment", "attach"]
 
@@ -52,7 +53,7 @@ _log = logging.getLogger("flowcheck")
 
 
 def attach(
-    model: Any, optimizer: torch.optim.Optimizer, *, node: str | Sequence[str] | None = None,
+    model: Any, optimizer: Any, *, node: str | Sequence[str] | None = None,
     token: str | None = None, checksum_every: int = 0, group: str = "", run_id: str = "", epoch: int = 0,
     iteration: int = 0, max_stall_s: float = 10.0, topology: Topology | Mapping[str, Topology] | None = None,
     collectives: Collectives | Mapping[str, Collectives] | None = None, scheduler: Any = None, scaler: Any = None,
@@ -61,7 +62,9 @@ def attach(
     """Attach a training job to a checkpoint node; on every rank, best right after the model was wrapped.
 
     model: a DistributedDataParallel object; a model that fully_shard has sharded over a mesh of replicas and shards; or
-        several of these, which the one optimizer steps: a dict by name, or a list of objects with a mesh each.
+        several of these, which the one optimizer steps: a dict by name, or a list of objects with a mesh each. Or
+        Megatron-Core's DistributedDataParallel, of several instances of its distributed optimizer.
+    optimizer: torch's, or what get_megatron_optimizer gave.
     node: HOST:PORT of its control port; or a list of them, of nodes that mirror the same ranks. None: what the variable
         FLOWCHECK_NODE says, several with commas.
     token: the shared secret, 16 characters or more. None: the first line of the file that FLOWCHECK_TOKEN_FILE names.
@@ -92,7 +95,7 @@ def attach(
         raise UserError(f"{max_stall_s!r} is not a time", where="max_stall_s", remedy="seconds, 0 or more")
     return Attachment(
         model, optimizer, addresses, secret, checksum_every, group, run_id, epoch, iteration, max_stall_s, topology,
-        collectives, Keeper(optimizer, scheduler, scaler), tls,
+        collectives, Keeper(torch_optimizer(optimizer), scheduler, scaler), tls,
     )
 
 
@@ -100,11 +103,11 @@ class Attachment(Told):
     """Made by `attach`. `state` and `why` say how it is; `step` or `iteration` says that an iteration is over."""
 
     def __init__(
-        self, model: Any, optimizer: torch.optim.Optimizer, addresses: list[tuple[str, int]],
+        self, model: Any, optimizer: Any, addresses: list[tuple[str, int]],
         token: Callable[[], bytes], checksum_every: int, name: str, run_id: str, epoch: int, iteration: int,
         max_stall_s: float, topology: Any, collectives: Any, keeper: Keeper, tls: ssl.SSLContext | None,
     ) -> None:
-        super().__init__(optimizer, keeper.scaler)
+        super().__init__(torch_optimizer(optimizer), keeper.scaler)
         self.number, self._keeper = iteration, keeper
         self._checksum_every, self._max_stall = checksum_every, max_stall_s
         self._refused = ""
@@ -113,8 +116,7 @@ class Attachment(Told):
         self._parts: list[Following] = []
         self._hook: Any = None
         try:
-            refuse_optimizer(optimizer)
-            parts = parts_of(model)
+            parts = parts_of(model, optimizer)
             self._begin(parts, name, run_id, epoch, topology, collectives)
             for one in self._parts:
                 one.connect(addresses, token, tls)
@@ -195,7 +197,8 @@ class Attachment(Told):
         self.number += 1
 
     def _step(self, clip: float | None, scale: float | None, skipped: bool, user: Given) -> None:
-        clip, scale, skipped = self._said_of_it(clip, scale, skipped)
+        heard = next((said for one in self._parts if (said := one.part.said()) is not None), None)
+        clip, scale, skipped = self._said_of_it(clip, scale, skipped, heard)
         if scale is not None and self._described.threads:
             raise UserError("a loss scale with 16-bit parameters, whose gradients are unscaled otherwise",
                             where=f"iteration {self.number}", remedy="parameters in float32 and autocast")
@@ -255,6 +258,8 @@ class Attachment(Told):
             _log.warning("flowcheck: not attached: %s", self._refused, exc_info=error)
         for sender in self._senders:
             sender.close(Bye(), 0.0)
+        for one in self._parts:
+            one.part.close()
 
 
 def _of(part: Part, given: Any, parts: int, what: str) -> Any:

@@ -43,7 +43,7 @@ from flowcheck.job.model import (
     ParameterGroup,
     carries,
 )
-from flowcheck.trainer.parts import Ddp, Layout, Part, local
+from flowcheck.trainer.parts import Ddp, Layout, Part, local, stepped
 from flowcheck.trainer.rounding import rounding_of
 from flowcheck.trainer.wrapped import refuse_model, refuse_optimizer
 
@@ -87,7 +87,7 @@ def entries(model: DistributedDataParallel | Part, optimizer: torch.optim.Optimi
         refuse_optimizer(optimizer)
         raise _refuse(f"{type(optimizer).__name__} is not followed", "optimizer", "torch.optim's SGD, Adam or AdamW")
     part = _part(model)
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    steps = {id(p) for group in optimizer.param_groups for p in group["params"] if stepped(p)}
     out: list[ModelEntry] = []
     names: dict[int, str] = {}
     reduced = part.reduced()
@@ -98,10 +98,9 @@ def entries(model: DistributedDataParallel | Part, optimizer: torch.optim.Optimi
         ):
             raise _refuse(f"is {getattr(value, 'dtype', type(value).__name__)}", f"state_dict: {name}", "leave it out")
         dtype, shape = DTYPES[value.dtype][0], list(local(value).shape)
-        if not isinstance(value, torch.nn.Parameter):
-            out.append(ModelEntry(name, shape, dtype, "buffer"))
-        elif id(value) not in stepped:
-            out.append(ModelEntry(name, shape, dtype, "constant"))
+        if id(value) not in steps:
+            kind_of = "constant" if isinstance(value, torch.nn.Parameter) else "buffer"
+            out.append(ModelEntry(name, shape, dtype, kind_of))
         elif id(value) in names:
             out.append(ModelEntry(name, shape, dtype, "optimized", names[id(value)]))
         elif id(value) not in seen:
@@ -112,12 +111,12 @@ def entries(model: DistributedDataParallel | Part, optimizer: torch.optim.Optimi
             names[id(value)] = name
             out.append(ModelEntry(name, shape, dtype))
     lost = [p for group in optimizer.param_groups for p in group["params"]
-            if id(p) in stepped and id(p) not in names and id(p) not in part.others]
+            if id(p) in steps and id(p) not in names and id(p) not in part.others]
     if lost:
         raise _refuse(f"has a parameter of shape {tuple(lost[0].shape)} that is not in the model's state_dict",
                       "optimizer", "give it the parameters of the model that DDP wraps")
     for name, value in reduced:
-        if id(value) not in stepped:  # who steps it would not be seen
+        if id(value) not in steps:  # who steps it would not be seen
             raise _refuse(f"has no {name}, whose gradient {part.by} reduces", "optimizer",
                           f"one optimizer for all; requires_grad_(False) before {part.by} for what stays as it is")
     groups = [[names[id(p)] for p in group["params"] if id(p) in names] or None for group in optimizer.param_groups]
@@ -136,7 +135,7 @@ def _part(model: DistributedDataParallel | Part) -> Part:
     return Ddp(model)
 
 
-def _check_parameter(name: str, value: torch.nn.Parameter) -> None:
+def _check_parameter(name: str, value: torch.Tensor) -> None:
     where = f"state_dict: {name}"
     if value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise _refuse(f"is optimized in {value.dtype}", where, "keep parameters in float32 and use autocast")

@@ -42,7 +42,8 @@ _TYPES = {  # c10::toString
 }
 _OPERATIONS = {  # profiling names without the backend, of ProcessGroupNCCL.cpp and ProcessGroupGloo.cpp
     "all_reduce": "AllReduce", "all_reduce_barrier": "AllReduce", "all_reduce_coalesced": "AllReduce",
-    "allreduce": "AllReduce", "broadcast": "Broadcast", "_broadcast_oop": "Broadcast", "all_gather": "AllGather",
+    "allreduce": "AllReduce", "allreduce_coalesced": "AllReduce", "broadcast": "Broadcast",
+    "_broadcast_oop": "Broadcast", "all_gather": "AllGather",
     "_all_gather_base": "AllGather", "all_gather_into_tensor_coalesced": "AllGather", "allgather": "AllGather",
     "reduce_scatter": "ReduceScatter", "_reduce_scatter_base": "ReduceScatter",
     "reduce_scatter_tensor_coalesced": "ReduceScatter",

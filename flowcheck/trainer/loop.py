@@ -83,12 +83,18 @@ class Told:
         self.step(user=user)
 
     def _said_of_it(
-        self, clip: float | None, scale: float | None, skipped: bool
+        self, clip: float | None, scale: float | None, skipped: bool,
+        heard: tuple[float | None, float | None, bool] | None = None,
     ) -> tuple[float | None, float | None, bool]:
-        """(clip, scale, skipped) of the iteration that is over, which is forgotten. Raises UserError where the script
-        contradicts itself, or clipped what no single factor can say."""
+        """(clip, scale, skipped) of the iteration that is over, which is forgotten. heard: what its optimizer said
+        itself. Raises UserError where the script contradicts itself, or clipped what no single factor can say."""
         clips, self._clips = self._clips, []
         before, self._scale = self._scale, self._scale_now()
+        if heard is not None:
+            if clips or clip is not None or scale is not None:
+                raise UserError("the optimizer clips and scales itself, and the script says another factor",
+                                where="step", remedy="step() without clip= and scale=; no clip_grad_norm_ besides")
+            return heard[0], heard[1], heard[2] or skipped
         if clips:
             if len(clips) > 1 or clip is not None:
                 raise UserError("gradients were clipped twice, or step() has a clip besides", where="clip_grad_norm_",

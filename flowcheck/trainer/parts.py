@@ -29,7 +29,7 @@ from flowcheck.control.tensors import DTYPES
 from flowcheck.errors import UserError
 from flowcheck.job.model import Bucket, BucketSlice
 
-__all__ = ["Ddp", "Layout", "Own", "Part", "Reduced", "bucket_layout", "local", "position"]
+__all__ = ["Ddp", "Layout", "Own", "Part", "Reduced", "bucket_layout", "local", "position", "stepped"]
 
 Layout = tuple[list[Bucket], list[int], str]  # buckets, their element counts, dtype on the wire
 
@@ -40,6 +40,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch.no_grad():
         return tensor.to_local()
+
+
+def stepped(value: torch.Tensor) -> bool:
+    """Does an optimizer that has it step it? A tensor that is no Parameter is somebody's main parameter, who sets its
+    gradient."""
+    return value.requires_grad or not isinstance(value, torch.nn.Parameter)
 
 
 class Part(ABC):
@@ -84,6 +90,11 @@ class Part(ABC):
 
     def check(self) -> None:  # noqa: B027
         """Raises UserError if gradients are not what the wire carried."""
+
+    def said(self) -> tuple[float | None, float | None, bool] | None:
+        """What it has heard of the optimizer's step in the iteration that is over, which is forgotten: the factor that
+        gradients were multiplied with, the loss scale, was the step skipped. None: the script says that."""
+        return None
 
     def close(self) -> None:  # noqa: B027
         """Let go of the model."""

@@ -100,7 +100,8 @@ class Source:
         self._module, self._optimizer, self._kind = module, optimizer, described.optimizer
         self._entries = {entry.name: entry for entry in described.entries}
         held = module.state_dict(keep_vars=True)
-        self._parameters = {name: value for name, value in held.items() if isinstance(value, torch.nn.Parameter)}
+        self._parameters = {name: value for name, value in held.items()
+                            if isinstance(value, torch.nn.Parameter) or id(value) in described.names}
         self._places = {name: (value.device, local(value).is_contiguous()) for name, value in held.items()}
         self._groups = {  # which of the optimizer's groups; the groups themselves may be made anew
             described.names[id(parameter)]: number for number, group in enumerate(optimizer.param_groups)

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flowcheck.errors import UserError
+from flowcheck.trainer.megatron import Pieces, instances, torch_optimizer
 from flowcheck.trainer.parts import local
 from flowcheck.trainer.user import restore_rng
 
@@ -54,14 +55,17 @@ class Recovered:
     def __bool__(self) -> bool:
         return bool(self.source)
 
-    def load(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """What `load_state_dict` of both would do, also where they hold shards (DTensors, of fully_shard): what came is
-        put into this rank's part of each. Raises UserError where it is of another shape or of other parameters."""
+    def load(self, model: torch.nn.Module, optimizer: Any) -> None:
+        """What `load_state_dict` of both would do, also where they hold shards (DTensors of fully_shard, pieces of
+        Megatron-Core's): what came is put into this rank's part of each. Raises UserError where it is of another shape
+        or of other parameters."""
+        given_optimizer, optimizer = optimizer, torch_optimizer(optimizer)
         for given, kind, name in ((model, torch.nn.Module, "model"), (optimizer, torch.optim.Optimizer, "optimizer")):
             if not isinstance(given, kind):
                 raise UserError(f"a {type(given).__name__} is given for the {name}", where="recover",
                                 remedy="recovered.load(model, optimizer)")
-        held = model.state_dict()
+        pieces = Pieces(model, given_optimizer) if instances(model) > 1 else None
+        held = model.state_dict() if pieces is None else pieces.entries()
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         groups = self.optimizer.get("param_groups", ())
         numbers = [number for group in groups for number in group["params"]]
@@ -84,8 +88,12 @@ class Recovered:
                      for key, value in values.items()}
             for number, values in self.optimizer["state"].items()
         }
-        model.load_state_dict(values)
-        optimizer.load_state_dict({**self.optimizer, "state": state})
+        whole = {**self.optimizer, "state": state}
+        if pieces is not None:
+            pieces.load(values, whole)
+        else:
+            model.load_state_dict(values)
+            optimizer.load_state_dict(whole)
 
     def restore_rng(self) -> None:
         """Set the generators of this process (python's, numpy's, torch's on the CPU and on devices) to where they were

@@ -22,6 +22,7 @@ import torch
 from flowcheck.control.user_state import pack
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.trainer.loop import Given
+from flowcheck.trainer.parts import stepped
 
 __all__ = ["Keeper", "restore_rng", "rng_state"]
 
@@ -79,7 +80,7 @@ class Keeper:
         if self._devices is None:
             held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
             self._devices = sorted({parameter.device.type for parameter in held} - {"cpu", "meta"})
-        groups = [{**group, "params": [parameter.requires_grad for parameter in group["params"]]}
+        groups = [{**group, "params": [stepped(parameter) for parameter in group["params"]]}
                   for group in self._optimizer.param_groups]
         state: dict[str, Any] = {"rng": rng_state(self._devices), "groups": groups, "user": user or {}}
         for what, one in (("scheduler", self._scheduler), ("scaler", self.scaler)):

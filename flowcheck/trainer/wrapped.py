@@ -1,6 +1,7 @@
 """What a script gives to `attach` as its model: the parts that are followed, or a refusal that knows its name.
 
-    parts = parts_of(model)                     DistributedDataParallel; fully_shard over replicas and shards; several
+    parts = parts_of(model, optimizer)          DistributedDataParallel; fully_shard over replicas and shards; several;
+                                                Megatron-Core's of several optimizer instances, with its optimizer
     refuse_optimizer(optimizer)                 one that holds a part of its state alone
 
 Several: a dict of them by name, or a list, whose members have a mesh of devices each. FSDP, ZeRO and the distributed
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flowcheck.errors import UserError
 from flowcheck.trainer.hsdp import hsdp_parts, is_sharded
+from flowcheck.trainer.megatron import Megatron, instances
 from flowcheck.trainer.parts import Ddp, Own, Part, Reduced, position
 
 __all__ = ["parts_of", "refuse_model", "refuse_optimizer"]
@@ -28,6 +30,7 @@ __all__ = ["parts_of", "refuse_model", "refuse_optimizer"]
 SERVED = ("parameters from its AllGather, live by [[follow]] of a node or offline by flowcheck replay"
           " (docs/use/qualify.md); or")
 LIVE = "DistributedDataParallel, or fully_shard over a mesh of replicas and shards, to be followed live"
+SEVERAL = "num_distributed_optimizer_instances of 2 or more, with its DistributedOptimizer; or "
 MEGATRON = "is Megatron-Core's own DistributedDataParallel, which reduces its buffers itself"
 # Module (it and what is in it), class, what it is.
 MODELS = (
@@ -68,8 +71,8 @@ def refuse_optimizer(optimizer: object) -> None:
 def refuse_model(model: object) -> UserError:
     """Why it is not followed."""
     if what := _known(model, MODELS):
-        more = _megatron(model) if what == MEGATRON else ""
-        return UserError(what + more, where="model", remedy=f"{SERVED} {LIVE}")
+        more, of_its_own = (_megatron(model), SEVERAL) if what == MEGATRON else ("", "")
+        return UserError(what + more, where="model", remedy=f"{of_its_own}{SERVED} {LIVE}")
     if isinstance(model, FullyShardedDataParallel):
         how = str(getattr(getattr(model, "sharding_strategy", None), "name", ""))
         hybrid = f" ({how}, whose AllReduce is not read)" if "HYBRID" in how else ""
@@ -82,30 +85,26 @@ def refuse_model(model: object) -> UserError:
 
 
 def _megatron(model: object) -> str:
-    """What that puts on the wire, by its settings (megatron/core/distributed/param_and_grad_buffer.py,
-    start_grad_sync; megatron/core/optimizer/distrib_optimizer.py)."""
-    settings = getattr(model, "ddp_config", None)
-    if settings is None:
-        return ""
-    instances = getattr(settings, "num_distributed_optimizer_instances", 1)
-    if not getattr(settings, "use_distributed_optimizer", False):
-        return ": AllReduces of several buckets in one group of NCCL's calls, which are not modelled"
-    if instances == 1:
+    """What that puts on the wire where it is not followed (megatron/core/distributed/param_and_grad_buffer.py,
+    start_grad_sync)."""
+    number = instances(model)
+    if number == 1:
         return ": ReduceScatter for its distributed optimizer puts no reduced gradient on the wire"
-    return (f": the AllReduces across its {instances} optimizer instances carry whole gradients of a shard, but in"
-            " groups of NCCL's calls, which are not modelled, and for fp32 masters of pieces of parameters, which"
-            " Transformer Engine's or Apex's FusedAdam steps; no replica here follows these")
+    if getattr(model, "ddp_config", None) is None or number:
+        return ""
+    return ": without its distributed optimizer its AllReduces, and the optimizer of 16-bit parameters, are not read"
 
 
-def parts_of(model: Any) -> list[Part]:
-    """One or more. Raises UserError, naming what cannot be followed."""
-    parts: list[Part]
+def parts_of(model: Any, optimizer: Any = None) -> list[Part]:
+    """One or more. optimizer: of the model; None: it is not looked at. Raises UserError, naming what cannot be
+    followed."""
     if isinstance(model, Mapping):
-        parts = [part for name, one in model.items() for part in _parts(one, str(name))]
-    elif isinstance(model, list | tuple):
-        parts = [part for one in model for part in _parts(one, "")]
+        given = [(one, str(name)) for name, one in model.items()]
     else:
-        parts = _parts(model, "")
+        given = [(one, "") for one in (model if isinstance(model, list | tuple) else [model])]
+    if optimizer is not None and not any(_of_instances(one) for one, _ in given):
+        refuse_optimizer(optimizer)
+    parts = [part for one, name in given for part in _parts(one, name, optimizer)]
     if not parts:
         raise UserError("there is none", where="model", remedy="the DistributedDataParallel object")
     names = [part.name for part in parts]
@@ -122,7 +121,13 @@ def parts_of(model: Any) -> list[Part]:
     return parts
 
 
-def _parts(model: object, name: str) -> list[Part]:
+def _of_instances(model: object) -> bool:
+    return _known(model, MODELS) == MEGATRON and instances(model) > 1
+
+
+def _parts(model: object, name: str, optimizer: object) -> list[Part]:
+    if _of_instances(model):
+        return [Megatron(model, optimizer, name)]
     if isinstance(model, DistributedDataParallel):
         mesh = getattr(model, "device_mesh", None)
         return [Ddp(model, name or (position(mesh, 0) if mesh is not None else ""))]

@@ -14,6 +14,10 @@ class Pair(dist.ProcessGroup):
 
     _name = ""
 
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.reduced: list[torch.Tensor] = []  # what was AllReduced, as it was left
+
     def getBackendName(self) -> str:
         return "pair"
 
@@ -26,6 +30,10 @@ class Pair(dist.ProcessGroup):
         return self._name
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        return self._done(tensors)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        self.reduced += [tensor.clone() for tensor in tensors]
         return self._done(tensors)
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
@@ -42,10 +50,20 @@ class Pair(dist.ProcessGroup):
         return self._done([output])
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        output.copy_(tensor.clone().view(-1, output.numel())[0].view_as(output))
+        output.copy_(tensor.clone().view(-1, output.numel())[self.rank()].view_as(output))
         return self._done([output])
 
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        return [self.all_gather_single(*one) for one in zip(outputs, inputs, strict=True)][-1]
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        return [self.reduce_scatter_single(*one) for one in zip(outputs, inputs, strict=True)][-1]
 
     @staticmethod
     def _done(result: Any) -> Any:

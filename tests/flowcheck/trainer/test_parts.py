@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import flowcheck
 from flowcheck.errors import UserError
 from flowcheck.trainer.description import entries
+from flowcheck.trainer.megatron import torch_optimizer
 from flowcheck.trainer.parts import position
 from flowcheck.trainer.wrapped import MEGATRON, parts_of, refuse_model, refuse_optimizer
 
@@ -189,10 +190,9 @@ def test_models_of_others(module: str, name: str, what: str) -> None:
 
 
 @pytest.mark.parametrize(("settings", "what"), [
-    ({}, "AllReduces of several buckets in one group of NCCL's calls"),
+    ({}, "without its distributed optimizer its AllReduces"),
+    ({"num_distributed_optimizer_instances": 4}, "without its distributed optimizer its AllReduces"),
     ({"use_distributed_optimizer": True}, "ReduceScatter for its distributed optimizer"),
-    ({"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 4},
-     "the AllReduces across its 4 optimizer instances carry whole gradients of a shard, but"),
 ])
 def test_what_megatron_puts_on_the_wire(settings: dict[str, Any], what: str) -> None:
     model = made("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel", torch.nn.Module)
@@ -200,6 +200,27 @@ def test_what_megatron_puts_on_the_wire(settings: dict[str, Any], what: str) -> 
     found = refuse_model(model)
     assert found.what.startswith(f"{MEGATRON}: {what}")
     assert "over a mesh of replicas and shards" in found.remedy and "replay" in found.remedy
+    assert found.remedy.startswith("num_distributed_optimizer_instances of 2 or more")
+
+
+def test_several_instances_of_a_megatron_that_is_not_known() -> None:
+    """test_megatron.py has Megatron-Core's own, where that is installed."""
+    model = made("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel", torch.nn.Module)
+    model.ddp_config = SimpleNamespace(use_distributed_optimizer=True, num_distributed_optimizer_instances=2)
+    optimizer = made("megatron.core.optimizer.distrib_optimizer", "DistributedOptimizer")
+    assert refusal(lambda: parts_of([model], optimizer)) == (
+        "Megatron-Core", "is another one than is known: its DistributedDataParallel has no module")
+
+
+@pytest.mark.parametrize("module", ["megatron.core.optimizer.optimizer", "accelerate.optimizer"])
+def test_torchs_optimizer_is_looked_for_in_megatrons_alone(module: str) -> None:
+    inner = SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    one = made(module, "ChainedOptimizer")
+    one.optimizer = inner
+    assert torch_optimizer(one) is (inner if module.startswith("megatron") else one)
+    assert torch_optimizer(inner) is inner
+    one.chained_optimizers = [one, one]
+    assert torch_optimizer(one) is one
 
 
 @pytest.mark.parametrize(("module", "name", "what"), [
