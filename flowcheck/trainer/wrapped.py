@@ -102,7 +102,7 @@ def parts_of(model: Any, optimizer: Any = None) -> list[Part]:
         given = [(one, str(name)) for name, one in model.items()]
     else:
         given = [(one, "") for one in (model if isinstance(model, list | tuple) else [model])]
-    if optimizer is not None and not any(_of_instances(one) for one, _ in given):
+    if optimizer is not None and not any(_known(one, MODELS) == MEGATRON for one, _ in given):  # which says more
         refuse_optimizer(optimizer)
     parts = [part for one, name in given for part in _parts(one, name, optimizer)]
     if not parts:
@@ -121,12 +121,8 @@ def parts_of(model: Any, optimizer: Any = None) -> list[Part]:
     return parts
 
 
-def _of_instances(model: object) -> bool:
-    return _known(model, MODELS) == MEGATRON and instances(model) > 1
-
-
 def _parts(model: object, name: str, optimizer: object) -> list[Part]:
-    if _of_instances(model):
+    if _known(model, MODELS) == MEGATRON and instances(model) > 1:
         return [Megatron(model, optimizer, name)]
     if isinstance(model, DistributedDataParallel):
         mesh = getattr(model, "device_mesh", None)

@@ -361,9 +361,11 @@ def test_one_instance_and_an_optimizer_of_torch_are_refused() -> None:
     assert refusal(lambda: parts_of(job.model, job.inner))[1].startswith("is a AdamW, and Megatron-Core's")
     job.model.ddp_config.num_distributed_optimizer_instances = 1
     assert instances(job.model) == 1
-    with pytest.raises(UserError) as caught:
-        parts_of(job.model, job.optimizer)
-    assert "is a chain of Megatron-Core's optimizers" in caught.value.what
+    where, what = refusal(lambda: parts_of(job.model, job.optimizer))
+    assert where == "model" and what.endswith(": ReduceScatter for its distributed optimizer puts no reduced gradient"
+                                              " on the wire")
+    outside = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+    assert "is a chain of Megatron-Core's optimizers" in refusal(lambda: parts_of(outside, job.optimizer))[1]
 
 
 # -- an attachment -------------------------------------------------------------------------------------------
