@@ -14,8 +14,8 @@ from flowcheck.node.grouping import grouped
 
 
 def members(leaves: Mapping[str, str]) -> dict[str, Member]:
-    """By name: those that begin with n have a mirror port."""
-    return {name: Member(Site(name, leaf=leaf), f"{name}:1", name[0] == "n", parity=True)
+    """By name: those that begin with n, or with a, have a mirror port."""
+    return {name: Member(Site(name, leaf=leaf), f"{name}:1", name[0] in "na", parity=True)
             for name, leaf in leaves.items()}
 
 
@@ -32,7 +32,7 @@ def test_data_is_where_the_shards_are_and_parity_where_there_is_no_port() -> Non
     assert grouped((2, 2), FOUR, STAGES) == GROUP
     assert grouped((2, 2), FOUR, own(n0="stage1", n1="stage0")) == Parity(("n1", "n0"), ("h2", "h3"))
     assert grouped((2, 2), FOUR, {}) is None  # no job yet
-    more = FOUR | members({"n4": "l1", "n5": "l2"})
+    more = FOUR | members({"a4": "l1", "n5": "l2"})
     assert grouped((2, 2), more, STAGES) == GROUP  # nodes with a port are left for shards
 
 
@@ -90,8 +90,9 @@ def test_who_takes_no_part_is_not_taken() -> None:
 
 def test_who_has_a_place_keeps_it() -> None:
     """Others that would be better placed, another mirror of a shard, a member that is gone: nothing moves for those."""
-    better = FOUR | members({"h6": "l3", "h7": "l4", "n00": "l5"})
-    assert grouped((2, 2), better, STAGES | own(n00="stage0"), GROUP) == GROUP
+    better = FOUR | members({"h6": "l3", "h7": "l4", "a0": "l5"})
+    assert grouped((2, 2), better, STAGES | own(a0="stage0"), GROUP) == GROUP
+    assert grouped((2, 2), better, STAGES | own(a0="stage0")) == Parity(("a0", "n1"), ("h2", "h6"))
     left = {name: one for name, one in FOUR.items() if name != "n0"}
     assert grouped((2, 2), left, own(n1="stage1"), GROUP) == GROUP
     left = {name: one for name, one in FOUR.items() if name != "h3"}
