@@ -27,8 +27,7 @@ test: build dev hugepages   ## everything a merge needs: lint, types, layers, te
 test-sanitizers: build dev   ## dataplane and parser under AddressSanitizer and ThreadSanitizer (compiles both: 10 minutes)
 	@tools/sanitize.sh address && tools/sanitize.sh thread
 
-test-all: build dev hugepages   ## the same and the slow tests
-	$(PYTEST)
+test-all: build dev hugepages; $(PYTEST)   ## the same and the slow tests
 
 lint: build dev   ## ruff, mypy and the layer rules
 	$(BIN)/python -m pytest tests/project/test_lint.py tests/project/test_layers.py
@@ -41,6 +40,7 @@ mutants: build dev   ## deliberate mistakes, and whether a test notices (docs/un
 	nice $(BIN)/python -P tools/mutants.py $(ONLY)
 soak: build; $(BIN)/flowcheck lab soak --minutes $(or $(MINUTES),30)   ## training with losses and faults, MINUTES=30 (docs/use/lab.md)
 screenshots: build; $(BIN)/python tools/screenshots.py   ## the node's status page in a headless Chromium, for docs/use
+lost-picture: build dev; $(BIN)/python tools/lost_picture.py   ## nodes are lost in the lab and come back from parity, drawn for docs/use
 gpu-demo:; @tools/gpu-demo.sh   ## NCCL on this machine's GPU, mirrored and followed (docs/use/gpu-demo.md)
 build: .venv/.built-$(MODE)   ## Debian packages, .venv and the extensions, in place
 debug:; $(MAKE) build FLOWCHECK_DEBUG=1   ## extensions with C assertions, bounds checks and line tracing for coverage

@@ -6,11 +6,13 @@
 
 First the nodes with data are killed, one after the other, while training goes on; then holders, if M are more. Then all
 ranks. New nodes know nothing; the ranks take what the members that are left can make. Compared are losses and the
-SHA-256 of every tensor of every rank since the step from which the job went on.
+SHA-256 of every tensor of every rank since the step from which the job went on. What happened when goes into RECORD,
+beside what members said (events.jsonl): tools/lost_picture.py draws it.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,11 +26,12 @@ from flowcheck.lab.jobs import Training
 from flowcheck.lab.run import API_PORT, LabRun
 from flowcheck.lab.shape import FabricConfig
 
-__all__ = ["BETWEEN", "EVERY", "LostNodes", "lose_nodes", "protected", "say"]
+__all__ = ["BETWEEN", "EVERY", "RECORD", "LostNodes", "lose_nodes", "protected", "say"]
 
 EVERY = 20  # of each 20th step there is parity: longer apart than a copy takes, or nodes copy different steps
 BETWEEN = 2  # iterations that the job trains on after each death
 AFTER = 10
+RECORD = "lost.json"
 SHOWN = 3  # losses that are printed: before that step, from it on, and the last ones; and those that differ
 
 
@@ -71,31 +74,41 @@ def protected(config: FabricConfig, every: int = EVERY) -> dict[str, dict[str, A
 
 def lose_nodes(run: LabRun, job: Training) -> LostNodes:
     """Ends the job, the nodes and the holders. Raises EnvironmentProblem where the job does not come back."""
-    config = run.fabric.config
+    config, marks = run.fabric.config, list[dict[str, Any]]()
+
+    def mark(who: str, what: str) -> None:
+        marks.append({"time": round(time.time(), 3), "who": who, "what": what, "iteration": _iterations(run)})
+
+    mark("ranks", "train")
     run.train_until_parity(0, _iterations(run))
     members = [*(f"node {number}" for number in range(config.nodes)),
                *(f"holder {number}" for number in range(config.holders))]
     lost = tuple(members[: config.holders])
     for member in lost:
         run.lose(member)
+        mark(member, "lost")
         run.train(BETWEEN)  # nothing of it waits for a node
     died, before = _iterations(run), results(run, job)
+    mark("ranks", "lost")
     run.start_trainers_again()
     run.start_nodes(job)
     began = time.monotonic()
     run.begin(job, attach=True, recover=True)
     back = time.monotonic() - began
+    mark("ranks", "train")
     step, texts = run.recovered[0]["step"], [one["text"] for one in run.recovered]
     run.start_holders()
     run.train_until_parity(1)
     whole, again = time.monotonic() - began, run.whole(1)
     run.train(max(0, died + AFTER - _iterations(run)))
     run.lose(members[-1])
+    mark(members[-1], "lost")
     began = time.monotonic()
     run.start_holders()
     run.train_until_parity(1, again)
     anew, last, after = time.monotonic() - began, _iterations(run), results(run, job)
     run.end()
+    mark("ranks", "end")
     run.wait_for_nodes(last - 1)
     run.finish_nodes()
     run.finish_holders()
@@ -107,15 +120,21 @@ def lose_nodes(run: LabRun, job: Training) -> LostNodes:
     undisturbed = results(run, job)
     differ = tuple(number for number in range(step, last) if after.get(number) != undisturbed[number])
     tensors = sum(len(part) for number in range(step, last) for rank in undisturbed[number][1] for part in rank)
-    losses = {number: (undisturbed[number][0], {**before, **after}[number][0])
-              for number in range(max(0, step - SHOWN), last)}
+    found = {**before, **after}
+    losses = {number: (undisturbed[number][0], found[number][0]) for number in range(max(0, step - SHOWN), last)}
+    (run.out / RECORD).write_text(json.dumps({
+        "parity": f"{config.nodes}+{config.holders}", "members": members, "died": died, "step": step, "marks": marks,
+        "undisturbed": {number: one[0] for number, one in undisturbed.items() if number < last},
+        "before": {number: one[0] for number, one in before.items()},
+        "after": {number: one[0] for number, one in after.items()},
+    }))
     return LostNodes(f"{config.nodes}+{config.holders}", lost, died, step, tuple(texts), back, whole, again, anew,
                      losses, differ, tensors, versions)
 
 
 def _iterations(run: LabRun) -> int:
-    """That the job has made since its beginning."""
-    return int(run.iterations[-1]["iteration"]) + 1
+    """That the job has made since its beginning; 0: it has made none since it was begun anew."""
+    return int(run.iterations[-1]["iteration"]) + 1 if run.iterations else 0
 
 
 def say(outcome: LostNodes, console: Console) -> bool:

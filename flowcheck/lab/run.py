@@ -61,7 +61,7 @@ PEERING = {"peer_iterations": 8, "peer_seconds": 5.0}  # nodes that share a core
 QUIET_SECONDS = 90.0  # softroce gives a dead peer up after 60
 END_SECONDS = 120.0
 OUTPUTS = ("rank[0-9]*.jsonl", "rank[0-9]*.log", "node[0-9]*-[0-9]*", "holder[0-9]*", "again[0-9]*", "saved[0-9]*",
-           "token")
+           "token", "lost.json")
 MARK = ".flowcheck-lab"  # such a folder's outputs are ours to remove
 
 
