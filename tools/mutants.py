@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,7 @@ WORDING = [
     r"\breturn \(?f?\"[^\"]*\s[^\"]*\"",
     r"\.add_argument\(|typer\.(Option|Argument)\(",
 ]
+CASELESS = re.compile(r'"[A-Z][A-Za-z]+(-[A-Za-z]+)*": |headers\.get\(')  # HTTP's headers are, names and directives
 KILLED = {1, 3, -4, -6, -7, -8, -11}  # exit statuses of pytest, and the signals of a process that crashed
 UNREACHED = {33, 5}  # of mutmut: no test reaches the function
 TIMED_OUT = {24, 36, 152, 255, -24}
@@ -160,7 +162,7 @@ def report(scratch: Path, module: str, tried: str) -> Result:
             result.timed_out += 1
         else:
             was, now = _change(scratch, module, name)
-            if (was, now) in equivalent:
+            if (was, now) in equivalent or (was.lower() == now.lower() and CASELESS.search(was)):
                 result.equivalent += 1
             else:
                 mark = " (no test reaches it)" if status in UNREACHED else ""

@@ -16,7 +16,8 @@ ROOMS = ("flowcheck/rebuild", "flowcheck/node", "flowcheck/control", "flowcheck/
 # tests/flowcheck/node/test_described.py holds every answer.
 NOT_TRIED = {
     "flowcheck/node/__main__.py", "flowcheck/node/allocator.py", "flowcheck/node/api_description.py",
-    "flowcheck/node/members.py", "flowcheck/node/rehearsal.py", "flowcheck/rebuild/events.py", "updater/errors.py",
+    "flowcheck/node/members.py", "flowcheck/node/rehearsal.py", "flowcheck/node/rights.py",
+    "flowcheck/rebuild/events.py", "updater/errors.py",
 }
 
 

@@ -18,7 +18,7 @@ from flowcheck.node.config import Capture, Control, NodeConfig, ReplicaSettings
 from flowcheck.node.peering import Peering, digest_of
 from flowcheck.node.shelf import Shelf, serve
 from flowcheck.rebuild.intervals import intervals
-from flowcheck.rebuild.plan import plan_job
+from flowcheck.rebuild.plan import JobPlan, plan_job
 
 from .live_scene import small_job
 
@@ -94,6 +94,17 @@ def test_the_same_job_has_the_same_digest_whatever_the_node_adds() -> None:
 ])
 def test_another_job_has_another_digest(changed: dict[str, Any]) -> None:
     assert digest(**changed) != digest()
+
+
+@pytest.mark.parametrize("iteration", [0, 1])
+def test_a_node_that_places_otherwise_follows_it_in_another_way(
+    monkeypatch: pytest.MonkeyPatch, iteration: int
+) -> None:
+    """In the first iteration, or in all later ones: its bytes lie elsewhere, and are no use."""
+    one, places = digest(), JobPlan.iteration_places
+    monkeypatch.setattr(
+        JobPlan, "iteration_places", lambda plan, t: places(plan, t)[: -1 if t == iteration else None])
+    assert digest() != one
 
 
 def test_without_peers_there_is_nothing(tmp_path: Path) -> None:

@@ -58,6 +58,32 @@ def test_what_systemd_hears(heard: socket.socket, monkeypatch: pytest.MonkeyPatc
     assert heard.recv(100) == b"STOPPING=1" and nothing_more(heard)
 
 
+def test_an_abstract_name_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"flowcheck-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.bind(f"\0{name}")
+        sock.settimeout(10)
+        monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
+        Notify().ready()
+        assert sock.recv(100) == b"READY=1"
+
+
+def test_a_watchdog_is_fed_from_the_first_moment_on(heard: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the machine has just started, by half of its time to the microsecond."""
+    monkeypatch.setenv("WATCHDOG_USEC", "2000000000000")
+    now = [0.0]
+    monkeypatch.setattr(notify.time, "monotonic", lambda: now[0])
+    one = Notify()
+    one.alive()
+    assert heard.recv(100) == b"WATCHDOG=1"
+    now[0] = 999_999.75
+    one.alive()
+    assert nothing_more(heard)
+    now[0] = 1_000_000.0
+    one.alive()
+    assert heard.recv(100) == b"WATCHDOG=1"
+
+
 @pytest.mark.parametrize(("usec", "pid"), [("", ""), ("x", ""), ("1000", "1")])
 def test_no_watchdog_is_fed_that_is_not_there_or_another_processs(
     heard: socket.socket, monkeypatch: pytest.MonkeyPatch, usec: str, pid: str
