@@ -271,7 +271,6 @@ class _Sources:
         self._lock = threading.Lock()
         self._placed: list[tuple[str, int]] = []
         self._pace = Pace(said["rate"]) if said["rate"] else None  # of all pulls together
-        self._own = addresses([said["own"]])
         self.part: Part | None = None
         self._follow()
 
@@ -295,8 +294,10 @@ class _Sources:
 
     def node(self, address: tuple[str, int]) -> Node:
         """One that is shown this node's key. What comes from here takes nobody's network."""
-        pace = None if address in self._own else self._pace
-        return Node(address, self._said["key"], tls=self._tls(), pace=pace)
+        node = Node(address, self._said["key"], tls=self._tls(), pace=self._pace)
+        if node.name == self._said["own"]:
+            node.pace = None
+        return node
 
     def _tls(self) -> ssl.SSLContext | None:
         return client_context(self._said["ca"]) if self._said["ca"] else None

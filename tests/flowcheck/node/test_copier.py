@@ -303,6 +303,15 @@ def test_half_of_a_copy_that_a_killed_process_left_goes(make: Callable[..., Copi
     assert api.asked_for("/manifest.json") == 1  # what is there is not taken again
 
 
+@pytest.mark.parametrize("own", ["", "127.0.0.1:9", "[::1]:9"])
+def test_what_comes_from_here_is_not_paced(make: Callable[..., Copier], own: str) -> None:
+    """A node without an API has no address, and everything that it reads is from others."""
+    sources = module._Sources(make(), {"sources": [], "key": KEY, "ca": "", "own": own, "rate": 8 << 20})
+    nodes = {node.name: node.again().pace for node in sources.nodes([("127.0.0.1", 9), ("127.0.0.1", 8), ("::1", 9)])}
+    assert {name for name, pace in nodes.items() if pace is None} == {own} - {""}
+    assert len({id(pace) for pace in nodes.values() if pace is not None}) == 1, "they do not share one"
+
+
 # -- with a registry -----------------------------------------------------------------------------------------------
 
 
