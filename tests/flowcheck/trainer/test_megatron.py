@@ -3,6 +3,7 @@ seen by one rank whose others need no process. Skipped where Megatron-Core is no
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -65,7 +66,7 @@ class Job:
             reduce_float32=reduce_float32, clip=clip, optimizer={"lr": 0.01, "weight_decay": 0.1} | (config or {}),
             **settings)
         self.inner = torch_optimizer(self.optimizer)
-        self.dtype, self.wire = dtype, []
+        self.dtype = dtype
         self.wires: list[torch.Tensor] = self.places.across.reduced  # what is AllReduced across instances
 
     def part(self) -> Any:
@@ -91,6 +92,58 @@ class Job:
         return [call("AllReduce", one.numel(), str(one.dtype).removeprefix("torch.")) for one in self.wires]
 
 
+class Gpt(Job):
+    """Of Megatron-Core's own model and groups, as one rank of Megatron-LM has them."""
+
+    def __init__(self, rank: int) -> None:
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.models.gpt import GPTModel
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+        from megatron.core.transformer.transformer_config import TransformerConfig
+
+        leave()
+        join(rank, 4)
+        self._state = parallel_state
+        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2,
+                                                 create_gloo_process_groups=False)
+        # It keeps states of a GPU's generator for dropout, which there is none of here.
+        tensor_parallel.get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
+        torch.manual_seed(1)
+        plain = ("bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion",
+                 "bias_activation_fusion", "persist_layer_norm")
+        config = TransformerConfig(
+            num_layers=2, hidden_size=32, num_attention_heads=2, use_cpu_initialization=True, bf16=True,
+            params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, attention_dropout=0.0, hidden_dropout=0.0,
+            **dict.fromkeys(plain, False))
+        model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=16,
+                         share_embeddings_and_output_weights=True)
+        settings = {"use_distributed_optimizer": True, "num_distributed_optimizer_instances": 2}
+        self.model = DistributedDataParallel(
+            config, DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=5000, grad_reduce_in_fp32=True,
+                                                  **settings), Float16Module(config, model))
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(optimizer="adam", lr=0.01, weight_decay=0.1, clip_grad=0.1, bf16=True,
+                            use_distributed_optimizer=True), [self.model], use_gloo_process_groups=False)
+        self.inner, self.dtype = torch_optimizer(self.optimizer), torch.bfloat16
+        self.wires = parallel_state.get_inter_distributed_optimizer_instance_group().reduced
+
+    def backward(self, scale: float = 1.0) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        text, places = torch.arange(32).view(2, 16) * 7 % 64, torch.arange(16).expand(2, 16)
+        unseen = torch.ones(1, 1, 16, 16).triu(1).bool()
+        (self.model(text, places, unseen, labels=text.roll(1)).float().mean() * scale).backward()
+        finalize_model_grads([self.model], None)
+
+    def close(self) -> None:
+        self._state.destroy_model_parallel()
+
+
 @pytest.fixture(autouse=True)
 def cuda() -> Iterator[None]:
     with as_cuda():
@@ -112,6 +165,46 @@ def watched(job: Job, times: int = 3) -> tuple[Any, Any, Any]:
         part.said()
         manifest = watch.look()
     return part, described, manifest
+
+
+def equal_to_torchs(job: Job, wire_type: str) -> int:
+    """Gradients cut out of the AllReduces by the manifest, what a record says, and torch's own optimizer: after each
+    step the bits of Megatron-Core's main parameters, and those of its model are these, rounded. In how many of four
+    steps gradients were clipped."""
+    part, described, manifest = watched(job)
+    assert manifest.gradients.dtype == wire_type
+    assert manifest.gradients.divisor == 1 and not manifest.narrow
+    held = {name: value.clone() for name, value in part.state_dict().items() if name in described.names.values()}
+    kind: Any = torch.optim.Adam if manifest.optimizer.name == "adam" else torch.optim.AdamW
+    mine = kind([{"params": [held[name] for name in group.params]} for group in manifest.optimizer.groups], lr=1.0)
+    mine.load_state_dict({**mine.state_dict(), "state": copy.deepcopy(job.inner.state_dict()["state"])})
+    clipped = 0
+    for number in range(4):
+        for group in job.inner.param_groups:
+            group["lr"] = 0.01 / (number + 1)
+        wires = job.step(scale=number + 1.0)
+        part.check()
+        factor, scale, skipped = part.said()
+        part.over()
+        assert not part.changed and not skipped
+        for group, options in zip(mine.param_groups, group_options(described, job.inner), strict=True):
+            group.update(options)
+        assert [wire.numel() for wire in wires] == [one.count for one in manifest.collectives.steady]
+        for wire, bucket in zip(wires, manifest.buckets.steady, strict=True):
+            for piece in bucket.slices:
+                gradient = wire.flatten()[piece.offset : piece.offset + piece.length].float()
+                if scale is not None:
+                    gradient = gradient * torch.tensor(scale).double().reciprocal().float()
+                held[piece.name].grad = gradient if factor is None else gradient * torch.tensor(factor)
+        clipped += factor is not None and factor < 1.0
+        mine.step()
+        for name, value in held.items():
+            assert torch.equal(part.state_dict()[name], value), (number, name)
+            parameter, _, places = name[:-1].partition("[")
+            start, end = map(int, places.split(":"))
+            narrow = job.model.module.state_dict()[parameter].flatten()[start:end]
+            assert torch.equal(narrow, value.to(job.dtype))
+    return clipped
 
 
 def test_an_entry_is_what_a_rank_steps_of_a_parameter() -> None:
@@ -150,42 +243,22 @@ def test_an_entry_is_what_a_rank_steps_of_a_parameter() -> None:
 def test_the_wire_and_the_record_make_what_the_rank_has(
     rank: int, dtype: torch.dtype, reduce_float32: bool, clip: float, config: dict[str, Any]
 ) -> None:
-    """Gradients cut out of the AllReduces by the manifest, what a record says, and torch's own optimizer: after each
-    step the bits of Megatron-Core's main parameters, and those of its model are these, rounded."""
     job = Job(rank, dtype, reduce_float32=reduce_float32, clip=clip, config=config)
-    part, described, manifest = watched(job)
-    assert manifest.gradients.dtype == ("float32" if reduce_float32 else str(dtype).removeprefix("torch."))
-    assert manifest.gradients.divisor == 1 and not manifest.narrow
-    held = {name: value.clone() for name, value in part.state_dict().items() if name in described.names.values()}
-    kind: Any = torch.optim.Adam if manifest.optimizer.name == "adam" else torch.optim.AdamW
-    mine = kind([{"params": [held[name] for name in group.params]} for group in manifest.optimizer.groups], lr=1.0)
-    mine.load_state_dict({**mine.state_dict(), "state": copy.deepcopy(job.inner.state_dict()["state"])})
-    clipped = 0
-    for number in range(4):
-        for group in job.inner.param_groups:
-            group["lr"] = 0.01 / (number + 1)
-        wires = job.step(scale=number + 1.0)
-        part.check()
-        factor, scale, skipped = part.said()
-        part.over()
-        assert not part.changed and not skipped
-        for group, options in zip(mine.param_groups, group_options(described, job.inner), strict=True):
-            group.update(options)
-        assert [wire.numel() for wire in wires] == [one.count for one in manifest.collectives.steady]
-        for wire, bucket in zip(wires, manifest.buckets.steady, strict=True):
-            for piece in bucket.slices:
-                gradient = wire.flatten()[piece.offset : piece.offset + piece.length].float()
-                if scale is not None:
-                    gradient = gradient * torch.tensor(scale).double().reciprocal().float()
-                held[piece.name].grad = gradient if factor is None else gradient * torch.tensor(factor)
-        clipped += factor is not None and factor < 1.0
-        mine.step()
-        for name, value in held.items():
-            assert torch.equal(part.state_dict()[name], value), (number, name)
-            parameter, _, places = name[:-1].partition("[")
-            start, end = map(int, places.split(":"))
-            assert torch.equal(job.model.module.get_parameter(parameter).detach().flatten()[start:end], value.to(dtype))
-    assert clipped == (4 if clip == 0.01 else 0)
+    assert equal_to_torchs(job, "float32" if reduce_float32 else str(dtype).removeprefix("torch.")) == (
+        4 if clip == 0.01 else 0)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_its_own_gpt_in_groups_of_its_own(rank: int) -> None:
+    """Float16Module and GPTModel of layers without Transformer Engine, groups of parallel_state, and
+    finalize_model_grads."""
+    pytest.importorskip("einops", reason="einops is not installed, which parallel_state needs")
+    with contextlib.closing(Gpt(rank)) as job:
+        part = job.part()
+        assert dist.get_process_group_ranks(part.group) == [rank % 2, rank % 2 + 2]
+        assert part.name == f"shard{rank % 2}"
+        part.close()
+        equal_to_torchs(job, "float32")
 
 
 def test_a_bucket_is_one_call_in_the_order_of_the_calls_with_its_padding() -> None:
