@@ -218,7 +218,8 @@ def test_viewers_are_bounded_and_who_goes_makes_room(
             await one.parts(1)
         third = Viewer(app)
         await asyncio.wait_for(third.task, 60)
-        assert third.sent[0]["status"] == 503 and b"2 viewers are watching" in third.sent[1]["body"]
+        assert third.sent[0]["status"] == 503 and (b"retry-after", b"5") in third.sent[0]["headers"]
+        assert json.loads(third.sent[1]["body"]) == {"why": "2 viewers are watching, and no more may"}
         viewers[0].hung_up.set()
         await asyncio.wait_for(viewers[0].task, 60)
         fourth = Viewer(app)
