@@ -87,6 +87,9 @@ class Pieces:
                 raise _unknown(f"its DistributedDataParallel has no {attribute}")
         self.model, self.distributed = model, _distributed(model, optimizer)
         self._found = dict(self._find())
+        if not self._found:
+            raise _refuse("steps nothing on this rank: what it has of each bucket is padding",
+                          "fewer ranks in an instance, or without pad_buckets_for_high_nccl_busbw", "optimizer")
 
     def _find(self) -> Iterator[tuple[int, tuple[torch.Tensor, int, int]]]:
         """id of a parameter -> the piece of it that this rank steps, its first element and the one past its last

@@ -248,6 +248,20 @@ def test_the_wire_and_the_record_make_what_the_rank_has(
         4 if clip == 0.01 else 0)
 
 
+@pytest.mark.parametrize("settings", [
+    {"average_in_collective": True}, {"overlap_param_gather": True}, {"overlap_grad_reduce": False},
+    {"bucket_elements": 1 << 20},
+], ids=lambda settings: next(iter(settings)))
+def test_settings_of_its_ddp_change_nothing_of_that(settings: dict[str, Any]) -> None:
+    assert equal_to_torchs(Job(1, clip=0.01, **settings), "float32") == 4
+
+
+def test_a_rank_that_has_padding_alone_is_refused_and_the_others_are_followed() -> None:
+    assert refusal(Job(1, pad_buckets_for_high_nccl_busbw=True).part) == (
+        "optimizer", "steps nothing on this rank: what it has of each bucket is padding")
+    assert equal_to_torchs(Job(0, clip=0.01, pad_buckets_for_high_nccl_busbw=True), "float32") == 4
+
+
 @pytest.mark.parametrize("rank", [0, 3])
 def test_its_own_gpt_in_groups_of_its_own(rank: int) -> None:
     """Float16Module and GPTModel of layers without Transformer Engine, groups of parallel_state, and
