@@ -97,6 +97,7 @@ def test_a_torch_without_nccl() -> None:
 @pytest.mark.parametrize(("name", "other", "found"), [
     ("nccl:all_reduce", {}, ("AllReduce", 5)),
     ("nccl:all_reduce_barrier", {}, ("AllReduce", 5)),
+    ("nccl:allreduce_coalesced", {}, ("AllReduce", 5)),  # inside a coalescing manager, as Megatron-Core calls it
     ("nccl:_all_gather_base", {"output_sizes": [[20]]}, ("AllGather", 5)),
     ("nccl:_reduce_scatter_base", {"output_sizes": [[2]], "input_sizes": [[8]]}, ("ReduceScatter", 2)),
     ("nccl:broadcast", {"input_sizes": [[2, 3, 4]], "output_sizes": [[2, 3, 4]]}, ("Broadcast", 24)),
