@@ -34,10 +34,10 @@ from dataplane.pydpdk.dmadev import DEPTH, PCI_ADDRESS, DmaDevice
 from dataplane.pydpdk.eal import Eal, available_bytes, free_huge_pages
 from dataplane.pydpdk.errors import DpdkError, NotEnoughMemory
 from dataplane.pydpdk.ethdev import Port, Rss
-from dataplane.pydpdk.ffi import lib
+from dataplane.pydpdk.ffi import ffi, lib
 from dataplane.pydpdk.mempool import Mempool
 from dataplane.rx import DMA_MINIMUM, RingMemory, RxConfig, RxThread
-from dataplane.sockets import PacketSockets, promiscuous_socket
+from dataplane.sockets import PacketSockets, closed, promiscuous_socket
 
 __all__ = ["LiveConfig", "LiveSource", "check_cores", "live_memory", "memory_by_node", "start_eal"]
 
@@ -193,7 +193,8 @@ class LiveSource:
             bound = undo.enter_context(promiscuous_socket(interface)) if interface else None
             mine = undo.enter_context(PacketSockets())
             self._port = undo.enter_context(self._open_port(eal))
-            sockets: list[int | None] = [*mine.find()]
+            self._sockets = mine.find()
+            sockets: list[int | None] = [*self._sockets]
             if interface:
                 mine.check_alone(interface)
             self._set_up_port()
@@ -258,9 +259,16 @@ class LiveSource:
 
     def start_port(self) -> None:
         """The part of `start` that needs rights: the drivers of kernel interfaces set flags of theirs. From then on
-        packets wait in the driver's queue. Idempotent."""
-        if not self._port.started:
+        packets wait in the driver's queue; what was there before is gone. Idempotent."""
+        if self._port.started:
+            return
+        if not self._sockets:
             self._port.start()
+            return
+        with closed(self._sockets):  # frames of other interfaces are in their rings: sockets.py
+            self._port.start()
+            for queue in range(self.config.queues):
+                lib.fc_rx_bare(self._port.number, queue, BURST, ffi.cast("uint64_t", -1), ffi.NULL, ffi.NULL)
 
     def start(self) -> None:
         """Packets begin to appear in the rings. Says in the log if `hold` cannot keep an iteration."""

@@ -1,7 +1,8 @@
 """AF_PACKET sockets behind a capture of a kernel interface: the driver's, and one of our own.
 
 Traps handled here. net_af_packet reports no drops: its sockets are found, so that they can be asked. It leaves them
-open if the port is closed without having been started. It joins a fanout group numbered by process id and
+open if the port is closed without having been started. It opens them for every protocol and binds them only after
+their rings were made: what comes to any interface meanwhile is in the rings, and is thrown away. It joins a fanout group numbered by process id and
 interface, so that two captures of one interface in one process, or in processes of the same number in two
 containers, would each get a part of the packets, and nobody would count the rest: refused. Promiscuous mode
 belongs to a socket that lives as long as the capture, so the interface's flags are afterwards what they were; the
@@ -11,20 +12,24 @@ same socket tells when the interface is deleted, where the drivers would poll on
 from __future__ import annotations
 
 import array
+import contextlib
+import ctypes
 import errno
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
 
 from dataplane.pydpdk.errors import DpdkError
 
-__all__ = ["PacketSockets", "promiscuous_socket"]
+__all__ = ["PacketSockets", "closed", "promiscuous_socket"]
 
 SO_DOMAIN = 39
-SOL_PACKET, PACKET_ADD_MEMBERSHIP, PACKET_MR_PROMISC = 263, 1, 1
+SOL_PACKET, PACKET_ADD_MEMBERSHIP, PACKET_STATISTICS, PACKET_MR_PROMISC = 263, 1, 6, 1
+SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
+TAKE_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)  # classic BPF: return 0
 # linux/sock_diag.h, linux/packet_diag.h: list the packet sockets of this network namespace
 NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_REQUEST_DUMP = 4, 20, 0x301
 SHOW_INFO_AND_FANOUT, DIAG_INFO, DIAG_FANOUT = 1 | 8, 0, 4
@@ -112,6 +117,21 @@ def promiscuous_socket(interface: str) -> socket.socket:
         kept.close()
         raise DpdkError(exc.errno or errno.EPERM, f"interface {interface}: promiscuous mode") from None
     return kept
+
+
+@contextlib.contextmanager
+def closed(sockets: Sequence[int]) -> Iterator[None]:
+    """For packet sockets in a `with` block nothing more comes. What they have counted is forgotten at its end, so the
+    block is there to empty their rings. sockets: file descriptors."""
+    program = ctypes.create_string_buffer(TAKE_NOTHING)
+    with contextlib.ExitStack() as undo:
+        for fd in sockets:
+            one = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0, fileno=fd)
+            undo.callback(one.detach)
+            one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+            undo.callback(one.setsockopt, socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
+            undo.callback(one.getsockopt, SOL_PACKET, PACKET_STATISTICS, 8)  # reading clears
+        yield
 
 
 def _fanout_groups() -> Iterator[tuple[int, int, int]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import socket
+import threading
 import time
 
 import pytest
@@ -200,6 +202,42 @@ def test_a_port_that_is_started_long_before_its_threads(feed, captures):
     adds_up(it.source.counters())
 
 
+def test_packets_of_other_interfaces_are_never_a_ports(eal, veth, captures):
+    """The driver's sockets hear every interface until they are bound: one is flooded while many are opened on another."""
+    pair = veth()
+    pair.ip("link", "add", "other0", "mtu", "9000", "type", "veth", "peer", "name", "other1", "mtu", "9000")
+    for end in ("other0", "other1"):
+        pair.ip("link", "set", end, "up")
+    foreign = captures.frame(1082, random.Random(1))
+    mine = [r.data for r in captures.records(20, sizes=(60, 1082))]
+    flooded, enough = threading.Event(), threading.Event()
+
+    def flood():
+        while not enough.is_set():
+            other.send(foreign)
+            flooded.set()
+
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as other:
+        other.bind(("other1", 0))
+        sender = threading.Thread(target=flood)
+        sender.start()
+        try:
+            assert flooded.wait(60)
+            for _ in range(10):
+                config = LiveConfig(f"af_packet:{pair.near}", queues=2, ring_size=1 << 14, kernel_frames=1024)
+                with LiveSource(eal, config) as source:
+                    source.start()
+                    pair.send(mine)
+                    wait_for(source, len(mine))
+                    source.stop()
+                    counters = source.counters()
+                    assert counters["received"] == counters["kernel_seen"] == len(mine)
+                    assert sorted(p.data for at in source.ring_addresses for p in RingReader(at)) == sorted(mine)
+        finally:
+            enough.set()
+            sender.join()
+
+
 def test_mtu_raised_while_capturing(feed, captures):
     """Frames that the kernel cuts because its ring was made for smaller ones are never published as whole."""
     small = [r.data for r in captures.records(20, sizes=(60, 1514))]
@@ -232,7 +270,7 @@ def test_loopback(eal, veth, captures):
     """Its MTU is larger than a packet buffer can be."""
     veth().ip("link", "set", "lo", "up")
     frames = [r.data for r in captures.records(20, sizes=(60, 9000, 32000))]
-    large = [captures.frame(size, __import__("random").Random(1)) for size in (32768, 65000)]
+    large = [captures.frame(size, random.Random(1)) for size in (32768, 65000)]
     with LiveSource(eal, LiveConfig("af_packet:lo", kernel_frames=64)) as source:
         source.start()
         with socket.socket(socket.AF_PACKET, socket.SOCK_RAW) as sender:
@@ -300,7 +338,7 @@ def test_a_pinned_thread_for_each_queue(feed):
 
 
 def udp(captures, source, destination, port, mark):
-    frame = bytearray(captures.frame(200, __import__("random").Random(mark)))
+    frame = bytearray(captures.frame(200, random.Random(mark)))
     frame[26:30], frame[30:34] = source, destination
     frame[34:38] = port.to_bytes(2, "big") + (4791).to_bytes(2, "big")
     frame[60:64] = mark.to_bytes(4, "big")

@@ -66,8 +66,8 @@ class Bed:
             there = os.open(f"/run/netns/{self.netns}", os.O_RDONLY)
             try:
                 enter(there)
-                opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
-                opened.bind((end, 0))
+                opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # nothing before it is bound
+                opened.bind((end, ETH_P_ALL))
             finally:
                 enter(here)
                 os.close(here)

@@ -98,9 +98,9 @@ class Tap:
 
     def __init__(self, namespace: str, interface: str) -> None:
         def work() -> socket.socket:
-            opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+            opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # nothing before it is bound
             opened.setsockopt(socket.SOL_SOCKET, 33, 64 << 20)  # SO_RCVBUFFORCE
-            opened.bind((interface, 0))
+            opened.bind((interface, 3))
             return opened
 
         self._socket = netns.inside(namespace, work)

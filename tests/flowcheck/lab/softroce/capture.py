@@ -36,7 +36,7 @@ class Capture:
 
     def __init__(self, namespace: str) -> None:
         def work() -> socket.socket:
-            opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+            opened = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)  # nothing before it is bound
             opened.setsockopt(socket.SOL_SOCKET, 33, 128 << 20)  # SO_RCVBUFFORCE
             opened.bind(("fab0", 3))
             opened.settimeout(0.2)
