@@ -5,6 +5,7 @@
         seat.look(stream), seat.ring(stream)           again and again, while iterations close and retire
         seat.leave()                                   the engine rests; then finish() is legal
         placers.strangers(queue)                       packets of nobody
+        placers.claimed(queue)                         packets of engines, those that have left included
 
 parser/include/serve.h has the model. Stream i of every engine is ring i, and its threads are these. Rings outlive the
 Placers, which alone read them. Without engines the rings are emptied. Any thread may call anything; start and stop
@@ -145,6 +146,7 @@ cdef class Placers:
 
     cdef fc_queue *queues
     cdef fc_service *services
+    cdef uint64_t *before  # by queue: packets of engines that have left
     cdef readonly uint32_t count, n_threads
     cdef readonly tuple cores
     cdef list seats, threads
@@ -162,6 +164,7 @@ cdef class Placers:
             raise ValueError(f"{len(self.cores)} cores for {self.n_threads} threads: one for each, or none")
         self.queues = <fc_queue *>zeroed(self.count, sizeof(fc_queue))
         self.services = <fc_service *>zeroed(self.n_threads, sizeof(fc_service))
+        self.before = <uint64_t *>zeroed(self.count, sizeof(uint64_t))
         for q, ring in enumerate(rings):
             self.queues[q].ring = <fc_ring *><uintptr_t>ring
             self.queues[q].scan = self.queues[q].ring.tail
@@ -181,6 +184,7 @@ cdef class Placers:
                 fc_table_free(<fc_table *>self.queues[q].table)
         free(self.queues)
         free(self.services)
+        free(self.before)
 
     # -- threads --
 
@@ -257,9 +261,12 @@ cdef class Placers:
         return seat
 
     def detach(self, Seat seat):
+        cdef uint32_t q
         with self.writing:
             if seat in self.seats:
                 self._show([one for one in self.seats if one is not seat])
+                for q in range(self.count):
+                    self.before[q] += fc_seat_consumed(&seat.at[q])
                 seat.let_go()
 
     cdef int _show(self, list seats) except -1:
@@ -305,6 +312,17 @@ cdef class Placers:
         for i in range(FC_OUTCOMES):
             out[OUTCOMES[i]] = (counts[i].packets, counts[i].bytes)
         return out
+
+    def claimed(self, uint32_t queue):
+        """Packets that engines have taken, those that have left included. A packet of two engines counts twice."""
+        cdef uint64_t sum
+        cdef Seat seat
+        self._at(queue)
+        with self.writing:
+            sum = self.before[queue]
+            for seat in self.seats:
+                sum += fc_seat_consumed(&seat.at[queue])
+        return sum
 
     def encapsulated(self):
         """{what: packets} of outcome "encapsulated", all rings together: tunnels that are not unpacked."""

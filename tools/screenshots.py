@@ -84,8 +84,8 @@ def example(now: float) -> dict[str, Any]:
             happens("patched", at, iteration=number, since=number - 1, elements=306, bytes=3672, source="trainer")
     clock[0] = now
     brought = (("0000:81:00.0", int(1e5 * (now % 1e4)), now), ("0000:c1:00.0", 912, now - 95))
-    ports = [{"device": device, "received": received, "bytes": 4100 * received, "last": last, "streams": [received],
-              "lost": dict.fromkeys(LOST, 0)} for device, received, last in brought]
+    ports = [{"device": device, "received": received, "bytes": 4100 * received, "last": last,
+              "claimed": received, "last_claimed": last, "streams": [received], "lost": dict.fromkeys(LOST, 0)} for device, received, last in brought]
     return tally.document() | {
         "version": __version__, "captures": ports, "unclaimed": {"unknown": 12}, "connected": {GROUP: 4}, "shadow": 3,
     }

@@ -175,7 +175,7 @@ class Writer:
         try:
             held = _Held(replica, users)  # from here on the replica may go on: this version stays
         except FlowcheckError as error:
-            self._say("problem", name=name, why=error.message())
+            self._say("problem", name=name, step=replica.step, why=error.message())
             return
         writer = threading.Thread(
             target=self._work, args=(lane, name, replica, out, status, held, done, unproven, matches),
@@ -189,7 +189,7 @@ class Writer:
             writer.start()
         except RuntimeError as error:  # there is no thread to be had
             held.let_go()
-            self._say("problem", name=name, why=f"step {replica.step} is not written: {error}")
+            self._say("problem", name=name, step=replica.step, why=f"step {replica.step} is not written: {error}")
             return
         lane.thread = writer
 
@@ -209,7 +209,7 @@ class Writer:
             lane.seconds = held.kept  # and not how long the disk has hung: it may be well again
         except FlowcheckError as error:
             lane.seconds = before  # a disk that hung before it failed has said nothing of its speed
-            self._say("problem", name=name, why=error.message())
+            self._say("problem", name=name, step=step, why=error.message())
         finally:
             held.let_go()
 

@@ -3,6 +3,7 @@
     port = Port(planned, sources)           planned[i]: a capture of the settings; sources[i]: what was opened for it
     port.placers                            a thread for each queue, for all groups (parser.placers); start and stop it
     port.queues                             what each group has as sources: one for each ring of the placers
+    port.claimed(capture)                   packets of jobs that are followed, or were
     port.arrived, port.drops                packets so far, and those that the node itself has lost, by cause
     port.explain(drops)                     the same in words, with the setting that would have kept them
 
@@ -47,6 +48,7 @@ class Port(Arrivals):
         self.name = " and ".join(one.device for one in planned)
         rings = [(i, address) for i, source in enumerate(sources) for address in source.ring_addresses]
         self.queues = [Queue(self, index, capture, address) for index, (capture, address) in enumerate(rings)]
+        self._of = [[one.index for one in self.queues if one.capture == i] for i in range(len(sources))]
         self.placers = Placers([address for _, address in rings], cores=place_cores(planned))
 
     def error(self, capture: int) -> Exception | None:
@@ -55,6 +57,9 @@ class Port(Arrivals):
     @property
     def arrived(self) -> int:
         return sum(source.counters()["received"] for source in self._sources)
+
+    def claimed(self, capture: int) -> int:
+        return sum(self.placers.claimed(queue) for queue in self._of[capture])
 
     def drops_of(self, capture: int) -> dict[str, int]:
         """By cause, without causes that did not occur."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from flowcheck.job.clock import Clock
 from flowcheck.node.saying import Events, shown
+from flowcheck.node.wrong import Wrong
 
 __all__ = ["BUCKETS", "CONDITIONS", "STAGES", "GroupTally", "Tally"]
 
@@ -228,6 +229,7 @@ class Tally:
         self._groups: OrderedDict[str, GroupTally] = OrderedDict()
         self._names: OrderedDict[str, None] = OrderedDict()  # the one that was heard last comes last
         self._counts: dict[str, dict[str, int]] = {}
+        self._wrong = Wrong()
         self._events: deque[dict[str, Any]] = deque(maxlen=EVENTS)
 
     def beside(self, say: Callable[..., None]) -> Callable[..., None]:
@@ -254,6 +256,7 @@ class Tally:
         now = self._clock()
         name = fields.get("name")
         with self._lock:
+            self._wrong.hear(event, fields, now)
             if name:
                 self._keep(name)
             if name is not None and (name in self._groups or GroupTally.follows(event)):
@@ -286,9 +289,11 @@ class Tally:
             groups = [group.document(rows) for group in self._groups.values()]
             counts = {event: dict(of) for event, of in self._counts.items()}
             last = list(self._events)[-events:] if events else []
+            wrong = self._wrong.document(self._clock())
         return {
             "node": self._name, "started": self._started, "time": self._clock(),
             "groups": sorted(groups, key=lambda group: str(group["name"])), "counts": counts, "events": last,
+            "wrong": wrong,
         }
 
 

@@ -48,6 +48,7 @@ class Telling:
         self._common = common
         self._next = 0.0
         self._last = [(0, 0.0)] * len(planned)  # packets, and when the newest had come
+        self._last_claimed = [(0, 0.0)] * len(planned)  # the same of packets of jobs that are followed
 
     def look(self) -> None:
         """Put on the board what there is, unless that was done just now."""
@@ -68,15 +69,20 @@ class Telling:
 
     def _capture(self, index: int) -> dict[str, Any]:
         counters, one = self._sources[index].counters(), self._planned[index]
-        received, at = self._last[index]
-        if counters["received"] != received:
-            at = self._stamp()
-            self._last[index] = counters["received"], at
+        claimed = self._port.claimed(index) if self._port is not None else 0
         return {
-            "device": one.device, "received": counters["received"], "bytes": counters.get("bytes", 0), "last": at,
+            "device": one.device, "received": counters["received"], "bytes": counters.get("bytes", 0),
+            "last": self._when(self._last, index, counters["received"]),
+            "claimed": claimed, "last_claimed": self._when(self._last_claimed, index, claimed),
             "streams": [self._sources[index].counters(queue)["received"] for queue in range(one.live.queues)],
             "lost": {cause: counters.get(cause, 0) for cause in LOST},
         }
+
+    def _when(self, last: list[tuple[int, float]], index: int, packets: int) -> float:
+        """When this number changed last, to the time between two looks."""
+        if packets != last[index][0]:
+            last[index] = packets, self._stamp()
+        return last[index][1]
 
     def close(self) -> None:
         self.board.close()

@@ -253,6 +253,7 @@ def test_engines_come_and_go_while_packets_flow() -> None:
     (ring,) = rings = [MemoryRing(1 << 12)]
     engine, batch = Engine(plan.engine), 40
     batches = [whole.packets[at : at + batch] for at in range(0, len(whole.packets), batch)]
+    guests = 0
     with placing(rings) as placers:
         seat = placers.attach(engine)
         while batches:
@@ -264,8 +265,12 @@ def test_engines_come_and_go_while_packets_flow() -> None:
                 left = left[batch:]
             passed(guest, rings)
             guest.leave()
+            guests += 1
             assert_equal(guest.engine, short, 2)
         passed(seat, rings)
+        ring.put([(0, b"no packet of ours")] * 100)
+        until(lambda: ring.waiting == 0)
+        assert placers.claimed(0) == guests * len(part.packets) + len(whole.packets)
     assert_equal(engine, one, 8)
 
 

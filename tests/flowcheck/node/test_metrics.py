@@ -91,6 +91,8 @@ def test_every_metric_has_a_sample(made: str) -> None:
         ("flowcheck_capture_packets_total", {"device": "af_packet:eth1"}, 1000),
         ("flowcheck_capture_bytes_total", {"device": "af_packet:eth1"}, 4e6),
         ("flowcheck_capture_last_packet_timestamp_seconds", {"device": "af_packet:eth1"}, START - 1),
+        ("flowcheck_capture_job_packets_total", {"device": "af_packet:eth1"}, 900),
+        ("flowcheck_capture_last_job_packet_timestamp_seconds", {"device": "af_packet:eth1"}, START - 2),
         ("flowcheck_capture_dropped_packets_total", {"device": "af_packet:eth1", "cause": "ring_full"}, 4),
         ("flowcheck_capture_dropped_packets_total", {"device": "af_packet:eth1", "cause": "no_mbuf"}, 0),
         ("flowcheck_unclaimed_packets_total", {"outcome": "unknown"}, 7),

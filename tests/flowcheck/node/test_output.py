@@ -295,7 +295,7 @@ def test_a_checkpoint_that_cannot_be_written_is_said(tmp_path) -> None:
     writer = Writer(lambda event, **fields: said.append((event, fields)))
     writer.write("a", FakeReplica(error=UserError("no space", where="/out")), tmp_path, "")  # type: ignore[arg-type]
     writer.close()
-    assert said == [("problem", {"name": "a", "why": "/out: no space"})]
+    assert said == [("problem", {"name": "a", "step": 7, "why": "/out: no space"})]
 
 
 @pytest.mark.parametrize("which", ["writer", "pin"])
@@ -331,7 +331,7 @@ def test_a_version_that_cannot_be_pinned_holds_nobody_up(tmp_path) -> None:
     writer = Writer(lambda event, **fields: said.append((event, fields)))
     writer.write("a", Closed(), tmp_path, "")  # type: ignore[arg-type]
     writer.close()
-    assert said == [("problem", {"name": "a", "why": "it is closed"})]
+    assert said == [("problem", {"name": "a", "step": 7, "why": "it is closed"})]
 
 
 def test_a_slot_that_updates_need_is_not_left_to_a_disk_that_hangs(tmp_path) -> None:

@@ -157,6 +157,32 @@ def test_what_is_wrong_stands_at_the_top_with_what_to_do(node: Node) -> None:
     assert page.evaluate("document.querySelector('.banner').className") == "banner good"
 
 
+def test_a_full_disk_is_not_green(node: Node) -> None:
+    """As the node has it, until a checkpoint is written."""
+    tally = Tally("leaf-3")
+    tally.hear("problem", {"name": "dp0", "step": 7, "why": "/out: <b>No space</b> left on device"})
+    node.document["captures"].pop()
+    node.document["wrong"] = json.loads(json.dumps(tally.document()["wrong"]))
+    page = node.page()
+    page.wait("document.querySelector('.banner').textContent.includes('Something is wrong')")
+    assert "group dp0: no checkpoint can be written: /out: <b>No space</b> left on device since" in text(page, ".banner")
+    assert page.evaluate("document.querySelector('.banner').className") == "banner bad"
+    tally.hear("written", {"name": "dp0", "step": 8, "path": "/out"})
+    node.document["wrong"] = json.loads(json.dumps(tally.document()["wrong"]))
+    page.wait("document.querySelector('.banner').textContent === 'Every group has its versions.'")
+
+
+def test_a_switchs_own_frames_are_no_mirror(node: Node) -> None:
+    """LLDP comes ten times a second on a port that brings nothing of the job any more, or never did."""
+    port, page = node.document["captures"][1], node.page()
+    port["last"], port["last_claimed"] = time.time() + 60, time.time() - 95
+    page.wait("document.querySelector('.banner').textContent.includes('no packet of a job that is followed for')")
+    port["last_claimed"] = 0.0
+    page.wait("document.querySelector('.banner').textContent.includes('no packet of a job that is followed ever')")
+    node.document["captures"][0] |= {"last": port["last"], "last_claimed": 0.0}  # no job at all
+    page.wait("document.querySelector('.banner').textContent === 'Every group has its versions.'")
+
+
 def test_it_is_live(node: Node) -> None:
     page = node.page()
     page.wait("document.querySelector('[data-group=dp0]').textContent.includes('4,142')")

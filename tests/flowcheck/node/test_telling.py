@@ -37,7 +37,8 @@ class Scene:
         ]
         sources = [SimpleNamespace(counters=lambda queue=None, i=i: self.counters[i] if queue is None else {
             "received": self.queues[i][queue]}) for i in range(2)]
-        port: Any = SimpleNamespace(unclaimed={"unknown": 3})
+        self.claimed = [0, 0]
+        port: Any = SimpleNamespace(unclaimed={"unknown": 3}, claimed=lambda capture: self.claimed[capture])
         self.connected = {"dp0": 2}
         self.common = {"dp0": {"step": 4, "groups": 2, "apart": []}}
         self.telling = Telling("node-a", planned, sources, port, lambda: self.connected, lambda: self.now, self.stamp,
@@ -67,10 +68,10 @@ def test_what_is_on_the_board(scene: Scene) -> None:
     assert told["unclaimed"] == {"unknown": 3} and told["connected"] == {"dp0": 2}
     assert told["common"] == scene.common and told["shadow"] == 0
     assert told["groups"][0]["name"] == "dp0" and told["events"][0]["event"] == "attached"
-    assert told["captures"][0] == {"device": "af_packet:eth0", "received": 0, "bytes": 0, "last": 0.0, "streams": [0],
-                                   "lost": dict.fromkeys(LOST, 0)}
+    assert told["captures"][0] == {"device": "af_packet:eth0", "received": 0, "bytes": 0, "last": 0.0,
+                                   "claimed": 0, "last_claimed": 0.0, "streams": [0], "lost": dict.fromkeys(LOST, 0)}
     assert told["captures"][1] == {"device": "af_packet:eth1", "received": 30, "bytes": 400, "last": START,
-                                   "streams": [10, 20], "lost": dict.fromkeys(LOST, 0) | {"ring_full": 2}}
+                                   "claimed": 0, "last_claimed": 0.0, "streams": [10, 20], "lost": dict.fromkeys(LOST, 0) | {"ring_full": 2}}
 
 
 def test_when_the_newest_packet_came(scene: Scene) -> None:
@@ -80,6 +81,17 @@ def test_when_the_newest_packet_came(scene: Scene) -> None:
         scene.counters[0]["received"] = received
         lasts.append(scene.look()["captures"][0]["last"])
     assert lasts == [0.0, START + 2, START + 2, START + 4]
+
+
+def test_when_the_newest_packet_of_a_followed_job_came(scene: Scene) -> None:
+    """What a switch sends by itself does not count."""
+    found = []
+    for received, claimed in ((5, 0), (9, 4), (20, 4), (21, 5)):
+        scene.stamp.now += 1
+        scene.counters[0]["received"], scene.claimed[0] = received, claimed
+        one = scene.look()["captures"][0]
+        found.append((one["claimed"], one["last_claimed"]))
+    assert found == [(0, 0.0), (4, START + 2), (4, START + 2), (5, START + 4)]
 
 
 def test_not_more_often_than_is_needed(scene: Scene) -> None:

@@ -50,8 +50,8 @@ def tally(*events: tuple[str, dict[str, Any]], clock: Clock | None = None) -> Ta
 def document(*events: tuple[str, dict[str, Any]], captures: tuple[str, ...] = ("af_packet:eth1",), **more: Any) -> Any:
     """As the board has it."""
     ports = [
-        {"device": device, "received": 1000, "bytes": 4_000_000, "last": START - 1, "streams": [1000],
-         "lost": dict.fromkeys(LOST, 0)} for device in captures
+        {"device": device, "received": 1000, "bytes": 4_000_000, "last": START - 1, "claimed": 900,
+         "last_claimed": START - 2, "streams": [1000], "lost": dict.fromkeys(LOST, 0)} for device in captures
     ]
     body = tally(*events).document() | {
         "version": "9.9", "captures": ports, "unclaimed": {}, "connected": {"dp0": 4}, "shadow": 0,
