@@ -2,9 +2,10 @@
 
 Traps handled here. net_af_packet reports no drops: its sockets are found, so that they can be asked. It leaves them
 open if the port is closed without having been started. It opens them for every protocol and binds them only after
-their rings were made: what comes to any interface meanwhile is in the rings, and is thrown away. It joins a fanout group numbered by process id and
-interface, so that two captures of one interface in one process, or in processes of the same number in two
-containers, would each get a part of the packets, and nobody would count the rest: refused. Promiscuous mode
+their rings were made: what comes to any interface meanwhile is in the rings, and is thrown away. It joins a
+fanout group numbered by process id and interface, so that two captures of one interface in one process, or in
+processes of the same number in two containers, would each get a part of the packets, and nobody would count the
+rest: refused. Promiscuous mode
 belongs to a socket that lives as long as the capture, so the interface's flags are afterwards what they were; the
 same socket tells when the interface is deleted, where the drivers would poll on for ever (include/rx.h).
 """

@@ -7,10 +7,13 @@ no; 70 a bug of ours; 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -18,7 +21,7 @@ import typer
 
 import flowcheck
 from flowcheck import __version__
-from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError
+from flowcheck.errors import EnvironmentProblem, FlowcheckError, InternalError, UserError
 from flowcheck.interrupts import Heard
 from flowcheck.lab.bench.cli import bench
 from flowcheck.lab.cli import lab
@@ -157,6 +160,24 @@ def doctor(
     raise typer.Exit(run(Wanted(tuple(device or ()), path_mtu, memory, tuple(core or ())), as_json))
 
 
+@contextlib.contextmanager
+def _options() -> Iterator[None]:
+    """What Python calls run_id= is --run-id here."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(
+            error.what, where=_OPTION.sub(_as_option, error.where), remedy=_ARGUMENT.sub(_as_option, error.remedy),
+        ) from None
+
+
+_OPTION, _ARGUMENT = re.compile("^(run_id|shard)$"), re.compile(r"\b(run_id|shard)=")
+
+
+def _as_option(found: re.Match[str]) -> str:
+    return f"--{found[1].replace('_', '-')}"
+
+
 def _token(file: Path) -> str:
     from flowcheck.node.config import read_token
 
@@ -184,7 +205,8 @@ def fetch(
 ) -> None:
     """Take a version from checkpoint nodes into files, every hash checked."""
     token = _token(token_file)
-    taken = flowcheck.fetch(nodes, out, token=token, format=format, run_id=run_id, shard=shard, step=step, ca=ca)
+    with _options():
+        taken = flowcheck.fetch(nodes, out, token=token, format=format, run_id=run_id, shard=shard, step=step, ca=ca)
     for why in taken.passed:
         typer.echo(f"not taken: {why}", err=True)
     typer.echo(repr(taken))
@@ -209,7 +231,8 @@ def protect(
 ) -> None:
     """Write parity of the newest step that every shard of a job has."""
     token = _token(token_file)
-    kept = flowcheck.protect(nodes, out, token=token, parity=parity, run_id=run_id, step=step, ca=ca)
+    with _options():
+        kept = flowcheck.protect(nodes, out, token=token, parity=parity, run_id=run_id, step=step, ca=ca)
     names = ", ".join(repr(one.shard) for one in kept.versions)
     typer.echo(f"{kept.path}: step {kept.step} of {kept.code.data} shards ({names}); {kept.code.parity} may be lost."
                f" {kept.code.parity * kept.length:,} bytes, {kept.padded:,} of zeros were encoded")

@@ -85,15 +85,17 @@ def example(now: float) -> dict[str, Any]:
     clock[0] = now
     brought = (("0000:81:00.0", int(1e5 * (now % 1e4)), now), ("0000:c1:00.0", 912, now - 95))
     ports = [{"device": device, "received": received, "bytes": 4100 * received, "last": last,
-              "claimed": received, "last_claimed": last, "streams": [received], "lost": dict.fromkeys(LOST, 0)} for device, received, last in brought]
+              "claimed": received, "last_claimed": last, "streams": [received],
+              "lost": dict.fromkeys(LOST, 0)} for device, received, last in brought]
     return tally.document() | {
         "version": __version__, "captures": ports, "unclaimed": {"unknown": 12}, "connected": {GROUP: 4}, "shadow": 3,
     }
 
 
 @contextlib.contextmanager
-def served(document: Callable[[], dict[str, Any]], folder: Path) -> Iterator[tuple[str, str]]:
-    """Address and key of a node's HTTP API that says this document again and again. folder: of its versions."""
+def served(document: Callable[[], dict[str, Any]], folder: Path) -> Iterator[tuple[str, str, Serving]]:
+    """Address, key and process of a node's HTTP API that says this document again and again. folder: of its versions.
+    """
     config = NodeConfig.model_validate({
         "name": NODE,
         "control": {"listen": "127.0.0.1:0", "token_file": "none"}, "capture": {"device": "none"},
@@ -110,7 +112,7 @@ def served(document: Callable[[], dict[str, Any]], folder: Path) -> Iterator[tup
             thread = threading.Thread(target=put)
             thread.start()
             try:
-                yield serving.address, reader_key(TOKEN)
+                yield serving.address, reader_key(TOKEN), serving
             finally:
                 ended.set()
                 thread.join()
@@ -142,7 +144,7 @@ def main(out: Path) -> int:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flowcheck-pictures-")))
         stack.enter_context(versions(folder))
-        address, key = stack.enter_context(served(lambda: example(time.time()), folder))
+        address, key, _ = stack.enter_context(served(lambda: example(time.time()), folder))
         browser = stack.enter_context(Browser())
         for name, width, height, dark in SIZES:
             page = browser.page(width, height, dark=dark)

@@ -36,6 +36,7 @@ import torch
 
 from flowcheck.control.messages import MOST_RANKS
 from flowcheck.control.pace import Pace
+from flowcheck.control.protocol import MAGIC
 from flowcheck.control.receiving import RATE, SECONDS, AskError, Hashing, Received, Stream
 from flowcheck.control.tensors import CHUNK, HEADER_LIMIT, memory, places
 from flowcheck.control.user_state import USER_BYTES, UserState
@@ -172,6 +173,7 @@ class Node:
         self.silent: list[str] = []  # tiers
         self.withheld: list[str] = []  # reasons
         self.seconds = seconds
+        self.answered = False  # ever, whatever it said
         self.failed: Counter[str] = Counter()  # by tier: how many versions proved bad, or could not be had
         self.busy = False  # it had no slot for a reader for as long as that is waited for
         self.gone: set[str] = set()  # versions that were refused as if they had made room
@@ -363,6 +365,7 @@ class Node:
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.plain = connection.sock if self._tls is None else None
         response = self._response = connection.getresponse()
+        self.answered = True
         if response.status != (206 if first else 200):
             raise _refusal(response, self.name)
         assert self._paced is not None
@@ -392,6 +395,10 @@ class Node:
             return AskError(f"no answer within {self._seconds:g} s", where=self.name)
         if isinstance(error, ssl.SSLCertVerificationError):
             return AskError(f"the node's certificate is not trusted: {error.verify_message}", where=self.name)
+        if isinstance(error, http.client.BadStatusLine) and not isinstance(error, ConnectionError):
+            control = str(error).startswith(MAGIC.decode())
+            return AskError("this is a node's control port, for trainers: give the address of its api.listen"
+                            if control else "what answers there speaks no HTTP", where=self.name)
         return AskError(f"connection lost: {getattr(error, 'strerror', None) or error or type(error).__name__}",
                         where=self.name)
 

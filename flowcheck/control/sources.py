@@ -317,6 +317,7 @@ def take(
             stood = set(found.versions)
     what = f"step {step} is not there" if step is not None and not bad else "there is no version"
     what = "none of the versions that were found is good" if bad else what
+    what = what if any(node.answered for node in nodes) else "nobody answered"
     why = "; ".join([*passed, *found.absent, *found.withheld])
     raise EnvironmentProblem(f"{what}{f': {why}' if why else ''}", where=", ".join(node.name for node in nodes),
                              remedy="see the nodes' lines, or a checkpoint directory")

@@ -115,6 +115,9 @@ def run(
     nodes: Annotated[
         int | None, typer.Option("--nodes", min=3, help="With --protect: all members, K + M.", show_default="K + M")
     ] = None,
+    api: Annotated[
+        bool, typer.Option("--api", help="Nodes serve versions, metrics and their status page, inside the lab.")
+    ] = False,
     out: Annotated[Path, typer.Option("--out", help="Logs, hashes, checkpoints.")] = Path("out/lab"),
 ) -> None:
     """Train, mirror, follow; compare the replica of every iteration with the trainers' own state, bit for bit."""
@@ -163,7 +166,7 @@ def run(
         why = f"rank {kill} is none of 0 to {ranks - 1}" if kill >= ranks else "stages, experts: no rank is killed"
         raise UserError(why, where="--kill", remedy="one of the ranks, and --stages 1 and --experts 1")
     fault = None if kill is None else Fault(kill, kill_at)
-    raise typer.Exit(run_lab(LabOptions(config, job, out, iterations, step_time, fault), screen()))
+    raise typer.Exit(run_lab(LabOptions(config, job, out, iterations, step_time, fault, api), screen()))
 
 
 @lab.command()

@@ -41,7 +41,7 @@ ARMS = (True, False, False, True)  # with and without mirror and node, interleav
 @dataclass(frozen=True)
 class LabOptions:
     """iterations: versions wanted; arm: iterations of each arm of the step-time check, 0: no check; fault: a rank that
-    is killed after them."""
+    is killed after them. api: nodes serve versions, metrics and their status page in the lab's control network."""
 
     fabric: FabricConfig
     job: Training
@@ -49,6 +49,7 @@ class LabOptions:
     iterations: int = 30
     arm: int = 0
     fault: Fault | None = None
+    api: bool = False
 
     @property
     def protects(self) -> bool:
@@ -62,7 +63,7 @@ def run_lab(options: LabOptions, console: Console) -> int:
     with (
         handled(signal.default_int_handler, signal.SIGTERM, signal.SIGHUP),  # taken down as after Ctrl-C
         Fabric.of(options.fabric) as fabric,
-        LabRun(fabric, options.out, api=options.fault is not None or options.protects,
+        LabRun(fabric, options.out, api=options.api or options.fault is not None or options.protects,
                node_settings=DEEP | (nodes_lost.protected(options.fabric) if options.protects else {})) as run,
     ):
         ends = options.fault is None and not options.protects

@@ -347,7 +347,9 @@ class Leftover:
                 continue
             for state in states:
                 ports = ", ".join(sorted(f"{source.port} {source.direction}" for source in state.sources))
-                what = f"copies {ports}" if state.active else f"copies nothing: {state.reason or 'no session'}"
+                what, why = f"copies {ports or 'nothing'}", state.reason or "no session"
+                if not state.active:
+                    what += f", and is not whole: {why}" if ports else f": {why}"
                 out.append(f"mirror of node {node}: {what}" + (f", {state.copies:,} so far" if state.copies else ""))
         return out
 

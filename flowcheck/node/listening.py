@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 from flowcheck.errors import EnvironmentProblem
@@ -23,9 +24,10 @@ def listen(address: tuple[str, int], setting: str, backlog: int) -> tuple[socket
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     try:
         listener = socket.create_server(address, family=family, backlog=backlog)
-    except OSError as error:
+    except OSError as error:  # its text names the port that was tried, which check_address makes 0
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
         raise EnvironmentProblem(
-            f"cannot listen: {error.strerror or error}", where=f"{address[0]}:{address[1]}",
+            f"cannot listen: {why}", where=f"{address[0]}:{address[1]}",
             remedy=f"an address of this machine and a free port in {setting}",
         ) from None
     host, port = listener.getsockname()[:2]

@@ -3,8 +3,8 @@
     wrong = Wrong();  wrong.hear(event, fields, now)      of every event
     wrong.document(now)                                   [{"what", "name", "since", "text"}], the newest last
 
-A checkpoint that cannot be written is wrong until one of its group is, a store until it has a version, a registry until it
-answers. Other problems have no event that ends them: each is there for SECONDS after it was said last.
+A checkpoint that cannot be written is wrong until one of its group is, a store until it has a version, a registry until
+it answers. Other problems have no event that ends them: each is there for SECONDS after it was said last.
 """
 
 from __future__ import annotations

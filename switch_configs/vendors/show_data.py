@@ -322,8 +322,8 @@ def _tc_problem(
     if len(set(targets)) > 1:
         return f"its filters copy to different devices: {', '.join(sorted(set(targets)))}"
     wanted = len(session.ports) * len(session.ways)
-    if len(pairs) < wanted:
-        return f"{wanted - len(pairs)} of {wanted} filters are missing"
+    if missing := [f"{port} {way}" for port in session.ports for way in session.ways if (port, way) not in pairs]:
+        return f"{len(missing)} of {wanted} filters are missing: {', '.join(missing)}"
     target = links.get(targets[0])
     if target is None:
         return f"destination {targets[0]} is not there"

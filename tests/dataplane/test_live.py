@@ -203,7 +203,7 @@ def test_a_port_that_is_started_long_before_its_threads(feed, captures):
 
 
 def test_packets_of_other_interfaces_are_never_a_ports(eal, veth, captures):
-    """The driver's sockets hear every interface until they are bound: one is flooded while many are opened on another."""
+    """The driver's sockets hear every interface until they are bound: one is flooded, and ten are opened on another."""
     pair = veth()
     pair.ip("link", "add", "other0", "mtu", "9000", "type", "veth", "peer", "name", "other1", "mtu", "9000")
     for end in ("other0", "other1"):

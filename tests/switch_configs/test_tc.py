@@ -95,7 +95,7 @@ def test_source_gone(bridged) -> None:
     apply(m)
     bridged.ip("link", "del", "vb")
     mine = m.show().mine
-    assert not mine.active and "2 of 4 filters are missing" in mine.reason
+    assert not mine.active and "2 of 4 filters are missing: vb ingress, vb egress" in mine.reason
     assert m.remove() and not m.show().mine.exists
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +24,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 import flowcheck
 from flowcheck.checkpoint import fetch as module
 from flowcheck.checkpoint.directory import load_step
+from flowcheck.cli import main
+from flowcheck.control.protocol import MAGIC
 from flowcheck.errors import EnvironmentProblem, UserError
 
 from ..hand_api import TOKEN, HandApi, HandVersion, seal
@@ -408,6 +413,19 @@ def test_a_step_and_a_run_that_are_asked_for(api: HandApi, tmp_path: Path) -> No
     assert caught.value.where == api.name
 
 
+def test_a_command_names_its_own_options(
+    api: HandApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.versions.append(HandVersion(5, run_id="x"))
+    (tmp_path / "token").write_text(TOKEN)
+    words = ["flowcheck", "fetch", api.name, "--out", str(tmp_path), "--token-file", str(tmp_path / "token")]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "--run-id: the nodes have several" in said and "remedy: say --run-id\n" in said
+
+
 def test_an_older_version_where_the_newest_is_bad(api: HandApi, tmp_path: Path) -> None:
     api.versions[0].files["optimizer.safetensors"] = b""
     with pytest.raises(EnvironmentProblem, match="none of the versions that were found is good: step 7 of epoch 2"):
@@ -425,6 +443,35 @@ def test_there_is_nothing(api: HandApi, tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match=f"there is no version: {api.name}: refused: busy"):
         fetch(api, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    """That there is no version cannot be said then."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(EnvironmentProblem, match=f"nobody answered: {address}: connection lost: Connection ref"):
+            flowcheck.fetch(address, tmp_path, token=TOKEN)
+
+
+def test_the_control_port_is_not_the_api(tmp_path: Path) -> None:
+    """As a node's control port opens each connection (protocol.py)."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(MAGIC + bytes(60))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            with pytest.raises(EnvironmentProblem, match=r"nobody answered: .*control port.*api\.listen") as raised:
+                flowcheck.fetch(f"127.0.0.1:{listener.getsockname()[1]}", tmp_path, token=TOKEN)
+            assert "FCR1" not in str(raised.value)
+        finally:
+            thread.join()
 
 
 def test_formats_that_do_not_exist(api: HandApi, tmp_path: Path) -> None:

@@ -37,9 +37,10 @@ def test_up_run_status_down(lab_name: str, tmp_path: Path) -> None:
     said = command("status").stdout
     assert f"{lab_name}: 4 namespaces (leaf, node, r0, r1), belongs to `lab up`" in said and "copies" in said
     # A run uses what is up, whatever it trains, and leaves it there.
-    training = ("--model", "mlp", "--iterations", "2", "--mtu", "1024", "--out", str(tmp_path / "out"))
+    training = ("--model", "mlp", "--iterations", "2", "--mtu", "1024", "--api", "--out", str(tmp_path / "out"))
     done = command("run", *words, *training)
     assert done.returncode == 0 and "EQUAL" in done.stdout, done.stdout + done.stderr
+    assert 'listen = "10.78.0.2:7071"' in next((tmp_path / "out").glob("node0-*/node.toml")).read_text()
     done = command("run", *words, *training, "--mirror", "0,1")
     assert done.returncode == 2 and "another shape: mirrored is ((0,),), not ((0, 1),)" in done.stderr
     again = command("up", *words)
@@ -47,6 +48,24 @@ def test_up_run_status_down(lab_name: str, tmp_path: Path) -> None:
     done = command("down", "--name", lab_name)
     assert done.returncode == 0 and "removed" in done.stdout and left(lab_name) == []
     assert "nothing was there" in command("down", "--name", lab_name).stdout
+
+
+def test_status_says_what_is_missing_and_what_is_copied(lab_name: str) -> None:
+    try:
+        assert command("up", "--name", lab_name, "--ranks", "2", "--mirror", "0,1").returncode == 0
+        leaf = f"flowcheck-{lab_name}-leaf"
+
+        def remove(port: str, way: str) -> None:
+            subprocess.run(["ip", "netns", "exec", leaf, "tc", "filter", "del", "dev", port, way], check=True)
+
+        remove("p0", "ingress")
+        said = command("status").stdout
+        assert "node 0: copies p0 egress, p1 both, and is not whole: 1 of 4 filters are missing: p0 ingress" in said
+        for port, way in (("p0", "egress"), ("p1", "ingress"), ("p1", "egress")):
+            remove(port, way)
+        assert "  mirror of node 0: copies nothing: no session" in command("status").stdout
+    finally:
+        command("down", "--name", lab_name)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

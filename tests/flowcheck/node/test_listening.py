@@ -43,4 +43,5 @@ def test_an_address_is_looked_at_whether_its_port_is_taken_or_not() -> None:
         check_address(("127.0.0.1", listener.getsockname()[1]), "api.listen")
     with pytest.raises(EnvironmentProblem, match="cannot listen: Cannot assign requested address") as raised:
         check_address(("192.0.2.1", 7070), "control.listen")
+    assert raised.value.what == "cannot listen: Cannot assign requested address"  # and no port 0
     assert raised.value.where == "192.0.2.1:7070" and "control.listen" in raised.value.remedy

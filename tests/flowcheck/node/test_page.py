@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from flowcheck.node.tally import Tally
+from flowcheck.node.tokens import HTTP_ROLES, keys_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -35,6 +36,8 @@ class Node:
         self.browser, self.address, self.key = browser, address, key
         self.example = self.document = example
         self.still = False
+        self.serving: Any = None
+        self.token = b""
         self.pages: list[Any] = []
 
     def page(self, width: int = 1200, *, dark: bool = False) -> Any:
@@ -56,9 +59,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     said: list[Node] = []
     example = screenshots.example(time.time())
     folder = tmp_path_factory.mktemp("none")
-    with screenshots.served(lambda: said[0].say() if said else example, folder) as (address, key):
+    with screenshots.served(lambda: said[0].say() if said else example, folder) as (address, key, serving):
         with browser.Browser() as one:
             said.append(Node(one, address, key, example))
+            said[0].serving, said[0].token = serving, screenshots.TOKEN
             yield said[0]
 
 
@@ -165,7 +169,7 @@ def test_a_full_disk_is_not_green(node: Node) -> None:
     node.document["wrong"] = json.loads(json.dumps(tally.document()["wrong"]))
     page = node.page()
     page.wait("document.querySelector('.banner').textContent.includes('Something is wrong')")
-    assert "group dp0: no checkpoint can be written: /out: <b>No space</b> left on device since" in text(page, ".banner")
+    assert "group dp0: no checkpoint can be written: /out: <b>No space</b> left on" in text(page, ".banner")
     assert page.evaluate("document.querySelector('.banner').className") == "banner bad"
     tally.hear("written", {"name": "dp0", "step": 8, "path": "/out"})
     node.document["wrong"] = json.loads(json.dumps(tally.document()["wrong"]))
@@ -200,6 +204,29 @@ def test_a_node_that_says_nothing_any_more_is_said(node: Node) -> None:
     assert text(page, "#fresh").startswith("nothing heard for")
     node.still = False
     page.wait("document.querySelector('#fresh').textContent.startsWith('live')")
+
+
+def test_a_token_that_is_accepted_no_more_is_said(node: Node) -> None:
+    """The node answers, with 401: it is not the node that is silent. Loaded anew, the page asks for the new one."""
+    page = node.page()
+    page.wait("document.querySelector('#fresh').textContent.startsWith('live')")
+    try:
+        node.serving.tell(keys_of(dict.fromkeys(HTTP_ROLES, (b"another token",)), False))
+        page.wait("document.querySelector('.banner').textContent.includes('The token is not accepted any more')")
+        assert "Reload the page" in text(page, ".banner") and "Is flowcheck-node running" not in text(page, ".banner")
+    finally:
+        node.serving.tell(keys_of(dict.fromkeys(HTTP_ROLES, (node.token,)), False))
+    page.open(f"http://{node.address}/", "anybody", node.key)
+    page.wait("document.querySelector('#fresh').textContent.startsWith('live, version')")
+    page.wait("!document.querySelector('.banner').textContent.includes('token')")
+
+
+def test_an_address_with_name_and_token(node: Node) -> None:
+    page = node.browser.page()
+    node.pages.append(page)
+    page.open(f"http://anybody:{node.key}@{node.address}/")
+    page.wait("document.querySelector('#fresh').textContent.startsWith('live, version')")
+    page.wait("document.querySelector('#versions').textContent.includes('none')")
 
 
 def test_a_node_whose_clock_goes_back_is_still_heard(node: Node) -> None:

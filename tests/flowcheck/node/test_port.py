@@ -92,3 +92,11 @@ def test_packets_of_nobody_are_summed_over_all_queues(tmp_path: Path) -> None:
     found = [{"not_roce": (2, 120)}, {}, {"not_roce": (3, 200), "no_job": (1, 60)}]
     port.placers = type("Counted", (), {"strangers": lambda self, queue: found[queue]})()  # type: ignore[assignment]
     assert port.unclaimed == {"not_roce": 5, "no_job": 1}
+
+
+def test_packets_of_jobs_are_those_of_the_captures_own_queues(tmp_path: Path) -> None:
+    port, _ = _port(tmp_path, *TWO)
+    assert [port.claimed(0), port.claimed(1)] == [0, 0]
+    found = [3, 4, 50]
+    port.placers = type("Counted", (), {"claimed": lambda self, queue: found[queue]})()  # type: ignore[assignment]
+    assert [port.claimed(0), port.claimed(1)] == [7, 50]

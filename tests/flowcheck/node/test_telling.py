@@ -71,7 +71,8 @@ def test_what_is_on_the_board(scene: Scene) -> None:
     assert told["captures"][0] == {"device": "af_packet:eth0", "received": 0, "bytes": 0, "last": 0.0,
                                    "claimed": 0, "last_claimed": 0.0, "streams": [0], "lost": dict.fromkeys(LOST, 0)}
     assert told["captures"][1] == {"device": "af_packet:eth1", "received": 30, "bytes": 400, "last": START,
-                                   "claimed": 0, "last_claimed": 0.0, "streams": [10, 20], "lost": dict.fromkeys(LOST, 0) | {"ring_full": 2}}
+                                   "claimed": 0, "last_claimed": 0.0, "streams": [10, 20],
+                                   "lost": dict.fromkeys(LOST, 0) | {"ring_full": 2}}
 
 
 def test_when_the_newest_packet_came(scene: Scene) -> None:

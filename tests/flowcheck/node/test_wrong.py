@@ -1,4 +1,4 @@
-"""What is wrong until an event says that it is over: checkpoints, stores, the registry, and for a while anything else."""
+"""What is wrong until an event says that it is over: checkpoints, stores, the registry; for a while anything else."""
 
 from __future__ import annotations
 
