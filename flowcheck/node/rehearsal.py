@@ -132,7 +132,7 @@ def _plan(config: NodeConfig, job: Job, queues: int) -> JobPlan:
     )
     if not job.flows:
         raise UserError("the manifest names no connections, so no packet can be told to be the job's",
-                        where="job manifest: flows", remedy="`flowcheck learn` on a capture of the running job")
+                        where="job manifest: flows", remedy="`flowcheck learn` on a capture that begins with the job")
     if job.optimizer is not None:
         check_memory(plan, config.replica)
     return plan
