@@ -25,7 +25,7 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 __all__ = ["KEPT", "NEEDED", "Rights", "set_aside"]
@@ -48,6 +48,7 @@ _VERSION_3 = 0x20080522
 _PR_CAPBSET_READ, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _CLEAR_ALL = 23, 24, 38, 47, 4
 _libc = ctypes.CDLL(None, use_errno=True)
 _Made = TypeVar("_Made")
+LOOK_SECONDS = 0.1  # of the main thread, for signals, while another one opens a port
 
 
 class _Header(ctypes.Structure):
@@ -106,6 +107,8 @@ class _Holder(threading.Thread):
         future: Future[_Made] = Future()
         self._calls.put((future, lambda: function(*given, **named)))
         try:
+            while not future.done():  # a signal that comes just before a thread begins to wait does not wake it
+                wait([future], LOOK_SECONDS)
             return future.result()
         except KeyboardInterrupt:  # while it was waited for: what comes of it would be nobody's
             made = future.result()

@@ -156,10 +156,12 @@ def test_an_ordinary_user_with_two_of_them_as_the_unit_gives_them() -> None:
 
 
 @pytest.mark.root
-def test_a_start_that_is_interrupted_while_a_port_is_being_opened_leaves_nothing() -> None:
-    """The signal comes to the main thread; what the other one opens meanwhile is closed."""
+@pytest.mark.parametrize("to", ["the process", "the other thread"])
+def test_a_start_that_is_interrupted_while_a_port_is_being_opened_leaves_nothing(to: str) -> None:
+    """The main thread hears the signal; what the other one opens meanwhile is closed. One that came to the other thread
+    does not wake it, nor does one that came to it just before it began to wait."""
     text = """
-import signal, threading
+import signal, sys, threading
 from flowcheck.node import rights
 def interrupt(number, frame):
     go.set()
@@ -170,6 +172,8 @@ go = threading.Event()
 class Opened:
     def __init__(self):
         print("opening", flush=True)
+        if "other" in sys.argv[1]:
+            signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
         go.wait()
     def close(self): print("closed", flush=True)
 try:
@@ -177,8 +181,9 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-    process = subprocess.Popen([sys.executable, "-P", "-c", text], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-P", "-c", text, to], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "opening\n"
-    process.send_signal(signal.SIGTERM)
+    if to == "the process":
+        process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=240)[0] == "closed\ninterrupted\n"
