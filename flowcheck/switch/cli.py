@@ -315,16 +315,23 @@ def verify(
     ] = None,
     interface: Annotated[str | None, typer.Option("--interface", help="Look at this interface of the node.")] = None,
     seconds: Annotated[float, typer.Option("--seconds", min=0.1, max=3600, help="For so long.")] = 5.0,
+    port: Annotated[
+        list[str] | None,
+        typer.Option("--port", help="Leaf's port that the interface is cabled to (of a bond each), if it has several."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Judge what arrived at the mirror port: directions, truncation, gaps, duplicates, MTU, ranks."""
-    from flowcheck.switch.delivery import run
+    from flowcheck.switch.delivery import at_ports, run
     from switch_configs.schema import MirrorPlan
 
     if bool(captures) == bool(interface):
         raise UserError("captures or --interface must be given, and not both", remedy="give one of them")
     console = Console(soft_wrap=True)
-    raise typer.Exit(run(captures or [], interface, seconds, MirrorPlan.load(plan_file), as_json, console))
+    plan = MirrorPlan.load(plan_file)
+    if interface or port:  # captures may be of all monitor ports together
+        plan = at_ports(plan, port or [])
+    raise typer.Exit(run(captures or [], interface, seconds, plan, as_json, console))
 
 
 @switch.command()

@@ -1,6 +1,7 @@
 """Does the mirror deliver? Judge what a survey of the mirror port found against the plan.
 
     judge(document of flowcheck.diagnose.inspect, plan) -> Check per question, in the order in which to fix them
+    judge(..., at_ports(plan, ["Ethernet9"]))              of what ends at that monitor port alone
 
 Counters of the switch cannot answer this: several count lost copies as sent. Only the packets at the port can.
 """
@@ -18,10 +19,11 @@ from rich.console import Console
 
 from flowcheck.diagnose.checks import Check, alone, arrival, gaps, sound
 from flowcheck.diagnose.inspect import survey_captures, survey_interface
+from flowcheck.errors import UserError
 from parser.findings import ranks_of
 from switch_configs.schema import MirrorPlan
 
-__all__ = ["Check", "judge", "run"]
+__all__ = ["Check", "at_ports", "judge", "run"]
 
 SCHEMA = "flowcheck-switch-verify/2"
 # Retransmissions look like duplicates; a mirror that copies twice makes every packet one.
@@ -45,6 +47,26 @@ def run(
         console.print(f"{'ok ' if check.good else 'BAD'} {check.name}: {check.found}", markup=False, highlight=False)
     console.print(f"remedy: {bad[0].remedy}" if bad else "the mirror delivers what the plan promises", markup=False)
     return int(bool(bad))
+
+
+def at_ports(plan: MirrorPlan, ports: Sequence[str]) -> MirrorPlan:
+    """The plan's sessions that end at these monitor ports: PORT, or LEAF:PORT where leaves name theirs alike. None
+    named: the plan has one. Raises UserError: it has several, or no such one."""
+    there = sorted({(session.leaf, session.destination) for session in plan.sessions})
+    named, remedy = ", ".join(map(":".join, there)), "--port with the one that the interface is cabled to"
+    if not ports and len(there) > 1:
+        raise UserError(f"the plan has {len(there)} monitor ports: {named}", where="--port", remedy=remedy)
+    chosen = set(there)
+    if ports:
+        chosen = set()
+        for port in ports:
+            found = [one for one in there if port in (one[1], ":".join(one))]
+            if len(found) != 1:
+                raise UserError(f"{port!r} is {'no' if not found else 'more than one'} monitor port of the plan, which"
+                                f" has {named}", where="--port", remedy=remedy)
+            chosen.update(found)
+    sessions = [session for session in plan.sessions if (session.leaf, session.destination) in chosen]
+    return plan.model_copy(update={"sessions": sessions})
 
 
 def judge(found: dict[str, Any], plan: MirrorPlan) -> Iterator[Check]:

@@ -18,7 +18,7 @@ from flowcheck.cli import app
 from flowcheck.errors import FlowcheckError
 from flowcheck.switch import cli
 from flowcheck.switch.credentials import find
-from flowcheck.switch.delivery import judge
+from flowcheck.switch.delivery import at_ports, judge
 from switch_configs.documents import read_document, validated
 from switch_configs.errors import PlanError
 from switch_configs.planning.lldp import fill, neighbours
@@ -154,6 +154,39 @@ def test_a_whole_mirror_is_good(survey: dict, tmp_path: Path) -> None:
     capture = survey["captures"][0]["path"]
     assert "delivers" in run_apart("switch", "verify", str(tmp_path / "plan.json"), capture)
     assert json.loads(run_apart("switch", "verify", str(tmp_path / "plan.json"), capture, "--json"))["good"] is True
+
+
+def plan_of_several(survey: dict) -> MirrorPlan:
+    """Beside it a second monitor port of the same leaf, and one of the same name at another leaf."""
+    plan = plan_for(survey)
+    one = plan.sessions[0]
+    other = one.model_copy(update={"destination": "Ethernet47", "number": 2, "sources": [
+        one.sources[0].model_copy(update={"port": "Ethernet2", "rank": 5, "address": "10.9.9.9"})]})
+    return plan.model_copy(update={"sessions": [one, other, other.model_copy(update={"leaf": "leaf2"})]})
+
+
+def test_of_several_monitor_ports_one_is_judged(survey: dict, tmp_path: Path) -> None:
+    """What ends at another one does not lack here."""
+    plan = plan_of_several(survey)
+    assert bad(survey, plan) == ["ranks and directions"]
+    for name in ("Ethernet48", "leaf1:Ethernet48"):
+        assert at_ports(plan, [name]) == plan_for(survey) and bad(survey, at_ports(plan, [name])) == []
+    assert bad(survey, at_ports(plan, ["leaf2:Ethernet47"])) == ["ranks and directions"]
+    assert len(at_ports(plan, ["leaf1:Ethernet47", "Ethernet48"]).sessions) == 2, "a bond of two"
+    assert at_ports(plan_for(survey), []) == plan_for(survey)
+
+
+@pytest.mark.parametrize(("ports", "why"), [
+    ([], "has 3 monitor ports: leaf1:Ethernet47, leaf1:Ethernet48, leaf2:Ethernet47"),
+    (["Ethernet47"], "'Ethernet47' is more than one monitor port"), (["Ethernet1"], "'Ethernet1' is no monitor port"),
+])
+def test_which_of_several_monitor_ports_has_to_be_said(
+    survey: dict, tmp_path: Path, ports: list[str], why: str
+) -> None:
+    (tmp_path / "plan.json").write_text(plan_of_several(survey).to_json())
+    options = [part for name in ports for part in ("--port", name)]
+    said = run("verify", str(tmp_path / "plan.json"), "--interface", "lo", *options, status=2)
+    assert why in said and "--port with the one that the interface is cabled to" in said
 
 
 @pytest.mark.root
