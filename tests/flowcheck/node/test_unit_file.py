@@ -31,6 +31,14 @@ def heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.so
         yield sock
 
 
+def watched(monkeypatch: pytest.MonkeyPatch, usec: int, began: float) -> tuple[Notify, list[float]]:
+    """One whose manager waits for so many microseconds; and its clock."""
+    now = [began]
+    monkeypatch.setenv("WATCHDOG_USEC", str(usec))
+    monkeypatch.setattr(notify.time, "monotonic", lambda: now[0])
+    return Notify(), now
+
+
 def nothing_more(sock: socket.socket) -> bool:
     sock.setblocking(False)
     with pytest.raises(BlockingIOError):
@@ -40,10 +48,7 @@ def nothing_more(sock: socket.socket) -> bool:
 
 
 def test_what_systemd_hears(heard: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WATCHDOG_USEC", "3000000")
-    now = [100.0]
-    monkeypatch.setattr(notify.time, "monotonic", lambda: now[0])
-    one = Notify()
+    one, now = watched(monkeypatch, 3_000_000, 100.0)
     one.ready()
     assert heard.recv(100) == b"READY=1"
     one.alive()
@@ -70,10 +75,7 @@ def test_an_abstract_name_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_watchdog_is_fed_from_the_first_moment_on(heard: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the machine has just started, by half of its time to the microsecond."""
-    monkeypatch.setenv("WATCHDOG_USEC", "2000000000000")
-    now = [0.0]
-    monkeypatch.setattr(notify.time, "monotonic", lambda: now[0])
-    one = Notify()
+    one, now = watched(monkeypatch, 2_000_000_000_000, 0.0)
     one.alive()
     assert heard.recv(100) == b"WATCHDOG=1"
     now[0] = 999_999.75
