@@ -4,7 +4,6 @@ a step after the last round, made of parity, of the other node's piece, and of t
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -150,24 +149,6 @@ def test_too_few_that_are_left_make_nothing_and_the_parity_stays(scene: Scene) -
     assert not scene.heard("redone") and bases_of(scene.lane) == [] and kept_in(scene.parity) == kept
     scene.other.versions[:] = versions
     until(lambda: scene.heard("redone"))
-
-
-def test_what_was_made_of_parity_goes_with_it(tmp_path: Path) -> None:
-    """Once there is no round of so old a step any more, or the run has gone on in another epoch."""
-    base = ParityBase(tmp_path / "p", lambda: node("127.0.0.1:9"), lambda nbytes: None)
-    lane = tmp_path / "lane"
-    for epoch, step in ((0, 40), (1, 20), (1, 60), (1, 63)):
-        (lane / "run" / f"epoch-{epoch}" / f"step-{step:06d}").mkdir(parents=True)
-
-    def left() -> list[str]:
-        return sorted(os.path.relpath(path, lane) for path in lane.glob("*/*/step-*"))
-
-    base.tidy(lane, "run", 1)
-    assert base.oldest("run", 1) is None and len(left()) == 4
-    for step in (60, 80):
-        (tmp_path / "p" / "run" / "epoch-1" / f"step-{step:06d}.parity").mkdir(parents=True)
-    base.tidy(lane, "run", 1)
-    assert base.oldest("run", 1) == 60 and left() == ["run/epoch-1/step-000060", "run/epoch-1/step-000063"]
 
 
 @pytest.mark.parametrize(("listen", "journal", "why"), [

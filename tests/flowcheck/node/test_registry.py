@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from flowcheck.errors import EnvironmentProblem, UserError
+from flowcheck.errors import EnvironmentProblem
 from flowcheck.node import etcd as module
-from flowcheck.node.etcd import Etcd, check_endpoints
+from flowcheck.node.etcd import Etcd
 from flowcheck.node.registry import LEASE_SECONDS, PLACEMENT, ROOT, Entry, Registry, RegistryError, Shared
 
 from ..hand_node import until
@@ -222,12 +222,6 @@ def test_an_endpoint_that_answers_byte_by_byte_is_left_for_the_next(server: Etcd
         with contextlib.suppress(OSError):
             socket.create_connection(listening.getsockname()).close()
         thread.join(60.0)
-
-
-@pytest.mark.parametrize("endpoint", ["", "h:1", "http://h", "http://h:x", "ftp://h:1", "http://h:1/path"])
-def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
-    with pytest.raises(UserError, match="is not an endpoint of etcd"):
-        check_endpoints(["http://127.0.0.1:1", endpoint])
 
 
 def test_a_client_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from flowcheck.checkpoint.coding.holders import Site
-from flowcheck.node.decided import Decided, Have, Member, Parity, Recovery
+from flowcheck.node.decided import Parity
 from flowcheck.node.losses import whole
 from flowcheck.node.seat import PATIENCE
 
@@ -171,32 +169,6 @@ def test_who_has_a_port_is_kept_for_a_node(tmp_path: Path) -> None:
     cluster.go("b", "c")
     cluster.turns(int(cluster.grace) + LEASE + 2)
     assert cluster.placed().parity == Parity(("a", "e"), ("g", "d"))
-
-
-SHARDS = (("run", 0, "s0"), ("run", 0, "s1"))
-
-
-def has(name: str, shard: int, *steps: int) -> Have:
-    """A node with data that keeps copies of its own versions of these steps."""
-    return Have(1, frozenset([SHARDS[shard]]), {(f"{name}:1", SHARDS[shard]): frozenset(steps)})
-
-
-@pytest.mark.parametrize(("haves", "over"), [
-    ({"a": has("a", 0, 4, 6), "c": has("c", 1, 4, 6), "b": {(4, 2), (6, 2)}, "d": {(6, 3)}}, True),
-    ({"a": has("a", 0, 4, 6), "c": has("c", 1, 4), "b": {(6, 2)}, "d": {(4, 3), (6, 3)}}, False),
-    ({"a": has("a", 0, 6), "c": has("c", 1, 6), "b": {(6, 3)}, "d": {(6, 3)}}, False),
-    ({"a": has("a", 0, 6), "c": has("c", 1, 6), "b": {(6, 2)}}, False),
-    ({"a": has("x", 0, 6), "c": has("c", 1, 6), "b": {(6, 2)}, "d": {(6, 3)}}, False),
-    ({"a": Have(1), "c": Have(1), "b": {(6, 2)}}, True),
-], ids=["all of one step", "other steps", "another stream", "a holder has none", "copies of another", "no job"])
-def test_when_all_pieces_are_there(haves: dict[str, Have | set[tuple[int, int]]], over: bool) -> None:
-    members = {name: Member(Site(name), f"{name}:1") for name in "abcd"}
-    decided = Decided(3, members, dict.fromkeys(members, ()), Recovery(2), GROUP)
-    given = {name: one if isinstance(one, Have) else Have(1, streams={RUN: frozenset(one)})
-             for name, one in haves.items()}
-    assert whole(decided, given) == over
-    given_up = replace(decided, parity=Parity(GROUP.data, ("b", "")))
-    assert whole(given_up, given) == (over or "d" not in given)
 
 
 @pytest.mark.parametrize("lost", [*itertools.combinations("abcd", 1), *itertools.combinations("abcd", 2)], ids="".join)

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from flowcheck.checkpoint.coding.holders import Site
-from flowcheck.control.ask import DISK, MEMORY, STORE, Node, Offer
-from flowcheck.node import sitting
-from flowcheck.node.decided import Decided, Have, Member, Recovery
+from flowcheck.control.ask import DISK, MEMORY, STORE, Node
+from flowcheck.node.decided import Decided, Member, Recovery
 from flowcheck.node.losses import whole
 from flowcheck.node.replacing import Operator
 from flowcheck.node.seat import PATIENCE, Seat
@@ -223,35 +222,6 @@ def test_the_command_is_asked_once_and_its_machine_takes_the_place(tmp_path: Pat
     assert cluster.events("a", "recovering")[1]["asked"] == [lost]
 
 
-def test_a_command_that_fails_is_tried_again_and_one_that_hangs_is_ended(tmp_path: Path) -> None:
-    at, said = 0.0, list[tuple[str, dict[str, Any]]]()
-    member = Member(Site("c"), "c:1")
-
-    def operator(command: list[str]) -> Operator:
-        return Operator(command, "x", lambda event, **fields: said.append((event, fields)), lambda: at)
-
-    fails = operator(script(tmp_path, WRITES, "raise SystemExit(3)"))
-    until(lambda: fails.ask(7, member) or said[-1][0] == "problem")
-    assert "ended with status 3; it is tried again in 5 s" in said[-1][1]["why"] and not fails.ask(7, member)
-    at = 6.0
-    until(lambda: fails.ask(7, member) or len((tmp_path / "asked").read_text().splitlines()) == 2)
-    fails.close()
-    missing = operator([str(tmp_path / "nothing")])
-    assert not missing.ask(1, member) and "cannot be started: No such file" in said[-1][1]["why"]
-    hangs = operator(script(tmp_path, "open(__import__('sys').argv[1] + '.pid', 'w').write(str(os.getpid()))",
-                            "__import__('time').sleep(600)"))
-    until(lambda: hangs.ask(1, member) or (tmp_path / "asked.pid").exists())
-    at = 6.0 + 1800.0
-    assert not hangs.ask(1, member) and "has not ended after 1800 s" in said[-1][1]["why"]
-    again = operator(script(tmp_path, "__import__('time').sleep(600)"))
-    assert not again.ask(1, member)
-    (one,) = again._tries.values()
-    process = one.process
-    assert process is not None
-    again.close()
-    assert process.poll() is not None
-
-
 # -- what is left where no copy is -----------------------------------------------------------------------------------
 
 
@@ -276,26 +246,6 @@ def test_the_newest_persistent_version_of_all_shards(tmp_path: Path) -> None:
     assert event == "fallback" and (first["run_id"], first["shards"], first["step"]) == ("run", ["s1"], 4)
     assert "would go back to step 4" in first["why"] and "all 2 shards" in first["why"]
     assert second["step"] is None and "none is persistent" in second["why"]
-
-
-def test_a_single_shard_is_not_whole_before_it_is_followed_again() -> None:
-    members = {name: Member(Site(name), f"{name}:1") for name in "ab"}
-    shard = ("run", 0, "s")
-    decided = Decided(3, members, {"a": ("b",), "b": ("a",)}, Recovery(2, shards=(shard,)))
-    copies = {("a:1", shard): frozenset({4})}
-    assert not whole(decided, {"a": Have(), "b": Have(3, copies={("old:1", shard): frozenset({4})})})
-    assert not whole(decided, {"a": Have(3, frozenset({shard})), "b": Have()})  # nobody has a copy of it yet
-    assert whole(decided, {"a": Have(3, frozenset({shard})), "b": Have(3, copies=copies)})
-    other = Have(3, frozenset({("another run", 0, "x")}))
-    assert whole(Decided(3, members, {"a": (), "b": ()}, decided.recovery), {"a": other})  # the job is over
-
-
-def test_of_several_runs_the_one_that_was_published_last_is_followed() -> None:
-    def offer(run_id: str, step: int, age: float | None) -> Offer:
-        return Offer("m1", MEMORY, run_id, 0, step, "s", "verified", 1, age_seconds=age)
-
-    found = sitting._own([offer("old", 90, 500.0), offer("new", 3, 1.0), offer("unknown", 4, None)])
-    assert found == [{"run_id": "new", "epoch": 0, "shard": "s"}]
 
 
 # -- etcd ----------------------------------------------------------------------------------------------------------

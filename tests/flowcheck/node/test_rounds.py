@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,8 @@ from flowcheck.checkpoint.users import file_of
 from flowcheck.control.ask import Node
 from flowcheck.control.user_state import UserState, pack
 from flowcheck.errors import FlowcheckError
-from flowcheck.node.rounds import Rounds, kept_in
+from flowcheck.node import rounds as module
+from flowcheck.node.rounds import Rounds, Streams, kept_in
 
 from ..hand_api import KEY, HandApi, HandVersion
 from ..hand_node import until
@@ -88,7 +90,7 @@ def test_the_newest_common_multiple_is_encoded(
 
 
 def test_the_newest_that_came_stay(make: Callable[..., Rounds], apis: list[HandApi], tmp_path: Path) -> None:
-    rounds = make(keep=2)
+    rounds = make()
     for step, left in ((4, [4]), (6, [4, 6]), (8, [6, 8]), (9, [6, 8])):
         for shard, api in zip(SHARDS, apis, strict=True):
             api.versions[:] = [version(shard, step)]
@@ -98,6 +100,47 @@ def test_the_newest_that_came_stay(make: Callable[..., Rounds], apis: list[HandA
         api.versions[:] = [version(shard, 2, epoch=1), version(shard, 8)]
     kept = rounds.turn(nodes(apis))
     assert kept is not None and kept.key == (1, 2) and steps(tmp_path) == [8, 2]
+
+
+def test_the_step_that_a_loss_froze_stays_besides(
+    make: Callable[..., Rounds], apis: list[HandApi], tmp_path: Path
+) -> None:
+    """Of that run and epoch, and no other step."""
+    rounds = make(keep=1)
+    for step, frozen, left in (
+        (4, {}, [4]), (6, {("run", 0): 4}, [4, 6]), (8, {("run", 0): 4, ("run", 1): 6, ("another", 0): 6}, [4, 8]),
+        (10, {("run", 0): 8, ("run", 1): 4, ("another", 0): 4}, [8, 10]), (12, {}, [12]),
+    ):
+        for shard, api in zip(SHARDS, apis, strict=True):
+            api.versions[:] = [version(shard, step)]
+        assert rounds.turn(nodes(apis), frozen) is not None and steps(tmp_path) == left
+
+
+def test_a_copy_is_read_before_a_file_and_that_before_memory(make: Callable[..., Rounds], apis: list[HandApi]) -> None:
+    """In memory it takes a slot of the node's. What a node would make of parity itself, or has in a store, is no
+    source at all."""
+    rounds = make()
+    for step, tiers, read in (
+        (4, ("memory", "disk", "copy"), "copy"), (6, ("store", "memory", "disk", "parity"), "disk"),
+        (8, ("parity", "memory", "store"), "memory"),
+    ):
+        of = {tier: version("stage0", step, tier=tier) for tier in tiers}
+        apis[0].versions[:] = of.values()
+        apis[1].versions[:] = [version("stage1", step)]
+        assert rounds.turn(nodes(apis)) is not None
+        assert {tier for tier, one in of.items() if apis[0].asked_for(f"{one.id}/manifest.json")} == {read}
+    apis[1].versions[:] = [version("stage1", 10), version("stage1", 12, tier="store")]
+    apis[0].versions[:] = [version("stage0", 10, tier="parity"), version("stage0", 9), version("stage0", 12)]
+    assert rounds.turn(nodes(apis)) is None  # step 10 of stage0 is nowhere but in parity
+
+
+def test_how_long_it_took_is_said(
+    make: Callable[..., Rounds], apis: list[HandApi], said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([100.0, 101.23456])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    make().turn(nodes(apis))
+    assert said[0][1]["seconds"] == 1.235
 
 
 def test_a_clock_that_was_set_back_removes_nothing_that_is_newer(
@@ -207,6 +250,36 @@ def test_memory_is_bounded(make: Callable[..., Rounds], apis: list[HandApi], tmp
     with pytest.raises(FlowcheckError, match="MiB are taken") as refused:
         rounds.turn(nodes(apis))
     assert refused.value.where == "protect.memory_mb" and steps(tmp_path) == [4]
+    (kept,) = kept_in(tmp_path)
+    with pytest.raises(FlowcheckError, match="MiB are taken"):
+        make(most=2 * kept.length - 1).turn(nodes(apis))
+    make(most=2 * kept.length).turn(nodes(apis))  # it is just enough
+    assert steps(tmp_path) == [4, 6]
+
+
+def test_what_is_whole_here_is_listed(make: Callable[..., Rounds], apis: list[HandApi], tmp_path: Path) -> None:
+    """Each is read once; what is written anew is read again; what is no parity, or goes meanwhile, is passed over."""
+    rounds, streams = make(), Streams(tmp_path)
+    assert streams.held() == []
+    for step in (4, 6):
+        for shard, api in zip(SHARDS, apis, strict=True):
+            api.versions[:] = [version(shard, step)]
+        rounds.turn(nodes(apis))
+    for name in ("step-000001", "step-000005", "step-000009"):  # before, between and after them
+        (tmp_path / "run" / "epoch-0" / f"{name}.parity").mkdir()
+    (tmp_path / "a run" / "epoch-0").mkdir(parents=True)
+    (tmp_path / "a run" / "epoch-0" / "step-000002.parity").symlink_to("nothing")
+    wanted = [{"run_id": "run", "epoch": 0, "step": step, "stream": 2} for step in (4, 6)]
+    assert streams.held() == wanted and [one.step for one in kept_in(tmp_path)] == [4, 6]
+    four = tmp_path / "run" / "epoch-0" / "step-000004.parity"
+    before = four.stat().st_mtime_ns
+    (four / "parity.json").rename(four / "aside")
+    os.utime(four, ns=(before, before))
+    assert streams.held() == wanted  # it has not changed, and is not read again
+    os.utime(four, ns=(before + 1, before + 1))
+    assert streams.held() == wanted[1:] and [one.step for one in kept_in(tmp_path)] == [6]
+    (four / "aside").rename(four / "parity.json")
+    assert streams.held() == wanted
 
 
 def test_what_is_no_group_is_refused(make: Callable[..., Rounds], apis: list[HandApi]) -> None:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from flowcheck.node.tally import Tally
-from flowcheck.node.wrong import MOST, SECONDS, Wrong
+from flowcheck.node.wrong import MOST, MOST_TEXT, SECONDS, Wrong
 
 from .told_scene import START, Clock
 
@@ -59,3 +59,37 @@ def test_it_is_bounded_and_what_was_said_last_stays() -> None:
     told = held.document(START)
     assert len(told) == MOST and told[-1] == {"what": "problem", "name": "g5", "since": START, "text": "again"}
     assert len(json.dumps(told)) < 1024 * MOST
+
+
+def heard(*events: tuple[str, dict[str, Any]]) -> list[tuple[str, str, str]]:
+    held = Wrong()
+    for event, fields in events:
+        held.hear(event, fields, START)
+    return [(one["what"], one["name"], one["text"]) for one in held.document(START)]
+
+
+def test_each_is_ended_by_its_own_event_and_of_its_own_group() -> None:
+    bad: list[tuple[str, dict[str, Any]]] = [
+        ("problem", {"name": "dp0", "step": 0, "why": "w0"}), ("problem", {"name": "dp1", "step": 4, "why": "w1"}),
+        ("unstored", {"name": "dp0", "why": "s0"}), ("unregistered", {"name": None, "why": "r"}),
+        ("problem", {"name": "dp0", "step": None, "why": "p"}),
+    ]
+    all_ = [("unwritten", "dp0", "w0"), ("unwritten", "dp1", "w1"), ("unstored", "dp0", "s0"),
+            ("unregistered", "", "r"), ("problem", "dp0", "p")]
+    assert heard(*bad) == all_
+    for event, name, ended in (("written", "dp0", 0), ("gathered", "dp1", 1), ("stored", "dp0", 2),
+                               ("registered", "", 3), ("registered", None, 3)):
+        assert heard(*bad, (event, {"name": name})) == [one for one in all_ if one != all_[ended]]
+    assert heard(*bad, ("written", {"name": "dp2"}), ("placed", {"why": "nothing"}), ("restored", {})) == all_
+    assert heard(("problem", {"step": 4, "why": "of all"}), ("written", {"name": "dp0"})) == []
+
+
+def test_what_was_said_last_is_its_text_and_the_first_time_its_beginning() -> None:
+    held = Wrong()
+    held.hear("unstored", {"why": "one\n\ttwo"}, START)
+    held.hear("problem", {"why": 7}, START + 1)
+    held.hear("unstored", {"why": "x" * (MOST_TEXT + 1)}, START + 2)
+    assert held.document(START + 2) == [
+        {"what": "problem", "name": "", "since": START + 1, "text": "7"},
+        {"what": "unstored", "name": "", "since": START, "text": "x" * MOST_TEXT}]
+    assert len(held.document(START + 1 + SECONDS)) == 2 and len(held.document(START + 2 + SECONDS)) == 1
