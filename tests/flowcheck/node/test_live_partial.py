@@ -169,6 +169,17 @@ def test_iterations_of_which_no_packet_came_leave_everything_stale(scene: Callab
     assert at.closed[-1].published and at.values() == alike(1.0 - 0.5 * 40)
 
 
+def test_iterations_that_were_skipped_leave_everything_stale(scene: Callable[..., Scene]) -> None:
+    """An outage so long that nobody judges each of them: the chain goes on after it."""
+    at = scene(wire=[2, *range(3000, 3004)])
+    at.go(2)
+    assert at.session.next == 3
+    at.now += 60  # the record of 3 does not come
+    at.poll()
+    assert at.said[0] == Held(2997, at.partial.elements, True, "iterations 3 to 2997 passed while no packet came")
+    assert at.lost == [] and at.session.next == 2998 and at.session.serves == 2
+
+
 def test_an_answer_that_comes_too_late_is_asked_for_again(scene: Callable[..., Scene]) -> None:
     at = scene(holes={2: HOLE})
     at.go(2)

@@ -10,6 +10,7 @@ import pytest
 from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.deadline import Times
 from flowcheck.rebuild.events import Closed, Event, Lost, Timed
+from flowcheck.rebuild.follower import LOOK_SECONDS
 from flowcheck.rebuild.policy import Policy
 
 from ..fake_engine import FakeSource, Packet, whole
@@ -61,6 +62,24 @@ def test_what_closing_takes_is_counted_with_whoever_listens_to_it(live) -> None:
     at.now += 100
     at.look()
     assert at.follower.closing_seconds == 6, "of looking nothing"
+
+
+def test_who_closes_an_iteration_waits_for_no_worker(live) -> None:
+    """The rings are looked at meanwhile."""
+    at = live(port(2))
+    replica, waits, done = at.start(2), list[float](), [False]
+    at.record(2)
+
+    def written(seconds: float) -> bool:
+        waits.append(seconds)
+        return done[0]
+
+    replica.written = written  # type: ignore[method-assign]
+    assert at.look() == [] and waits == [0] and at.follower.moved
+    at.look()
+    assert waits[1:] == [LOOK_SECONDS], "nothing was in the rings"
+    done[0] = True
+    assert at.look() == ["closed 2"]
 
 
 def test_updates_before_the_end_of_an_iteration_are_counted_too(live) -> None:
@@ -157,6 +176,16 @@ def test_what_is_lost_withdraws_nothing(live) -> None:
     assert at.look()[:2] == ["not 2", "lost"]
     (lost,) = (event for event in at.events if isinstance(event, Lost))
     assert not lost.withdrawn and at.follower.replica is replica and "close" not in replica.calls
+    assert (at.follower.status, at.follower.next) == ("lost", None)
+
+
+def test_what_had_matched_counts_no_more_once_something_differs(live) -> None:
+    at = live(port(2, 3), arenas=4)
+    replica = at.start(2)
+    at.record(2, 3, checksums=SUMS)
+    at.when = lambda event: setattr(replica, "differs", "layer0.weight")
+    assert at.look() + at.look() + at.look() == ["closed 2", "lost", "not 3"]
+    assert replica.matches == [1] and (at.follower.matches, at.follower.status) == (0, "diverged")
 
 
 @pytest.mark.parametrize(("serves", "published"), [(True, 2), (False, -1)])

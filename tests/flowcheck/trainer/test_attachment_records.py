@@ -88,6 +88,12 @@ def test_a_loss_scale_with_16_bit_parameters_is_refused(training, hand_node) -> 
     assert one.attachment.state == "refused" and "a loss scale with 16-bit parameters" in one.attachment.why
 
 
+def test_a_scaler_is_asked_from_the_first_iteration_on(training, hand_node) -> None:
+    one = training(layer=torch.nn.Linear(2, 2).bfloat16(), scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    one.attachment.step()
+    assert one.attachment.state == "refused" and "a loss scale with 16-bit parameters" in one.attachment.why
+
+
 @pytest.mark.parametrize("clip", [float("nan"), float("inf"), torch.tensor(float("-inf"))], ids=str)
 def test_the_norm_of_an_overflow_does_not_matter(training, hand_node, clip: Any) -> None:
     one = training()
@@ -179,3 +185,18 @@ def test_what_a_node_wanted_of_the_job_before_is_forgotten(training, hand_node) 
     assert not one.attachment._senders[0].wanted
     one.iterate(2)
     assert peer.expect("flows") and peer.expect("manifest")["first"] == 4
+
+
+def test_an_optimizer_that_clips_and_scales_itself_says_so(training, hand_node) -> None:
+    """As Megatron-Core's does; what its part has heard of a step is in the record, and no other word besides."""
+    one = training()
+    peer, part = joined(one, hand_node), one.attachment._parts[0].part
+    for heard in ((0.5, 1024.0, False), (None, None, False), (0.25, 512.0, True)):
+        part.said = lambda heard=heard: heard
+        one.train()
+        one.attachment.step()
+        record = peer.expect("record")
+        assert (record["clip"], record["scale"], record["skipped"]) == heard
+    one.train()
+    one.attachment.step(clip=0.5)
+    assert one.attachment.state == "refused" and "the optimizer clips and scales itself" in one.attachment.why
