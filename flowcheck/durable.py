@@ -96,8 +96,8 @@ def check_writable(directory: Path, remedy: str) -> None:
             probe.unlink(missing_ok=True)
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace or create one file. Raises EnvironmentProblem; the old content then still stands.
+def write_atomic(path: Path, data: bytes | Iterable[bytes | memoryview]) -> None:
+    """Replace or create one file. Raises EnvironmentProblem; the old content then still stands. data: or its pieces.
 
     A name that is taken by something else is left alone: renaming over a device would replace it.
     """
@@ -107,7 +107,7 @@ def write_atomic(path: Path, data: bytes) -> None:
             raise EnvironmentProblem("exists and is no regular file", where=str(path), remedy="give another name")
         try:
             aside.unlink(missing_ok=True)  # of an earlier process that had our pid
-            write_synced(aside, [data])
+            write_synced(aside, [data] if isinstance(data, bytes) else data)
             os.replace(aside, path)
             fsync_directory(path.parent)
         except BaseException:

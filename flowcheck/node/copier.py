@@ -97,6 +97,8 @@ class Copier:
         """What an earlier process left half goes."""
         for path in self._directory.glob("*/*/epoch-*/.step-*.partial-*"):
             remove_tree(path)
+        for path in self._directory.glob(f"*/*/epoch-*/{FOLDER}/.*.partial-*"):
+            path.unlink(missing_ok=True)
 
     def follow(self, nodes: Sequence[Node]) -> None:
         """Copy from these, and from no others. What was copied of others stays."""

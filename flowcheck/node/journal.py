@@ -15,7 +15,6 @@ Every file appears whole or not at all, and outlives the process. What is made o
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from flowcheck.control.tensors import packed
 from flowcheck.control.version import Version
-from flowcheck.durable import make_directory, partial_name, remove_tree, reporting, write_atomic, write_synced
+from flowcheck.durable import make_directory, remove_tree, write_atomic
 from flowcheck.errors import FlowcheckError, UserError
 from flowcheck.job.clock import Clock
 from flowcheck.rebuild.records import StepRecord
@@ -115,10 +114,7 @@ class Journal:
         tensors = {f"{BUCKET}{i}": bucket for i, bucket in enumerate(buckets)}
         tensors |= {f"{BUFFER}{name}": tensor for name, tensor in buffers.items()}
         path = self.folder / f"entry-{iteration:012d}"
-        aside = partial_name(path)
-        with reporting(path, aside=aside):
-            write_synced(aside, packed(tensors, {"record": json.dumps(dict(record))}))
-            os.rename(aside, path)
+        write_atomic(path, packed(tensors, {"record": json.dumps(dict(record))}))
         return self._size(path)
 
     def hashed(self, version: Version) -> None:

@@ -265,12 +265,14 @@ class Reading:
     def keep(self, entry: Entry) -> int:
         """An iteration of which this was said last, into the journal; what a newer copy has goes. Returns bytes. Raises
         Lacking: some of it is not there; FlowcheckError, OSError."""
-        buckets = self._buckets(entry.iteration)
-        self._room(sum(bucket.nbytes for bucket in buckets))
+        job = self._journal.job
+        assert self._plan is not None and job is not None
+        places = self._plan.iteration_buckets(entry.iteration - job.first)
+        self._room(sum(place.nbytes for place in places))  # before a byte of it is asked for
+        buckets = self._buckets(entry.iteration, job.plan, places)
         record = {"groups": entry.groups, "clip": entry.clip, "scale": entry.scale, "skipped": entry.skipped}
         nbytes = self._journal.add(entry.iteration, record, buckets, self._buffers)
-        job = self._journal.job
-        if self._parity is not None and job is not None:
+        if self._parity is not None:
             if (oldest := self._parity.oldest(*job.run[:2])) is not None:
                 self._journal.forget(oldest)
                 self._parity.tidy(self._journal.folder.parents[2], *job.run[:2])
@@ -278,14 +280,11 @@ class Reading:
             self._journal.forget(bases[-1])
         return nbytes
 
-    def _buckets(self, iteration: int) -> list[torch.Tensor]:
-        job = self._journal.job
-        assert self._plan is not None and job is not None
-        places = self._plan.iteration_buckets(iteration - job.first)
+    def _buckets(self, iteration: int, plan: str, places: tuple[BucketPlace, ...]) -> list[torch.Tensor]:
         buckets = [bytearray(place.nbytes) for place in places]
         for part in _parts(places):
             spans = [(places[index].offset + at, length) for index, at, length in part]
-            for (index, at, length), piece in zip(part, self._bytes(iteration, job.plan, spans), strict=True):
+            for (index, at, length), piece in zip(part, self._bytes(iteration, plan, spans), strict=True):
                 buckets[index][at : at + length] = piece
         kinds: list[torch.dtype] = [getattr(torch, place.dtype) for place in places]
         return [torch.frombuffer(bucket, dtype=kind) if bucket else torch.zeros(0, dtype=kind)

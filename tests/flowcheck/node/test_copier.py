@@ -22,6 +22,7 @@ from flowcheck.node.copier import Copier, Rules
 from flowcheck.node.decided import Member
 from flowcheck.node.etcd import Etcd
 from flowcheck.node.holdings import DiskShelf
+from flowcheck.node.journal import FOLDER, JobText, Journal
 from flowcheck.node.parity_shelf import Placed
 from flowcheck.node.rounds import Streams
 
@@ -297,8 +298,13 @@ def test_half_of_a_copy_that_a_killed_process_left_goes(make: Callable[..., Copi
     half = whole.with_name(".step-000009.partial-1")
     half.mkdir()
     os.link(whole / "model.safetensors", half / "model.safetensors")
+    journal = Journal(whole.parent / FOLDER)
+    journal.begin(JobText({}, ("run", 0, 1), 0, "a" * 64))
+    journal.add(4, {}, [], {})
+    entry = journal.folder / ".entry-000000000005.partial-1"
+    entry.write_bytes(b"half")
     copier = make()
-    assert not half.exists() and steps(tmp_path) == [4]
+    assert not half.exists() and not entry.exists() and steps(tmp_path) == [4] and journal.entries == [4]
     copier.look(node(api))
     assert api.asked_for("/manifest.json") == 1  # what is there is not taken again
 
