@@ -1,5 +1,4 @@
-"""Hashing versions in the background: what is hashed, by how many threads, that versions do not wait in a row, and that
-who asks for one over HTTP waits for as long as it goes on."""
+"""Hashing versions in the background: what is hashed, by how many threads, and that versions do not wait in a row."""
 
 from __future__ import annotations
 
@@ -8,24 +7,15 @@ import hashlib
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from flowcheck.control.ask import MEMORY, AskError, Node
-from flowcheck.control.version import MODEL
 from flowcheck.node import hashing
-from flowcheck.node.api import make_app
-from flowcheck.node.hashing import Hashers
-from flowcheck.node.holdings import MemoryShelf
-from updater.optimizers import OptimizerSpec
-from updater.replica import Replica
+from flowcheck.node.hashing import Hashers, Work
 
-from ..hand_api import KEY
 from ..hand_node import until
-from .test_access import answering_here
 
 
 @pytest.fixture
@@ -99,81 +89,122 @@ def test_nothing_is_hashed_after_the_end(hashers: Hashers) -> None:
         hashers.begin(numbers(5)).sums.result(0)
 
 
-# -- over HTTP ---------------------------------------------------------------------------------------------
+def test_the_end_waits_for_nobody_and_begins_nothing_more(hashers: Hashers, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Held(Waiting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.came, self.gate = threading.Semaphore(0), threading.Event()
+
+        def update(self, piece: memoryview) -> None:
+            self.came.release()
+            assert self.gate.wait(60)
+
+    held = Held()
+    monkeypatch.setattr(hashing, "hashlib", held)
+    first = hashers.begin(numbers(8, 8))
+    for _ in range(2):
+        assert held.came.acquire(timeout=60)
+    second = hashers.begin(numbers(8, 8))
+    hashers.close()
+    held.gate.set()
+    assert first.sums.result(60) == ["x", "x"]
+    for thread in hashers._pool._threads:
+        thread.join(60)
+    assert second.hashed == 0 and not second.sums.done()
 
 
-class Slow:
-    """hashlib that takes `seconds` for each piece, on whatever thread of the pool."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.over = seconds, threading.Event()
-
-    def sha256(self) -> Any:
-        digest, slow = hashlib.sha256(), self
-
-        class Slowly:
-            hexdigest = staticmethod(digest.hexdigest)
-
-            def update(self, piece: memoryview) -> None:
-                slow.over.wait(slow.seconds)
-                digest.update(piece)
-
-        return Slowly()
+# -- turn by turn --------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def served(folder: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
-    """A node's API over a version in memory of 16 MiB, hashed a MiB at a time by two threads."""
-    monkeypatch.setattr(hashing, "hashlib", slow)
-    monkeypatch.setattr(hashing, "SLICE", 1 << 20)
-    monkeypatch.setattr(hashing.os, "sched_getaffinity", lambda pid: {0, 1})
-    tensors = {f"w{number}": torch.full((1 << 20,), float(number)) for number in range(4)}
-    spec = OptimizerSpec.check("sgd", [(list(tensors), {"lr": 0.5})])
-    made = Replica(tensors, spec, path=folder / "flowcheck-n-g-1.replica", run_id="run", step=7, slots=4)
-    try:
-        with answering_here(make_app({MEMORY: MemoryShelf(folder, "n")}, KEY)) as address:
-            yield address
-    finally:
-        slow.over.set()
-        made.close()
+class Pool:
+    """Work that waits until a test does it."""
+
+    def __init__(self) -> None:
+        self.left: list[tuple[Any, Any]] = []
+
+    def submit(self, work: Any, *given: Any) -> None:
+        self.left.append((work, given))
+
+    def turn(self) -> None:
+        work, given = self.left.pop(0)
+        work(*given)
 
 
-def test_a_version_that_takes_long_to_hash_is_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three times as long as a node may be silent; several who ask wait for the same hashes."""
-    with served(tmp_path, Slow(0.4), monkeypatch) as address:
-        nodes = [Node(address, KEY, seconds=1.0) for _ in range(3)]
-        (offer,) = nodes[0].offers()
-        began = time.monotonic()
-        versions: list[Any] = []
-        threads = [threading.Thread(target=lambda node: versions.append(node.version(offer)), args=(node,))
-                   for node in nodes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert time.monotonic() - began > 3.0 and versions[0] == versions[1] == versions[2]
-        found = nodes[0].tensors(offer, versions[0], MODEL, {})
-        assert found["w3"].tolist() == [3.0] * (1 << 20)
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(hashing, "SLICE", 64)
+    return Pool()
 
 
-def test_a_version_that_is_not_hashed_any_further_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with served(tmp_path, Slow(600.0), monkeypatch) as address:
-        node = Node(address, KEY, seconds=1.5)
-        (offer,) = node.offers()
-        began = time.monotonic()
-        with pytest.raises(AskError, match=r"has hashed no more of it for 1\.5 s: 0 of"):
-            node.version(offer)
-        assert 1.4 < time.monotonic() - began < 30
+def sums(tensors: list[torch.Tensor]) -> list[str]:
+    return [hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for tensor in tensors]
 
 
-def test_a_version_that_is_removed_while_it_is_hashed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with served(tmp_path, Slow(600.0), monkeypatch) as address:
-        node = Node(address, KEY, seconds=60.0)
-        (offer,) = node.offers()
-        soon = threading.Timer(1.0, (tmp_path / "flowcheck-n-g-1.replica").unlink)
-        soon.start()
-        began = time.monotonic()
-        with pytest.raises(AskError, match=r"let go before it was hashed|no such version"):
-            node.version(offer)
-        soon.join()
-        assert time.monotonic() - began < 30
+@pytest.mark.parametrize(("sizes", "hashed"), [
+    ((10, 10, 40), [64, 128, 192, 240]), ((16, 16), [64, 128, 128]), ((), [0]), ((33,), [64, 128, 132]),
+])
+def test_a_turn_is_a_slice_over_all_tensors(pool: Any, sizes: tuple[int, ...], hashed: list[int]) -> None:
+    """And then it is the turn of whatever else there is."""
+    tensors = numbers(*sizes)
+    work, other = Work(tensors, pool, 1), Work(numbers(400), pool, 1)
+    assert work.total == 4 * sum(sizes)
+    for number, count in enumerate(hashed):
+        assert not work.sums.done() and len(pool.left) == 2
+        pool.turn()
+        assert work.hashed == count and other.hashed == 64 * number
+        pool.turn()
+    assert work.sums.result(0) == sums(tensors) and not other.sums.done()
+
+
+def test_each_core_takes_a_tensor_and_the_last_one_tells(pool: Any) -> None:
+    tensors = numbers(20, 3, 20)
+    work = Work(tensors, pool, 4)
+    assert len(pool.left) == 4
+    for hashed, left in ((64, 4), (128, 4), (128, 3), (128, 2), (144, 1)):
+        pool.turn()
+        assert (work.hashed, len(pool.left), work.sums.done()) == (hashed, left, False)
+    pool.turn()
+    assert work.sums.result(0) == sums(tensors) and work.hashed == work.total == 172
+
+
+def test_what_was_ended_takes_no_turn(pool: Any) -> None:
+    work = Work(numbers(40), pool, 2)
+    pool.turn()
+    work.end(RuntimeError("nobody wants it"))
+    while pool.left:
+        pool.turn()
+    assert work.hashed == 64
+    work.end(RuntimeError("nor anybody else"))
+    with pytest.raises(RuntimeError, match="nobody wants it"):
+        work.sums.result(0)
+
+
+def test_what_is_over_has_no_end(pool: Any) -> None:
+    tensors = numbers(3)
+    work = Work(tensors, pool, 1)
+    pool.turn()
+    work.end(RuntimeError("too late"))
+    assert work.sums.result(0) == sums(tensors)
+
+
+def test_an_end_in_the_last_turn_is_an_end(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Ends(Waiting):
+        def hexdigest(self) -> str:
+            work.end(RuntimeError("let go"))
+            return "x"
+
+    monkeypatch.setattr(hashing, "hashlib", Ends())
+    work = Work(numbers(3), pool, 1)
+    pool.turn()
+    with pytest.raises(RuntimeError, match="let go"):
+        work.sums.result(0)
+    assert pool.left == []
+
+
+def test_a_lane_that_fails_ends_all_of_them(pool: Any) -> None:
+    work = Work([torch.zeros(4, 4).t(), *numbers(40)], pool, 2)
+    while pool.left:
+        pool.turn()
+    assert work.hashed == 0
+    with pytest.raises(ValueError, match="contiguous: False"):
+        work.sums.result(0)

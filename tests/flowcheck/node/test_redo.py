@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from flowcheck.checkpoint.directory import load_step, read_step_manifest
+from flowcheck.control.version import MODEL, OPTIMIZER
 from flowcheck.errors import FlowcheckError
 from flowcheck.node.journal import JobText, Journal
 from flowcheck.node.redo import Reach, planned, reach, redo
+from flowcheck.rebuild.plan import JobPlan
+from flowcheck.rebuild.replica import JobReplica, ReplicaOptions
 
 from .journal_scene import Source, journal_job
 
@@ -106,6 +111,115 @@ def test_what_differs_in_one_bit_is_not_offered(source: Source, tmp_path: Path) 
         with pytest.raises(FlowcheckError, match=r"step 1[12] differs from its source's: tensor "):
             kept.made()
         assert sorted(kept.run.glob("step-*")) == [kept.base]
+
+
+def test_what_the_source_says_of_a_step_is_held_against_all_of_it(source: Source, tmp_path: Path) -> None:
+    """Not only tensors that both have, and not only tensors."""
+    kept = Kept(source, tmp_path, steps=1)
+    said = kept.journal.version(8)
+    model, optimizer = said.files[MODEL], dict(said.optimizer)
+    names = sorted(model)
+    for change, why in (
+        ({"files": {**said.files, MODEL: {name: model[name] for name in names[1:]}}}, f"tensor {names[0]!r}"),
+        ({"files": {**said.files, MODEL: {**model, "another": model[names[0]]}}}, "tensor 'another'"),
+        ({"files": {**said.files, OPTIMIZER: {}}}, "tensor 'state."),
+        ({"rounding": "torch-cpu"}, "its optimizer"), ({"optimizer": {**optimizer, "name": "adam"}}, "its optimizer"),
+    ):
+        kept.journal.hashed(dataclasses.replace(said, **change))
+        with pytest.raises(FlowcheckError) as refused:
+            kept.made()
+        assert refused.value.what.startswith(f"step 8 differs from its source's: {why}")
+        assert refused.value.where == str(kept.journal.folder)
+        assert sorted(kept.run.iterdir()) == [kept.journal.folder, kept.base] and not (
+            kept.journal.folder / "redo").exists()
+    kept.journal.hashed(said)
+    assert kept.made().name == "step-000008"
+
+
+def test_what_is_made_is_of_the_run_that_the_source_says(source: Source, tmp_path: Path) -> None:
+    """A manifest may be of an earlier start."""
+    kept = Kept(source, tmp_path, steps=1)
+    kept.journal.hashed(dataclasses.replace(kept.journal.version(8), run_id="the same", epoch=4, shard="dp0"))
+    manifest = read_step_manifest(kept.made())
+    assert (manifest["run_id"], manifest["epoch"], manifest["shard"]) == ("the same", 4, "dp0")
+
+
+def test_what_an_attempt_left_half_goes(source: Source, tmp_path: Path) -> None:
+    kept = Kept(source, tmp_path, steps=1)
+    left = kept.journal.folder / "redo" / "step-000008"
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"half")
+    (left / "more").write_bytes(b"x")
+    assert sorted(path.name for path in kept.made().iterdir()) == [
+        "manifest.json", "model.safetensors", "optimizer.safetensors"]
+
+
+def test_what_is_made_came_last_whatever_the_clock_says(source: Source, tmp_path: Path) -> None:
+    """Copies that came first go first."""
+    kept = Kept(source, tmp_path, steps=1)
+    at = (kept.base / "manifest.json").stat().st_mtime_ns + 86_400 * 10**9
+    os.utime(kept.base / "manifest.json", ns=(at, at))
+    assert (kept.made() / "manifest.json").stat().st_mtime_ns > at
+
+
+def test_gradients_of_another_form_are_an_error(source: Source, tmp_path: Path) -> None:
+    kept = Kept(source, tmp_path, steps=2)
+    entry = kept.journal.made(8)
+    record = {"groups": list(entry.record.groups), "clip": entry.record.clip, "scale": entry.record.scale,
+              "skipped": entry.record.skipped}
+    for buckets, why in (
+        (entry.buckets[1:], f"iteration 8 has {len(entry.buckets) - 1} buckets, not {len(entry.buckets)}"),
+        ([*entry.buckets, entry.buckets[0]],
+         f"iteration 8 has {len(entry.buckets) + 1} buckets, not {len(entry.buckets)}"),
+        ([entry.buckets[0][1:], *entry.buckets[1:]], "step 9 cannot be made: "),
+    ):
+        kept.journal.add(8, record, buckets, entry.record.buffers)
+        with pytest.raises(FlowcheckError) as refused:
+            kept.made()
+        assert refused.value.what.startswith(why) and refused.value.where == str(kept.journal.folder)
+        assert sorted(kept.run.iterdir()) == [kept.journal.folder, kept.base]
+
+
+def test_a_job_that_is_none_is_an_error(source: Source, tmp_path: Path) -> None:
+    for body in ({}, {**source.body, "model": 7}):
+        with pytest.raises(FlowcheckError) as refused:
+            planned(dataclasses.replace(source.said, body=body))
+        assert refused.value.where.startswith("journal")
+    kept = Kept(source, tmp_path, steps=1)
+    (kept.journal.folder / "job.json").unlink()
+    with pytest.raises(FlowcheckError, match="step 7 is the newest that can be made"):
+        redo(kept.base, Journal(kept.journal.folder), 1)
+
+
+def test_a_job_whose_optimizer_is_not_known_cannot_be_made(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Kept(source, tmp_path, steps=1)
+    monkeypatch.setattr("flowcheck.node.redo.JobReplica", lambda *_: SimpleNamespace(absent="no such optimizer"))
+    with pytest.raises(FlowcheckError, match="no such optimizer") as refused:
+        kept.made()
+    assert refused.value.where == str(kept.journal.folder)
+
+
+def test_memory_for_two_states_and_as_many_threads_as_are_given(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[ReplicaOptions] = []
+    closed: list[int] = []
+
+    class Noting(JobReplica):
+        def __init__(self, plan: JobPlan, values: None, options: ReplicaOptions) -> None:
+            given.append(options)
+            super().__init__(plan, values, options)
+
+        def close(self) -> None:
+            closed.append(1)
+            super().close()
+
+    monkeypatch.setattr("flowcheck.node.redo.JobReplica", Noting)
+    kept = Kept(source, tmp_path, steps=1)
+    redo(kept.base, kept.journal, 3)
+    assert [(one.slots, one.threads, one.path) for one in given] == [(2, 3, None)] and closed == [1]
 
 
 def test_a_journal_that_is_damaged_is_an_error(source: Source, tmp_path: Path) -> None:

@@ -1,0 +1,373 @@
+"""The process that answers the API, without a process: which clients it lets go and when, what it offers by its
+settings, and what it is told. Clocks, connections and a loop by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import h11
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from flowcheck.errors import UserError
+from flowcheck.node import answering
+from flowcheck.node.answering import ASK_SECONDS, CONNECTIONS, LOOK_SECONDS, TAKE_SECONDS, _Client, _Loop, _Settings
+from flowcheck.node.parity_shelf import OTHERS_SECONDS
+from flowcheck.node.sending import Offering
+
+from ..certificates import issue
+
+# -- clients -------------------------------------------------------------------------------------------------------
+
+
+class Scene:
+    """A connection, and a loop whose clock a test has."""
+
+    def __init__(self, app: Any = None) -> None:
+        self.now, self.aborted, self.cancelled = 1000.0, 0, 0
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+        config = uvicorn.Config(app or self._app, http=_Client, ws="none", lifespan="off", log_config=None)
+        self.client = _Client(config, ServerState(), {}, self)  # type: ignore[arg-type]
+        transport = SimpleNamespace(
+            get_extra_info=lambda name, default=None: default, abort=self.abort, close=lambda: None,
+            pause_reading=lambda: None, resume_reading=lambda: None, is_closing=lambda: False, write=lambda data: None)
+        self.client.connection_made(transport)  # type: ignore[arg-type]
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> Any:
+        self.timers.append((self.now + seconds, call))
+        return SimpleNamespace(cancel=self._cancel)
+
+    def _cancel(self) -> None:
+        self.cancelled += 1
+
+    def until(self, seconds: float) -> None:
+        """It is so late after the beginning; what was due until then was done."""
+        while self.timers and self.timers[0][0] <= 1000.0 + seconds:
+            due, call = self.timers.pop(0)
+            self.now = due
+            call()
+            assert len(self.timers) <= 1
+        self.now = 1000.0 + seconds
+
+    def answer(self, complete: bool) -> Any:
+        """A request is answered, or has been."""
+        self.client.cycle = SimpleNamespace(response_complete=complete, disconnected=False)  # type: ignore[assignment]
+        return self.client.cycle
+
+
+def test_who_asks_nothing_is_let_go_in_time() -> None:
+    at = Scene()
+    assert [due for due, _ in at.timers] == [1000.0 + LOOK_SECONDS]
+    at.until(ASK_SECONDS)
+    assert not at.aborted and len(at.timers) == 1
+    at.until(ASK_SECONDS + LOOK_SECONDS)
+    assert at.aborted == 1 and at.timers == [], "and looked at no more"
+
+
+def test_an_answer_may_take_its_time() -> None:
+    at = Scene()
+    at.until(5.0)
+    cycle = at.answer(False)
+    at.until(500.0)
+    assert not at.aborted and len(at.timers) == 1
+    cycle.response_complete = True
+    at.until(501.0 + ASK_SECONDS)
+    assert not at.aborted
+    at.until(501.0 + ASK_SECONDS + LOOK_SECONDS)
+    assert at.aborted == 1, "from the answer on"
+
+
+def test_an_answer_between_two_looks_is_one() -> None:
+    at = Scene()
+    for number in range(1, 6):
+        at.until(9.0 * number)
+        at.answer(True)
+    at.until(46.0 + ASK_SECONDS)
+    assert not at.aborted
+    at.until(47.0 + ASK_SECONDS)
+    assert at.aborted == 1
+
+
+def test_who_takes_nothing_is_let_go() -> None:
+    at = Scene()
+    at.answer(False)
+    at.until(3.0)
+    at.client.pause_writing()
+    at.until(3.0 + TAKE_SECONDS)
+    at.client.resume_writing()
+    at.until(100.0)
+    assert not at.aborted
+    at.client.pause_writing()
+    at.until(100.0 + TAKE_SECONDS)
+    assert not at.aborted
+    at.until(101.0 + TAKE_SECONDS)
+    assert at.aborted == 1 and at.timers == []
+
+
+def test_writing_waits_for_who_takes_nothing() -> None:
+    at = Scene()
+    at.client.pause_writing()
+    assert at.client.flow.write_paused
+    at.client.resume_writing()
+    assert not at.client.flow.write_paused
+
+
+def test_a_connection_that_is_gone_is_not_looked_at() -> None:
+    at = Scene()
+    at.client.connection_lost(ConnectionResetError())
+    assert at.cancelled == 1 and at.client not in at.client.connections
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_bytes_that_are_no_request_end_the_connection(monkeypatch: pytest.MonkeyPatch, asked: bool) -> None:
+    def refuse(client: Offering, data: bytes) -> None:
+        assert data == b"xyz"
+        raise h11.LocalProtocolError("bytes behind a request")
+
+    monkeypatch.setattr(Offering, "data_received", refuse)
+    at = Scene()
+    cycle = at.answer(False) if asked else None
+    at.client.data_received(b"xyz")
+    assert at.aborted == 1 and (cycle is None or cycle.disconnected is True)
+
+
+@pytest.mark.parametrize("error", [h11.LocalProtocolError("x"), RuntimeError("x"), None])
+def test_an_application_whose_answer_is_not_due_any_more(error: Exception | None) -> None:
+    called: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        called.append((scope, receive, send))
+        if error is not None:
+            raise error
+
+    at = Scene(app)
+    cycle = at.answer(False)
+    running = at.client.app({"type": "http"}, "receive", "send")  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError if isinstance(error, RuntimeError) else StopIteration):
+        running.__await__().send(None)  # type: ignore[attr-defined]
+    [(scope, receive, send)] = called
+    assert scope["type"] == "http" and (receive, send) == ("receive", "send")
+    ended = isinstance(error, h11.LocalProtocolError)
+    assert (at.aborted, cycle.disconnected) == (int(ended), ended)
+
+
+# -- the server ----------------------------------------------------------------------------------------------------
+
+
+def test_how_many_may_come_and_what_is_said_of_the_server() -> None:
+    def tls() -> None:
+        pass
+
+    config = answering.server_of(Scene()._app, tls).config  # type: ignore[arg-type]
+    assert (config.limit_concurrency, config.http, config.ws, config.lifespan) == (CONNECTIONS, _Client, "none", "on")
+    assert (config.timeout_keep_alive, config.timeout_graceful_shutdown) == (5, 1)
+    assert (config.server_header, config.date_header, config.access_log, config.log_level) == (False, False, False,
+                                                                                              "error")
+    assert config.ssl_context_factory is tls and answering.server_of(Scene()._app).config.ssl_context_factory is None
+
+
+@pytest.mark.parametrize(("given", "made"), [
+    ({"ssl": "context"}, {"ssl": "context", "ssl_handshake_timeout": ASK_SECONDS}), ({"ssl": None}, {"ssl": None}),
+    ({"backlog": 7}, {"backlog": 7}),
+])
+def test_a_handshake_may_take_as_long_as_a_question(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], made: dict[str, Any]
+) -> None:
+    found: list[Any] = []
+
+    async def create_server(loop: Any, *some: Any, **more: Any) -> str:
+        found.append((some, more))
+        return "server"
+
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "create_server", create_server)
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        assert runner.run(runner.get_loop().create_server("factory", **given)) == "server"  # type: ignore[arg-type,call-overload]
+    assert found == [(("factory",), made)]
+
+
+# -- what it is told -----------------------------------------------------------------------------------------------
+
+
+def test_without_certificates_nothing_is_encrypted() -> None:
+    settings = _Settings({"keys": {"a": ["reader"]}, "shown": "b", "tls": None})
+    assert settings.listening() is None and (settings.keys, settings.shown) == ({"a": ["reader"]}, "b")
+    settings.take({"keys": {"c": ["operator"]}, "shown": "d"})
+    assert (settings.keys, settings.shown) == ({"c": ["operator"]}, "d")
+
+
+def test_each_connection_has_the_newest_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def context(*files: Path) -> Any:
+        if not files[0].name.startswith("good"):
+            raise UserError("no pair")
+        made.append(SimpleNamespace(files=files, sni_callback=None))
+        return made[-1]
+
+    monkeypatch.setattr(answering, "server_context", context)
+    files = ["good.pem", "key.pem"]
+    settings = _Settings({"keys": {}, "shown": "", "tls": files})
+    assert made[0].files == (Path("good.pem"), Path("key.pem"))
+    listening = settings.listening()
+    assert listening is not None and listening("config", "default") is made[1]
+
+    def newest() -> Any:
+        connection = SimpleNamespace(context=made[1])
+        assert made[1].sni_callback(connection, "name", made[1]) is None
+        return connection.context
+
+    assert newest() is made[0]
+    settings.take({"keys": {}, "shown": ""})
+    assert newest() is made[2]
+    files[0] = "bad.pem"
+    settings.take({"keys": {"new": ["reader"]}, "shown": "x"})
+    assert newest() is made[2] and settings.keys == {"new": ["reader"]} and settings.shown == "x"
+
+
+def test_a_pair_that_is_none_is_an_error_at_the_beginning(tmp_path: Path) -> None:
+    issued = issue(tmp_path)
+    _Settings({"keys": {}, "shown": "", "tls": [str(issued.cert), str(issued.key)]})
+    with pytest.raises(UserError):
+        _Settings({"keys": {}, "shown": "", "tls": [str(issued.key), str(issued.cert)]})
+
+
+def test_it_is_told_line_by_line_and_ends_with_its_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, took = SimpleNamespace(should_exit=False), list[Any]()
+    lines = b"".join(json.dumps({"keys": {}, "shown": text}).encode() + b"\n" for text in "abc")
+    monkeypatch.setattr(answering.sys, "stdin", SimpleNamespace(buffer=io.BytesIO(lines)))
+
+    def take(said: Any) -> None:
+        assert server.should_exit is False
+        took.append(said["shown"])
+
+    answering._follow(server, SimpleNamespace(take=take))  # type: ignore[arg-type]
+    assert took == ["a", "b", "c"] and server.should_exit is True
+
+
+# -- what it offers ------------------------------------------------------------------------------------------------
+
+
+class Exit(BaseException):
+    pass
+
+
+class Process:
+    """main(), of which every part is noted. said: settings."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.did: list[Any] = []
+        self.made: dict[str, Any] = {}
+        self.said: dict[str, Any] = {
+            "keys": {"k": ["reader"]}, "shown": "s", "tls": None, "node": "n", "replicas": "/r", "checkpoints": "/c",
+            "cores": [], "reserved": 1, "follows": True, "shadow": 3, "copies": None, "store": None, "parity": None,
+            "socket": 11, "board": -1,
+        }
+        patch.setattr(answering, "begun", lambda: self.said)
+        for name in ("MemoryShelf", "DiskShelf", "ParityShelf", "StoreShelf", "StreamShelf", "Placed", "Glance", "Node",
+                     "open_store", "client_context"):
+            patch.setattr(answering, name, self._maker(name))
+        patch.setattr(answering, "make_app", self._app)
+        patch.setattr(answering, "server_of", lambda app, tls: ("server", app, tls))
+        patch.setattr(answering, "serve", lambda *given: self.did.append(given))
+        patch.setattr(answering, "socket", SimpleNamespace(socket=lambda fileno: ("socket", fileno)))
+        patch.setattr(answering, "gc", SimpleNamespace(collect=lambda: self.did.append("collect"),
+                                                       freeze=lambda: self.did.append("freeze")))
+        patch.setattr(answering.threading, "Thread", self._thread)
+        patch.setattr(answering.os, "_exit", self._exit)
+
+    @staticmethod
+    def _maker(name: str) -> Callable[..., Any]:
+        return lambda *given, **more: (name, given, more)
+
+    def _app(self, shelves: Any, keys: Any, glance: Any, streams: Any) -> str:
+        self.made = {"shelves": shelves, "keys": keys, "glance": glance, "streams": streams}
+        return "app"
+
+    def _thread(self, target: Any, args: Any, daemon: bool) -> Any:
+        assert target is answering._follow and daemon is True
+        self.settings = args[1]
+        return SimpleNamespace(start=lambda: self.did.append(("follows", args[0])))
+
+    @staticmethod
+    def _exit(status: int) -> None:
+        raise Exit(status)
+
+    def shelves(self, **said: Any) -> dict[str, Any]:
+        self.said |= said
+        with pytest.raises(Exit) as ended:
+            answering.main()
+        assert ended.value.args == (0,)
+        server = ("server", "app", None)
+        assert self.did == [("follows", server), "collect", "freeze", (server, ("socket", 11))]
+        found: dict[str, Any] = self.made["shelves"]
+        return found
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Process:
+    return Process(monkeypatch)
+
+
+def test_a_node_that_ended_at_once_needs_nothing(process: Process) -> None:
+    process.said = {}
+    assert answering.main() == 0 and process.did == []
+
+
+def test_a_node_that_follows_jobs(process: Process) -> None:
+    assert process.shelves() == {
+        "memory": ("MemoryShelf", (Path("/r"), "n"), {"reserved": 1, "needs": 3}),
+        "disk": ("DiskShelf", (Path("/c"),), {"needs": 3}),
+    }
+    assert process.made["keys"]() == {"k": ["reader"]}
+    process.settings.take({"keys": {"other": ["reader"]}, "shown": ""})
+    assert process.made["keys"]() == {"other": ["reader"]}
+    assert process.made["glance"] is None and process.made["streams"] is None
+
+
+def test_the_nearest_comes_first(process: Process) -> None:
+    found = process.shelves(copies="/k", store={"url": "s3://x", "options": {"a": "b"}}, board=0)
+    assert list(found) == ["memory", "copy", "disk", "store"] and process.made["glance"] == ("Glance", (0,), {})
+    assert found["copy"] == ("DiskShelf", (Path("/k"),), {"tier": "copy", "needs": 3})
+    name, (url, opens), more = found["store"]
+    assert (name, url, more, opens()) == ("StoreShelf", "s3://x", {"needs": 3}, ("open_store", ("s3://x", {"a": "b"}),
+                                                                                  {}))
+
+
+def test_a_holder_follows_nothing(process: Process) -> None:
+    assert list(process.shelves(follows=False, copies="/k")) == ["copy"]
+
+
+@pytest.mark.parametrize(("others", "ca"), [([["h", 1], ["::1", 2]], ""), ([["h", 1]], "our.pem")])
+def test_a_holder_of_parity(process: Process, others: Any, ca: str) -> None:
+    found = process.shelves(follows=False, copies="/k", parity={
+        "directory": "/p", "others": others, "most": 7, "ca": ca, "placement": "/k/placement.json"})
+    assert list(found) == ["copy", "parity"] and process.made["streams"] == ("StreamShelf", (Path("/p"),), {})
+    name, (directory, nodes, most), more = found["parity"]
+    assert (name, directory, most, more) == ("ParityShelf", Path("/p"), 7, {"needs": 3})
+    tls = ("client_context", ("our.pem",), {}) if ca else None
+    process.settings.take({"keys": {}, "shown": "newer"})
+    assert nodes() == [("Node", ((host, port), "newer", OTHERS_SECONDS, tls), {}) for host, port in others]
+
+
+def test_whom_a_placement_says_is_asked(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(answering, "Placed", lambda *some: given.append(some) or (lambda: [("h", 9)]))
+    found = process.shelves(parity={"directory": "/p", "others": None, "most": 7, "ca": "", "placement": "/k/x.json"})
+    assert given == [(Path("/k/x.json"), "n")]
+    assert found["parity"][1][1]() == [("Node", (("h", 9), "s", OTHERS_SECONDS, None), {})]
