@@ -27,8 +27,9 @@ def describe(
     count."""
     identity = {
         "run_id": run_id, "epoch": epoch, "slots": slots, "divisor": divisor, "dialect": rounding.name,
-        "torch_version": rounding.torch_version, "threads": rounding.threads, "optimizer": optimizer.to_dict(),
-        "unproven": list(unproven), "start": start,
+        "torch_version": rounding.torch_version, "threads": rounding.threads,
+        "corrections": {beta: dict(steps) for beta, steps in rounding.corrections.items()},
+        "optimizer": optimizer.to_dict(), "unproven": list(unproven), "start": start,
     }
     return identity | plan(tensors, optimizer, buffers, tied, masters)
 
@@ -46,9 +47,11 @@ def check_found(
         if wanted is not None and layout[what] != wanted:
             raise ReplicaError(f"{path}: belongs to {what} {layout[what]!r}, not {wanted!r}")
     said = (layout["dialect"], layout["torch_version"], layout["threads"])
-    rounding = rounding or RoundingMode(said[0], said[1], threads=said[2])
-    if (rounding.name, rounding.torch_version, rounding.threads) != said:
+    corrections = layout.get("corrections") or {}
+    rounding = rounding or RoundingMode(said[0], said[1], threads=said[2], corrections=corrections)
+    if (rounding.name, rounding.torch_version, rounding.threads) != said or rounding.corrections != corrections:
         shared = "" if rounding.threads == said[2] else f", with {said[2] or 'an unknown number of'} threads"
+        shared += "" if rounding.corrections == corrections else ", with other corrections of the GPU's powf"
         raise ReplicaError(f"{path}: was built with rounding mode {said[0]} of torch {said[1]}{shared}")
     newest = store.newest()
     if newest is None:

@@ -119,7 +119,7 @@ class Replica:
             raise ReplicaError(f"{slots} slots asked for; a replica has 2 to 4")
         if divisor < 1 or step < 0:
             raise ReplicaError(f"divisor {divisor} or step {step} is out of range")
-        rounding.check(optimizer.name)
+        rounding.check(optimizer.name, options=[group.options for group in optimizer.groups])
         optimizer.with_values(values)
         check_tensors(tensors, optimizer, state, tied or {}, masters)
         path = None if path is None else Path(path)
@@ -148,7 +148,7 @@ class Replica:
     ) -> Replica:
         """Go on with the replica in a file, from its newest complete version; what was being built or partial is gone.
 
-        run_id, epoch: refuse another job's. rounding mode: only to name a root or device powers again; it has to be the
+        run_id, epoch: refuse another job's. rounding mode: only to name a root again; it has to be the
         one of the file. like: refuse one that is not described so (`describe`). Raises ReplicaError if the file is
         torn, foreign, or being written to.
         """

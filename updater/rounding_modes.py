@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,32 +37,35 @@ __all__ = ["ROUNDING_MODES", "GRAIN", "RoundingMode", "cpu_root", "find_root", "
 ROUNDING_MODES = ("torch-cpu", "torch-cpu-fused", "torch-cuda-foreach", "torch-cuda-fused")
 
 #: torch versions (major.minor) whose bits tests compare with ours, by rounding mode.
-_PROVEN: dict[str, tuple[str, ...]] = {"torch-cpu": ("2.13",), "torch-cpu-fused": ("2.13",)}
-#: Versions whose sources the order was read from, where nothing was run.
-_READ = {"torch-cuda-foreach": "2.13", "torch-cuda-fused": "2.13"}
+_PROVEN = {
+    "torch-cpu": ("2.13",), "torch-cpu-fused": ("2.13",),
+    "torch-cuda-foreach": ("2.11",), "torch-cuda-fused": ("2.11",),
+}
 
 #: torch's CPU operators: elements that one thread takes before a second helps, and those of one turn of the vector
 #: loop over 16-bit elements (two vectors of AVX2; the additions have no kernel for AVX-512).
 GRAIN, LANES = 32768, 32
+BETAS = 0.9, 0.999  # torch's own
 
-#: (beta, step) -> 1 - powf(beta, step) of a GPU, as fp32.
-DevicePow = Callable[[float, int], float]
+#: beta -> step -> 1 - powf(beta, step) as the trainer's GPU has it in fp32, keys as JSON has them (job.Optimizer).
+Corrections = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
 class RoundingMode:
     """Whose roundings. torch_version: of the trainer ("2.13.0+cu130"); "" means the one installed here.
 
-    root: how torch-cpu takes square roots, "" to find out (see cpu_root). device_powf: beta**step as a GPU computes
-    it in fp32, for torch-cuda-fused; without it the correctly rounded power stands in. threads: the trainer's
+    root: how torch-cpu takes square roots, "" to find out (see cpu_root). threads: the trainer's
     torch.get_num_threads(), which tells bits apart where parameters have 16 bits alone (see `parts`); 0: as 1.
+    corrections, for torch-cuda-fused: where a GPU's powf is not the correctly rounded power, which is taken for all
+    other steps. Empty: nobody says, and equality is not shown.
     """
 
     name: str = "torch-cuda-foreach"
     torch_version: str = ""
     root: str = ""
-    device_powf: DevicePow | None = None
     threads: int = 0
+    corrections: Corrections = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.name not in ROUNDING_MODES:
@@ -78,13 +81,12 @@ class RoundingMode:
     @property
     def unproven(self) -> str:
         """Why equality with the trainer is not shown for this rounding mode, or ""."""
-        if self.version in _PROVEN.get(self.name, ()):
-            return ""
-        known = _PROVEN.get(self.name)
-        if known:
+        known = _PROVEN[self.name]
+        if self.version not in known:
             return f"rounding mode {self.name} is proven for torch {', '.join(known)}, not for {self.version}"
-        read = f"its order of roundings was read in the sources of torch {_READ[self.name]}"
-        return f"rounding mode {self.name} is unproven: {read} and was never compared with a GPU"
+        if self.name == "torch-cuda-fused" and not self.corrections:
+            return "rounding mode torch-cuda-fused depends on the GPU's powf, of which the manifest has no corrections"
+        return ""
 
     @property
     def cuda(self) -> bool:
@@ -110,14 +112,30 @@ class RoundingMode:
         each = max(1, -(-size // sharing))
         return [(a, min(a + each, size), (min(a + each, size) - a) % LANES) for a in range(0, size, each)]
 
-    def check(self, optimizer: str, held: str = "float32") -> None:
-        """Refuse what has no kernel in this order."""
+    def correction(self, beta: float, step: int) -> float:
+        """1 - beta**step as a fused kernel on the trainer's GPU has it, in fp32."""
+        said = self.corrections.get(repr(beta), {}).get(str(step))
+        return said if said is not None else float(np.float32(1) - np.float32(_f32(beta) ** step))
+
+    def check(self, optimizer: str, held: str = "float32", options: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Refuse what has no kernel in this order. options: of every group."""
         if held != "float32" and self.name != "torch-cpu":
             raise OptimizerError(
                 f"{held} parameters without fp32 masters have no kernel in the order {self.name}, only in torch-cpu"
             )
         if optimizer == "sgd" and self.name == "torch-cuda-fused":
             raise OptimizerError("fused SGD on CUDA multiplies in double precision; there is no kernel for that")
+        if self.name != "torch-cuda-fused":
+            return
+        for group in options:
+            if optimizer == "adam" and group.get("weight_decay") and not group.get("decoupled_weight_decay"):
+                raise OptimizerError(
+                    "fused Adam on CUDA rounds the product of weight_decay for some elements and not for others, as the"
+                    " compiler arranged it (decision 0033); there is no kernel for that"
+                )
+            for beta in map(float, group.get("betas", BETAS)):
+                if self.corrections and repr(beta) not in self.corrections:
+                    raise OptimizerError(f"the GPU's powf is known for betas {', '.join(self.corrections)}, not {beta}")
 
 
 def rule(
@@ -130,7 +148,7 @@ def rule(
 
     first: SGD with momentum whose buffer does not exist yet. loss_scale: gradients are unscaled by it.
     """
-    rounding.check(name, held)
+    rounding.check(name, held, [options])
     common = {
         "order": rounding.name, "grad": grad, "low": low, "held": held,
         "divisor": divisor, "divisor_times": rounding.cuda, "clip": clip,
@@ -144,7 +162,7 @@ def rule(
             momentum_state=0 if momentum == 0 else 1 if first else 2,
             undamped=1 - float(options.get("dampening", 0.0)), nesterov=bool(options.get("nesterov", False)), **common,
         )
-    beta1, beta2 = (float(beta) for beta in options.get("betas", (0.9, 0.999)))
+    beta1, beta2 = (float(beta) for beta in options.get("betas", BETAS))
     decoupled = name == "adamw" or bool(options.get("decoupled_weight_decay", False))
     kind = 0 if decay == 0 else 2 if decoupled else 1
     common |= {"amsgrad": bool(options.get("amsgrad", False)), "decay": kind, "eps": float(options.get("eps", 1e-8))}
@@ -167,12 +185,10 @@ def _on_device(
     rounding: RoundingMode, lr: float, beta1: float, beta2: float, decay: float, decoupled: bool, step: int
 ) -> dict[str, float]:
     """Constants that a fused CUDA kernel forms from fp32 arguments."""
-    power = rounding.device_powf or (lambda beta, count: _f32(_f32(beta) ** count))
-    one, lr32 = np.float32(1), np.float32(lr)
-    correction1 = one - np.float32(power(beta1, step))
-    correction2 = np.sqrt(one - np.float32(power(beta2, step)))
+    lr32, correction1 = np.float32(lr), np.float32(rounding.correction(beta1, step))
+    root = np.sqrt(np.float32(rounding.correction(beta2, step)))
     return {
-        "beta1": beta1, "beta2": beta2, "bc2_sqrt": float(correction2), "step": float(lr32 / correction1),
+        "beta1": beta1, "beta2": beta2, "bc2_sqrt": float(root), "step": float(lr32 / correction1),
         "weight_decay": float(lr32 * np.float32(decay)) if decoupled else decay,
     }
 

@@ -286,6 +286,7 @@ class Slot(Version):
 
     def _set_options(self, values: Sequence[Mapping[str, Any]]) -> None:
         self._options = self._spec.with_values(values)
+        self._rounding.check(self._spec.name, options=self._options)
         rows = [pack(self._spec.name, options) for options in self._options]
         self._packed.copy_(torch.tensor(rows, dtype=torch.float64))
 

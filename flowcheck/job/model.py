@@ -251,6 +251,9 @@ class Optimizer:
         first weights, as optimizer state `master`). Empty: nobody says; "upcast" is taken and marked unproven.
     threads: the trainer's torch.get_num_threads(), of which bits depend where parameters are updated in 16 bits alone;
         0: nobody says. Then 1 is taken, and marked unproven for tensors that threads may share.
+    corrections: for `torch-cuda-fused`, whose powf a GPU does not always round correctly: for every beta (as Python
+        writes it) the steps at which 1 - powf(beta, step) is not what the correctly rounded power gives, with its fp32
+        value. Empty: nobody says, and marked unproven.
     """
 
     name: str = field(metadata=_one_of(OPTIMIZERS))
@@ -259,6 +262,7 @@ class Optimizer:
     torch_version: str = ""
     masters: str = field(default="", metadata=_one_of(MASTERS))
     threads: int = 0
+    corrections: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass

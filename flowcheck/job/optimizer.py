@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 import re
+import struct
 from typing import Any
 
 from flowcheck.job.form import Place, shown
-from flowcheck.job.model import MASTERS, OPTIMIZERS, ROUNDINGS, Job
+from flowcheck.job.model import MASTERS, OPTIMIZERS, ROUNDINGS, Job, Optimizer
 
 __all__ = ["check_optimizer"]
 
@@ -26,6 +27,7 @@ def check_optimizer(job: Job, place: Place) -> None:
     if job.optimizer.masters in ("upcast", "state") and not job.narrow:
         (place / "masters").fail("no optimized entry has 16 bits: there is nothing to keep fp32 masters of")
     (place / "threads").between(job.optimizer.threads, 0, 4096)
+    _check_corrections(job.optimizer, place / "corrections")
     if job.optimizer.masters == "none":
         for entry in job.model:
             if entry.name in job.narrow and entry.dtype != job.gradients.dtype:
@@ -62,6 +64,28 @@ def check_optimizer(job: Job, place: Place) -> None:
             (place / "groups").fail(
                 f"{shown(entry.name)} is in no group; give it one, or class the entry \"constant\""
             )
+
+
+def _check_corrections(optimizer: Optimizer, place: Place) -> None:
+    """Of every beta, each a number of fp32: what lacks one would take another power, and nobody would be told."""
+    if optimizer.corrections and optimizer.rounding != "torch-cuda-fused":
+        place.fail("only torch-cuda-fused asks a GPU for powers", "leave it out")
+    for beta, steps in optimizer.corrections.items():
+        here = place / beta
+        if not _is_beta(beta):
+            here.fail(f"{shown(beta)} is not a beta as Python writes it, such as 0.999")
+        for step, value in steps.items():
+            if not re.fullmatch(r"[1-9][0-9]{0,17}", step):
+                (here / step).fail(f"{shown(step)} is not a step, counted from 1")
+            if not 0 <= value <= 1 or struct.unpack("f", struct.pack("f", value))[0] != value:
+                (here / step).fail(f"{value!r} is not 1 - beta**step in fp32")
+
+
+def _is_beta(text: str) -> bool:
+    try:
+        return 0 <= float(text) < 1 and repr(float(text)) == text
+    except ValueError:
+        return False
 
 
 def _check_option(place: Place, value: Any) -> None:

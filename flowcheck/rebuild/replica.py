@@ -109,11 +109,11 @@ class JobReplica:
                 )
             return
         try:
-            self._rounding = RoundingMode(
-                plan.job.optimizer.rounding, plan.job.optimizer.torch_version, threads=plan.job.optimizer.threads
-            )
+            said = plan.job.optimizer
+            self._rounding = RoundingMode(said.rounding, said.torch_version, threads=said.threads,
+                                          corrections=said.corrections)
             for held in ("float32", *(self._alone.values())):
-                self._rounding.check(plan.job.optimizer.name, held)
+                self._rounding.check(said.name, held, [group.options for group in said.groups])
             self._spec = _spec(plan.job, self._rounding)
             for first in (True, False):
                 self._layouts[first] = self._layout(0 if first else 1)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -44,7 +44,7 @@ from flowcheck.job.model import (
     carries,
 )
 from flowcheck.trainer.parts import Ddp, Layout, Part, local, stepped
-from flowcheck.trainer.rounding import rounding_of
+from flowcheck.trainer.rounding import corrections_of, rounding_of
 from flowcheck.trainer.wrapped import refuse_model, refuse_optimizer
 
 __all__ = ["Model", "Watch", "check_gradients", "entries", "group_options"]
@@ -66,7 +66,7 @@ def _refuse(what: str, where: str, remedy: str) -> UserError:
 class Model:
     """entries: of the state_dict. names: id of an optimized parameter -> its entry. groups: per parameter group the
     entries that are optimized, None for one without any. threads: torch's, where parameters have 16 bits (whose bits
-    depend on it), otherwise 0."""
+    depend on it), otherwise 0. corrections: as job.Optimizer has them."""
 
     entries: list[ModelEntry]
     names: Mapping[int, str]
@@ -74,6 +74,7 @@ class Model:
     optimizer: str
     rounding: tuple[str, str]
     threads: int = 0
+    corrections: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def buffers(self) -> list[str]:
@@ -124,7 +125,8 @@ def entries(model: DistributedDataParallel | Part, optimizer: torch.optim.Optimi
     narrow = [one for one in out if one.kind == "optimized" and one.dtype in NARROW]
     if narrow:
         _check_narrow(narrow[0], optimizer, rounding[0])
-    return Model(out, names, groups, kind, rounding, torch.get_num_threads() if narrow else 0)
+    corrections = corrections_of(optimizer) if rounding[0] == "torch-cuda-fused" else {}
+    return Model(out, names, groups, kind, rounding, torch.get_num_threads() if narrow else 0, corrections)
 
 
 def _part(model: DistributedDataParallel | Part) -> Part:
@@ -312,6 +314,7 @@ class Watch:
             optimizer=Optimizer(
                 described.optimizer, [ParameterGroup(n, o) for n, o in zip(groups, options, strict=True)], rounding,
                 version, "none" if described.threads else "", described.threads,
+                {beta: dict(steps) for beta, steps in described.corrections.items()},
             ),
             step_values=["lr", *(["buffers"] if described.buffers else [])],
         )

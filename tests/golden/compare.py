@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from flowcheck.job.model import BucketSlice
@@ -53,23 +54,25 @@ def compare(case: dict[str, Any], rounding: RoundingMode) -> str:
 def recorded(file: Path) -> tuple[dict[str, Any], dict[str, RoundingMode]]:
     """What a file holds, and the rounding mode of each form that a kernel claims, with the device's own powers."""
     data = json.loads(file.read_text())
-    table = {float(beta): powers for beta, powers in data["powers"].items()}
-
-    def powf(beta: float, step: int) -> float:
-        return float(table[beta][step - 1])
-
+    corrections = {beta: {str(step): float(np.float32(1) - np.float32(power)) for step, power in enumerate(powers, 1)}
+                   for beta, powers in data["powers"].items()}
     return data, {
         "foreach": RoundingMode("torch-cuda-foreach", data["torch"]),
-        "fused": RoundingMode("torch-cuda-fused", data["torch"], device_powf=powf),
+        "fused": RoundingMode("torch-cuda-fused", data["torch"], corrections=corrections),
     }
+
+
+def refused(case: dict[str, Any]) -> bool:
+    """Whether the case is one that no kernel claims: a single tensor at a time, fused SGD, fused Adam with decay in the
+    gradient. Their vectors are recorded all the same."""
+    decays = case["optimizer"] == "adam" and "weight_decay" in case["options"]
+    return case["form"] == "single" or (case["form"] == "fused" and (case["optimizer"] == "sgd" or decays))
 
 
 def compare_file(file: Path) -> list[tuple[str, int, list[str]]]:
     data, modes = recorded(file)
     found = []
     for form, mode in modes.items():
-        # A single tensor at a time is an order of its own, recorded and refused; SGD has no fused kernel here.
-        cases = [case for case in data["cases"]
-                 if case["form"] == form and (form, case["optimizer"]) != ("fused", "sgd")]
+        cases = [case for case in data["cases"] if case["form"] == form and not refused(case)]
         found.append((mode.name, len(cases), [differs for case in cases if (differs := compare(case, mode))]))
     return found

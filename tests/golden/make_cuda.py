@@ -4,7 +4,8 @@
 
 Needs torch with CUDA and nothing else. Inputs are not stored: `inputs` makes them from integers that every machine
 computes alike. For every case (optimizer, form, options, type of the gradients) and step the SHA-256 of the bits of
-parameters and states, all tensors one behind the other; and for `fused` the powers beta**step in the device's fp32.
+parameters and states, all tensors one after the other, of which the first 16 digits; and for `fused` the powers
+beta**step in the device's fp32.
 
 For another torch version run it in an environment that has that version (`pip install --target`, then PYTHONPATH).
 """
@@ -17,6 +18,7 @@ import hashlib
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +30,10 @@ OPTIONS = {
         {"lr": 1e-3}, {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-5, "weight_decay": 0.1},
         {"lr": 0.1, "amsgrad": True, "maximize": True},
     ],
-    "adamw": [{"lr": 1e-3, "weight_decay": 0.0}, {"lr": 1e-3, "weight_decay": 0.01}, {"lr": 1e-2, "betas": [0.3, 0.9]}],
+    "adamw": [
+        {"lr": 1e-3, "weight_decay": 0.0}, {"lr": 1e-3, "weight_decay": 0.01}, {"lr": 1e-2, "betas": [0.3, 0.9]},
+        {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1},
+    ],
     "sgd": [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}],
 }
 CLASSES = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -56,7 +61,7 @@ def digest(tensors: list[torch.Tensor]) -> str:
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    return found.hexdigest()[:16]
 
 
 def states(name: str, options: dict[str, object]) -> list[str]:
@@ -91,7 +96,7 @@ def powers(device: str) -> dict[str, list[float]]:
     return {repr(b): torch.pow(torch.full_like(steps, b), steps).cpu().double().tolist() for b in sorted(betas)}
 
 
-def record(device: str) -> dict[str, object]:
+def record(device: str) -> dict[str, Any]:
     cases = []
     for name, rows in OPTIONS.items():
         for form in FORMS:
@@ -104,6 +109,13 @@ def record(device: str) -> dict[str, object]:
     return {**found, "powers": powers(device), "cases": cases}
 
 
+def shown(found: dict[str, Any]) -> str:
+    """A line for each member, and for each case."""
+    cases = ",\n".join(json.dumps(case) for case in found.pop("cases"))
+    head = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
+    return f'{{{head},\n"cases": [\n{cases}\n]}}\n'
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Golden vectors of torch's optimizers on a GPU.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
@@ -113,7 +125,7 @@ def main() -> None:
     version = ".".join(torch.__version__.split("+")[0].split(".")[:2])
     path = arguments.out / f"cuda-{version}.json"
     aside = path.with_suffix(".partial")
-    aside.write_text(json.dumps(record("cuda"), indent=1) + "\n")
+    aside.write_text(shown(record("cuda")))
     aside.rename(path)
     print(path)
 

@@ -40,7 +40,7 @@ def refusal(call, *given, **named):
 
 def test_the_names_and_the_default():
     assert ROUNDING_MODES == ("torch-cpu", "torch-cpu-fused", "torch-cuda-foreach", "torch-cuda-fused")
-    assert RoundingMode() == RoundingMode("torch-cuda-foreach", "", "", None)
+    assert RoundingMode() == RoundingMode("torch-cuda-foreach", "", "", 0, {})
     assert refusal(RoundingMode, "apex") == (
         "rounding mode 'apex' is not one of torch-cpu, torch-cpu-fused, torch-cuda-foreach, torch-cuda-fused"
     )
@@ -66,10 +66,13 @@ def test_what_is_proven_and_why_the_rest_is_not():
             why = f"rounding mode {name} is proven for torch 2.13, not for {short}"
             assert RoundingMode(name, version).unproven == why
     for name in ("torch-cuda-foreach", "torch-cuda-fused"):
-        assert RoundingMode(name, "2.13.0").unproven == (
-            f"rounding mode {name} is unproven: its order of roundings was read in the sources of torch 2.13"
-            " and was never compared with a GPU"
-        )
+        assert RoundingMode(name, "2.11.0+cu130", corrections={"0.9": {}}).unproven == ""
+        why = f"rounding mode {name} is proven for torch 2.11, not for 2.13"
+        assert RoundingMode(name, "2.13.0", corrections={"0.9": {}}).unproven == why
+    assert RoundingMode("torch-cuda-foreach", "2.11.1").unproven == ""
+    assert RoundingMode("torch-cuda-fused", "2.11.1").unproven == (
+        "rounding mode torch-cuda-fused depends on the GPU's powf, of which the manifest has no corrections"
+    )
 
 
 @pytest.mark.parametrize(
@@ -159,6 +162,9 @@ def test_where_the_decay_goes(ruled, name, options, decay, weight):
     for rounding in ("torch-cpu-fused", "torch-cuda-foreach"):
         constants = ruled(RoundingMode(rounding), name, {**ADAM, **options}, 1)
         assert (constants["decay"], constants["weight_decay"]) == (decay, weight)
+    if decay == 1:
+        assert "fused Adam on CUDA" in refusal(rule, RoundingMode("torch-cuda-fused"), name, {**ADAM, **options}, 1)
+        return
     constants = ruled(RoundingMode("torch-cuda-fused"), name, {**ADAM, **options}, 1)
     fused = float(np.float32(0.1) * np.float32(0.2)) if decay == 2 else weight
     assert (constants["decay"], constants["weight_decay"]) == (decay, fused)
@@ -227,16 +233,38 @@ def test_fused_on_a_gpu_forms_its_constants_from_floats(ruled):
     }
 
 
-def test_a_devices_own_powers_are_asked_for_each_beta_and_step(ruled):
-    asked = []
-
-    def power(beta, step):
-        asked.append((beta, step))
-        return 0.75 if beta == 0.9 else 0.9375
-
-    constants = ruled(RoundingMode("torch-cuda-fused", device_powf=power), "adam", {**ADAM, "lr": 0.5}, 7)
-    assert asked == [(0.9, 7), (0.99, 7)]
+def test_a_gpus_own_powers_are_taken_where_the_manifest_has_them(ruled):
+    rounding = RoundingMode("torch-cuda-fused", corrections={"0.9": {"7": 0.25}, "0.99": {"7": 0.0625, "70": 0.5}})
+    constants = ruled(rounding, "adam", {**ADAM, "lr": 0.5}, 7)
     assert (constants["step"], constants["bc2_sqrt"]) == (2.0, 0.25)
+    for step in (1, 6, 8):
+        plain = ruled(RoundingMode("torch-cuda-fused"), "adam", {**ADAM, "lr": 0.5}, step)
+        assert ruled(rounding, "adam", {**ADAM, "lr": 0.5}, step) == plain
+    assert ruled(RoundingMode("torch-cuda-fused", corrections={"0.9": {"7": 0.0}, "0.99": {}}), "adam", ADAM, 8)
+    assert ruled(rounding, "adam", ADAM, 70)["bc2_sqrt"] == float(np.sqrt(np.float32(0.5)))
+
+
+def test_a_beta_that_the_manifest_has_no_powers_of_is_refused():
+    rounding = RoundingMode("torch-cuda-fused", corrections={"0.9": {}, "0.999": {}})
+    for betas in ((0.9, 0.95), (0.8, 0.999)):
+        assert refusal(rule, rounding, "adamw", {"lr": 1.0, "betas": betas}, 1) == (
+            f"the GPU's powf is known for betas 0.9, 0.999, not {next(b for b in betas if b not in (0.9, 0.999))}"
+        )
+    rule(rounding, "adamw", {"lr": 1.0}, 1)  # torch's own betas
+    rounding.check("adamw", options=[{"lr": 1.0, "weight_decay": 0.1}, {"betas": [0.999, 0.9]}])
+    RoundingMode("torch-cuda-foreach", corrections={"0.9": {}}).check("adamw", options=[{"betas": (0.5, 0.5)}])
+
+
+def test_fused_adam_with_decay_in_the_gradient_has_no_kernel():
+    check, decay = RoundingMode("torch-cuda-fused").check, {"lr": 1.0, "weight_decay": 0.1}
+    assert refusal(check, "adam", options=[{"lr": 1.0}, decay]) == (
+        "fused Adam on CUDA rounds the product of weight_decay for some elements and not for others, as the compiler"
+        " arranged it (decision 0033); there is no kernel for that"
+    )
+    check("adam", options=[{**decay, "decoupled_weight_decay": True}, {**decay, "weight_decay": 0.0}])
+    check("adamw", options=[decay])
+    for name in ("torch-cpu", "torch-cpu-fused", "torch-cuda-foreach"):
+        RoundingMode(name).check("adam", options=[decay])
 
 
 # -- the square root ---------------------------------------------------------------------------------------

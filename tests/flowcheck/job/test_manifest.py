@@ -214,6 +214,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("model.0.kind", "constant", "optimizer.groups[0].params[0]: 'w' is not an optimized model entry"),
     ("gradients", {"divisor": 0}, "gradients.divisor: 0"),
     ("optimizer.name", "lamb", "optimizer.name: 'lamb'"),
+    ("optimizer.corrections", {"0.9": {}}, "optimizer.corrections: only torch-cuda-fused asks a GPU for powers"),
+    ("optimizer.corrections", [], "optimizer.corrections: expected an object, found a list"),
     ("optimizer.groups.0.params", ["w", "w"], "optimizer.groups[0].params[1]: 'w' is in two groups"),
     ("optimizer.groups.0.params", ["w"], "optimizer.groups: 'b' is in no group"),
     ("optimizer.groups.0.options.lr", math.nan, "optimizer.groups[0].options.lr: nan is not a finite"),
@@ -392,6 +394,33 @@ def test_every_field_is_described() -> None:
     for name, definition in json_schema()["$defs"].items():
         for member in definition["properties"]:
             assert re.search(rf"`(groups\[\]\.)?{member}`", DOCUMENT), f"{name}.{member}"
+
+
+def test_corrections_are_betas_steps_and_numbers_of_fp32() -> None:
+    def with_corrections(corrections: Any) -> Job:
+        data = small()
+        data["optimizer"] |= {"name": "adamw", "rounding": "torch-cuda-fused", "corrections": corrections}
+        return job_from_dict(data)
+
+    good = {"0.95": {"6": 0.26490813493728638, "1": 1.0}, "0.0": {}, "1e-05": {"170000000000000000": 0.0}}
+    job = with_corrections(good)
+    assert job.optimizer is not None and job.optimizer.corrections == good
+    assert job_from_dict(json.loads(job.to_json())) == job
+    for corrections, message in (
+        ({"0.950": {}}, "corrections.0.950: '0.950' is not a beta as Python writes it, such as 0.999"),
+        ({"1.0": {}}, "'1.0' is not a beta"), ({"-0.5": {}}, "'-0.5' is not a beta"), ({"b": {}}, "'b' is not a beta"),
+        ({"nan": {}}, "'nan' is not a beta"),
+        ({"0.9": {"0": 0.5}}, "corrections.0.9.0: '0' is not a step, counted from 1"),
+        ({"0.9": {"01": 0.5}}, "'01' is not a step"), ({"0.9": {"-1": 0.5}}, "'-1' is not a step"),
+        ({"0.9": {"1" * 19: 0.5}}, "is not a step"),
+        ({"0.9": {"1": 0.1}}, "corrections.0.9.1: 0.1 is not 1 - beta**step in fp32"),
+        ({"0.9": {"1": -0.5}}, "-0.5 is not"), ({"0.9": {"1": 1.5}}, "1.5 is not"),
+        ({"0.9": {"1": math.nan}}, "expected a number, found nan"),
+        ({"0.9": {"1": "0.5"}}, "expected a number"), ({"0.9": 1}, "expected an object"),
+    ):
+        with pytest.raises(UserError) as refused:
+            with_corrections(corrections)
+        assert message in str(refused.value), corrections
 
 
 # -- schema ----------------------------------------------------------------------------------------------

@@ -489,11 +489,8 @@ def test_what_nothing_has_shown_is_a_mark() -> None:
     assert JobReplica(plan_job(described), None).unproven == ["buffers are as at the start: mean, steps"]
     assert JobReplica(plan_job(job()), None).unproven == []
     assert described.optimizer is not None
-    described.optimizer.rounding = "torch-cuda-foreach"
-    doubt = (
-        "rounding mode torch-cuda-foreach is unproven: its order of roundings was read in the sources of torch 2.13 "
-        "and was never compared with a GPU"
-    )
+    described.optimizer.rounding, described.optimizer.torch_version = "torch-cuda-foreach", "2.13.0+cu130"
+    doubt = "rounding mode torch-cuda-foreach is proven for torch 2.11, not for 2.13"
     assert JobReplica(plan_job(described), None).unproven == ["buffers are as at the start: mean, steps", doubt]
     assert JobReplica(plan_job(described), None, ReplicaOptions(buffers=True)).unproven == [doubt]
     described.optimizer.rounding, described.optimizer.torch_version = "torch-cpu-fused", "2.6.0+cu126"

@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
-from flowcheck.trainer.rounding import rounding_of
+from flowcheck.trainer.rounding import corrections_of, rounding_of
 
 PCAPS = Path(__file__).resolve().parents[3] / "pcaps"
 
@@ -25,8 +26,8 @@ class OnGpu:
     device = torch.device("cuda")
 
 
-def groups(**options: object) -> torch.optim.Optimizer:
-    optimizer = torch.optim.SGD([on("cpu")], lr=1)
+def groups(kind: Any = torch.optim.SGD, **options: object) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = kind([on("cpu")], lr=1)
     optimizer.param_groups[:] = [{"lr": 1.0, "params": [OnGpu()], **options}]
     return optimizer
 
@@ -37,7 +38,12 @@ def test_the_form_decides() -> None:
     assert rounding_of(torch.optim.Adam([on("cpu")], foreach=True)) == ("torch-cpu", version)
     assert rounding_of(torch.optim.AdamW([on("cpu")], fused=True)) == ("torch-cpu-fused", version)
     assert rounding_of(groups()) == ("torch-cuda-foreach", version)
-    assert rounding_of(groups(fused=True)) == ("torch-cuda-fused", version)
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        assert rounding_of(groups(kind, fused=True)) == ("torch-cuda-fused", version)
+    assert rounding_of(groups(torch.optim.AdamW, fused=True, weight_decay=0.1)) == ("torch-cuda-fused", version)
+    decoupled = groups(torch.optim.Adam, fused=True, weight_decay=0.1, decoupled_weight_decay=True)
+    assert rounding_of(decoupled) == ("torch-cuda-fused", version)
+    assert rounding_of(groups(torch.optim.Adam, weight_decay=0.1)) == ("torch-cuda-foreach", version)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +52,8 @@ def test_the_form_decides() -> None:
         (groups(foreach=False), "divides by reciprocals"),
         (groups(capturable=True), "capturable=True"),
         (groups(lr=torch.tensor(1.0)), "tensor as lr"),
+        (groups(fused=True), "SGD with fused=True, which multiplies in double precision on a GPU"),
+        (groups(torch.optim.Adam, fused=True, weight_decay=0.1), "Adam with weight_decay and fused=True"),
         (torch.optim.SGD([on("meta")], lr=1), "parameters on meta"),
         (torch.optim.Adam([{"params": [on("cpu")]}, {"params": [on("cpu")], "fused": True}]), "groups differently"),
     ],
@@ -53,6 +61,27 @@ def test_the_form_decides() -> None:
 def test_what_no_replica_can_follow_is_refused(optimizer: torch.optim.Optimizer, message: str) -> None:
     with pytest.raises(UserError, match=message):
         rounding_of(optimizer)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU here: what its powf gives is in tests/golden"))])
+def test_the_manifest_says_where_the_devices_powers_are_others(device: str) -> None:
+    """Over all steps until beta**step has vanished; what is not listed is the correctly rounded power."""
+    parameters = [{"params": [on(device)], "betas": betas} for betas in ((0.95, 0.999), (0.0, 0.999))]
+    found = corrections_of(torch.optim.AdamW(parameters, lr=1.0))
+    assert list(found) == ["0.0", "0.95", "0.999"] and not found["0.0"]
+    for beta, said in found.items():
+        steps = torch.arange(1.0, 30001.0, device=device)
+        base = torch.full_like(steps, float(beta))
+        for step, here in enumerate((1 - torch.pow(base, steps)).tolist(), 1):
+            right = float(1 - torch.tensor(float(base[0]) ** step))
+            assert (said[str(step)] == here != right) if str(step) in said else here == right, f"{beta}, step {step}"
+
+
+def test_a_beta_whose_powers_hardly_vanish_is_refused() -> None:
+    for beta in (0.99999, 0.99999999):  # the latter is 1 in fp32
+        with pytest.raises(UserError, match=f"a beta of {beta}, whose powers do not vanish in 1048576 steps"):
+            corrections_of(torch.optim.AdamW([on("cpu")], betas=(0.9, beta)))
 
 
 def test_torch_is_all_it_needs() -> None:
@@ -74,8 +103,7 @@ def test_the_result_says_what_is_not_shown(replayed, tmp_path: Path, rounding: s
     assert not failure
     manifest = json.loads((out / "step-000006" / "manifest.json").read_text())
     assert manifest["rounding"] == (rounding or "torch-cuda-foreach")
-    marks = ["rounding mode torch-cuda-foreach is unproven: its order of roundings was read in the sources of torch"
-             " 2.13 and was never compared with a GPU"]
+    marks = ["rounding mode torch-cuda-foreach is proven for torch 2.11, not for 2.13"]
     assert manifest["unproven"] == report["unproven"] == ([] if rounding == "torch-cpu" else marks)
 
 

@@ -68,7 +68,7 @@ def test_the_job_is_known_after_three_iterations(wrapped) -> None:
     assert (job["communicator"]["ranks"], job["communicator"]["nccl_version"]) == (2, "2.27.7")
     assert job["gradients"] == {"dtype": "float32", "divisor": 1}
     assert job["optimizer"] == {
-        "name": "sgd", "rounding": "torch-cpu", "masters": "", "threads": 0,
+        "name": "sgd", "rounding": "torch-cpu", "masters": "", "threads": 0, "corrections": {},
         "torch_version": torch.__version__,
         "groups": [{"params": ["first.weight", "first.bias", "last.weight", "last.bias"], "options": {
             "lr": 0.5, "momentum": 0, "dampening": 0, "weight_decay": 0, "nesterov": False, "maximize": False}}],
