@@ -24,6 +24,7 @@ from flowcheck.node.journal import JobText, Journal
 from flowcheck.node.journaling import Lacking, Reading
 from flowcheck.node.shelf import Shelf
 from flowcheck.rebuild.evidence import elements_of
+from flowcheck.rebuild.plan import BucketPlace
 
 from .journal_scene import Source, journal_job
 
@@ -201,6 +202,12 @@ def test_buffers_of_another_model_end_it(scene: Scene, payload: bytes) -> None:
         reading.entry(5)
 
 
+def test_heads_of_many_buffers_have_room(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEADERS", 0)
+    reading = scene.joined()
+    assert reading.keep(reading.entry(5)) > 0
+
+
 def test_buffers_of_a_job_that_is_not_known_end_it(scene: Scene) -> None:
     reading = scene.read((entry(request=1), buffers(mean=[1.0, 2.0, 3.0])))
     with pytest.raises(RecordsError, match="at most 0 are read here"):
@@ -252,6 +259,13 @@ def test_gradients_of_two_bytes_and_none(tmp_path: Path) -> None:
         reading.keep(reading.entry(5))
         for place, bucket in zip(source.plan.iteration_buckets(0), scene.journal.made(5).buckets, strict=True):
             assert bucket.dtype == torch.bfloat16 and torch.equal(bucket, elements_of(source.regions[5], place))
+
+
+def test_a_bucket_of_nothing_is_not_asked_for(scene: Scene) -> None:
+    reading = scene.joined()
+    heard = len(scene.port.heard)
+    [bucket] = reading._buckets(5, scene.source.said.plan, (BucketPlace(0, 0, 0, 0, "bfloat16"),))
+    assert (bucket.shape, bucket.dtype, len(scene.port.heard)) == ((0,), torch.bfloat16, heard)
 
 
 def test_without_room_nothing_is_asked_for(scene: Scene) -> None:

@@ -147,8 +147,9 @@ def test_each_group_of_a_source_has_a_journal_of_the_run_that_it_follows(scene: 
     assert sorted(scene.journaling._groups) == ["", "b"]
     assert {shard: group.journal and group.journal.folder for shard, group in scene.journaling._groups.items()} == {
         "": scene.folder(), "b": scene.folder("b")}
-    names = {group.thread.name for group in scene.journaling._groups.values()}
-    assert names == {"flowcheck journal of ", "flowcheck journal of b"}
+    threads = [group.thread for group in scene.journaling._groups.values()]
+    assert {thread.name for thread in threads} == {"flowcheck journal of ", "flowcheck journal of b"}
+    assert all(thread.daemon for thread in threads), "a source that hangs does not keep the process"
     assert api.asked_for("/manifest.json?release") == 0 and scene.asked[-1]._connection is None
     before, journal = scene.group(), scene.group().journal
     scene.journaling._look()
@@ -163,11 +164,12 @@ def test_hashes_of_the_newest_step_are_fetched_once(scene: Scene, api: HandApi) 
     """As soon as it is known of which job. It is not held for that."""
     journal = scene.begun()
     for newest, steps in ((7, [7]), (7, [7]), (9, [7, 9])):
+        scene.now += 1.0
         api.versions[:] = [HandVersion(newest), HandVersion(newest - 1)]
         for one in api.versions:
             one.offer["age_seconds"] = 10.0 - one.offer["step"]
         scene.journaling._look()
-        assert journal.steps == steps
+        assert journal.steps == steps and scene.journaling._seen == scene.now
     assert [path.rpartition("/")[2] for path, _ in api.asked if "manifest" in path] == ["manifest.json?release"] * 2
 
 
@@ -277,7 +279,7 @@ class Making(Scene):
 def making(tmp_path: Path, api: HandApi, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Making]:
     def made(name: str = "[::1]:7") -> Making:
         scene = Making(tmp_path, api, monkeypatch, name)
-        monkeypatch.setattr(module, "redo", scene.redo)
+        monkeypatch.setattr(module, "redo", lambda *given: scene.redo(*given))
         return scene
 
     return made
@@ -379,6 +381,62 @@ def test_what_failed_is_tried_again_later_and_hides_no_other_group(making: Calla
     assert at.said[3][1] | {"name": "a", "step": 9, "base": 7} == at.said[3][1], "a newer one is another one"
 
 
+class Parity:
+    """What is made of it: a copy of step `gives`; None: nothing. took: what was asked for."""
+
+    def __init__(self, gives: int | None) -> None:
+        self.gives, self.took = gives, list[Any]()
+
+    def take(self, *given: Any) -> None:
+        self.took.append(given)
+        if self.gives is not None:
+            (given[3] / f"step-{self.gives:06d}").mkdir()
+
+
+@pytest.mark.parametrize(("base", "after"), [(None, -1), (3, 3)])
+def test_of_a_member_of_a_group_it_begins_with_what_parity_gives(
+    making: Callable[..., Making], base: int | None, after: int
+) -> None:
+    """What was made before goes, of all starts of the run: parity has it."""
+    at = making()
+    parity = at.journaling._parity = Parity(7)  # type: ignore[assignment]
+    journal = at.has("dp0", base, 7, 8)
+    out = journal.folder.parent
+    old = out.with_name("epoch-4") / "step-000900"
+    old.mkdir(parents=True)
+    other = lane_of(at.directory, "h:1", "") / "run" / "epoch-0" / "step-000001"
+    other.mkdir(parents=True)
+    redo = at.redo
+
+    def made(*given: Any) -> tuple[Path, Reach]:
+        path, to = redo(*given)
+        path.mkdir()
+        return path, to
+
+    at.redo = made  # type: ignore[method-assign]
+    at.journaling.make()
+    assert parity.took == [("dp0", "run", 0, out, after)]  # type: ignore[attr-defined]
+    assert at.redone == [(f"{out.relative_to(at.directory)}/step-000007", journal.folder)]
+    assert bases_of(out) == [9] and not old.exists() and other.is_dir() and at.said[0][1]["base"] == 7
+
+
+def test_where_parity_gives_nothing_it_is_asked_again(making: Callable[..., Making]) -> None:
+    at = making()
+    parity = at.journaling._parity = Parity(None)  # type: ignore[assignment]
+    at.has("dp0", None, 7)
+    at.journaling.make()
+    at.journaling.make()
+    assert len(parity.took) == 2 and at.redone == [] and at.said == []  # type: ignore[attr-defined]
+
+
+def test_of_a_job_that_is_not_known_nothing_is_made_of_parity(making: Callable[..., Making]) -> None:
+    at = making()
+    parity = at.journaling._parity = Parity(7)  # type: ignore[assignment]
+    (at.has("dp0", None, 7).folder / "job.json").unlink()
+    at.journaling.make()
+    assert parity.took == [] and at.redone == []  # type: ignore[attr-defined]
+
+
 # -- a group's thread ----------------------------------------------------------------------------------------------
 
 
@@ -474,9 +532,17 @@ def test_a_connection_that_ends_is_let_go_and_made_again(tmp_path: Path, monkeyp
         read=lambda *given: read.append(given) or Reads(), lost=lambda *said: at.losses.append(said) or "gone so")
     at.group.journal = None
     at.group._owner = owner
-    monkeypatch.setattr(at.group, "_follow", lambda *_: (_ for _ in ()).throw(errors.pop()))
+    followed: list[Any] = []
+
+    def follow(reading: Any, journal: Any) -> None:
+        assert isinstance(reading, Reads)
+        followed.append(journal)
+        raise errors.pop()
+
+    monkeypatch.setattr(at.group, "_follow", follow)
     main(at.group)
-    assert read == [("dp0", at.journal)] * 2 and owner.ending.waits == [PAUSE_SECONDS] * 4
+    assert followed == [at.journal] * 2 and read == [("dp0", at.journal)] * 2
+    assert owner.ending.waits == [PAUSE_SECONDS] * 4
     assert [(shard, error.what, said) for shard, error, said in at.losses] == [("dp0", "gone", ""),
                                                                               ("dp0", "gone", "gone so")]
     assert len(closed) == 2
@@ -496,6 +562,26 @@ def test_why_a_connection_has_ended_is_said_once(scene: Scene, error: Exception,
 def test_a_gap_is_said_with_its_iteration(scene: Scene) -> None:
     scene.journaling.gap("dp0", 6, "it is gone")
     assert scene.unjournaled() == [("dp0", "iteration 6: it is gone; steps after it need a newer copy")]
+
+
+def test_a_connection_is_made_as_settings_say(scene: Scene, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    scene.journaling._tls, scene.journaling._parity = "context", "parity"  # type: ignore[assignment]
+    monkeypatch.setattr(module, "dial", lambda *given: ("link", *given))
+    monkeypatch.setattr(module, "Reading", lambda *given: given)
+    assert scene.journaling.read("dp0", journal) == (
+        ("link", ("127.0.0.1", 9), "context", module.PEER_SECONDS), b"token", "dp0", journal, scene.journaling._room,
+        "parity")
+
+
+def test_its_own_thread_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(Journaling, "_main", lambda journaling: ran.append(threading.current_thread().name))
+    at = Journaling(tmp_path, "h:1", lambda: None, ("h", 9), bytes, None, lambda _: None,  # type: ignore[arg-type,return-value]
+                    lambda *_, **__: None, 7.0)
+    at.start()
+    at.close(60.0)
+    assert ran == ["flowcheck journal h:1"] and at._thread.daemon and not at._thread.is_alive()
 
 
 # -- the end -------------------------------------------------------------------------------------------------------

@@ -158,8 +158,10 @@ def test_the_end_closes_what_is_open_and_waits_for_all(monkeypatch: pytest.Monke
     gate = threading.Event()
     common: Any = SimpleNamespace(wake=lambda: woken.append(gate.set() is None))
     addresses = [("h", 7), ("h", 8), ("h", 9)]
-    monkeypatch.setattr(_Neighbour, "_main", lambda one: gate.wait(60))
-    at = Neighbours(addresses, lambda: b"token", common, lambda *_, **__: None)
+    ran: list[str] = []
+    monkeypatch.setattr(_Neighbour, "_main", lambda one: ran.append(one.name) or gate.wait(60))
+    at = Neighbours(addresses, lambda: b"token", common, lambda *_, **__: None, "context")  # type: ignore[arg-type]
+    assert {(one._token(), one._common is common, one._tls) for one in at._all} == {(b"token", True, "context")}
     assert [(one.name, one._seconds, one._pause) for one in at._all] == [
         (f"h:{port}", module.ANSWER_SECONDS, module.PAUSE_SECONDS) for port in (7, 8, 9)]
     links = [Hand(), Hand()]
@@ -167,6 +169,7 @@ def test_the_end_closes_what_is_open_and_waits_for_all(monkeypatch: pytest.Monke
     at.start()
     at.close()
     assert [link.closed for link in links] == [1, 1] and woken == [True]
+    assert sorted(ran) == ["h:7", "h:8", "h:9"]
     assert all(one._ended.is_set() and not one.thread.is_alive() for one in at._all)
     at.close()
 
