@@ -43,9 +43,16 @@ class Scene:
         monkeypatch.setattr(persisting, "begun", lambda: self.settings)
         monkeypatch.setattr(persisting, "Lines", lambda: self.say)
         monkeypatch.setattr(persisting.os, "_exit", self.exit)
+        self.threads: list[threading.Thread] = []
+        monkeypatch.setattr(persisting, "threading", SimpleNamespace(
+            Event=threading.Event, Lock=threading.Lock, Thread=self._thread))
         reads = [b"x", b"y"]  # an order that this process has no use for
         monkeypatch.setattr(persisting.sys, "stdin", SimpleNamespace(buffer=SimpleNamespace(
             read=lambda size: reads.pop(0) if reads else self.stop.wait(SECONDS) and b"")))
+
+    def _thread(self, **given: Any) -> threading.Thread:
+        self.threads.append(threading.Thread(**given))
+        return self.threads[-1]
 
     def say(self, event: str, **fields: Any) -> None:
         self.said.append((event, fields))
@@ -59,6 +66,7 @@ class Scene:
     def status(self) -> int:
         with pytest.raises(Exit) as ended:
             main()
+        assert self.threads and all(thread.daemon for thread in self.threads), "none of them keeps the process"
         return int(ended.value.args[0])
 
 
