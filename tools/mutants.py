@@ -34,27 +34,12 @@ EQUIVALENT = ROOT / "tools" / "mutants_equivalent.toml"
 COMPILED = ROOT / "tools" / "mutants_compiled.py"
 LEAST = 0.9
 
-_TABLE = tomllib.loads((ROOT / "tools" / "mutants_modules.toml").read_text())
-MODULES: dict[str, list[str]] = _TABLE["modules"]
-PROCESSES: list[str] = _TABLE["processes"]
+MODULES: dict[str, list[str]] = tomllib.loads((ROOT / "tools" / "mutants_modules.toml").read_text())["modules"]
 
-# What takes seconds to import is imported once, and not anew for every mistake. Which tests reach a function mutmut
-# sees in its own process alone; with "processes", all tests are tried for a function that none was seen to reach: the
-# processes that they start make the same mistake, by the same variable of the environment.
+# What takes seconds to import is imported once, and not anew for every mistake.
 START = """\
-import sys, numpy, torch, torch._dynamo
+import numpy, torch, torch._dynamo
 import mutmut.__main__ as tool
-from mutmut.state import state
-
-def reach(found, check=tool._check_test_to_mutant_associations):
-    for module in found.values():
-        for name in module.exit_code_by_key:
-            seen = state().tests_by_mangled_function_name[tool.mangled_name_from_mutant_name(name)]
-            seen.update(() if seen else state().duration_by_test)
-    check(found)
-
-if sys.argv.pop(1) == "processes":
-    tool._check_test_to_mutant_associations = reach
 tool.cli()
 """
 
@@ -132,8 +117,7 @@ def run(module: str, *, jobs: int, tenths: int = 10) -> Result:
         raise SystemExit(f"{module}: its tests {', '.join(missing)} are not there")
     _configure(scratch, module)
     environment = os.environ | {"PYTHONPATH": str(scratch / "mutants"), "OMP_NUM_THREADS": "1"}
-    how = "processes" if module in PROCESSES else "threads"
-    command = [sys.executable, "-P", "-c", START, how, "run", "--max-children", str(jobs), tried]
+    command = [sys.executable, "-P", "-c", START, "run", "--max-children", str(jobs), tried]
     log = scratch / "log"
     with log.open("w") as out:
         done = subprocess.run(command, cwd=scratch, env=environment, stdout=out, stderr=subprocess.STDOUT, check=False)

@@ -30,7 +30,6 @@ def tried() -> dict[str, list[str]]:
     sys.modules["mutants"] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)
     found: dict[str, list[str]] = module.MODULES
-    assert set(module.PROCESSES) < set(found)
     return found
 
 

@@ -201,6 +201,16 @@ def test_a_handshake_may_take_as_long_as_a_question(
     assert found == [(("factory",), made)]
 
 
+def test_it_serves_one_socket_on_a_loop_of_its_own() -> None:
+    found: list[Any] = []
+
+    async def served(sockets: Any) -> None:
+        found.append((sockets, type(asyncio.get_running_loop())))
+
+    answering.serve(SimpleNamespace(serve=served), "socket")  # type: ignore[arg-type]
+    assert found == [(["socket"], _Loop)]
+
+
 # -- what it is told -----------------------------------------------------------------------------------------------
 
 

@@ -116,6 +116,20 @@ def test_what_is_done_again_and_again(scene: Scene, tmp_path: Path) -> None:
         assert ("copying", "tell", other) not in scene.since(), "once"
 
 
+def test_what_it_tells_of_itself_has_no_captures(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    real = module.Telling
+
+    def telling(*some: Any, **more: Any) -> Any:
+        given.append((some, more))
+        return real(*some, **more)
+
+    monkeypatch.setattr(module, "Telling", telling)
+    scene.config = scene.config.model_copy(update={"api": scene.config.api.model_copy(update={"shadow": 3})})  # type: ignore[union-attr]
+    with scene.holder():
+        assert given == [(("h", (), (), None, dict), {"shadow": 3})]
+
+
 def test_it_waits_until_it_is_stopped(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """What told this process to end may have told those beside it, too: then nothing is started anew."""
     turns: list[int] = []
@@ -230,6 +244,31 @@ def test_an_address_that_is_not_this_machines_is_said(free: Callable[[int], None
     with pytest.raises(EnvironmentProblem, match="cannot listen") as refused:
         check(given, as_json=True)
     assert refused.value.where == "192.0.2.1:4" and "api.listen" in (refused.value.remedy or "")
+
+
+def test_what_an_earlier_holder_left_is_room(
+    free: Callable[[int], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free(3 << 20)
+    place = tmp_path / "flowcheck-h.copies"
+    place.mkdir()
+    (place / "file").write_bytes(bytes(2 << 20))
+    check(config(tmp_path, "127.0.0.1:5", memory_mb=5), as_json=True)
+    assert json.loads(printed(capsys)[0])["free_mb"] == 5
+
+
+def test_what_is_removed_meanwhile_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).write_bytes(bytes(100))
+    look = module.os.lstat
+
+    def gone(path: Any, **more: Any) -> Any:
+        if str(path).endswith("one"):
+            raise FileNotFoundError
+        return look(path, **more)
+
+    monkeypatch.setattr(module.os, "lstat", gone)
+    assert module._taken(tmp_path) == 100
 
 
 def test_what_others_left_is_counted_whole(tmp_path: Path) -> None:
