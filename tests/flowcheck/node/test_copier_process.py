@@ -42,6 +42,7 @@ class Process:
                 process.did.append(("told", told))
 
             def journal(self, *given: Any) -> Any:
+                assert given[2] == "say"
                 process.did.append(("journal", *given[:2]))
                 return SimpleNamespace(start=lambda: process.did.append("starts"),
                                        close=lambda seconds: process.did.append(("journal ends", seconds)))

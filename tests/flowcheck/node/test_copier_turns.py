@@ -3,6 +3,7 @@ clocks, threads and sources by hand."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Callable
@@ -110,6 +111,33 @@ def test_copies_on_their_way_and_journals_take_room_too(tmp_path: Path) -> None:
     assert refused.value.where == "protect.memory_mb" and refused.value.remedy
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_on_its_way_is_counted_until_it_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Several sources are copied from at once."""
+    now, said_ = [100.0], list[Any]()
+    at = Copier(tmp_path / "copies", Rules(most=100_000), lambda event, **fields: said_.append((event, fields)),
+                lambda: now[0])
+    at._coming = 300
+
+    def take_copy(source: Any, offer: Any, out: Path) -> Path:
+        assert at._coming == 1300 and out == tmp_path / "copies" / "h:1%2Fdp0" / "run" / "epoch-2"
+        now[0] += 1.23456
+        if fails:
+            raise FlowcheckError("gone")
+        return copy(tmp_path, 7, 1000, "h:1%2Fdp0")
+
+    monkeypatch.setattr(module, "take_copy", take_copy)
+    offer: Any = SimpleNamespace(nbytes=1000, step=7, shard="dp0", run_id="run", epoch=2)
+    with pytest.raises(FlowcheckError) if fails else contextlib.nullcontext():
+        at._take(SimpleNamespace(name="h:1"), offer)  # type: ignore[arg-type]
+    assert at._coming == 300
+    path = tmp_path / "copies" / "h:1%2Fdp0" / "run" / "epoch-0" / "step-000007"
+    assert said_ == ([] if fails else [("copied", {"name": "dp0", "source": "h:1", "step": 7, "bytes": 1000,
+                                                   "seconds": 1.235, "path": str(path)})])
+
+
 def test_how_much_is_taken_is_said_in_mib(tmp_path: Path) -> None:
     copy(tmp_path, 1, 5 << 20)
     with pytest.raises(FlowcheckError, match=r"step 3 has 7 MiB, and 5 of 9 MiB are taken"):
@@ -120,6 +148,8 @@ def test_what_is_held_is_said_of_each_source_and_run(tmp_path: Path) -> None:
     for number, (step, lane) in enumerate(((9, "h:2%2Fa"), (4, "h:1%2F"), (3, "h:1%2F"))):
         path = copy(tmp_path, step, 10, lane) / "manifest.json"
         module.os.utime(path, ns=(number, number))
+    for step in range(50, 60):  # in whatever order a directory gives them
+        (copy(tmp_path, step, 10, "h:1%2F") / "manifest.json").unlink()
     odd = copy(tmp_path, 99, 10, "h:3%2F") / "manifest.json"
     held = copier(tmp_path).held
     for text in ("{", "[]", "{}", '{"files": 7}', '{"files": {"a": {}}}', "[" * 100_000):
@@ -181,9 +211,11 @@ def test_each_source_has_a_thread_as_long_as_it_is_named(tmp_path: Path, threads
     at.follow(nodes("b"))
     (_, turn, ended), (_, _, goes_on) = (one["args"] for one in threads)
     assert ended.is_set() and not goes_on.is_set() and list(at._sources) == ["b:1"]
+    assert "a:1" in at._nodes, "its thread may be at it"
     at.follow(nodes("a", "b"))
     again = threads[2]["args"]
     assert again[0] == "a:1" and again[1] is turn and not again[2].is_set(), "it waits for its thread from before"
+    assert turn.acquire(blocking=False)
 
 
 def test_one_for_which_there_is_no_thread_is_asked_again(tmp_path: Path, threads: list[Any]) -> None:
@@ -296,6 +328,12 @@ def test_a_journal_of_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MEMBER = {"code": [2, 1], "number": 2, "members": [["h", 1], ["i", 2], ["me", 3]], "data": ["h:1", "i:2"],
           "directory": "/parity"}
+
+
+def test_a_journal_comes_over_tls_where_there_is_a_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "client_context", lambda ca: f"context of {ca}")
+    given, *_ = journaling(monkeypatch, ca="our.pem")
+    assert given[5] == "context of our.pem"
 
 
 def test_a_journal_of_a_member_whose_copy_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
