@@ -31,12 +31,12 @@ class Scene:
     """A connection, and a loop whose clock a test has."""
 
     def __init__(self, app: Any = None) -> None:
-        self.now, self.aborted, self.cancelled = 1000.0, 0, 0
+        self.now, self.aborted, self.cancelled, self.closed = 1000.0, 0, 0, 0
         self.timers: list[tuple[float, Callable[[], None]]] = []
         config = uvicorn.Config(app or self._app, http=_Client, ws="none", lifespan="off", log_config=None)
         self.client = _Client(config, ServerState(), {}, self)  # type: ignore[arg-type]
         transport = SimpleNamespace(
-            get_extra_info=lambda name, default=None: default, abort=self.abort, close=lambda: None,
+            get_extra_info=lambda name, default=None: default, abort=self.abort, close=self.close,
             pause_reading=lambda: None, resume_reading=lambda: None, is_closing=lambda: False, write=lambda data: None)
         self.client.connection_made(transport)  # type: ignore[arg-type]
 
@@ -45,6 +45,9 @@ class Scene:
 
     def abort(self) -> None:
         self.aborted += 1
+
+    def close(self) -> None:
+        self.closed += 1
 
     def time(self) -> float:
         return self.now
@@ -131,7 +134,7 @@ def test_writing_waits_for_who_takes_nothing() -> None:
 def test_a_connection_that_is_gone_is_not_looked_at() -> None:
     at = Scene()
     at.client.connection_lost(ConnectionResetError())
-    assert at.cancelled == 1 and at.client not in at.client.connections
+    assert (at.cancelled, at.closed) == (1, 0) and at.client not in at.client.connections
 
 
 @pytest.mark.parametrize("asked", [False, True])
