@@ -305,6 +305,7 @@ def test_what_hangs_is_waited_for_so_long_and_killed(scene: Scene) -> None:
     at = Mine()
     began = scene.now
     at.close()
+    assert scene.pipes[0].waits == [1.0], "and then not for long"
     assert scene.pipes[0].killed == 1 and beside.END_SECONDS <= scene.now - began < beside.END_SECONDS + 0.1
     assert at._left == [] and scene.pipes[0].stdout.closed
 
