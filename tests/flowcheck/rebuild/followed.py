@@ -87,11 +87,12 @@ class FakeReplica:
 
 class Followed:
     """A follower, and its events in order as `said`: "closed 2", "not 3", "lost", "skipped 4-9", "waiting 2". now:
-    seconds of its clock. ns: that of the sources' time stamps. when: called with each event."""
+    seconds of its clock. ns: that of the sources' time stamps. when: called with each event.
+    kind: of follower."""
 
     def __init__(
         self, patch: pytest.MonkeyPatch, policy: Policy, *sources: FakeSource, job: Job | None = None, arenas: int = 2,
-        replica: FakeReplica | None = None, first: int = 0,
+        replica: FakeReplica | None = None, first: int = 0, kind: Callable[..., Any] = Follower,
     ) -> None:
         self.job, self.now, self.ns = job or example_job(count=[24, 9], startup=False), 1000.0, 0
         if job is None and policy.trainers:
@@ -102,10 +103,8 @@ class Followed:
         patch.setattr(flowcheck.rebuild.follower, "Engine", lambda config: self.engine)
         self.replica = replica
         names = [f"source {i}" for i in range(len(sources))]
-        self.follower = Follower(
-            plan, sources, names, policy, replica, Clock(first), lambda: self.now,  # type: ignore[arg-type]
-            stamp=lambda: self.ns,
-        )
+        self.follower = kind(
+            plan, sources, names, policy, replica, Clock(first), lambda: self.now, stamp=lambda: self.ns)
         self.said: list[str] = []
         self.events: list[Event] = []
         self.when: Callable[[Event], object] = lambda event: None
@@ -133,7 +132,7 @@ class Followed:
     def start(self, iteration: int) -> FakeReplica:
         fresh = FakeReplica(self.follower.clock.before(iteration))
         fresh.ready = True
-        self.follower.start(fresh, iteration)  # type: ignore[arg-type]
+        self.follower.start(fresh, iteration)
         return fresh
 
     def record(self, *iterations: int, **fields: Any) -> None:

@@ -79,7 +79,7 @@ def test_who_closes_an_iteration_waits_for_no_worker(live) -> None:
     at.look()
     assert waits[1:] == [LOOK_SECONDS], "nothing was in the rings"
     done[0] = True
-    assert at.look() == ["closed 2"]
+    assert at.look() == ["closed 2"] and at.follower.moved
 
 
 def test_updates_before_the_end_of_an_iteration_are_counted_too(live) -> None:
@@ -196,6 +196,19 @@ def test_the_iteration_of_the_current_version(live, serves: bool, published: int
     at.look()
     replica.serves = serves
     assert (at.follower.published, replica.step) == (published, 10)
+
+
+# -- what is missing ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_lost_for_good_closes_at_once_and_by_which_sign_is_said(live) -> None:
+    """Else it stays open until its arena is needed."""
+    at = live(FakeSource([*whole(2), Packet(3, past=4, cells=PARTLY)], open=True), arenas=4)
+    at.start(2)
+    at.record(2, 3)
+    at.engine.hopes[0, 3] = "passed"
+    assert at.look() + at.look() == ["closed 2", "not 3", "lost"]
+    assert [event.final for event in at.events if isinstance(event, Closed)] == ["", "passed"]
 
 
 # -- memory ------------------------------------------------------------------------------------------------------
