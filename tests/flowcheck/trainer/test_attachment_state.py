@@ -12,7 +12,7 @@ import torch
 from flowcheck.trainer import following as module
 
 from ..hand_node import LONGEST, until
-from .training import Every, Training, connected, joined
+from .training import COMMUNICATOR, FLOW, Every, Training, connected, joined
 
 
 def test_the_boundary_waits_until_the_node_has_joined_and_has_the_state(training, hand_node, script) -> None:
@@ -103,6 +103,25 @@ def test_other_ranks_wait_at_that_boundary_too(training, hand_node, script) -> N
     assert one.attachment.state == "attached"
     one.iterate()
     assert peer.expect("record")["iteration"] == 3  # no state was sent by this rank
+
+
+def test_a_node_that_looks_for_channels_first_is_not_waited_for(training, hand_node, script) -> None:
+    """It joins when it has found them. The state that it asks for then is given at a boundary of its own."""
+    flows = [FLOW, {key: value for key, value in FLOW.items() if key != "channel"}]
+    one = training(max_stall_s=3600.0, topology=lambda: {"communicator": COMMUNICATOR, "flows": flows})
+    peer = connected(one, hand_node)
+    one.iterate(4)
+    assert peer.expect("flows")["flows"][0] == FLOW and peer.expect("manifest")["first"] == 2
+    peer.send("wanted", what=["state"], why="a state to begin with")
+    until(lambda: one.attachment._senders[0].wanted)
+
+    def node() -> None:
+        assert peer.receive()[0].items() >= {"type": "state", "iteration": 5}.items()
+        peer.send("joined", iteration=5)
+
+    script(node)
+    one.iterate()
+    assert one.attachment.state == "attached"
 
 
 def test_the_wait_ends_with_the_connection(training, hand_node, script) -> None:

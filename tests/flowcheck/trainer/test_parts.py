@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import flowcheck
 from flowcheck.errors import UserError
+from flowcheck.trainer import following
 from flowcheck.trainer.description import entries
 from flowcheck.trainer.megatron import torch_optimizer
 from flowcheck.trainer.parts import position
@@ -338,6 +340,25 @@ def test_an_odd_call_of_one_part_costs_the_other_nothing(both, hand_node) -> Non
     assert peers["dense"].expect("record")["iteration"] == 4
     peers["expert0"].expect("flows")
     assert peers["expert0"].expect("manifest")["first"] == 4
+
+
+@pytest.mark.parametrize(("takes", "told"), [(0.0, [0.25, 0.25]), (0.125, [0.25, 0.125]), (1.0, [0.25, 0.0])])
+def test_parts_wait_no_longer_than_one_would(both, monkeypatch, takes: float, told: list[float]) -> None:
+    """Where no node has answered by the boundary at which the job is known: what one waits is no more the other's."""
+    now, waited = [1000.0], list[float | None]()
+
+    class Tried(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waited.append(timeout)
+            now[0] += takes
+            return False
+
+    one = both(max_stall_s=0.25)
+    monkeypatch.setattr(following, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for sender in one.attachment._senders:
+        sender.tried = Tried()
+    one.iterate(4)
+    assert waited == told
 
 
 @pytest.mark.parametrize(("options", "what"), [
