@@ -203,3 +203,11 @@ def test_hearsay_says_since_when_and_from_whom() -> None:
     twice = once.after(8, Given()).after(9, Given(cells={"a": 2, "b": 1}))
     assert twice == Hearsay(7, 6, ("a", "b"))
     assert str(twice) == "6 cells since iteration 7 came from a, b, and no checksum of the trainer has matched since"
+
+
+def test_hearsay_of_a_version_that_others_were_built_on() -> None:
+    begun = Hearsay(version="step 7 came from node1")
+    assert str(begun) == "step 7 came from node1, and no checksum of the trainer has matched since"
+    assert str(begun.after(9, Given(cells={"a": 2}))) == (
+        "step 7 came from node1 and 2 cells since iteration 9 came from a, and no checksum of the trainer has matched"
+        " since")
