@@ -347,3 +347,35 @@ def test_counts_are_of_what_has_come_since_they_were_asked_last() -> None:
     assert collector.grown(engine.flows()) == {"packets": 10, "placed": 8, "gaps": 4, "duplicates": 7}
     engine.counts[1]["late"], engine.unseen[1] = (1, 8), 3  # a gap that was filled
     assert collector.grown(engine.flows()) == {"packets": 1, "placed": 0, "gaps": -1, "duplicates": 0}
+
+
+def test_a_version_from_holes_waits_for_what_is_stale_and_is_good_without() -> None:
+    plan, engine = made()
+    engine.cells(3)[20] = False
+    judged = look(plan, engine)
+    waits, patched = judged.with_stale(1), judged.with_stale(0)
+    assert [one.evidence for one in (waits, patched)] == [
+        dataclasses.replace(judged.evidence, stale=stale) for stale in (1, 0)]
+    (clause, reason), = waits.verdict.failing
+    assert clause is Clause.COVERED
+    assert reason.startswith("1 elements of the version wait for the trainer's own state of them")
+    assert patched.verdict.publishable and patched.buckets is judged.buckets and patched.filled is judged.filled
+
+
+def test_counters_that_were_read_are_what_is_judged() -> None:
+    """They are of one moment for all that is said of an iteration."""
+    plan, engine = made()
+    flows = engine.flows()
+    never_anchored(engine)
+    found = EvidenceCollector(plan, engine).collect(
+        3, STREAMS, record=False, follows=True, final="", flows=flows)
+    assert found.verdict.publishable and look(plan, engine).evidence.unanchored == (BACK,)
+
+
+def test_who_brought_a_byte_is_asked_of_its_iteration() -> None:
+    plan, engine = made()
+    differing(engine, (4, 5))
+    asked: list[tuple[int, int]] = []
+    engine.carriers = lambda iteration, offset: asked.append((iteration, offset)) or []
+    look(plan, engine)
+    assert asked == [(3, 32)]
