@@ -142,6 +142,39 @@ def test_buffers_are_those_of_their_iteration(training, hand_node) -> None:
     peer.close()
 
 
+def test_buffers_of_a_device_are_copied_to_the_host(training, hand_node) -> None:
+    """There is none here: what is asked of such a tensor is looked at."""
+    asked: list[Any] = []
+
+    class OfDevice:
+        def detach(self) -> OfDevice:
+            return self
+
+        def to(self, device: str, *, copy: bool) -> torch.Tensor:
+            asked.append((device, copy))
+            return torch.tensor(7)
+
+    one = training(layer=Every())
+    peer = joined(one, hand_node)
+    part = one.attachment._parts[0].part
+    part.state_dict = lambda: {"count": OfDevice()}
+    one.iterate()
+    assert asked == [("cpu", True)] and safetensors.torch.load(peer.receive()[1])["buffer.count"].item() == 7
+
+
+def test_a_part_is_told_when_its_job_is_known_and_when_it_is_not_any_more(training, hand_node) -> None:
+    """By that it knows what later iterations are compared with."""
+    one, told = training(), list[bool]()
+    one.attachment._parts[0].part.known = told.append
+    joined(one, hand_node)
+    assert told == [True]
+    one.train(calls=2)
+    one.attachment.step()
+    assert told == [True, False]
+    one.iterate()
+    assert told == [True, False, True]
+
+
 @pytest.mark.parametrize("first", [False, True], ids=["metric after the gradients", "metric before them"])
 def test_a_call_that_only_some_iterations_make(training, hand_node, caplog, first: bool) -> None:
     """It does not end the attachment: it is named, the job is told anew by the next usual iteration, with all that was

@@ -218,6 +218,29 @@ def test_a_state_that_is_no_longer_wanted_is_not_waited_for(training, hand_node,
     assert one.attachment.number == 4 and not sender.pledged
 
 
+def test_a_state_that_is_taken_back_a_moment_later_is_not_waited_for_either(training, hand_node, monkeypatch) -> None:
+    """Nor is a node that has not joined yet, at a boundary of which only the state was the reason to wait."""
+    one = training(max_stall_s=3600.0)
+    peer = connected(one, hand_node, resync="ranges")
+    one.iterate(3)
+    peer.expect("flows")
+    peer.expect("manifest")
+    sender = one.attachment._senders[0]
+    peer.send("wanted", what=["state"], why="iteration 2 is lost")
+    until(lambda: sender.wanted)
+
+    class Answered(threading.Event):
+        def clear(self) -> None:
+            if sender.wanted:
+                peer.send("wanted", what=[], why="")
+                until(lambda: not sender.wanted)
+            super().clear()
+
+    one.attachment._parts[0]._answered = Answered()
+    one.iterate()
+    assert one.attachment.number == 4 and not sender.pledged and sender.joined is None
+
+
 def test_a_state_without_time_is_sent_and_not_waited_for(training, hand_node) -> None:
     one = training()
     peer = joined(one, hand_node)
@@ -233,6 +256,23 @@ def test_a_state_without_time_is_sent_and_not_waited_for(training, hand_node) ->
     until(lambda: one.attachment.state == "attached")
     one.iterate()
     assert peer.expect("record")["iteration"] == 6
+
+
+def test_no_records_follow_a_state_that_no_queue_took(training, hand_node) -> None:
+    one, queued = training(), list[str]()
+    peer = joined(one, hand_node)
+    peer.send("wanted", what=["state"], why="iteration 2 is lost")
+    sender = one.attachment._senders[0]
+    until(lambda: sender.wanted)
+
+    def put(message: object, *_: object) -> bool:
+        queued.append(type(message).__name__)
+        return queued[-1] != "State"
+
+    sender.put = put
+    one.iterate(2)
+    assert queued == ["Record", "State"] and not sender.follows
+    del sender.put
 
 
 def test_a_state_ends_with_its_connection_and_so_do_the_records_after_it(training, hand_node) -> None:
