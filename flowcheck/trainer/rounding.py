@@ -34,7 +34,7 @@ def corrections_of(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, floa
     """What the manifest says of this GPU's powf (job.Optimizer.corrections), for an optimizer of torch-cuda-fused. One
     computation on the GPU for every beta, waited for. Raises UserError if a beta needs more steps than are looked at.
     """
-    device = optimizer.param_groups[0]["params"][0].device
+    device = next(parameter for group in optimizer.param_groups for parameter in group["params"]).device
     betas = sorted({float(beta) for group in optimizer.param_groups for beta in group["betas"]})
     return {repr(beta): _corrections(beta, device) for beta in betas}
 

@@ -67,8 +67,8 @@ def test_what_no_replica_can_follow_is_refused(optimizer: torch.optim.Optimizer,
     not torch.cuda.is_available(), reason="no GPU here: what its powf gives is in tests/golden"))])
 def test_the_manifest_says_where_the_devices_powers_are_others(device: str) -> None:
     """Over all steps until beta**step has vanished; what is not listed is the correctly rounded power."""
-    parameters = [{"params": [on(device)], "betas": betas} for betas in ((0.95, 0.999), (0.0, 0.999))]
-    found = corrections_of(torch.optim.AdamW(parameters, lr=1.0))
+    groups = [{"params": [], "betas": (0.0, 0.95)}, {"params": [on(device)], "betas": (0.0, 0.999)}]
+    found = corrections_of(torch.optim.AdamW(groups, lr=1.0))
     assert list(found) == ["0.0", "0.95", "0.999"] and not found["0.0"]
     for beta, said in found.items():
         steps = torch.arange(1.0, 30001.0, device=device)
