@@ -18,7 +18,8 @@ __all__ = ["WIDTH", "Fingerprint"]
 WIDTH = 16
 _SLICES = 31  # so many at once fit into one pass over the bytes
 _NEXT = 2  # a piece counts this many times what the one after it does
-_FACTORS = bytes(random.Random("flowcheck fingerprint").randrange(1, 256) for _ in range(_SLICES))
+# No two alike: parts of a piece that were exchanged would not show.
+_FACTORS = bytes(random.Random("flowcheck fingerprint").sample(range(1, 256), _SLICES))
 
 
 class Fingerprint:
