@@ -76,17 +76,21 @@ GROUP = replace(PLAIN, parity=Parity(("a", "b"), ("c", "d")))
 @pytest.mark.parametrize(("haves", "steps"), [
     ({"b": has(b={S1: [4, 6]}), "c": has(streams={RUN: [(4, 2)]})}, {RUN: 4}),
     ({"b": has(b={S1: [6]}), "c": has(streams={RUN: [(4, 2)]}), "d": has(streams={RUN: [(4, 3), (6, 3)]})}, {RUN: 6}),
+    ({"c": has(streams={RUN: [(4, 2)]}), "d": has(streams={RUN: [(4, 3), (6, 3)]})}, {RUN: 4}),
     ({"c": has(streams={RUN: [(4, 2)]}), "d": has(streams={RUN: [(4, 2)]})}, {}),
     ({"b": has(b={S1: [4]}), "d": has(b={S1: [4]})}, {}),
     ({"b": has(b={S1: [4]}), "c": has(streams={("run", 2): [(4, 2)]})}, {}),
     ({"b": has(b={S1: [4]}), "c": has(streams={("job", 1): [(4, 2)]})}, {}),
-], ids=["data and parity", "the newest", "one stream twice", "one shard twice", "another epoch", "another run"])
+], ids=["data and parity", "the newest", "parity alone", "one stream twice", "one shard twice", "another epoch",
+        "another run"])
 def test_a_step_stays_of_which_as_many_pieces_are_there_as_there_are_shards(
     haves: dict[str, Have], steps: dict[Run, int]
 ) -> None:
     found = frozen(GROUP, ["a"], haves, {"a": has([S0]), "b": has([S1])}, 8)
     assert found.steps == steps and found.void == (() if steps else (S0,))
     assert frozen(PLAIN, ["a"], haves, {"a": has([S0])}, 8).void == (S0,)  # without parity its streams say nothing
+    more = replace(PLAIN, parity=Parity(("a", "b", "c"), ("d",)))  # two pieces of three
+    assert frozen(more, ["a"], haves, {"a": has([S0])}, 8).void == (S0,)
 
 
 # -- when it is over -----------------------------------------------------------------------------------------------
@@ -139,6 +143,7 @@ def test_a_place_with_data_that_was_given_up_is_not_waited_for() -> None:
     decided = replace(GROUP, holders=dict.fromkeys(MEMBERS, ()), parity=Parity(("", "b"), ("c", "d")))
     held = {"b": data("b", S1, 6), "c": has(streams={RUN: [(6, 2)]}), "d": has(streams={RUN: [(6, 3)]})}
     assert whole(decided, held) and not whole(decided, held | {"b": data("b", S1, 4)})
+    assert whole(replace(decided, parity=Parity(("", ""), ("c", "d"))), held)
     moved = {"b": data("b", S1, 6), "c": has(streams={RUN: [(6, 3)]}), "d": has(streams={RUN: [(6, 2)]})}
     assert not whole(decided, moved)
     assert not whole(decided, held | {"c": has(streams={("run", 2): [(6, 2)]})})  # of another start

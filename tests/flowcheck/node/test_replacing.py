@@ -23,7 +23,7 @@ class Asked:
     """An operator, its clock, and what it says."""
 
     def __init__(self, *command: str) -> None:
-        self.at = 100.0
+        self.at = 0.0
         self.said: list[tuple[str, dict[str, Any]]] = []
         self.operator = Operator(command, "my cluster", lambda event, **fields: self.said.append((event, fields)),
                                  lambda: self.at)
@@ -82,8 +82,18 @@ def test_it_is_apart_from_the_node(
     sh: Callable[[str], Asked], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It waits for no input, its output is not among the node's events, and a signal to the node is none to it."""
-    asked = sh(f"cd {tmp_path}; echo to nobody; read line; cut -d' ' -f6 /proc/$$/stat > session; echo $$ > pid")
-    until(asked.ask)
+    asked = sh(f"cd {tmp_path}; echo to nobody; read line; echo $line > read; cut -d' ' -f6 /proc/$$/stat > session; "
+               "echo $$ > pid")
+    ours, (there, here) = os.dup(0), os.pipe()
+    try:
+        os.write(here, b"typed\n")
+        os.dup2(there, 0)
+        until(asked.ask)
+    finally:
+        os.dup2(ours, 0)
+        for one in (ours, there, here):
+            os.close(one)
+    assert (tmp_path / "read").read_text() == "\n"
     assert (tmp_path / "session").read_text() == (tmp_path / "pid").read_text()
     assert capfd.readouterr().out == ""
 
