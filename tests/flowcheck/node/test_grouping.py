@@ -107,6 +107,8 @@ def test_a_place_is_taken_by_who_is_there() -> None:
     assert grouped((2, 2), left | members({"h6": "l1"}), STAGES, GROUP) == Parity(("n0", "n1"), ("h2", "h6"))
     given_up = Parity(("n0", "n1"), ("", "h3"))
     assert grouped((2, 2), FOUR, STAGES, given_up) == GROUP
+    left = {name: one for name, one in FOUR.items() if name not in ("n0", "h3")}  # nobody follows stage0 meanwhile
+    assert grouped((2, 2), left | members({"h6": "l1"}), own(n1="stage1"), GROUP) == Parity(("n0", "n1"), ("h2", "h6"))
     left = {name: one for name, one in FOUR.items() if name != "n0"}
     mirror = own(n1="stage1", n8="stage0")  # the shard of one that is lost has another mirror
     assert grouped((2, 2), left | members({"n8": "l1"}), mirror, GROUP) == Parity(("n8", "n1"), ("h2", "h3"))
