@@ -57,6 +57,7 @@ def test_it_is_bounded_and_what_was_said_last_stays() -> None:
         held.hear("problem", {"name": f"g{number}", "why": "x" * 10_000}, START)
     held.hear("problem", {"name": "g5", "why": "again"}, START)
     told = held.document(START)
+    assert [one["name"] for one in told] == [*(f"g{number}" for number in range(6, MOST + 5)), "g5"]
     assert len(told) == MOST and told[-1] == {"what": "problem", "name": "g5", "since": START, "text": "again"}
     assert len(json.dumps(told)) < 1024 * MOST
 
