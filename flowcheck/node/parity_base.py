@@ -49,7 +49,9 @@ class ParityBase:
     def tidy(self, lane: Path, run_id: str, epoch: int) -> None:
         """What was made of a shard's parity goes when its run has no parity of so old a step any more."""
         oldest, now = self.oldest(run_id, epoch), lane / run_folder(run_id, epoch)
-        for path in lane.glob("*/epoch-*/step-*") if oldest is not None else ():
+        if oldest is None:
+            return
+        for path in lane.glob("*/epoch-*/step-*"):
             number = path.name.removeprefix("step-")
-            if oldest is not None and number.isdecimal() and (path.parent != now or int(number) < oldest):
+            if number.isdecimal() and (path.parent != now or int(number) < oldest):
                 remove_tree(path)
