@@ -22,7 +22,7 @@ from flowcheck.node import rounds as module
 from flowcheck.node.rounds import Rounds, Streams, kept_in
 
 from ..hand_api import KEY, HandApi, HandVersion
-from ..hand_node import until
+from ..hand_node import LONGEST, until
 
 SHARDS = ("stage0", "stage1")
 Said = list[tuple[str, dict[str, Any]]]
@@ -143,6 +143,28 @@ def test_how_long_it_took_is_said(
     assert said[0][1]["seconds"] == 1.235
 
 
+def test_a_job_of_one_shard(apis: list[HandApi], tmp_path: Path) -> None:
+    """Its parity is a copy, and lies, stays and is listed as any other."""
+    rounds, streams = Rounds(tmp_path, Code(1, 1), 1, 2, lambda *_, **__: None, keep=1), Streams(tmp_path)
+    for step, left in ((4, [4]), (6, [4, 6])):
+        apis[0].versions[:] = [version("stage0", step)]
+        kept = rounds.turn(nodes(apis[:1]), {("run", 0): 4})
+        assert kept is not None and kept.stream(1).read_bytes() == bytes_of(version("stage0", step))
+        assert [one["step"] for one in streams.held()] == steps(tmp_path) == left
+
+
+def test_all_members_are_asked_at_once(make: Callable[..., Rounds]) -> None:
+    """However many: one that is slow holds up the round by its own time alone."""
+    together = threading.Barrier(40)
+
+    def offers() -> list[Any]:
+        together.wait(LONGEST)
+        return []
+
+    members: list[Any] = [SimpleNamespace(offers=offers, close=lambda: None) for _ in range(40)]
+    assert make().turn(members) is None
+
+
 def test_a_clock_that_was_set_back_removes_nothing_that_is_newer(
     make: Callable[..., Rounds], apis: list[HandApi], tmp_path: Path
 ) -> None:
@@ -193,8 +215,13 @@ def cuts(api: HandApi) -> None:
     api.cut[f"/v1/versions/{api.versions[0].id}/model.safetensors"] = [9, 1, 1]
 
 
+def makes_room(api: HandApi) -> None:
+    api.answers[f"/v1/versions/{api.versions[0].id}/manifest.json"] = 404, b'{"why": "no longer"}'
+
+
 @pytest.mark.parametrize(("fails", "why"), [
-    (lies, "SHA-256 differs"), (stalls, "no answer within"), (cuts, "closed before its end"),
+    (lies, "SHA-256 differs"), (makes_room, "shard 'stage1': "), (stalls, "no answer within"),
+    (cuts, "closed before its end"),
     (lambda api: api.close(), "connection lost"),
 ])
 def test_a_member_that_fails_ends_the_round(
