@@ -20,7 +20,9 @@ from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.checkpoint.coding.parity import Protected, protect
 from flowcheck.checkpoint.coding.rebuilding import PIECES, Place
 from flowcheck.control.ask import Node
+from flowcheck.control.tensors import TensorSpec
 from flowcheck.control.user_state import pack
+from flowcheck.control.version import Digest
 from flowcheck.node import parity_shelf as module
 from flowcheck.node.decided import Decided, Member, Parity
 from flowcheck.node.holdings import Gone, Pressed
@@ -230,6 +232,29 @@ def test_every_range_of_a_files_bytes(holder: Holder, shard: int) -> None:
     with pytest.raises(Gone, match="has no such file") as gone:
         one.size("x" * 100)
     assert gone.value.where == "x" * 64
+
+
+def test_a_name_is_of_one_place(holder: Holder, tmp_path: Path) -> None:
+    """What lies elsewhere is something else, although the file system gives it the number of one that was removed."""
+    def ids() -> set[str]:
+        return {one.offer.id for shelf in (holder.shelf, StreamShelf(tmp_path)) for one in shelf.look()}
+
+    before = ids()
+    holder.kept[9].path.rename(holder.directory / "step-000012.parity")
+    assert len(ids() & before) == len(before) // 2 == 4
+
+
+def test_tensors_of_any_kind_have_their_header(holder: Holder) -> None:
+    found = holder.shelf.look()[0]
+    kept = holder.kept[9]
+    files = {"model.safetensors": {"w": Digest(TensorSpec("bfloat16", (3, 1)), "ab")}, "optimizer.safetensors": {
+        "state.w.step": Digest(TensorSpec("int64", ()), "ab")}}
+    kept = replace(kept, versions=(replace(kept.versions[0], files=files), *kept.versions[1:]))
+    one = module._Made(found, module._Lost(kept, 0, {}), holder.shelf)
+    for file, name, dtype, shape, nbytes in (("model.safetensors", "w", "BF16", [3, 1], 6),
+                                             ("optimizer.safetensors", "state.w.step", "I64", [], 8)):
+        head = one.read(file, 0, one.size(file) - nbytes)
+        assert json.loads(head[8:])[name] == {"dtype": dtype, "shape": shape, "data_offsets": [0, nbytes]}
 
 
 def test_a_header_alone_makes_nothing(holder: Holder) -> None:
