@@ -17,7 +17,7 @@ from flowcheck.node import sitting
 from flowcheck.node.decided import Decided, Member, Recovery, Shard
 from flowcheck.node.sitting import TURN_SECONDS, Persistent
 
-from ..hand_node import until
+from ..hand_node import LONGEST, until
 
 SAID = {"endpoints": ["http://etcd:1"], "cluster": "c", "ca": "ca.pem", "replicas": 3, "grace": 7.0,
         "address": "127.0.0.1:9", "site": {"name": "holder", "host": "h", "leaf": "l", "rack": "r"}, "follows": False,
@@ -208,6 +208,22 @@ def test_nobody_is_left_to_be_asked() -> None:
     nodes = Nodes()
     nodes.look.look(decided("abcd", [S0], [S0]))
     assert nodes.asked == set() and nodes.said[0][1]["step"] is None
+
+
+def test_all_are_asked_at_once() -> None:
+    """However many: each that is gone takes its time to say so."""
+    together = threading.Barrier(40)
+
+    def offers() -> list[Offer]:
+        together.wait(LONGEST)
+        return []
+
+    members = {f"m{port}": Member(Site(f"m{port}"), f"m:{port}") for port in range(1, 41)}
+    said: list[dict[str, Any]] = []
+    look = Persistent(lambda address: SimpleNamespace(offers=offers, close=lambda: None),  # type: ignore[arg-type,return-value]
+                      lambda event, **fields: said.append(fields))
+    look.look(Decided(3, members, dict.fromkeys(members, ()), Recovery(2, (), (), (S0,), (S0,))))
+    assert [one["step"] for one in said] == [None]
 
 
 def test_the_lease_does_not_wait_for_it() -> None:
