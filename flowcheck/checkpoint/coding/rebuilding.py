@@ -5,9 +5,9 @@
     made = Rebuilding(kept, lost, places)         a thread decodes into memory
     made.wait(upto, seconds); made.view(first, after); made.close()
 
-Bytes of tensors whose hash is the manifest's are given, and of one that is not whole in time those that are there. A
-source that fails ends the attempt, and `failed` says which one it was, so that the next attempt takes another. Any
-thread reads.
+Bytes of tensors whose hash is the manifest's are given, and of one that is not whole in time those that are there, until
+it turns out to be wrong. A source that fails ends the attempt, and `failed` says which one it was, so that the next
+attempt takes another. Any thread reads.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class Rebuilding:
         are. Raises FlowcheckError: they will not be there."""
 
         def there() -> bool:
-            return self._ready >= upto or (self._early >= upto and self._written >= upto)
+            early = self._wrong is None and self._early >= upto and self._written >= upto
+            return self._ready >= upto or early
 
         with self._changed:
             self._changed.wait_for(lambda: there() or self.error is not None, max(0.0, seconds))

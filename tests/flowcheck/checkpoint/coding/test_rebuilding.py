@@ -315,6 +315,26 @@ def test_a_tensor_that_does_not_come_out_is_not_given(
     assert f"tensor {bad!r} of shard 's0' does not come out" in error.what and error.where == "here, slow:1"
 
 
+def test_a_tensor_that_is_known_to_be_wrong_is_given_no_more(
+    kept: Protected, rebuild: Callable[..., Rebuilding]
+) -> None:
+    """Although a part of it was given before it was whole."""
+    data = bytearray(kept.stream(2).read_bytes())
+    data[700] ^= 1
+    kept.stream(2).write_bytes(data)
+    forged = replace(kept, sums=dict(kept.sums) | {2: hashlib.sha256(data).hexdigest()})
+    slow = Slow(kept, "s1")
+    made = rebuild(0, {1: [slow.place], 2: [Place(2)]}, forged)
+    slow.send(CUT)
+    until(lambda: made._written == CUT)
+    assert made.wait(CUT, 0.0)
+    slow.send(CUT)
+    until(lambda: made._wrong is not None)
+    assert not made.wait(CUT, 0.0) and not made.wait(ENDS["s0"][0], 0.0)
+    slow.send(4 * CUT)
+    assert "tensor 'w' of shard 's0'" in refused(made, CUT).what
+
+
 def test_too_long_a_stream_is_refused(kept: Protected, rebuild: Callable[..., Rebuilding]) -> None:
     kept.stream(2).write_bytes(kept.stream(2).read_bytes() + b"more")
     longer = replace(kept, sums=dict(kept.sums) | {2: hashlib.sha256(kept.stream(2).read_bytes()).hexdigest()})
