@@ -5,8 +5,8 @@
     made = Rebuilding(kept, lost, places)         a thread decodes into memory
     made.wait(upto, seconds); made.view(first, after); made.close()
 
-Bytes of tensors whose hash is the manifest's are given, and of one that is not whole in time those that are there, until
-it turns out to be wrong. A source that fails ends the attempt, and `failed` says which one it was, so that the next
+Bytes of tensors whose hash is the manifest's are given, and of one that is not whole in time those that are there,
+until it proves wrong. A source that fails ends the attempt, and `failed` says which one it was, so that the next
 attempt takes another. Any thread reads.
 """
 
