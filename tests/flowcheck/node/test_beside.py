@@ -21,7 +21,7 @@ import pytest
 from flowcheck.node import beside
 from flowcheck.node.beside import FIRST_PAUSE, LONGEST_PAUSE, MOST_LINE, NICE, Beside, Lines, begun, start
 
-from ..hand_node import until
+from ..hand_node import LONGEST, until
 from .pipes import Pipes
 
 ECHO = """
@@ -71,7 +71,10 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 # -- with a process ------------------------------------------------------------------------------------------------
 
 
-def test_it_has_its_settings_hears_orders_and_ends_with_its_stdin(program: Callable[[str], str]) -> None:
+def test_it_has_its_settings_hears_orders_and_ends_with_its_stdin(
+    program: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "END_SECONDS", LONGEST)  # it ends by itself, however slow the machine is
     at = Mine(program(ECHO))
     with contextlib.closing(at):
         at.until(lambda: at.told)

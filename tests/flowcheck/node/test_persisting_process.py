@@ -44,6 +44,7 @@ class Scene:
         monkeypatch.setattr(persisting, "Lines", lambda: self.say)
         monkeypatch.setattr(persisting.os, "_exit", self.exit)
         self.threads: list[threading.Thread] = []
+        self.kind = threading.Thread
         monkeypatch.setattr(persisting, "threading", SimpleNamespace(
             Event=threading.Event, Lock=threading.Lock, Thread=self._thread))
         reads = [b"x", b"y"]  # an order that this process has no use for
@@ -51,7 +52,7 @@ class Scene:
             read=lambda size: reads.pop(0) if reads else self.stop.wait(SECONDS) and b"")))
 
     def _thread(self, **given: Any) -> threading.Thread:
-        self.threads.append(threading.Thread(**given))
+        self.threads.append(self.kind(**given))
         return self.threads[-1]
 
     def say(self, event: str, **fields: Any) -> None:
@@ -145,14 +146,22 @@ def test_a_place_that_hangs_is_not_waited_for(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, check: bool, opens: bool
 ) -> None:
     """It hangs when it is opened, or when a check has written to it and it says no more."""
-    gate = threading.Event()
+    gate, came = threading.Event(), threading.Event()
 
     def opening(settings: Any, opened: list[Any], say: Callable[..., None]) -> None:
         if opens:
             opened.append(None)
+        came.set()
         assert gate.wait(SECONDS)
 
-    scene.settings["probe"] = check
+    class Began(threading.Thread):
+        """However busy the machine is, it has begun."""
+
+        def start(self) -> None:
+            super().start()
+            assert self.daemon and (len(scene.threads) == 1 or came.wait(SECONDS))
+
+    scene.settings["probe"], scene.kind = check, Began
     scene.settings["store"]["seconds"] = 0.02
     monkeypatch.setattr(persisting, "_open", opening)
     monkeypatch.setattr(persisting, "MemoryShelf", lambda *_: (_ for _ in ()).throw(Exit("goes on")))

@@ -228,11 +228,13 @@ def test_what_a_read_fails_with_is_said(scene: Scene, error: Exception, what: st
 def test_what_answers_again_is_not_counted_as_stuck(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a wait: the time that is given is over at once."""
     monkeypatch.setattr(module, "READ_SECONDS", 0.0)
-    gates: list[threading.Event] = []
+    gates: dict[threading.Thread, threading.Event] = {}
+    over = threading.Event()
 
     def hangs() -> bytes:
-        gates.append(threading.Event())
-        assert gates[-1].wait(60)
+        gate = gates.setdefault(threading.current_thread(), threading.Event())
+        while not over.is_set() and not gate.wait(0.01):
+            pass
         return b"late"
 
     def call(work: Callable[[], bytes]) -> str:
@@ -245,14 +247,11 @@ def test_what_answers_again_is_not_counted_as_stuck(scene: Scene, monkeypatch: p
         for _ in range(module.MOST_STUCK):
             assert call(hangs) == "no answer within 0 s"
         assert call(hangs) == "does not answer" and len(scene.shelf._stuck) == module.MOST_STUCK
-        while len(gates) < module.MOST_STUCK:
-            threading.Event().wait(0.001)
-        gates[0].set()
-        scene.shelf._stuck[0].join(60)
+        first = scene.shelf._stuck[0]
+        gates.setdefault(first, threading.Event()).set()
+        first.join(60)
         assert call(hangs) == "no answer within 0 s"
     finally:
+        over.set()
         for one in scene.shelf._stuck:
-            while one.is_alive():
-                for gate in list(gates):
-                    gate.set()
-                one.join(0.01)
+            one.join(60)
