@@ -33,8 +33,16 @@ def api() -> Iterator[Callable[..., HandApi]]:
         yield lambda *versions: stack.enter_context(HandApi(*versions))
 
 
-def search(*apis: HandApi, useful: tuple[int, int] = (5, 7)) -> Quiet:
-    return Quiet([Node(one.address, KEY, 60.0) for one in apis], "dp0", START, useful, {})
+def search(*apis: HandApi, wait: Callable[[float], None] | None = None) -> Quiet:
+    """wait: what happens while it waits until it asks again; None: nobody is asked again."""
+    asked = {one.name: one.asked_for("/v1/versions") for one in apis}
+
+    def nothing(seconds: float) -> None:
+        assert all(one.asked_for("/v1/versions") <= asked[one.name] + 2 for one in apis)
+
+    at = Quiet([Node(one.address, KEY, 60.0) for one in apis], "dp0", START, (5, 7), {})
+    at._ending = SimpleNamespace(wait=wait or nothing, set=lambda: None)  # type: ignore[assignment]
+    return at
 
 
 def later() -> float:
@@ -64,9 +72,11 @@ def test_why_it_has_none_is_said_as_it_says_it(api: Callable[..., HandApi]) -> N
     one = api()
     at = search(one)
     assert at._newest(later()) is None and at.failed == {one.name: "has no version of this start of the job"}
+    at = search(one)
     one.withheld = [{"why": "step 9 is withheld"}, {"why": "so is step 8"}]
     assert at._newest(later()) is None
     assert at.failed == {one.name: "has no version of this start of the job: step 9 is withheld"}
+    at = search(one)
     one.answers["/v1/versions"] = 200, b"{}"
     assert at._newest(later()) is None and at.failed == {one.name: "does not list versions"}
 
@@ -74,14 +84,15 @@ def test_why_it_has_none_is_said_as_it_says_it(api: Callable[..., HandApi]) -> N
 def test_who_is_behind_is_asked_again_until_it_is_not(api: Callable[..., HandApi]) -> None:
     """Who has nothing is not."""
     behind, nothing = api(of(3), of(4)), api()
-    at, waited = search(behind, nothing), list[float]()
+    waited: list[float] = []
 
     def wait(seconds: float) -> None:
         waited.append(seconds)
+        assert len(waited) == 1, "it is of use by now"
         assert at.failed[behind.name] == f"has step {3 + len(waited)}, and steps 5 to 7 are of use"
         behind.versions[:] = [of(3), of(4 + len(waited))]
 
-    at._ending = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    at = search(behind, nothing, wait=wait)
     found = at._newest(later())
     assert found is not None and (found[0].name, found[1].step) == (behind.name, 5) and waited == [AGAIN_SECONDS]
     assert (behind.asked_for("/v1/versions"), nothing.asked_for("/v1/versions")) == (2, 1)
@@ -89,8 +100,7 @@ def test_who_is_behind_is_asked_again_until_it_is_not(api: Callable[..., HandApi
 
 def test_but_not_for_ever(api: Callable[..., HandApi]) -> None:
     behind = api(of(3))
-    at = search(behind)
-    at._ending = SimpleNamespace(wait=lambda _: at.end(), set=lambda: None)  # type: ignore[assignment]
+    at = search(behind, wait=lambda _: at.end())
     assert at._newest(time.monotonic() - 0.001) is None and not at._ended
     assert behind.asked_for("/v1/versions") == 1
     assert at._newest(later()) is None and at._ended
