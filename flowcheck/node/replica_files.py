@@ -53,7 +53,7 @@ class ReplicaFiles:
         self._other = re.compile(rf"flowcheck-{re.escape(node)}-{others}-[0-9]+\.replica")
         self._number = max([0, *map(self._number_of, there)])
         #: Of other users, by our name: nothing of it is read or removed.
-        self.foreign = {path: why for path in there if self._number_of(path) > 0 and (why := _not_mine(path))}
+        self.foreign = {path: why for path in there if self._number_of(path) >= 0 and (why := _not_mine(path))}
         self._named: Path | None = None  # given out; whether it holds a version is not known yet
         self._served: Path | None = None
 

@@ -12,8 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowcheck.job.model import BucketSlice
+from flowcheck.node import replica_files
 from flowcheck.node.replica_files import LeftoverReplica, ReplicaFiles
 from updater.errors import ReplicaError
+from updater.layout import Layout
 from updater.optimizers import OptimizerSpec
 from updater.reader import Reader
 from updater.replica import Replica
@@ -225,3 +228,89 @@ def test_a_file_that_cannot_be_removed_ends_nothing(tmp_path, monkeypatch: pytes
 
     monkeypatch.setattr(Path, "unlink", refuses)
     assert files.stands("run", 0, 6) == [] and left.exists()
+
+
+# -- what goes, and what goes with it ------------------------------------------------------------------------------
+
+
+def counted(path: Path, run_id: str, step: int, matches: int) -> Path:
+    """A run that goes on with the count of the start before: nothing of this start was compared yet."""
+    spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 0.5})])
+    with closing(Replica({"w": torch.ones(3)}, spec, path=path, run_id=run_id, step=step - 1, slots=4)) as made:
+        slot = made.build(step, Layout([[BucketSlice("w", 0, 3)]], {"w": (3,)}, [3]))
+        slot.apply(0, torch.ones(3))
+        made.publish(slot, "unverified", (), matches)
+    return path
+
+
+@pytest.mark.parametrize(("needs", "stay"), [((), {1}), ((0,), {1}), ((1,), {1, 5}), ((2,), {1, 4}), ((3,), {1, 4}),
+                                            ((4,), {1})])
+def test_of_what_may_be_offered_the_newest_stays_too(tmp_path, needs: tuple[int, ...], stay: set[int]) -> None:
+    """Beside what was verified, which is the first one alone."""
+    replica(tmp_path / "flowcheck-n-g-1.replica", "a", 90, verified=True)
+    for number, matches in ((2, 0), (3, 3), (4, 3), (5, 1)):
+        counted(tmp_path / f"flowcheck-n-g-{number}.replica", f"run {number}", 50, matches)
+    files = ReplicaFiles(tmp_path, "n", "g", *needs)
+    replica(files.path(), "now", 5)
+    gone = files.stands("now", 0, 5)
+    assert names(tmp_path) == [f"flowcheck-n-g-{number}.replica" for number in sorted(stay | {6})]
+    assert [kept.run_id for kept in gone] == [f"run {number}" for number in (2, 3, 4, 5) if number not in stay]
+
+
+@pytest.mark.parametrize("how", ["stands", "settle", "discard"])
+def test_what_ranks_gave_goes_with_its_replica(tmp_path, how: str) -> None:
+    left = replica(tmp_path / "flowcheck-n-g-1.replica", "run", 4)
+    files = ReplicaFiles(tmp_path, "n", "g")
+    own = replica(files.path(), "run", 5)
+    for path in (left, own, tmp_path / "flowcheck-n-h-1.replica"):
+        path.with_suffix(".user").joinpath("step-000004").mkdir(parents=True)
+    if how == "settle":
+        files._served = own
+        assert [kept.path for kept in files.settle()] == [left]
+    else:
+        files.stands("run", 0, 5)
+    if how == "discard":
+        files.discard()
+    stays = [] if how == "discard" else [own.name, own.with_suffix(".user").name]
+    assert names(tmp_path) == sorted([*stays, "flowcheck-n-h-1.user"])
+
+
+def test_a_file_of_number_0_is_one_of_ours(tmp_path) -> None:
+    zero = replica(tmp_path / "flowcheck-n-g-0.replica", "run", 3)
+    files = ReplicaFiles(tmp_path, "n", "g")
+    assert [found.path for found in files.found()] == [zero] and files.path().name == "flowcheck-n-g-1.replica"
+    zero.chmod(0o622)
+    assert list(ReplicaFiles(tmp_path, "n", "g").foreign) == [zero] and files.found() == []
+
+
+def test_a_file_that_becomes_anothers_while_it_is_looked_at_is_not_read(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica(tmp_path / "flowcheck-n-g-1.replica", "run", 3).chmod(0o622)
+    files = ReplicaFiles(tmp_path, "n", "g")
+    monkeypatch.setattr(replica_files, "_not_mine", lambda path: "")  # as it was a moment before
+    assert files.found() == []
+
+
+def test_a_newer_start_has_no_name_before_it_is_given_one(tmp_path) -> None:
+    files = ReplicaFiles(tmp_path, "n", "g")
+    assert files.named is None
+    first = files.path()
+    assert files.named == first
+    files.restarted()
+    assert files.named is None
+    files.resume(first)
+    assert files.named == first
+
+
+def test_a_version_of_another_epoch_or_a_later_step_is_another_runs(tmp_path) -> None:
+    """It may be what somebody waits for; what is older, and of this start, is of no use any more."""
+    spec = OptimizerSpec.check("sgd", [(["w"], {"lr": 0.5})])
+    for number, epoch, step in ((1, 1, 5), (2, 1, 6), (3, 1, 7), (4, 0, 5)):
+        with closing(Replica({"w": torch.ones(3)}, spec, path=tmp_path / f"flowcheck-n-g-{number}.replica",
+                             run_id="run", epoch=epoch, step=step)):
+            pass
+    files = ReplicaFiles(tmp_path, "n", "g")
+    replica(files.path(), "run", 6)
+    assert files.stands("run", 1, 6) == []
+    assert names(tmp_path) == [f"flowcheck-n-g-{number}.replica" for number in (3, 4, 5)]
