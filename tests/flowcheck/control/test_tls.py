@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from flowcheck.control import tls
 from flowcheck.control.protocol import Bye, Hello, Limits, Link, Record, RecordsError, State, Welcome, accept, greet
 from flowcheck.control.tls import Secure, client_context, server_context
 from flowcheck.errors import UserError
@@ -100,9 +103,9 @@ def test_messages_and_payloads_go_both_ways_at_once(ends: Callable[..., Ends], i
 
 def test_nothing_of_the_records_can_be_read_on_the_way(issued: Issued) -> None:
     """What passes the wire is looked at: the same opening without TLS shows its run, with TLS it does not."""
-    for tls in (False, True):
-        passed = _tapped(*_both(issued)) if tls else _tapped(None, None)
-        assert (b"a run with a name" in passed) != tls and len(passed) > 500
+    for hidden in (False, True):
+        passed = _tapped(*_both(issued)) if hidden else _tapped(None, None)
+        assert (b"a run with a name" in passed) != hidden and len(passed) > 500
 
 
 def _tapped(near: ssl.SSLContext | None, far: ssl.SSLContext | None) -> bytes:
@@ -233,14 +236,165 @@ def test_an_end_that_is_cut_is_the_end(ends: Callable[..., Ends], issued: Issued
         one.node.receive(wait=60)
 
 
+# -- one side alone --------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """Two sides over a real connection, after their handshake. sockets: below them, the node's first."""
+
+    def __init__(self, near: ssl.SSLContext, far: ssl.SSLContext) -> None:
+        self.sockets = one, other = socket.socketpair()
+        self.node, self.trainer = Secure(one, near), Secure(other, far, "127.0.0.1")
+
+    def __enter__(self) -> Pair:
+        try:
+            with ThreadPoolExecutor() as pool:
+                for done in [pool.submit(side.handshake, 60.0) for side in (self.node, self.trainer)]:
+                    done.result(60)
+        except BaseException:
+            self.__exit__()
+            raise
+        for side in (self.node, self.trainer):
+            side.settimeout(60.0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self.sockets:
+            one.close()
+
+
+@pytest.fixture
+def pair(issued: Issued) -> Iterator[Pair]:
+    with Pair(*_both(issued)) as made:
+        yield made
+
+
+def test_bytes_come_as_they_were_sent(pair: Pair) -> None:
+    """Of a payload a part at a time is taken, and a side takes as many bytes as it asks for."""
+    data = memoryview(bytes(range(256)) * 3072)
+    writer, sent, got = pair.trainer.dup(), 0, bytearray()
+    with ThreadPoolExecutor() as pool:
+
+        def read() -> None:
+            while len(got) < len(data):
+                piece = pair.node.recv(1000)
+                assert 0 < len(piece) <= 1000
+                got.extend(piece)
+
+        reading = pool.submit(read)
+        writer.settimeout(60.0)
+        counts = []
+        while sent < len(data):
+            counts.append(writer.send(data[sent:]))
+            sent += counts[-1]
+        reading.result(60)
+    assert counts == [256 << 10] * 3 and got == data
+    writer.close()
+    say(pair.node, b"answer")
+    assert pair.trainer.recv(100) == b"answer", "the connection is not the writer's"
+
+
+def say(side: Secure, data: bytes) -> None:
+    writer = side.dup()
+    writer.settimeout(60.0)
+    assert writer.send(memoryview(data)) == len(data)
+    writer.close()
+
+
+def test_whoever_waits_for_nothing_is_told_at_once(pair: Pair, issued: Issued) -> None:
+    pair.node.settimeout(0.0)
+    one, other = socket.socketpair()
+    with one, other:
+        for side in (pair.node, Secure(one, server_context(issued.cert, issued.key))):  # nobody told it how long
+            with pytest.raises(TimeoutError):
+                side.recv(1)
+
+
+def test_how_much_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    assert tls._left(100.25) == 0.25 and tls._left(103.0) == 3.0
+    for deadline in (100.0, 99.0):
+        with pytest.raises(TimeoutError):
+            tls._left(deadline)
+
+
+def test_a_handshake_that_nobody_reads_ends(issued: Issued) -> None:
+    """What it has to say finds no room."""
+    one, other = socket.socketpair()
+    with one, other:
+        one.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            while True:
+                one.send(bytes(65536))
+        with pytest.raises(TimeoutError):
+            Secure(one, client_context(str(issued.ca)), "127.0.0.1").handshake(0.1)
+
+
+def test_a_writer_that_nobody_reads_ends(pair: Pair) -> None:
+    writer = pair.trainer.dup()
+    writer.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        for _ in range(1000):
+            writer.send(memoryview(bytes(1 << 20)))
+    writer.close()
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_where_the_other_side_is(issued: Issued, family: socket.AddressFamily) -> None:
+    host = "127.0.0.1" if family == socket.AF_INET else "::1"
+    if family == socket.AF_INET6 and not _has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with socket.create_server((host, 0), family=family) as listener:
+        with socket.create_connection(listener.getsockname()[:2]) as one:
+            side = Secure(one, client_context(str(issued.ca)), host)
+            assert side.getpeername() == listener.getsockname()[:2]
+
+
+def _has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+def test_whoever_closes_or_shuts_a_side_ends_its_connection(pair: Pair) -> None:
+    pair.trainer.shutdown(socket.SHUT_WR)
+    assert pair.node.recv(1) == b""
+    say(pair.node, b"still")
+    assert pair.trainer.recv(5) == b"still", "the other way is open"
+    pair.node.close()
+    assert pair.sockets[0].fileno() == -1 and pair.sockets[1].fileno() >= 0
+
+
+def test_nobody_comes_in_with_an_older_tls_or_takes_a_ticket(issued: Issued) -> None:
+    node, client = server_context(issued.cert, issued.key), client_context(str(issued.ca))
+    client.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(ssl.SSLError, match=r"(?i)protocol"), Pair(node, client):
+        pass
+    with Pair(node, client_context(str(issued.ca))) as met:
+        say(met.node, b"x")
+        assert met.trainer.recv(1) == b"x"
+        session = met.trainer._tls.session
+        assert met.trainer._tls.version() == "TLSv1.3" and (session is None or not session.has_ticket)
+
+
 def test_files_that_are_none(issued: Issued, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no certificate")
+    os.mkfifo(tmp_path / "pipe")
     other = issue(tmp_path, "other")
-    for cert, key in ((tmp_path / "none such", issued.key), (issued.cert, tmp_path / "text"), (issued.cert, other.key)):
-        with pytest.raises(UserError, match="cannot be used") as refused:
+    for cert, key, why in (
+        (tmp_path / "none such", issued.key, "No such file or directory"), (tmp_path / "text", issued.key, "no pem"),
+        (issued.cert, other.key, "key values mismatch"), (tmp_path / "pipe", issued.key, "it is a pipe, and no file"),
+        (issued.cert, tmp_path / "pipe", "it is a pipe, and no file"),
+    ):
+        with pytest.raises(UserError) as refused:
             server_context(cert, key)
-        assert str(cert) in refused.value.where and str(key) in refused.value.where and refused.value.remedy
-    for ca in (tmp_path / "none such", tmp_path / "text"):
-        with pytest.raises(UserError, match="no certificates can be read there") as refused:
-            client_context(str(ca))
-        assert str(ca) in refused.value.where and "system" in refused.value.remedy
+        assert refused.value.what == f"cannot be used: {why}" and refused.value.remedy
+        assert str(cert) in refused.value.where and str(key) in refused.value.where
+    for name, why in (("none such", "No such file or directory"), ("text", "no certificate or crl found"),
+                      ("pipe", "it is a pipe, and no file")):
+        with pytest.raises(UserError) as refused:
+            client_context(str(tmp_path / name))
+        assert refused.value.what == f"no certificates can be read there: {why}"
+        assert str(tmp_path / name) in refused.value.where and "system" in refused.value.remedy

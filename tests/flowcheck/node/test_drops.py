@@ -26,7 +26,8 @@ def test_each_cause_names_the_setting_to_change(cause: str, setting: str) -> Non
 
 
 def test_causes_with_the_same_remedy_say_it_once() -> None:
-    assert describe({"nic_missed": 1, "no_mbuf": 2}, CAPTURE).count("capture.queues") == 1
+    said = describe({"nic_missed": 1, "no_mbuf": 2}, CAPTURE)
+    assert said.startswith("nic_missed 1, no_mbuf 2: the thread that empties the port") and said.count("queues") == 1
     assert set(OWN) <= set(COUNTERS)
 
 

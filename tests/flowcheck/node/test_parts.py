@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from flowcheck.errors import UserError
-from flowcheck.lab.synth import example_job
+from flowcheck.lab.synth import example_job, sharded_job
 from flowcheck.node.config import ReplicaSettings
-from flowcheck.node.parts import check_job, check_memory, grown, split, union
+from flowcheck.node.parts import check_gathered, check_job, check_memory, grown, split, union
 from flowcheck.rebuild.plan import plan_job
 from flowcheck.rebuild.replica import replica_bytes
 
@@ -49,6 +49,38 @@ def test_ends_that_contradict_each_other_are_refused() -> None:
 
 def test_flows_without_channel_or_rank_are_told_apart_by_what_they_have() -> None:
     assert union([[{"src": 0, "dst": 1}], [{"src": 1, "dst": 0}]]) == [{"src": 0, "dst": 1}, {"src": 1, "dst": 0}]
+
+
+def _end(qpns: list[int], cts_qpns: list[int], **known: Any) -> dict[str, Any]:
+    return {"src": 0, "dst": 1, "qpns": qpns, "cts_qpns": cts_qpns, **known}
+
+
+def test_connections_without_channels_are_told_apart_by_their_queue_pairs() -> None:
+    """Several between two ranks; one is a flow where both ends have named it, each with its own address."""
+    ends = [_end([4], [7]), _end([5], [7]), _end([4], [8])]
+    found = union([[{**one, "src_addr": "10.0.0.1"} for one in ends],
+                   [{**one, "src_addr": "", "dst_addr": "10.0.0.2"} for one in ends]])
+    both = {"src_addr": "10.0.0.1", "dst_addr": "10.0.0.2"}
+    assert found == [_end([4], [7], **both), _end([4], [8], **both), _end([5], [7], **both)]
+    both_named = {**_end([9], [9]), **both, "channel": None}
+    assert union([[both_named], [{**both_named, "dst_addr": ""}]]) == [both_named], "channel None is no channel"
+
+
+@pytest.mark.parametrize("address", ["src_addr", "dst_addr"])
+def test_a_connection_that_one_end_alone_has_named_is_left_out(address: str) -> None:
+    other = {"src_addr": "10.0.0.1", "dst_addr": "10.0.0.2"}
+    whole, half = _end([1], [2], **other), _end([3], [4], **{**other, address: ""})
+    assert union([[whole, half], []]) == [whole]
+    with pytest.raises(UserError) as refused:
+        union([[half], [half]])
+    assert (refused.value.what, refused.value.where) == ("no connection has been named by both of its ends", "flows")
+    assert refused.value.remedy == "all ranks' NCCL logs and queue pairs (docs/use/nccl.md); or topology="
+
+
+def test_a_channel_0_is_a_channel() -> None:
+    """Its ends may say other queue pairs, which are checked and not what it is known by."""
+    with pytest.raises(UserError, match="the ends of connection 0, 0, 1 say different qpns"):
+        union([[{**_end([4], [7]), "channel": 0}], [{**_end([5], [7]), "channel": 0}]])
 
 
 def test_a_payload_is_parameters_and_the_state_of_each() -> None:
@@ -116,3 +148,65 @@ def test_a_job_that_takes_all_of_memory_mb_fits_and_one_byte_more_does_not(arena
         return replica_bytes(plan.job, slots) + arenas * gradients + arenas * (gradients // 64)
 
     assert taken(least) <= 1 << 20 < taken(most)
+
+
+# -- jobs without trainers -----------------------------------------------------------------------------------------
+
+
+def test_a_job_that_gathers_its_parameters_can_be_followed() -> None:
+    check_gathered(sharded_job(), "job.json")
+
+
+def _refused(job: Any) -> tuple[str, str]:
+    with pytest.raises(UserError) as refused:
+        check_gathered(job, "job.json")
+    assert refused.value.where == "job.json"
+    return refused.value.what, refused.value.remedy
+
+
+def test_a_job_that_gathers_none_cannot() -> None:
+    what, remedy = _refused(_job())
+    assert what == "no AllGather of it carries parameters, so without its trainers there is nothing to follow"
+    assert remedy.startswith("flowcheck.attach in the trainers of a job that reduces gradients; carries: \"para")
+
+
+def test_nor_one_of_which_no_call_says_what_lies_in_it() -> None:
+    job = sharded_job()
+    first, *others = [call for _, call in job.parameter_calls(0)]
+    for call in others:
+        call.layout = []
+    check_gathered(job, "job.json")  # one that says it is enough
+    first.layout = []
+    what, remedy = _refused(job)
+    assert what == "no AllGather of it says what lies in it"
+    assert remedy == ("`layout` or `tensors` of its calls that carry parameters (docs/reference/manifest.md)")
+
+
+@pytest.mark.parametrize("has", ["optimizer", "step values", "gradients of its first iteration", "gradients later"])
+def test_nor_one_that_has_what_trainers_alone_can_say(has: str) -> None:
+    job, reduced = sharded_job(), _job()
+    if has == "optimizer":
+        job.optimizer = reduced.optimizer
+    elif has == "step values":
+        job.step_values = ["lr"]
+    elif has == "gradients later":
+        job.collectives.iteration_0 = list(job.collectives.steady)
+        job.collectives.steady = [*job.collectives.steady, *(call for _, call in reduced.gradient_calls(1))]
+    else:
+        job.collectives.iteration_0 = [*job.collectives.steady, *(call for _, call in reduced.gradient_calls(0))]
+    what, remedy = _refused(job)
+    assert what == "it has gradients, an optimizer or step_values, which need trainers that attach"
+    assert remedy == "leave them out, to follow gathered parameters alone; or flowcheck.attach in its trainers"
+
+
+@pytest.mark.parametrize("arenas", [2, 5])
+def test_three_sets_of_parameters_and_the_arenas_have_to_fit(arenas: int) -> None:
+    job = sharded_job(count=[1 << 18], dtype="float32")  # 1 MiB
+    plan = plan_job(job, arenas=arenas)
+    assert plan.engine.gradient_bytes == 1 << 20
+    least = 3 + arenas + 1  # and a bit for every 8 bytes of an arena
+    check_memory(plan, ReplicaSettings(memory_mb=least))
+    with pytest.raises(UserError) as refused:
+        check_memory(plan, ReplicaSettings(memory_mb=least - 1))
+    assert refused.value.what == f"the job takes {least} MiB (3 sets of parameters, {arenas} iterations of them)"
+    assert refused.value.remedy == "raise memory_mb, or use fewer slots or arenas"

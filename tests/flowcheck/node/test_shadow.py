@@ -172,8 +172,14 @@ def test_the_count_grows_with_each_match_and_a_mismatch_ends_it(monkeypatch: pyt
 
 
 class Said(list[tuple[str, dict[str, Any]]]):
+    """whys: of each event, in words."""
+
+    def __init__(self) -> None:
+        self.whys: list[str] = []
+
     def __call__(self, event: str, **fields: Any) -> None:
         self.append((event, {key: value for key, value in fields.items() if key != "why"}))
+        self.whys.append(fields["why"])
 
 
 def test_it_is_said_when_it_begins_and_when_it_is_over() -> None:
@@ -185,6 +191,9 @@ def test_it_is_said_when_it_begins_and_when_it_is_over() -> None:
         assert shadow.trusts == (matches >= 2)
     assert said == [("withheld", {"step": 1, "matches": 0, "needs": 2}),
                     ("offered", {"step": 4, "matches": 2, "needs": 2})]
+    assert said.whys == ["versions are made and not offered for recovery before so many checksums of the trainer have"
+                         " matched (api.shadow; attach's checksum_every)",
+                         "from this version on they are offered for recovery"]
     assert shadow.begins("run") == 3, "a new start of the same run goes on with the count"
     shadow.published(7, 3)
     assert len(said) == 2, "and has nothing to say"

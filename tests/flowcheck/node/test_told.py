@@ -138,7 +138,7 @@ class Viewer:
 
     def __init__(self, app: Any, *, slow: bool = False) -> None:
         self.sent: list[dict[str, Any]] = []
-        self.came, self.hung_up, self.slow = asyncio.Event(), asyncio.Event(), slow
+        self.came, self.hung_up, self.slow, self.asked = asyncio.Event(), asyncio.Event(), slow, False
         scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET", "path": "/v1/node",
                  "raw_path": b"/v1/node", "query_string": b"", "scheme": "http", "root_path": "",
                  "headers": [*SHOWN, (b"accept", b"text/event-stream")], "client": ("127.0.0.1", 1),
@@ -146,6 +146,10 @@ class Viewer:
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
+        """Its request has no body, as the server says first."""
+        if not self.asked:
+            self.asked = True
+            return {"type": "http.request", "body": b"", "more_body": False}
         await self.hung_up.wait()
         return {"type": "http.disconnect"}
 
