@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flowcheck.control.protocol import RANGES_TEXT, Bytes, Flows, Hello, Holes, Limits, Link, RecordsError, accept
-from flowcheck.node.peers import DISTRUST, PAUSE, Peers, Who, checked
+from flowcheck.control.protocol import (
+    RANGES_TEXT,
+    Bytes,
+    Flows,
+    Hello,
+    Holes,
+    Limits,
+    Link,
+    RecordsError,
+    Refused,
+    accept,
+)
+from flowcheck.control.tls import Secure, client_context, server_context
+from flowcheck.node import peers as module
+from flowcheck.node.peers import DISTRUST, PAUSE, Peers, Who, checked, dial
 from flowcheck.rebuild.given import Answer
+
+from ..certificates import issue
 
 TOKEN = b"a token that only tests have"
 WHO = Who("run", 3, "dp0", "c" * 64)
@@ -29,10 +46,11 @@ def right(link: Link, question: Holes) -> None:
 
 
 class FakePeer:
-    """talk: what it does with a question. heard: hellos and questions, in order."""
+    """talk: what it does with a question. heard: hellos and questions, in order. tls: of connections from here on."""
 
     def __init__(self, talk: Talk = right, token: bytes = TOKEN) -> None:
         self.talk, self.token = talk, token
+        self.tls: ssl.SSLContext | None = None
         self.heard: list[Hello | Holes] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = self._listener.getsockname()[:2]
@@ -47,7 +65,7 @@ class FakePeer:
                 sock, _ = self._listener.accept()
             except OSError:
                 return
-            self._links.append(Link(sock))
+            self._links.append(Link(sock, Secure(sock, self.tls) if self.tls is not None else None))
             self._threads.append(threading.Thread(target=self._serve, args=(self._links[-1],)))
             self._threads[-1].start()
 
@@ -212,7 +230,7 @@ def says(message: Any) -> Talk:
     (lies(ranges=[(800, 20)]), "20 bytes from 800 on were not asked for"),
     (lies(ranges=[(0, 9)], data=DATA[:9]), "9 bytes from 0 on end within a cell"),
     (lies(data=DATA * 2), "a payload of 40 bytes, at most 20 are read here"),
-    (says(Flows([])), "a Flows where bytes were due"),
+    (says(Flows([])), "a Flows where bytes were due"), (says(Refused("it is busy")), "refused: it is busy"),
 ])
 def test_a_peer_that_breaks_off_or_lies_is_let_go(scene: Scene, talk: Talk, why: str) -> None:
     """Each refusal and lie once; the other peer's answer stands."""
@@ -223,9 +241,11 @@ def test_a_peer_that_breaks_off_or_lies_is_let_go(scene: Scene, talk: Talk, why:
     assert failed[bad.name].startswith(why), failed
     asked = len(bad.heard)
     again = scene.ask(8)[1]
-    assert again[bad.name].startswith("not asked: ") and len(bad.heard) == asked
+    assert again == {bad.name: f"not asked: {failed[bad.name]}"} and len(bad.heard) == asked
     bad.talk = right
-    scene.now += PAUSE
+    scene.now += PAUSE - 0.25
+    assert scene.ask(8)[1] == again
+    scene.now += 0.25
     assert len(scene.ask(9)[0]) == 2
 
 
@@ -283,7 +303,9 @@ def test_who_was_found_wrong_is_not_asked_for_a_while(scene: Scene) -> None:
     peers.distrust({one.name: "3 cells differ"})
     [answer], failed = scene.ask(8)
     assert answer.peer == other.name and failed == {one.name: "not asked: 3 cells differ"}
-    scene.now += DISTRUST
+    scene.now += DISTRUST - 0.25
+    assert scene.ask(8)[1] == failed
+    scene.now += 0.25
     assert len(scene.ask(9)[0]) == 2
 
 
@@ -302,6 +324,74 @@ def test_nothing_is_begun_before_the_first_question(scene: Scene) -> None:
     peer = scene.peer()
     peers = scene.open()
     assert all(one._thread is None for one in peers._peers) and peer.heard == []
+
+
+def test_a_question_without_time_is_not_even_asked(scene: Scene) -> None:
+    peer = scene.peer()
+    peers = scene.open(seconds=0.0)
+    peers.ask(7, SPANS)
+    assert peers.answers() == [] and dict(peers.failed) == {peer.name: "no answer in time"}
+    peers.close()
+    assert peer.heard == []
+
+
+def test_a_token_is_asked_for_with_each_connection(scene: Scene) -> None:
+    """It may have been replaced meanwhile."""
+    peer, given = scene.peer(), list[bytes]()
+
+    def token() -> bytes:
+        given.append(peer.token)
+        return peer.token
+
+    scene.peers = Peers([peer.address], token, WHO, 10.0, lambda: scene.now)
+    assert len(scene.ask()[0]) == len(scene.ask(8)[0]) == len(given) == 1
+    peer.talk = gone
+    assert scene.ask(9)[0] == []
+    peer.talk, peer.token = right, b"another token, that replaced it"
+    scene.now += PAUSE
+    assert len(scene.ask(10)[0]) == 1 and given == [TOKEN, peer.token]
+
+
+def test_who_is_closed_while_it_connects_says_nothing(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = scene.peer()
+    peers = scene.open()
+    real = module.dial
+
+    def dial(*given: Any) -> Link:
+        peers._peers[0].end()
+        return real(*given)
+
+    monkeypatch.setattr(module, "dial", dial)
+    assert scene.ask() == ([], {peer.name: "not needed any more"}) and peer.heard == []
+
+
+def test_a_thread_of_a_peer_has_its_name_and_keeps_no_process(scene: Scene) -> None:
+    peer = scene.peer()
+    peers = scene.open()
+    assert len(scene.ask()[0]) == 1
+    thread = peers._peers[0]._thread
+    assert thread is not None and thread.name == f"flowcheck peer {peer.name}" and thread.daemon
+    assert len(scene.ask(8)[0]) == 1 and peers._peers[0]._thread is thread
+
+
+def test_a_connection_sends_at_once(scene: Scene) -> None:
+    peer = scene.peer()
+    link = dial(peer.address, None, 10.0)
+    assert link._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) and link._socket.gettimeout() == 10.0
+    link.close()
+
+
+def test_peers_are_asked_over_tls_and_have_to_be_who_they_are(scene: Scene, tmp_path: Path) -> None:
+    own, other = issue(tmp_path, "own"), issue(tmp_path, "other")
+    peer = scene.peer()
+    peer.tls = server_context(own.cert, own.key)
+    for ca, good in ((own.ca, True), (other.ca, False)):
+        peers = Peers([peer.address], TOKEN, WHO, 10.0, lambda: scene.now, client_context(str(ca)))
+        scene.peers = peers
+        found, failed = scene.ask()
+        peers.close()
+        assert len(found) == good
+        assert good or failed[peer.name].startswith("no TLS: the node's certificate is not trusted"), failed
 
 
 def test_an_address_of_ipv6_is_named_in_brackets() -> None:
