@@ -60,7 +60,7 @@ class Scene:
                              "sender_tag": 4}],
         }
         self.streams = [500, 300, 200]
-        self.rates = [(8000.4, 4_000_000.0), (0.0, 0.0)]
+        self.rates = [(3000.4, 4_000_000.0), (0.0, 0.0)]
         self.looked: list[dict[str, int]] = [{"received": 800}, {"received": 200}]
         self.ended: list[dict[str, int]] = [{"received": 50}, {}]
         self.followed: list[Followed] = []
@@ -113,9 +113,9 @@ def test_each_port_has_its_own_figures(scene: Scene) -> None:
     pauses = [figures.pause_ms for figures in scene.budget.captures]
     assert ring == {
         "device": "ring", "packets": 800, "flows": 2, "received": 850,
-        "hosts": [{"address": "a", "sent": 1, "received": 1}], "one_sided": [], "most_packets_per_second": 8000,
+        "hosts": [{"address": "a", "sent": 1, "received": 1}], "one_sided": [], "most_packets_per_second": 3000,
         "most_gbps": 0.032, "dropped": {"looked": {"ring_full": 3, "oversize": 1}, "followed": {}},
-        "ring": {"packets": 4096, "link_mbps": 25_000, "bears_ms": 512.0,
+        "ring": {"packets": 4096, "link_mbps": 25_000, "bears_ms": 1365.2,
                  "bears_at_link_speed_ms": round(pauses[0], 1)},
     }
     assert null == {
@@ -179,11 +179,12 @@ def test_copies_that_are_lost(scene: Scene, missing: int, dropped: int, good: bo
 def test_what_is_said_of_a_ring(scene: Scene) -> None:
     pauses = [f"{figures.pause_ms:.1f}".removesuffix(".0") for figures in scene.budget.captures]
     assert scene.check("ring of ring") == (
-        True, f"4096 packets, which bear a pause of 512 ms at 8000 packets/s, {pauses[0]} ms at 25 Gb/s", "")
+        True, f"4096 packets, which bear a pause of 1365.2 ms at 3000 packets/s, {pauses[0]} ms at 25 Gb/s", "")
     assert scene.check("ring of null") == (True, f"2048 packets, {pauses[1]} ms at 100 Gb/s", "")
     scene.ended[0] |= {"ring_full": 2, "no_mbuf": 1}
     good, said, remedy = scene.check("ring of ring")
-    assert not good and said.endswith("; dropped while the job was followed: ring_full 2, no_mbuf 1")
+    assert not good and said.startswith("4096 packets, which bear a pause of ")
+    assert said.endswith(" at 25 Gb/s; dropped while the job was followed: ring_full 2, no_mbuf 1")
     assert remedy.startswith("ring_full 2, no_mbuf 1: raise capture[0].ring_size (now 4096")
     assert _of_ring(scene.document()["ports"][1], scene.planned[1]).good, "of its own ring alone"
 
@@ -263,6 +264,7 @@ def test_a_job_of_which_nothing_was_seen(followed: Followed) -> None:
         "job 'r': keeps up": (True, "iterations given up 0 times, fullest ring 0.0 %"),
     }
     assert _to_do(group).startswith("does the job run, and is --job the manifest of this very start of it?")
+    assert {check.name: check.remedy for check in _of_group(group)}["job 'r': complete"] == _to_do(group)
 
 
 def test_connections_of_which_a_direction_lacks(followed: Followed) -> None:
@@ -316,9 +318,9 @@ def test_what_is_missing_is_said_by_cause_and_the_worst_has_its_remedy() -> None
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
-def text(document: dict[str, Any]) -> list[str]:
+def text(document: dict[str, Any], width: int = 160) -> list[str]:
     out = io.StringIO()
-    render(document, Console(file=out, width=160))
+    render(document, Console(file=out, width=width))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -334,7 +336,7 @@ def test_the_text_that_people_read(scene: Scene) -> None:
     assert lines[1] == "Mirror ports"
     assert cells(lines[2]) == ["port", "packets", "most packets/s", "most Gb/s", "ring bears ms", "hosts"]
     assert [cells(line) for line in lines if line.startswith(("ring ", "null "))] == [
-        ["ring", "800", "8,000", "0.032", "512", "a"], ["null", "200", "0", "0", "-", "c"]]
+        ["ring", "800", "3,000", "0.032", "1365.2", "a"], ["null", "200", "0", "0", "-", "c"]]
     (head,) = [at for at, line in enumerate(lines) if line.startswith("hosts that NCCL joins")]
     assert cells(lines[head]) == ["hosts that NCCL joins", "ranks (CTS tag)", "connections", "one direction alone"]
     assert [cells(line) for line in lines[head + 2 : head + 4]] == [
@@ -345,6 +347,21 @@ def test_the_text_that_people_read(scene: Scene) -> None:
     bad = [check["remedy"] for check in document["checks"] if not check["good"]]
     at = lines.index("To change, in this order:")
     assert " ".join(lines[at + 1 :]) == " ".join(f"{number}. {one}" for number, one in enumerate(bad, 1))
+
+
+def test_numbers_stand_below_each_other_and_long_lists_take_several_lines(scene: Scene) -> None:
+    document = scene.document()
+    document["ports"][0]["hosts"] = [{"address": f"10.0.0.{number}"} for number in range(8)]
+    document["ports"][0]["device"] = "af_packet:a_port and_another"
+    document["seen"] = [{"addresses": [f"10.0.0.{number}" for number in range(8)], "ranks": list(range(90)),
+                         "connections": 1234567, "one_sided": 7}] * 2
+    ring, null = (line for line in text(document, 160) if "and_another" in line or line.startswith("null "))
+    ends = [ring.index(number) + len(number) for number in ("800", "3,000", "0.032", "1365.2")]
+    assert [null[:end].split()[-1] for end in ends] == ["200", "0", "0", "-"] and all(null[end] == " " for end in ends)
+    lines = text(document, 80)
+    assert any("10.0.0.6, 10.0.0.7" in line for line in lines) and any(line.strip() == "88, 89" for line in lines)
+    first, second = (line for line in lines if "1234567" in line)
+    assert first == second and first.endswith("1234567                    7")
 
 
 def test_the_text_of_what_is_well_and_of_what_has_two_names(scene: Scene, followed: Followed) -> None:
