@@ -18,6 +18,7 @@ from flowcheck.lab.synth import example_job, generate
 from flowcheck.node import rehearsal_jobs
 from flowcheck.node.captures import plan_captures
 from flowcheck.node.config import NodeConfig
+from flowcheck.node.port import Port
 from flowcheck.node.rehearsal_jobs import MOST_REASONS, Followed, follow
 from flowcheck.rebuild.deadline import Times
 from flowcheck.rebuild.events import GivenUp, Timed
@@ -149,6 +150,36 @@ def test_what_is_lost_of_a_job_is_kept_with_its_cause(scene: Scene) -> None:
     scene.follow([one], lambda: len(one.complete) == 4)
     assert one.complete[0] is False and one.complete[1:] == [True] * 3 and sum(one.missing.values()) > 0
     assert sum(one.why.values()) == 1
+
+
+def test_it_rests_only_where_no_job_had_anything_to_do(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what a session is told: no state comes, so it makes no replica."""
+    turns, told = [(True, False), (False, True), (False, False), (True, True)], list[dict[str, Any]]()
+
+    class Session:
+        def __init__(self, plan: Any, sources: Any, **more: Any) -> None:
+            self.number, self.engine = len(told), None
+            told.append({"plan": plan, "sources": sources} | more)
+
+        @property
+        def moved(self) -> bool:
+            return turns[scene.looks][self.number]
+
+        def poll(self) -> list[Any]:
+            return []
+
+        place_in_threads = leave_threads = close = lambda *_: None
+
+    monkeypatch.setattr(rehearsal_jobs, "LiveSession", Session)
+    monkeypatch.setattr(rehearsal_jobs, "edges_with", lambda plan, engine, what: [what])
+    first, second = followed_of(1, 2), followed_of(2, 3)
+    slept: list[int] = []
+    monkeypatch.setattr(rehearsal_jobs.time, "sleep", lambda seconds: slept.append(scene.looks))
+    scene.follow([first, second], lambda: scene.looks > 2)
+    assert slept == [3] and scene.looks == 4
+    assert [one["plan"] for one in told] == [first.plan, second.plan] and first.seen == ["seen"]
+    assert all(one["record_seconds"] == scene.config.record_seconds for one in told)
+    assert all(isinstance(one["port"], Port) and one["sources"] == one["port"].queues for one in told)
 
 
 def test_cores_that_may_not_be_used_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,11 @@ from flowcheck.checkpoint.directory import load_parameters
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.node import unattended
 from flowcheck.node.config import Capture
+from flowcheck.node.live import LiveSession
 from flowcheck.node.moved import Moved
 from flowcheck.node.output import Hashes
 from flowcheck.node.unattended import LOOK_SECONDS, SILENT_SECONDS, UNCONFIRMED, _Set, unattended_jobs
+from flowcheck.rebuild.events import Event, GivenUp
 from flowcheck.rebuild.sharded import Gathered
 
 from ..fake_engine import Packet, whole
@@ -69,6 +71,25 @@ def test_what_is_said_when_a_job_is_joined(scene: Callable[..., Scene]) -> None:
     session = at.one._session
     assert session is not None and not session.policy.trainers and session.policy.record_seconds == 0.0
     assert session._slots == at.config.replica.slots and session._threads == 0
+    assert session.clock is at.one._clock, "its iterations have the trainer's numbers"
+
+
+def test_its_packets_are_placed_by_the_nodes_own_threads(
+    scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, given = scene(), list[object]()
+    at.one._drop()
+    at.one._placers = placers = object()  # type: ignore[assignment]
+    monkeypatch.setattr(LiveSession, "place_in_threads", lambda session, placers: given.append(placers))
+    at.one._begin()
+    assert given == [placers]
+
+
+def test_what_happens_to_a_job_is_said_in_its_name(scene: Callable[..., Scene]) -> None:
+    at = scene()
+    at.one._take([GivenUp(4, (7, 8), True), Event()])
+    event, fields = at.said[-1]
+    assert (event, fields["name"], fields["iteration"]) == ("overload", "fsdp", 4) and len(at.said) == 2
 
 
 def test_a_witness_refutes_in_words_and_nothing_is_looked_at_any_more(scene: Callable[..., Scene]) -> None:
@@ -182,10 +203,11 @@ def test_after_a_hole_all_reasons_are_said_and_what_was_offered_stands(scene: Ca
     at.traffic(*whole(2, 3))
     until(lambda: at.events("gathered"))
     at.engine.hopes[0, 4] = "passed"
+    at.engine.disagree(4)
     at.traffic(Packet(4, past=5, cells=(0, 3)))
     line = at.events("iteration")[-1]
     assert (line["status"], line["parameters"], line["published"]) == ("parameters", None, False)
-    assert len(line["why"]) == len(line["failed"]) >= 1
+    assert len(line["why"]) == len(line["failed"]) == 2
     at.traffic(*whole(5))
     until(lambda: [one["step"] for one in at.events("gathered")] == [3, 5])
 
@@ -258,6 +280,21 @@ def test_gathered_parameters_are_a_version_of_their_own(tmp_path: Path) -> None:
     path = one.write(tmp_path, ["a reason"], None, "verified", "shard", None, 3)
     manifest = load_parameters(path).manifest
     assert (manifest["status"], manifest["unproven"]) == ("unverified", ["a reason"])
+
+
+def test_what_waits_when_the_node_ends_is_judged(scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch) -> None:
+    at = scene()
+    at.one._drop()
+
+    def turn() -> bool:
+        at.one._stop.set()
+        at.source.packets += whole(2, 3)
+        return True
+
+    monkeypatch.setattr(at.one, "_turn", turn)
+    at.one.start()
+    at.one._thread.join()
+    assert at.one.failure is None and [iteration for iteration, _, _ in at.ended] == [2, 3]
 
 
 # -- its thread ------------------------------------------------------------------------------------------------------
