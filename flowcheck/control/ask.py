@@ -346,6 +346,8 @@ class Node:
                 text += piece
                 if len(text) > most:
                     raise AskError("an answer that is too long", where=self.name)
+            if response.length:  # http.client says nothing of it where a part at a time is read
+                raise ConnectionResetError("closed before its end")
             return text
         except (OSError, http.client.HTTPException) as error:
             raise self.lost(error) from None
@@ -399,7 +401,7 @@ class Node:
             control = str(error).startswith(MAGIC.decode())
             return AskError("this is a node's control port, for trainers: give the address of its api.listen"
                             if control else "what answers there speaks no HTTP", where=self.name)
-        return AskError(f"connection lost: {getattr(error, 'strerror', None) or error or type(error).__name__}",
+        return AskError(f"connection lost: {getattr(error, 'strerror', None) or str(error) or type(error).__name__}",
                         where=self.name)
 
 

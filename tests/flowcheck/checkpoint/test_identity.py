@@ -24,6 +24,8 @@ from flowcheck.checkpoint.identity import (
 from flowcheck.control.version import MODEL, OPTIMIZER, Version
 from flowcheck.errors import UserError
 
+from ..hand_api import seal
+
 RUN = Identity("run", 2, 7, "a")
 SAID = {"run_id": "run", "epoch": 2, "step": 7, "shard": "a"}
 OTHERS = [Identity("x", 2, 7, "a"), Identity("run", 3, 7, "a"), Identity("run", 2, 8, "a"), Identity("run", 2, 7, "")]
@@ -70,8 +72,8 @@ def test_folders_have_names(tmp_path: Path) -> None:
 def test_a_note_says_whose_it_is_and_how_good(tmp_path: Path) -> None:
     note(tmp_path, VERSION)
     text = (tmp_path / NOTE).read_bytes()
-    assert text.endswith(b"}\n") and json.loads(text) == SAID | {
-        "schema": "flowcheck/fetched/1", "status": "verified", "unproven": ["one"]}
+    said = {"schema": "flowcheck/fetched/1", **SAID, "status": "verified", "unproven": ["one"]}
+    assert text == json.dumps(said, indent=1).encode() + b"\n"
     check_noted(tmp_path, RUN)
     for other in OTHERS:
         assert refused(check_noted, tmp_path, other) == f"is {RUN}"
@@ -95,6 +97,16 @@ def test_of_a_note_no_more_is_read_than_one_has(tmp_path: Path, monkeypatch: pyt
     assert refused(check_noted, tmp_path) == UNKNOWN
 
 
+def test_a_note_that_cannot_be_read_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note(tmp_path, VERSION)
+
+    def denied(path: Path, mode: str) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", denied)
+    assert refused(check_noted, tmp_path) == UNKNOWN
+
+
 # -- a directory and a file of their own -----------------------------------------------------------------------------
 
 
@@ -111,6 +123,15 @@ def test_a_checkpoint_directory_says_it_in_its_manifest(tmp_path: Path) -> None:
     assert refused(check_directory, path) == UNKNOWN
     (path / "manifest.json").unlink()
     assert refused(check_directory, path) == UNKNOWN
+
+
+def test_a_directory_of_the_first_schema_is_of_no_shard(tmp_path: Path) -> None:
+    path = step_of(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text()) | {"schema": "flowcheck/checkpoint/1"}
+    del manifest["shard"]
+    (path / "manifest.json").write_text(json.dumps(seal(manifest)))
+    check_directory(path, OTHERS[3])
+    assert refused(check_directory, path) == f"is {OTHERS[3]}"
 
 
 def test_a_file_of_torch_says_it_in_its_keys(tmp_path: Path) -> None:
