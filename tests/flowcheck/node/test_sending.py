@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
+from uvicorn.server import ServerState
 
+from flowcheck.control.tls import client_context, server_context
 from flowcheck.node import sending
 from flowcheck.node.answering import serve, server_of
-from flowcheck.node.sending import NAME, FromMemory
+from flowcheck.node.sending import NAME, FromMemory, Offering
+
+from ..certificates import issue
 
 DATA = os.urandom(9 << 20)  # more than a socket takes at once
 PIECE = 2 << 20
@@ -29,7 +37,7 @@ SECONDS = 60.0
 class Scene:
     """A server. straight: its connections offered the extension. stops_at: bytes after which the application fails."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.straight: list[bool] = []
         self.stops_at = len(DATA)
         self.asked: list[int] = []  # bytes before each piece
@@ -37,7 +45,7 @@ class Scene:
         self.address = listening.getsockname()
         self.server = server_of(Starlette(routes=[
             Route("/data", self._data), Route("/text", lambda request: PlainTextResponse("text")),
-        ]))
+        ]), None if tls is None else lambda *_: tls)
         self._thread = threading.Thread(target=serve, args=(self.server, listening))
         self._thread.start()
 
@@ -140,6 +148,153 @@ def test_nothing_is_read_for_a_client_that_is_gone(
     with contextlib.closing(scene.connect()) as other:
         assert take(other)[1] == DATA
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_bytes_that_must_be_encrypted_are_not_sent_as_they_lie(tmp_path: Path) -> None:
+    own = issue(tmp_path)
+    with contextlib.closing(Scene(server_context(own.cert, own.key))) as scene:
+        connection = http.client.HTTPSConnection(*scene.address, timeout=SECONDS, context=client_context(str(own.ca)))
+        with contextlib.closing(connection):
+            assert take(connection)[:2] == (200, DATA) and take(connection, "/text")[1] == b"text"
+    assert scene.straight == [False]
+
+
+def test_the_extension_is_one_among_others() -> None:
+    """What the server has offered by then is offered still."""
+    asked: list[dict[str, Any]] = []
+
+    class Transport(asyncio.Transport):
+        def get_extra_info(self, name: str, default: Any = None) -> Any:
+            return {"socket": near, "peername": ("h", 1), "sockname": ("h", 2)}.get(name)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope)
+
+    async def offer() -> None:
+        config = uvicorn.Config(app, ws="none")
+        config.load()
+        one = Offering(config=config, server_state=ServerState(), app_state={})
+        one.connection_made(Transport())
+        given: Any = None
+        for scope in ({"type": "http"}, {"type": "http", "extensions": {"other": {}}}):
+            await one.app(scope, given, given)
+        assert [list(scope["extensions"]) for scope in asked] == [[NAME], ["other", NAME]]
+        assert all(scope["extensions"][NAME] == one._direct for scope in asked)
+
+    near, far = socket.socketpair()
+    with near, far:
+        asyncio.run(offer())
+
+
+class Small:
+    """A connection that holds little. taken: what its other side has read."""
+
+    def __init__(self) -> None:
+        self.near, self.far = socket.socketpair()
+        self.near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        self.near.setblocking(False)
+        self.far.settimeout(SECONDS)
+        self.taken = bytearray()
+
+    def read(self, size: int) -> None:
+        while len(self.taken) < size:
+            self.taken += self.far.recv(1 << 16)
+
+    def __enter__(self) -> Small:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.near.close()
+        self.far.close()
+
+
+def test_what_a_connection_does_not_take_at_once_is_sent_when_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more than so much in one call, and others are served between two of them."""
+    monkeypatch.setattr(sending, "AT_ONCE", 1000)
+    sizes, real, turns = list[int](), os.write, [0]
+
+    def write(file: int, data: memoryview) -> int:
+        sizes.append(len(data))
+        return real(file, data)
+
+    async def others() -> None:
+        while True:
+            turns[0] += 1
+            await asyncio.sleep(0)
+
+    async def send() -> None:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(others())
+        await sending._write(loop, small.near.fileno(), memoryview(DATA[:300_500]))
+        task.cancel()
+        with pytest.raises(KeyError):
+            loop._selector.get_key(small.near.fileno())  # type: ignore[attr-defined]  # nobody waits for it any more
+
+    with Small() as small:
+        reading = threading.Thread(target=small.read, args=(300_500,))
+        reading.start()
+        monkeypatch.setattr(os, "write", write)
+        asyncio.run(send())
+        monkeypatch.undo()
+        reading.join()
+        assert small.taken == DATA[:300_500] and max(sizes) == 1000 and min(sizes) <= 500 and turns[0] >= 300
+
+
+def test_nothing_is_written_of_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(file: int, data: memoryview) -> int:
+        raise AssertionError("there is nothing")
+
+    monkeypatch.setattr(os, "write", write)
+
+    async def send() -> None:
+        await sending._write(asyncio.get_running_loop(), -1, memoryview(b""))
+
+    asyncio.run(send())
+
+
+def test_a_connection_that_is_writable_twice_is_ready_once() -> None:
+    async def ready() -> bool:
+        future = asyncio.get_running_loop().create_future()
+        sending._ready(future)
+        sending._ready(future)
+        return future.done() and future.result() is None
+
+    assert asyncio.run(ready())
+
+
+def test_descriptors_are_given_back(scene: Scene) -> None:
+    with contextlib.closing(scene.connect()) as connection:
+        def ask() -> None:
+            take(connection)
+            take(connection, "/text")  # which is answered when all of that is over
+
+        ask()
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            ask()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_client_that_goes_while_it_is_sent_to_ends_the_answer() -> None:
+    """And nothing is said after that: not even that the answer is over."""
+    sent: list[dict[str, Any]] = []
+
+    async def pieces() -> AsyncIterator[list[memoryview]]:
+        yield [memoryview(b"ab")]
+        raise AssertionError("nobody takes it")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def direct(views: Any) -> None:
+        raise TimeoutError
+
+    answer = FromMemory(pieces, 200, {"Content-Length": "3"}, "text/plain")
+    nobody: Any = None
+    asyncio.run(answer({"type": "http", "method": "GET", "extensions": {NAME: direct}}, nobody, send))
+    assert [message["type"] for message in sent] == ["http.response.start"]
+    assert answer.background is None and answer.media_type == "text/plain"
+    assert (b"content-length", b"3") in sent[0]["headers"] and sent[0]["status"] == 200
 
 
 def test_without_the_extension_it_goes_as_anything_does() -> None:
