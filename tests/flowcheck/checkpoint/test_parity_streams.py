@@ -13,7 +13,16 @@ import pytest
 
 from flowcheck.checkpoint.coding import parity as module
 from flowcheck.checkpoint.coding.code import Code
-from flowcheck.checkpoint.coding.parity import Padded, Protected, encode, pieces_in, protect, restore_shard, source_of
+from flowcheck.checkpoint.coding.parity import (
+    Padded,
+    Protected,
+    decode,
+    encode,
+    pieces_in,
+    protect,
+    restore_shard,
+    source_of,
+)
 from flowcheck.checkpoint.directory import load_step, read_step_manifest
 from flowcheck.checkpoint.users import load_user
 from flowcheck.control.ask import Node
@@ -220,6 +229,47 @@ def test_the_smallest_shard_of_nothing(apis: list[HandApi], tmp_path: Path) -> N
     kept = protect(names(apis), tmp_path / "p", token=TOKEN)
     path = restore_shard(kept.path, names(apis)[1:], tmp_path / "q", token=TOKEN, shard="s0")
     assert load_step(path).parameters == {}
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_stream_that_is_made_again_is_as_long_as_the_longest(
+    apis: list[HandApi], tmp_path: Path, lost: int
+) -> None:
+    """Zeros follow the shard's own bytes, and nothing those."""
+    kept, found = protect(names(apis), tmp_path, token=TOKEN), bytearray()
+    streams = {shard: Padded(iter([memoryview(stream(version(shard)))])) for shard in range(3) if shard != lost}
+    with kept.stream(3).open("rb") as file:
+        decode(kept, lost, streams | {3: Padded(pieces_in(file))}, found.extend)
+    assert found == stream(version(lost)).ljust(kept.length, b"\0")
+
+
+def test_what_came_meanwhile_is_left_alone(
+    apis: list[HandApi], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was not there when the first byte was asked for."""
+    letter = tmp_path / "q" / "step-000007" / "letter"
+
+    def files(folder: Path, rank: int, real: Any = module.file_of) -> Path:
+        letter.parent.mkdir(exist_ok=True)
+        letter.write_text("dear")
+        path: Path = real(folder, rank)
+        return path
+
+    apis[0].versions[0].give(0, pack({"groups": [], "user": {}}, step=7, rank=0, ranks=1))
+    kept = protect(names(apis), tmp_path / "p", token=TOKEN)
+    monkeypatch.setattr(module, "file_of", files)
+    with pytest.raises(UserError):
+        restore_shard(kept.path, names(apis)[1:], tmp_path / "q", token=TOKEN, shard="s0")
+    assert letter.read_text() == "dear" and list((tmp_path / "q").iterdir()) == [letter.parent]
+
+
+def test_what_cannot_be_written_is_said_of_what_was_asked_for(apis: list[HandApi], tmp_path: Path) -> None:
+    """And not of a name aside, which nobody knows."""
+    kept = protect(names(apis), tmp_path / "p", token=TOKEN)
+    module.partial_name(tmp_path / "q" / "s0.stream").mkdir(parents=True)
+    with pytest.raises(EnvironmentProblem, match="cannot be written") as refused:
+        restore_shard(kept.path, names(apis)[1:], tmp_path / "q", token=TOKEN, shard="s0")
+    assert refused.value.where == str(tmp_path / "q")
 
 
 def test_no_more_streams_are_read_than_are_needed(apis: list[HandApi], tmp_path: Path) -> None:
