@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 
 from flowcheck.checkpoint.coding.code import Code
 from flowcheck.checkpoint.coding.holders import (
+    CodeGroup,
     Placement,
     Site,
     across_domains,
     code_groups,
+    crowded,
+    joining,
     place,
     place_across,
     ring,
@@ -256,3 +259,62 @@ def test_what_makes_no_sense_is_refused(call, where: str) -> None:
 def test_sizes_have_to_add_up() -> None:
     with pytest.raises(ValueError, match="3 machines for groups of 4"):
         spread([0, 1, 2], ["a", "b", "c"], [2, 2])
+
+
+def test_how_machines_are_placed_is_said() -> None:
+    """Groups where they divide, the last one a ring where they do not; or one ring of all."""
+    assert (place(4, 2).strategy, place(4, 2).blocks) == ("group", ((2, False), (2, False)))
+    assert (place(5, 2).strategy, place(5, 2).blocks) == ("mixed", ((2, False), (3, True)))
+    assert place(5, 2).holders == ((0, 1), (1, 0), (2, 3), (3, 4), (4, 2))
+    assert ring(4, 3) == Placement("ring", 3, ((0, 1, 2), (1, 2, 3), (2, 3, 0), (3, 0, 1)), ((4, True),))
+    assert place(1, 1).blocks == ((1, False),) and place(1, 1).replicas == 1
+    assert place(5, 2).left(3, [4]) == [3] and place(5, 2).left(3, [3, 4]) == [] and place(5, 2).kept_by(4) == [3]
+    assert place(4, 2).fatal_sets() == {frozenset({0, 1}), frozenset({2, 3})}
+
+
+def test_a_domain_that_takes_too_many_with_it_is_named() -> None:
+    """A leaf; where none is known a host; and who is known by its name alone is lost alone."""
+    sites = [Site("a", "h1", "l1"), Site("b", "h2", "l1"), Site("c", "h3"), Site("d", "h3"), Site("e"),
+             Site("f", "", "l1")]
+    assert crowded([0, 1, 5], sites, 2) == "leaf l1" and crowded([0, 1, 5], sites, 3) == ""
+    assert crowded([0, 2, 3, 4], sites, 1) == "host h3" and crowded([0, 2, 4], sites, 1) == ""
+    assert crowded([0, 1, 2, 3], sites, 1) == "host h3"  # of two the first by name
+    assert crowded([4], sites, 0) == "name e" and crowded([], sites, 0) == ""
+
+
+def test_groups_with_two_of_one_place_are_found() -> None:
+    sites = [Site("a", "h1", "l1", "r1"), Site("b", "h1", "l2", "r1"), Site("c", "h2", "l1"), Site("d")]
+    groups = [[1, 0], [0, 1], [2, 0], [3, 1], [3]]
+    assert together(groups, sites) == [(0, 2)]
+    assert together(groups, sites, "host") == together(groups, sites, "rack") == [(0, 1)]
+
+
+def test_who_joins_a_group() -> None:
+    """Where it has the fewest; then from another rack and host; then in the order in which they are named."""
+    sites = [Site("a", "h1", "l1", "r1"), Site("b", "h2", "l2", "r1"), Site("c", "h3", "l1", "r2"),
+             Site("d", "h2", "l3", "r2"), Site("e", "h4", "l4", "r2"), Site("f", "h5", "l5", "r3")]
+    assert joining(sites, [0, 1], [2, 3, 4, 5], 4) == [4, 5, 3, 2]
+    assert joining(sites, [0, 1, 4], [3, 2, 5], 2) == [5, 3]
+    assert joining(sites, [0, 1], [5, 4], 1) == [5] and joining(sites, [0, 1], [4, 5], 0) == []
+    assert joining(sites, [], [3, 2], 2) == [3, 2] and joining(sites, [0], [], 2) == []
+    plain = [Site(name) for name in "abcd"]
+    assert joining(plain, [0], [3, 1, 2], 9) == [3, 1, 2]
+
+
+def test_a_group_of_those_that_follow_a_shard() -> None:
+    sites = [Site(f"n{at}", leaf=f"l{at}") for at in range(5)]
+    assert code_groups(sites, 2, 2, [3, 0]) == [CodeGroup((3, 0, 1, 2), 2, 2)]
+    with pytest.raises(UserError, match="1 machines follow a shard each, and there are 2 streams of data"):
+        code_groups(sites, 2, 2, [3])
+    with pytest.raises(UserError, match="'n0' is given twice") as refused:
+        code_groups([*sites, Site("n0")], 2, 2, [3, 0])
+    assert refused.value.where == "members"
+
+
+@pytest.mark.parametrize(("machines", "sizes"), [(4, [(2, 2)]), (5, [(3, 2)]), (6, [(4, 2)]), (7, [(2, 2), (1, 2)]),
+                                                 (8, [(2, 2), (2, 2)]), (10, [(2, 2), (4, 2)])])
+def test_machines_that_fill_no_group(machines: int, sizes: list[tuple[int, int]]) -> None:
+    """A smaller one if more than parity are left, otherwise the last one is larger."""
+    groups = code_groups([Site(f"n{at}") for at in range(machines)], 2, 2)
+    assert [(one.data, one.parity) for one in groups] == sizes
+    assert sum(len(one.members) for one in groups) == machines
