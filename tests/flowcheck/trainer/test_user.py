@@ -283,3 +283,12 @@ def test_why_is_the_error_as_people_read_it() -> None:
     what = UserError("a list is not a dict", where="user", remedy='user={"loader": ...}').message()
     assert said == [f"versions are without this rank's own state: {what}"]
     assert keeper.why == f"step 20 is without this rank's own state: {what}"
+
+
+def test_what_the_script_adds_may_be_a_function_that_is_asked_each_time() -> None:
+    seen = iter((7, 8))
+
+    def user() -> dict[str, int]:
+        return {"seen": next(seen)}
+
+    assert [kept(user)["user"] for _ in "ab"] == [{"seen": 7}, {"seen": 8}]
