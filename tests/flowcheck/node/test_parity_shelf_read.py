@@ -1,10 +1,9 @@
-"""What a holder of parity offers and sends: which shards, as of which answers of others, which bytes; what others get
-of its streams, and whom it asks by a registry's decision."""
+"""What a holder of parity offers and sends: which shards, as of which answers of others, which bytes; and what
+others get of its streams."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 
 from flowcheck.checkpoint.coding import parity as parity_module
-from flowcheck.checkpoint.coding.holders import Site
 from flowcheck.checkpoint.coding.parity import Protected, protect
 from flowcheck.checkpoint.coding.rebuilding import PIECES, Place
 from flowcheck.control.ask import Node
@@ -24,9 +22,8 @@ from flowcheck.control.tensors import TensorSpec
 from flowcheck.control.user_state import pack
 from flowcheck.control.version import Digest
 from flowcheck.node import parity_shelf as module
-from flowcheck.node.decided import Decided, Member, Parity
 from flowcheck.node.holdings import Gone, Pressed
-from flowcheck.node.parity_shelf import BAD_SECONDS, FRESH_SECONDS, OTHERS_SECONDS, ParityShelf, Placed, StreamShelf
+from flowcheck.node.parity_shelf import BAD_SECONDS, FRESH_SECONDS, ParityShelf, StreamShelf
 
 from ..hand_api import KEY, TOKEN, HandApi, HandVersion
 from ..hand_node import LONGEST, until
@@ -74,6 +71,13 @@ class Holder:
         document["streams"] = {number: sums for number, sums in document["streams"].items() if int(number) in numbers}
         path.write_text(json.dumps(parity_module.seal(document)))
         self.kept[step] = Protected.read(self.kept[step].path)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is."""
+    for name in ("OTHERS_SECONDS", "READ_SECONDS"):
+        monkeypatch.setattr(module, name, LONGEST)
 
 
 @pytest.fixture
@@ -150,7 +154,7 @@ def test_one_that_is_silent_holds_up_nobody_and_is_not_asked_twice(
     assert holder.offered() == [(9, "s0"), (6, "s0")]  # of stage 1 there is a copy, and of stage 0 that and a stream
     holder.at += FRESH_SECONDS + 1
     assert holder.offered() == [(9, "s0"), (6, "s0")]
-    assert [one.asked_for(PIECES) for one in holder.apis] == [1, 2] and waited == [OTHERS_SECONDS] * 2
+    assert [one.asked_for(PIECES) for one in holder.apis] == [1, 2] and waited == [LONGEST] * 2
 
 
 def test_an_answer_that_is_none_is_as_if_it_were_not_there(holder: Holder) -> None:
@@ -296,6 +300,21 @@ def test_a_source_that_fails_is_left_for_another_one(holder: Holder) -> None:
     assert (9, "s1") not in holder.offered() and (6, "s1") in holder.offered()
 
 
+def test_what_comes_too_slowly_is_refused_and_made_all_the_same(
+    holder: Holder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks again finds what was made meanwhile."""
+    holder.keep(9, 2)
+    one = held(holder, "s1")
+    api = holder.apis[0]
+    path = f"/v1/versions/{next(each.id for each in api.versions if each.offer['step'] == 9)}/manifest.json"
+    api.quiet.add(path)
+    monkeypatch.setattr(module, "READ_SECONDS", 0.0)
+    with pytest.raises(Gone, match="is made again too slowly") as gone:
+        one.read("model.safetensors", 0, 1 << 20)
+    assert gone.value.where == "step 9, parity" and not one.is_gone() and one.made is not None
+
+
 def test_what_was_removed_is_gone(holder: Holder) -> None:
     one = held(holder, "s1")
     assert not one.is_gone()
@@ -368,35 +387,3 @@ def test_a_stream_that_is_gone_is_not_listed(holder: Holder, tmp_path: Path) -> 
         shelf.hold(found[0].offer.id)
     with pytest.raises(Gone, match="cannot be read: No such file"):
         shelf._pin(replace(found[0]))
-
-
-# -- whom to ask by a registry's decision ---------------------------------------------------------------------------
-
-
-def test_the_others_of_the_group_that_was_decided(tmp_path: Path) -> None:
-    path, members = tmp_path / "placement.json", {name: Member(Site(name), f"{name}:{port}")
-                                                  for port, name in enumerate("abcd", 1)}
-    placed = Placed(path, "c")
-    assert placed() == []
-    decided = Decided(3, members, dict.fromkeys(members, ()), None, Parity(("a", "b"), ("c", "d")))
-
-    def write(text: str | bytes, at: int) -> None:
-        path.write_bytes(text.encode() if isinstance(text, str) else text)
-        os.utime(path, ns=(at, at))
-
-    write(decided.text(), 10)
-    assert placed() == [("a", 1), ("b", 2), ("d", 4)]
-    write(replace(decided, parity=None).text(), 10)
-    assert placed() == [("a", 1), ("b", 2), ("d", 4)]  # it has not changed, and is not read again
-    write(replace(decided, parity=None).text(), 20)
-    assert placed() == []
-    write(decided.text(), 30)
-    assert len(placed()) == 3
-    write(b"\xff", 40)
-    assert placed() == []
-    write(decided.text().replace("a:1", "a:0"), 50)
-    assert placed() == []  # an address that is none: it was meant for nobody
-    write(decided.text(), 60)
-    assert len(placed()) == 3
-    path.unlink()
-    assert placed() == []
