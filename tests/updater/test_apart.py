@@ -84,6 +84,7 @@ def test_pieces_round_as_the_whole_does(
     mode, shared, held, masters, wire = kind
     assume(name != "sgd" or mode != "torch-cuda-fused")  # no kernel
     options = data.draw(st.sampled_from(OPTIONS[name]))
+    assume(not (name == "adam" and mode == "torch-cuda-fused" and options.get("weight_decay")))  # nor of that
     if mode == "torch-cpu-fused" and options.get("maximize"):
         options = options | {"maximize": False}
     sizes = {"a": data.draw(st.integers(1, 200)), "b": data.draw(st.sampled_from([7, GRAIN + 13, 2 * GRAIN + 41]))}

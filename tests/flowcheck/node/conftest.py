@@ -124,7 +124,8 @@ class NodeProcess:
         self._new.put({"event": "gone"})
 
     def wait(self, event: str, seconds: float = LONGEST, **fields: Any) -> dict[str, Any]:
-        """The next line with these fields; earlier ones that were waited past are not looked at again."""
+        """The next line with these fields, of an event or of one of several ("a or b"); earlier ones that were waited
+        past are not looked at again."""
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -134,7 +135,7 @@ class NodeProcess:
             if line["event"] == "gone":
                 error = self.process.stderr.read() if self.process.stderr else ""
                 raise AssertionError(f"the node has ended while {event} {fields} was awaited: {error[-3000:]}")
-            if line["event"] == event and all(line.get(key) == value for key, value in fields.items()):
+            if line["event"] in event.split(" or ") and all(line.get(key) == value for key, value in fields.items()):
                 return line
 
     def said(self, event: str) -> list[dict[str, Any]]:

@@ -73,8 +73,10 @@ def test_parameters_equal_the_truth_live(start_node, attach, lan, tmp_path: Path
         if t > FIRST:
             step = 100 + t + after
             assert (line["status"], line["parameters"]) == ("parameters", step)
-            assert node.wait("gathered", name="fsdp")["step"] == step
-            truth[f"parameters-{step:06d}"] = expected(job, made, t)
+            written = node.wait("gathered or skipped", name="fsdp")  # a busy disk may leave out all but the first
+            assert written["step"] == step and (written["event"] == "gathered" or truth), written
+            if written["event"] == "gathered":
+                truth[f"parameters-{step:06d}"] = expected(job, made, t)
         else:
             assert (line["status"], line["parameters"], line["why"]) == ("waiting", None, [["supported", UNCONFIRMED]])
     (lost,) = [line for line in node.said("iteration") if line["iteration"] == 100 + lossy]
@@ -82,7 +84,7 @@ def test_parameters_equal_the_truth_live(start_node, attach, lan, tmp_path: Path
     assert sum(lost["missing"].values()) >= gone > 0
     assert node.end() == 0 and [*node.said("problem"), *node.said("refused")] == []
     status = json.loads((tmp_path / "status.json").read_text())
-    assert status["gathered fsdp"]["step"] == 100 + FIRST + ITERATIONS - 1 + after and "written fsdp" not in status
+    assert status["gathered fsdp"]["step"] == int(max(truth)[-6:]) and "written fsdp" not in status
 
     assert {path.name for path in folder.iterdir()} == truth.keys(), "those of complete iterations, and of no other"
     hashes = [json.loads(line) for line in (tmp_path / "hashes.jsonl").read_text().splitlines()]

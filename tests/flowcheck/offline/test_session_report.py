@@ -314,10 +314,7 @@ def test_a_rounding_order_that_was_never_compared_is_a_mark(begin: Begin) -> Non
     job.optimizer.rounding, job.optimizer.torch_version = "torch-cuda-foreach", "2.13.0"
     replayed = begin(job)
     replayed.close(0)
-    mark = (
-        "rounding mode torch-cuda-foreach is unproven: its order of roundings was read in the sources of torch 2.13 and"
-        " was never compared with a GPU"
-    )
+    mark = "rounding mode torch-cuda-foreach is proven for torch 2.11, not for 2.13"
     assert mark in replayed.finish()[0]["unproven"]
     assert mark in json.loads((replayed.out / "step-000001" / "manifest.json").read_text())["unproven"]
 
