@@ -121,7 +121,7 @@ def test_whose_own_states_there_are(api: HandApi, node: Node) -> None:
     offer = node.offers()[0]
     assert offer.with_user == [0, 1, 2, 3, 7] and offer.has_user(7) and not offer.has_user(4)
     for said in (7, [3], [[1]], [["0", 1]], [[0, -1]], [[0, 65536]], [[False, 1]],
-                 [[2, 1]], [[0, 3], [3, 4]], [[5, 6], [0, 1]], [[0, 65535]] * 100):
+                 [[2, 1]], [[0, 3], [3, 4]], [[0, 1], [2, 3], [3, 4]], [[5, 6], [0, 1]], [[0, 65535]] * 100):
         api.versions[0].offer["user"] = said
         assert refused(node.offers) == "lists a version with states of ranks that are none"
 
