@@ -57,11 +57,12 @@ def _end(qpns: list[int], cts_qpns: list[int], **known: Any) -> dict[str, Any]:
 
 def test_connections_without_channels_are_told_apart_by_their_queue_pairs() -> None:
     """Several between two ranks; one is a flow where both ends have named it, each with its own address."""
-    ends = [_end([4], [7]), _end([5], [7]), _end([4], [8])]
+    ends = [_end([4], [7]), _end([5], [7]), _end([4], [8]), _end([4], [7]) | {"dst": 2}]
     found = union([[{**one, "src_addr": "10.0.0.1"} for one in ends],
                    [{**one, "src_addr": "", "dst_addr": "10.0.0.2"} for one in ends]])
     both = {"src_addr": "10.0.0.1", "dst_addr": "10.0.0.2"}
-    assert found == [_end([4], [7], **both), _end([4], [8], **both), _end([5], [7], **both)]
+    assert found == [_end([4], [7], **both), _end([4], [8], **both), _end([5], [7], **both),
+                     _end([4], [7], **both) | {"dst": 2}]
     both_named = {**_end([9], [9]), **both, "channel": None}
     assert union([[both_named], [{**both_named, "dst_addr": ""}]]) == [both_named], "channel None is no channel"
 
@@ -199,8 +200,9 @@ def test_nor_one_that_has_what_trainers_alone_can_say(has: str) -> None:
     assert remedy == "leave them out, to follow gathered parameters alone; or flowcheck.attach in its trainers"
 
 
-@pytest.mark.parametrize("arenas", [2, 5])
+@pytest.mark.parametrize("arenas", [2, 5, 64])
 def test_three_sets_of_parameters_and_the_arenas_have_to_fit(arenas: int) -> None:
+    """To the last byte, with 64 of them."""
     job = sharded_job(count=[1 << 18], dtype="float32")  # 1 MiB
     plan = plan_job(job, arenas=arenas)
     assert plan.engine.gradient_bytes == 1 << 20

@@ -22,8 +22,8 @@ from flowcheck.rebuild.events import Event, GivenUp
 from flowcheck.rebuild.sharded import Gathered
 
 from ..fake_engine import Packet, whole
-from ..hand_node import until
-from .test_unattended import Scene, settings_of, small_job
+from ..hand_node import LONGEST
+from .test_unattended import Scene, settings_of, small_job, until_written
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_what_is_said_of_an_iteration(scene: Callable[..., Scene]) -> None:
 def test_after_a_hole_all_reasons_are_said_and_what_was_offered_stands(scene: Callable[..., Scene]) -> None:
     at = scene()
     at.traffic(*whole(2, 3))
-    until(lambda: at.events("gathered"))
+    until_written(at, 3)
     at.engine.hopes[0, 4] = "passed"
     at.engine.disagree(4)
     at.traffic(Packet(4, past=5, cells=(0, 3)))
@@ -209,7 +209,7 @@ def test_after_a_hole_all_reasons_are_said_and_what_was_offered_stands(scene: Ca
     assert (line["status"], line["parameters"], line["published"]) == ("parameters", None, False)
     assert len(line["why"]) == len(line["failed"]) == 2
     at.traffic(*whole(5))
-    until(lambda: [one["step"] for one in at.events("gathered")] == [3, 5])
+    until_written(at, 3, 5)
 
 
 def test_an_iteration_alone_confirms_nothing_however_often_it_is_joined(scene: Callable[..., Scene]) -> None:
@@ -310,7 +310,7 @@ def test_a_fault_ends_the_thread_and_is_kept(scene: Callable[..., Scene], monkey
 
     monkeypatch.setattr(at.one, "_turn", turn)
     at.one.start()
-    until(lambda: not at.one._thread.is_alive())
+    at.one._thread.join(LONGEST)
     assert at.one.failure is fault and at.one._session is None
     at.one.close()
     at.one.close()
@@ -324,7 +324,7 @@ def test_it_waits_where_there_is_nothing_to_do_and_not_where_there_is(
     found, waits = [True, True, False, True], list[float]()
 
     def turn() -> bool:
-        if not found:
+        if not found or len(waits) > 9:
             at.one._stop.set()
             return True
         return found.pop()
