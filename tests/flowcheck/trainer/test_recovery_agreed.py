@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from flowcheck.control.tensors import TensorSpec
+from flowcheck.control.user_state import pack
 from flowcheck.control.version import MODEL, OPTIMIZER, Digest, Version
 from flowcheck.errors import EnvironmentProblem, UserError
 from flowcheck.trainer import recovery
@@ -217,3 +218,32 @@ def test_why_a_step_is_not_there_is_said_with_all_that_is_known() -> None:
     assert head == "step 9 is not there for every rank (rank 0: step 7 of epoch 0"
     absent, withheld = why.split("; ")
     assert absent.startswith(f"{gone.name}: ") and withheld == f"{api.name}: too few matched"
+
+
+# -- with a node ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("older", "taken"), [(7, 7), (6, 17)])
+def test_a_verified_version_is_taken_if_it_is_ten_steps_older_and_no_more(older: int, taken: int) -> None:
+    with HandApi(HandVersion(17, status="unverified"), HandVersion(older)) as api:
+        assert recover(api.name, token=TOKEN).step == taken
+
+
+def test_a_node_that_speaks_no_tls_has_nothing_where_tls_is_wanted() -> None:
+    with HandApi(HandVersion(7)) as api:
+        with pytest.raises(EnvironmentProblem, match="who may have one did not answer"):
+            recover(api.name, token=TOKEN, ca="system")
+        assert recover(api.name, token=TOKEN, ca="").step == 7
+
+
+@pytest.mark.parametrize("name", ["rng", "user", "scheduler", "scaler"])
+@pytest.mark.parametrize("value", [[], 7, "x"])
+def test_a_rank_whose_state_has_a_part_of_another_form_has_none(name: str, value: object) -> None:
+    given = {"rng": {}, "user": {}, "scheduler": {}, "scaler": {}, "groups": []}
+    with HandApi(HandVersion(7)) as api:
+        api.versions[0].give(1, pack({**given, name: value}, step=7, rank=1, ranks=2))
+        recovered = recover(api.name, token=TOKEN, rank=1)
+        assert recovered.passed == ("the state of rank 1 is not one of this version of flowcheck",)
+        api.versions[0].give(1, pack({**given, name: {"a": 1}}, step=7, rank=1, ranks=2))
+        recovered = recover(api.name, token=TOKEN, rank=1)
+        assert getattr(recovered, name) == {"a": 1} and recovered.passed == ()
