@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from flowcheck.errors import UserError
+from flowcheck.trainer import recovered
 from flowcheck.trainer.recovered import Recovered
 from flowcheck.trainer.user import rng_state
 
@@ -110,6 +111,27 @@ def test_what_is_no_model_and_no_optimizer(model: Any, optimizer: Any, what: str
     with pytest.raises(UserError, match=what) as caught:
         VERSION.load(model, optimizer)
     assert (caught.value.where, caught.value.remedy) == ("recover", "recovered.load(model, optimizer)")
+
+
+def test_pieces_of_megatron_are_put_where_its_optimizers_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked of them; test_megatron.py has Megatron-Core's own, where that is installed."""
+    job, said = Job(), list[Any]()
+
+    class Pieces:
+        def __init__(self, model: Any, optimizer: Any) -> None:
+            said.append((model, optimizer))
+
+        def entries(self) -> dict[str, torch.Tensor]:
+            return {"w": torch.zeros(2), "b": torch.zeros(1)}
+
+        def load(self, values: Any, state: Any) -> None:
+            said.append((sorted(values), state["param_groups"], sorted(state["state"])))
+
+    monkeypatch.setattr(recovered, "Pieces", Pieces)
+    monkeypatch.setattr(recovered, "instances", lambda model: 2 if model is job.model else 0)
+    VERSION.load(job.model, job.optimizer)
+    assert said == [(job.model, job.optimizer), (["b", "w"], VERSION.optimizer["param_groups"], [0])]
+    assert not job.model["w"].any(), "by them alone"
 
 
 # -- in words ------------------------------------------------------------------------------------------------
