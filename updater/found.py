@@ -40,14 +40,14 @@ def check_found(
 ) -> tuple[OptimizerSpec, RoundingMode, int]:
     """The optimizer, the rounding mode, and the slot of the newest complete version. run_id, epoch: of the job that it
     has to be of. like: a layout that has to be its. Raises ReplicaError, OptimizerError."""
-    layout = store.layout
+    layout = {"corrections": {}, **store.layout}  # files of before there were any have none
     if like is not None and (odd := _differing(layout, json.loads(json.dumps(like)))):
         raise ReplicaError(f"{path}: is of another job or other settings: {odd}")
     for what, wanted in (("run_id", run_id), ("epoch", epoch)):
         if wanted is not None and layout[what] != wanted:
             raise ReplicaError(f"{path}: belongs to {what} {layout[what]!r}, not {wanted!r}")
     said = (layout["dialect"], layout["torch_version"], layout["threads"])
-    corrections = layout.get("corrections") or {}
+    corrections = layout["corrections"]
     rounding = rounding or RoundingMode(said[0], said[1], threads=said[2], corrections=corrections)
     if (rounding.name, rounding.torch_version, rounding.threads) != said or rounding.corrections != corrections:
         shared = "" if rounding.threads == said[2] else f", with {said[2] or 'an unknown number of'} threads"
@@ -58,6 +58,7 @@ def check_found(
         raise ReplicaError(f"{path}: no complete version in it")
     groups = [(group["params"], group["options"]) for group in layout["optimizer"]["groups"]]
     spec = OptimizerSpec.check(layout["optimizer"]["name"], groups, fused=rounding.fused)
+    rounding.check(spec.name, options=spec.with_values(()))
     check_alone(layout["arrays"], spec, rounding)
     return spec, rounding, newest
 

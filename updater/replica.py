@@ -119,8 +119,8 @@ class Replica:
             raise ReplicaError(f"{slots} slots asked for; a replica has 2 to 4")
         if divisor < 1 or step < 0:
             raise ReplicaError(f"divisor {divisor} or step {step} is out of range")
-        rounding.check(optimizer.name, options=[group.options for group in optimizer.groups])
-        optimizer.with_values(values)
+        for options in (optimizer.with_values(()), optimizer.with_values(values)):
+            rounding.check(optimizer.name, options=options)
         check_tensors(tensors, optimizer, state, tied or {}, masters)
         path = None if path is None else Path(path)
         layout = describe(
@@ -248,7 +248,7 @@ class Replica:
             names = sorted({*self._shapes, *layout.shapes})
             odd = [name for name in names if self._shapes.get(name) != layout.shapes.get(name)]
             raise ReplicaError(f"the bucket layout and the optimizer disagree on {', '.join(map(repr, odd))}")
-        self.optimizer.with_values(values.groups)
+        self.rounding.check(self.optimizer.name, options=self.optimizer.with_values(values.groups))
         if values.loss_scale is not None and self._alone:
             raise OptimizerError(
                 f"{self._alone!r} is updated in 16 bits alone: there is no kernel for gradients with a loss scale"

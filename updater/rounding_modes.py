@@ -135,7 +135,9 @@ class RoundingMode:
                 )
             for beta in map(float, group.get("betas", BETAS)):
                 if self.corrections and repr(beta) not in self.corrections:
-                    raise OptimizerError(f"the GPU's powf is known for betas {', '.join(self.corrections)}, not {beta}")
+                    raise OptimizerError(
+                        f"the manifest has no corrections of the GPU's powf for a beta of {beta}, and has some for others"
+                    )
 
 
 def rule(

@@ -14,6 +14,7 @@ import json
 import math
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -99,8 +100,7 @@ def parse(text: str, file: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
+            twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
             raise UserError(f"the key {shown(twice)} appears twice in one object", where=file, remedy=remedy)
         return found
 

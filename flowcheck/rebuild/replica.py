@@ -112,9 +112,9 @@ class JobReplica:
             said = plan.job.optimizer
             self._rounding = RoundingMode(said.rounding, said.torch_version, threads=said.threads,
                                           corrections=said.corrections)
-            for held in ("float32", *(self._alone.values())):
-                self._rounding.check(said.name, held, [group.options for group in said.groups])
             self._spec = _spec(plan.job, self._rounding)
+            for held in ("float32", *(self._alone.values())):
+                self._rounding.check(said.name, held, self._spec.with_values(()))
             for first in (True, False):
                 self._layouts[first] = self._layout(0 if first else 1)
         except UpdaterError as error:

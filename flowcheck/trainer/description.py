@@ -44,7 +44,7 @@ from flowcheck.job.model import (
     carries,
 )
 from flowcheck.trainer.parts import Ddp, Layout, Part, local, stepped
-from flowcheck.trainer.rounding import corrections_of, rounding_of
+from flowcheck.trainer.rounding import check_fused, corrections_of, rounding_of
 from flowcheck.trainer.wrapped import refuse_model, refuse_optimizer
 
 __all__ = ["Model", "Watch", "check_gradients", "entries", "group_options"]
@@ -176,7 +176,10 @@ def group_options(model: Model, optimizer: torch.optim.Optimizer) -> list[dict[s
 def check_gradients(model: Model, optimizer: torch.optim.Optimizer) -> None:
     """Call before an optimizer step. Raises UserError if it would leave a parameter alone that the manifest has as
     optimized (torch skips one without a gradient, although DDP's bucket carries zeros for it: static_graph), or step
-    one that the manifest has as constant. In 16 bits also if its bits would no longer be those of the manifest."""
+    one that the manifest has as constant. In 16 bits, and fused on a GPU, also if its bits would no longer be those of
+    the manifest."""
+    if model.corrections:
+        check_fused(optimizer, model.corrections)
     if model.threads and torch.get_num_threads() != model.threads:
         raise _refuse(f"torch has {torch.get_num_threads()} threads, and had {model.threads}: 16-bit parameters are"
                       " rounded otherwise", "optimizer", "set_num_threads() before attaching")

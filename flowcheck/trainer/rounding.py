@@ -7,12 +7,13 @@ for bit is refused here, where the remedy is.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from flowcheck.errors import UserError
 
-__all__ = ["corrections_of", "rounding_of"]
+__all__ = ["check_fused", "corrections_of", "rounding_of"]
 
 MOST_STEPS = 1 << 20  # looked at for a beta; by then 1 - 0.9999**step has long been 1
 
@@ -39,8 +40,20 @@ def corrections_of(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, floa
     return {repr(beta): _corrections(beta, device) for beta in betas}
 
 
+def check_fused(optimizer: torch.optim.Optimizer, corrections: Mapping[str, Mapping[str, float]]) -> None:
+    """Is an optimizer of torch-cuda-fused still one that is followed? Schedules change groups in mid-run. Raises
+    UserError. corrections: of `corrections_of`, when it was described."""
+    _check_fused(optimizer)
+    for beta in (beta for group in optimizer.param_groups for beta in group["betas"]):
+        if repr(float(beta)) not in corrections:
+            raise _refused(f"has a beta of {beta} that it had not before, whose powers on this GPU are not in the manifest",
+                           "betas that stay as they are (OneCycleLR: cycle_momentum=False), or leave fused out")
+
+
 def _corrections(beta: float, device: torch.device) -> dict[str, float]:
     base = float(torch.tensor(beta, dtype=torch.float32))
+    if not 0 <= beta < 1:
+        raise _refused(f"has a beta of {beta}", "betas of at least 0 and below 1")
     if base**MOST_STEPS > 2**-25:
         raise _refused(f"has a beta of {beta}, whose powers do not vanish in {MOST_STEPS} steps",
                        "leave fused out, or take a lower beta")

@@ -15,6 +15,8 @@ from updater.replica import Replica
 from updater.rounding_modes import RoundingMode
 from updater.slot import SlotState
 from updater.step import StepValues
+from updater.store import COMPLETE as COMPLETED
+from updater.store import Store
 
 from .idle_pool import IdlePool
 
@@ -500,3 +502,45 @@ def test_going_on_with_what_is_described_alike(shm):
             {"shape": (5,)}, "arrays"), ({"run_id": "x", "epoch": 3}, "epoch, run_id"), ({"divisor": 1}, "divisor"):
         why = refusal(Replica.attach, shm / "r", like=like(**change))
         assert why == f"{shm}/r: is of another job or other settings: {odd}"
+
+
+def test_a_file_of_other_corrections(shm):
+    """They decide bits: the file goes on with its own, and with no other ones."""
+    said, torch_version = {"0.9": {}, "0.95": {"6": 0.26490813493728638}}, "2.11.0+cu130"
+    made = RoundingMode("torch-cuda-fused", torch_version, corrections=said)
+    spec = OptimizerSpec.check("adamw", [(["w"], {"lr": 1.0, "betas": (0.9, 0.95)})], fused=True)
+    Replica({"w": torch.zeros(4)}, spec, path=shm / "r", rounding=made).close()
+    for others in ({}, {"0.9": {}, "0.95": {}}, {**said, "0.99": {}}):
+        mode = RoundingMode("torch-cuda-fused", torch_version, corrections=others)
+        assert refusal(Replica.attach, shm / "r", rounding=mode) == (
+            f"{shm}/r: was built with rounding mode torch-cuda-fused of torch {torch_version},"
+            " with other corrections of the GPU's powf"
+        )
+    for mode in (None, made):
+        again = Replica.attach(shm / "r", rounding=mode)
+        assert again.rounding == made
+        again.close()
+
+
+@pytest.mark.parametrize(("mode", "name", "options", "why"), [
+    (ROUNDING, "adam", {"weight_decay": 0.1}, ""), (RoundingMode("torch-cuda-fused", "2.13.0"), "adamw", {}, ""),
+    (RoundingMode("torch-cuda-fused", "2.13.0"), "adam", {"weight_decay": 0.1}, "fused Adam on CUDA"),
+])
+def test_a_file_of_before_there_were_corrections(shm, mode, name, options, why):
+    """It has none, which is what a mode without any says. What is refused since has no kernel in a file either."""
+    spec = OptimizerSpec.check(name, [(["w"], {"lr": 1.0, **options})], fused=mode.fused)
+    tensors, kinds = {"w": torch.zeros(4)}, {"buffers": frozenset(), "tied": {}, "masters": True}
+    like = found.describe(tensors, spec, mode, slots=2, divisor=1, run_id="", epoch=0, unproven=[], start="", **kinds)
+    assert like["corrections"] == {}
+    before = {key: value for key, value in like.items() if key != "corrections"}
+    store = Store.create(before, shm / "r")
+    store.lock_writer(shm / "r")
+    store.set_slot_header(0, COMPLETED, 5)
+    store.publish_file()
+    store.close()
+    if why:
+        assert why in refusal(Replica.attach, shm / "r", like=like, error=OptimizerError)
+        return
+    again = Replica.attach(shm / "r", like=like, rounding=mode)
+    assert again.current.step == 5
+    again.close()

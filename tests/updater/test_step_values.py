@@ -197,3 +197,24 @@ def test_values_that_cannot_be_meant_are_refused_and_nothing_is_left_behind():
     for bad in ({"clip": float("nan")}, {"loss_scale": 0.0}, {"clip": -1.0}):
         with pytest.raises(ReplicaError):
             StepValues(**bad)
+
+
+@pytest.mark.parametrize(("name", "values", "message"), [
+    ("adam", {"weight_decay": 0.1}, "fused Adam on CUDA rounds the product"),
+    ("adamw", {"betas": (0.8, 0.999)}, "no corrections of the GPU's powf for a beta of 0.8"),
+])
+def test_what_a_schedule_makes_of_a_fused_optimizer_on_a_gpu(name, values, message):
+    """Without a kernel nothing is begun, and the next step is free to be built."""
+    rounding = RoundingMode("torch-cuda-fused", "2.11.0", corrections={"0.9": {}, "0.999": {}})
+    spec = OptimizerSpec.check(name, [(["w"], {"lr": 0.1})], fused=True)
+    with pytest.raises(OptimizerError, match=message):
+        Replica({"w": torch.ones(4)}, spec, rounding=rounding, values=[values])
+    replica = Replica({"w": torch.ones(4)}, spec, rounding=rounding, slots=2)
+    layout = Layout([[BucketSlice("w", 0, 4)]], {"w": (4,)}, [4])
+    with pytest.raises(OptimizerError, match=message):
+        replica.build(1, layout, StepValues(groups=(values,)))
+    assert replica.building is None
+    slot = replica.build(1, layout, StepValues(groups=({"lr": 0.2},)))
+    slot.apply(0, torch.ones(4))
+    replica.publish(slot)
+    assert replica.current.step == 1

@@ -402,7 +402,7 @@ def test_corrections_are_betas_steps_and_numbers_of_fp32() -> None:
         data["optimizer"] |= {"name": "adamw", "rounding": "torch-cuda-fused", "corrections": corrections}
         return job_from_dict(data)
 
-    good = {"0.95": {"6": 0.26490813493728638, "1": 1.0}, "0.0": {}, "1e-05": {"170000000000000000": 0.0}}
+    good = {"0.95": {"6": 0.26490813493728638}, "0.0": {}, "1e-05": {"1": 0.9999899864196777, "170000000000000000": 1.0}}
     job = with_corrections(good)
     assert job.optimizer is not None and job.optimizer.corrections == good
     assert job_from_dict(json.loads(job.to_json())) == job
@@ -414,6 +414,7 @@ def test_corrections_are_betas_steps_and_numbers_of_fp32() -> None:
         ({"0.9": {"01": 0.5}}, "'01' is not a step"), ({"0.9": {"-1": 0.5}}, "'-1' is not a step"),
         ({"0.9": {"1" * 19: 0.5}}, "is not a step"),
         ({"0.9": {"1": 0.1}}, "corrections.0.9.1: 0.1 is not 1 - beta**step in fp32"),
+        ({"0.95": {"7": 0.26490813493728638}}, "0.2649081349372864 is not"), ({"0.9": {"9" * 18: 0.0}}, "0.0 is not"),
         ({"0.9": {"1": -0.5}}, "-0.5 is not"), ({"0.9": {"1": 1.5}}, "1.5 is not"),
         ({"0.9": {"1": math.nan}}, "expected a number, found nan"),
         ({"0.9": {"1": "0.5"}}, "expected a number"), ({"0.9": 1}, "expected an object"),

@@ -102,6 +102,19 @@ def test_an_option_that_says_fused_must_agree_with_the_rounding() -> None:
         JobReplica(plan_job(described), None)
 
 
+@pytest.mark.parametrize("betas", ["ab", 5, [None, None], ["x", "y"], None, True, [True, False], [0.9]])
+@pytest.mark.parametrize("corrections", [{}, {"0.9": {}}])
+def test_betas_that_are_none_are_named_in_every_order(betas: object, corrections: dict[str, dict[str, float]]) -> None:
+    """A fused one on a GPU asks for each beta, before anything is built."""
+    described = job(optimizer="adamw", options={"lr": 0.5, "betas": betas})
+    assert described.optimizer is not None
+    described.optimizer.corrections = corrections
+    for rounding in ("torch-cpu", "torch-cuda-fused"):
+        described.optimizer.rounding = rounding
+        with pytest.raises(UserError, match="adamw group 0: betas is a"):
+            JobReplica(plan_job(described), None)
+
+
 def test_without_an_optimizer_there_is_no_replica(tmp_path: Path) -> None:
     described = job()
     described.optimizer = None

@@ -262,6 +262,18 @@ def test_a_step_of_what_the_manifest_says() -> None:
     )
 
 
+def test_a_step_with_a_beta_whose_powers_are_not_in_the_manifest() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    model = Model([], {id(weight): "weight"}, [["weight"]], "adamw", ("torch-cuda-fused", "2.11.0"), 0,
+                  {"0.9": {}, "0.999": {}})
+    optimizer = AdamW([weight])
+    weight.grad = torch.zeros(2)
+    check_gradients(model, optimizer)
+    optimizer.param_groups[0]["betas"] = (0.95, 0.999)  # as OneCycleLR does
+    where, what = refusal(lambda: check_gradients(model, optimizer))
+    assert where == "torch.optim" and what.startswith("the optimizer has a beta of 0.95 that it had not before")
+
+
 # -- buckets -------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import torch
 
 from flowcheck.errors import UserError
 from flowcheck.job.manifest import job_from_dict
-from flowcheck.trainer.rounding import corrections_of, rounding_of
+from flowcheck.trainer.rounding import check_fused, corrections_of, rounding_of
 
 PCAPS = Path(__file__).resolve().parents[3] / "pcaps"
 
@@ -82,6 +82,29 @@ def test_a_beta_whose_powers_hardly_vanish_is_refused() -> None:
     for beta in (0.99999, 0.99999999):  # the latter is 1 in fp32
         with pytest.raises(UserError, match=f"a beta of {beta}, whose powers do not vanish in 1048576 steps"):
             corrections_of(torch.optim.AdamW([on("cpu")], betas=(0.9, beta)))
+
+
+def test_a_beta_that_is_none_is_refused() -> None:
+    """torch asks for its range in the constructor alone."""
+    for beta in (1.5, -0.5, float("nan")):
+        optimizer = torch.optim.AdamW([on("cpu")])
+        optimizer.param_groups[0]["betas"] = (0.9, beta)
+        with pytest.raises(UserError, match=f"a beta of {beta}"):
+            corrections_of(optimizer)
+
+
+def test_what_a_schedule_makes_of_a_fused_optimizer_on_a_gpu() -> None:
+    corrections: dict[str, dict[str, float]] = {"0.9": {}, "0.999": {}}
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        optimizer = groups(kind, fused=True, weight_decay=0.0, betas=(0.9, 0.999))
+        check_fused(optimizer, corrections)
+        optimizer.param_groups[0]["betas"] = (0.95, 0.999)
+        with pytest.raises(UserError, match="a beta of 0.95 that it had not before") as caught:
+            check_fused(optimizer, corrections)
+        assert "cycle_momentum=False" in caught.value.remedy
+    optimizer = groups(torch.optim.Adam, fused=True, weight_decay=0.1, betas=(0.9, 0.999))
+    with pytest.raises(UserError, match="Adam with weight_decay and fused=True"):
+        check_fused(optimizer, corrections)
 
 
 def test_torch_is_all_it_needs() -> None:
