@@ -136,7 +136,8 @@ class RoundingMode:
             for beta in map(float, group.get("betas", BETAS)):
                 if self.corrections and repr(beta) not in self.corrections:
                     raise OptimizerError(
-                        f"the manifest has no corrections of the GPU's powf for a beta of {beta}, and has some for others"
+                        f"the manifest has no corrections of the GPU's powf for a beta of {beta},"
+                        " and has some for others"
                     )
 
 

@@ -69,8 +69,8 @@ def check_optimizer(job: Job, place: Place) -> None:
 
 
 def _check_corrections(optimizer: Optimizer, place: Place) -> None:
-    """Of every beta, each a number of fp32: what lacks one would take another power, and nobody would be told. Nor would
-    anybody of one that is the power of another beta or step; a powf is off by a few units in its last place."""
+    """Of every beta, each a number of fp32: what lacks one would take another power, and nobody would be told. Nor
+    would anybody of one that is the power of another beta or step; a powf is off by a few units in its last place."""
     if optimizer.corrections and optimizer.rounding != "torch-cuda-fused":
         place.fail("only torch-cuda-fused asks a GPU for powers", "leave it out")
     for beta, steps in optimizer.corrections.items():
@@ -80,7 +80,8 @@ def _check_corrections(optimizer: Optimizer, place: Place) -> None:
         for step, value in steps.items():
             if not re.fullmatch(r"[1-9][0-9]{0,17}", step):
                 (here / step).fail(f"{shown(step)} is not a step, counted from 1")
-            if not 0 <= value <= 1 or _single(value) != value or abs(1 - _single(float(beta)) ** int(step) - value) > OFF:
+            exact = 1 - _single(float(beta)) ** int(step)
+            if not 0 <= value <= 1 or _single(value) != value or abs(exact - value) > OFF:
                 (here / step).fail(f"{value!r} is not 1 - beta**step in fp32")
 
 

@@ -46,7 +46,7 @@ def check_fused(optimizer: torch.optim.Optimizer, corrections: Mapping[str, Mapp
     _check_fused(optimizer)
     for beta in (beta for group in optimizer.param_groups for beta in group["betas"]):
         if repr(float(beta)) not in corrections:
-            raise _refused(f"has a beta of {beta} that it had not before, whose powers on this GPU are not in the manifest",
+            raise _refused(f"has a beta of {beta} that it had not before, whose powers here are not in the manifest",
                            "betas that stay as they are (OneCycleLR: cycle_momentum=False), or leave fused out")
 
 

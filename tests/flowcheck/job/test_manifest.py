@@ -402,7 +402,8 @@ def test_corrections_are_betas_steps_and_numbers_of_fp32() -> None:
         data["optimizer"] |= {"name": "adamw", "rounding": "torch-cuda-fused", "corrections": corrections}
         return job_from_dict(data)
 
-    good = {"0.95": {"6": 0.26490813493728638}, "0.0": {}, "1e-05": {"1": 0.9999899864196777, "170000000000000000": 1.0}}
+    good = {"0.95": {"6": 0.26490813493728638}, "0.0": {},
+            "1e-05": {"1": 0.9999899864196777, "170000000000000000": 1.0}}
     job = with_corrections(good)
     assert job.optimizer is not None and job.optimizer.corrections == good
     assert job_from_dict(json.loads(job.to_json())) == job

@@ -99,7 +99,7 @@ def test_what_a_schedule_makes_of_a_fused_optimizer_on_a_gpu() -> None:
         optimizer = groups(kind, fused=True, weight_decay=0.0, betas=(0.9, 0.999))
         check_fused(optimizer, corrections)
         optimizer.param_groups[0]["betas"] = (0.95, 0.999)
-        with pytest.raises(UserError, match="a beta of 0.95 that it had not before") as caught:
+        with pytest.raises(UserError, match=r"a beta of 0\.95 that it had not before") as caught:
             check_fused(optimizer, corrections)
         assert "cycle_momentum=False" in caught.value.remedy
     optimizer = groups(torch.optim.Adam, fused=True, weight_decay=0.1, betas=(0.9, 0.999))
