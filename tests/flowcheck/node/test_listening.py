@@ -45,3 +45,17 @@ def test_an_address_is_looked_at_whether_its_port_is_taken_or_not() -> None:
         check_address(("192.0.2.1", 7070), "control.listen")
     assert raised.value.what == "cannot listen: Cannot assign requested address"  # and no port 0
     assert raised.value.where == "192.0.2.1:7070" and "control.listen" in raised.value.remedy
+
+
+def test_a_name_that_nobody_resolves_is_said_in_the_resolvers_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number is not one of the system's errors. One without words is said as it is."""
+    for error, said in (
+        (socket.gaierror(-2, "Name or service not known"), "Name or service not known"), (OSError("odd"), "odd"),
+    ):
+        def refuse(*_: object, raised: OSError = error, **__: object) -> socket.socket:
+            raise raised
+
+        monkeypatch.setattr(socket, "create_server", refuse)
+        with pytest.raises(EnvironmentProblem) as found:
+            listen(("nowhere", 1), "api.listen", 1)
+        assert found.value.what == f"cannot listen: {said}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -317,3 +318,103 @@ def test_a_process_ends_although_its_output_hangs(tmp_path) -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+# -- each clause alone -----------------------------------------------------------------------------------------------
+
+
+def held(say: Events, line: str) -> None:
+    """Until the thread that prints has taken this line, and is held up with it."""
+    deadline = time.monotonic() + SECONDS
+    say("lost", why=line)
+    while say._lines:
+        assert time.monotonic() < deadline
+        os.sched_yield()
+
+
+def filled() -> None:
+    """Standard output, which is a pipe, takes nothing more."""
+    os.set_blocking(saying.STDOUT, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(saying.STDOUT, b"." * 4096)
+    os.set_blocking(saying.STDOUT, True)
+
+
+def test_what_is_being_printed_is_not_printed_yet_and_the_end_waits_for_it_only_so_long(capfd, monkeypatch) -> None:
+    monkeypatch.setattr(saying, "END_SECONDS", 0.05)
+    with pipe() as reading:
+        filled()
+        with Events(False, None) as say:
+            held(say, "one")
+            assert not say.flush(0.05)
+        take(reading, b"lost: why one\n")
+        assert say.flush(SECONDS)
+
+
+def test_the_threads_have_names_by_which_a_hanging_one_is_found(capfd, tmp_path) -> None:
+    before = set(threading.enumerate())
+    with printed(capfd, path=tmp_path / "status.json"):
+        names = {thread.name for thread in set(threading.enumerate()) - before}
+        assert {"flowcheck events", "flowcheck status"} <= names
+
+
+def test_an_event_that_names_its_run_is_not_of_its_groups(capfd) -> None:
+    with printed(capfd, True) as say:
+        say("attached", name="a", run_id="r")
+        say("refused", name="a", run_id="another")
+    assert "job" not in json.loads(capfd.readouterr().out.splitlines()[1])
+
+
+def test_runs_are_bounded_without_a_status_file_too(capfd, monkeypatch) -> None:
+    """Also of groups that were never attached."""
+    monkeypatch.setattr(saying, "MOST_GROUPS", 2)
+    with printed(capfd, True) as say:
+        for name in ("a", "b", "c", "d"):
+            say("refused", name=name)
+        say("attached", name="e", run_id="r")
+        for name in ("f", "g", "e"):
+            say("lost", name=name)
+    assert "job" not in json.loads(capfd.readouterr().out.splitlines()[-1]), "it was forgotten meanwhile"
+
+
+def test_lines_that_were_not_taken_are_said_to_who_counts_with_their_number(capfd, monkeypatch) -> None:
+    heard: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(saying, "MOST", 2)
+    with pipe() as reading:
+        filled()
+        with Events(False, None) as say:
+            say.also(lambda event, fields: heard.append((event, dict(fields))))
+            held(say, "one")
+            for why in ("two", "three", "four", "five"):
+                say("lost", why=why)
+            take(reading, b"unsaid")
+            assert say.flush(SECONDS)
+    assert heard == [("unsaid", {"count": 2, "why": saying.UNSAID})]
+
+
+def test_of_what_it_says_by_itself_the_last_wait_for_who_counts(capfd) -> None:
+    heard: list[int] = []
+    with printed(capfd) as say:
+        for number in range(saying.MOST_OWN + 3):
+            say._tell("unsaid", count=number)
+        say.also(lambda _, fields: heard.append(fields["count"]))
+        say._tell("unsaid", count=99)
+    assert heard == [*range(3, saying.MOST_OWN + 3), 99]
+
+
+def test_what_it_says_by_itself_has_its_time(capfd, tmp_path) -> None:
+    with printed(capfd, True, tmp_path / "nowhere" / "status.json") as say:
+        say("stopped")
+    lines = [json.loads(text) for text in capfd.readouterr().out.splitlines()]
+    assert [line["time"] for line in lines] == [1700000000.123] * 2 and lines[1]["event"] == "problem"
+
+
+def test_moments_are_in_utc_wherever_the_node_is(monkeypatch) -> None:
+    monkeypatch.setenv("TZ", "XYZ-5")
+    time.tzset()
+    try:
+        assert saying.shown("detected", 1e9) == "detected 2001-09-09 01:46:40 UTC"
+    finally:
+        monkeypatch.undo()
+        time.tzset()
