@@ -252,6 +252,64 @@ def test_nothing_is_written_of_no_bytes(monkeypatch: pytest.MonkeyPatch) -> None
     asyncio.run(send())
 
 
+class Watched:
+    """The loop that runs, and of which descriptors it was asked to say that they are writable."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.asked: list[int] = []
+        self.create_future, self.remove_writer = self._loop.create_future, self._loop.remove_writer
+
+    def add_writer(self, file: int, *call: Any) -> None:
+        self.asked.append(file)
+        self._loop.add_writer(file, *call)
+
+
+def test_only_what_takes_less_than_it_was_given_is_waited_for() -> None:
+    async def write(taken: bytes, room: int) -> list[int]:
+        reading, writing = os.pipe()
+        os.set_blocking(writing, False)
+        try:
+            os.write(writing, b"." * (65536 - room))  # what a pipe holds
+            watched = Watched()
+            sent = asyncio.create_task(sending._write(watched, writing, memoryview(taken)))  # type: ignore[arg-type]
+            while not sent.done() and not watched.asked:
+                await asyncio.sleep(0)
+            os.read(reading, 1 << 20)
+            await sent
+            return watched.asked
+        finally:
+            os.close(reading)
+            os.close(writing)
+
+    assert asyncio.run(write(bytes(5000), 65536)) == []
+    assert len(asyncio.run(write(bytes(5000), 0))) == 1
+
+
+def test_headers_go_before_it_and_a_connection_that_fails_is_over() -> None:
+    left, over = [7, 7, 0], []
+
+    class Transport:
+        def get_write_buffer_size(self) -> int:
+            return left.pop(0)
+
+        def is_closing(self) -> bool:
+            return True
+
+        def abort(self) -> None:
+            over.append("aborted")
+
+    class Made(Offering):
+        def __init__(self) -> None:
+            self.transport = Transport()  # type: ignore[assignment]
+            self.cycle = type("Cycle", (), {"disconnected": False})()
+
+    made = Made()
+    with pytest.raises(ConnectionResetError, match="the connection was closed"):
+        asyncio.run(made._direct([memoryview(b"x")]))
+    assert left == [] and over == ["aborted"] and made.cycle.disconnected, "nothing more is said to it"
+
+
 def test_a_connection_that_is_writable_twice_is_ready_once() -> None:
     async def ready() -> bool:
         future = asyncio.get_running_loop().create_future()
