@@ -1,0 +1,180 @@
+"""What a node gives to each of its parts: the parts are noted here, and what they do has tests of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flowcheck.errors import EnvironmentProblem
+from flowcheck.node import service
+from flowcheck.node.config import NodeConfig
+
+from .node_scene import World, put_in
+
+Make = Callable[..., service.Node]
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    return put_in(World(), monkeypatch)
+
+
+def settings(folder: Path, **parts: Any) -> NodeConfig:
+    (folder / "token").write_text("a token that only tests have")
+    return NodeConfig.model_validate({
+        "control": {"listen": "127.0.0.1:0", "token_file": str(folder / "token")},
+        "capture": {"device": "af_packet:lo", "huge": False}, "replica": {"directory": str(folder)}, **parts,
+    })
+
+
+@pytest.fixture
+def make(world: World, tmp_path: Path) -> Iterator[Make]:
+    made: list[service.Node] = []
+
+    def begin(also: dict[str, Any] | None = None, **parts: Any) -> service.Node:
+        config = settings(tmp_path, **parts).model_copy(update=also or {})
+        made.append(service.Node(config, world.say))
+        return made[-1]
+
+    yield begin
+    for node in made:
+        node.close()
+
+
+class Noted:
+    """In the place of a part. given: what each one was made with."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Any, ...]] = []
+        self.done: list[str] = []
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        self.given.append((*given, *named.values()))
+        do = self.done.append
+        return SimpleNamespace(
+            start=lambda: do("start"), close=lambda: do("close"), stop=lambda: do("stop"), look=lambda: do("look"),
+            address="there", failure=None, name="f", members=(), plan=None, capture=lambda: None,
+        )
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, name: str) -> Noted:
+    part = Noted()
+    monkeypatch.setattr(service, name, part)
+    return part
+
+
+def test_the_store_has_its_settings_and_says_what_it_does(
+    make: Make, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    storing = noted(monkeypatch, "Storing")
+    make()
+    assert storing.given == []
+    node = make(store={"url": str(tmp_path / "store"), "every": 1})
+    assert storing.given == [(node.config, world.say)]
+    node.close()
+    assert storing.done == ["close"]
+
+
+def test_copies_are_made_by_its_settings_and_key_and_said(
+    make: Make, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copying = noted(monkeypatch, "Copying")
+    access = SimpleNamespace(of=lambda role: [b"token"], keys=(), tls=None)
+    monkeypatch.setattr(service, "_check_files", lambda *_: access)
+    make()
+    assert copying.given == []
+    node = make(also={"protect": "as it is"})
+    ((config, key, api, say),) = copying.given
+    assert (config, api, say) == (node.config, "", world.say) and key == node._key
+    node.close()
+    assert copying.done == ["close"]
+
+
+def test_a_job_without_trainers_has_the_port(make: Make, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    unattended = noted(monkeypatch, "Unattended")
+    monkeypatch.setattr(service, "unattended_jobs", lambda config: [("its settings", "its plan")])
+    node = make()
+    port = node._port
+    assert unattended.given == [
+        ("its settings", "its plan", node.config, port.queues, port.placers, port, world.say, node._hashes)]
+    assert unattended.done == ["start"] and "start capture" in world.done
+
+
+def test_common_versions_know_how_many_slots_a_replica_has(
+    make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[tuple[Any, ...]] = []
+    real = service.Common
+
+    def common(*arguments: Any) -> Any:
+        given.append(arguments)
+        return real(*arguments)
+
+    monkeypatch.setattr(service, "Common", common)
+    node = make(replica={"directory": str(tmp_path), "slots": 4})
+    assert given[0][:3] == (node.config.name, node.config.common.seconds, 4)
+
+
+def test_trainers_are_answered_with_the_certificate_of_the_moment(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    control = noted(monkeypatch, "ControlServer")
+    access = SimpleNamespace(of={}, keys=(), tls="before")
+    monkeypatch.setattr(service, "_check_files", lambda *_: access)
+    make()
+    tls = control.given[0][7]
+    assert tls() == "before"
+    access.tls = "after"
+    assert tls() == "after"
+
+
+def test_placing_is_calibrated_for_the_longest_packets(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(service, "settle", lambda *given: asked.append(given))
+    make()
+    make(capture={"device": "af_packet:lo", "huge": False, "path_mtu": 4096})
+    assert [mtu for mtu, _ in asked] == [1024, 4096]
+
+
+def test_devices_on_the_bus_are_opened_by_who_holds_the_rights(
+    make: Make, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def call(function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        asked.append(function)
+        return function(*given, **named)
+
+    rights = SimpleNamespace(opens_with_dpdk=True, call=call, give_back=bool)
+    monkeypatch.setattr(service, "Rights", lambda drivers: rights)
+    make()
+    assert asked[:2] == [service.start_eal, service.LiveSource]
+    rights.opens_with_dpdk = False
+    asked.clear()
+    make()
+    assert asked[0] is service.LiveSource
+
+
+def test_where_it_listens_is_said(world: World) -> None:
+    node = SimpleNamespace(control=SimpleNamespace(address="c:1"), config=SimpleNamespace(groups=2), api="a:2")
+    service.Node.announce(node, world.say)  # type: ignore[arg-type]
+    assert world.said == [("listening", {"control": "c:1", "groups": 2, "api": "a:2"})]
+
+
+@pytest.mark.parametrize("setting", ["control.listen", "api.listen"])
+def test_a_check_names_the_address_that_is_not_of_this_machine(world: World, tmp_path: Path, setting: str) -> None:
+    part = setting.partition(".")[0]
+    files = {"token_file": str(tmp_path / "token")} if part == "control" else {}
+    with pytest.raises(EnvironmentProblem) as found:
+        service.check(settings(tmp_path, **{part: {"listen": "192.0.2.1:7070", "insecure": True, **files}}), True)
+    assert found.value.where == "192.0.2.1:7070" and setting in found.value.remedy
+
+
+def test_a_check_tries_every_core(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[tuple[int, ...]] = []
+    monkeypatch.setattr(service, "check_cores", tried.append)
+    capture = {"device": "ring", "huge": False, "cores": [1], "place_cores": [0]}
+    service.check(settings(tmp_path, capture=capture), True)
+    assert tried == [(1, 0)]
