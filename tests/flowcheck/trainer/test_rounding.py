@@ -51,6 +51,7 @@ def test_the_form_decides() -> None:
     [
         (groups(foreach=False), "divides by reciprocals"),
         (groups(capturable=True), "capturable=True"),
+        (groups(differentiable=True), "differentiable=True"),
         (groups(lr=torch.tensor(1.0)), "tensor as lr"),
         (groups(fused=True), "SGD with fused=True, which multiplies in double precision on a GPU"),
         (groups(torch.optim.Adam, fused=True, weight_decay=0.1), "Adam with weight_decay and fused=True"),
@@ -76,6 +77,28 @@ def test_the_manifest_says_where_the_devices_powers_are_others(device: str) -> N
         for step, here in enumerate((1 - torch.pow(base, steps)).tolist(), 1):
             right = float(1 - torch.tensor(float(base[0]) ** step))
             assert (said[str(step)] == here != right) if str(step) in said else here == right, f"{beta}, step {step}"
+
+
+def test_it_is_the_parameters_device_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, real = [], torch.arange
+
+    def arange(*given: Any, device: Any = None, **named: Any) -> torch.Tensor:
+        asked.append(str(device))
+        return real(*given, **named)
+
+    monkeypatch.setattr(torch, "arange", arange)
+    corrections_of(torch.optim.AdamW([on("meta")], lr=1.0))
+    assert asked == ["meta", "meta"]
+
+
+def test_a_default_type_of_torchs_changes_nothing() -> None:
+    optimizer = torch.optim.AdamW([on("cpu")], lr=1.0)
+    plain = corrections_of(optimizer)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert corrections_of(optimizer) == plain
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_beta_whose_powers_hardly_vanish_is_refused() -> None:
