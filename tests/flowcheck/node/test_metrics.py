@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
+from flowcheck.node import metrics
 from flowcheck.node.metrics import ALERTED, METRICS, MISSING, STATUSES, exposition
 from flowcheck.node.tally import CONDITIONS, STAGES
 
@@ -204,3 +205,29 @@ def test_promtool_finds_nothing_wrong(made: str) -> None:
         pytest.skip("promtool is not installed (Debian: prometheus)")
     done = subprocess.run([promtool, "check", "metrics"], input=made, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- how a value is found in a document ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("made", "of", "samples"), [
+    (lambda: metrics._one("a"), {"a": 5}, [([], 5)]),
+    (lambda: metrics._one("a", "b", "c"), {"a": {"b": {"c": 7}}}, [([], 7)]),
+    (lambda: metrics._each("of"), {"of": {"x": 2}}, [(["x"], 2)]),
+    (lambda: metrics._each("of", ["y", "x"], 8), {"of": {"x": 2}}, [(["y"], 0), (["x"], 16)]),
+    (lambda: metrics._when("a"), {"a": 0}, []),
+    (lambda: metrics._when("a", "b"), {"a": {"b": 3.5}}, [([], 3.5)]),
+    (lambda: metrics._captures("n"), {"captures": [{"device": "d", "n": 4}]}, [(["d"], 4)]),
+    (lambda: metrics._last_failure("k"), {"failed": []}, []),
+    (lambda: metrics._last_failure("k"), {"failed": [{"k": 1}, {"k": 2}]}, [([], 2)]),
+    (lambda: metrics._common(lambda common: common["x"]), {"common": None}, []),
+    (lambda: metrics._common(lambda common: common["x"]), {"common": {"x": 9}}, [([], 9)]),
+    (lambda: metrics._pair("p", 1), {"p": [3, 4]}, [([], 4)]),
+])
+def test_where_a_value_stands(made: Any, of: dict[str, Any], samples: list[Any]) -> None:
+    assert list(made()(of)) == samples
+
+
+def test_what_is_of_the_node_has_no_group() -> None:
+    samples = metrics._one("a")
+    assert metrics._node("n", "gauge", ("l",), "t", samples) == metrics.Kind("n", "gauge", ("l",), "t", samples, False)
