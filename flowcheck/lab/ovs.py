@@ -23,7 +23,7 @@ from flowcheck.errors import EnvironmentProblem
 from flowcheck.interrupts import deferred
 from flowcheck.lab import netns
 
-__all__ = ["OpenVSwitch"]
+__all__ = ["OpenVSwitch", "listens"]
 
 START_SECONDS = 30.0
 PORT_BUFFER = 32 << 20
@@ -46,7 +46,7 @@ class OpenVSwitch:
         database = self.rundir / "db.sock"
         self._control("ovsdb-tool", "create", str(self.rundir / "conf.db"))
         self._daemon("ovsdb-server", str(self.rundir / "conf.db"), f"--remote=punix:{database}",
-                     f"--pidfile={self.rundir}/ovsdb-server.pid", ready=database.exists)
+                     f"--pidfile={self.rundir}/ovsdb-server.pid", ready=lambda: listens(database))
         self._control("ovs-vsctl", "--no-wait", "init")
         self._daemon("ovs-vswitchd", f"unix:{database}", f"--pidfile={self.rundir}/ovs-vswitchd.pid",
                      ready=(self.rundir / "ovs-vswitchd.pid").exists)
@@ -135,6 +135,19 @@ class OpenVSwitch:
                 one.communicate()
         if one.returncode:
             raise EnvironmentProblem(" ".join(said.split()), where=where, remedy=remedy)
+
+
+def listens(path: Path) -> bool:
+    """Does somebody listen there? The file of a socket is there a moment before that."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        with socket.socket(socket.AF_UNIX) as one:
+            one.connect(f"/proc/self/fd/{folder}/{path.name}")  # a path of its own may be too long for an address
+    except (FileNotFoundError, ConnectionRefusedError):
+        return False
+    finally:
+        os.close(folder)
+    return True
 
 
 def _syscall(*arguments: int) -> int:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from flowcheck.lab.ovs import listens
+
 from ..links import wait_for_links
 
 PREFIX = "flowcheck"
@@ -210,7 +212,7 @@ def ovs(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ovs]:
     try:
         db = run / "db.sock"
         start("ovsdb-server", str(run / "conf.db"), f"--remote=punix:{db}", f"--pidfile={run}/ovsdb-server.pid",
-              ready=db.exists)
+              ready=lambda: listens(db))
         control("ovs-vsctl", "--no-wait", "init")
         start("ovs-vswitchd", f"unix:{db}", f"--pidfile={run}/ovs-vswitchd.pid",
               ready=(run / "ovs-vswitchd.pid").exists)
