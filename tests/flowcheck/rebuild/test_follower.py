@@ -6,7 +6,6 @@ tests/flowcheck/node/test_live_session.py and tests/flowcheck/offline/test_sessi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,19 +21,6 @@ from flowcheck.rebuild.policy import Policy
 
 from ..fake_engine import FakeSource, Packet, whole
 from .followed import PARTLY, FakeReplica, Followed, port
-
-
-@pytest.fixture
-def live(monkeypatch) -> Callable[..., Followed]:
-    return lambda *sources, **options: Followed(monkeypatch, Policy.live(record_seconds=10.0), *sources, **options)
-
-
-@pytest.fixture
-def offline(monkeypatch) -> Callable[..., Followed]:
-    return lambda *sources, **options: Followed(
-        monkeypatch, Policy.offline(), *sources, **{"replica": FakeReplica(), **options}
-    )
-
 
 # -- the order of events --------------------------------------------------------------------------------
 

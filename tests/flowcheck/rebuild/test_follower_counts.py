@@ -11,25 +11,12 @@ from flowcheck.lab.synth import example_job
 from flowcheck.rebuild.deadline import Times
 from flowcheck.rebuild.events import Closed, Event, Lost, Timed
 from flowcheck.rebuild.follower import LOOK_SECONDS
-from flowcheck.rebuild.policy import Policy
 
 from ..fake_engine import FakeSource, Packet, whole
-from .followed import PARTLY, FakeReplica, Followed, port
+from .followed import PARTLY, port
 
 FIRST = (0, 12)  # cells of the first of two buckets
 SUMS = {"layer0.weight": "0" * 16}
-
-
-@pytest.fixture
-def live(monkeypatch) -> Callable[..., Followed]:
-    return lambda *sources, **options: Followed(monkeypatch, Policy.live(record_seconds=10.0), *sources, **options)
-
-
-@pytest.fixture
-def offline(monkeypatch) -> Callable[..., Followed]:
-    return lambda *sources, **options: Followed(
-        monkeypatch, Policy.offline(), *sources, **{"replica": FakeReplica(), **options}
-    )
 
 
 def without_values() -> Any:
