@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,19 +17,6 @@ from flowcheck.control.version import MODEL, OPTIMIZER
 from ..hand_api import KEY, TOKEN, HandApi, HandVersion, safetensors, seal
 
 BIG = [float(i) for i in range(3 << 20)]  # more than one chunk
-
-
-@pytest.fixture
-def api() -> Iterator[HandApi]:
-    with HandApi(HandVersion(7)) as made:
-        yield made
-
-
-@pytest.fixture
-def node(api: HandApi) -> Iterator[Node]:
-    made = Node(api.address, KEY, 30.0)
-    yield made
-    made.close()
 
 
 def refused(call: Any, *given: Any) -> str:

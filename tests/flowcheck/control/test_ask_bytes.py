@@ -7,7 +7,6 @@ import json
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,19 +25,6 @@ from flowcheck.control.version import MODEL, OPTIMIZER, Digest, Version
 
 from ..certificates import issue
 from ..hand_api import KEY, HandApi, HandVersion, safetensors
-
-
-@pytest.fixture
-def api() -> Iterator[HandApi]:
-    with HandApi(HandVersion(7)) as made:
-        yield made
-
-
-@pytest.fixture
-def node(api: HandApi) -> Iterator[Node]:
-    made = Node(api.address, KEY, 30.0)
-    yield made
-    made.close()
 
 
 def refused(call: Any, *given: Any) -> AskError:

@@ -94,18 +94,6 @@ def test_the_choice(name: str) -> None:
 # -- looking -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def near() -> Iterator[HandApi]:
-    with HandApi(HandVersion(7), HandVersion(6, tier="disk")) as made:
-        yield made
-
-
-@pytest.fixture
-def far() -> Iterator[HandApi]:
-    with HandApi(HandVersion(7)) as made:
-        yield made
-
-
 def nodes(*apis: HandApi, seconds: float = 30.0) -> list[Node]:
     return [Node(api.address, KEY, seconds) for api in apis]
 

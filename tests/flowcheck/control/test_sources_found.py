@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -46,18 +46,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(sources, "time", made)
     monkeypatch.setattr(sources, "random", SimpleNamespace(uniform=lambda least, most: made.spread(least, most)))
     return made
-
-
-@pytest.fixture
-def near() -> Iterator[HandApi]:
-    with HandApi(HandVersion(7), HandVersion(6, tier="disk")) as made:
-        yield made
-
-
-@pytest.fixture
-def far() -> Iterator[HandApi]:
-    with HandApi(HandVersion(7)) as made:
-        yield made
 
 
 def nodes(*apis: HandApi) -> list[Node]:
