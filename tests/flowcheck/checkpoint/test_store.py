@@ -84,6 +84,7 @@ def test_the_pointer_names_what_was_written_last(tmp_path: Path) -> None:
     assert lane(tmp_path).latest() == other.folder != one.folder
     said = json.loads((tmp_path / LANE / "latest.json").read_text())
     assert (said["epoch"], said["step"], said["version_sha256"]) == (2, 10, other.document["manifest_sha256"])
+    assert said["schema"] == "flowcheck/latest/1"
     assert f"{LANE}/{said['folder']}" == other.folder
 
 
@@ -250,6 +251,21 @@ def test_a_store_that_does_not_list_what_is_there_loses_nothing(tmp_path: Path) 
     lying = Lying(tmp_path, "epoch-2", children=lambda real, name: [one for one in real(name) if one != hidden])
     assert Lane(lying, LANE).tidy(Rules(keep=1)) == []  # type: ignore[arg-type]
     assert found(tmp_path) == [10, 20, 30]
+
+
+def test_what_is_long_is_read_back_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, and nothing after the end; also where a store gives less than it was asked for."""
+    monkeypatch.setattr("flowcheck.checkpoint.store.CHUNK", 16)
+    asked: list[tuple[int, int]] = []
+
+    def read(real: Callable[..., bytes], name: str, at: int, size: int) -> bytes:
+        asked.append((at, size))
+        return real(name, at, min(size, 10))
+
+    write(Lane(Lying(tmp_path, "rank-", read=read), LANE), 20, users={3: bytes(range(40))})  # type: ignore[arg-type]
+    assert asked == [(0, 16), (10, 16), (20, 16), (30, 10), (40, 0)] and found(tmp_path) == [20]
+    write(lane(tmp_path), 30, users={3: bytes(40)})
+    assert found(tmp_path) == [20, 30]
 
 
 @pytest.mark.parametrize("file", [MODEL, OPTIMIZER])

@@ -144,6 +144,11 @@ def test_icrc_that_was_not_checked_marks_the_result():
     assert verdict.publishable and verdict.unproven == ("icrc off",)
 
 
+def test_the_sign_by_which_holes_are_for_good_goes_along():
+    verdict = judge(dataclasses.replace(GOOD, final="arena_needed", **HOLES))
+    assert verdict.final == verdict.to_dict()["final"] == "arena_needed"
+
+
 def test_evidence_has_no_defaults():
     for field in dataclasses.fields(Evidence):
         assert field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
